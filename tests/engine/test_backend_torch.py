@@ -244,15 +244,6 @@ def test_gather_buffers_are_reused_and_reported(backend):
     assert backend.memory().allocated > SMALL.bytes
 
 
-def test_blocks_behind_the_last_token_are_ignored(backend):
-    """Blocks of a table that lie behind the last new token are ignored."""
-    given = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(1))
-    plan, exact = (backend.plan(RaggedBatch([table], [0], [4])) for table in ([1, 99], [1]))
-    backend.store(0, plan, given, given)
-    assert backend.read(0, [1], 4)[0].equal(given)
-    assert backend.attend(0, plan, given).equal(backend.attend(0, exact, given))
-
-
 @pytest.mark.parametrize(
     ("step", "message"),
     [
@@ -321,14 +312,6 @@ def test_rotations_of_a_wrong_shape_are_refused(backend, rotation):
         backend.store_rotated(0, plan, rows(), rows(), rotation)
 
 
-def test_a_rotary_embedding_without_speeds_changes_no_key(backend):
-    """A rotary embedding without speeds leaves the keys as they are."""
-    plan, keys = backend.plan(RaggedBatch([[1]], [0], [1])), rows() + 3
-    still = Rotary(()).rotation(torch.arange(1))
-    backend.store_rotated(0, plan, keys, rows(), still)
-    assert backend.read(0, [1], 1)[0].equal(keys)
-
-
 @pytest.mark.parametrize(
     ("queries", "options", "message"),
     [
@@ -368,11 +351,3 @@ def test_an_unknown_dtype_is_refused(backend):
     """`tensor` refuses an unknown dtype, and the error lists the known ones."""
     with pytest.raises(InputError, match="dtype 'fp8' is not known; there are: fp64"):
         backend.tensor([1.0], "fp8")
-
-
-def test_attention_does_not_require_gradients(backend):
-    """The attention of queries that require gradients does not require any."""
-    plan = backend.plan(RaggedBatch([[1]], [0], [1]))
-    queries = rows().requires_grad_()
-    backend.store(0, plan, queries, queries)
-    assert not backend.attend(0, plan, queries).requires_grad

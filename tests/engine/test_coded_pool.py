@@ -2,17 +2,13 @@
 
 import pytest
 
-from kvcore import Codec, InputError, KVCache, PolicyError, Request
+from kvcore import Codec, InputError, PolicyError
 from kvcore.engine import Plane, RaggedBatch, TensorLayout
-from kvcore_engine.compaction import Compactor
 
 torch = pytest.importorskip("torch", reason="K/V lies in tensors")
 
 from kvcore_engine.backend import TorchCPU  # noqa: E402 - need torch
-from kvcore_engine.retention.knorm import KNorm  # noqa: E402
-from kvcore_plugins.codec import E4M3, FP16, FP32, INT4, INT8, KIVI  # noqa: E402
-from kvcore_plugins.eviction import LRU  # noqa: E402
-from kvcore_plugins.prefix import Radix  # noqa: E402
+from kvcore_plugins.codec import E4M3, FP16, INT4, INT8, KIVI  # noqa: E402
 
 SIZE = 8
 
@@ -44,22 +40,6 @@ def test_allocated_bytes_are_those_of_the_layout(codec):
     made = backend(codec)
     allocated = sum(matrix.untyped_storage().nbytes() for matrix in made._pool.matrices)
     assert allocated == made.layout.bytes == made._pool.bytes
-
-
-def test_an_uncoded_pool_is_read_in_place():
-    """With the codec of the computation's own dtype, `layer_blocks` returns the plain pool."""
-    made = backend(FP32())
-    keys, _ = made.layer_blocks(0)
-    assert keys.shape == (16, 2, SIZE, 16)
-    made.fill(3)
-    assert (keys == 3).all()
-
-
-def test_tokens_coded_alone_are_not_staged():
-    """Tokens that are coded alone are stored in their blocks at once, without a stage."""
-    made = backend(INT4())
-    store(made, [3, 4], 0, SIZE + 3)
-    assert made._pool.staged_bytes == 0
 
 
 def test_the_stage_grows_and_its_rows_are_reused():
@@ -138,30 +118,6 @@ def test_staged_blocks_can_change_places():
     made.copy_blocks([(0, 5), (5, 7), (7, 0)])
     for block, expected in zip((0, 5, 7), before, strict=True):
         torch.testing.assert_close(made.read(0, [block], 3)[0], expected, rtol=0, atol=0)
-
-
-def test_a_staged_block_is_filled():
-    """`fill` overwrites all tokens of a staged block."""
-    made = backend(KIVI())
-    for blocks in (None, [1]):
-        store(made, [1], 0, 3)
-        made.fill(2, blocks)
-        assert (made.read(0, [1], 3)[0] == 2).all()
-
-
-def test_a_compaction_leaves_the_partial_block_on_the_stage():
-    """A compaction leaves the partial block on the stage, even if more blocks are allocated.
-
-    These are for tokens that are yet to be computed.
-    """
-    made = backend(KIVI())
-    cache = KVCache(16, SIZE, eviction=LRU(), prefix=Radix(), retention=KNorm(), ids=True)
-    Compactor(cache, made, [None] * 2, [None] * 2)
-    seq = cache.open(Request(id=0, prompt_tokens=5 * SIZE, key_tokens=SIZE))
-    store(made, seq.table(), 0, 3 * SIZE)
-    cache.commit(seq, 3 * SIZE)
-    cache.compact(seq, SIZE + 3)
-    assert [*made._pool.keys[0].stage] == seq.table().tolist()[1:2]
 
 
 def test_layer_blocks_refuses_a_coded_pool():

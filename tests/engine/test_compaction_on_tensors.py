@@ -18,7 +18,6 @@ from kvcore.testing.dense import loaded  # noqa: E402
 from kvcore_engine.compaction import SAMPLED, _bar  # noqa: E402
 from kvcore_engine.generator import SinCos  # noqa: E402
 from kvcore_engine.retention.knorm import KNorm  # noqa: E402
-from kvcore_engine.retention.random import Random  # noqa: E402
 from kvcore_engine.retention.token_retention import Reads  # noqa: E402
 from kvcore_engine.retention.window import Window  # noqa: E402
 
@@ -81,13 +80,6 @@ def test_invalid_scores_are_reported_with_the_plugin(answer, message):
     assert str(again.value) == str(caught.value)
 
 
-def test_infinite_scores_are_scores():
-    """Infinite scores are valid, and the newest token stays whatever its score."""
-    texts = paged(Scored(budget=3, answer=lambda held: (held.positions - 5.0) ** -2))
-    positions = texts.compactor.positions(prefilled(texts))
-    assert positions.sort().values.tolist() == [[[5, 6, 29]] * 2] * 2
-
-
 def test_tokens_outside_the_next_window_are_removed_first():
     """Tokens outside the window of the next token are removed first.
 
@@ -112,26 +104,6 @@ def test_tokens_moved_into_the_window_are_visible():
     texts.cache.compact(seq, 4)
     positions = texts.compactor.positions(seq)
     assert positions.sort().values.tolist() == [[[24, 25, 26, 30]] * 2] * 2
-
-
-def test_sinks_of_a_layer_are_visible():
-    """The sinks of a layer count as visible and may stay."""
-    texts = paged(
-        Scored(budget=90, answer=lambda h: -by_position(h)), model=MODEL + ",window=7"
-    )
-    seq = prefilled(texts)
-    for options in texts.compactor._options.values():
-        options["sinks"] = 2
-    texts.cache.compact(seq, 4)
-    positions = texts.compactor.positions(seq)
-    assert positions.sort().values.tolist() == [[[0, 1, 24, 29]] * 2] * 2
-
-
-def test_integers_are_scores():
-    """Scores may be integers; of tokens with equal scores the newer ones stay."""
-    texts = paged(Scored(budget=4, answer=lambda held: held.positions // 16 * 0))
-    positions = texts.compactor.positions(prefilled(texts))
-    assert positions.sort().values.tolist() == [[[26, 27, 28, 29]] * 2] * 2
 
 
 def test_undeclared_reads_are_not_given(monkeypatch):
@@ -185,34 +157,6 @@ def test_attention_is_summed_in_fp32(dtype):
         torch.testing.assert_close(each.sum((1, 2)), torch.tensor([120.0]), atol=0.5, rtol=0)
 
 
-def test_attention_of_a_token_sums_to_one_a_head():
-    """The attention of each token sums to 1 in each of the 4 query heads, in every step."""
-    texts = paged(Scored(budget=90, needs=Reads(attention=True), answer=by_position))
-    seq = prefilled(texts)
-    texts.run(seq, output=6)
-    sums = seq.data.attention[:, :, : seq.held].sum((1, 2))
-    torch.testing.assert_close(sums, torch.full((2,), 4.0 * seq.held).double())
-
-
-def test_a_compaction_moves_at_most_a_block_a_head(monkeypatch):
-    """In the long run a compaction moves at most a block of tokens in each head."""
-    texts = paged(Random(budget=24))
-    moved = []
-    move = texts.backend.move_tokens
-
-    def counted(layer, table, into, moves):
-        moved.append(moves.shape[1])
-        move(layer, table, into, moves)
-
-    monkeypatch.setattr(texts.backend, "move_tokens", counted)
-    seq = prefilled(texts, length=48)
-    first = max(moved)
-    moved.clear()
-    texts.run(seq, output=60)
-    assert moved
-    assert max(moved) <= 2 * 4 < first
-
-
 def test_a_closed_sequence_is_forgotten():
     """The record that the compactor has of a sequence is freed when that is closed."""
     texts = paged(KNorm(budget=8))
@@ -222,20 +166,6 @@ def test_a_closed_sequence_is_forgotten():
     del seq
     gc.collect()
     assert record() is None
-
-
-def test_forks_have_separate_records():
-    """Tokens that a fork computes do not change the record of its sibling."""
-    texts = paged(Scored(budget=90, needs=Reads(attention=True, queries=2), answer=by_position))
-    seq = prefilled(texts)
-    child = texts.fork(seq, seed=1)
-    before = seq.data.attention.clone(), seq.data.queries[1].clone()
-    asked = [*seq.data.asked]
-    texts.run(child, output=6)
-    assert seq.data.attention.equal(before[0])
-    assert seq.data.queries[1].equal(before[1])
-    assert seq.data.asked == asked
-    assert not child.data.queries[1].equal(before[1])
 
 
 def test_a_rolled_back_token_leaves_no_attention():

@@ -60,19 +60,6 @@ def test_chunks_fill_one_wave(lengths, chunk):
     assert _triton_decode.chunk_of(lengths, 8, programs=528) == chunk
 
 
-def test_empty_chunks_do_nothing():
-    """Empty chunks, as in the larger grid of a captured graph, do not change the output."""
-    made = Decoding([300, 20], dtype="fp32")
-    plan = made.backend.plan(RaggedBatch(made.tables, [299, 19], [1, 1]))
-    before = made.backend.attend(0, plan, made.queries)
-    (part,) = plan.parts(LayerKind(4, None, 0))
-    for name, width in (("work", 5), ("splits", 3)):
-        given = getattr(part.plan, name)
-        padded = torch.cat((given, torch.zeros(4, width, dtype=torch.int32)))
-        object.__setattr__(part.plan, name, padded)
-    assert made.backend.attend(0, plan, made.queries).equal(before)
-
-
 def test_prefill_and_decode_in_one_batch():
     """A batch of a prompt chunk and a single token has the output of the torch backend.
 

@@ -48,39 +48,6 @@ def test_outputs_are_those_without_a_cache():
     assert run.result.outputs == {"a": dense(WORDS[:10], 6), "b": dense(WORDS[:3], 9)}
 
 
-def test_a_text_has_the_keys_of_its_tokens():
-    """The keys of a text are computed from its tokens, so texts share a common prefix."""
-    assert text("a", 9).keys == block_keys(WORDS[:9], 4)
-    assert (
-        compute([text("a", 9), text("b", 12, arrival=1000)]).result.cache.stats.hit_blocks == 2
-    )
-
-
-def test_texts_with_different_salts_share_no_blocks():
-    """Equal texts with different salts share no blocks and have equal outputs."""
-    run = compute([text("a", salt="x"), text("b", salt="y", arrival=1000)])
-    assert run.result.cache.stats.hit_blocks == 0
-    assert run.result.outputs["a"] == run.result.outputs["b"]
-
-
-def test_a_request_without_output_generates_no_token():
-    """A request without output has its prompt computed and generates no token."""
-    run = compute([text("a", output=0), ask("b", output=0)])
-    assert run.result.outputs == {"a": [], "b": []}
-    assert run.of("FIRST_TOKEN") == []
-
-
-def test_equal_keys_are_equal_tokens():
-    """Prompts with equal keys have equal tokens, and so equal outputs."""
-    requests = [
-        ask("a", 0, 12, keys=[1, 2, 3]),
-        ask("b", 1000, 12, keys=[1, 2, 4]),
-        ask("c", 2000, 12, keys=[1, 2, 3]),
-    ]
-    outputs = compute(requests).result.outputs
-    assert outputs["a"] == outputs["c"] != outputs["b"]
-
-
 def test_output_keys_of_another_request_are_hit():
     """A prompt that contains the output keys of another request hits its generated blocks.
 
@@ -174,13 +141,6 @@ def test_a_run_without_tensors_needs_no_torch():
     )
 
 
-def test_without_publish_generated_blocks_stay_private():
-    """Without `publish`, generated blocks stay private and the trace has no keys of them."""
-    run = compute([text("a", 10, 12)])
-    assert run.result.cache.tree.cached_blocks == 2
-    assert not [line for line in run.lines if "output_keys" in line or line["event"] == "KEYS"]
-
-
 @pytest.mark.parametrize("blocks", [1000, 9])
 @pytest.mark.parametrize("scheduler", ["fcfs", "latest"])
 def test_a_run_on_texts_can_be_simulated(tmp_path, blocks, scheduler):
@@ -228,21 +188,6 @@ def test_stop_at_eos_ends_a_text_early():
     assert list(run.result.log.output) == [
         len(run.result.outputs[i]) for i in run.result.log.ids
     ]
-
-
-def test_a_text_may_end_with_its_first_token():
-    """A text whose first token is an end token has one token."""
-    run = compute([text("a")], generator=Exact(ending=100), clock="wall", stop_at_eos=True)
-    assert run.result.outputs == {"a": [ENDS[0]]}
-
-
-def test_the_trace_of_early_ends_is_valid(tmp_path):
-    """The trace of a run with early ends passes `check_trace`."""
-    path = tmp_path / "trace.jsonl"
-    requests = [text(number, 3 + number, 40, publish=True) for number in range(12)]
-    run = compute(requests, generator=Exact(ending=10), clock="wall", stop_at_eos=True)
-    path.write_bytes(run.trace)
-    assert check_trace(path).finished == 12
 
 
 @pytest.mark.parametrize(("output", "shared"), [(3, 0), (6, 1), (7, 1)])

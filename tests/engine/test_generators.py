@@ -9,13 +9,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="generators compute on torch")
 
 from kvcore import InputError, KVCache, Plugins, StorageError, run  # noqa: E402
-from kvcore.engine import DeviceMemory, Rotary  # noqa: E402
+from kvcore.engine import DeviceMemory  # noqa: E402
 from kvcore.models.released import MODELS  # noqa: E402
 from kvcore.testing.dense import (  # noqa: E402
     DenseCache,
     HostTensors,
     Text,
-    advance,
     attention,
     generate,
     loaded,
@@ -64,13 +63,6 @@ def test_sincos_has_the_size_of_its_model():
     assert SinCos(model="llama-3-8b").spec == MODELS["llama-3-8b"]
 
 
-def test_options_replace_the_sizes_of_the_model():
-    """Options replace layers, K/V heads and widths; the query heads per K/V head stay."""
-    spec = SinCos(model="llama-3-8b", layers=3, kv_heads=2, head_dim=6).spec
-    sizes = spec.layers, spec.query_heads, spec.kv_heads, spec.head_dim, spec.value_dim
-    assert sizes == (3, 8, 2, 6, 6)
-
-
 def test_layers_keep_their_windows():
     """The first layers have the windows of the model's layers; more layers repeat them."""
     windows = MODELS["gpt-oss-20b"].windows
@@ -92,23 +84,6 @@ def test_sincos_kv_differ_by_token_and_position():
         assert len(set(rows)) == len(rows) == 256
 
 
-def test_sincos_keys_and_values_are_on_a_circle():
-    """Keys of `sincos` are sines, and values are cosines of the same phases."""
-    ((keys, values), *_) = stored(loaded(SinCos(layers=1, kv_heads=2, head_dim=4)), range(9))
-    torch.testing.assert_close(keys**2 + values**2, torch.ones_like(keys))
-
-
-def test_sincos_next_token_is_a_hash():
-    """The next token of `sincos` is a function of the seed, the position and the last token."""
-    generator = loaded(SinCos(layers=1, kv_heads=1, heads=1, head_dim=2))
-    texts = [Text([5], seed=1), Text([5], seed=2), Text([6], seed=1), Text([5], seed=1)]
-    texts.append(Text([4, 5], prompt=1, seed=1))
-    counts = [text.left for text in texts]
-    drawn = advance(generator, texts, counts, lambda *_, **__: None)
-    assert drawn[0] == drawn[3]
-    assert len({drawn[0], drawn[1], drawn[2], drawn[4]}) == 4
-
-
 def test_the_parameter_count_of_transformer_is_that_of_its_weights():
     """The parameter count of `transformer` is the number of elements of its weights."""
     generator = loaded(Transformer(layers=3, hidden=24, heads=6, kv_heads=2, head_dim=4))
@@ -126,46 +101,11 @@ def test_weights_of_a_layer_ignore_later_layers():
         assert torch.equal(v, values)
 
 
-def test_weights_depend_on_the_seed():
-    """The weights of `transformer` depend on its seed."""
-    one, other = (loaded(Transformer(seed=seed)) for seed in (0, 1))
-    assert not torch.allclose(logits_of(one, [1, 2]), logits_of(other, [1, 2]))
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_logits_differ_between_dtypes_only_by_rounding(dtype):
-    """Logits in lower precision differ from those in fp64 only by rounding."""
-    logits = logits_of(loaded(Transformer(), dtype), range(20))
-    assert logits.dtype == {"fp32": torch.float32, "fp16": torch.float16}.get(
-        dtype, torch.bfloat16
-    )
-    expected = logits_of(loaded(Transformer(), "fp64"), range(20))
-    error = (logits.double() - expected).abs().max() / expected.abs().max()
-    assert error < {"fp32": 1e-5, "fp16": 1e-2, "bf16": 1e-1}[dtype]
-
-
 def test_a_window_changes_logits_only_beyond_the_window():
     """A window changes the logits only of texts that are longer than the window."""
     free, narrow = loaded(Transformer(layers=1)), loaded(Transformer(layers=1, window=4))
     assert torch.equal(logits_of(free, range(4)), logits_of(narrow, range(4)))
     assert not torch.allclose(logits_of(free, range(5)), logits_of(narrow, range(5)))
-
-
-def test_rotated_products_depend_only_on_the_distance():
-    """The product of a rotated query and a rotated key depends only on their distance."""
-    source = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 1, 1, 8, generator=source, dtype=torch.float64)
-    rotary = Rotary(tuple(100 ** (-i / 4) for i in range(4)))
-
-    def product(here, there):
-        turned = [
-            rotary.rotate(x, *rotary.angles(torch.tensor(at)))
-            for x, at in ((q, here), (k, there))
-        ]
-        return (turned[0] * turned[1]).sum()
-
-    torch.testing.assert_close(product(7, 3), product(104, 100))
-    assert not torch.isclose(product(7, 3), product(7, 4))
 
 
 def test_rotary_moves_a_key_to_a_later_position():
@@ -186,12 +126,6 @@ def test_greedy_sampling_returns_the_likeliest_token():
     assert drawn == [int(logits_of(generator, [3, 1, 4]).argmax())]
 
 
-def test_a_tiny_temperature_samples_the_likeliest_token():
-    """A tiny temperature samples the likeliest token, though logits / temperature overflows."""
-    logits = torch.tensor([[1.0, 3.0, -2.0], [0.0, -1.0, -1.0]])
-    assert sample(logits, [(1, 0), (2, 0)], 1e-320, None) == [1, 0]
-
-
 def test_sample_frequencies_are_the_probabilities():
     """Over many positions of one sequence, the share of each token is its probability."""
     chances = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
@@ -199,19 +133,6 @@ def test_sample_frequencies_are_the_probabilities():
     tokens = sample(logits, [(7, place) for place in range(4000)], 2.0, None)
     shares = torch.bincount(torch.tensor(tokens), minlength=4) / 4000
     assert (shares - chances).abs().max() < 0.03
-
-
-def test_top_k_samples_only_the_k_likeliest_tokens():
-    """With `top_k`, only the k likeliest tokens are sampled."""
-    logits = torch.tensor([0.3, 0.1, 0.2, 0.0], dtype=torch.float64).expand(500, 4)
-    drawn = set(sample(logits, [(1, place) for place in range(500)], 1.0, 2))
-    assert drawn == {0, 2}
-
-
-def test_a_step_without_sampled_rows_returns_no_tokens():
-    """A step without rows to sample returns no tokens."""
-    assert sample(torch.empty(0, 4), [], 1.0, 2) == []
-    assert sample(torch.empty(0, 4), [], 0.0, None) == []
 
 
 def test_dense_attention_equals_torch():
@@ -223,15 +144,6 @@ def test_dense_attention_equals_torch():
     ).transpose(0, 1)
     torch.testing.assert_close(attention(q, k, v), expected)
     torch.testing.assert_close(attention(q[3:], k, v), expected[3:])
-
-
-def test_dense_attention_with_window_and_sinks():
-    """Attention with a window and sinks equals attention to the visible tokens alone."""
-    source = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(9, 1, 4, generator=source, dtype=torch.float64) for _ in range(3))
-    seen = [0, 1, 6, 7, 8]
-    found = attention(q[8:], k, v, window=3, sinks=2)
-    torch.testing.assert_close(found, attention(q[8:], k[seen], v[seen]))
 
 
 @pytest.mark.parametrize(

@@ -52,16 +52,6 @@ def test_tokens_equal_those_of_generate(family):
     assert found == [tokens.tolist() for tokens in expected]
 
 
-def test_the_model_may_be_a_folder(tmp_path):
-    """The option `model` accepts the path of a folder that `save_pretrained` wrote."""
-    model = tiny("llama")
-    model.save_pretrained(tmp_path)
-    generator = Plugins().build("generator", f"huggingface:model={tmp_path}")
-    texts = [Text(prompt(7)[0].tolist()) for _ in range(2)]
-    expected = generate(loaded(HuggingFace(model)), texts[:1], 6)
-    assert generate(loaded(generator), texts[1:], 6) == expected
-
-
 def test_a_folder_without_a_model_is_refused(tmp_path):
     """An empty folder raises InputError with its name."""
     with pytest.raises(InputError, match=str(tmp_path)):
@@ -294,15 +284,6 @@ def test_without_a_tokenizer_words_are_hashed(tmp_path):
     assert generator.decode([2, 1]) == "2 1"
 
 
-def test_samples_depend_on_the_seed():
-    """With a temperature, samples of a prompt differ by seed, and equal seeds agree."""
-    generator = loaded(HuggingFace(tiny("llama"), temperature=1.5))
-    ids = prompt(6)[0].tolist()
-    texts = [Text(list(ids), seed=seed) for seed in (1, 2, 1)]
-    first, second, again = generate(generator, texts, 10)
-    assert first == again != second
-
-
 def test_options_of_a_generator_built_in_code_are_text(tokenizer):
     """The options of a generator built in code name its model and tokenizer as text."""
     generator = HuggingFace(tiny("llama"), tokenizer=tokenizer)
@@ -327,11 +308,6 @@ def test_unusable_without_transformers(monkeypatch):
         module, "find_spec", lambda name: None if name == "transformers" else find_spec(name)
     )
     assert HuggingFace.unavailable() == "needs transformers: pip install 'kvcore[hf]'"
-
-
-def test_usable_with_torch_and_transformers():
-    """`unavailable()` returns None when torch and transformers are installed."""
-    assert HuggingFace.unavailable() is None
 
 
 @pytest.mark.parametrize(

@@ -49,16 +49,6 @@ def test_tokens_equal_those_of_the_dynamic_cache(family, block_size):
     assert generated(model, ids, paged).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_left_padded_batch_generates_the_same(family):
-    """A left-padded batch generates the same as with transformers' own cache."""
-    model = tiny(family)
-    ids, mask = padded(9, 3, 14, 1)
-    expected = generated(model, ids, attention_mask=mask)
-    found = generated(model, ids, paged_cache(), attention_mask=mask)
-    assert found.tolist() == expected.tolist()
-
-
 RETENTIONS = (
     "h2o:budget=8",
     "expected:budget=8,sinks=1,queries=4",
@@ -92,22 +82,6 @@ def test_beam_search_compacts_under_retention():
     paged.cache.check_integrity()
 
 
-def test_padding_occupies_no_blocks():
-    """Padding occupies no blocks."""
-    model, paged = tiny("llama"), paged_cache(blocks=64, block_size=4)
-    ids, mask = padded(17, 1)
-    with paged.attached(model):
-        model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=1)
-        used = paged.cache.pool.blocks - paged.cache.pool.free_blocks
-    assert used == 5 + 1
-
-
-def test_float32_tokens_are_equal():
-    """In float32 a tiny model generates the same tokens as with its own cache."""
-    model, ids = tiny("llama", dtype=torch.float32), prompt(10)
-    assert generated(model, ids, paged_cache()).tolist() == generated(model, ids).tolist()
-
-
 def test_a_shared_prefix_is_not_computed_again():
     """A second prompt hits the blocks that it shares with the first."""
     model, paged = tiny("llama"), paged_cache(block_size=4)
@@ -119,33 +93,6 @@ def test_a_shared_prefix_is_not_computed_again():
         found = model.generate(second, attention_mask=torch.ones_like(second), **GREEDY)
     assert found.tolist() == expected.tolist()
     assert paged.cache.stats.hit_tokens == 12
-
-
-def test_blocks_hit_in_a_later_attachment():
-    """Cached blocks can be hit in a later attachment to the same model."""
-    model, paged, ids = tiny("llama"), paged_cache(block_size=4), prompt(12)
-    first = generated(model, ids, paged)
-    assert generated(model, ids, paged).tolist() == first.tolist()
-    assert paged.cache.stats.hit_tokens == 8
-
-
-def test_recomputed_prompts_generate_the_same():
-    """A pool that holds one prompt evicts, and recomputed prompts generate the same."""
-    model, paged = tiny("llama"), paged_cache(blocks=8, block_size=4)
-    prompts = [prompt(20, seed=seed) for seed in (1, 2, 1)]
-    expected = [generated(model, ids).tolist() for ids in prompts]
-    assert [generated(model, ids, paged).tolist() for ids in prompts] == expected
-    assert paged.cache.tree.evicted_blocks > 0
-
-
-def test_after_a_generation_all_blocks_are_available():
-    """After a generation no sequence is open, and all blocks are available."""
-    model, paged = tiny("llama"), paged_cache()
-    ids, mask = padded(9, 3)
-    generated(model, ids, paged, attention_mask=mask)
-    assert not paged.cache.sequences
-    paged.cache.check_integrity()
-    assert paged.cache.available_blocks == paged.cache.pool.blocks
 
 
 def test_an_attachment_leaves_the_model_unchanged():
@@ -186,13 +133,6 @@ def test_samples_of_one_prompt_share_its_blocks():
     assert paged.cache.stats.requests == 1
 
 
-def test_a_prompt_in_chunks_generates_the_same():
-    """A prompt prefilled in chunks generates the same tokens."""
-    model, ids = tiny("qwen2-mixed"), prompt(19)
-    found = generated(model, ids, paged_cache(), prefill_chunk_size=4)
-    assert found.tolist() == generated(model, ids).tolist()
-
-
 def test_assisted_generation_rolls_back():
     """Prompt lookup rolls rejected drafts back, and generates the same tokens."""
     model, ids, trace = tiny("llama"), prompt(6).repeat(1, 3), Lines()
@@ -215,15 +155,6 @@ def test_direct_calls_on_parts_give_the_logits_of_one_call(family):
             first = model(ids[:, :9], **{CACHE: batch}).logits
             rest = model(ids[:, 9:], **{CACHE: batch}).logits
     torch.testing.assert_close(torch.cat([first, rest], 1), expected, rtol=1e-10, atol=1e-10)
-
-
-def test_past_key_values_accepts_a_batch():
-    """A model accepts a batch as `past_key_values`, the older name of `cache`."""
-    model, ids, paged = tiny("llama"), prompt(9), paged_cache()
-    with torch.no_grad(), paged.attached(model):
-        batch = paged.batch()
-        model(ids, past_key_values=batch)
-        assert batch.get_seq_length() == 9
 
 
 @pytest.mark.parametrize("counted", [True, False])

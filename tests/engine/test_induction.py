@@ -10,7 +10,6 @@ from kvcore.testing.dense import (  # noqa: E402
     DenseCache,
     Text,
     attention,
-    generate,
     loaded,
     next_batch,
 )
@@ -51,15 +50,6 @@ def without(place, layer=1, heads=slice(None)):
     return attend
 
 
-@pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16", "bf16"])
-@pytest.mark.parametrize(("length", "place"), [(3, 0), (200, 90), (1000, 17)])
-def test_a_repeated_key_is_answered_with_its_value(dtype, length, place):
-    """After a second occurrence of a key its value is generated with near certainty."""
-    tokens = others(length)
-    tokens[place : place + 2] = [KEY, VALUE]
-    assert next_probabilities(built(dtype=dtype), [*tokens, KEY])[VALUE] > 0.999
-
-
 @pytest.mark.parametrize("dtype", ["fp64", "fp16"])
 def test_positions_are_distinguished_far_into_a_text(dtype):
     """At positions beyond 100,000 a token still attends to the one just before it."""
@@ -89,25 +79,6 @@ def test_a_value_without_kv_is_not_generated():
     missed = next_probabilities(built(), tokens, without(51))
     assert int(missed.argmax()) != VALUE
     assert missed[VALUE] < 0.01
-
-
-def test_a_token_that_did_not_occur_before_has_no_answer():
-    """After a token that did not occur before, no next token is likely."""
-    found = next_probabilities(built(), [*others(100), KEY])
-    assert float(found.max()) < 0.01
-
-
-def test_blanks_do_not_change_the_answer():
-    """A key followed by its value and by blanks is answered with its value."""
-    found = next_probabilities(built(), [*others(50), KEY, VALUE, KEY, 0, KEY, 0, KEY])
-    assert found[VALUE] > 0.999
-
-
-def test_a_periodic_text_is_continued():
-    """A periodic text is continued with its period."""
-    period = [5, 9, 2, 7, 300]
-    (output,) = generate(built(), [Text([*period, 5])], 14)
-    assert output == [9, 2, 7, 300, 5, 9, 2, 7, 300, 5, 9, 2, 7, 300]
 
 
 def test_rotary_moves_a_key_to_a_later_position():

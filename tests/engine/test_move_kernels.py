@@ -39,25 +39,6 @@ def drawn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("width", [128, 80, 24])
-def test_rows_are_stored_in_their_slots(width, dtype):
-    """Each row is stored in its slot, and no other slot is written."""
-    rows, slots = drawn(11, 3, width).to(dtype), torch.randperm(100)[:33]
-    found, expected = (torch.full((100, width), nan, dtype=dtype) for _ in range(2))
-    store_rows((Target(PLAIN, [found]), slots, rows, None))
-    expected[slots] = rows.flatten(0, 1)
-    assert found.nan_to_num(-1).equal(expected.nan_to_num(-1))
-
-
-def test_strided_rows_are_stored():
-    """Rows may be a strided part of a larger tensor, as the keys of a fused projection."""
-    both = drawn(11, 6, 16)
-    out, slots = torch.zeros(33, 16), torch.arange(33)
-    store_rows((Target(PLAIN, [out]), slots, both[:, 1::2], None))
-    assert out.equal(both[:, 1::2].flatten(0, 1))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "spec",

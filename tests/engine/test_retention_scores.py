@@ -68,12 +68,6 @@ def test_tova_decides_for_all_heads_of_a_layer_together():
     assert score[:, 0].allclose(weights[:, :, 0].mean(1))
 
 
-def test_tova_scores_by_the_newest_query():
-    """`tova` scores by the last of several queries."""
-    weights = torch.cat((looking(4, 1), looking(9, 1)), 2)
-    assert best(TOVA().score(held(weights=weights))) == {9}
-
-
 def test_snapkv_scores_the_neighbours_of_an_attended_token():
     """`snapkv` scores the five tokens around the attended one, and no others."""
     score = SnapKV(window=4).score(held(weights=looking(10, 4)))
@@ -97,13 +91,6 @@ def test_snapkv_pools_in_the_order_of_the_text():
     assert set(order[kept].tolist()) == {8, 9, 10, 11, 12}
 
 
-def test_snapkv_averages_votes():
-    """`snapkv` averages over the window, the query heads of a K/V head, and neighbours."""
-    weights = torch.rand(1, 4, 3, TOKENS, dtype=torch.float64)
-    score = SnapKV(window=3, pool=3).score(held(kv_heads=2, weights=weights))
-    assert score[0, 1, 7].item() == pytest.approx(weights[0, 2:, :, 6:9].mean().item())
-
-
 def compactions(policy, prompt, output, blocks=100):
     """Return (position, tokens held) at each compaction of a sequence."""
     cache = KVCache(blocks, 4, retention=policy)
@@ -122,11 +109,6 @@ def compactions(policy, prompt, output, blocks=100):
 def test_snapkv_compacts_once():
     """`snapkv` compacts once, at the end of the prompt, and keeps all generated tokens."""
     assert compactions(SnapKV(budget=16, window=8), 40, 60) == [(40, 16)]
-
-
-def test_snapkv_leaves_a_short_prompt_whole():
-    """A prompt within the budget of `snapkv` is not compacted, nor are tokens after it."""
-    assert compactions(SnapKV(budget=64, window=8), 40, 60) == []
 
 
 def test_tokens_beyond_the_budget_are_compacted_block_by_block():
@@ -166,36 +148,6 @@ def test_knorm_keeps_the_smallest_keys():
     keys[0, 0, 5] = 0.5
     keys[0, 0, 6] = -0.25
     assert best(KNorm().score(held(keys=keys)), 2) == {5, 6}
-
-
-def test_random_keeps_every_position_about_equally_often():
-    """Over requests, layers and heads, `random` keeps every position about equally often."""
-    tokens, drawn = 64, 0
-    positions = torch.arange(tokens).expand(8, 4, -1)
-    for request in range(40):
-        score = Random().score(held(request=request, layers=(0, 7), positions=positions))
-        drawn = drawn + (score.argsort(-1) >= 48).sum((0, 1))
-    # 1,280 draws of probability 1/4 each: a standard deviation is 15.5.
-    assert drawn.sum() == 40 * 32 * 16
-    assert (drawn - 320).abs().max() < 4.5 * 15.5
-
-
-def test_random_draws_are_uniform():
-    """Draws of `random` are uniform between 0 and 1, and practically all different."""
-    positions = torch.arange(10_000)[None, None]
-    draws = Random().score(held(positions=positions))[0, 0].sort().values
-    even = torch.linspace(0, 1, len(draws), dtype=torch.float64)
-    assert (draws - even).abs().max() < 0.02  # Kolmogorov and Smirnov at 0.001: 0.0195
-    assert draws.unique().numel() >= len(draws) - 1
-
-
-def test_random_draws_depend_on_seed_request_layer_and_head():
-    """Draws of `random` depend on seed, request, layer and head, and on nothing else."""
-    one = Random().score(held(layers=(3, 4), kv_heads=2))
-    others = [one[0, 1], one[1, 0], Random(seed=1).score(held(layers=(3,)))[0, 0]]
-    others.append(Random().score(held(layers=(3,), request="0"))[0, 0])
-    assert all((each != one[0, 0]).all() for each in others)
-    assert Random().score(held(layers=(3,)))[0, 0].equal(one[0, 0])
 
 
 def test_a_kept_token_keeps_its_random_draw():
@@ -276,24 +228,12 @@ def expectable(**changes):
     return held(**(fields | changes))
 
 
-def test_expected_scores_the_token_that_queries_point_at_highest():
-    """`expected` scores the token highest that queries point at."""
-    assert best(Expected().score(expectable())) == {6}
-
-
 def test_expected_weighs_values():
     """A token whose value is 0 has a score of 0, whatever its attention."""
     values = torch.ones(1, 1, TOKENS, 4, dtype=torch.float64)
     values[0, 0, 6] = 0
     score = Expected().score(expectable(values=values))
     assert score[0, 0, 6] == 0
-
-
-def test_expected_sums_to_one_within_the_window():
-    """Expected attention sums to 1 over the tokens within the window of the next token."""
-    score = Expected().score(expectable(windows=(8,))) / 2  # values have the norm 2
-    assert score[0, 0, : TOKENS - 7].count_nonzero() == 0
-    assert score.sum().item() == pytest.approx(1)
 
 
 def test_expected_leaves_out_queries_of_sinks():
@@ -314,18 +254,6 @@ def test_expected_uses_the_scale_of_the_layer():
     twice = Expected().score(expectable(scales=(2 * 8**-0.5,)))
     longer = Expected().score(expectable(queries=expectable().queries * 2))
     assert twice.allclose(longer)
-
-
-@pytest.mark.parametrize("adjacent", [False, True])
-def test_two_rotations_equal_one_by_the_sum(adjacent):
-    """Rotation by p and then by d equals rotation by p + d, and the other dimensions stay."""
-    rotary = Rotary(SPEEDS, adjacent)
-    x = torch.randn(3, 11, dtype=torch.float64)
-    p, d = torch.tensor([4, 1000, 7]), torch.tensor([-4, 17, 0])
-    there = rotary.rotate(rotary.rotate(x, *rotary.angles(p)), *rotary.angles(d))
-    assert there.allclose(rotary.rotate(x, *rotary.angles(p + d)))
-    assert there[0].allclose(x[0])
-    assert there[:, 8:].equal(x[:, 8:])
 
 
 def test_a_closing_window_holds_sinks_and_window():

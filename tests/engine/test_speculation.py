@@ -17,7 +17,7 @@ from kvcore.request import text_request
 from kvcore_engine import speculation
 from kvcore_engine.drafter.prompt_lookup import PromptLookup
 from kvcore_engine.drafter.token_drafter import Draft, TokenDrafter
-from kvcore_engine.speculation import SpeculativeTensorExecutor, inverted, judged
+from kvcore_engine.speculation import SpeculativeTensorExecutor
 from kvcore_engine.tokens import TokenStream
 from kvcore_plugins.drafter import Acceptance
 from kvcore_replay.check.trace import check_trace
@@ -59,14 +59,6 @@ def test_output_is_that_without_drafts(blocks, block_size, steps, right):
     assert (drafted.log.drafts.accepted > 0) == (right > 0)
 
 
-def test_few_blocks_preempt_drafting_requests():
-    """With few blocks, drafting requests are preempted and outputs are unchanged."""
-    asked = [ask(n, 0, 9, 30) for n in range(4)]
-    run = compute(asked, blocks=24, drafter=NoisyOracle(right=90))
-    assert sum(run.result.log.recomputes) > 0
-    assert run.result.outputs == compute(asked).result.outputs
-
-
 @pytest.mark.parametrize("right", [0, 80])
 def test_published_blocks_hold_accepted_tokens_only(right):
     """Published blocks have the same keys with and without drafts."""
@@ -95,14 +87,6 @@ def test_published_blocks_of_an_unfinished_output_are_hit():
     run = compute([text, later], drafter=NoisyOracle(right=80)).result
     assert run.cache.stats.hit_blocks > 2
     assert run.outputs["b"] == known[20:29]
-
-
-def test_forced_outputs_are_verified():
-    """Drafts are verified against the tokens that output keys stand for."""
-    asked = [ask("a", 0, 6, 15, keys=[1], output_keys=[2, 3, 4, 5])]
-    run = compute(asked, drafter=NoisyOracle()).result
-    assert run.outputs == compute(asked).result.outputs
-    assert run.log.drafts.drafted > 20
 
 
 @pytest.mark.parametrize("ending", [5, 40])
@@ -219,23 +203,6 @@ def shares(weights):
     return [Fraction(weight, sum(weights)) for weight in weights]
 
 
-@pytest.mark.parametrize("p", [(1, 1, 2), (0, 1, 3), (4, 0, 0), (1, 2, 1)])
-@pytest.mark.parametrize("q", [(2, 1, 1), (1, 3, 0), (0, 0, 4), (1, 2, 1)])
-def test_rejection_sampling_keeps_the_distribution(p, q):
-    """Drafts drawn from q and judged by p are distributed as p, over all cases."""
-    grid = 24  # every threshold is a multiple of 1 / 24, or lies on one
-    p_floats, q_floats = [x / 4 for x in p], [x / 4 for x in q]
-    found = [Fraction(0)] * 3
-    levels = [(2 * step + 1) / (2 * grid) for step in range(grid)]
-    for drafted, chance in enumerate(shares(q)):
-        if not chance:
-            continue
-        for level, other in product(levels, levels):
-            token = judged(p_floats, q_floats, drafted, level, other)
-            found[token] += chance / grid**2
-    assert found == shares(p)
-
-
 GRIDS = {"accept": 6, "residual": 2, "draw": 4}
 """Number of levels of each draw; every threshold of the test lies between two levels."""
 
@@ -294,23 +261,6 @@ def verified(drafts, outcomes, weights, levels):
     return tuple(executor.streams[0].output)
 
 
-@pytest.mark.parametrize("weights", [(1, 1, 2), (0, 1, 3), (4, 0, 0), (0, 0, 8)])
-def test_inversion_draws_by_weight(weights):
-    """Tokens are drawn in proportion to their weights, and never with a weight of 0."""
-    grid = 24
-    found = [0] * 3
-    for step in range(grid):
-        found[inverted(weights, (2 * step + 1) / (2 * grid))] += 1
-    assert [Fraction(n, grid) for n in found] == shares(weights)
-
-
-@pytest.mark.parametrize(("level", "token"), [(0.0, 1), (1 - 2**-53, 2)])
-def test_ends_of_the_unit_interval(level, token):
-    """The smallest and the largest level draw the first and last token of a weight above 0."""
-    assert inverted([0.0, 0.1, 0.2, 0.0], level) == token
-    assert judged([0.0, 1.0], [1.0, 0.0], 0, level, level) == 1
-
-
 # Models and drafters on torch.
 
 
@@ -349,16 +299,6 @@ def test_no_drafter_changes_the_output(drafter, temperature, blocks):
     drafted, stats = torch_run(drafter, generator, dtype="fp64", blocks=blocks)
     assert drafted == plain
     assert stats.accepted > 0
-
-
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "fp8", "int8", "int4"])
-def test_drafts_change_no_output_with_codecs_that_store_each_token(codec):
-    """With a codec that stores each token for itself, drafts do not change outputs."""
-    options = {"codec": codec, "count": 5}
-    plain, _ = torch_run(None, **options)
-    drafted, stats = torch_run("prompt-lookup", **options)
-    assert drafted == plain
-    assert 0 < stats.accepted < stats.drafted
 
 
 class WithinBlock(PromptLookup):
@@ -405,12 +345,6 @@ def test_drafts_change_no_output_of_other_generators(generator, drafter):
     drafted, stats = torch_run(Wrong([1]), generator, dtype="fp64")
     assert drafted == plain
     assert stats.drafted > 0 == stats.accepted
-
-
-def test_all_drafts_of_an_equal_draft_model_are_accepted():
-    """All drafts of a draft model equal to the served model are accepted."""
-    _, stats = torch_run(DRAFTERS[3], dtype="fp64")
-    assert stats.accepted == stats.drafted > 20
 
 
 def test_drawn_drafts_of_the_model_itself_are_accepted():

@@ -307,18 +307,6 @@ def test_a_tier_that_failed_once_is_used_again(monkeypatch):
     assert run.result.cache.tiers.levels[0].stats.loaded > stats.dropped["failed"]
 
 
-def test_a_failed_tier_is_not_used_during_its_pause(monkeypatch):
-    """During the pause after a failure nothing is written to the tier or loaded from it."""
-    monkeypatch.setattr(engine_tiers, "FIRST_PAUSE", 1e6)
-    faulty = Faulty(fault="full disk")
-    run = compute(sessions(), tiers=[faulty], blocks=40, max_seqs=2)
-    (stats,) = (level.stats for level in run.result.cache.tiers.levels)
-    assert stats.errors >= 1
-    assert stats.skipped > 0
-    assert not stats.loaded
-    assert run.result.outputs == compute(sessions(), blocks=40, max_seqs=2).result.outputs
-
-
 def test_a_tier_whose_present_fails_loses_no_block(monkeypatch):
     """A tier whose `present` fails loses no block: the error is counted, nothing dropped."""
     monkeypatch.setattr(engine_tiers, "FIRST_PAUSE", 1e6)
@@ -351,44 +339,6 @@ def test_threads_end_and_stores_close_when_a_run_fails(error, raised):
     assert faulty.opened.held
     assert faulty.opened.closed
     assert not [each for each in threads() if each.name.startswith("kvcore tier")]
-
-
-def test_a_second_run_recovers_the_stored_blocks(tmp_path):
-    """A second run on the same directory recovers the blocks that the first has stored."""
-    tiers = [tier("disk", 400, path=tmp_path, write="through")]
-    first = compute(sessions(), tiers=tiers)
-    second = compute(sessions(), tiers=tiers)
-    assert second.result.outputs == first.result.outputs
-    (level,) = second.result.cache.tiers.levels
-    assert level.stats.recovered == first.result.cache.tiers.levels[0].stats.stored
-    assert level.stats.loaded > moved(first)[0]
-    header = second.trace.splitlines()[0]
-    assert b'"recovered":%d' % level.stats.recovered in header
-    assert b'"recovered"' not in first.trace.splitlines()[0]
-    assert not level.stats.dropped
-
-
-def test_recovered_blocks_can_be_evicted_and_extended(tmp_path):
-    """Recovered blocks are not in use: a full tier evicts them for new ones."""
-    compute(sessions(users=2), tiers=[tier("disk", 60, path=tmp_path, write="through")])
-    run = compute(
-        sessions(users=3, turns=4), tiers=[tier("disk", 60, path=tmp_path, write="through")]
-    )
-    (level,) = run.result.cache.tiers.levels
-    assert level.stats.recovered == 60
-    assert level.stats.dropped["capacity"] > 0
-    assert run.result.outputs == compute(sessions(users=3, turns=4)).result.outputs
-
-
-@pytest.mark.parametrize(
-    "other", [{"seed": 1}, {"generator": Exact(ending=1)}, {"retention": "window:tokens=99"}]
-)
-def test_a_run_of_another_model_recovers_no_block(other, tmp_path):
-    """A run with another generator, seed or retention policy recovers no block."""
-    tiers = [tier("disk", 400, path=tmp_path, write="through")]
-    compute(sessions(), tiers=tiers)
-    run = compute(sessions(), tiers=tiers, **other)
-    assert not run.result.cache.tiers.levels[0].stats.recovered
 
 
 def test_the_identity_of_a_store_depends_on_the_kind_of_keys():

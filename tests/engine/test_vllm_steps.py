@@ -207,25 +207,6 @@ def test_the_first_step_after_idle_time_is_left_out(server, path):
     assert [(row[2], row[-1]) for row in rows(path)] == [(6, 1000), (8, 3000)]
 
 
-def test_a_step_planned_ahead_is_recorded(server, path):
-    """A step is recorded if it was planned before the step before it ended.
-
-    Unfinished requests alone are not enough.
-    """
-    scheduler = server(lag=True)
-    serve(scheduler, [decode(5), decode(6), decode(7)], [1, 2, 4], ahead=1)
-    serve(scheduler, [decode(8), decode(9)], [5, 6], ahead=0)
-    assert [(row[2], row[-1]) for row in rows(path)] == [(6, 1000), (7, 2000)]
-
-
-@pytest.mark.parametrize("lag", [False, True])
-def test_a_step_after_an_empty_one_is_left_out(server, path, lag):
-    """A step without tokens and the step after it are not recorded."""
-    plans = [decode(5), step(), decode(6), decode(7)]
-    serve(server(lag=lag), plans, [1, 2, 3, 4], ahead=int(lag))
-    assert [row[2] for row in rows(path)] == [7]
-
-
 @pytest.mark.parametrize(
     "special",
     [
@@ -245,28 +226,6 @@ def test_steps_with_other_work_are_left_out(server, path, special):
     odd = step(known=[(1, 5, 1)], **special)
     serve(server(), [decode(5), odd, decode(7)], [1, 2, 3])
     assert [row[2] for row in rows(path)] == [7]
-
-
-def test_the_first_steps_of_a_server_are_left_out(server, steps, path, monkeypatch):
-    """The first steps with tokens are not recorded, since kernels are compiled in them."""
-    monkeypatch.setattr(steps, "WARM_UP", 3)
-    plans = [step(), *map(decode, range(1, 6))]
-    serve(server(), plans, range(6))
-    assert [row[2] for row in rows(path)] == [4, 5]
-
-
-def test_a_busy_server_writes_rows_in_batches(server, steps, path, monkeypatch):
-    """A busy server writes rows in batches, and the rest when it shuts down."""
-    monkeypatch.setattr(steps, "ROWS_AT_ONCE", 3)
-    scheduler = server()
-    scheduler.has_unfinished_requests = lambda: True
-    seen = []
-    for now in range(1, 7):
-        serve(scheduler, [decode(9)], [now])
-        seen.append(len(rows(path)))
-    assert seen == [0, 0, 0, 3, 3, 3]
-    scheduler.shutdown()
-    assert (len(rows(path)), scheduler.closed) == (5, True)
 
 
 def test_recording_ends_after_the_greatest_number_of_rows(server, steps, path, monkeypatch):
@@ -362,15 +321,6 @@ def test_without_the_variable_nothing_is_recorded(server, tmp_path, monkeypatch,
     scheduler.shutdown()
     assert not list(tmp_path.iterdir())
     assert "KVCORE_STEPS" in caplog.text
-
-
-def test_each_rank_of_a_dense_model_has_a_file(server, path):
-    """Each data-parallel rank of a dense model records a file of its own."""
-    for rank in (0, 1):
-        scheduler = server(rank=rank)
-        serve(scheduler, [decode(1), decode(2 + rank)], [1, 2])
-    assert rows(path)[0][2] == 2
-    assert rows(path.with_name("steps-1.csv"))[0][2] == 3
 
 
 def test_the_recorded_steps_calibrate_a_latency_model(server, steps, path):

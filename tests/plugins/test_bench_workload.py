@@ -12,14 +12,6 @@ def lengths(**options):
     return [(each.prompt_tokens, each.output_tokens) for each in Bench(**options)]
 
 
-def test_each_client_waits_for_the_answer_to_its_last_request():
-    """With three clients, each request follows the one three before it, without think time."""
-    requests = list(Bench(requests=7, concurrency=3))
-    assert [each.after for each in requests] == [None, None, None, 0, 1, 2, 3]
-    assert [each.session for each in requests] == ["0", "1", "2", "0", "1", "2", "0"]
-    assert {each.think_time for each in requests} == {0}
-
-
 def test_a_request_arrives_as_the_one_before_finishes():
     """In a closed loop of four, request n arrives as request n - 4 finishes."""
     result = kvcore.simulate(
@@ -40,23 +32,12 @@ def test_an_open_loop_arrives_at_its_rate():
     assert {each.session for each in requests} == {None}
 
 
-def test_without_a_rate_all_arrive_at_once():
-    """Without a rate and concurrency, all requests arrive at time 0."""
-    assert {each.arrival for each in Bench(requests=5)} == {0}
-
-
 def test_lengths_vary_by_the_spread():
     """With spread=0.2, lengths are 80 to 100 % of the given ones; without it they are equal."""
     drawn = lengths(requests=3_000, input_tokens=100, output_tokens=10, spread=0.2)
     assert {prompt for prompt, _ in drawn} == set(range(80, 101))
     assert {output for _, output in drawn} == {8, 9, 10}
     assert set(lengths(requests=9, input_tokens=100, output_tokens=10)) == {(100, 10)}
-
-
-def test_a_prompt_has_a_token_whatever_the_spread():
-    """A prompt has at least one token, even if the spread allows none."""
-    drawn = lengths(requests=200, input_tokens=2, output_tokens=0, spread=0.99)
-    assert set(drawn) == {(1, 0), (2, 0)}
 
 
 def test_concurrency_with_a_rate_is_refused():

@@ -55,21 +55,11 @@ def test_untimed_replay_queues_the_next_requests():
     assert calls_in_replay(1, 5, 7, 9) == calls
 
 
-def test_untimed_replay_without_lookahead_queues_one_request():
-    """Without look-ahead only the request itself is queued."""
-    assert calls_in_replay(0, 5, 7) == ["5 +0", "5 -0", "7 +1", "7 -1"]
-
-
 def test_untimed_replay_refuses_equal_ids_within_the_lookahead():
     """Two requests with one id within the look-ahead raise InputError with the id."""
     twice = [attrs.evolve(ask("a"), id=name) for name in (1, 2, 1)]
     with pytest.raises(InputError, match=r"request 1 comes twice.*'lookahead'"):
         replay(twice, make(8, Lookahead()))
-
-
-def test_untimed_replay_with_unlimited_lookahead_queues_all():
-    """With unlimited look-ahead all requests are queued before the first one opens."""
-    assert calls_in_replay(None, 5, 7, 9)[:3] == ["5 +0", "5 +1", "5 +2"]
 
 
 def test_untimed_replay_reads_no_further_than_the_lookahead():
@@ -193,13 +183,6 @@ def test_lookahead_matches_blocks_of_several_keys():
             policy.on_queued(ask("abxy", key_tokens=2), 0)
         serve(cache, "ij", key_tokens=2)
         assert set(spans(cache)) == left
-
-
-def test_lookahead_keeps_no_record_after_a_replay():
-    """After a replay `lookahead` has no record of any request."""
-    policy = Lookahead(requests=3)
-    replay([ask(text) for text in ("ab", "ac", "b", "abc")], make(3, policy))
-    assert (policy._waiting, policy._turns) == ({}, {})
 
 
 @pytest.mark.parametrize("answer", [0, 3, None, True])

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import attrs
 import pytest
-from helpers.caches import BLOCK, ask, make, serve, spans
+from helpers.caches import BLOCK, ask, make, serve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -164,33 +164,6 @@ def test_ghost_runs_equal_blocks_in_any_list_of_steps(count, size, steps, room, 
     assert_equal_memories(Haunted(room=room, forgets=forgets), steps, count, size)
 
 
-def test_a_run_above_the_capacity_loses_its_tail_first():
-    """A run that exceeds the capacity loses its tail first."""
-    policy = Haunted(room=3)
-    cache = make(5, policy, block_size=KEY, accounting="keys")
-    serve_keys(cache, "abcde", "vwxyz")
-    assert [matched(policy, text) for text in ("abc", "abcde", "v")] == [3, 3, 0]
-
-
-def test_ghosts_below_a_cached_prefix_match():
-    """`match` finds ghosts below a prefix that is still cached."""
-    policy = Haunted()
-    cache = make(5, policy, block_size=KEY, accounting="keys")
-    serve_keys(cache, "abcde", "xy")
-    assert "|abc" in spans(cache)
-    assert matched(policy, "abcde") == 2
-
-
-def test_a_span_evicted_block_by_block_is_one_run():
-    """A span that is evicted one block at a time is a single run of the tree."""
-    policy = Haunted()
-    cache = make(40, policy, block_size=KEY, accounting="keys")
-    serve_keys(cache, "".join(map(chr, range(2000, 2040))), *map(chr, range(3000, 3039)))
-    assert [run.end - run.start for run in nodes(policy.ghosts)] == [1, 39]
-    policy.ghosts.resize(0)
-    assert not nodes(policy.ghosts)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_the_tree_has_no_superfluous_run(seed):
     """Each run is a ghost, or has a ghost as its child, or has several children."""
@@ -212,17 +185,6 @@ def test_resize_drops_the_oldest_ghosts():
     assert [matched(policy, text) for text in "abc"] == [0, 1, 1]
     policy.ghosts.resize(100 * KEY)
     assert policy.ghosts.tokens == 2 * KEY
-
-
-def test_match_leaves_the_order_of_ghosts():
-    """`match` does not change the order in which ghosts are dropped."""
-    policy = Haunted(room=2)
-    cache = make(1, policy, block_size=KEY, accounting="keys")
-    serve_keys(cache, *"abc")
-    assert matched(policy, "a") == 1
-    assert evicted(policy.ghosts) == ["a", "b"]
-    serve_keys(cache, "d")
-    assert evicted(policy.ghosts) == ["b", "c"]
 
 
 def test_adjacent_ghosts_of_a_path_become_one_run():

@@ -64,13 +64,6 @@ def test_it_keeps_what_returns_and_lru_what_is_recent():
     assert "|ab" not in kept(LRU(), requests)
 
 
-def test_without_observations_it_evicts_as_lru():
-    """Before any prompt has returned the order is that of LRU."""
-    texts = ["ab", "cd", "ef", "gh", "ij"]
-    requests = [prompt(text, 60 * index, 1) for index, text in enumerate(texts)]
-    assert kept(FREE(), requests, 6) == kept(LRU(), requests, 6) == {"|ef", "|gh", "|ij"}
-
-
 def forks(count):
     """Return prompts that return without their last block, as partial blocks do."""
     texts = [(chr(2000 + index), 100 * index) for index in range(count)]
@@ -145,16 +138,6 @@ def test_hits_on_the_bundled_trace(name, conversation):
     assert hits(name, conversation, 3000) == HITS[name]
 
 
-def test_it_is_deterministic(conversation):
-    """Two runs cache the same spans."""
-    first, second = KVCache(400, 512, eviction="hazard"), KVCache(400, 512, eviction="hazard")
-    for cache in (first, second):
-        replay(conversation[:2000], cache)
-    assert first.stats == second.stats
-    ranges = ([(s.id, s.start, s.end) for s in cache.tree.spans()] for cache in (first, second))
-    assert next(ranges) == next(ranges)
-
-
 def test_a_span_for_each_block_changes_little(conversation):
     """With one span a block, as in engines, the gain over LRU is within a tenth of its hits."""
     requests = conversation[:4000]
@@ -223,21 +206,6 @@ def test_wrong_options_are_refused(options):
 
 
 WIDTHS = [1.0] * 30
-
-
-def test_the_index_of_a_heavy_tail_falls_with_age():
-    """Where older waits are less likely to end, the index falls with age, as under LRU."""
-    by_age = indices([0.5 / (bucket + 1) for bucket in range(30)], WIDTHS)
-    assert by_age == sorted(by_age, reverse=True)
-
-
-def test_the_index_rises_before_a_sure_end():
-    """The index rises towards a bucket in which every wait ends, and is low after it."""
-    hazards = [0.01] * 30
-    hazards[10] = 0.95
-    by_age = indices(hazards, WIDTHS)
-    assert by_age[:11] == sorted(by_age[:11])
-    assert by_age[11] < by_age[0] / 2
 
 
 def test_the_index_is_the_best_ratio_over_all_ages_to_give_up():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcore import InputError, Plugins
+from kvcore import Plugins
 from kvcore.plugins.base import REQUIRED, options_of
 from kvcore.serving import StepWork
 from kvcore_plugins.latency import Linear, TokenRate
@@ -41,35 +41,6 @@ def test_linear_quantises_its_options_once():
     }
 
 
-def test_linear_is_built_from_text():
-    """Options that the text of `linear` does not have keep their defaults."""
-    model = Plugins().build("latency", "linear:step=0.005,prefill=2e-5")
-    assert model.coefficients()["step_ps"] == 5 * MILLISECOND
-    assert model.coefficients()["prefill_ps"] == 20 * MICROSECOND
-    assert model.decode == Linear().decode
-
-
-@pytest.mark.parametrize("option", ["step", "prefill", "decode", "context"])
-@pytest.mark.parametrize("value", [-1e-6, float("nan"), float("inf")])
-def test_linear_refuses_invalid_times(option, value):
-    """An option that is no time raises InputError with its name and value."""
-    with pytest.raises(InputError, match=rf"^linear: {option}={value} must be a number"):
-        Linear(**{option: value})
-
-
-def test_token_rate_divides_by_rates():
-    """`token-rate` divides prompt tokens and sequences by their rates in a millisecond."""
-    model = TokenRate(prefill=40, decode=2)
-    assert model.duration(StepWork(prefill=300, decode=5)) == 10 * MILLISECOND
-
-
-def test_token_rate_ignores_contexts():
-    """In `token-rate` neither attended pairs nor contexts take time."""
-    model = TokenRate(prefill=1, decode=1)
-    batch = StepWork(prefill=2, attended_pairs=(10**9,), decode=1, context=(10**9,))
-    assert model.pieces(batch) == ((3 * MILLISECOND, 0),)
-
-
 def test_token_rate_of_a_whole_number_of_picoseconds_is_exact():
     """At one token per ms, a step of k sequences takes exactly k ms."""
     model = TokenRate(prefill=1, decode=1)
@@ -77,18 +48,6 @@ def test_token_rate_of_a_whole_number_of_picoseconds_is_exact():
         MILLISECOND,
         7 * MILLISECOND,
     ]
-
-
-@pytest.mark.parametrize("option", ["prefill", "decode"])
-@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 1e10])
-def test_token_rate_refuses_invalid_rates(option, value):
-    """A rate out of bounds raises InputError with the option and the bounds."""
-    with pytest.raises(InputError) as caught:
-        TokenRate(**{option: value})
-    assert str(caught.value) == (
-        f"token-rate: {option}={value} must be a number of tokens a millisecond, from 1e-06 to "
-        "1e+09"
-    )
 
 
 @pytest.mark.parametrize("name", Plugins().names("latency"))

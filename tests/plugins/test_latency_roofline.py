@@ -6,7 +6,7 @@ import attrs
 import pytest
 
 from kvcore import InputError
-from kvcore.models.catalogue import find_device, find_model
+from kvcore.models.catalogue import find_model
 from kvcore.models.layers import LayerCache
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.serving import StepWork
@@ -61,34 +61,6 @@ def test_a_prompt_is_bound_by_compute():
     assert roofline().duration(PROMPT) == 1_000_000_000 + 40_000_000_000 + others
 
 
-def test_decoding_is_bound_by_memory():
-    """Decoding takes the overhead, 4 ms to read weights, and 20,480 ps per context token."""
-    expected = 1_000_000_000 + 4_000_000_000 + 10_000 * KV + 10 * (MOVED + KV)
-    assert roofline().duration(DECODE) == expected
-
-
-def test_a_step_is_one_line():
-    """The time of a step is one line in the context, as attention follows the products."""
-    ((time, slope),) = roofline().pieces(DECODE)
-    assert (time, slope) == (5_000_000_000 + 10 * (MOVED + KV), KV)
-
-
-def test_products_take_the_longer_of_computing_and_reading():
-    """Products take the longer of reading the weights and computing the tokens.
-
-    Reading takes 4 ms, as long as computing 100 tokens.
-    """
-    times = [roofline().duration(StepWork(decode=n)) for n in (99, 100, 101)]
-    assert times[1] - times[0] == MOVED + KV
-    assert times[2] - times[1] == 40_000_000 + MOVED + KV
-
-
-def test_each_layer_takes_its_overhead():
-    """`layer_overhead` is added once per layer."""
-    more = roofline(layer_overhead=1e-5).duration(DECODE) - roofline().duration(DECODE)
-    assert more == 100_000_000
-
-
 def test_devices_share_the_work():
     """Two devices take half the time of one, except for norms and all-reduces."""
     one, two = (parts(tensor_parallel=n) for n in (1, 2))
@@ -129,12 +101,6 @@ def test_weights_in_fp8():
     more = narrow["activations"]["token_ps"] - wide["activations"]["token_ps"]
     assert more == pytest.approx(MOVED * 4 / 26)
     assert narrow["fixed_ps"] == pytest.approx(10 * 14e6)
-
-
-def test_weights_in_fp8_are_widened_on_a_device_without_fp8():
-    """On a device without fp8, only the reads of fp8 weights take half the time."""
-    wide, narrow = (parts(model=m)["products"] for m in (MODEL, MODEL.with_weights("fp8")))
-    assert narrow == {**wide, "weights_ps": wide["weights_ps"] / 2}
 
 
 def test_the_default_times_of_llama_on_four_h100():
@@ -261,18 +227,6 @@ def test_an_engine_adds_a_constant_a_step_and_a_term_a_sequence(engine):
         assert more / 1e12 == pytest.approx(host, rel=1e-9)
 
 
-def test_without_an_engine_a_dense_model_takes_its_kernels_alone():
-    """Without an engine, the host takes no time, and products reach `compute`."""
-    times = engine_times(None, "h100", "bf16")
-    assert (times.step, times.sequence, times.compute) == (0, 0, 1)
-
-
-def test_times_in_fp4_hold_for_products_in_fp4_alone():
-    """Experts in fp8 do not take the times of those that are computed with in fp4."""
-    narrow, wide = (engine_times("vllm", "b200", dtype) for dtype in ("mxfp4", "fp8"))
-    assert narrow.experts != wide.experts == ExpertTimes()
-
-
 @pytest.mark.parametrize(
     ("device", "fp4"), [("b200", "mxfp4"), ("b300", "mxfp4"), ("h200", "")]
 )
@@ -321,12 +275,6 @@ def test_a_state_is_read_and_written_for_each_sequence():
     assert latency.coefficients()["attention"]["context_ps"] == [KV / 5, 32 * 10**6]
 
 
-def test_windows_without_a_full_layer():
-    """A model without full attention has only its windows, the narrowest first."""
-    model = attrs.evolve(MODEL, windows=(64,) * 5 + (16,) * 5)
-    assert roofline(model).windows == (16, 64)
-
-
 def test_sparse_attention_reads_what_it_attends_to_and_what_chooses_it():
     """A decoding token reads `attended` tokens at most, and a share of all to choose them.
 
@@ -351,21 +299,6 @@ def test_attended_tokens_on_the_host_are_moved():
     assert shared.pieces(StepWork(decode=1, context=(0, 0)))[0][1:] == (0, 3 * KV)
 
 
-def test_layers_with_a_window_do_not_choose():
-    """Only layers without a window attend sparsely; equal windows are one."""
-    model = attrs.evolve(MODEL, windows=(None, 64) * 5)
-    latency = roofline(model, attended=64)
-    assert latency.windows == (None, 64)
-    ((_, choosing, reading),) = latency.pieces(StepWork(decode=1, context=(0, 0)))
-    assert (choosing, reading) == (0, KV)
-
-
-def test_a_context_that_is_attended_to_whole_takes_as_long_as_dense_attention():
-    """Sparse attention to more tokens than there are takes the time of dense attention."""
-    work = StepWork(decode=10, context=(10_000, 10_000))
-    assert roofline(attended=10**6).duration(work) == roofline().duration(DECODE)
-
-
 def test_small_times_are_not_lost():
     """A million pairs of 1/200 ps each take 5,000 ps."""
     tiny = ModelSpec(
@@ -383,12 +316,6 @@ def test_small_times_are_not_lost():
         latency.duration(StepWork(attended_pairs=(number,))) for number in (0, 10**6)
     )
     assert pairs - rest == 5000
-
-
-def test_names_and_specifications_mean_the_same():
-    """Names of a model and a device mean their entries in the catalogue."""
-    model, device = find_model("llama-3-8b"), find_device("h100")
-    assert Roofline(model, device).coefficients() == Roofline().coefficients()
 
 
 def test_weights_that_do_not_fit_are_refused():

@@ -80,26 +80,6 @@ def test_beyond_the_grid_growth_adds_up_over_columns(table):
     assert milliseconds(table(), 0, 20, 3000) == 3 + 5 + 2
 
 
-def test_below_the_grid_the_first_value_holds(table):
-    """Below the first value of a column, times are those of that value."""
-    model = table("100,1,0,0.002\n200,1,0,0.003")
-    assert milliseconds(model, 0, 0, 0) == 2
-    assert milliseconds(model, 150, 0, 0) == 2.5
-
-
-def test_a_column_of_one_value_does_not_matter(table):
-    """A column with only one value does not change times."""
-    model = table("0,1,50,0.002\n100,1,50,0.003")
-    assert milliseconds(model, 0, 1, 50) == milliseconds(model, 0, 99, 10**6) == 2
-
-
-def test_more_work_never_takes_less_time_across_borders(table):
-    """Beyond the grid, more work never takes less time, even if slopes fall."""
-    model = table("0,0,0,1\n0,1,0,5\n100,0,0,9\n100,1,0,9")
-    times = [milliseconds(model, 300, decode, 0) for decode in range(4)]
-    assert times == sorted(times)
-
-
 def test_linear_times_let_the_simulator_jump(table):
     """A grid whose times are linear in the context is one line, and the model jumps."""
     model = table()
@@ -164,15 +144,6 @@ def test_a_deployment_without_a_grid_names_the_nearest():
     assert "no step times of engine=vllm,model=llama-3.1-70b,device=h100,tensor_par" in message
     assert "nearest are engine=vllm,model=llama-3.1-70b,device=h100,tensor_para" in message
     assert "kvcore calibrate --from aic" in message
-
-
-def test_columns_come_in_any_order(table):
-    """Columns are found by the header, in any order; unknown ones are ignored."""
-    model = table(
-        "0.002,x,0,1,0\n0.003,y,0,1,100",
-        "seconds,note,context_tokens,decode_sequences,prefill_tokens",
-    )
-    assert milliseconds(model, 50, 1, 0) == 2.5
 
 
 def test_coefficients_are_axes_and_digest(table):

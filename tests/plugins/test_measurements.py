@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-
 import pytest
 
 from kvcore.errors import InputError
@@ -33,12 +31,6 @@ def test_each_row_is_a_step(read):
     ]
 
 
-def test_columns_are_found_by_name(read):
-    """Columns are found by name, in any order, with others beside them."""
-    text = 'seconds,"note",context_tokens,prefill_tokens,decode_sequences\n1,"a, b",4,2,3\n'
-    assert read(text) == [MeasuredStep(2, 2, 3, 4, 10**12)]
-
-
 def test_attended_pairs_default_to_one_chunk(read):
     """Without a column of attended pairs, prompt tokens are one chunk at a prompt's start."""
     (known,) = read("attended_pairs," + HEADER + "\n50,4,2,3,1\n")
@@ -55,13 +47,6 @@ def test_work_in_windows_follows_from_the_attended_pairs():
     assert step.work((None, 8, 103)) == StepWork(
         10, (1055, 80, 101 + 102 + 8 * 103), 4, (400, 32, 400)
     )
-
-
-def test_gzip_files_are_read(tmp_path):
-    """A gzip file of steps is read."""
-    path = tmp_path / "steps.csv.gz"
-    path.write_bytes(gzip.compress(f"{HEADER}\n1,2,3,0.5\n".encode()))
-    assert read_steps(path) == [MeasuredStep(2, 1, 2, 3, 5 * 10**11)]
 
 
 @pytest.mark.parametrize(

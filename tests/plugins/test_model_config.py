@@ -61,13 +61,6 @@ def test_a_model_is_named_after_its_folder(tmp_path):
     assert read_config(str(folder / "config.json")).name == "my-model"
 
 
-def test_a_file_of_another_name_names_the_model(tmp_path):
-    """A config in `tiny.json` describes the model `tiny`."""
-    path = tmp_path / "tiny.json"
-    path.write_text(json.dumps(LLAMA))
-    assert read_config(path).name == "tiny"
-
-
 def test_the_new_name_of_the_dtype_field_is_read(read_model):
     """The field `dtype` means the same as `torch_dtype`."""
     fields = without(LLAMA, "torch_dtype")
@@ -129,12 +122,6 @@ def test_a_type_of_layer_that_is_not_known_is_refused(read_model):
     assert read_model(fields | {"attn_type_list": [1] * 32}) == read_model(fields)
     with pytest.raises(InputError, match="has '0', whose K/V cannot be sized"):
         read_model(fields | {"attn_type_list": [1] * 31 + [0]})
-
-
-@pytest.mark.parametrize("value", [None, False, 0, "", [], {}])
-def test_an_unknown_field_that_says_nothing_is_left_out(read_model, value):
-    """Null, false, zero and what is empty change nothing."""
-    assert read_model(LLAMA | {"brand_new_attention": value}) == read_model(LLAMA)
 
 
 @pytest.mark.parametrize("field", ["rope_theta", "rms_norm_eps", "eos_token_id", "auto_map"])
@@ -266,21 +253,10 @@ def test_a_nested_field_is_named_with_its_parent(read_model):
         read_model(fields)
 
 
-def test_a_window_past_the_longest_context_is_no_window(read_model):
-    """A window as long as the longest context is no window."""
-    assert set(read_model(QWEN | {"max_position_embeddings": 4096}).windows) == {None}
-
-
 def test_windows_can_be_named_layer_by_layer(read_model):
     """`layer_types` sets the windows instead of the family's pattern."""
     kinds = ["full_attention"] * 30 + ["sliding_attention"] * 2
     assert read_model(GPT_OSS | {"layer_types": kinds}).windows == (None,) * 30 + (128,) * 2
-
-
-def test_experts_can_be_smaller_than_the_other_weights(read_model):
-    """MXFP4 holds for the routed experts; other weights have the file's dtype."""
-    model = read_model(GPT_OSS)
-    assert (model.dtype, model.expert_dtype) == ("bf16", "mxfp4")
 
 
 def test_heads_that_contradict_are_an_error_with_the_file(read_model, tmp_path):

@@ -37,12 +37,6 @@ def progress(job, computed, generated=0):
     return job
 
 
-def test_prefill_and_decode_steps_add_up():
-    """A job takes four steps of prefill, with the first token, and nine of decoding."""
-    scheduler, job = make(SRPT())
-    assert scheduler.remaining_ns(job) == scheduler.total_ns(job) == (4 + 9) * STEP
-
-
 def test_completed_work_reduces_the_remaining_time():
     """Computed and hit tokens, and generated ones, reduce the remaining time."""
     scheduler, job = make(SRPT())
@@ -58,13 +52,6 @@ def test_tokens_to_recompute_count_as_prefill_again():
     progress(job, 4 * CHUNK, 8)
     job.target, job.computed = job.request.prompt_tokens + 8, 0
     assert scheduler.remaining_ns(job) == (5 + 1) * STEP
-
-
-def test_a_request_without_output_takes_the_time_of_its_prefill():
-    """A request without output takes the time of its prefill, whatever is predicted."""
-    for options in ({}, {"predicted_output_tokens": 9}):
-        scheduler, job = make(SJF(error=1), output_tokens=0, **options)
-        assert scheduler.remaining_ns(job) == scheduler.total_ns(job) == 4 * STEP
 
 
 def test_decode_times_are_those_of_a_batch():
@@ -88,19 +75,6 @@ def test_remaining_time_never_rises(output):
     times = [scheduler.remaining_ns(progress(job, 16 * part)) for part in range(4)]
     times += [scheduler.remaining_ns(progress(job, 64, done)) for done in range(1, output)]
     assert times == sorted(times, reverse=True)
-
-
-def test_a_job_beyond_its_prediction_expects_one_more_token():
-    """A job that outlives its prediction is expected to generate one more token."""
-    scheduler, job = make(SJF(), predicted_output_tokens=3)
-    assert scheduler.remaining_ns(progress(job, 64, 3)) == STEP
-    assert scheduler.remaining_ns(progress(job, 64, 9)) == STEP
-
-
-def test_true_lengths_ignore_predictions():
-    """With `length=true`, predictions and the error model are ignored."""
-    scheduler, job = make(SRPT(error=2), predicted_output_tokens=99)
-    assert scheduler.expected(job) == 10
 
 
 def test_predictions_come_from_the_workload_first():
@@ -132,17 +106,6 @@ def test_errors_depend_on_seed_and_request_alone():
     assert forwards == expected(SJF(error=1), reversed(range(20)))
     assert forwards != expected(SJF(error=1, seed=1), range(20))
     assert forwards != expected(SRPT(error=1, length="predicted"), range(20))
-
-
-def test_predictions_are_at_least_a_token():
-    """Predictions are at least one token, however large the error is."""
-    assert min(expected(SJF(error=10), output=1).values()) == 1
-
-
-def test_latest_start_by_deadline():
-    """The latest start by a deadline is the deadline less the remaining time."""
-    scheduler, job = make(LeastSlack(), arrival=5, slo=SLO(deadline_ns=SECOND))
-    assert scheduler.latest_start(job) == 5 + SECOND - 13 * STEP
 
 
 def test_latest_start_by_ttft():

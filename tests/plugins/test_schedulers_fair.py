@@ -16,11 +16,6 @@ def counters(scheduler, requests, max_seqs=1):
     return scheduler._counters
 
 
-def test_weights_are_those_of_the_paper():
-    """A token of a prompt counts 1, and one of an output 2, as in the paper."""
-    assert counters(Fair(), [ask("a", output=5, tenant="x")]) == {"x": PROMPT + 2 * 5}
-
-
 def test_weights_are_exact():
     """Counters are exact integers on the common scale of both weights."""
     scheduler = Fair(prefill_weight=0.1, decode_weight=0.3)
@@ -28,12 +23,6 @@ def test_weights_are_exact():
     prefill, decode = scheduler._weights
     assert prefill / decode == pytest.approx(1 / 3)
     assert counters(scheduler, requests) == {"x": 100 * (PROMPT * prefill + 3 * decode)}
-
-
-def test_a_tenant_that_floods_waits_for_the_other():
-    """A tenant with many requests takes turns with a tenant that has few."""
-    flood = [ask(name, output=4, tenant="x") for name in "abcdef"]
-    assert serve(Fair(), [*flood, ask("y", output=4), ask("z", output=4)]) == "aybzcdef"
 
 
 def test_shares_are_of_tokens_not_of_requests():

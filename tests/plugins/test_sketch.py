@@ -21,18 +21,6 @@ def test_an_estimate_is_never_below_the_exact_count(keys):
     assert all(sketch.estimate(key) >= counts.estimate(key) for key in keys)
 
 
-@given(st.lists(st.integers(0, 5), max_size=200))
-def test_estimates_of_few_keys_are_exact(keys):
-    """With far more room than keys, estimates are exact, even after ageing."""
-    sketch, counts = FrequencySketch(4096, 50), Counts(50)
-    for key in keys:
-        sketch.add(key)
-        counts.add(key)
-    assert [sketch.estimate(key) for key in range(6)] == [
-        counts.estimate(key) for key in range(6)
-    ]
-
-
 def test_most_estimates_are_exact_at_full_load():
     """With as many keys as the sketch is made for, nine of ten estimates are exact."""
     sketch, counts = FrequencySketch(1000, 10_000), Counts(10_000)

@@ -58,20 +58,6 @@ def test_rows_are_sorted_by_time(tmp_path):
     assert workload.notes == ["rows that stood after later ones, sorted by 'TIMESTAMP': 1"]
 
 
-def test_requests_have_no_keys(tmp_path):
-    """Requests have no keys; `key_tokens` is that of the option."""
-    workload = Azure(write(tmp_path / "t.csv", HEADER, ROW), key_tokens=64)
-    (request,) = workload
-    assert request.keys == ()
-    assert request.key_tokens == workload.key_tokens == 64
-
-
-def test_digest_depends_on_the_option(tmp_path):
-    """Workloads that differ in `key_tokens` have different digests."""
-    path = write(tmp_path / "t.csv", HEADER, ROW)
-    assert Azure(path).digest != Azure(path, key_tokens=64).digest
-
-
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [

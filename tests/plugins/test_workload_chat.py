@@ -8,12 +8,9 @@ import pytest
 from kvcore import KVCache, simulate
 from kvcore.cli import main
 from kvcore.errors import InputError
-from kvcore.plugins.manager import Plugins
-from kvcore.request import block_keys
 from kvcore.workloads import WorkloadSample, checked, recognise
-from kvcore_lab.comparison import compare
 from kvcore_plugins.latency import Linear
-from kvcore_plugins.workload import Chat, Jsonl, Lengths, Mooncake, Recording
+from kvcore_plugins.workload import Chat, Lengths, Mooncake
 
 SECOND = 10**9
 CHAT = [
@@ -55,14 +52,6 @@ def test_a_conversation_is_a_request_for_each_answer(read):
     assert (first.id, second.id, second.after, second.session) == ("0/0", "0/1", "0/0", "0")
     assert (second.think_time, second.arrival) == (5 * SECOND // 2, 5 * SECOND // 2)
     assert first.output_tokens == len(first.output_keys) == 12
-
-
-def test_a_chat_without_the_last_answer_is_one_request(read):
-    """A chat that ends with a message of the user is one request, earlier answers included."""
-    (alone,) = read({"messages": CHAT[:4]}, output_tokens=7)
-    _, second = read({"messages": CHAT})
-    assert (alone.id, alone.session, alone.after, alone.output_tokens) == (0, None, None, 7)
-    assert alone.keys == second.keys
 
 
 def test_sharegpt_is_read(tmp_path):
@@ -115,13 +104,6 @@ def test_prompts_are_read(read, row, output):
     assert (request.prompt_tokens, request.output_tokens, request.id) == (2, output, 0)
 
 
-def test_keys_are_those_of_the_tokens(read):
-    """Keys are the chained keys of the tokens; a partial last block has none."""
-    (request,) = read({"prompt": "abcde"}, tokens="bytes", key_tokens=2)
-    assert request.keys == block_keys(b"abcde", 2)
-    assert request.prompt_tokens == 5
-
-
 @pytest.mark.parametrize(
     ("text", "count"),
     [("", 0), ("caching", 1), ("cacheable", 2), ("12345", 2), ("a b,c\n\n", 5), ("日本", 2)],
@@ -170,14 +152,6 @@ def test_rows_without_times_arrive_at_a_rate(read):
     assert times == [request.arrival for request in read(*rows, rate=4)]
     assert times != [request.arrival for request in read(*rows, rate=4, seed=1)]
     assert {request.arrival for request in read(*rows)} == {0}
-
-
-def test_turns_of_overlapping_conversations_are_merged(read):
-    """Turns of conversations that overlap are merged by their times."""
-    rows = [{"messages": CHAT, "time": start} for start in (0, 3)]
-    requests = read(*rows, think=5)
-    assert [request.id for request in requests] == ["0/0", "1/0", "0/1", "1/1"]
-    assert [request.arrival // SECOND for request in requests] == [0, 3, 5, 8]
 
 
 def test_notes_name_estimates_and_missing_values(tmp_path):
@@ -270,16 +244,6 @@ def test_other_files_are_no_chats(line):
     assert not Chat.recognises(line)
 
 
-def test_a_traced_chat_can_be_run_again(tmp_path):
-    """The requests read from a trace of a chat workload equal the originals."""
-    path = write(tmp_path / "c.jsonl", {"messages": CHAT}, {"prompt": "What is a sloop?"})
-    trace = tmp_path / "t.jsonl"
-    workload = Plugins().build("workload", f"chat:path={path},key_tokens=4")
-    compare(workload, "lru", 64, trace=trace)
-    for again in (Recording(trace), Jsonl(trace)):
-        assert list(again) == list(workload)
-
-
 def test_answers_are_hit_by_the_next_turn(tmp_path):
     """In a simulated server the next turn hits the blocks of the answer before it."""
     workload = Chat(write(tmp_path / "c.jsonl", {"messages": CHAT}), key_tokens=1)
@@ -344,13 +308,6 @@ def test_parts_of_a_templated_prompt_share_its_tokens(read, folder):
     assert ends[-1] == request.prompt_tokens
     lengths = [len(f"{m['role']}\n{m['content']}") for m in CHAT[:4]]
     assert ends[0] == request.prompt_tokens * lengths[0] // sum(lengths)
-
-
-def test_turns_extend_each_other_without_a_chat_template(read, folder):
-    """Without a chat template each turn still begins with the turn before and its answer."""
-    first, second = read({"messages": CHAT}, tokenizer=folder(None))
-    begun = [*first.keys, *first.output_keys]
-    assert second.keys[: len(begun)] == begun
 
 
 def test_an_error_of_a_chat_template_is_reported(read, folder):

@@ -6,12 +6,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from kvcore import KVCache, simulate
 from kvcore.errors import InputError
-from kvcore.request import SLO, Hints, Retention
+from kvcore.request import Retention
 from kvcore.workloads import checked
-from kvcore_plugins.eviction import LRU
-from kvcore_plugins.latency import Linear
 from kvcore_plugins.workload import Jsonl
 
 DATA = Path(__file__).parents[1] / "data"
@@ -36,33 +33,6 @@ def test_every_field_is_read():
     assert request.output_keys == [9]
 
 
-def test_the_example_can_be_served():
-    """The example file can be served, and all of its requests finish."""
-    cache = KVCache(64, 16, eviction=LRU())
-    result = simulate(Jsonl(DATA / "requests.jsonl"), cache=cache, latency=Linear())
-    assert result.requests["status"] == ["finished"] * 4
-
-
-def test_slo_and_predicted_length_are_read(tmp_path):
-    """An SLO and a predicted length are in the request."""
-    row = REQUEST | {"slo": {"ttft": 5, "deadline": 9}, "predicted": 3}
-    (request,) = Jsonl(write(tmp_path / "t.jsonl", row))
-    assert (request.slo, request.predicted_output_tokens) == (SLO(ttft_ns=5, deadline_ns=9), 3)
-
-
-def test_hints_and_called_tools_are_read(tmp_path):
-    """Hints and the called tool are in the request."""
-    row = REQUEST | {"hints": {"share": False, "demote": True}, "tool": "grep"}
-    (request,) = Jsonl(write(tmp_path / "t.jsonl", row))
-    assert (request.hints, request.tool) == (Hints(share=0, demote=True), "grep")
-
-
-def test_the_fields_of_a_closed_loop_are_read():
-    """Session, predecessor and think time are in the request."""
-    request = list(Jsonl(DATA / "requests.jsonl"))[2]
-    assert (request.session, request.after, request.think_time) == ("chat", "chat/0", 2 * 10**9)
-
-
 def test_absent_fields_have_their_defaults(tmp_path):
     """A line without optional fields makes a request with their defaults."""
     (request,) = Jsonl(write(tmp_path / "t.jsonl", REQUEST))
@@ -76,22 +46,6 @@ def test_hexadecimal_keys_become_bytes(tmp_path):
     row = REQUEST | {"keys": ["AB" * 16, 7]}
     (request,) = Jsonl(write(tmp_path / "t.jsonl", row))
     assert request.keys == [b"\xab" * 16, 7]
-
-
-def test_other_events_are_skipped():
-    """Only REQUEST lines make requests."""
-    assert [request.id for request in Jsonl(DATA / "requests.jsonl")] == [
-        0,
-        "chat/0",
-        "chat/1",
-        "keyless",
-    ]
-
-
-def test_header_is_optional(tmp_path):
-    """A file of REQUEST lines without a HEADER is read like a trace."""
-    with_header = list(Jsonl(write(tmp_path / "a.jsonl", HEADER, REQUEST)))
-    assert with_header == list(Jsonl(write(tmp_path / "b.jsonl", REQUEST)))
 
 
 def test_key_tokens_come_from_the_first_request(tmp_path):
@@ -153,12 +107,6 @@ def test_bad_field_is_named(tmp_path, change, complaint):
     path = write(tmp_path / "t.jsonl", REQUEST, REQUEST | {"id": 2} | change)
     with pytest.raises(InputError, match=rf"t\.jsonl:2: {complaint}"):
         list(Jsonl(path))
-
-
-def test_an_empty_prompt_is_read(tmp_path):
-    """A request with a prompt of no tokens is read."""
-    (request,) = Jsonl(write(tmp_path / "t.jsonl", REQUEST | {"prompt": 0, "keys": []}))
-    assert (request.prompt_tokens, request.keys) == (0, [])
 
 
 @pytest.mark.parametrize("form", ["plain", "gzip"])

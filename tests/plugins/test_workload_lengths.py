@@ -1,6 +1,5 @@
 """The workload `lengths`: tables of prompt and output lengths, and benchmark results."""
 
-import gzip
 import json
 
 import pytest
@@ -117,13 +116,6 @@ def test_columns_can_be_named(tmp_path):
     assert (second.tenant, second.session) == (None, None)
 
 
-def test_a_named_column_takes_precedence(tmp_path):
-    """A column given by an option takes precedence over one with a usual name."""
-    path = write(tmp_path / "t.csv", "time,prompt_tokens,billed,output_tokens", "0,1,9,1")
-    (request,) = Lengths(path, input="billed")
-    assert request.prompt_tokens == 9
-
-
 def test_sessions_and_tenants_are_found(tmp_path):
     """Usual columns of sessions and users are read, without a closed loop."""
     path = write(tmp_path / "t.csv", f"{SERVEGEN},Session ID,user", "0,0,1,1,s,u")
@@ -148,32 +140,10 @@ def test_times_are_read_exactly(tmp_path, unit, times, arrival):
     assert [request.arrival for request in Lengths(path, unit=unit)] == [0, arrival]
 
 
-def test_requests_have_no_keys(tmp_path):
-    """Requests have no keys; `key_tokens` is that of the option."""
-    workload = Lengths(write(tmp_path / "t.csv", SERVEGEN, "0,0,100,1"), key_tokens=64)
-    (request,) = workload
-    assert request.keys == ()
-    assert request.key_tokens == workload.key_tokens == 64
-
-
 def test_whole_numbers_may_have_a_point(tmp_path):
     """A length such as 374.0, as data frames write it, is read as a whole number."""
     (request,) = Lengths(write(tmp_path / "t.csv", SERVEGEN, "0,0,374.0,44."))
     assert (request.prompt_tokens, request.output_tokens) == (374, 44)
-
-
-def test_compressed_tables_are_read(tmp_path):
-    """Compression is recognised by content, not by the name of the file."""
-    path = tmp_path / "t.csv"
-    path.write_bytes(gzip.compress(f"{SERVEGEN}\r\n0,0,1,1\r\n".encode()))
-    assert len(list(Lengths(path))) == 1
-
-
-def test_digest_depends_on_the_options(tmp_path):
-    """Workloads that differ in columns or units have different digests."""
-    path = write(tmp_path / "t.csv", SERVEGEN, "0,0,1,1")
-    digests = {Lengths(path).digest, Lengths(path, unit="ms").digest}
-    assert len(digests | {Lengths(path, input="output_tokens").digest}) == 3
 
 
 @pytest.mark.parametrize(

@@ -68,25 +68,10 @@ def test_rows_of_one_model_can_be_selected(tmp_path):
     assert workload.digest != LMCache(path).digest
 
 
-def test_slightly_late_rows_keep_the_order_of_the_file(tmp_path):
-    """Rows out of order by less than a second keep the order of the file.
-
-    Arrivals do not decrease.
-    """
-    path = write(tmp_path / "l.jsonl", {}, {"timestamp": 1711929599.5}, {})
-    assert [request.arrival for request in LMCache(path)] == [0, 0, 0]
-
-
 def test_a_second_lookup_of_a_request_has_another_id(tmp_path):
     """A second lookup of the same request has an id with another line number."""
     ids = [request.id for request in checked(LMCache(write(tmp_path / "l.jsonl", {}, {})))]
     assert ids == ["req-a/1", "req-a/2"]
-
-
-def test_the_output_length_is_that_of_the_option(tmp_path):
-    """All requests have the output length of the option."""
-    (request,) = LMCache(write(tmp_path / "l.jsonl", {}), output_tokens=128)
-    assert request.output_tokens == 128
 
 
 def test_a_log_is_recognised(tmp_path):
@@ -121,10 +106,3 @@ def test_bad_field_is_named(tmp_path, change, complaint):
     path = write(tmp_path / "l.jsonl", {}, change)
     with pytest.raises(InputError, match=rf"l\.jsonl:2: {complaint}"):
         list(LMCache(path))
-
-
-def test_a_missing_model_is_named(tmp_path):
-    """If no row is of the requested model, InputError names the model."""
-    path = write(tmp_path / "l.jsonl", {})
-    with pytest.raises(InputError, match="no row has the model_name 'small'"):
-        list(LMCache(path, model="small"))

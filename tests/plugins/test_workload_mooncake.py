@@ -28,23 +28,6 @@ def test_bundled_trace_is_the_published_one():
     assert (requests, keys, len(distinct), len(arrivals)) == (12_031, 288_500, 182_790, 1_180)
 
 
-def test_row_becomes_a_request(tmp_path):
-    """Milliseconds become nanoseconds, and the number of the row is the id."""
-    first, second = Mooncake(write(tmp_path / "t.jsonl", ROW | {"timestamp": 0}, ROW))
-    assert (first.id, second.id) == (0, 1)
-    assert second.arrival == 27_482_000_000
-    assert (second.prompt_tokens, second.output_tokens) == (700, 52)
-    assert (second.keys, second.key_tokens) == ([46, 47], 512)
-
-
-def test_requests_before_a_bad_row_are_yielded(tmp_path):
-    """The requests before a bad row are yielded."""
-    workload = iter(Mooncake(write(tmp_path / "t.jsonl", ROW, ROW | {"hash_ids": None})))
-    assert next(workload).id == 0
-    with pytest.raises(InputError, match=r"t\.jsonl:2: field 'hash_ids'"):
-        next(workload)
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -70,15 +53,6 @@ def test_bad_field_is_named(tmp_path, change, complaint):
         list(Mooncake(path))
 
 
-def test_missing_field_is_named(tmp_path):
-    """A missing field raises InputError that names it."""
-    path = write(tmp_path / "t.jsonl", {"timestamp": 0})
-    with pytest.raises(
-        InputError, match=r"'input_length': .*, got nothing: the field is missing"
-    ):
-        list(Mooncake(path))
-
-
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
@@ -100,19 +74,6 @@ def test_long_values_are_shortened_in_errors(tmp_path):
     with pytest.raises(InputError) as caught:
         list(Mooncake(path))
     assert len(str(caught.value)) < 300 + len(str(path))
-
-
-def test_size_is_known_for_the_bundled_trace_only(tmp_path):
-    """`size` is known for the bundled trace, and None for a file."""
-    assert Mooncake().size == 12_031
-    assert Mooncake(tmp_path / "t.jsonl").size is None
-
-
-def test_the_digest_is_that_of_the_bytes(tmp_path):
-    """The digest depends on the bytes of the file, not on its name."""
-    one, same = write(tmp_path / "1.jsonl", ROW), write(tmp_path / "2.jsonl", ROW)
-    other = write(tmp_path / "3.jsonl", ROW | {"output_length": 53})
-    assert Mooncake(one).digest == Mooncake(same).digest != Mooncake(other).digest
 
 
 def test_keys_may_stand_for_other_numbers_of_tokens(tmp_path):

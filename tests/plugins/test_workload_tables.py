@@ -20,7 +20,6 @@ b,120,0,0,200,10,80
 a,0,2,440,100,40,0
 b,120,1,210,90,50,0
 """
-PROMPTS = {("a", 0): 300, ("a", 1): 400, ("b", 0): 200, ("a", 2): 540, ("b", 1): 300}
 
 
 def read(tmp_path, text, name="rows", **options):
@@ -415,14 +414,6 @@ def test_times_have_the_unit_of_their_name_or_size(tmp_path, form, rows):
     assert any("are read as" in note for note in notes) is guessed
 
 
-def test_a_given_unit_wins(tmp_path):
-    """The option names the unit, whatever the column is called, and is no guess."""
-    text = "time_ms,input,output\n3,1,1\n5,1,1\n"
-    requests, notes = read(tmp_path, text, unit="s")
-    assert [request.arrival for request in requests] == [0, 2 * 10**9]
-    assert notes == []
-
-
 def test_the_finest_of_several_times_is_taken(tmp_path):
     """Of times in one row, the one with the smallest steps is the arrival."""
     rows = jsonl(
@@ -431,12 +422,6 @@ def test_the_finest_of_several_times_is_taken(tmp_path):
     )
     requests, _ = read(tmp_path, rows)
     assert [request.arrival // 10**6 for request in requests] == [0, 625]
-
-
-def test_an_implausible_span_is_noted(tmp_path):
-    """Times that span years for a few rows are noted with the option of their unit."""
-    _, notes = read(tmp_path, "time,input,output\n0,1,1\n208000000,1,1\n")
-    assert any("span 2,407.4 days for 2 rows" in note and "unit=" in note for note in notes)
 
 
 def test_rows_may_be_late(tmp_path):

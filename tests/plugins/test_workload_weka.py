@@ -1,7 +1,6 @@
 """The workload `weka`: sessions of agents with tools and subagents."""
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -61,13 +60,6 @@ def test_recorded_tool_calls_are_read(read):
     assert [request.tool for request in requests] == tools
 
 
-def test_sessions_share_no_keys(read):
-    """Equal ids in two sessions of local scope have different keys."""
-    one, two = read(session("a", turn(0, [5])), session("b", turn(0, [5])))
-    assert one.keys == [1 << 32 | 5]
-    assert two.keys == [2 << 32 | 5]
-
-
 def test_sessions_of_global_scope_share_keys(read):
     """Equal ids in sessions of global scope have equal keys."""
     scope = {"hash_id_scope": "global"}
@@ -99,12 +91,6 @@ def test_turns_have_the_keys_of_their_line(tmp_path):
         assert found == lists
 
 
-def test_unknown_fields_are_ignored(read):
-    """Fields of an entry that are not needed are ignored."""
-    (request,) = read(session("a", turn(0, [1, 2], requests=None) | {"in": 128}))
-    assert request.keys == [1 << 32 | 1, 1 << 32 | 2]
-
-
 @pytest.mark.parametrize(
     ("agents", "reason"),
     [
@@ -133,19 +119,6 @@ def test_turns_form_a_closed_loop(read):
     assert second.session == "a"
 
 
-def test_a_missing_think_time_is_the_gap_between_turns(read):
-    """A missing think time is the gap between the end of the turn before and the turn."""
-    _, second, third = read(session("a", turn(0, api_time=4.0), turn(10), turn(15)))
-    assert second.think_time == 6 * SECOND
-    assert third.think_time == 5 * SECOND
-
-
-def test_think_time_is_not_negative(read):
-    """A turn that overlaps the turn before has a think time of 0."""
-    _, second = read(session("a", turn(0, api_time=40.0), turn(10)))
-    assert second.think_time == 0
-
-
 def test_times_of_a_subagent_are_relative_to_its_start(read):
     """The times of a subagent's requests are relative to the start of the subagent."""
     agent = {"t": 20.0, "type": "subagent", "requests": [turn(0), turn(3, think_time=1.0)]}
@@ -168,14 +141,6 @@ def test_a_nested_subagent_starts_after_its_parent(read):
         ("a/1/0", 10, "a/0"),
         ("a/1/1/0", 13, "a/1/0"),
     ]
-
-
-def test_the_first_request_of_a_session_has_no_predecessor(read):
-    """The first request of a session has no predecessor, even in a subagent."""
-    agent = {"t": 1.0, "type": "subagent", "requests": [turn(0)]}
-    first, second = read(session("a", agent, turn(5)))
-    assert (first.id, first.after, first.think_time) == ("a/0/0", None, 0)
-    assert (second.id, second.after, second.think_time) == ("a/1", None, 0)
 
 
 def test_sessions_are_merged_by_arrival(read):
@@ -203,14 +168,6 @@ def test_starts_of_sessions_depend_on_the_seed(read):
     assert one[0] == other[0] == 0
 
 
-def test_mean_gap_is_the_stagger(read):
-    """Over many sessions the starts are `stagger` seconds apart on average."""
-    sessions = [session(str(number), turn(0)) for number in range(2_000)]
-    arrivals = [request.arrival for request in read(*sessions, stagger=10.0)]
-    gaps = [after - before for before, after in pairwise(arrivals)]
-    assert sum(gaps) / len(gaps) == pytest.approx(10 * SECOND, rel=0.1)
-
-
 def test_sessions_are_parsed_when_they_start(tmp_path):
     """A session is parsed only when it starts, and its errors are raised then."""
     path = write(tmp_path / "t.jsonl", session("a", turn(0), turn(0.001)), session("b"))
@@ -218,13 +175,6 @@ def test_sessions_are_parsed_when_they_start(tmp_path):
     assert [next(workload).id, next(workload).id] == ["a/0", "a/1"]
     with pytest.raises(InputError, match=r"t\.jsonl:2"):
         next(workload)
-
-
-def test_digest_depends_on_the_options(tmp_path):
-    """Workloads that differ in `seed` or `stagger` have different digests."""
-    path = write(tmp_path / "t.jsonl", session("a", turn(0)))
-    digests = {Weka(path).digest, Weka(path, seed=1).digest, Weka(path, stagger=1).digest}
-    assert len(digests) == 3
 
 
 @pytest.mark.parametrize(
@@ -278,10 +228,3 @@ def test_a_large_number_is_shown_in_full(tmp_path):
     path.write_text(f'{{"id": {2**70}, "block_size": 64, "requests": []}}')
     with pytest.raises(InputError, match=f"field 'id': expected a text, got {2**70}"):
         list(Weka(path))
-
-
-@pytest.mark.parametrize("stagger", [-1, float("inf"), float("nan")])
-def test_an_invalid_stagger_is_refused(tmp_path, stagger):
-    """A stagger that is negative or not finite is refused when the workload is built."""
-    with pytest.raises(ValueError, match="'stagger' must be"):
-        Weka(tmp_path / "t.jsonl", stagger=stagger)
