@@ -1,6 +1,5 @@
 """Traces without names: what is hashed, and that they stay traces of the same run."""
 
-import orjson
 import pytest
 from helpers.commands import run_here
 from helpers.traces import lines, seal, serve_tiers
@@ -113,23 +112,6 @@ def test_a_key_that_can_be_guessed_is_refused(tmp_path, data, why):
         path.write_bytes(data)
     with pytest.raises(InputError, match=f"{path}: .*{why}"):
         KeyedNames.of(path)
-
-
-def test_a_cut_trace_leaves_no_file(trace, tmp_path):
-    """A trace that is cut off is refused, and no other file is left."""
-    trace.write_bytes(trace.read_bytes()[:-30])
-    done = run_here("export", trace, "--anonymise", "--out", "a.jsonl", cwd=tmp_path)
-    assert done.returncode == 1
-    assert [path.name for path in tmp_path.iterdir()] == [trace.name]
-
-
-@given(st.lists(st.text() | st.just("\ud800"), unique=True))
-def test_hashes_tell_names_apart(names):
-    """Different names have different hashes, and one name of two kinds as well."""
-    keyed = KeyedNames()
-    found = {keyed.name(kind, name) for kind in ("salt", "session") for name in names}
-    assert len(found) == 2 * len(names)
-    orjson.dumps(sorted(found))
 
 
 @given(st.binary(min_size=16, max_size=16), st.integers(0, 2**63 - 1))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 from helpers.caches import Mortal
-from helpers.traces import BLOCK, ask, lines, record, seal, serve
+from helpers.traces import BLOCK, ask, lines, record, serve
 
-from kvcore import InputError, KVCache, Request, Trace, TraceError
+from kvcore import InputError, KVCache, Request, Trace
 from kvcore.models.cost import default_prefill_cost
 from kvcore.request import Retention
-from kvcore_engine.retention.window import Window
 from kvcore_plugins.eviction import LRU
-from kvcore_plugins.prefix import NoPrefix, Radix
+from kvcore_plugins.prefix import Radix
 from kvcore_replay.misses.explain import explain
 from kvcore_replay.untimed import replay
 
@@ -73,14 +72,6 @@ def test_an_eviction_has_time_policy_and_request(file):
     assert sum(each.tokens for each in late.losses) == 3 * BLOCK
 
 
-def test_the_optimum_separates_policy_from_capacity(file):
-    """An evicted block counts as `policy` if the optimum keeps it, and else as `capacity`."""
-    scan = [ask("a", "ab"), ask("b", "x"), ask("c", "y"), ask("d", "ab", 9)]
-    tight = served(file, *scan, blocks=2)
-    assert losses_of(tight.of("d"))[0] == ("policy", 0, 1)
-    assert ("capacity", 1, 1) in losses_of(tight.of("d"))
-
-
 def test_expired_blocks_count_as_expired(file):
     """Blocks that have expired count as `expired`, not as evicted for room."""
     loss = loss_of(
@@ -108,16 +99,6 @@ def test_blocks_of_an_open_sequence_are_in_flight(file):
     assert second.losses[0].other == "first"
 
 
-def test_blocks_that_were_never_stored_are_unstored(file):
-    """Blocks of a request that closed before it computed them are `unstored`."""
-    with Trace(file) as trace:
-        cache = KVCache(16, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
-        cache.close(cache.open(ask("quitter", "ab"), None, 0), 1)
-        cache.open(ask("next", "ab", 9), None, 2)
-    loss = loss_of("unstored", explain(file), "next")
-    assert (loss.first, loss.tokens, loss.other) == (0, 8, "quitter")
-
-
 def test_a_loss_names_the_last_request_with_all_its_blocks(file):
     """A loss of a key with two blocks names the last request that had both blocks."""
     with Trace(file) as trace:
@@ -137,17 +118,6 @@ def test_the_optimum_keeps_only_full_blocks_of_a_prompt(file):
     assert (loss.first, loss.tokens, loss.eviction.beneficiary) == (4, 4, "b")
 
 
-def test_blocks_after_dropped_tokens_are_unstored(file):
-    """Blocks of a sequence that has dropped tokens are `unstored`, not `in_flight`."""
-    with Trace(file) as trace:
-        cache = KVCache(16, BLOCK, prefix=Radix(), retention=Window(tokens=4), trace=trace)
-        first = cache.open(ask("first", "abcd"), None, 0)
-        cache.commit(first, 8, 1)
-        cache.open(ask("next", "abcd", 17), None, 2)
-    assert losses_of(explain(file).of("next")) == [("unstored", 2, 2), ("granularity", 4, 0.25)]
-    assert explain(file).of("next").losses[0].other == "first"
-
-
 def test_both_halves_of_a_split_span_keep_their_user(file):
     """Both halves of a span that a hint splits have the request that stored it as user."""
     hinted = ask("a", "abcd", retention=(Retention(0, 8, 90),))
@@ -161,15 +131,6 @@ def coarse(name, tokens):
     """Return a request of one text of `tokens` tokens, whose keys stand for two blocks."""
     keys = [11, 12][: -(-tokens // (2 * BLOCK))]
     return Request(id=name, prompt_tokens=tokens, keys=keys, key_tokens=2 * BLOCK)
-
-
-def test_without_a_prefix_cache_open_sequences_are_unstored(file):
-    """With prefix cache `none`, blocks of an open sequence are `unstored`."""
-    with Trace(file) as trace:
-        cache = KVCache(16, BLOCK, eviction=LRU(), prefix=NoPrefix(), trace=trace)
-        cache.open(ask("first", "ab"), None, 0)
-        cache.open(ask("second", "ab", 9), None, 1)
-    assert loss_of("unstored", explain(file), "second").tokens == 8
 
 
 def test_equal_divergences_are_one_place(file):
@@ -217,14 +178,6 @@ def test_the_last_token_and_a_partial_block_are_granularity(file):
     explanation = served(file, ask("a", "abc"), ask("b", "abc"), ask("c", "abc", 15))
     assert losses_of(explanation.of("b")) == [("granularity", 2, 1)]
     assert losses_of(explanation.of("c")) == [("granularity", 3, 0.75)]
-
-
-def test_tokens_without_keys_are_no_keys(file):
-    """Tokens without keys that follow a known prefix are `no_keys`."""
-    explanation = served(file, ask("a", "ab", 30))
-    assert losses_of(explanation.of("a")) == [("compulsory", 0, 7.5)]
-    explanation = served(file, ask("a", "ab", 30), ask("b", "ab", 30))
-    assert losses_of(explanation.of("b")) == [("no_keys", 2, 5.5)]
 
 
 def test_blocks_beyond_the_pool_size_are_truncated(file):
@@ -308,21 +261,6 @@ def test_a_request_that_was_never_admitted_counts_as_waiting(file):
     assert explain(file).summary().waiting == 1
 
 
-def test_an_impossible_line_is_refused_with_its_place(file):
-    """A line with an unknown span raises TraceError with the file and the line number."""
-    events = lines(record(file))
-    events[35]["span"] = 44
-    with pytest.raises(TraceError, match=r"trace.jsonl:36: EVICT: no span 44 is cached"):
-        explain(seal(file, events))
-
-
-def test_an_empty_file_is_refused(file):
-    """An empty file is refused, since it has no HEADER."""
-    file.write_bytes(b"")
-    with pytest.raises(TraceError, match="is empty, without END"):
-        explain(file)
-
-
 def test_unknown_ids_are_refused_with_the_known_ones(file):
     """An id of digits is found by its text; an unknown id is refused with the known ones."""
     requests = [
@@ -367,19 +305,6 @@ def test_victims_and_beneficiaries_are_ranked_by_lost_tokens(file):
     summary = explanation.summary()
     assert summary.victims == [("b", 8)]
     assert summary.beneficiaries == [("thief", 8)]
-
-
-def test_times_in_the_json_are_in_seconds(file):
-    """The JSON of a loss has the eviction, and the seconds between that and the use."""
-    explanation = served(
-        file, ask("a", "ab"), ask("thief", "pqrstu"), ask("b", "ab", 9, arrival=10**9), blocks=6
-    )
-    document = explanation.request_dict(explanation.of("b"))
-    (loss, tail) = document["losses"]
-    assert loss["eviction"]["before_s"] == pytest.approx(1 - 1e-9)
-    assert (loss["eviction"]["for"], loss["other"]) == ("thief", "a")
-    assert (tail["category"], tail["eviction"]) == ("granularity", None)
-    assert document["missed_tokens"] == 9
 
 
 def test_tick_adds_up_to_the_size_of_the_file(file):

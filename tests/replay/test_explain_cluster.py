@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from helpers.clusters import ZIPF, record_cluster
-from helpers.traces import lines, seal
+from helpers.clusters import record_cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvcore
-from kvcore.errors import TraceError
 from kvcore.trace import read_events
 from kvcore_replay.check.trace import check_event
 from kvcore_replay.misses.explain import Holders, explain
@@ -82,16 +79,6 @@ def test_elsewhere_losses_were_held_by_the_fullest_other_replica(path):
     assert lost
 
 
-def test_a_single_replica_has_no_elsewhere_losses(tmp_path):
-    """With one replica nothing is lost `elsewhere`, and the reasons are those of a server."""
-    path, one = tmp_path / "cluster.jsonl", tmp_path / "one.jsonl"
-    record_cluster(path, replicas=[{"count": 1}], fail=())
-    kvcore.simulate(ZIPF, blocks=20, tensor_parallel=1, trace=one)
-    cluster, server = explain(path).summary().as_dict(), explain(one).summary().as_dict()
-    assert cluster["lost"].pop("elsewhere")["tokens"] == 0
-    assert cluster == server
-
-
 def test_one_replica_is_explained_like_a_server(path):
     """`replica=` explains the requests of one replica, without the reason `elsewhere`."""
     whole, part = explain(path), explain(path, replica=0)
@@ -134,20 +121,6 @@ def test_refused_requests_are_rejected_with_the_reason(tmp_path):
     assert replicas == {7: 2} | dict.fromkeys(range(9, 30))
     assert {each.rejected for each in refused.values()} == {"all replicas have failed"}
     assert not any(each.losses for each in refused.values())
-
-
-def test_reject_of_an_unknown_request_is_refused(tmp_path):
-    """REJECT of an unknown request raises TraceError."""
-    fail = [f"replica={number},at=0.2" for number in range(3)]
-    path = record_cluster(tmp_path / "trace.jsonl", fail=fail)
-    events = lines(path)
-    refused = next(
-        event for event in events if event["event"] == "REJECT" and "replica" not in event
-    )
-    refused["request"] = "unknown"
-    seal(path, events)
-    with pytest.raises(TraceError, match="REJECT: request 'unknown' does not exist"):
-        explain(path)
 
 
 PROMPTS = [(0, 1, 2, 3), (0, 1, 4), (0, 5, 6), (7, 8)]

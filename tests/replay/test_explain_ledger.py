@@ -18,11 +18,6 @@ def pieces_of(ledger, first, end):
     return [(low, high, of and of.line) for low, high, of in ledger.pieces(KEYS, first, end)]
 
 
-def test_blocks_that_were_never_evicted_are_one_piece():
-    """Blocks that were never evicted are one piece without an eviction."""
-    assert pieces_of(LastEventIndex(4), 2, 11) == [(2, 11, None)]
-
-
 def test_blocks_of_one_eviction_are_one_piece():
     """Blocks of several keys that were evicted together are one piece."""
     ledger = LastEventIndex(4)
@@ -59,15 +54,6 @@ def test_pieces_are_cut_to_the_given_blocks():
     ledger.add(KEYS, 2, 4, eviction(1))
     assert pieces_of(ledger, 3, 5) == [(3, 4, 1), (4, 5, None)]
     assert pieces_of(ledger, 0, 4) == [(0, 2, None), (2, 4, 1)]
-
-
-def test_pieces_of_neighbouring_keys_are_separate():
-    """The pieces of neighbouring keys are separate, even if their offsets are equal."""
-    ledger, same = LastEventIndex(4), eviction(1)
-    ledger.add(KEYS, 1, 2, same)
-    ledger.add(KEYS, 5, 6, same)
-    expected = [(0, 1, None), (1, 2, 1), (2, 5, None), (5, 6, 1), (6, 8, None)]
-    assert pieces_of(ledger, 0, 8) == expected
 
 
 def test_an_eviction_inside_a_key_leaves_earlier_ones_around():

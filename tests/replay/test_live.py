@@ -92,12 +92,6 @@ def test_the_view_fits_the_terminal(recorded, width, height):
         assert max(map(len, texts)) <= width
 
 
-def test_the_bar_shows_the_parts(tmp_path):
-    """The bar shows private, shared and free blocks in proportion."""
-    view = viewed(traces.record(tmp_path / "run.jsonl"), 4)
-    assert text_of(view.lines(16, 5, ""))[1] == "PPSSSSSS........"
-
-
 def test_the_view_has_the_hit_ratio_of_the_last_minute(tmp_path):
     """The view shows the hit ratio of the last minute beside that of the whole trace."""
     path = tmp_path / "run.jsonl"
@@ -222,14 +216,6 @@ def test_playback_sleeps_between_frames(recorded):
     assert max(time.waits) <= FRAME_SECONDS
     assert len(frames) <= (time.now - 1000) / FRAME_SECONDS + 2
     assert len(time.waits) < 1500
-
-
-def test_infinite_speed_never_waits(recorded):
-    """Playback never waits at infinite speed, nor before the start time."""
-    time, frames = played(recorded, inf)
-    assert (time.waits, len(frames)) == ([], 2)
-    time, _ = played(recorded, 1, begin=2 * NS_PER_S)
-    assert sum(time.waits) < 1
 
 
 def drawn(path, width, height, *, colour="truecolor"):

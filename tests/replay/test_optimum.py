@@ -58,12 +58,6 @@ def test_hits_and_evictions_are_those_by_hand(prompts, blocks, options, found):
     assert play(prompts, blocks, **options) == found
 
 
-def test_a_request_longer_than_the_pool_keeps_its_leading_blocks():
-    """A request longer than the pool keeps its first blocks, and looks all blocks up."""
-    stats, _ = Belady().replay(read("abcd abcd"), 2, 1)
-    assert (stats.hit_blocks, stats.lookup_blocks) == (2, 8)
-
-
 def test_a_request_without_keys_is_no_lookup():
     """A request without keys is counted as a request, but not as a lookup."""
     future = Future.read(
@@ -101,18 +95,3 @@ def test_a_key_under_two_parents_has_no_future():
     ]
     with pytest.raises(InputError, match="request 'third': key 'b' does not follow"):
         Future.read(wrong, BlockLayout("keys", 1, 1))
-
-
-def test_keys_of_another_size_are_refused():
-    """Keys of another size than the layout's raise InputError with both sizes."""
-    with pytest.raises(InputError, match=r"keys of 2 tokens.*key_tokens=1"):
-        Future.read(requests(["a"], 2), BlockLayout("keys", 1, 1))
-
-
-@pytest.mark.parametrize(
-    ("options", "bypass"),
-    [({}, False), ({"bypass": "true"}, True), ({"bypass": "false"}, False)],
-)
-def test_bypass_is_parsed_from_text(options, bypass):
-    """The option `bypass` is true or false in text, and false by default."""
-    assert Belady.from_text(options) == Belady(bypass=bypass)

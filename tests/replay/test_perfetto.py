@@ -190,17 +190,6 @@ def test_phases_fill_a_request(server):
     assert of(lines, "PREEMPT")
 
 
-def test_first_tokens_are_marked(server):
-    """Each request has one instant at its first token, with its TTFT."""
-    document, lines = server
-    first = {f"request {line['request']}": line["t"] for line in of(lines, "FIRST_TOKEN")}
-    for name, found in document.requests().items():
-        within = [found, *found.inside]
-        ((mark, now, args),) = [each for part in within for each in part.instants]
-        assert (mark, now) == ("first token", first[name])
-        assert round(args["ttft_s"] * 10**9) == now - found.begin
-
-
 def test_preemptions_name_the_request_that_needs_the_blocks(server):
     """Each `preempted` slice has the time of its PREEMPT line, and the request it is for."""
     document, lines = server
@@ -214,22 +203,6 @@ def test_preemptions_name_the_request_that_needs_the_blocks(server):
         (f"request {line['request']}", line["t"], str(line["for"]) if "for" in line else None)
         for line in of(lines, "PREEMPT")
     )
-
-
-def test_chunks_lie_in_their_prefill(server):
-    """The chunks of a prefill fill it without gaps, and are numbered from 1."""
-    document, lines = server
-    commits = {line["t"] for line in of(lines, "COMMIT")}
-    parts = [part for found in document.requests().values() for part in found.inside]
-    chunked = [part for part in parts if part.inside]
-    assert chunked
-    for part in chunked:
-        chunks = part.inside
-        assert [each.name for each in chunks] == [f"chunk {n + 1}" for n in range(len(chunks))]
-        assert (chunks[0].begin, chunks[-1].end) == (part.begin, part.end)
-        for before, after in itertools.pairwise(chunks):
-            assert before.end == after.begin
-            assert before.end in commits
 
 
 def test_evictions_are_instants(server):
@@ -326,14 +299,6 @@ def test_traces_of_any_kind_are_valid_documents(tmp_path, make):
     """Traces without a clock, or with rejections, drops or forks, are valid documents."""
     document, lines = exported(make(tmp_path / "run.jsonl"), tmp_path)
     assert len(document.requests()) == len(of(lines, "REQUEST"))
-
-
-def test_a_rejected_request_has_its_reason(tmp_path):
-    """The slice of a rejected request has the reason of the rejection."""
-    document, _ = exported(traces.serve(tmp_path / "run.jsonl"), tmp_path)
-    found = document.requests()["request huge"]
-    assert found.args["rejected"] == "needs 9 blocks, the pool has 8"
-    assert found.begin == found.end
 
 
 def test_times_are_exact_where_floats_are_not(tmp_path):

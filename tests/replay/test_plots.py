@@ -76,13 +76,6 @@ def test_the_hits_plot_labels_both_ratios(tmp_path):
     assert "of 200 blocks looked up that hit" in found
 
 
-def test_few_requests_have_a_row_each(served):
-    """A timeline of few requests has a row and a name for each, with marks of its events."""
-    found = drawn(plots.timeline, served)
-    assert {"long", "short", "huge"} <= found
-    assert {"prefill", "decode", "preemption", "first token", "rejected"} <= found
-
-
 def test_many_requests_are_counted(served, monkeypatch):
     """A timeline of many requests has counts instead of rows."""
     monkeypatch.setattr(plots, "ROWS", 3)
@@ -132,15 +125,6 @@ def test_plots_of_a_trace_without_requests(kind, text, tmp_path):
     found = drawn(TRACED[kind], Timeline.read(tmp_path / "run.jsonl"))
     assert text in found
     assert not found & {"private", "cached", "prefill", "since the start"}
-
-
-def test_ages_without_hits_or_evictions_are_a_sentence(tmp_path):
-    """The ages plot of a trace without hits or evictions is a sentence."""
-    with Trace(tmp_path / "run.jsonl") as trace:
-        KVCache(8, traces.BLOCK, trace=trace)
-    header = {**traces.CACHE, "kvcore": "1", "mode": "untimed"}
-    found = drawn(plots.ages, rebuild_residency(tmp_path / "run.jsonl"), header)
-    assert "No block was hit, and none was evicted." in found
 
 
 def test_the_plot_of_a_cut_trace_is_marked_incomplete(tmp_path):
@@ -200,21 +184,6 @@ def test_a_trace_without_a_clock_has_no_timeline_or_latencies(tmp_path):
         plots.Latencies.of(timeline)
 
 
-def test_requests_that_were_all_rejected_have_no_timeline(tmp_path):
-    """The error of a trace with a clock does not ask for one: no request was admitted."""
-    file = tmp_path / "run.jsonl"
-    simulate("zipf:requests=3,prefix_tokens=4096", blocks=4, trace=file)
-    with pytest.raises(InputError, match="no request was admitted in it, so that there is no"):
-        plots.timeline(Timeline.read(file), "png")
-
-
-def test_the_latency_plot_has_percentiles(served):
-    """The latency plot has the percentiles of the queue, TTFT and end-to-end times."""
-    found = drawn(plots.latency, plots.Latencies.of(served))
-    assert {"queue, 3 requests", "TTFT, 2 requests", "E2E, 3 requests"} <= found
-    assert {"p50 1 ns", "p99 9 ns"} <= found
-
-
 def test_a_trace_and_its_result_have_the_same_latencies(tmp_path):
     """A trace and its result, also read from files, have the same latencies.
 
@@ -239,28 +208,6 @@ def test_an_slo_outside_the_axis_is_a_label(served):
     for limit, wanted in ((1.0, "SLO 1 s, beyond this axis"), (1e-12, "before this axis")):
         texts = drawn(plots.latency, attrs.evolve(found, expected={"E2E": limit}))
         assert any(wanted in text for text in texts)
-
-
-def test_latencies_without_an_admission_are_a_sentence(tmp_path):
-    """The latency plot without an admitted request is a sentence."""
-    with Trace(tmp_path / "run.jsonl", mode="model") as trace:
-        KVCache(8, traces.BLOCK, trace=trace)
-        trace.request(traces.ask("huge", "h", 99), 0)
-        trace.reject(0, request="huge", why="too long")
-    found = drawn(plots.latency, plots.Latencies.of(Timeline.read(tmp_path / "run.jsonl")))
-    assert "No request was admitted." in found
-
-
-@pytest.mark.parametrize(
-    ("summary", "requests"), [(None, ""), ("{", ""), ("{}", ""), ("[]", "{}"), ("{}", "{")]
-)
-def test_a_folder_that_is_no_result_is_refused(summary, requests, tmp_path):
-    """A folder that holds no valid result raises InputError with its name."""
-    if summary is not None:
-        (tmp_path / "summary.json").write_text(summary)
-        (tmp_path / "requests.jsonl").write_text(requests)
-    with pytest.raises(InputError, match=re.escape(str(tmp_path))):
-        plots.Latencies.read(tmp_path)
 
 
 def test_without_matplotlib_the_error_names_the_package(served, monkeypatch):

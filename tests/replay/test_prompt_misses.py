@@ -10,7 +10,6 @@ from kvcore.units import NS_PER_S
 from kvcore_plugins.workload.usage import Usage
 from kvcore_replay.misses import prompts as prompt_misses
 from kvcore_replay.misses.prompts import REASONS, explain_prompts
-from kvcore_replay.pricing import find_price
 
 AUTOMATIC = "input=4,cached=1,ttl=300"
 EXPLICIT = "input=4,cached=1,write=5,ttl=300,breakpoints=4"
@@ -28,38 +27,16 @@ def unread(*served, price=AUTOMATIC):
     return [(part.reason, part.first, part.tokens) for part in last.unread]
 
 
-def test_tokens_of_no_earlier_prompt_are_new():
-    """Tokens that no earlier prompt has after the same prefix are `new`."""
-    assert unread(*requests((0, "ab"))) == [("new", 0, 2)]
-    assert unread(*requests((0, "ab"), (1, "acd"))) == [("new", 1, 2)]
-
-
 def test_prompts_below_the_minimum_length_are_never_cached():
     """Prompts below the minimum length are never cached, however often they are sent."""
     rows = requests((0, "ab"), (1, "ab"))
     assert unread(*rows, price=f"{AUTOMATIC},min_tokens=3") == [("short", 0, 2)]
 
 
-def test_the_gap_of_a_lapse_is_that_of_the_prefix():
-    """The gap is measured from the last request with the same prefix, not the last request."""
-    rows = requests((0, "abc"), (100, "abd"), (450, "xyz"), (500, "abc"))
-    (last,) = explain_prompts(rows, AUTOMATIC).prompts[-1].unread
-    assert (last.reason, last.first, last.tokens) == ("lapsed", 0, 3)
-    assert (last.other, last.gap_ns) == (1, 400 * NS_PER_S)
-
-
 def test_the_older_rest_of_a_renewed_prefix_is_lapsed():
     """A prefix renewed by another request is read; the older rest of it is `lapsed`."""
     rows = requests((0, "abcd"), (250, "abx"), (400, "abcd"))
     assert unread(*rows) == [("lapsed", 2, 2)]
-
-
-def test_the_gap_of_a_lapsed_entry_is_from_its_last_request():
-    """The gap is measured from the last request with the lapsed entry, not with part of it."""
-    rows = requests((0, "abcd"), (200, "abx"), (350, "abcd"))
-    (last,) = explain_prompts(rows, EXPLICIT).prompts[-1].unread
-    assert (last.reason, last.tokens, last.other) == ("lapsed", 4, 0)
-    assert last.gap_ns == 350 * NS_PER_S
 
 
 def test_tokens_without_a_breakpoint_after_them_are_unmarked():
@@ -141,15 +118,6 @@ def test_an_edit_of_a_lapsed_original_is_undetermined():
     assert unread(*rows) == [("undetermined", 0, 4), ("new", 4, 1)]
 
 
-def test_a_prompt_without_common_tokens_is_no_edit():
-    """Prompts without common tokens after their first difference are not edits."""
-    rows = [
-        logged(0, 0, ("abcd", None), ("ef", None)),
-        logged(1, 1, ("abcd", None), ("gh", None)),
-    ]
-    assert unread(*rows) == [("new", 4, 2)]
-
-
 def test_a_prompt_to_another_model_is_no_original():
     """A prompt to another model is not the original of an edit."""
     rows = [logged(n, n, (f"{n}abcd", None), salt=f"m{n}") for n in range(2)]
@@ -199,12 +167,6 @@ def test_every_token_has_one_reason():
         assert sum(row["stopped"] for row in sums.values()) == sum(
             each.tokens > each.read for each in found.prompts
         )
-
-
-def test_dollars_are_the_savings_of_cached_input():
-    """The dollars of a reason are the price of input minus that of cached input."""
-    found = explain_prompts(requests((0, "abc"), (400, "abc")), find_price(AUTOMATIC))
-    assert found.sums()["lapsed"]["usd"] == pytest.approx(3 * 3 / 1e6)
 
 
 def test_an_unknown_request_is_refused_with_a_similar_name():

@@ -8,7 +8,6 @@ from helpers.commands import run_here
 from kvcore import simulate
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.cost import PrefillCost
-from kvcore_replay.misses.explain import explain
 from kvcore_replay.savings import Savings, prefill_seconds
 
 ZIPF = "zipf:requests=60,prefixes=5,rate=20"
@@ -44,23 +43,6 @@ def test_tokens_from_tiers_are_saved_too():
     log = simulate(ZIPF, **options).log
     assert sum(log.loaded) > 0
     assert document["savings"]["tokens"] == sum(log.hit) + sum(log.loaded)
-
-
-def test_nothing_is_said_where_nothing_hits():
-    """Without a prefix cache there is no sentence."""
-    assert "saved" not in run_here("simulate", ZIPF, "--prefix", "none").stdout
-
-
-def test_explain_has_the_savings_of_the_simulation(tmp_path):
-    """The reasons of a trace have the tokens and the seconds that the run saved."""
-    path = tmp_path / "trace.jsonl"
-    done = run_here("simulate", ZIPF, "--trace", path, "--json")
-    savings, summary = json.loads(done.stdout)["savings"], explain(path).summary()
-    assert (summary.saved_s, summary.prefill_s) == pytest.approx(
-        (savings["saved_s"], savings["prefill_s"])
-    )
-    report = " ".join(run_here("explain", path, "--summary").stdout.split())
-    assert "Hits saved at least " in report
 
 
 def test_a_comparison_names_the_policy_that_saves_most():

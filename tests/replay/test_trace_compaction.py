@@ -8,7 +8,6 @@ from kvcore.trace import read_events
 from kvcore_engine.retention.window import Window
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
-from kvcore_replay.check.server import TraceChecker
 from kvcore_replay.check.trace import check_trace
 
 
@@ -16,23 +15,6 @@ from kvcore_replay.check.trace import check_trace
 def trace(tmp_path):
     """Return the path of a trace with four compactions, in lines 11, 17, 19 and 24."""
     return compact(tmp_path / "trace.jsonl")
-
-
-def test_only_own_blocks_are_private_after_a_compaction(trace):
-    """After a compaction only the sequence's own blocks are private, and none is pinned."""
-    header, *events = read_events(trace)
-    checker = TraceChecker(header)
-    for event in events[:19]:
-        checker.apply(event)
-    seq = checker.state.sequence(2)
-    assert (list(seq.private), seq.blocks, seq.compacted, seq.kept) == ([4], 1, 11, 3)
-    assert {span.id: span.pins for span in checker.state.spans.values()} == {2: 0, 3: 0}
-    assert (checker.state.free, checker.state.private) == (2, 3)
-
-
-def test_the_report_counts_compactions(trace):
-    """The report counts the COMPACT lines."""
-    assert check_trace(trace).events["COMPACT"] == 4
 
 
 @pytest.mark.parametrize(
@@ -115,15 +97,6 @@ def test_a_compaction_left_out_or_repeated_is_refused(trace, n, left_out, repeat
     events = lines(trace)
     assert error_of(trace, events[:n] + events[n + 1 :]).startswith(left_out)
     assert error_of(trace, events[: n + 1] + events[n:]).startswith(repeated)
-
-
-def test_a_commit_of_a_compacted_sequence_is_refused(trace):
-    """A COMMIT of a compacted sequence is refused."""
-    events = lines(trace)
-    forged = {"seq": 2, "span": 4, "first": 0, "blocks": 1, "how": "new"}
-    commit = {"n": 0, "t": 3, "event": "COMMIT", **forged}
-    reason = error_of(trace, [*events[:20], commit, *events[20:]])
-    assert reason == "sequence 2 has forgotten blocks, so it has none to share"
 
 
 def test_an_eviction_for_a_compaction_without_need_is_refused(trace):

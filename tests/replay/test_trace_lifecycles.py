@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 
 import pytest
-from helpers.traces import ask, lines, seal, serve, write
+from helpers.traces import ask, lines, seal, serve
 
 from kvcore import KVCache, Trace, TraceError
 from kvcore_plugins.eviction import LRU
@@ -31,25 +31,11 @@ def forged(trace, n, event, **fields):
     return seal(trace, [*events[:n], line, *events[n:]])
 
 
-def test_the_trace_of_a_server_is_valid(trace):
-    """The trace of a server is valid, and its report counts requests and preemptions."""
-    report = check_trace(trace)
-    assert (report.lines, report.requests, report.finished, report.rejected) == (34, 4, 3, 1)
-    assert report.preemptions == {"pause": 1, "recompute": 1, "swap": 0}
-
-
 def test_the_report_of_a_moment_counts_the_ends_up_to_it(trace):
     """The report of a moment counts the ends and preemptions up to it."""
     report = check_trace(trace, 3)
     assert (report.requests, report.finished, report.rejected) == (3, 1, 1)
     assert report.preemptions == {"pause": 1, "recompute": 0, "swap": 0}
-
-
-def test_the_report_of_an_untimed_trace_counts_no_ends(tmp_path):
-    """The report of a trace without a clock counts no ends and no preemptions."""
-    report = check_trace(write(tmp_path / "trace.jsonl", ask("a", "a")))
-    assert (report.finished, report.rejected) == (0, 0)
-    assert report.preemptions == {"pause": 0, "recompute": 0, "swap": 0}
 
 
 @pytest.mark.parametrize(
@@ -137,18 +123,6 @@ def test_a_finished_request_cannot_be_admitted_again(tmp_path):
         assert error_of(path) == "7: MISS: request 'r' is finished: nothing of it follows"
 
 
-def test_a_paused_request_may_be_preempted_by_recompute(tmp_path):
-    """A paused request may be preempted by recompute, and admitted again."""
-    path = tmp_path / "trace.jsonl"
-    with serving(path) as (trace, cache):
-        seq = cache.open(ask("r", "a"))
-        trace.preempt(0, request="r", seq=1, how="pause")
-        trace.preempt(0, request="r", seq=1, how="recompute")
-        cache.close(seq)
-        finish(trace, cache, cache.open(ask("r", "a"), resumed=True))
-    assert check_trace(path).preemptions == {"pause": 1, "recompute": 1, "swap": 0}
-
-
 def test_a_second_admission_needs_a_recompute(tmp_path):
     """With a clock a request is admitted again only after a PREEMPT by recompute."""
     path = tmp_path / "trace.jsonl"
@@ -184,16 +158,6 @@ def test_every_sequence_must_be_closed(tmp_path):
     assert error_of(path) == "8: END: sequences that are not closed: 1"
 
 
-def test_a_fork_may_close_without_a_reason(tmp_path):
-    """A fork may close without FINISH or PREEMPT."""
-    path = tmp_path / "trace.jsonl"
-    with serving(path) as (trace, cache):
-        seq = cache.open(ask("r", "a"))
-        cache.close(cache.fork(seq))
-        finish(trace, cache, seq)
-    assert check_trace(path).finished == 1
-
-
 def test_a_model_may_stop_early_under_the_wall_clock(tmp_path):
     """Under the wall clock a request may finish with fewer tokens than requested."""
     path = tmp_path / "trace.jsonl"
@@ -204,14 +168,6 @@ def test_a_model_may_stop_early_under_the_wall_clock(tmp_path):
         finish(trace, cache, seq, 3)
         finish(trace, cache, cache.open(ask("silent", "a", output_tokens=5)))
     assert check_trace(path).finished == 2
-
-
-def test_a_finish_must_be_followed_by_its_free(trace):
-    """FINISH must be followed by the FREE of its sequence."""
-    events = lines(trace)
-    del events[17]
-    reason = "RESUME: FREE of sequence 2 must come before this"
-    assert error_of(seal(trace, events)) == f"18: {reason}"
 
 
 def test_a_served_request_has_blocks_for_its_tokens(trace):

@@ -1,17 +1,12 @@
 """The check of a trace against the rules of the cache, and its report."""
 
-from itertools import islice
-
 import pytest
-from helpers.traces import ask, drive, lines, record, seal, write
+from helpers.traces import ask, drive, lines, record, seal
 
 from kvcore import KVCache, Trace, TraceError
-from kvcore.trace import read_events
-from kvcore_plugins.eviction import LRU, TTL
-from kvcore_plugins.prefix import NoPrefix, Radix
-from kvcore_plugins.workload import Mooncake
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.prefix import Radix
 from kvcore_replay.check.trace import check_trace
-from kvcore_replay.state.cache import CacheState
 
 
 @pytest.fixture
@@ -34,23 +29,6 @@ def test_the_trace_of_a_cache_is_valid(trace):
     }
 
 
-def test_block_tables_are_rebuilt(tmp_path):
-    """The rebuilt block table of every open sequence is that of the cache, forks included."""
-    path = tmp_path / "trace.jsonl"
-    with Trace(path) as trace:
-        cache = KVCache(12, 4, eviction=LRU(), prefix=Radix(), trace=trace)
-        for name, text in enumerate(("abcd", "abx", "abcy")):
-            seq = cache.open(ask(name, text))
-            cache.commit(seq, 4)
-        cache.extend(cache.fork(seq), 3)
-        tables = {seq.id: cache.block_table(seq) for seq in cache.sequences.values()}
-    header, *events = read_events(path)
-    state = CacheState(header)
-    for event in events:
-        state.apply(event)
-    assert {seq.id: seq.table() for seq in state.sequences.values()} == tables
-
-
 def test_output_blocks_are_shared_by_their_keys(tmp_path):
     """Output blocks are committed under the `output_keys` of their request, and can hit."""
     path = tmp_path / "trace.jsonl"
@@ -63,34 +41,6 @@ def test_output_blocks_are_shared_by_their_keys(tmp_path):
         cache.close(seq)
         cache.open(longer)
     assert check_trace(path).hit["hit_blocks"] == 3
-
-
-def test_the_report_counts_hits_of_first_admissions(trace):
-    """The report counts lookups and hits of first admissions only."""
-    ratio = {"block": 5 / 17, "request": (0 + 2 / 3 + 2 / 3 + 1 / 2 + 0) / 5}
-    counts = {"lookup_blocks": 17, "hit_blocks": 5, "self_hit_blocks": 1}
-    assert check_trace(trace).hit == {**counts, "ratio": pytest.approx(ratio)}
-
-
-def test_hits_of_a_resumed_request_are_counted_apart(tmp_path):
-    """A resumed request adds no lookups; its hits count as `self_hit_blocks`."""
-    path = tmp_path / "trace.jsonl"
-    with Trace(path) as trace:
-        cache = KVCache(8, 4, eviction=LRU(), prefix=Radix(), trace=trace)
-        request = ask("r", "abc")
-        seq = cache.open(request)
-        cache.commit(seq, 12)
-        cache.close(seq)
-        cache.open(request, resumed=True)
-    hit = check_trace(path).hit
-    assert (hit["lookup_blocks"], hit["hit_blocks"], hit["self_hit_blocks"]) == (3, 0, 2)
-
-
-def test_the_hit_ratios_without_lookups_are_none(tmp_path):
-    """The hit ratios of a trace without lookups are None."""
-    report = check_trace(write(tmp_path / "trace.jsonl", ask(1, "a")))
-    assert report.hit["ratio"] == {"block": None, "request": None}
-    assert report.requests == 1
 
 
 def test_the_report_as_json_has_its_schema(trace):
@@ -113,74 +63,12 @@ def test_the_report_of_a_moment_covers_the_lines_up_to_it(trace, at, lines_until
     )
 
 
-def test_the_report_after_the_end_is_that_of_the_whole_trace(trace):
-    """The report of a moment after the end is that of the whole trace."""
-    assert check_trace(trace, 10**9) == check_trace(trace)
-
-
 def test_lines_after_the_moment_are_checked_too(trace):
     """The report of an early moment is refused if a later line is invalid."""
     events = lines(trace)
     events[46]["runs"] = [[4, 1], [1, 1], [3, 1]]
     with pytest.raises(TraceError, match=":47: ALLOC"):
         check_trace(seal(trace, events), 1)
-
-
-@pytest.mark.parametrize("count", ["keys", "tokens"])
-@pytest.mark.parametrize("size", [512, 128])
-def test_the_trace_of_the_bundled_workload_has_the_hits_of_its_run(tmp_path, count, size):
-    """The trace of 300 bundled requests has the hits of their run, in both accountings."""
-    path = tmp_path / "trace.jsonl"
-    with Trace(path, workload=Mooncake()) as trace:
-        cache = KVCache(
-            600 * 512 // size,
-            size,
-            eviction=LRU(),
-            prefix=Radix(),
-            accounting=count,
-            key_tokens=512,
-            trace=trace,
-        )
-        for request in islice(Mooncake(), 300):
-            seq = cache.open(request, None, request.arrival)
-            cache.commit(seq, seq.tokens - seq.computed, request.arrival)
-            cache.close(seq, request.arrival)
-    report = check_trace(path)
-    ratios = cache.stats.ratios()
-    assert report.pool["cached"] == cache.tree.cached_blocks
-    assert report.hit["hit_blocks"] == cache.stats.hit_blocks
-    assert report.hit["ratio"] == {unit: ratios[unit] for unit in ("block", "request")}
-
-
-def test_the_trace_of_the_prefix_index_none_has_no_hits(tmp_path):
-    """The trace of the prefix index `none` is valid, with no hits and no cached blocks."""
-    path = tmp_path / "trace.jsonl"
-    with Trace(path) as trace:
-        cache = KVCache(8, 4, eviction=LRU(), prefix=NoPrefix(), trace=trace)
-        for name in range(3):
-            seq = cache.open(ask(name, "abc"))
-            cache.commit(seq, 12)
-            cache.close(seq)
-    report = check_trace(path)
-    assert (report.pool["cached"], report.hit["hit_blocks"], report.hit["lookup_blocks"]) == (
-        0,
-        0,
-        9,
-    )
-
-
-def test_a_miss_on_expired_blocks_has_the_reason_expired(tmp_path):
-    """A miss on expired blocks has the reason "expired", and the blocks are free."""
-    path = tmp_path / "trace.jsonl"
-    with Trace(path) as trace:
-        cache = KVCache(8, 4, eviction=TTL(ttl=1), prefix=Radix(), trace=trace)
-        for now in (0, 10**10):
-            seq = cache.open(ask(now, "abc"), None, now)
-            cache.commit(seq, 12, now)
-            cache.close(seq, now)
-    events = lines(path)
-    assert [line["why"] for line in events if line["event"] == "MISS"] == ["absent", "expired"]
-    assert check_trace(path).pool["free"] == 5
 
 
 def test_a_cut_trace_is_reported_up_to_the_cut(trace):
@@ -190,14 +78,6 @@ def test_a_cut_trace_is_reported_up_to_the_cut(trace):
     report = check_trace(trace)
     assert (report.complete, report.lines, report.pool["cached"]) == (False, 19, 4)
     assert report.cut_reason == "the file ends after line 19, without END"
-
-
-def test_an_empty_file_has_an_empty_report(tmp_path):
-    """All counts of the report of an empty file are 0."""
-    (tmp_path / "trace.jsonl").touch()
-    report = check_trace(tmp_path / "trace.jsonl")
-    assert (report.lines, report.events) == (0, {})
-    assert report.pool == {"free": 0, "cached": 0, "private": 0, "spans": 0}
 
 
 @pytest.mark.parametrize(

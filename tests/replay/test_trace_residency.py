@@ -26,14 +26,6 @@ def test_statistics_of_a_trace_equal_those_of_its_run(tmp_path):
     assert seen.evicted_blocks["capacity"]
 
 
-def test_a_cut_trace_is_refused(tmp_path):
-    """A cut trace is refused, since half a run would pass for a whole one."""
-    file = traces.record(tmp_path / "run.jsonl")
-    file.write_bytes(file.read_bytes()[:-40])
-    with pytest.raises(TraceError, match=r"run\.jsonl: incomplete: "):
-        residency(file)
-
-
 @pytest.mark.parametrize("event", ["HIT", "EVICT", "SPLIT", "COMMIT"])
 def test_a_line_of_an_unknown_span_names_file_and_line(event, tmp_path):
     """A line about an unknown span or sequence raises TraceError with file and line."""

@@ -8,8 +8,8 @@ from math import isnan
 import pytest
 from helpers import traces
 
-from kvcore import KVCache, Trace, TraceError
-from kvcore_replay.timeline import Kind, Series, Timeline
+from kvcore import TraceError
+from kvcore_replay.timeline import Series, Timeline
 
 
 def phases(timeline):
@@ -103,23 +103,6 @@ def test_a_cut_trace_is_read_up_to_the_cut(tmp_path):
     assert (timeline.end, timeline.series.running[-1], timeline.lines) == (2, 1, cut)
 
 
-def test_a_timeline_without_requests_has_one_row(tmp_path):
-    """The timeline of a trace without requests has one row, of an empty pool."""
-    with Trace(tmp_path / "run.jsonl") as trace:
-        KVCache(8, traces.BLOCK, trace=trace)
-    timeline = Timeline.read(tmp_path / "run.jsonl")
-    assert (list(timeline.series.time), list(timeline.series.free)) == ([0], [8])
-    assert not timeline.phases
-    assert not timeline.requests
-
-
-def test_an_empty_file_is_refused(tmp_path):
-    """An empty file raises TraceError."""
-    (tmp_path / "run.jsonl").write_bytes(b"")
-    with pytest.raises(TraceError, match="is empty, without END"):
-        Timeline.read(tmp_path / "run.jsonl")
-
-
 @pytest.mark.parametrize("event", ["FREE", "FINISH", "PREEMPT", "EVICT"])
 def test_a_line_of_an_unknown_request_names_file_and_line(event, tmp_path):
     """A line about an unknown request or span raises TraceError with file and line."""
@@ -169,12 +152,6 @@ def test_a_thinned_series_keeps_its_peaks():
     assert list(thin.time) == sorted(set(thin.time))
 
 
-def test_a_short_series_is_not_thinned():
-    """A series with no more rows than allowed is returned as it is."""
-    whole = series(40)
-    assert whole.thinned(40) is whole
-
-
 def test_the_hit_ratio_of_a_window_covers_its_lookups():
     """The hit ratio is that of the lookups within the window, and NaN without any."""
     made = Series()
@@ -186,8 +163,3 @@ def test_the_hit_ratio_of_a_window_covers_its_lookups():
     assert isnan(made.hit_ratio(15)[0])
     assert isnan(made.hit_ratio(15)[3])
     assert list(made.hit_ratio())[1:] == [1.0, 0.5, 0.5]
-
-
-def test_requests_wait_only_in_the_phases_queued_and_preempted():
-    """Requests wait in the phases QUEUED and PREEMPTED only."""
-    assert [kind for kind in Kind if kind.waits] == [Kind.QUEUED, Kind.PREEMPTED]

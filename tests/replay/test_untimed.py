@@ -8,14 +8,6 @@ from helpers.caches import ask, make
 from kvcore_replay.untimed import replay
 
 
-def test_a_replay_leaves_no_sequence_open():
-    """After a replay no sequence is open, and the committed blocks are cached."""
-    cache = make(8)
-    replay([ask("ab"), ask("abc")], cache)
-    assert (cache.sequences, cache.tree.cached_blocks, cache.tree.unpinned_blocks) == ({}, 3, 3)
-    cache.check_integrity()
-
-
 def test_the_times_of_a_span_are_the_arrivals_of_its_requests():
     """The times of a span are the arrivals of the requests that created and hit it."""
     cache = make(8, accounting="keys")

@@ -1,7 +1,6 @@
 """What-if with tiers, which are built again from the header, replaced or left out."""
 
 import pytest
-from helpers.commands import run_here
 from helpers.traces import lines, seal
 
 from kvcore import InputError, KvcoreError, api
@@ -34,15 +33,6 @@ def test_a_rerun_with_tiers_has_the_bytes_of_the_trace(path, tmp_path):
     assert check_trace(path).events["LOAD"] > 0
 
 
-def test_both_runs_report_the_tokens_loaded_from_tiers(path):
-    """Both runs report the tokens loaded from tiers, and equal ones without a change."""
-    found = whatif(path)
-    assert found.recorded.loaded_tokens == found.rerun.loaded_tokens > 0
-    assert found.recorded.preemptions == found.rerun.preemptions
-    assert [tier["name"] for tier in found.recorded.config["tiers"]] == ["host", "disk"]
-    assert found.recorded.config["tiers"] == found.rerun.config["tiers"]
-
-
 @pytest.mark.parametrize("tier", ["none", "disk:memory=2GiB", ["host:memory=1GiB", HOST]])
 def test_given_tiers_replace_the_recorded_ones(path, tmp_path, tier):
     """Other tiers replace the recorded ones, in the new trace as well."""
@@ -59,13 +49,6 @@ def test_another_block_size_keeps_the_memory_of_tiers(path, tmp_path):
     old, new = (lines(file)[0]["tiers"] for file in (path, tmp_path / "new.jsonl"))
     assert [tier["slot_bytes"] for tier in new] == [2 * tier["slot_bytes"] for tier in old]
     assert [tier["slots"] for tier in new] == [tier["slots"] // 2 for tier in old]
-
-
-def test_kvcore_replay_prints_or_replaces_the_tiers(path):
-    """`kvcore whatif --tier none` removes the tiers; without the option it prints them."""
-    printed = run_here("whatif", path, "--tier", "none").stdout
-    assert "tiers: none instead of" in " ".join(printed.split())
-    assert "tier host: blocks of" in run_here("replay", path).stdout
 
 
 @pytest.mark.parametrize(

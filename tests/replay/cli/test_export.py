@@ -27,16 +27,6 @@ def export(capfd, *arguments):
     return code, captured.out, captured.err
 
 
-def test_vllm_events_are_a_recording(trace, tmp_path, capfd):
-    """`--to vllm` writes a complete recording that names kvcore as the engine."""
-    out = tmp_path / "events.jsonl.gz"
-    code, printed, err = export(capfd, trace, "--to", "vllm", "--out", out)
-    report = check_recording(out)
-    assert (code, err) == (0, "")
-    assert printed == f"{out}: {report.batches} batches\n"
-    assert (report.complete, report.engine) == (True, "kvcore")
-
-
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
 def test_the_size_is_estimated_before_the_export(tmp_path, capfd, monkeypatch, ending):
     """The notice counts the token ids of the blocks that are exported.
@@ -127,14 +117,3 @@ def test_keys_of_several_sizes_are_refused(tmp_path, capfd):
     assert code == 1
     assert "t.jsonl:3: keys of 8 tokens, before of 4: Mooncake's format has one size" in err
     assert not out.exists()
-
-
-@pytest.mark.parametrize("kind", ["vllm", "dynamo", "mooncake"])
-def test_a_cut_trace_is_refused(trace, tmp_path, capfd, kind):
-    """A trace without END is not exported, and no file is left."""
-    trace.write_bytes(trace.read_bytes()[:-200])
-    out = tmp_path / "o"
-    code, printed, err = export(capfd, trace, "--to", kind, "--out", out)
-    assert (code, printed) == (1, "")
-    assert "t.jsonl: incomplete: the file ends inside line" in err
-    assert sorted(tmp_path.iterdir()) == [trace]

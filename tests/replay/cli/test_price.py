@@ -11,32 +11,9 @@ import pytest
 from helpers.commands import json_of as document
 from helpers.commands import run_here
 
-from kvcore_replay.pricing import PRICES
-
 LOG = Path(__file__).parents[3] / "examples" / "api_log.jsonl.gz"
 SMALL = "zipf:requests=50,prefixes=5,prefix_tokens=64,suffix_tokens=32,rate=50"
 BILLS = ["price", "uncached", "api", "reported", "run"]
-KINDS = (
-    "uncached_tokens",
-    "read_tokens",
-    "written_tokens",
-    "written_1h_tokens",
-    "output_tokens",
-)
-
-
-def test_compare_bills_each_row():
-    """Each row of `compare` has a bill, and the document has those that no pool changes."""
-    arguments = ("compare", SMALL, "--eviction", "lru,optimum", "--blocks", "20,200")
-    found = document(*arguments, "--price", "input=3,cached=0.3,write=3.75")
-    assert list(found["bill"]) == BILLS
-    assert list(found["rows"][0]["bill"]) == ["requests", *KINDS, "usd"]
-    usd = [row["bill"]["usd"] for row in found["rows"]]
-    assert usd[1] < usd[0] < found["bill"]["uncached"]["usd"] * 1.25
-    assert usd[2] <= usd[0]
-    plain = document(*arguments)
-    assert "bill" not in plain
-    assert "bill" not in plain["rows"][0]
 
 
 def test_simulate_and_replay_agree(tmp_path):
@@ -93,13 +70,6 @@ def test_explain_finds_the_miss_reasons_of_an_api_log():
     assert found["expected_tokens"] > found["read_tokens"]
     printed = run_here("explain", LOG, "--price", "anthropic", "8").stdout
     assert "system[0], after token 166" in " ".join(printed.split())
-
-
-def test_price_list_prints_all_prices():
-    """`--price list` prints all prices, without any other argument."""
-    done = run_here("explain", "--price", "list")
-    assert done.returncode == 0
-    assert {line.split()[0] for line in done.stdout.splitlines()[2:]} == set(PRICES)
 
 
 def test_nothing_is_imported_without_prices():

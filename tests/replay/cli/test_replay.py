@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from helpers.commands import run_here
-from helpers.traces import lines, record, seal, serve
+from helpers.traces import lines, record, serve
 
 PROGRAM = "from kvcore.cli.main import main; main()"
 
@@ -61,23 +61,6 @@ def test_preemptions_have_a_row_for_each_kind(tmp_path):
         ["preempted", "by", "recompute", "1"],
     ]
     assert "preempted" not in run(record(tmp_path / "untimed.jsonl")).stdout
-
-
-def test_at_has_nanosecond_resolution(trace):
-    """`--at` accepts seconds with nanosecond resolution."""
-    done = run(trace, "--json", "--at", "0.000000002")
-    assert json.loads(done.stdout)["lines"] == 5
-
-
-def test_a_violation_exits_1_with_file_line_and_reason(trace):
-    """An impossible event exits with code 1, its line and the reason, and an empty stdout."""
-    events = lines(trace)
-    events[35]["span"] = 4
-    done = run(seal(trace, events), "--json")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert (
-        done.stderr == f"kvcore: error: {trace}:36: EVICT: span 4 has 0 pins and 2 children\n"
-    )
 
 
 def test_an_incomplete_file_exits_1_after_its_report(trace):

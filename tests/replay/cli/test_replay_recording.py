@@ -81,26 +81,6 @@ def test_options_that_run_requests_again_are_refused(recording, tmp_path, option
     assert os.listdir(tmp_path) == [recording.name]  # noqa: PTH208 - names are enough
 
 
-def test_an_incomplete_recording_exits_1_after_its_report(tmp_path):
-    """The readable part of a cut recording is reported, and the error states the cut."""
-    path = record(tmp_path / "events.jsonl", batch(stored(1)), batch(stored(2)))
-    path.write_bytes(path.read_bytes()[:-10])
-    done = run(path, "--json")
-    report = json.loads(done.stdout)
-    assert (done.returncode, report["complete"], report["batches"]) == (1, False, 2)
-    message = f"kvcore: error: {path}: incomplete: the file ends inside line 4\n"
-    assert done.stderr == message
-
-
-def test_a_damaged_line_exits_1_with_its_place(tmp_path):
-    """An invalid line exits with code 1, its file, line and reason, and an empty stdout."""
-    path = record(tmp_path / "events.jsonl", batch(stored(1)))
-    path.write_bytes(path.read_bytes().replace(b'"BATCH"', b'"BATHE"'))
-    done = run(path)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert f"{path}:2: unknown kind of line 'BATHE'" in done.stderr
-
-
 def test_a_file_of_router_events_is_checked(tmp_path):
     """A file of Dynamo's router events is checked, even if its first line is very long."""
     path = tmp_path / "router.jsonl"

@@ -44,13 +44,6 @@ def test_a_pipe_has_a_line_every_ten_seconds(recorded):
     assert all(line.isprintable() for line in done.stdout.splitlines())
 
 
-def test_to_and_every_choose_the_lines(recorded):
-    """`--every` sets the seconds between lines, and `--to` ends them."""
-    done = run_here("watch", recorded, "--to", "12", "--every", "4")
-    assert done.returncode == 0
-    assert times(done) == ["0:04.0", "0:08.0", "0:11.9"]
-
-
 def test_events_before_from_are_not_waited_for(monkeypatch, recorded):
     """Events before `--from` are shown at once, and later ones at the speed of `--speed`."""
     waits = []
@@ -113,18 +106,6 @@ def test_a_trace_that_is_written_is_followed(tmp_path, monkeypatch, ending):
     assert next(steps, "ended") == "ended"
 
 
-def test_a_discarded_trace_ends_the_watch(tmp_path, monkeypatch):
-    """If the writer discards its trace, `watch` ends with the error of a cut trace."""
-    path = tmp_path / "run.jsonl"
-    trace = Trace(path)
-    traces.drive(KVCache(8, traces.BLOCK, eviction="lru", trace=trace))
-    trace.flush()
-    monkeypatch.setattr(Player, "idle", lambda _: trace.discard())
-    done = run_here("watch", path)
-    assert done.returncode == 1
-    assert "run.jsonl.part: incomplete: the file ends after line" in done.stderr
-
-
 def test_live_prints_the_lines_of_watch(tmp_path, recorded):
     """`--live` prints on stderr what `watch` prints of the trace, whose bytes are unchanged."""
     path = tmp_path / "run.jsonl.gz"
@@ -132,16 +113,6 @@ def test_live_prints_the_lines_of_watch(tmp_path, recorded):
     assert done.returncode == 0
     assert done.stderr == run_here("watch", recorded).stdout
     assert path.read_bytes() == recorded.read_bytes()
-
-
-def test_live_works_without_a_trace(tmp_path):
-    """`--live` without `--trace` leaves the results unchanged and writes no file."""
-    plain, live = (
-        run_here("simulate", *SMALL, *more, cwd=tmp_path) for more in ([], ["--live"])
-    )
-    assert plain.stdout.partition("ulated in")[0] == live.stdout.partition("ulated in")[0]
-    assert len(live.stderr.splitlines()) == 4
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such terminals")

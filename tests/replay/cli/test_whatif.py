@@ -63,17 +63,6 @@ def test_either_run_that_is_saturated_is_marked(tmp_path, recorded):
     assert row.count("*") == 1 + both
 
 
-def test_retention_is_added_and_removed(folder, tmp_path):
-    """`--retention` adds a policy to a run, and `none` removes it; the output names both."""
-    exported = ("--export", str(tmp_path / "b.jsonl"))
-    done = run("whatif", "m.jsonl.gz", "--retention", "knorm:budget=64", *exported, cwd=folder)
-    assert "retention: knorm:budget=64" in done.stdout
-    assert " instead of none" in done.stdout
-    assert "tokens forgotten" in done.stdout
-    done = run("whatif", "b.jsonl", "--retention", "none", cwd=tmp_path)
-    assert "retention: none instead of knorm:budget=64" in done.stdout
-
-
 def test_json_is_alone_on_stdout(folder):
     """`--json` prints one document of both runs, their configurations and changed requests."""
     done = run("whatif", "m.jsonl.gz", "--scheduler", "srpt", "--json", cwd=folder)
@@ -99,24 +88,6 @@ def test_the_recorded_figures_are_those_of_the_simulation(folder):
     for name in ("ttft_s", "e2e_s", "hit", "goodput", "evicted_blocks", "preemptions"):
         assert again["recorded"][name] == again["rerun"][name] == simulated[name]
     assert again["changes"] == []
-
-
-@pytest.mark.parametrize("name", ["u.jsonl", "m.jsonl.gz"])
-def test_an_export_is_the_trace_again(folder, tmp_path, name):
-    """With no changed option the exported trace has the bytes of the recorded one."""
-    done = run("whatif", folder / name, "--export", tmp_path / name)
-    assert done.returncode == 0
-    assert "Run again as recorded: nothing was to be different." in done.stdout
-    assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
-
-
-def test_an_exported_trace_can_be_run_again(folder, tmp_path):
-    """An exported trace can be run again, and the earlier policy restores the first trace."""
-    new, back = tmp_path / "new.jsonl.gz", tmp_path / "back.jsonl.gz"
-    run("whatif", folder / "m.jsonl.gz", "--eviction", "lfu", "--export", new)
-    assert run("replay", new).returncode == 0
-    run("whatif", new, "--eviction", "lru", "--export", back)
-    assert back.read_bytes() == (folder / "m.jsonl.gz").read_bytes()
 
 
 def test_options_of_simulate_change_the_header(folder, tmp_path):
