@@ -49,34 +49,6 @@ def test_each_use_renews_the_ttl():
     assert [each.read for each in charges(*used)] == [0, 2, 2]
 
 
-@pytest.mark.parametrize("price", [PRICE, find_price("input=4,cached=1")])
-@pytest.mark.parametrize(("seconds", "read"), [(299.9, 2), (300, 0)])
-def test_an_entry_is_read_until_its_ttl_is_over(price, seconds, read):
-    """An entry can be read until just before its TTL is over, with and without breakpoints."""
-    rows = requests((0, "ab"), (299, "cd"), (seconds, "ab"))
-    assert charges(*rows, price=price)[2].read == read
-
-
-def test_short_prompts_are_not_cached():
-    """A prompt below the minimum length is neither written nor read."""
-    assert charges(*requests((0, "a"), (1, "a"))) == [Charge(1, 0, 0, 0, 0)] * 2
-
-
-def test_breakpoints_below_the_minimum_write_no_entry():
-    """A breakpoint before the minimum length writes no entry, even in a longer prompt."""
-    rows = [logged(0, 0, ("a", 0), ("b", None)), logged(1, 1, ("a", 0), ("cd", None))]
-    assert charges(*rows) == [Charge(2, 0, 0, 0, 0), Charge(3, 0, 0, 0, 0)]
-
-
-def test_writes_without_a_price_are_charged_as_input():
-    """Without a price for writing, tokens that are not read are charged as uncached input."""
-    price = find_price("input=4,cached=1")
-    assert charges(*requests((0, "abc"), (1, "abcd")), price=price) == [
-        Charge(3, 0, 0, 0, 0),
-        Charge(1, 3, 0, 0, 0),
-    ]
-
-
 def test_logged_entries_end_at_marked_blocks():
     """Entries end at the marked blocks of a log; tokens after the last one are not written."""
     first = logged(0, 0, ("abc", 0), ("d", None))
@@ -117,12 +89,6 @@ def test_only_the_last_allowed_breakpoints_count():
     price = find_price("input=4,cached=1,write=5,breakpoints=1")
     first = logged(0, 0, ("ab", 0), ("c", 0))
     assert charges(first, logged(1, 1, ("ab", 0), ("d", None)), price=price)[1].read == 0
-
-
-def test_models_share_no_entries():
-    """Logged requests to different models share no entries."""
-    rows = [logged(n, n, ("ab", 0), salt=f"m{n}") for n in range(2)]
-    assert [each.read for each in charges(*rows)] == [0, 0]
 
 
 def test_logged_positions_are_scaled_to_reported_tokens():

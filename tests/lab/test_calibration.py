@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import sys
-from itertools import cycle, product
+from itertools import product
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvcore import Plugins
 from kvcore.errors import InputError
 from kvcore.serving import StepWork
 from kvcore_lab.measured.calibration import fit_latency
@@ -19,12 +16,6 @@ from kvcore_plugins.latency.measured_steps import MeasuredStep
 HEADER = "prefill_tokens,decode_sequences,context_tokens,seconds"
 GRID = list(product((0, 512, 4096), (1, 16, 64), (1000, 90_000)))
 TRUTH = Linear(step=0.004, prefill=1.5e-5, decode=3e-5, context=2e-8)
-
-
-def write(path, rows):
-    """Write rows as CSV and return the path."""
-    path.write_text("\n".join([HEADER, *(",".join(map(str, row)) for row in rows)]))
-    return path
 
 
 def measured(model, grid=GRID):
@@ -57,37 +48,6 @@ def test_a_linear_model_is_recovered_from_its_own_steps(fit):
     for errors in found.errors:
         assert (errors.median, errors.p90) == (0, 0)
         assert errors.held_out_p90 < 1e-12
-
-
-@given(st.tuples(*[st.integers(0, 10**9)] * 3))
-def test_any_linear_coefficients_are_recovered(tmp_path_factory, coefficients):
-    """A linear model with any coefficients, 0 included, is recovered from its own steps."""
-    prefill, decode, context = (ps / 10**12 for ps in coefficients)
-    model = Linear(step=0.001, prefill=prefill, decode=decode, context=context)
-    path = write(tmp_path_factory.mktemp("fit") / "steps.csv", measured(model))
-    assert fit_latency(path, TRUTH).fitted == model.options()
-
-
-def noisy(model, grid=GRID):
-    """Return the rows of a measurement of `model` with noise of up to a fifth."""
-    factors = cycle((0.8, 1.1, 0.95, 1.2, 1.0))
-    return [(*counts, s * next(factors)) for *counts, s in measured(model, grid) * 4]
-
-
-def test_the_spec_builds_the_fitted_model(fit):
-    """The `spec` of a fit builds a model with exactly the fitted options."""
-    found = fit(noisy(TRUTH))
-    built = Plugins().build("latency", found.spec)
-    assert built.options() == found.model.options() == found.fitted
-
-
-def test_fitted_times_are_those_of_the_spec(fit):
-    """The fitted time of each residual is that of the model which `spec` builds."""
-    found = fit(noisy(TRUTH))
-    model = Plugins().build("latency", found.spec)
-    for residual in found.residuals:
-        prefill, decode, context = residual.step.counts
-        assert residual.fitted == model.duration(StepWork(prefill, (0,), decode, (context,)))
 
 
 def test_the_errors_of_a_fit_by_hand(fit):
@@ -222,13 +182,6 @@ def test_measurements_that_leave_options_open_are_refused(fit, grid, problem):
     message = str(caught.value)
     assert f"steps.csv: {problem}" in message
     assert "; measure more kinds of steps: without and with" in message
-
-
-def test_decode_steps_alone_do_not_fit_a_roofline(fit):
-    """Decode steps alone do not determine `compute` of a roofline, and are refused."""
-    rows = [(0, d, d * c, 0.002 + d * c / 1e8) for d in (1, 2, 3) for c in (1000, 9000)]
-    with pytest.raises(InputError, match="compute cannot be known: no step takes longer by it"):
-        fit(rows, Roofline())
 
 
 def test_a_model_that_cannot_be_fitted_is_refused(fit):

@@ -8,7 +8,6 @@ import attrs
 import pytest
 
 from kvcore import InputError, compare, plan
-from kvcore.sections import Chart, Panel
 from kvcore_lab.report.comparison import ComparisonReport
 from kvcore_lab.report.plan import PlanReport
 from kvcore_lab.report.sweep import SweepReport, chart_axis
@@ -52,21 +51,6 @@ def test_tiers_add_a_second_line_to_each_policy():
             getattr(row, name)["block"] for row in found.rows
         ]
     assert lines["lru + tiers"] != lines["lru"]
-
-
-def test_a_comparison_of_one_size_is_drawn_as_bars():
-    """A comparison of one size has bars with their values; a small chart has no caption."""
-    chart = ComparisonReport(compare(SMALL, "lru,lfu", 160)).chart()
-    value = chart.panels[0].lines["lru"][0][1]
-    shown = texts(chart, small=True)
-    assert {"lru", "lfu", f"{100 * value:.3g}%", "blocks looked up that hit"} <= shown
-    assert not any(text.startswith("Setup: ") for text in shown)
-
-
-def test_a_line_without_points_has_empty_axes():
-    """A chart whose line has no points has empty axes."""
-    chart = Chart("none", "", "pool", [Panel("hits", {"lru": []}, str)])
-    assert "none" in texts(chart)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from helpers.serving import BLOCK, Even, ask, servers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore import InputError, Job, KVCache, OutOfBlocks, Trace
+from kvcore import InputError, Job, KVCache, Trace
 from kvcore.serving import Batching, DecodeSteps
 from kvcore.serving.decode_batch import DecodeBatch
 from kvcore.serving.stats import TokenGaps
@@ -54,17 +54,6 @@ def run(requests, *, blocks=5, scheduler=None, trace=None, max_seqs=8, **options
     )
 
 
-def test_the_lowest_hole_that_fits_is_used():
-    """A piece is taken from the lower end of the lowest hole that is long enough."""
-    space = taken(20, 4, 3, 5, 2)
-    space.give(0, 4)
-    space.give(7, 5)
-    assert space.holes == [(0, 4), (7, 12), (14, 20)]
-    assert [space.take(length) for length in (5, 3, 6, 1)] == [7, 0, 14, 3]
-    assert space.holes == []
-    assert space.free == 0
-
-
 @pytest.mark.parametrize(
     ("start", "holes"),
     [
@@ -81,26 +70,6 @@ def test_adjacent_holes_are_merged(start, holes):
     space.give(4, 2)
     space.give(start, 2)
     assert space.holes == holes
-
-
-def test_freeing_between_two_holes_makes_one_hole():
-    """A piece that is freed between two holes makes one hole of the three."""
-    space = taken(12, 4, 4, 4)
-    space.give(0, 4)
-    space.give(8, 4)
-    space.give(4, 4)
-    assert space.holes == [(0, 12)]
-
-
-def test_without_a_long_hole_out_of_blocks_is_raised():
-    """If no hole is long enough, OutOfBlocks is raised and no slot is taken."""
-    space = taken(12, 4, 4, 4)
-    space.give(0, 4)
-    space.give(8, 4)
-    with pytest.raises(OutOfBlocks, match=r"of 6 slots .* 8 of 12 are free, the longest .* 4"):
-        space.take(6)
-    assert space.holes == [(0, 4), (8, 12)]
-    assert space.free == 8
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), max_size=60))
@@ -152,15 +121,6 @@ def test_a_refused_admission_changes_no_state():
     assert (len(cache.sequences), allocator.space.free, cache.stats.requests) == (1, 6, 1)
 
 
-def test_growth_stays_in_the_piece():
-    """A sequence grows within its piece and takes no other slots."""
-    allocator = memory()
-    job = opened(allocator, ask("a"))
-    assert allocator.can_extend(job.seq)
-    allocator.extend(job.seq, 4, 0)
-    assert (job.seq.tokens, allocator.space.free) == (8, 12)
-
-
 def test_check_integrity_finds_lost_and_overlapping_pieces():
     """`check_integrity` finds a piece without a sequence and one that overlaps a hole."""
     lost, overlapping = memory(), memory()
@@ -171,13 +131,6 @@ def test_check_integrity_finds_lost_and_overlapping_pieces():
     overlapping.space.give(0, 4)
     with pytest.raises(AssertionError, match="follow slot"):
         overlapping.check_integrity()
-
-
-def test_the_longest_output_of_the_workload_is_reserved():
-    """Without `max_output`, the longest output of the workload is reserved."""
-    requests = [ask("a", output=2), ask("b", output=7)]
-    assert run(requests).max_output == 7
-    assert run(requests, max_output=3).max_output == 3
 
 
 def test_a_request_longer_than_the_memory_is_rejected():
@@ -226,13 +179,6 @@ def test_tiers_with_contiguous_memory_are_refused():
     Tiers(cache, ["host:memory=1kB"], 100)
     with pytest.raises(InputError, match="a tier could hold: leave out"):
         simulate([ask("a")], cache=cache, allocation="contiguous", max_output=1)
-
-
-def test_no_contiguous_request_is_preempted():
-    """In memory without a free slot no request is preempted, as each has all its slots."""
-    result = run([ask(name, output=6) for name in "abc"])
-    assert result.summary()["preemptions"] == {"pause": 0, "recompute": 0, "swap": 0}
-    assert list(result.log.admitted) == [0, 0, 60]
 
 
 def test_a_paused_request_keeps_its_piece():

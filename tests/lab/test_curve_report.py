@@ -57,14 +57,6 @@ def test_the_table_has_sizes_by_policies():
     assert report.table.rows[1] == ["10", "10%", "15.0%", "15.0%", "15.0%"]
 
 
-def test_namesakes_are_shown_with_their_options():
-    """Policies with equal names are shown with the options in which they differ."""
-    report = CurvesReport(
-        example_curves(curve_of("lfu", half_life=60), curve_of("lfu", half_life=300))
-    )
-    assert report.table.headers[2:] == ["lfu:half_life=60", "lfu:half_life=300"]
-
-
 def test_with_a_layout_sizes_have_bytes():
     """With a layout the table, the text and the document give sizes in bytes.
 
@@ -85,16 +77,6 @@ def test_the_csv_has_a_row_for_each_policy_and_size():
     assert len(rows) == 9
     assert json.loads(rows[3]["options"]) == {"half_life": 60}
     assert (rows[4]["blocks"], rows[4]["bytes"], rows[4]["hit_ratio"]) == ("10", "", "0.15")
-
-
-def test_a_report_without_lookups_has_no_table():
-    """If nothing is looked up, the headline says so and the report has no table."""
-    report = CurvesReport(
-        example_curves(curve_of(blocks=[1], hits=[0]), looked_up=0, distinct=0)
-    )
-    assert report.empty
-    assert "Nothing in them has a key" in report.headline
-    assert report.document()["infinite"]["hit_ratio"] is None
 
 
 @pytest.mark.parametrize(
@@ -141,16 +123,6 @@ def axes_of(curves, layout=None):
     axes = figure.add_subplot()
     draw(axes, CurvesReport(curves, layout))
     return axes
-
-
-def test_an_exact_curve_has_no_markers():
-    """An exact curve has many points and no markers; others have a marker at each size."""
-    exact, sampled, *_ = axes_of(CURVES).lines
-    assert exact.get_marker() == "None"
-    assert len(exact.get_xdata()) == 100
-    assert list(sampled.get_xdata()) == [1, 10, 100]
-    assert list(sampled.get_ydata()) == [0.5, 15, 50]
-    assert sampled.get_marker() not in {"None", ""}
 
 
 def test_twenty_policies_have_different_lines():

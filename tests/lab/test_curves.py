@@ -20,7 +20,6 @@ from kvcore_lab.comparison import compare
 from kvcore_lab.curves.mrc import Steps, curve, spread_sizes
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.workload import Zipf
-from kvcore_replay.belady import Belady
 
 pytest.importorskip("numba")
 from kvcore_lab.curves import _mrc_kernels as kernels
@@ -45,16 +44,6 @@ class Prompts(Workload):
     def __iter__(self):
         """Yield the given requests."""
         return iter(self.served)
-
-
-@attrs.define(slots=False, eq=False)
-class Mine(LRU):
-    """A subclass of LRU with another victim and the same name."""
-
-    def victim(self, now):
-        """Return the most recent leaf."""
-        del now
-        return next(span for span in reversed(self._order) if span.is_leaf)
 
 
 def hits(curves):
@@ -85,29 +74,6 @@ def test_a_curve_has_the_bounds_of_compare(count):
         assert found.workload.requests == 80
 
 
-def test_only_lru_in_keys_accounting_is_exact():
-    """Only the curve of LRU in `keys` accounting is known at every size."""
-    found = curve(SMALL, "lru,lfu,optimum", SIZES).curves
-    assert [each.steps is not None for each in found] == [True, False, False]
-    (tokens,) = curve(SMALL, "lru", SIZES, accounting="tokens").curves
-    assert tokens.steps is None
-
-
-def test_a_subclass_named_lru_is_replayed():
-    """A subclass of LRU that is still named `lru` is replayed."""
-    (found,) = curve(SMALL, Mine, SIZES).curves
-    rows = compare(SMALL, Mine, SIZES).rows
-    assert (found.eviction, found.steps) == ("lru", None)
-    assert found.hit_blocks == [row.hit_blocks for row in rows]
-
-
-def test_curves_keep_the_order_of_their_policies():
-    """Curves keep the order of their policies; sizes are sorted and unique."""
-    found = curve(SMALL, ["fifo", Belady(), "lru", "lfu"], [30, 3, 30]).curves
-    assert [each.eviction for each in found] == ["fifo", "optimum", "lru", "lfu"]
-    assert all(each.blocks == [3, 30] for each in found)
-
-
 def test_the_sizes_are_spread_at_even_ratios():
     """Sizes are spread at even ratios from a thousandth of all blocks to all of them.
 
@@ -116,13 +82,6 @@ def test_the_sizes_are_spread_at_even_ratios():
     assert spread_sizes(1_000_000, 4) == [1_000, 10_000, 100_000, 1_000_000]
     assert spread_sizes(3, 5) == [1, 3]
     assert spread_sizes(0, 9) == [1]
-
-
-def test_the_last_default_size_reaches_the_bound():
-    """Without sizes the last pool is as large as the footprint and hits all that can hit."""
-    found = curve(SMALL, "lru,optimum", points=5)
-    assert [each.blocks[-1] for each in found.curves] == [found.distinct_blocks] * 2
-    assert [each.hit_blocks[-1] for each in found.curves] == [found.hit_blocks] * 2
 
 
 def test_steps_interpolate_and_end_level():
@@ -196,12 +155,6 @@ def test_too_many_keys_for_an_exact_curve_are_refused(monkeypatch):
         curve(Prompts(requests(["ab", "ac"])), "lru")
 
 
-def test_keys_of_another_size_are_refused():
-    """A request whose keys have another size than the workload's is refused."""
-    with pytest.raises(InputError, match="request 0 has keys of 2 tokens"):
-        curve(Prompts(requests(["ab"], 2)), "lru")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -222,12 +175,6 @@ def test_an_object_that_is_no_workload_is_refused():
     """The error of a number in place of a workload shows how to build one."""
     with pytest.raises(InputError, match="17 is no workload"):
         curve(17, "lru")
-
-
-def test_requests_have_the_curve_of_their_workload():
-    """A list of requests gives the curve of the workload that yields them."""
-    asked = {"policies": ["lru", "fifo"], "blocks": [4, 8]}
-    assert curve(list(SMALL), **asked).curves == curve(SMALL, **asked).curves
 
 
 def test_progress_has_loading_reading_and_replaying():

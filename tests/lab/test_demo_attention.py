@@ -27,17 +27,6 @@ def test_every_step_equals_the_worked_example():
     assert rounded(head.output) == [7.711, 0]
 
 
-def test_weights_sum_to_one():
-    """The weights add up to one."""
-    head = OneHead([0.5, -2, 3], [[1, 2, 3], [-1, 0, 1]], [[1], [2]])
-    assert sum(head.weights) == pytest.approx(1, abs=1e-15)
-
-
-def test_a_single_key_gives_the_value_of_its_token():
-    """A query with a single key gets the value of that token, whatever the score."""
-    assert OneHead([3, 4], [[-5, 1]], [[7, 8, 9]]).output == [7, 8, 9]
-
-
 @pytest.mark.parametrize(
     ("keys", "values", "problem"),
     [

@@ -76,12 +76,6 @@ def test_holes_too_short_for_a_request_are_external_fragmentation():
     assert (seen.external, seen.external_free) == pytest.approx((30 / 50, 12 / 28))
 
 
-def test_too_few_free_slots_are_no_external_fragmentation():
-    """A request that needs more than all free slots causes no external fragmentation."""
-    requests = [ask("a", output=4), ask("b"), ask("c", output=4), ask("d", prompt=9)]
-    assert run(requests, blocks=7, allocation="contiguous").external == 0
-
-
 def test_shared_blocks_count_once():
     """Blocks of a prompt that two open requests share count once."""
     requests = [ask(name, at, 9, 2, keys="xy") for name, at in (("a", 0), ("b", 20))]
@@ -91,33 +85,10 @@ def test_shared_blocks_count_once():
     assert seen.cached == 0
 
 
-def test_cached_blocks_are_neither_used_nor_internal():
-    """A block that is only cached is neither used nor internal fragmentation.
-
-    The first request's block, 1 of 5, is cached for 90 of 100 ns.
-    """
-    seen = run([ask("a", keys="x"), ask("b", at=90)])
-    assert seen.used + seen.internal == pytest.approx(2 * 4 / 200)
-    assert seen.cached == pytest.approx(90 / 100 * 1 / 5)
-
-
 def test_time_before_the_first_arrival_does_not_count():
     """Time before the first arrival does not count."""
     late, early = ([ask("a", at, output=4)] for at in (1000, 0))
     assert run(late) == run(early)
-
-
-def test_without_requests_all_shares_are_zero():
-    """Without requests all shares are 0, and the filled share is None."""
-    seen = run([])
-    assert (seen.used, seen.internal, seen.external, seen.running) == (0, 0, 0, 0)
-    assert seen.filled is None
-
-
-def test_the_summary_has_every_number():
-    """The summary of a run has every number of its fragmentation."""
-    result = simulate([ask("a")], cache=KVCache(5, BLOCK), latency=Even(), fragmentation=True)
-    assert result.summary()["fragmentation"] == result.fragmentation._asdict()
 
 
 @given(servers())
@@ -126,18 +97,6 @@ def test_jumps_measure_like_single_steps(server):
     for allocation in ("contiguous", "paged"):
         steps = measured(server, allocation, jumps=False)
         assert measured(server, allocation) == steps
-
-
-@given(servers())
-def test_shares_are_between_zero_and_one(server):
-    """No share is negative, and used, cached and internal are at most 1 together."""
-    for allocation in ("contiguous", "paged"):
-        seen = measured(server, allocation)
-        shares = seen.used, seen.cached, seen.internal
-        assert min(shares) >= 0
-        assert sum(shares) <= 1 + 1e-9
-        assert 0 <= seen.uncomputed <= seen.internal + 1e-9
-        assert 0 <= seen.external <= (allocation == "contiguous")
 
 
 def measured(server, allocation, *, jumps=True) -> Fragmentation:

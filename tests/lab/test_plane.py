@@ -63,27 +63,6 @@ def test_the_replayed_hierarchy_is_close_to_one_pass(keep):
     assert any(mine != its for mine, its in pairs)
 
 
-def test_a_tier_that_holds_everything_hits_all_that_can_hit():
-    """With a tier for all blocks, one pass hits everything that can hit.
-
-    The replay misses at most one block per request.
-    """
-    exact = plane(SMALL, host(100_000), LAYOUT, pools=[900], points=2, exact=True)
-    quick = plane(SMALL, host(100_000), LAYOUT, pools=[900], points=2)
-    most = quick.hit_blocks
-    assert quick.points[-1][0].hit_blocks + quick.points[-1][0].found_blocks == most
-    last = exact.points[-1][0]
-    # The last block of a prompt is never loaded.
-    assert most - 120 <= last.hit_blocks + last.found_blocks <= most
-
-
-def test_several_processes_give_the_same_plane():
-    """The plane is the same with one process as with several."""
-    options = {"pools": [300], "points": 2, "exact": True}
-    alone = plane(SMALL, host(200), LAYOUT, **options)
-    assert plane(SMALL, host(200), LAYOUT, jobs=2, **options).points == alone.points
-
-
 def test_saved_time_is_prefill_less_loading():
     """Saved time is the prefill of the hits, less the time to load them."""
     twice = Zipf(requests=2, prefixes=1, prefix_tokens=1600, suffix_tokens=160)
@@ -130,14 +109,6 @@ def test_impossible_options_are_refused(tier, options, fault):
     """Options that a plane cannot show raise InputError with the option."""
     with pytest.raises(InputError, match=fault):
         plane(SMALL, tier, LAYOUT, **{"pools": [300], "points": 2, **options})
-
-
-def test_exact_replays_any_policy_and_write_rule():
-    """With `exact`, other policies and write rules are replayed."""
-    tier = host(500, "write=through,eviction=fifo")
-    found = plane(SMALL, tier, LAYOUT, pools=[300], points=2, exact=True, eviction="lfu")
-    assert found.eviction == "lfu"
-    assert found.points[-1][0].found_blocks > 0
 
 
 def test_policies_that_cannot_be_pickled_need_one_process(monkeypatch):

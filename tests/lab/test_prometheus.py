@@ -150,15 +150,6 @@ def test_labels_name_workload_policy_and_options(run):
     }
 
 
-def test_a_run_without_requests_has_metrics():
-    """A run without requests has counts of 0 and omits metrics that need a request."""
-    result = simulate([], cache=KVCache(8, BLOCK), latency=Even())
-    samples = parsed(run_metrics(result.summary() | {"config": CONFIG}, result.requests))
-    assert only(samples, "kvcore_time_to_first_token_seconds_count") == 0
-    assert "kvcore_num_requests_running" not in samples
-    assert "kvcore_kv_block_lifetime_seconds_count" not in samples
-
-
 def test_every_row_of_a_comparison_has_labels():
     """Metrics of a comparison are labelled by policy with options and by pool size."""
     policies = [LRU, lambda: LFU(half_life=2), lambda: LFU(half_life=9)]

@@ -5,7 +5,7 @@ import json
 import pytest
 from helpers.commands import run_here
 
-from kvcore_lab.statistics import Interval, bootstrap, stretches, t_quantile
+from kvcore_lab.statistics import bootstrap, stretches, t_quantile
 
 
 @pytest.mark.parametrize(
@@ -14,14 +14,6 @@ from kvcore_lab.statistics import Interval, bootstrap, stretches, t_quantile
 def test_quantiles_are_those_of_students_t(degrees, quantile):
     """Quantiles of 97.5 % are those of published tables."""
     assert t_quantile(degrees) == pytest.approx(quantile, abs=5e-4)
-
-
-def test_an_interval_is_the_mean_and_students_t():
-    """Of 1, 2 and 3 the mean is 2, and half of the interval 4.303 / √3."""
-    mean, half, runs = Interval.of([1, 2, 3])
-    assert (mean, runs) == (2, 3)
-    assert half == pytest.approx(4.303 / 3**0.5)
-    assert Interval.of([5.0]) == (5.0, None, 1)
 
 
 def test_stretches_add_up_to_the_figure():

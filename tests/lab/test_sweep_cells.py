@@ -101,24 +101,6 @@ def test_a_timed_cell_is_a_simulation(swept):
     assert row["slo_met"] is not None
 
 
-def test_rows_come_in_the_order_of_the_grid(swept):
-    """Rows are in the order of the grid, whatever the order in which cells finish."""
-    rows = swept("compare", workload=ZIPF, eviction=["lru", "fifo"], blocks=[20, 40]).rows
-    order = [(row["blocks"], row["eviction"]) for row in rows]
-    assert order == [(20, "lru"), (20, "fifo"), (40, "lru"), (40, "fifo")]
-
-
-def test_finished_cells_are_not_run_again(swept):
-    """An extended sweep runs only the new cells, and has the rows of all."""
-    first, second = Here(), Here()
-    swept("compare", first, workload=ZIPF, eviction="lru", blocks=[20, 40])
-    result = swept("compare", second, workload=ZIPF, eviction=["lru", "fifo"], blocks=[20, 40])
-    assert (len(first.ran), len(second.ran)) == (2, 2)
-    assert not set(first.ran) & set(second.ran)
-    assert (result.found, result.ran) == (2, 2)
-    assert all(row["hit_blocks"] is not None for row in result.rows)
-
-
 def test_equal_cells_are_run_once(swept):
     """Cells that differ only by a spelled-out default are run once, and have a row each."""
     executor = Here()
@@ -171,11 +153,6 @@ def test_the_seed_changes_the_digest_of_random_policies_only():
     assert digest(**fields, seed=1) != digest(**fields, seed=2)
     fields["eviction"] = "lru"
     assert digest(**fields, seed=1) == digest(**fields, seed=2)
-
-
-def test_the_model_changes_the_digest_of_an_untimed_cell():
-    """Without a clock the model still changes the digest, as policies may weigh its costs."""
-    assert digest(mode="compare", model="llama-3-70b") != digest(mode="compare")
 
 
 def test_another_version_of_kvcore_changes_the_digest(monkeypatch):
@@ -245,16 +222,6 @@ def test_a_failed_cell_is_run_again_by_the_next_sweep(swept, tmp_path):
     assert (result.rows[1]["error"], swept("compare", **axes).ran) == (None, 1)
 
 
-def test_worker_processes_give_the_rows_of_one_process(swept, tmp_path):
-    """Worker processes give the same rows as a sweep in one process."""
-    axes = {"workload": ZIPF, "eviction": ["lru", "fifo", "optimum"], "blocks": [20, 40]}
-    here = swept("compare", **axes)
-    with Journal(tmp_path / "other") as journal:
-        there = sweep(Plan.of(Grid("compare", **axes)), journal, executor=Processes(2))
-    assert here.rows == there.rows
-    assert there.ran == 6
-
-
 @pytest.mark.parametrize(
     ("text", "executor"),
     [
@@ -297,10 +264,3 @@ def test_what_a_script_has_made_is_a_cell_too(tmp_path):
         assert done.found == found
         assert [row["eviction"] for row in done.rows] == ["deepest", "lru"]
         assert {row["workload"] for row in done.rows} == {"requests:requests=9"}
-
-
-def test_an_array_of_numpy_has_the_values_of_an_axis():
-    """Sizes are often computed."""
-    numpy = pytest.importorskip("numpy")
-    grid = Grid("compare", workload="zipf", blocks=numpy.array([10, 20]))
-    assert grid.axes["blocks"] == (10, 20)

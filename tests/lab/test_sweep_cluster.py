@@ -7,7 +7,7 @@ import pytest
 import kvcore
 from kvcore.config import RunConfig
 from kvcore_lab.report.sweep import SweepReport
-from kvcore_lab.sweep import Grid, Journal, Plan, Processes, sweep
+from kvcore_lab.sweep import Grid, Journal, Plan, sweep
 from kvcore_lab.sweep.cells import CellRun, WorkloadCache
 from kvcore_lab.sweep.executors import ThisProcess
 
@@ -49,25 +49,6 @@ def test_a_cell_with_replicas_has_the_results_of_a_cluster(swept):
         assert row["imbalance_busy"] == summary["imbalance"]["busy"]["most"]
     assert rows[0]["imbalance_requests"] is None
     assert rows[0]["ttft_s_mean"] == kvcore.simulate(ZIPF, blocks=200).ttft.mean
-
-
-def test_a_cell_with_one_replica_runs_once_for_all_routers(swept):
-    """A cell with one replica runs once for all routers.
-
-    It is found again by a sweep without routers.
-    """
-    assert swept(workload=ZIPF, blocks=200, router=ROUTERS).ran == 1
-    again = swept(workload=ZIPF, blocks=200)
-    assert (again.found, again.ran) == (1, 0)
-    assert "imbalance_busy" not in again.rows[0]
-
-
-def test_a_sweep_in_two_processes_has_the_same_rows(swept, tmp_path):
-    """A sweep in two processes returns the same rows as a sweep in one."""
-    axes = {"workload": ZIPF, "blocks": 200, "replicas": [2, 3], "router": ROUTERS}
-    rows = swept(**axes).rows
-    (tmp_path / "journal").unlink()
-    assert swept(Processes(2), **axes).rows == rows
 
 
 def test_a_list_of_unlike_replicas_is_one_value_of_an_axis(swept):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvcore import SLO, InputError
-from kvcore.config import RunConfig
 from kvcore_lab.sweep import Grid, Plan, axes_of
 
 
@@ -21,23 +20,11 @@ def test_the_last_axis_changes_fastest():
     ]
 
 
-def test_an_axis_may_be_a_single_value_without_a_list():
-    """An axis may be a single value without a list, and is then not varied."""
-    grid = Grid("compare", blocks=10, eviction=("lru", "fifo"))
-    assert grid.axes["blocks"] == (10,)
-    assert grid.varied == ["eviction"]
-
-
 def test_equal_values_of_an_axis_count_once():
     """Equal values of an axis count once, even if they are written in different units."""
     grid = Grid("compare", memory=["1GiB", 2**30, "1024MiB"], eviction=["lru", "lru"])
     assert grid.axes == {"memory": (2**30,), "eviction": grid.axes["eviction"]}
     assert len(list(grid)) == 1
-
-
-def test_a_grid_without_axes_has_one_cell():
-    """A grid without axes has one cell: a simulation with the defaults of `kvcore simulate`."""
-    assert list(Grid()) == [RunConfig()]
 
 
 def test_only_simulate_has_axes_that_concern_time():

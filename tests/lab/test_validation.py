@@ -149,15 +149,6 @@ def test_a_row_of_a_known_engine_is_simulated_by_its_rules(path):
     assert [each.config.like for each in found] == [None, None]
 
 
-def test_rows_are_chosen_by_their_columns(path):
-    """`where` selects rows that meet all conditions; a condition may list several values."""
-    others = {"device": "h200"}, {"device": "b200"}, {"tensor_parallel": 2}
-    rows = write_lines(path, ROW, *(ROW | other for other in others))
-    where = {"device": "h100,h200", "tensor_parallel": "1"}
-    found = kvcore.validate(rows, where=where).compared
-    assert [each.row.line for each in found] == [1, 2]
-
-
 def test_rows_that_cannot_be_simulated_are_counted_by_reason(path):
     """Rows that cannot be simulated are counted by reason; the others are simulated."""
     unknown, large = ROW | {"model": "llama-9-8b"}, ROW | {"model": "llama-3.1-70b"}
@@ -167,13 +158,6 @@ def test_rows_that_cannot_be_simulated_are_counted_by_reason(path):
     assert "unknown model 'llama-9-8b'" in first
     assert "llama-3.1-70b on 1 x h100" in second
     assert (first_rows, second_rows) == (2, 1)
-
-
-def test_a_row_with_rejected_requests_is_left_out(path):
-    """A row whose requests are rejected is left out, with the reason."""
-    found = kvcore.validate(write_lines(path, ROW, ROW | {"input_tokens": 20_000}), blocks=100)
-    assert [each.row.line for each in found.compared] == [1]
-    assert "rejected" in next(iter(found.left_out))
 
 
 def test_a_file_without_a_usable_row_is_refused(path):
@@ -226,37 +210,10 @@ def test_a_file_that_is_no_table_is_refused(path, text, reason):
         kvcore.validate(path)
 
 
-def test_an_unknown_option_is_refused_at_once(path):
-    """An unknown option raises InputError, instead of a reason for each row."""
-    with pytest.raises(InputError, match=r"there is no option 'max_seq' .did you mean"):
-        kvcore.validate(write_lines(path, ROW), max_seq=3)
-
-
 def test_errors_are_medians_and_a_nearest_rank():
     """Errors are medians, signed and absolute, and the 90th percentile by nearest rank."""
     assert Errors.of([0.2, -0.1, -0.5, 0.3]) == Errors(4, pytest.approx(0.05), 0.25, 0.5)
     assert Errors.of([]) is None
-
-
-def test_groups_are_sorted_by_number_or_name(path):
-    """Groups by a column are sorted by number; groups by several columns by text.
-
-    An unknown column raises InputError.
-    """
-    rows = [ROW | {"concurrency": clients} for clients in (16, 2, 4)]
-    found = kvcore.validate(write_lines(path, *rows), rounds=1)
-    assert list(found.groups("concurrency")) == ["2", "4", "16"]
-    assert list(found.groups("device+concurrency")) == ["h100 16", "h100 2", "h100 4"]
-    with pytest.raises(InputError, match=r"column 'devise' .did you mean 'device'"):
-        found.groups("devise")
-
-
-def test_the_worst_rows_are_those_with_the_largest_share(path):
-    """`worst` sorts rows by absolute error, those without the measure left out."""
-    rows = [ROW | {"tpot": time} for time in (1, 1e-6, 0.01)]
-    rows.append({k: v for k, v in ROW.items() if k != "tpot"} | {"ttft": 1})
-    found = kvcore.validate(write_lines(path, *rows), rounds=1)
-    assert [each.row.line for each in found.worst("tpot")] == [2, 1, 3]
 
 
 def test_silicon_samples_are_read(path):
@@ -332,17 +289,6 @@ def test_samples_that_others_contradict_are_left_out(path, rows, reasons):
     """Samples that contradict others are left out, each with its reason."""
     found = list(measured.read_measured(write_csv(path, *rows)))
     assert [row if isinstance(row, str) else None for row in found] == reasons
-
-
-def test_a_row_of_a_known_engine_takes_the_times_of_that_engine(path):
-    """Without a latency option, a row is simulated in the times of its engine."""
-    engines = "vllm", "trtllm", "tgi"
-    rows = write_lines(path, *(ROW | {"engine": engine} for engine in engines))
-    named = [each.config.latency for each in kvcore.validate(rows).compared]
-    assert named[:2] == [Spec("roofline", {"engine": name}) for name in engines[:2]]
-    assert named[2] == Spec("roofline")
-    given_ = kvcore.validate(rows, latency="linear").compared
-    assert {each.config.latency.name for each in given_} == {"linear"}
 
 
 @pytest.mark.parametrize(

@@ -36,13 +36,6 @@ def test_the_output_is_that_of_the_how_to(steps):
     assert words_of(run(steps)) == words_of("".join(shown))
 
 
-def test_the_first_line_is_a_latency_option(steps):
-    """The first line is `--latency` and a text from which the plugin is built."""
-    option, spec = run(steps).splitlines()[0].split()
-    assert option == "--latency"
-    assert Plugins().build("latency", spec).options()["step"] > 0
-
-
 def test_json_is_alone_on_stdout_and_has_a_schema(steps):
     """With `--json` stdout is one document of schema 1, with the model and its fit."""
     document = json.loads(run(steps, "--json"))
@@ -90,13 +83,6 @@ def test_a_value_for_a_fitted_option_is_refused(steps):
     assert "roofline:compute=0.5: compute is what the steps" in error
 
 
-def test_an_invalid_row_is_named_by_line_and_column(steps):
-    """The error for an invalid row names the file, the line and the column."""
-    steps.write_text(steps.read_text().replace("512,1,", "512,one,"))
-    error = error_of("calibrate", steps)
-    assert error.startswith("kvcore: error: steps.csv:6: decode_sequences: expected a whole")
-
-
 def test_every_json_field_is_in_the_reference(steps):
     """The reference of the verb names every field of the JSON document."""
     section = REFERENCE.split("## `kvcore calibrate`")[1].split("\n## ")[0]
@@ -115,11 +101,3 @@ def test_from_aic_writes_steps_and_prints_a_latency_model(tmp_path, monkeypatch)
     assert calls[-1][0] == ("Qwen/Qwen3-32B", "h200_sxm", "sglang")
     latency = Plugins().build("latency", printed.split()[1])
     assert latency.duration(StepWork(0, (0,), 1, (1,))) / 1e9 == pytest.approx(3.01, rel=0.01)
-
-
-def test_an_unknown_device_leaves_no_file(tmp_path, monkeypatch):
-    """An unknown device is an error that names it, and no file is written."""
-    fake_aic(monkeypatch)
-    words = ("--from", "aic", "--device", "h1000", "-o", tmp_path / "q.csv")
-    assert "device 'h1000'" in error_of("calibrate", *words)
-    assert not list(tmp_path.iterdir())

@@ -99,39 +99,6 @@ def test_memory_is_divided_by_the_bytes_of_a_block():
     }
 
 
-def test_memory_is_divided_by_model_codec_and_block_size():
-    """`--memory` is divided by the bytes of a block of this model, codec and block size."""
-    options = ["--model", "mistral-7b", "--codec", "fp32", "--block-size", "4"]
-    document = report(SMALL, "--eviction", "lru", "--memory", "4MiB", *options)
-    assert [(row["blocks"], row["block_size"]) for row in document["rows"]] == [(4, 4)]
-
-
-def test_the_table_has_memory_sizes_and_the_model_of_a_block():
-    """With `--memory` the table names sizes in bytes and the model of a block."""
-    lines = run(SMALL, "--eviction", "lru", "--memory", "40MiB").splitlines()
-    assert "40 MiB" in lines[2]
-    assert "A block of 16 tokens of llama-3-8b in fp16 takes 2 MiB." in lines
-
-
-def test_token_accounting_leaves_the_optimum_out():
-    """With `--accounting tokens` the optimum is not among the default policies."""
-    document = report(SMALL, "--accounting", "tokens", "--blocks", "20")
-    assert document["count"] == "tokens"
-    assert "optimum" not in {row["eviction"] for row in document["rows"]}
-
-
-def test_the_seed_reaches_the_policies():
-    """`--seed` seeds the policies that draw random numbers."""
-    (row,) = report(SMALL, "--eviction", "random", "--blocks", "9", "--seed", "8")["rows"]
-    assert row["options"] == {"seed": 8}
-
-
-def test_the_prefix_cache_can_be_chosen():
-    """With `--prefix none` no block hits, and the document names the prefix cache."""
-    document = report(SMALL, "--eviction", "lru", "--blocks", "20", "--prefix", "none")
-    assert (document["infinite"]["hit_blocks"], document["prefix"]) == (0, "none")
-
-
 def test_the_table_states_version_workload_and_prefix_cache():
     """The last lines state the version, the workload with its options, and the prefix cache."""
     _, _, setup = run(SMALL, "--eviction", "lru", "--prefix", "none").partition(
@@ -237,12 +204,6 @@ def test_every_verb_refuses_keys_under_two_parents(capsys, tmp_path, arguments):
     assert f"({rows}): request 1, number 2: key 2 stands after key 3" in capsys.readouterr().err
 
 
-def test_chained_hashes_are_compared(tmp_path):
-    """With `chain=true` a workload whose keys are hashes of single blocks is compared."""
-    rows = mooncake(tmp_path / "rows", (0, [1, 2]), (5, [3, 2]))
-    assert "infinite" in run(f"mooncake:path={rows},chain=true", "--eviction", "lru")
-
-
 def test_check_looks_at_all_keys(tmp_path, monkeypatch):
     """`--check` examines all requests, not only the first ones that are always checked."""
     monkeypatch.setattr("kvcore.workloads.base.CHECKED_REQUESTS", 1)
@@ -253,16 +214,6 @@ def test_check_looks_at_all_keys(tmp_path, monkeypatch):
     ]
     assert "infinite" in run(*arguments)
     assert "equal keys must mean equal prefixes" in refused(*arguments, "--check")
-
-
-def test_check_accepts_consistent_keys():
-    """`--check` accepts a workload whose keys are consistent."""
-    assert "infinite" in run(SMALL, "--check", "--eviction", "lru")
-
-
-def test_numbers_of_any_length_are_refused():
-    """A number with more digits than Python converts is an error, not a traceback."""
-    assert "several are a list" in refused("--blocks", "9" * 5000)
 
 
 def test_the_earlier_name_of_accounting_works_with_a_notice(capsys):

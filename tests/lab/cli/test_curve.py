@@ -12,7 +12,7 @@ from functools import partial
 from time import sleep
 
 import pytest
-from helpers.commands import error_of, stdout_of
+from helpers.commands import stdout_of
 
 pytest.importorskip("numba")
 pytest.importorskip("matplotlib")
@@ -20,7 +20,6 @@ pytest.importorskip("matplotlib")
 SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=32"
 
 run = partial(stdout_of, "curve", "--jobs", 1)
-refused = partial(error_of, "curve")
 
 
 def test_the_table_has_a_row_for_each_size():
@@ -64,13 +63,6 @@ def test_the_last_of_a_number_of_sizes_is_the_footprint():
         assert each["points"][-1]["hit_ratio"] == bound["hit_ratio"] < 1
 
 
-def test_token_accounting_has_no_optimum():
-    """With `--accounting tokens` the default policies are `lru` and `lfu`."""
-    document = json.loads(run(SMALL, "--sizes", "4,40", "--accounting", "tokens", "--json"))
-    assert [each["eviction"] for each in document["curves"]] == ["lru", "lfu"]
-    assert not any(each["every_size"] for each in document["curves"])
-
-
 @pytest.mark.parametrize(("name", "magic"), [("c.png", b"\x89PNG"), ("c.SVG", b"<?xml")])
 def test_out_draws_a_picture_and_prints_nothing(tmp_path, name, magic):
     """`--out` draws a picture in the format of its ending, and nothing is printed."""
@@ -90,25 +82,6 @@ def test_out_writes_the_numbers(tmp_path):
     points = [point for each in curves for point in each["points"]]
     assert [int(row["hit_blocks"]) for row in rows] == [p["hit_blocks"] for p in points]
     assert [float(row["hit_ratio"]) for row in rows] == [p["hit_ratio"] for p in points]
-
-
-def test_a_failed_run_leaves_the_file_unchanged(tmp_path):
-    """A failed run leaves the file at `--out` unchanged, and no partial file."""
-    out = tmp_path / "c.csv"
-    out.write_text("mine")
-    refused(SMALL, "--out", str(out), "--block-size", "7")
-    assert out.read_text() == "mine"
-    assert list(tmp_path.iterdir()) == [out]
-
-
-def test_the_workload_is_not_overwritten(tmp_path):
-    """`--out` refuses to overwrite the file of the workload."""
-    path = tmp_path / "r.json"
-    row = {"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}
-    path.write_text(json.dumps(row) + "\n")
-    before = path.read_bytes()
-    assert "the requests come from" in refused(str(path), "--out", str(path))
-    assert path.read_bytes() == before
 
 
 @pytest.mark.slow
@@ -187,13 +160,3 @@ def test_a_plane_is_written_as_rows(tmp_path):
         rows = list(csv.DictReader(file))
     assert len(rows) == 12
     assert all(int(row["pool_bytes"]) == int(row["pool_blocks"]) * 2**21 for row in rows)
-
-
-def test_the_table_of_a_plane_names_the_tier():
-    """The head of the table of a plane names the tier."""
-    assert "disk / pool" in run(SMALL, "--tier", "disk:memory=256MiB", "--sizes", "3")
-
-
-def test_the_tier_none_prints_curves_of_a_pool():
-    """`--tier none` prints the curves of a pool without a tier."""
-    assert run(SMALL, "--tier", "none") == run(SMALL)

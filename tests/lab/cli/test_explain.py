@@ -7,15 +7,13 @@ from functools import partial
 
 import pytest
 from helpers import serving
-from helpers.commands import error_of, stdout_of
-from helpers.traces import lines, record, seal, serve
+from helpers.commands import stdout_of
+from helpers.traces import record, serve
 
 from kvcore_lab.comparison import compare
 from kvcore_plugins.workload import Zipf
-from kvcore_replay.misses.reasons import CATEGORIES
 
 SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=32"
-PROGRAM = "from kvcore.cli.main import main; main()"
 
 run = partial(stdout_of, "explain")
 
@@ -24,26 +22,6 @@ run = partial(stdout_of, "explain")
 def trace(tmp_path):
     """Return the path of a recorded trace."""
     return record(tmp_path / "trace.jsonl")
-
-
-def test_json_of_a_summary_is_alone_on_stdout_and_adds_up(trace):
-    """`--summary --json` prints one document, whose losses add up to the missed tokens."""
-    shown = json.loads(run(trace, "--summary", "--json"))
-    assert (shown["schema"], shown["source"], shown["complete"]) == (1, str(trace), True)
-    assert set(shown["lost"]) == set(CATEGORIES)
-    assert sum(lost["tokens"] for lost in shown["lost"].values()) == shown["missed_tokens"]
-    assert "furthest, deepest first among equals" in shown["optimum"]
-
-
-def test_json_of_a_request_adds_up(trace):
-    """The losses of a request add up to its missed tokens."""
-    shown = json.loads(run(trace, "last", "--json"))
-    assert (shown["request"], shown["state"], shown["prompt_tokens"]) == (
-        "last",
-        "admitted",
-        25,
-    )
-    assert sum(loss["tokens"] for loss in shown["losses"]) == shown["missed_tokens"]
 
 
 def test_a_request_is_explained_in_sentences(trace):
@@ -109,22 +87,6 @@ def test_rejected_and_preempted_requests_are_explained(tmp_path):
     assert "admitted again 1 time" in " ".join(run(file, "long").split())
 
 
-def test_a_cut_trace_is_explained_up_to_the_cut(trace):
-    """A cut trace is explained up to the cut, and the report states where the file ends."""
-    trace.write_bytes(trace.read_bytes()[:-100])
-    assert "INCOMPLETE: the file ends inside line 49" in run(trace, "--summary")
-    shown = json.loads(run(trace, "--summary", "--json"))
-    assert (shown["complete"], shown["cut_reason"]) == (False, "the file ends inside line 49")
-
-
-def test_a_damaged_trace_exits_1_with_its_line(trace):
-    """An event of a span that is not cached ends with exit code 1 and the line of the event."""
-    events = lines(trace)
-    events[35]["span"] = 4
-    err = error_of("explain", seal(trace, events), "--summary", code=1)
-    assert f"{trace}:45: HIT: no span 4 is cached" in err
-
-
 def test_a_workload_is_replayed_first():
     """A workload is replayed with the given pool and policy, with the hits of `compare`."""
     shown = json.loads(run(SMALL, "--summary", "--blocks", 20, "--eviction", "fifo", "--json"))
@@ -154,9 +116,3 @@ def test_a_workload_has_the_accounting_and_block_size_of_compare():
     assert shown["hit_tokens"] == row.hit_blocks * 8 > 0
     shown = json.loads(run(*arguments, "--prefix", "none", "--json"))
     assert (shown["prefix"], shown["hit_tokens"]) == ("none", 0)
-
-
-def test_an_unknown_request_suggests_the_nearest_id(trace):
-    """The error for an unknown request suggests the nearest id and lists the first ids."""
-    err = error_of("explain", trace, "firts")
-    assert f"'firts' is not in {trace} (did you mean 'first'?). Its 5 ids: first, " in err

@@ -116,16 +116,6 @@ def test_an_interrupted_search_is_resumed(tmp_path):
     assert resumed.stdout == run_here("plan", *words, "--out", "whole", cwd=tmp_path).stdout
 
 
-@pytest.mark.slow
-def test_two_processes_find_the_same_plan_as_one(tmp_path):
-    """The document is the same with one job and with two."""
-    documents = {
-        run_here("plan", *SMALL, "--json", "--jobs", jobs, "--out", jobs, cwd=tmp_path).stdout
-        for jobs in "12"
-    }
-    assert len(documents) == 1
-
-
 def test_an_engine_sets_the_options_that_are_not_given(planned):
     """As in `kvcore simulate`, in which the fleet serves as it was planned."""
     words = ["zipf:requests=40,prefixes=4,rate=4", "--slo", "ttft=0.2", "--like", "vllm"]
@@ -137,14 +127,6 @@ def test_an_engine_sets_the_options_that_are_not_given(planned):
     pool = ["--blocks", str(best["blocks"]), *tensor_parallel, *seqs]
     served = json.loads(run_here("simulate", *words, *pool, "--json").stdout)
     assert served["ttft_s"] == best["ttft_s"]
-
-
-def test_a_part_of_the_workload_is_planned_for(planned):
-    """A window is one value, not two."""
-    words = (*SMALL, "--max-gpus", "1", "--tensor-parallel", "1", "--json")
-    document = json.loads(planned(*words, "--window", "1:5").stdout)
-    assert document["setup"]["window"] == "1:5"
-    assert 0 < document["requests"] < 40
 
 
 def test_a_file_may_name_the_workload(planned, tmp_path):

@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from helpers.commands import error_of, json_of, run_here, stdout_of
+from helpers.commands import error_of, json_of, stdout_of
 from prometheus_client.parser import text_string_to_metric_families
 
 SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=32,output_tokens=8"
@@ -59,27 +59,12 @@ def test_a_dash_prints_the_metrics_and_nothing_else(verb):
     assert "kvcore_kv_block_lifetime_seconds" in families(out)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_equal_runs_have_equal_metrics(verb):
-    """Equal runs print equal metrics, since no wall time is among them."""
-    first, second = (stdout_of(*VERBS[verb], "--prometheus", "-") for _ in range(2))
-    assert first == second
-
-
 def test_without_the_package_nothing_runs(tmp_path, monkeypatch):
     """Without prometheus_client the exit code is 3, with what to install and no file."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     err = error_of(*VERBS["simulate"], "--prometheus", tmp_path / "run.prom", code=3)
     assert not list(tmp_path.iterdir())
     assert "pip install 'kvcore[prometheus]'" in err
-
-
-def test_contiguous_memory_has_metrics():
-    """A run with contiguous allocation has metrics of latencies and none of block lifetimes."""
-    words = [*VERBS["simulate"], "--allocation", "contiguous", "--prometheus", "-"]
-    out = run_here(*words).stdout
-    assert "kvcore_time_to_first_token_seconds" in families(out)
-    assert "kvcore_kv_block_lifetime_seconds" not in families(out)
 
 
 def test_a_comparison_prints_residency_and_thrashing(loop):

@@ -37,11 +37,6 @@ def test_budgets_that_hold_all_tokens_have_a_sentence():
     assert text.count("60%") == 2
 
 
-def test_without_needles_there_is_no_column():
-    """With `--needles 0` the output does not mention needles."""
-    assert "needle" not in quality_output("--retention", "window", "--needles", 0).lower()
-
-
 def test_json_has_the_documented_fields():
     """The JSON document has exactly the documented fields, in this order."""
     document = json.loads(quality_output("--retention", "tova", "--budget", "0.5", "--json"))
@@ -60,14 +55,6 @@ def test_json_has_the_documented_fields():
     assert full["needle_by_depth"] == [[0.25, 1], [0.75, 1]]
     assert 0 < bounded["share"] < 1
     assert full["bytes_per_token"] == document["full_bytes_per_token"]
-
-
-@pytest.mark.parametrize(("name", "magic"), [("q.png", b"\x89PNG"), ("q.SVG", b"<?xml")])
-def test_plot_draws_a_picture(tmp_path, name, magic):
-    """`--plot` draws a picture in the format of its ending, and the table is still printed."""
-    pytest.importorskip("matplotlib")
-    assert "full" in quality_output("--retention", "window", "--plot", name, cwd=tmp_path)
-    assert (tmp_path / name).read_bytes().startswith(magic)
 
 
 def test_a_text_replaces_the_drawn_one(tmp_path):

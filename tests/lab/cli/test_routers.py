@@ -6,7 +6,6 @@ import os
 import threading
 from functools import partial
 
-import pytest
 from helpers.commands import as_process, json_of, stdout_of
 
 from kvcore.plugins import Plugins
@@ -79,22 +78,6 @@ def test_failures_of_replicas_cost_no_request():
     assert document["config"]["fail"] == ["replica=1,at=0.1", "replica=2,at=0.2,for=0.3"]
     assert {row["router"] for row in document["rows"]} == set(Plugins().names("router"))
     assert all(row["rejected"] == 0 for row in document["rows"])
-
-
-def test_a_plot_is_drawn(tmp_path):
-    """`--plot` draws the routers and the shared cache over the number of servers."""
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "routers.svg"
-    routers("--replicas", "2,3", "--blocks", 60, "--plot", path)
-    assert "one shared cache" in path.read_text()
-
-
-def test_an_engine_sets_the_options_that_are_not_given():
-    """As in `kvcore simulate`; what is given wins."""
-    one = "--routers", "round-robin", "--replicas", 2, "--blocks", 60
-    config = report(*one, "--like", "vllm", "--max-seqs", 9)["config"]
-    assert (config["batching"]["max_seqs"], config["batching"]["null_block"]) == (9, True)
-    assert config["plugins"]["prefix"]["name"] == "hashed"
 
 
 def test_a_file_may_name_the_workload(tmp_path):

@@ -56,12 +56,6 @@ def test_the_table_is_readable():
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_the_output_to_reserve_can_be_given():
-    """`--max-output` is what a request reserves, in place of the longest output."""
-    out = " ".join(run_here(*DEMO, "--max-output", 16).stdout.split())
-    assert "a request reserves its prompt and 16 tokens of output" in out
-
-
 def test_the_folder_of_results_has_no_trace(tmp_path):
     """`--out` has the summary of both runs and the requests, and no trace."""
     assert run_here(*OLD, "--out", tmp_path / "out").returncode == 0
@@ -71,12 +65,3 @@ def test_the_folder_of_results_has_no_trace(tmp_path):
     }
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["fragmentation"] != summary["paged"]["fragmentation"]
-
-
-def test_a_trace_is_refused(tmp_path):
-    """`--trace` is an error with contiguous memory, and nothing is written."""
-    path = tmp_path / "trace.jsonl"
-    done = run_here(*OLD, "--trace", path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "use allocation='paged'" in done.stderr
-    assert list(tmp_path.iterdir()) == []

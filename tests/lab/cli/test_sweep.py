@@ -14,7 +14,6 @@ from kvcore.config import RunConfig
 from kvcore.config.options import option_named
 from kvcore.config.parts import BLOCK_SIZE
 from kvcore_lab.sweep import axes_of
-from kvcore_lab.sweep.grid import sweep_keys
 
 pytestmark = pytest.mark.slow
 
@@ -56,19 +55,6 @@ def refusal(sweep, tmp_path):
     return invoke
 
 
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        ("jobs = 0", "jobs=0: give at least 1 process"),
-        ('executor = "nowhere"', "executor 'nowhere' is not known"),
-        ('out = "table.xyz"', "out table.xyz: give a directory"),
-    ],
-)
-def test_invalid_run_options_in_the_file_are_named(refusal, line, fault):
-    """An invalid `jobs`, `executor` or `out` in the file is an error that names the file."""
-    assert f"sweep.toml: {fault}" in refusal(f"{SMALL}{line}\n")
-
-
 def test_json_is_alone_on_stdout(tmp_path):
     """As a process, `--json` prints one document, which is the same from a finished journal."""
     (tmp_path / "sweep.toml").write_text(SMALL)
@@ -96,13 +82,6 @@ def test_the_best_policies_are_printed(sweep):
     assert lines[-1] == "All rows: all.csv."
 
 
-def test_lru_has_the_known_hits_of_the_bundled_trace(sweep):
-    """LRU hits 39,258 blocks of the bundled trace with a pool of 5,859."""
-    _, out, _ = sweep('mode = "compare"\nblocks = 5859\n', "--json")
-    (row,) = json.loads(out)["rows"]
-    assert (row["hit_blocks"], row["lookup_blocks"]) == (39258, 288500)
-
-
 def test_defaults_of_a_cell_are_those_of_simulate():
     """The defaults of a cell are the defaults of `kvcore simulate`."""
     given = frame.loaded_verb("simulate").make_context("simulate", []).params
@@ -113,12 +92,6 @@ def test_defaults_of_a_cell_are_those_of_simulate():
         )
     assert given["workload"] is given["tier"] is None
     assert given["block_size"] == BLOCK_SIZE
-
-
-def test_there_is_a_key_for_every_axis():
-    """A file may have a key for every axis, and `out`, `jobs` and `executor`."""
-    axes = {"mode", *axes_of("compare"), *axes_of("simulate")}
-    assert set(sweep_keys()) == axes | {"out", "jobs", "executor"}
 
 
 def test_plugins_may_be_tables(sweep):
@@ -343,18 +316,6 @@ def test_invalid_keys_and_values_are_refused_before_the_run(refusal, toml, reaso
 def test_invalid_output_folders_are_refused(refusal, out, reason):
     """An invalid `--out` is an error before anything runs."""
     assert reason in refusal(SMALL, "--out", out)
-
-
-def test_the_workload_is_not_overwritten(tmp_path, monkeypatch, capsys):
-    """`--out` refuses to overwrite the file of the workload."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.csv").write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,374,44\n"
-    )
-    (tmp_path / "s.toml").write_text('workload = "mine.csv"\n')
-    assert frame.run(["sweep", "s.toml", "--out", "mine.csv"]) == 2
-    assert "the requests come from mine.csv" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.csv", "s.toml"]
 
 
 def test_without_a_cluster_the_error_has_the_command_to_start_one(tmp_path):
