@@ -34,13 +34,6 @@ def test_keys_are_the_names_of_the_flags(document):
     assert (found["pool"]["block_size"], found["slo"]["ttft_s"]) == (32, 2)
 
 
-def test_a_share_is_equal_in_the_file_and_on_the_command_line(document):
-    """`--watermark` and the key `watermark` give the same configuration."""
-    from_file = document(f"{SMALL}watermark = 0.4\n")
-    assert from_file["config"]["batching"]["watermark"] == 0.4
-    assert document(SMALL, "--watermark", "0.4")["config"] == from_file["config"]
-
-
 def test_rules_are_a_plugin_or_options_of_the_release_before(document):
     """`like` as text, as a table, as a flag, and former flags and keys give the same run."""
     rules = document(f'{SMALL}like = "vllm:lag=0,null_block=false"\n')["config"]
@@ -70,11 +63,6 @@ def test_flags_override_the_file(document):
     found = document(f'{SMALL}max_seqs = 4\neviction = "fifo"\n', "--max-seqs", 7)
     assert found["config"]["batching"]["max_seqs"] == 7
     assert found["config"]["plugins"]["eviction"]["name"] == "fifo"
-
-
-def test_a_flag_overrides_the_key_that_it_excludes(document):
-    """`--blocks` on the command line overrides `memory` in the file, which it excludes."""
-    assert document(f'{SMALL}memory = "40MiB"\n', "--blocks", 33)["pool"]["blocks"] == 33
 
 
 def test_a_plugin_may_be_a_table(document):

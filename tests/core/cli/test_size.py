@@ -24,11 +24,6 @@ run = partial(stdout_of, "size")
 report = partial(json_of, "size")
 
 
-def test_json_is_alone_on_stdout_and_has_a_schema():
-    """With `--json` stdout is one document of schema 1."""
-    assert report("llama-3-8b")["schema"] == 1
-
-
 def test_the_memory_of_a_request():
     """A request of 32,768 tokens to Llama 3 8B takes 4 GiB, and a batch of eight 32 GiB."""
     kv = report("llama-3-8b", "--tokens", "32768", "--batch", "8")["kv"]
@@ -72,13 +67,6 @@ def test_no_speeds_where_the_weights_do_not_fit():
     assert [word for word in ("decode", "prefill", "load") if word in printed] == []
 
 
-def test_smaller_weights_leave_more_room():
-    """`--weights-dtype fp8` halves the weights, so that Llama 3 70B fits on an H200."""
-    document = report("llama-3-70b", "--device", "h200", "--weights-dtype", "fp8")
-    assert document["model"]["weight_bytes"] == 70_553_706_496
-    assert document["fit"]["weights_fit"] is True
-
-
 def test_the_decode_ceiling_is_bandwidth_over_bytes_read():
     """A decode step reads the weights once and the K/V of every request."""
     document = report("llama-3-8b", "--device", "h100", "--tokens", "1024", "--batch", "4")
@@ -103,13 +91,6 @@ def test_the_codec_sets_the_bytes_of_a_number(codec, bytes_per_token):
     """K/V takes four bytes a number in fp32, and two in fp16 and bf16."""
     document = report("llama-3-8b", "--codec", codec)
     assert (document["codec"], document["kv"]["bytes_per_token"]) == (codec, bytes_per_token)
-
-
-def test_a_partial_block_counts_as_a_whole_one():
-    """50 tokens in blocks of 16 occupy 4 blocks."""
-    kv = report("llama-3-8b", "--tokens", "50", "--block-size", "16")["kv"]
-    assert kv["blocks_per_request"] == 4
-    assert kv["bytes_per_request"] == 64 * 131072
 
 
 def test_a_window_bounds_every_layer():
@@ -213,11 +194,6 @@ def test_the_table_is_readable_in_a_pipe():
     assert table["K/V of a request of 32,768 tokens"][-4:] == ["4", "GiB", "4.29", "GB"]
     assert table["requests that fit"][-1] == "25"
     assert "tokens/s" in table["decode, at most"]
-
-
-def test_mixed_weights_are_named():
-    """The output names both dtypes of gpt-oss, whose experts are in MXFP4."""
-    assert "weights in bf16, experts in mxfp4" in run("gpt-oss-20b")
 
 
 REFERENCE = (Path(__file__).parents[3] / "docs/reference/size.md").read_text()
@@ -376,12 +352,6 @@ def test_gpus_that_cannot_share_the_heads_are_refused(devices):
     error = error_of("size", "phi-4", "--device", "h100", "--tensor-parallel", devices)
     assert f"phi-4 on {devices} x h100: 40 query heads and 10 K/V heads cannot" in error
     assert "give 1, 2, 5, 10, 20 or 40" in error
-
-
-@pytest.mark.parametrize("option", ["--tensor-parallel=2", "--data-parallel-attention"])
-def test_several_gpus_need_a_device(option):
-    """How many GPUs there are means nothing without their type."""
-    assert "on which GPUs? give --device too" in error_of("size", "llama-3-8b", option)
 
 
 @pytest.mark.parametrize(

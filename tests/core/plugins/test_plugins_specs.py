@@ -56,13 +56,6 @@ class Required(Plugin):
     limit: int | None = None
 
 
-class Optionless(Plugin):
-    """A plugin without options."""
-
-    kind = "prefix"
-    name = "optionless"
-
-
 class Broken(Plugin):
     """A plugin with a bug."""
 
@@ -211,13 +204,6 @@ def test_unknown_option_lists_the_options():
         "eviction plugin 'everything' has no option 'lable' (did you mean 'label'?). "
         "Its options: count=1, rate=0.5, on=false, label=x, path=none, limit=3, old=none, "
         "unit=s, level=1, anything=none, converted=1, checked=1, weights (computed)."
-    )
-
-
-def test_unknown_option_of_a_class_without_options():
-    """The error for an option of a class without options states that it has none."""
-    assert error(instantiate, Optionless, {"size": "1"}) == (
-        "prefix plugin 'optionless' has no option 'size'. It has no options."
     )
 
 

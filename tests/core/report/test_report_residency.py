@@ -29,11 +29,6 @@ def test_the_warning_of_thrashing_without_a_hit():
     assert "only 0 hit" in thrashing({"gpu": RESTED | {"age_at_hit_s": None}}, 64)
 
 
-def test_there_is_no_warning_without_thrashing():
-    """There is no warning without thrashing or without residency statistics."""
-    assert thrashing({"gpu": RESTED | {"thrashing": False}}, 64) == thrashing(None, 64) == ""
-
-
 def test_the_table_has_a_row_for_each_policy_and_pool():
     """The table has a row per policy and pool, and the reading names the clock of the ages."""
     report = ResidencyReport(compare(Zipf(requests=80), [LRU, MRU], [40, 90], residency=True))

@@ -74,13 +74,6 @@ def test_compactions_are_reported_if_there_are_any():
     assert compactions == "0 removed 0 tokens, 3 times put off without room"
 
 
-@pytest.mark.parametrize("found", [None, SATURATION | {"saturated": False}])
-def test_there_is_no_warning_of_a_queue_that_does_not_grow(found):
-    """There is no warning unless the queue is found to grow, whatever the load is."""
-    report = SimulationReport(summary(offered_load=2.0, saturation=found), CONFIG)
-    assert report.warning == ""
-
-
 @pytest.mark.parametrize(
     ("load", "much"),
     [(1.6, "at least 1.60 times what"), (0.97, "more than"), (None, "more than")],
@@ -129,12 +122,6 @@ def test_the_headline_names_workload_model_and_devices():
     ]
 
 
-def test_the_headline_has_the_factor_of_the_arrival_rate():
-    """The headline has the factor of the arrival rate if it is not 1."""
-    report = SimulationReport(summary(), CONFIG | {"rate_scale": 2.5})
-    assert "2.5 times as fast as recorded" in report.headline
-
-
 def test_the_headline_has_the_reason_of_rejections():
     """The headline gives the reason of the first rejection."""
     report = SimulationReport(
@@ -148,12 +135,6 @@ def test_times_have_a_unit_each():
     rows = SimulationReport(summary(), CONFIG).times
     assert rows[0] == ["TTFT", "1.5 s", "1 s", "2 s", "2.5 s", "12.5 ms"]
     assert [name for name, *_ in rows] == ["TTFT", "TPOT", "ITL", "E2E", "queueing"]
-
-
-def test_a_time_without_samples_is_a_dash():
-    """Times without samples are dashes, such as TPOT if no request has a second token."""
-    rows = SimulationReport(summary(tpot_s=None), CONFIG).times
-    assert rows[1] == ["TPOT", *["–"] * 5]
 
 
 def test_amounts_are_goodput_hits_evictions_and_pool_usage():
@@ -176,12 +157,6 @@ def test_amounts_that_are_not_known_are_left_out():
     assert not {"goodput", "within the SLO", "throughput", "prefix hits", "pool in use"} & {
         *found
     }
-
-
-def test_blocks_found_again_after_a_preemption_are_no_prefix_hits():
-    """Blocks of a preempted request that it finds again are not counted as prefix hits."""
-    hit = summary()["hit"] | {"self_hit_blocks": 7}
-    assert amounts(hit=hit)["own blocks again"] == "7 found after preemption"
 
 
 def test_an_slo_of_the_requests_is_marked_as_their_own():

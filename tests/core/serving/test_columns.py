@@ -54,15 +54,6 @@ def test_a_column_reads_as_its_list(cells, typecode, length):
         assert column.index(each) == cells.index(each)
 
 
-def test_appending_cells_equals_extending():
-    """Appending one cell at a time gives the same column as `extend`."""
-    column = Column("q")
-    for each in NUMBERS:
-        column.append(each)
-    assert column == NUMBERS
-    assert len(column.newest) == len(NUMBERS) % ROWS
-
-
 def test_columns_are_equal_by_their_cells():
     """A column equals columns, lists and tuples with the same cells, and is not hashable."""
     column = filled(NUMBERS, "q")
@@ -82,12 +73,6 @@ def test_an_index_beyond_the_ends_raises_index_error(row):
         filled(NUMBERS, "q")[row]
 
 
-def test_a_missing_cell_raises_value_error():
-    """`index` of a cell that is in no row raises ValueError."""
-    with pytest.raises(ValueError, match="'z' is not in the column"):
-        filled(NAMES).index("z")
-
-
 def test_the_repr_has_the_first_cells_and_the_length():
     """The repr of a column has its first eight cells and its length."""
     assert repr(filled(NUMBERS)) == f"<Column of 10: {NUMBERS[:8]}>"
@@ -104,15 +89,6 @@ def test_a_full_disk_leaves_rows_in_memory(monkeypatch):
     for column, cells in ((filled(NUMBERS, "q"), NUMBERS), (filled(NAMES), NAMES)):
         assert column == cells
         assert [type(part) for part in column._parts] == [bytes, bytes]
-
-
-def test_after_the_disk_fills_up_later_rows_stay_in_memory(monkeypatch):
-    """If the disk fills up, earlier rows are read from the file and later ones from memory."""
-    column = filled(NUMBERS[:ROWS], "q")
-    monkeypatch.setattr(os, "pwrite", full)
-    column.extend(NUMBERS[ROWS:])
-    assert column == NUMBERS
-    assert [type(part) for part in column._parts] == [tuple, bytes]
 
 
 def test_all_columns_share_one_file():

@@ -25,11 +25,6 @@ def test_impossible_limits_are_refused(options, message):
         Batching(**options)
 
 
-def test_a_step_of_one_sequence_and_one_token_is_accepted():
-    """A step of one sequence and one token is accepted."""
-    assert Batching(max_tokens=1, max_seqs=1).max_tokens == 1
-
-
 @pytest.mark.parametrize(
     ("watermark", "blocks", "reserved"),
     [(0, 100, 0), (0.01, 100, 1), (0.01, 101, 2), (0.5, 7, 4)],

@@ -5,7 +5,6 @@ from typing import ClassVar
 
 import attrs
 import pytest
-from helpers.schedulers import Planning
 from helpers.serving import BLOCK, Even, ask, serve
 
 from kvcore import InputError, LatencyModel, PolicyError, Scheduler
@@ -55,33 +54,11 @@ def test_livelock_by_pauses():
     assert "a running job's priority may only improve" in text
 
 
-@pytest.mark.parametrize("scheduler", [FCFS, Planning])
-def test_much_preemption_is_no_livelock(scheduler):
-    """A run with many preemptions is no livelock as long as tokens are generated."""
-    requests = [ask(number, prompt=3, output=80) for number in range(40)]
-    run = serve(requests, blocks=21, scheduler=scheduler())
-    assert run.sum("recomputes") > 150
-
-
 def test_a_scheduler_that_admits_no_job_is_named():
     """If no job runs and none is admitted, the error names the scheduler and a waiting job."""
     message = "'closed' leaves 6 requests waiting while nothing runs: the first is <Job 1: req"
     with pytest.raises(PolicyError, match=message):
         serve(REQUESTS, scheduler=Closed())
-
-
-def test_a_scheduler_may_leave_slots_free():
-    """A scheduler may leave slots free as long as jobs run or requests arrive."""
-
-    class Reluctant(FCFS):
-        """A scheduler that admits jobs when three wait."""
-
-        def plan(self, state):
-            """Return a plan that admits all waiting jobs if there are three."""
-            return StepPlan(list(state.waiting) if len(state.waiting) > 2 else ())
-
-    run = serve([ask(number, 100 * number) for number in range(6)], scheduler=Reluctant())
-    assert [row["admitted"] for row in run.rows.values()] == [200, 200, 200, 500, 500, 500]
 
 
 def _failing(method):
@@ -252,23 +229,6 @@ def test_a_scheduler_serves_once():
     serve(REQUESTS, scheduler=scheduler)
     with pytest.raises(InputError, match="scheduler plugin 'fcfs' is in use already: build"):
         serve(REQUESTS, scheduler=scheduler)
-
-
-def test_a_scheduler_needs_no_method_but_priority():
-    """A scheduler needs no method but `priority`."""
-
-    @attrs.define(slots=False, eq=False)
-    class Shortest(Scheduler):
-        """A scheduler that runs the shortest output first."""
-
-        name: ClassVar[str] = "shortest"
-
-        def priority(self, job, now):
-            """Return the length of the output."""
-            return job.request.output_tokens
-
-    requests = [ask(number, output=9 - number) for number in range(5)]
-    assert list(serve(requests, scheduler=Shortest(), max_seqs=1).rows) == [4, 3, 2, 1, 0]
 
 
 @attrs.define(slots=False, eq=False)

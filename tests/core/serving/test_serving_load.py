@@ -63,25 +63,11 @@ def test_bursts_that_drain_are_no_saturation():
     assert found(bursts) is False
 
 
-def test_a_burst_at_the_end_is_no_saturation():
-    """A burst at the end, after an idle server, is no saturation."""
-    calm = poisson(0.5, 200)
-    assert found(calm + [calm[-1] + SERVICE * place // 10 for place in range(100)]) is False
-
-
 def test_an_overload_in_the_second_half_is_saturation():
     """An overload that starts in the second half of the run is saturation."""
     calm = poisson(0.3, 300)
     busy = [calm[-1] + at for at in poisson(1.6, 1600)]
     assert found(calm + busy) is True
-
-
-def test_an_overload_that_is_over_is_no_saturation():
-    """An overload whose queue drains before the last arrivals is no saturation."""
-    calm = poisson(0.3, 300)
-    peak = [calm[-1] + at for at in poisson(2, 300)]
-    after = [peak[-1] + at for at in poisson(0.3, 300, 1)]
-    assert found(calm + peak + after) is False
 
 
 @pytest.mark.parametrize(

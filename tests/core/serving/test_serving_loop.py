@@ -136,26 +136,11 @@ def test_the_clock_counts_picoseconds():
     assert run.result.log.busy_ps == 20_000
 
 
-def test_an_idle_server_runs_no_step():
-    """No step runs between two requests that are far apart."""
-    run = serve([ask("a"), ask("b", 10**18)])
-    assert run.rows["b"]["finish"] == 10**18 + STEP
-    assert run.result.log.steps == 2
-
-
 def test_a_request_without_output_ends_with_its_prefill():
     """A request without output ends with its prefill, and has no first token."""
     run = serve([ask("a", prompt=9, output=0)], max_tokens=4, max_seqs=1)
     assert run.timeline("FIRST_TOKEN", "FINISH", "FREE") == ["30 FINISH a", "30 FREE a"]
     assert run.rows["a"]["first_token"] == -1
-
-
-def test_requests_without_output_free_their_slots():
-    """Requests without output free their slots like others."""
-    requests = [ask(number, output=number % 2 * 3) for number in range(20)]
-    run = serve(requests, max_seqs=2)
-    assert len(run.rows) == 20
-    assert run.result.log.itl.count == 10 * 2
 
 
 def test_a_request_that_can_never_fit_is_rejected():
@@ -180,12 +165,6 @@ def test_a_request_that_can_never_fit_is_rejected():
     assert list(run.rows) == ["fits", "grows just so"]
 
 
-def test_a_workload_that_does_not_fit_is_rejected_without_a_step():
-    """A workload of requests that do not fit is rejected entirely, without a step."""
-    run = serve([ask(number, prompt=99) for number in range(5)], blocks=3)
-    assert (len(run.rejected), run.rows, run.result.log.steps) == (5, {}, 0)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["fcfs", "srpt", "slo", "fair", "lpm", "priority"])
 def test_simultaneous_requests_are_all_served(scheduler):
@@ -200,31 +179,6 @@ def test_simultaneous_requests_are_all_served(scheduler):
     if scheduler == "fcfs":
         admitted = [run.rows[number]["admitted"] for number in range(10_000)]
         assert admitted == sorted(admitted)
-
-
-def test_equal_timestamps_go_in_the_order_of_the_workload():
-    """Requests with equal arrivals run in the order of the workload, whatever their ids."""
-    run = serve([ask(name, 5) for name in "cab"], max_seqs=1)
-    assert list(run.rows) == ["c", "a", "b"]
-
-
-@pytest.mark.parametrize("steps", ["mixed", "prefill-first"])
-def test_requests_that_need_ten_times_the_pool_are_all_served(steps):
-    """Requests that together need ten times the pool are all served, with preemptions."""
-    requests = [ask(number, prompt=20 + number % 9, output=60) for number in range(60)]
-    need = sum(
-        -(-(request.prompt_tokens + request.output_tokens - 1) // 4) for request in requests
-    )
-    run = serve(requests, blocks=need // 10, steps=steps)
-    assert len(run.rows) == 60
-    assert run.sum("recomputes") > 60
-
-
-def test_a_pool_of_one_block_serves_one_request_at_a_time():
-    """A pool of one block serves requests that fit into it, one at a time."""
-    run = serve([ask(number, prompt=2, output=3) for number in range(5)], blocks=1)
-    assert [row["finish"] for row in run.rows.values()] == [30, 60, 90, 120, 150]
-    assert run.sum("recomputes") == 0
 
 
 def test_blocks_can_be_hit_after_the_step_that_computed_them():

@@ -116,12 +116,6 @@ def test_a_rejected_request_has_a_reason_and_no_times():
     assert {row[name] for name in times} == {None}
 
 
-def test_one_token_has_no_time_per_token():
-    """A request with one token has no TPOT, the mean time of tokens after the first."""
-    row = rows(three())["short"]
-    assert (row["queue_s"], row["ttft_s"], row["tpot_s"]) == (5 / NS, 15 / NS, None)
-
-
 def test_a_request_without_output_has_no_first_token():
     """A request without output has an end-to-end time, but neither TTFT nor TPOT."""
     result = run([ask("none", output=0)])
@@ -223,12 +217,6 @@ def test_the_slo_of_a_request_precedes_that_of_the_run():
     assert result.summary()["slo"]["own"] == 1
 
 
-def test_without_any_slo_there_is_no_goodput():
-    """Without any SLO, goodput and the share within the SLO are None."""
-    summary = three().summary()
-    assert (summary["goodput"], summary["slo"]["met"]) == (None, None)
-
-
 @pytest.mark.parametrize(
     ("load", "options"),
     [
@@ -299,19 +287,6 @@ def test_littles_law_for_requests():
     assert mean == pytest.approx(rate * summary["e2e_s"]["mean"])
 
 
-def test_littles_law_for_blocks():
-    """The mean of active blocks is their total time over the time of the run (Little's law).
-
-    Each of these requests holds one block.
-    """
-    requests = [ask(n, at=n * n, prompt=1 + n % 3, output=1 + n % 2) for n in range(40)]
-    result = run(requests, max_seqs=3)
-    log = result.log
-    held = sum(end - begin for begin, end in zip(log.admitted, log.finish, strict=True))
-    mean = result.summary()["pool"]["active"]["mean"]
-    assert mean == pytest.approx(held / (max(log.finish) - min(log.arrival)))
-
-
 @given(servers())
 def test_every_token_after_the_first_is_one_gap(server):
     """Every token after the first has one inter-token latency, even after preemptions.
@@ -340,23 +315,6 @@ def test_jumps_change_no_value_of_the_result(scheduler, server):
     assert jumped.summary() | {"wall_s": 0} == stepped.summary() | {"wall_s": 0}
 
 
-def test_attributes_of_the_result_equal_the_summary():
-    """The attributes of the result equal the values of the summary."""
-    result = three(slo=SLO.in_seconds(ttft=15e-9))
-    summary = result.summary()
-    for name in ("ttft", "tpot", "itl", "e2e", "queue"):
-        assert getattr(result, name).as_dict() == summary[f"{name}_s"]
-    for name in ("offered_load", "simulated_s", "throughput_tokens_s", "goodput"):
-        assert getattr(result, name) == summary[name]
-    assert result.slo_attainment == summary["slo"]["met"]
-    ratio = result.hit_ratio
-    assert summary["hit"]["ratio"] == {
-        "block": ratio.block,
-        "token": ratio.token,
-        "request": ratio.request,
-    }
-
-
 def test_a_frame_has_a_row_per_request():
     """`to_frame` returns a frame with the columns of `requests`."""
     pytest.importorskip("polars")
@@ -364,13 +322,6 @@ def test_a_frame_has_a_row_per_request():
     frame = result.to_frame()
     assert frame.columns == list(result.requests)
     assert frame["e2e_s"].to_list() == result.requests["e2e_s"]
-
-
-@pytest.mark.parametrize("time", [0, -1.0, float("nan"), float("inf")])
-def test_an_slo_in_seconds_is_checked(time):
-    """A time of an SLO that is not finite and positive raises InputError."""
-    with pytest.raises(InputError, match=r"SLO tpot=.*give seconds"):
-        SLO.in_seconds(tpot=time)
 
 
 def test_both_files_are_written(tmp_path):

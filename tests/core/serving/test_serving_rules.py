@@ -31,12 +31,6 @@ def test_blocks_can_be_hit_once_they_are_scheduled(commit, hit):
     assert serve(TWINS, commit=commit).rows["b"]["hit"] == hit
 
 
-def test_only_scheduled_blocks_of_the_current_chunk_can_be_hit():
-    """With `commit=scheduled`, only blocks of the chunk in the current step can be hit."""
-    rows = serve(TWINS, commit="scheduled", max_tokens=300, max_chunk=4).rows
-    assert rows["b"]["hit"] == 4
-
-
 @pytest.mark.parametrize("jumps", [True, False])
 @pytest.mark.parametrize(
     ("commit", "lag", "hit"), [("computed", 0, 4), ("scheduled", 0, 8), ("scheduled", 1, 4)]
@@ -100,12 +94,6 @@ def test_the_watermark_of_all_blocks_is_rounded_down(null_block, kept):
     assert batching.reserved_blocks(95) == kept
 
 
-def test_the_null_block_reduces_the_pool():
-    """The null block reduces the pool by one block."""
-    result = kvcore.simulate("zipf:requests=5", blocks=900, like="kvcore:null_block=true")
-    assert result.cache.pool.blocks == 899
-
-
 def test_a_pool_of_the_null_block_alone_is_refused():
     """A pool of the null block alone raises InputError."""
     with pytest.raises(InputError, match="never used: give 2 or more"):
@@ -145,12 +133,6 @@ def test_generated_blocks_stay_cached(generated, again):
     run = serve(requests, blocks=7, generated=generated)
     back = [line for line in run.lines if line["event"] == "HIT" and line.get("again")]
     assert [line["blocks"] * 4 - 4 for line in back] == [again]
-
-
-def test_other_requests_do_not_hit_generated_blocks():
-    """Generated blocks without keys are not hit by other requests."""
-    requests = [ask("a", 0, 6, 9, keys=[1]), ask("b", 500, 12, 1, keys=[1, 2, 3])]
-    assert serve(requests, generated="cached").rows["b"]["hit"] == 4
 
 
 def test_generated_blocks_begin_inside_a_key():
@@ -234,25 +216,12 @@ class Turns(FCFS):
         return StepPlan([*state.waiting, *state.running], state.running)
 
 
-def test_a_plan_may_pause_a_request_that_has_just_finished():
-    """With `lag=1`, a plan may pause a finished request, which still runs, and admit it."""
-    requests = [ask("a"), ask("b", output=2), ask("c")]
-    run = serve(requests, scheduler=Turns(), max_seqs=2, lag=1)
-    assert run.of("FINISH") == [(10, "a"), (20, "c"), (30, "b")]
-
-
 def test_a_paused_request_commits_the_block_that_it_has_just_filled(tmp_path):
     """With `lag=1`, a block filled before a pause is committed after it."""
     requests = [ask("a", output=6, keys=[1], output_keys=[2]), ask("b", 35)]
     run = serve(requests, scheduler=Turns(), max_seqs=1, lag=1)
     (tmp_path / "trace").write_bytes(run.trace)
     assert check_trace(tmp_path / "trace").finished == 2
-
-
-def test_a_request_to_an_idle_server_is_admitted_at_once():
-    """With `lag=1`, a request to an idle server is admitted at once."""
-    run = serve([ask("a", 0, 4, 3), ask("b", 500, 4, 1)], lag=1)
-    assert run.rows["b"]["admitted"] == 500
 
 
 @attrs.define(slots=False, eq=False)
@@ -331,13 +300,6 @@ class TestLike:
         for name, value in type(config.batching.rules).defaults.items():
             got = getattr(config, name)
             assert (got if type(got) is type(value) else str(got)) == value
-
-    def test_given_options_win(self):
-        """Options that are given override those of the engine."""
-        config = RunConfig.of(like="vllm:lag=0", watermark=0.05)
-        rules = config.batching.rules
-        assert (rules.lag, config.watermark, rules.commit) == (0, 0.05, "scheduled")
-        assert (config.max_seqs, str(config.prefix)) == (1024, "hashed")
 
     @pytest.mark.parametrize(
         "like", [VLLM, VLLM(), lambda: VLLM(lag=0), "vllm", {"name": "vllm"}]

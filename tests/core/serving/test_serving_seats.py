@@ -2,7 +2,7 @@
 
 import pytest
 from helpers.schedulers import Latest, Urgent, scheduler_of
-from helpers.serving import STEP, ask, serve
+from helpers.serving import ask, serve
 from helpers.traces import lines, seal
 
 from kvcore.errors import TraceError
@@ -28,24 +28,11 @@ def test_a_request_beyond_max_seqs_waits_for_a_slot():
     assert run.timeline("FINISH") == ["20 FINISH b", "30 FINISH a", "30 FINISH c"]
 
 
-def test_the_first_request_without_blocks_ends_the_admissions():
-    """The first request without blocks ends the admissions, even if a later one fits."""
-    requests = [ask("a", prompt=16, output=9), ask("b", 1, prompt=24), ask("c", 1)]
-    run = serve(requests, blocks=8)
-    assert {row["admitted"] for name, row in run.rows.items() if name in "bc"} == {90}
-
-
 def test_the_watermark_keeps_blocks_for_running_requests():
     """A request that would use blocks of the watermark waits for the first to end."""
     requests = [ask("a", prompt=16, output=9), ask("b", 1, prompt=8, output=2)]
     assert finish(serve(requests, blocks=8)) == {"a": 90, "b": 30}
     assert finish(serve(requests, blocks=8, watermark=0.25)) == {"a": 90, "b": 110}
-
-
-def test_the_watermark_does_not_apply_without_running_requests():
-    """The watermark does not apply if no other request holds blocks."""
-    run = serve([ask("a", prompt=32), ask("b", 1, prompt=32)], blocks=8, watermark=0.9)
-    assert finish(run) == {"a": 10, "b": 20}
 
 
 def test_without_free_blocks_the_last_job_in_order_is_preempted():
@@ -91,16 +78,6 @@ def test_a_preempted_request_hits_its_blocks_that_are_left(named, found, tmp_pat
     seal(path, events)
     with pytest.raises(TraceError, match=f"{found - 1} blocks hit; {found} are cached"):
         check_trace(path)
-
-
-def test_no_token_is_generated_twice():
-    """However often a request is preempted, each of its tokens is generated once."""
-    requests = [ask(number, prompt=9, output=40) for number in range(5)]
-    run = serve(requests, blocks=14, block_size=4)
-    assert run.sum("recomputes") > 5
-    assert len(run.of("FIRST_TOKEN")) == 5
-    assert run.result.log.itl.count == 5 * 39
-    assert run.result.log.itl.percentiles(1000).p50 == STEP
 
 
 def test_the_job_admitted_last_of_equal_ones_is_preempted():
@@ -157,19 +134,6 @@ def test_no_job_is_preempted_for_an_admission():
     assert finish(run) == {"a": 90, "b": 120}
 
 
-def test_jobs_of_equal_urgency_do_not_preempt_one_another():
-    """A job is not preempted for one of equal urgency."""
-    run = serve([ask(number, number, 8, 9) for number in range(9)], scheduler=Urgent())
-    assert set(kinds(run).values()) == {(0, 0)}
-
-
-def test_a_scheduler_without_preemption_pauses_no_job():
-    """Without preemption, the shortest job waits for a slot."""
-    scheduler = scheduler_of("srpt:preemptive=false")
-    run = serve([ask("a", 0, 8, 90), ask("b", 5)], scheduler=scheduler, max_seqs=1)
-    assert finish(run) == {"a": 900, "b": 910}
-
-
 def test_a_latest_first_scheduler_finishes_in_reverse_order():
     """Under a latest-first scheduler each arrival pauses the job before it.
 
@@ -199,13 +163,3 @@ def test_a_preempted_job_is_not_admitted_again_in_the_same_step():
     run = serve(requests, blocks=6, reserve="first-chunk", max_chunk=4)
     lines = run.timeline("MISS", "PREEMPT")
     assert lines == ["0 MISS a", "0 MISS b", "60 PREEMPT b", "130 MISS b"]
-
-
-@pytest.mark.parametrize("steps", ["mixed", "prefill-first"])
-def test_two_requests_of_the_whole_pool_are_served_in_turn(steps):
-    """Two requests that each need the whole pool are served one after the other."""
-    requests = [ask("a", 0, 16, 17), ask("b", 0, 16, 17)]
-    run = serve(requests, blocks=8, steps=steps)
-    assert finish(run) == {"a": 170, "b": 330}
-    assert kinds(run) == {"a": (0, 0), "b": (0, 1)}
-    assert run.timeline("PREEMPT") == ["10 PREEMPT b"]

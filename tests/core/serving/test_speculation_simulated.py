@@ -164,13 +164,6 @@ def test_replicas_sum_up_their_drafts():
     assert summary["offered_load"] is None
 
 
-def test_a_run_without_a_drafter_has_no_entries_of_drafts():
-    """Without a drafter, neither the summary nor the trace has entries of drafts."""
-    run = serve([ask(0, 0, 5, 5)], latency=Even())
-    assert "drafts" not in run.result.summary()
-    assert b"draft" not in run.trace
-
-
 def test_a_file_that_fits_no_request_gives_probabilities(tmp_path):
     """Drafts of a request that is not in the file are drawn from the file's probabilities."""
     path = tmp_path / "acceptance.jsonl"

@@ -15,14 +15,6 @@ def test_means_are_weighted_by_time():
     assert (summary["active"], summary["cached"]) == ({"mean": 5, "peak": 6}, {"mean": 0})
 
 
-def test_the_last_counts_hold_until_the_end_of_the_span():
-    """The counts after the last event hold until the end of the time span."""
-    timeline = PoolTimeline(8)
-    timeline.pending.append((0, 8, 0))
-    timeline.pending.append((10, 0, 8))
-    assert timeline.summary(0, 40)["cached"] == {"mean": 6}
-
-
 def test_evictable_blocks_count_as_cached():
     """Evictable blocks count as cached: free, cached and active add up to the pool."""
     timeline = PoolTimeline(8)

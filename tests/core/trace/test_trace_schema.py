@@ -141,11 +141,6 @@ def test_an_slo_has_whole_nanoseconds(slo):
     )
 
 
-def test_json_other_than_an_object_is_a_fault():
-    """JSON other than an object is a fault."""
-    assert find_fault([1]) == "a line must be a JSON object, not [1]"
-
-
 def test_the_description_of_a_fault_shortens_a_huge_value():
     """The description of a fault shortens a huge value."""
     assert len(find_fault(FREE | {"runs": [[0, "x"]] * 1000})) < 150
@@ -380,13 +375,6 @@ def test_a_recorder_method_writes_its_event(method, tmp_path):
     for name, value in given.items():
         if name not in ("runs", "new", "keys", "output_keys"):
             assert getattr(full, name) == value
-
-
-def test_a_request_line_has_a_field_for_each_attribute():
-    """REQUEST has as many fields as a request has attributes, without the arrival."""
-    fields = [name for name in describe_fields(EVENTS["REQUEST"]) if name not in COMMON]
-    attributes = [name for name in inspect.signature(Request).parameters if name != "arrival"]
-    assert len(fields) == len(attributes)
 
 
 def test_a_header_requires_every_field_of_the_cache():

@@ -113,11 +113,6 @@ def test_a_workload_without_requests_in_its_second_reading_is_refused():
         list(once)
 
 
-def test_an_empty_workload_may_be_read_twice():
-    """An empty workload may be read twice."""
-    assert [list(each) for each in [Once(rest=())] * 2] == [[], []]
-
-
 @pytest.mark.parametrize("what", ["key_tokens", "digest", "size", "notes"])
 def test_an_exception_in_a_property_is_reported(what):
     """An exception in a property of a workload raises PolicyError that names it."""

@@ -109,16 +109,6 @@ def test_cut_file_yields_lines_before_the_cut(tmp_path, pack, name):
 
 
 @pytest.mark.parametrize(
-    ("pack", "name"), [(gzip.compress, "gzip"), (zstandard.compress, "zstd")]
-)
-def test_a_file_cut_by_one_byte_is_refused(rows, pack, name):
-    """A compressed file that lacks only its last byte raises InputError."""
-    path = rows(pack(b"one\ntwo\n")[:-1])
-    with pytest.raises(InputError, match=f"the {name} stream stops early"):
-        list(lines(path))
-
-
-@pytest.mark.parametrize(
     ("pack", "name", "place"), [(gzip.compress, "gzip", -8), (zstandard.compress, "zstd", 5)]
 )
 def test_damaged_file_is_reported(tmp_path, pack, name, place):
@@ -155,13 +145,6 @@ def test_every_format_reports_a_missing_file(tmp_path, cls):
         list(cls(tmp_path / "gone"))
 
 
-def test_digest_is_that_of_the_bytes(rows):
-    """Without options the digest is the BLAKE2b of the file; options change it."""
-    path = rows(b"one\n")
-    assert file_digest(path) == hashlib.blake2b(b"one\n", digest_size=16).hexdigest()
-    assert file_digest(path, seed=1) == file_digest(path, seed=1) != file_digest(path)
-
-
 @pytest.mark.parametrize("pack", PACK)
 @pytest.mark.parametrize("cls", FIRST_LINES)
 def test_formats_are_recognised(rows, cls, pack):
@@ -170,12 +153,6 @@ def test_formats_are_recognised(rows, cls, pack):
     workload = recognise(path, BUILT_IN)
     assert type(workload) is cls
     assert workload.path == path
-
-
-def test_hand_written_requests_are_recognised(rows):
-    """A REQUEST line without a HEADER is recognised as kvcore's own format."""
-    path = rows(b'{"event":"REQUEST","id":1,"t":0,"prompt":1,"output":1,"keys":[]}')
-    assert type(recognise(path, BUILT_IN)) is Jsonl
 
 
 @pytest.mark.parametrize("line", [b"a,b,c\n", b"[1]\n", b'{"a":1}\n', b"\xfa\xfb\n"])
@@ -205,13 +182,6 @@ def test_a_byte_order_mark_is_skipped(rows, pack):
     assert type(recognise(path, BUILT_IN)) is Azure
 
 
-def test_a_file_with_only_a_byte_order_mark_is_empty(rows):
-    """A file with only a byte order mark is empty."""
-    path = rows(b"\xef\xbb\xbf")
-    with pytest.raises(InputError, match="rows: the file is empty"):
-        list(lines(path))
-
-
 def test_a_broken_link_is_reported_with_its_target(tmp_path):
     """An error about a broken link names the link and its target."""
     link = tmp_path / "link"
@@ -233,12 +203,6 @@ def test_an_ambiguous_format_is_refused(rows):
     path = rows(FIRST_LINES[Mooncake])
     with pytest.raises(InputError, match=r"mooncake and twin .* as in 'mooncake:path="):
         recognise(path, [Twin, *BUILT_IN])
-
-
-def test_checked_yields_valid_requests_unchanged():
-    """`checked` yields valid requests unchanged."""
-    requests = [request("a", [1, 2]), request("b", [1, 3]), request("c", [], 5)]
-    assert list(checked(Listed(*requests))) == requests
 
 
 def test_checked_reads_one_request_at_a_time():
@@ -355,14 +319,6 @@ def test_a_near_miss_of_a_format_is_named(rows, line, hint):
     formats = [Chat, *BUILT_IN] if "chat" in hint else BUILT_IN
     with pytest.raises(InputError, match=f"; nearly {hint} formats:"):
         recognise(rows(line), formats)
-
-
-def test_a_single_common_field_is_no_near_miss(rows):
-    """A single field in common with a format is no near miss."""
-    path = rows(b'{"event":"start","name":"x"}')
-    with pytest.raises(InputError) as caught:
-        recognise(path, BUILT_IN)
-    assert "nearly" not in str(caught.value)
 
 
 ELEMENTS = [b'{"a": "]}, {\\" \xc3\xa9"}', b"{}", b'{\n  "b": [[1], {"c": null}]\n}']
