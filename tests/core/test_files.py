@@ -65,14 +65,6 @@ def test_a_full_disk_raises_storage_error_with_the_path(text):
         file.write(text)
 
 
-def test_a_path_that_becomes_unusable_raises_storage_error(tmp_path):
-    """If a file cannot get its name in the end, StorageError is raised and no file is left."""
-    path = tmp_path / "rows.csv"
-    with pytest.raises(StorageError, match=r"cannot write .*rows.csv"), atomic_file(path):
-        path.mkdir()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
-
-
 def test_two_runs_do_not_share_a_part(tmp_path):
     """While one run writes a file another run is refused, and the first one goes on."""
     path = tmp_path / "rows.csv"
@@ -137,12 +129,3 @@ def test_discarding_twice_spares_the_part_of_the_next_run(tmp_path):
     first.discard()
     second.finish()
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows"]
-
-
-def test_a_discarded_file_leaves_nothing(tmp_path):
-    """A discarded file leaves nothing, and can be discarded again."""
-    file = AtomicFile(tmp_path / "rows", "rows")
-    file.write(b"row")
-    file.discard()
-    file.discard()
-    assert list(tmp_path.iterdir()) == []

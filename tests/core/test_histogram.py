@@ -72,12 +72,6 @@ def test_memory_is_bounded():
     assert len(borders()) < 6500
 
 
-def test_an_empty_histogram_has_no_percentiles():
-    """An empty histogram has neither percentiles nor JSON."""
-    assert Histogram().percentiles() is None
-    assert Histogram().as_dict(1, [1]) is None
-
-
 def test_figures_in_json_are_divided_by_the_unit():
     """The sum, the percentiles and the bounds in the JSON are divided by the unit."""
     histogram, _ = filled([(2_000_000, 3), (5_000_001, 1)])

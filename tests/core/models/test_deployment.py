@@ -23,11 +23,6 @@ def test_heads_are_divided_among_up_to_eight_devices(devices, copies):
     assert kv_copies(LLAMA, devices) == copies
 
 
-def test_a_latent_is_stored_on_each_device():
-    """A latent is stored on each device, since MLA has no heads to divide."""
-    assert kv_copies(DEEPSEEK, 8) == 8
-
-
 def test_the_pool_has_nine_tenths_of_the_memory_less_the_weights():
     """The pool has 90% of the devices' memory less the weights.
 
@@ -37,18 +32,6 @@ def test_the_pool_has_nine_tenths_of_the_memory_less_the_weights():
     assert deployment.kv_bytes == 144 * 10**9 - 2 * LLAMA.parameters
     assert deployment.bytes_per_block == 2 * 2**20
     assert deployment.blocks() == deployment.kv_bytes // 2**21
-
-
-def test_a_block_stored_twice_has_twice_the_bytes():
-    """On 16 devices each of eight heads is stored twice, and a block takes twice the bytes."""
-    layout = KVLayout(LLAMA, "fp16", 16)
-    assert Deployment(layout, H100, 16).bytes_per_block == 2 * layout.bytes_per_block
-    assert Deployment(layout, H100, 16).blocks_in(2**23) == 2
-
-
-def test_the_text_of_a_deployment_has_count_and_device():
-    """The text of a deployment has the form `4 x h100`."""
-    assert str(Deployment(KVLayout(LLAMA), H100, 4)) == "4 x h100"
 
 
 def test_weights_that_do_not_fit_are_refused_with_enough_devices():

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvcore
 from kvcore.config import RunConfig
 from kvcore.errors import InputError
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.cost import attended_pairs, decode_step_bytes, pair_flop, prefill_flop
 from kvcore.models.layers import CACHE_KINDS, LayerCache, merged
-from kvcore.models.memory import Deployment, KVLayout, can_share, check_pool, kv_copies
+from kvcore.models.memory import KVLayout, can_share, check_pool, kv_copies
 from kvcore.models.released import MODELS
 from kvcore.models.spec import ModelSpec
 
@@ -218,14 +217,6 @@ def test_simulate_says_what_its_pool_keeps_past_a_window():
     assert notes() is None
 
 
-@pytest.mark.parametrize("name", ["qwen3-next-80b-a3b", "deepseek-v4-flash"])
-def test_simulate_refuses_a_model_with_states(name):
-    """A model with states is refused as one group, with the verb that sizes it."""
-    options = {"device": "b300", "tensor_parallel": 4, "disable_hybrid_kv_cache_manager": True}
-    with pytest.raises(InputError, match=f"^model: {name} keeps more than K/V of tokens"):
-        kvcore.simulate("zipf", limit=3, model=name, **options)
-
-
 def test_roofline_reads_and_writes_states_whatever_the_context():
     """A step with states takes as long at any context, except for the layers with K/V."""
     from kvcore_plugins.latency.roofline import Roofline  # noqa: PLC0415 - a plugin
@@ -240,10 +231,3 @@ def test_roofline_reads_and_writes_states_whatever_the_context():
         1: state.layers * state.pair_flop,
         None: full.layers * full.pair_flop,
     }
-
-
-def test_a_deployment_has_the_copies_of_each_kind():
-    """The bytes of a block on several devices are those of each kind, by its copies."""
-    spec = find_model("deepseek-v3.2")
-    deployment = Deployment(KVLayout(spec), find_device("h200"), 8)
-    assert deployment.bytes_per_block == 8 * 16 * 78_324

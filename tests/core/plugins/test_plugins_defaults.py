@@ -23,11 +23,6 @@ def test_a_default_is_used_if_the_text_omits_the_option(plugins):
     assert plugins.build("eviction", "random:seed=3", {"seed": 7}).seed == 3
 
 
-def test_a_default_for_an_unknown_option_is_ignored(plugins):
-    """A default for an option that the plugin does not have is ignored: `lru` has no seed."""
-    assert plugins.build("eviction", "lru", {"seed": 7}).options() == {}
-
-
 def test_a_default_may_be_a_value_without_a_text_form(plugins):
     """A default is passed as a Python value, and can supply a required option."""
     with pytest.raises(InputError, match="needs a value for option 'path'"):

@@ -132,14 +132,6 @@ def test_duplicate_plugin_names_name_both_distributions(site):
     )
 
 
-def test_entry_points_of_one_name_both_load(site):
-    """Entry points of the same name in two distributions are both loaded."""
-    site.module("twin_one")
-    site.module("twin_two")
-    points = site.install("one", [("x", "twin_one")]) + site.install("two", [("x", "twin_two")])
-    assert loaded(points).names("eviction") == ["twin_one", "twin_two"]
-
-
 def test_a_broken_plugin_fails_alone(site):
     """Other plugins work beside a module that cannot be imported.
 
@@ -195,13 +187,6 @@ def test_import_failure_names_distribution_cause_and_place(site):
         "ModuleNotFoundError: No module named 'x_that_is_not_there' "
         f"({site.path}/needs_x.py:1)"
     }
-
-
-def test_exit_on_import_is_an_import_failure(site):
-    """A module that calls `sys.exit` while it is imported does not end the program."""
-    site.module("leaves", "raise SystemExit('bye')")
-    text = reasons(site.install("acme", [("acme", "leaves")]))["acme"]
-    assert "(leaves) cannot be imported: SystemExit: bye (" in text
 
 
 def test_disabled_entry_points_are_not_imported(site, monkeypatch):
@@ -261,16 +246,6 @@ def test_default_imports_no_other_distribution(site):
     site.install("kvcore", [("own", "own")])
     site.install("acme", [("bad", "broken")])
     assert default("eviction", "own").name == "own"
-
-
-@pytest.mark.usefixtures("only")
-def test_default_is_looked_up_once(site):
-    """A second look-up of a default returns the same class without reading entry points."""
-    site.module("own")
-    site.install("kvcore", [("own", "own")])
-    first = default("eviction", "own")
-    (site.path / "kvcore-1.0.dist-info" / "entry_points.txt").unlink()
-    assert default("eviction", "own") is first
 
 
 DECLARES_TWO = """

@@ -1,6 +1,5 @@
 """The header of a trace: what a run describes in it, and what is refused."""
 
-import io
 from pathlib import Path
 
 import pytest
@@ -178,11 +177,3 @@ def test_the_version_of_a_checkout_is_not_installed(tmp_path, monkeypatch):
     """The header has "not installed" as its version if kvcore is not installed."""
     monkeypatch.setattr(distributions, "version", {}.get)
     assert lines(write(tmp_path / "trace.jsonl"))[0]["kvcore"] == "not installed"
-
-
-def test_an_unknown_mode_is_refused():
-    """An unknown mode raises InputError that lists the modes."""
-    with pytest.raises(
-        InputError, match=r"'real' is not known; there are: untimed, model, wall"
-    ):
-        Trace(io.BytesIO(), mode="real")
