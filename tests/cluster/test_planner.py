@@ -33,12 +33,6 @@ def test_a_replica_prefills_as_fast_as_its_queue_allows():
     assert took + rate * took**2 / (2 * (1 - rate * took)) == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("ttft", [None, 0.5])
-def test_a_prefill_above_the_slo_keeps_the_replica_busy(ttft):
-    """Without a TTFT, or with one below a prefill, the rate is that of a busy replica."""
-    assert SERVER.prefill_rps(1000, ttft) == pytest.approx(1.0)
-
-
 def test_the_largest_batch_that_is_fast_enough_decodes():
     """Decoding uses the largest batch whose step is within the limit, here 5 in 0.5 s."""
     assert SERVER.decode_rps(100, 20, 120, 0.5) == pytest.approx(5 / (20 * 0.5))
@@ -56,27 +50,10 @@ def test_prefill_replicas_follow_from_the_rate_of_tokens():
     assert wanted(ThroughputPlanner(headroom=1.2), demand, phase="prefill") == 4
 
 
-def test_prefill_replicas_are_at_least_ttft_over_slo():
-    """Prefill replicas are at least the prefill time over the TTFT of the SLO."""
-    demand = Demand(seconds=100, requests=1, prompt_tokens=1000)
-    assert wanted(ThroughputPlanner(), demand, phase="prefill", ttft=0.3) == 4
-
-
 def test_decode_replicas_follow_from_the_rate_of_requests():
     """Decode replicas are the request rate over that of one replica."""
     demand = Demand(seconds=10, requests=40, prompt_tokens=100, output_tokens=10)
     assert wanted(ThroughputPlanner(), demand, phase="decode") == 4
-
-
-def test_replicas_of_both_phases_are_the_sum():
-    """Replicas of both phases are the sum of the prefill and decode replicas."""
-    demand = Demand(seconds=10, requests=40, prompt_tokens=500, output_tokens=10)
-    assert wanted(ThroughputPlanner(), demand) == 2 + 4
-
-
-def test_without_requests_the_planner_wants_the_least():
-    """Without requests the planner wants `least` replicas."""
-    assert wanted(ThroughputPlanner(least=2), Demand(seconds=10, requests=0)) == 2
 
 
 def test_load_adds_a_replica_above_the_slo():

@@ -100,27 +100,6 @@ class TestCheck:
         trace = record_cluster(tmp_path / "trace.jsonl", fail=fail)
         assert check_trace(trace).finished == 30
 
-    def test_a_request_rejected_by_the_router_belongs_to_no_replica(self, tmp_path):
-        """A request that the router rejects counts as rejected, by no replica."""
-        fail = [f"replica={number},at=0.2" for number in range(3)]
-        report = check_trace(record_cluster(tmp_path / "trace.jsonl", fail=fail))
-        assert report.rejected == 30 - report.finished > 0
-        assert not any(part["rejected"] for part in report.replicas)
-
-    def test_the_trace_of_an_autoscaled_cluster_is_valid(self, tmp_path):
-        """The trace of an autoscaled cluster is valid and has each start and stop."""
-        report = check_trace(record_cluster(tmp_path / "trace.jsonl", **SCALED))
-        assert report.finished == 30
-        assert [report.events[name] for name in ("RETURN", "LEAVE", "FAIL")] == [2, 2, 2]
-        assert [part["up"] for part in report.replicas] == [True, False, False]
-
-    def test_a_single_replica_that_fails_has_the_trace_of_a_cluster(self, tmp_path):
-        """The trace of one replica that fails is the trace of a cluster."""
-        trace = record_cluster(
-            tmp_path / "trace.jsonl", replicas=1, fail="replica=0,at=1,for=1"
-        )
-        assert check_trace(trace).replicas[0]["failures"] == 1
-
 
 class TestForgeries:
     """Forged lines are refused even in a file with correct numbers, counts and digest."""
@@ -194,22 +173,6 @@ class TestForgeries:
             ({"t": line["t"] + 1}, "HEADER has no such failure next"),
         ):
             assert forge([*before, line | change, *after]).endswith(reason)
-
-    def test_a_finished_request_cannot_be_routed_again(self, path, forge):
-        """A request that has finished cannot be routed again."""
-        events = lines(path)
-        (n, *_) = places(events, "FINISH")
-        again = {"n": 0, "t": events[n + 1]["t"], "event": "ROUTE", "replica": 0}
-        again["request"] = events[n]["request"]
-        assert "does not wait" in forge([*events[: n + 2], again, *events[n + 2 :]])
-
-    def test_a_route_to_a_replica_that_is_down_is_refused(self, path, forge):
-        """A ROUTE to a replica between its FAIL and RETURN is refused."""
-        events = lines(path)
-        (down,), (up,) = places(events, "FAIL"), places(events, "RETURN")
-        n = next(n for n in places(events, "ROUTE") if down < n < up)
-        line = events[n] | {"replica": 1}
-        assert "is not up" in forge([*events[:n], line, *events[n + 1 :]])
 
     def test_a_router_rejects_only_requests_that_wait(self, tmp_path, forge):
         """A REJECT of the router is refused for a request that does not wait.
@@ -339,13 +302,6 @@ class TestServerReader:
         """A missing, unknown or ambiguous replica raises InputError with the choices."""
         with pytest.raises(InputError, match=reason):
             list(ServerReader(path, replica))
-
-    def test_a_trace_of_one_server_is_read_without_a_replica(self, tmp_path):
-        """A trace of one server is read only without a replica."""
-        one = record(tmp_path / "one.jsonl")
-        assert len(list(ServerReader(one))) == len(lines(one))
-        with pytest.raises(InputError, match="leave --replica out"):
-            list(ServerReader(one, 0))
 
     def test_damage_after_the_last_line_of_a_replica_raises_an_error(self, path, tmp_path):
         """Damage after the last line of a replica raises TraceError, too."""

@@ -13,7 +13,6 @@ from kvcore.serving.job import LOADING
 from kvcore.serving.loop import Arrivals
 from kvcore_plugins.scheduler import FCFS
 from kvcore_replay.check.trace import check_trace
-from kvcore_replay.misses.explain import explain
 
 SLOW_LINK = "host:memory=1MB,read_bandwidth=1GB,write_bandwidth=64GB,latency=0"
 """A block of 64 bytes takes 64 ns to read, and 1 ns to write."""
@@ -91,14 +90,6 @@ def test_only_loads_that_save_time_are_prefetched(prefetch, counts, ttft):
     assert (prefetch_counts(run), wait(run)) == (counts, ttft)
 
 
-def test_without_tiers_the_hint_changes_nothing():
-    """Without tiers the hint changes nothing: all requests have the same rows as without it."""
-    run = serve(session(500), blocks=9)
-    plain = serve(session(None), blocks=9)
-    assert run.rows == plain.rows
-    assert not run.of("PREFETCH")
-
-
 @pytest.mark.parametrize(
     ("options", "blocks"),
     [
@@ -143,18 +134,6 @@ def test_a_request_without_free_blocks_is_admitted_after_a_prefetch():
     assert len(run.rows) == 4
 
 
-def test_prefetches_keep_the_watermark_free():
-    """Prefetches keep the watermark free, so a higher one loads fewer blocks."""
-    full, kept = (serve_slowly(session(50_000), watermark=watermark) for watermark in (0, 0.6))
-    assert (prefetch_counts(full)[0], prefetch_counts(kept)[0]) == (4, 3)
-
-
-def test_only_blocks_within_the_share_hint_are_prefetched():
-    """Only blocks within the hint `share` are prefetched, since others cannot be hit."""
-    run = serve_slowly(session(50_000, share=9))
-    assert prefetch_counts(run)[0] == 2
-
-
 def test_arrivals_read_ahead_by_the_longest_prefetch_hint():
     """`Arrivals` reads ahead by the longest `prefetch` hint so far, and else by one request."""
     requests = [
@@ -166,14 +145,6 @@ def test_arrivals_read_ahead_by_the_longest_prefetch_hint():
         assert arrivals.take() == (request.arrival, request)
         known.append(len(arrivals._due))
     assert known == [1, 1, 4, 4, 3, 2, 1, 0]
-
-
-def test_arrivals_collect_prefetches_on_request_only():
-    """`Arrivals` collects prefetches only with `prefetches=True`."""
-    arrivals = Arrivals([ask(0), ask(1, 5, hints=Hints(prefetch=3))])
-    arrivals.take()
-    assert arrivals.prefetch_at > 10**18
-    assert not arrivals._ahead
 
 
 def test_open_loop_requests_are_prefetched():
@@ -287,12 +258,6 @@ def test_a_trace_may_end_before_the_arrival_of_a_request(trace):
     )
     report = check_trace(seal(trace, [*events[:end], events[-1]]))
     assert (report.finished, report.pool["private"]) == (2, 0)
-
-
-def test_explain_counts_prefetched_blocks_as_hits(trace):
-    """`explain` counts prefetched blocks as hits of their request."""
-    again = explain(trace).requests["again"]
-    assert (again.hit, again.losses[0].first) == (16, 16)
 
 
 class Greedy(FCFS):

@@ -91,15 +91,6 @@ def test_the_report_has_a_column_for_each_tier():
     assert dict(report.amounts)["preemptions"] == "0 paused, 0 recomputed, 0 swapped"
 
 
-def test_an_error_of_a_tier_is_reported_with_skipped_blocks():
-    """Blocks skipped after an error of the tier are not blamed on a busy link alone."""
-    summary = served(HOST).summary()
-    summary["tiers"][0] |= {"errors": 2, "skipped_blocks": 7}
-    rows = {name: cells for name, *cells in SimulationReport(summary, CONFIG).tiers}
-    assert rows["not stored"] == ["7 link busy or tier left alone, 0 no room"]
-    assert rows["failed"] == ["2 calls"]
-
-
 def test_residency_is_reported_by_tier():
     """Residency is reported by tier: loaded blocks hit in the tier that they come from."""
     summary = served(HOST).summary()

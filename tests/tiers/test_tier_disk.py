@@ -69,27 +69,6 @@ def test_a_process_killed_at_any_write_leaves_whole_blocks(tmp_path):
     assert {"1-0", "1-3"} <= set(results[-1]["found"])
 
 
-def test_the_directory_of_a_killed_process_can_be_opened(tmp_path):
-    """A directory in use is refused with the id of its process until that is killed.
-
-    Afterwards all blocks that it left can be read.
-    """
-    command, options = kills("on", tmp_path, stdout=subprocess.PIPE)
-    for lines in (1, 7):
-        with subprocess.Popen(command, **options) as writer:
-            try:
-                for _ in range(lines):
-                    assert writer.stdout.readline()
-                with pytest.raises(InputError, match=f"in use by process {writer.pid} on "):
-                    opened(tmp_path)
-            finally:
-                writer.kill()
-        with opened(tmp_path) as store:
-            blocks_left = list(store.recover())
-            assert blocks_left
-            assert all(read(store, [block]) for block in blocks_left)
-
-
 def test_a_directory_in_use_is_refused(tmp_path):
     """A second store of the same process in a directory is refused while the first is open."""
     with opened(tmp_path), pytest.raises(InputError, match="in use by this process"):
@@ -203,14 +182,6 @@ def test_only_whole_slots_of_a_truncated_file_are_used(tmp_path, suffix, size):
     assert found(tmp_path) == [f"0-{at}" for at in range(whole)]
 
 
-def test_a_tier_with_a_missing_file_has_no_blocks(tmp_path):
-    """If one of its two files is missing, a tier has no blocks."""
-    for suffix in ("slots", "headers"):
-        filled(tmp_path)
-        file_of(tmp_path, suffix).unlink()
-        assert not found(tmp_path)
-
-
 def test_damaged_headers_are_counted(tmp_path, caplog):
     """Damaged headers are dropped, counted and logged once."""
     filled(tmp_path)
@@ -293,13 +264,6 @@ def test_blocks_survive_a_change_of_memory(tmp_path, slots):
     assert file_of(tmp_path, "slots").stat().st_size == slots * SIZE
 
 
-def test_slots_occupy_disk_space_once_they_are_written(tmp_path):
-    """A file of many slots occupies disk space only for those that were written."""
-    with opened(tmp_path, slots=10_000) as store:
-        write(store, blocks([9_000]))
-    assert file_of(tmp_path, "slots").stat().st_blocks * 512 < 100 * SIZE
-
-
 def test_only_the_owner_can_read_the_files(tmp_path):
     """Only the owner can read the directory and its files, since K/V reveal prompts."""
     path = tmp_path / "deep" / "kv"
@@ -350,12 +314,6 @@ def test_a_directory_that_others_may_write_is_refused(tmp_path, mode):
         opened(path)
     path.chmod(0o755)
     assert len(found(path)) == SLOTS
-
-
-def test_a_path_with_a_nul_is_refused(tmp_path):
-    """A path that no file can have is an InputError that names it."""
-    with pytest.raises(InputError, match="cannot be made a directory: embedded null"):
-        opened(tmp_path / "a\0b")
 
 
 @pytest.mark.parametrize("what", ["file", "pipe", "nothing"])

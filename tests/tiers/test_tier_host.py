@@ -5,7 +5,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from helpers.tiers import SIZE, blocks, read, write
+from helpers.tiers import SIZE, blocks, write
 
 from kvcore import InputError
 from kvcore_tiers.tier import Host, host
@@ -16,18 +16,6 @@ SLOTS = 8
 def opened(slots=SLOTS):
     """Open a store that closes at the end of a `with`."""
     return closing(Host(memory=slots * SIZE).open(slots, SIZE, b"model"))
-
-
-def test_written_blocks_can_be_read_until_they_are_dropped():
-    """A written block can be read until it is dropped or its slot is written again."""
-    old, new = blocks([5, 0, 7]), blocks([5], text=1)
-    with opened() as store:
-        write(store, old)
-        assert (read(store, old), read(store, new)) == (3, 0)
-        write(store, new)
-        assert (read(store, old), read(store, new)) == (0, 1)
-        store.drop([5, 6])
-        assert (read(store, new), read(store, old[1:])) == (0, 2)
 
 
 def test_slots_occupy_memory_once_they_are_written():

@@ -16,7 +16,7 @@ from kvcore_lab.sweep import Grid
 from kvcore_lab.sweep.cells import CellRun, WorkloadCache
 from kvcore_plugins.eviction import LFU
 from kvcore_tiers.hierarchy import Tiers
-from kvcore_tiers.tier import Disk, Host
+from kvcore_tiers.tier import Host
 from tests.helpers.commands import run_here
 
 ZIPF = "zipf:requests=20,prefixes=3"
@@ -101,12 +101,6 @@ def test_a_tier_that_cannot_be_built_is_refused(tier, reason):
     assert str(refused.value).startswith(f"tier: {reason}")
 
 
-def test_contiguous_allocation_refuses_tiers():
-    """Contiguous allocation refuses tiers, since it has no blocks to move."""
-    with pytest.raises(InputError, match="allocation='contiguous' has no blocks that a tier"):
-        simulate(ZIPF, blocks=90, tier="host:memory=1GiB", allocation="contiguous")
-
-
 def test_a_cache_of_the_caller_refuses_the_option_tier():
     """A caller's cache has tiers only if `Tiers` was made for it.
 
@@ -143,21 +137,6 @@ def test_a_toml_file_may_give_tiers_as_text_list_or_tables(toml, tmp_path):
     host, disk = json.loads(done.stdout)["config"]["tiers"]
     assert (host["name"], host["options"]["memory"]) == ("host", 2**30)
     assert (disk["name"], disk["options"]["path"]) == ("disk", str(tmp_path / "kv"))
-
-
-def test_repeated_flags_replace_the_tiers_of_the_file(tmp_path):
-    """Repeated flags `--tier` each add a tier, and replace the tiers of the file."""
-    (tmp_path / "run.toml").write_text(f'{SMALL}tier = "redis:memory=1GiB"\n')
-    flags = ("--tier", "host:memory=1GiB", "--tier", "disk:memory=2GiB")
-    command = "simulate", "--config", tmp_path / "run.toml", "--json"
-    for given, names in (((), ["redis"]), (flags, ["host", "disk"]), (("--tier", "none"), [])):
-        done = run_here(*command, *given)
-        assert [t["name"] for t in json.loads(done.stdout)["config"]["tiers"]] == names
-    done = run_here(*command, "--tier", "hots:memory=1GiB")
-    assert (done.returncode, done.stderr.partition(" (")[0]) == (
-        2,
-        "kvcore: error: --tier: no tier plugin is named 'hots'",
-    )
 
 
 def test_a_value_of_the_axis_tier_may_name_several_tiers():
@@ -215,21 +194,3 @@ def test_kvcore_compare_prints_the_hits_of_pool_and_tiers():
     assert "tier host:memory=1073741824" in done.stdout.replace("\n", " ")
     (row,) = json.loads(run_here(*command, "--eviction", "lru", "--json").stdout)["rows"]
     assert row["reused_blocks"] == row["hit_blocks"] + row["tiers"][0]["hit_blocks"]
-
-
-def test_a_sweep_without_a_clock_uses_tiers_as_compare_does():
-    """A sweep without a clock reuses as many blocks as `compare` with the same tier."""
-    grid = Grid("compare", workload=ZIPF, blocks=20, tier=HOST, eviction=["lru", "optimum"])
-    lru, bound = (CellRun(cell, WorkloadCache()).run() for cell in grid)
-    expected = compare(ZIPF, "lru,optimum", 20, tier=HOST, seed=0).rows
-    assert [lru["reused_blocks"], bound["reused_blocks"]] == [
-        row.reused_blocks for row in expected
-    ]
-
-
-def test_two_disks_have_numbered_names():
-    """Two disks have numbered names, `disk-1` and `disk-2`."""
-    tiers = RunParts(
-        RunConfig(workload=ZIPF, blocks=90, tier=[Disk(memory="1GiB"), DISK])
-    ).cache()
-    assert [level.name for level in tiers.tiers.levels] == ["disk-1", "disk-2"]

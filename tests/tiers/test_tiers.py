@@ -57,28 +57,6 @@ def test_evicted_blocks_are_loaded_again():
     assert waits == [1700, 1700, 1700, 108, 108, 104]
 
 
-def test_requests_with_one_prefix_load_it_one_after_the_other():
-    """Requests that share a prefix and arrive together load it one after the other."""
-    requests = shared((1, 4), (2, 4), (3, 4))
-    at = 5 * 10**6
-    requests += [ask(f"same {n}", at, 17, keys=prompt(1, 4)) for n in range(2)]
-    run = serve(requests, blocks=12, latency=Slow(), tiers=(f"host:memory=1MB,{FAST}",))
-    loads = [line for line in run.lines if line["event"] == "LOAD_START"]
-    assert [line["request"] for line in loads] == ["same 0", "same 1"]
-    assert loads[0]["done"] < loads[1]["done"]
-    assert stats(run, "loads") == (2,)
-
-
-def test_a_load_delays_only_the_request_that_waits_for_it():
-    """A request that waits for its load does not delay other requests."""
-    requests = shared((1, 4), (2, 4), (3, 4))
-    at = 5 * 10**6
-    requests += [ask("loads", at, 17, keys=prompt(1, 4)), ask("other", at, 4, output=3)]
-    slow = "host:memory=1MB,read_bandwidth=64GB,write_bandwidth=64GB,latency=1e-6"
-    run = serve(requests, blocks=9, latency=Slow(), tiers=(slow,))
-    assert run.rows["other"]["finish"] < at + 1000 < run.rows["loads"]["first_token"]
-
-
 @pytest.mark.parametrize("traced", [True, False])
 def test_blocks_evicted_in_a_jump_are_stored_at_the_time_of_their_step(traced):
     """A block that a growing request evicts is stored when the step begins that needs it."""
@@ -182,16 +160,6 @@ TWO = [ask("a", prompt=8, output=12), ask("b", prompt=8, output=12)]
 ALWAYS = f"host:memory=1MB,load=always,{FAST}"
 
 
-def test_a_swapped_request_computes_one_token():
-    """A swapped request computes one token again when it resumes, and no more."""
-    run = serve(TWO, blocks=6, latency=Tally(), tiers=(ALWAYS,))
-    assert (run.result.log.swaps[-1], run.sum("recomputes")) == (1, 0)
-    _, prefill = divmod(run.result.log.busy_ps, Tally.TOKEN)
-    assert prefill == 8 + 8 + 1
-    assert run.sum("output") == 24
-    assert stats(run, "parked", "returned", "found") == (3, 3, 0)
-
-
 def test_a_swap_is_recorded_in_the_trace():
     """A swap is recorded as PREEMPT, OFFLOAD, LOAD_START, LOAD and DROP.
 
@@ -211,14 +179,6 @@ def test_a_swap_is_recorded_in_the_trace():
         ("DROP", "parked"),
     ]
     assert not level_of(run).parked
-
-
-def test_a_request_is_recomputed_if_its_swap_takes_longer():
-    """A preempted request is recomputed if the swap would take longer."""
-    for rate, swaps in ((64, 0), (64 * 10**9, 1)):
-        tier = f"host:memory=1MB,read_bandwidth={rate},write_bandwidth={rate},latency=0"
-        run = serve(TWO, blocks=6, latency=Slow(), tiers=(tier,))
-        assert (sum(run.result.log.swaps), run.sum("recomputes")) == (swaps, 1 - swaps)
 
 
 def test_the_estimate_of_a_swap_counts_a_busy_link_once():
@@ -247,13 +207,6 @@ def test_forks_and_sequences_under_retention_are_not_swapped(forks):
         assert tiers.can_swap(seq, 3 * BLOCK, 0, lambda *_: 0) is tiers.levels[0]
         cache.fork(seq)
     assert tiers.can_swap(seq, 3 * BLOCK, 0, lambda *_: 0) is None
-
-
-def test_a_sequence_is_recomputed_if_a_level_has_too_few_slots():
-    """A sequence is recomputed if a level has too few slots for all of its blocks."""
-    tier = f"host:memory={2 * SLOT},load=always,{FAST}"
-    run = serve(TWO, blocks=6, latency=Tally(), tiers=(tier,))
-    assert (sum(run.result.log.swaps), run.sum("recomputes")) == (0, 1)
 
 
 def test_a_request_is_preempted_if_loads_hold_all_blocks():
@@ -308,24 +261,6 @@ def test_a_swapped_prefill_resumes_at_its_computed_tokens():
     assert again.computed == 10
 
 
-def test_a_prefill_swapped_twice_computes_all_tokens():
-    """A request swapped again during its prefill still computes all tokens of its prompt."""
-    requests = [
-        ask("first", 0, prompt=4, output=12, priority=1),
-        ask("long", 1, prompt=30, output=2),
-        ask("last", 8000, prompt=4, output=12, priority=1),
-    ]
-    run = serve(
-        requests, blocks=10, max_tokens=4, max_seqs=4, latency=Tally(), tiers=(ALWAYS,),
-        scheduler=kvcore.Plugins().build("scheduler", "priority"),
-    )  # fmt: skip
-    events = [line["event"] for line in run.lines if line.get("request") == "long"]
-    assert events[: events.index("FIRST_TOKEN")].count("PREEMPT") == 2
-    assert sum(run.result.log.swaps) == 2
-    _, prefill = divmod(run.result.log.busy_ps, Tally.TOKEN)
-    assert prefill == 30 + 4 + 4
-
-
 # Capacity, links, names and policies of levels.
 
 
@@ -352,13 +287,6 @@ def test_the_bandwidth_of_a_host_grows_with_the_number_of_gpus():
     host, disk = (level.link.load_ns(10**9, 0) for level in tiers.levels)
     assert host == 10**9 * 10**9 // (4 * 50 * 10**9) + 10_000
     assert disk == -(-(10**9) * 10**9 // (7 * 10**9)) + 100_000
-
-
-def test_two_tiers_of_one_kind_have_numbered_names():
-    """Two tiers of one kind have numbered names."""
-    cache = KVCache(10)
-    tiers = Tiers(cache, ["host:memory=1MB", "disk:memory=1MB", "host:memory=1MB"], SLOT)
-    assert [level.name for level in tiers.levels] == ["host-1", "disk", "host-2"]
 
 
 def test_a_failing_policy_of_a_tier_is_named_in_every_later_call():
@@ -424,17 +352,6 @@ def test_the_header_of_a_trace_describes_each_tier():
         ("host", 15, 64), ("disk", 15625, 64),
     ]  # fmt: skip
     assert header["tiers"][0]["options"]["eviction"] == "arc"
-
-
-def test_a_cache_with_an_empty_list_of_tiers_works():
-    """A cache with an empty list of tiers works, and stores nothing below."""
-    cache = KVCache(8, BLOCK)
-    tiers = Tiers(cache, [], SLOT)
-    (request,) = shared((1, 2))
-    seq = cache.open(request)
-    cache.commit(seq, seq.tokens)
-    cache.close(seq)
-    assert (cache.probe(request), tiers.as_dict()) == (2, [])
 
 
 def test_a_tier_smaller_than_a_block_is_refused():
