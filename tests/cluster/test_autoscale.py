@@ -114,12 +114,6 @@ def test_a_replica_gets_requests_only_while_it_is_up(tmp_path):
     assert len(seen) > 1
 
 
-def test_no_replica_stops_during_the_cool_down():
-    """With a cool-down that is longer than the run, replicas are started but not stopped."""
-    result = serve(autoscale="throughput:interval=20,start_up=10,cool_down=1000")
-    assert [(change.replica, change.up) for change in result.changes] == [(1, True), (2, True)]
-
-
 @attrs.define(eq=False, kw_only=True)
 class Script(Planner):
     """A planner that wants the listed numbers of replicas in turn, then the last one again."""
@@ -146,14 +140,6 @@ def test_planning_goes_on_while_requests_wait_for_a_replica():
     run = serve_cluster(requests, planner=planner, latency=lambda: TokenRate(decode=0.0005))
     assert [line["t"] for line in run.of("ROUTE")] == [0, 11 * SECOND]
     assert planner._calls > 11
-
-
-@pytest.mark.parametrize("planner", ["throughput:interval=20", "load:interval=20,start=2"])
-def test_equal_runs_write_equal_traces(tmp_path, planner):
-    """Two runs with equal options write the same trace."""
-    serve(tmp_path / "a.jsonl", planner)
-    serve(tmp_path / "b.jsonl", planner)
-    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize(

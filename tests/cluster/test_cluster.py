@@ -234,39 +234,11 @@ def test_router_costs_that_are_no_numbers_are_refused(cost, why):
         serve_cluster([ask(0)], router=Costs())
 
 
-def test_a_router_cannot_remove_replicas():
-    """A router cannot remove replicas from the sequence that it is given."""
-    with pytest.raises(PolicyError, match="no attribute 'pop'"):
-        serve_cluster([ask(0)], router=Answers(lambda _, replicas, __: replicas.pop()))
-
-
 @pytest.mark.parametrize("answer", [0, "replica 0", object(), Replica(0, 9, BLOCK, 1, up=True)])
 def test_invalid_answers_of_a_router_are_refused(answer):
     """A router that returns neither a given replica nor None raises PolicyError."""
     with pytest.raises(PolicyError, match="none of the replicas that it was given"):
         serve_cluster([ask(0)], router=Answers(lambda *_: answer))
-
-
-def test_routing_to_a_stopped_replica_is_refused():
-    """A router that returns a replica which is down raises PolicyError."""
-    kept = []
-
-    def first(_, replicas, __):
-        kept.extend(replicas)
-        return kept[0]
-
-    with pytest.raises(PolicyError, match="none of the replicas that it was given"):
-        serve_cluster(
-            [ask(0), ask(1, 50)], router=Answers(first), failures=["replica=0,at=30ns"]
-        )
-
-
-def test_a_router_serves_one_run():
-    """A router keeps state, so a second run with the same instance is refused."""
-    router = RandomRouter()
-    serve_cluster([ask(0)], router=router)
-    with pytest.raises(InputError, match="in use already"):
-        serve_cluster([ask(0)], router=router)
 
 
 def test_a_scheduler_that_runs_no_job_is_refused():
@@ -276,14 +248,6 @@ def test_a_scheduler_that_runs_no_job_is_refused():
 
 
 # Order, usage and hints.
-
-
-def test_expired_blocks_count_as_evicted_for_replica_and_cluster():
-    """Expired blocks count as evicted, for their replica and for the cluster."""
-    requests = [shared(name, name * NS_PER_S) for name in range(6)]
-    numbers = serve_cluster(requests, router=to(1), eviction="ttl:ttl=0.5").result.summary()
-    assert [each["evicted_blocks"] for each in numbers["replicas"]] == [0, 5 * 4]
-    assert numbers["evicted_blocks"] == 5 * 4
 
 
 def test_events_at_one_time_have_a_fixed_order():

@@ -87,16 +87,6 @@ def test_earlier_batches_are_requested(engine, listen):
     ]
 
 
-def test_without_a_replay_address_earlier_batches_are_a_gap(engine, listen):
-    """Without a replay address, batches before the subscription are reported as a gap."""
-    engine.publish(b"a", sent=False)
-    subscriber = listen(engine, replay=None)
-    engine.publish(b"b")
-    gap, batch = next_items(subscriber, 2)
-    assert gap == Gap(0, 0, 0, "there is no replay address to ask for them")
-    assert batch == Delivery(0, 1, b"b")
-
-
 def test_dropped_batches_are_requested(engine, listen):
     """Batches that were dropped on the way are requested again and delivered in order."""
     subscriber = listen(engine)
@@ -171,13 +161,6 @@ def test_a_replay_of_garbage_leaves_a_gap(engine, listen, answer):
         gap, _ = next_items(subscriber, 2)
         thread.join()
     assert gap.reason == f"{replay} answered with something that is no batch"
-
-
-def test_answers_without_a_topic_are_read(listen):
-    """Answers to a replay without a topic frame are read."""
-    with Engine(replay_frames=3, topic=b"kv") as engine:
-        engine.publish(b"a", sent=False)
-        assert next_items(listen(engine), 1) == [Delivery(0, 0, b"a", replayed=True)]
 
 
 def test_a_restart_is_reported_and_numbers_from_zero(engine, listen):
@@ -313,15 +296,6 @@ def local():
         with Subscriber(server, context) as subscriber:
             it.wait()
             yield it, subscriber
-
-
-def test_drain_yields_all_received_batches(local):
-    """`drain` yields all received batches and leaves the subscriber stopped."""
-    engine, subscriber = local
-    for _ in range(50):
-        engine.publish(b"x" * 1000)
-    assert [item.sequence for item in subscriber.drain()] == list(range(50))
-    assert subscriber.stopped
 
 
 def test_batches_that_cannot_be_read_in_time_are_a_gap(local):

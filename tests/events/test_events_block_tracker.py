@@ -9,10 +9,7 @@ from kvcore_events.model import (
     EventBatch,
     Page,
     PagesStored,
-    UnparsedEvent,
 )
-
-SECOND = 1.0
 
 
 def follow(*batches, **options):
@@ -26,13 +23,6 @@ def follow(*batches, **options):
 def held(tracker):
     """Return the resident hashes with their multiplicities, in all locations."""
     return {key: n for blocks in tracker.resident().values() for key, n in blocks.items()}
-
-
-def test_a_stored_block_is_resident_until_removed():
-    """Blocks are resident from their store to their removal."""
-    tracker = follow(batch(stored(1, 2, 3)), batch(removed(3)))
-    assert held(tracker) == {1: 1, 2: 1}
-    assert (tracker.stored, tracker.removed, sum(tracker.anomalies.values())) == (3, 1, 0)
 
 
 def test_a_block_stored_twice_must_be_removed_twice():
@@ -68,12 +58,6 @@ def test_tiers_ranks_and_groups_are_tracked_separately():
         BlockLocation(0, 0, None, "CPU"): {1: 1},
         BlockLocation(0, 0, 1, "GPU"): {1: 1},
     }
-
-
-def test_removal_without_a_tier_finds_the_block():
-    """A removal without a tier removes the block from the tier that has it."""
-    tracker = follow(batch(stored(1, medium="GPU"), removed(1)))
-    assert (held(tracker), tracker.anomalies["never_stored"]) == ({}, 0)
 
 
 def test_removals_of_absent_blocks_are_anomalies():
@@ -116,12 +100,6 @@ def test_collisions_are_anomalies():
     assert fresh.anomalies["collision"] == 0
 
 
-def test_a_clear_forgets_the_tokens_of_hashes():
-    """After a clear, a hash may come again with other tokens."""
-    tracker = follow(batch(stored(1), AllBlocksCleared(), stored(1, size=2)))
-    assert (tracker.anomalies["collision"], held(tracker)) == (0, {1: 1})
-
-
 def test_a_clock_that_goes_back_is_no_restart():
     """A repeated number is a replay unless its time is later than all times before."""
     tracker = follow(batch(ts=1.0), batch(ts=9.0), batch(ts=3.0))
@@ -132,13 +110,6 @@ def test_a_clock_that_goes_back_is_no_restart():
 def test_repeated_hashes_of_an_event_are_anomalies():
     """An event that has a hash twice is an anomaly."""
     assert follow(batch(stored(1, 1))).anomalies["repeated"] == 1
-
-
-def test_unread_events_are_anomalies():
-    """An event that could not be read is an anomaly with its reason."""
-    tracker = follow(batch(UnparsedEvent(7, "events[0] must be a map")))
-    assert tracker.anomalies["unread"] == 1
-    assert tracker.examples[0].what == "events[0] must be a map"
 
 
 def test_a_clear_drops_only_its_rank():
@@ -165,14 +136,6 @@ def test_missing_numbers_are_a_gap():
     for publisher, seq in (("a", 0), ("b", 7), ("a", 3), ("b", 8)):
         tracker.apply(batch(), seq, publisher)
     assert (tracker.gaps, tracker.missing) == ([("a", 1, 2)], 2)
-
-
-def test_a_gap_of_the_transport_is_not_counted_twice():
-    """A gap that the transport has reported is not counted again."""
-    tracker = follow(batch())
-    tracker.record_gap(None, 1, 4)
-    tracker.apply(batch(), 5)
-    assert tracker.gaps == [(None, 1, 4)]
 
 
 def test_a_restart_drops_all_blocks():

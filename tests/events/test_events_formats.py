@@ -13,7 +13,6 @@ from helpers.kv_events import (
     VLLM,
     batch,
     pack,
-    removed,
     stored,
 )
 
@@ -90,23 +89,6 @@ def test_the_order_of_names_is_kept(value):
     assert encode(decode(pack(value))) == pack(value)
 
 
-def test_a_new_batch_is_encoded_as_vllm_does():
-    """A new batch is encoded as an array, its events as maps that begin with the type."""
-    written = msgspec.msgpack.decode(encode(batch(stored(1), removed(1))))
-    assert written[::2] == [0.0, None]
-    assert [next(iter(event.items())) for event in written[1]] == [
-        ("type", "BlockStored"),
-        ("type", "BlockRemoved"),
-    ]
-
-
-def test_a_batch_may_be_a_map():
-    """A batch of newer vLLM versions, a map of time, events and rank, is read."""
-    found = decode(PAYLOADS["batch as a map"])
-    assert (found.ts, found.dp_rank, found.format) == (1.5, 0, "msgpack")
-    assert found == decode(pack(VLLM))
-
-
 def test_arrays_are_read_by_place():
     """Fields of an event that is an array are read by their place.
 
@@ -124,15 +106,6 @@ def test_the_group_is_read_from_both_array_layouts():
     assert (vllm.group, vllm.more) == (3, {"kv_cache_spec_kind": "mla"})
     assert (dynamo.group, dynamo.more) == (3, {"kv_cache_spec_kind": "mla"})
     assert (kind.group, kind.more) == (None, {"kv_cache_spec_kind": "m"})
-
-
-def test_unknown_fields_are_kept():
-    """Unknown fields of maps, and items beyond the layout of an array, are kept."""
-    one, two = read(
-        {"type": "AllBlocksCleared", "why": {"a": [1, b"x"]}}, ["AllBlocksCleared", "tail"]
-    )
-    assert one.more == {"why": {"a": [1, b"x"]}}
-    assert two.more == {"#1": "tail"}
 
 
 def test_trtllm_blocks_have_levels():

@@ -1,7 +1,5 @@
 """Recordings of KV events: their lines, damaged and unfinished files, and the check."""
 
-import gzip
-
 import orjson
 import pytest
 from helpers.kv_events import DYNAMO, TRTLLM, batch, record, removed, stored
@@ -12,7 +10,6 @@ from kvcore_events.block_tracker import check_recording
 from kvcore_events.formats import decode
 from kvcore_events.recording import (
     Lost,
-    Received,
     RecordingReader,
     RecordingWriter,
     Restarted,
@@ -27,23 +24,6 @@ def items(path):
     """Return the items of a recording, and its reader."""
     reader = RecordingReader(path)
     return list(reader), reader
-
-
-@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz", "r.jsonl.zst"])
-def test_a_recording_holds_its_batches(tmp_path, name):
-    """A recording has its batches with their numbers, whatever the compression."""
-    path = record(tmp_path / name, *RUN, engine="vllm 0.33")
-    found, reader = items(path)
-    assert found == [Received(each, seq, None) for seq, each in enumerate(RUN)]
-    assert reader.complete
-    assert (reader.header["format"], reader.header["engine"]) == ("msgpack", "vllm 0.33")
-    assert is_recording(path)
-
-
-def test_equal_streams_make_equal_files(tmp_path):
-    """Equal streams of events make equal files."""
-    one, two = (record(tmp_path / name, *RUN) for name in ("a.jsonl.gz", "b.jsonl.gz"))
-    assert one.read_bytes() == two.read_bytes()
 
 
 def test_lines_are_measured_one_by_one(tmp_path):
@@ -66,13 +46,6 @@ def test_gaps_restarts_and_garbage_are_recorded(tmp_path):
         Restarted(publisher=1),
         Skipped(publisher=1, why="two frames"),
     ]
-
-
-def test_a_recording_can_have_several_formats(tmp_path):
-    """One recording can have batches of several formats."""
-    mixed = [RUN[0], decode(TRTLLM), decode(DYNAMO)]
-    found, _ = items(record(tmp_path / "r.jsonl", *mixed))
-    assert [item.batch for item in found] == mixed
 
 
 def test_files_of_json_events_are_recordings(tmp_path):
@@ -114,16 +87,6 @@ def test_a_killed_recording_is_readable(tmp_path):
     assert not reader.complete
     assert reader.cut_reason == "the file ends inside line 3"
     assert not list(tmp_path.glob("r.jsonl*"))
-
-
-def test_a_recording_without_end_is_incomplete(tmp_path):
-    """A file without END and a cut gzip stream are incomplete."""
-    whole = record(tmp_path / "r.jsonl", *RUN).read_bytes()
-    cut = tmp_path / "cut.jsonl"
-    cut.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
-    assert items(cut)[1].cut_reason == "the file ends after line 4, without END"
-    cut.write_bytes(gzip.compress(whole)[:-20])
-    assert not items(cut)[1].complete
 
 
 def test_an_exception_before_any_batch_leaves_no_file(tmp_path):
@@ -225,14 +188,3 @@ def test_check_reports_gaps_restarts_and_anomalies(tmp_path):
     assert "3 batches are missing or unreadable" in report.tells
     assert "stored before it begins" in report.tells
     assert report.blocks["forgotten"] == 1
-
-
-def test_an_empty_file_is_an_incomplete_recording(tmp_path):
-    """An empty file is an incomplete recording without batches."""
-    (tmp_path / "r.jsonl").write_bytes(b"")
-    report = check_recording(tmp_path / "r.jsonl")
-    assert (report.complete, report.cut_reason, report.batches) == (
-        False,
-        "the file is empty",
-        0,
-    )

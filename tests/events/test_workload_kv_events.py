@@ -4,7 +4,7 @@ import re
 
 import orjson
 import pytest
-from helpers.kv_events import DYNAMO, batch, record, removed, stored, wire_payload
+from helpers.kv_events import DYNAMO, batch, record, stored, wire_payload
 
 from kvcore import InputError
 from kvcore.request import block_keys
@@ -92,17 +92,6 @@ def test_lines_outside_the_recording_are_counted(tmp_path):
     assert workload.notes == ()
 
 
-def test_removals_are_no_requests(full):
-    """Removed blocks make no requests."""
-    assert len(full(batch(stored(1)), batch(removed(1)))) == 1
-
-
-def test_a_run_with_an_unknown_parent_is_left_out(full):
-    """A run whose parent was never stored in the recording belongs to no request."""
-    [only] = full(batch(stored(9, parent=8)), batch(stored(1)))
-    assert only.keys == [0]
-
-
 def test_incremental_reports_are_refused(full):
     """A run below a block in the middle of a request raises InputError.
 
@@ -132,20 +121,6 @@ def test_times_too_far_apart_are_refused(full):
         InputError, match=r"r\.jsonl:3: this batch has a time .* after the first"
     ):
         full(batch(stored(1), ts=1.0), batch(stored(2), ts=2.0**60))
-
-
-def test_a_cut_recording_is_read_up_to_the_cut(tmp_path):
-    """A cut recording is read up to the cut."""
-    path = record(tmp_path / "r.jsonl", batch(stored(1)), batch(stored(2)))
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
-    assert [request.keys for request in KvEvents(path, lookups="full")] == [[0]]
-
-
-def test_other_tiers_and_groups_are_left_out(full):
-    """Blocks of other tiers, or of another group of layers, make no requests."""
-    elsewhere = stored(7, medium="CPU"), stored(8, group=1)
-    assert [r.keys for r in full(batch(stored(1, medium="GPU"), *elsewhere))] == [[0]]
-    assert [r.keys for r in full(batch(*elsewhere), group=1)] == [[0]]
 
 
 def test_block_sizes_must_agree(full):
@@ -190,20 +165,6 @@ def test_a_log_of_tokens_has_the_keys_of_its_tokens(joined):
         3,
     )
     assert only.keys == block_keys(range(9), 4)
-
-
-def test_a_log_may_have_hashes_instead_of_tokens(joined):
-    """A logged request may have the engine's hashes and a length instead of tokens."""
-    [only] = joined({"id": 1, "time": 10, "hashes": [2**64 - 1, 7], "prompt": 11})
-    assert (only.keys, only.prompt_tokens, only.key_tokens) == ([2**64 - 1, 7], 11, 4)
-
-
-def test_the_log_is_cut_to_the_recording(joined):
-    """Logged requests before the first batch or after the last are omitted."""
-    times = (9.9, 10.0, 20.0, 20.1)
-    rows = [{"id": n, "time": time, "tokens": [1]} for n, time in enumerate(times)]
-    found = joined(*rows)
-    assert [request.id for request in found] == [1, 2]
 
 
 @pytest.mark.parametrize(

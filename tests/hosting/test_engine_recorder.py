@@ -146,26 +146,6 @@ def test_without_duplicates_a_key_leaves_at_its_first_eviction(path):
     assert len(lines_of(lines, "EVICT")) == 1
 
 
-def test_blocks_behind_a_lost_block_leave_with_it(path):
-    """Blocks behind a lost one leave with the reason `gone`, which is no eviction.
-
-    If they are hit again, they count as computed.
-    """
-    recorder = make(path)
-    serve(recorder, "a", [1, 2, 3], 0)
-    recorder.dropped(2, 1)
-    serve(recorder, "b", [1, 2, 3], 2, hit=1, close=False)  # 2 and 3 are stored again
-    recorder.closed("b", 3, output=1)
-    recorder.dropped(1, 4)
-    serve(recorder, "c", [1], 5)
-    serve(recorder, "d", [1, 2], 6, hit=2)  # 2 was still there
-    serve(recorder, "e", [9], 7, evicted=[3, 3])  # and 3, twice
-    lines, report = finish(recorder, path)
-    assert [line["reason"] for line in lines_of(lines, "EVICT")] == ["gone"] * 5
-    assert report.evictions["blocks"] == 0
-    assert report.hit["hit_blocks"] == 2  # of b and of d: one each
-
-
 def test_a_block_that_is_lost_in_use_leaves_afterwards(path):
     """A block that is lost while in use leaves the trace when it is released."""
     recorder = make(path)
@@ -195,26 +175,6 @@ def test_blocks_of_a_cleared_cache_leave_as_gone(path):
         (3, "gone"),
     ]
     assert report.pool["cached"] == 0
-
-
-def test_expired_blocks_leave_as_expired(path):
-    """Blocks that the engine drops as expired leave with the reason `expired`."""
-    recorder = make(path, policy="ttl:ttl=1")
-    serve(recorder, "a", [1], 0)
-    recorder.dropped(1, 2 * SECOND, "expired")
-    lines, _ = finish(recorder, path)
-    assert [line["reason"] for line in lines_of(lines, "EVICT")] == ["expired"]
-
-
-def test_a_request_may_hit_fewer_blocks_than_are_cached(path):
-    """A request may hit fewer blocks than are cached, and computes the others again."""
-    recorder = make(path)
-    serve(recorder, "a", [1, 2], 0)
-    serve(recorder, "b", [1, 2], 1, hit=1)
-    lines, report = finish(recorder, path)
-    assert [(line["blocks"]) for line in lines_of(lines, "HIT")] == [1]
-    assert lines_of(lines, "MISS")[-1]["why"] == "absent"
-    assert report.hit["hit_blocks"] == 1
 
 
 def test_a_preempted_request_finds_its_output_again(path):
@@ -265,17 +225,6 @@ def test_a_repeated_request_id_gets_a_number(path):
     serve(recorder, "a", [1], 1, hit=1)
     lines, _ = finish(recorder, path)
     assert [line["id"] for line in lines_of(lines, "REQUEST")] == ["a", "a#2"]
-
-
-def test_closing_a_recording_closes_its_requests(path):
-    """Closing a recording closes its requests; further calls do nothing."""
-    recorder = make(path)
-    serve(recorder, "a", [1], 0, close=False)
-    recorder.request(ask("b", [2]), 1)
-    _, report = finish(recorder, path)
-    recorder.close()
-    recorder.request(ask("c", [2]), 2)
-    assert (report.finished, report.rejected) == (1, 1)
 
 
 def test_a_recording_is_a_workload_of_its_requests(path):

@@ -99,16 +99,6 @@ def test_a_path_is_released_from_its_deepest_block():
     assert [host.span(block).released_order for block in path] == [3, 2, 1]
 
 
-def test_a_pin_of_a_block_holds_its_whole_path():
-    """A pin of the end of a prompt also pins all blocks before it."""
-    host = make()
-    release(host, store(host, "abc"))
-    host.pin("c")
-    assert (host.evictable, host.victims(1, now=0)) == (0, None)
-    host.unpin("c", 0)
-    assert host.victims(3, now=0) == ["c", "b", "a"]
-
-
 def test_in_on_remove_the_parent_has_lost_its_child():
     """In `on_remove` a span has its parent, whose children no longer include it.
 
@@ -141,15 +131,6 @@ def test_victims_returns_all_blocks_or_none():
     assert (received(host), len(host), host.evictable) == ([], 3, 3)
 
 
-def test_protected_blocks_are_no_victims():
-    """`victims` keeps protected blocks and all blocks before them, until it returns."""
-    host = make()
-    for path in ("ab", "xy"):
-        release(host, store(host, path))
-    assert host.victims(2, {"b", "unknown"}, now=0) == ["y", "x"]
-    assert host.victims(2, now=0) == ["b", "a"]
-
-
 def test_victim_evicts_the_first_usable_choice():
     """`victim` evicts the first choice of the policy that is usable; others stay.
 
@@ -174,23 +155,6 @@ def test_victim_first_evicts_below_a_dropped_block():
     assert host.victim(lambda block: block != "y", now=0) == "a"
     assert host.victim(lambda _block: True, now=0) == "y"
     assert len(host) == 0
-
-
-def test_the_statistics_of_a_hit():
-    """A hit updates count, time and request of its spans.
-
-    A hit of a resumed request updates only the time.
-    """
-    host = make()
-    store(host, "ab", now=1, request="one")
-    host.hit("ab", 4, "two")
-    host.hit("a", 6, "two", again=True)
-    spans = [host.span(block) for block in "ab"]
-    assert [(s.hit_count, s.created, s.last_access, s.last_request) for s in spans] == [
-        (1, 1, 6, "two"),
-        (1, 1, 4, "two"),
-    ]
-    assert spans[0].last_hit_order == spans[1].last_hit_order == spans[0].created_order + 1
 
 
 def test_blocks_of_one_admission_have_one_serial_number():
@@ -268,16 +232,6 @@ def test_blocks_below_a_dropped_block_may_be_hit():
     assert host.victims(3, now=3) == ["c", "b", "a"]
 
 
-def test_dropped_blocks_leave_at_once():
-    """Dropped blocks leave at once, also pinned ones and ones below a dropped block."""
-    host = make()
-    store(host, "abc")
-    host.dropped("c", 0)
-    host.dropped("a", 0)
-    host.dropped("b", 0)
-    assert (len(host), host.evictable) == (0, 0)
-
-
 def test_unpinned_blocks_expire_after_their_lifetime():
     """`expired` returns True for an unpinned block whose lifetime in the policy is over."""
     host = make("ttl:ttl=1")
@@ -286,18 +240,6 @@ def test_unpinned_blocks_expire_after_their_lifetime():
     assert [host.expired(block, 10**9) for block in "ab"] == [True, True]
     host.pin("a")
     assert not host.expired("a", 10**9)
-
-
-def test_clear_drops_all_blocks_and_starts_a_new_policy():
-    """`clear` drops all blocks, even pinned ones, and starts a new policy."""
-    host = make("arc")
-    store(host, "abc")
-    policy = host.eviction
-    host.clear()
-    assert (len(host), host.evictable) == (0, 0)
-    assert (host.eviction is policy, host.eviction.name) == (False, "arc")
-    release(host, store(host, "a"))
-    assert host.victims(1, now=0) == ["a"]
 
 
 @pytest.mark.parametrize(

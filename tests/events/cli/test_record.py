@@ -14,13 +14,12 @@ from helpers.commands import run_here, running
 from helpers.engine_wire import Engine
 
 from kvcore_events.formats import encode
-from kvcore_events.model import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from kvcore_events.model import BlockRemoved, BlockStored, EventBatch
 from kvcore_events.recording import (
     Lost,
     Received,
     RecordingReader,
     RecordingWriter,
-    Restarted,
     Skipped,
 )
 from kvcore_lab.comparison import compare
@@ -107,26 +106,6 @@ def test_gaps_and_garbage_are_reported_and_recorded(engine, tmp_path):
     assert "a message was skipped: expected 3 frames" in errors
     assert "batch 0 is lost: there is no replay address" in errors
     assert "batch 1 is lost: it cannot be read: payload:" in errors
-
-
-def test_a_restart_is_recorded(engine, tmp_path):
-    """A restart of the engine is recorded, with all batches since the restart."""
-    out = tmp_path / "live.jsonl"
-    with recording(engine, out, "--batches", "3") as process:
-        engine.publish(stored(0))
-        engine.pub.send_multipart([b"heard"])
-        while "skipped" not in process.stderr.readline():
-            pass
-        engine.restart()
-        engine.wait()
-        engine.publish(stored(7), sent=False)
-        engine.publish(stored(8))
-        process.communicate(timeout=PATIENCE)
-    items, complete = read(out)
-    assert complete
-    kinds = [type(item) for item in items]
-    assert kinds == [Received, Skipped, Restarted, Received, Received]
-    assert [item.seq for item in items if isinstance(item, Received)] == [0, 0, 1]
 
 
 @pytest.mark.usefixtures("unmeasured_processes")
@@ -252,21 +231,6 @@ def test_numbers_beyond_64_bits_are_reported(engine, tmp_path):
     missing = 3 * (2**63 - 1) - 2
     assert json.loads(printed)["missing"] == missing
     assert json.loads(run_here("replay", out, "--json").stdout)["missing"] == missing
-
-
-def test_clears_and_unread_events_are_counted(engine, tmp_path):
-    """Clears and unreadable events are counted, and the latter are reported on stderr."""
-    out = tmp_path / "live.jsonl"
-    clear = EventBatch(0.0, (AllBlocksCleared(),))
-    odd = encode(clear).replace(b"AllBlocksCleared", b"AllBlocksCleaned")
-    with recording(engine, out, "--batches", "2", "--json") as process:
-        engine.publish(encode(clear))
-        engine.publish(odd)
-        printed, errors = process.communicate(timeout=PATIENCE)
-    report = json.loads(printed)
-    assert (report["cleared"], report["unread"]) == (1, 1)
-    assert "rank 0: batch 1: an event cannot be read: " in errors
-    assert not [item for item in read(out)[0] if isinstance(item, Lost)]
 
 
 def test_a_published_export_is_recorded_as_the_written_one(tmp_path):
