@@ -1,9 +1,10 @@
 """The trace of several caches of groups: each is checked as one alone, and routing as ever."""
 
 import pytest
+from helpers.requests import keyed
 from helpers.traces import lines, seal
 
-from kvcore import Request, Trace, TraceError, simulate, simulate_cluster
+from kvcore import Trace, TraceError, simulate, simulate_cluster
 from kvcore.cache import GroupedCache, LayerGroup
 from kvcore_cluster.trace import ClusterTrace
 from kvcore_replay.check.trace import check_trace
@@ -37,9 +38,7 @@ def recorded(tmp_path):
         cluster.begin({"name": "round-robin", "options": {}}, routing={"view": "exact"})
         for name in range(8):
             keys = [10 * (name % 4) + place for place in range(4)]
-            request = Request(
-                id=name, prompt_tokens=17, output_tokens=1, keys=keys, key_tokens=4
-            )
+            request = keyed(name, keys, more=1, output_tokens=1)
             number = name % 2
             hit = caches[number].match(request).tokens
             cluster.request(request, name)

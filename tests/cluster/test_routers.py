@@ -10,9 +10,10 @@ from typing import ClassVar
 import attrs
 import pytest
 from helpers.clusters import serve_cluster
+from helpers.requests import keyed
 from helpers.serving import BLOCK, ask
 
-from kvcore import SLO, LatencyModel, Plugins, PolicyError, Replica, Request, Router
+from kvcore import SLO, LatencyModel, Plugins, PolicyError, Replica, Router
 from kvcore_cluster.dispatcher import Dispatcher
 from kvcore_cluster.views import parse_view
 
@@ -56,9 +57,7 @@ def prompt(name, blocks, **fields):
     """Return a request with a number of blocks, or with a list of keys."""
     keys = [(name, place) for place in range(blocks)] if isinstance(blocks, int) else blocks
     fields = {"arrival": 0, "output_tokens": 8} | fields
-    return Request(
-        id=name, prompt_tokens=SIZE * len(keys), key_tokens=SIZE, keys=keys, **fields
-    )
+    return keyed(name, keys, SIZE, **fields)
 
 
 class Served:

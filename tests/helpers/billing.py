@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from kvcore import Request
+from helpers.requests import keyed, prefixes
+
 from kvcore.units import NS_PER_S
 from kvcore_plugins.workload.logged import LoggedRequest, PromptPart
 
 
 def request(id_, seconds, text, output=0):
     """Return a request whose tokens are letters, with a key for each."""
-    return Request(
-        id=id_,
-        arrival=round(seconds * NS_PER_S),
-        prompt_tokens=len(text),
-        output_tokens=output,
-        keys=[text[: end + 1] for end in range(len(text))],
-        key_tokens=1,
-    )
+    arrival = round(seconds * NS_PER_S)
+    return keyed(id_, prefixes(text), 1, arrival=arrival, output_tokens=output)
 
 
 def requests(*rows):

@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any, ClassVar
 
 import attrs
+from helpers.requests import prefixes
 
 from kvcore import KVCache, Request, ScoreEviction
 from kvcore.cache import Recorder
@@ -25,7 +26,7 @@ def ask(text, tokens=None, *, key_tokens=BLOCK, **fields):
     return Request(
         id=next(serials),
         prompt_tokens=len(text) * key_tokens if tokens is None else tokens,
-        keys=[text[: end + 1] for end in range(len(text))],
+        keys=prefixes(text),
         key_tokens=key_tokens,
         **fields,
     )

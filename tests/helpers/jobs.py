@@ -4,6 +4,8 @@ Time is counted in steps of the toy server. A prompt takes one step, unless it i
 `PROMPT`, and has its first token at the end; each other token takes one more step.
 """
 
+from helpers.requests import prefixes
+
 from kvcore import Job, Request
 from kvcore.serving import DecodeSteps
 from kvcore.testing import STEP, ToyServer, watched
@@ -19,7 +21,7 @@ def ask(name, at=0, output=1, *, keys="", prompt=PROMPT, **fields):
         arrival=at * STEP,
         prompt_tokens=prompt,
         output_tokens=output,
-        keys=[keys[: end + 1] for end in range(len(keys))],
+        keys=prefixes(keys),
         key_tokens=4,
         **fields,
     )

@@ -7,6 +7,7 @@ trace holds no others.
 from hashlib import blake2b
 
 import orjson
+from helpers.requests import prefixes
 from helpers.serving import Even
 
 import kvcore
@@ -40,7 +41,7 @@ def ask(name, text, tokens=None, **fields):
     return Request(
         id=name,
         prompt_tokens=len(text) * BLOCK if tokens is None else tokens,
-        keys=[key(text[: end + 1]) for end in range(len(text))],
+        keys=prefixes(text, key),
         key_tokens=BLOCK,
         **fields,
     )

@@ -1,6 +1,8 @@
 """Prompts of a small tree, as texts whose letters are keys of some blocks each."""
 
-from kvcore import KVCache, Request
+from helpers.requests import keyed, prefixes
+
+from kvcore import KVCache
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 from kvcore_replay.untimed import replay
@@ -8,15 +10,7 @@ from kvcore_replay.untimed import replay
 
 def requests(texts, ratio=1, key=str):
     """Return a request per text; its keys are `key` of its prefixes, of `ratio` tokens each."""
-    return [
-        Request(
-            id=number,
-            prompt_tokens=len(text) * ratio,
-            keys=[key(text[: end + 1]) for end in range(len(text))],
-            key_tokens=ratio,
-        )
-        for number, text in enumerate(texts)
-    ]
+    return [keyed(index, prefixes(text, key), ratio) for index, text in enumerate(texts)]
 
 
 def number(text):

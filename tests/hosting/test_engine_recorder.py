@@ -10,9 +10,9 @@ from random import Random
 import attrs
 import orjson
 import pytest
+from helpers.requests import keyed
 from helpers.toy_engine import ToyEngine, random_request
 
-from kvcore import Request
 from kvcore.errors import InputError, TraceError
 from kvcore.plugins import resolve
 from kvcore.trace import EvictionDigest, TraceWorkload, read_events
@@ -38,8 +38,7 @@ def make(path, *, blocks=8, policy="lru", **options):
 
 def ask(name, keys, *, output=5, tail=1):
     """Return a request of full blocks, and `tail` tokens more."""
-    tokens = 4 * len(keys) + tail
-    return Request(id=name, prompt_tokens=tokens, output_tokens=output, keys=keys, key_tokens=4)
+    return keyed(name, keys, more=tail, output_tokens=output)
 
 
 def serve(recorder, name, keys, now, *, hit=0, evicted=(), close=True):

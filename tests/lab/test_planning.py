@@ -8,6 +8,7 @@ from itertools import count
 from random import Random
 
 import pytest
+from helpers.requests import keyed
 
 from kvcore import InputError, KVCache, PluginError, Request, plan
 from kvcore.cache.layout import BlockLayout
@@ -275,9 +276,7 @@ class Requests(Workload):
 
 def asked(number, keys, session=None):
     """Return a request of the given keys."""
-    return Request(
-        id=number, prompt_tokens=4 * len(keys), keys=keys, key_tokens=4, session=session
-    )
+    return keyed(number, keys, session=session)
 
 
 def test_a_workload_that_is_no_plugin_is_planned_for():

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 from helpers.cache_streams import CONVERSATION, STREAMS, SYNTHETIC, KvcoreCache, digest, hits_of
 from helpers.jobs import job
+from helpers.requests import keyed
 
-from kvcore import Request
 from kvcore.plugins import Plugins
 from kvcore.serving import LoopState
 
@@ -34,7 +34,7 @@ def ask(draw, number, stems):
     stem = stems[draw.randrange(len(stems))]
     shared = stem[: draw.randint(0, len(stem))]
     keys = [*shared, *((number, place) for place in range(draw.randint(1, TOKENS // 2)))]
-    return Request(id=number, prompt_tokens=len(keys), output_tokens=1, keys=keys, key_tokens=1)
+    return keyed(number, keys, 1, output_tokens=1)
 
 
 @pytest.mark.parametrize("core", CORES)

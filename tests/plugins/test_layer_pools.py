@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 from helpers.pool_streams import CacheSide, Pools, drive
+from helpers.requests import keyed
 
 from kvcore import InputError, Request
 from kvcore.config import RunConfig
@@ -51,9 +52,7 @@ def pooled(**options):
 
 def serve(cache, number, keys, chunk=None):
     """Compute a prompt alone on a server, in chunks; return the tokens that hit."""
-    request = Request(
-        id=number, prompt_tokens=len(keys), output_tokens=1, keys=keys, key_tokens=1
-    )
+    request = keyed(number, keys, 1, output_tokens=1)
     hit = cache.probe(request)
     tokens = len(keys) - hit if chunk is None else min(chunk, len(keys) - hit)
     seq = cache.open(request, tokens)

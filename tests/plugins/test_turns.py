@@ -4,6 +4,7 @@ import json
 
 import pytest
 from helpers.commands import run_here
+from helpers.requests import keyed
 
 from kvcore import Request, simulate
 from kvcore.workloads import checked
@@ -16,16 +17,7 @@ SYSTEM = "You are a helpful assistant who answers at length. " * 8
 
 def prompt(name, *keys, arrival=0, output=0, answer=(), size=4):
     """Return a request of full keys, and one of an answer."""
-    tokens = size * len(keys)
-    return Request(
-        id=name,
-        arrival=arrival,
-        prompt_tokens=tokens,
-        output_tokens=output,
-        keys=keys,
-        key_tokens=size,
-        output_keys=answer,
-    )
+    return keyed(name, keys, size, arrival=arrival, output_tokens=output, output_keys=answer)
 
 
 def linked(*requests):

@@ -4,8 +4,9 @@ import json
 
 import pytest
 from helpers.grouped_traces import grouped_run
+from helpers.requests import keyed
 
-from kvcore import Request, Trace
+from kvcore import Trace
 from kvcore.cache import GroupedCache, LayerGroup
 from kvcore.trace import read_events
 from kvcore_replay.misses.explain import explain
@@ -17,8 +18,7 @@ FULL, WINDOW, STATE = LayerGroup("full", 8), LayerGroup("window", 8, 17), LayerG
 
 def ask(name, keys):
     """Return a request whose prompt fills the blocks of `keys`, and one token more."""
-    tokens = 8 * len(keys) + 1
-    return Request(id=name, prompt_tokens=tokens, output_tokens=1, keys=keys, key_tokens=8)
+    return keyed(name, keys, 8, more=1, output_tokens=1)
 
 
 def computed(path, requests, groups, blocks=90):

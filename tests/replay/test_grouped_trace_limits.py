@@ -3,9 +3,10 @@
 from contextlib import suppress
 
 import pytest
+from helpers.requests import keyed
 from helpers.traces import lines, seal
 
-from kvcore import Request, Trace, TraceError
+from kvcore import Trace, TraceError
 from kvcore.cache import GroupedCache, LayerGroup
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.misses.explain import explain
@@ -22,7 +23,7 @@ def recorded(tmp_path):
         cache = GroupedCache(groups, 40, key_tokens=4, trace=trace)
         for name in range(3):
             keys = [1, 2, 3, 10 + name]
-            cache.compute(Request(id=name, prompt_tokens=17, keys=keys, key_tokens=4), 8)
+            cache.compute(keyed(name, keys, more=1), 8)
     return path, lines(path)
 
 

@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from helpers.tries import requests
 
 from kvcore import InputError, Request
 from kvcore.cache.layout import BlockLayout
 from kvcore_replay.belady import Belady, Future
-
-
-def requests(prompts, key_tokens=1):
-    """Return a request for each prompt, whose keys are the prefixes of its letters."""
-    return [
-        Request(
-            id=number,
-            prompt_tokens=len(prompt) * key_tokens,
-            keys=[prompt[: end + 1] for end in range(len(prompt))],
-            key_tokens=key_tokens,
-        )
-        for number, prompt in enumerate(prompts)
-    ]
 
 
 def read(prompts, ratio=1):

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 from helpers.native import core, examples, left_by, needs_core, random_server
+from helpers.requests import keyed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -138,12 +139,7 @@ def wrong_run(method, call, act):
     )()
     cache = KVCache(40, 16, eviction=policy, key_tokens=16)
     paths = [[*range(n % 7), *range(100 * n, 100 * n + n % 5 + 1)] for n in range(60)]
-    requests = [
-        Request(
-            id=n, prompt_tokens=16 * len(path) + 3, output_tokens=40, keys=path, key_tokens=16
-        )
-        for n, path in enumerate(paths)
-    ]
+    requests = [keyed(n, path, 16, more=3, output_tokens=40) for n, path in enumerate(paths)]
     return simulate(requests, cache=cache)
 
 

@@ -4,9 +4,10 @@ import attrs
 import pytest
 from helpers.policies import POLICIES, SCORED, build
 from helpers.reference.block_cache import BlockCache
+from helpers.requests import keyed
 from hypothesis import given
 
-from kvcore import KVCache, Request
+from kvcore import KVCache
 from kvcore.request import Retention
 from kvcore.testing import (
     COMPACTIONS,
@@ -132,10 +133,7 @@ def request(number, keys, *hints):
         for place, hint in enumerate(hints)
         if hint is not None
     )
-    length = len(keys) * KEY
-    return Request(
-        id=number, prompt_tokens=length, keys=keys, key_tokens=KEY, retention=retention
-    )
+    return keyed(number, keys, KEY, retention=retention)
 
 
 def serve(number, keys, *hints, wait=0):

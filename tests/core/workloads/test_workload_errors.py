@@ -4,8 +4,9 @@ import sys
 
 import attrs
 import pytest
+from helpers.requests import keyed
 
-from kvcore import KVCache, PolicyError, Request, Workload, compare
+from kvcore import KVCache, PolicyError, Workload, compare
 from kvcore.errors import InputError
 from kvcore.serving import simulate
 from kvcore.workloads import recognise
@@ -14,7 +15,7 @@ from kvcore_plugins.workload import Jsonl, Zipf
 
 def request(number=1, keys=(1,)):
     """Return a request of one block or more."""
-    return Request(id=number, prompt_tokens=16 * len(keys), keys=list(keys), key_tokens=16)
+    return keyed(number, list(keys), 16)
 
 
 @attrs.frozen

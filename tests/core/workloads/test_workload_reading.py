@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from helpers.requests import keyed
 
 from kvcore import Plugins
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
-from kvcore.request import Request, chain_keys
+from kvcore.request import chain_keys
 from kvcore.workloads import (
     Workload,
     checked,
@@ -62,9 +63,7 @@ class Twin(Mooncake):
 
 def request(name, keys=(), arrival=0):
     """Return a request of block keys."""
-    return Request(
-        id=name, arrival=arrival, prompt_tokens=16 * len(keys) + 1, keys=keys, key_tokens=16
-    )
+    return keyed(name, keys, 16, more=1, arrival=arrival)
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ hit by hit.
 from __future__ import annotations
 
 import pytest
+from helpers.requests import keyed
 
-from kvcore import KVCache, Plugins, Request
+from kvcore import KVCache, Plugins
 from kvcore.cache.layout import BlockLayout
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Mooncake
@@ -30,9 +31,7 @@ MISSES = {
 def flat():
     """Return every block of the bundled trace as a separate request."""
     keys = (key for request in Mooncake() for key in request.keys)
-    return [
-        Request(id=n, prompt_tokens=1, keys=[key], key_tokens=1) for n, key in enumerate(keys)
-    ]
+    return [keyed(n, [key], 1) for n, key in enumerate(keys)]
 
 
 @pytest.mark.slow

@@ -7,9 +7,10 @@ from itertools import islice
 import hypothesis.strategies as st
 import pytest
 from helpers.reference import flat
+from helpers.requests import keyed
 from hypothesis import given
 
-from kvcore import KVCache, Request
+from kvcore import KVCache
 from kvcore_plugins.eviction import LRUK, TinyLFU
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Mooncake
@@ -22,10 +23,7 @@ SHARES = st.sampled_from([0, 0.2, 0.5, 1])
 def hits(policy, blocks, items):
     """Return for each of `items`, a one-block request, whether it hit."""
     cache = KVCache(blocks, 1, eviction=policy, prefix=Radix(), accounting="keys")
-    requests = (
-        Request(id=number, prompt_tokens=1, keys=[item], key_tokens=1)
-        for number, item in enumerate(items)
-    )
+    requests = (keyed(index, [item], 1) for index, item in enumerate(items))
     return [seq.hit_blocks == 1 for seq in served(requests, cache)]
 
 

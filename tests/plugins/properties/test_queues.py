@@ -18,10 +18,11 @@ import attrs
 import pytest
 from helpers.policies import build
 from helpers.reference import queues
+from helpers.requests import keyed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore import KVCache, Request
+from kvcore import KVCache
 from kvcore.request import Retention
 from kvcore.testing import RecordingPolicy, Traffic, random_requests, replay, request_lists
 from kvcore_plugins.workload import Mooncake
@@ -42,10 +43,7 @@ every_policy = pytest.mark.parametrize("name", PLAIN)
 def flat_hits(name, keys, blocks):
     """Return which of `keys`, each a separate request, hit in a cache of `blocks` blocks."""
     cache = KVCache(blocks, 1, eviction=build(name), accounting="keys")
-    requests = (
-        Request(id=number, prompt_tokens=1, keys=[key], key_tokens=1)
-        for number, key in enumerate(keys)
-    )
+    requests = (keyed(index, [key], 1) for index, key in enumerate(keys))
     return [bool(seq.hit_blocks) for seq in served(requests, cache)]
 
 

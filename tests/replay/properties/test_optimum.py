@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 from helpers.reference.optimum import most_hits
+from helpers.tries import requests
 from hypothesis import given, settings
 
-from kvcore import Request
 from kvcore.cache.layout import BlockLayout
 from kvcore_replay.belady import Belady, Future
 
@@ -15,16 +15,7 @@ PROMPTS = st.lists(st.text("ab", max_size=3), min_size=1, max_size=7)
 
 def optimum_hits(prompts, ratio, pool, *, bypass):
     """Return the hits of the optimum; a prompt's letters are keys of `ratio` blocks."""
-    requests = [
-        Request(
-            id=number,
-            prompt_tokens=len(prompt) * ratio,
-            keys=[prompt[: end + 1] for end in range(len(prompt))],
-            key_tokens=ratio,
-        )
-        for number, prompt in enumerate(prompts)
-    ]
-    future = Future.read(requests, BlockLayout("keys", 1, ratio))
+    future = Future.read(requests(prompts, ratio), BlockLayout("keys", 1, ratio))
     stats, _ = Belady(bypass).replay(future, pool, 1)
     return stats.hit_blocks
 
