@@ -65,6 +65,11 @@ def test_flags_override_the_file(document):
     assert found["config"]["plugins"]["eviction"]["name"] == "fifo"
 
 
+def test_a_flag_overrides_the_key_that_it_excludes(document):
+    """`--blocks` on the command line overrides `memory` in the file, which it excludes."""
+    assert document(f'{SMALL}memory = "40MiB"\n', "--blocks", 33)["pool"]["blocks"] == 33
+
+
 def test_a_plugin_may_be_a_table(document):
     """A plugin may be a table of its name and its options, with values of TOML types."""
     toml = """[workload]

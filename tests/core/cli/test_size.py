@@ -354,6 +354,12 @@ def test_gpus_that_cannot_share_the_heads_are_refused(devices):
     assert "give 1, 2, 5, 10, 20 or 40" in error
 
 
+@pytest.mark.parametrize("option", ["--tensor-parallel=2", "--data-parallel-attention"])
+def test_several_gpus_need_a_device(option):
+    """How many GPUs there are means nothing without their type."""
+    assert "on which GPUs? give --device too" in error_of("size", "llama-3-8b", option)
+
+
 @pytest.mark.parametrize(
     ("model", "arguments"),
     [

@@ -33,6 +33,12 @@ def test_slos_and_plugins_are_read_from_tables():
     assert config.scheduler == Spec("srpt", {"preemptive": "false"})
 
 
+@pytest.mark.parametrize(("given", "slo"), [(None, SLO()), ("none", SLO())])
+def test_the_slo_may_be_left_out(given, slo):
+    """The SLO may be left out with the text `none` or with None."""
+    assert RunConfig(slo=given).slo == slo
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -84,10 +90,22 @@ def test_models_and_devices_may_be_names_or_objects(tmp_path):
     assert RunParts(RunConfig(workload=Zipf(requests=3))).workload.name == "zipf"
 
 
+def test_a_simulation_without_a_codec_is_refused():
+    """A simulation without a codec raises InputError that names the option."""
+    with pytest.raises(InputError, match=r"^codec: no codec is given"):
+        simulate("zipf:requests=2", codec=None)
+
+
 def test_an_error_names_its_option_once():
     """An error has the name of its option once, even if several parts use the option."""
     with pytest.raises(InputError, match=r"^fail: 'replica=1': a failure needs"):
         simulate_cluster("zipf:requests=2", blocks=60, replicas=2, fail="replica=1")
+
+
+def test_an_impossible_workload_path_is_a_missing_file():
+    """A workload path that is impossible is reported as a missing file."""
+    with pytest.raises(InputError, match="there is no such file"):
+        RunParts(RunConfig(workload="a\0b"))
 
 
 def test_defaults_follow_the_mode():

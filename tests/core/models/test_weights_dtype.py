@@ -51,3 +51,9 @@ def test_a_run_on_tensors_refuses_a_format_of_weights():
     pytest.importorskip("kvcore_engine")
     with pytest.raises(InputError, match="weights_dtype: a run on tensors"):
         kvcore.run(prompts=["a b c"], weights_dtype="fp8")
+
+
+def test_an_unknown_format_is_refused():
+    """An unknown format raises InputError that lists the known ones."""
+    with pytest.raises(InputError, match="weights_dtype: 'fp3' is not one of 'fp32'"):
+        RunConfig.of(weights_dtype="fp3")

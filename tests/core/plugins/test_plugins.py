@@ -137,6 +137,12 @@ def test_a_hook_runs_once_and_only_when_its_kind_is_looked_up():
     assert calls == ["eviction"]
 
 
+def test_the_same_object_twice_is_registered_once():
+    """Registering an object a second time changes nothing."""
+    hooks = module(kvcore_eviction_policies=[Oldest])
+    assert Plugins([hooks, hooks], entry_points=()).names("eviction") == ["oldest"]
+
+
 def test_build_many_builds_each_piece():
     """A list is built in order, each piece as an instance of its own for one cache."""
     built = evictions(Oldest, Newest).build_many("eviction", "newest,oldest:patience=2,newest")
@@ -157,6 +163,14 @@ def test_unknown_name_offers_the_nearest_and_the_list():
     assert error(InputError, evictions(Oldest, Newest).get, "eviction", "oldset") == (
         "no eviction plugin is named 'oldset' (did you mean 'oldest'?). "
         "There are: newest, oldest"
+    )
+
+
+def test_the_optimum_is_no_plugin():
+    """The error of `optimum` explains that it is a bound, not a policy."""
+    assert error(InputError, evictions(Oldest).build, "eviction", "optimum") == (
+        "no eviction plugin is named 'optimum': it is no policy but a bound, and comparisons "
+        "alone know it. There are: oldest"
     )
 
 

@@ -194,6 +194,11 @@ def test_an_option_that_is_not_kept_is_named():
         Forgets().options()
 
 
+def test_the_text_of_an_instance_has_its_options():
+    """The `repr` of an instance shows its options."""
+    assert repr(plain("eviction")(width=5)) == "Plain(width=5, unit='s')"
+
+
 @pytest.mark.parametrize("kind", ["eviction", "scheduler", "latency"])
 def test_resolve_accepts_a_name_a_class_an_instance_or_none(kind):
     """`resolve` accepts a name, a class, an instance or None."""

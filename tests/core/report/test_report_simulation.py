@@ -159,6 +159,12 @@ def test_amounts_that_are_not_known_are_left_out():
     }
 
 
+def test_blocks_found_again_after_a_preemption_are_no_prefix_hits():
+    """Blocks of a preempted request that it finds again are not counted as prefix hits."""
+    hit = summary()["hit"] | {"self_hit_blocks": 7}
+    assert amounts(hit=hit)["own blocks again"] == "7 found after preemption"
+
+
 def test_an_slo_of_the_requests_is_marked_as_their_own():
     """If the run has no SLO, the share within the SLO is marked "their own"."""
     slo = {

@@ -54,6 +54,15 @@ def test_a_column_reads_as_its_list(cells, typecode, length):
         assert column.index(each) == cells.index(each)
 
 
+def test_appending_cells_equals_extending():
+    """Appending one cell at a time gives the same column as `extend`."""
+    column = Column("q")
+    for each in NUMBERS:
+        column.append(each)
+    assert column == NUMBERS
+    assert len(column.newest) == len(NUMBERS) % ROWS
+
+
 def test_columns_are_equal_by_their_cells():
     """A column equals columns, lists and tuples with the same cells, and is not hashable."""
     column = filled(NUMBERS, "q")
@@ -71,6 +80,12 @@ def test_an_index_beyond_the_ends_raises_index_error(row):
     """An index beyond the ends raises IndexError with the length."""
     with pytest.raises(IndexError, match=f"row {row} of 10"):
         filled(NUMBERS, "q")[row]
+
+
+def test_a_missing_cell_raises_value_error():
+    """`index` of a cell that is in no row raises ValueError."""
+    with pytest.raises(ValueError, match="'z' is not in the column"):
+        filled(NAMES).index("z")
 
 
 def test_the_repr_has_the_first_cells_and_the_length():

@@ -3,7 +3,7 @@
 import pytest
 from helpers.serving import STEP, ask, serve
 
-from kvcore import InputError
+from kvcore import InputError, Request
 from kvcore.serving.loop import NEVER, Arrivals
 
 
@@ -145,6 +145,12 @@ def test_think_times_and_outputs_are_whole_and_not_negative(field, value):
     """Think times and predicted outputs must be whole numbers of 0 or more."""
     with pytest.raises(InputError, match=rf"request 'b': {field}={value} must be .*0 or more"):
         ask("b", **{field: value})
+
+
+def test_times_are_whole_nanoseconds():
+    """An arrival at a fraction of a nanosecond raises InputError when the request is made."""
+    with pytest.raises(InputError, match=r"arrival \(ns\).* are whole numbers.*arrival=1\.5"):
+        Request(id="a", arrival=1.5, prompt_tokens=1, key_tokens=1)
 
 
 def test_a_turn_may_arrive_before_requests_recorded_earlier():

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import attrs
 import pytest
+from helpers.schedulers import Planning
 from helpers.serving import BLOCK, Even, ask, serve
 
 from kvcore import InputError, LatencyModel, PolicyError, Scheduler
@@ -52,6 +53,14 @@ def test_livelock_by_pauses():
     assert "1000 blocks" in text
     assert "Scheduler 'perverse' orders them differently every time" in text
     assert "a running job's priority may only improve" in text
+
+
+@pytest.mark.parametrize("scheduler", [FCFS, Planning])
+def test_much_preemption_is_no_livelock(scheduler):
+    """A run with many preemptions is no livelock as long as tokens are generated."""
+    requests = [ask(number, prompt=3, output=80) for number in range(40)]
+    run = serve(requests, blocks=21, scheduler=scheduler())
+    assert run.sum("recomputes") > 150
 
 
 def test_a_scheduler_that_admits_no_job_is_named():

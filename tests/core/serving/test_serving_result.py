@@ -315,6 +315,23 @@ def test_jumps_change_no_value_of_the_result(scheduler, server):
     assert jumped.summary() | {"wall_s": 0} == stepped.summary() | {"wall_s": 0}
 
 
+def test_attributes_of_the_result_equal_the_summary():
+    """The attributes of the result equal the values of the summary."""
+    result = three(slo=SLO.in_seconds(ttft=15e-9))
+    summary = result.summary()
+    for name in ("ttft", "tpot", "itl", "e2e", "queue"):
+        assert getattr(result, name).as_dict() == summary[f"{name}_s"]
+    for name in ("offered_load", "simulated_s", "throughput_tokens_s", "goodput"):
+        assert getattr(result, name) == summary[name]
+    assert result.slo_attainment == summary["slo"]["met"]
+    ratio = result.hit_ratio
+    assert summary["hit"]["ratio"] == {
+        "block": ratio.block,
+        "token": ratio.token,
+        "request": ratio.request,
+    }
+
+
 def test_a_frame_has_a_row_per_request():
     """`to_frame` returns a frame with the columns of `requests`."""
     pytest.importorskip("polars")
@@ -322,6 +339,13 @@ def test_a_frame_has_a_row_per_request():
     frame = result.to_frame()
     assert frame.columns == list(result.requests)
     assert frame["e2e_s"].to_list() == result.requests["e2e_s"]
+
+
+@pytest.mark.parametrize("time", [0, -1.0, float("nan"), float("inf")])
+def test_an_slo_in_seconds_is_checked(time):
+    """A time of an SLO that is not finite and positive raises InputError."""
+    with pytest.raises(InputError, match=r"SLO tpot=.*give seconds"):
+        SLO.in_seconds(tpot=time)
 
 
 def test_both_files_are_written(tmp_path):

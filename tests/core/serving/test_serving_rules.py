@@ -216,6 +216,13 @@ class Turns(FCFS):
         return StepPlan([*state.waiting, *state.running], state.running)
 
 
+def test_a_plan_may_pause_a_request_that_has_just_finished():
+    """With `lag=1`, a plan may pause a finished request, which still runs, and admit it."""
+    requests = [ask("a"), ask("b", output=2), ask("c")]
+    run = serve(requests, scheduler=Turns(), max_seqs=2, lag=1)
+    assert run.of("FINISH") == [(10, "a"), (20, "c"), (30, "b")]
+
+
 def test_a_paused_request_commits_the_block_that_it_has_just_filled(tmp_path):
     """With `lag=1`, a block filled before a pause is committed after it."""
     requests = [ask("a", output=6, keys=[1], output_keys=[2]), ask("b", 35)]

@@ -134,6 +134,13 @@ def test_no_job_is_preempted_for_an_admission():
     assert finish(run) == {"a": 90, "b": 120}
 
 
+def test_a_scheduler_without_preemption_pauses_no_job():
+    """Without preemption, the shortest job waits for a slot."""
+    scheduler = scheduler_of("srpt:preemptive=false")
+    run = serve([ask("a", 0, 8, 90), ask("b", 5)], scheduler=scheduler, max_seqs=1)
+    assert finish(run) == {"a": 900, "b": 910}
+
+
 def test_a_latest_first_scheduler_finishes_in_reverse_order():
     """Under a latest-first scheduler each arrival pauses the job before it.
 

@@ -50,6 +50,18 @@ def test_compression_is_recognised_by_content(trace, pack):
     assert lines(trace) == before
 
 
+@pytest.mark.parametrize(
+    ("pack", "name"), [(gzip.compress, "gzip"), (zstandard.compress, "zstd")]
+)
+def test_a_damaged_stream_is_refused(trace, pack, name):
+    """A damaged compressed stream raises TraceError with the file and the line."""
+    packed = bytearray(pack(trace.read_bytes()))
+    packed[len(packed) // 2] ^= 0xFF
+    trace.write_bytes(bytes(packed))
+    with pytest.raises(TraceError, match=rf"trace.jsonl:\d+: the {name} stream is damaged"):
+        lines(trace)
+
+
 def test_a_missing_file_is_refused(tmp_path):
     """A missing file or a directory raises InputError with its path and the reason."""
     with pytest.raises(InputError, match=r"cannot read the trace .*nowhere: No such file"):

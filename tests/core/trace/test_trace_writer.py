@@ -235,6 +235,14 @@ def test_a_second_close_changes_nothing(tmp_path):
     assert path.read_bytes() == before
 
 
+def test_a_second_cache_cannot_write_to_the_same_trace(tmp_path):
+    """A second cache cannot write to the same trace."""
+    with Trace(tmp_path / "trace.jsonl") as trace:
+        trace.begin(**CACHE)
+        with pytest.raises(InputError, match=r"every cache needs a Trace of its own"):
+            trace.begin(**CACHE)
+
+
 def test_a_line_before_header_or_after_end_is_refused(tmp_path):
     """A line before HEADER or after END raises InputError."""
     trace = Trace(tmp_path / "trace.jsonl")
