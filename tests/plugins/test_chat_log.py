@@ -1,4 +1,4 @@
-"""Logs of chat APIs: the ends of blocks, their breakpoints, and the reported usage."""
+"""Logs of chat APIs: the ends of blocks, their breakpoints, and rows that are refused."""
 
 from __future__ import annotations
 

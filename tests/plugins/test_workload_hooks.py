@@ -1,4 +1,4 @@
-"""Options of built-in workloads, and requests that `jsonl` reads from a trace."""
+"""Options of built-in workloads, given as text."""
 
 from kvcore.plugins.manager import Plugins
 from kvcore_plugins import hooks

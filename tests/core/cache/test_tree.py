@@ -1,4 +1,4 @@
-"""The tree of spans: pins, commits, evictions, forks and expiry, with every prefix index."""
+"""The tree of spans with every prefix index: its order, its hooks, and pools without ids."""
 
 import pytest
 from helpers.caches import BLOCK, make, serve
