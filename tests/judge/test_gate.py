@@ -1,10 +1,10 @@
 """The gate of pytest: a baseline is written, kept, and told when hits fall below it."""
 
-import json
 import subprocess
 import sys
 
 import pytest
+from helpers.rows import write_rows
 
 SYSTEM = "You are a careful assistant of a library. " * 40
 
@@ -24,7 +24,7 @@ def prompts(folder, change="", *, salt=False):
         row["messages"].append({"role": "user", "content": f"question {index} " * 20})
         rows.append(row | ({"cache_salt": f"user-{index}"} if salt else {}))
     path = folder / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, *rows)
 
 
 def run(folder, *options, setting=""):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.rows import write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,12 +68,6 @@ def write_csv(path, *rows):
     return path
 
 
-def write_lines(path, *rows):
-    """Write rows as JSON Lines."""
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return path
-
-
 @pytest.fixture
 def path(tmp_path):
     """Return the path of a file to write."""
@@ -82,7 +77,7 @@ def path(tmp_path):
 def refused(path, *rows):
     """Return the error about a file of these rows."""
     with pytest.raises(InputError) as error:
-        kvcore.validate(write_lines(path, *rows))
+        kvcore.validate(write_rows(path, *rows))
     return str(error.value)
 
 
@@ -113,7 +108,7 @@ def test_rows_measured_by_kvcore_have_errors_of_zero(tmp_path_factory, row, load
     row |= {"ttft": result.ttft.mean, "tpot": result.tpot.mean}
     row |= {"throughput": result.throughput_tokens_s}
     path = tmp_path_factory.mktemp("rows") / "rows"
-    for write in (write_csv, write_lines):
+    for write in (write_csv, write_rows):
         found = kvcore.validate(write(path, row))
         assert not found.left_out
         assert [found.errors(name) for name in found.measures] == [Errors(1, 0, 0, 0)] * 3
@@ -121,7 +116,7 @@ def test_rows_measured_by_kvcore_have_errors_of_zero(tmp_path_factory, row, load
 
 def test_a_row_without_requests_has_rounds_of_its_clients(path):
     """A row without `requests` sends `rounds` requests for each of its clients."""
-    rows = write_lines(path, ROW, ROW | {"requests": 3, "spread": 0})
+    rows = write_rows(path, ROW, ROW | {"requests": 3, "spread": 0})
     drawn, given_ = kvcore.validate(rows, rounds=4, spread=0.5).compared
     assert drawn.config.workload.options["requests"] == "8"
     assert drawn.config.workload.options["spread"] == "0.5"
@@ -131,7 +126,7 @@ def test_a_row_without_requests_has_rounds_of_its_clients(path):
 
 def test_the_columns_of_a_row_take_precedence_over_options(path):
     """A row's own value of a column takes precedence over an option of the call."""
-    rows = write_lines(path, ROW, ROW | {"max_seqs": 7})
+    rows = write_rows(path, ROW, ROW | {"max_seqs": 7})
     found = kvcore.validate(rows, max_seqs=5).compared
     assert [each.config.max_seqs for each in found] == [5, 7]
 
@@ -141,7 +136,7 @@ def test_a_row_of_a_known_engine_is_simulated_by_its_rules(path):
 
     A row of another engine is simulated with the defaults.
     """
-    rows = write_lines(path, ROW | {"engine": "vllm"}, ROW | {"engine": "trtllm"})
+    rows = write_rows(path, ROW | {"engine": "vllm"}, ROW | {"engine": "trtllm"})
     found = kvcore.validate(rows).compared
     assert [each.config.like for each in found] == [Spec("vllm"), None]
     assert [each.config.batching.rules.lag for each in found] == [1, 0]
@@ -152,7 +147,7 @@ def test_a_row_of_a_known_engine_is_simulated_by_its_rules(path):
 def test_rows_that_cannot_be_simulated_are_counted_by_reason(path):
     """Rows that cannot be simulated are counted by reason; the others are simulated."""
     unknown, large = ROW | {"model": "llama-9-8b"}, ROW | {"model": "llama-3.1-70b"}
-    found = kvcore.validate(write_lines(path, unknown, ROW, large, unknown))
+    found = kvcore.validate(write_rows(path, unknown, ROW, large, unknown))
     assert len(found.compared) == 1
     (first, first_rows), (second, second_rows) = found.left_out.items()
     assert "unknown model 'llama-9-8b'" in first
@@ -330,7 +325,7 @@ def test_weights_in_nvfp4_come_with_kv_in_fp8(path):
 def test_states_are_served_by_rules_that_have_a_pool_for_them(path, model, rules):
     """A row of a model with states is served by kvcore's rules if its engine's have no pool."""
     server = {"device": "h200", "tensor_parallel": 4, "engine": "sglang"}
-    (compared,) = kvcore.validate(write_lines(path, ROW | server | {"model": model})).compared
+    (compared,) = kvcore.validate(write_rows(path, ROW | server | {"model": model})).compared
     assert compared.options.get("like") == rules
 
 
@@ -396,7 +391,7 @@ def test_results_of_benchmarks_are_rows(path, indent):
 def test_loads_of_benchmarks(path, change, load):
     """A rate wins over a limit of clients; metadata may name the server."""
     options = {"device": "h100", "tensor_parallel": 1}
-    (compared,) = kvcore.validate(write_lines(path, BENCH | change), **options).compared
+    (compared,) = kvcore.validate(write_rows(path, BENCH | change), **options).compared
     known = compared.row.load
     assert {name: known[name] for name in ("rate", "concurrency") if name in known} == load
     if "device" in change:

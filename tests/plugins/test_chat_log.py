@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
+from helpers.rows import write_rows
 
 from kvcore.errors import InputError
 from kvcore_plugins.workload import Chat
@@ -36,7 +35,7 @@ def read(tmp_path):
 
     def read(*rows, **options):
         path = tmp_path / "log.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(path, *rows)
         return list(Chat(path, **{"key_tokens": 1, "tokens": "bytes"} | options))
 
     return read

@@ -4,6 +4,7 @@ import gzip
 import json
 
 import pytest
+from helpers.rows import write_rows
 
 from kvcore import InputError, KVCache, simulate
 from kvcore.plugins.manager import Plugins
@@ -27,7 +28,7 @@ def log(tmp_path):
 
     def log(*rows, **options):
         path = tmp_path / "log.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(path, *rows)
         if not options:
             return find_workload(str(path), Plugins())
         return Chat(path, **options)

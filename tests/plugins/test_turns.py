@@ -5,6 +5,7 @@ import json
 import pytest
 from helpers.commands import run_here
 from helpers.requests import keyed
+from helpers.rows import write_rows
 
 from kvcore import Request, simulate
 from kvcore.workloads import checked
@@ -84,8 +85,7 @@ def log(tmp_path_factory):
             rows.append({"ts": 5.0 * chat + 20.0 * turn, "request": body, "response": response})
             messages.append({"role": "assistant", "content": answer})
     rows.sort(key=lambda row: row["ts"])
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return path
+    return write_rows(path, *rows)
 
 
 def early(workload, **options):

@@ -4,6 +4,7 @@ import json
 from itertools import islice
 
 import pytest
+from helpers.rows import write_rows
 
 from kvcore import KVCache, simulate
 from kvcore.cli import main
@@ -22,18 +23,12 @@ CHAT = [
 ]
 
 
-def write(path, *rows):
-    """Write `rows` to `path`, one a line, and return the path."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.fixture
 def read(tmp_path):
     """Return a function that reads rows as a chat workload, in keys of one token."""
 
     def read(*rows, **options):
-        path = write(tmp_path / "chats.jsonl", *rows)
+        path = write_rows(tmp_path / "chats.jsonl", *rows)
         return list(checked(Chat(path, **{"key_tokens": 1} | options)))
 
     return read
@@ -63,7 +58,7 @@ def test_sharegpt_is_read(tmp_path):
     workload = recognise(path, [Chat, Lengths, Mooncake])
     workload.key_tokens = 1
     first, last = workload
-    chat = list(Chat(write(tmp_path / "c.jsonl", {"messages": CHAT}), key_tokens=1))
+    chat = list(Chat(write_rows(tmp_path / "c.jsonl", {"messages": CHAT}), key_tokens=1))
     assert [first.keys, last.keys] == [request.keys for request in chat]
     assert (last.id, last.output_tokens, last.output_keys) == ("0/1", 0, ())
 
@@ -157,7 +152,7 @@ def test_rows_without_times_arrive_at_a_rate(read):
 def test_notes_name_estimates_and_missing_values(tmp_path):
     """After a reading the notes name estimates and missing times and answers."""
     workload = Chat(
-        write(tmp_path / "c.jsonl", {"prompt": "a"}, {"prompt": "b"}), tokens="bytes"
+        write_rows(tmp_path / "c.jsonl", {"prompt": "a"}, {"prompt": "b"}), tokens="bytes"
     )
     assert list(workload.notes) == []
     assert len([*islice(WorkloadSample(workload, limit=1), 1)]) == 1
@@ -171,7 +166,7 @@ def test_notes_name_estimates_and_missing_values(tmp_path):
 
 def test_notes_are_printed(tmp_path, capsys):
     """A command prints the notes on stderr, and only JSON on stdout."""
-    path = write(tmp_path / "c.jsonl", {"messages": CHAT})
+    path = write_rows(tmp_path / "c.jsonl", {"messages": CHAT})
     assert main.run(["compare", str(path), "--eviction", "lru", "--blocks", "9", "--json"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["workload"]["name"] == "chat"
@@ -246,7 +241,7 @@ def test_other_files_are_no_chats(line):
 
 def test_answers_are_hit_by_the_next_turn(tmp_path):
     """In a simulated server the next turn hits the blocks of the answer before it."""
-    workload = Chat(write(tmp_path / "c.jsonl", {"messages": CHAT}), key_tokens=1)
+    workload = Chat(write_rows(tmp_path / "c.jsonl", {"messages": CHAT}), key_tokens=1)
     cache = KVCache(500, 1, key_tokens=1)
     simulate(workload, cache=cache, latency=Linear())
     first, second = workload
@@ -321,7 +316,7 @@ def test_an_error_of_a_chat_template_is_reported(read, folder):
 
 def test_the_digest_depends_on_the_files_of_the_tokenizer(tmp_path, folder):
     """The digest depends on the tokenizer's files, and no code of its folder is run."""
-    chats = write(tmp_path / "c.jsonl", {"messages": CHAT})
+    chats = write_rows(tmp_path / "c.jsonl", {"messages": CHAT})
     path = folder(TEMPLATE)
     digest = Chat(chats, tokenizer=path).digest
     assert digest != Chat(chats).digest

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from helpers.commands import error_of, json_of, stdout_of
+from helpers.rows import write_rows
 from prometheus_client.parser import text_string_to_metric_families
 
 SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=32,output_tokens=8"
@@ -29,8 +30,7 @@ def loop(tmp_path):
         for number in range(60)
     )
     file = tmp_path / "loop.jsonl"
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return file
+    return write_rows(file, *rows)
 
 
 def families(text):

@@ -1,8 +1,8 @@
 """Chats share the keys of the tokens that they have in common, and no others."""
 
-import json
 from itertools import takewhile
 
+from helpers.rows import write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +29,7 @@ def test_a_shared_prefix_of_whole_blocks_shares_its_keys(tmp_path_factory, chats
         {"messages": [{"role": role, "content": text} for role, text in [*chat, ("user", "?")]]}
         for chat in chats
     )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, *rows)
     requests = list(Chat(path, tokens="bytes", key_tokens=size))
     for one, chat in zip(requests, chats, strict=True):
         assert one.prompt_tokens == len(written(chat))

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 from helpers.commands import error_of, json_of, stdout_of
+from helpers.rows import write_rows
 
 from kvcore import find_capacity
 from kvcore.cli import main as frame
@@ -121,7 +122,7 @@ def test_unknown_outputs_are_reported(tmp_path):
     """A workload without outputs has no speeds and no SLO, and the report has the reason."""
     row = {"timestamp": 0, "input_length": 50, "output_length": 0, "hash_ids": [1]}
     path = tmp_path / "mine.jsonl"
-    path.write_text("".join(f"{json.dumps(row | {'timestamp': t})}\n" for t in range(3)))
+    write_rows(path, *(row | {"timestamp": t} for t in range(3)))
     out = run(path)
     assert "Lengths of outputs are unknown: no request asks for any." in out
     assert not [name for name in ("within the SLO", "goodput", "tokens/s") if name in out]
@@ -264,7 +265,7 @@ def test_a_failed_run_names_the_row_and_leaves_no_file(tmp_path):
         {"timestamp": 1, "input_length": n, "output_length": 1, "hash_ids": [1]} for n in (5, 0)
     ]
     source = tmp_path / "trace.jsonl"
-    source.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_rows(source, *rows)
     out = tmp_path / "run"
     assert "trace.jsonl:2" in refused(source, "--block-size", 512, "--out", out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.jsonl"]

@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from helpers.rows import write_rows
 from helpers.traces import BLOCK, ask, lines, record, seal, write
 
 from kvcore.cli.main import run
@@ -75,7 +76,7 @@ def test_requests_come_back_as_mooncake(tmp_path, capfd):
         {"timestamp": 6, "input_length": 512, "output_length": 0, "hash_ids": [1]},
     ]
     source, out = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(source, *rows)
     done = ["compare", str(source), "--eviction", "lru", "--blocks", "9"]
     assert run([*done, "--accounting", "tokens", "--trace", str(tmp_path / "t.jsonl")]) == 0
     capfd.readouterr()
