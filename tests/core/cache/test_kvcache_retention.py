@@ -1,5 +1,6 @@
 """Retention hints: priorities by token range, durations, splits, and raised ancestors."""
 
+import pytest
 from helpers.caches import BLOCK, Recorded, ask, compute, make, serve, spans, start
 
 from kvcore.request import Retention
@@ -16,30 +17,43 @@ def hint(first, last, priority, duration=None):
     return Retention(first * BLOCK, None if last is None else last * BLOCK, priority, duration)
 
 
-def test_spans_split_at_the_borders_of_hints():
-    """A commit stores one span for each range of its hints."""
+def hinted(rows):
+    """Return hints from rows of the arguments of `hint`."""
+    return tuple(hint(*row) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "expected"),
+    [
+        (
+            "abcdef",
+            [(0, 2, 90), (4, 5, 20)],
+            {"|ab": (90, None), "ab|cd": (35, None), "abcd|e": (35, None),
+             "abcde|f": (35, None)},
+        ),
+        (
+            "abcd",
+            [(2, 3, 80)],
+            {"|ab": (80, None), "ab|c": (80, None), "abc|d": (35, None)},
+        ),
+        ("abc", [(1, None, 5)], {"|a": (35, None), "a|bc": (5, None)}),
+        (
+            "abcd",
+            [(0, 2, 80), (2, None, 80, 100)],
+            {"|ab": (80, None), "ab|cd": (80, 100)},
+        ),
+        ("abcd", [(0, 2, 80, 100), (2, None, 80)], {"|abcd": (80, None)}),
+    ],
+    ids=[
+        "a span for each range", "blocks before a range are raised", "none are lowered",
+        "with and without an end", "a later range without end raises an earlier one",
+    ],
+)  # fmt: skip
+def test_a_commit_stores_a_span_for_each_range_of_its_hints(text, rows, expected):
+    """Spans split where priorities do; a span has at least the priority of its children."""
     cache = make()
-    serve(cache, "abcdef", retention=(hint(0, 2, 90), hint(4, 5, 20)))
-    assert hints(cache) == {
-        "|ab": (90, None),
-        "ab|cd": (35, None),
-        "abcd|e": (35, None),
-        "abcde|f": (35, None),
-    }
-
-
-def test_ancestors_have_at_least_the_priority_of_their_children():
-    """A hint also raises the priority of the blocks before its range."""
-    cache = make()
-    serve(cache, "abcd", retention=(hint(2, 3, 80),))
-    assert hints(cache) == {"|ab": (80, None), "ab|c": (80, None), "abc|d": (35, None)}
-
-
-def test_a_low_priority_reaches_to_the_end_of_its_range():
-    """A priority below the default holds for its range only, and not for ancestors."""
-    cache = make()
-    serve(cache, "abc", retention=(hint(1, None, 5),))
-    assert hints(cache) == {"|a": (35, None), "a|bc": (5, None)}
+    compute(cache, cache.open(ask(text, retention=hinted(rows))))
+    assert hints(cache) == expected
 
 
 def test_growth_in_place_stays_inside_a_range():
@@ -68,22 +82,6 @@ def test_growth_lengthens_a_duration():
     assert hints(cache) == {"|ab": (80, 109)}
 
 
-def test_equal_priorities_with_and_without_an_end_are_two_spans():
-    """Equal priorities with and without an end are two spans."""
-    cache = make()
-    seq = cache.open(ask("abcd", retention=(hint(0, 2, 80), hint(2, None, 80, 100))))
-    compute(cache, seq)
-    assert hints(cache) == {"|ab": (80, None), "ab|cd": (80, 100)}
-
-
-def test_a_later_range_without_end_raises_an_earlier_one():
-    """A range without end makes the ranges before it endless."""
-    cache = make()
-    seq = cache.open(ask("abcd", retention=(hint(0, 2, 80, 100), hint(2, None, 80))))
-    compute(cache, seq)
-    assert hints(cache) == {"|abcd": (80, None)}
-
-
 def test_when_a_duration_ends_the_priority_is_the_default():
     """From `priority_until` on, a span has the default priority."""
     cache = make()
@@ -99,13 +97,28 @@ def test_the_end_of_a_duration_is_no_expiry():
     assert cache.probe(ask("abc"), now=1000) == 2
 
 
-def test_a_hit_raises_priorities():
-    """A hint of a request raises the priorities of the blocks that it hits."""
+@pytest.mark.parametrize(
+    ("stored", "renewed", "now", "resumed", "expected"),
+    [
+        ([], (0, None, 70), 0, False, (70, None)),
+        ([(0, None, 80)], (0, None, 20), 0, False, (80, None)),
+        ([(0, None, 80)], (0, None, 80, 5), 0, False, (80, None)),
+        ([(0, None, 80, 100)], (0, None, 80, 100), 50, False, (80, 150)),
+        ([(0, None, 80, 100)], (0, None, 80, 100), 50, True, (80, 100)),
+        ([(0, None, 80, 10)], (0, None, 50), 20, False, (50, None)),
+    ],
+    ids=["raised", "not lowered", "not shortened", "renewed", "resumed", "ended"],
+)
+def test_a_hit_renews_the_hints_of_its_blocks(stored, renewed, now, resumed, expected):
+    """A hit raises a priority or renews its duration, but for a resumed request's own blocks.
+
+    It never lowers one that holds; one that has ended counts as the default.
+    """
     cache = make()
-    serve(cache, "abc")
-    cache.open(ask("abcd", retention=(hint(0, None, 70),)))
+    serve(cache, "abc", retention=hinted(stored))
+    cache.open(ask("abcd", retention=hinted([renewed])), now=now, resumed=resumed)
     cache.check_integrity()
-    assert hints(cache) == {"|abc": (70, None)}
+    assert hints(cache) == {"|abc": expected}
 
 
 def test_a_hit_splits_at_the_borders_of_its_hints():
@@ -125,38 +138,18 @@ def test_a_hit_splits_at_the_borders_of_its_hints():
     assert seq.span is spans(cache)["abcde|f"]
 
 
-def test_a_hit_never_lowers_a_priority():
-    """A hit with a lower priority or a shorter duration changes no priority."""
+@pytest.mark.parametrize(
+    ("parent", "child", "now"),
+    [((80, 10), 50, 20), ((80, 100), 80, 0)],
+    ids=["ended", "longer"],
+)
+def test_an_insertion_raises_its_ancestors(parent, child, now):
+    """A parent whose hint has ended, or ends earlier, gets the priority of its new child."""
     cache = make()
-    serve(cache, "abc", retention=(hint(0, None, 80),))
-    cache.open(ask("abcd", retention=(hint(0, None, 20),)))
-    cache.open(ask("abcd", retention=(hint(0, None, 80, 5),)), 0)
-    assert hints(cache) == {"|abc": (80, None)}
-
-
-def test_a_hit_renews_a_duration():
-    """A hit with the same priority restarts its duration."""
-    cache = make()
-    serve(cache, "abc", retention=(hint(0, None, 80, 100),))
-    cache.open(ask("abcd", retention=(hint(0, None, 80, 100),)), now=50)
-    assert hints(cache) == {"|abc": (80, 150)}
-
-
-def test_a_hit_after_the_end_of_a_hint_counts_against_the_default():
-    """After the end of a hint, a hit with a lower priority sets that priority."""
-    cache = make()
-    serve(cache, "abc", retention=(hint(0, None, 80, 10),))
-    cache.open(ask("abcd", retention=(hint(0, None, 50),)), now=20)
-    assert hints(cache) == {"|abc": (50, None)}
-
-
-def test_an_insertion_after_the_end_of_a_hint_raises_its_ancestors():
-    """A parent whose hint has ended gets the priority of its new child."""
-    cache = make()
-    serve(cache, "ab", retention=(hint(0, None, 80, 10),))
-    seq = cache.open(ask("abcd", retention=(hint(2, None, 50),)), now=20)
-    compute(cache, seq, now=20)
-    assert hints(cache) == {"|ab": (50, None), "ab|cd": (50, None)}
+    serve(cache, "ab", retention=(hint(0, None, *parent),))
+    seq = cache.open(ask("abcd", retention=(hint(2, None, child),)), now=now)
+    compute(cache, seq, now=now)
+    assert hints(cache) == {"|ab": (child, None), "ab|cd": (child, None)}
 
 
 def test_an_insertion_lowers_no_ancestor():
@@ -169,15 +162,6 @@ def test_an_insertion_lowers_no_ancestor():
     assert span.priority_at(20) == 35
 
 
-def test_an_insertion_lengthens_its_ancestors():
-    """A parent of equal priority gets the longer duration of its new child."""
-    cache = make()
-    serve(cache, "ab", retention=(hint(0, None, 80, 100),))
-    seq = cache.open(ask("abcd", retention=(hint(2, None, 80),)))
-    compute(cache, seq)
-    assert hints(cache) == {"|ab": (80, None), "ab|cd": (80, None)}
-
-
 def test_a_raised_priority_outlives_the_child():
     """A parent keeps its raised priority after the eviction of the child."""
     cache = make(4)
@@ -185,14 +169,6 @@ def test_a_raised_priority_outlives_the_child():
     serve(cache, "abcd", retention=(hint(2, None, 90),))
     serve(cache, "xy")
     assert hints(cache) == {"|ab": (90, None), "|xy": (35, None)}
-
-
-def test_a_resumed_request_renews_no_hints():
-    """A resumed request does not renew hints of its own blocks."""
-    cache = make()
-    serve(cache, "abc", retention=(hint(0, None, 80, 100),))
-    cache.open(ask("abcd", retention=(hint(0, None, 80, 100),)), now=50, resumed=True)
-    assert hints(cache) == {"|abc": (80, 100)}
 
 
 def test_on_split_for_hints_comes_before_the_accesses():
