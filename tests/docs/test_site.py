@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import quote_plus, unquote, urldefrag
 
 import pytest
-from helpers.browser import NARROW, WIDE, browsing, tab
+from helpers.browser import NARROW, WIDE, tab
 
 from kvcore.cli.main import known_verbs
 
@@ -108,13 +108,6 @@ def test_every_page_is_three_clicks_away(site):
                 queue.append(target)
     pages = {*site.rglob("*.html")} - {site / "search.html"}  # the form leads to that one
     assert {str(page) for page in pages if clicks.get(page, 4) > 3} == set()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Return a browser without a network."""
-    with browsing() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

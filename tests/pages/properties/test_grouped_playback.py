@@ -6,7 +6,7 @@ from random import Random
 
 import orjson
 import pytest
-from helpers.browser import browsing, drawn, tab
+from helpers.browser import drawn, tab
 from helpers.grouped_traces import grouped_run
 
 from kvcore.errors import InputError
@@ -44,13 +44,6 @@ async ({ name, blocks, rows, stride }) => {
 
 SEEDS = [seed for seed in range(30) if Random(seed).choice(range(6)) != 5][:12]
 """Seeds of runs whose groups have blocks of one size."""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Yield a browser for all tests."""
-    with browsing() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")
