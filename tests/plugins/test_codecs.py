@@ -127,6 +127,14 @@ def test_fp8_saturates(codec, greatest):
     assert found[5] != found[5]
 
 
+def test_fp8_by_head_codes_tiny_and_large_rows_equally_well():
+    """With a scale for each token and head, fp8 codes tiny and large rows equally precisely."""
+    for size in (1e-3, 1.0, 1e4):
+        rows = [[size, -size / 2, size / 3, 0.0]]
+        found = coded(E4M3(scale="head"), rows)
+        assert ((found - torch.tensor(rows)).abs() <= size / 16).all()
+
+
 @pytest.mark.parametrize(
     ("spec", "tokens", "width", "message"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.caches import make, serve, spans
 
+from kvcore import InputError
 from kvcore_plugins.eviction import LFU, LRU, LRUK, TailLRU, TinyLFU
 
 SCAN = ["a", "a", "b", "c"]
@@ -97,3 +98,15 @@ def test_tinylfu_evicts_a_new_span_that_is_used_less():
     """TinyLFU evicts a new span rather than a less recent one that is used more often."""
     policy = TinyLFU(window=0, protected=0)
     assert kept(policy, 2, SCAN) == {"|a", "|c"}
+
+
+def test_tinylfu_keeps_a_new_span_that_is_used_more():
+    """TinyLFU keeps a new span that was used more often than the older one."""
+    policy = TinyLFU(window=0, protected=0)
+    assert kept(policy, 2, ["b", "b", "b", "x", "y", "z", "b", "w"]) == {"|b", "|w"}
+
+
+def test_options_are_checked_in_code_too():
+    """A constructor refuses invalid options as the command line does."""
+    with pytest.raises(InputError, match="unit='ms' is not known; there are: s, tokens"):
+        TailLRU(unit="ms")

@@ -185,6 +185,13 @@ def test_lookahead_matches_blocks_of_several_keys():
         assert set(spans(cache)) == left
 
 
+def test_lookahead_keeps_no_record_after_a_replay():
+    """After a replay `lookahead` has no record of any request."""
+    policy = Lookahead(requests=3)
+    replay([ask(text) for text in ("ab", "ac", "b", "abc")], make(3, policy))
+    assert (policy._waiting, policy._turns) == ({}, {})
+
+
 @pytest.mark.parametrize("answer", [0, 3, None, True])
 def test_evictable_blocks_outside_the_span_are_refused(answer):
     """`evictable_blocks` must return a part of the span, else PolicyError names the policy."""

@@ -6,7 +6,7 @@ import attrs
 import pytest
 from helpers.caches import ask, compute, make, serve, spans
 
-from kvcore import KVCache, Request
+from kvcore import InputError, KVCache, Request
 from kvcore.request import Retention
 from kvcore_plugins.eviction import (
     ARC,
@@ -96,6 +96,14 @@ def test_ttl_is_refreshed_by_a_hit():
     assert cache.probe(ask("abc"), 500 * SECOND) == 0
 
 
+def test_ttl_counts_from_the_end_of_a_use():
+    """The TTL of a prefix counts from the end of a request, however long that takes."""
+    cache = make(8, TTL(ttl=300))
+    seq = compute(cache, cache.open(ask("abc")))
+    cache.close(seq, 1_000 * SECOND)
+    assert cache.probe(ask("abc"), 1_299 * SECOND) == 2
+
+
 def test_random_depends_only_on_the_seed_and_differs_from_lru():
     """`random` keeps the same spans with the same seed, and others with other seeds.
 
@@ -125,6 +133,11 @@ def test_lfu_decays_by_access():
     assert scores == pytest.approx([1.0, 1.9, 2.71])
     assert touched(LFU(decay=0.9), 3, idle=10) == pytest.approx(2.71 * 0.9**10)
     assert touched(LFU(decay=0.9), 3, idle=10) == pytest.approx(0.94, abs=0.005)
+
+
+def test_lfu_by_touch_does_not_decay_while_idle():
+    """With unit=touches a score decays only at the uses of its own span."""
+    assert touched(LFU(decay=0.9, unit="touches"), 3, idle=10) == pytest.approx(2.71)
 
 
 def test_lfu_half_life_by_access():
@@ -166,6 +179,12 @@ def test_cost_outweighs_old_hits_with_time():
     assert "|a" in spans(cache)
     serve(cache, *"efghijklmnop")
     assert "|a" not in spans(cache)
+
+
+def test_options_are_checked_in_code_too():
+    """A constructor refuses invalid options as the command line does."""
+    with pytest.raises(InputError, match="unit='days' is not known; there are: s, accesses"):
+        LFU(unit="days")
 
 
 def test_an_order_is_fixed_by_the_class_itself():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcore import Plugins
+from kvcore import InputError, Plugins
 from kvcore.plugins.base import REQUIRED, options_of
 from kvcore.serving import StepWork
 from kvcore_plugins.latency import Linear, TokenRate
@@ -41,6 +41,12 @@ def test_linear_quantises_its_options_once():
     }
 
 
+def test_token_rate_divides_by_rates():
+    """`token-rate` divides prompt tokens and sequences by their rates in a millisecond."""
+    model = TokenRate(prefill=40, decode=2)
+    assert model.duration(StepWork(prefill=300, decode=5)) == 10 * MILLISECOND
+
+
 def test_token_rate_of_a_whole_number_of_picoseconds_is_exact():
     """At one token per ms, a step of k sequences takes exactly k ms."""
     model = TokenRate(prefill=1, decode=1)
@@ -48,6 +54,18 @@ def test_token_rate_of_a_whole_number_of_picoseconds_is_exact():
         MILLISECOND,
         7 * MILLISECOND,
     ]
+
+
+@pytest.mark.parametrize("option", ["prefill", "decode"])
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 1e10])
+def test_token_rate_refuses_invalid_rates(option, value):
+    """A rate out of bounds raises InputError with the option and the bounds."""
+    with pytest.raises(InputError) as caught:
+        TokenRate(**{option: value})
+    assert str(caught.value) == (
+        f"token-rate: {option}={value} must be a number of tokens a millisecond, from 1e-06 to "
+        "1e+09"
+    )
 
 
 @pytest.mark.parametrize("name", Plugins().names("latency"))

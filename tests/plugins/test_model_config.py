@@ -32,6 +32,20 @@ DEEPSEEK = LLAMA | {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
 }
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Return a function that reads a config from a file with the given fields."""
+
+    def read(fields, **options):
+        path = tmp_path / "config.json"
+        path.write_text(fields if isinstance(fields, str) else json.dumps(fields))
+        return read_config(path, **options)
+
+    return read
+
+
 KIMI, GLM, QWEN_NEXT = (
     CONFIGS[name] for name in ("kimi-k2", "glm-4.5-air", "qwen3-next-80b-a3b")
 )
@@ -257,6 +271,12 @@ def test_windows_can_be_named_layer_by_layer(read_model):
     """`layer_types` sets the windows instead of the family's pattern."""
     kinds = ["full_attention"] * 30 + ["sliding_attention"] * 2
     assert read_model(GPT_OSS | {"layer_types": kinds}).windows == (None,) * 30 + (128,) * 2
+
+
+def test_experts_can_be_smaller_than_the_other_weights(read):
+    """MXFP4 holds for the routed experts; other weights have the file's dtype."""
+    model = read(GPT_OSS)
+    assert (model.dtype, model.expert_dtype) == ("bf16", "mxfp4")
 
 
 def test_heads_that_contradict_are_an_error_with_the_file(read_model, tmp_path):

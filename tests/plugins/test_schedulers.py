@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.jobs import ask, job, serve
 
-from kvcore import SLO, Plugins
+from kvcore import SLO, InputError, Plugins
 from kvcore.serving import LoopState
 from kvcore.testing import STEP, ToyServer
 from kvcore_plugins.scheduler import FCFS, LPM, SJF, SRPT, Fair, LeastSlack, Priority
@@ -129,3 +129,9 @@ def test_lpm_probes_no_request_without_need():
     plan = server._scheduler.plan(LoopState(0, [job(ask("a"))], [], 0, 0, server))
     assert probed == []
     assert [one.request.id for one in plan.admit] == probed == ["a"]
+
+
+def test_an_unknown_length_in_code_is_refused():
+    """An unknown `length` given in code raises InputError with the known values."""
+    with pytest.raises(InputError, match="length='guess' is not known; there are: true, pred"):
+        SRPT(length="guess")

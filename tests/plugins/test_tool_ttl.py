@@ -1,8 +1,9 @@
 """The eviction policy `tool-ttl`, which learns how long each tool takes."""
 
+import pytest
 from helpers.caches import ask, make, serve, spans
 
-from kvcore import KVCache
+from kvcore import InputError, KVCache
 from kvcore_plugins.eviction import LRU, ToolTTL
 from kvcore_replay.untimed import replay
 from kvcore_tiers.hierarchy import Tiers
@@ -74,6 +75,12 @@ def test_a_request_of_another_branch_does_not_end_a_wait():
         cache = make(16, policy)
         replay([call("ab", 0, "grep"), call(text, 4, "grep")], cache)
         assert sum(sum(counts) for counts in policy._ended.values()) == ended
+
+
+def test_a_prior_of_no_weight_is_refused():
+    """A prior of no weight raises InputError."""
+    with pytest.raises(InputError, match="prior=0 must be a number of waits above 0"):
+        ToolTTL(prior=0)
 
 
 def test_a_block_stored_in_a_tier_costs_its_time_to_load():

@@ -305,6 +305,13 @@ def test_parts_of_a_templated_prompt_share_its_tokens(read, folder):
     assert ends[0] == request.prompt_tokens * lengths[0] // sum(lengths)
 
 
+def test_turns_extend_each_other_without_a_chat_template(read, folder):
+    """Without a chat template each turn still begins with the turn before and its answer."""
+    first, second = read({"messages": CHAT}, tokenizer=folder(None))
+    begun = [*first.keys, *first.output_keys]
+    assert second.keys[: len(begun)] == begun
+
+
 def test_an_error_of_a_chat_template_is_reported(read, folder):
     """An error of a chat template raises InputError with the file and line."""
     path = folder("{{ raise_exception('roles must alternate') }}")

@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from kvcore.errors import InputError
-from kvcore.request import Retention
+from kvcore.request import SLO, Retention
 from kvcore.workloads import checked
 from kvcore_plugins.workload import Jsonl
 
@@ -31,6 +31,13 @@ def test_every_field_is_read():
     assert (request.salt, request.tenant, request.priority) == ("blue", "acme", -2)
     assert request.retention == (Retention(0, 16, 90), Retention(16, None, 10, 5 * 10**9))
     assert request.output_keys == [9]
+
+
+def test_slo_and_predicted_length_are_read(tmp_path):
+    """An SLO and a predicted length are in the request."""
+    row = REQUEST | {"slo": {"ttft": 5, "deadline": 9}, "predicted": 3}
+    (request,) = Jsonl(write(tmp_path / "t.jsonl", row))
+    assert (request.slo, request.predicted_output_tokens) == (SLO(ttft_ns=5, deadline_ns=9), 3)
 
 
 def test_absent_fields_have_their_defaults(tmp_path):

@@ -106,3 +106,10 @@ def test_bad_field_is_named(tmp_path, change, complaint):
     path = write(tmp_path / "l.jsonl", {}, change)
     with pytest.raises(InputError, match=rf"l\.jsonl:2: {complaint}"):
         list(LMCache(path))
+
+
+def test_a_missing_model_is_named(tmp_path):
+    """If no row is of the requested model, InputError names the model."""
+    path = write(tmp_path / "l.jsonl", {})
+    with pytest.raises(InputError, match="no row has the model_name 'small'"):
+        list(LMCache(path, model="small"))

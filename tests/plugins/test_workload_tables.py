@@ -424,6 +424,12 @@ def test_the_finest_of_several_times_is_taken(tmp_path):
     assert [request.arrival // 10**6 for request in requests] == [0, 625]
 
 
+def test_an_implausible_span_is_noted(tmp_path):
+    """Times that span years for a few rows are noted with the option of their unit."""
+    _, notes = read(tmp_path, "time,input,output\n0,1,1\n208000000,1,1\n")
+    assert any("span 2,407.4 days for 2 rows" in note and "unit=" in note for note in notes)
+
+
 def test_rows_may_be_late(tmp_path):
     """After the first rows a row may be late by as many places as are read ahead, no more."""
     times = [*range(2 * WINDOW), WINDOW + 1, *range(2 * WINDOW, 4 * WINDOW)]

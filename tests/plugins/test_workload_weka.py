@@ -91,6 +91,12 @@ def test_turns_have_the_keys_of_their_line(tmp_path):
         assert found == lists
 
 
+def test_unknown_fields_are_ignored(read):
+    """Fields of an entry that are not needed are ignored."""
+    (request,) = read(session("a", turn(0, [1, 2], requests=None) | {"in": 128}))
+    assert request.keys == [1 << 32 | 1, 1 << 32 | 2]
+
+
 @pytest.mark.parametrize(
     ("agents", "reason"),
     [

@@ -39,6 +39,13 @@ def test_block_across_the_prefix_border_is_unique():
     assert first.keys[1] != second.keys[1]
 
 
+def test_prompts_that_are_all_prefix_are_equal():
+    """Without a suffix, equal prefixes are equal prompts, their partial block included."""
+    first, second = Zipf(requests=2, prefixes=1, prefix_tokens=24, suffix_tokens=0)
+    assert first.keys == second.keys
+    assert len(first.keys) == 2
+
+
 def test_arrivals_are_equal_on_every_machine():
     """Poisson arrivals are the same to the nanosecond on every machine."""
     assert [request.arrival for request in Zipf(requests=5)] == [
@@ -47,6 +54,17 @@ def test_arrivals_are_equal_on_every_machine():
         235_125_657,
         384_512_182,
         557_123_733,
+    ]
+
+
+def test_uniform_arrivals_are_evenly_spaced():
+    """Uniform arrivals are exactly one mean gap apart."""
+    requests = Zipf(requests=4, arrivals="uniform", rate=4)
+    assert [request.arrival for request in requests] == [
+        0,
+        SECOND // 4,
+        SECOND // 2,
+        750_000_000,
     ]
 
 
@@ -67,6 +85,12 @@ def test_bursts_arrive_at_once():
     sizes = {len(list(group)) for _, group in groupby(arrivals)}
     assert sizes == {10}
     assert arrivals[-1] / 20_000 == pytest.approx(SECOND / 5, rel=0.1)
+
+
+@pytest.mark.parametrize("arrivals", ["poisson", "bursty", "uniform"])
+def test_first_request_arrives_at_zero(arrivals):
+    """The first request arrives at 0."""
+    assert next(iter(Zipf(arrivals=arrivals))).arrival == 0
 
 
 def test_seed_changes_the_requests():
