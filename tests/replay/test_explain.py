@@ -307,6 +307,19 @@ def test_victims_and_beneficiaries_are_ranked_by_lost_tokens(file):
     assert summary.beneficiaries == [("thief", 8)]
 
 
+def test_times_in_the_json_are_in_seconds(file):
+    """The JSON of a loss has the eviction, and the seconds between that and the use."""
+    explanation = served(
+        file, ask("a", "ab"), ask("thief", "pqrstu"), ask("b", "ab", 9, arrival=10**9), blocks=6
+    )
+    document = explanation.request_dict(explanation.of("b"))
+    (loss, tail) = document["losses"]
+    assert loss["eviction"]["before_s"] == pytest.approx(1 - 1e-9)
+    assert (loss["eviction"]["for"], loss["other"]) == ("thief", "a")
+    assert (tail["category"], tail["eviction"]) == ("granularity", None)
+    assert document["missed_tokens"] == 9
+
+
 def test_tick_adds_up_to_the_size_of_the_file(file):
     """`tick` is called with numbers of bytes that add up to the size of the file."""
     requests = [ask(str(n), "a") for n in range(300)]

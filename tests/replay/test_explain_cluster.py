@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 from helpers.clusters import record_cluster
+from helpers.traces import lines, seal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcore.errors import TraceError
 from kvcore.trace import read_events
 from kvcore_replay.check.trace import check_event
 from kvcore_replay.misses.explain import Holders, explain
@@ -121,6 +123,20 @@ def test_refused_requests_are_rejected_with_the_reason(tmp_path):
     assert replicas == {7: 2} | dict.fromkeys(range(9, 30))
     assert {each.rejected for each in refused.values()} == {"all replicas have failed"}
     assert not any(each.losses for each in refused.values())
+
+
+def test_reject_of_an_unknown_request_is_refused(tmp_path):
+    """REJECT of an unknown request raises TraceError."""
+    fail = [f"replica={number},at=0.2" for number in range(3)]
+    path = record_cluster(tmp_path / "trace.jsonl", fail=fail)
+    events = lines(path)
+    refused = next(
+        event for event in events if event["event"] == "REJECT" and "replica" not in event
+    )
+    refused["request"] = "unknown"
+    seal(path, events)
+    with pytest.raises(TraceError, match="REJECT: request 'unknown' does not exist"):
+        explain(path)
 
 
 PROMPTS = [(0, 1, 2, 3), (0, 1, 4), (0, 5, 6), (7, 8)]

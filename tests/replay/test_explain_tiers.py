@@ -5,7 +5,7 @@ from helpers.traces import BLOCK, TIERS, ask, lines, seal, serve_tiers
 
 from kvcore.units import format_seconds
 from kvcore_replay.misses.explain import explain
-from kvcore_replay.report.misses import RequestReport
+from kvcore_replay.report.misses import RequestReport, SummaryReport
 
 SLOW = [tier.replace("load=always", "load=cost") for tier in TIERS]
 
@@ -75,6 +75,14 @@ def test_the_rest_of_a_partial_load_is_recomputed(tmp_path):
     ]
 
 
+def test_with_load_never_segments_are_recomputed(tmp_path):
+    """With load=never a segment in a tier is `recomputed`, and the report gives the reason."""
+    never = [tier.replace("load=always", "load=never") for tier in TIERS]
+    explanation = explain(serve_tiers(tmp_path / "trace.jsonl", never))
+    assert losses(explanation, "again")[0] == ("recomputed", 0, 4, "host", None)
+    assert "from which nothing is loaded (load=never)" in report_of(explanation, "again")
+
+
 def test_blocks_that_a_tier_failed_to_deliver_are_unreadable(tmp_path):
     """Blocks that a tier held and could not deliver are `unreadable`."""
     path = serve_tiers(tmp_path / "trace.jsonl")
@@ -124,3 +132,29 @@ def test_every_missed_token_has_one_reason(tmp_path, tiers):
         assert at == reasons.tokens
     summary = explanation.summary()
     assert sum(lost.tokens for lost in summary.categories.values()) == summary.missed_tokens
+
+
+def test_the_summary_sums_loads_and_saved_prefill(tmp_path):
+    """The summary has the time of all loads, and the prefill that they saved."""
+    explanation = explain(serve_tiers(tmp_path / "trace.jsonl"))
+    summary = explanation.summary()
+    loaded = summary.categories["loaded"]
+    saved = explanation.cost(0, 4) + explanation.cost(4, 12)
+    assert (loaded.tokens, loaded.seconds, summary.load_s) == (16, pytest.approx(saved), 32e-9)
+    note = "Lower tiers: 16 tokens were loaded in 32 ns in all, queues included, instead of"
+    assert note in SummaryReport.of(explanation, summary).notes
+    assert summary.as_dict()["load_s"] == 32e-9
+
+
+def test_the_json_of_a_segment_has_tier_load_and_drop(tmp_path):
+    """The JSON of a segment has the tier, the seconds of its load, and the DROP."""
+    explanation = explain(serve_tiers(tmp_path / "a.jsonl"))
+    host = explanation.request_dict(explanation.of("again"))["losses"][0]
+    assert (host["tier"], host["load_s"], host["drop"]) == ("host", 6e-9, None)
+    explanation = explain(left(tmp_path / "b.jsonl"))
+    drop = explanation.request_dict(explanation.of("again"))["losses"][0]["drop"]
+    assert {name: drop[name] for name in ("tier", "reason", "for")} == {
+        "tier": "host",
+        "reason": "capacity",
+        "for": "b",
+    }

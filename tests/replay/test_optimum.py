@@ -83,3 +83,12 @@ def test_a_key_under_two_parents_has_no_future():
     ]
     with pytest.raises(InputError, match="request 'third': key 'b' does not follow"):
         Future.read(wrong, BlockLayout("keys", 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "bypass"),
+    [({}, False), ({"bypass": "true"}, True), ({"bypass": "false"}, False)],
+)
+def test_bypass_is_parsed_from_text(options, bypass):
+    """The option `bypass` is true or false in text, and false by default."""
+    assert Belady.from_text(options) == Belady(bypass=bypass)

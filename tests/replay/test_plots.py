@@ -127,6 +127,15 @@ def test_plots_of_a_trace_without_requests(kind, text, tmp_path):
     assert not found & {"private", "cached", "prefill", "since the start"}
 
 
+def test_ages_without_hits_or_evictions_are_a_sentence(tmp_path):
+    """The ages plot of a trace without hits or evictions is a sentence."""
+    with Trace(tmp_path / "run.jsonl") as trace:
+        KVCache(8, traces.BLOCK, trace=trace)
+    header = {**traces.CACHE, "kvcore": "1", "mode": "untimed"}
+    found = drawn(plots.ages, rebuild_residency(tmp_path / "run.jsonl"), header)
+    assert "No block was hit, and none was evicted." in found
+
+
 def test_the_plot_of_a_cut_trace_is_marked_incomplete(tmp_path):
     """The plot of an incomplete trace says that it is incomplete."""
     file = traces.serve(tmp_path / "run.jsonl")
@@ -208,6 +217,28 @@ def test_an_slo_outside_the_axis_is_a_label(served):
     for limit, wanted in ((1.0, "SLO 1 s, beyond this axis"), (1e-12, "before this axis")):
         texts = drawn(plots.latency, attrs.evolve(found, expected={"E2E": limit}))
         assert any(wanted in text for text in texts)
+
+
+def test_latencies_without_an_admission_are_a_sentence(tmp_path):
+    """The latency plot without an admitted request is a sentence."""
+    with Trace(tmp_path / "run.jsonl", mode="model") as trace:
+        KVCache(8, traces.BLOCK, trace=trace)
+        trace.request(traces.ask("huge", "h", 99), 0)
+        trace.reject(0, request="huge", why="too long")
+    found = drawn(plots.latency, plots.Latencies.of(Timeline.read(tmp_path / "run.jsonl")))
+    assert "No request was admitted." in found
+
+
+@pytest.mark.parametrize(
+    ("summary", "requests"), [(None, ""), ("{", ""), ("{}", ""), ("[]", "{}"), ("{}", "{")]
+)
+def test_a_folder_that_is_no_result_is_refused(summary, requests, tmp_path):
+    """A folder that holds no valid result raises InputError with its name."""
+    if summary is not None:
+        (tmp_path / "summary.json").write_text(summary)
+        (tmp_path / "requests.jsonl").write_text(requests)
+    with pytest.raises(InputError, match=re.escape(str(tmp_path))):
+        plots.Latencies.read(tmp_path)
 
 
 def test_without_matplotlib_the_error_names_the_package(served, monkeypatch):

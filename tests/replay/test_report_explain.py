@@ -105,6 +105,14 @@ def test_each_cause_of_a_compulsory_miss_has_a_sentence(explained):
     assert "Its last key covers a part of a block" in words["cut"]
 
 
+def test_a_trace_without_requests_has_an_empty_summary(explained):
+    """The summary of a trace without requests has no rows."""
+    explanation = explained()
+    report = SummaryReport.of(explanation, explanation.summary())
+    assert [each.rows for each in (report.table, report.places, report.requests)] == [[]] * 3
+    assert "Of 0 prompt tokens, 0 hit (0.0%) and 0 missed." in report.headline
+
+
 def test_the_summary_counts_tokens_that_other_salts_may_hold(explained):
     """The summary names the number of tokens that may be cached under other salts."""
     explanation = explained(ask("a", "ab", salt="x"), ask("b", "pq", salt="y"))

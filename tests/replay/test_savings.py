@@ -45,6 +45,11 @@ def test_tokens_from_tiers_are_saved_too():
     assert document["savings"]["tokens"] == sum(log.hit) + sum(log.loaded)
 
 
+def test_nothing_is_said_where_nothing_hits():
+    """Without a prefix cache there is no sentence."""
+    assert "saved" not in run_here("simulate", ZIPF, "--prefix", "none").stdout
+
+
 def test_a_comparison_names_the_policy_that_saves_most():
     """`compare` says what the best policy saves, of the prefill of all prompts."""
     asked = ("compare", ZIPF, "--eviction", "lru,fifo,optimum", "--blocks", "50,500")

@@ -99,6 +99,15 @@ def test_a_compaction_left_out_or_repeated_is_refused(trace, n, left_out, repeat
     assert error_of(trace, events[: n + 1] + events[n:]).startswith(repeated)
 
 
+def test_a_commit_of_a_compacted_sequence_is_refused(trace):
+    """A COMMIT of a compacted sequence is refused."""
+    events = lines(trace)
+    forged = {"seq": 2, "span": 4, "first": 0, "blocks": 1, "how": "new"}
+    commit = {"n": 0, "t": 3, "event": "COMMIT", **forged}
+    reason = error_of(trace, [*events[:20], commit, *events[20:]])
+    assert reason == "sequence 2 has forgotten blocks, so it has none to share"
+
+
 def test_an_eviction_for_a_compaction_without_need_is_refused(trace):
     """An EVICT for a compaction that needs no new block is refused."""
     events = lines(trace)

@@ -222,6 +222,15 @@ def test_a_compaction_counts_its_whole_block_table_as_work(tmp_path, monkeypatch
         explain(begun(tmp_path, alloc, *[stay] * 99))
 
 
+def test_the_blocks_of_open_forks_are_limited(tmp_path):
+    """The blocks that open forks share are limited."""
+    more = [{"event": "ALLOC", "seq": 1, "first": 0, "runs": [[0, 1 << 16]]}]
+    more += [{"event": "FORK", "seq": 1, "child": child} for child in range(2, 9)]
+    for read in (check_trace, explain):
+        with pytest.raises(TraceError, match=":8: FORK: open forks share more than 262,144"):
+            read(begun(tmp_path, *more))
+
+
 def test_a_copy_to_a_block_outside_the_pool_is_refused(tmp_path):
     """A COPY to a block id outside the pool is refused, even beyond 32 bits."""
     more = [

@@ -4,9 +4,11 @@ import pytest
 from helpers.traces import ask, drive, lines, record, seal
 
 from kvcore import KVCache, Trace, TraceError
-from kvcore_plugins.eviction import LRU
+from kvcore.trace import read_events
+from kvcore_plugins.eviction import LRU, TTL
 from kvcore_plugins.prefix import Radix
 from kvcore_replay.check.trace import check_trace
+from kvcore_replay.state.cache import CacheState
 
 
 @pytest.fixture
@@ -27,6 +29,23 @@ def test_the_trace_of_a_cache_is_valid(trace):
         "private": 0,
         "spans": len(list(cache.tree.spans())),
     }
+
+
+def test_block_tables_are_rebuilt(tmp_path):
+    """The rebuilt block table of every open sequence is that of the cache, forks included."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        cache = KVCache(12, 4, eviction=LRU(), prefix=Radix(), trace=trace)
+        for name, text in enumerate(("abcd", "abx", "abcy")):
+            seq = cache.open(ask(name, text))
+            cache.commit(seq, 4)
+        cache.extend(cache.fork(seq), 3)
+        tables = {seq.id: cache.block_table(seq) for seq in cache.sequences.values()}
+    header, *events = read_events(path)
+    state = CacheState(header)
+    for event in events:
+        state.apply(event)
+    assert {seq.id: seq.table() for seq in state.sequences.values()} == tables
 
 
 def test_output_blocks_are_shared_by_their_keys(tmp_path):
@@ -69,6 +88,20 @@ def test_lines_after_the_moment_are_checked_too(trace):
     events[46]["runs"] = [[4, 1], [1, 1], [3, 1]]
     with pytest.raises(TraceError, match=":47: ALLOC"):
         check_trace(seal(trace, events), 1)
+
+
+def test_a_miss_on_expired_blocks_has_the_reason_expired(tmp_path):
+    """A miss on expired blocks has the reason "expired", and the blocks are free."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        cache = KVCache(8, 4, eviction=TTL(ttl=1), prefix=Radix(), trace=trace)
+        for now in (0, 10**10):
+            seq = cache.open(ask(now, "abc"), None, now)
+            cache.commit(seq, 12, now)
+            cache.close(seq, now)
+    events = lines(path)
+    assert [line["why"] for line in events if line["event"] == "MISS"] == ["absent", "expired"]
+    assert check_trace(path).pool["free"] == 5
 
 
 def test_a_cut_trace_is_reported_up_to_the_cut(trace):

@@ -1,5 +1,6 @@
 """Tiers in a trace: their contents follow from the lines, and forged lines are refused."""
 
+from functools import partial
 from random import Random
 
 import orjson
@@ -13,8 +14,10 @@ from kvcore import KVCache, Request, Trace, TraceError
 from kvcore.serving import Batching, simulate
 from kvcore.trace import read_events
 from kvcore.trace.events import decode, find_fault
+from kvcore_lab.comparison import compare
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
+from kvcore_plugins.workload import Zipf
 from kvcore_replay.check.server import TraceChecker
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.misses.explain import explain
@@ -140,6 +143,17 @@ def test_no_field_of_a_line_can_be_forged(trace, event):
             other = {key: v for key, v in (line | {name: value}).items() if v is not None}
             if find_fault(other) is None:
                 assert refused([*read[:n], decode(orjson.dumps(other)), *read[n + 1 :]]), other
+
+
+@pytest.mark.parametrize("event", ["OFFLOAD", "LOAD_START", "LOAD"])
+def test_a_moved_transfer_is_refused(trace, event):
+    """A transfer moved down by two lines is refused."""
+    events = lines(trace)
+    for n, line in enumerate(events):
+        if line["event"] == event:
+            assert error_of(
+                trace, [*events[:n], *events[n + 1 : n + 3], line, *events[n + 3 :]]
+            )
 
 
 @pytest.mark.parametrize(
@@ -408,6 +422,15 @@ def test_a_forged_recover_is_refused(recovered, n, fields, reason):
     assert found.startswith(reason), found
 
 
+def test_all_recovered_blocks_come_before_the_first_request(recovered):
+    """RECOVER lines before the first REQUEST must have as many blocks as HEADER names."""
+    events = lines(recovered)
+    reason = "tier 'disk' had 5 blocks from an earlier run by HEADER, and 4 by RECOVER"
+    assert error_of(recovered, [*events[:2], *events[3:]]) == f"REQUEST: {reason}"
+    late = [*events[:2], events[3], events[2], *events[4:]]
+    assert error_of(recovered, late) == f"REQUEST: {reason}"
+
+
 def test_a_drop_of_needed_blocks_is_refused(trace):
     """A DROP of blocks that are loading, or that a parked sequence needs, is refused."""
     events = lines(trace)
@@ -439,6 +462,19 @@ def test_blocks_equal_to_parked_ones_may_be_dropped(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_bytes(run.trace)
     assert check_trace(path).preemptions["swap"] == 1
+
+
+def test_every_transfer_of_an_untimed_trace_ends_at_once(tmp_path):
+    """Without a clock every transfer ends at once, and no link is busy."""
+    path, host = tmp_path / "trace.jsonl", "host:memory=100MiB,max_wait=0"
+    tiers = partial(Tiers, tiers=[host], slot_bytes=2**20)
+    compare(Zipf(requests=60, prefixes=6), "lru", 60, tiers=tiers, trace=path)
+    (host,) = check_trace(path).tiers
+    assert (host["loads"] > 0, host["read_bytes"] > 0, host["link_busy_s"]) == (True, True, 0)
+    events = lines(path)
+    first = next(line for line in events if line["event"] == "OFFLOAD")
+    first["done"] += 1
+    assert "by the link of tier 'host' it is done at" in error_of(path, events)
 
 
 def test_the_keys_in_all_tiers_are_limited(trace, monkeypatch):

@@ -109,6 +109,14 @@ def test_requests_of_a_server_can_be_run_on_two_replicas(tmp_path):
     assert found.recorded.config["replicas"] == 1
 
 
+def test_a_router_for_a_trace_of_one_server_is_refused(tmp_path):
+    """A router for a trace of one server is refused; the error suggests --replicas."""
+    path = tmp_path / "one.jsonl"
+    kvcore.simulate("zipf:requests=5", blocks=100, trace=path)
+    with pytest.raises(InputError, match="give --replicas too"):
+        whatif(path, router="round-robin")
+
+
 def test_a_header_without_routing_is_refused(tmp_path):
     """A trace of a cluster without `routing` in its header is refused."""
     path = record(tmp_path / "trace.jsonl")

@@ -1,7 +1,8 @@
 """What-if: another model, device, number of GPUs or memory."""
 
 import pytest
-from helpers.recordings import untimed
+from helpers.recordings import PLUGINS, timed, untimed
+from helpers.serving import ask
 from helpers.traces import lines, seal
 
 from kvcore import InputError, simulate
@@ -64,6 +65,14 @@ def test_a_run_without_a_clock_has_no_device(tmp_path):
     path = untimed(tmp_path / "trace.jsonl", ["ab"])
     with pytest.raises(InputError, match="without a clock: it has no device"):
         whatif(path, device="b200")
+
+
+@pytest.mark.parametrize("changed", [{"device": "b200"}, {"memory": "1GiB"}], ids=str)
+def test_a_header_without_a_model_is_refused(tmp_path, changed):
+    """A deployment, or memory, is refused if the header does not name the model."""
+    path = timed(tmp_path / "trace.jsonl", [ask("a")])
+    with pytest.raises(InputError, match=r"says nothing of the model.*--blocks N"):
+        whatif(path, plugins=PLUGINS, **changed)
 
 
 def test_a_latency_model_that_knows_no_device_is_refused(tmp_path):

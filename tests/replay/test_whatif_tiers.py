@@ -1,6 +1,7 @@
 """What-if with tiers, which are built again from the header, replaced or left out."""
 
 import pytest
+from helpers.commands import run_here
 from helpers.traces import lines, seal
 
 from kvcore import InputError, KvcoreError, api
@@ -49,6 +50,13 @@ def test_another_block_size_keeps_the_memory_of_tiers(path, tmp_path):
     old, new = (lines(file)[0]["tiers"] for file in (path, tmp_path / "new.jsonl"))
     assert [tier["slot_bytes"] for tier in new] == [2 * tier["slot_bytes"] for tier in old]
     assert [tier["slots"] for tier in new] == [tier["slots"] // 2 for tier in old]
+
+
+def test_kvcore_replay_prints_or_replaces_the_tiers(path):
+    """`kvcore whatif --tier none` removes the tiers; without the option it prints them."""
+    printed = run_here("whatif", path, "--tier", "none").stdout
+    assert "tiers: none instead of" in " ".join(printed.split())
+    assert "tier host: blocks of" in run_here("replay", path).stdout
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,13 @@ def test_a_result_without_a_trace_has_latencies(folder, tmp_path):
     assert "has no trace.jsonl.gz, which --kind hits is drawn from" in printed_error
 
 
+def test_without_a_clock_there_are_no_latencies(tmp_path):
+    """`--kind latency` is an error for a trace without a clock."""
+    traces.record(tmp_path / "run.jsonl")
+    words = "plot", "run.jsonl", "--kind", "latency", "-o", "x.png"
+    assert "it has no clock" in refused(*words, cwd=tmp_path)
+
+
 def test_a_cut_trace_is_drawn_up_to_the_cut(tmp_path):
     """A cut trace is drawn up to the cut, with a notice; ages need the whole trace."""
     file = traces.serve(tmp_path / "run.jsonl")
@@ -156,3 +163,13 @@ def test_a_sweep_of_two_numeric_axes_needs_plot_axis(grid):
     words = "sweep", "grid.toml", "--jobs", "1", "--plot", "x.svg"
     assert "choose one of them with --plot-axis" in refused(*words, cwd=grid)
     drawn(*words, "--plot-axis", "blocks", cwd=grid)
+
+
+@pytest.mark.parametrize("verb", [("plot", "--kind", "latency"), ("report",)])
+def test_an_empty_path_is_not_the_working_directory(verb, tmp_path):
+    """An empty path is an error, even if the working directory holds a result."""
+    (tmp_path / "summary.json").write_text("{}")
+    done = run_here(*verb, "", "-o", "out.svg", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "empty path" in done.stderr
+    assert not (tmp_path / "out.svg").exists()

@@ -11,6 +11,8 @@ import pytest
 from helpers.commands import json_of as document
 from helpers.commands import run_here
 
+from kvcore_replay.pricing import PRICES
+
 LOG = Path(__file__).parents[3] / "examples" / "api_log.jsonl.gz"
 SMALL = "zipf:requests=50,prefixes=5,prefix_tokens=64,suffix_tokens=32,rate=50"
 BILLS = ["price", "uncached", "api", "reported", "run"]
@@ -70,6 +72,13 @@ def test_explain_finds_the_miss_reasons_of_an_api_log():
     assert found["expected_tokens"] > found["read_tokens"]
     printed = run_here("explain", LOG, "--price", "anthropic", "8").stdout
     assert "system[0], after token 166" in " ".join(printed.split())
+
+
+def test_price_list_prints_all_prices():
+    """`--price list` prints all prices, without any other argument."""
+    done = run_here("explain", "--price", "list")
+    assert done.returncode == 0
+    assert {line.split()[0] for line in done.stdout.splitlines()[2:]} == set(PRICES)
 
 
 def test_nothing_is_imported_without_prices():

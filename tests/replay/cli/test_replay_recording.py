@@ -81,6 +81,17 @@ def test_options_that_run_requests_again_are_refused(recording, tmp_path, option
     assert os.listdir(tmp_path) == [recording.name]  # noqa: PTH208 - names are enough
 
 
+def test_an_incomplete_recording_exits_1_after_its_report(tmp_path):
+    """The readable part of a cut recording is reported, and the error states the cut."""
+    path = record(tmp_path / "events.jsonl", batch(stored(1)), batch(stored(2)))
+    path.write_bytes(path.read_bytes()[:-10])
+    done = run(path, "--json")
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["complete"], report["batches"]) == (1, False, 2)
+    message = f"kvcore: error: {path}: incomplete: the file ends inside line 4\n"
+    assert done.stderr == message
+
+
 def test_a_file_of_router_events_is_checked(tmp_path):
     """A file of Dynamo's router events is checked, even if its first line is very long."""
     path = tmp_path / "router.jsonl"

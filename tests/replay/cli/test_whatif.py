@@ -63,6 +63,17 @@ def test_either_run_that_is_saturated_is_marked(tmp_path, recorded):
     assert row.count("*") == 1 + both
 
 
+def test_retention_is_added_and_removed(folder, tmp_path):
+    """`--retention` adds a policy to a run, and `none` removes it; the output names both."""
+    exported = ("--export", str(tmp_path / "b.jsonl"))
+    done = run("whatif", "m.jsonl.gz", "--retention", "knorm:budget=64", *exported, cwd=folder)
+    assert "retention: knorm:budget=64" in done.stdout
+    assert " instead of none" in done.stdout
+    assert "tokens forgotten" in done.stdout
+    done = run("whatif", "b.jsonl", "--retention", "none", cwd=tmp_path)
+    assert "retention: none instead of knorm:budget=64" in done.stdout
+
+
 def test_json_is_alone_on_stdout(folder):
     """`--json` prints one document of both runs, their configurations and changed requests."""
     done = run("whatif", "m.jsonl.gz", "--scheduler", "srpt", "--json", cwd=folder)
