@@ -2,8 +2,12 @@
 
 import pytest
 
-from kvcore import Codec, InputError, PolicyError
+from kvcore import Codec, InputError, KVCache, PolicyError, Request
 from kvcore.engine import Plane, RaggedBatch, TensorLayout
+from kvcore_engine.compaction import Compactor
+from kvcore_engine.retention.knorm import KNorm
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.prefix import Radix
 
 torch = pytest.importorskip("torch", reason="K/V lies in tensors")
 
@@ -118,6 +122,30 @@ def test_staged_blocks_can_change_places():
     made.copy_blocks([(0, 5), (5, 7), (7, 0)])
     for block, expected in zip((0, 5, 7), before, strict=True):
         torch.testing.assert_close(made.read(0, [block], 3)[0], expected, rtol=0, atol=0)
+
+
+def test_a_staged_block_is_filled():
+    """`fill` overwrites all tokens of a staged block."""
+    made = backend(KIVI())
+    for blocks in (None, [1]):
+        store(made, [1], 0, 3)
+        made.fill(2, blocks)
+        assert (made.read(0, [1], 3)[0] == 2).all()
+
+
+def test_a_compaction_leaves_the_partial_block_on_the_stage():
+    """A compaction leaves the partial block on the stage, even if more blocks are allocated.
+
+    These are for tokens that are yet to be computed.
+    """
+    made = backend(KIVI())
+    cache = KVCache(16, SIZE, eviction=LRU(), prefix=Radix(), retention=KNorm(), ids=True)
+    Compactor(cache, made, [None] * 2, [None] * 2)
+    seq = cache.open(Request(id=0, prompt_tokens=5 * SIZE, key_tokens=SIZE))
+    store(made, seq.table(), 0, 3 * SIZE)
+    cache.commit(seq, 3 * SIZE)
+    cache.compact(seq, SIZE + 3)
+    assert [*made._pool.keys[0].stage] == seq.table().tolist()[1:2]
 
 
 def test_layer_blocks_refuses_a_coded_pool():

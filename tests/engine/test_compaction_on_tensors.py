@@ -80,6 +80,13 @@ def test_invalid_scores_are_reported_with_the_plugin(answer, message):
     assert str(again.value) == str(caught.value)
 
 
+def test_infinite_scores_are_scores():
+    """Infinite scores are valid, and the newest token stays whatever its score."""
+    texts = paged(Scored(budget=3, answer=lambda held: (held.positions - 5.0) ** -2))
+    positions = texts.compactor.positions(prefilled(texts))
+    assert positions.sort().values.tolist() == [[[5, 6, 29]] * 2] * 2
+
+
 def test_tokens_outside_the_next_window_are_removed_first():
     """Tokens outside the window of the next token are removed first.
 
@@ -104,6 +111,13 @@ def test_tokens_moved_into_the_window_are_visible():
     texts.cache.compact(seq, 4)
     positions = texts.compactor.positions(seq)
     assert positions.sort().values.tolist() == [[[24, 25, 26, 30]] * 2] * 2
+
+
+def test_integers_are_scores():
+    """Scores may be integers; of tokens with equal scores the newer ones stay."""
+    texts = paged(Scored(budget=4, answer=lambda held: held.positions // 16 * 0))
+    positions = texts.compactor.positions(prefilled(texts))
+    assert positions.sort().values.tolist() == [[[26, 27, 28, 29]] * 2] * 2
 
 
 def test_undeclared_reads_are_not_given(monkeypatch):

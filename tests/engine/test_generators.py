@@ -63,6 +63,13 @@ def test_sincos_has_the_size_of_its_model():
     assert SinCos(model="llama-3-8b").spec == MODELS["llama-3-8b"]
 
 
+def test_options_replace_the_sizes_of_the_model():
+    """Options replace layers, K/V heads and widths; the query heads per K/V head stay."""
+    spec = SinCos(model="llama-3-8b", layers=3, kv_heads=2, head_dim=6).spec
+    sizes = spec.layers, spec.query_heads, spec.kv_heads, spec.head_dim, spec.value_dim
+    assert sizes == (3, 8, 2, 6, 6)
+
+
 def test_layers_keep_their_windows():
     """The first layers have the windows of the model's layers; more layers repeat them."""
     windows = MODELS["gpt-oss-20b"].windows
@@ -133,6 +140,13 @@ def test_sample_frequencies_are_the_probabilities():
     tokens = sample(logits, [(7, place) for place in range(4000)], 2.0, None)
     shares = torch.bincount(torch.tensor(tokens), minlength=4) / 4000
     assert (shares - chances).abs().max() < 0.03
+
+
+def test_top_k_samples_only_the_k_likeliest_tokens():
+    """With `top_k`, only the k likeliest tokens are sampled."""
+    logits = torch.tensor([0.3, 0.1, 0.2, 0.0], dtype=torch.float64).expand(500, 4)
+    drawn = set(sample(logits, [(1, place) for place in range(500)], 1.0, 2))
+    assert drawn == {0, 2}
 
 
 def test_dense_attention_equals_torch():

@@ -95,6 +95,14 @@ def test_a_shared_prefix_is_not_computed_again():
     assert paged.cache.stats.hit_tokens == 12
 
 
+def test_blocks_hit_in_a_later_attachment():
+    """Cached blocks can be hit in a later attachment to the same model."""
+    model, paged, ids = tiny("llama"), paged_cache(block_size=4), prompt(12)
+    first = generated(model, ids, paged)
+    assert generated(model, ids, paged).tolist() == first.tolist()
+    assert paged.cache.stats.hit_tokens == 8
+
+
 def test_an_attachment_leaves_the_model_unchanged():
     """After the attachment a model has its own attention, and generates as before."""
     model, ids = tiny("llama"), prompt(8)

@@ -150,6 +150,15 @@ def test_knorm_keeps_the_smallest_keys():
     assert best(KNorm().score(held(keys=keys)), 2) == {5, 6}
 
 
+def test_random_draws_depend_on_seed_request_layer_and_head():
+    """Draws of `random` depend on seed, request, layer and head, and on nothing else."""
+    one = Random().score(held(layers=(3, 4), kv_heads=2))
+    others = [one[0, 1], one[1, 0], Random(seed=1).score(held(layers=(3,)))[0, 0]]
+    others.append(Random().score(held(layers=(3,), request="0"))[0, 0])
+    assert all((each != one[0, 0]).all() for each in others)
+    assert Random().score(held(layers=(3,)))[0, 0].equal(one[0, 0])
+
+
 def test_a_kept_token_keeps_its_random_draw():
     """A token that is kept has the same draw at the next compaction."""
     first = Random().score(held())
@@ -234,6 +243,13 @@ def test_expected_weighs_values():
     values[0, 0, 6] = 0
     score = Expected().score(expectable(values=values))
     assert score[0, 0, 6] == 0
+
+
+def test_expected_sums_to_one_within_the_window():
+    """Expected attention sums to 1 over the tokens within the window of the next token."""
+    score = Expected().score(expectable(windows=(8,))) / 2  # values have the norm 2
+    assert score[0, 0, : TOKENS - 7].count_nonzero() == 0
+    assert score.sum().item() == pytest.approx(1)
 
 
 def test_expected_leaves_out_queries_of_sinks():

@@ -341,6 +341,17 @@ def test_threads_end_and_stores_close_when_a_run_fails(error, raised):
     assert not [each for each in threads() if each.name.startswith("kvcore tier")]
 
 
+@pytest.mark.parametrize(
+    "other", [{"seed": 1}, {"generator": Exact(ending=1)}, {"retention": "window:tokens=99"}]
+)
+def test_a_run_of_another_model_recovers_no_block(other, tmp_path):
+    """A run with another generator, seed or retention policy recovers no block."""
+    tiers = [tier("disk", 400, path=tmp_path, write="through")]
+    compute(sessions(), tiers=tiers)
+    run = compute(sessions(), tiers=tiers, **other)
+    assert not run.result.cache.tiers.levels[0].stats.recovered
+
+
 def test_the_identity_of_a_store_depends_on_the_kind_of_keys():
     """The identity of a store differs with the tokens of a key, and between texts and ids.
 
