@@ -69,6 +69,27 @@ def test_a_process_killed_at_any_write_leaves_whole_blocks(tmp_path):
     assert {"1-0", "1-3"} <= set(results[-1]["found"])
 
 
+def test_the_directory_of_a_killed_process_can_be_opened(tmp_path):
+    """A directory in use is refused with the id of its process until that is killed.
+
+    Afterwards all blocks that it left can be read.
+    """
+    command, options = kills("on", tmp_path, stdout=subprocess.PIPE)
+    for lines in (1, 7):
+        with subprocess.Popen(command, **options) as writer:
+            try:
+                for _ in range(lines):
+                    assert writer.stdout.readline()
+                with pytest.raises(InputError, match=f"in use by process {writer.pid} on "):
+                    opened(tmp_path)
+            finally:
+                writer.kill()
+        with opened(tmp_path) as store:
+            blocks_left = list(store.recover())
+            assert blocks_left
+            assert all(read(store, [block]) for block in blocks_left)
+
+
 def test_a_directory_in_use_is_refused(tmp_path):
     """A second store of the same process in a directory is refused while the first is open."""
     with opened(tmp_path), pytest.raises(InputError, match="in use by this process"):

@@ -160,6 +160,16 @@ TWO = [ask("a", prompt=8, output=12), ask("b", prompt=8, output=12)]
 ALWAYS = f"host:memory=1MB,load=always,{FAST}"
 
 
+def test_a_swapped_request_computes_one_token():
+    """A swapped request computes one token again when it resumes, and no more."""
+    run = serve(TWO, blocks=6, latency=Tally(), tiers=(ALWAYS,))
+    assert (run.result.log.swaps[-1], run.sum("recomputes")) == (1, 0)
+    _, prefill = divmod(run.result.log.busy_ps, Tally.TOKEN)
+    assert prefill == 8 + 8 + 1
+    assert run.sum("output") == 24
+    assert stats(run, "parked", "returned", "found") == (3, 3, 0)
+
+
 def test_a_swap_is_recorded_in_the_trace():
     """A swap is recorded as PREEMPT, OFFLOAD, LOAD_START, LOAD and DROP.
 
