@@ -56,6 +56,12 @@ def test_decode_replicas_follow_from_the_rate_of_requests():
     assert wanted(ThroughputPlanner(), demand, phase="decode") == 4
 
 
+def test_replicas_of_both_phases_are_the_sum():
+    """Replicas of both phases are the sum of the prefill and decode replicas."""
+    demand = Demand(seconds=10, requests=40, prompt_tokens=500, output_tokens=10)
+    assert wanted(ThroughputPlanner(), demand) == 2 + 4
+
+
 def test_load_adds_a_replica_above_the_slo():
     """Above the SLO `load` adds a replica; far below it, it removes one."""
     slow = Demand(seconds=10, requests=5, load=1000, latency=3.0)

@@ -38,6 +38,22 @@ class Receiver:
         return self.items
 
 
+def test_published_batches_are_received_in_order():
+    """A subscriber receives earlier and later batches in order, each once."""
+    with Publisher(FREE, FREE) as publisher:
+        assert [publisher.publish(b"a"), publisher.publish(b"b")] == [0, 1]
+        receiver = Receiver(publisher, 4)
+        assert publisher.wait_for(1, PATIENCE)
+        assert [publisher.publish(b"c"), publisher.publish(b"d")] == [2, 3]
+        received = receiver.wait(publisher)
+    assert [(item.sequence, item.payload) for item in received] == [
+        (0, b"a"),
+        (1, b"b"),
+        (2, b"c"),
+        (3, b"d"),
+    ]
+
+
 def test_batches_beyond_the_replay_buffer_are_a_gap():
     """Batches that the replay buffer no longer holds are reported as a gap."""
     with Publisher(FREE, FREE, buffer=2) as publisher:

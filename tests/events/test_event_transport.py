@@ -298,6 +298,15 @@ def local():
             yield it, subscriber
 
 
+def test_drain_yields_all_received_batches(local):
+    """`drain` yields all received batches and leaves the subscriber stopped."""
+    engine, subscriber = local
+    for _ in range(50):
+        engine.publish(b"x" * 1000)
+    assert [item.sequence for item in subscriber.drain()] == list(range(50))
+    assert subscriber.stopped
+
+
 def test_batches_that_cannot_be_read_in_time_are_a_gap(local):
     """Received batches that cannot be read in time are reported as one gap."""
     engine, subscriber = local

@@ -9,6 +9,7 @@ from kvcore_events.model import (
     EventBatch,
     Page,
     PagesStored,
+    UnparsedEvent,
 )
 
 
@@ -60,6 +61,12 @@ def test_tiers_ranks_and_groups_are_tracked_separately():
     }
 
 
+def test_removal_without_a_tier_finds_the_block():
+    """A removal without a tier removes the block from the tier that has it."""
+    tracker = follow(batch(stored(1, medium="GPU"), removed(1)))
+    assert (held(tracker), tracker.anomalies["never_stored"]) == ({}, 0)
+
+
 def test_removals_of_absent_blocks_are_anomalies():
     """The removal of a block that is not resident is an anomaly with its place."""
     tracker = follow(batch(stored(1)), batch(stored(2), removed(9)))
@@ -100,6 +107,12 @@ def test_collisions_are_anomalies():
     assert fresh.anomalies["collision"] == 0
 
 
+def test_a_clear_forgets_the_tokens_of_hashes():
+    """After a clear, a hash may come again with other tokens."""
+    tracker = follow(batch(stored(1), AllBlocksCleared(), stored(1, size=2)))
+    assert (tracker.anomalies["collision"], held(tracker)) == (0, {1: 1})
+
+
 def test_a_clock_that_goes_back_is_no_restart():
     """A repeated number is a replay unless its time is later than all times before."""
     tracker = follow(batch(ts=1.0), batch(ts=9.0), batch(ts=3.0))
@@ -110,6 +123,13 @@ def test_a_clock_that_goes_back_is_no_restart():
 def test_repeated_hashes_of_an_event_are_anomalies():
     """An event that has a hash twice is an anomaly."""
     assert follow(batch(stored(1, 1))).anomalies["repeated"] == 1
+
+
+def test_unread_events_are_anomalies():
+    """An event that could not be read is an anomaly with its reason."""
+    tracker = follow(batch(UnparsedEvent(7, "events[0] must be a map")))
+    assert tracker.anomalies["unread"] == 1
+    assert tracker.examples[0].what == "events[0] must be a map"
 
 
 def test_a_clear_drops_only_its_rank():

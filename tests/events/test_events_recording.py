@@ -188,3 +188,14 @@ def test_check_reports_gaps_restarts_and_anomalies(tmp_path):
     assert "3 batches are missing or unreadable" in report.tells
     assert "stored before it begins" in report.tells
     assert report.blocks["forgotten"] == 1
+
+
+def test_an_empty_file_is_an_incomplete_recording(tmp_path):
+    """An empty file is an incomplete recording without batches."""
+    (tmp_path / "r.jsonl").write_bytes(b"")
+    report = check_recording(tmp_path / "r.jsonl")
+    assert (report.complete, report.cut_reason, report.batches) == (
+        False,
+        "the file is empty",
+        0,
+    )

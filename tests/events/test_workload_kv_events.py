@@ -4,7 +4,7 @@ import re
 
 import orjson
 import pytest
-from helpers.kv_events import DYNAMO, batch, record, stored, wire_payload
+from helpers.kv_events import DYNAMO, batch, record, removed, stored, wire_payload
 
 from kvcore import InputError
 from kvcore.request import block_keys
@@ -90,6 +90,11 @@ def test_lines_outside_the_recording_are_counted(tmp_path):
     log.write_bytes(b"".join(rows[1:3]))
     assert len(list(workload)) == 2
     assert workload.notes == ()
+
+
+def test_removals_are_no_requests(full):
+    """Removed blocks make no requests."""
+    assert len(full(batch(stored(1)), batch(removed(1)))) == 1
 
 
 def test_incremental_reports_are_refused(full):

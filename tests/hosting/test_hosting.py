@@ -131,6 +131,15 @@ def test_victims_returns_all_blocks_or_none():
     assert (received(host), len(host), host.evictable) == ([], 3, 3)
 
 
+def test_protected_blocks_are_no_victims():
+    """`victims` keeps protected blocks and all blocks before them, until it returns."""
+    host = make()
+    for path in ("ab", "xy"):
+        release(host, store(host, path))
+    assert host.victims(2, {"b", "unknown"}, now=0) == ["y", "x"]
+    assert host.victims(2, now=0) == ["b", "a"]
+
+
 def test_victim_evicts_the_first_usable_choice():
     """`victim` evicts the first choice of the policy that is usable; others stay.
 
@@ -155,6 +164,23 @@ def test_victim_first_evicts_below_a_dropped_block():
     assert host.victim(lambda block: block != "y", now=0) == "a"
     assert host.victim(lambda _block: True, now=0) == "y"
     assert len(host) == 0
+
+
+def test_the_statistics_of_a_hit():
+    """A hit updates count, time and request of its spans.
+
+    A hit of a resumed request updates only the time.
+    """
+    host = make()
+    store(host, "ab", now=1, request="one")
+    host.hit("ab", 4, "two")
+    host.hit("a", 6, "two", again=True)
+    spans = [host.span(block) for block in "ab"]
+    assert [(s.hit_count, s.created, s.last_access, s.last_request) for s in spans] == [
+        (1, 1, 6, "two"),
+        (1, 1, 4, "two"),
+    ]
+    assert spans[0].last_hit_order == spans[1].last_hit_order == spans[0].created_order + 1
 
 
 def test_blocks_of_one_admission_have_one_serial_number():
@@ -240,6 +266,18 @@ def test_unpinned_blocks_expire_after_their_lifetime():
     assert [host.expired(block, 10**9) for block in "ab"] == [True, True]
     host.pin("a")
     assert not host.expired("a", 10**9)
+
+
+def test_clear_drops_all_blocks_and_starts_a_new_policy():
+    """`clear` drops all blocks, even pinned ones, and starts a new policy."""
+    host = make("arc")
+    store(host, "abc")
+    policy = host.eviction
+    host.clear()
+    assert (len(host), host.evictable) == (0, 0)
+    assert (host.eviction is policy, host.eviction.name) == (False, "arc")
+    release(host, store(host, "a"))
+    assert host.victims(1, now=0) == ["a"]
 
 
 @pytest.mark.parametrize(
