@@ -142,6 +142,14 @@ def test_planning_goes_on_while_requests_wait_for_a_replica():
     assert planner._calls > 11
 
 
+@pytest.mark.parametrize("planner", ["throughput:interval=20", "load:interval=20,start=2"])
+def test_equal_runs_write_equal_traces(tmp_path, planner):
+    """Two runs with equal options write the same trace."""
+    serve(tmp_path / "a.jsonl", planner)
+    serve(tmp_path / "b.jsonl", planner)
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("latency", "replica"),
     [("token-rate:prefill=1,decode=0.1", 1), ("token-rate:prefill=10,decode=0.03", 4)],

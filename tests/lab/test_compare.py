@@ -16,6 +16,7 @@ from kvcore_lab.comparison import compare, default_sizes
 from kvcore_plugins.eviction import LRU, Cost
 from kvcore_plugins.prefix import NoPrefix
 from kvcore_plugins.workload import Jsonl, Mooncake, Zipf
+from kvcore_replay.belady import Belady
 
 
 def small(**options):
@@ -57,6 +58,14 @@ def test_equal_names_with_other_options_are_two_policies():
         ("optimum", False),
         ("optimum", True),
     ]
+
+
+def test_one_policy_and_one_size_need_no_list():
+    """One policy, in any form, and one size need not be in a list."""
+    assert [row.eviction for row in compare(small(), "lru,fifo", 10).rows] == ["lru", "fifo"]
+    for policy in (LRU, Belady()):
+        (row,) = compare(small(), policy, 10).rows
+        assert (row.eviction, row.blocks) == (policy.name, 10)
 
 
 @pytest.mark.parametrize("policies", [LRU(), [LRU()]])
@@ -184,6 +193,13 @@ def test_progress_has_every_request_of_every_row():
     (what, total), *steps = reported
     assert (what, total) == ("comparing on zipf", 60 * 7)
     assert sum(steps) == total
+
+
+@pytest.mark.parametrize("blocks", [10.5, "10", ["10"], [True], [0], -1])
+def test_invalid_pool_sizes_are_refused(blocks):
+    """A pool size that is not a whole number of at least 1 is refused."""
+    with pytest.raises(InputError, match=r"a pool of .* blocks was asked for; give 1 or more"):
+        compare(small(), "lru", blocks)
 
 
 def test_a_policy_that_fails_leaves_no_trace(tmp_path):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import kvcore
-from kvcore import PluginError, Router
+from kvcore import InputError, PluginError, Router
 from kvcore_lab.comparison import compare
 from kvcore_lab.report.routers import OPTIMUM, SHARED, RoutersReport
 from kvcore_lab.router_comparison import compare_routers
@@ -17,6 +17,17 @@ ZIPF = (
     "zipf:requests=120,prefixes=12,prefix_tokens=512,suffix_tokens=16,output_tokens=4,rate=20"
 )
 ROUTERS = "round-robin,least-requests"
+
+
+class First(Router):
+    """A router that sends all requests to the first replica."""
+
+    name = "first"
+
+    def cost(self, request, replica):
+        """Return the number of the replica."""
+        del request
+        return replica.number
 
 
 class Broken(Router):
@@ -95,6 +106,22 @@ def test_no_optimum_where_belady_is_no_bound():
         assert "Belady" not in RoutersReport(found).reading
 
 
+def test_different_replicas_form_one_cluster():
+    """Different replicas form one cluster, and the one cache has the memory of all."""
+    fleet = [{"count": 2, "blocks": 50}, {"blocks": 90, "device": "h200"}]
+    found = compare_routers(ZIPF, "round-robin", fleet)
+    assert [row.replicas for row in found.rows] == ["2 x blocks=50 + 1 x blocks=90,device=h200"]
+    assert found.shared[0].blocks == 190
+
+
+def test_a_router_class_is_compared():
+    """A router class can be compared like a named router."""
+    found = compare_routers(ZIPF, [First, "round-robin"], 3, blocks=100)
+    assert compare_routers(ZIPF, First, 3, blocks=100).rows == found.rows[:1]
+    assert found.rows[0].imbalance_requests == 3
+    assert found.rows[0].router == "first"
+
+
 def test_other_processes_give_the_same_comparison(comparison):
     """Simulations in other processes give the same comparison."""
     assert (
@@ -106,6 +133,14 @@ def test_a_router_that_raises_is_reported():
     """The error about a router that raises has its name and the exception."""
     with pytest.raises(PluginError, match=r"with router broken failed: .*ValueError"):
         compare_routers(ZIPF, [Broken], 2, blocks=100)
+
+
+def test_no_routers_and_no_replicas_are_refused():
+    """An empty list of routers and 0 replicas are refused."""
+    with pytest.raises(InputError, match="router: the list is empty"):
+        compare_routers(ZIPF, [], 2)
+    with pytest.raises(InputError, match="replicas: 0 is out of range"):
+        compare_routers(ZIPF, ROUTERS, 0)
 
 
 def test_the_report_has_the_best_router_first(comparison):
@@ -120,3 +155,10 @@ def test_the_report_has_the_best_router_first(comparison):
         assert names[first : first + 2] == sorted(goodput, key=goodput.get, reverse=True)
         assert names[first + 2 : first + 4] == [SHARED, OPTIMUM]
     assert "on 2 or 3 replicas of 4 x h100 with " in report.headline
+
+
+def test_a_frame_has_the_rows(comparison):
+    """`to_frame()` has the rows of the comparison."""
+    pytest.importorskip("polars")
+    frame = comparison.to_frame()
+    assert frame["hit_ratio"].to_list() == [row.hit_ratio for row in comparison.rows]

@@ -121,6 +121,15 @@ def test_a_refused_admission_changes_no_state():
     assert (len(cache.sequences), allocator.space.free, cache.stats.requests) == (1, 6, 1)
 
 
+def test_growth_stays_in_the_piece():
+    """A sequence grows within its piece and takes no other slots."""
+    allocator = memory()
+    job = opened(allocator, ask("a"))
+    assert allocator.can_extend(job.seq)
+    allocator.extend(job.seq, 4, 0)
+    assert (job.seq.tokens, allocator.space.free) == (8, 12)
+
+
 def test_check_integrity_finds_lost_and_overlapping_pieces():
     """`check_integrity` finds a piece without a sequence and one that overlaps a hole."""
     lost, overlapping = memory(), memory()

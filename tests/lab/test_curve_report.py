@@ -79,6 +79,16 @@ def test_the_csv_has_a_row_for_each_policy_and_size():
     assert (rows[4]["blocks"], rows[4]["bytes"], rows[4]["hit_ratio"]) == ("10", "", "0.15")
 
 
+def test_a_report_without_lookups_has_no_table():
+    """If nothing is looked up, the headline says so and the report has no table."""
+    report = CurvesReport(
+        example_curves(curve_of(blocks=[1], hits=[0]), looked_up=0, distinct=0)
+    )
+    assert report.empty
+    assert "Nothing in them has a key" in report.headline
+    assert report.document()["infinite"]["hit_ratio"] is None
+
+
 @pytest.mark.parametrize(
     ("share", "text"), [(1, "100%"), (0.123, "12%"), (0.001, "0.1%"), (1.5, "150%")]
 )

@@ -5,6 +5,7 @@ import json
 import pytest
 from helpers.commands import run_here
 
+from kvcore import InputError
 from kvcore_lab.plans.devices import devices_of, plan_devices
 from kvcore_lab.plans.start import start_command
 
@@ -57,6 +58,16 @@ def test_the_front_has_the_fleets_that_no_other_beats(plans):
         assert fleet["pareto"] is not bool(better)
     unpriced = [fleet for fleet in plans.fleets if fleet["usd_per_day"] is None]
     assert {fleet["pareto"] for fleet in unpriced} == {None}
+
+
+def test_a_device_on_which_the_model_does_not_fit_is_left_out():
+    """A device that is too small is left out with the reason; if all are, that is an error."""
+    options = SMALL | {"tensor_parallel": [1], "max_gpus": 1, "policies": []}
+    found = plan_devices(["rtx-4090", "h200"], ZIPF, model="qwen3-32b", **options)
+    assert [plan.setup["device"] for plan in found.plans] == ["h200"]
+    assert found.notes[0].startswith("rtx-4090: ")
+    with pytest.raises(InputError, match="qwen3-32b"):
+        plan_devices(["rtx-4090", "l4"], ZIPF, model="qwen3-32b", **options)
 
 
 def test_the_verb_compares_devices(tmp_path):

@@ -14,6 +14,7 @@ from kvcore import InputError, KVCache, PluginError, Request, plan
 from kvcore.cache.layout import BlockLayout
 from kvcore.workloads import Workload
 from kvcore_lab.plans.fleet import Fleet, Traffic, replica_of
+from kvcore_lab.plans.planning import Limit
 from kvcore_lab.plans.planning import plan as search
 from kvcore_lab.sweep import Grid, Journal, Plan
 from kvcore_lab.sweep.executors import ThisProcess
@@ -59,6 +60,14 @@ def unique():
 def blocks(prompts):
     """Return the number of 16-token blocks of `prompts` prompts of 8 keys, plus 8."""
     return prompts * 8 * KEY // 16 + 8
+
+
+def test_an_slo_that_any_fleet_meets_has_no_limit():
+    """An SLO that even a pool of one block meets has no limit."""
+    short = [Request(id=n, prompt_tokens=4, output_tokens=1, key_tokens=4) for n in range(4)]
+    found = plan(Requests(short), slo="ttft=9", blocks=64, **ONE)
+    assert found.limit == Limit(verdict="none")
+    assert found.best.fleet == Fleet(replicas=1, devices=1, blocks=1)
 
 
 def test_a_plan_has_only_degrees_that_engines_run(served):
@@ -255,6 +264,13 @@ def test_a_policy_that_cannot_serve_is_left_out_with_a_note(served):
     )
     assert found.limit.verdict == "capacity"
     assert found.notes[0].startswith("nothing was not tried: eviction: ")
+
+
+def test_a_simulation_that_fails_ends_the_search(served, monkeypatch):
+    """A failed simulation raises PluginError with its fleet and the error."""
+    monkeypatch.setattr("kvcore_lab.plans.fleet.Traffic.split", lambda *_: 1 / 0)
+    with pytest.raises(PluginError, match="1 x 1 GPUs could not be simulated: ZeroDivision"):
+        served([[1, 2]])
 
 
 # The division of requests among replicas.

@@ -66,6 +66,13 @@ def test_each_workload_has_a_row_with_the_best_policy():
     assert report.reading == "Each row: the best by eviction, all else being equal."
 
 
+def test_a_tie_names_one_policy_and_counts_the_others():
+    """A tie names one policy and the number of others, or states that all are equal."""
+    grid = Grid("compare", blocks=[1000, 2000], eviction=["lru", "lfu", "fifo"])
+    rows = SweepReport(untimed(grid, 0.5, 0.5, 0.1, 0.2, 0.2, 0.2)).table.rows
+    assert rows == [["1,000", "lru and 1 more", "50.0%"], ["2,000", "all alike", "20.0%"]]
+
+
 def test_a_simulation_has_a_best_by_each_measure():
     """A simulation has a best by each measure: the least of times, and the most of others."""
     grid = Grid("simulate", scheduler=["fcfs", "srpt"], eviction="lru", seed=1)

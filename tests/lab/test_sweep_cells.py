@@ -222,6 +222,16 @@ def test_a_failed_cell_is_run_again_by_the_next_sweep(swept, tmp_path):
     assert (result.rows[1]["error"], swept("compare", **axes).ran) == (None, 1)
 
 
+def test_worker_processes_give_the_rows_of_one_process(swept, tmp_path):
+    """Worker processes give the same rows as a sweep in one process."""
+    axes = {"workload": ZIPF, "eviction": ["lru", "fifo", "optimum"], "blocks": [20, 40]}
+    here = swept("compare", **axes)
+    with Journal(tmp_path / "other") as journal:
+        there = sweep(Plan.of(Grid("compare", **axes)), journal, executor=Processes(2))
+    assert here.rows == there.rows
+    assert there.ran == 6
+
+
 @pytest.mark.parametrize(
     ("text", "executor"),
     [
@@ -264,3 +274,10 @@ def test_what_a_script_has_made_is_a_cell_too(tmp_path):
         assert done.found == found
         assert [row["eviction"] for row in done.rows] == ["deepest", "lru"]
         assert {row["workload"] for row in done.rows} == {"requests:requests=9"}
+
+
+def test_an_array_of_numpy_has_the_values_of_an_axis():
+    """Sizes are often computed."""
+    numpy = pytest.importorskip("numpy")
+    grid = Grid("compare", workload="zipf", blocks=numpy.array([10, 20]))
+    assert grid.axes["blocks"] == (10, 20)

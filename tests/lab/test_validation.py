@@ -68,6 +68,12 @@ def write_csv(path, *rows):
     return path
 
 
+def write_lines(path, *rows):
+    """Write rows as JSON Lines."""
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
 @pytest.fixture
 def path(tmp_path):
     """Return the path of a file to write."""
@@ -153,6 +159,13 @@ def test_rows_that_cannot_be_simulated_are_counted_by_reason(path):
     assert "unknown model 'llama-9-8b'" in first
     assert "llama-3.1-70b on 1 x h100" in second
     assert (first_rows, second_rows) == (2, 1)
+
+
+def test_a_row_with_rejected_requests_is_left_out(path):
+    """A row whose requests are rejected is left out, with the reason."""
+    found = kvcore.validate(write_lines(path, ROW, ROW | {"input_tokens": 20_000}), blocks=100)
+    assert [each.row.line for each in found.compared] == [1]
+    assert "rejected" in next(iter(found.left_out))
 
 
 def test_a_file_without_a_usable_row_is_refused(path):

@@ -101,3 +101,11 @@ def test_from_aic_writes_steps_and_prints_a_latency_model(tmp_path, monkeypatch)
     assert calls[-1][0] == ("Qwen/Qwen3-32B", "h200_sxm", "sglang")
     latency = Plugins().build("latency", printed.split()[1])
     assert latency.duration(StepWork(0, (0,), 1, (1,))) / 1e9 == pytest.approx(3.01, rel=0.01)
+
+
+def test_an_unknown_device_leaves_no_file(tmp_path, monkeypatch):
+    """An unknown device is an error that names it, and no file is written."""
+    fake_aic(monkeypatch)
+    words = ("--from", "aic", "--device", "h1000", "-o", tmp_path / "q.csv")
+    assert "device 'h1000'" in error_of("calibrate", *words)
+    assert not list(tmp_path.iterdir())

@@ -99,6 +99,19 @@ def test_memory_is_divided_by_the_bytes_of_a_block():
     }
 
 
+def test_memory_is_divided_by_model_codec_and_block_size():
+    """`--memory` is divided by the bytes of a block of this model, codec and block size."""
+    options = ["--model", "mistral-7b", "--codec", "fp32", "--block-size", "4"]
+    document = report(SMALL, "--eviction", "lru", "--memory", "4MiB", *options)
+    assert [(row["blocks"], row["block_size"]) for row in document["rows"]] == [(4, 4)]
+
+
+def test_the_prefix_cache_can_be_chosen():
+    """With `--prefix none` no block hits, and the document names the prefix cache."""
+    document = report(SMALL, "--eviction", "lru", "--blocks", "20", "--prefix", "none")
+    assert (document["infinite"]["hit_blocks"], document["prefix"]) == (0, "none")
+
+
 def test_the_table_states_version_workload_and_prefix_cache():
     """The last lines state the version, the workload with its options, and the prefix cache."""
     _, _, setup = run(SMALL, "--eviction", "lru", "--prefix", "none").partition(

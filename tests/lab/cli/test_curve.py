@@ -63,6 +63,13 @@ def test_the_last_of_a_number_of_sizes_is_the_footprint():
         assert each["points"][-1]["hit_ratio"] == bound["hit_ratio"] < 1
 
 
+def test_token_accounting_has_no_optimum():
+    """With `--accounting tokens` the default policies are `lru` and `lfu`."""
+    document = json.loads(run(SMALL, "--sizes", "4,40", "--accounting", "tokens", "--json"))
+    assert [each["eviction"] for each in document["curves"]] == ["lru", "lfu"]
+    assert not any(each["every_size"] for each in document["curves"])
+
+
 @pytest.mark.parametrize(("name", "magic"), [("c.png", b"\x89PNG"), ("c.SVG", b"<?xml")])
 def test_out_draws_a_picture_and_prints_nothing(tmp_path, name, magic):
     """`--out` draws a picture in the format of its ending, and nothing is printed."""

@@ -9,6 +9,7 @@ import pytest
 from helpers.commands import error_of, json_of, stdout_of
 
 from kvcore.plugins.manager import Plugins
+from kvcore_lab.demo import WORKED_EXAMPLE
 
 needs_torch = pytest.mark.skipif(
     Plugins().get("generator", "transformer").unavailable() is not None, reason="needs torch"
@@ -40,6 +41,22 @@ def test_json_is_alone_on_stdout_and_complete():
     for each in caches.values():
         assert len(each["step_seconds"]) == len(each["step_kv_bytes"]) == 100
     assert all(a <= b for a, b in pairwise(caches["paged"]["step_kv_bytes"]))
+
+
+@needs_torch
+def test_json_has_the_worked_example():
+    """The JSON document has all numbers of the worked example, unrounded."""
+    head = report("--output", "1")["one_head"]
+    assert head["scores"] == [2, 1, 0, -1]
+    assert head["total"] == WORKED_EXAMPLE.total
+    assert head["output"] == WORKED_EXAMPLE.output
+
+
+@needs_torch
+def test_the_same_options_give_the_same_tokens():
+    """The same seed gives the same tokens, and another seed gives others."""
+    first, second, other = (report("--output", "9", "--seed", seed) for seed in ("3", "3", "4"))
+    assert first["tokens"] == second["tokens"] != other["tokens"]
 
 
 @needs_torch

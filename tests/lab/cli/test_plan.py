@@ -129,6 +129,14 @@ def test_an_engine_sets_the_options_that_are_not_given(planned):
     assert served["ttft_s"] == best["ttft_s"]
 
 
+def test_a_part_of_the_workload_is_planned_for(planned):
+    """A window is one value, not two."""
+    words = (*SMALL, "--max-gpus", "1", "--tensor-parallel", "1", "--json")
+    document = json.loads(planned(*words, "--window", "1:5").stdout)
+    assert document["setup"]["window"] == "1:5"
+    assert 0 < document["requests"] < 40
+
+
 def test_a_file_may_name_the_workload(planned, tmp_path):
     """As text, whose path is relative to the file, or as a table; flags are options too."""
     (tmp_path / "plan.toml").write_text(

@@ -57,6 +57,14 @@ def test_json_has_the_documented_fields():
     assert full["bytes_per_token"] == document["full_bytes_per_token"]
 
 
+@pytest.mark.parametrize(("name", "magic"), [("q.png", b"\x89PNG"), ("q.SVG", b"<?xml")])
+def test_plot_draws_a_picture(tmp_path, name, magic):
+    """`--plot` draws a picture in the format of its ending, and the table is still printed."""
+    pytest.importorskip("matplotlib")
+    assert "full" in quality_output("--retention", "window", "--plot", name, cwd=tmp_path)
+    assert (tmp_path / name).read_bytes().startswith(magic)
+
+
 def test_a_text_replaces_the_drawn_one(tmp_path):
     """`--text` replaces the drawn text by a file, so that `--seed` changes nothing.
 

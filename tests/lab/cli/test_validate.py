@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import struct
 from functools import partial
 from pathlib import Path
 
@@ -91,6 +92,19 @@ def test_csv_has_a_line_for_each_row(here):
         error = float(row["simulated_tpot"]) / float(row["tpot"]) - 1
         assert float(row["tpot_error"]) == error
     assert rows[2]["tpot_error"] == ""
+
+
+@pytest.mark.parametrize("form", ["png", "svg"])
+def test_the_plot_has_a_panel_for_each_measure(here, form):
+    """`-o` draws a PNG or SVG with one panel for each measure side by side."""
+    pytest.importorskip("matplotlib")
+    run("rows.csv", "-o", f"errors.{form}", "--by", "engine")
+    picture = (here / f"errors.{form}").read_bytes()
+    if form == "png":
+        width, height = struct.unpack(">II", picture[16:24])
+        assert width > 2 * height
+    else:
+        assert picture.startswith(b"<?xml")
 
 
 def test_like_none_simulates_by_kvcores_own_rules():
