@@ -74,6 +74,13 @@ def test_compactions_are_reported_if_there_are_any():
     assert compactions == "0 removed 0 tokens, 3 times put off without room"
 
 
+@pytest.mark.parametrize("found", [None, SATURATION | {"saturated": False}])
+def test_there_is_no_warning_of_a_queue_that_does_not_grow(found):
+    """There is no warning unless the queue is found to grow, whatever the load is."""
+    report = SimulationReport(summary(offered_load=2.0, saturation=found), CONFIG)
+    assert report.warning == ""
+
+
 @pytest.mark.parametrize(
     ("load", "much"),
     [(1.6, "at least 1.60 times what"), (0.97, "more than"), (None, "more than")],

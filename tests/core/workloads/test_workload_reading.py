@@ -154,6 +154,13 @@ def test_every_format_reports_a_missing_file(tmp_path, cls):
         list(cls(tmp_path / "gone"))
 
 
+def test_digest_is_that_of_the_bytes(rows):
+    """Without options the digest is the BLAKE2b of the file; options change it."""
+    path = rows(b"one\n")
+    assert file_digest(path) == hashlib.blake2b(b"one\n", digest_size=16).hexdigest()
+    assert file_digest(path, seed=1) == file_digest(path, seed=1) != file_digest(path)
+
+
 @pytest.mark.parametrize("pack", PACK)
 @pytest.mark.parametrize("cls", FIRST_LINES)
 def test_formats_are_recognised(rows, cls, pack):
@@ -328,6 +335,14 @@ def test_a_near_miss_of_a_format_is_named(rows, line, hint):
     formats = [Chat, *BUILT_IN] if "chat" in hint else BUILT_IN
     with pytest.raises(InputError, match=f"; nearly {hint} formats:"):
         recognise(rows(line), formats)
+
+
+def test_a_single_common_field_is_no_near_miss(rows):
+    """A single field in common with a format is no near miss."""
+    path = rows(b'{"event":"start","name":"x"}')
+    with pytest.raises(InputError) as caught:
+        recognise(path, BUILT_IN)
+    assert "nearly" not in str(caught.value)
 
 
 ELEMENTS = [b'{"a": "]}, {\\" \xc3\xa9"}', b"{}", b'{\n  "b": [[1], {"c": null}]\n}']

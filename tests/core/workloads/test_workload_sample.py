@@ -109,6 +109,13 @@ def test_the_digest_depends_on_limit_and_scale():
     assert len({WorkloadSample(Mooncake(), *options).digest for options in made}) == len(made)
 
 
+def test_the_options_are_those_of_the_source():
+    """The options are those of the source, with `limit` and `shrink`."""
+    source = Mooncake()
+    options = WorkloadSample(source, limit=5, scale=32).options()
+    assert options == {**source.options(), "limit": 5, "shrink": 32}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

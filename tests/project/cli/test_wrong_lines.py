@@ -107,6 +107,7 @@ simulate W --window 5 | '--window': window '5': expected START:END in seconds
 simulate W --window 9:5 | window '9:5': nothing lies in it
 simulate W --window a:b | '--window': time 'a': expected a number of seconds
 simulate W --window 100000: | window 100000:: no request of zipf arrives in it
+compare W --window 100000: | window 100000:: no request of zipf arrives in it
 simulate W --memory 5 | '--memory': size '5': expected a number
 simulate W --memory 1,5GiB | decimal mark
 simulate W --memory 1B | 1 B is less than a block of fp16, which takes 2 MiB
@@ -302,6 +303,7 @@ curve W --out a.svg --plot ./a.svg | --out and --plot name the same file
 compare W --csv no/such.csv | cannot write no/such.csv
 compare '' | workload '': empty path
 compare mooncake:path= | empty path, or the working directory; name a file
+compare W --csv . | cannot write .: it is a directory; name a file in it
 compare W --prometheus - --json | --json and --prometheus - both print a document
 compare jsonl:mine.jsonl --csv mine.jsonl | cannot write mine.jsonl
 compare jsonl:mine.jsonl --trace mine.jsonl --eviction lru --blocks 9 | cannot write mine.jsonl
@@ -462,6 +464,7 @@ record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate '1 GiX' | size '1 GiX': expec
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --replay-timeout x | '--replay-timeout': time 'x'
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --replay nowhere | address 'nowhere': expected one
 record --zmq tcp://127.0.0.1:1 -o no/such/x.jsonl --for 1 | cannot write the recording no/such
+record --zmq tcp://127.0.0.1:1 -o . --for 1 | cannot write the recording .: it is a directory
 record --zmq tcp://127.0.0.1:1 -o - | '-o' / '--out': a file is needed, not '-'
 sweep grid.toml --executor mars | executor 'mars' is not known; there are: local, ray
 sweep grid.toml --out x.pdf | out x.pdf: give a directory, or a file that ends
@@ -491,6 +494,7 @@ simulate: blocks = 0 | blocks: a pool of 0 blocks was asked for
 simulate: blocks = -5 | blocks: a pool of -5 blocks was asked for
 simulate: blocks = 99999999999999999999999 | blocks: 99999999999999999999999 is out of range
 simulate: blocks = 10\nmemory = "1GiB" | c.toml: blocks and memory
+simulate: trace = "a"\nout = "b" | c.toml: trace and out
 simulate: memory = 5 | memory: size '5': expected a number
 simulate: memory = "1B" | memory: 1 B is less than a block of fp16
 simulate: memory = 1979-05-27 | memory: expected a number of bytes, such as
@@ -538,6 +542,7 @@ simulate: block_size = 0 | block_size: workload zipf:requests=20: block size 0
 simulate: block_size = 7 | block size 7 and the workload's keys of 16
 simulate: trace = "" | trace: empty path; name a file
 simulate: as_json = true | there is no option 'as_json' (did you mean 'json'?)
+simulate: json = 3 | json: expected true or false, not 3
 simulate: fail = "replica=0,at=-1" | c.toml: fail: time '-1'
 simulate: max_seqs = 3\n[batching]\nmax-seqs = 3 | 'max_seqs' is given twice
 simulate: [[replicas]]\ncount = 0 | c.toml: replicas: 0 is out of range
