@@ -9,14 +9,16 @@ from pathlib import Path
 
 import attrs
 import pytest
-from helpers.traces import CACHE, ask, lines, record, write
+from helpers.traces import CACHE, ask, drive, lines, record, write
 
-from kvcore import SLO, InputError, KvcoreError, Request, Trace
+from kvcore import SLO, InputError, KVCache, KvcoreError, Request, Trace
 from kvcore.errors import StorageError
 from kvcore.files import AtomicFile
 from kvcore.request import Retention
 from kvcore.trace import read_events
 from kvcore.trace.writer import LiveTrace
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.prefix import Radix
 
 KINDS = ["trace.jsonl", "trace.jsonl.gz", "trace.jsonl.zst"]
 
@@ -145,6 +147,15 @@ def test_files_are_compressed_by_their_name(tmp_path, name):
     """A trace whose name ends in .gz or .zst is compressed, and has the same lines."""
     assert lines(record(tmp_path / name)) == lines(record(tmp_path / "trace.jsonl"))
     assert (tmp_path / name).stat().st_size < (tmp_path / "trace.jsonl").stat().st_size / 2
+
+
+def test_a_file_object_is_not_closed():
+    """A trace can be written to a binary file object, which is not closed."""
+    file = io.BytesIO()
+    with Trace(file) as trace:
+        drive(KVCache(8, 4, eviction=LRU(), prefix=Radix(), trace=trace))
+    assert not file.closed
+    assert file.getvalue().endswith(b'"}\n')
 
 
 def test_a_trace_longer_than_the_buffer_is_written_whole(tmp_path):
