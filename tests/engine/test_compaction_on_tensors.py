@@ -7,6 +7,8 @@ from weakref import ref
 import attrs
 import pytest
 
+from kvcore_engine.retention.random import Random
+
 torch = pytest.importorskip("torch", reason="K/V lies in tensors")
 
 from helpers.engine import compute  # noqa: E402 - needs torch
@@ -169,6 +171,25 @@ def test_attention_is_summed_in_fp32(dtype):
     for each in seen:
         # Each of 30 tokens has given 1 in each of the 4 query heads.
         torch.testing.assert_close(each.sum((1, 2)), torch.tensor([120.0]), atol=0.5, rtol=0)
+
+
+def test_a_compaction_moves_at_most_a_block_a_head(monkeypatch):
+    """In the long run a compaction moves at most a block of tokens in each head."""
+    texts = paged(Random(budget=24))
+    moved = []
+    move = texts.backend.move_tokens
+
+    def counted(layer, table, into, moves):
+        moved.append(moves.shape[1])
+        move(layer, table, into, moves)
+
+    monkeypatch.setattr(texts.backend, "move_tokens", counted)
+    seq = prefilled(texts, length=48)
+    first = max(moved)
+    moved.clear()
+    texts.run(seq, output=60)
+    assert moved
+    assert max(moved) <= 2 * 4 < first
 
 
 def test_a_closed_sequence_is_forgotten():

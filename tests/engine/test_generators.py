@@ -91,6 +91,12 @@ def test_sincos_kv_differ_by_token_and_position():
         assert len(set(rows)) == len(rows) == 256
 
 
+def test_sincos_keys_and_values_are_on_a_circle():
+    """Keys of `sincos` are sines, and values are cosines of the same phases."""
+    ((keys, values), *_) = stored(loaded(SinCos(layers=1, kv_heads=2, head_dim=4)), range(9))
+    torch.testing.assert_close(keys**2 + values**2, torch.ones_like(keys))
+
+
 def test_the_parameter_count_of_transformer_is_that_of_its_weights():
     """The parameter count of `transformer` is the number of elements of its weights."""
     generator = loaded(Transformer(layers=3, hidden=24, heads=6, kv_heads=2, head_dim=4))

@@ -150,6 +150,18 @@ def test_knorm_keeps_the_smallest_keys():
     assert best(KNorm().score(held(keys=keys)), 2) == {5, 6}
 
 
+def test_random_keeps_every_position_about_equally_often():
+    """Over requests, layers and heads, `random` keeps every position about equally often."""
+    tokens, drawn = 64, 0
+    positions = torch.arange(tokens).expand(8, 4, -1)
+    for request in range(40):
+        score = Random().score(held(request=request, layers=(0, 7), positions=positions))
+        drawn = drawn + (score.argsort(-1) >= 48).sum((0, 1))
+    # 1,280 draws of probability 1/4 each: a standard deviation is 15.5.
+    assert drawn.sum() == 40 * 32 * 16
+    assert (drawn - 320).abs().max() < 4.5 * 15.5
+
+
 def test_random_draws_depend_on_seed_request_layer_and_head():
     """Draws of `random` depend on seed, request, layer and head, and on nothing else."""
     one = Random().score(held(layers=(3, 4), kv_heads=2))

@@ -347,6 +347,12 @@ def test_drafts_change_no_output_of_other_generators(generator, drafter):
     assert stats.drafted > 0 == stats.accepted
 
 
+def test_all_drafts_of_an_equal_draft_model_are_accepted():
+    """All drafts of a draft model equal to the served model are accepted."""
+    _, stats = torch_run(DRAFTERS[3], dtype="fp64")
+    assert stats.accepted == stats.drafted > 20
+
+
 def test_drawn_drafts_of_the_model_itself_are_accepted():
     """Drafts sampled from the distribution of the served model are all accepted."""
     drafter = f"{DRAFTERS[3]},temperature=0.7"

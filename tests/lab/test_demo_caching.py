@@ -133,6 +133,12 @@ def test_every_step_is_timed_and_reported():
     assert steps == [1] * 15
 
 
+def test_the_seed_determines_the_output():
+    """Equal seeds give equal outputs, and another seed gives another."""
+    first, second, third = (generations(output=8, seed=seed)[0].tokens for seed in (1, 1, 2))
+    assert first == second != third
+
+
 def test_a_cache_that_changes_tokens_is_reported():
     """If a cache changes the tokens, the error gives the first one that differs."""
     with pytest.raises(PluginError, match="output token 1 is 11 without a cache and 1 with"):

@@ -63,6 +63,13 @@ def test_the_replayed_hierarchy_is_close_to_one_pass(keep):
     assert any(mine != its for mine, its in pairs)
 
 
+def test_several_processes_give_the_same_plane():
+    """The plane is the same with one process as with several."""
+    options = {"pools": [300], "points": 2, "exact": True}
+    alone = plane(SMALL, host(200), LAYOUT, **options)
+    assert plane(SMALL, host(200), LAYOUT, jobs=2, **options).points == alone.points
+
+
 def test_saved_time_is_prefill_less_loading():
     """Saved time is the prefill of the hits, less the time to load them."""
     twice = Zipf(requests=2, prefixes=1, prefix_tokens=1600, suffix_tokens=160)

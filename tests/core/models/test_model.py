@@ -83,6 +83,12 @@ def test_a_model_that_contradicts_itself_is_refused(fields, problem):
     assert problem in str(caught.value)
 
 
+def test_a_device_without_bandwidth_is_refused():
+    """A device with a figure of 0 raises InputError."""
+    with pytest.raises(InputError, match="bandwidth must be at least 1"):
+        device(bandwidth=0)
+
+
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [

@@ -229,6 +229,11 @@ def test_check_looks_at_all_keys(tmp_path, monkeypatch):
     assert "equal keys must mean equal prefixes" in refused(*arguments, "--check")
 
 
+def test_check_accepts_consistent_keys():
+    """`--check` accepts a workload whose keys are consistent."""
+    assert "infinite" in run(SMALL, "--check", "--eviction", "lru")
+
+
 def test_the_earlier_name_of_accounting_works_with_a_notice(capsys):
     """The earlier option `--count` prints a notice and has the results of `--accounting`."""
     documents = []
