@@ -9,6 +9,6 @@ def prefixes(text, key=str):
 
 
 def keyed(name, keys, key_tokens=4, *, more=0, **fields):
-    """Return a request whose keys fill its prompt but for the last `more` tokens."""
+    """Return a request whose keys fill its prompt, except its last `more` tokens."""
     tokens = key_tokens * len(keys) + more
     return Request(id=name, prompt_tokens=tokens, keys=keys, key_tokens=key_tokens, **fields)

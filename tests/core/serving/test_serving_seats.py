@@ -170,3 +170,13 @@ def test_a_preempted_job_is_not_admitted_again_in_the_same_step():
     run = serve(requests, blocks=6, reserve="first-chunk", max_chunk=4)
     lines = run.timeline("MISS", "PREEMPT")
     assert lines == ["0 MISS a", "0 MISS b", "60 PREEMPT b", "130 MISS b"]
+
+
+@pytest.mark.parametrize("steps", ["mixed", "prefill-first"])
+def test_two_requests_of_the_whole_pool_are_served_in_turn(steps):
+    """Two requests that each need the whole pool are served one after the other."""
+    requests = [ask("a", 0, 16, 17), ask("b", 0, 16, 17)]
+    run = serve(requests, blocks=8, steps=steps)
+    assert finish(run) == {"a": 170, "b": 330}
+    assert kinds(run) == {"a": (0, 0), "b": (0, 1)}
+    assert run.timeline("PREEMPT") == ["10 PREEMPT b"]
