@@ -110,7 +110,7 @@ def test_the_end_of_a_duration_is_no_expiry():
     ids=["raised", "not lowered", "not shortened", "renewed", "resumed", "ended"],
 )
 def test_a_hit_renews_the_hints_of_its_blocks(stored, renewed, now, resumed, expected):
-    """A hit raises a priority or renews its duration, except for a resumed request's own blocks.
+    """A hit raises a priority or renews its duration, except a resumed request's own hit.
 
     It never lowers one that holds; one that has ended counts as the default.
     """
