@@ -47,6 +47,13 @@ def test_token_rate_divides_by_rates():
     assert model.duration(StepWork(prefill=300, decode=5)) == 10 * MILLISECOND
 
 
+def test_token_rate_ignores_contexts():
+    """In `token-rate` neither attended pairs nor contexts take time."""
+    model = TokenRate(prefill=1, decode=1)
+    batch = StepWork(prefill=2, attended_pairs=(10**9,), decode=1, context=(10**9,))
+    assert model.pieces(batch) == ((3 * MILLISECOND, 0),)
+
+
 def test_token_rate_of_a_whole_number_of_picoseconds_is_exact():
     """At one token per ms, a step of k sequences takes exactly k ms."""
     model = TokenRate(prefill=1, decode=1)
