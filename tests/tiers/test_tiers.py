@@ -364,6 +364,17 @@ def test_the_header_of_a_trace_describes_each_tier():
     assert header["tiers"][0]["options"]["eviction"] == "arc"
 
 
+def test_a_cache_with_an_empty_list_of_tiers_works():
+    """A cache with an empty list of tiers works, and stores nothing below."""
+    cache = KVCache(8, BLOCK)
+    tiers = Tiers(cache, [], SLOT)
+    (request,) = shared((1, 2))
+    seq = cache.open(request)
+    cache.commit(seq, seq.tokens)
+    cache.close(seq)
+    assert (cache.probe(request), tiers.as_dict()) == (2, [])
+
+
 def test_a_tier_smaller_than_a_block_is_refused():
     """A tier smaller than a block raises InputError with the bytes of a block."""
     with pytest.raises(InputError, match="takes 64 bytes in all layers"):
