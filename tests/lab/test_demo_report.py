@@ -69,3 +69,11 @@ def test_times_are_medians_of_quarters():
     assert times.headers == ["time of a step", "1–25", "26–50", "51–75", "76–100", ""]
     assert times.rows[0][:5] == ["none", "13 ms", "38 ms", "63 ms", "88 ms"]
     assert times.rows[1][:5] == ["dense", "1 ms", "1 ms", "1 ms", "1 ms"]
+
+
+def test_bars_share_one_scale():
+    """The bars of all rows have one scale: the slowest step of all has the full bar."""
+    none, dense, _ = (row[-1] for row in report().times.rows)
+    assert (none[0], none[-1]) == ("▁", "█")
+    assert list(none) == sorted(none)
+    assert dense == "▁" * 20

@@ -167,3 +167,8 @@ def test_a_plane_is_written_as_rows(tmp_path):
         rows = list(csv.DictReader(file))
     assert len(rows) == 12
     assert all(int(row["pool_bytes"]) == int(row["pool_blocks"]) * 2**21 for row in rows)
+
+
+def test_the_table_of_a_plane_names_the_tier():
+    """The head of the table of a plane names the tier."""
+    assert "disk / pool" in run(SMALL, "--tier", "disk:memory=256MiB", "--sizes", "3")
