@@ -41,11 +41,6 @@ VERBS = {
         "Simulate serving WORKLOAD: latency, throughput, goodput, hits, preemptions.",
         ASK,
     ),
-    "size": Verb(
-        "kvcore.cli.size:size",
-        "Size the K/V of MODEL: a name of the list below, or the path of a config.json.",
-        ASK,
-    ),
 }
 """The verbs of the core. Packages add theirs by the hook `kvcore_commands`."""
 

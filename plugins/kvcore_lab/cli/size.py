@@ -131,7 +131,7 @@ def size(
     if as_json:
         emit_json(report)
     else:
-        from kvcore.report.size import size_sections  # noqa: PLC0415 - JSON does without it
+        from kvcore_lab.report.size import size_sections  # noqa: PLC0415 - JSON does without it
 
         print_sections(*size_sections(report), compact=True)
 
