@@ -20,7 +20,7 @@ from kvcore.config.options import (
 from kvcore.config.values import as_bytes, convert, read_plugin, shown
 from kvcore.errors import InputError, PluginError
 from kvcore.files import unreadable_reason
-from kvcore.models.released import MODELS
+from kvcore.models.catalogue import MODELS
 from kvcore.plugins.manager import KINDS, installed
 from kvcore.plugins.options import Spec, takes_path
 from kvcore.serving.rules import CHOICES

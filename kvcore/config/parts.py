@@ -18,12 +18,11 @@ from kvcore.cache.pool import CountingPool
 from kvcore.config.options import find_mode, read_option
 from kvcore.config.run_config import RunConfig, built_rules
 from kvcore.errors import InputError, PluginError
-from kvcore.models.catalogue import DEVICES, find_device, load_model
+from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
 from kvcore.models.codec import Codec
 from kvcore.models.cost import PrefillCost, cost_fields
 from kvcore.models.groups import CacheGroup, GroupPlan, groups_of
 from kvcore.models.memory import Deployment, KVLayout, check_pool
-from kvcore.models.released import MODELS
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin, Plugins, describe, resolve
 from kvcore.plugins.manager import installed

@@ -1,22 +1,83 @@
 """Tables of well-known models and GPUs, found by name.
 
-Models: `released.py`. GPUs: the makers' data sheets; see `docs/reference/size.md`.
+Models: `kvcore/data/models.json`. GPUs: the makers' data sheets; see `docs/reference/size.md`.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import kvcore
 from kvcore.errors import InputError
-from kvcore.models.released import MODELS
+from kvcore.models.layers import LayerCache
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.units import parse_bytes, parse_rate, parse_whole
+from kvcore.untrusted import parse_json
 
 Spec = TypeVar("Spec", ModelSpec, DeviceSpec)
+
+
+class Source(NamedTuple):
+    """Where the shape of a model is from.
+
+    Attributes:
+        config: the repository of the maker whose `config.json` has it.
+        checked: the day on which the row was compared to it.
+    """
+
+    config: str
+    checked: str
+
+
+class _Released(Mapping[str, ModelSpec]):
+    """The models by name; each is made when it is first asked for."""
+
+    def __init__(self, rows: Mapping[str, dict[str, Any]]) -> None:
+        self._rows = rows
+        self._made: dict[str, ModelSpec] = {}
+
+    def __getitem__(self, name: str) -> ModelSpec:
+        """Return the model called `name`."""
+        model = self._made.get(name)
+        if model is None:
+            row = self._rows[name]
+            fields = {field: row[field] for field in row.keys() - _OF_SOURCES}
+            if "windows" in fields:
+                fields["windows"] = tuple(fields["windows"])
+            fields["caches"] = tuple(LayerCache(**cache) for cache in row.get("caches", ()))
+            model = self._made[name] = ModelSpec(name=name, **fields)
+        return model
+
+    def __contains__(self, name: object) -> bool:
+        """Return True if there is a model called `name`, without making it."""
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names."""
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        """Return the number of models."""
+        return len(self._rows)
+
+
+_OF_SOURCES = {*Source._fields, "note"}
+
+_ROWS: Mapping[str, dict[str, Any]] = parse_json(
+    (Path(kvcore.__path__[0]) / "data" / "models.json").read_bytes()
+)
+
+MODELS: Mapping[str, ModelSpec] = _Released(_ROWS)
+"""Models that were released, by name."""
+
+SOURCES: Mapping[str, Source] = {
+    name: Source(row["config"], row["checked"]) for name, row in _ROWS.items()
+}
+"""Where each model of `MODELS` is from."""
 
 
 def find_model(name: str) -> ModelSpec:
