@@ -69,7 +69,7 @@ class Origin(NamedTuple):
     version: str | None = None
 
     @classmethod
-    def of(cls, point: EntryPoint | Point) -> Origin:
+    def from_point(cls, point: EntryPoint | Point) -> Origin:
         """Return the origin of the plugins of an entry point."""
         if point.dist is None:
             return cls(point.name)
@@ -391,7 +391,7 @@ class Plugins:
         points = self._points
         if points is None:
             points = _with_own(distributions.entry_points(PROJECT))
-        found, unknown = [(Origin.of(point), point) for point in points], set(disabled)
+        found, unknown = [(Origin.from_point(point), point) for point in points], set(disabled)
         for origin, point in sorted(found, key=lambda o: (o[0].distribution or "", o[0].name)):
             names = {origin.name, f"{origin.distribution}:{origin.name}"}
             unknown -= names

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice, repeat
 from operator import add, eq, mul, sub
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from kvcore.files import Spool
 from kvcore.histogram import PERCENTS, Histogram, nearest_rank
@@ -28,7 +28,7 @@ ROWS = 1 << 16
 Cell = TypeVar("Cell")
 
 
-class Column(Generic[Cell]):
+class Column(Sequence[Cell]):
     """A column of a log: a sequence that holds only its newest cells in memory.
 
     The others are in a temporary file, or in memory if none can be written. Reading a cell of
@@ -82,25 +82,9 @@ class Column(Generic[Cell]):
             yield self._part(number)
         yield self.newest
 
-    def tolist(self) -> list[Cell]:
-        """Return all cells in a list."""
-        return list(self)
-
     def count(self, cell: Cell) -> int:
         """Return how many cells are equal to `cell`."""
         return sum([part.count(cell) for part in self.parts()])
-
-    def index(self, cell: Cell) -> int:
-        """Return the row of the first cell that is equal to `cell`.
-
-        Raises:
-            ValueError: there is none.
-        """
-        for row, each in enumerate(self):
-            if each == cell:
-                return row
-        msg = f"{cell!r} is not in the column"
-        raise ValueError(msg)
 
     def __len__(self) -> int:
         """Return the number of cells."""
@@ -127,10 +111,7 @@ class Column(Generic[Cell]):
             return NotImplemented
         return len(self) == len(other) and all(map(eq, self, other))
 
-    def __hash__(self) -> int:
-        """Raise TypeError: a column changes."""
-        msg = "a column has no hash: it changes"
-        raise TypeError(msg)
+    __hash__ = None  # type: ignore[assignment]  # it changes
 
     def __repr__(self) -> str:
         """Show the cells."""
@@ -299,7 +280,7 @@ class Percentiles(NamedTuple):
     p99: float
 
     @classmethod
-    def of(cls, samples: Iterable[int], second: int) -> Percentiles | None:
+    def from_samples(cls, samples: Iterable[int], second: int) -> Percentiles | None:
         """Return the exact percentiles of integer `samples`; None without samples.
 
         Args:

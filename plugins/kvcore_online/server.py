@@ -17,8 +17,7 @@ from kvcore.errors import InputError, KvcoreError, shorten
 from kvcore.lazy import import_extra
 from kvcore.plugins.base import FAILURES, raise_policy_error
 from kvcore.request import TextRequest, text_request
-from kvcore.serving.result import record_run
-from kvcore.serving.simulate import check_cache
+from kvcore.serving.simulate import check_cache, record_run
 from kvcore.trace.writer import LiveTrace
 from kvcore.untrusted import parse_json
 from kvcore_engine.config import EngineParts
