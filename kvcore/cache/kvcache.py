@@ -262,8 +262,8 @@ class KVCache:
         """
         levels = () if self.tiers is None else self.tiers.levels
         trees = (self.tree, *(level.tree for level in levels))
-        found = (tree.residency.by_tier() for tree in trees if tree.residency is not None)
-        return {name: each for tier in found if tier for name, each in tier.items()} or None
+        tiers = (tree.residency.by_tier() for tree in trees if tree.residency is not None)
+        return {name: value for tier in tiers if tier for name, value in tier.items()} or None
 
     def check_integrity(self) -> None:
         """Check every invariant. Costs O(spans + sequences), with ids O(blocks).

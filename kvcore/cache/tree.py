@@ -548,17 +548,17 @@ class SpanTree:
             span.ref_count += 1
             begin = seq.span.end
             assert seq.private is not None
-            held = seq.private[: span.end - begin]
+            shared_ids = seq.private[: span.end - begin]
             del seq.private[: span.end - begin]
             seq.span = span
             if span.end <= first:
-                self._free_duplicates(seq, span, begin, held[::-1], now)
+                self._free_duplicates(seq, span, begin, shared_ids[::-1], now)
                 continue
             assert isinstance(self.pool, BlockPool)
-            for block in held:
+            for block in shared_ids:
                 self.pool.unshare(block)
             if self.trace is not None:
-                blocks = len(held)
+                blocks = len(shared_ids)
                 self.trace.commit(
                     now, seq=seq.id, span=span.id, first=begin, blocks=blocks, how="shared"
                 )
@@ -693,8 +693,8 @@ class SpanTree:
             self.evicted_blocks += count
             if residency is not None:
                 if times is None or self._evicts_leaves:
-                    at = now if times is None else times[blocks - missing - count]
-                    residency.on_evict(span, count, at, "capacity")
+                    evicted_at = now if times is None else times[blocks - missing - count]
+                    residency.on_evict(span, count, evicted_at, "capacity")
                 else:
                     done = blocks - missing
                     residency.on_evict_by_block(span, times[done - count : done])

@@ -127,8 +127,8 @@ class RunParts:
     def device(self) -> DeviceSpec:
         """The GPU that the model is served on."""
         with self._about("device"):
-            given = self.config.device
-            return given if isinstance(given, DeviceSpec) else find_device(given)
+            device = self.config.device
+            return device if isinstance(device, DeviceSpec) else find_device(device)
 
     @cached_property
     def codec(self) -> Codec:
@@ -286,7 +286,7 @@ class RunParts:
     def tiers(self) -> list[Any]:
         """Build the tiers for one run, nearest first, each with its eviction policy."""
         with self._about("tier"):
-            built = [self._build("tier", each) for each in cast("Any", self.config.tier)]
+            built = [self._build("tier", tier) for tier in cast("Any", self.config.tier)]
             for tier in built:
                 if isinstance(tier.eviction, str):
                     defaults = self._defaults()
@@ -428,15 +428,15 @@ class RunParts:
         return PrefillCost.of(self.model, self.device)
 
     def _served(self) -> ModelSpec:
-        given = self.config.model
+        model = self.config.model
         with self._about("model"):
-            if given is None:
+            if model is None:
                 msg = "no model is given: name one, such as llama-3-8b"
                 raise InputError(msg)
             dtype = self.config.weights_dtype
-            if isinstance(given, ModelSpec):
-                return given.with_weights(dtype) if dtype else given
-            return load_model(given, dtype)
+            if isinstance(model, ModelSpec):
+                return model.with_weights(dtype) if dtype else model
+            return load_model(model, dtype)
 
     def _source(self) -> Workload:
         """Return the part of the workload that is served."""
@@ -445,14 +445,14 @@ class RunParts:
             return part_of(source, self.config.limit, cast("Window", self.config.window))
 
     def _whole_source(self) -> Workload:
-        given = self.config.workload
-        if isinstance(given, Workload):
-            return given
-        if isinstance(given, Spec):
-            workload: Workload = self.plugins.build("workload", given, self._defaults())
+        source = self.config.workload
+        if isinstance(source, Workload):
+            return source
+        if isinstance(source, Spec):
+            workload: Workload = self.plugins.build("workload", source, self._defaults())
             return workload
         # A path is a file, whatever plugin has its name.
-        text = str(given.absolute()) if isinstance(given, Path) else given
+        text = str(source.absolute()) if isinstance(source, Path) else source
         return find_workload(text, self.plugins, self.config.seed)
 
     def _geometry(self, keys: int) -> BlockLayout:
@@ -562,7 +562,7 @@ class RunParts:
         try:
             yield
         except (InputError, PluginError) as error:
-            named = [each for each in options if f"{each}=" in str(error)] or options
+            named = [option for option in options if f"{option}=" in str(error)] or options
             about = self._naming(named[0])
             # Of nested parts the inner one has named it already.
             if not about or len(named) > 1 or str(error).startswith(about):
@@ -573,7 +573,7 @@ class RunParts:
 
 def layer_group(group: CacheGroup) -> LayerGroup:
     """Return the group of a cache for the layers of a plan."""
-    cache, layers = group.caches[0], sum(each.layers for each in group.caches)
+    cache, layers = group.caches[0], sum(part.layers for part in group.caches)
     if cache.kind == "state":
         return LayerGroup("state", group.block_size, layers=layers)
     if cache.window is None:

@@ -51,9 +51,9 @@ def bytes_of(numbers: int, dtype: str) -> int:
 
 
 def _in_range(_: object, attribute: attrs.Attribute[int], value: int) -> None:
-    most = attribute.metadata["most"]
-    if not 1 <= value <= most:
-        bound = f"at most {most:,}" if value > most else "at least 1"
+    largest = attribute.metadata["most"]
+    if not 1 <= value <= largest:
+        bound = f"at most {largest:,}" if value > largest else "at least 1"
         msg = f"{attribute.name} must be {bound}, not {value}"
         raise InputError(msg)
 

@@ -480,11 +480,11 @@ class Batcher:
             self.chunks.append((job, tokens))
             self._budget -= tokens
             return
-        decisions, most = self._decisions, self._most_tokens()
+        decisions, limit = self._decisions, self._most_tokens()
         if decisions.chunk_tokens is not None:
             tokens = decisions.chunk_tokens(job, tokens, self._state(now))
-        elif tokens > most:
-            tokens = most if self._decisions.chunked else 0 if self.chunks else tokens
+        elif tokens > limit:
+            tokens = limit if self._decisions.chunked else 0 if self.chunks else tokens
         if not tokens:
             self._budget = 0
             return
@@ -668,8 +668,8 @@ class Batcher:
         if self._decisions.reserved is not None:
             takes = self._decisions.reserved(job, self._state(now))
         at_once = takes == "prompt" or self._tiers is not None or self.moved is not None
-        most = None if at_once else min(self._chunk or self._budget, self._most_tokens())
-        seq = self._allocator.open(job, now, reserve, most, fits_prompt=takes != "first-chunk")
+        chunk = None if at_once else min(self._chunk or self._budget, self._most_tokens())
+        seq = self._allocator.open(job, now, reserve, chunk, fits_prompt=takes != "first-chunk")
         if seq is None:
             self._full = self._ratio is not None and bool(self.running)
             return False

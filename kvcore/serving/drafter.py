@@ -126,10 +126,10 @@ class DraftStats:
         """
         accepted, judged = Counter[int](), Counter[int]()
         for (drafts, right), count in self.outcomes.items():
-            for place in range(min(drafts, right + 1)):
-                judged[place] += count
-                accepted[place] += count * (place < right)
-        return [accepted[place] / judged[place] for place in sorted(judged)]
+            for position in range(min(drafts, right + 1)):
+                judged[position] += count
+                accepted[position] += count * (position < right)
+        return [accepted[position] / judged[position] for position in sorted(judged)]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the statistics as JSON has them."""

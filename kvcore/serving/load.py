@@ -144,9 +144,9 @@ class Queue(NamedTuple):
         half = sum(queue[middle - eighth + 1 : middle + 1]) / eighth
         end = sum(queue[-eighth:]) / eighth
         later: set[int] = set()
-        for at in admitted:
-            if at > first + span // 2:
-                later.add(at)
+        for time in admitted:
+            if time > first + span // 2:
+                later.add(time)
                 if len(later) == STEPS:
                     break
         return cls(
@@ -161,13 +161,13 @@ class Queue(NamedTuple):
 
 
 def _counts(
-    place: Callable[[list[int], int], int], events: Iterable[int], times: list[int]
+    bisect: Callable[[list[int], int], int], events: Iterable[int], times: list[int]
 ) -> list[int]:
-    """Count the `events` before each of `times`; `place` bisects, left or right."""
+    """Count the `events` before each of `times`; `bisect` is left or right."""
     counts = [0] * len(times)
     for batch in batches(events):
         batch.sort()  # as good as sorted: few requests overtake others
-        counts = list(map(add, counts, map(place, repeat(batch), times)))
+        counts = list(map(add, counts, map(bisect, repeat(batch), times)))
     return counts
 
 
@@ -240,11 +240,11 @@ def offered_load(
         pool_tokens: tokens that the pool holds.
         forgetting: whether there is a retention policy.
     """
-    requests = prefill = prefills = decode = held = 0
+    requests = prefill = prefills = decode = held_tokens = 0
     times: list[int] = []
     none = [0] * len(latency.windows)
     pairs, context = none[:], none[:]
-    most = batching.max_tokens
+    step_tokens = batching.max_tokens
     for arrivals, prompts, hits, outputs in finished:
         if not arrivals:
             continue
@@ -255,25 +255,25 @@ def offered_load(
         prefill += sum(misses)
         decode += sum(later)
         if batching.chunked:
-            prefills += sum([-(-tokens // most) for tokens in misses])
+            prefills += sum([-(-tokens // step_tokens) for tokens in misses])
         else:  # a step holds the longest, and each prefill takes one
             prefills += len(misses) - misses.count(0)
-            most = max(most, *misses)
+            step_tokens = max(step_tokens, *misses)
         if not forgetting:
-            for at, window in enumerate(latency.windows):
-                pairs[at] += _attended(hits, misses, window)
-                context[at] += _attended(prompts, later, window)
-            held += _attended(misses, later, None)
+            for index, window in enumerate(latency.windows):
+                pairs[index] += _attended(hits, misses, window)
+                context[index] += _attended(prompts, later, window)
+            held_tokens += _attended(misses, later, None)
     span = max(times, default=0) - min(times, default=0)
     if not span:
         return None
-    seqs, by_memory = batching.max_seqs, Fraction(held, pool_tokens)
+    seqs, by_memory = batching.max_seqs, Fraction(held_tokens, pool_tokens)
     if batching.steps == "mixed" and seqs > 1:
         by_seqs = Fraction(prefills + decode, seqs)
-        fewest = Fraction(prefill + decode, most), by_seqs, by_memory
+        fewest = Fraction(prefill + decode, step_tokens), by_seqs, by_memory
         work = _time(latency, prefill, pairs, decode, context, max(fewest))
     else:
-        steps = max(Fraction(prefill, most), Fraction(prefills, seqs))
+        steps = max(Fraction(prefill, step_tokens), Fraction(prefills, seqs))
         work = _time(latency, prefill, pairs, 0, none, steps)
         steps = max(Fraction(decode, seqs), by_memory)
         work += _time(latency, 0, none, decode, context, steps)
@@ -308,13 +308,13 @@ def _time(
         return Fraction(0)
     parts = [part / steps for part in (prefill, decode, *pairs, *context)]
     corner = [floor(part) for part in parts]
-    rests = [part - whole for part, whole in zip(parts, corner, strict=True)]
+    rests = [part - rounded for part, rounded in zip(parts, corner, strict=True)]
     order = sorted(range(len(parts)), key=rests.__getitem__, reverse=True)
-    levels = [Fraction(1), *(rests[place] for place in order), Fraction(0)]
+    levels = [Fraction(1), *(rests[index] for index in order), Fraction(0)]
     time = Fraction(0)
-    for place, (upper, lower) in zip([None, *order], pairwise(levels), strict=True):
-        if place is not None:
-            corner[place] += 1
+    for index, (upper, lower) in zip([None, *order], pairwise(levels), strict=True):
+        if index is not None:
+            corner[index] += 1
         if upper > lower:
             tokens, sequences, *sums = corner
             attended = tuple(sums[: len(pairs)]), tuple(sums[len(pairs) :])

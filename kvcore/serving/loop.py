@@ -103,7 +103,7 @@ class Arrivals:
         next_at: when (ns) the next of the known requests arrives, or NEVER.
         prefetch_at: when (ns) the next of the known prefetches is due, or NEVER.
         closed: whether a request of a session has been read, and so all that follow it.
-        following: requests that wait for the end of another one, with their place in the
+        following: requests that wait for the end of another one, with their index in the
             workload, by the id of that one.
 
     Raises:
@@ -133,7 +133,7 @@ class Arrivals:
         self._last = 0
         self.closed = False
         self._due: list[tuple[int, int, Request]] = []
-        # When a prefetch is due, place, arrival, request; and the longest hint so far.
+        # When a prefetch is due, index, arrival, request; and the longest hint so far.
         self._ahead: list[tuple[int, int, int, Request]] = []
         self._longest = 0 if prefetches else -1
         self._newest = 0
@@ -160,19 +160,19 @@ class Arrivals:
         return self._next_number
 
     def resume(
-        self, ahead: Request | None, at: int, came: int, last: int, first: int, following: int
+        self, ahead: Request | None, due: int, came: int, last: int, first: int, following: int
     ) -> None:
         """Go on after `came` requests, the last of which arrived at `last` (ns).
 
-        `ahead` is the next one, if it has been read. It arrives at `at` (ns) and is one of
+        `ahead` is the next one, if it has been read. It arrives at `due` (ns) and is one of
         those that came; at -1 it is not, and remains to be checked. The numbers are as for
         `note`.
         """
         self._came, self._last = came, last
         self._first_number, self._next_number = first, following
-        if ahead is not None and at >= 0:
-            self._enter(at, came, ahead)
-            self._newest = at
+        if ahead is not None and due >= 0:
+            self._enter(due, came, ahead)
+            self._newest = due
         else:
             if ahead is not None:
                 self._requests = chain((ahead,), self._requests)
@@ -182,24 +182,24 @@ class Arrivals:
     def take(self) -> tuple[int, Request]:
         """Remove and return the next request, with its time of arrival (ns)."""
         due = self._due
-        at, _, request = heappop(due)
+        arrival, _, request = heappop(due)
         if request.after is None and (not due or self._newest < due[0][0] + self._longest):
             self._read()
         self.next_at = due[0][0] if due else NEVER
-        return at, request
+        return arrival, request
 
     def take_prefetch(self) -> tuple[int, Request]:
         """Remove the next prefetch; return when (ns) its request arrives, and the request."""
-        _, _, at, request = heappop(self._ahead)
+        _, _, arrival, request = heappop(self._ahead)
         self.prefetch_at = self._ahead[0][0] if self._ahead else NEVER
-        return at, request
+        return arrival, request
 
     def ended(self, request: Request, now: int) -> None:
         """Called when `request` has ended: schedules the requests that come after it."""
         followers = self.following.pop(request.id, None)
         if followers is not None:
-            for place, follower in followers:
-                self._enter(now + follower.think_time, place, follower)
+            for index, follower in followers:
+                self._enter(now + follower.think_time, index, follower)
             self.next_at = self._due[0][0]
 
     def check_all_came(self) -> None:
@@ -213,32 +213,32 @@ class Arrivals:
     def _read(self) -> None:
         """Read up to the next open-loop request; from the first of a session on, to the end."""
         for request in self._requests:
-            at, name, session = request.arrival, request.id, request.session
-            place = self._came = self._came + 1
-            if place == 1 and isinstance(name, int):
+            arrival, name, session = request.arrival, request.id, request.session
+            index = self._came = self._came + 1
+            if index == 1 and isinstance(name, int):
                 self._first_number = self._next_number = name
             if name == self._next_number and session is None and not self._session_of:
                 self._next_number += 1
             else:
                 self._note(name, session)
-            if at < self._last:
+            if arrival < self._last:
                 msg = (
-                    f"request {name!r} (number {place}) arrives at {at} ns, before "
+                    f"request {name!r} (number {index}) arrives at {arrival} ns, before "
                     f"{self._last} ns: times start at 0 and never decrease; sort the workload"
                 )
                 raise InputError(msg)
-            self._last = at
+            self._last = arrival
             if request.after is not None:
-                self._follow(request, place)
+                self._follow(request, index)
                 continue
             if self._scaled:
-                at = int(at / self.scale)
-            self._enter(at, place, request)
-            self._newest = at
-            if not self.closed and at >= self._due[0][0] + self._longest:
+                arrival = int(arrival / self.scale)
+            self._enter(arrival, index, request)
+            self._newest = arrival
+            if not self.closed and arrival >= self._due[0][0] + self._longest:
                 return
 
-    def _follow(self, request: Request, place: int) -> None:
+    def _follow(self, request: Request, index: int) -> None:
         """Keep a request that comes after another one, until that has ended."""
         name, session, awaited = request.id, request.session, request.after
         assert awaited is not None
@@ -255,7 +255,7 @@ class Arrivals:
                 f"session {other!r}: give both the same session"
             )
             raise InputError(msg)
-        self.following.setdefault(awaited, []).append((place, request))
+        self.following.setdefault(awaited, []).append((index, request))
 
     def _note(self, name: int | str, session: str | None) -> None:
         """Keep the name of a request that was read, and its session."""
@@ -275,17 +275,17 @@ class Arrivals:
             return True
         return name in self._session_of
 
-    def _enter(self, at: int, place: int, request: Request) -> None:
-        if at >= NEVER:
+    def _enter(self, arrival: int, index: int, request: Request) -> None:
+        if arrival >= NEVER:
             msg = f"request {request.id!r} arrives 2^63 ns (292 years) or more from the start"
             raise InputError(msg)
-        heappush(self._due, (at, place, request))
+        heappush(self._due, (arrival, index, request))
         if self._longest < 0:
             return
         early = request.hints.prefetch
         if early is not None:
             self._longest = max(self._longest, early)
-            heappush(self._ahead, (at - early, place, at, request))
+            heappush(self._ahead, (arrival - early, index, arrival, request))
             self.prefetch_at = self._ahead[0][0]
 
 
@@ -566,8 +566,8 @@ class ServingLoop:
         """ARRIVAL: queue each request up to `now`, or reject it."""
         arrivals = self.arrivals
         while arrivals.next_at <= now:
-            at, request = arrivals.take()
-            self._arrive(request, at, at)
+            arrival, request = arrivals.take()
+            self._arrive(request, arrival, arrival)
 
     def _arrive(self, request: Request, now: int, arrival: int, **known: Any) -> Job:
         """Queue a request that its client sent at `arrival` (ns), or reject it.
@@ -597,11 +597,11 @@ class ServingLoop:
         if not request.prompt_tokens:
             return "its prompt is empty"
         if self._longest is not None:
-            whole = self._bounded(request)
-            if not whole.output_tokens and request.output_tokens:
-                prompt, most = request.prompt_tokens, self._longest
-                return f"its prompt has {prompt:,} tokens, and max_model_len is {most:,}"
-            request = whole
+            bounded = self._bounded(request)
+            if not bounded.output_tokens and request.output_tokens:
+                prompt, longest = request.prompt_tokens, self._longest
+                return f"its prompt has {prompt:,} tokens, and max_model_len is {longest:,}"
+            request = bounded
         if self._in_one is not None:
             tokens = request.prompt_tokens + max(request.output_tokens - 1, 0)
             if tokens > self._in_one:
@@ -613,18 +613,18 @@ class ServingLoop:
 
     def _bounded(self, request: Request) -> Request:
         """Return `request` with the output that `max_model_len` leaves room for."""
-        most = self._longest
-        if most is None or request.prompt_tokens + request.output_tokens <= most:
+        longest = self._longest
+        if longest is None or request.prompt_tokens + request.output_tokens <= longest:
             return request
-        return attrs.evolve(request, output_tokens=max(0, most - request.prompt_tokens))
+        return attrs.evolve(request, output_tokens=max(0, longest - request.prompt_tokens))
 
     def _prefetch(self, now: int) -> None:
         """PREFETCH: load for each request whose hint is due, unless it has arrived."""
         arrivals = self.arrivals
         while arrivals.prefetch_at <= now:
-            at, request = arrivals.take_prefetch()
-            if at > now:
-                self.batcher.prefetch(request, now, at)
+            arrival, request = arrivals.take_prefetch()
+            if arrival > now:
+                self.batcher.prefetch(request, now, arrival)
         self._planned(now)
 
     def _reject(self, job: Job, why: str, now: int) -> None:

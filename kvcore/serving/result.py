@@ -188,11 +188,11 @@ class Outcome(Shown):
         Made when first asked for: some 500 bytes a request. `request_parts` yields them some
         at a time.
         """
-        whole: dict[str, list[Any]] = {}
+        columns: dict[str, list[Any]] = {}
         for part in self.request_parts():
             for name, column in part.items():
-                whole.setdefault(name, []).extend(column)
-        return whole
+                columns.setdefault(name, []).extend(column)
+        return columns
 
     def request_parts(self) -> Iterator[dict[str, list[Any]]]:
         """Yield `requests`, some rows at a time: memory holds 65,536 of them."""

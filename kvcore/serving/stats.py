@@ -78,8 +78,8 @@ class Column(Sequence[Cell]):
 
     def parts(self) -> Iterator[Sequence[Cell]]:
         """Yield the cells in order, up to `ROWS` at a time."""
-        for number in range(len(self._parts)):
-            yield self._part(number)
+        for index in range(len(self._parts)):
+            yield self._part(index)
         yield self.newest
 
     def count(self, cell: Cell) -> int:
@@ -97,13 +97,13 @@ class Column(Sequence[Cell]):
     def __getitem__(self, row: Any) -> Any:
         """Return the cell of a row, or the list of those of a slice."""
         if isinstance(row, slice):
-            return [self[each] for each in range(*row.indices(len(self)))]
+            return [self[index] for index in range(*row.indices(len(self)))]
         length = len(self)
         if not -length <= row < length:
             msg = f"row {row} of {length}"
             raise IndexError(msg)
-        number, place = divmod(row % length, ROWS)
-        return self._part(number)[place] if number < len(self._parts) else self.newest[place]
+        part, offset = divmod(row % length, ROWS)
+        return self._part(part)[offset] if part < len(self._parts) else self.newest[offset]
 
     def __eq__(self, other: object) -> bool:
         """Return True if `other` is a sequence of equal cells."""
@@ -117,12 +117,12 @@ class Column(Sequence[Cell]):
         """Show the cells."""
         return f"<Column of {len(self)}: {list(islice(self, 8))}>"
 
-    def _part(self, number: int) -> Any:
+    def _part(self, index: int) -> Any:
         """Return a stored part; the last one that was read stays in memory."""
-        if number != self._loaded:
+        if index != self._loaded:
             import pickle  # noqa: PLC0415 - for long runs alone
 
-            part = self._parts[number]
+            part = self._parts[index]
             data = part if isinstance(part, bytes) else part[0].load(part[1], part[2])
             if isinstance(self.newest, array):
                 cells = array(self.newest.typecode)
@@ -130,7 +130,7 @@ class Column(Sequence[Cell]):
                 self._loaded_part = cells
             else:
                 self._loaded_part = pickle.loads(data)  # noqa: S301 - stored by this process
-            self._loaded = number
+            self._loaded = index
         return self._loaded_part
 
 
@@ -294,7 +294,7 @@ class Percentiles(NamedTuple):
         if not count:
             return None
         if count <= ROWS:
-            ranked = [ordered[nearest_rank(each, count) - 1] for each in PERCENTS]
+            ranked = [ordered[nearest_rank(percent, count) - 1] for percent in PERCENTS]
             return cls(
                 sum(ordered) / (count * second),
                 *(value / second for value in ranked),
@@ -302,7 +302,7 @@ class Percentiles(NamedTuple):
         figures = [(len(b), sum(b), min(b), max(b)) for b in batches(samples)]
         counts, sums, lows, highs = zip(*figures, strict=True)
         count = sum(counts)
-        ranks = [nearest_rank(each, count) for each in PERCENTS]
+        ranks = [nearest_rank(percent, count) for percent in PERCENTS]
         ranked = _at_ranks(samples, ranks, min(lows), max(highs))
         return cls(
             sum(sums) / (count * second),
@@ -337,40 +337,44 @@ def batches(samples: Iterable[int]) -> Iterator[list[int]]:
 _BUCKETS = 1 << 14
 
 
-def _at_ranks(samples: Iterable[int], ranks: list[int], least: int, most: int) -> list[int]:
-    """Return the samples at `ranks`, counted from 1 and ascending, between `least` and `most`.
+def _at_ranks(samples: Iterable[int], ranks: list[int], least: int, greatest: int) -> list[int]:
+    """Return the samples at `ranks`, counted from 1 and ascending, from `least` to `greatest`.
 
     The samples are counted in buckets of equal width. The buckets with the ranks are sorted,
     or counted again if they are too large.
     """
-    width = (most - least) // _BUCKETS + 1
+    width = (greatest - least) // _BUCKETS + 1
     counts: Counter[int] = Counter()
     for batch in batches(samples):
-        counts.update([(each - least) // width for each in batch if least <= each <= most])
+        counts.update(
+            [(sample - least) // width for sample in batch if least <= sample <= greatest]
+        )
     buckets = sorted(counts)
     ends = list(accumulate([counts[bucket] for bucket in buckets]))
     # By bucket, the ranks in it.
     wanted: dict[int, list[int]] = {}
     for rank in ranks:
-        at = bisect_left(ends, rank)
-        wanted.setdefault(buckets[at], []).append(rank - ends[at] + counts[buckets[at]])
+        index = bisect_left(ends, rank)
+        wanted.setdefault(buckets[index], []).append(
+            rank - ends[index] + counts[buckets[index]]
+        )
     few = {bucket: list[int]() for bucket in wanted if width > 1 and counts[bucket] <= ROWS}
     if few:
         for sample in samples:
             bucket = (sample - least) // width
-            if bucket in few and least <= sample <= most:
+            if bucket in few and least <= sample <= greatest:
                 few[bucket].append(sample)
-    found = []
+    ranked = []
     for bucket, inside in wanted.items():
         low = least + bucket * width
         if width == 1:
-            found += [low] * len(inside)
+            ranked += [low] * len(inside)
         elif bucket in few:
             ordered = sorted(few[bucket])
-            found += [ordered[rank - 1] for rank in inside]
+            ranked += [ordered[rank - 1] for rank in inside]
         else:
-            found += _at_ranks(samples, inside, low, min(most, low + width - 1))
-    return found
+            ranked += _at_ranks(samples, inside, low, min(greatest, low + width - 1))
+    return ranked
 
 
 TokenGap: TypeAlias = tuple[int, int, int, int]
@@ -405,12 +409,12 @@ class TokenGaps:
     def percentiles(self, second: int) -> Percentiles | None:
         """Return the mean, exact, and the percentiles, at most 1 % too large."""
         self.settle()
-        found = self._histogram.percentiles()
-        if found is None:
+        gaps = self._histogram.percentiles()
+        if gaps is None:
             return None
         return Percentiles(
             self._histogram.total / (self._histogram.weight * second),
-            *(found[f"p{percent}"] / second for percent in PERCENTS),
+            *(gaps[f"p{percent}"] / second for percent in PERCENTS),
         )
 
     def merge(self, other: TokenGaps) -> None:
@@ -471,15 +475,15 @@ class PoolTimeline:
         self.pending.clear()
         active = list(map(sub, repeat(self.blocks), map(add, free, cached)))
         # The state of an event holds until the next: the first of them ends that of the last.
-        held = list(map(sub, times, (self._now, *times)))
-        self._active_area += sum(map(mul, held, (self._active, *active)))
-        self._cached_area += sum(map(mul, held, (self._cached, *cached)))
+        durations = list(map(sub, times, (self._now, *times)))
+        self._active_area += sum(map(mul, durations, (self._active, *active)))
+        self._cached_area += sum(map(mul, durations, (self._cached, *cached)))
         self.peak = max(self.peak, *active)
         self._now, self._active, self._cached = times[-1], active[-1], cached[-1]
-        at = bisect_left(times, self._due)
-        while at < len(times):
-            self._sample(times[at], active[at], cached[at])
-            at = bisect_left(times, self._due, at + 1)
+        index = bisect_left(times, self._due)
+        while index < len(times):
+            self._sample(times[index], active[index], cached[index])
+            index = bisect_left(times, self._due, index + 1)
 
     def restore(
         self,
@@ -572,5 +576,5 @@ class Fragmentation(NamedTuple):
     @property
     def filled(self) -> float | None:
         """Share of the slots held by open requests that hold tokens: the effective use."""
-        held = self.used + self.internal
-        return self.used / held if held else None
+        slots = self.used + self.internal
+        return self.used / slots if slots else None
