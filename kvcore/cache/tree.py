@@ -35,10 +35,9 @@ from kvcore.request import DEFAULT_PRIORITY, Key, Request
 
 def root_span(geometry: BlockLayout) -> Span:
     """Return the empty span at which every path begins. It is pinned once, for good."""
-    return Span(
-        0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None,
-        None, geometry, (), None, None,
-    )  # fmt: skip
+    root = Span(0, 0, 0, None, geometry, (), None, 0, 0, 0, "")
+    root.children = {}
+    return root
 
 
 class Watcher(Protocol):
@@ -464,10 +463,10 @@ class SpanTree:
             self._last_id += 1
             self._created += 1
             span = Span(
-                self._last_id, first, upto, parent, 1, None, now, now, self._created,
-                seq.admission, request.id, 0, 0, priority, until, None, request.tenant, None,
-                self.geometry, keys, ids, seq,
+                self._last_id, first, upto, parent, self.geometry, keys, ids, now,
+                self._created, seq.admission, request.id, request.tenant,
             )  # fmt: skip
+            span.priority, span.priority_until, span.creator = priority, until, seq
             key, children = keys[first // self.geometry.ratio], parent.children
             if children is None:
                 parent.children = {key: span}
@@ -594,13 +593,8 @@ class SpanTree:
             cut = at - lower.start
             lower.ids = head[cut:]
             head = head[:cut]
-        upper = Span(
-            self._last_id, lower.start, at, parent, lower.ref_count + 1,
-            {lower.path_keys[at // geometry.ratio]: lower}, lower.created, lower.last_access,
-            lower.created_order, lower.last_hit_order, lower.last_request,
-            lower.released_order, lower.hit_count, lower.priority, lower.priority_until,
-            lower.expires, lower.tenant, None, geometry, lower.path_keys, head, None,
-        )  # fmt: skip
+        upper = lower.head(self._last_id, at, lower.path_keys[at // geometry.ratio])
+        upper.ids = head
         assert parent.children is not None
         parent.children[lower.path_keys[lower.start // geometry.ratio]] = upper
         lower.parent = upper
