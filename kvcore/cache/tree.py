@@ -57,6 +57,30 @@ class Watcher(Protocol):
         """Called when the last `blocks` blocks of `span` are about to leave (`on_remove`)."""
 
 
+class Callbacks:
+    """The methods that the policy and the index of a tree override; None: not overridden.
+
+    They are looked up once: one that is not overridden costs nothing.
+    """
+
+    def __init__(self, index: PrefixIndex, eviction: EvictionPolicy) -> None:
+        self.index_insert = find_override(index, "insert")
+        self.index_split = find_override(index, "split")
+        self.index_remove = find_override(index, "remove")
+        self.on_insert = find_override(eviction, "on_insert")
+        self.on_access = find_override(eviction, "on_access")
+        self.on_end = find_override(eviction, "on_end")
+        self.on_extend = find_override(eviction, "on_extend")
+        self.on_split = find_override(eviction, "on_split")
+        self.on_pin = find_override(eviction, "on_pin")
+        self.on_miss = find_override(eviction, "on_miss")
+        self.on_release = find_override(eviction, "on_release")
+        self.on_leaf = find_override(eviction, "on_leaf")
+        self.on_trim = find_override(eviction, "on_trim")
+        self.on_remove = find_override(eviction, "on_remove")
+        self.evictable_blocks = find_override(eviction, "evictable_blocks")
+
+
 class SpanTree:
     """Keeps the cached spans and their pins, and evicts.
 
@@ -82,15 +106,12 @@ class SpanTree:
         pool, index, eviction, geometry, trace: the arguments.
     """
 
-    # More attributes than CPython keeps in fast instance dictionaries.
     __slots__ = (
-        "_announces", "_block_spans", "_created", "_demoted", "_evictable_blocks",
-        "_evicts_leaves", "_expires", "_index_insert", "_index_remove", "_index_split",
-        "_last_id", "_match", "_now", "_on_access", "_on_end", "_on_extend", "_on_insert",
-        "_on_leaf", "_on_miss", "_on_pin", "_on_release", "_on_remove", "_on_split", "_on_trim",
-        "_released", "_shares", "cached_blocks", "evicted_blocks", "eviction",
-        "expired_blocks", "failure", "fixed_order", "geometry", "index", "pins", "pool",
-        "residency", "root", "trace", "unpinned_blocks", "upper", "watcher",
+        "_announces", "_block_spans", "_callbacks", "_created", "_demoted", "_evicts_leaves",
+        "_expires", "_last_id", "_match", "_now", "_released", "_shares", "cached_blocks",
+        "evicted_blocks", "eviction", "expired_blocks", "failure", "fixed_order", "geometry",
+        "index", "pins", "pool", "residency", "root", "trace", "unpinned_blocks", "upper",
+        "watcher",
     )  # fmt: skip
 
     def __init__(
@@ -119,27 +140,13 @@ class SpanTree:
         self.root = root_span(geometry)
         self._last_id = self._created = self._released = self._now = 0
         self._match = index.match
-        self._index_insert = find_override(index, "insert")
-        self._index_split = find_override(index, "split")
-        self._index_remove = find_override(index, "remove")
+        self._callbacks = calls = Callbacks(index, eviction)
         self._evicts_leaves = index.evicts_leaves
         self._block_spans = index.block_spans
         self._shares = index.shares
         self._expires = eviction.expires_spans
         self.fixed_order = bool(vars(type(eviction)).get("fixed_order"))
-        self._on_insert = find_override(eviction, "on_insert")
-        self._on_access = find_override(eviction, "on_access")
-        self._on_end = find_override(eviction, "on_end")
-        self._on_extend = find_override(eviction, "on_extend")
-        self._on_split = find_override(eviction, "on_split")
-        self._on_pin = find_override(eviction, "on_pin")
-        self._on_miss = find_override(eviction, "on_miss")
-        self._on_release = find_override(eviction, "on_release")
-        self._on_leaf = find_override(eviction, "on_leaf")
-        self._on_trim = find_override(eviction, "on_trim")
-        self._on_remove = find_override(eviction, "on_remove")
-        self._evictable_blocks = find_override(eviction, "evictable_blocks")
-        listeners = (self._index_insert, self._on_insert, self._on_extend)
+        listeners = (calls.index_insert, calls.on_insert, calls.on_extend)
         self._announces = self._expires or any(listeners)
 
     # Lookup.
@@ -211,7 +218,7 @@ class SpanTree:
         else:
             seq.span = span
         root = self.root
-        on_pin = self._on_pin
+        on_pin = self._callbacks.on_pin
         try:
             while span is not root:
                 if span.ref_count:
@@ -224,7 +231,7 @@ class SpanTree:
                 span = span.parent  # type: ignore[assignment]
         except BaseException as error:
             raise self.fail(self.eviction, "on_pin", error) from error
-        if self._on_miss is not None and missed and not resumed:
+        if self._callbacks.on_miss is not None and missed and not resumed:
             self.missed(seq.request, seq.hit_blocks, now)
         pool = self.pool
         if need <= pool.free_blocks and type(pool) is CountingPool:
@@ -237,8 +244,8 @@ class SpanTree:
 
     def missed(self, request: Request, hit: int, now: int) -> None:
         """Call `on_miss` of the policy: `request` hit `hit` blocks, fewer than it could."""
-        if self._on_miss is not None:
-            self._call(self.eviction, "on_miss", self._on_miss, request, hit, now)
+        if self._callbacks.on_miss is not None:
+            self._call(self.eviction, "on_miss", self._callbacks.on_miss, request, hit, now)
 
     def _record_hit(  # noqa: C901 - one access, from top to bottom
         self,
@@ -271,12 +278,12 @@ class SpanTree:
             span.last_access = now
             span = span.parent  # type: ignore[assignment]
         # Callbacks see the new statistics of the whole path.
-        if self._on_access is not None:
+        if self._callbacks.on_access is not None:
             policy, span = self.eviction, seq.span
             below: int | None = 0
             while span is not root:
                 before = span.expires
-                self._call(policy, "on_access", self._on_access, span, now)
+                self._call(policy, "on_access", self._callbacks.on_access, span, now)
                 if self._expires:
                     below = self._call(policy, "on_access", raise_expiry, span, before, below)
                 span = span.parent  # type: ignore[assignment]
@@ -292,11 +299,11 @@ class SpanTree:
         path is that of a client's pin.
         """
         self._now = now
-        if ended is not None and self._on_end is not None:
-            self._call(self.eviction, "on_end", self._on_end, ended, now)
+        if ended is not None and self._callbacks.on_end is not None:
+            self._call(self.eviction, "on_end", self._callbacks.on_end, ended, now)
         span.creator = None
         root = self.root
-        on_release, expires = self._on_release, self._expires
+        on_release, expires = self._callbacks.on_release, self._expires
         below: int | None = 0
         try:
             while span is not root:
@@ -398,8 +405,8 @@ class SpanTree:
         span.ref_count += 1
         if span.ref_count == 1:
             self.unpinned_blocks -= span.blocks
-            if self._on_pin is not None:
-                self._call(self.eviction, "on_pin", self._on_pin, span)
+            if self._callbacks.on_pin is not None:
+                self._call(self.eviction, "on_pin", self._callbacks.on_pin, span)
 
     def _free_duplicates(
         self, seq: Sequence, span: Span, first: int, own: Ids | None, now: int
@@ -495,13 +502,13 @@ class SpanTree:
     def _announce(self, span: Span, first: int, now: int, *, appended: bool) -> None:
         """Call the index and the policy for the new blocks of `span`, from `first` on."""
         policy, method = self.eviction, "on_extend" if appended else "on_insert"
-        if self._index_insert is not None:
-            self._call(self.index, "insert", self._index_insert, span, first)
+        if self._callbacks.index_insert is not None:
+            self._call(self.index, "insert", self._callbacks.index_insert, span, first)
         if appended:
-            if self._on_extend is not None:
-                self._call(policy, method, self._on_extend, span, span.end - first)
-        elif self._on_insert is not None:
-            self._call(policy, method, self._on_insert, span, now)
+            if self._callbacks.on_extend is not None:
+                self._call(policy, method, self._callbacks.on_extend, span, span.end - first)
+        elif self._callbacks.on_insert is not None:
+            self._call(policy, method, self._callbacks.on_insert, span, now)
         if self._expires:
             self._call(policy, method, raise_expiry_above, span)
 
@@ -605,10 +612,10 @@ class SpanTree:
             self.unpinned_blocks -= at - upper.start
         if self.trace is not None:
             self.trace.split(self._now, span=lower.id, upper=upper.id, at=at)
-        if self._index_split is not None:
-            self._call(self.index, "split", self._index_split, upper, lower)
-        if self._on_split is not None:
-            self._call(self.eviction, "on_split", self._on_split, upper, lower)
+        if self._callbacks.index_split is not None:
+            self._call(self.index, "split", self._callbacks.index_split, upper, lower)
+        if self._callbacks.on_split is not None:
+            self._call(self.eviction, "on_split", self._callbacks.on_split, upper, lower)
         return upper
 
     def _split_at_hints(self, span: Span, steps: list[PriorityStep]) -> None:
@@ -729,9 +736,10 @@ class SpanTree:
         ):
             raise self._refuse(self.eviction, "victim()", self._why_not(span))
         blocks = span.end - span.start
-        if self._evictable_blocks is None or self._evicts_leaves:
+        method = self._callbacks.evictable_blocks
+        if method is None or self._evicts_leaves:
             return span, blocks
-        count = self._call(self.eviction, "evictable_blocks", self._evictable_blocks, span)
+        count = self._call(self.eviction, "evictable_blocks", method, span)
         if type(count) is not int or not 1 <= count <= blocks:
             why = f"{count!r}: give 1 to {blocks}"
             raise self._refuse(self.eviction, f"evictable_blocks() of {span!r}", why)
@@ -759,8 +767,8 @@ class SpanTree:
         """
         parent: Span = span.parent  # type: ignore[assignment]
         start = span.start
-        if self._index_remove is not None:
-            self._call(self.index, "remove", self._index_remove, span, start)
+        if self._callbacks.index_remove is not None:
+            self._call(self.index, "remove", self._callbacks.index_remove, span, start)
         children = parent.children
         assert children is not None
         del children[span.path_keys[start // self.geometry.ratio]]
@@ -769,26 +777,27 @@ class SpanTree:
         self.unpinned_blocks -= blocks
         if self._demoted:
             self._demoted.pop(span, None)
-        if self._on_remove is not None:
+        if self._callbacks.on_remove is not None:
             try:
-                self._on_remove(span, reason)
+                self._callbacks.on_remove(span, reason)
             except BaseException as error:
                 raise self.fail(self.eviction, "on_remove", error) from error
         span.parent = None
-        if self._on_leaf is not None and not children and not parent.ref_count:
-            self._call(self.eviction, "on_leaf", self._on_leaf, parent)
+        if self._callbacks.on_leaf is not None and not children and not parent.ref_count:
+            self._call(self.eviction, "on_leaf", self._callbacks.on_leaf, parent)
 
     def _trim(self, span: Span, blocks: int) -> None:
         """Cut `blocks` blocks from the tail of a leaf, and call the policy."""
-        if self._index_remove is not None:
-            self._call(self.index, "remove", self._index_remove, span, span.end - blocks)
+        calls = self._callbacks
+        if calls.index_remove is not None:
+            self._call(self.index, "remove", calls.index_remove, span, span.end - blocks)
         span.end -= blocks
         self.cached_blocks -= blocks
         self.unpinned_blocks -= blocks
         if span.ids is not None:
             del span.ids[-blocks:]
-        if self._on_trim is not None:
-            self._call(self.eviction, "on_trim", self._on_trim, span, blocks)
+        if calls.on_trim is not None:
+            self._call(self.eviction, "on_trim", calls.on_trim, span, blocks)
 
     def drop_expired(self, top: Span, requester: int | str, now: int) -> None:
         """Free the expired span `top` and all spans below it, leaves first."""
