@@ -287,8 +287,9 @@ def run(arguments: Sequence[str]) -> int:
         if where := _raised_by_code(error):
             return _fail(f"error: {where} raised KeyboardInterrupt", UNABLE)
         _Repeat.stop()
-        asked = isinstance(error, Terminated)
-        return _fail("terminated", TERMINATED) if asked else _fail("interrupted", INTERRUPTED)
+        if isinstance(error, Terminated):
+            return _fail("terminated", TERMINATED)
+        return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
         code = BROKEN_PIPE
     except OSError as error:
