@@ -287,9 +287,8 @@ def run(arguments: Sequence[str]) -> int:
         if where := _raised_by_code(error):
             return _fail(f"error: {where} raised KeyboardInterrupt", UNABLE)
         _Repeat.stop()
-        if isinstance(error, Terminated):
-            return _fail("terminated", TERMINATED)
-        return _fail("interrupted", INTERRUPTED)
+        ended = isinstance(error, Terminated)
+        return _fail("terminated", TERMINATED) if ended else _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
         code = BROKEN_PIPE
     except OSError as error:

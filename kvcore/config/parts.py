@@ -1,4 +1,20 @@
-"""Build the parts of a run from a configuration: workload, pool, cache, scheduler, latency."""
+"""Build the parts of a run from a configuration: workload, pool, cache, scheduler, latency.
+
+`RunParts` makes these once, in this order; each may need those above it:
+
+    model, device              what is served, and on which GPU
+    workload                   the requests that `limit` and `window` leave
+    geometry                   its keys in blocks of `block_size`
+    codec                      the bytes that a token takes
+    rules                      whether layers that keep different things are told apart:
+                               `cache_groups` of one pool, or `layer_pools`
+    deployment                 bytes of a block, and of the weights, on so many GPUs
+    blocks                     the pool: as given, or what fits beside the weights
+    batching                   the limits of a step, with the rules
+
+and these for each run (`arguments`): a cache with its policies and tiers, a scheduler, a
+latency model, a drafter.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,18 @@
-"""The manager of plugins: finds classes by kind and name, and builds instances of them."""
+"""The manager of plugins: finds classes by kind and name, and builds instances of them.
+
+From an entry point to an instance, each step when it is first needed:
+
+    entry points             _enabled, _register   imported: modules with hooks, for pluggy
+    a kind                   _find, _collect       its hook is called: classes by name, or their
+                                                   places; of two of one name neither counts
+    a name                   get, _located         its class is imported from its place, and
+                                                   checked; `my.py:Class` is in a file
+    a text, `lfu:unit=s`     build                 an instance with these options
+
+Verbs, modes and options of packages come by hooks in the same way (`_called`). What is broken
+on the way is left out, and kept with its reason (`_refuse`): `listing` shows it, and the error
+of a name that is not found (`not_found`) names what may have had it.
+"""
 
 from __future__ import annotations
 

@@ -93,6 +93,13 @@ class Arrivals:
     With `prefetches` more open-loop requests are read: all that arrive within the longest
     `prefetch` hint so far after the next one, so that each prefetch is known in time.
 
+    The way of a request::
+
+        workload --_read--> _due, by time of arrival ------------------take--> the loop
+                   |         ^                 +-> _ahead ----take_prefetch--> the loop
+                   |         | ended: the one before it has, `think_time` ago
+                   +-----> following, by the id of the one before it
+
     Args:
         requests: the workload.
         rate_scale: how many times as fast open-loop requests arrive.
