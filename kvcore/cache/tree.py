@@ -217,6 +217,7 @@ class SpanTree:
             span = upper.parent  # type: ignore[assignment]
         else:
             seq.span = span
+        # Pinned before the evictions below, so that none of them is a victim.
         root = self.root
         on_pin = self._callbacks.on_pin
         try:
@@ -443,12 +444,14 @@ class SpanTree:
             for end in range(first + 1, upto + 1):
                 self._store(seq, end, priority, until, now)
             return
+        # The blocks leave the sequence, with their ids.
         ids = seq.private
         if ids is not None:
             seq.private = ids[count:]
             if len(ids) > count:
                 ids = ids[:count]
         self.cached_blocks += count
+        # They continue the leaf of the sequence, or become a child of it.
         appends = (
             span.creator is seq
             and not self._block_spans
@@ -484,6 +487,7 @@ class SpanTree:
             seq.span = span
             if parent.priority != priority or parent.priority_until != until:
                 raise_priority_above(span, now)
+        # All who listen hear of them: trace, statistics, index and policy, forks, tiers.
         if self.trace is not None:
             how: Literal["grown", "new"] = "grown" if appends else "new"
             self.trace.commit(
@@ -679,6 +683,7 @@ class SpanTree:
             span, count = self._victim(now)
             if count > missing and not self._evicts_leaves:
                 count = missing
+            # While the span is whole: its ids, the trace, watchers and statistics.
             ids = span.ids
             if ids is not None:
                 ids = ids[: -count - 1 : -1]

@@ -440,10 +440,14 @@ class RunParts:
         """Whether the configuration gives the size of the pool."""
         return self.config.blocks is not None or self.config.memory is not None
 
+    # Steps that the parts of other runs replace: of runs on tensors, and of traces.
+
     def _recompute(self) -> PrefillCost | None:
+        """Return the seconds that it costs to compute a block again; None: unknown."""
         return PrefillCost.of(self.model, self.device)
 
     def _served(self) -> ModelSpec:
+        """Return the model that is served, with the weights that are asked for."""
         model = self.config.model
         with self._about("model"):
             if model is None:
@@ -461,6 +465,7 @@ class RunParts:
             return part_of(source, self.config.limit, cast("Window", self.config.window))
 
     def _whole_source(self) -> Workload:
+        """Return the workload that the configuration names, with all of its requests."""
         source = self.config.workload
         if isinstance(source, Workload):
             return source
@@ -472,6 +477,7 @@ class RunParts:
         return find_workload(text, self.plugins, self.config.seed)
 
     def _geometry(self, keys: int) -> BlockLayout:
+        """Return the layout of blocks, for keys of `keys` tokens."""
         config = self.config
         size = config.block_size
         if size is None:

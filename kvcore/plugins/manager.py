@@ -775,6 +775,7 @@ def _class_of_file(kind: str, file: str, name: str) -> type[Plugin]:
     own = sorted(key for key, cls in classes.items() if cls.__module__ == module_name)
     if not name and len(own) == 1:
         return cast("type[Plugin]", classes[own[0]])
+    # None, or several: the error says what there is instead.
     unusable = [
         cls
         for cls in defined.values()

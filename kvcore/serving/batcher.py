@@ -502,6 +502,7 @@ class Batcher:
             self.chunks.append((job, tokens))
             step.budget -= tokens
             return
+        # How many tokens: by the rules, and where the cache lets a chunk end.
         decisions, limit = self._decisions, self._most_tokens()
         if decisions.chunk_tokens is not None:
             tokens = decisions.chunk_tokens(job, tokens, self._state(now))
@@ -513,9 +514,11 @@ class Batcher:
         tokens = self._allocator.chunk_tokens(job, tokens)
         if not tokens:
             return
+        # Their blocks, unless the admission took those of the whole prompt.
         by_chunk = not self._decisions.whole or decisions.reserved is not None
         if by_chunk and not self._has_blocks(job, job.computed + tokens, now):
             return
+        # Whether others hit the blocks before the step computes them.
         shares = decisions.shares_scheduled
         publishes = (
             self._decisions.publishes if shares is None else shares(job, self._state(now))
@@ -687,6 +690,7 @@ class Batcher:
         reserve = self._room_for(job, now, ())
         if reserve is None:
             return False
+        # Blocks of the whole prompt, or of its first chunk: what is loaded comes at once.
         takes = self._rules.reserve
         if self._decisions.reserved is not None:
             takes = self._decisions.reserved(job, self._state(now))
@@ -703,6 +707,7 @@ class Batcher:
         first = job.admitted is None
         if first:
             job.admitted, job.hit = now, seq.computed
+        # The rest of the prompt comes from another server or a tier, or is computed.
         if self.moved is not None and self.moved(job, now):
             job.stage = LOADING
             return True

@@ -131,6 +131,7 @@ class Queue(NamedTuple):
         requests, span = sum(map(len, batches(came))), last - first
         if requests < FEWEST or not span:
             return None
+        # The queue at 64 moments: who has come, less who runs or has ended.
         times = moments(first, last)
         before = _counts(bisect_left, came, times)
         started = _counts(bisect_right, admitted, times)
@@ -267,6 +268,7 @@ def offered_load(
     span = max(times, default=0) - min(times, default=0)
     if not span:
         return None
+    # The fewest steps that hold the work, together or of each kind, and their time.
     seqs, by_memory = batching.max_seqs, Fraction(held_tokens, pool_tokens)
     if batching.steps == "mixed" and seqs > 1:
         by_seqs = Fraction(prefills + decode, seqs)

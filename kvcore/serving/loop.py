@@ -710,6 +710,7 @@ class ServingLoop:
         if decoding:
             batch.run(self.clock_ps, took_ps, 0, 1)
         now = self._pass(1, took_ps, decoding, named)
+        # What the step has computed can hit: of prompts, then of those that decode.
         commit, prefilled = self._cache.commit, []
         for job, tokens in chunks:
             assert job.seq is not None
@@ -723,6 +724,7 @@ class ServingLoop:
         batcher.changed = True
         if decoding or prefilled:
             batcher.without_progress = 0
+        # First tokens, then the ends.
         done = []
         for job in prefilled:
             del batcher.prefilling[job]

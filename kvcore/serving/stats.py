@@ -358,6 +358,7 @@ def _at_ranks(samples: Iterable[int], ranks: list[int], least: int, greatest: in
         wanted.setdefault(buckets[index], []).append(
             rank - ends[index] + counts[buckets[index]]
         )
+    # Buckets of few samples are sorted; others are divided again.
     few = {bucket: list[int]() for bucket in wanted if width > 1 and counts[bucket] <= ROWS}
     if few:
         for sample in samples:
