@@ -45,7 +45,7 @@ from kvcore.plugins.manager import installed
 from kvcore.plugins.options import Spec
 from kvcore.request import SLO, Request
 from kvcore.serving import Batching, LatencyModel, Rules, Scheduler
-from kvcore.serving.loop import Arrivals
+from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.scheduler import LIMITS
 from kvcore.serving.simulate import by_chunk
 from kvcore.serving.simulate import simulate as run_simulation

@@ -21,65 +21,6 @@ from kvcore.untrusted import parse_json
 Spec = TypeVar("Spec", ModelSpec, DeviceSpec)
 
 
-class Source(NamedTuple):
-    """Where the shape of a model is from.
-
-    Attributes:
-        config: the repository of the maker whose `config.json` has it.
-        checked: the day on which the row was compared to it.
-    """
-
-    config: str
-    checked: str
-
-
-class _Released(Mapping[str, ModelSpec]):
-    """The models by name; each is made when it is first asked for."""
-
-    def __init__(self, rows: Mapping[str, dict[str, Any]]) -> None:
-        self._rows = rows
-        self._made: dict[str, ModelSpec] = {}
-
-    def __getitem__(self, name: str) -> ModelSpec:
-        """Return the model called `name`."""
-        model = self._made.get(name)
-        if model is None:
-            row = self._rows[name]
-            fields = {field: row[field] for field in row.keys() - _OF_SOURCES}
-            if "windows" in fields:
-                fields["windows"] = tuple(fields["windows"])
-            fields["caches"] = tuple(LayerCache(**cache) for cache in row.get("caches", ()))
-            model = self._made[name] = ModelSpec(name=name, **fields)
-        return model
-
-    def __contains__(self, name: object) -> bool:
-        """Return True if there is a model called `name`, without making it."""
-        return name in self._rows
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield the names."""
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        """Return the number of models."""
-        return len(self._rows)
-
-
-_OF_SOURCES = {*Source._fields, "note"}
-
-_ROWS: Mapping[str, dict[str, Any]] = parse_json(
-    (Path(kvcore.__path__[0]) / "data" / "models.json").read_bytes()
-)
-
-MODELS: Mapping[str, ModelSpec] = _Released(_ROWS)
-"""Models that were released, by name."""
-
-SOURCES: Mapping[str, Source] = {
-    name: Source(row["config"], row["checked"]) for name, row in _ROWS.items()
-}
-"""Where each model of `MODELS` is from."""
-
-
 def find_model(name: str) -> ModelSpec:
     """Return the well-known model called `name`, such as `llama-3-8b`.
 
@@ -203,6 +144,65 @@ def _near(table: Iterable[str], name: str) -> list[str]:
     from difflib import get_close_matches  # noqa: PLC0415 - for errors alone
 
     return get_close_matches(name.lower(), table, n=3, cutoff=0.5)
+
+
+class Source(NamedTuple):
+    """Where the shape of a model is from.
+
+    Attributes:
+        config: the repository of the maker whose `config.json` has it.
+        checked: the day on which the row was compared to it.
+    """
+
+    config: str
+    checked: str
+
+
+class _Released(Mapping[str, ModelSpec]):
+    """The models by name; each is made when it is first asked for."""
+
+    def __init__(self, rows: Mapping[str, dict[str, Any]]) -> None:
+        self._rows = rows
+        self._made: dict[str, ModelSpec] = {}
+
+    def __getitem__(self, name: str) -> ModelSpec:
+        """Return the model called `name`."""
+        model = self._made.get(name)
+        if model is None:
+            row = self._rows[name]
+            fields = {field: row[field] for field in row.keys() - _OF_SOURCES}
+            if "windows" in fields:
+                fields["windows"] = tuple(fields["windows"])
+            fields["caches"] = tuple(LayerCache(**cache) for cache in row.get("caches", ()))
+            model = self._made[name] = ModelSpec(name=name, **fields)
+        return model
+
+    def __contains__(self, name: object) -> bool:
+        """Return True if there is a model called `name`, without making it."""
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names."""
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        """Return the number of models."""
+        return len(self._rows)
+
+
+_OF_SOURCES = {*Source._fields, "note"}
+
+_ROWS: Mapping[str, dict[str, Any]] = parse_json(
+    (Path(kvcore.__path__[0]) / "data" / "models.json").read_bytes()
+)
+
+MODELS: Mapping[str, ModelSpec] = _Released(_ROWS)
+"""Models that were released, by name."""
+
+SOURCES: Mapping[str, Source] = {
+    name: Source(row["config"], row["checked"]) for name, row in _ROWS.items()
+}
+"""Where each model of `MODELS` is from."""
 
 
 def _device(

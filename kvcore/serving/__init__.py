@@ -5,6 +5,7 @@ To read, in this order:
     job.py            a request between arrival and finish
     scheduler.py      the contract of schedulers; the limits of a step
     rules.py          the contract of the rules by which engines differ
+    arrivals.py       the requests by time of arrival
     loop.py           one turn: arrivals, a plan, a step or a jump, the clock
     batcher.py        the plan: who is admitted, paused, preempted
     waiting.py        the queue, and the calls of the scheduler

@@ -59,29 +59,6 @@ _PATIENCE: Final = 100
 """Preemptions without a new token that are no livelock yet, besides ten for each job."""
 
 
-class PlannedStep:
-    """What a plan has decided so far of the step after it, besides its chunks.
-
-    Attributes:
-        budget: tokens of the step that are not planned yet.
-        chunk: tokens that the rules give to the job that is offered a slot; None: they were
-            not asked.
-        preempted: the jobs that the plan has preempted; none between two plans.
-        refuses: whether the rules admit no job any more.
-        unpublished: jobs with tokens of theirs whose blocks are shared before the step computes
-            them; they are once all ongoing prompts have their chunks.
-    """
-
-    __slots__ = ("budget", "chunk", "preempted", "refuses", "unpublished")
-
-    def __init__(self) -> None:
-        self.budget = 0
-        self.chunk: int | None = None
-        self.preempted: set[Job] = set()
-        self.refuses = False
-        self.unpublished: list[tuple[Job, int]] = []
-
-
 class Batcher:
     """Carries out the decisions of the scheduler.
 
@@ -972,3 +949,26 @@ class Batcher:
             self._rank(job, now)
             self.waiting.push(job, now)
             self.changed = True
+
+
+class PlannedStep:
+    """What a plan has decided so far of the step after it, besides its chunks.
+
+    Attributes:
+        budget: tokens of the step that are not planned yet.
+        chunk: tokens that the rules give to the job that is offered a slot; None: they were
+            not asked.
+        preempted: the jobs that the plan has preempted; none between two plans.
+        refuses: whether the rules admit no job any more.
+        unpublished: jobs with tokens of theirs whose blocks are shared before the step computes
+            them; they are once all ongoing prompts have their chunks.
+    """
+
+    __slots__ = ("budget", "chunk", "preempted", "refuses", "unpublished")
+
+    def __init__(self) -> None:
+        self.budget = 0
+        self.chunk: int | None = None
+        self.preempted: set[Job] = set()
+        self.refuses = False
+        self.unpublished: list[tuple[Job, int]] = []

@@ -10,8 +10,9 @@ from kvcore.cache import GroupedCache, Recorder, ServedCache
 from kvcore.errors import InputError
 from kvcore.plugins import describe, resolve
 from kvcore.request import SLO, Request
+from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.latency import Executor, LatencyModel, SimulatedExecutor
-from kvcore.serving.loop import AllocatorFactory, Arrivals, MemoryMeter, ServingLoop
+from kvcore.serving.loop import AllocatorFactory, MemoryMeter, ServingLoop
 from kvcore.serving.result import Result
 from kvcore.serving.rules import with_choices
 from kvcore.serving.scheduler import Batching, Scheduler

@@ -13,7 +13,7 @@ from kvcore.cache import Recorder, ServedCache
 from kvcore.errors import InputError
 from kvcore.plugins import describe
 from kvcore.request import SLO, Request
-from kvcore.serving.loop import Arrivals
+from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.result import Result
 from kvcore.serving.router import Router
 from kvcore.serving.simulate import check_cache, record_run

@@ -18,10 +18,11 @@ from kvcore.models.memory import tensor_degrees
 from kvcore.progress import Tick, unseen
 from kvcore.request import Request
 from kvcore.serving import Result
+from kvcore.serving.arrivals import NEVER
 from kvcore.serving.batcher import Batcher
 from kvcore.serving.latency import LatencyModel, SimulatedExecutor
 from kvcore.serving.load import LAST, Queue, finished_work, moments, offered_load
-from kvcore.serving.loop import NEVER, AllocatorFactory, ServingLoop
+from kvcore.serving.loop import AllocatorFactory, ServingLoop
 from kvcore.serving.native import serves
 from kvcore.units import PS_PER_NS
 from kvcore_lab.contiguous.loop import ContiguousAllocator, contiguous_cache
