@@ -35,32 +35,6 @@ from kvcore.units import NS_PER_S, PS_PER_S
 
 SCHEMA = 1
 
-
-def _between(begin: Column[int], end: Column[int]) -> Times:
-    """Return the times from `begin` to `end`, where there is an end."""
-    return Times(lambda: chain.from_iterable(map(_differences, begin.parts(), end.parts())))
-
-
-def _differences(begin: Sequence[int], end: Sequence[int]) -> Iterator[int]:
-    """Yield the times from `begin` to `end`, where there is an end: in C."""
-    times = map(sub, end, begin)
-    return times if min(end, default=0) >= 0 else compress(times, [time >= 0 for time in end])
-
-
-def hit_fields(stats: CacheStats) -> dict[str, Any]:
-    """Return lookups, hits and hit ratios of a run as JSON has them."""
-    counts = ("lookup_blocks", "hit_blocks", "self_hit_blocks", "lookup_tokens", "hit_tokens")
-    return {name: getattr(stats, name) for name in counts} | {"ratio": stats.ratios()}
-
-
-def _slo_seconds(time: int | None) -> float | None:
-    return None if time is None else time / NS_PER_S
-
-
-def _as_dict(percentiles: Percentiles | None) -> dict[str, float] | None:
-    return None if percentiles is None else percentiles.as_dict()
-
-
 SUMMARY, REQUESTS, TRACE = "summary.json", "requests.jsonl", "trace.jsonl.gz"
 
 
@@ -362,6 +336,31 @@ class Result(Reported):
             "fragmentation": None if measured is None else measured._asdict(),
             **({} if log.drafts is None else {"drafts": log.drafts.as_dict()}),
         }
+
+
+def _between(begin: Column[int], end: Column[int]) -> Times:
+    """Return the times from `begin` to `end`, where there is an end."""
+    return Times(lambda: chain.from_iterable(map(_differences, begin.parts(), end.parts())))
+
+
+def _differences(begin: Sequence[int], end: Sequence[int]) -> Iterator[int]:
+    """Yield the times from `begin` to `end`, where there is an end: in C."""
+    times = map(sub, end, begin)
+    return times if min(end, default=0) >= 0 else compress(times, [time >= 0 for time in end])
+
+
+def hit_fields(stats: CacheStats) -> dict[str, Any]:
+    """Return lookups, hits and hit ratios of a run as JSON has them."""
+    counts = ("lookup_blocks", "hit_blocks", "self_hit_blocks", "lookup_tokens", "hit_tokens")
+    return {name: getattr(stats, name) for name in counts} | {"ratio": stats.ratios()}
+
+
+def _slo_seconds(time: int | None) -> float | None:
+    return None if time is None else time / NS_PER_S
+
+
+def _as_dict(percentiles: Percentiles | None) -> dict[str, float] | None:
+    return None if percentiles is None else percentiles.as_dict()
 
 
 def _seconds(times: Iterable[int], second: int = NS_PER_S) -> list[float | None]:

@@ -25,6 +25,112 @@ PENDING_EVENTS: Final = 512
 ROWS = 1 << 16
 """Rows of a run that are held in memory, and samples that are sorted there."""
 
+UNJUDGED, MISSED, MET = -1, 0, 1
+"""The verdicts on a request by its SLO: none is possible, it missed it, or it met it."""
+
+
+class RunLog:
+    """Columns of a run, one row a request, in the order in which these ended.
+
+    Attributes:
+        slo: the SLO of requests without one of their own.
+        ids, tenants: ids of the requests, and their tenants.
+        arrival, admitted, first_token, finish: times of requests, ns; -1 for none.
+        prompt, output, hit, loaded: tokens of requests; `loaded` are prompt tokens that were
+            loaded from tiers.
+        pauses, recomputes, swaps: preemptions of requests, by kind.
+        verdict: `MET`, `MISSED` or `UNJUDGED`, by the SLO of the request.
+        reasons: by row, why a request was rejected; all other requests have finished.
+        itl: times between two tokens of a request.
+        pool: the pool's blocks over time.
+        steps, busy_ps: steps run, and the picoseconds they took.
+        drafts: counts of drafts; None: there was no drafter.
+        own_slos: number of requests with an SLO of their own.
+    """
+
+    def __init__(self, blocks: int, slo: SLO | None = None) -> None:
+        self.slo = slo
+        self.ids: Column[int | str] = Column()
+        self.tenants: Column[str | None] = Column()
+        self.arrival: Column[int] = Column("q")
+        self.admitted: Column[int] = Column("q")
+        self.first_token: Column[int] = Column("q")
+        self.finish: Column[int] = Column("q")
+        self.prompt: Column[int] = Column("q")
+        self.output: Column[int] = Column("q")
+        self.hit: Column[int] = Column("q")
+        self.loaded: Column[int] = Column("q")
+        self.swaps: Column[int] = Column("i")
+        self.pauses: Column[int] = Column("i")
+        self.recomputes: Column[int] = Column("i")
+        self.verdict: Column[int] = Column("b")
+        self.reasons: dict[int, str] = {}
+        self.itl = TokenGaps()
+        self.pool = PoolTimeline(blocks)
+        self.steps = self.busy_ps = self.own_slos = 0
+        self.drafts: DraftStats | None = None
+
+    def ended(self, job: Job, now: int) -> None:
+        """Record a request that finished at `now` (ns); -1: it was rejected."""
+        request = job.request
+        self.own_slos += request.slo is not None
+        verdict = UNJUDGED if job.slo is None else _verdict(job, job.slo, now)
+        self.verdict.newest.append(verdict)
+        self.ids.newest.append(request.id)
+        self.tenants.newest.append(request.tenant)
+        self.arrival.newest.append(job.arrival)
+        self.admitted.newest.append(-1 if job.admitted is None else job.admitted)
+        self.first_token.newest.append(-1 if job.first_token is None else job.first_token)
+        self.finish.newest.append(now)
+        self.prompt.newest.append(request.prompt_tokens)
+        self.output.newest.append(job.output_tokens)
+        self.hit.newest.append(job.hit)
+        self.loaded.newest.append(job.loaded)
+        self.swaps.newest.append(job.swaps)
+        self.pauses.newest.append(job.pauses)
+        self.recomputes.newest.append(job.recomputes)
+        if len(self.verdict.newest) >= ROWS:
+            for column in self.columns().values():
+                column.store()
+
+    def extend(self, columns: Mapping[str, Any]) -> None:
+        """Append rows by column: lists, or the bytes of their machine integers."""
+        for name, column in self.columns().items():
+            cells, newest = columns[name], column.newest
+            newest.frombytes(cells) if isinstance(cells, bytes) else newest.extend(cells)
+            if len(newest) >= ROWS:
+                column.store()
+
+    def rejected(self, job: Job, why: str) -> None:
+        """Record a rejected request."""
+        self.reasons[len(self.ids)] = why
+        self.ended(job, -1)
+
+    def columns(self) -> dict[str, Column[Any]]:
+        """Return the columns by name."""
+        return {
+            "ids": self.ids,
+            "tenants": self.tenants,
+            "arrival": self.arrival,
+            "admitted": self.admitted,
+            "first_token": self.first_token,
+            "finish": self.finish,
+            "prompt": self.prompt,
+            "output": self.output,
+            "hit": self.hit,
+            "loaded": self.loaded,
+            "swaps": self.swaps,
+            "pauses": self.pauses,
+            "recomputes": self.recomputes,
+            "verdict": self.verdict,
+        }
+
+    def tpot(self) -> Times:
+        """Return the mean picoseconds of the tokens after the first, where there are any."""
+        columns = self.first_token, self.finish, self.output
+        return Times(lambda: chain.from_iterable(map(_gaps, *(c.parts() for c in columns))))
+
+
 Cell = TypeVar("Cell")
 
 
@@ -132,112 +238,6 @@ class Column(Sequence[Cell]):
                 self._loaded_part = pickle.loads(data)  # noqa: S301 - stored by this process
             self._loaded = index
         return self._loaded_part
-
-
-UNJUDGED, MISSED, MET = -1, 0, 1
-"""The verdicts on a request by its SLO: none is possible, it missed it, or it met it."""
-
-
-class RunLog:
-    """Columns of a run, one row a request, in the order in which these ended.
-
-    Attributes:
-        slo: the SLO of requests without one of their own.
-        ids, tenants: ids of the requests, and their tenants.
-        arrival, admitted, first_token, finish: times of requests, ns; -1 for none.
-        prompt, output, hit, loaded: tokens of requests; `loaded` are prompt tokens that were
-            loaded from tiers.
-        pauses, recomputes, swaps: preemptions of requests, by kind.
-        verdict: `MET`, `MISSED` or `UNJUDGED`, by the SLO of the request.
-        reasons: by row, why a request was rejected; all other requests have finished.
-        itl: times between two tokens of a request.
-        pool: the pool's blocks over time.
-        steps, busy_ps: steps run, and the picoseconds they took.
-        drafts: counts of drafts; None: there was no drafter.
-        own_slos: number of requests with an SLO of their own.
-    """
-
-    def __init__(self, blocks: int, slo: SLO | None = None) -> None:
-        self.slo = slo
-        self.ids: Column[int | str] = Column()
-        self.tenants: Column[str | None] = Column()
-        self.arrival: Column[int] = Column("q")
-        self.admitted: Column[int] = Column("q")
-        self.first_token: Column[int] = Column("q")
-        self.finish: Column[int] = Column("q")
-        self.prompt: Column[int] = Column("q")
-        self.output: Column[int] = Column("q")
-        self.hit: Column[int] = Column("q")
-        self.loaded: Column[int] = Column("q")
-        self.swaps: Column[int] = Column("i")
-        self.pauses: Column[int] = Column("i")
-        self.recomputes: Column[int] = Column("i")
-        self.verdict: Column[int] = Column("b")
-        self.reasons: dict[int, str] = {}
-        self.itl = TokenGaps()
-        self.pool = PoolTimeline(blocks)
-        self.steps = self.busy_ps = self.own_slos = 0
-        self.drafts: DraftStats | None = None
-
-    def ended(self, job: Job, now: int) -> None:
-        """Record a request that finished at `now` (ns); -1: it was rejected."""
-        request = job.request
-        self.own_slos += request.slo is not None
-        verdict = UNJUDGED if job.slo is None else _verdict(job, job.slo, now)
-        self.verdict.newest.append(verdict)
-        self.ids.newest.append(request.id)
-        self.tenants.newest.append(request.tenant)
-        self.arrival.newest.append(job.arrival)
-        self.admitted.newest.append(-1 if job.admitted is None else job.admitted)
-        self.first_token.newest.append(-1 if job.first_token is None else job.first_token)
-        self.finish.newest.append(now)
-        self.prompt.newest.append(request.prompt_tokens)
-        self.output.newest.append(job.output_tokens)
-        self.hit.newest.append(job.hit)
-        self.loaded.newest.append(job.loaded)
-        self.swaps.newest.append(job.swaps)
-        self.pauses.newest.append(job.pauses)
-        self.recomputes.newest.append(job.recomputes)
-        if len(self.verdict.newest) >= ROWS:
-            for column in self.columns().values():
-                column.store()
-
-    def extend(self, columns: Mapping[str, Any]) -> None:
-        """Append rows by column: lists, or the bytes of their machine integers."""
-        for name, column in self.columns().items():
-            cells, newest = columns[name], column.newest
-            newest.frombytes(cells) if isinstance(cells, bytes) else newest.extend(cells)
-            if len(newest) >= ROWS:
-                column.store()
-
-    def rejected(self, job: Job, why: str) -> None:
-        """Record a rejected request."""
-        self.reasons[len(self.ids)] = why
-        self.ended(job, -1)
-
-    def columns(self) -> dict[str, Column[Any]]:
-        """Return the columns by name."""
-        return {
-            "ids": self.ids,
-            "tenants": self.tenants,
-            "arrival": self.arrival,
-            "admitted": self.admitted,
-            "first_token": self.first_token,
-            "finish": self.finish,
-            "prompt": self.prompt,
-            "output": self.output,
-            "hit": self.hit,
-            "loaded": self.loaded,
-            "swaps": self.swaps,
-            "pauses": self.pauses,
-            "recomputes": self.recomputes,
-            "verdict": self.verdict,
-        }
-
-    def tpot(self) -> Times:
-        """Return the mean picoseconds of the tokens after the first, where there are any."""
-        columns = self.first_token, self.finish, self.output
-        return Times(lambda: chain.from_iterable(map(_gaps, *(c.parts() for c in columns))))
 
 
 def _gaps(first: Sequence[int], finish: Sequence[int], output: Sequence[int]) -> list[int]:
