@@ -29,6 +29,13 @@ UNJUDGED, MISSED, MET = -1, 0, 1
 """The verdicts on a request by its SLO: none is possible, it missed it, or it met it."""
 
 
+COLUMNS = (
+    *("ids", "tenants", "arrival", "admitted", "first_token", "finish", "prompt", "output"),
+    *("hit", "loaded", "swaps", "pauses", "recomputes", "verdict"),
+)
+"""The names of the columns of a `RunLog`."""
+
+
 class RunLog:
     """Columns of a run, one row a request, in the order in which these ended.
 
@@ -108,22 +115,7 @@ class RunLog:
 
     def columns(self) -> dict[str, Column[Any]]:
         """Return the columns by name."""
-        return {
-            "ids": self.ids,
-            "tenants": self.tenants,
-            "arrival": self.arrival,
-            "admitted": self.admitted,
-            "first_token": self.first_token,
-            "finish": self.finish,
-            "prompt": self.prompt,
-            "output": self.output,
-            "hit": self.hit,
-            "loaded": self.loaded,
-            "swaps": self.swaps,
-            "pauses": self.pauses,
-            "recomputes": self.recomputes,
-            "verdict": self.verdict,
-        }
+        return {name: getattr(self, name) for name in COLUMNS}
 
     def tpot(self) -> Times:
         """Return the mean picoseconds of the tokens after the first, where there are any."""
