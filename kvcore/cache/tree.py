@@ -2,6 +2,16 @@
 
 A span is a run of cached blocks, and its children continue it. A `PrefixIndex` looks up the
 spans of a prompt; all changes of spans are made here, in the same way for every index.
+
+The life of a span:
+
+    commit                  stored as a leaf, pinned by its sequence, which may append to it
+                            until another one uses it (`creator`)
+    open, fork, pin         pinned once more, with all spans above it
+    split                   its first blocks become a span above it, with the same pins
+    close                   unpinned, with all spans above it: without pins it can leave
+    evict                   a leaf without pins loses blocks from its tail, the last at the end
+    drop_expired, discard   leaves at once, with all spans below it that are not pinned
 """
 
 from __future__ import annotations
@@ -35,7 +45,10 @@ from kvcore.request import DEFAULT_PRIORITY, Key, Request
 
 def root_span(geometry: BlockLayout) -> Span:
     """Return the empty span at which every path begins. It is pinned once, for good."""
-    root = Span(0, 0, 0, None, geometry, (), None, 0, 0, 0, "")
+    root = Span(
+        0, 0, 0, None, geometry, (), None, now=0, created_order=0, last_hit_order=0,
+        last_request="",
+    )  # fmt: skip
     root.children = {}
     return root
 
