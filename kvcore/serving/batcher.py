@@ -952,7 +952,7 @@ class Batcher:
 
 
 class PlannedStep:
-    """What a plan has decided so far of the step after it, besides its chunks.
+    """The decisions of a plan on the step after it so far, besides its chunks.
 
     Attributes:
         budget: tokens of the step that are not planned yet.

@@ -1,4 +1,4 @@
-"""What drafting costs in simulated time: of a draft model, or of heads on the served one."""
+"""The cost of drafting in simulated time: of a draft model, or of heads on the served one."""
 
 from __future__ import annotations
 
