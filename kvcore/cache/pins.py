@@ -38,8 +38,8 @@ class PinnedTree(Protocol):
     pool: CountingPool
     unpinned_blocks: int
 
-    def split(self, lower: Span, at: int) -> Span:
-        """Cut `lower` at block position `at`; return the upper half, pinned once more."""
+    def split(self, lower: Span, position: int) -> Span:
+        """Cut `lower` at block `position`; return the upper half, pinned once more."""
 
     def close(self, span: Span, now: int) -> None:
         """Unpin the path down to `span`, leaf to root."""

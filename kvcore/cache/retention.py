@@ -182,9 +182,9 @@ def _drop(pool: CountingPool, seq: Sequence, first: int, end: int) -> Ids | None
     if seq.private is None:
         pool.free(None, count)
         return None
-    at = private_from - seq.span.end - seq.dropped_between(seq.span.end, private_from)
-    ids = seq.private[at : at + count]
+    offset = private_from - seq.span.end - seq.dropped_between(seq.span.end, private_from)
+    ids = seq.private[offset : offset + count]
     ids.reverse()
-    del seq.private[at : at + count]
+    del seq.private[offset : offset + count]
     pool.free(ids, count)
     return ids

@@ -588,8 +588,8 @@ class SpanTree:
 
     # Splitting.
 
-    def split(self, lower: Span, at: int) -> Span:
-        """Cut `lower` at block position `at`; return the upper half, pinned once more.
+    def split(self, lower: Span, position: int) -> Span:
+        """Cut `lower` at block `position`; return the upper half, pinned once more.
 
         The span before and after::
 
@@ -601,7 +601,7 @@ class SpanTree:
             +-----+             +-----+  upper: a new span with a copy of the statistics
             |     |             |     |         and the pins of `lower`, and one more pin
             |     |             +-----+
-            |     | lower          |  at
+            |     | lower          |  position
             |     |             +-----+  lower: the same object: its id, its `data`, its
             |     |             |     |         place in the policy's order, its children,
             +-----+             +-----+         and the sequences that end in it
@@ -614,21 +614,21 @@ class SpanTree:
         self._last_id += 1
         head = lower.ids
         if head is not None:
-            cut = at - lower.start
+            cut = position - lower.start
             lower.ids = head[cut:]
             head = head[:cut]
-        upper = lower.head(self._last_id, at, lower.path_keys[at // geometry.ratio])
+        upper = lower.head(self._last_id, position, lower.path_keys[position // geometry.ratio])
         upper.ids = head
         assert parent.children is not None
         parent.children[lower.path_keys[lower.start // geometry.ratio]] = upper
         lower.parent = upper
-        lower.start = at
+        lower.start = position
         if self.pins:
             self.pins.on_split(upper, lower)
         if not lower.ref_count:
-            self.unpinned_blocks -= at - upper.start
+            self.unpinned_blocks -= position - upper.start
         if self.trace is not None:
-            self.trace.split(self._now, span=lower.id, upper=upper.id, at=at)
+            self.trace.split(self._now, span=lower.id, upper=upper.id, at=position)
         if self._callbacks.index_split is not None:
             self._call(self.index, "split", self._callbacks.index_split, upper, lower)
         if self._callbacks.on_split is not None:

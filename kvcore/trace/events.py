@@ -627,7 +627,7 @@ for _struct in _structs:
     _struct.event = str(_struct.__struct_config__.tag)
 
 _OPTIONAL = {
-    struct: [each.name for each in msgspec.structs.fields(struct) if not each.required]
+    struct: [field.name for field in msgspec.structs.fields(struct) if not field.required]
     for struct in _structs
 }
 
