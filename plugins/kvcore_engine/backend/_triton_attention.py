@@ -325,7 +325,7 @@ class TritonAttention(AttentionKernel):
         return None
 
     def takes_chunks(self, kind: LayerKind) -> bool:
-        """Return True but for attention weights, and too many query heads for the kernels."""
+        """Return True unless weights are summed up, or query heads are too many for the kernels."""
         return not kind.weighed and self.refusal(kind) is None
 
     def plan(
