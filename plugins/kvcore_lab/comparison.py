@@ -10,7 +10,7 @@ from itertools import product
 from math import fsum
 from numbers import Integral
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 
 import attrs
 
@@ -192,24 +192,40 @@ class Comparison(Shown):
         return data_frame(rows, "`comparison.rows`", types)
 
 
+class ReplayOptions(TypedDict, total=False):
+    """How a workload is replayed, whatever the policy and the size: keywords of `compare`."""
+
+    block_size: int | None
+    """Tokens of a block; None: the tokens of a key of the workload."""
+    accounting: str
+    """`keys`, the default, or `tokens`."""
+    prefix: str | Callable[[], PrefixIndex]
+    """The prefix cache, as a name with options, a class, or a function; `radix` by default."""
+    groups: Iterable[LayerGroup]
+    """The cache groups of the pools, for models whose layers keep different things, with blocks
+    of their sizes, in `tokens` accounting; prompts are computed in chunks of 8,192 tokens. None
+    by default: all layers keep all tokens."""
+    recompute: PrefillCost | None
+    """The seconds to compute a block again, for policies that weigh them; None: those of
+    Llama 3 8B on an H100."""
+    tiers: Callable[[KVCache], object] | None
+    """Puts tiers below a cache, as `Tiers(cache, ...)` does, new ones for each row; None: no
+    tiers. Loads from them take no time, since no clock runs."""
+
+
 def compare(
     workload: Workload | Iterable[Request] | str | os.PathLike[str],
     policies: Policy | Iterable[Policy],
     blocks: int | Iterable[int] | None = None,
     *,
-    block_size: int | None = None,
-    accounting: str = "keys",
-    prefix: str | Callable[[], PrefixIndex] = SHARING,
-    groups: Iterable[LayerGroup] = (),
-    recompute: PrefillCost | None = None,
     seed: int | None = None,
     trace: str | os.PathLike[str] | None = None,
     residency: bool = False,
-    tiers: Callable[[KVCache], object] | None = None,
     price: PriceModel | str | None = None,
     jobs: int = 1,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
+    **options: Unpack[ReplayOptions],
 ) -> Comparison:
     """Replay `workload`, serial and untimed, under each policy in a pool of each size.
 
@@ -225,25 +241,16 @@ def compare(
             its name.
         blocks: one or several pool sizes; None: a few fractions of the workload's distinct
             blocks.
-        block_size: tokens of a block; None: the tokens of a key of the workload.
-        accounting: `keys` or `tokens`.
-        prefix: the prefix cache, as a name with options, a class, or a function.
-        groups: the cache groups of the pools, for models whose layers keep different things,
-            with blocks of their sizes, in `tokens` accounting; prompts are computed in chunks
-            of 8,192 tokens. Empty: all layers keep all tokens.
-        recompute: the seconds to compute a block again, for policies that weigh them; None:
-            those of Llama 3 8B on an H100.
         seed: the seed of named policies that have an option `seed` and do not set it.
         trace: the file to which every decision is written; needs one policy and one size.
         residency: whether to measure how long blocks stay; a row then takes two to three times
             as long.
-        tiers: puts tiers below a cache, as `Tiers(cache, ...)` does, new ones for each row;
-            None: no tiers. Loads from them take no time, since no clock runs.
         price: the prices of an API that caches prompts, or their text; None: no bills.
         jobs: processes that replay rows, each with the memory of a row. The result does not
             depend on it.
         plugins: the plugins by which names are resolved; None: those installed.
         progress: shows the number of requests that have been replayed; None: no progress.
+        options: those of `ReplayOptions`.
 
     Raises:
         InputError: no workload, no policy, a size that no pool can have, an unknown name or
@@ -256,14 +263,10 @@ def compare(
     """
     plugins = plugins or Plugins()
     requested: Workload = as_workload(workload, plugins)
-    make_prefix = (
-        partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
-    )
-    setup = ReplaySetup.of(requested, accounting, block_size, recompute, make_prefix)
-    setup = attrs.evolve(setup, put_tiers=tiers, groups=tuple(groups))
+    setup = ReplaySetup.of(requested, plugins, **options)
     if setup.groups:
-        alone = (prefix, tiers, price, trace) == (SHARING, None, None, None)
-        if accounting != "tokens" or residency or not alone:
+        alone = options.get("prefix", SHARING) == SHARING and setup.put_tiers is None
+        if setup.geometry.accounting != "tokens" or residency or price or trace or not alone:
             msg = (
                 "cache groups are compared by their hits, in tokens: give accounting='tokens', "
                 "and leave prefix, tiers, price, trace and residency out"
@@ -271,7 +274,7 @@ def compare(
             raise InputError(msg)
     candidates = candidates_of(policies, plugins, seed)
     sizes = None if blocks is None else pool_sizes(blocks, "to compare in")
-    _check(candidates, sizes, accounting, make_prefix, trace)
+    _check(candidates, sizes, setup, trace)
     check_jobs(jobs)
     if trace is not None:
         refuse_overwrite(trace, requested.options().values())
@@ -292,14 +295,17 @@ def compare(
         else:
             rows = [maker.traced_row(candidates[0], sizes[0], trace, seed)]
     source = attrs.evolve(source, requests=requests)
-    found = _with_shares(rows)
     bills = None
     if price is not None:
         from kvcore_replay.billing import bill  # noqa: PLC0415 - as above
 
         bills = bill(requested, price)
     return Comparison(
-        workload=source, accounting=accounting, rows=found, infinite=infinite, bills=bills
+        workload=source,
+        accounting=setup.geometry.accounting,
+        rows=_with_shares(rows),
+        infinite=infinite,
+        bills=bills,
     )
 
 
@@ -317,7 +323,7 @@ class ReplaySetup:
         workload: the source of the requests.
         geometry: the layout of their keys in blocks.
         recompute: the seconds to compute a block again.
-        make_prefix: builds a prefix cache; None: the default.
+        make_prefix: builds a prefix cache.
         put_tiers: puts tiers below a cache; None: no tiers.
         groups: the cache groups; empty: there is one.
     """
@@ -325,24 +331,19 @@ class ReplaySetup:
     workload: Workload
     geometry: BlockLayout
     recompute: PrefillCost
-    make_prefix: Callable[[], PrefixIndex] | None
+    make_prefix: Callable[[], PrefixIndex]
     put_tiers: Callable[[KVCache], object] | None = None
     groups: tuple[LayerGroup, ...] = ()
 
     @classmethod
     def of(
-        cls,
-        workload: Workload,
-        accounting: str,
-        block_size: int | None,
-        recompute: PrefillCost | None,
-        make_prefix: Callable[[], PrefixIndex] | None = None,
+        cls, workload: Workload, plugins: Plugins, **options: Unpack[ReplayOptions]
     ) -> ReplaySetup:
-        """Return the setup of a workload, with the defaults of `compare` for None.
+        """Return the setup of a workload.
 
         Raises:
             InputError: no workload, or an accounting or block size that does not fit its keys.
-            PluginError: the workload has no name.
+            PluginError: the workload has no name, or the prefix cache cannot be used here.
         """
         if not isinstance(workload, Workload):
             msg = (
@@ -352,8 +353,22 @@ class ReplaySetup:
             raise InputError(msg)
         check_name(workload)
         keys = workload.key_tokens
-        geometry = BlockLayout(accounting, keys if block_size is None else block_size, keys)
-        return cls(workload, geometry, recompute or default_prefill_cost(), make_prefix)
+        block_size = options.get("block_size")
+        prefix = options.get("prefix", SHARING)
+        return cls(
+            workload=workload,
+            geometry=BlockLayout(
+                options.get("accounting", "keys"),
+                keys if block_size is None else block_size,
+                keys,
+            ),
+            recompute=options.get("recompute") or default_prefill_cost(),
+            make_prefix=(
+                partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
+            ),
+            put_tiers=options.get("tiers"),
+            groups=tuple(options.get("groups", ())),
+        )
 
     def cache(
         self, eviction: EvictionPolicy, blocks: int, trace: Trace | None = None
@@ -363,7 +378,7 @@ class ReplaySetup:
             blocks,
             self.geometry.block_size,
             eviction=eviction,
-            prefix=None if self.make_prefix is None else self.make_prefix(),
+            prefix=self.make_prefix(),
             accounting=self.geometry.accounting,
             key_tokens=self.geometry.key_tokens,
             trace=trace,
@@ -498,9 +513,8 @@ class _RowMaker:
     @property
     def _sent(self) -> _RowMaker:
         """A copy for a worker process, without progress; with held requests for a fork."""
-        setup, prefix = self.setup, self.setup.make_prefix
-        if prefix is not None:
-            setup = attrs.evolve(setup, make_prefix=partial(_prebuilt, prefix()))
+        prefix = partial(_prebuilt, self.setup.make_prefix())
+        setup = attrs.evolve(self.setup, make_prefix=prefix)
         sent = _RowMaker(setup, self.residency, self.price)
         sent.tick = unseen
         if can_fork():
@@ -636,14 +650,13 @@ def pool_sizes(blocks: int | Iterable[int], purpose: str) -> list[int]:
 def _check(
     candidates: list[Candidate],
     sizes: list[int] | None,
-    accounting: str,
-    make_prefix: Callable[[], PrefixIndex],
+    setup: ReplaySetup,
     trace: str | os.PathLike[str] | None,
 ) -> None:
     """Refuse combinations of arguments that have no meaning."""
-    refuse_bound(candidates, accounting)
+    refuse_bound(candidates, setup.geometry.accounting)
     optimum = has_bound(candidates)
-    prefix = getattr(make_prefix(), "name", None) if optimum else SHARING
+    prefix = getattr(setup.make_prefix(), "name", None) if optimum else SHARING
     if prefix != SHARING:
         msg = (
             f"the optimum is a bound for sharing by prefix, as {SHARING!r} does it; it says "

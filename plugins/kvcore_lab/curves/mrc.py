@@ -171,7 +171,13 @@ def curve(
         PolicyError: a policy failed.
     """
     plugins = plugins or Plugins()
-    setup = ReplaySetup.of(as_workload(workload, plugins), accounting, block_size, recompute)
+    setup = ReplaySetup.of(
+        as_workload(workload, plugins),
+        plugins,
+        accounting=accounting,
+        block_size=block_size,
+        recompute=recompute,
+    )
     check_jobs(jobs)
     if blocks is None:
         check_points(points)
