@@ -146,7 +146,7 @@ class PlaneReport:
                 shares = plane.ratio(point), point.saved_s, plane.saved(point)
                 writer.writerow([*about, *sizes, *found, *shares])
 
-    def plot(self, form: str) -> bytes:
+    def contours(self, form: str) -> bytes:
         """Return contours of hits and saved time over both sizes, as `png` or `svg` bytes.
 
         Raises:
