@@ -423,15 +423,15 @@ def types_of(rows: type) -> dict[str, str]:
     }
 
 
-def holding(requests: Iterable[Request], held: list[Request]) -> Iterator[Request]:
-    """Yield requests, and add them to `held` if all of them take less than `HELD_BYTES`."""
+def keeping(requests: Iterable[Request], kept: list[Request]) -> Iterator[Request]:
+    """Yield requests, and add them to `kept` if all of them take less than `HELD_BYTES`."""
     size = 0
     for request in requests:
         size += REQUEST_BYTES + KEY_BYTES * len(request.keys)
         if size <= HELD_BYTES:
-            held.append(request)
+            kept.append(request)
         else:
-            held.clear()
+            kept.clear()
         yield request
 
 
@@ -444,7 +444,7 @@ class _RowMaker:
     price: PriceModel | None
     tick: Tick = attrs.field(init=False, repr=False)
     future: Future | None = attrs.field(init=False, default=None)
-    held: list[Request] = attrs.field(init=False, factory=list, repr=False)
+    requests: list[Request] = attrs.field(init=False, factory=list, repr=False)
     prefill_s: float = attrs.field(init=False, default=0.0)
 
     def infinite(self, *, bounded: bool) -> tuple[int, Infinite]:
@@ -472,14 +472,14 @@ class _RowMaker:
     def _read(self, requests: Iterable[Request]) -> Iterator[Request]:
         """Yield `requests`, add up their prefill, and hold them if they take little memory."""
         cost = self.setup.recompute
-        for request in holding(requests, self.held):
+        for request in keeping(requests, self.requests):
             self.prefill_s += cost(0, request.prompt_tokens)
             yield request
 
     @property
     def _requests(self) -> Iterable[Request]:
         """The held requests; the workload if they are not held."""
-        return self.held or self.setup.workload
+        return self.requests or self.setup.workload
 
     def rows(self, policies: list[Candidate], sizes: list[int], jobs: int) -> list[Row]:
         """Return the row of each policy in a pool of each size, made by `jobs` processes."""
@@ -518,7 +518,7 @@ class _RowMaker:
         sent = _RowMaker(setup, self.residency, self.price)
         sent.tick = unseen
         if can_fork():
-            sent.held = self.held
+            sent.requests = self.requests
         return sent
 
     @property

@@ -220,12 +220,12 @@ class Window:
 
     Attributes:
         start, end: times in ns: rows from `start` on and before `end`; None: to the last row.
-        most: largest number of rows; the rows of one moment stay together.
+        max_rows: largest number of rows; the rows of one moment stay together.
     """
 
     start: int = 0
     end: int | None = None
-    most: int = 1_000_000
+    max_rows: int = 1_000_000
 
 
 WHOLE = Window()
@@ -373,9 +373,9 @@ class Playback:
         if self._stage != "inside":
             return
         rows = len(flat) // WIDTH
-        if rows > window.most and self._boundary:
+        if rows > window.max_rows and self._boundary:
             del flat[self._boundary * WIDTH :]
-        if rows >= window.most or (window.end is not None and event.t >= window.end):
+        if rows >= window.max_rows or (window.end is not None and event.t >= window.end):
             self._stage, self._put = "after", _ignore
         self._boundary = len(flat) // WIDTH
 

@@ -144,9 +144,9 @@ def test_an_exact_curve_has_a_point_at_many_sizes():
 def test_the_axis_has_blocks_or_bytes():
     """The axis of a chart has blocks, or with a layout the memory that they take."""
     bare, sized = (CurvesReport(CURVES, layout).chart() for layout in (None, LAYOUT))
-    assert (bare.across, bare.place(10)) == ("pool, blocks of 16 tokens", "10")
+    assert (bare.across, bare.axis_text(10)) == ("pool, blocks of 16 tokens", "10")
     assert sized.across == "K/V memory of the pool (llama-3-8b, fp16)"
-    assert sized.place(10) == "20 MiB"
+    assert sized.axis_text(10) == "20 MiB"
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch):

@@ -126,7 +126,7 @@ def calibrate(
                 (
                     name,
                     f"{value:.1%}" if name in found.shares else format_seconds(value),
-                    "at its bound: other values fit worse" if name in found.held else "",
+                    "at its bound: other values fit worse" if name in found.at_bound else "",
                 )
                 for name, value in found.fitted.items()
             ],
@@ -192,7 +192,7 @@ def _report(steps: Path, found: Calibration) -> dict[str, Any]:
         "rows": len(found.residuals),
         "latency": found.spec,
         "fitted": found.fitted,
-        "at_bound": found.held,
+        "at_bound": found.at_bound,
         "errors": [attrs.asdict(errors) for errors in found.errors],
         "worst": [
             {

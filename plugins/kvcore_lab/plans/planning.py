@@ -154,7 +154,9 @@ class FleetPlan(Shown):
             "plans": [
                 self._sizes(option.fleet)
                 | {"slo_met": option.served.attainment, "hit_ratio": option.served.hit_ratio}
-                | attrs.asdict(option.served, filter=attrs.filters.exclude("whole", "requests"))
+                | attrs.asdict(
+                    option.served, filter=attrs.filters.exclude("complete", "requests")
+                )
                 | self._costs(option)
                 | {"start": start_command(self.setup, self._sizes(option.fleet))}
                 for option in self.options
@@ -538,7 +540,7 @@ class _Planner:
         fleet = self._nearest_miss(options)
         if fleet is None:
             return Limit(verdict="none")
-        granted = [attrs.evolve(fleet, grant=grant, whole=True) for grant in ("", *GRANTS)]
+        granted = [attrs.evolve(fleet, grant=grant, to_the_end=True) for grant in ("", *GRANTS)]
         yield granted
         asked, *granted = granted
         foresight, endless, seen = map(self._meets, granted)
@@ -653,7 +655,7 @@ class _Planner:
         if self._done(fleet):
             return
         try:
-            percentile = 0 if fleet.whole else self.percentile
+            percentile = 0 if fleet.to_the_end else self.percentile
             task = FleetTask.of(self.cells[fleet.devices], fleet, percentile, self.known)
         except (InputError, PluginError) as error:
             if fleet.policy is None:

@@ -129,7 +129,7 @@ class ClusterChecker:
         self._rejected = 0
         self._known: set[int | str] = set()
         # The replica of each request; and for requests without one, since when (ns).
-        self._at: dict[int | str, int] = {}
+        self._replica_of: dict[int | str, int] = {}
         self._since: dict[int | str, int] = {}
         self._returned: int | None = None
         # Of split phases: requests between their replicas, and how much of them has moved.
@@ -260,7 +260,7 @@ class ClusterChecker:
         """Record that a request has ended at a replica, or goes on elsewhere."""
         request, moving = event.request, self._moving.get(event.request)
         if moving is not None and moving.source == number:
-            at = self._at.get(request)
+            at = self._replica_of.get(request)
             if at not in (number, None) and moving.blocks != moving.missing:
                 violated(
                     f"{moving.blocks} blocks of request {request!r} are moved, "
@@ -273,9 +273,9 @@ class ClusterChecker:
                 self._handed += 1
                 self.replicas[number].handed.add(request)
                 if at == number:
-                    self._since[request] = self._at.pop(request)
+                    self._since[request] = self._replica_of.pop(request)
                 return
-        del self._at[request]
+        del self._replica_of[request]
 
     def _forget(self, request: int | str) -> None:
         """Record that a request no longer goes to the replica that was to decode it."""
@@ -298,8 +298,8 @@ class ClusterChecker:
         else:
             if event.leg == "prefill":
                 self._moving[id_] = Moving(number)
-            if id_ in self._at:
-                violated(f"request {id_!r} is at replica {self._at[id_]}")
+            if id_ in self._replica_of:
+                violated(f"request {id_!r} is at replica {self._replica_of[id_]}")
             self._forget(id_)
             if id_ in replica.handed:
                 # It went on elsewhere, was lost there, and begins again.
@@ -308,7 +308,7 @@ class ClusterChecker:
             since = self._since.pop(id_)
             if self._header.mode != "wall" and event.t not in (since, self._returned):
                 violated(f"request {id_!r} waits since {since} ns, with replicas up")
-        self._at[id_] = number
+        self._replica_of[id_] = number
         self._must_be_thought(event.tokens or 0, request, replica)
         replica.routed += 1
         replica.sent.update(request.keys, request.output_keys or ())
@@ -364,31 +364,31 @@ class ClusterChecker:
             violated(f"replica {number} stops before it has ended all")
         replica.fail()
         for id_ in lost:
-            del self._at[id_]
+            del self._replica_of[id_]
             self._since[id_] = event.t
 
     def _lost(self, number: int) -> list[int | str]:
         """Return the requests that begin again, since a replica fails."""
-        lost = [id_ for id_, at in self._at.items() if at == number]
+        lost = [id_ for id_, at in self._replica_of.items() if at == number]
         for id_, moving in [*self._moving.items()]:
             if moving.source == number:
                 del self._moving[id_]
                 # A request that its decoding replica has rejected is not lost.
-                if moving.target is not None and id_ in self._at:
-                    if self._at[id_] != number:
+                if moving.target is not None and id_ in self._replica_of:
+                    if self._replica_of[id_] != number:
                         lost.append(id_)
                     self._dropped[id_] = moving.target
             elif moving.target == number and id_ in lost:
                 # Its prefill replica still has it, and sends it to another one.
                 lost.remove(id_)
-                self._at[id_], self._moving[id_] = moving.source, Moving(moving.source)
+                self._replica_of[id_], self._moving[id_] = moving.source, Moving(moving.source)
         self._dropped = {id_: at for id_, at in self._dropped.items() if at != number}
         return lost
 
     def _end(self, event: events.End) -> None:
         for replica in self.replicas:
             replica.end(event)
-        left = [*self._since, *self._at]
+        left = [*self._since, *self._replica_of]
         if left:
             violated(f"requests that are not served: {len(left)}; the first is {left[0]!r}")
         stuck = [n for n, replica in enumerate(self.replicas) if replica.leaving]

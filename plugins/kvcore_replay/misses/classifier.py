@@ -50,11 +50,11 @@ class MissClassifier:
         self,
         header: events.Header,
         state: CacheState | GroupState | None = None,
-        places: dict[Any, DivergencePoint] | None = None,
+        divergences: dict[Any, DivergencePoint] | None = None,
     ) -> None:
         """Start with an empty cache, or with a `state` that the caller keeps up to date.
 
-        Replicas share `places`, the points at which prompts diverge, so that each point is
+        Replicas share `divergences`, the points at which prompts diverge, so that each point is
         counted once.
         """
         self.state: Any = CacheState(header) if state is None else state
@@ -81,7 +81,7 @@ class MissClassifier:
         self._leaders: dict[Any, int] = {}
         # By span, the request that stored it or hit it last.
         self._users: dict[int, Id] = {}
-        self._places = {} if places is None else places
+        self._divergences = {} if divergences is None else divergences
         self._salts: Counter[str | None] = Counter()
         # Requests whose last key covers a part of a block.
         self._partial: set[Id] = set()
@@ -424,7 +424,7 @@ class MissClassifier:
         if way in ("starts", "diverges"):
             width = self._ratio * self._size
             new = DivergencePoint(known * width, width, reasons.request, other)
-            place = self._places.setdefault(before, new)
+            place = self._divergences.setdefault(before, new)
             place.count(reasons.tokens, tokens)
         return MissSegment(
             category="compulsory",

@@ -137,7 +137,7 @@ class ClusterMisses:
         self.header = header
         self.requests: dict[Id, RequestMisses] = {}
         self._placed = Replicas(header)
-        self._places: dict[Any, DivergencePoint] = {}
+        self._divergences: dict[Any, DivergencePoint] = {}
         self._elsewhere: dict[Id, tuple[int, int]] = {}
         self._lives = [self._life(own) for own in self._placed.headers]
         self._holders = Holders(max(1, header.key_tokens // header.block_size))
@@ -166,7 +166,7 @@ class ClusterMisses:
             life.judge()
 
     def _life(self, header: events.Header) -> MissClassifier:
-        life = MissClassifier(header, places=self._places)
+        life = MissClassifier(header, divergences=self._divergences)
         life.elsewhere = self._elsewhere
         return life
 

@@ -84,7 +84,7 @@ def _draw(
             values = sorted(set(points))
             if chart.logarithmic and values[0] > 0 and values[-1] / values[0] >= DECADE:
                 axes.set_xscale("log")
-            _ticks(axes, values, chart.place)
+            _ticks(axes, values, chart.axis_text)
             axes.set_xlabel(chart.across)
             axes.set_ylabel(panel.label)
         else:

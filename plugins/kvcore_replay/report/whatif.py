@@ -40,11 +40,11 @@ class WhatIfReport:
 
     Attributes:
         whatif: the result of the what-if.
-        most: the most rows of each table of requests.
+        rows: the most rows of each table of requests.
     """
 
     whatif: WhatIf
-    most: int = 5
+    rows: int = 5
 
     @property
     def sections(self) -> list[Section]:
@@ -136,10 +136,10 @@ class WhatIfReport:
         found = self.whatif
         times = ["TTFT, recorded", "TTFT, what if"] if found.timed else []
         for title, changes in (
-            ("gained hits", found.gained(self.most)),
-            ("lost hits", found.lost(self.most)),
-            ("first token earlier", found.sooner(self.most)),
-            ("first token later", found.later(self.most)),
+            ("gained hits", found.gained(self.rows)),
+            ("lost hits", found.lost(self.rows)),
+            ("first token earlier", found.sooner(self.rows)),
+            ("first token later", found.later(self.rows)),
         ):
             if changes:
                 rows = [self._request(change) for change in changes]

@@ -145,7 +145,7 @@ class ServerReader(TraceReader):
 
     def __init__(self, file: str | os.PathLike[str], replica: int | str | None = None) -> None:
         super().__init__(file)
-        self._number = self._life = None
+        self._replica = self._life = None
         if replica is not None:
             number, colon, life = str(replica).partition(":")
             if not number.isdecimal() or (colon and not life.isdecimal()):
@@ -154,7 +154,7 @@ class ServerReader(TraceReader):
                     "failed which of its lives, such as 1:2"
                 )
                 raise InputError(msg)
-            self._number, self._life = int(number), int(life) if colon else None
+            self._replica, self._life = int(number), int(life) if colon else None
 
     def __iter__(self) -> Iterator[Event]:
         """Yield the lines of the server."""
@@ -163,7 +163,7 @@ class ServerReader(TraceReader):
             if header.replicas:  # type: ignore[attr-defined]  # the reader has seen to it
                 yield from self._of_replica(header, lines)  # type: ignore[arg-type]
                 continue
-            if self._number is not None:
+            if self._replica is not None:
                 msg = f"{self.file} is the trace of one server: leave --replica out"
                 raise InputError(msg)
             yield header
@@ -175,7 +175,7 @@ class ServerReader(TraceReader):
             replicas = Replicas(header)
         except ValueError as error:
             self.fail(f"HEADER: {error}")
-        number, life = self._number, self._life
+        number, life = self._replica, self._life
         last = len(replicas.headers) - 1
         if number is None or number > last:
             which = "--replica 0" if not last else f"--replica 0 to --replica {last}"
