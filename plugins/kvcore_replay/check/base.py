@@ -1,4 +1,4 @@
-"""What the check of every cache of one server has: its state, its requests, and its report."""
+"""The base of the checks of a cache of one server: its state, its requests, its report."""
 
 from __future__ import annotations
 
