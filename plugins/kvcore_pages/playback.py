@@ -29,6 +29,7 @@ import orjson
 from kvcore.errors import InputError, TraceError
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.report.tables import setup
+from kvcore.trace.events import methods_by_event
 from kvcore.units import NS_PER_S, format_seconds
 from kvcore_replay.check.server import TraceChecker
 from kvcore_replay.check.trace import check_event
@@ -345,9 +346,8 @@ class Playback:
         """Store the Structs of the trace by the kinds of their rows."""
         self._kinds = {struct: KIND[name] for name, struct in structs.items()}
         self._evict_type = structs.pop("EVICT")
-        self._record: dict[type[events.Event], Callable[[Any], None]] = {
-            struct: getattr(self, f"_{name.lower()}") for name, struct in structs.items()
-        }
+        methods = methods_by_event(self, *structs)
+        self._record = {structs[name]: method for name, method in methods.items()}
 
     def _prepare(self, event: Any) -> Any:
         """Return what an event evicts, before it is applied."""
