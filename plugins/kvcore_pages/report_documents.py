@@ -369,21 +369,7 @@ def _plane(document: Document) -> Content:
         points=[[point for point in points if point.tier_blocks == size] for size in tiers],
     )
     report = PlaneReport(plane, _layout(document, plane.block_size))
-    yield from report.sections
-    panels = [
-        Panel(
-            label,
-            {
-                f"{report.below} {report.size(size)}": [
-                    (point.pool_blocks, value(point)) for point in row
-                ]
-                for size, row in zip(tiers, plane.points, strict=True)
-            },
-            share,
-        )
-        for label, value in (("blocks that hit", plane.ratio), ("prefill saved", plane.saved))
-    ]
-    yield Chart("", "", POOL, panels)
+    yield from _over_blocks(report.sections)
     line = command(
         "curve",
         document["workload"],

@@ -10,8 +10,8 @@ import attrs
 
 from kvcore.errors import InputError
 from kvcore.models.memory import KVLayout
-from kvcore.report.tables import share
-from kvcore.sections import Section, Table
+from kvcore.report.tables import counted, share
+from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import plain
 from kvcore.units import BINARY, format_bytes, format_seconds
 from kvcore_lab.curves.plane import Plane, PlanePoint
@@ -55,6 +55,7 @@ class PlaneReport:
             "The share of all prefill time that this saves, less the time to load:",
             self.table(self.plane.saved),
             f"{self.reading}\n{self.setup}",
+            self.chart(),
         ]
 
     @property
@@ -77,6 +78,31 @@ class PlaneReport:
         ]
         headers = [f"{self.below} / pool", *map(self.size, self.plane.pools)]
         return Table(headers, rows, headers)
+
+    def chart(self) -> Chart:
+        """Return a chart of both shares by the size of the pool, a line a size of the tier."""
+        plane = self.plane
+        shares = ("blocks that hit", plane.ratio), ("prefill saved", plane.saved)
+        panels = [
+            Panel(
+                label,
+                {
+                    f"{self.below} {self.size(blocks)}": [
+                        (point.pool_blocks, value(point)) for point in points
+                    ]
+                    for blocks, points in zip(plane.tiers, plane.points, strict=True)
+                },
+                share,
+            )
+            for label, value in (
+                ("blocks that hit", plane.ratio),
+                ("prefill saved", plane.saved),
+            )
+        ]
+        title = f"{plane.workload.name}, {counted(plane.workload.requests, 'request')}"
+        return Chart(
+            title, self.setup, "pool on the GPUs", panels, lambda size: self.size(int(size))
+        )
 
     @property
     def reading(self) -> str:
