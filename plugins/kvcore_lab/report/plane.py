@@ -94,10 +94,7 @@ class PlaneReport:
                 },
                 share,
             )
-            for label, value in (
-                ("blocks that hit", plane.ratio),
-                ("prefill saved", plane.saved),
-            )
+            for label, value in shares
         ]
         title = f"{plane.workload.name}, {counted(plane.workload.requests, 'request')}"
         return Chart(
