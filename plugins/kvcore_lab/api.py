@@ -128,16 +128,21 @@ def compare(
         recompute: the seconds that it costs to compute a block again; None: those of model and
             device.
         trace: the file to write every decision to; with one policy and one size.
-        residency: whether to measure how long blocks rest.
+        residency: whether to measure how long blocks rest, which takes two to three times as
+            long.
         price: the prices of an API that caches prompts, or their text; None: no bills.
-        jobs: processes that replay, where there are several rows. More than one need a
-            script with `if __name__ == "__main__":`.
+        jobs: processes that replay, where there are several rows, each with the memory of a
+            row. More than one need a script with `if __name__ == "__main__":`.
         plugins: the plugins by name; None: those that are installed.
         progress: shows the number of requests that have been replayed; None: shows nothing.
         options: those of `CompareOptions`; Llama 3 8B on an H100 without any.
 
     Raises:
-        InputError: as `kvcore_lab.comparison.compare`, or an option that cannot be.
+        InputError: no workload, no policy, a size that no pool can have, an unknown name or
+            option, a block size that does not fit the keys, fewer than 1 job, a policy or a
+            workload that several jobs cannot share, a trace of several rows, of the optimum or
+            over the workload's own file, the optimum in `tokens` accounting or with another
+            prefix cache than `radix`, or a request that cannot be read.
         PluginError: a plugin that cannot work here.
         PolicyError: a policy failed.
     """

@@ -233,33 +233,8 @@ def compare(
     then they are held in memory. A row takes the memory of one cache. Equal policies and equal
     sizes are run once.
 
-    Args:
-        workload: the source of the requests: an instance, a plugin's name with options, the
-            path of a file, or an iterable of requests.
-        policies: one or several: names with options (`"lfu:half_life=300"`; one text may
-            hold several), policy classes, functions that build a policy, and `Belady` or
-            its name.
-        blocks: one or several pool sizes; None: a few fractions of the workload's distinct
-            blocks.
-        seed: the seed of named policies that have an option `seed` and do not set it.
-        trace: the file to which every decision is written; needs one policy and one size.
-        residency: whether to measure how long blocks stay; a row then takes two to three times
-            as long.
-        price: the prices of an API that caches prompts, or their text; None: no bills.
-        jobs: processes that replay rows, each with the memory of a row. The result does not
-            depend on it.
-        plugins: the plugins by which names are resolved; None: those installed.
-        progress: shows the number of requests that have been replayed; None: no progress.
-        options: those of `ReplayOptions`.
-
-    Raises:
-        InputError: no workload, no policy, a size that no pool can have, an unknown name or
-            option, a block size that does not fit the keys, fewer than 1 job, a policy or a
-            workload that several jobs cannot share, a trace of several rows, of the optimum or
-            over the workload's own file, the optimum in `tokens` accounting or with another
-            prefix cache than `radix`, or a request that cannot be read.
-        PluginError: a plugin cannot be used here.
-        PolicyError: a policy failed.
+    Arguments and errors are those of `kvcore.compare`, except that `seed` is that of policies
+    alone, and that `options` are those of `ReplayOptions`.
     """
     plugins = plugins or Plugins()
     requested: Workload = as_workload(workload, plugins)
