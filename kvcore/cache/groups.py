@@ -24,7 +24,7 @@ evictions these rules have.
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Keys
 from itertools import chain, groupby
@@ -48,6 +48,7 @@ from kvcore.request import Key, Request
 
 GroupKind: TypeAlias = Literal["full", "window", "chunk", "state"]
 """What a group keeps of a sequence."""
+
 
 @attrs.frozen
 class LayerGroup:
@@ -191,10 +192,11 @@ class BlockNames:
     def at(self, positions: Keys[int]) -> list[Name]:
         """Return the names of the blocks at `positions`, in ascending order, below `end`."""
         keys, ratio = self.keys, self._ratio
-        has_keys = len(positions) > 0 and positions[-1] < self.keyed
-        if has_keys and ratio == 1:
+        if not positions or positions[-1] >= self.keyed:
+            return [self[position] for position in positions]
+        if ratio == 1:
             return [keys[position] for position in positions]
-        if has_keys and self._numbered and type(positions) is range:
+        if self._numbered and type(positions) is range:
             first, end = positions[0], positions[-1] + 1
             whole = (
                 range(key * ratio, (key + 1) * ratio)
@@ -202,10 +204,12 @@ class BlockNames:
             )
             skipped = first // ratio * ratio
             return list(chain.from_iterable(whole))[first - skipped : end - skipped]
+        if self._numbered:
+            return [keys[p // ratio] * ratio + p % ratio for p in positions]
         return [self[position] for position in positions]
 
     def walk(self, start: int, end: int, step: int = 1) -> Iterator[tuple[int, Name]]:
-        """Yield the positions in `[start, end)` and their names; from the last if `step` is -1."""
+        """Yield positions in `[start, end)` and their names, the last first if `step` is -1."""
         for first in range(start, end, _BATCH)[::step]:
             positions = range(first, min(first + _BATCH, end))
             yield from zip(positions[::step], self.at(positions)[::step], strict=True)
@@ -237,7 +241,7 @@ class GroupSequence(Sequence):
         committed_at: the time (ns) of its last commit.
         fresh: the states that have a name and that it has not computed yet, by group and name.
         room: tokens for which it has blocks in all groups.
-        fills_at: number of tokens that fill the next block in all groups.
+        fills_at: number of tokens that fill the next block that can get a name.
         passes_at: number of tokens after which the next block is passed in a group.
     """
 
@@ -253,7 +257,7 @@ class GroupSequence(Sequence):
     committed_at: int | None
     fresh: list[tuple[int, Name]]
     room: int
-    fills_at: int
+    fills_at: float
     passes_at: float
 
 
@@ -416,8 +420,9 @@ class GroupedCache:
 
     def is_computed(self, match: GroupMatch) -> bool:
         """Return True if no state of `match` is one that the planned step computes."""
-        fresh, place = self._fresh, self._blocks.place
-        return not fresh or not any(place(block) in fresh for hit in match.blocks for block in hit)
+        if not self._fresh:
+            return True
+        return self._fresh.isdisjoint(map(self._blocks.place, chain(*match.blocks)))
 
     def most_blocks(self, tokens: int) -> int:
         """Return the most blocks that a sequence holds until it has `tokens` tokens."""
@@ -623,28 +628,43 @@ class GroupedCache:
         if tokens < seq.fills_at:
             return []
         tokens = self._aligned(tokens)
-        seq.fills_at, states = tokens + self._size, []
-        for index, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
-            names = seq.names[group.block_size]
-            start, end = table.stored, min(tokens // group.block_size, names.shared)
-            if end <= start:
+        last = max(names.shared * size for size, names in seq.names.items())
+        seq.fills_at = tokens + self._size if tokens < last else inf
+        # Blocks at the same positions get a name in all groups of a kind.
+        by_kind = [self._newly_named(seq, kind, tokens) for kind in range(len(self._alike))]
+        states = []
+        for index, table in enumerate(seq.tables):
+            positions, names = by_kind[self._kinds[index]]
+            if not names:
                 continue
-            table.stored, first, blocks = end, table.first, table.blocks
-            positions = self._kept(group, max(start, first), end, seq)
-            kept = [blocks[position - first] for position in positions]
-            if NO_BLOCK in kept:
-                positions = [at for at in positions if blocks[at - first] != NO_BLOCK]
-                kept = [block for block in kept if block != NO_BLOCK]
-            if not kept:
-                continue
-            own = names.at(positions)
-            oldest = self._blocks.name(kept, own, index)
-            if group.kind == "state":
-                states += [(index, name) for name in own]
+            blocks = [table.blocks[position - table.first] for position in positions]
+            oldest = self._blocks.name(blocks, names, index)
+            if self.groups[index].kind == "state":
+                states += [(index, name) for name in names]
             if self._hears_names:
-                copies = map(ne, oldest, kept)
+                copies = map(ne, oldest, blocks)
                 self._stored(seq, index, dict(zip(positions, copies, strict=True)))
         return states
+
+    def _newly_named(
+        self, seq: GroupSequence, kind: int, tokens: int
+    ) -> tuple[Keys[int], list[Name]]:
+        """Return positions of a kind of groups that the first `tokens` tokens fill, and names.
+
+        They are those that are to have a name and have none.
+        """
+        group, members = self._alike[kind]
+        table, names = seq.tables[members[0]], seq.names[group.block_size]
+        start, end = table.stored, min(tokens // group.block_size, names.shared)
+        if end <= start:
+            return (), []
+        for index in members:
+            seq.tables[index].stored = end
+        positions = self._kept(group, max(start, table.first), end, seq)
+        if group.kind == "state":
+            blocks, first = table.blocks, table.first
+            positions = [p for p in positions if blocks[p - first] != NO_BLOCK]
+        return positions, names.at(positions)
 
     def _stored(self, seq: GroupSequence, group: int, copies: dict[int, bool]) -> None:
         """Called when blocks of a group got names: by position, whether others have it."""
@@ -825,10 +845,7 @@ class GroupedCache:
     def _is_cached(self, name: Name, groups: list[int]) -> bool:
         """Return True if a block has `name` in each of `groups`."""
         cached = self._cached
-        for group in groups:
-            if name not in cached[group]:
-                return False
-        return True
+        return name in cached[groups[0]] and all(name in cached[group] for group in groups)
 
     def _last_resume(
         self, group: LayerGroup, members: list[int], names: BlockNames, tokens: int

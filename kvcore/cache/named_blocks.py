@@ -74,7 +74,7 @@ class NamedBlocks:
             self._holders += [0] * unknown
 
     def name(self, blocks: list[int], names: list[Name], group: int) -> list[int]:
-        """Give names in `group` to bare blocks, each held once; return the oldest of each name."""
+        """Give names in `group` to bare blocks, now held once; return the oldest of each."""
         name_of, group_of, holders = self._name_of, self._group_of, self._holders
         for block, name in zip(blocks, names, strict=True):
             name_of[block] = name
@@ -142,7 +142,7 @@ class NamedBlocks:
                 del cached[name]
 
     def __iter__(self) -> Iterator[tuple[int, tuple[int, Name]]]:
-        """Iterate over the blocks with a name, and the groups and names by which they are found."""
+        """Iterate over the blocks with a name, and the group and name of each."""
         for group, cached in enumerate(self.cached):
             for name, oldest in cached.items():
                 copy: int | None = oldest
