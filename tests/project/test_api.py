@@ -128,6 +128,12 @@ def test_both_names_of_the_codec_are_refused():
         kvcore.compare("zipf:requests=3", "lru", 9, codec="fp8-e4m3", kv_dtype="bf16")
 
 
+def test_a_comparison_has_no_options_of_servers():
+    """`compare` refuses an option that only a run under a clock has."""
+    with pytest.raises(InputError, match="there is no option 'scheduler'"):
+        kvcore.compare("zipf:requests=3", "lru", 9, scheduler="fcfs")
+
+
 def test_no_prompts_at_all_are_refused():
     """An empty list of prompts raises InputError; the bundled trace is not served instead."""
     with pytest.raises(InputError, match="prompts: there is none"):
