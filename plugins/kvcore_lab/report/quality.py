@@ -43,14 +43,14 @@ class QualityReport:
     @property
     def headline(self) -> str:
         """Sentences about the texts and the budgets."""
-        found = self.quality
-        texts = counted(found.texts, "text")
+        quality = self.quality
+        texts = counted(quality.texts, "text")
+        size = format_number(quality.full_bytes_per_token)
         return (
-            f"{found.generator}: {texts} of {found.prompt_tokens:,} + "
-            f"{counted(found.tokens, 'token')}, against the same with all K/V in "
-            f"{found.dtype}.\nBudgets are shares of what all tokens take in "
-            f"{found.full_codec}: {format_number(found.full_bytes_per_token)} bytes a token of "
-            "context."
+            f"{quality.generator}: {texts} of {quality.prompt_tokens:,} + "
+            f"{counted(quality.tokens, 'token')}, against the same with all K/V in "
+            f"{quality.dtype}.\nBudgets are shares of what all tokens take in "
+            f"{quality.full_codec}: {size} bytes a token of context."
         )
 
     @property
@@ -89,17 +89,17 @@ class QualityReport:
     @property
     def setup(self) -> str:
         """A sentence with the other options of the run."""
-        found = self.quality
+        quality = self.quality
         needles = ""
-        if found.needles:
-            announced = "announced" if found.announced else "not announced"
+        if quality.needles:
+            announced = "announced" if quality.announced else "not announced"
             needles = (
-                f" Needles: {counted(found.needles, 'question')} {announced} about each of "
-                f"{counted(found.texts, 'prompt')}, answered by {found.needle_generator}."
+                f" Needles: {counted(quality.needles, 'question')} {announced} about each of "
+                f"{counted(quality.texts, 'prompt')}, answered by {quality.needle_generator}."
             )
         return (
-            f"kvcore {version()}; blocks of {counted(found.block_size, 'token')}; "
-            f"seed {found.seed}.{needles}"
+            f"kvcore {version()}; blocks of {counted(quality.block_size, 'token')}; "
+            f"seed {quality.seed}.{needles}"
         )
 
     def document(self) -> dict[str, Any]:

@@ -64,11 +64,12 @@ class ValidationReport:
     @property
     def headline(self) -> str:
         """Sentences about the numbers of rows, and the errors."""
-        found = self.validation
-        left = sum(found.left_out.values())
+        validation = self.validation
+        rows = counted(len(validation.compared), "row")
+        left = sum(validation.left_out.values())
         others = f", {left:,} left out" if left else ""
         return (
-            f"{found.source}: {counted(len(found.compared), 'row')} simulated{others}. "
+            f"{validation.source}: {rows} simulated{others}. "
             "Errors are simulated / measured - 1: their median, that of their absolute values, "
             "and of these the 90th percentile."
         )
@@ -111,18 +112,18 @@ class ValidationReport:
 
     def document(self) -> dict[str, Any]:
         """Return the validation as a JSON object."""
-        found = self.validation
+        validation = self.validation
         return {
             "schema": 1,
-            "source": found.source,
-            "rows": len(found.compared),
-            "errors": self._errors(found.compared),
+            "source": validation.source,
+            "rows": len(validation.compared),
+            "errors": self._errors(validation.compared),
             "groups": [
                 {"by": by, "value": name, "errors": self._errors(of)}
                 for by, name, of in self._groups()
             ],
-            "left_out": [{"reason": why, "rows": n} for why, n in found.left_out.items()],
-            "compared": [_fields(each) for each in found.compared],
+            "left_out": [{"reason": why, "rows": n} for why, n in validation.left_out.items()],
+            "compared": [_fields(each) for each in validation.compared],
         }
 
     def write_csv(self, file: TextIO) -> None:
