@@ -499,7 +499,7 @@ def _regret(explanation: Explanation, summary: Summary) -> str:
     """Return sentences on the distance between the hits of a trace and those of the optimum."""
     if explanation.groups:
         return "There is no optimum of a cache of groups to compare with."
-    best = sum(each.optimum for each in explanation.requests.values())
+    best = sum(request.optimum for request in explanation.requests.values())
     tokens, hit = summary.prompt_tokens, summary.hit_tokens
     lost = summary.categories["policy"]
     room = summary.categories["capacity"]

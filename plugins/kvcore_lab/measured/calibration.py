@@ -112,7 +112,9 @@ class Calibration:
 
         found = []
         for kind in (*KINDS, "all"):
-            of = [each for each in self.residuals if kind in (each.step.kind, "all")]
+            of = [
+                residual for residual in self.residuals if kind in (residual.step.kind, "all")
+            ]
             if of:
                 fits = [[abs(r.relative) for r in of], [abs(r.held_out) for r in of]]
                 spread = np.quantile(fits, (0.5, 0.9), axis=1).T.ravel()

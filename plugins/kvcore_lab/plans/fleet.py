@@ -274,7 +274,7 @@ def _served(
     cache, latency = parts.served_cache(), parts.latency()
     if grant == "seen":
         begin = requests[0].arrival
-        seen = (attrs.evolve(each, arrival=begin) for each in requests)
+        seen = (attrs.evolve(request, arrival=begin) for request in requests)
         if isinstance(cache, GroupedCache):
             replay_groups(seen, cache)
         else:

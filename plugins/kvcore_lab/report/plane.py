@@ -198,14 +198,14 @@ class PlaneReport:
         """Draw lines of equal shares. A tier of size 0 has no place on the logarithmic axis."""
         plane = self.plane
         sizes = plane.pools, plane.tiers[1:]
-        across, up = ([self._bytes(n) / BINARY["GiB"] for n in each] for each in sizes)
+        across, up = ([self._bytes(n) / BINARY["GiB"] for n in size] for size in sizes)
         shares = [[100 * value(point) for point in points] for points in plane.points[1:]]
         # Its lightness rises with the share, so that it can be read without colours.
         axes.contourf(across, up, shares, LEVELS, cmap="cividis", alpha=0.85)
         lines = axes.contour(across, up, shares, LEVELS, colors=INK, linewidths=0.8)
         # A label for each line, where it crosses the diagonal.
         middle = [(shares[n][n], (across[n], up[n])) for n in range(min(len(across), len(up)))]
-        inside = [each for each in lines.levels if middle[0][0] < each < middle[-1][0]]
+        inside = [level for level in lines.levels if middle[0][0] < level < middle[-1][0]]
         places = [min(middle, key=lambda at: abs(at[0] - each))[1] for each in inside]
         for label in axes.clabel(
             lines, inside, fmt="%g%%", fontsize=8, inline=False, manual=places

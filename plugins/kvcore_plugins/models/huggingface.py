@@ -307,7 +307,7 @@ def _sparse_layers(config: Config, family: Family, count: int) -> list[bool]:
     frequencies = config.get("moe_layer_freq", 1)
     if isinstance(frequencies, list):
         frequencies = config.of_layers("moe_layer_freq")
-        kinds = ["sparse" if each else "dense" for each in frequencies]
+        kinds = ["sparse" if frequency else "dense" for frequency in frequencies]
         config = attrs.evolve(config, fields={**config.fields, "moe_layer_freq": 1})
     dense = config.items("mlp_only_layers")
     first = config.count("first_k_dense_replace", config.get("num_dense_layers", 0), least=0)

@@ -355,7 +355,7 @@ def together(*builds: Build) -> Build:
     """Return a function that builds layers with all these parts (Falcon-H1)."""
 
     def build(config: Config, family: Family, layer: Layer) -> list[Part]:
-        return [part for each in builds for part in each(config, family, layer)]
+        return [part for build in builds for part in build(config, family, layer)]
 
     return build
 

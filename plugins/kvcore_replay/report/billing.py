@@ -129,9 +129,9 @@ class PromptReport:
         if not self._reported:
             return ""
         reports = [p for p in self.explanation.prompts if p.reported is not None]
-        less = sum(any(u.reason == "evicted" for u in each.unread) for each in reports)
-        more = sum(each.read > each.expected + each.expected // 10 for each in reports)
-        expected = sum(each.expected for each in reports)
+        less = sum(any(u.reason == "evicted" for u in report.unread) for report in reports)
+        more = sum(report.read > report.expected + report.expected // 10 for report in reports)
+        expected = sum(report.expected for report in reports)
         return (
             f"The rule reads {expected:,} tokens, the log {sum(p.read for p in reports):,}. "
             f"{counted(less, 'request')} read less than the rule says, {more:,} more, "
@@ -140,7 +140,7 @@ class PromptReport:
 
     @property
     def _reported(self) -> int:
-        return sum(each.reported is not None for each in self.explanation.prompts)
+        return sum(prompt.reported is not None for prompt in self.explanation.prompts)
 
     def about(self, prompt: PromptReads) -> str:
         """Return the sentences about one prompt."""

@@ -159,7 +159,7 @@ class LiveView:
         """Return the workload and the policies of the run."""
         header = self._builder.state.header
         plugins = (header.plugins.get(kind) for kind in ("eviction", "scheduler"))
-        names = [each.name for each in plugins if each]
+        names = [plugin.name for plugin in plugins if plugin]
         return ", ".join([header.workload.name if header.workload else "calls", *names])
 
     def _sample(self, time: int) -> Sample:
@@ -172,7 +172,7 @@ class LiveView:
     def _rates(self, now: Sample) -> tuple[str, str, str]:
         """Return the hit ratio of the window and of the run, and the evictions per second."""
         begin = now.time - WINDOW_S * NS_PER_S
-        before = next((each for each in self._samples if each.time >= begin), now)
+        before = next((sample for sample in self._samples if sample.time >= begin), now)
         seconds = (now.time - before.time) / NS_PER_S
         evicted = now.evicted - before.evicted
         return (

@@ -154,7 +154,9 @@ class WhatIfReport:
     def _request(self, change: Change) -> TableRow:
         fates = change.recorded, change.rerun
         seconds = [None if fate.ttft is None else fate.ttft / NS_PER_S for fate in fates]
-        times = [cell(each, format_seconds) for each in seconds] if self.whatif.timed else []
+        times = (
+            [cell(second, format_seconds) for second in seconds] if self.whatif.timed else []
+        )
         hits = [f"{fate.hit_tokens:,}" for fate in fates]
         return [str(change.request), f"{change.prompt:,}", *hits, *times]
 
