@@ -449,8 +449,8 @@ class _Run:
         )
         self._compactor = Compactor.of(self._cache, self._backend, generator)
         self._seqs = [
-            self._cache.open(Request(id=number, prompt_tokens=len(prompt), key_tokens=size))
-            for number, prompt in enumerate(prompts)
+            self._cache.open(Request(id=index, prompt_tokens=len(prompt), key_tokens=size))
+            for index, prompt in enumerate(prompts)
         ]
         self._output = 0
         self.attended: list[Tensor] = []

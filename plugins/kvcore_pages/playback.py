@@ -303,7 +303,7 @@ class Playback:
                 f"{format_seconds(self.ended / NS_PER_S)}"
             )
             raise InputError(msg)
-        self.rows = {name: self._flat[at::WIDTH] for at, name in enumerate(COLUMNS)}
+        self.rows = {name: self._flat[index::WIDTH] for index, name in enumerate(COLUMNS)}
         beyond = "goes beyond 2^53, which is the most that a page can show"
         if self.ended >= MOST:
             reader.fail(f"its time in ns {beyond}: 104 days")
@@ -326,7 +326,7 @@ class Playback:
         assert isinstance(checker, TraceChecker)  # the reader yields one server's lines
         self._begin(header, checker, MissClassifier(header, checker.state))
         names = [tier["tier"] for tier in self.header.get("tiers", ())]
-        self._tiers = {name: number for number, name in enumerate(names)}
+        self._tiers = {name: index for index, name in enumerate(names)}
         # By tier and owner of the content, the position after the last block in the tier.
         self._ends: dict[str, dict[int, int]] = {name: {} for name in names}
         structs = events.EVENTS | {"FORGET": events.Drop}
@@ -609,16 +609,16 @@ class Playback:
         found = [explanation.requests.get(request) for request in prompts.ids]
         last = self.first + len(self.rows["kind"])
         lost = {
-            number: sum(loss.tokens for loss in each.losses if loss.eviction is not None)
-            for number, (each, line) in enumerate(zip(found, prompts.admitted, strict=True))
+            index: sum(loss.tokens for loss in each.losses if loss.eviction is not None)
+            for index, (each, line) in enumerate(zip(found, prompts.admitted, strict=True))
             if each is not None and (line == NONE or self.first <= line < last)
         }
         told = set(nlargest(MOST_REASONS, lost, key=lost.__getitem__))
         whys = [
             str(RequestReport(explanation, each))
-            if each is not None and number in told
+            if each is not None and index in told
             else NOT_TOLD
-            for number, each in enumerate(found)
+            for index, each in enumerate(found)
         ]
         return {
             "file": self.file,

@@ -271,8 +271,8 @@ def _sharing_frames(
         shared = {block for span in state.spans.values() for block in span.ids}
         for number, table in tables.items():
             text = texts[names[number]][: tokens[event.t].get(number, 0)]
-            for place, block in enumerate(table):
-                words[block] = list(text[place * BLOCK : (place + 1) * BLOCK])
+            for index, block in enumerate(table):
+                words[block] = list(text[index * BLOCK : (index + 1) * BLOCK])
         holders = {
             block: [names[number] for number, table in tables.items() if block in table]
             for block in range(_SHARED_POOL)

@@ -410,10 +410,10 @@ def _check_equal(
     """Raise PluginError if the generations have different tokens."""
     first, *others = generations
     for other in others:
-        for place, pair in enumerate(zip(first.tokens, other.tokens, strict=True)):
+        for index, pair in enumerate(zip(first.tokens, other.tokens, strict=True)):
             if pair[0] != pair[1]:
                 msg = (
-                    f"output token {place} is {pair[0]} without a cache and {pair[1]} with the "
+                    f"output token {index} is {pair[0]} without a cache and {pair[1]} with the "
                     f"{other.cache} one, though the model is the same: generator "
                     f"{generator.name!r} or backend {backend.name!r} is broken"
                 )

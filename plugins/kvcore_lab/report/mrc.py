@@ -87,14 +87,14 @@ class CurvesReport:
         memory = [] if self.layout is None else ["memory"]
         headers = ["blocks", "of all", *memory, *(name for name, _ in named(curves))]
         rows = []
-        for place, blocks in enumerate(curves[0].blocks):
+        for index, blocks in enumerate(curves[0].blocks):
             taken = self.bytes_of(blocks)
             rows.append(
                 [
                     f"{blocks:,}",
                     percent(blocks / self.curves.distinct_blocks),
                     *([] if taken is None else [format_bytes(taken)]),
-                    *(f"{self.curves.ratio(c.hit_blocks[place]):.1%}" for c in curves),
+                    *(f"{self.curves.ratio(c.hit_blocks[index]):.1%}" for c in curves),
                 ]
             )
         return Table(headers, rows, headers)

@@ -156,13 +156,13 @@ class ValidationReport:
         looks = list(zip(cycle(COLOURS[:-1]), MARKERS * 2, strict=False))[:MOST_GROUPS]
         for axes, measure in zip(panels, measures, strict=True):
             points: list[tuple[float, float]] = []
-            for place, (name, of) in enumerate(found.items()):
+            for index, (name, of) in enumerate(found.items()):
                 pairs = [
                     (each.row.values[measure], each.values[measure])
                     for each in of
                     if each.error(measure) is not None
                 ]
-                colour, marker = looks[place] if place < len(looks) else (COLOURS[-1], ".")
+                colour, marker = looks[index] if index < len(looks) else (COLOURS[-1], ".")
                 axes.plot(
                     *(zip(*pairs, strict=True) if pairs else ((), ())),
                     linestyle="none", marker=marker, markersize=3.5, color=colour,

@@ -130,9 +130,9 @@ def _columnar(result: Row, source: Iterator[tuple[int, bytes]]) -> Table:
             if len(lists[name]) != len(lists[columns[0]]):
                 expected = f"{len(lists[columns[0]])} values, as {columns[0]!r} has"
                 raise result.error(field=name, expected=expected, got=len(lists[name]))
-        for place, cells in enumerate(zip(*(lists[name] for name in columns), strict=True)):
+        for index, cells in enumerate(zip(*(lists[name] for name in columns), strict=True)):
             fields = dict(zip(columns, map(str, cells), strict=True))
-            yield Row(result.path, result.line, fields, f"[{place}].")
+            yield Row(result.path, result.line, fields, f"[{index}].")
 
     return Table(result.line, list(lists), rows, flat=False, in_memory=True)
 

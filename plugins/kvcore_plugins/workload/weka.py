@@ -136,10 +136,10 @@ def _turns(
         raise too_deep(agent.path, agent.line)
     texts = KeyTexts(_KEY_TOKENS, 1 << _KEY_BITS, namespace)
     last, earliest = parent, 0
-    for place, row in enumerate(agent.inner("requests")):
+    for index, row in enumerate(agent.inner("requests")):
         t = row.nanoseconds("t")
         earliest = row.in_order("t", t, earliest)
-        at, turn_id = start + t, f"{name}/{place}"
+        at, turn_id = start + t, f"{name}/{index}"
         if row.fields.get("type") == "subagent":
             if last is not None and last is not parent and last.tool:
                 last.tool = "subagent"

@@ -194,10 +194,10 @@ class ClusterChecker:
             "tiers": [],
             "header": self._header.as_dict(),
             "replicas": [
-                {"replica": number, "up": self._up[number], "failures": each.failures}
+                {"replica": index, "up": self._up[index], "failures": each.failures}
                 | {"routed": each.routed}
                 | {name: value for name, value in part.items() if name != "header"}
-                for number, (each, part) in enumerate(zip(self.replicas, parts, strict=True))
+                for index, (each, part) in enumerate(zip(self.replicas, parts, strict=True))
             ],
         }
 

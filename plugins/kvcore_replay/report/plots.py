@@ -107,10 +107,10 @@ def occupancy(timeline: Timeline, form: str) -> bytes:
             return
         below.set_ylim(0, 1.4 * most)
         below.set_ylabel("requests")
-        for place, (name, colour) in enumerate((("running", BLUE), ("waiting", RED))):
+        for index, (name, colour) in enumerate((("running", BLUE), ("waiting", RED))):
             counts = getattr(series, name)
             below.plot(times, counts, color=colour, linewidth=1, drawstyle="steps-post")
-            peak, at = f"{name} (at most {max(counts):,})", (0.01 + 0.26 * place, 0.97)
+            peak, at = f"{name} (at most {max(counts):,})", (0.01 + 0.26 * index, 0.97)
             below.text(*at, peak, color=colour, fontsize=8, va="top", transform=below.transAxes)
 
     return _framed(form, draw, f"Pool of {_requests(timeline)}", _caption(timeline))
