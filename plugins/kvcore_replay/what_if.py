@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from kvcore.trace import events
     from kvcore_cluster.options import ClusterOptions
     from kvcore_replay.pricing import PriceModel
+    from kvcore_replay.recorded.cluster import RecordedCluster
 
 __all__ = ["Change", "RequestOutcome", "WhatIf", "whatif"]
 
@@ -422,7 +423,7 @@ def _rerun_of(
 ) -> _Rerun | _ClusterRerun:
     """Return the object that runs the requests of a trace again."""
     if parts.many:
-        return _ClusterRerun(parts, trace, workload)
+        return _ClusterRerun(cast("RecordedCluster", parts), trace, workload)
     if workload.header.engine:
         return _EngineRerun(parts, parts.cache(trace), workload)
     return _Rerun(parts, parts.served_cache(trace), workload)
@@ -432,10 +433,10 @@ class _ClusterRerun:
     """Runs the requests of a cluster's trace again, or those of one server on several."""
 
     def __init__(
-        self, parts: RecordedParts, trace: Trace | None, workload: TraceWorkload
+        self, parts: RecordedCluster, trace: Trace | None, workload: TraceWorkload
     ) -> None:
         self._parts, self._workload = parts, workload
-        self._arguments = parts.cluster(trace)  # type: ignore[attr-defined]  # of RecordedCluster
+        self._arguments = parts.cluster(trace)
 
     def run(self, tick: Tick) -> RunLog:
         """Serve every request."""
@@ -452,7 +453,7 @@ class _ClusterRerun:
         used = plugins_of(life.cache, parts.scheduler(), life.latency, result.router)
         evicted = sum(each.cache.evicted_blocks for each in chain(*result.lives))
         summary = RunSummary.of(parts.rerun(used), log, result.stats, evicted, timed=True)
-        max_seqs = sum(member.batching.max_seqs for member in parts.members)  # type: ignore[attr-defined]  # of RecordedCluster
+        max_seqs = sum(member.batching.max_seqs for member in parts.members)
         return attrs.evolve(summary, **_load_fields(None, log, max_seqs))
 
 
