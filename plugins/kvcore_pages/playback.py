@@ -148,7 +148,7 @@ class Prompts:
 
     def add(self, prompt: TracedPrompt, output: int, ratio: int) -> None:
         """Append a request. O(log keys) in Python, and O(keys) in C."""
-        number, keys, first = len(self.ids), prompt.keys, self._first
+        request, keys, first = len(self.ids), prompt.keys, self._first
         # Keys are chained: if one is known, so are those before it.
         known = bisect_left(keys, True, key=lambda key: key not in first)  # noqa: FBT003
         self.ids.append(prompt.id)
@@ -161,40 +161,40 @@ class Prompts:
         self.last_key.append(keys[-1] if keys else None)
         self.admitted.append(NONE)
         self.when.append(NONE)
-        first.update(dict.fromkeys(keys[known:], number))
+        first.update(dict.fromkeys(keys[known:], request))
 
-    def admit(self, number: int, line: int, now: int) -> None:
+    def admit(self, request: int, line: int, now: int) -> None:
         """Record an admission, of which the first one counts."""
-        if self.admitted[number] == NONE:
-            self.admitted[number], self.when[number] = line, now
+        if self.admitted[request] == NONE:
+            self.admitted[request], self.when[request] = line, now
 
-    def arrive(self, number: int, prompt: TracedPrompt, output: int) -> None:
+    def arrive(self, request: int, prompt: TracedPrompt, output: int) -> None:
         """Record the lengths of a request that was announced before, with the same keys."""
-        self.tokens[number], self.output[number] = prompt.tokens, output
-        self.lookup[number] = prompt.lookup
+        self.tokens[request], self.output[request] = prompt.tokens, output
+        self.lookup[request] = prompt.lookup
 
-    def pieces(self, number: int, first: int, end: int) -> Iterator[tuple[int, int, int]]:
+    def pieces(self, request: int, first: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield the blocks `[first, end)` of a prompt in pieces, each with its owner first."""
-        while end > first and number != NONE:
-            shared = self.shared[number]
+        while end > first and request != NONE:
+            shared = self.shared[request]
             if end > shared:
-                yield number, max(first, shared), end
+                yield request, max(first, shared), end
                 end = shared
-            number = self.leader[number]
+            request = self.leader[request]
 
     def of_key(self, key: Any) -> int:
         """Return the request that first had the block of a key."""
         return self._first[key]
 
-    def extend(self, number: int, keys: Iterable[Any], blocks: int) -> None:
+    def extend(self, request: int, keys: Iterable[Any], blocks: int) -> None:
         """Record keys of blocks that a request generated, and how many blocks have one now."""
-        self.blocks[number] = blocks
-        self.name(number, keys)
+        self.blocks[request] = blocks
+        self.name(request, keys)
 
-    def name(self, number: int, keys: Iterable[Any]) -> None:
+    def name(self, request: int, keys: Iterable[Any]) -> None:
         """Record that a request was the first to have the blocks of `keys`."""
         for key in keys:
-            self._first.setdefault(key, number)
+            self._first.setdefault(key, request)
 
 
 @attrs.frozen
@@ -447,37 +447,37 @@ class Playback:
     _header = _end = _plain
 
     def _request(self, event: events.Request) -> None:
-        number = self._numbers.get(event.id)
+        request = self._numbers.get(event.id)
         prompt = self._state.requests[event.id]
-        if number is None:
-            number = self._numbers[event.id] = len(self._numbers)
+        if request is None:
+            request = self._numbers[event.id] = len(self._numbers)
             self.prompts.add(prompt, event.output, self.ratio)
         else:  # announced by a PREFETCH
-            self.prompts.arrive(number, prompt, event.output)
-        self._row(event, number)
+            self.prompts.arrive(request, prompt, event.output)
+        self._row(event, request)
 
     def _prefetch(self, event: events.Prefetch) -> None:
-        number = self._numbers[event.request] = len(self._numbers)
+        request = self._numbers[event.request] = len(self._numbers)
         prompt = self._state.requests[event.request]
         self.prompts.add(prompt, 0, self.ratio)
-        self._of_sequence[event.seq], self._opened[event.seq] = number, event.t
+        self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
         span = event.span if isinstance(event.span, int) else NONE
-        self._row(event, number, event.seq, event.blocks, span)
+        self._row(event, request, event.seq, event.blocks, span)
 
     def _hit(self, event: events.Hit) -> None:
-        number = self._numbers[event.request]
-        self._of_sequence[event.seq], self._opened[event.seq] = number, event.t
+        request = self._numbers[event.request]
+        self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
         if not event.again:
-            self.prompts.admit(number, event.n, event.t)
-        self._row(event, number, event.seq, event.blocks, event.span, bool(event.again))
+            self.prompts.admit(request, event.n, event.t)
+        self._row(event, request, event.seq, event.blocks, event.span, bool(event.again))
 
     def _miss(self, event: events.Miss) -> None:
-        number = self._numbers[event.request]
-        self._of_sequence[event.seq], self._opened[event.seq] = number, event.t
+        request = self._numbers[event.request]
+        self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
         if not event.again:
-            self.prompts.admit(number, event.n, event.t)
+            self.prompts.admit(request, event.n, event.t)
         why = WHY.index(event.why)
-        self._row(event, number, event.seq, event.block, why, bool(event.again))
+        self._row(event, request, event.seq, event.block, why, bool(event.again))
 
     def _split(self, event: events.Split) -> None:
         self._stored[event.upper] = self._stored[event.span]
@@ -552,33 +552,33 @@ class Playback:
         self._row(event, self._numbers[event.request], event.seq, event.output)
 
     def _keys(self, event: events.Keys) -> None:
-        number, prompt = self._numbers[event.request], self._state.requests[event.request]
+        request, prompt = self._numbers[event.request], self._state.requests[event.request]
         blocks = prompt.cacheable * self.ratio
-        self.prompts.extend(number, event.keys, blocks)
-        self._row(event, number)
+        self.prompts.extend(request, event.keys, blocks)
+        self._row(event, request)
 
     def _reject(self, event: events.Reject) -> None:
         self._row(event, self._numbers[event.request])
 
     def _recover(self, event: events.Recover) -> None:
-        number = self._numbers[event.request] = len(self._numbers)
+        request = self._numbers[event.request] = len(self._numbers)
         prompt = self._state.requests[event.request]
         self.prompts.add(prompt, 0, self.ratio)
-        self._store(event, number)
-        self._row(event, number, self._tiers[event.tier], event.first, event.blocks)
+        self._store(event, request)
+        self._row(event, request, self._tiers[event.tier], event.first, event.blocks)
 
-    def _store(self, event: events.Recover | events.Offload, number: int) -> None:
+    def _store(self, event: events.Recover | events.Offload, request: int) -> None:
         """Record that blocks of a prompt are in a tier."""
-        pieces = self.prompts.pieces(number, event.first, event.first + event.blocks)
+        pieces = self.prompts.pieces(request, event.first, event.first + event.blocks)
         self._ends[event.tier].update((owner, end) for owner, _, end in pieces)
 
     def _offload(self, event: events.Offload) -> None:
         source = self._tiers[event.source] if event.source else PARKED if event.parked else NONE
         values = self._tiers[event.tier], event.first, event.blocks, source
-        number = self._numbers[event.request]
+        request = self._numbers[event.request]
         if not event.parked:
-            self._store(event, number)
-        self._row(event, number, *values, age=event.done - event.t)
+            self._store(event, request)
+        self._row(event, request, *values, age=event.done - event.t)
 
     def _load_start(self, event: events.LoadStart) -> None:
         self._move(event, event.done - event.t)
@@ -593,15 +593,15 @@ class Playback:
     def _drop(self, event: events.Discard) -> None:
         reason = DROPPED.index(event.reason)
         values = self._tiers[event.tier], event.first, event.blocks, reason
-        number, ends = self._numbers[event.request], self._ends[event.tier]
+        request, ends = self._numbers[event.request], self._ends[event.tier]
         if event.reason != "parked":
             end = event.first + event.blocks
-            for owner, first, _ in self.prompts.pieces(number, event.first, end):
+            for owner, first, _ in self.prompts.pieces(request, event.first, end):
                 if first > self.prompts.shared[owner]:
                     ends[owner] = first
                 else:
                     del ends[owner]
-        self._row(event, number, *values)
+        self._row(event, request, *values)
 
     def document(self) -> dict[str, Any]:
         """Return the JSON part of the playback: the run, and its requests."""

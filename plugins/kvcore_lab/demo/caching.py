@@ -177,15 +177,15 @@ class RecordingCache(DenseSequenceCache):
         self.outputs[layer] = super().attend(layer, queries, keys, values, **options)
         return self.outputs[layer]
 
-    def head(self, layer: int, head: int, place: int) -> OneHead:
-        """Return the attention of a query head for the token at `place`, its query scaled.
+    def head(self, layer: int, head: int, position: int) -> OneHead:
+        """Return the attention of a query head for the token at `position`, its query scaled.
 
-        Copies the K/V up to `place`, and ignores windows.
+        Copies the K/V up to `position`, and ignores windows.
         """
-        query = self._queries[layer][place]
+        query = self._queries[layer][position]
         keys, values = self._layers[layer]
         kv_head = head // (len(query) // keys.shape[1])
-        seen = (each[: place + 1, kv_head].tolist() for each in (keys, values))
+        seen = (each[: position + 1, kv_head].tolist() for each in (keys, values))
         return OneHead(query[head].tolist(), *seen)
 
 

@@ -692,9 +692,9 @@ class _Planner:
         self.left = max(0, self.left - 1)
 
 
-def _smaller(most: int, steps: int, least: int = 1) -> list[int]:
-    """Return sizes from `most` down to `least`, `steps` sizes for each halving."""
-    sizes = (int(most * 2 ** (-step / steps)) for step in count())
+def _smaller(largest: int, steps: int, least: int = 1) -> list[int]:
+    """Return sizes from `largest` down to `least`, `steps` sizes for each halving."""
+    sizes = (int(largest * 2 ** (-step / steps)) for step in count())
     return list(dict.fromkeys(takewhile(lambda size: size >= least, sizes)))
 
 

@@ -200,10 +200,10 @@ class ValidationReport:
         }
 
 
-def command(each: Compared) -> str:
+def command(compared: Compared) -> str:
     """Return the command that simulates a row by itself."""
-    words = ["kvcore simulate", str(each.config.workload)]
-    for name, value in each.options.items():
+    words = ["kvcore simulate", str(compared.config.workload)]
+    for name, value in compared.options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
@@ -237,19 +237,19 @@ def _frame(
         axes.text(0.04, 0.96, text, transform=axes.transAxes, va="top", fontsize=8, color=GREY)
 
 
-def _fields(each: Compared) -> dict[str, Any]:
+def _fields(compared: Compared) -> dict[str, Any]:
     """Return a row and its simulation as one mapping."""
-    row = each.row
+    row = compared.row
     given = {name: _plain(value) for name, value in row.options.items()}
     load = {name: _plain(value) for name, value in row.load.items()}
     fields: dict[str, Any] = {"line": row.line, **row.labels, **given, **load}
     for measure in MEASURES:
         if measure in row.values:
             fields[measure] = row.values[measure]
-        if measure in each.values:
-            fields[f"simulated_{measure}"] = each.values[measure]
-        if each.error(measure) is not None:
-            fields[f"{measure}_error"] = each.error(measure)
+        if measure in compared.values:
+            fields[f"simulated_{measure}"] = compared.values[measure]
+        if compared.error(measure) is not None:
+            fields[f"{measure}_error"] = compared.error(measure)
     return fields
 
 
@@ -259,17 +259,18 @@ def _plain(value: Any) -> Any:
     return value if finite else str(value)
 
 
-def _server(each: Compared) -> str:
-    row = each.row
+def _server(compared: Compared) -> str:
+    row = compared.row
     names = (row.label("engine"), row.label("version"))
     engine = " ".join(name for name in names if name != "-")
     weights = row.options.get("weights_dtype")
     served = f"{row.label('model')}{f' in {weights}' if weights else ''}"
-    return f"{served} on {each.config.tensor_parallel} x {row.label('device')} {engine}".strip()
+    devices = f"{compared.config.tensor_parallel} x {row.label('device')}"
+    return f"{served} on {devices} {engine}".strip()
 
 
-def _load(each: Compared) -> str:
-    load = each.row.load
+def _load(compared: Compared) -> str:
+    load = compared.row.load
     clients, rate = load.get("concurrency"), load.get("rate")
     lengths = f"{load['input_tokens']:,} + {load['output_tokens']:,} tokens"
     return f"{lengths}, {counted(clients, 'client') if clients else f'{rate:g} requests/s'}"

@@ -147,9 +147,9 @@ class LiveView:
         counts = state.private, shared, state.cached - shared, state.free
         return dict(zip(PARTS, counts, strict=True))
 
-    def last_events(self, most: int) -> list[str]:
+    def last_events(self, limit: int) -> list[str]:
         """Return the last events in words; evictions at one time for one request are one."""
-        texts = deque[str](maxlen=max(most, 0))
+        texts = deque[str](maxlen=max(limit, 0))
         for _, alike in groupby(self._last, key=_kind):
             *_, event = group = list(alike)
             texts.append(f"{clock(event.t)}  {_words(event, group, self._builder.state)}")
@@ -253,5 +253,5 @@ def clock(time: int) -> str:
     return f"{hours}:{minutes:02}:{seconds}" if hours else f"{minutes}:{seconds}"
 
 
-def _share(part: int, whole: int) -> str:
-    return share(part / whole if whole else None)
+def _share(part: int, total: int) -> str:
+    return share(part / total if total else None)
