@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from heapq import nlargest
 from sys import byteorder
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import orjson
@@ -29,6 +29,7 @@ import orjson
 from kvcore.errors import InputError, TraceError
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.report.tables import setup
+from kvcore.trace import events
 from kvcore.trace.events import methods_by_event
 from kvcore.units import NS_PER_S, format_seconds
 from kvcore_replay.check.server import TraceChecker
@@ -39,10 +40,6 @@ from kvcore_replay.report.misses import RequestReport
 from kvcore_replay.state.cache import TracedSpan, run_blocks
 from kvcore_replay.state.layout import TracedPrompt
 from kvcore_replay.state.replicas import ServerReader
-
-if TYPE_CHECKING:
-    # The Structs are imported with the first trace that is read: msgspec takes a while.
-    from kvcore.trace import events
 
 NONE = -1
 """In a column: no request, span or tier."""
@@ -321,8 +318,6 @@ class Playback:
 
     def _start(self, header: events.Header, checker: TraceChecker) -> None:
         """Prepare for the lines after HEADER."""
-        from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
-
         assert isinstance(checker, TraceChecker)  # the reader yields one server's lines
         self._begin(header, checker, MissClassifier(header, checker.state))
         names = [tier["tier"] for tier in self.header.get("tiers", ())]

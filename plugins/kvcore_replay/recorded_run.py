@@ -16,7 +16,7 @@ from kvcore.request import SLO
 from kvcore.serving import DecodeSteps, Job
 from kvcore.serving.result import Outcome, hit_fields
 from kvcore.serving.stats import RunLog
-from kvcore.trace import TraceWorkload
+from kvcore.trace import TraceWorkload, events
 from kvcore.trace.events import methods_by_event
 from kvcore.trace.fields import slo_of
 from kvcore.trace.reader import TraceReader, read_request
@@ -25,9 +25,7 @@ from kvcore_replay.check.trace import check_event
 from kvcore_replay.state.replicas import ServerReader
 
 if TYPE_CHECKING:
-    # The Structs are imported with the first trace that is read: msgspec takes a while.
-    # The others are imported when there are prices.
-    from kvcore.trace import events
+    # Imported when there are prices.
     from kvcore_replay.billing import Bills
     from kvcore_replay.check.trace import Checker
     from kvcore_replay.pricing import PriceModel

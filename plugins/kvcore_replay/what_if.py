@@ -26,7 +26,7 @@ from kvcore.serving.latency import SimulatedExecutor
 from kvcore.serving.result import finished_work, offered_load, saturation_of
 from kvcore.serving.simulate import serve
 from kvcore.serving.stats import RunLog
-from kvcore.trace import Trace, TraceWorkload
+from kvcore.trace import Trace, TraceWorkload, events
 from kvcore.trace.events import methods_by_event
 from kvcore.trace.fields import version
 from kvcore.trace.reader import TraceReader, read_keys, read_request
@@ -38,9 +38,7 @@ from kvcore_replay.state.cache import run_blocks
 from kvcore_replay.untimed import served
 
 if TYPE_CHECKING:
-    # The Structs are imported with the first trace that is read: msgspec takes a while.
-    # The others are imported for clusters and prices.
-    from kvcore.trace import events
+    # Imported for clusters and prices.
     from kvcore_cluster.options import ClusterOptions
     from kvcore_replay.pricing import PriceModel
     from kvcore_replay.recorded.cluster import RecordedCluster

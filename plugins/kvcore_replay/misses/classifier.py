@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import attrs
 
+from kvcore.trace import events
 from kvcore.trace.events import methods_by_event, unfit
 from kvcore_replay.belady import belady
 from kvcore_replay.misses.reasons import (
@@ -25,10 +26,6 @@ from kvcore_replay.misses.reasons import (
 from kvcore_replay.state.cache import CacheState, TracedSpan, path
 from kvcore_replay.state.groups import GroupState
 from kvcore_replay.state.layout import TracedPrompt
-
-if TYPE_CHECKING:
-    # The Structs are imported with the first trace that is read: msgspec takes a while.
-    from kvcore.trace import events
 
 SHARES_NOTHING = "none"
 """The prefix cache in which no request shares blocks with another."""

@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcore.progress import Tick, unseen
-from kvcore.trace import read_events
+from kvcore.trace import events, read_events
 from kvcore.trace.events import violated
 from kvcore_replay.misses.classifier import MissClassifier
 from kvcore_replay.misses.groups import GroupMisses
 from kvcore_replay.misses.reasons import DivergencePoint, Explanation, Id, RequestMisses
 from kvcore_replay.state.replicas import ServerReader
-
-if TYPE_CHECKING:
-    from kvcore.trace import events
 
 __all__ = ["explain"]
 

@@ -307,10 +307,6 @@ class GroupState(TracedState[GroupedSequence]):
         """Return the longest prefix, of at most `tokens` tokens, that all groups can serve."""
         return self._longest(request, tokens, self.groups)
 
-    def longest_alone(self, request: int | str, tokens: int, group: TracedGroup) -> int:
-        """Return the longest prefix, of at most `tokens` tokens, that `group` can serve."""
-        return self._longest(request, tokens, [group])
-
     def oldest(self, request: int | str, group: TracedGroup, position: int) -> TracedBlock:
         """Return the block that a request hits in `group` at a position."""
         prompt = self._prompts[request][group.index]
