@@ -25,6 +25,7 @@ from kvcore.plugins import resolve
 from kvcore.request import Request, block_keys, text_request, word_tokens
 from kvcore.serving import Batching
 from kvcore.trace import Trace, decode_runs
+from kvcore.trace.events import Header, decode
 from kvcore_engine.engine import run
 from kvcore_lab.demo import (
     OneHead,
@@ -168,8 +169,6 @@ def _traced(work: Callable[[Trace], object]) -> str:
 
 def _events(lines: str) -> Iterator[tuple[str, Any, CacheState]]:
     """Yield each line between HEADER and END, its event, and the cache after it."""
-    from kvcore.trace.events import Header, decode  # noqa: PLC0415 - imports msgspec
-
     header, *between, _ = lines.splitlines()
     about = decode(header.encode())
     assert isinstance(about, Header)

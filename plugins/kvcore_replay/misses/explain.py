@@ -13,7 +13,7 @@ from kvcore.trace.events import violated
 from kvcore_replay.misses.classifier import MissClassifier
 from kvcore_replay.misses.groups import GroupMisses
 from kvcore_replay.misses.reasons import DivergencePoint, Explanation, Id, RequestMisses
-from kvcore_replay.state.replicas import ServerReader
+from kvcore_replay.state.replicas import Replicas, ServerReader
 
 __all__ = ["explain"]
 
@@ -129,8 +129,6 @@ class ClusterMisses:
         Raises:
             ViolationError: HEADER describes no possible cluster.
         """
-        from kvcore_replay.state.replicas import Replicas  # noqa: PLC0415  (imports msgspec)
-
         self.header = header
         self.requests: dict[Id, RequestMisses] = {}
         self._placed = Replicas(header)
