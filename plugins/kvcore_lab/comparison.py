@@ -211,7 +211,7 @@ def compare(
     plugins: Plugins | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Replay `workload`, serial and untimed, under each policy in a pool of each size.
+    """Compare policies as `kvcore.compare` does, which builds these arguments from options.
 
     The workload is read once for each row, unless its requests take less than `HELD_BYTES`:
     then they are held in memory. A row takes the memory of one cache. Equal policies and equal
