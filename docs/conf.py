@@ -75,7 +75,6 @@ autodoc_preserve_defaults = True
 autosummary_generate = False
 napoleon_custom_sections = [(name, "params_style") for name in ("Attributes", "Options")]
 
-SECTION = re.compile(r"^## (.+?)\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 PAGE = re.compile(r"\]\(([^):#]+)\.md\)")
 
 
@@ -164,6 +163,22 @@ def write_map() -> None:
     write_page("map", "The map of the code", *lines)
 
 
+def contents_of(index: str) -> dict[str, list[str]]:
+    """Return the pages that the index of the pages links to, by section and group."""
+    blocks: dict[str, list[str]] = {}
+    section = title = ""
+    for line in index.splitlines():
+        if line.startswith("## "):
+            section = title = line.removeprefix("## ")
+        elif line.startswith("### "):
+            title = f"{section}: {line[4].lower()}{line[5:]}"
+        elif section:
+            paths = [f"/docs/{link}".replace("/docs/../", "/") for link in PAGE.findall(line)]
+            if paths:
+                blocks[title] = list(dict.fromkeys([*blocks.get(title, ()), *paths]))
+    return blocks
+
+
 def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
     """Called when a page is read: put the pages of docs/README below the first page.
 
@@ -174,16 +189,13 @@ def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
         "docs/reference/api": [f"{made}/{module}" for module in modules()],
         "docs/reference/cli": [f"{made}/kvcore-{verb}" for verb in sorted(known_verbs())],
     }
-    blocks = [("", below[page])] if page in below else []
+    blocks = {"": below[page]} if page in below else {}
     if page == app.config.root_doc:
-        index = (ROOT / "docs" / "README.md").read_text("utf-8")
-        for title, text in SECTION.findall(index):
-            linked = [f"/docs/{link}".replace("/docs/../", "/") for link in PAGE.findall(text)]
-            blocks.append((title, list(dict.fromkeys(linked))))
-        blocks[-1][1].extend([f"{made}/map", f"{made}/files"])
+        blocks = contents_of((ROOT / "docs" / "README.md").read_text("utf-8"))
+        blocks["Work on kvcore"] += [f"{made}/map", f"{made}/files"]
     if page.startswith("docs/reference/"):
         source[0] = mark_options(page.rpartition("/")[2], source[0])
-    for title, pages in blocks:
+    for title, pages in blocks.items():
         lines = ["```{toctree}", ":hidden:", f":caption: {title}" * bool(title), "", *pages]
         source[0] += "\n" + "\n".join([*lines, "```", ""])
 

@@ -172,10 +172,12 @@ def _pages_of(
     formatter = HelpPage(page, said)
     with click.Context(command, info_name=name, **command.context_settings) as context:
         command.format_help(context, formatter)
-    if f"`{name}`\n" in (REFERENCE / "cli.md").read_text("utf-8"):
-        more = [f"`the command line <../../docs/reference/cli.html#{page}>`__"]
-    elif (REFERENCE / f"{name.partition(' ')[2]}.md").exists():
-        more = [f":doc:`/docs/reference/{name.partition(' ')[2]}`"]
+    for path in sorted(REFERENCE.glob("*.md")):
+        text = path.read_text("utf-8")
+        if f"`{name}`\n\n" in text and path.stem == "cli":
+            more.append(f"`the command line <../../docs/reference/cli.html#{page}>`__")
+        elif name == f"kvcore {path.stem}" or f"\n    {name} " in text.partition("\n## ")[0]:
+            more.append(f":doc:`/docs/reference/{path.stem}`")
     if isinstance(command, click.Group):
         for verb, command_below in command.commands.items():
             yield from _pages_of(f"{name} {verb}", command_below, said)
@@ -183,5 +185,5 @@ def _pages_of(
         below = [".. toctree::", "   :hidden:", "", *names, ""]
     # The search looks at the index first.
     index = f".. index:: ! {name}, ! {name.rpartition(' ')[2]}"
-    text = [index, "", *(f"More: {link}." for link in more), "", *formatter.lines, *below]
-    yield page, f"``{name} --help``", text
+    links = f"More: {', '.join(more)}." * bool(more)
+    yield page, f"``{name} --help``", [index, "", links, "", *formatter.lines, *below]
