@@ -214,7 +214,7 @@ def test_no_page_says_what_another_says(site):
     """No two pages share a paragraph, a row or code of a dozen words, by four fifths or more.
 
     Left out are the README, which is a summary, and the changelog, which is history; commands,
-    which make a page work by itself. Functions may describe a parameter alike.
+    which make a page work by itself. Functions may describe a parameter in the same words.
     """
     pages = set(site.rglob("*.html"))
     pages -= {site / f"{name}.html" for name in ("README", "index", "CHANGELOG", "search")}
@@ -222,13 +222,13 @@ def test_no_page_says_what_another_says(site):
     for block in (block for page in sorted(pages) for block in Blocks(page).found):
         for row in block.rows:
             by_row[row].append(block)
-    alike = {
+    repeated = {
         (str(block.page.relative_to(site)), str(other.page.relative_to(site)), block.text)
         for blocks in by_row.values()
         for block, other in combinations(blocks, 2)
         if same(block, other)
     }
-    assert alike == set()
+    assert repeated == set()
 
 
 @pytest.fixture(scope="module")
