@@ -275,6 +275,9 @@ def test_commands_are_found_by_their_names(results):
         ("what --like vllm changes", "docs/reference/engine-rules.html"),
         ("cite kvcore", "docs/how-to/cite.html"),
         ("EvictionPolicy", "build/interface/kvcore.cache.EvictionPolicy.html"),
+        ("scheduler", "docs/how-to/write-a-scheduler.html"),
+        ("goodput", "docs/reference/glossary.html"),
+        ("hit_ratio", "build/interface/kvcore.serving.Result.html"),
     ],
 )
 def test_questions_are_answered_by_the_search(results, query, page):
