@@ -227,7 +227,7 @@ def compare(
     progress: Progress | None = None,
     **options: Unpack[ReplayOptions],
 ) -> Comparison:
-    """Replay `workload`, serial and untimed, under each policy in a pool of each size.
+    """Compare policies as `kvcore.compare` does, which builds these arguments from options.
 
     The workload is read once for each row, unless its requests take less than `HELD_BYTES`:
     then they are held in memory. A row takes the memory of one cache. Equal policies and equal
