@@ -1,8 +1,6 @@
 """Registers the built-in plugins, by the same hooks as plugins of other distributions.
 
-Each hook returns the places of the classes of its kind, so a command imports those it uses. The
-packages of these kinds have the names from here: `kvcore_plugins.eviction.LRU` is the class of
-plugin `lru`, which type checkers know as `kvcore_plugins.eviction.lru.LRU`.
+Each hook returns the places of the classes of its kind, so a command imports those it uses.
 """
 
 from __future__ import annotations

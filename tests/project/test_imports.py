@@ -42,11 +42,8 @@ NAMES = {
 """Paths of files from the folder of their package on, such as `kvcore/cli/main.py`."""
 
 PACKAGES = [path for path in NAMES if path.name == "__init__.py"]
-LAZY = [path for path in PACKAGES if "import deferred" in path.read_text("utf-8")]
+DEFERRED = [path for path in PACKAGES if "import deferred" in path.read_text("utf-8")]
 """The packages whose modules are imported when their names are first used."""
-
-DEFERRED = [path for path in LAZY if "TYPE_CHECKING" in path.read_text("utf-8")]
-"""Those of them with imports for types; the others have the names in a table of plugins."""
 
 
 @pytest.fixture(scope="module")
@@ -222,11 +219,11 @@ def test_deferred_imports_match_the_imports_for_types(path):
             assert getattr(package, alias.name) is getattr(module, alias.name)
 
 
-@pytest.mark.parametrize("path", LAZY, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", DEFERRED, ids=lambda path: path.parent.name)
 def test_lazily_imported_names_exist(path):
     """Each lazily imported name exists and is listed; an unknown one raises AttributeError."""
     package = import_module(module_of(path))
-    assert all(hasattr(package, name) for name in dir(package))
-    assert set(getattr(package, "__all__", ())) <= set(dir(package))
+    assert all(hasattr(package, name) for name in package.__all__)
+    assert set(package.__all__) <= set(dir(package))
     with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute"):
         _ = package.no_such_name

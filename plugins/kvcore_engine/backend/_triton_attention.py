@@ -15,9 +15,8 @@ from kvcore_engine.backend._coded_pool import CodedHalf, CodedPool
 from kvcore_engine.backend._pool import Half, LayerTensor, Pool
 from kvcore_engine.backend._step_plan import AttentionKernel, LayerKind, NewToken
 from kvcore_engine.backend.kernels import attention
+from kvcore_plugins.codec import E4M3, E5M2, INT4, INT8
 from kvcore_plugins.codec.dtypes import PLANE_DTYPES
-from kvcore_plugins.codec.fp8 import E4M3, E5M2
-from kvcore_plugins.codec.integer import INT4, INT8
 
 TILE = 64
 """Tokens that a program reads at a time."""

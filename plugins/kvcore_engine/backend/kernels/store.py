@@ -20,8 +20,7 @@ from triton import language as tl
 
 from kvcore.engine import Rotation
 from kvcore.models.codec import Codec, Part
-from kvcore_plugins.codec.fp8 import E4M3, E5M2
-from kvcore_plugins.codec.integer import INT8
+from kvcore_plugins.codec import E4M3, E5M2, INT8
 
 ROWS, WARPS = 32, 4
 """Rows that a program writes, a row being the K or V of a token in a head, and its warps."""
