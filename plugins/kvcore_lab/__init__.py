@@ -19,5 +19,5 @@ in this order::
     demo/           demo: a cache on a model small enough to follow
     contiguous/     demo paging: memory as it was allocated before there were blocks
     report/         results as sections, plots, metrics, and in notebooks
-    cli/, api.py    the verbs and options, and the calls
+    cli/, api.py    the verbs and options, and the calls; `size` is one file there
 """

@@ -20,8 +20,9 @@ import attrs
 from kvcore.cache import KVCache
 from kvcore.errors import InputError
 from kvcore.request import Key, Request, TextRequest
+from kvcore.serving.arrivals import NEVER, Arrivals
 from kvcore.serving.job import DONE, Job
-from kvcore.serving.loop import NEVER, Arrivals, ServingLoop
+from kvcore.serving.loop import ServingLoop
 from kvcore.serving.scheduler import Batching, Scheduler
 from kvcore.serving.stats import RunLog
 from kvcore.trace import Trace

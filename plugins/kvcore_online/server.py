@@ -17,9 +17,7 @@ from kvcore.errors import InputError, KvcoreError, shorten
 from kvcore.lazy import import_extra
 from kvcore.plugins.base import FAILURES, raise_policy_error
 from kvcore.request import TextRequest, text_request
-from kvcore.serving.result import record_run
-from kvcore.serving.simulate import check_cache
-from kvcore.trace.keyed import KeyedNames
+from kvcore.serving.simulate import check_cache, record_run
 from kvcore.trace.writer import LiveTrace
 from kvcore.untrusted import parse_json
 from kvcore_engine.config import EngineParts
@@ -29,6 +27,7 @@ from kvcore_online.listener import METRICS_HEADERS, ApiError, Listener
 from kvcore_online.metrics import server_metrics
 from kvcore_online.stored import StoredBlocks
 from kvcore_online.supervision import signalled, stopped
+from kvcore_replay.keyed import KeyedNames
 
 if TYPE_CHECKING:
     from aiohttp import web

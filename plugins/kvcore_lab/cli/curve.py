@@ -43,7 +43,7 @@ from kvcore_lab.curves.plane import plane as make_plane
 from kvcore_lab.report.mrc import CurvesReport
 from kvcore_lab.report.plane import PlaneReport
 from kvcore_plugins.host import cpus
-from kvcore_replay.cli.plot_option import plot_file, plot_option
+from kvcore_replay.cli.plot_option import drawn, plot_file, plot_option
 from kvcore_replay.report.figure import FORMS, matplotlib
 
 POLICIES = "lru,lfu"
@@ -141,13 +141,14 @@ def curve(workload: str | None, **given: Any) -> None:
             report: CurvesReport | PlaneReport = _curves(source, given, layout, search)
         else:
             report = _plane(source, given, layout, search)
+        plot = report.chart() if isinstance(report, CurvesReport) else report.contours
         if file is not None and kind == "csv":
             report.write_csv(file)
         elif file is not None and kind == "json":
             file.buffer.write(json_bytes({"schema": 1, **report.document()}))
         elif file is not None:
-            file.buffer.write(report.plot(kind))
-        write_plot(report.plot)
+            file.buffer.write(drawn(plot, kind))
+        write_plot(plot)
     if given["as_json"]:
         emit_json({"schema": 1, **report.document()})
     elif out is None:

@@ -10,9 +10,15 @@ import pytest
 from helpers.model_configs import CONFIGS
 
 from kvcore.errors import InputError
-from kvcore.models.catalogue import DEVICES, find_device, find_model, load_model
+from kvcore.models.catalogue import (
+    DEVICES,
+    MODELS,
+    SOURCES,
+    find_device,
+    find_model,
+    load_model,
+)
 from kvcore.models.layers import CACHE_KINDS
-from kvcore.models.released import MODELS, SOURCES
 
 
 def test_every_model_of_the_catalogue_has_a_config():
@@ -55,9 +61,8 @@ def test_the_config_of_a_model_gives_its_row_of_the_catalogue(read_model, name):
 )
 def test_parameters_are_the_published_number(read_model, name, billions):
     """The number of parameters computed from a config is the published one."""
-    assert round(read_model(CONFIGS[name]).parameters / 1e9, 2) == pytest.approx(
-        billions, abs=0.005
-    )
+    parameters = read_model(CONFIGS[name]).parameters
+    assert round(parameters / 1e9, 2) == pytest.approx(billions, abs=0.005)
 
 
 def test_active_parameters_are_the_published_number():

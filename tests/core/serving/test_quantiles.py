@@ -43,7 +43,7 @@ def test_a_percentile_is_the_nearest_rank(percent, count, rank):
 
 def test_percentiles_of_no_samples_are_none():
     """Percentiles of no samples are None, not 0."""
-    assert Percentiles.of([], 1) is None
+    assert Percentiles.from_samples([], 1) is None
     assert TokenGaps().percentiles(1) is None
     assert TokenGaps().count == 0
 
