@@ -419,7 +419,7 @@ curve W --tier host:memory=256MiB --tier disk:memory=1TiB | 2 were given, and a 
 compare W --price free | 'free' is not known
 explain W --summary --price xai --blocks 5 | no --blocks
 explain W none --price xai | 'none' is not in zipf
-bench cpu --only sing | no operation 'sing'; there are: decode, store
+bench cpu --only sing | no operation 'sing'; there are: decode
 bench cpu --dtype fp7 | no dtype 'fp7'; there are: fp64
 bench sim --backend torch-cpu | --backend torch-cpu: suites cpu and gpu
 # plots and live views
