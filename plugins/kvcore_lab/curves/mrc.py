@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvcore.cache import EvictionPolicy
+from kvcore.cache import EvictionPolicy, LayerGroup
 from kvcore.errors import InputError, PluginError
 from kvcore.models.cost import PrefillCost
 from kvcore.notebook import Shown, data_frame
@@ -28,7 +28,7 @@ from kvcore_lab.candidates import Candidate, Policy, candidates_of, refuse_bound
 from kvcore_lab.comparison import ReplaySetup, Source, keeping, pool_sizes
 from kvcore_lab.workers import Call, call_all, can_fork, check_jobs
 from kvcore_replay.belady import Belady
-from kvcore_replay.untimed import replay
+from kvcore_replay.untimed import replay, replay_groups
 
 if TYPE_CHECKING:
     from kvcore_lab.curves._reuse import Reuse
@@ -143,6 +143,7 @@ def curve(
     jobs: int = 1,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
+    groups: Iterable[LayerGroup] = (),
 ) -> Curves:
     """Return the hits of each policy by pool size: serial, untimed, shared by prefix.
 
@@ -164,6 +165,7 @@ def curve(
         jobs: processes that replay; the result does not depend on it.
         plugins: the plugins by which names are resolved; None: those installed.
         progress: shows what is running, and how much of it is done; None: no progress.
+        groups: the cache groups of the pools, as for `compare`; empty: there is one.
 
     Raises:
         InputError: as for `compare`; or fewer than 2 points.
@@ -177,7 +179,11 @@ def curve(
         accounting=accounting,
         block_size=block_size,
         recompute=recompute,
+        groups=groups,
     )
+    if setup.groups and accounting != "tokens":
+        msg = "blocks of cache groups are counted in tokens: give accounting='tokens'"
+        raise InputError(msg)
     check_jobs(jobs)
     if blocks is None:
         check_points(points)
@@ -350,4 +356,9 @@ def _replayed_hits(
     setup: ReplaySetup, policy: EvictionPolicy, blocks: int, requests: list[Request]
 ) -> int:
     """Replay a workload, or its kept requests, under one policy; return the blocks hit."""
-    return replay(requests or setup.workload, setup.cache(policy, blocks)).hit_blocks
+    source = requests or setup.workload
+    if setup.groups:
+        groups = setup.grouped(policy, blocks)
+        replay_groups(source, groups)
+        return groups.stats.hit_blocks
+    return replay(source, setup.cache(policy, blocks)).hit_blocks

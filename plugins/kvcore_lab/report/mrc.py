@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 import attrs
 
+from kvcore.models.groups import GroupPlan
 from kvcore.models.memory import KVLayout
 from kvcore.report.tables import counted, plugin_text
 from kvcore.sections import Chart, Panel, Section, Table
@@ -41,10 +42,12 @@ class CurvesReport:
     Attributes:
         curves: the curves.
         layout: the bytes of a block; None: sizes are reported in blocks alone.
+        groups: the cache groups of the pools, which say what a block takes; None: there is one.
     """
 
     curves: Curves
     layout: KVLayout | None = None
+    groups: GroupPlan | None = None
 
     @property
     def sections(self) -> list[Section]:
@@ -108,7 +111,7 @@ class CurvesReport:
             f"the end and hits {curves.ratio(curves.hit_blocks):.1%}."
         )
         if self.layout is not None:
-            text += f"\n{block_bytes(self.layout)}"
+            text += f"\n{block_bytes(self.layout, self.groups)}"
         return text
 
     def chart(self) -> Chart:
@@ -162,7 +165,7 @@ class CurvesReport:
             ],
         }
         if self.layout is not None:
-            document["memory"] = memory_fields(self.layout)
+            document["memory"] = memory_fields(self.layout, self.groups)
         return document
 
     def write_csv(self, file: TextIO) -> None:
@@ -187,7 +190,8 @@ class CurvesReport:
 
     def bytes_of(self, blocks: int) -> int | None:
         """Return the bytes of `blocks` blocks; None without a layout."""
-        return None if self.layout is None else blocks * self.layout.bytes_per_block
+        taken = self.groups or self.layout
+        return None if taken is None else blocks * taken.bytes_per_block
 
 
 def _points(curve: Curve) -> Iterator[tuple[int, int]]:
