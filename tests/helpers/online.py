@@ -13,8 +13,8 @@ import urllib.request
 from contextlib import contextmanager
 
 from kvcore.config import RunConfig
-from kvcore.workloads import ClientWorkload
 from kvcore_engine.config import EngineParts
+from kvcore_online.clients import ClientWorkload
 from kvcore_online.server import ServeConfig, Server
 
 SMALL = "transformer:layers=1,hidden=32,heads=2,kv_heads=1"

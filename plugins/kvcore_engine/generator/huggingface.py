@@ -203,7 +203,9 @@ class HuggingFace(SamplingGenerator):
             return super().encode(text)
         return list(self._tokenizer.encode(text))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Return the token ids of a chat by the template of the tokenizer, if it has one.
 
         Raises:
@@ -211,13 +213,13 @@ class HuggingFace(SamplingGenerator):
         """
         tokenizer = self._tokenizer
         if tokenizer is None or not getattr(tokenizer, "chat_template", None):
-            return super().encode_chat(messages)
+            return super().encode_chat(messages, tools)
         from jinja2 import TemplateError  # noqa: PLC0415 - comes with chat templates
 
         chat = [dict(message) for message in messages]
         try:
             text = tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, tokenize=False
+                chat, tools=tools or None, add_generation_prompt=True, tokenize=False
             )
         except TemplateError as error:
             msg = f"the chat template of the model refuses the messages: {error}"
