@@ -75,7 +75,7 @@ class Call:
         return len(self.prompts) * self.choices
 
     def requests(
-        self, ids: count[int], block_size: int, salt: str | None
+        self, ids: count[int], block_size: int, salt: str | None, *, publish: bool
     ) -> Iterator[SampledRequest]:
         """Yield a request for each answer, prompt by prompt.
 
@@ -83,6 +83,7 @@ class Call:
             ids: ids of the requests.
             block_size: tokens of a block.
             salt: the salt of the call as the trace may show it.
+            publish: whether generated blocks are shared.
         """
         for tokens in self.prompts:
             keys = block_keys(tokens, block_size, salt=salt)
@@ -95,7 +96,7 @@ class Call:
                     key_tokens=block_size,
                     salt=salt,
                     tokens=tokens,
-                    publish=True,
+                    publish=publish,
                     sampling=self.sampling,
                     seed=None if self.seed is None else hashed("choice", self.seed, choice),
                 )

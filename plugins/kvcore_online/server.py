@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import attrs
 import orjson
 
+from kvcore.cache import GroupedCache, KVCache
 from kvcore.config import RunParts
 from kvcore.engine import Generator
 from kvcore.errors import InputError
@@ -241,6 +242,13 @@ class Server:
             if config.kv_events is not None:
                 from kvcore_events.publisher import Publisher  # noqa: PLC0415 - zmq
 
+                if not isinstance(cache, KVCache):
+                    msg = (
+                        f"--kv-events: layers of {parts.model.name} keep different things, "
+                        "which no event names: leave it out, or serve the model as one group "
+                        "(--disable-hybrid-kv-cache-manager)"
+                    )
+                    raise InputError(msg)
                 publisher = Publisher(config.kv_events, config.kv_replay)
                 stored = StoredBlocks(cache, publisher)
                 stored.start()
@@ -370,7 +378,8 @@ class Server:
         salt = call.salt
         if self._names is not None and salt is not None:
             salt = self._names.name("salt", salt)
-        requests = list(call.requests(self._ids, self.cache.geometry.block_size, salt))
+        size, publish = self.cache.geometry.block_size, not isinstance(self.cache, GroupedCache)
+        requests = list(call.requests(self._ids, size, salt, publish=publish))
         self._busy += call.answers
         try:
             parts = self._generate(requests)

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from kvcore.cli.verb import end_signals
-from kvcore.untrusted import escaped
+from kvcore.untrusted import escaped, escaped_json
 
 if sys.platform != "win32":
     import resource
@@ -72,7 +72,7 @@ class _Lines(logging.Handler):
         if self.as_json:
             level = record.levelname.lower()
             fields = {"time": at.replace(" ", "T", 1), "level": level, "message": sentence}
-            line = f"{orjson.dumps(fields).decode()}\n"
+            line = f"{escaped_json(orjson.dumps(fields)).decode()}\n"
         with suppress(OSError):
             sys.stderr.write(line)
             sys.stderr.flush()
