@@ -211,6 +211,8 @@ class CallReader:
 
     def _sampling(self, document: dict[str, Any]) -> Sampling | None:
         """Return how the tokens of a call are drawn; None: as those of the generator."""
+        if document.keys().isdisjoint(Sampling._fields):
+            return None
         own = Sampling(
             getattr(self.model, "temperature", 0.0), getattr(self.model, "top_k", None)
         )
@@ -231,8 +233,8 @@ class CallReader:
 
 def _refuse_unsupported(document: dict[str, Any]) -> None:
     """Raise ApiError for options of the API that this server does not have."""
-    for name, neutral in UNSUPPORTED.items():
-        value = document.get(name)
+    for name in UNSUPPORTED.keys() & document.keys():
+        value, neutral = document[name], UNSUPPORTED[name]
         # False is no number here: `"logprobs": 0` asks for those of the chosen tokens.
         same = value is neutral if isinstance(neutral, bool) else value == neutral
         if value is not None and not same:
