@@ -24,16 +24,12 @@ from kvcore.serving.job import DONE, Job
 from kvcore.serving.latency import Executor
 from kvcore.serving.loop import NEVER, Arrivals, ServingLoop
 from kvcore.serving.scheduler import Batching, Scheduler
-from kvcore.serving.stats import RunLog
 from kvcore.trace import Trace
 from kvcore.units import NS_PER_S, PS_PER_NS, PS_PER_S
 from kvcore_engine.tokens import TokenStream
-from kvcore_online.metrics import TIMES, BucketCounts
 from kvcore_online.stored import StoredBlocks
+from kvcore_online.tally import CANCELLED, FAILED, FINISHED, REJECTED, Tally
 from kvcore_plugins.latency.measured_steps import MeasuredStep
-
-FINISHED, REJECTED, CANCELLED, FAILED = "finished", "rejected", "cancelled", "failed"
-"""The ways in which a request ends."""
 
 GONE = "its client has gone"
 
@@ -121,61 +117,6 @@ class LiveInbox(Arrivals):
     def ended(self, request: Request, now: int) -> None:
         """Called when a request has ended, in any way."""
         self._on_ended(request, now)
-
-
-class Tally(RunLog):
-    """The log of a server that never ends: counts in place of a row for each request.
-
-    Attributes:
-        requests: numbers of ended requests, by the way in which they ended.
-        prompt_tokens, output_tokens: sums over finished requests.
-        times: histograms of times, by the name of the metric: of finished requests, and of
-            the tokens of all.
-        why: reason of the last rejection.
-        cancelled: id of the last request that was aborted since its client has disconnected.
-    """
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__(blocks)
-        self.requests = dict.fromkeys((FINISHED, REJECTED, CANCELLED), 0)
-        self.prompt_tokens = self.output_tokens = 0
-        self.times = {name: BucketCounts(bounds) for name, (_, bounds) in TIMES.items()}
-        self._ttft, self._itl, self._e2e, self._queue, self._prefill, self._decode = (
-            self.times.values()
-        )
-        self.why = ""
-        self.cancelled: int | str | None = None
-
-    def ended(self, job: Job, now: int) -> None:
-        """Count a request that has ended."""
-        if job.request.id == self.cancelled:
-            self.requests[CANCELLED] += 1
-            return
-        self.requests[FINISHED] += 1
-        self.prompt_tokens += job.request.prompt_tokens
-        self.output_tokens += job.output_tokens
-        self._e2e.add(now - job.arrival)
-        if job.admitted is not None and job.first_token is not None:
-            self._queue.add(job.admitted - job.arrival)
-            self._prefill.add(job.first_token - job.admitted)
-            self._decode.add(now - job.first_token)
-
-    def got_first_token(self, job: Job, now: int) -> None:
-        """Record the time to the first token of a request."""
-        self._ttft.add(now - job.arrival)
-
-    def later_tokens(self) -> None:
-        """Record the times between tokens of the last step."""
-        pending = self.itl.pending
-        for gap_ps, _, steps, jobs in pending:
-            self._itl.add(gap_ps // PS_PER_NS, steps * jobs)
-        pending.clear()
-
-    def rejected(self, job: Job, why: str) -> None:
-        """Count a request that was rejected, or aborted for its client."""
-        self.why = why
-        how = CANCELLED if job.request.id == self.cancelled else REJECTED
-        self.requests[how] += 1
 
 
 @attrs.define(eq=False)

@@ -2,66 +2,19 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterator
+from typing import TypeAlias
 
 from kvcore.cache import ServedCache
 from kvcore.units import NS_PER_S
-from kvcore_lab.report.prometheus import FIRST_TOKEN, LATENCY, LATER_TOKENS
-
-if TYPE_CHECKING:
-    from kvcore_online.engine import LiveLoop
-    from kvcore_online.stored import StoredBlocks
+from kvcore_online.engine import LiveLoop
+from kvcore_online.stored import StoredBlocks
+from kvcore_online.tally import TIMES, Samples
 
 GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
 
-TIMES: Mapping[str, tuple[str, Sequence[float]]] = {
-    "time_to_first_token_seconds": ("From arrival to the first token.", FIRST_TOKEN),
-    "inter_token_latency_seconds": ("From one token of a request to the next.", LATER_TOKENS),
-    "e2e_request_latency_seconds": ("From arrival to the last token.", LATENCY),
-    "request_queue_time_seconds": ("From arrival to admission.", LATENCY),
-    "request_prefill_time_seconds": ("From admission to the first token.", LATENCY),
-    "request_decode_time_seconds": ("From the first token to the last.", LATENCY),
-}
-"""The histograms of vLLM, each with its text and the upper bounds of its buckets (s)."""
-
-Samples: TypeAlias = Mapping[str, float]
-"""Values by what follows the name of a family: labels, after `_sum` for instance."""
-
-
 Family: TypeAlias = tuple[str, str, str, Samples]
 """Name, type, text and samples of a family."""
-
-
-class BucketCounts:
-    """A histogram of times. One thread adds, and others may read.
-
-    Args:
-        bounds: upper bounds of the buckets, in seconds.
-    """
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self._bounds_ns = [round(bound * NS_PER_S) for bound in bounds]
-        self._counts = [0] * (len(bounds) + 1)
-        self._total_ns = 0
-
-    def add(self, time_ns: int, count: int = 1) -> None:
-        """Add a time in ns, as many times as `count`. O(log of the buckets)."""
-        self._counts[bisect_left(self._bounds_ns, time_ns)] += count
-        self._total_ns += time_ns * count
-
-    def samples(self, labels: str) -> Samples:
-        """Return the buckets, the sum and the count, as the text format has them."""
-        *upto, count = accumulate(self._counts)
-        buckets = zip((*map(str, self.bounds), "+Inf"), (*upto, count), strict=True)
-        samples: dict[str, float] = {
-            f'_bucket{{{labels},le="{bound}"}}': number for bound, number in buckets
-        }
-        total = self._total_ns / NS_PER_S
-        return samples | {f"_sum{{{labels}}}": total, f"_count{{{labels}}}": count}
 
 
 def server_metrics(

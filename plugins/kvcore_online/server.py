@@ -28,20 +28,13 @@ from kvcore.untrusted import parse_json
 from kvcore_engine.config import EngineParts
 from kvcore_engine.executor import TensorExecutor
 from kvcore_online.calls import Call, CallReader
-from kvcore_online.engine import (
-    CANCELLED,
-    FAILED,
-    REJECTED,
-    LiveEngine,
-    LiveExecutor,
-    LiveLoop,
-    Tokens,
-)
+from kvcore_online.engine import LiveEngine, LiveExecutor, LiveLoop, Tokens
 from kvcore_online.listener import METRICS_HEADERS, ApiError, Listener
 from kvcore_online.metrics import server_metrics
 from kvcore_online.simulated import SimulatedModel, SimulatedTokens
 from kvcore_online.stored import StoredBlocks
 from kvcore_online.supervision import signalled, stopped
+from kvcore_online.tally import CANCELLED, FAILED, REJECTED
 
 if TYPE_CHECKING:
     from aiohttp import web

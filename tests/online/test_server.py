@@ -30,8 +30,8 @@ from kvcore.trace import read_events
 from kvcore_engine.generator import HuggingFace
 from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved, BlockStored
-from kvcore_online.engine import CANCELLED
 from kvcore_online.server import ServeConfig, Text
+from kvcore_online.tally import CANCELLED
 from kvcore_replay.check.trace import replay
 
 PROMPT = " ".join(f"word{place}" for place in range(40))
@@ -255,7 +255,7 @@ def test_wrong_chat_messages_are_refused(server, messages, reason):
     ],
 )
 def test_tools_that_cannot_be_passed_on_are_refused(server, options, reason):
-    """What a server cannot do with tools is a 400 in one line."""
+    """Calls of tools that a server cannot pass on get status 400, in one line."""
     body = {"messages": [{"role": "user", "content": "a"}], **options}
     status, document = ask(server, "/v1/chat/completions", json.dumps(body).encode())
     assert status == 400
