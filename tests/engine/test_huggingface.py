@@ -2,6 +2,7 @@
 
 import json
 from importlib.util import find_spec
+from io import StringIO
 
 import pytest
 
@@ -130,6 +131,53 @@ def test_a_missing_folder_is_refused_at_once(tmp_path, monkeypatch, name, option
     ):
         HuggingFace(model, tokenizer=name if option == "tokenizer" else None)
     assert HuggingFace("org/model").model == "org/model"
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """Return a list of the reads of configs by transformers, none of which finds a file."""
+    reads = []
+
+    def read(name, **options):
+        reads.append((name, options["local_files_only"]))
+        msg = "not cached"
+        raise OSError(msg)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", read)
+    monkeypatch.setattr("kvcore_engine.generator.huggingface.getproxies", dict)
+    return reads
+
+
+def test_a_name_of_the_hub_without_a_network_is_refused_at_once(tried, monkeypatch):
+    """A model that is not on this machine is an error as soon as the hub cannot be reached."""
+
+    def connect(address, timeout):
+        assert timeout <= 5
+        msg = f"no {address}"
+        raise OSError(msg)
+
+    monkeypatch.setattr("socket.create_connection", connect)
+    with pytest.raises(InputError, match=r"^org/model: the model is not in the cache.*folder$"):
+        _ = HuggingFace("org/model").spec
+    assert tried == [("org/model", True)]
+
+
+def test_a_download_is_announced(tried, monkeypatch, caplog):
+    """Before a model is downloaded a line says so; a failure of transformers is an error."""
+    monkeypatch.setattr("socket.create_connection", lambda *_, **__: StringIO())
+    with pytest.raises(InputError, match="no model that transformers can read: OSError"):
+        _ = HuggingFace("org/model").spec
+    assert tried == [("org/model", True), ("org/model", False)]
+    assert "org/model: the model is not in the cache of this machine: down" in caplog.text
+
+
+def test_offline_by_the_environment_no_connection_is_tried(tried, monkeypatch):
+    """With HF_HUB_OFFLINE a model that is not cached is refused without a connection."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("socket.create_connection", pytest.fail)
+    with pytest.raises(InputError, match="HF_HUB_OFFLINE is set"):
+        _ = HuggingFace("org/model").spec
+    assert tried == [("org/model", True)]
 
 
 def test_reading_shows_no_progress_in_a_pipe(tmp_path, capfd):

@@ -93,7 +93,7 @@ def test_bars_share_one_scale():
 
 
 def test_a_slow_step_of_a_short_output_does_not_flatten_the_bars():
-    """With 40 tokens too a bar is the median of its steps, which one slow step does not move."""
+    """With 40 tokens too a bar is the median of steps, which one slow step does not move."""
     made = report(steps=40)
     slow = list(made.generations[2].step_seconds)
     slow[17] = 10.0

@@ -492,9 +492,9 @@ class CachingReport:
             "each later one those of the one token that is new: "
             f"{first:,} + {steps - 1:,} = {cached[0]:,}{fewer}.\n"
             "The dense cache reserves room for the last token before the first is there; the "
-            f"paged one takes a block of {counted(self.block_size, 'token')} when it needs one. "
-            "It reads a block table in every step, a constant cost that shows in a tiny model "
-            "alone: compare how the times grow."
+            f"paged one takes a block of {counted(self.block_size, 'token')} when it needs "
+            "one. It reads a block table in every step, a constant cost that shows in a tiny "
+            "model alone: compare how the times grow."
         )
 
     def chart(self) -> Chart:
