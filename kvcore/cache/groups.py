@@ -24,18 +24,19 @@ evictions these rules have.
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Keys
 from itertools import chain, groupby
-from math import lcm
-from operator import gt, ne
+from math import inf, lcm
+from operator import ne
 from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeAlias, get_args
 
 import attrs
 
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.layout import GENERATED, BlockLayout
+from kvcore.cache.named_blocks import NO_BLOCK, Name, named_blocks
 from kvcore.cache.pool import BlockPool, Ids
 from kvcore.cache.recorder import Recorder, check_admission
 from kvcore.cache.residency import CacheStats
@@ -47,9 +48,6 @@ from kvcore.request import Key, Request
 
 GroupKind: TypeAlias = Literal["full", "window", "chunk", "state"]
 """What a group keeps of a sequence."""
-
-Name: TypeAlias = Any
-"""The name of a full block in its group: its key, with its position if keys are longer."""
 
 
 @attrs.frozen
@@ -109,6 +107,15 @@ class LayerGroup:
             tokens -= tokens % self.window
         return max(0, tokens - self.kept) // self.block_size
 
+    def passes_at(self, position: int) -> float:
+        """Return after how many tokens no later one needs the block at `position`."""
+        if self.kind == "full":
+            return inf
+        tokens = (position + 1) * self.block_size + self.kept
+        if self.kind == "chunk" and self.window is not None:
+            tokens = -(-tokens // self.window) * self.window
+        return tokens
+
     def most_blocks(self, tokens: int, in_flight: int) -> int:
         """Return the most blocks of K/V that a sequence holds until it has `tokens` tokens.
 
@@ -120,10 +127,6 @@ class LayerGroup:
         if self.kind == "chunk":
             return min(blocks, -(-(self.window + in_flight) // self.block_size))
         return min(blocks, -(-(self.kept + in_flight) // self.block_size) + 1)
-
-
-NO_BLOCK: Final = -1
-"""Stands in a table where no block is kept, between states."""
 
 
 class Table:
@@ -146,6 +149,10 @@ class Table:
     def end(self) -> int:
         """The position after the last block."""
         return self.first + len(self.blocks)
+
+
+_BATCH: Final = 64
+"""Names of blocks that a walk makes at once."""
 
 
 class BlockNames:
@@ -185,10 +192,11 @@ class BlockNames:
     def at(self, positions: Keys[int]) -> list[Name]:
         """Return the names of the blocks at `positions`, in ascending order, below `end`."""
         keys, ratio = self.keys, self._ratio
-        has_keys = len(positions) > 0 and positions[-1] < self.keyed
-        if has_keys and ratio == 1:
+        if not positions or positions[-1] >= self.keyed:
+            return [self[position] for position in positions]
+        if ratio == 1:
             return [keys[position] for position in positions]
-        if has_keys and self._numbered and type(positions) is range:
+        if self._numbered and type(positions) is range:
             first, end = positions[0], positions[-1] + 1
             whole = (
                 range(key * ratio, (key + 1) * ratio)
@@ -196,7 +204,15 @@ class BlockNames:
             )
             skipped = first // ratio * ratio
             return list(chain.from_iterable(whole))[first - skipped : end - skipped]
+        if self._numbered:
+            return [keys[p // ratio] * ratio + p % ratio for p in positions]
         return [self[position] for position in positions]
+
+    def walk(self, start: int, end: int, step: int = 1) -> Iterator[tuple[int, Name]]:
+        """Yield positions in `[start, end)` and their names, the last first if `step` is -1."""
+        for first in range(start, end, _BATCH)[::step]:
+            positions = range(first, min(first + _BATCH, end))
+            yield from zip(positions[::step], self.at(positions)[::step], strict=True)
 
 
 class GroupMatch(NamedTuple):
@@ -224,9 +240,15 @@ class GroupSequence(Sequence):
         settled: tokens that were allocated before the newest ones.
         committed_at: the time (ns) of its last commit.
         fresh: the states that have a name and that it has not computed yet, by group and name.
+        room: tokens for which it has blocks in all groups.
+        fills_at: number of tokens that fill the next block that can get a name.
+        passes_at: number of tokens after which the next block is passed in a group.
     """
 
-    __slots__ = ("committed_at", "fresh", "junction", "names", "settled", "tables")
+    __slots__ = (
+        *("committed_at", "fills_at", "fresh", "junction", "names", "passes_at", "room"),
+        *("settled", "tables"),
+    )
 
     tables: list[Table]
     names: dict[int, BlockNames]
@@ -234,6 +256,9 @@ class GroupSequence(Sequence):
     settled: int
     committed_at: int | None
     fresh: list[tuple[int, Name]]
+    room: int
+    fills_at: float
+    passes_at: float
 
 
 class GroupedCache:
@@ -324,17 +349,8 @@ class GroupedCache:
         self._root = root_span(self.geometry)
         self._last_id = 0
         self._admitted: set[int | str] = set()  # of a traced cache
-        # By block that was ever allocated: its name, None until it is full and kept; of a named
-        # one, its group and the number of sequences that hold it; and the next younger copy of
-        # its name, if any.
-        self._name_of: list[Name] = []
-        self._group_of: list[int] = []
-        self._holders: list[int] = []
-        self._younger: dict[int, int] = {}
-        # By group, the oldest block of each name; and the named blocks without a holder, the
-        # least recently freed one first.
-        self._cached: list[dict[Name, int]] = [{} for _ in self.groups]
-        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._blocks = named_blocks(len(self.groups))
+        self._cached = self._blocks.cached
         self._fresh: set[tuple[int, Name]] = set()
         self._hears_names = trace is not None
         # Groups of one kind are looked up together, those with full attention first.
@@ -362,12 +378,12 @@ class GroupedCache:
     @property
     def unpinned_blocks(self) -> int:
         """Number of blocks that can be evicted."""
-        return len(self._evictable)
+        return self._blocks.idle
 
     @property
     def available_blocks(self) -> int:
         """Number of blocks that are free or can be evicted."""
-        return self.pool.free_blocks + len(self._evictable)
+        return self.pool.free_blocks + self._blocks.idle
 
     def probe(self, request: Request, now: int | None = None, target: int | None = None) -> int:
         """Return the number of blocks of `geometry` of `request` that would hit."""
@@ -399,15 +415,14 @@ class GroupedCache:
             blocks = group.most_blocks(tokens, flight) - match.tokens // group.block_size
             blocks = max(blocks, 0)
             total += min(blocks, 1) if group.kind == "state" else blocks
-            total += sum(1 for block in hit if not self._holders[block])
+            total += self._blocks.count_idle(hit)
         return total
 
     def is_computed(self, match: GroupMatch) -> bool:
         """Return True if no state of `match` is one that the planned step computes."""
-        fresh, group_of, name_of = self._fresh, self._group_of, self._name_of
-        return not fresh or not any(
-            (group_of[block], name_of[block]) in fresh for hit in match.blocks for block in hit
-        )
+        if not self._fresh:
+            return True
+        return self._fresh.isdisjoint(map(self._blocks.place, chain(*match.blocks)))
 
     def most_blocks(self, tokens: int) -> int:
         """Return the most blocks that a sequence holds until it has `tokens` tokens."""
@@ -513,10 +528,12 @@ class GroupedCache:
         )  # fmt: skip
         seq.names, seq.junction, seq.fresh = names, match.junction, []
         seq.settled, seq.committed_at, seq.tables = hit, None, []
+        seq.room, seq.fills_at = hit, hit + size
         for group, blocks in zip(self.groups, match.blocks, strict=True):
             self._hold(blocks)
             stored = hit // group.block_size
             seq.tables.append(Table(group.passed(hit), blocks[:], stored))
+        seq.passes_at = self._next_passed(seq)
         if self.trace is not None:
             self._trace_admission(seq, self.trace, resumed=resumed)
         self._allocate(seq, tokens)
@@ -526,7 +543,7 @@ class GroupedCache:
 
     def grow(self, seq: GroupSequence, tokens: int) -> bool:
         """Allocate for the first `tokens` tokens of `seq`; return False if there is no room."""
-        if not self.has_room(seq, tokens):
+        if tokens > seq.room and not self.has_room(seq, tokens):
             return False
         self._allocate(seq, tokens)
         return True
@@ -537,26 +554,34 @@ class GroupedCache:
         So a window ages from the time at which it has passed, not from the end of its request.
         Returns True if more blocks are available then.
         """
-        tables, alike = seq.tables, self._alike
-        passed_by_kind = [group.passed(tokens) for group, _ in alike]
-        first_by_kind = [tables[members[0]].first for _, members in alike]
-        if not any(map(gt, passed_by_kind, first_by_kind)):
+        if tokens < seq.passes_at:
             return False
-        before, trace = self.available_blocks, self.trace
-        for index, (kind, table) in enumerate(zip(self._kinds, tables, strict=True)):
+        before, trace, all_passed = self.available_blocks, self.trace, list[int]()
+        passed_by_kind = [group.passed(tokens) for group, _ in self._alike]
+        for index, (kind, table) in enumerate(zip(self._kinds, seq.tables, strict=True)):
             count = min(passed_by_kind[kind] - table.first, len(table.blocks))
-            if count > 0:
-                passed = table.blocks[:count]
-                del table.blocks[:count]
-                table.first += count
-                passed.reverse()
-                freed = self._free(passed)
-                if trace is not None:
-                    trace.group_free(
-                        self.now, seq=seq.id, runs=freed, reason="passed", group=index,
-                        first=table.first,
-                    )  # fmt: skip
+            if count <= 0:
+                continue
+            passed = table.blocks[:count]
+            del table.blocks[:count]
+            table.first += count
+            passed.reverse()
+            if trace is None:
+                all_passed += passed
+                continue
+            freed = self._free(passed)
+            trace.group_free(
+                self.now, seq=seq.id, runs=freed, reason="passed", group=index,
+                first=table.first,
+            )  # fmt: skip
+        self._free(all_passed)
+        seq.passes_at = self._next_passed(seq)
         return self.available_blocks > before
+
+    def _next_passed(self, seq: GroupSequence) -> float:
+        """Return after how many tokens of `seq` the next block of a group is passed."""
+        tables = seq.tables
+        return min(group.passes_at(tables[members[0]].first) for group, members in self._alike)
 
     def has_room(self, seq: GroupSequence, tokens: int) -> bool:
         """Return True if there are blocks for the first `tokens` tokens of `seq`."""
@@ -600,48 +625,46 @@ class GroupedCache:
 
         With several groups these are tokens whose blocks are full in all of them.
         """
-        if len(self.groups) > 1:
-            tokens = tokens // self._size * self._size
+        if tokens < seq.fills_at:
+            return []
+        tokens = self._aligned(tokens)
+        last = max(names.shared * size for size, names in seq.names.items())
+        seq.fills_at = tokens + self._size if tokens < last else inf
+        # Blocks at the same positions get a name in all groups of a kind.
+        by_kind = [self._newly_named(seq, kind, tokens) for kind in range(len(self._alike))]
         states = []
-        for index, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
-            names = seq.names[group.block_size]
-            start, end = table.stored, min(tokens // group.block_size, names.shared)
-            if end <= start:
+        for index, table in enumerate(seq.tables):
+            positions, names = by_kind[self._kinds[index]]
+            if not names:
                 continue
-            table.stored, first, blocks = end, table.first, table.blocks
-            positions = self._kept(group, max(start, first), end, seq)
-            kept = [blocks[position - first] for position in positions]
-            if NO_BLOCK in kept:
-                positions = [at for at in positions if blocks[at - first] != NO_BLOCK]
-                kept = [block for block in kept if block != NO_BLOCK]
-            if not kept:
-                continue
-            own = names.at(positions)
-            oldest = self._name(kept, own, index)
-            if group.kind == "state":
-                states += [(index, name) for name in own]
+            blocks = [table.blocks[position - table.first] for position in positions]
+            oldest = self._blocks.name(blocks, names, index)
+            if self.groups[index].kind == "state":
+                states += [(index, name) for name in names]
             if self._hears_names:
-                copies = map(ne, oldest, kept)
+                copies = map(ne, oldest, blocks)
                 self._stored(seq, index, dict(zip(positions, copies, strict=True)))
         return states
 
-    def _name(self, blocks: list[int], names: list[Name], group: int) -> list[int]:
-        """Give names to blocks of a group; return the oldest block of each name."""
-        name_of, group_of, holders = self._name_of, self._group_of, self._holders
-        for block, name in zip(blocks, names, strict=True):
-            name_of[block] = name
-            group_of[block] = group
-            holders[block] = 1
-        oldest = list(map(self._cached[group].setdefault, names, blocks))
-        if oldest != blocks:
-            younger = self._younger
-            for copy, block in zip(oldest, blocks, strict=True):
-                if copy != block:
-                    last = copy
-                    while last in younger:
-                        last = younger[last]
-                    younger[last] = block
-        return oldest
+    def _newly_named(
+        self, seq: GroupSequence, kind: int, tokens: int
+    ) -> tuple[Keys[int], list[Name]]:
+        """Return positions of a kind of groups that the first `tokens` tokens fill, and names.
+
+        They are those that are to have a name and have none.
+        """
+        group, members = self._alike[kind]
+        table, names = seq.tables[members[0]], seq.names[group.block_size]
+        start, end = table.stored, min(tokens // group.block_size, names.shared)
+        if end <= start:
+            return (), []
+        for index in members:
+            seq.tables[index].stored = end
+        positions = self._kept(group, max(start, table.first), end, seq)
+        if group.kind == "state":
+            blocks, first = table.blocks, table.first
+            positions = [p for p in positions if blocks[p - first] != NO_BLOCK]
+        return positions, names.at(positions)
 
     def _stored(self, seq: GroupSequence, group: int, copies: dict[int, bool]) -> None:
         """Called when blocks of a group got names: by position, whether others have it."""
@@ -652,6 +675,7 @@ class GroupedCache:
         """Give names to the generated blocks that the first `tokens` tokens of `seq` fill."""
         self.now = now
         _name_generated(seq.names, seq.request, tokens)
+        seq.fills_at = 0
         self.store(seq, tokens)
 
     def settle(self, seq: GroupSequence, tokens: int) -> None:
@@ -734,39 +758,28 @@ class GroupedCache:
         tables = [table for seq in self.sequences.values() for table in seq.tables]
         holders = Counter(block for table in tables for block in table.blocks)
         del holders[NO_BLOCK]
-        bare = [block for block in holders if self._name_of[block] is None]
+        named = dict(self._blocks)
+        bare = [block for block in holders if block not in named]
         shared = [block for block in bare if holders.pop(block) > 1]
-        named = dict(self._named())
+        idle = 0
         for block, place in named.items():
-            own = self._group_of[block], self._name_of[block]
-            held = holders.pop(block, 0)
-            is_evictable = block in self._evictable
-            if own != place or self._holders[block] != held or is_evictable == (held > 0):
+            known, held = self._blocks.holders(block), holders.pop(block, 0)
+            idle += not held
+            if self._blocks.place(block) != place or known != held:
                 msg = (
-                    f"block {block}, {own!r}, is found as {place!r}; it has "
-                    f"{self._holders[block]} holders, is in {held} tables, and can be evicted: "
-                    f"{is_evictable}"
+                    f"block {block}, {self._blocks.place(block)!r}, is found as {place!r}; it "
+                    f"has {known} holders and is in {held} tables"
                 )
                 raise AssertionError(msg)
         total = self.pool.free_blocks + len(bare) + len(named)
-        lost = shared or holders or len(self._evictable) > len(named)
-        if lost or total != self.pool.blocks:
+        if shared or holders or self._blocks.idle != idle or total != self.pool.blocks:
             msg = (
                 f"{self.pool.free_blocks} free, {len(bare)} held without a name and "
-                f"{len(named)} named blocks, {len(self._evictable)} of them evictable, are not "
-                f"{self.pool.blocks}; {len(holders)} held ones have lost their names, and "
-                f"{len(shared)} without one are in two tables"
+                f"{len(named)} named blocks are not {self.pool.blocks}; {self._blocks.idle} of "
+                f"{idle} idle ones can be evicted, {len(holders)} held ones have lost their "
+                f"names, and {len(shared)} without one are in two tables"
             )
             raise AssertionError(msg)
-
-    def _named(self) -> Iterator[tuple[int, tuple[int, Name]]]:
-        """Yield the blocks with a name, and their groups and names, by which they are found."""
-        for index, cached in enumerate(self._cached):
-            for name, oldest in cached.items():
-                copy: int | None = oldest
-                while copy is not None:
-                    yield copy, (index, name)
-                    copy = self._younger.get(copy)
 
     # Lookup.
 
@@ -821,15 +834,18 @@ class GroupedCache:
 
         Of a chunk those before the one that `tokens` end in are not needed.
         """
-        tables = [self._cached[index] for index in members]
         end = min(tokens // group.block_size, names.end)
-        position = group.passed(tokens)
-        while position < end:
-            name = names[position]
-            if not all(name in cached for cached in tables):
+        end = max(end, start := group.passed(tokens))
+        for position, name in names.walk(start, end):
+            if not self._is_cached(name, members):
+                end = position
                 break
-            position += 1
-        return self._aligned(position * group.block_size)
+        return self._aligned(end * group.block_size)
+
+    def _is_cached(self, name: Name, groups: list[int]) -> bool:
+        """Return True if a block has `name` in each of `groups`."""
+        cached = self._cached
+        return name in cached[groups[0]] and all(name in cached[group] for group in groups)
 
     def _last_resume(
         self, group: LayerGroup, members: list[int], names: BlockNames, tokens: int
@@ -839,14 +855,12 @@ class GroupedCache:
         There the blocks of the window are cached in all of these groups, or all from the first
         one on if these are fewer.
         """
-        tables = [self._cached[index] for index in members]
         size, need, aligned = group.block_size, group.needed, self._size
         run = top = 0
-        for position in range(min(tokens // size, names.end) - 1, -1, -1):
+        for position, name in names.walk(0, min(tokens // size, names.end), -1):
             if not run and (position + 1) * size % aligned:
                 continue
-            name = names[position]
-            if not all(name in cached for cached in tables):
+            if not self._is_cached(name, members):
                 run = 0
                 continue
             if not run:
@@ -905,9 +919,16 @@ class GroupedCache:
 
     def _allocate(self, seq: GroupSequence, tokens: int) -> None:
         """Allocate for the first `tokens` tokens of `seq`; there is room."""
-        growth = self._growth(seq, tokens)
+        if tokens > seq.room:
+            self._fill_tables(seq, self._growth(seq, tokens))
+            seq.room = self._room(seq)
+        seq.settled, seq.tokens = seq.tokens, tokens
+        seq.blocks = -(-tokens // self._size)
+
+    def _fill_tables(self, seq: GroupSequence, growth: list[int]) -> None:
+        """Allocate blocks for `seq`, whose tables of each kind grow by so many positions."""
         ids, start = self._take(self._blocks_of(growth), seq), 0
-        for index, table in enumerate(seq.tables if ids else ()):
+        for index, table in enumerate(seq.tables):
             positions, first = growth[self._kinds[index]], table.end
             if not positions:
                 continue
@@ -923,8 +944,11 @@ class GroupedCache:
                 self.trace.group_alloc(
                     self.now, seq=seq.id, group=index, first=first, runs=array("i", own)
                 )
-        seq.settled, seq.tokens = seq.tokens, tokens
-        seq.blocks = -(-tokens // self._size)
+
+    def _room(self, seq: GroupSequence) -> int:
+        """Return for how many tokens `seq` has blocks in all groups."""
+        tables = seq.tables
+        return min(group.block_size * tables[members[0]].end for group, members in self._alike)
 
     def _take(self, count: int, seq: GroupSequence) -> list[int]:
         """Return `count` blocks for `seq`: free ones, then those that lose their names."""
@@ -934,68 +958,36 @@ class GroupedCache:
             self._trace_evictions(seq, victims, self.trace)
         self._evict(victims)
         ids = self.pool.allocate(count - len(victims)).tolist()
-        if unknown := self.pool.high_water - len(self._name_of):
-            self._name_of += [None] * unknown
-            self._group_of += [0] * unknown
-            self._holders += [0] * unknown
+        self._blocks.grow(self.pool.high_water)
         return ids + victims
 
     def _hold(self, blocks: list[int]) -> None:
         """Add a holder to each of `blocks`."""
-        holders = self._holders
-        for block in blocks:
-            if not holders[block]:
-                del self._evictable[block]
-            holders[block] += 1
+        self._blocks.hold(blocks)
 
     def _choose(self, count: int, seq: GroupSequence) -> list[int]:
         """Return `count` blocks to evict for `seq`, which no sequence holds, in order."""
         del seq
-        return [self._evictable.popitem(last=False)[0] for _ in range(count)]
+        return self._blocks.pop(count)
 
     def _evict(self, blocks: list[int]) -> None:
         """Remove the names of `blocks`, which no sequence holds."""
         self.evicted_blocks += len(blocks)
-        name_of, group_of, younger = self._name_of, self._group_of, self._younger
-        for block in blocks:
-            name, name_of[block] = name_of[block], None
-            cached = self._cached[group_of[block]]
-            older = cached[name]
-            if older != block:
-                while younger[older] != block:
-                    older = younger[older]
-                del younger[older]
-                if block in younger:
-                    younger[older] = younger.pop(block)
-            elif block in younger:
-                cached[name] = younger.pop(block)
-            else:
-                del cached[name]
+        self._blocks.forget(blocks)
 
     def _free(self, blocks: list[int]) -> Ids:
         """Remove a holder of each of `blocks`, in order: those without another one are free.
 
         Returns the blocks without a name, which can be allocated at once.
         """
-        name_of, holders, evictable, freed = self._name_of, self._holders, self._evictable, []
-        for block in blocks:
-            if block == NO_BLOCK:
-                continue
-            if name_of[block] is None:
-                freed.append(block)
-            elif holders[block] == 1:
-                holders[block] = 0
-                evictable[block] = None
-            else:
-                holders[block] -= 1
-        ids = array("i", freed)
+        ids = array("i", self._blocks.release(blocks))
         self.pool.free(ids, len(ids))
         return ids
 
     def _no_room(self, request: Request, need: int) -> str:
         return (
             f"request {request.id} needs {need} more blocks; {self.pool.free_blocks} of "
-            f"{self.pool.blocks} are free and {len(self._evictable)} can be evicted"
+            f"{self.pool.blocks} are free and {self._blocks.idle} can be evicted"
         )
 
     # The trace.
@@ -1028,7 +1020,7 @@ class GroupedCache:
 
     def _trace_evictions(self, seq: GroupSequence, victims: list[int], trace: Recorder) -> None:
         """Write EVICT of the blocks that lose their names for `seq`, group by group."""
-        for index, run in groupby(victims, key=self._group_of.__getitem__):
+        for index, run in groupby(victims, key=lambda block: self._blocks.place(block)[0]):
             trace.group_evict(
                 self.now, group=index, runs=array("i", run), by=self.eviction.name,
                 requester=seq.request.id, reason="capacity",

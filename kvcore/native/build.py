@@ -16,7 +16,7 @@ from typing import Any, Final
 
 FOLDER = Path(__file__).parent
 SOURCES = (
-    *("residency.c", "tree.c", "decode_batch.c", "untimed.c", "rows.c"),
+    *("residency.c", "tree.c", "decode_batch.c", "untimed.c", "named_blocks.c", "rows.c"),
     *("stats.c", "batcher.c", "arrivals.c", "loop.c", "module.c"),
 )
 

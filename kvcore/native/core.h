@@ -8,6 +8,7 @@
  *     residency.c      kvcore/cache/residency.py and kvcore/histogram.py
  *     decode_batch.c   kvcore/serving/decode_batch.py, and the step times of latency.py
  *     untimed.c        kvcore_replay/untimed.py
+ *     named_blocks.c   kvcore/cache/named_blocks.py
  *     rows.c           plain rows of kvcore_plugins/workload
  *     stats.c          kvcore/serving/stats.py
  *     batcher.c        kvcore/serving/batcher.py, waiting.py
@@ -421,6 +422,8 @@ int run(Core *core, i64 turns);                     /* 1: Python goes on */
 PyObject *untimed_replay(PyObject *module, PyObject *arguments);
 
 /* rows.c */
+
+extern PyTypeObject named_blocks_type;
 
 PyObject *json_request(PyObject *module, PyObject *arguments);
 PyObject *csv_request(PyObject *module, PyObject *arguments);

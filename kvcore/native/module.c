@@ -281,5 +281,7 @@ PyMODINIT_FUNC PyInit__core(void)
     PyObject *module = PyModule_Create(&definition);
     if (module && PyModule_AddStringConstant(module, "SOURCE", KVCORE_SOURCE) < 0)
         Py_CLEAR(module);
+    if (module && PyModule_AddType(module, &named_blocks_type) < 0)
+        Py_CLEAR(module);
     return module;
 }

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvcore.cache.eviction import EvictionPolicy
-from kvcore.cache.groups import NO_BLOCK, GroupedCache, GroupSequence, LayerGroup
+from kvcore.cache.groups import GroupedCache, GroupSequence, LayerGroup
 from kvcore.cache.layout import BlockLayout
+from kvcore.cache.named_blocks import NO_BLOCK
 from kvcore.cache.pool import Ids
 from kvcore.errors import InputError
 from kvcore.request import Request
@@ -135,15 +136,15 @@ class HostedGroups(GroupedCache):
         if found := min(count, host.evictable):
             victims += host.victims(found, now=self.now, requester=seq.request.id) or ()
         for block in victims:
-            del self._evictable[block]
+            self._blocks.remove(block)
         while len(victims) < count:
-            block, _ = self._evictable.popitem(last=False)
+            (block,) = self._blocks.pop(1)
             host.dropped(block, self.now, "capacity")
             victims.append(block)
         return victims
 
     def _free(self, blocks: list[int]) -> Ids:
-        freed, name_of = super()._free(blocks), self._name_of
-        named = [b for b in blocks if b != NO_BLOCK and name_of[b] is not None]
-        self.host.unpin_run(named, self.now)
+        freed = super()._free(blocks)
+        bare = {NO_BLOCK, *freed}
+        self.host.unpin_run([block for block in blocks if block not in bare], self.now)
         return freed

@@ -109,7 +109,7 @@ class CacheSide:
 
         class Watched(kind):
             def _evict(self, blocks):
-                evicted.extend((self._group_of[n], self._name_of[n]) for n in blocks)
+                evicted.extend(map(self._blocks.place, blocks))
                 super()._evict(blocks)
 
         self.cache = Watched(
