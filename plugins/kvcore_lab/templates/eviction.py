@@ -9,7 +9,7 @@ import attrs
 from kvcore import ScoreEviction, Span
 
 
-@attrs.define(eq=False)
+@attrs.define(slots=False, eq=False)
 class Example(ScoreEviction):
     """Evict the span with the fewest hits, of equal ones that which was used longest ago.
 

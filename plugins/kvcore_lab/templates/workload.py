@@ -14,7 +14,7 @@ from kvcore.blake2 import blake2b
 from kvcore.workloads import poisson_arrivals
 
 
-@attrs.define(eq=False)
+@attrs.define(slots=False, eq=False)
 class Example(Workload):
     """Questions about a few documents, which arrive at random.
 
