@@ -275,7 +275,7 @@ class Sweep(Shown):
             the sweep was killed and resumed.
         found: number of distinct cells that the journal had before.
         ran: number of distinct cells that were run.
-        stretches: of each row, its figures by stretches of the requests; None of a row that
+        shares: of each row, what parts of the requests add to its figures; None of a row that
             failed; empty: unknown.
     """
 
@@ -283,7 +283,7 @@ class Sweep(Shown):
     rows: list[Row]
     found: int
     ran: int
-    stretches: Sequence[Mapping[str, list[float] | None] | None] = ()
+    shares: Sequence[Mapping[str, list[float] | None] | None] = ()
 
     @property
     def failed(self) -> list[Row]:
