@@ -36,7 +36,7 @@ from kvcore.progress import Progress, Tick, silent, ticked, unseen
 from kvcore.request import Request
 from kvcore.trace import Trace
 from kvcore.trace.fields import plain
-from kvcore.workloads import Workload, check_keys
+from kvcore.workloads import Workload, WorkloadSample, check_keys
 from kvcore.workloads.selection import as_workload
 from kvcore_lab.candidates import Candidate, Policy, candidates_of, has_bound, refuse_bound
 from kvcore_lab.workers import Call, call_all, can_fork, check_jobs
@@ -418,6 +418,39 @@ def holding(requests: Iterable[Request], held: list[Request]) -> Iterator[Reques
         else:
             held.clear()
         yield request
+
+
+class HeldWorkload(WorkloadSample):
+    """A workload that is read once: its requests are held if they take little memory.
+
+    All else is that of the workload itself, its digest and options too.
+    """
+
+    def __init__(self, source: Workload) -> None:
+        super().__init__(source)
+        self._held: list[Request] = []
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield the requests, held ones if there are any."""
+        return iter(self._held) if self._held else self._read()
+
+    def _read(self) -> Iterator[Request]:
+        held: list[Request] = []
+        yield from holding(self.source, held)
+        self._held = held
+
+    def release(self) -> None:
+        """Hold no requests, until they are read again."""
+        self._held = []
+
+    @property
+    def digest(self) -> str:
+        """The digest of the workload."""
+        return self.source.digest
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the workload."""
+        return self.source.options()
 
 
 @attrs.define

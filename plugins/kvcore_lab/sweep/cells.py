@@ -30,7 +30,7 @@ from kvcore.units import NS_PER_S, window_text
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
 from kvcore_cluster.options import replicas_text
-from kvcore_lab.comparison import SHARING
+from kvcore_lab.comparison import SHARING, HeldWorkload
 from kvcore_lab.statistics import session_groups, shares
 from kvcore_lab.sweep.grid import Mode, axes_of
 from kvcore_replay.belady import Belady, Future
@@ -148,7 +148,8 @@ class Outcome:
 class WorkloadCache:
     """The plugins, open workloads and digests that the cells of one process share.
 
-    A workload is opened once and read again by each cell, so memory holds none of its requests,
+    A workload is opened once, and read once where its requests take little memory: those of
+    the latest are held. Else each cell reads it again, and memory holds none of its requests,
     except the future that Belady's algorithm needs or the traffic of a fleet.
 
     Attributes:
@@ -158,7 +159,7 @@ class WorkloadCache:
 
     def __init__(self) -> None:
         self.plugins = Plugins()
-        self._workloads: dict[tuple[object, ...], Workload] = {}
+        self._workloads: dict[tuple[object, ...], HeldWorkload] = {}
         self._digests: dict[tuple[object, ...], str] = {}
         self._sessions: dict[str, Mapping[int | str, int]] = {}
         self.file = cache(file_digest)
@@ -173,7 +174,10 @@ class WorkloadCache:
         key = _workload_key(cell)
         workload = self._workloads.get(key)
         parts: RunParts = cell.build(self.plugins, workload=workload, naming="{}: ".format)
-        self._workloads[key] = parts.workload
+        if workload is None:
+            for other in self._workloads.values():
+                other.release()
+            self._workloads[key] = parts.workload = HeldWorkload(parts.workload)
         return parts
 
     def digest(self, parts: RunParts) -> str:
@@ -395,8 +399,8 @@ class CellRun:
 class CellRunner:
     """Runs one task after another in one process."""
 
-    def __init__(self) -> None:
-        self._known = WorkloadCache()
+    def __init__(self, known: WorkloadCache | None = None) -> None:
+        self._known = known or WorkloadCache()
 
     def attempt(self, task: Task) -> Outcome:
         """Run a task; an exception becomes its outcome, so that other tasks continue."""

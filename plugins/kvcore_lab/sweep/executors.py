@@ -200,11 +200,17 @@ def _local_runner() -> Callable[[Task], Outcome]:
 
 @attrs.frozen
 class ThisProcess:
-    """Runs tasks one after another in this process."""
+    """Runs tasks one after another in this process.
+
+    Attributes:
+        known: the plugins and workloads that all of them share.
+    """
+
+    known: WorkloadCache = attrs.field(factory=WorkloadCache, repr=False, eq=False)
 
     def run(self, tasks: Iterable[Task]) -> Generator[Outcome]:
         """Yield the outcomes of `tasks`, in their order."""
-        runner, tasks = CellRunner(), queue_of(tasks)
+        runner, tasks = CellRunner(self.known), queue_of(tasks)
         while tasks:
             yield runner.attempt(tasks.popleft())
 
