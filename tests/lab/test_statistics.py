@@ -105,7 +105,7 @@ def test_a_figure_that_rests_on_a_session_has_a_wide_interval():
     ("workload", "parts_of"), [("zipf:requests=90,rate=20", 20), (CHATS, 60)]
 )
 def test_figures_by_parts_add_up_to_those_of_a_sweep(tmp_path, mode, workload, parts_of):
-    """What sessions, or stretches, add to a figure is its column, in both modes."""
+    """The shares of sessions, or stretches, add up to the columns of rows, in both modes."""
     grid = tmp_path / "grid.toml"
     timed = 'tier = "host:memory=1GiB"\nslo = "ttft=0.05"\n' if mode == "simulate" else ""
     grid.write_text(f'mode = "{mode}"\nworkload = "{workload}"\nblocks = 400\n{timed}')

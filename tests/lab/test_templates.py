@@ -10,7 +10,7 @@ import pytest
 from helpers.commands import run_here
 
 from kvcore.plugins.manager import KINDS
-from kvcore_lab.templates import KITS, package_files
+from kvcore_lab.templates.package import KITS, package_files
 
 OFFLINE = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet")
 

@@ -9,7 +9,7 @@ import click
 from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError
 from kvcore.plugins import Plugins
-from kvcore_lab.templates import KITS, package_files
+from kvcore_lab.templates.package import KITS, package_files
 
 
 @verb("kvcore new eviction my-policy", "kvcore new router my-router --dir ~/src")

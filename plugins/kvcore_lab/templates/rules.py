@@ -1,4 +1,4 @@
-"""Rules of an engine: what it reserves, when it publishes blocks, whom it preempts."""
+"""Rules of an engine: what it reserves, when it publishes blocks, which request it preempts."""
 
 from __future__ import annotations
 

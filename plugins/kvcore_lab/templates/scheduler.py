@@ -24,7 +24,7 @@ class Example(Scheduler):
     def priority(self, job: Job, now: int) -> int:
         """Return the rank of a job, of which the lowest is served first.
 
-        All jobs age alike, so it is enough to count from the arrival.
+        Waiting counts for all jobs, so it is enough to count from the arrival.
         """
         del now
         return job.request.prompt_tokens * NS_PER_S + self.tokens_per_second * job.arrival
