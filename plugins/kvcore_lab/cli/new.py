@@ -8,6 +8,7 @@ import click
 
 from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError
+from kvcore.files import make_directory
 from kvcore.plugins import Plugins
 from kvcore_lab.templates.package import KITS, package_files
 
@@ -39,7 +40,7 @@ def new(kind: str, name: str, folder: Path) -> None:
         msg = f"{package} exists: give another name, or another --dir"
         raise InputError(msg)
     for path, text in files.items():
-        (package / path).parent.mkdir(parents=True, exist_ok=True)
+        make_directory((package / path).parent)
         (package / path).write_text(text, "utf-8")
     echo(f"{package}: {', '.join(files)}")
     echo(f"Next: cd {package} && pip install -e '.[test]' && pytest")

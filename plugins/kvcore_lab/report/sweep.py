@@ -162,7 +162,7 @@ class SweepReport:
 
     @property
     def _drawn(self) -> str:
-        """The parts that the bootstrap draws: sessions where a workload has them, or stretches."""
+        """The parts that the bootstrap draws: sessions if a workload has them, or stretches."""
         sizes = {
             len(shares)
             for row in self.sweep.shares

@@ -160,3 +160,9 @@ def test_an_unknown_request_suggests_the_nearest_id(trace):
     """The error for an unknown request suggests the nearest id and lists the first ids."""
     err = error_of("explain", trace, "firts")
     assert f"'firts' is not in {trace} (did you mean 'first'?). Its 5 ids: first, " in err
+
+
+def test_without_a_source_the_trace_of_kvcore_is_explained():
+    """`explain --summary` alone is about the trace that comes with kvcore, as `compare` is."""
+    printed = run("--summary", "--limit", "50", "--blocks", "500")
+    assert printed.startswith("mooncake: 50 requests in 500 blocks")
