@@ -128,7 +128,8 @@ def _block(name: str, value: Any) -> str:
         raw = json.dumps(value).encode()
     packed = bytearray(gzip.compress(raw, LEVEL, mtime=0))
     packed[GZIP_SYSTEM] = 3  # Python 3.13 writes another number here
-    return f'<script type="application/gzip" id="data-{name}">{b64encode(packed).decode()}</script>'
+    text = b64encode(packed).decode()
+    return f'<script type="application/gzip" id="data-{name}">{text}</script>'
 
 
 def _policy(scripts: Sequence[str]) -> str:
