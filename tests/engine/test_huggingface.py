@@ -454,6 +454,21 @@ def test_a_table_of_positions_bounds_a_sequence(family, positions):
         assert len(result.log.reasons) == 2
 
 
+def test_tools_go_through_the_chat_template(tokenizer):
+    """The template gets the tools, and calls of them in a message; without tools none."""
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t.name }} {% endfor %}"
+        "{% for m in messages %}{{ m.content }} {% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments.city }}{% endfor %}{% endfor %}"
+    )
+    generator = HuggingFace(tiny("llama"), tokenizer)
+    call = {"function": {"name": "b", "arguments": {"city": "c"}}}
+    messages = [{"role": "assistant", "content": "a", "tool_calls": [call]}]
+    tokens = [tokenizer.encode(text) for text in ("a c", "b a c")]
+    assert generator.encode_chat(messages) == tokens[0]
+    assert generator.encode_chat(messages, [{"name": "b"}]) == tokens[1]
+
+
 def test_a_chat_that_the_template_refuses(tokenizer):
     """A template that raises is an InputError with its message, not a failure of the plugin."""
     tokenizer.chat_template = (
