@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 from random import Random
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import attrs
 
 from kvcore import Request, Workload
-from kvcore.blake2 import blake2b
 from kvcore.workloads import poisson_arrivals
 
 
@@ -32,20 +31,6 @@ class Example(Workload):
     documents: int = attrs.field(default=20, validator=attrs.validators.ge(1))
     blocks: int = attrs.field(default=60, validator=attrs.validators.ge(1))
     seed: int = 0
-
-    @property
-    def size(self) -> int:
-        """Number of requests."""
-        return self.requests
-
-    @property
-    def digest(self) -> str:
-        """The digest of all that the requests depend on."""
-        return blake2b(repr((self.name, self.options())).encode(), digest_size=16).hexdigest()
-
-    def options(self) -> dict[str, Any]:
-        """Return the options."""
-        return attrs.asdict(self)
 
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests in order of arrival."""
