@@ -129,23 +129,23 @@ def _installed() -> dict[str, Installed] | None:
     if any(hook is not PathFinder for hook in hooks):
         return None
     first: dict[str, Installed] = {}
-    for place in sys.path:
-        if place.lower().endswith(".egg") or os.path.isfile(place):
+    for entry in sys.path:
+        if entry.lower().endswith(".egg") or os.path.isfile(entry):
             return None
         with suppress(OSError):
-            full = os.path.abspath(place)
+            full = os.path.abspath(entry)
             for name, folder in _folders(full, os.stat(full).st_mtime_ns):
                 first.setdefault(name, Installed(folder))
     return first
 
 
 @cache
-def _folders(place: str, changed_ns: int) -> list[tuple[str, str]]:
+def _folders(parent: str, changed_ns: int) -> list[tuple[str, str]]:
     """Return the normal names of the distributions in a directory, and their directories."""
     del changed_ns  # for the cache
     return [
-        (_normal(os.path.splitext(entry)[0].partition("-")[0]), os.path.join(place, entry))
-        for entry in os.listdir(place)
+        (_normal(os.path.splitext(entry)[0].partition("-")[0]), os.path.join(parent, entry))
+        for entry in os.listdir(parent)
         if entry.lower().endswith(FOLDERS)
     ]
 

@@ -50,9 +50,9 @@ class TraceError(KvcoreError):
     exit_code = 1
 
 
-def shorten(text: str, most: int = 60) -> str:
-    """Return `text` for a message, cut to `most` characters."""
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def shorten(text: str, limit: int = 60) -> str:
+    """Return `text` for a message, cut to `limit` characters."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def redact(text: str) -> str:

@@ -178,20 +178,20 @@ def _expanded(
     kind, new, failure = codec
     step_bytes = STEP_BYTES[kind]
     decoder: Any = None
-    read = given = 0
+    read = size = 0
     while data:
-        read, at = read + len(data), 0
+        read, start = read + len(data), 0
         content: list[bytes] = []
-        while at < len(data):
+        while start < len(data):
             decoder = decoder or new()
-            step = data[at : at + step_bytes]
+            step = data[start : start + step_bytes]
             try:
                 piece = decoder.decompress(step)
             except failure as error:
                 msg = f"the {kind} stream is damaged: {error}"
                 raise DamageError(msg) from error
-            at, given = at + len(step) - len(decoder.unused_data), given + len(piece)
-            if expansion is not None and given > EXPANDED_BYTES + expansion * read:
+            start, size = start + len(step) - len(decoder.unused_data), size + len(piece)
+            if expansion is not None and size > EXPANDED_BYTES + expansion * read:
                 msg = (
                     f"the {kind} stream expands to more than {expansion} times its size; if "
                     "you trust it, decompress it first"
@@ -201,12 +201,12 @@ def _expanded(
                 decoder = None
             content.append(piece)
             # Small pieces are joined; a large one is yielded at once, to bound the memory.
-            if decoder is None or at == len(data) or len(piece) > CHUNK_BYTES:
-                whole = b"".join(content)
+            if decoder is None or start == len(data) or len(piece) > CHUNK_BYTES:
+                joined = b"".join(content)
                 content.clear()
-                for start in range(0, len(whole), CHUNK_BYTES):
-                    yield whole[start : start + CHUNK_BYTES]
-                del whole  # before the next one is made
+                for offset in range(0, len(joined), CHUNK_BYTES):
+                    yield joined[offset : offset + CHUNK_BYTES]
+                del joined  # before the next one is made
         data = file.read(CHUNK_BYTES)
     if decoder is not None:
         msg = f"the {kind} stream stops early"
@@ -394,7 +394,7 @@ def _keep_aside(part: Path) -> None:
     """Rename the `.part` of a killed process, and log its new name."""
     import logging  # noqa: PLC0415 - rarely needed
 
-    names = (part.with_name(f"{part.name}-{number}") for number in count(1))
+    names = (part.with_name(f"{part.name}-{serial}") for serial in count(1))
     aside = next(name for name in names if not name.exists())
     part.rename(aside)
     logging.getLogger("kvcore").warning(
@@ -451,16 +451,16 @@ class Spool:
             OSError: the disk is full.
         """
         with self._lock:
-            place, rest = self._end, memoryview(data)
+            offset, rest = self._end, memoryview(data)
             while rest:
                 written = os.pwrite(self._file.fileno(), rest, self._end)
                 self._end += written
                 rest = rest[written:]
-        return place
+        return offset
 
-    def load(self, place: int, size: int) -> bytes:
-        """Return `size` bytes from the offset `place` on."""
-        return os.pread(self._file.fileno(), size, place)
+    def load(self, offset: int, size: int) -> bytes:
+        """Return `size` bytes from `offset` on."""
+        return os.pread(self._file.fileno(), size, offset)
 
 
 _spool: ref[Spool] | None = None

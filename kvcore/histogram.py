@@ -26,13 +26,13 @@ def borders() -> list[int]:
     From 1 to 2, 2 to 5 and 5 to 10 times a power of ten, their distances are 0.01, 0.02 and
     0.05 times that power. So they are round numbers, and contain 1, 2, 5, 10, 20, ...
     """
-    found, decade = list(range(EXACT)), EXACT // 2
-    while found[-1] < INT64_LIMIT:
+    largest, decade = list(range(EXACT)), EXACT // 2
+    while largest[-1] < INT64_LIMIT:
         step = decade // 100
         for first, after, wide in ((2, 5, 2), (5, 10, 5), (10, 20, 10)):
-            found.extend(range(first * decade, after * decade, wide * step))
+            largest.extend(range(first * decade, after * decade, wide * step))
         decade *= 10
-    return found
+    return largest
 
 
 def nearest_rank(percent: int, count: int) -> int:
@@ -78,9 +78,9 @@ class Histogram:
         low = bisect_left(self._borders, min(values))
         high = bisect_left(self._borders, max(values), low)
         ends = repeat(low), repeat(high)
-        counts, places = self._weights, map(bisect_left, repeat(self._borders), values, *ends)
-        for (place, weight), times in Counter(zip(places, weights, strict=True)).items():
-            counts[place] += weight * times
+        counts, buckets = self._weights, map(bisect_left, repeat(self._borders), values, *ends)
+        for (bucket, weight), times in Counter(zip(buckets, weights, strict=True)).items():
+            counts[bucket] += weight * times
 
     def add_ascending(self, times: Sequence[int], since: int) -> None:
         """Add the difference from `since` to each of `times`, which ascend.
@@ -92,13 +92,13 @@ class Histogram:
         self.total += sum(times) - count * since
         self.high = max(self.high, last)
         borders, counts = self._borders, self._weights
-        place, done = bisect_left(borders, times[0] - since), 0
-        while borders[place] < last:
-            upto = bisect_right(times, borders[place] + since, done)
-            counts[place] += upto - done
+        bucket, done = bisect_left(borders, times[0] - since), 0
+        while borders[bucket] < last:
+            upto = bisect_right(times, borders[bucket] + since, done)
+            counts[bucket] += upto - done
             done = upto
-            place = bisect_left(borders, times[done] - since, place)
-        counts[place] += count - done
+            bucket = bisect_left(borders, times[done] - since, bucket)
+        counts[bucket] += count - done
 
     def add_weights(self, weights: bytes, weight: int, total: int, high: int) -> None:
         """Add samples: weights by bucket, their sum, that of the values, and the maximum.
@@ -109,16 +109,16 @@ class Histogram:
         self.total += total
         self.high = max(self.high, high)
         counts = memoryview(weights).cast("q").tolist()
-        for place, more in compress(enumerate(counts), counts):  # few buckets have any
-            self._weights[place] += more
+        for bucket, more in compress(enumerate(counts), counts):  # few buckets have any
+            self._weights[bucket] += more
 
     def merge(self, other: Histogram) -> None:
         """Add the samples of another histogram. O(its buckets)."""
         self.weight += other.weight
         self.total += other.total
         self.high = max(self.high, other.high)
-        for place, weight in other._weights.items():
-            self._weights[place] += weight
+        for bucket, weight in other._weights.items():
+            self._weights[bucket] += weight
 
     def add_progression(self, first: int, step: int, count: int, weight: int) -> None:
         """Add `first`, `first + step`, ... (`count` values), each `weight` times.
@@ -130,39 +130,39 @@ class Histogram:
         self.total += weight * (first + last) * count // 2
         self.high = max(self.high, last)
         borders, counts = self._borders, self._weights
-        place = bisect_left(borders, first)
+        bucket = bisect_left(borders, first)
         done = 0
         while True:
             # The number of values up to the border of this bucket.
-            upto = min((borders[place] - first) // step + 1, count)
-            counts[place] += (upto - done) * weight
+            upto = min((borders[bucket] - first) // step + 1, count)
+            counts[bucket] += (upto - done) * weight
             if upto == count:
                 return
             done = upto
-            place = bisect_left(borders, first + step * done, place)
+            bucket = bisect_left(borders, first + step * done, bucket)
 
     def at_most(self, bounds: Iterable[int]) -> list[int]:
         """Return for each of `bounds` the number of samples up to it.
 
         It is exact for borders; for another bound the samples in its bucket are not counted.
         """
-        places = sorted(self._weights)
-        upto = list(accumulate((self._weights[place] for place in places), initial=0))
+        buckets = sorted(self._weights)
+        upto = list(accumulate((self._weights[bucket] for bucket in buckets), initial=0))
         ends = (bisect_right(self._borders, bound) for bound in bounds)
-        return [upto[bisect_left(places, end)] for end in ends]
+        return [upto[bisect_left(buckets, end)] for end in ends]
 
     def percentiles(self) -> dict[str, int] | None:
         """Return `p50`, `p90`, `p95` and `p99`, by nearest rank; None without samples."""
         if not self.weight:
             return None
-        places = sorted(self._weights)
-        upto = list(accumulate(self._weights[place] for place in places))
-        found = {}
+        buckets = sorted(self._weights)
+        upto = list(accumulate(self._weights[bucket] for bucket in buckets))
+        values = {}
         for percent in PERCENTS:
             rank = nearest_rank(percent, self.weight)
-            border = self._borders[places[bisect_left(upto, rank)]]
-            found[f"p{percent}"] = min(border, self.high)
-        return found
+            border = self._borders[buckets[bisect_left(upto, rank)]]
+            values[f"p{percent}"] = min(border, self.high)
+        return values
 
     def as_dict(self, unit: int, bounds: Iterable[int]) -> dict[str, Any] | None:
         """Return the JSON object of the histogram in units of `unit`; None without samples.

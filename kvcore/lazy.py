@@ -27,8 +27,8 @@ def deferred(
             return import_module(f"{package}.{name}")
         if name not in places:
             return import_module("kvcore.moved").former(package, name)
-        own[name] = found = getattr(import_module(f"{package}.{places[name]}"), name)
-        return found
+        own[name] = value = getattr(import_module(f"{package}.{places[name]}"), name)
+        return value
 
     return get, lambda: sorted({*own, *places, *modules})
 

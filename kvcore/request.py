@@ -134,19 +134,19 @@ class KeyPrefix(Sequence[int]):
         return len(self.view)
 
     @overload
-    def __getitem__(self, place: int) -> int: ...
+    def __getitem__(self, index: int) -> int: ...
 
     @overload
-    def __getitem__(self, place: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
 
-    def __getitem__(self, place: int | slice) -> int | Sequence[int]:
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
         """Return a key; for a slice from the start a prefix, for any other slice a list."""
-        if isinstance(place, slice):
-            first, end, step = place.indices(len(self.view))
+        if isinstance(index, slice):
+            first, end, step = index.indices(len(self.view))
             if first == 0 and step == 1:
                 return KeyPrefix(self.path, end)
-            return self.view[place].tolist()
-        return self.view[place]
+            return self.view[index].tolist()
+        return self.view[index]
 
     def __iter__(self) -> Iterator[int]:
         """Yield the keys."""

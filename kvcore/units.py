@@ -169,9 +169,9 @@ def picoseconds(seconds: float, what: str) -> int:
     Raises:
         InputError: negative, not a number, or 2^63 ps (106 days) and more.
     """
-    most = INT64_LIMIT // PS_PER_S
-    if not 0 <= seconds < most:
-        msg = f"{what}={seconds} must be a number of seconds, from 0 and below {most:,}"
+    limit = INT64_LIMIT // PS_PER_S
+    if not 0 <= seconds < limit:
+        msg = f"{what}={seconds} must be a number of seconds, from 0 and below {limit:,}"
         raise InputError(msg)
     return round(Fraction(seconds) * PS_PER_S)
 

@@ -226,8 +226,10 @@ def load_toml(path: Path) -> dict[str, Any]:
         raise ValueError(deep) from None
     level: list[Any] = [tables]
     for _ in range(TOML_LEVELS):
-        values = (each.values() if isinstance(each, dict) else each for each in level)
-        level = [item for found in values for item in found if isinstance(item, (dict, list))]
+        values = (entry.values() if isinstance(entry, dict) else entry for entry in level)
+        level = [
+            item for entries in values for item in entries if isinstance(item, (dict, list))
+        ]
     if level:
         raise ValueError(deep)
     return tables
@@ -252,7 +254,7 @@ def fits_header(value: str) -> bool:
 
 def escaped(text: str) -> str:
     """Return `text` with control characters in visible ASCII, such as `<U+001B>`."""
-    return _CONTROLS.sub(lambda found: f"<U+{ord(found[0]):04X}>", text)
+    return _CONTROLS.sub(lambda match: f"<U+{ord(match[0]):04X}>", text)
 
 
 def escaped_json(document: bytes) -> bytes:
@@ -264,4 +266,4 @@ def escaped_json(document: bytes) -> bytes:
         return document
     text = document.decode()
     # Line ends are the only control characters of a document that are not in strings.
-    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode()
+    return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode()

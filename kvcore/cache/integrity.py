@@ -52,9 +52,9 @@ def _check_span(tree: SpanTree, span: Span) -> None:
     if span.children:
         _check_children(span, list(span.children.values()))
     # Generated blocks are looked up below the prompt, with names in place of keys.
-    found = tree.index.match(span.path_keys, span.end, parent if generated else tree.root)
-    if found != (span, span.end):
-        _broken(f"prefix plugin {tree.index.name!r} finds {found} where {span!r} ends")
+    match = tree.index.match(span.path_keys, span.end, parent if generated else tree.root)
+    if match != (span, span.end):
+        _broken(f"prefix plugin {tree.index.name!r} finds {match} where {span!r} ends")
 
 
 def _check_children(span: Span, children: list[Span]) -> None:
@@ -100,10 +100,10 @@ def _paths(ends: Iterable[Span]) -> dict[Span, int]:
     """Return for each span the number of paths down to `ends` that contain it."""
     pins: dict[Span, int] = {}
     for span in ends:
-        at = span
-        while at.parent is not None:
-            pins[at] = pins.get(at, 0) + 1
-            at = at.parent
+        above = span
+        while above.parent is not None:
+            pins[above] = pins.get(above, 0) + 1
+            above = above.parent
     return pins
 
 
@@ -111,23 +111,23 @@ def _check_pins(spans: list[Span], ends: list[Span]) -> None:
     """Check that a span is pinned once for each open sequence or pin whose path it is on."""
     pins = _paths(ends)
     for span in spans:
-        held = pins.pop(span, 0)
-        if held != span.ref_count:
-            _broken(f"{span!r} is on the paths of {held} open sequences")
+        count = pins.pop(span, 0)
+        if count != span.ref_count:
+            _broken(f"{span!r} is on the paths of {count} open sequences")
     if pins:
         _broken(f"open sequences hold {list(pins)}, which are not cached")
 
 
 def _check_client_pins(pins: ClientPins, pool_blocks: int) -> None:
     """Check the counts of client pins, and that they hold no more than their share."""
-    held = _paths(pin.span for pin in pins)
-    blocks, most = sum(span.blocks for span in held), PIN_SHARE * pool_blocks
-    if held != pins.held:
-        _broken(f"clients pin {held}; counted are {pins.held}")
+    pinned = _paths(pin.span for pin in pins)
+    blocks, limit = sum(span.blocks for span in pinned), PIN_SHARE * pool_blocks
+    if pinned != pins.held:
+        _broken(f"clients pin {pinned}; counted are {pins.held}")
     if blocks != pins.blocks:
         _broken(f"they hold {blocks}, not {pins.blocks}")
-    if blocks > most:
-        _broken(f"pins hold {blocks} blocks, of {most} that they may")
+    if blocks > limit:
+        _broken(f"pins hold {blocks} blocks, of {limit} that they may")
 
 
 def _check_ids(pool: BlockPool, spans: list[Span], sequences: list[Sequence]) -> int:
@@ -136,21 +136,23 @@ def _check_ids(pool: BlockPool, spans: list[Span], sequences: list[Sequence]) ->
     for seq in sequences:
         ids = seq.private
         if ids is None or len(ids) != seq.private_blocks:
-            held = None if ids is None else len(ids)
-            _broken(f"{seq!r} should hold {seq.private_blocks} private blocks and holds {held}")
+            owned = None if ids is None else len(ids)
+            _broken(
+                f"{seq!r} should hold {seq.private_blocks} private blocks and holds {owned}"
+            )
         for block in ids:
             owners[block] = owners.get(block, 0) + 1
     extra = {block: count - 1 for block, count in owners.items() if count > 1}
     if extra != pool.owners:
         _broken(f"blocks with several owners are {extra}, but the pool has {pool.owners}")
-    places: list[tuple[str, Iterable[int]]] = [("free", pool.free_ids()), ("private", owners)]
-    places += [(f"span {span.id}", span.ids or ()) for span in spans]
+    held_by: list[tuple[str, Iterable[int]]] = [("free", pool.free_ids()), ("private", owners)]
+    held_by += [(f"span {span.id}", span.ids or ()) for span in spans]
     seen: dict[int, str] = {}
-    for place, blocks in places:
+    for owner, blocks in held_by:
         for block in blocks:
             if block in seen:
-                _broken(f"block {block} is in two places: {seen[block]} and {place}")
-            seen[block] = place
+                _broken(f"block {block} is in two places: {seen[block]} and {owner}")
+            seen[block] = owner
     if len(seen) != pool.high_water:
         _broken(f"{pool.high_water} blocks have been used, but {len(seen)} are accounted for")
     return len(owners)

@@ -262,8 +262,8 @@ class KVCache:
         """
         levels = () if self.tiers is None else self.tiers.levels
         trees = (self.tree, *(level.tree for level in levels))
-        found = (tree.residency.by_tier() for tree in trees if tree.residency is not None)
-        return {name: each for tier in found if tier for name, each in tier.items()} or None
+        tiers = (tree.residency.by_tier() for tree in trees if tree.residency is not None)
+        return {name: value for tier in tiers if tier for name, value in tier.items()} or None
 
     def check_integrity(self) -> None:
         """Check every invariant. Costs O(spans + sequences), with ids O(blocks).
@@ -328,6 +328,7 @@ class KVCache:
             self._raise_failure()
         if trace is not None:
             trace.describe_keys(request, geometry)
+        # The prompt in blocks, the time, and the lines that come before any other.
         keys, tokens, blocks, cacheable, lookup, limit = geometry.lay_out(request, target)
         if type(now) is not int or now < self.now:
             now = self._at(now)
@@ -337,6 +338,7 @@ class KVCache:
         if trace is not None:
             check_admission(request, self._admitted, resumed=resumed)
             trace.request(request, now)
+        # The hit: of the prompt, or of a preempted request's own output too.
         size = geometry.block_size
         match = tree.find(keys, limit, now)
         if target is not None:
@@ -345,6 +347,7 @@ class KVCache:
                 keys, match = longer
                 cacheable = limit = (target - 1) // size
         span, hit, unpinned, expired = match
+        # The blocks to allocate beside it, and whether there are as many.
         length, prompt_blocks = tokens, blocks
         if first_tokens is not None:
             if first_tokens < 0:
@@ -561,6 +564,7 @@ class KVCache:
                 f"{held - 1}, once it has computed all {seq.span.end} blocks that it shares"
             )
             raise InputError(msg)
+        # Blocks for the tokens that stay, and for those that are allocated ahead.
         ahead = seq.tokens - seq.computed
         blocks = -(-(tokens + ahead) // self.geometry.block_size)
         need = max(0, blocks - own_blocks(self.pool, seq))
@@ -576,6 +580,7 @@ class KVCache:
             self.trace.compact(
                 now, seq=seq.id, tokens=tokens, held=held, runs=freed, new=new, ahead=ahead
             )
+        # From here on it shares nothing, and the backend copies what stays.
         if seq.family is not None:
             seq.family.remove(seq)
             seq.family = None
@@ -631,6 +636,7 @@ class KVCache:
                 self.pool.free_blocks += private  # what `CountingPool.free` does
             else:
                 self._free_last(seq, private)
+        # The shared blocks are unpinned; hints of a request that has ended take effect.
         request, tree = seq.request, self.tree
         hints = request.hints
         if hints is NO_HINTS or preempted:

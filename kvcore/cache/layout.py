@@ -162,8 +162,8 @@ class BlockLayout:
         else:
             cacheable = full
         limit = ((length if target is None else target) - 1) // size if length else 0
-        most = limit if limit < cacheable else cacheable
-        return keys, length, blocks, cacheable, full, most
+        can_hit = limit if limit < cacheable else cacheable
+        return keys, length, blocks, cacheable, full, can_hit
 
     def generated_keys(self, request: Request, first: int, end: int) -> list[Key]:
         """Return the keys of a prompt's blocks, and names for the generated ones up to `end`.
@@ -171,9 +171,9 @@ class BlockLayout:
         The blocks from position `first` on are generated, at least in part. A name contains
         the id of the request, so no other request hits the block. O(keys).
         """
-        whole = first // self.ratio
-        keys = request.keys[self._stride - 1 :: self._stride][:whole]
-        return [*keys, *self.generated_names(request, whole, end)]
+        prompt_keys = first // self.ratio
+        keys = request.keys[self._stride - 1 :: self._stride][:prompt_keys]
+        return [*keys, *self.generated_names(request, prompt_keys, end)]
 
     def generated_names(self, request: Request, first: int, end: int) -> Iterator[Key]:
         """Yield the names of generated blocks up to `end`, from the key at `first` on."""
@@ -214,14 +214,14 @@ class BlockLayout:
 
     def _with_output(self, request: Request) -> Keys[Key]:
         """Return the keys of the prompt that are full of tokens, and those of the output."""
-        whole = request.prompt_tokens // self.key_tokens
-        if len(request.keys) < whole:
+        prompt_keys = request.prompt_tokens // self.key_tokens
+        if len(request.keys) < prompt_keys:
             msg = (
                 f"request {request.id} has output keys, but only {len(request.keys)} of "
-                f"{whole} keys of its prompt, which come before them"
+                f"{prompt_keys} keys of its prompt, which come before them"
             )
             raise InputError(msg)
-        return [*request.keys[:whole], *request.output_keys]
+        return [*request.keys[:prompt_keys], *request.output_keys]
 
 
 def _check_sizes(block_size: object, key_tokens: object) -> None:

@@ -27,7 +27,7 @@ class NamedBlocks:
         bare ------> held <-------------> idle ------> forgotten, and bare again
                               hold()             pop(), then forget()
 
-    A bare block belongs to one sequence, or to nobody. Only idle blocks can be evicted: the one
+    A bare block belongs to one sequence, or is free. Only idle blocks can be evicted: the one
     that has been idle longest first. Blocks of one group may have one name; these copies form a
     chain from the oldest, which is hit, to the youngest. All calls take O(1) a block.
 

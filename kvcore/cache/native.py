@@ -22,10 +22,10 @@ from kvcore.request import NO_HINTS, Request
 @once
 def core() -> Any | None:
     """Return the library, which knows the classes of the cache; None: it is not used."""
-    found = library()
-    if found is not None:
-        found.bind(Span, Request, NO_HINTS, borders())
-    return found
+    native = library()
+    if native is not None:
+        native.bind(Span, Request, NO_HINTS, borders())
+    return native
 
 
 def why_not(cache: ServedCache) -> str:

@@ -38,8 +38,8 @@ class PinnedTree(Protocol):
     pool: CountingPool
     unpinned_blocks: int
 
-    def split(self, lower: Span, at: int) -> Span:
-        """Cut `lower` at block position `at`; return the upper half, pinned once more."""
+    def split(self, lower: Span, position: int) -> Span:
+        """Cut `lower` at block `position`; return the upper half, pinned once more."""
 
     def close(self, span: Span, now: int) -> None:
         """Unpin the path down to `span`, leaf to root."""
@@ -91,26 +91,26 @@ class ClientPins:
             path.append(span)
             span = span.parent  # type: ignore[assignment]
         room = int(PIN_SHARE * tree.pool.blocks) - self.blocks
-        held: list[Span] = []
+        pinned: list[Span] = []
         for span in reversed(path):
             if span not in self.held and span.blocks > room:
                 self.refused_blocks += seq.span.end - span.start - room
                 if room:
                     upper = tree.split(span, span.start + room)
                     upper.ref_count -= 1
-                    held.append(upper)
+                    pinned.append(upper)
                 break
             if span not in self.held:
                 room -= span.blocks
-            held.append(span)
-        for span in held:
+            pinned.append(span)
+        for span in pinned:
             span.ref_count += 1
             if span not in self.held:
                 self.blocks += span.blocks
             self.held[span] = self.held.get(span, 0) + 1
-        if held:
+        if pinned:
             self._serial += 1
-            heappush(self._heap, Pin(until, self._serial, held[-1]))
+            heappush(self._heap, Pin(until, self._serial, pinned[-1]))
 
     def on_split(self, upper: Span, lower: Span) -> None:
         """Called when the head of `lower` became `upper`, which the same pins hold."""

@@ -258,7 +258,7 @@ class Residency:
         self.evicted_blocks[reason] += sum(blocks)
         self.hits_at_eviction.extend(hits, blocks)
         if -1 in idle:  # `on_evict_by_block` has counted the times of these
-            rest = [each for each in zip(idle, lifetime, blocks, strict=True) if each[0] >= 0]
+            rest = [row for row in zip(idle, lifetime, blocks, strict=True) if row[0] >= 0]
             if not rest:
                 return
             idle, lifetime, blocks = zip(*rest, strict=True)

@@ -120,9 +120,9 @@ def new_holes(seq: Sequence, ranges: Iterable[tuple[int, int]]) -> list[Hole]:
         ValueError: a range reaches beyond the computed tokens.
     """
     size, wanted = seq.span.geometry.block_size, []
-    for given in ranges:
+    for tokens in ranges:
         # `index` accepts whole numbers of any kind, such as those of arrays.
-        start, end = map(index, given)
+        start, end = map(index, tokens)
         if not 0 <= start <= end <= seq.computed:
             msg = f"tokens {start} to {end} of {seq.computed} computed ones"
             raise ValueError(msg)
@@ -158,17 +158,17 @@ def drop_blocks(
 
 def _without(holes: tuple[Hole, ...], wanted: Iterable[Hole]) -> Iterator[Hole]:
     """Yield the parts of `wanted`, in order, that are in none of `holes`, nor twice."""
-    at = place = 0
+    block = hole = 0
     for first, end in wanted:
-        at = max(at, first)
-        while at < end:
-            while place < len(holes) and holes[place][1] <= at:
-                place += 1
-            low, high = holes[place] if place < len(holes) else (end, end)
-            if at < low:
+        block = max(block, first)
+        while block < end:
+            while hole < len(holes) and holes[hole][1] <= block:
+                hole += 1
+            low, high = holes[hole] if hole < len(holes) else (end, end)
+            if block < low:
                 high = min(low, end)
-                yield at, high
-            at = high
+                yield block, high
+            block = high
 
 
 def _drop(pool: CountingPool, seq: Sequence, first: int, end: int) -> Ids | None:
@@ -182,9 +182,9 @@ def _drop(pool: CountingPool, seq: Sequence, first: int, end: int) -> Ids | None
     if seq.private is None:
         pool.free(None, count)
         return None
-    at = private_from - seq.span.end - seq.dropped_between(seq.span.end, private_from)
-    ids = seq.private[at : at + count]
+    offset = private_from - seq.span.end - seq.dropped_between(seq.span.end, private_from)
+    ids = seq.private[offset : offset + count]
     ids.reverse()
-    del seq.private[at : at + count]
+    del seq.private[offset : offset + count]
     pool.free(ids, count)
     return ids

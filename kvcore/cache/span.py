@@ -57,47 +57,55 @@ class Span:
         start: int,
         end: int,
         parent: Span | None,
-        ref_count: int,
-        children: dict[Key, Span] | None,
-        created: int,
-        last_access: int,
-        created_order: int,
-        last_hit_order: int,
-        last_request: int | str,
-        released_order: int,
-        hit_count: int,
-        priority: int,
-        priority_until: int | None,
-        expires: int | None,
-        tenant: str | None,
-        data: Any,
         geometry: BlockLayout,
         path_keys: Keys[Key],
         ids: array[int] | None,
-        creator: object | None,
+        now: int,
+        created_order: int,
+        last_hit_order: int,
+        last_request: int | str,
+        tenant: str | None = None,
     ) -> None:
+        """Make a leaf that was never hit, pinned by who stores it at `now` (ns)."""
         self.id = id
         self.start = start
         self.end = end
         self.parent = parent
-        self.ref_count = ref_count
-        self.children = children
-        self.created = created
-        self.last_access = last_access
+        self.children: dict[Key, Span] | None = None
+        self.ref_count = 1
+        self.created = now
+        self.last_access = now
         self.created_order = created_order
         self.last_hit_order = last_hit_order
         self.last_request = last_request
-        self.released_order = released_order
-        self.hit_count = hit_count
-        self.priority = priority
-        self.priority_until = priority_until
-        self.expires = expires
+        self.released_order = 0
+        self.hit_count = 0
+        self.priority = DEFAULT_PRIORITY
+        self.priority_until: int | None = None
+        self.expires: int | None = None
         self.tenant = tenant
-        self.data = data
+        self.data: Any = None
         self.geometry = geometry
         self.path_keys = path_keys
         self.ids = ids
-        self.creator = creator
+        self.creator: object | None = None
+
+    def head(self, id: int, end: int, key: Key) -> Span:  # noqa: A002 - as above
+        """Return a new span of the blocks before position `end`, pinned once more than this.
+
+        It has a copy of the statistics, and this span as its child, by the `key` at `end`.
+        """
+        span = Span(
+            id, self.start, end, self.parent, self.geometry, self.path_keys, None, self.created,
+            self.created_order, self.last_hit_order, self.last_request, self.tenant,
+        )  # fmt: skip
+        span.children = {key: self}
+        span.ref_count = self.ref_count + 1
+        span.last_access, span.released_order = self.last_access, self.released_order
+        span.hit_count = self.hit_count
+        span.priority, span.priority_until = self.priority, self.priority_until
+        span.expires = self.expires
+        return span
 
     @property
     def blocks(self) -> int:

@@ -2,6 +2,16 @@
 
 A span is a run of cached blocks, and its children continue it. A `PrefixIndex` looks up the
 spans of a prompt; all changes of spans are made here, in the same way for every index.
+
+The life of a span:
+
+    commit                  stored as a leaf, pinned by its sequence, which may append to it
+                            until another one uses it (`creator`)
+    open, fork, pin         pinned once more, with all spans above it
+    split                   its first blocks become a span above it, with the same pins
+    close                   unpinned, with all spans above it: without pins it can leave
+    evict                   a leaf without pins loses blocks from its tail, the last at the end
+    drop_expired, discard   leaves at once, with all spans below it that are not pinned
 """
 
 from __future__ import annotations
@@ -35,10 +45,12 @@ from kvcore.request import DEFAULT_PRIORITY, Key, Request
 
 def root_span(geometry: BlockLayout) -> Span:
     """Return the empty span at which every path begins. It is pinned once, for good."""
-    return Span(
-        0, 0, 0, None, 1, {}, 0, 0, 0, 0, "", 0, 0, DEFAULT_PRIORITY, None, None, None,
-        None, geometry, (), None, None,
+    root = Span(
+        0, 0, 0, None, geometry, (), None, now=0, created_order=0, last_hit_order=0,
+        last_request="",
     )  # fmt: skip
+    root.children = {}
+    return root
 
 
 class Watcher(Protocol):
@@ -56,6 +68,30 @@ class Watcher(Protocol):
 
     def leaving(self, span: Span, blocks: int, now: int, reason: str) -> None:
         """Called when the last `blocks` blocks of `span` are about to leave (`on_remove`)."""
+
+
+class Callbacks:
+    """The methods that the policy and the index of a tree override; None: not overridden.
+
+    They are looked up once: one that is not overridden costs nothing.
+    """
+
+    def __init__(self, index: PrefixIndex, eviction: EvictionPolicy) -> None:
+        self.index_insert = find_override(index, "insert")
+        self.index_split = find_override(index, "split")
+        self.index_remove = find_override(index, "remove")
+        self.on_insert = find_override(eviction, "on_insert")
+        self.on_access = find_override(eviction, "on_access")
+        self.on_end = find_override(eviction, "on_end")
+        self.on_extend = find_override(eviction, "on_extend")
+        self.on_split = find_override(eviction, "on_split")
+        self.on_pin = find_override(eviction, "on_pin")
+        self.on_miss = find_override(eviction, "on_miss")
+        self.on_release = find_override(eviction, "on_release")
+        self.on_leaf = find_override(eviction, "on_leaf")
+        self.on_trim = find_override(eviction, "on_trim")
+        self.on_remove = find_override(eviction, "on_remove")
+        self.evictable_blocks = find_override(eviction, "evictable_blocks")
 
 
 class SpanTree:
@@ -83,15 +119,12 @@ class SpanTree:
         pool, index, eviction, geometry, trace: the arguments.
     """
 
-    # More attributes than CPython keeps in fast instance dictionaries.
     __slots__ = (
-        "_announces", "_block_spans", "_created", "_demoted", "_evictable_blocks",
-        "_evicts_leaves", "_expires", "_index_insert", "_index_remove", "_index_split",
-        "_last_id", "_match", "_now", "_on_access", "_on_end", "_on_extend", "_on_insert",
-        "_on_leaf", "_on_miss", "_on_pin", "_on_release", "_on_remove", "_on_split", "_on_trim",
-        "_released", "_shares", "cached_blocks", "evicted_blocks", "eviction",
-        "expired_blocks", "failure", "fixed_order", "geometry", "index", "pins", "pool",
-        "residency", "root", "trace", "unpinned_blocks", "upper", "watcher",
+        "_announces", "_block_spans", "_callbacks", "_created", "_demoted", "_evicts_leaves",
+        "_expires", "_last_id", "_match", "_now", "_released", "_shares", "cached_blocks",
+        "evicted_blocks", "eviction", "expired_blocks", "failure", "fixed_order", "geometry",
+        "index", "pins", "pool", "residency", "root", "trace", "unpinned_blocks", "upper",
+        "watcher",
     )  # fmt: skip
 
     def __init__(
@@ -120,27 +153,13 @@ class SpanTree:
         self.root = root_span(geometry)
         self._last_id = self._created = self._released = self._now = 0
         self._match = index.match
-        self._index_insert = find_override(index, "insert")
-        self._index_split = find_override(index, "split")
-        self._index_remove = find_override(index, "remove")
+        self._callbacks = calls = Callbacks(index, eviction)
         self._evicts_leaves = index.evicts_leaves
         self._block_spans = index.block_spans
         self._shares = index.shares
         self._expires = eviction.expires_spans
         self.fixed_order = bool(vars(type(eviction)).get("fixed_order"))
-        self._on_insert = find_override(eviction, "on_insert")
-        self._on_access = find_override(eviction, "on_access")
-        self._on_end = find_override(eviction, "on_end")
-        self._on_extend = find_override(eviction, "on_extend")
-        self._on_split = find_override(eviction, "on_split")
-        self._on_pin = find_override(eviction, "on_pin")
-        self._on_miss = find_override(eviction, "on_miss")
-        self._on_release = find_override(eviction, "on_release")
-        self._on_leaf = find_override(eviction, "on_leaf")
-        self._on_trim = find_override(eviction, "on_trim")
-        self._on_remove = find_override(eviction, "on_remove")
-        self._evictable_blocks = find_override(eviction, "evictable_blocks")
-        listeners = (self._index_insert, self._on_insert, self._on_extend)
+        listeners = (calls.index_insert, calls.on_insert, calls.on_extend)
         self._announces = self._expires or any(listeners)
 
     # Lookup.
@@ -211,8 +230,9 @@ class SpanTree:
             span = upper.parent  # type: ignore[assignment]
         else:
             seq.span = span
+        # Pinned before the evictions below, so that none of them is a victim.
         root = self.root
-        on_pin = self._on_pin
+        on_pin = self._callbacks.on_pin
         try:
             while span is not root:
                 if span.ref_count:
@@ -225,7 +245,7 @@ class SpanTree:
                 span = span.parent  # type: ignore[assignment]
         except BaseException as error:
             raise self.fail(self.eviction, "on_pin", error) from error
-        if self._on_miss is not None and missed and not resumed:
+        if self._callbacks.on_miss is not None and missed and not resumed:
             self.missed(seq.request, seq.hit_blocks, now)
         pool = self.pool
         if need <= pool.free_blocks and type(pool) is CountingPool:
@@ -238,8 +258,8 @@ class SpanTree:
 
     def missed(self, request: Request, hit: int, now: int) -> None:
         """Call `on_miss` of the policy: `request` hit `hit` blocks, fewer than it could."""
-        if self._on_miss is not None:
-            self._call(self.eviction, "on_miss", self._on_miss, request, hit, now)
+        if self._callbacks.on_miss is not None:
+            self._call(self.eviction, "on_miss", self._callbacks.on_miss, request, hit, now)
 
     def _record_hit(  # noqa: C901 - one access, from top to bottom
         self,
@@ -272,12 +292,12 @@ class SpanTree:
             span.last_access = now
             span = span.parent  # type: ignore[assignment]
         # Callbacks see the new statistics of the whole path.
-        if self._on_access is not None:
+        if self._callbacks.on_access is not None:
             policy, span = self.eviction, seq.span
             below: int | None = 0
             while span is not root:
                 before = span.expires
-                self._call(policy, "on_access", self._on_access, span, now)
+                self._call(policy, "on_access", self._callbacks.on_access, span, now)
                 if self._expires:
                     below = self._call(policy, "on_access", raise_expiry, span, before, below)
                 span = span.parent  # type: ignore[assignment]
@@ -293,11 +313,11 @@ class SpanTree:
         path is that of a client's pin.
         """
         self._now = now
-        if ended is not None and self._on_end is not None:
-            self._call(self.eviction, "on_end", self._on_end, ended, now)
+        if ended is not None and self._callbacks.on_end is not None:
+            self._call(self.eviction, "on_end", self._callbacks.on_end, ended, now)
         span.creator = None
         root = self.root
-        on_release, expires = self._on_release, self._expires
+        on_release, expires = self._callbacks.on_release, self._expires
         below: int | None = 0
         try:
             while span is not root:
@@ -399,8 +419,8 @@ class SpanTree:
         span.ref_count += 1
         if span.ref_count == 1:
             self.unpinned_blocks -= span.blocks
-            if self._on_pin is not None:
-                self._call(self.eviction, "on_pin", self._on_pin, span)
+            if self._callbacks.on_pin is not None:
+                self._call(self.eviction, "on_pin", self._callbacks.on_pin, span)
 
     def _free_duplicates(
         self, seq: Sequence, span: Span, first: int, own: Ids | None, now: int
@@ -437,12 +457,14 @@ class SpanTree:
             for end in range(first + 1, upto + 1):
                 self._store(seq, end, priority, until, now)
             return
+        # The blocks leave the sequence, with their ids.
         ids = seq.private
         if ids is not None:
             seq.private = ids[count:]
             if len(ids) > count:
                 ids = ids[:count]
         self.cached_blocks += count
+        # They continue the leaf of the sequence, or become a child of it.
         appends = (
             span.creator is seq
             and not self._block_spans
@@ -464,10 +486,10 @@ class SpanTree:
             self._last_id += 1
             self._created += 1
             span = Span(
-                self._last_id, first, upto, parent, 1, None, now, now, self._created,
-                seq.admission, request.id, 0, 0, priority, until, None, request.tenant, None,
-                self.geometry, keys, ids, seq,
+                self._last_id, first, upto, parent, self.geometry, keys, ids, now,
+                self._created, seq.admission, request.id, request.tenant,
             )  # fmt: skip
+            span.priority, span.priority_until, span.creator = priority, until, seq
             key, children = keys[first // self.geometry.ratio], parent.children
             if children is None:
                 parent.children = {key: span}
@@ -478,6 +500,7 @@ class SpanTree:
             seq.span = span
             if parent.priority != priority or parent.priority_until != until:
                 raise_priority_above(span, now)
+        # All who listen hear of them: trace, statistics, index and policy, forks, tiers.
         if self.trace is not None:
             how: Literal["grown", "new"] = "grown" if appends else "new"
             self.trace.commit(
@@ -496,13 +519,13 @@ class SpanTree:
     def _announce(self, span: Span, first: int, now: int, *, appended: bool) -> None:
         """Call the index and the policy for the new blocks of `span`, from `first` on."""
         policy, method = self.eviction, "on_extend" if appended else "on_insert"
-        if self._index_insert is not None:
-            self._call(self.index, "insert", self._index_insert, span, first)
+        if self._callbacks.index_insert is not None:
+            self._call(self.index, "insert", self._callbacks.index_insert, span, first)
         if appended:
-            if self._on_extend is not None:
-                self._call(policy, method, self._on_extend, span, span.end - first)
-        elif self._on_insert is not None:
-            self._call(policy, method, self._on_insert, span, now)
+            if self._callbacks.on_extend is not None:
+                self._call(policy, method, self._callbacks.on_extend, span, span.end - first)
+        elif self._callbacks.on_insert is not None:
+            self._call(policy, method, self._callbacks.on_insert, span, now)
         if self._expires:
             self._call(policy, method, raise_expiry_above, span)
 
@@ -548,25 +571,25 @@ class SpanTree:
             span.ref_count += 1
             begin = seq.span.end
             assert seq.private is not None
-            held = seq.private[: span.end - begin]
+            shared_ids = seq.private[: span.end - begin]
             del seq.private[: span.end - begin]
             seq.span = span
             if span.end <= first:
-                self._free_duplicates(seq, span, begin, held[::-1], now)
+                self._free_duplicates(seq, span, begin, shared_ids[::-1], now)
                 continue
             assert isinstance(self.pool, BlockPool)
-            for block in held:
+            for block in shared_ids:
                 self.pool.unshare(block)
             if self.trace is not None:
-                blocks = len(held)
+                blocks = len(shared_ids)
                 self.trace.commit(
                     now, seq=seq.id, span=span.id, first=begin, blocks=blocks, how="shared"
                 )
 
     # Splitting.
 
-    def split(self, lower: Span, at: int) -> Span:
-        """Cut `lower` at block position `at`; return the upper half, pinned once more.
+    def split(self, lower: Span, position: int) -> Span:
+        """Cut `lower` at block `position`; return the upper half, pinned once more.
 
         The span before and after::
 
@@ -578,7 +601,7 @@ class SpanTree:
             +-----+             +-----+  upper: a new span with a copy of the statistics
             |     |             |     |         and the pins of `lower`, and one more pin
             |     |             +-----+
-            |     | lower          |  at
+            |     | lower          |  position
             |     |             +-----+  lower: the same object: its id, its `data`, its
             |     |             |     |         place in the policy's order, its children,
             +-----+             +-----+         and the sequences that end in it
@@ -591,30 +614,25 @@ class SpanTree:
         self._last_id += 1
         head = lower.ids
         if head is not None:
-            cut = at - lower.start
+            cut = position - lower.start
             lower.ids = head[cut:]
             head = head[:cut]
-        upper = Span(
-            self._last_id, lower.start, at, parent, lower.ref_count + 1,
-            {lower.path_keys[at // geometry.ratio]: lower}, lower.created, lower.last_access,
-            lower.created_order, lower.last_hit_order, lower.last_request,
-            lower.released_order, lower.hit_count, lower.priority, lower.priority_until,
-            lower.expires, lower.tenant, None, geometry, lower.path_keys, head, None,
-        )  # fmt: skip
+        upper = lower.head(self._last_id, position, lower.path_keys[position // geometry.ratio])
+        upper.ids = head
         assert parent.children is not None
         parent.children[lower.path_keys[lower.start // geometry.ratio]] = upper
         lower.parent = upper
-        lower.start = at
+        lower.start = position
         if self.pins:
             self.pins.on_split(upper, lower)
         if not lower.ref_count:
-            self.unpinned_blocks -= at - upper.start
+            self.unpinned_blocks -= position - upper.start
         if self.trace is not None:
-            self.trace.split(self._now, span=lower.id, upper=upper.id, at=at)
-        if self._index_split is not None:
-            self._call(self.index, "split", self._index_split, upper, lower)
-        if self._on_split is not None:
-            self._call(self.eviction, "on_split", self._on_split, upper, lower)
+            self.trace.split(self._now, span=lower.id, upper=upper.id, at=position)
+        if self._callbacks.index_split is not None:
+            self._call(self.index, "split", self._callbacks.index_split, upper, lower)
+        if self._callbacks.on_split is not None:
+            self._call(self.eviction, "on_split", self._callbacks.on_split, upper, lower)
         return upper
 
     def _split_at_hints(self, span: Span, steps: list[PriorityStep]) -> None:
@@ -678,6 +696,7 @@ class SpanTree:
             span, count = self._victim(now)
             if count > missing and not self._evicts_leaves:
                 count = missing
+            # While the span is whole: its ids, the trace, watchers and statistics.
             ids = span.ids
             if ids is not None:
                 ids = ids[: -count - 1 : -1]
@@ -693,8 +712,8 @@ class SpanTree:
             self.evicted_blocks += count
             if residency is not None:
                 if times is None or self._evicts_leaves:
-                    at = now if times is None else times[blocks - missing - count]
-                    residency.on_evict(span, count, at, "capacity")
+                    evicted_at = now if times is None else times[blocks - missing - count]
+                    residency.on_evict(span, count, evicted_at, "capacity")
                 else:
                     done = blocks - missing
                     residency.on_evict_by_block(span, times[done - count : done])
@@ -735,9 +754,10 @@ class SpanTree:
         ):
             raise self._refuse(self.eviction, "victim()", self._why_not(span))
         blocks = span.end - span.start
-        if self._evictable_blocks is None or self._evicts_leaves:
+        method = self._callbacks.evictable_blocks
+        if method is None or self._evicts_leaves:
             return span, blocks
-        count = self._call(self.eviction, "evictable_blocks", self._evictable_blocks, span)
+        count = self._call(self.eviction, "evictable_blocks", method, span)
         if type(count) is not int or not 1 <= count <= blocks:
             why = f"{count!r}: give 1 to {blocks}"
             raise self._refuse(self.eviction, f"evictable_blocks() of {span!r}", why)
@@ -765,8 +785,8 @@ class SpanTree:
         """
         parent: Span = span.parent  # type: ignore[assignment]
         start = span.start
-        if self._index_remove is not None:
-            self._call(self.index, "remove", self._index_remove, span, start)
+        if self._callbacks.index_remove is not None:
+            self._call(self.index, "remove", self._callbacks.index_remove, span, start)
         children = parent.children
         assert children is not None
         del children[span.path_keys[start // self.geometry.ratio]]
@@ -775,26 +795,27 @@ class SpanTree:
         self.unpinned_blocks -= blocks
         if self._demoted:
             self._demoted.pop(span, None)
-        if self._on_remove is not None:
+        if self._callbacks.on_remove is not None:
             try:
-                self._on_remove(span, reason)
+                self._callbacks.on_remove(span, reason)
             except BaseException as error:
                 raise self.fail(self.eviction, "on_remove", error) from error
         span.parent = None
-        if self._on_leaf is not None and not children and not parent.ref_count:
-            self._call(self.eviction, "on_leaf", self._on_leaf, parent)
+        if self._callbacks.on_leaf is not None and not children and not parent.ref_count:
+            self._call(self.eviction, "on_leaf", self._callbacks.on_leaf, parent)
 
     def _trim(self, span: Span, blocks: int) -> None:
         """Cut `blocks` blocks from the tail of a leaf, and call the policy."""
-        if self._index_remove is not None:
-            self._call(self.index, "remove", self._index_remove, span, span.end - blocks)
+        calls = self._callbacks
+        if calls.index_remove is not None:
+            self._call(self.index, "remove", calls.index_remove, span, span.end - blocks)
         span.end -= blocks
         self.cached_blocks -= blocks
         self.unpinned_blocks -= blocks
         if span.ids is not None:
             del span.ids[-blocks:]
-        if self._on_trim is not None:
-            self._call(self.eviction, "on_trim", self._on_trim, span, blocks)
+        if calls.on_trim is not None:
+            self._call(self.eviction, "on_trim", calls.on_trim, span, blocks)
 
     def drop_expired(self, top: Span, requester: int | str, now: int) -> None:
         """Free the expired span `top` and all spans below it, leaves first."""

@@ -41,11 +41,6 @@ VERBS = {
         "Simulate serving WORKLOAD: latency, throughput, goodput, hits, preemptions.",
         ASK,
     ),
-    "size": Verb(
-        "kvcore.cli.size:size",
-        "Size the K/V of MODEL: a name of the list below, or the path of a config.json.",
-        ASK,
-    ),
 }
 """The verbs of the core. Packages add theirs by the hook `kvcore_commands`."""
 
@@ -219,10 +214,10 @@ def help_page(ctx: click.Context, words: tuple[str, ...]) -> None:
     assert ctx.parent is not None
     shown, command = ctx.parent, ctx.parent.command
     for word in words:
-        found = command.get_command(shown, word) if isinstance(command, click.Group) else None
-        if found is None:
+        child = command.get_command(shown, word) if isinstance(command, click.Group) else None
+        if child is None:
             ctx.fail(f"{shown.command_path} has no {word!r}")
-        command, shown = found, click.Context(found, info_name=word, parent=shown)
+        command, shown = child, click.Context(child, info_name=word, parent=shown)
     click.echo(command.get_help(shown))
 
 
@@ -292,8 +287,8 @@ def run(arguments: Sequence[str]) -> int:
         if where := _raised_by_code(error):
             return _fail(f"error: {where} raised KeyboardInterrupt", UNABLE)
         _Repeat.stop()
-        asked = isinstance(error, Terminated)
-        return _fail("terminated", TERMINATED) if asked else _fail("interrupted", INTERRUPTED)
+        ended = isinstance(error, Terminated)
+        return _fail("terminated", TERMINATED) if ended else _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
         code = BROKEN_PIPE
     except OSError as error:
@@ -323,12 +318,12 @@ def _print_warning(message: Warning | str, *_: object) -> None:
     echo(f"kvcore: {message}", err=True)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def _interrupt(signal_number: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt or `Terminated` for a signal, once no module is being loaded.
 
     A signal that comes a second time raises at once.
     """
-    repeat = _Repeat(number)
+    repeat = _Repeat(signal_number)
     if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
         signal.signal(signal.SIGALRM, repeat)
         signal.setitimer(signal.ITIMER_REAL, LOOK_AGAIN_SECONDS, LOOK_AGAIN_SECONDS)
@@ -344,9 +339,9 @@ class _Repeat:
     Python may clear it. The verb may have a handler of its own by the time the timer looks.
     """
 
-    def __init__(self, number: int) -> None:
-        self._number = number
-        self.error = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+    def __init__(self, signal_number: int) -> None:
+        self._number = signal_number
+        self.error = Terminated if signal_number == signal.SIGTERM else KeyboardInterrupt
 
     def __call__(self, _: int, frame: FrameType | None) -> None:
         if _is_loading(frame):
@@ -420,9 +415,9 @@ def _no_such_option(flag: str, context: click.Context) -> str:
     from difflib import get_close_matches  # noqa: PLC0415 - for errors alone
 
     own = flags_of(context.command.params)
-    asked = f"{context.command_path} has no option {flag!r}"
+    lacks = f"{context.command_path} has no option {flag!r}"
     if SYNONYMS.get(flag, "").partition(" ")[0] in own:
-        return f"{asked}; what comes nearest is {SYNONYMS[flag]}"
+        return f"{lacks}; what comes nearest is {SYNONYMS[flag]}"
     others = []
     if context.parent is not None and not get_close_matches(flag, own, cutoff=0.8):
         for verb in sorted(known_verbs().keys() - {context.command.name}):
@@ -433,16 +428,16 @@ def _no_such_option(flag: str, context: click.Context) -> str:
     if others:
         verbs_named = ", ".join(f"`kvcore {verb}`" for verb in others)
         hint = f"; {verbs_named} {'has' if len(others) == 1 else 'have'} it"
-    return f"{asked}{hint}"
+    return f"{lacks}{hint}"
 
 
 def _reason(error: OSError) -> str:
     if _unusable(error):
         return f"{error.filename}: cannot be read: {error.strerror}"
     # Other files are named in their errors.
-    place = error.filename or ("standard output" if error.errno == ENOSPC else None)
+    output = error.filename or ("standard output" if error.errno == ENOSPC else None)
     reason = error.strerror or str(error)
-    return f"{place}: {reason}" if place else reason
+    return f"{output}: {reason}" if output else reason
 
 
 def _unusable(error: OSError) -> bool:

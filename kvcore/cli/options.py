@@ -90,7 +90,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in new rele
             return value if isinstance(value, list) else [value]
         msg = ""
         try:
-            numbers = [parse_whole(number, 0) for number in value.split(",")]
+            numbers = [parse_whole(piece, 0) for piece in value.split(",")]
         except InputError as error:
             msg = f"{error}; {self.hint}"
             numbers = []
@@ -148,7 +148,7 @@ def shared(
     more["heading"] = declaration.heading
     kind = declaration.type
     kinds = (kind, *get_args(kind))  # of `float | None` too
-    literal = next((each for each in kinds if get_origin(each) is Literal), None)
+    literal = next((member for member in kinds if get_origin(member) is Literal), None)
     flag = flag_of(name)
     if kind is bool:
         return option(f"{flag}/--no-{flag[2:]}", **more)
@@ -196,7 +196,7 @@ def added_options(verb: str, plugins: Plugins, command: click.Command) -> list[c
 
 def _takes_any(command: click.Command) -> bool:
     """Return True if the function of a command takes any option, as `**given`."""
-    kinds = [each.kind for each in signature(command.callback or print).parameters.values()]
+    kinds = [one.kind for one in signature(command.callback or print).parameters.values()]
     return Parameter.VAR_KEYWORD in kinds
 
 
@@ -270,18 +270,18 @@ def load_config(ctx: click.Context, param: click.Parameter, value: str | None) -
         from kvcore.config.files import read_toml  # noqa: PLC0415 - for files alone
 
         options = toml_types(ctx.command)
-        found = read_toml(path, {key: kind for key, (_, kind) in options.items()})
-        ctx.default_map = {options[key][0]: value for key, value in found.items()}
+        values = read_toml(path, {key: kind for key, (_, kind) in options.items()})
+        ctx.default_map = {options[key][0]: value for key, value in values.items()}
     return path
 
 
 def toml_types(command: click.Command) -> dict[str, tuple[str, Any]]:
     """Return the keys of a command's configuration file: its parameters, and their types."""
     return {
-        each.opts[0].lstrip("-").replace("-", "_"): (str(each.name), _type(each))
-        for each in command.params
-        if each.callback is not load_config
-        and (find_option(str(each.name)) or not getattr(each, "multiple", False))
+        param.opts[0].lstrip("-").replace("-", "_"): (str(param.name), _type(param))
+        for param in command.params
+        if param.callback is not load_config
+        and (find_option(str(param.name)) or not getattr(param, "multiple", False))
     }
 
 

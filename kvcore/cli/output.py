@@ -195,8 +195,8 @@ def print_table(
     from rich.table import Table  # noqa: PLC0415 - as above
 
     parts = [columns] if width is None or not split else _parts(columns, width)
-    for number, part in enumerate(parts):
-        if number:
+    for index, part in enumerate(parts):
+        if index:
             echo()
         table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
         for header, *cells in part:
@@ -236,7 +236,7 @@ def _is_even(rows: Iterable[Sequence[str]]) -> bool:
     return (
         bool(text)
         and encoding.lower().startswith("utf")
-        and (text.isascii() or all(each.isascii() or each in EVEN for each in text))
+        and (text.isascii() or all(char.isascii() or char in EVEN for char in text))
         and text.isprintable()
         and all(cell == cell.strip() for cell in cells)
     )
@@ -388,7 +388,7 @@ def _parts(columns: list[Column], width: int) -> list[list[Column]]:
     first, *others = columns
     parts = [[first]]
     for column in others:
-        wide = sum(_width(each) + GAP for each in parts[-1]) + _width(column)
+        wide = sum(_width(placed) + GAP for placed in parts[-1]) + _width(column)
         if wide > width and len(parts[-1]) > 1:
             parts.append([first])
         parts[-1].append(column)

@@ -58,7 +58,7 @@ class ServedRun(NamedTuple):
     def run(self, doing: str) -> Any:
         """Serve the workload, and show the progress of `doing` it; return the result."""
         source = self.parts.workload
-        shown = silent if any(each.shows for each in self.beside) else progress
+        shown = silent if any(side.shows for side in self.beside) else progress
         with shown(f"{doing} {source.name}", source.size) as tick:
             requests = source if tick is unseen else ticked(source, tick)
             residency = self.given["residency"]
@@ -69,9 +69,9 @@ class ServedRun(NamedTuple):
 
         `fields` are names of fields of the document that are written, besides theirs.
         """
-        for each in self.beside:
-            if each.ran is not None:
-                each.ran(result, document)
+        for side in self.beside:
+            if side.ran is not None:
+                side.ran(result, document)
         known = {"parts": self.parts, "result": result, "given": self.given}
         self.added.extend(self.parts.plugins.results("kvcore_ran", **known))
         for ran in self.added:
@@ -86,7 +86,7 @@ class ServedRun(NamedTuple):
     ) -> None:
         """Print the document, or sections; these are made knowing if something comes later."""
         later = [ran.later for ran in self.added if ran.later is not None]
-        if not any(each.silences for each in self.beside):
+        if not any(side.silences for side in self.beside):
             if self.given["as_json"]:
                 for more in later:
                     _merge(document, more().fields)
@@ -115,7 +115,7 @@ def opened(parts: RunParts, given: Mapping[str, Any]) -> Iterator[ServedRun]:
             stack.enter_context(_directory(out))
         started = parts.plugins.results("kvcore_running", parts=parts, given=given)
         beside = [stack.enter_context(context) or Running() for context in started]
-        recorder = next((each.recorder for each in beside if each.recorder is not None), None)
+        recorder = next((side.recorder for side in beside if side.recorder is not None), None)
         if recorder is None and path is not None:
             from kvcore.trace import Trace  # noqa: PLC0415 - most runs are not traced
 

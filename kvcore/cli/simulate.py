@@ -111,8 +111,8 @@ def _show_rules(config: RunConfig) -> None:
 def _meanings(rules: type[Rules]) -> dict[str, str]:
     """Return the texts of the options of rules, by name, as their docstring has them."""
     entry = r"^    (\w+): (.*?)(?=^    \w|^\S|\Z)"
-    found = re.findall(entry, getdoc(rules) or "", re.MULTILINE | re.DOTALL)
-    sentences = ((name, " ".join(text.split()).partition(". ")[0]) for name, text in found)
+    entries = re.findall(entry, getdoc(rules) or "", re.MULTILINE | re.DOTALL)
+    sentences = ((name, " ".join(text.split()).partition(". ")[0]) for name, text in entries)
     return {name: text[:1].upper() + text[1:] for name, text in sentences}
 
 

@@ -45,8 +45,8 @@ def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
 def end_signals() -> list[signal.Signals]:
     """Return the signals that ask a verb to end: SIGHUP too, unless `nohup` ignores it."""
     names = ("SIGINT", "SIGTERM", "SIGHUP")
-    found = [signal.Signals[name] for name in names if name in signal.Signals.__members__]
-    return [number for number in found if signal.getsignal(number) is not signal.SIG_IGN]
+    signals = [signal.Signals[name] for name in names if name in signal.Signals.__members__]
+    return [sent for sent in signals if signal.getsignal(sent) is not signal.SIG_IGN]
 
 
 _RESULTS = "kvcore.results"
@@ -91,18 +91,18 @@ class VerbCommand(click.Command):
         """Parse a command line; accept options under their earlier names with a notice."""
         own = {flag for param in self.params for flag in param.opts}
         ends = args.index("--") if "--" in args else len(args)
-        for place, text in enumerate(args[:ends]):
+        for index, text in enumerate(args[:ends]):
             flag, equals, value = text.partition("=")
             now = self.renamed.get(flag)
             if now in own:
                 echo(f"kvcore: {flag} is called {now} now; use that", err=True)
-                args[place] = f"{now}{equals}{value}"
+                args[index] = f"{now}{equals}{value}"
         return super().parse_args(ctx, args)
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the description, with a paragraph on WORKLOAD if that is an argument."""
         super().format_help_text(ctx, formatter)
-        arguments = (each.name for each in self.params if isinstance(each, click.Argument))
+        arguments = (param.name for param in self.params if isinstance(param, click.Argument))
         if "workload" in arguments:
             formatter.write_paragraph()
             with formatter.indentation():
@@ -119,7 +119,7 @@ class VerbCommand(click.Command):
                 heading = REST if few else _heading_of(param)
                 listed.setdefault(heading, []).append(record)
         last = [heading for heading in (OUTPUT, REST) if heading in listed]
-        for heading in [*(each for each in listed if each not in last), *last]:
+        for heading in [*(heading for heading in listed if heading not in last), *last]:
             if listed[heading]:
                 with formatter.section(heading):
                     formatter.write_dl(listed[heading])

@@ -20,7 +20,7 @@ from kvcore.config.options import (
 from kvcore.config.values import as_bytes, convert, read_plugin, shown
 from kvcore.errors import InputError, PluginError
 from kvcore.files import unreadable_reason
-from kvcore.models.released import MODELS
+from kvcore.models.catalogue import MODELS
 from kvcore.plugins.manager import KINDS, installed
 from kvcore.plugins.options import Spec, takes_path
 from kvcore.serving.rules import CHOICES
@@ -76,17 +76,17 @@ class _ConfigFile(NamedTuple):
 
     def options(self) -> dict[str, Any]:
         """Return the options by name."""
-        found: dict[str, Any] = {}
+        read: dict[str, Any] = {}
         for key, value in self._entries():
             (name,) = (
                 renamed({key: value}) if earlier_names().get(key) in self.types else (key,)
             )
             check_names([name], self.types)
-            if name in found:
+            if name in read:
                 msg = f"{key!r} is given twice"
                 raise InputError(msg)
-            found[name] = self._values(name, value) if self.lists else self._value(name, value)
-        return found
+            read[name] = self._values(name, value) if self.lists else self._value(name, value)
+        return read
 
     def _entries(self) -> Iterator[tuple[str, Any]]:
         """Yield keys and values, with those of the table `batching` at the top level."""
@@ -108,7 +108,7 @@ class _ConfigFile(NamedTuple):
 
     def _values(self, name: str, value: Any) -> tuple[Any, ...]:
         values = value if isinstance(value, list) else [value]
-        return tuple(self._value(name, each) for each in values)
+        return tuple(self._value(name, entry) for entry in values)
 
     def _value(self, name: str, value: Any) -> Any:
         if name == "slo" and isinstance(value, dict):
@@ -120,8 +120,8 @@ class _ConfigFile(NamedTuple):
             return value if isinstance(value, str) else self._converted(name, value)
         if find_option(name) is not None:
             return self._placed(name, read_option(name, value))
-        found = self._converted(name, value)
-        return self.path.parent / found if isinstance(found, Path) else found
+        converted = self._converted(name, value)
+        return self.path.parent / converted if isinstance(converted, Path) else converted
 
     def _converted(self, name: str, value: Any) -> Any:
         try:
@@ -138,7 +138,7 @@ class _ConfigFile(NamedTuple):
             return self._placed_plugin(kind_of(name), value)
         if isinstance(value, tuple) and value and isinstance(value[0], Mapping):
             tables = (table.items() for table in value)  # of options
-            return tuple({key: self._placed(key, each) for key, each in t} for t in tables)
+            return tuple({key: self._placed(key, entry) for key, entry in t} for t in tables)
         # A name of the catalogue goes before a file of that name.
         if name == "model" and value and isinstance(value, str) and value not in MODELS:
             path = self.path.parent / value
@@ -164,15 +164,15 @@ class _ConfigFile(NamedTuple):
 
 def _is_list(value: Any) -> bool:
     """Return True for text, and for a list without tables: numbers of several runs."""
-    is_list = isinstance(value, list) and not any(isinstance(each, dict) for each in value)
+    is_list = isinstance(value, list) and not any(isinstance(entry, dict) for entry in value)
     return is_list or isinstance(value, str)
 
 
 def _reader(kind: Any) -> Any:
     """Return the function that reads an annotated type, which may be None besides."""
-    for each in (kind, *get_args(kind)):
-        if get_origin(each) is Annotated:
-            return get_args(each)[1]
+    for member in (kind, *get_args(kind)):
+        if get_origin(member) is Annotated:
+            return get_args(member)[1]
     return None
 
 

@@ -98,7 +98,7 @@ class Option(NamedTuple):
 @cache
 def declared(entries: type) -> Mapping[str, Option]:
     """Return the options that a TypedDict declares, by name; it may have other entries."""
-    found = {}
+    options = {}
     for name, hint in get_type_hints(entries, include_extras=True).items():
         if get_origin(hint) is Annotated and isinstance(hint.__metadata__[-1], Option):
             # `Annotated[Annotated[T, read], option]` is flat.
@@ -107,8 +107,8 @@ def declared(entries: type) -> Mapping[str, Option]:
             option = hint.__metadata__[-1]
             is_plugin = kind_of(name) in KINDS and not option.metavar
             metavar = "PLUGIN" if is_plugin else option.metavar
-            found[name] = option._replace(name=name, type=kind, metavar=metavar)
-    return found
+            options[name] = option._replace(name=name, type=kind, metavar=metavar)
+    return options
 
 
 def kind_of(option: str) -> str:

@@ -1,4 +1,20 @@
-"""Build the parts of a run from a configuration: workload, pool, cache, scheduler, latency."""
+"""Build the parts of a run from a configuration: workload, pool, cache, scheduler, latency.
+
+`RunParts` makes these once, in this order; each may need those above it:
+
+    model, device              what is served, and on which GPU
+    workload                   the requests that `limit` and `window` leave
+    geometry                   its keys in blocks of `block_size`
+    codec                      the bytes that a token takes
+    rules                      whether layers that keep different things are told apart:
+                               `cache_groups` of one pool, or `layer_pools`
+    deployment                 bytes of a block, and of the weights, on so many GPUs
+    blocks                     the pool: as given, or what fits beside the weights
+    batching                   the limits of a step, with the rules
+
+and these for each run (`arguments`): a cache with its policies and tiers, a scheduler, a
+latency model, a drafter.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +34,18 @@ from kvcore.cache.pool import CountingPool
 from kvcore.config.options import find_mode, read_option
 from kvcore.config.run_config import RunConfig, built_rules
 from kvcore.errors import InputError, PluginError
-from kvcore.models.catalogue import DEVICES, find_device, load_model
+from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
 from kvcore.models.codec import Codec
 from kvcore.models.cost import PrefillCost, cost_fields
 from kvcore.models.groups import CacheGroup, GroupPlan, groups_of
 from kvcore.models.memory import Deployment, KVLayout, check_pool
-from kvcore.models.released import MODELS
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin, Plugins, describe, resolve
 from kvcore.plugins.manager import installed
 from kvcore.plugins.options import Spec
 from kvcore.request import SLO, Request
 from kvcore.serving import Batching, LatencyModel, Rules, Scheduler
-from kvcore.serving.loop import Arrivals
+from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.scheduler import LIMITS
 from kvcore.serving.simulate import by_chunk
 from kvcore.serving.simulate import simulate as run_simulation
@@ -128,8 +143,8 @@ class RunParts:
     def device(self) -> DeviceSpec:
         """The GPU that the model is served on."""
         with self._about("device"):
-            given = self.config.device
-            return given if isinstance(given, DeviceSpec) else find_device(given)
+            device = self.config.device
+            return device if isinstance(device, DeviceSpec) else find_device(device)
 
     @cached_property
     def codec(self) -> Codec:
@@ -287,7 +302,7 @@ class RunParts:
     def tiers(self) -> list[Any]:
         """Build the tiers for one run, nearest first, each with its eviction policy."""
         with self._about("tier"):
-            built = [self._build("tier", each) for each in cast("Any", self.config.tier)]
+            built = [self._build("tier", tier) for tier in cast("Any", self.config.tier)]
             for tier in built:
                 if isinstance(tier.eviction, str):
                     defaults = self._defaults()
@@ -425,19 +440,23 @@ class RunParts:
         """Whether the configuration gives the size of the pool."""
         return self.config.blocks is not None or self.config.memory is not None
 
+    # Steps that the parts of other runs replace: of runs on tensors, and of traces.
+
     def _recompute(self) -> PrefillCost | None:
+        """Return the seconds that it costs to compute a block again; None: unknown."""
         return PrefillCost.of(self.model, self.device)
 
     def _served(self) -> ModelSpec:
-        given = self.config.model
+        """Return the model that is served, with the weights that are asked for."""
+        model = self.config.model
         with self._about("model"):
-            if given is None:
+            if model is None:
                 msg = "no model is given: name one, such as llama-3-8b"
                 raise InputError(msg)
             dtype = self.config.weights_dtype
-            if isinstance(given, ModelSpec):
-                return given.with_weights(dtype) if dtype else given
-            return load_model(given, dtype)
+            if isinstance(model, ModelSpec):
+                return model.with_weights(dtype) if dtype else model
+            return load_model(model, dtype)
 
     def _source(self) -> Workload:
         """Return the part of the workload that is served."""
@@ -446,17 +465,19 @@ class RunParts:
             return part_of(source, self.config.limit, cast("Window", self.config.window))
 
     def _whole_source(self) -> Workload:
-        given = self.config.workload
-        if isinstance(given, Workload):
-            return given
-        if isinstance(given, Spec):
-            workload: Workload = self.plugins.build("workload", given, self._defaults())
+        """Return the workload that the configuration names, with all of its requests."""
+        source = self.config.workload
+        if isinstance(source, Workload):
+            return source
+        if isinstance(source, Spec):
+            workload: Workload = self.plugins.build("workload", source, self._defaults())
             return workload
         # A path is a file, whatever plugin has its name.
-        text = str(given.absolute()) if isinstance(given, Path) else given
+        text = str(source.absolute()) if isinstance(source, Path) else source
         return find_workload(text, self.plugins, self.config.seed)
 
     def _geometry(self, keys: int) -> BlockLayout:
+        """Return the layout of blocks, for keys of `keys` tokens."""
         config = self.config
         size = config.block_size
         if size is None:
@@ -563,7 +584,7 @@ class RunParts:
         try:
             yield
         except (InputError, PluginError) as error:
-            named = [each for each in options if f"{each}=" in str(error)] or options
+            named = [option for option in options if f"{option}=" in str(error)] or options
             about = self._naming(named[0])
             # Of nested parts the inner one has named it already.
             if not about or len(named) > 1 or str(error).startswith(about):
@@ -574,7 +595,7 @@ class RunParts:
 
 def layer_group(group: CacheGroup) -> LayerGroup:
     """Return the group of a cache for the layers of a plan."""
-    cache, layers = group.caches[0], sum(each.layers for each in group.caches)
+    cache, layers = group.caches[0], sum(part.layers for part in group.caches)
     if cache.kind == "state":
         return LayerGroup("state", group.block_size, layers=layers)
     if cache.window is None:

@@ -46,10 +46,10 @@ def convert(value: object, kind: Any) -> Any:
     if origin is Literal:
         return _choice(value, get_args(kind))
     if origin is list:
-        (each,) = get_args(kind)
+        (entry_kind,) = get_args(kind)
         if not isinstance(value, (list, tuple)):
             return refuse("a list", value)
-        return [convert(entry, each) for entry in value]
+        return [convert(entry, entry_kind) for entry in value]
     if origin is Annotated:
         _, read = get_args(kind)
         return read(value)
@@ -189,7 +189,7 @@ def as_tiers(value: object) -> tuple[Any, ...]:
     if isinstance(value, str):
         return tuple(parse(value))
     if isinstance(value, tuple | list):
-        return tuple(tier for each in value for tier in as_tiers(each))
+        return tuple(tier for entry in value for tier in as_tiers(entry))
     return (as_plugin(value),)
 
 

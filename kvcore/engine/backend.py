@@ -303,14 +303,14 @@ class Backend(Plugin):
         Raises:
             InputError: two pairs share a source or a target; nothing is moved.
         """
-        most = max(1, self.moved_bytes // self.layout.bytes_per_block)
-        rounds, cycles = _in_rounds(pairs, most)
+        blocks_at_once = max(1, self.moved_bytes // self.layout.bytes_per_block)
+        rounds, cycles = _in_rounds(pairs, blocks_at_once)
         for moved in rounds:
             self.copy_blocks(moved)
         for *chain, (source, target) in cycles:
             kept = self.swap_out([source])
-            for begin in range(0, len(chain), most):
-                self.copy_blocks(chain[begin : begin + most])
+            for begin in range(0, len(chain), blocks_at_once):
+                self.copy_blocks(chain[begin : begin + blocks_at_once])
             self.swap_in(kept, [target])
 
     def swap_out(self, blocks: Sequence[int]) -> Any:
@@ -403,8 +403,8 @@ class Backend(Plugin):
 Pair: TypeAlias = tuple[int, int]
 
 
-def _in_rounds(pairs: Iterable[Pair], most: int) -> tuple[list[list[Pair]], list[list[Pair]]]:
-    """Return moves in rounds of up to `most`, and apart from them the cycles that are longer.
+def _in_rounds(pairs: Iterable[Pair], limit: int) -> tuple[list[list[Pair]], list[list[Pair]]]:
+    """Return moves in rounds of up to `limit`, and apart from them the cycles that are longer.
 
     All sources of a round are read before one block is written, so a short cycle stays in one
     round. The last move of a chain, into a block that is free, goes first; all chains take
@@ -422,13 +422,13 @@ def _in_rounds(pairs: Iterable[Pair], most: int) -> tuple[list[list[Pair]], list
         msg = "moves share a source or a target: a block goes to one place, from one"
         raise InputError(msg)
     ordered = _take_chains(source_of, sources)
-    rounds = [ordered[begin : begin + most] for begin in range(0, len(ordered), most)]
+    rounds = [ordered[begin : begin + limit] for begin in range(0, len(ordered), limit)]
     long = []
     for cycle in _take_cycles(source_of):
-        if len(cycle) > most:
+        if len(cycle) > limit:
             long.append(cycle)
             continue
-        if not rounds or len(rounds[-1]) + len(cycle) > most:
+        if not rounds or len(rounds[-1]) + len(cycle) > limit:
             rounds.append([])
         rounds[-1] += cycle
     return rounds, long

@@ -76,9 +76,9 @@ class RaggedBatch:
         """Number of new tokens of all sequences."""
         return sum(self.lengths)
 
-    def has_lost_tokens(self, number: int) -> bool:
-        """Return True if sequence `number` has `held_positions`."""
-        return bool(self.held_positions) and self.held_positions[number] is not None
+    def has_lost_tokens(self, sequence: int) -> bool:
+        """Return True if the sequence of that index has `held_positions`."""
+        return bool(self.held_positions) and self.held_positions[sequence] is not None
 
     @property
     def last_rows(self) -> list[int]:

@@ -1,20 +1,23 @@
 """Tables of well-known models and GPUs, found by name.
 
-Models: `released.py`. GPUs: the makers' data sheets; see `docs/reference/size.md`.
+They are files of data, whose README says where each row is from: `kvcore/data/models.json`, and
+`devices.json` with the figures that `find_device` reads.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import kvcore
 from kvcore.errors import InputError
-from kvcore.models.released import MODELS
+from kvcore.models.layers import LayerCache
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.units import parse_bytes, parse_rate, parse_whole
+from kvcore.untrusted import parse_json
 
 Spec = TypeVar("Spec", ModelSpec, DeviceSpec)
 
@@ -100,7 +103,7 @@ def find_device(name: str) -> DeviceSpec:
 
 
 def _by_figures(text: str) -> DeviceSpec:
-    figures: dict[str, Any] = {"host_link": _PCIE5 * 10**9}
+    figures: dict[str, Any] = {"host_link": _PCIE5}
     for piece in text.split(","):
         figure, _, value = (part.strip() for part in piece.partition("="))
         if figure not in _FIGURES:
@@ -144,76 +147,77 @@ def _near(table: Iterable[str], name: str) -> list[str]:
     return get_close_matches(name.lower(), table, n=3, cutoff=0.5)
 
 
-def _device(
-    name: str,
-    memory: int,
-    bandwidth: int,
-    tflops: float,
-    host_link: int,
-    link: int = 0,
-    *,
-    fp8: bool = False,
-    fp4: int = 0,
-    server_size: int = 8,
-) -> DeviceSpec:
-    """Return a row of GB, GB/s, dense fp16 TFLOP/s and, one way, GB/s to host and peers.
+class Source(NamedTuple):
+    """The origin of the shape of a model.
 
-    A GPU with `fp8` has twice the FLOP/s in fp8, one with `fp4` so many times them in fp4.
+    Attributes:
+        config: the repository of the maker whose `config.json` has it.
+        checked: the day on which the row was compared to it.
     """
-    giga = 10**9
-    flops = round(tflops * 1000) * giga
-    return DeviceSpec(
-        name=name,
-        hbm_bytes=memory * giga,
-        bandwidth=bandwidth * giga,
-        flops=flops,
-        host_link=host_link * giga,
-        link=link * giga,
-        fp8_flops=2 * flops if fp8 else 0,
-        fp4_flops=fp4 * flops,
-        server_size=server_size,
-    )
+
+    config: str
+    checked: str
 
 
-# Two GPUs of a GB200 or GB300 share the link to their CPU.
-_PCIE3, _PCIE4, _PCIE5, _NVLINK_C2C, _SHARED_C2C = 16, 32, 64, 450, 225
+class _Table(Mapping[str, Spec]):
+    """Rows of a file of data by name, each made when it is first asked for.
 
-# Half of what data sheets name, which is both ways together: of 6, 12 and 18 links of 25 GB/s,
-# of 18 of 50, and of 7 of 64 and of 77. Bridges that are sold apart (A30, A40, H100 PCIe,
-# RTX 3090) and join two GPUs are not counted.
-_NVLINK2, _NVLINK3, _NVLINK4, _NVLINK5, _INFINITY, _INFINITY4 = 150, 300, 450, 900, 448, 537
-_NVL72 = _SHARED_C2C, _NVLINK5
+    Args:
+        file: the name of the file in `kvcore/data`.
+        make: makes a model or a GPU from a name and its row.
+    """
+
+    def __init__(self, file: str, make: Callable[[str, Mapping[str, Any]], Spec]) -> None:
+        path = Path(kvcore.__path__[0]) / "data" / file
+        self.rows: Mapping[str, Mapping[str, Any]] = parse_json(path.read_bytes())
+        self._make: Callable[[str, Mapping[str, Any]], Spec] = make
+        self._made: dict[str, Spec] = {}
+
+    def __getitem__(self, name: str) -> Spec:
+        """Return the model or GPU called `name`."""
+        if name not in self._made:
+            self._made[name] = self._make(name, self.rows[name])
+        return self._made[name]
+
+    def __contains__(self, name: object) -> bool:
+        """Return True if there is one called `name`, without making it."""
+        return name in self.rows
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names."""
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        """Return the number of names."""
+        return len(self.rows)
 
 
-DEVICES: Mapping[str, DeviceSpec] = {
-    device.name: device
-    for device in (
-        _device("v100-16g", 16, 900, 125, _PCIE3, _NVLINK2),
-        _device("v100-32g", 32, 900, 125, _PCIE3, _NVLINK2),
-        _device("a10", 24, 600, 125, _PCIE4),
-        _device("a10g", 24, 600, 70, _PCIE4),
-        _device("a30", 24, 933, 165, _PCIE4),
-        _device("a40", 48, 696, 149.7, _PCIE4),
-        _device("a100-40g", 40, 1555, 312, _PCIE4, _NVLINK3),
-        _device("a100-80g", 80, 2039, 312, _PCIE4, _NVLINK3),
-        _device("rtx-3090", 24, 936, 71, _PCIE4),
-        _device("rtx-4090", 24, 1008, 165.2, _PCIE4, fp8=True),
-        _device("rtx-5090", 32, 1792, 209.5, _PCIE5, fp8=True, fp4=8),
-        _device("rtx-pro-6000", 96, 1792, 503.8, _PCIE5, fp8=True, fp4=4),
-        _device("l4", 24, 300, 121, _PCIE4, fp8=True),
-        _device("l40s", 48, 864, 362, _PCIE4, fp8=True),
-        _device("h20", 96, 4000, 148, _PCIE5, _NVLINK4, fp8=True),
-        _device("h100", 80, 3350, 989.5, _PCIE5, _NVLINK4, fp8=True),
-        _device("h100-pcie", 80, 2000, 756.5, _PCIE5, fp8=True),
-        _device("h100-nvl", 94, 3900, 835.5, _PCIE5, 300, fp8=True),
-        _device("gh200", 96, 4000, 989.5, _NVLINK_C2C, _NVLINK4, fp8=True),
-        _device("h200", 141, 4800, 989.5, _PCIE5, _NVLINK4, fp8=True),
-        _device("b200", 180, 8000, 2250, _PCIE5, _NVLINK5, fp8=True, fp4=4),
-        _device("b300", 288, 8000, 2250, _PCIE5, _NVLINK5, fp8=True, fp4=6),
-        _device("gb200", 186, 8000, 2500, *_NVL72, fp8=True, fp4=4, server_size=72),
-        _device("gb300", 288, 8000, 2500, *_NVL72, fp8=True, fp4=6, server_size=72),
-        _device("mi300x", 192, 5300, 1307.4, _PCIE5, _INFINITY, fp8=True),
-        _device("mi325x", 256, 6000, 1307.4, _PCIE5, _INFINITY, fp8=True),
-        _device("mi355x", 288, 8000, 2516.6, _PCIE5, _INFINITY4, fp8=True, fp4=4),
-    )
+def _model(name: str, row: Mapping[str, Any]) -> ModelSpec:
+    fields = {field: row[field] for field in row.keys() - _OF_SOURCES}
+    if "windows" in fields:
+        fields["windows"] = tuple(fields["windows"])
+    fields["caches"] = tuple(LayerCache(**cache) for cache in row.get("caches", ()))
+    return ModelSpec(name=name, **fields)
+
+
+def _gpu(name: str, figures: Mapping[str, str]) -> DeviceSpec:
+    pairs = ((*_FIGURES[figure], text) for figure, text in figures.items())
+    return DeviceSpec(name=name, **{field: read(text) for field, read, text in pairs})
+
+
+_OF_SOURCES = {*Source._fields, "note"}
+
+_RELEASED = _Table("models.json", _model)
+
+MODELS: Mapping[str, ModelSpec] = _RELEASED
+"""Models that were released, by name."""
+
+SOURCES: Mapping[str, Source] = {
+    name: Source(row["config"], row["checked"]) for name, row in _RELEASED.rows.items()
 }
+"""Where each model of `MODELS` is from."""
+
+_PCIE5 = 64 * 10**9
+
+DEVICES: Mapping[str, DeviceSpec] = _Table("devices.json", _gpu)
+"""GPUs by name."""

@@ -134,8 +134,7 @@ def cost_fields(cost: PrefillCost) -> dict[str, Any]:
 
     Of a model and a device of the catalogue the seconds follow, and are left out.
     """
-    from kvcore.models.catalogue import DEVICES  # noqa: PLC0415 - a long table
-    from kvcore.models.released import MODELS  # noqa: PLC0415 - a long table
+    from kvcore.models.catalogue import DEVICES, MODELS  # noqa: PLC0415 - a long table
 
     fields: dict[str, Any] = {name: getattr(cost, name) for name in _NAMES}
     if cost.model in MODELS and cost.device in DEVICES and cost == read_cost(fields):

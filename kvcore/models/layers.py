@@ -79,11 +79,11 @@ class LayerCache:
             raise InputError(msg)
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            most = MAX_BYTES if name.endswith(("bytes", "flop")) else MAX_WIDTH
+            largest = MAX_BYTES if name.endswith(("bytes", "flop")) else MAX_WIDTH
             is_left_out = value is None and name in ("window", "attended")
-            if not is_left_out and not (type(value) is int and least <= value <= most):
+            if not is_left_out and not (type(value) is int and least <= value <= largest):
                 msg = (
-                    f"cache of kind {self.kind!r}: {name} must be {least} to {most:,}, "
+                    f"cache of kind {self.kind!r}: {name} must be {least} to {largest:,}, "
                     f"not {value!r}"
                 )
                 raise InputError(msg)

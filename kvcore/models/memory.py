@@ -57,7 +57,7 @@ def tensor_degrees(model: ModelSpec, start: int = 1, stop: int = SERVER) -> list
 
     `stop` is at least `start`: a server of more GPUs was given.
     """
-    return [each for each in range(start, max(start, stop) + 1) if can_share(model, each)]
+    return [degree for degree in range(start, max(start, stop) + 1) if can_share(model, degree)]
 
 
 def servers_that_fit(
@@ -67,11 +67,9 @@ def servers_that_fit(
     from kvcore.models.catalogue import DEVICES  # noqa: PLC0415 - a long table
 
     degrees = tensor_degrees(model, devices)
-    others = [each for each in DEVICES.values() if each != device]
+    others = [gpu for gpu in DEVICES.values() if gpu != device]
     own = (f"{count} x {device.name}" for count in degrees if fits(device, count))
-    more = (
-        f"{count} x {each.name}" for count in degrees for each in others if fits(each, count)
-    )
+    more = (f"{count} x {gpu.name}" for count in degrees for gpu in others if fits(gpu, count))
     return [*islice(own, 1), *islice(more, _SUGGESTIONS)]
 
 
@@ -201,9 +199,9 @@ def check_pool(model: ModelSpec) -> None:
 _NOT_IN_BLOCKS = "state", "compressed", "cross"
 
 
-def _built(given: Codec | type[Codec] | Spec | str | None) -> Codec:
-    codec: Codec = resolve("codec", given, "fp16")
-    return codec
+def _built(codec: Codec | type[Codec] | Spec | str | None) -> Codec:
+    built: Codec = resolve("codec", codec, "fp16")
+    return built
 
 
 @attrs.frozen
@@ -327,7 +325,7 @@ class KVLayout:
 
     def _request_bytes(self, tokens: int, devices: int = 1) -> Fraction:
         caches = self.model.layer_caches
-        return sum((self.kept_bytes(each, tokens, devices) for each in caches), Fraction(0))
+        return sum((self.kept_bytes(cache, tokens, devices) for cache in caches), Fraction(0))
 
     def kept_bytes(self, cache: LayerCache, tokens: int, devices: int = 1) -> Fraction:
         """Return the bytes that the layers of a cache keep of a request of `tokens` tokens."""

@@ -51,9 +51,9 @@ def bytes_of(numbers: int, dtype: str) -> int:
 
 
 def _in_range(_: object, attribute: attrs.Attribute[int], value: int) -> None:
-    most = attribute.metadata["most"]
-    if not 1 <= value <= most:
-        bound = f"at most {most:,}" if value > most else "at least 1"
+    largest = attribute.metadata["largest"]
+    if not 1 <= value <= largest:
+        bound = f"at most {largest:,}" if value > largest else "at least 1"
         msg = f"{attribute.name} must be {bound}, not {value}"
         raise InputError(msg)
 
@@ -64,9 +64,9 @@ def _not_negative(_: object, attribute: attrs.Attribute[int], value: int) -> Non
         raise InputError(msg)
 
 
-def count_field(most: int = MAX_COUNT, **default: Any) -> Any:
-    """Return an attrs field for a number from 1 to `most`."""
-    return attrs.field(validator=_in_range, metadata={"most": most}, **default)
+def count_field(largest: int = MAX_COUNT, **default: Any) -> Any:
+    """Return an attrs field for a number from 1 to `largest`."""
+    return attrs.field(validator=_in_range, metadata={"largest": largest}, **default)
 
 
 def _same_as(name: str) -> Any:

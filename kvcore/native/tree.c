@@ -65,13 +65,15 @@ static i64 int_attribute(PyObject *object, const char *name)
 enum { POLICY, INDEX, WATCHER };
 
 static const struct { const char *name; int owner; const char *slot; } HOOK[HOOKS] = {
-    {"on_insert", POLICY, "_on_insert"}, {"on_access", POLICY, "_on_access"}, {"on_end", POLICY, "_on_end"},
-    {"on_extend", POLICY, "_on_extend"}, {"on_split", POLICY, "_on_split"}, {"on_pin", POLICY, "_on_pin"},
-    {"on_miss", POLICY, "_on_miss"}, {"on_release", POLICY, "_on_release"}, {"on_leaf", POLICY, "_on_leaf"},
-    {"on_trim", POLICY, "_on_trim"}, {"on_remove", POLICY, "_on_remove"},
-    {"evictable_blocks", POLICY, "_evictable_blocks"}, {"insert", INDEX, "_index_insert"},
-    {"split", INDEX, "_index_split"}, {"remove", INDEX, "_index_remove"}, {"stored", WATCHER, NULL},
-    {"hit", WATCHER, NULL}, {"leaving", WATCHER, NULL},
+    {"on_insert", POLICY, "on_insert"}, {"on_access", POLICY, "on_access"},
+    {"on_end", POLICY, "on_end"}, {"on_extend", POLICY, "on_extend"},
+    {"on_split", POLICY, "on_split"}, {"on_pin", POLICY, "on_pin"},
+    {"on_miss", POLICY, "on_miss"}, {"on_release", POLICY, "on_release"},
+    {"on_leaf", POLICY, "on_leaf"}, {"on_trim", POLICY, "on_trim"},
+    {"on_remove", POLICY, "on_remove"}, {"evictable_blocks", POLICY, "evictable_blocks"},
+    {"insert", INDEX, "index_insert"}, {"split", INDEX, "index_split"},
+    {"remove", INDEX, "index_remove"}, {"stored", WATCHER, NULL}, {"hit", WATCHER, NULL},
+    {"leaving", WATCHER, NULL},
 };
 
 /* The exception of a plugin becomes a PolicyError, which ends the use of the cache. */
@@ -932,13 +934,14 @@ int tree_init(Tree *t, PyObject *cache, int walks)
     t->match = attribute(t->tree, "_match");
     t->victim = t->policy ? attribute(t->policy, "victim") : NULL;
     PyObject *watcher = attribute(t->tree, "watcher");
+    PyObject *callbacks = attribute(t->tree, "_callbacks");
     for (int which = 0; which < HOOKS && !PyErr_Occurred(); which++)
         if (HOOK[which].slot)
-            t->hooks[which] = attribute(t->tree, HOOK[which].slot);
+            t->hooks[which] = attribute(callbacks, HOOK[which].slot);
         else if (watcher)
             t->hooks[which] = attribute(watcher, HOOK[which].name);
     int watched = watcher != NULL;
-    Py_XDECREF(watcher);
+    Py_XDECREF(watcher), Py_XDECREF(callbacks);
     if (failed || PyErr_Occurred())
         return -1;
     t->shares = (int)int_attribute(t->tree, "_shares");

@@ -170,14 +170,14 @@ def incomplete(cls: type[Plugin]) -> str | None:
     if missing:
         return f"which does not define {', '.join(sorted(missing))}"
     *classes, contract = contract_and_above(cls)
-    for place, each in enumerate(classes):
-        if vars(each).keys() & {"__init__", *_DECORATED}:
+    for index, base in enumerate(classes):
+        if vars(base).keys() & {"__init__", *_DECORATED}:
             continue
-        for name, annotation in inspect.get_annotations(each).items():
+        for name, annotation in inspect.get_annotations(base).items():
             public = not (name.startswith("_") or "ClassVar" in str(annotation))
             if public and not _declares(contract, name):
-                todo = f"write `@attrs.define(eq=False)` above `class {each.__name__}`"
-                above = next((c for c in classes[place:] if "__init__" in vars(c)), None)
+                todo = f"write `@attrs.define(eq=False)` above `class {base.__name__}`"
+                above = next((c for c in classes[index:] if "__init__" in vars(c)), None)
                 if above is not None and not vars(above).keys() & _DECORATED:
                     todo = f"write an `__init__` with it that calls that of {above.__name__}"
                 return (
@@ -193,16 +193,16 @@ _DECORATED = {"__attrs_attrs__", "__dataclass_fields__"}
 
 def _declares(contract: type, name: str) -> bool:
     return any(
-        name in vars(each) or name in inspect.get_annotations(each) for each in contract.__mro__
+        name in vars(base) or name in inspect.get_annotations(base) for base in contract.__mro__
     )
 
 
 def contract_and_above(cls: type[Plugin]) -> list[type]:
     """Return `cls` and its base classes up to the base class of its kind, which is last."""
     classes = []
-    for each in cls.__mro__:
-        classes.append(each)
-        if "kind" in vars(each) or each is Plugin:
+    for base in cls.__mro__:
+        classes.append(base)
+        if "kind" in vars(base) or base is Plugin:
             break
     return classes
 
@@ -215,16 +215,16 @@ def uncalled(cls: type[Plugin]) -> str | None:
     """
     from difflib import get_close_matches  # noqa: PLC0415 - for plugins of others alone
 
-    methods = [value for each in contract_and_above(cls)[:-1] for value in vars(each).values()]
-    for each in cls.__mro__[: cls.__mro__.index(Plugin)]:
-        known = {name for base in each.__mro__[1:] for name in vars(base) if name[0] != "_"}
-        own = vars(each).keys()
+    methods = [value for part in contract_and_above(cls)[:-1] for value in vars(part).values()]
+    for part in cls.__mro__[: cls.__mro__.index(Plugin)]:
+        known = {name for base in part.__mro__[1:] for name in vars(base) if name[0] != "_"}
+        own = vars(part).keys()
         bare = {name.removeprefix("on_"): name for name in known - own}
         for name in own - known:
-            if name[0] == "_" or not inspect.isfunction(vars(each)[name]):
+            if name[0] == "_" or not inspect.isfunction(vars(part)[name]):
                 continue
             if any(
-                _calls(method, name) for method in methods if method is not vars(each)[name]
+                _calls(method, name) for method in methods if method is not vars(part)[name]
             ):
                 continue
             for close in get_close_matches(name.removeprefix("on_"), bare, 1, _CLOSE):
@@ -239,7 +239,7 @@ def _calls(function: object, name: str) -> bool:
         if code is not None:
             if name in code.co_names:
                 return True
-            codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return False
 
 
@@ -273,14 +273,14 @@ def policy_error(plugin: Plugin, method: str, error: BaseException) -> PolicyErr
 
     frames = extract_tb(error.__traceback__)
     file = getattr(sys.modules.get(type(plugin).__module__), "__file__", None)
-    frame = [each for each in frames if each.filename == file][-1:] or frames[-1:]
+    frame = [call for call in frames if call.filename == file][-1:] or frames[-1:]
     where = f"{Path(frame[0].filename).name}:{frame[0].lineno}, {frame[0].name}"
-    found = PolicyError(
+    failure = PolicyError(
         f"{plugin.kind} plugin {plugin.name!r} ({qualified(type(plugin))}) raised "
         f"{type(error).__name__} in {method}(): {error} ({where})"
     )
-    found.__cause__ = error  # some callers keep it, and raise it later or never
-    return found
+    failure.__cause__ = error  # some callers keep it, and raise it later or never
+    return failure
 
 
 def raise_policy_error(plugin: Plugin, method: str, error: BaseException) -> NoReturn:

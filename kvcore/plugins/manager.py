@@ -1,4 +1,18 @@
-"""The manager of plugins: finds classes by kind and name, and builds instances of them."""
+"""The manager of plugins: finds classes by kind and name, and builds instances of them.
+
+From an entry point to an instance, each step when it is first needed:
+
+    entry points             _enabled, _register   imported: modules with hooks, for pluggy
+    a kind                   _find, _collect       its hook is called: classes by name, or their
+                                                   places; of two of one name neither counts
+    a name                   get, _located         its class is imported from its place, and
+                                                   checked; `my.py:Class` is in a file
+    a text, `lfu:unit=s`     build                 an instance with these options
+
+Verbs, modes and options of packages come by hooks in the same way (`_called`). What is broken
+on the way is left out, and kept with its reason (`_refuse`): `listing` shows it, and the error
+of a name that is not found (`not_found`) names what may have had it.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +83,7 @@ class Origin(NamedTuple):
     version: str | None = None
 
     @classmethod
-    def of(cls, point: EntryPoint | Point) -> Origin:
+    def from_point(cls, point: EntryPoint | Point) -> Origin:
         """Return the origin of the plugins of an entry point."""
         if point.dist is None:
             return cls(point.name)
@@ -158,8 +172,8 @@ class Plugins:
                 cause = outdated([point])
                 reason = f"{fault}; {cause}" if cause else str(fault)
                 self._refuse(None, origin.name, origin, point.module, reason)
-        for number, plugin in enumerate(self._extra):
-            self._register(Origin(f"extra[{number}]"), plugin)
+        for index, plugin in enumerate(self._extra):
+            self._register(Origin(f"extra[{index}]"), plugin)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments: a copy in another process loads the plugins again."""
@@ -175,8 +189,8 @@ class Plugins:
         `names` are the names of those to load; None: all.
         """
         names = list(self._find(kind)) if names is None else names
-        found = {name: self._class(kind, name) for name in names}
-        return {name: cls for name, cls in found.items() if cls is not None}
+        classes = {name: self._class(kind, name) for name in names}
+        return {name: cls for name, cls in classes.items() if cls is not None}
 
     def get(self, kind: str, name: str) -> Any:
         """Return the class named `name`, derived from the kind's base class.
@@ -189,18 +203,18 @@ class Plugins:
             PluginError: the plugin is broken, or it is not found and a broken one may have
                 that name, or an editable install is older than its checkout's entry points.
         """
-        found = self._find(kind)
+        known = self._find(kind)
         if ".py:" in name:
             return _class_of_file(kind, *name.rsplit(":", 1))
         name = ALIASES.get((kind, name), name)
-        if name not in found and name.lower() in found:
+        if name not in known and name.lower() in known:
             name = name.lower()
-        if name in found and (cls := self._class(kind, name)) is not None:
+        if name in known and (cls := self._class(kind, name)) is not None:
             return cls
         for info in self._unusable:
             if (info.kind, info.name) == (kind, name):
                 raise PluginError(info.reason)
-        names = sorted(found)
+        names = sorted(known)
         msg = f"no {kind} plugin is named {name!r}"
         if kind == "eviction" and name in BOUNDS:
             msg += ": it is no policy but a bound, and comparisons alone know it"
@@ -279,7 +293,7 @@ class Plugins:
     def formats(self) -> dict[str, list[set[str]]]:
         """Return fields of files that are of one workload alone, by its name."""
         results = self._called("kvcore_formats", _are_formats, "a dict of lists of sets")
-        return {name: fields for _, found in results for name, fields in found.items()}
+        return {name: fields for _, formats in results for name, fields in formats.items()}
 
     def refuse_mode(self, name: str, error: BaseException) -> None:
         """Remove a mode that cannot be used, and list it as unusable."""
@@ -366,8 +380,8 @@ class Plugins:
             for name, cls in self.classes(kind).items():
                 origin = self._find(kind)[name][1]
                 reason = _unavailable(cls)
-                place = origin.distribution, origin.version, cls.__module__
-                infos.append(PluginInfo(kind, name, *place, reason is None, reason))
+                about = origin.distribution, origin.version, cls.__module__
+                infos.append(PluginInfo(kind, name, *about, reason is None, reason))
         kinds = [*KINDS, *EXTENSIONS, None]
         return sorted(
             [*infos, *self._unusable, *self._skipped],
@@ -391,8 +405,9 @@ class Plugins:
         points = self._points
         if points is None:
             points = _with_own(distributions.entry_points(PROJECT))
-        found, unknown = [(Origin.of(point), point) for point in points], set(disabled)
-        for origin, point in sorted(found, key=lambda o: (o[0].distribution or "", o[0].name)):
+        pairs = [(Origin.from_point(point), point) for point in points]
+        unknown = set(disabled)
+        for origin, point in sorted(pairs, key=lambda o: (o[0].distribution or "", o[0].name)):
             names = {origin.name, f"{origin.distribution}:{origin.name}"}
             unknown -= names
             if disabled.isdisjoint(names):
@@ -402,9 +417,9 @@ class Plugins:
                 reason = f"{DISABLE} skips it"
                 self._skipped.append(PluginInfo(None, *about, usable=False, reason=reason))
         if unknown and self._points is None:
-            known = sorted({origin.name for origin, _ in found})
-            asked = ", ".join(f"{name!r}{nearest(name, known)}" for name in sorted(unknown))
-            text = f"{DISABLE}: no entry point is named {asked}. There are: {', '.join(known)}"
+            known = sorted({origin.name for origin, _ in pairs})
+            named = ", ".join(f"{name!r}{nearest(name, known)}" for name in sorted(unknown))
+            text = f"{DISABLE}: no entry point is named {named}. There are: {', '.join(known)}"
             self._misnamed.append(text)
 
     def _register(self, origin: Origin, plugin: object) -> None:
@@ -492,7 +507,7 @@ class Plugins:
                     f"entry point with {DISABLE}"
                 )
                 self._refuse(hook, name, origin, "", reason)
-        self._named[hook] = {name: each[0] for name, each in claims.items() if len(each) == 1}
+        self._named[hook] = {name: own[0] for name, own in claims.items() if len(own) == 1}
         return self._named[hook]
 
     def _claims(self, kind: str) -> dict[str, list[Found]]:
@@ -517,21 +532,21 @@ class Plugins:
     def _collect(self, kind: str) -> dict[str, Found]:
         """Return the classes of `kind` by name; of two of the same name, neither."""
         claims = self._claims(kind)
-        for name, given in claims.items():
-            if len(given) == 1:
+        for name, claimed in claims.items():
+            if len(claimed) == 1:
                 continue
-            classes = [(self._located(kind, name, *each), each[1]) for each in given]
-            found = [(cls, origin) for cls, origin in classes if cls is not None]
-            claims[name] = list(found)
-            if len(found) > 1:
-                first, second, *_ = (f"{qualified(cls)} of {place}" for cls, place in found)
+            located = [(self._located(kind, name, *claim), claim[1]) for claim in claimed]
+            usable = [(cls, origin) for cls, origin in located if cls is not None]
+            claims[name] = list(usable)
+            if len(usable) > 1:
+                first, second, *_ = (f"{qualified(cls)} of {origin}" for cls, origin in usable)
                 reason = (
                     f"two {kind} plugins are named {name!r}: {first}, and {second}; rename "
                     f"one, or skip the entry point of one with {DISABLE}"
                 )
-                for cls, origin in found:
+                for cls, origin in usable:
                     self._refuse(kind, name, origin, cls.__module__, reason)
-        return {name: found[0] for name, found in claims.items() if len(found) == 1}
+        return {name: usable[0] for name, usable in claims.items() if len(usable) == 1}
 
     def _class(self, kind: str, name: str) -> type[Plugin] | None:
         """Return the class of that name, importing it first; None if it is broken."""
@@ -573,8 +588,8 @@ class Plugins:
         """
         if origin.distribution is None:
             raise PluginError(reason)
-        place = origin.distribution, origin.version, module
-        info = PluginInfo(kind, name, *place, usable=False, reason=reason)
+        about = origin.distribution, origin.version, module
+        info = PluginInfo(kind, name, *about, usable=False, reason=reason)
         if info not in self._unusable:  # the options of a verb may be asked for twice
             self._unusable.append(info)
 
@@ -753,16 +768,17 @@ def _class_of_file(kind: str, file: str, name: str) -> type[Plugin]:
             del sys.modules[module_name]
             msg = f"{kind} plugin {file}:{name} raised {error!r}{error_line(error)}"
             raise PluginError(msg) from error
-    found = {each: cls for each, cls in vars(module).items() if isinstance(cls, type)}
-    classes = {each: cls for each, cls in found.items() if not _fault(cls, kind)}
+    defined = {key: cls for key, cls in vars(module).items() if isinstance(cls, type)}
+    classes = {key: cls for key, cls in defined.items() if not _fault(cls, kind)}
     if name in classes:
         return cast("type[Plugin]", classes[name])
-    own = sorted(each for each, cls in classes.items() if cls.__module__ == module_name)
+    own = sorted(key for key, cls in classes.items() if cls.__module__ == module_name)
     if not name and len(own) == 1:
         return cast("type[Plugin]", classes[own[0]])
+    # None, or several: the error says what there is instead.
     unusable = [
         cls
-        for cls in found.values()
+        for cls in defined.values()
         if cls.__module__ == module_name and issubclass(cls, Plugin) and not own
     ]
     if not name and unusable:
@@ -796,7 +812,7 @@ def _misfit(plugin: object, error: BaseException) -> str:
             )
         passed = list(signature(getattr(hookspecs, name)).parameters)
         wanted = list(signature(function).parameters)  # type: ignore[arg-type]
-        if surplus := [each for each in wanted if each not in passed]:
+        if surplus := [parameter for parameter in wanted if parameter not in passed]:
             return (
                 f"implements {name!r} with an argument {surplus[0]!r}, which kvcore does not "
                 f"pass: write {name}({', '.join(passed)})"

@@ -91,8 +91,8 @@ def parse(text: str) -> list[Spec]:
                 continue
         key, equals, value = (part.strip() for part in option.partition("="))
         if not (key and equals):
-            given, wrong = redact(text), redact(option)
-            msg = f"{wrong!r} in {given!r} is no option; write {specs[-1].name}:option=value"
+            shown, wrong = redact(text), redact(option)
+            msg = f"{wrong!r} in {shown!r} is no option; write {specs[-1].name}:option=value"
             raise InputError(msg)
         if key in specs[-1].options:
             msg = f"option {key!r} of {specs[-1].name!r} is given twice in {redact(text)!r}"
@@ -124,16 +124,16 @@ def instantiate(
         if name not in known:
             msg = f"{label} has no option {name!r}{nearest(name, known)}. {summary(cls)}"
             raise InputError(msg)
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         **{name: value for name, value in (defaults or {}).items() if name in known},
         **{name: _converted(cls, known[name], text) for name, text in options.items()},
     }
     for name, option in known.items():
-        if option.default is REQUIRED and name not in given:
+        if option.default is REQUIRED and name not in values:
             msg = f"{label} needs a value for option {name!r}. {summary(cls)}"
             raise InputError(msg)
     try:
-        return cls(**{known[name].parameter: value for name, value in given.items()})
+        return cls(**{known[name].parameter: value for name, value in values.items()})
     except (KvcoreError, OSError):
         raise
     except (TypeError, ValueError) as error:
@@ -150,14 +150,14 @@ def instantiate(
 def spec_of(plugin: Plugin) -> Spec:
     """Return the text of a plugin, without the options whose value is the default."""
     defaults = {option.name: option.default for option in options_of(type(plugin))}
-    given = plugin.options().items()
-    return Spec(plugin.name, {name: as_text(v) for name, v in given if v != defaults[name]})
+    values = plugin.options().items()
+    return Spec(plugin.name, {name: as_text(v) for name, v in values if v != defaults[name]})
 
 
 def takes_path(cls: type[Plugin], option: str) -> bool:
     """Return True if `cls` has an option of that name whose value is the path of a file."""
-    types = [_type_of(cls, each) for each in options_of(cls) if each.name == option]
-    return any(Path in (each, *get_args(each)) for each in types)
+    types = [_type_of(cls, known) for known in options_of(cls) if known.name == option]
+    return any(Path in (kind, *get_args(kind)) for kind in types)
 
 
 def summary(cls: type[Plugin]) -> str:
@@ -210,7 +210,7 @@ def _converted(cls: type[Plugin], option: Option, text: str) -> Any:
 def _type_of(cls: type[Plugin], option: Option) -> Any:
     """Return the type of an option, or its annotation if that cannot be resolved."""
     holder = SimpleNamespace(__annotations__={"option": option.annotation})
-    modules = [vars(sys.modules.get(each.__module__, sys)) for each in cls.__mro__]
+    modules = [vars(sys.modules.get(base.__module__, sys)) for base in cls.__mro__]
     try:
         return get_type_hints(holder, _NAMES, ChainMap(*modules))["option"]
     except NameError:

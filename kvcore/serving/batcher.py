@@ -88,11 +88,11 @@ class Batcher:
     """
 
     __slots__ = (
-        "_allocator", "_batch", "_budget", "_cache", "_chunk", "_decisions", "_full",
-        "_in_order", "_mixed", "_ratio", "_refuses", "_reserve", "_rules", "_scheduler",
-        "_tiers", "_unpublished", "_victims", "batching", "blocked_job", "changed", "chunks",
-        "loads", "moved", "names_output", "paused", "prefilling", "publishes_output", "running",
-        "server", "timers", "waiting", "without_progress",
+        "_allocator", "_batch", "_cache", "_decisions", "_full", "_in_order", "_mixed",
+        "_ratio", "_reserve", "_rules", "_scheduler", "_step", "_tiers", "batching",
+        "blocked_job", "changed", "chunks", "loads", "moved", "names_output", "paused",
+        "prefilling", "publishes_output", "running", "server", "timers", "waiting",
+        "without_progress",
     )  # fmt: skip
 
     def __init__(
@@ -144,15 +144,10 @@ class Batcher:
         self._reserve = batching.reserved_blocks(cache.pool.blocks)
         ratio = rules.new_token_ratio
         self._ratio = None if ratio is None else TokenRatio(ratio)
-        # Of the step that is planned: its tokens that are left, the jobs that it has preempted,
-        # the chunks whose blocks are shared before they are computed, and the tokens that the
-        # rules give to the job that is offered a slot.
-        self._budget = 0
-        self._victims: set[Job] = set()
-        self._unpublished: list[tuple[Job, int]] = []
-        self._chunk: int | None = None
-        # Whether the rules admit no job any more: in this step, or until a running job leaves.
-        self._refuses = self._full = False
+        self._step = PlannedStep()
+        # Whether a job has found no room by the rules, so that none is admitted until a
+        # running job leaves.
+        self._full = False
 
     def queue(self, job: Job, now: int, *, front: bool = False) -> None:
         """Add `job` to the waiting ones."""
@@ -183,8 +178,8 @@ class Batcher:
 
         Return True if anything but growth has happened since the last plan.
         """
+        step, timers, loads = self._step, self.timers, self.loads
         self.chunks = []
-        timers, loads = self.timers, self.loads
         while timers and timers[0][0] <= now:
             self._rank_again(heappop(timers)[2], now)
         while loads and loads[0][0] <= now:
@@ -192,18 +187,18 @@ class Batcher:
             self._loaded(job, load, now)
         retry = False
         self._divide(now)
-        if self._victims:
+        if step.preempted:
             # Jobs that were offered no slot because of them are offered one by the next plan.
             # If the rules admit after a preemption, all others were offered one.
-            retry = not self._rules.admit_after_preemption or self._refuses
-            self._victims.clear()
+            retry = not self._rules.admit_after_preemption or step.refuses
+            step.preempted.clear()
             if all(job.stage == LOADING for job in self.running):
                 # All running jobs were preempted: admit again, with the freed blocks. The
                 # blocks of the next step are those of nobody.
                 self._allocator.allocated_until = self._batch.steps.count
                 self.changed = True
                 self._divide(now)
-                self._victims.clear()
+                step.preempted.clear()
         changed, self.changed = self.changed, retry
         if not self._batch.size:
             # Jobs that join by a prefill have no blocks for their first decode step yet.
@@ -227,7 +222,7 @@ class Batcher:
             self._fill_output(now)
         if self.changed and (self.prefilling or self.waiting.entries):
             self._admit(now)
-        elif self._unpublished:
+        elif self._step.unpublished:
             self._publish(now)
         decodes = self._in_order if self._mixed else not self.chunks
         if decodes and not allocator.finish_step(now):
@@ -324,6 +319,7 @@ class Batcher:
 
     def _admit(self, now: int) -> None:  # noqa: C901 - one merge of two sequences
         """Divide the tokens of the next step among prompts, in scheduler order."""
+        step = self._step
         ongoing = list(self.prefilling)
         preemptive = self._scheduler.preemptive
         if len(ongoing) > 1:
@@ -334,25 +330,25 @@ class Batcher:
                 self._scheduler.call("priority", ongoing.sort, key=ranks.__getitem__)
             ongoing.reverse()
         offers = None if self._scheduler.ranks else self._offers(now)
-        asks, self._refuses = self._decisions.headroom is not None, False
+        asks, step.refuses = self._decisions.headroom is not None, False
         admits, after_preemption = True, asks or self._rules.admit_after_preemption
-        self._budget = self.batching.max_tokens - (self._batch.size if self._mixed else 0)
+        step.budget = self.batching.max_tokens - (self._batch.size if self._mixed else 0)
         # Two sequences are merged: prompts that are being computed, and waiting jobs. The
         # former go first, unless the scheduler is preemptive and the head is before them.
-        while self._budget > 0 or (self._in_order and ongoing):
+        while step.budget > 0 or (self._in_order and ongoing):
             if ongoing and not (preemptive and self._head_before(ongoing[-1], now)):
                 job = ongoing.pop()
                 if job.stage == PREFILL:
                     self._allot_running(job, now)
                 continue
-            if not ongoing and (self._unpublished or self._in_order):
+            if not ongoing and (step.unpublished or self._in_order):
                 self._running_served(now)
             offered: Job | None = None
-            if admits and (after_preemption or not self._victims):
+            if admits and (after_preemption or not step.preempted):
                 offered = self.waiting.head() if offers is None else next(offers, None)
             if asks and offered is not None:
-                self._refuses = self._room_for(offered, now, self._victims) is None
-                offered = None if self._refuses else offered
+                step.refuses = self._room_for(offered, now, step.preempted) is None
+                offered = None if step.refuses else offered
             if offered is not None and self._schedule(offered, now):
                 self._allot(offered, now)
             elif ongoing:
@@ -360,27 +356,28 @@ class Batcher:
             else:
                 break
         self._postpone(now)
-        if self._unpublished:
+        if step.unpublished:
             self._publish(now)
 
     def _allot_running(self, job: Job, now: int) -> None:
         """Add the chunk of a running job; in order, those that decode behind it come later."""
+        step = self._step
         behind = 0
         if self._in_order and self.batching.chunked:
             behind = sum(admission_of(job) < admission_of(other) for other in self._batch)
-        self._budget += behind
-        if self._budget > 0:
+        step.budget += behind
+        if step.budget > 0:
             self._allot(job, now)
-        self._budget -= behind
+        step.budget -= behind
 
     def _postpone(self, now: int) -> None:
         """Let the last jobs that decode wait, to which running jobs before them leave no token.
 
         The next token of each is then the end of a prompt of which all else is computed.
         """
-        if self._budget >= 0 or not self._in_order:
+        if self._step.budget >= 0 or not self._in_order:
             return
-        for job in sorted(self._batch, key=admission_of)[self._budget :]:
+        for job in sorted(self._batch, key=admission_of)[self._step.budget :]:
             seq = job.seq
             assert seq is not None
             self._batch.remove(job)
@@ -396,7 +393,7 @@ class Batcher:
         """Called when all prompts that are being computed have their chunks of the step."""
         if self._in_order and not self._allocator.finish_step(now):
             self._preempt_to_grow(now, self._allocator.finish_step)
-        if self._unpublished:
+        if self._step.unpublished:
             self._publish(now)
 
     def _room_for(self, job: Job, now: int, preempted: Collection[Job]) -> int | None:
@@ -427,7 +424,7 @@ class Batcher:
                 assert seq is not None
                 self._cache.settle(seq, length + 1)
                 self._cache.commit(seq, length - seq.computed, now)
-                self._unpublished.append((job, 1))
+                self._step.unpublished.append((job, 1))
             self.computed()
 
     def shares_output(self, job: Job, now: int) -> bool:
@@ -456,9 +453,10 @@ class Batcher:
         Called when the chunks of all ongoing prompts are planned: nothing else can lack blocks
         in this plan, so that no job with published blocks is preempted before it computes them.
         """
-        for job, tokens in self._unpublished:
+        step = self._step
+        for job, tokens in step.unpublished:
             self._share(job, tokens, now)
-        self._unpublished.clear()
+        step.unpublished.clear()
 
     def _share(self, job: Job, tokens: int, now: int) -> None:
         """Share the blocks that the next `tokens` tokens of `job` fill."""
@@ -470,45 +468,49 @@ class Batcher:
 
     def _allot(self, job: Job, now: int) -> None:
         """Add the chunk of `job` in the planned step to `chunks`, and allocate its blocks."""
+        step = self._step
         if job.stage != PREFILL:
-            self._budget -= self._mixed and job.stage == DECODE
+            step.budget -= self._mixed and job.stage == DECODE
             return
         tokens = job.target - job.computed
         if self._decisions.plain:
-            if tokens > self._budget:
-                tokens = self._budget
+            if tokens > step.budget:
+                tokens = step.budget
             self.chunks.append((job, tokens))
-            self._budget -= tokens
+            step.budget -= tokens
             return
-        decisions, most = self._decisions, self._most_tokens()
+        # How many tokens: by the rules, and where the cache lets a chunk end.
+        decisions, limit = self._decisions, self._most_tokens()
         if decisions.chunk_tokens is not None:
             tokens = decisions.chunk_tokens(job, tokens, self._state(now))
-        elif tokens > most:
-            tokens = most if self._decisions.chunked else 0 if self.chunks else tokens
+        elif tokens > limit:
+            tokens = limit if self._decisions.chunked else 0 if self.chunks else tokens
         if not tokens:
-            self._budget = 0
+            step.budget = 0
             return
         tokens = self._allocator.chunk_tokens(job, tokens)
         if not tokens:
             return
+        # Their blocks, unless the admission took those of the whole prompt.
         by_chunk = not self._decisions.whole or decisions.reserved is not None
         if by_chunk and not self._has_blocks(job, job.computed + tokens, now):
             return
+        # Whether others hit the blocks before the step computes them.
         shares = decisions.shares_scheduled
         publishes = (
             self._decisions.publishes if shares is None else shares(job, self._state(now))
         )
         self.chunks.append((job, tokens))
-        self._budget -= tokens
+        step.budget -= tokens
         if publishes:
-            self._unpublished.append((job, tokens))
+            step.unpublished.append((job, tokens))
 
     def _most_tokens(self) -> int:
         """Return how many tokens of a prompt the step that is planned may compute."""
         cap = self._rules.max_chunk
         if cap is None or len(self.running) + len(self.waiting) <= 1:
-            return self._budget
-        return min(cap, self._budget)
+            return self._step.budget
+        return min(cap, self._step.budget)
 
     def _has_blocks(self, job: Job, tokens: int, now: int) -> bool:
         """OUT_OF_BLOCKS: preempt until `job` has the blocks of its first `tokens` tokens.
@@ -582,7 +584,7 @@ class Batcher:
         """Make `job` run if a slot is or can be made free, and it finds its blocks."""
         if job is self.blocked_job and not self._frees_alone():
             return False
-        if self._full or job in self._victims:
+        if self._full or job in self._step.preempted:
             return False
         if not (self._decisions.chunked or self._has_chunk(job, now)):
             return False
@@ -618,16 +620,17 @@ class Batcher:
 
     def _has_chunk(self, job: Job, now: int) -> bool:
         """Return True if this step may compute a chunk of `job`, or all that it has to."""
-        self._chunk, decides = None, self._decisions.chunk_tokens
+        step = self._step
+        step.chunk, decides = None, self._decisions.chunk_tokens
         alone = not self.chunks and self._rules.unchunked == "alone"
         if job.stage == PAUSED or (alone and decides is None):
             return True
         hit = self._cache.probe(job.known_request(), now, job.target)
         tokens = job.target - hit * self._cache.geometry.block_size
         if decides is None:
-            return tokens <= self._budget
-        self._chunk = decides(job, tokens, self._state(now))
-        return self._chunk > 0
+            return tokens <= step.budget
+        step.chunk = decides(job, tokens, self._state(now))
+        return step.chunk > 0
 
     def _behind(self, job: Job, now: int) -> Job | None:
         """Return the running job that is last in order, if `job` may take its slot."""
@@ -664,12 +667,15 @@ class Batcher:
         reserve = self._room_for(job, now, ())
         if reserve is None:
             return False
+        # Blocks of the whole prompt, or of its first chunk: what is loaded comes at once.
         takes = self._rules.reserve
         if self._decisions.reserved is not None:
             takes = self._decisions.reserved(job, self._state(now))
         at_once = takes == "prompt" or self._tiers is not None or self.moved is not None
-        most = None if at_once else min(self._chunk or self._budget, self._most_tokens())
-        seq = self._allocator.open(job, now, reserve, most, fits_prompt=takes != "first-chunk")
+        chunk = None
+        if not at_once:
+            chunk = min(self._step.chunk or self._step.budget, self._most_tokens())
+        seq = self._allocator.open(job, now, reserve, chunk, fits_prompt=takes != "first-chunk")
         if seq is None:
             self._full = self._ratio is not None and bool(self.running)
             return False
@@ -678,6 +684,7 @@ class Batcher:
         first = job.admitted is None
         if first:
             job.admitted, job.hit = now, seq.computed
+        # The rest of the prompt comes from another server or a tier, or is computed.
         if self.moved is not None and self.moved(job, now):
             job.stage = LOADING
             return True
@@ -753,7 +760,7 @@ class Batcher:
         """
         if job.stage == DONE:
             self.finish(job, now, complete=False)
-            self._victims.add(job)
+            self._step.preempted.add(job)
             return
         paused = job.stage == PAUSED
         if paused:
@@ -763,7 +770,7 @@ class Batcher:
             # Its tokens of the step go to jobs that are planned after it. (Before `_admit` it
             # has none, and the budget is set there.)
             chunks = sum(tokens for other, tokens in self.chunks if other is job)
-            self._budget += self._mixed if job.stage == DECODE else chunks
+            self._step.budget += self._mixed if job.stage == DECODE else chunks
             self._leave_batch(job)
         level = None
         tokens = job.computed if job.prefill_left else job.length
@@ -785,21 +792,22 @@ class Batcher:
         job.target, job.computed = job.request.prompt_tokens + job.generated, 0
         self.queue(job, now, front=True)
         self.blocked_job = None
-        self._victims.add(job)
+        self._step.preempted.add(job)
         if self._ratio is not None:
             decoding = (other for other in self.running if other.stage == DECODE)
             self._ratio.preempted(decoding, self._batch.steps.count)
 
     def _leave_batch(self, job: Job) -> None:
         """Stop the prefill or the decoding of `job`."""
+        step = self._step
         if job.stage == DECODE:
             self._batch.remove(job)
             self._allocator.settle(job)
         else:
             del self.prefilling[job]
             self.chunks = [chunk for chunk in self.chunks if chunk[0] is not job]
-        if self._unpublished:
-            self._unpublished = [chunk for chunk in self._unpublished if chunk[0] is not job]
+        if step.unpublished:
+            step.unpublished = [chunk for chunk in step.unpublished if chunk[0] is not job]
         del self.running[job]
         self._full = False
 
@@ -870,8 +878,8 @@ class Batcher:
             len(self.waiting),
             self._batch.size,
             self.chunks,
-            self._budget,
-            self._victims if preempted is None else preempted,
+            self._step.budget,
+            self._step.preempted if preempted is None else preempted,
             None if ratio is None else ratio.at(self._batch.steps.count),
             lambda job: self._scheduler.priority(job, now),
         )
@@ -941,3 +949,26 @@ class Batcher:
             self._rank(job, now)
             self.waiting.push(job, now)
             self.changed = True
+
+
+class PlannedStep:
+    """The decisions of a plan on the step after it so far, besides its chunks.
+
+    Attributes:
+        budget: tokens of the step that are not planned yet.
+        chunk: tokens that the rules give to the job that is offered a slot; None: they were
+            not asked.
+        preempted: the jobs that the plan has preempted; none between two plans.
+        refuses: whether the rules admit no job any more.
+        unpublished: jobs with tokens of theirs whose blocks are shared before the step computes
+            them; they are once all ongoing prompts have their chunks.
+    """
+
+    __slots__ = ("budget", "chunk", "preempted", "refuses", "unpublished")
+
+    def __init__(self) -> None:
+        self.budget = 0
+        self.chunk: int | None = None
+        self.preempted: set[Job] = set()
+        self.refuses = False
+        self.unpublished: list[tuple[Job, int]] = []

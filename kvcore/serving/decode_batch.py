@@ -176,10 +176,10 @@ class DecodeBatch:
             attended = job.length + 1 - seq.dropped_tokens
             self._unattend(job, attended + tokens)
             self._attend(job, attended, seq.admission)
-        at, _, before, _ = self._end_of[job]
+        end_step, _, before, _ = self._end_of[job]
         residue = (self.steps.count - seq.tokens) % self._block_size
         if residue != before:
-            self._move(job, at, residue)
+            self._move(job, end_step, residue)
 
     def gain(self, job: Job, tokens: int) -> None:
         """Add `tokens` tokens to `job` beyond those that the last step gave to all."""
@@ -192,13 +192,13 @@ class DecodeBatch:
         else:
             self._unattend(job, attended)
             self._attend(job, attended + tokens, seq.admission)
-        at, _, before, _ = self._end_of[job]
-        self._move(job, at - tokens, (before - tokens) % self._block_size)
+        end_step, _, before, _ = self._end_of[job]
+        self._move(job, end_step - tokens, (before - tokens) % self._block_size)
 
-    def _move(self, job: Job, at: int, residue: int) -> None:
-        """Reschedule `job` to finish at step `at`, and to fill its blocks at other steps."""
+    def _move(self, job: Job, end_step: int, residue: int) -> None:
+        """Reschedule `job` to finish at `end_step`, and to fill its blocks at other steps."""
         _, admission, before, _ = self._end_of[job]
-        end = self._end_of[job] = (at, admission, residue, job)
+        end = self._end_of[job] = (end_step, admission, residue, job)
         heappush(self.ends, end)
         if residue == before:
             return
@@ -282,14 +282,14 @@ class DecodeBatch:
 
     def _fill_windows(self, steps: int, now: int) -> None:
         """Add `steps` steps, up to step `now`, to the contexts of all windows but the first."""
-        for place in range(1, len(self.growth)):
-            self.context[place] += self.growth[place] * steps
+        for index in range(1, len(self.growth)):
+            self.context[index] += self.growth[index] * steps
         full = self._full
         while full and full[0][0] <= now:
-            at, _, place, job = heappop(full)
-            if self._full_at.get((job, place)) == at:
-                del self._full_at[job, place]
-                self.growth[place] -= 1
+            full_step, _, index, job = heappop(full)
+            if self._full_at.get((job, index)) == full_step:
+                del self._full_at[job, index]
+                self.growth[index] -= 1
 
     def until_change(self) -> int:
         """Return after how many steps one finishes, fills a window, or commits a block."""
@@ -371,25 +371,25 @@ class DecodeBatch:
 
     def _attend(self, job: Job, pairs: int, admission: int) -> None:
         """Add the next context of `job`, in each window: it grows until that is full."""
-        for place, window in enumerate(self._windows):
+        for index, window in enumerate(self._windows):
             if window is None or pairs < window:
-                self.context[place] += pairs
-                self.growth[place] += 1
+                self.context[index] += pairs
+                self.growth[index] += 1
                 if window is not None:
-                    full = self._full_at[job, place] = self.steps.count + window - pairs
-                    heappush(self._full, (full, admission, place, job))
+                    full = self._full_at[job, index] = self.steps.count + window - pairs
+                    heappush(self._full, (full, admission, index, job))
             else:
-                self.context[place] += window
+                self.context[index] += window
 
     def _unattend(self, job: Job, pairs: int) -> None:
         """Subtract the next context of `job`, in each window."""
-        for place, window in enumerate(self._windows):
+        for index, window in enumerate(self._windows):
             if window is None or pairs < window:
-                self.context[place] -= pairs
-                self.growth[place] -= 1
-                self._full_at.pop((job, place), None)
+                self.context[index] -= pairs
+                self.growth[index] -= 1
+                self._full_at.pop((job, index), None)
             else:
-                self.context[place] -= window
+                self.context[index] -= window
 
 
 class DecodeAllocator:
@@ -433,8 +433,8 @@ class DecodeAllocator:
     def never_fits(self, request: Request) -> str:
         """Return why `request` can never have all its slots, or "" if it can."""
         length = request.prompt_tokens + max(request.output_tokens - 1, 0)
-        blocks, most = -(-length // self._block_size), self._cache.pool.blocks
-        return f"it needs {blocks:,} blocks; the pool has {most:,}" if blocks > most else ""
+        blocks, pool = -(-length // self._block_size), self._cache.pool.blocks
+        return f"it needs {blocks:,} blocks; the pool has {pool:,}" if blocks > pool else ""
 
     def fits(self, job: Job, now: int, reserve: int) -> bool:
         """Return True if `open` would succeed. Pure.
@@ -624,14 +624,14 @@ class DecodeAllocator:
     ) -> None:
         """Evict the last `missing` of the `need` blocks of `steps` steps, in a fixed order."""
         batch, cache = self._batch, self._cache
-        at: list[int] | None = None
+        times_ns: list[int] | None = None
         if cache.tree.residency is not None:
-            at, start = [], batch.steps.count
+            times_ns, start = [], batch.steps.count
             for step, jobs in batch.growing_between(start + 1, start + steps):
                 now = (clock_ps + times.total(step - start)) // PS_PER_NS
-                at.extend([now] * len(jobs))
-            del at[: need - missing]
-        cache.free_ahead(missing, next(iter(batch)).request.id, clock_ps // PS_PER_NS, at)
+                times_ns.extend([now] * len(jobs))
+            del times_ns[: need - missing]
+        cache.free_ahead(missing, next(iter(batch)).request.id, clock_ps // PS_PER_NS, times_ns)
 
     def _grow(self, jobs: list[Job], ahead: int, now: int) -> None:
         """Allocate a block for each of `jobs`, which will be `ahead` tokens longer."""

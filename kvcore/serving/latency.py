@@ -293,7 +293,7 @@ def decode_lines(latency: LatencyModel, jobs: int) -> Sequence[LinearPiece]:
         pieces = latency.pieces(StepWork(0, nothing, jobs, nothing))
         sound = max(piece[0] for piece in pieces) >= 0 and all(
             len(piece) == 1 + len(nothing)
-            and all(type(number) is int for number in piece)
+            and all(type(coefficient) is int for coefficient in piece)
             and min(piece[1:]) >= 0
             for piece in pieces
         )
@@ -378,21 +378,21 @@ class StepTimes:
             return steps * a + b * (steps * (steps - 1) // 2)
         return sum(_sum(first, slope, count) for first, slope, count in self._parts(steps))
 
-    def reach(self, time: int, most: int) -> int:
-        """Return the number of steps (at least 1) until `time` ps have passed, or `most`."""
+    def reach(self, time_ps: int, steps: int) -> int:
+        """Return the number of steps (at least 1) until `time_ps` have passed, or `steps`."""
         if self.line is not None:
             a, b = self.line
-            if most * a + b * (most * (most - 1) // 2) < time:
-                return most
-            return max(1, _steps_for(a, b, most, time))
+            if steps * a + b * (steps * (steps - 1) // 2) < time_ps:
+                return steps
+            return max(1, _steps_for(a, b, steps, time_ps))
         done = 0
-        for first, slope, count in self._parts(most):
-            whole = _sum(first, slope, count)
-            if whole >= time:
-                return max(1, done + _steps_for(first, slope, count, time))
-            time -= whole
+        for first, slope, count in self._parts(steps):
+            part_ps = _sum(first, slope, count)
+            if part_ps >= time_ps:
+                return max(1, done + _steps_for(first, slope, count, time_ps))
+            time_ps -= part_ps
             done += count
-        return most
+        return steps
 
     def _parts(self, steps: int) -> Iterator[tuple[int, int, int]]:
         """Yield the straight parts of the first `steps` steps."""
@@ -471,7 +471,7 @@ class ServiceEstimates:
         """Return the next context at which a window fills, or `end`, and the ps up to it."""
         windows = self._windows
         full = (window - 1 for window in windows if window is not None)
-        upto = min((at for at in full if context < at < end), default=end)
+        upto = min((length for length in full if context < length < end), default=end)
         growth = [count if window is None or context + 1 < window else 0 for window in windows]
         pieces = self._decode_pieces.get(count)
         if pieces is None:
@@ -489,4 +489,4 @@ class ServiceEstimates:
     def _step(self, count: int, context: int) -> StepWork:
         """Return a step in which `count` sequences of `context` tokens generate one more."""
         pairs = [min(context + 1, window or context + 1) for window in self._windows]
-        return StepWork(0, (0,) * len(pairs), count, tuple(count * each for each in pairs))
+        return StepWork(0, (0,) * len(pairs), count, tuple(count * pair for pair in pairs))

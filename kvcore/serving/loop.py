@@ -35,12 +35,9 @@ The clock counts picoseconds (`_ps`); requests, caches and schedulers use whole 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
-from fractions import Fraction
 from functools import partial
-from heapq import heappop, heappush
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeAlias, cast
 
 import attrs
@@ -52,6 +49,7 @@ from kvcore.models.cost import attended_pairs
 from kvcore.plugins import find_override
 from kvcore.request import SLO, Key, Request
 from kvcore.serving import native
+from kvcore.serving.arrivals import NEVER, Arrivals
 from kvcore.serving.batcher import Batcher
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.group_allocator import GroupAllocator
@@ -75,269 +73,8 @@ if TYPE_CHECKING:
     from kvcore.serving.drafter import Drafter
     from kvcore.serving.speculation import Speculation
 
-NEVER: Final = INT64_LIMIT
-"""A time (ns) that does not come: the clock ends before it."""
-
 _ALL: Final = (None,)
 """The attention windows of a model all of whose layers attend to everything."""
-
-
-class Arrivals:
-    """The requests of a workload in the order in which they arrive.
-
-    Open-loop requests are read as their time comes: memory holds one. A request that comes
-    `after` another is sent its `think_time` after the end of that one, whatever time was
-    recorded for it. From the first request of a session on, the rest of the workload is read
-    at once, since a session may run ahead of its recording.
-
-    With `prefetches` more open-loop requests are read: all that arrive within the longest
-    `prefetch` hint so far after the next one, so that each prefetch is known in time.
-
-    Args:
-        requests: the workload.
-        rate_scale: how many times as fast open-loop requests arrive.
-        prefetches: whether hints for prefetches are collected.
-
-    Attributes:
-        scale: `rate_scale`, exactly.
-        next_at: when (ns) the next of the known requests arrives, or NEVER.
-        prefetch_at: when (ns) the next of the known prefetches is due, or NEVER.
-        closed: whether a request of a session has been read, and so all that follow it.
-        following: requests that wait for the end of another one, with their place in the
-            workload, by the id of that one.
-
-    Raises:
-        InputError: the rate is not positive. While reading: a request arrives before its
-            predecessor or before 0, or an id comes for the second time.
-    """
-
-    def __init__(
-        self,
-        requests: Iterable[Request],
-        rate_scale: float = 1.0,
-        *,
-        prefetches: bool = False,
-    ) -> None:
-        if not 0 < rate_scale < float("inf"):
-            msg = (
-                f"rate_scale={rate_scale}: give how many times as fast they arrive: a finite "
-                "number above 0"
-            )
-            raise InputError(msg)
-        self.scale = Fraction(str(rate_scale))
-        self._scaled = rate_scale != 1
-        self._requests = iter(requests)
-        self._session_of: dict[int | str, str | None] = {}
-        # Most workloads number their requests: these numbers were read, without a session.
-        self._first_number = self._next_number = self._came = 0
-        self._last = 0
-        self.closed = False
-        self._due: list[tuple[int, int, Request]] = []
-        # When a prefetch is due, place, arrival, request; and the longest hint so far.
-        self._ahead: list[tuple[int, int, int, Request]] = []
-        self._longest = 0 if prefetches else -1
-        self._newest = 0
-        self.prefetch_at = NEVER
-        self.following: dict[int | str, list[tuple[int, Request]]] = {}
-        self._read()
-        self.next_at = self._due[0][0] if self._due else NEVER
-
-    def restart(self) -> Iterator[Request]:
-        """Return an iterator of all requests, which `resume` gives back; none was taken yet."""
-        first = [request for _, _, request in self._due]
-        self._due.clear()
-        self._session_of.clear()
-        self._requests = chain(first, self._requests)
-        return self._requests
-
-    def note(self, name: int | str, first: int, following: int) -> int:
-        """Note a name that does not continue the numbers from `first` up to `following`.
-
-        Returns the number that continues them now.
-        """
-        self._first_number, self._next_number = first, following
-        self._note(name, None)
-        return self._next_number
-
-    def resume(
-        self, ahead: Request | None, at: int, came: int, last: int, first: int, following: int
-    ) -> None:
-        """Go on after `came` requests, the last of which arrived at `last` (ns).
-
-        `ahead` is the next one, if it has been read. It arrives at `at` (ns) and is one of
-        those that came; at -1 it is not, and remains to be checked. The numbers are as for
-        `note`.
-        """
-        self._came, self._last = came, last
-        self._first_number, self._next_number = first, following
-        if ahead is not None and at >= 0:
-            self._enter(at, came, ahead)
-            self._newest = at
-        else:
-            if ahead is not None:
-                self._requests = chain((ahead,), self._requests)
-            self._read()
-        self.next_at = self._due[0][0] if self._due else NEVER
-
-    def take(self) -> tuple[int, Request]:
-        """Remove and return the next request, with its time of arrival (ns)."""
-        due = self._due
-        at, _, request = heappop(due)
-        if request.after is None and (not due or self._newest < due[0][0] + self._longest):
-            self._read()
-        self.next_at = due[0][0] if due else NEVER
-        return at, request
-
-    def take_prefetch(self) -> tuple[int, Request]:
-        """Remove the next prefetch; return when (ns) its request arrives, and the request."""
-        _, _, at, request = heappop(self._ahead)
-        self.prefetch_at = self._ahead[0][0] if self._ahead else NEVER
-        return at, request
-
-    def ended(self, request: Request, now: int) -> None:
-        """Called when `request` has ended: schedules the requests that come after it."""
-        followers = self.following.pop(request.id, None)
-        if followers is not None:
-            for place, follower in followers:
-                self._enter(now + follower.think_time, place, follower)
-            self.next_at = self._due[0][0]
-
-    def check_all_came(self) -> None:
-        """Raise InputError if requests wait for one that never ends."""
-        for awaited, ((_, first), *_) in self.following.items():
-            known = self._has_come(awaited)
-            why = "in the end waits for it" if known else "is not in the workload"
-            msg = f"request {first.id!r} comes after request {awaited!r}, which {why}"
-            raise InputError(msg)
-
-    def _read(self) -> None:
-        """Read up to the next open-loop request; from the first of a session on, to the end."""
-        for request in self._requests:
-            at, name, session = request.arrival, request.id, request.session
-            place = self._came = self._came + 1
-            if place == 1 and isinstance(name, int):
-                self._first_number = self._next_number = name
-            if name == self._next_number and session is None and not self._session_of:
-                self._next_number += 1
-            else:
-                self._note(name, session)
-            if at < self._last:
-                msg = (
-                    f"request {name!r} (number {place}) arrives at {at} ns, before "
-                    f"{self._last} ns: times start at 0 and never decrease; sort the workload"
-                )
-                raise InputError(msg)
-            self._last = at
-            if request.after is not None:
-                self._follow(request, place)
-                continue
-            if self._scaled:
-                at = int(at / self.scale)
-            self._enter(at, place, request)
-            self._newest = at
-            if not self.closed and at >= self._due[0][0] + self._longest:
-                return
-
-    def _follow(self, request: Request, place: int) -> None:
-        """Keep a request that comes after another one, until that has ended."""
-        name, session, awaited = request.id, request.session, request.after
-        assert awaited is not None
-        if session is None:
-            msg = (
-                f"request {name!r} comes after request {awaited!r} and has no session: give "
-                "both the same session"
-            )
-            raise InputError(msg)
-        other = self._session_of.get(awaited) if self._has_come(awaited) else session
-        if other != session:
-            msg = (
-                f"request {name!r} of session {session!r} comes after request {awaited!r} of "
-                f"session {other!r}: give both the same session"
-            )
-            raise InputError(msg)
-        self.following.setdefault(awaited, []).append((place, request))
-
-    def _note(self, name: int | str, session: str | None) -> None:
-        """Keep the name of a request that was read, and its session."""
-        if session is not None:
-            self.closed = True
-        if session is None and name == self._next_number and name not in self._session_of:
-            self._next_number += 1
-        elif self._has_come(name):
-            msg = f"request {name!r}: an earlier request has the same id"
-            raise InputError(msg)
-        else:
-            self._session_of[name] = session
-
-    def _has_come(self, name: int | str) -> bool:
-        """Return True if the request `name` has been read."""
-        if isinstance(name, int) and self._first_number <= name < self._next_number:
-            return True
-        return name in self._session_of
-
-    def _enter(self, at: int, place: int, request: Request) -> None:
-        if at >= NEVER:
-            msg = f"request {request.id!r} arrives 2^63 ns (292 years) or more from the start"
-            raise InputError(msg)
-        heappush(self._due, (at, place, request))
-        if self._longest < 0:
-            return
-        early = request.hints.prefetch
-        if early is not None:
-            self._longest = max(self._longest, early)
-            heappush(self._ahead, (at - early, place, at, request))
-            self.prefetch_at = self._ahead[0][0]
-
-
-AllocatorFactory: TypeAlias = Callable[[Any, DecodeBatch], DecodeAllocator]
-"""Makes the allocator of a run from its cache, of a kind that it knows, and its batch."""
-
-
-class Meter(Protocol):
-    """Measures a run while it runs: a part that a loop is given, and tells what has happened.
-
-    A meter may raise an exception to end the run. A loop without a meter pays nothing.
-    """
-
-    def planned(self, loop: ServingLoop, now: int) -> None:
-        """Called after a plan at `now` (ns) that changed something."""
-
-    def passed(
-        self, loop: ServingLoop, took_ps: int, prefill: int, decode: int, steps: int
-    ) -> None:
-        """Called when `steps` steps have run, by which the clock has moved on by `took_ps`.
-
-        They computed `prefill` tokens of prompts and generated `decode` tokens; their jobs
-        have not ended yet. No step runs while the loop waits for an arrival.
-        """
-
-
-class MemoryMeter(Meter, Protocol):
-    """A meter that measures how memory is used."""
-
-    def summary(self) -> Fragmentation:
-        """Return the shares of the pool, once the run has ended."""
-
-
-class Lag:
-    """The last step and what it has left behind, which the plan of the next one does not see.
-
-    Under asynchronous scheduling a step is planned while the one before runs.
-
-    Attributes:
-        began_ps: when the last step began.
-        stepped: whether a step has run since the last plan.
-        late: the jobs that the step has finished.
-        filled: the blocks that it has filled: job, sequence, and length in tokens.
-    """
-
-    __slots__ = ("began_ps", "filled", "late", "stepped")
-
-    def __init__(self) -> None:
-        self.began_ps = 0
-        self.stepped = False
-        self.late: list[Job] = []
-        self.filled: list[tuple[Job, CacheSequence, int]] = []
 
 
 class ServingLoop:
@@ -566,8 +303,8 @@ class ServingLoop:
         """ARRIVAL: queue each request up to `now`, or reject it."""
         arrivals = self.arrivals
         while arrivals.next_at <= now:
-            at, request = arrivals.take()
-            self._arrive(request, at, at)
+            arrival, request = arrivals.take()
+            self._arrive(request, arrival, arrival)
 
     def _arrive(self, request: Request, now: int, arrival: int, **known: Any) -> Job:
         """Queue a request that its client sent at `arrival` (ns), or reject it.
@@ -597,11 +334,11 @@ class ServingLoop:
         if not request.prompt_tokens:
             return "its prompt is empty"
         if self._longest is not None:
-            whole = self._bounded(request)
-            if not whole.output_tokens and request.output_tokens:
-                prompt, most = request.prompt_tokens, self._longest
-                return f"its prompt has {prompt:,} tokens, and max_model_len is {most:,}"
-            request = whole
+            bounded = self._bounded(request)
+            if not bounded.output_tokens and request.output_tokens:
+                prompt, longest = request.prompt_tokens, self._longest
+                return f"its prompt has {prompt:,} tokens, and max_model_len is {longest:,}"
+            request = bounded
         if self._in_one is not None:
             tokens = request.prompt_tokens + max(request.output_tokens - 1, 0)
             if tokens > self._in_one:
@@ -613,18 +350,18 @@ class ServingLoop:
 
     def _bounded(self, request: Request) -> Request:
         """Return `request` with the output that `max_model_len` leaves room for."""
-        most = self._longest
-        if most is None or request.prompt_tokens + request.output_tokens <= most:
+        longest = self._longest
+        if longest is None or request.prompt_tokens + request.output_tokens <= longest:
             return request
-        return attrs.evolve(request, output_tokens=max(0, most - request.prompt_tokens))
+        return attrs.evolve(request, output_tokens=max(0, longest - request.prompt_tokens))
 
     def _prefetch(self, now: int) -> None:
         """PREFETCH: load for each request whose hint is due, unless it has arrived."""
         arrivals = self.arrivals
         while arrivals.prefetch_at <= now:
-            at, request = arrivals.take_prefetch()
-            if at > now:
-                self.batcher.prefetch(request, now, at)
+            arrival, request = arrivals.take_prefetch()
+            if arrival > now:
+                self.batcher.prefetch(request, now, arrival)
         self._planned(now)
 
     def _reject(self, job: Job, why: str, now: int) -> None:
@@ -703,6 +440,7 @@ class ServingLoop:
         if decoding:
             batch.run(self.clock_ps, took_ps, 0, 1)
         now = self._pass(1, took_ps, decoding, named)
+        # What the step has computed can hit: of prompts, then of those that decode.
         commit, prefilled = self._cache.commit, []
         for job, tokens in chunks:
             assert job.seq is not None
@@ -716,6 +454,7 @@ class ServingLoop:
         batcher.changed = True
         if decoding or prefilled:
             batcher.without_progress = 0
+        # First tokens, then the ends.
         done = []
         for job in prefilled:
             del batcher.prefilling[job]
@@ -906,6 +645,57 @@ class ServingLoop:
             self.batcher.finish(job, now)
             self.log.ended(job, now)
             self.arrivals.ended(job.request, now)
+
+
+AllocatorFactory: TypeAlias = Callable[[Any, DecodeBatch], DecodeAllocator]
+"""Makes the allocator of a run from its cache, of a kind that it knows, and its batch."""
+
+
+class Meter(Protocol):
+    """Measures a run while it runs: a part that a loop is given, and tells what has happened.
+
+    A meter may raise an exception to end the run. A loop without a meter pays nothing.
+    """
+
+    def planned(self, loop: ServingLoop, now: int) -> None:
+        """Called after a plan at `now` (ns) that changed something."""
+
+    def passed(
+        self, loop: ServingLoop, took_ps: int, prefill: int, decode: int, steps: int
+    ) -> None:
+        """Called when `steps` steps have run, by which the clock has moved on by `took_ps`.
+
+        They computed `prefill` tokens of prompts and generated `decode` tokens; their jobs
+        have not ended yet. No step runs while the loop waits for an arrival.
+        """
+
+
+class MemoryMeter(Meter, Protocol):
+    """A meter that measures how memory is used."""
+
+    def summary(self) -> Fragmentation:
+        """Return the shares of the pool, once the run has ended."""
+
+
+class Lag:
+    """The last step and what it has left behind, which the plan of the next one does not see.
+
+    Under asynchronous scheduling a step is planned while the one before runs.
+
+    Attributes:
+        began_ps: when the last step began.
+        stepped: whether a step has run since the last plan.
+        late: the jobs that the step has finished.
+        filled: the blocks that it has filled: job, sequence, and length in tokens.
+    """
+
+    __slots__ = ("began_ps", "filled", "late", "stepped")
+
+    def __init__(self) -> None:
+        self.began_ps = 0
+        self.stepped = False
+        self.late: list[Job] = []
+        self.filled: list[tuple[Job, CacheSequence, int]] = []
 
 
 def _output_commits(

@@ -74,6 +74,7 @@ def run(loop: Loop, turns: int = -1) -> None:
     native = core()
     if native is None or not serves(loop):
         return
+    # All that the core asks of the parts, once: numbers, and what it calls.
     batcher, batching, latency = loop.batcher, loop.batcher.batching, loop._executor.latency
     cache, scale = loop._cache, loop.arrivals.scale
     scheduler = batcher._scheduler
@@ -100,6 +101,7 @@ def run(loop: Loop, turns: int = -1) -> None:
         "scale_above": above_below[0],
         "scale_below": above_below[1],
     }
+    # A scheduler by arrival is not asked, nor a latency model that is one line.
     plugin = scheduler.scheduler
     in_order = plugin.by_arrival and defines(plugin, "by_arrival", "priority")
 
@@ -139,6 +141,7 @@ def _or_none(limit: int | None) -> int:
 
 def _continue(loop: Loop, state: Mapping[str, Any]) -> None:
     """Make the jobs of Python of those of the core, between two turns."""
+    # The jobs, with the sequences and ends of those that have blocks.
     batcher, batch, allocator, lag = loop.batcher, loop.batch, loop.allocator, loop._lag
     jobs: dict[int, Job] = {}
     ends: dict[int, tuple[int, int, int, Job]] = {}
@@ -153,6 +156,7 @@ def _continue(loop: Loop, state: Mapping[str, Any]) -> None:
             loop._cache.sequences[seq.id] = seq
             if seq.span.creator is fields["token"]:
                 seq.span.creator = seq
+    # Where each of them is.
     for fields in state["waiting"]:
         job = jobs[fields["serial"]]
         batcher.waiting.push(job, 0)
@@ -167,6 +171,7 @@ def _continue(loop: Loop, state: Mapping[str, Any]) -> None:
         state["context"],
         state["last_step_ps"],
     )
+    # What the next plan has to know of the last one.
     batcher.blocked_job = jobs.get(state["blocked"])
     batcher.changed = bool(state["changed"])
     batcher.without_progress = state["without_progress"]

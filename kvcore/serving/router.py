@@ -105,7 +105,7 @@ class Router(Plugin):
             now: the time, ns.
         """
         del now
-        costs = [self.cost(request, each) for each in replicas]
+        costs = [self.cost(request, replica) for replica in replicas]
         question = f"cost() of request {request.id!r}"
         try:
             # The sum is NaN if a cost is, and also if infinite costs cancel.

@@ -6,16 +6,17 @@ from collections.abc import Iterable, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from kvcore.cache import GroupedCache, ServedCache
+from kvcore.cache import GroupedCache, Recorder, ServedCache
 from kvcore.errors import InputError
-from kvcore.plugins.manager import resolve
+from kvcore.plugins import describe, resolve
 from kvcore.request import SLO, Request
+from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.latency import Executor, LatencyModel, SimulatedExecutor
-from kvcore.serving.loop import AllocatorFactory, Arrivals, MemoryMeter, ServingLoop
-from kvcore.serving.result import Result, record_run
+from kvcore.serving.loop import AllocatorFactory, MemoryMeter, ServingLoop
+from kvcore.serving.result import Result
 from kvcore.serving.rules import with_choices
 from kvcore.serving.scheduler import Batching, Scheduler
-from kvcore.workloads import check_keys
+from kvcore.workloads import Workload, check_keys
 
 if TYPE_CHECKING:
     from kvcore.serving.drafter import Drafter
@@ -212,3 +213,30 @@ def serve(
     loop.run()
     seconds = perf_counter() - start
     return loop, None if meter is None else meter.summary(), seconds
+
+
+def record_run(
+    trace: Recorder,
+    workload: Iterable[Request],
+    scheduler: Scheduler,
+    executor: Executor,
+    batching: Batching,
+    *,
+    rate_scale: float,
+    slo: SLO | None,
+) -> None:
+    """Record the configuration of a run in `trace`, so that the run can be repeated."""
+    latency, rules = executor.latency, batching.rules
+    expected = {} if slo is None else {"slo": slo}
+    # Rules that override nothing are their options, which `batching` has.
+    plugins = (scheduler, *([rules] if rules.decides() else []), *executor.plugins)
+    trace.describe(
+        mode=executor.mode,
+        executor=executor.name,
+        workload=workload if isinstance(workload, Workload) else None,
+        plugins={plugin.kind: describe(plugin) for plugin in plugins},
+        batching=batching.as_dict(),
+        latency=latency.coefficients(),
+        rate_scale=rate_scale,
+        **expected,
+    )

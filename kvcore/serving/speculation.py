@@ -84,8 +84,8 @@ def step_ps(
     drafts: Sequence[int],
 ) -> int:
     """Return the picoseconds of a step that verifies `drafts`, and of drafting them."""
-    whole = with_drafts(work, decoding, drafts, latency.windows)
-    return latency.duration(whole) + drafter.duration(work, drafts)
+    verified = with_drafts(work, decoding, drafts, latency.windows)
+    return latency.duration(verified) + drafter.duration(work, drafts)
 
 
 def with_drafts(
@@ -160,11 +160,11 @@ class Speculation:
     def _extend(self, prefill: int, now: int) -> list[int]:
         """Allocate slots for drafts; return the most drafts of each job of the step."""
         cache = self._cache
-        most, size = self._drafter.tokens, cache.geometry.block_size
+        drafts, size = self._drafter.tokens, cache.geometry.block_size
         left = self._batcher.batching.max_tokens - prefill - len(self._jobs)
         limits = []
         for job in self._jobs:
-            seq, count = job.seq, min(most, job.output_left - 1, left)
+            seq, count = job.seq, min(drafts, job.output_left - 1, left)
             assert seq is not None
             if count > 0:
                 # The slots behind the newest token in its block are allocated already.
@@ -213,7 +213,7 @@ class Speculation:
     def commit(self, now: int) -> None:
         """Commit the blocks that jobs have filled, which lie anywhere in a step's tokens."""
         size = self._cache.geometry.block_size
-        jobs = [job for each in self._batch.committing.values() for job in each]
+        jobs = [job for committing in self._batch.committing.values() for job in committing]
         for job in sorted(jobs, key=admission_of):
             seq = job.seq
             assert seq is not None

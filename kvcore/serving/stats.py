@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice, repeat
 from operator import add, eq, mul, sub
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from kvcore.files import Spool
 from kvcore.histogram import PERCENTS, Histogram, nearest_rank
@@ -25,136 +25,15 @@ PENDING_EVENTS: Final = 512
 ROWS = 1 << 16
 """Rows of a run that are held in memory, and samples that are sorted there."""
 
-Cell = TypeVar("Cell")
-
-
-class Column(Generic[Cell]):
-    """A column of a log: a sequence that holds only its newest cells in memory.
-
-    The others are in a temporary file, or in memory if none can be written. Reading a cell of
-    the file reads `ROWS` of them, unless it is in the part that was read last.
-
-    Attributes:
-        newest: the cells that are in no file. Append to it; once it has `ROWS`, call `store`.
-    """
-
-    __slots__ = ("_loaded", "_loaded_part", "_parts", "newest")
-
-    def __init__(self, typecode: str = "") -> None:
-        """Make an empty column, of integers in an array, or of integers, texts and None."""
-        self.newest: Any = array(typecode) if typecode else []
-        # Each part as its file, offset and size; or as bytes.
-        self._parts: list[tuple[Spool, int, int] | bytes] = []
-        self._loaded = -1
-        self._loaded_part: Any = None
-
-    def store(self) -> None:
-        """Move the oldest `ROWS` cells of `newest` to the file."""
-        import pickle  # noqa: PLC0415 - for long runs alone
-
-        part = self.newest[:ROWS]
-        del self.newest[:ROWS]
-        data = part.tobytes() if isinstance(part, array) else pickle.dumps(part)
-        try:
-            spool = Spool.shared()
-            self._parts.append((spool, spool.store(data), len(data)))
-        except OSError:
-            self._parts.append(data)
-
-    def append(self, cell: Cell) -> None:
-        """Append a cell."""
-        self.newest.append(cell)
-        if len(self.newest) >= ROWS:
-            self.store()
-
-    def extend(self, cells: Iterable[Cell]) -> None:
-        """Append the cells of an iterable, in bounded memory."""
-        rest = iter(cells)
-        while True:
-            self.newest.extend(islice(rest, ROWS - len(self.newest)))
-            if len(self.newest) < ROWS:
-                return
-            self.store()
-
-    def parts(self) -> Iterator[Sequence[Cell]]:
-        """Yield the cells in order, up to `ROWS` at a time."""
-        for number in range(len(self._parts)):
-            yield self._part(number)
-        yield self.newest
-
-    def tolist(self) -> list[Cell]:
-        """Return all cells in a list."""
-        return list(self)
-
-    def count(self, cell: Cell) -> int:
-        """Return how many cells are equal to `cell`."""
-        return sum([part.count(cell) for part in self.parts()])
-
-    def index(self, cell: Cell) -> int:
-        """Return the row of the first cell that is equal to `cell`.
-
-        Raises:
-            ValueError: there is none.
-        """
-        for row, each in enumerate(self):
-            if each == cell:
-                return row
-        msg = f"{cell!r} is not in the column"
-        raise ValueError(msg)
-
-    def __len__(self) -> int:
-        """Return the number of cells."""
-        return len(self._parts) * ROWS + len(self.newest)
-
-    def __iter__(self) -> Iterator[Cell]:
-        """Iterate over the cells."""
-        return chain.from_iterable(self.parts())
-
-    def __getitem__(self, row: Any) -> Any:
-        """Return the cell of a row, or the list of those of a slice."""
-        if isinstance(row, slice):
-            return [self[each] for each in range(*row.indices(len(self)))]
-        length = len(self)
-        if not -length <= row < length:
-            msg = f"row {row} of {length}"
-            raise IndexError(msg)
-        number, place = divmod(row % length, ROWS)
-        return self._part(number)[place] if number < len(self._parts) else self.newest[place]
-
-    def __eq__(self, other: object) -> bool:
-        """Return True if `other` is a sequence of equal cells."""
-        if not isinstance(other, (Column, list, tuple, array)):
-            return NotImplemented
-        return len(self) == len(other) and all(map(eq, self, other))
-
-    def __hash__(self) -> int:
-        """Raise TypeError: a column changes."""
-        msg = "a column has no hash: it changes"
-        raise TypeError(msg)
-
-    def __repr__(self) -> str:
-        """Show the cells."""
-        return f"<Column of {len(self)}: {list(islice(self, 8))}>"
-
-    def _part(self, number: int) -> Any:
-        """Return a stored part; the last one that was read stays in memory."""
-        if number != self._loaded:
-            import pickle  # noqa: PLC0415 - for long runs alone
-
-            part = self._parts[number]
-            data = part if isinstance(part, bytes) else part[0].load(part[1], part[2])
-            if isinstance(self.newest, array):
-                cells = array(self.newest.typecode)
-                cells.frombytes(data)
-                self._loaded_part = cells
-            else:
-                self._loaded_part = pickle.loads(data)  # noqa: S301 - stored by this process
-            self._loaded = number
-        return self._loaded_part
-
-
 UNJUDGED, MISSED, MET = -1, 0, 1
 """The verdicts on a request by its SLO: none is possible, it missed it, or it met it."""
+
+
+COLUMNS = (
+    *("ids", "tenants", "arrival", "admitted", "first_token", "finish", "prompt", "output"),
+    *("hit", "loaded", "swaps", "pauses", "recomputes", "verdict"),
+)
+"""The names of the columns of a `RunLog`."""
 
 
 class RunLog:
@@ -236,27 +115,121 @@ class RunLog:
 
     def columns(self) -> dict[str, Column[Any]]:
         """Return the columns by name."""
-        return {
-            "ids": self.ids,
-            "tenants": self.tenants,
-            "arrival": self.arrival,
-            "admitted": self.admitted,
-            "first_token": self.first_token,
-            "finish": self.finish,
-            "prompt": self.prompt,
-            "output": self.output,
-            "hit": self.hit,
-            "loaded": self.loaded,
-            "swaps": self.swaps,
-            "pauses": self.pauses,
-            "recomputes": self.recomputes,
-            "verdict": self.verdict,
-        }
+        return {name: getattr(self, name) for name in COLUMNS}
 
     def tpot(self) -> Times:
         """Return the mean picoseconds of the tokens after the first, where there are any."""
         columns = self.first_token, self.finish, self.output
         return Times(lambda: chain.from_iterable(map(_gaps, *(c.parts() for c in columns))))
+
+
+Cell = TypeVar("Cell")
+
+
+class Column(Sequence[Cell]):
+    """A column of a log: a sequence that holds only its newest cells in memory.
+
+    The others are in a temporary file, or in memory if none can be written. Reading a cell of
+    the file reads `ROWS` of them, unless it is in the part that was read last.
+
+    Attributes:
+        newest: the cells that are in no file. Append to it; once it has `ROWS`, call `store`.
+    """
+
+    __slots__ = ("_loaded", "_loaded_part", "_parts", "newest")
+
+    def __init__(self, typecode: str = "") -> None:
+        """Make an empty column, of integers in an array, or of integers, texts and None."""
+        self.newest: Any = array(typecode) if typecode else []
+        # Each part as its file, offset and size; or as bytes.
+        self._parts: list[tuple[Spool, int, int] | bytes] = []
+        self._loaded = -1
+        self._loaded_part: Any = None
+
+    def store(self) -> None:
+        """Move the oldest `ROWS` cells of `newest` to the file."""
+        import pickle  # noqa: PLC0415 - for long runs alone
+
+        part = self.newest[:ROWS]
+        del self.newest[:ROWS]
+        data = part.tobytes() if isinstance(part, array) else pickle.dumps(part)
+        try:
+            spool = Spool.shared()
+            self._parts.append((spool, spool.store(data), len(data)))
+        except OSError:
+            self._parts.append(data)
+
+    def append(self, cell: Cell) -> None:
+        """Append a cell."""
+        self.newest.append(cell)
+        if len(self.newest) >= ROWS:
+            self.store()
+
+    def extend(self, cells: Iterable[Cell]) -> None:
+        """Append the cells of an iterable, in bounded memory."""
+        rest = iter(cells)
+        while True:
+            self.newest.extend(islice(rest, ROWS - len(self.newest)))
+            if len(self.newest) < ROWS:
+                return
+            self.store()
+
+    def parts(self) -> Iterator[Sequence[Cell]]:
+        """Yield the cells in order, up to `ROWS` at a time."""
+        for index in range(len(self._parts)):
+            yield self._part(index)
+        yield self.newest
+
+    def count(self, cell: Cell) -> int:
+        """Return how many cells are equal to `cell`."""
+        return sum([part.count(cell) for part in self.parts()])
+
+    def __len__(self) -> int:
+        """Return the number of cells."""
+        return len(self._parts) * ROWS + len(self.newest)
+
+    def __iter__(self) -> Iterator[Cell]:
+        """Iterate over the cells."""
+        return chain.from_iterable(self.parts())
+
+    def __getitem__(self, row: Any) -> Any:
+        """Return the cell of a row, or the list of those of a slice."""
+        if isinstance(row, slice):
+            return [self[index] for index in range(*row.indices(len(self)))]
+        length = len(self)
+        if not -length <= row < length:
+            msg = f"row {row} of {length}"
+            raise IndexError(msg)
+        part, offset = divmod(row % length, ROWS)
+        return self._part(part)[offset] if part < len(self._parts) else self.newest[offset]
+
+    def __eq__(self, other: object) -> bool:
+        """Return True if `other` is a sequence of equal cells."""
+        if not isinstance(other, (Column, list, tuple, array)):
+            return NotImplemented
+        return len(self) == len(other) and all(map(eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+    def __repr__(self) -> str:
+        """Show the cells."""
+        return f"<Column of {len(self)}: {list(islice(self, 8))}>"
+
+    def _part(self, index: int) -> Any:
+        """Return a stored part; the last one that was read stays in memory."""
+        if index != self._loaded:
+            import pickle  # noqa: PLC0415 - for long runs alone
+
+            part = self._parts[index]
+            data = part if isinstance(part, bytes) else part[0].load(part[1], part[2])
+            if isinstance(self.newest, array):
+                cells = array(self.newest.typecode)
+                cells.frombytes(data)
+                self._loaded_part = cells
+            else:
+                self._loaded_part = pickle.loads(data)  # noqa: S301 - stored by this process
+            self._loaded = index
+        return self._loaded_part
 
 
 def _gaps(first: Sequence[int], finish: Sequence[int], output: Sequence[int]) -> list[int]:
@@ -299,7 +272,7 @@ class Percentiles(NamedTuple):
     p99: float
 
     @classmethod
-    def of(cls, samples: Iterable[int], second: int) -> Percentiles | None:
+    def from_samples(cls, samples: Iterable[int], second: int) -> Percentiles | None:
         """Return the exact percentiles of integer `samples`; None without samples.
 
         Args:
@@ -313,7 +286,7 @@ class Percentiles(NamedTuple):
         if not count:
             return None
         if count <= ROWS:
-            ranked = [ordered[nearest_rank(each, count) - 1] for each in PERCENTS]
+            ranked = [ordered[nearest_rank(percent, count) - 1] for percent in PERCENTS]
             return cls(
                 sum(ordered) / (count * second),
                 *(value / second for value in ranked),
@@ -321,7 +294,7 @@ class Percentiles(NamedTuple):
         figures = [(len(b), sum(b), min(b), max(b)) for b in batches(samples)]
         counts, sums, lows, highs = zip(*figures, strict=True)
         count = sum(counts)
-        ranks = [nearest_rank(each, count) for each in PERCENTS]
+        ranks = [nearest_rank(percent, count) for percent in PERCENTS]
         ranked = _at_ranks(samples, ranks, min(lows), max(highs))
         return cls(
             sum(sums) / (count * second),
@@ -356,40 +329,45 @@ def batches(samples: Iterable[int]) -> Iterator[list[int]]:
 _BUCKETS = 1 << 14
 
 
-def _at_ranks(samples: Iterable[int], ranks: list[int], least: int, most: int) -> list[int]:
-    """Return the samples at `ranks`, counted from 1 and ascending, between `least` and `most`.
+def _at_ranks(samples: Iterable[int], ranks: list[int], least: int, greatest: int) -> list[int]:
+    """Return the samples at `ranks`, counted from 1 and ascending, from `least` to `greatest`.
 
     The samples are counted in buckets of equal width. The buckets with the ranks are sorted,
     or counted again if they are too large.
     """
-    width = (most - least) // _BUCKETS + 1
+    width = (greatest - least) // _BUCKETS + 1
     counts: Counter[int] = Counter()
     for batch in batches(samples):
-        counts.update([(each - least) // width for each in batch if least <= each <= most])
+        counts.update(
+            [(sample - least) // width for sample in batch if least <= sample <= greatest]
+        )
     buckets = sorted(counts)
     ends = list(accumulate([counts[bucket] for bucket in buckets]))
     # By bucket, the ranks in it.
     wanted: dict[int, list[int]] = {}
     for rank in ranks:
-        at = bisect_left(ends, rank)
-        wanted.setdefault(buckets[at], []).append(rank - ends[at] + counts[buckets[at]])
+        index = bisect_left(ends, rank)
+        wanted.setdefault(buckets[index], []).append(
+            rank - ends[index] + counts[buckets[index]]
+        )
+    # Buckets of few samples are sorted; others are divided again.
     few = {bucket: list[int]() for bucket in wanted if width > 1 and counts[bucket] <= ROWS}
     if few:
         for sample in samples:
             bucket = (sample - least) // width
-            if bucket in few and least <= sample <= most:
+            if bucket in few and least <= sample <= greatest:
                 few[bucket].append(sample)
-    found = []
+    ranked = []
     for bucket, inside in wanted.items():
         low = least + bucket * width
         if width == 1:
-            found += [low] * len(inside)
+            ranked += [low] * len(inside)
         elif bucket in few:
             ordered = sorted(few[bucket])
-            found += [ordered[rank - 1] for rank in inside]
+            ranked += [ordered[rank - 1] for rank in inside]
         else:
-            found += _at_ranks(samples, inside, low, min(most, low + width - 1))
-    return found
+            ranked += _at_ranks(samples, inside, low, min(greatest, low + width - 1))
+    return ranked
 
 
 TokenGap: TypeAlias = tuple[int, int, int, int]
@@ -424,12 +402,12 @@ class TokenGaps:
     def percentiles(self, second: int) -> Percentiles | None:
         """Return the mean, exact, and the percentiles, at most 1 % too large."""
         self.settle()
-        found = self._histogram.percentiles()
-        if found is None:
+        gaps = self._histogram.percentiles()
+        if gaps is None:
             return None
         return Percentiles(
             self._histogram.total / (self._histogram.weight * second),
-            *(found[f"p{percent}"] / second for percent in PERCENTS),
+            *(gaps[f"p{percent}"] / second for percent in PERCENTS),
         )
 
     def merge(self, other: TokenGaps) -> None:
@@ -490,15 +468,15 @@ class PoolTimeline:
         self.pending.clear()
         active = list(map(sub, repeat(self.blocks), map(add, free, cached)))
         # The state of an event holds until the next: the first of them ends that of the last.
-        held = list(map(sub, times, (self._now, *times)))
-        self._active_area += sum(map(mul, held, (self._active, *active)))
-        self._cached_area += sum(map(mul, held, (self._cached, *cached)))
+        durations = list(map(sub, times, (self._now, *times)))
+        self._active_area += sum(map(mul, durations, (self._active, *active)))
+        self._cached_area += sum(map(mul, durations, (self._cached, *cached)))
         self.peak = max(self.peak, *active)
         self._now, self._active, self._cached = times[-1], active[-1], cached[-1]
-        at = bisect_left(times, self._due)
-        while at < len(times):
-            self._sample(times[at], active[at], cached[at])
-            at = bisect_left(times, self._due, at + 1)
+        index = bisect_left(times, self._due)
+        while index < len(times):
+            self._sample(times[index], active[index], cached[index])
+            index = bisect_left(times, self._due, index + 1)
 
     def restore(
         self,
@@ -591,5 +569,5 @@ class Fragmentation(NamedTuple):
     @property
     def filled(self) -> float | None:
         """Share of the slots held by open requests that hold tokens: the effective use."""
-        held = self.used + self.internal
-        return self.used / held if held else None
+        slots = self.used + self.internal
+        return self.used / slots if slots else None

@@ -5,7 +5,6 @@ To read, in this order (`kvcore/cache/recorder.py` has the calls that make lines
     events.py      the fields of each line
     writer.py      HEADER, REQUEST and END; the file
     _logger.py     all other lines, from dicts
-    keyed.py       names as keyed hashes, for traces of traffic
     fields.py      values as JSON: block ids, keys, requests
     jsonl_file.py  files with a digest
     reader.py      lines as events, checked

@@ -77,8 +77,8 @@ class TraceLogger(structlog.BoundLoggerBase):
         batch, self._batch, self._blocks = self._batch, [], 0
         if not batch:
             return
-        for number, line in zip(count(self.lines), batch, strict=False):
-            line["n"] = number
+        for n, line in zip(count(self.lines), batch, strict=False):
+            line["n"] = n
         self._context.update(map(_event, batch))
         self.lines += len(batch)
         self.time = batch[-1]["t"]
@@ -100,8 +100,8 @@ class TraceLogger(structlog.BoundLoggerBase):
 def find_runs(_: Any, __: str, batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Replace arrays of block ids by their runs, for JSON."""
     with_ids = [line for line in batch if type(line.get("runs")) is array]
-    found = encode_all_runs([line["runs"] for line in with_ids])
-    for line, runs in zip(with_ids, found, strict=True):
+    encoded = encode_all_runs([line["runs"] for line in with_ids])
+    for line, runs in zip(with_ids, encoded, strict=True):
         line["runs"] = runs
     return batch
 

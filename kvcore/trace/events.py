@@ -627,7 +627,7 @@ for _struct in _structs:
     _struct.event = str(_struct.__struct_config__.tag)
 
 _OPTIONAL = {
-    struct: [each.name for each in msgspec.structs.fields(struct) if not each.required]
+    struct: [field.name for field in msgspec.structs.fields(struct) if not field.required]
     for struct in _structs
 }
 
@@ -646,10 +646,10 @@ PLACED_NAMES: dict[type[Event], int] = {
 
 def count_names(event: Event) -> int:
     """Return the number of names in the line of an event, names of SLO times included."""
-    given = [getattr(event, name) for name in _OPTIONAL[type(event)]]
-    given = [value for value in given if value is not UNSET]
-    nested = sum(len(value) for value in given if type(value) is dict)
-    return REQUIRED_NAMES[type(event)] + len(given) + nested
+    values = [getattr(event, name) for name in _OPTIONAL[type(event)]]
+    values = [value for value in values if value is not UNSET]
+    nested = sum(len(value) for value in values if type(value) is dict)
+    return REQUIRED_NAMES[type(event)] + len(values) + nested
 
 
 _decode_tagged = msgspec.json.Decoder(_TAGGED).decode
@@ -745,15 +745,15 @@ class Field(NamedTuple):
 @cache
 def describe_fields(event: type[Event]) -> dict[str, Field]:
     """Return the fields of an event by their names in JSON: `n`, `t`, `event`, then others."""
-    found = [Field("event", "a string", str, required=True)]
+    fields = [Field("event", "a string", str, required=True)]
     for field in msgspec.structs.fields(event):
         optional = field.default is UNSET
         # An optional field is the union of its type and UNSET's.
         kind = get_args(field.type)[0] if optional else field.type
         (meta,) = (meta for meta in get_args(kind)[1:] if isinstance(meta, Meta))
-        found.append(Field(field.encode_name, str(meta.description), kind, not optional))
-    found[:3] = found[1], found[2], found[0]
-    return {field.name: field for field in found}
+        fields.append(Field(field.encode_name, str(meta.description), kind, not optional))
+    fields[:3] = fields[1], fields[2], fields[0]
+    return {field.name: field for field in fields}
 
 
 def _struct_of(line: dict[str, Any], *, grouped: bool = False) -> type[Event]:

@@ -101,7 +101,7 @@ def key_fields(keys: Iterable[Any], request: int | str) -> list[int | str]:
     else:
         if not numbers or min(numbers) >= 0:
             return numbers
-    return [_key_field(key, place, request) for place, key in enumerate(keys)]
+    return [_key_field(key, index, request) for index, key in enumerate(keys)]
 
 
 def plain(value: Any) -> Any:
@@ -140,29 +140,29 @@ def version() -> str:
 def _given(request: Request, values: tuple[Any, ...]) -> dict[str, Any]:
     """Return the optional fields of REQUEST that are not at their default."""
     pairs = zip(OPTIONAL, values, _DEFAULTS, strict=True)
-    given = {name: value for name, value, default in pairs if value not in (default, [])}
-    if "slo" in given:
-        given["slo"] = slo_field(given["slo"])
-    if "retention" in given:
-        given["retention"] = [
+    fields = {name: value for name, value, default in pairs if value not in (default, [])}
+    if "slo" in fields:
+        fields["slo"] = slo_field(fields["slo"])
+    if "retention" in fields:
+        fields["retention"] = [
             [hint.start, hint.end, hint.priority, hint.duration] for hint in request.retention
         ]
-    if "hints" in given:
-        given["hints"] = attrs.asdict(
+    if "hints" in fields:
+        fields["hints"] = attrs.asdict(
             request.hints, filter=lambda hint, value: value != hint.default
         )
-    if "output_keys" in given:
-        given["output_keys"] = key_fields(request.output_keys, request.id)
-    return given
+    if "output_keys" in fields:
+        fields["output_keys"] = key_fields(request.output_keys, request.id)
+    return fields
 
 
-def _key_field(key: Any, place: int, request: int | str) -> int | str:
+def _key_field(key: Any, index: int, request: int | str) -> int | str:
     if isinstance(key, bytes) and len(key) == KEY_BYTES:
         return key.hex()
     if _is_key(key):
         return key  # type: ignore[no-any-return]
     msg = (
-        f"request {request!r} has the block key {key!r} (place {place}); a trace holds ints "
+        f"request {request!r} has the block key {key!r} (place {index}); a trace holds ints "
         "from 0 to 2**63 - 1, 16 bytes, and strings of 32 hex digits"
     )
     raise InputError(msg)
@@ -198,11 +198,11 @@ class EvictionDigest:
     @classmethod
     def joined(cls, parts: Iterable[EvictionDigest]) -> EvictionDigest:
         """Return the digest of the digests of several caches, and the sum of their blocks."""
-        whole = cls()
+        digest = cls()
         for part in parts:
-            whole.blocks += part.blocks
-            whole._sha.update(part._sha.digest())  # noqa: SLF001 - of the same class
-        return whole
+            digest.blocks += part.blocks
+            digest._sha.update(part._sha.digest())  # noqa: SLF001 - of the same class
+        return digest
 
     @property
     def hexdigest(self) -> str:
@@ -309,9 +309,9 @@ def _all_runs(arrays: Sequence[Ids]) -> list[Runs]:
     longer = counts > 1
     counts[longer] *= steps[firsts[longer]]
     # Pairs of a zip, for numpy's own would be lists, which the collector looks at.
-    found = list(zip(ids[firsts].tolist(), counts.tolist(), strict=True))
+    runs = list(zip(ids[firsts].tolist(), counts.tolist(), strict=True))
     places = np.searchsorted(firsts, ends).tolist()
-    return [found[a:b] for a, b in zip([0, *places], places, strict=False)]
+    return [runs[a:b] for a, b in zip([0, *places], places, strict=False)]
 
 
 def decode_runs(runs: Sequence[Sequence[int]], limit: int = _ID_LIMIT) -> Ids:

@@ -16,6 +16,13 @@ subclasses write and parse the lines::
             if line is END:
                 self._expect_end({...})  # its fields but the digest, as the writer orders them
             return item
+
+The way of a written line, and what becomes of the file::
+
+    _buffer (1 MiB) -> BackgroundFile, whose thread digests and compresses -> <path>.part
+    close      END is written          <path>.part becomes <path>
+    discard    a run has failed        <path>.part is removed
+    keep       it cannot be repeated   <path>.part stays, readable up to the cut
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""The trace writer: a line of JSON for each decision, in a file that is whole or absent."""
+"""The trace writer: a line of JSON for each decision, in a file that is whole or absent.
+
+What `Trace.write` is, one after the other:
+
+    _not_begun    until a cache calls `begin`: there is no header to write
+    _write_first  HEADER may still be added to; RECOVER lines wait, any other line writes it
+    the logger's  from then on: `describe` is refused
+    _is_closed    after `close`, which writes END, or after the file was given up
+"""
 
 from __future__ import annotations
 

@@ -112,8 +112,8 @@ class Workload(Plugin):
         It is asked of the first hundred lines, and the format of most of them is that of the
         file. Here: True if it is a JSON object with all names of one `line_fields`.
         """
-        found = json_fields(first_line)
-        return any(found >= set(wanted) for wanted in cls.line_fields)
+        names = json_fields(first_line)
+        return any(names >= set(wanted) for wanted in cls.line_fields)
 
     @classmethod
     def suggestion(cls, head: Sequence[bytes]) -> str:
@@ -185,8 +185,8 @@ def _is_of_request(error: Exception) -> bool:
 
 def _what_it_is(item: object, method: Callable[..., object]) -> str:
     code = method.__code__
-    place = f"{Path(code.co_filename).name}:{code.co_firstlineno}, {method.__name__}"
-    return f"{shorten(repr(item))}: yield instances of kvcore.Request ({place})"
+    where = f"{Path(code.co_filename).name}:{code.co_firstlineno}, {method.__name__}"
+    return f"{shorten(repr(item))}: yield instances of kvcore.Request ({where})"
 
 
 @lru_cache(maxsize=128)
@@ -247,9 +247,9 @@ def check_keys(workload: Iterable[Request], *, every: bool = False) -> Iterator[
     parents: dict[Key, Hashable] = {}
     # For paths that several requests share, by identity, the number of checked keys.
     checked_paths: dict[int, tuple[object, int]] = {}
-    for number, request in enumerate(islice(requests, checked_requests), 1):
+    for serial, request in enumerate(islice(requests, checked_requests), 1):
         if not isinstance(request, Request):
-            msg = f"number {number} of the workload is {request!r:.60}, which is no Request"
+            msg = f"number {serial} of the workload is {request!r:.60}, which is no Request"
             raise InputError(msg)
         keys, done, last = request.keys, 0, root
         if type(keys) is KeyPrefix and keys:
@@ -264,7 +264,7 @@ def check_keys(workload: Iterable[Request], *, every: bool = False) -> Iterator[
         try:
             known = list(map(parents.setdefault, keys, before))
         except TypeError as error:
-            msg = f"{_place(workload, request, number)}: a key cannot be looked up: {error}"
+            msg = f"{_place(workload, request, serial)}: a key cannot be looked up: {error}"
             raise InputError(msg) from error
         if known != before[: len(known)]:
             first = next(n for n, parent in enumerate(known) if parent != before[n])
@@ -274,7 +274,7 @@ def check_keys(workload: Iterable[Request], *, every: bool = False) -> Iterator[
             )
             other = "and also" if keys[first] in keys[:first] else "in an earlier request"
             msg = (
-                f"{_place(workload, request, number)}: key {_key_text(keys[first])} "
+                f"{_place(workload, request, serial)}: key {_key_text(keys[first])} "
                 f"stands {here}, {other} {there}: {_UNCHAINED}"
             )
             if isinstance(workload, Workload) and "chain" in workload.options():
@@ -292,13 +292,13 @@ _UNCHAINED = (
 )
 
 
-def _place(workload: Iterable[Request], request: Request, number: int) -> str:
+def _place(workload: Iterable[Request], request: Request, serial: int) -> str:
     """Return the place of a request for a message: its workload, file, id and number."""
     where = "requests"
     if isinstance(workload, Workload):
         paths = (path for path in workload.options().values() if isinstance(path, Path))
         where = f"workload {workload.name}" + "".join(f" ({path})" for path in paths)
-    return f"{where}: request {request.id!r}, number {number}"
+    return f"{where}: request {request.id!r}, number {serial}"
 
 
 def _key_text(key: Hashable) -> str:
@@ -325,7 +325,7 @@ def exponential(draw: Callable[[], float]) -> float:
 
     Source: von Neumann, "Various techniques used in connection with random digits", 1951.
     """
-    whole = 0
+    integer_part = 0
     while True:
         first = last = draw()
         descent = 1
@@ -334,5 +334,5 @@ def exponential(draw: Callable[[], float]) -> float:
             descent += 1
         # For a given first draw, the descent has odd length with probability exp(-first).
         if descent % 2:
-            return whole + first
-        whole += 1
+            return integer_part + first
+        integer_part += 1

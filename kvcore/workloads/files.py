@@ -36,8 +36,8 @@ def first_json(path: Path) -> Any:
     """
     import orjson  # noqa: PLC0415 - for files of JSON alone
 
-    with closing(lines(path)) as found, suppress(orjson.JSONDecodeError):
-        return parse_json(next(found)[1])
+    with closing(lines(path)) as source, suppress(orjson.JSONDecodeError):
+        return parse_json(next(source)[1])
     return None
 
 
@@ -183,11 +183,11 @@ def _split(pieces: Iterable[bytes]) -> Iterator[bytes]:
         begun.append(line)
         length += len(line)
         if not line or line.endswith(b"\n") or length > LONGEST_LINE:
-            whole = b"".join(begun)
-            if fault := line_fault(whole):
+            joined = b"".join(begun)
+            if fault := line_fault(joined):
                 raise DamageError(fault)
-            if whole:
-                yield whole
+            if joined:
+                yield joined
             begun, length = [], 0
 
 

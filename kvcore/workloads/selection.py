@@ -84,8 +84,8 @@ def as_workload(workload: Any, plugins: Plugins) -> Any:
         return find_workload(str(Path(workload).absolute()), plugins)
     if isinstance(workload, str):
         return find_workload(workload, plugins)
-    given = given_workload(workload)
-    return workload if given is None else given
+    instance = given_workload(workload)
+    return workload if instance is None else instance
 
 
 def with_path(text: str, cls: type[Plugin]) -> str:
@@ -141,16 +141,15 @@ def _recognised(
             votes[cls] = sum(map(cls.recognises, head))
         except FAILURES as error:
             errors[cls.name] = error
-    most = max(votes.values(), default=0)
-    found = [cls for cls in readers if most and votes[cls] == most]
+    most_votes = max(votes.values(), default=0)
+    winners = [cls for cls in readers if most_votes and votes[cls] == most_votes]
     faults = "".join(f"; recognises() of {name} raised {e!r}" for name, e in errors.items())
-    if len(found) == 1:
-        return found[0].from_file(path)
-    if found:
-        names = " and ".join(map(_name, found))
-        msg = (
-            f"{path}: {names} all recognise it; say which, as in '{found[0].name}:path={path}'"
-        )
+    if len(winners) == 1:
+        return winners[0].from_file(path)
+    if winners:
+        names = " and ".join(map(_name, winners))
+        first = winners[0].name
+        msg = f"{path}: {names} all recognise it; say which, as in '{first}:path={path}'"
         raise InputError(msg)
     known = "\n".join(f"  {_name(cls):<10} {_described(cls)}" for cls in readers) or "  none"
     msg = (
@@ -187,14 +186,14 @@ def _suggestions(path: Path, head: list[bytes], readers: list[type[Workload]]) -
 
 def _near_misses(first_line: bytes, readers: list[type[Workload]]) -> str:
     """Return the formats with most of whose fields the line has, and the missing ones."""
-    found, complete = json_fields(first_line), "a field is of another type"
-    if not found:
+    names, complete = json_fields(first_line), "a field is of another type"
+    if not names:
         complete = "its lines are JSON objects"
-        found = frozenset(_columns(first_line))
+        names = frozenset(_columns(first_line))
     near = []
     for cls in readers:
         for wanted in cls.line_fields:
-            lacking = [name for name in wanted if name not in found]
+            lacking = [name for name in wanted if name not in names]
             if len(lacking) < len(wanted) / 2:
                 near.append((len(lacking) / len(wanted), cls.name, ", ".join(lacking)))
     best = min((rank for rank, _, _ in near if rank), default=0)
@@ -399,13 +398,13 @@ class RequestList(Workload):
                 raise InputError(msg)
             key_tokens = getattr(self.requests[0], "key_tokens", 0)
         self.key_tokens = key_tokens
-        for number, request in enumerate(self.requests, 1):
+        for serial, request in enumerate(self.requests, 1):
             if not isinstance(request, Request):
-                msg = f"number {number} of the requests is {request!r:.60}, which is no Request"
+                msg = f"number {serial} of the requests is {request!r:.60}, which is no Request"
                 raise InputError(msg)
             if request.key_tokens != self.key_tokens:
                 msg = (
-                    f"request {request.id!r}, number {number}: a key of it stands for "
+                    f"request {request.id!r}, number {serial}: a key of it stands for "
                     f"{request.key_tokens} tokens, in this workload for {self.key_tokens}: "
                     "give all requests of a workload the same key_tokens"
                 )

@@ -27,7 +27,7 @@ import attrs
 
 from kvcore.errors import InputError, PolicyError
 from kvcore.request import SLO, Request
-from kvcore.serving.loop import NEVER, Arrivals
+from kvcore.serving.arrivals import NEVER, Arrivals
 from kvcore.serving.router import Replica, Router
 from kvcore.units import NS_PER_S, PS_PER_NS, parse_seconds
 from kvcore_cluster.dispatcher import Dispatcher, PrefixView

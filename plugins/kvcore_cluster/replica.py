@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from kvcore.cache import GroupedCache, ServedCache
 from kvcore.request import SLO, Request
+from kvcore.serving.arrivals import NEVER, Arrivals
 from kvcore.serving.drafter import Drafter
 from kvcore.serving.latency import LatencyModel, SimulatedExecutor, StepTimes
-from kvcore.serving.loop import NEVER, Arrivals, ServingLoop
+from kvcore.serving.loop import ServingLoop
 from kvcore.serving.router import Replica
 from kvcore.serving.scheduler import Batching, Scheduler
 from kvcore.serving.simulate import by_chunk

@@ -201,10 +201,10 @@ class PolicyHost:
         for block, key in zip(blocks, keys, strict=True):
             serial += 1
             span = _BlockSpan(
-                serial, place, place + 1, above, 1, None, now, now, serial, order, name, 0, 0,
-                priority, priority_until, None, tenant, None, geometry, path, None, None,
+                serial, place, place + 1, above, geometry, path, None, now, serial, order, name,
+                tenant,
             )  # fmt: skip
-            span.block = block
+            span.priority, span.priority_until, span.block = priority, priority_until, block
             place += 1
             spans[block] = span
             if above.children is None:

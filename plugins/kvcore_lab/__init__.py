@@ -20,5 +20,5 @@ in this order::
     contiguous/     demo paging: memory as it was allocated before there were blocks
     templates/      new: packages of plugins to begin with, a working one of each kind
     report/         results as sections, plots, metrics, and in notebooks
-    cli/, api.py    the verbs and options, and the calls
+    cli/, api.py    the verbs and options, and the calls; `size` is one file there
 """

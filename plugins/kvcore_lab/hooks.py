@@ -38,6 +38,9 @@ def kvcore_commands() -> dict[str, Verb]:
             "Compare routers: simulate serving WORKLOAD with several servers under each of "
             "them."
         ),
+        "size": (
+            "Size the K/V of MODEL: a name of the list below, or the path of a config.json."
+        ),
         "sweep": (
             "Run each combination of the workloads, policies, sizes and other options in "
             "NAME.TOML."

@@ -20,9 +20,10 @@ import attrs
 from kvcore.cache import KVCache
 from kvcore.errors import InputError
 from kvcore.request import Key, Request, TextRequest
+from kvcore.serving.arrivals import NEVER, Arrivals
 from kvcore.serving.job import DONE, Job
 from kvcore.serving.latency import Executor
-from kvcore.serving.loop import NEVER, Arrivals, ServingLoop
+from kvcore.serving.loop import ServingLoop
 from kvcore.serving.scheduler import Batching, Scheduler
 from kvcore.trace import Trace
 from kvcore.units import NS_PER_S, PS_PER_NS, PS_PER_S

@@ -18,7 +18,6 @@ from kvcore.plugins import Plugins, describe, resolve
 from kvcore.plugins.options import Spec
 from kvcore.request import block_keys
 from kvcore.serving.router import Replica, Router
-from kvcore.trace.keyed import KeyedNames
 from kvcore.units import NS_PER_S
 from kvcore.untrusted import LONGEST_METRICS
 from kvcore_cluster.dispatcher import Dispatcher, PrefixView
@@ -31,6 +30,7 @@ from kvcore_events.subscriber import Server, Subscriber
 from kvcore_online.route_config import RouteConfig, Upstream
 from kvcore_online.supervision import PAUSE_SECONDS, Messages, supervised, warn
 from kvcore_online.traffic import Flight, Metrics, TrafficLog
+from kvcore_replay.keyed import KeyedNames
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -305,7 +305,7 @@ class Fleet:
                 routing,
                 replicas,
                 config.key_tokens,
-                KeyedNames.of(config.trace_key),
+                KeyedNames.from_file(config.trace_key),
                 self._unlogged,
             )
 

@@ -20,9 +20,7 @@ from kvcore.engine import Generator
 from kvcore.errors import InputError
 from kvcore.lazy import import_extra
 from kvcore.request import Request
-from kvcore.serving.result import record_run
-from kvcore.serving.simulate import check_cache
-from kvcore.trace.keyed import KeyedNames
+from kvcore.serving.simulate import check_cache, record_run
 from kvcore.trace.writer import LiveTrace
 from kvcore.untrusted import parse_json
 from kvcore_engine.config import EngineParts
@@ -35,6 +33,7 @@ from kvcore_online.simulated import SimulatedModel, SimulatedTokens
 from kvcore_online.stored import StoredBlocks
 from kvcore_online.supervision import signalled, stopped
 from kvcore_online.tally import CANCELLED, FAILED, REJECTED
+from kvcore_replay.keyed import KeyedNames
 
 if TYPE_CHECKING:
     from aiohttp import web

@@ -13,9 +13,9 @@ from kvcore.errors import InputError
 from kvcore.lazy import import_extra
 from kvcore.request import Request
 from kvcore.serving.router import Replica
-from kvcore.trace.keyed import KeyedNames
 from kvcore.trace.writer import LiveTrace
 from kvcore_cluster.trace import ClusterTrace
+from kvcore_replay.keyed import KeyedNames
 
 MOST_HELD = 1 << 20
 """Largest number of keys of ended requests that wait for a request that arrived before them."""

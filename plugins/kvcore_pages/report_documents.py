@@ -17,7 +17,6 @@ import attrs
 
 from kvcore.errors import InputError
 from kvcore.plugins.options import as_text
-from kvcore.report.size import size_sections
 from kvcore.report.tables import NONE, counted, plugin_text, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import NS_PER_S, format_bytes, format_number, format_seconds
@@ -31,6 +30,7 @@ from kvcore_lab.report.plan import PlanReport
 from kvcore_lab.report.plane import PlaneReport
 from kvcore_lab.report.policies import named
 from kvcore_lab.report.quality import PANELS, QualityReport
+from kvcore_lab.report.size import size_sections
 from kvcore_lab.report.sweep import SweepReport, chart_axis
 from kvcore_lab.sweep import Sweep, axes_of
 from kvcore_pages.report_parts import (

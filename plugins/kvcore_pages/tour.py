@@ -15,11 +15,10 @@ import attrs
 
 from kvcore.cache import KVCache
 from kvcore.errors import InputError
-from kvcore.models.catalogue import DEVICES
+from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.models.codec import BYTES_PER_NUMBER
 from kvcore.models.cost import prefill_flop
 from kvcore.models.memory import KVLayout
-from kvcore.models.released import MODELS
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins import resolve
 from kvcore.request import Request, block_keys, text_request, word_tokens

@@ -15,7 +15,7 @@ It adds the verbs `replay`, `whatif`, `watch`, `plot` and `export`, the options 
     savings.py        the prefill that hits save, in tokens and seconds
     pricing.py, billing.py   prices of APIs that cache prompts, and bills by them
     export.py         the events and requests of a trace in formats of other tools
-    anonymise.py      a trace without names
+    anonymise.py, keyed.py   a trace without names, which are keyed hashes there
     report/           reports, plots, the live view, tracks for Perfetto
     cli/              the verbs, and the options
 """

@@ -12,7 +12,7 @@ import orjson
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace import read_events
 from kvcore.trace.jsonl_file import SealedWriter
-from kvcore.trace.keyed import KeyedNames
+from kvcore_replay.keyed import KeyedNames
 
 NAMES = ("salt", "tenant", "session", "tool")
 """Fields with names of people, applications and conversations."""

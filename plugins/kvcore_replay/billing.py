@@ -287,7 +287,7 @@ def bill(
     if log is not None:
         rows = {id_: row for row, id_ in enumerate(log.ids) if row not in log.reasons}
         served = (each for each in requests if each.id in rows)
-        came, hits = log.arrival.tolist(), list(map(add, log.hit, log.loaded))
+        came, hits = list(log.arrival), list(map(add, log.hit, log.loaded))
         arrived = sorted(served, key=lambda each: came[rows[each.id]])
     uncached, api, reported, run = (list[Charge]() for _ in range(4))
     for request in arrived:

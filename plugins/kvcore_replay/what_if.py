@@ -29,7 +29,7 @@ from kvcore.progress import Progress, Tick, silent, ticked
 from kvcore.request import SLO, Key, Request, TextRequest
 from kvcore.serving import Batching, DecodeSteps, Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.latency import SimulatedExecutor
-from kvcore.serving.result import finished_work, offered_load, saturation_of
+from kvcore.serving.load import finished_work, offered_load, saturation_of
 from kvcore.serving.simulate import serve
 from kvcore.serving.stats import RunLog
 from kvcore.trace import Trace, TraceWorkload

@@ -6,7 +6,6 @@ import gc
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from inspect import signature
 from itertools import accumulate
 from random import Random
 from typing import Any, TypeAlias, TypeVar
@@ -512,7 +511,7 @@ def _span_fields(span: Span) -> dict[str, Any]:
 
 _PLAIN = [
     name
-    for name in signature(Span).parameters
+    for name in Span.__slots__
     if name not in ("parent", "children", "ids", "path_keys", "data", "geometry")
 ]
 

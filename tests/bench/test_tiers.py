@@ -13,7 +13,7 @@ import pytest
 
 from kvcore import KVCache, Request
 from kvcore.cache.tiers import StoredBlock
-from kvcore.models.released import MODELS
+from kvcore.models.catalogue import MODELS
 from kvcore.plugins import resolve
 from kvcore_engine.executor import tensor_layout
 from kvcore_engine.mover import TensorMover

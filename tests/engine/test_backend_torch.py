@@ -8,7 +8,7 @@ import pytest
 
 from kvcore import InputError, PluginError, Plugins, StorageError
 from kvcore.engine import RaggedBatch, Rotary, Rotation, TensorLayout
-from kvcore.models.released import MODELS
+from kvcore.models.catalogue import MODELS
 from kvcore_engine.backend import TorchCPU, TorchCUDA, torch_backend, torch_cuda
 from kvcore_plugins import host
 

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="generators compute on torch")
 
 from kvcore import InputError, KVCache, Plugins, StorageError, run  # noqa: E402
 from kvcore.engine import DeviceMemory, Rotary, Sampling  # noqa: E402
-from kvcore.models.released import MODELS  # noqa: E402
+from kvcore.models.catalogue import MODELS  # noqa: E402
 from kvcore.testing.dense import (  # noqa: E402
     DenseCache,
     HostTensors,

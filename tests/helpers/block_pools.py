@@ -115,7 +115,8 @@ class CachePool:
         self.left, self.hit = [], 0
         prefix = resolve("prefix", "hashed:spans=block")
         self.cache = KVCache(blocks, SIZE, eviction=eviction, prefix=prefix)
-        self.cache.tree._on_remove = _recorded(self.cache.tree._on_remove, self.left)
+        calls = self.cache.tree._callbacks
+        calls.on_remove = _recorded(calls.on_remove, self.left)
 
     def prepare(self, request):
         """Return the request unchanged."""

@@ -17,23 +17,24 @@ from triton import language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvcore_engine.backend.kernels import decode
+from kvcore_engine.backend.kernels import attention
 
 BUFFERS = re.compile(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<\d+x(\d+x\d+)x")
 
 WARP = 32
 
 
-def compiled(capability, stored, computed, kernel=decode.attend_chunks, **given):
+def compiled(capability, stored, computed, kernel=attention.attend_chunks, **given):
     """Compile a kernel, and return its resources; `given` replaces default constants."""
     warps, width = given.pop("warps", 2), given.get("width", 128)
     grids = given.pop("grids", None)
     constants = {
-        "group": 4, "rows": 16, "full": width, "width": width, "value_width": width,
+        "tokens": 1, "group": 4, "rows": 16,
+        "full": width, "width": width, "value_width": width,
         "padded": triton.next_power_of_2(width),
         "value_padded": triton.next_power_of_2(width),
         "key_unit": gcd(16, width), "value_unit": gcd(16, width), "block_size": 16,
-        "tile": 64, "stages": 2, "way": decode.PLAIN, "bits": 0, "windowed": False,
+        "tile": 64, "stages": 2, "way": attention.PLAIN, "bits": 0, "windowed": False,
         "parts": 16, "key_grids": None, "value_grids": None,
     } | given  # fmt: skip
     pointers = {
@@ -84,10 +85,14 @@ def spilled(ptx):
     return None
 
 
+CHUNKS = {"tokens": 16, "rows": 64, "warps": 8}
+
 VARIANTS = {
-    "combining for sm_80": (80, "bf16", "bf16", {"kernel": decode.combine_chunks, "warps": 4}),
+    "combining for sm_80": (
+        80, "bf16", "bf16", {"kernel": attention.combine_chunks, "warps": 4},
+    ),
     "weighing for sm_90": (
-        90, "bf16", "bf16", {"kernel": decode.weigh_chunks, "dot": tl.bfloat16},
+        90, "bf16", "bf16", {"kernel": attention.weigh_chunks, "dot": tl.bfloat16},
     ),
     "bf16 for sm_90": (90, "bf16", "bf16", {"dot": tl.bfloat16}),
     "bf16 for sm_80": (80, "bf16", "bf16", {"dot": tl.bfloat16}),
@@ -95,16 +100,38 @@ VARIANTS = {
         80, "fp16", "fp16", {"dot": tl.float16, "width": 80, "windowed": True},
     ),
     "fp32 for sm_80": (80, "fp32", "fp32", {"dot": tl.float32, "tile": 16, "warps": 8}),
-    "fp8 for sm_90": (90, "fp8e4nv", "bf16", {"dot": tl.float16, "way": decode.FP8}),
-    "fp8 for sm_80": (80, "u8", "bf16", {"dot": tl.float16, "way": decode.FP8, "bits": 4}),
+    "chunks of bf16 for sm_90": (90, "bf16", "bf16", {"dot": tl.bfloat16, **CHUNKS}),
+    "chunks of bf16 for sm_80": (80, "bf16", "bf16", {"dot": tl.bfloat16, **CHUNKS}),
+    "chunks with windows of fp16 for sm_90": (
+        90, "fp16", "fp16", {"dot": tl.float16, "windowed": True, **CHUNKS},
+    ),
+    "chunks of bf16, 256 wide, for sm_90": (
+        90, "bf16", "bf16",
+        {"dot": tl.bfloat16, "width": 256, **CHUNKS, "tokens": 8, "rows": 32},
+    ),
+    "chunks of fp32 for sm_80": (
+        80, "fp32", "fp32", {"dot": tl.float32, "tile": 16, "tokens": 4, "warps": 8},
+    ),
+    "chunks of int8 for sm_90": (
+        90, "u8", "bf16",
+        {
+            "dot": tl.float16, "way": attention.INT8_BY_TOKEN, "tile": 32, "grids": "i32",
+            **CHUNKS,
+        },
+    ),
+    "chunks of fp8 for sm_90": (
+        90, "fp8e4nv", "bf16", {"dot": tl.float16, "way": attention.FP8, **CHUNKS},
+    ),
+    "fp8 for sm_90": (90, "fp8e4nv", "bf16", {"dot": tl.float16, "way": attention.FP8}),
+    "fp8 for sm_80": (80, "u8", "bf16", {"dot": tl.float16, "way": attention.FP8, "bits": 4}),
     "int8 for sm_90": (
         90, "u8", "bf16",
-        {"dot": tl.float16, "way": decode.INT8_BY_TOKEN, "tile": 32, "grids": "i32"},
+        {"dot": tl.float16, "way": attention.INT8_BY_TOKEN, "tile": 32, "grids": "i32"},
     ),
     "int4 for sm_80": (
         80, "u8", "bf16",
         {
-            "dot": tl.float16, "way": decode.INT4_BY_TOKEN, "tile": 32, "grids": "i32",
+            "dot": tl.float16, "way": attention.INT4_BY_TOKEN, "tile": 32, "grids": "i32",
             "width": 64, "full": 128,
         },
     ),

@@ -1,4 +1,4 @@
-"""Sequences that decode by Triton's interpreted kernels, compared with float64."""
+"""Sequences with new tokens, by Triton's interpreted kernels, compared with float64."""
 
 from math import inf, nan, sqrt
 
@@ -13,13 +13,13 @@ TOLERANCES = {"fp32": 4e-6, "fp16": 3e-3, "bf16": 2e-2}
 
 
 class Decoding:
-    """Sequences that decode, in a pool that is NaN where nothing is stored.
+    """Sequences with new tokens, in a pool that is NaN where nothing is stored.
 
     The first sequence uses the first and the last block of the pool.
     """
 
-    def __init__(self, lengths, *, group=4, codec=None, spare=3, **fields):
-        """Store K/V of all tokens, and draw random queries of the last tokens."""
+    def __init__(self, lengths, *, new=None, group=4, codec=None, spare=3, **fields):
+        """Store K/V of all tokens, and draw queries of the last `new` of each; None: of one."""
         sizes = {"block_size": 16, "kv_heads": 1, "head_dim": 64} | fields
         sizes.setdefault("value_dim", sizes["head_dim"])
         held = [-(-length // sizes["block_size"]) for length in lengths]
@@ -41,13 +41,19 @@ class Decoding:
             for width in (layout.head_dim, layout.value_dim)
         ]
         self.backend.store(0, plan, *rows)
-        queries = torch.randn(len(lengths), heads * group, layout.head_dim, generator=draw)
+        self.new = new or [1] * len(lengths)
+        queries = torch.randn(sum(self.new), heads * group, layout.head_dim, generator=draw)
         self.queries = queries.to(dtype)
+
+    @property
+    def batch(self):
+        """The step that computes the new tokens."""
+        contexts = [length - new for length, new in zip(self.lengths, self.new, strict=True)]
+        return RaggedBatch(self.tables, contexts, self.new)
 
     def check(self, *, window=None, sinks=0, scale=None, weighed=False):
         """Compare attention with that in float64 over the K/V that `read` returns."""
-        contexts = [length - 1 for length in self.lengths]
-        plan = self.backend.plan(RaggedBatch(self.tables, contexts, [1] * len(contexts)))
+        plan = self.backend.plan(self.batch)
         options = {"window": window, "sinks": sinks, "scale": scale}
         tolerance = TOLERANCES[self.backend.layout.dtype]
         close = {"atol": tolerance, "rtol": tolerance}
@@ -56,18 +62,21 @@ class Decoding:
         else:
             found = self.backend.attend(0, plan, self.queries, **options)
         assert not self.backend.fallbacks
-        for row, (table, length) in enumerate(zip(self.tables, self.lengths, strict=True)):
-            keys, values = (x.double() for x in self.backend.read(0, table, length))
-            group = self.queries.shape[1] // keys.shape[1]
-            query = self.queries[row].double().view(keys.shape[1], group, -1)
-            scores = torch.einsum("hgd,thd->hgt", query, keys)
+        row = 0
+        for sequence, (length, new) in enumerate(zip(self.lengths, self.new, strict=True)):
+            read = self.backend.read(0, self.tables[sequence], length)
+            keys, values = (x.double() for x in read)
+            queries = self.queries[row : row + new].double().unflatten(1, (keys.shape[1], -1))
+            scores = torch.einsum("nhgd,thd->hgnt", queries, keys)
             scores *= 1 / sqrt(keys.shape[2]) if scale is None else scale
+            there, own = torch.arange(length), torch.arange(length - new, length)[:, None]
+            seen = there <= own
             if window is not None:
-                at = torch.arange(length)
-                scores[..., (at < length - window) & (at >= sinks)] = -inf
-            weights = scores.softmax(-1)
-            expected = torch.einsum("hgt,thd->hgd", weights, values).flatten(0, 1)
-            torch.testing.assert_close(found[row].double(), expected, **close)
+                seen &= (there > own - window) | (there < sinks)
+            weights = scores.masked_fill(~seen, -inf).softmax(-1)
+            expected = torch.einsum("hgnt,thd->nhgd", weights, values).flatten(1, 2)
+            torch.testing.assert_close(found[row : row + new].double(), expected, **close)
             if weighed:
-                summed = weights.sum(1)
-                torch.testing.assert_close(sums[row].double(), summed, **close)
+                summed = weights.sum((1, 2))
+                torch.testing.assert_close(sums[sequence].double(), summed, **close)
+            row += new

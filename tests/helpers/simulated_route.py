@@ -16,13 +16,13 @@ from kvcore.plugins import Plugins
 from kvcore.plugins.options import Spec
 from kvcore.request import block_keys
 from kvcore.trace import read_events
-from kvcore.trace.keyed import KeyedNames
 from kvcore_events.formats import encode
 from kvcore_events.model import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvcore_events.sequencer import BatchSequencer, Delivery, Gap, Restart
 from kvcore_online import fleet as fleets
 from kvcore_online.proxy import Proxy, _run
 from kvcore_online.route_config import RouteConfig
+from kvcore_replay.keyed import KeyedNames
 
 PLUGINS = Plugins()
 
@@ -239,7 +239,7 @@ class RouteSimulation(Simulation):
         self._changes = [[] for _ in self.servers]
         key = self.path.with_name("key")
         key.write_bytes(b"k" * 32)
-        self.names = KeyedNames.of(key)
+        self.names = KeyedNames.from_file(key)
         options = {"trace": self.path, "trace_key": key} if world.traced else {}
         options |= {"view": "events"} if world.follows else {}
         replicas = [

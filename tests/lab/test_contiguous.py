@@ -274,6 +274,6 @@ def test_paging_starts_more_requests_at_once():
     pieces = run(requests, blocks=24)
     pages = run(requests, blocks=24, allocation="paged", fragmentation=True)
     assert sorted(pieces.log.ids) == sorted(pages.log.ids) == list(range(16))
-    assert pieces.log.admitted.tolist().count(0) == 3
-    assert pages.log.admitted.tolist().count(0) == 8
+    assert pieces.log.admitted.count(0) == 3
+    assert pages.log.admitted.count(0) == 8
     assert pieces.fragmentation.running < pages.fragmentation.running

@@ -16,9 +16,10 @@ import orjson
 
 from kvcore import KVCache, Request
 from kvcore.serving import Batching
+from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.job import Job
 from kvcore.serving.latency import LatencyModel, StepResult, StepWork
-from kvcore.serving.loop import Arrivals, ServingLoop
+from kvcore.serving.loop import ServingLoop
 from kvcore.units import PS_PER_NS
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix

@@ -11,8 +11,8 @@ from helpers.pool_streams import CacheSide, Pools, drive
 
 from kvcore import InputError, Request
 from kvcore.config import RunConfig
+from kvcore.models.catalogue import MODELS
 from kvcore.models.memory import KVLayout
-from kvcore.models.released import MODELS
 from kvcore.plugins import Plugins
 from kvcore.serving import Batching, simulate
 from kvcore.trace import Trace

@@ -8,7 +8,7 @@ import json
 import pytest
 from helpers.model_configs import CONFIGS
 
-from kvcore.models.released import MODELS
+from kvcore.models.catalogue import MODELS
 from kvcore_plugins.models.families import FAMILIES
 from kvcore_plugins.models.huggingface import model_of
 

@@ -13,7 +13,7 @@ import pytest
 from helpers.aic import FakeEngine, fake_aic
 
 from kvcore import InputError, PluginError
-from kvcore.models.released import MODELS
+from kvcore.models.catalogue import MODELS
 from kvcore.serving import StepWork
 from kvcore_lab.measured.aic import compose_steps
 from kvcore_plugins.latency import Table

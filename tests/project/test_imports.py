@@ -125,7 +125,8 @@ def vocabulary():
     """Return the options, verbs and calls of packages, as the core would name them."""
     plugins = Plugins()
     options = {name for mode in plugins.modes().values() for name in mode_options(mode)}
-    options.remove("dtype")  # which a config.json has, and the verb `size`
+    options.remove("dtype")  # which a config.json has
+    verbs = {*plugins.verbs()} - {"size"}  # which errors on names of models advise
     calls = {name for name, module in kvcore._PLACES.items() if module.startswith("kvcore_")}
     calls.remove("recorded_config")  # which a former method of `RunConfig` names
     modules = {module_of(path) for path, name in NAMES.items() if is_of_a_package(name)}
@@ -134,7 +135,7 @@ def vocabulary():
         *(f"config.{name}" for name in options),
         *(f"--{name.replace('_', '-')}" for name in options),
         *(options - FIELDS),
-        *(f"kvcore {verb}" for verb in plugins.verbs()),
+        *(f"kvcore {verb}" for verb in verbs),
         *(f"kvcore.{name}" for name in calls),
     }
 

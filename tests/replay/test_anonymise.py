@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from kvcore.errors import InputError
 from kvcore.trace import TraceWorkload, read_events
-from kvcore.trace.keyed import KeyedNames
 from kvcore_replay.anonymise import KEYS, NAMES, anonymise
 from kvcore_replay.check.trace import check_trace
+from kvcore_replay.keyed import KeyedNames
 
 SECRETS = {"salt": "TOP-SECRET", "tenant": "Alice GmbH", "session": "alice@example.org"}
 
@@ -112,7 +112,7 @@ def test_a_key_that_can_be_guessed_is_refused(tmp_path, data, why):
     if data is not None:
         path.write_bytes(data)
     with pytest.raises(InputError, match=f"{path}: .*{why}"):
-        KeyedNames.of(path)
+        KeyedNames.from_file(path)
 
 
 def test_a_cut_trace_leaves_no_file(trace, tmp_path):

@@ -8,10 +8,10 @@ from helpers.grouped_traces import grouped_run
 
 from kvcore import TraceError
 from kvcore.trace import read_events
-from kvcore.trace.keyed import KeyedNames
 from kvcore_replay.anonymise import anonymise
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.export import MooncakeRows, event_batches
+from kvcore_replay.keyed import KeyedNames
 from kvcore_replay.report.checks import trace_sections
 from kvcore_replay.report.live import LiveView
 from kvcore_replay.report.perfetto import PerfettoTrace
@@ -125,6 +125,6 @@ def test_requests_are_exported(recorded):
 def test_an_anonymised_trace_is_right(recorded, tmp_path):
     """A trace with groups whose names are hashed is checked as it was."""
     out = tmp_path / "anonymous.jsonl"
-    anonymise(recorded[0], out, KeyedNames.of(None))
+    anonymise(recorded[0], out, KeyedNames.from_file(None))
     before, after = check_trace(recorded[0]), check_trace(out)
     assert (after.hit, after.pool, after.groups) == (before.hit, before.pool, before.groups)

@@ -9,7 +9,7 @@ from helpers.pages import class_on_page
 pytest.importorskip("torch", reason="generators compute on torch")
 
 from kvcore import Generator, InputError
-from kvcore.models.released import MODELS
+from kvcore.models.catalogue import MODELS
 from kvcore.models.spec import ModelSpec
 from kvcore.testing import GeneratorTests
 

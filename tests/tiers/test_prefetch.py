@@ -9,8 +9,8 @@ from helpers.traces import lines, seal
 from kvcore import TraceError
 from kvcore.request import Hints
 from kvcore.serving import StepPlan
+from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.job import LOADING
-from kvcore.serving.loop import Arrivals
 from kvcore_plugins.scheduler import FCFS
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.misses.explain import explain

@@ -7,8 +7,8 @@ from helpers.serving import BLOCK, SLOT, Slow, Tally, ask, serve
 import kvcore
 from kvcore import EvictionPolicy, InputError, KVCache, PolicyError
 from kvcore.cache.tiers import Tier
+from kvcore.models.catalogue import MODELS
 from kvcore.models.memory import KVLayout
-from kvcore.models.released import MODELS
 from kvcore_tiers.hierarchy import Tiers
 from kvcore_tiers.tier import Host
 

@@ -15,7 +15,7 @@ from kvcore import EvictionPolicy, InputError, Request, ScoreEviction, Span
 from kvcore.cache import BlockLayout
 from kvcore.cache.tree import root_span
 from kvcore.plugins import find_override, policy_error, wrong_answer
-from kvcore.request import DEFAULT_PRIORITY, Key
+from kvcore.request import Key
 from kvcore_hosting import EngineRecorder
 
 _log = logging.getLogger("kvcore")
@@ -238,13 +238,8 @@ class TreeHost:
         siblings: Any = parent.children
         self._last_id += 1
         first = upper.key.child_key(self.page_size)
-        head = Span(
-            self._last_id, span.start, at, parent, max(span.ref_count, 1),
-            {lower.key.child_key(self.page_size): span}, span.created, span.last_access,
-            span.created_order, span.last_hit_order, span.last_request, span.released_order,
-            span.hit_count, span.priority, None, None, None, None, self._geometry,
-            span.path_keys, None, None,
-        )  # fmt: skip
+        head = span.head(self._last_id, at, lower.key.child_key(self.page_size))
+        head.ref_count = max(span.ref_count, 1)
         siblings[first] = head
         span.parent = head
         span.start = at
@@ -276,10 +271,10 @@ class TreeHost:
             start, blocks, node.key, self._keys,
         )  # fmt: skip
         span = Span(
-            self._last_id, start, start + blocks, parent, 1, {}, now, now, self._last_id,
-            self._order(self.request), getattr(self.request, "rid", ""), 0, 0,
-            DEFAULT_PRIORITY, None, None, None, None, self._geometry, path, None, None,
+            self._last_id, start, start + blocks, parent, self._geometry, path, None, now,
+            self._last_id, self._order(self.request), getattr(self.request, "rid", ""),
         )  # fmt: skip
+        span.children = {}
         siblings: Any = parent.children
         siblings[node.key.child_key(self.page_size)] = span
         self._spans[node], self._nodes[span] = span, node

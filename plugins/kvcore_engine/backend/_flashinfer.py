@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcore_engine.backend._pool import LayerTensor, Pool
-from kvcore_engine.backend._step_plan import DecodeKernel, LayerKind, NewToken
+from kvcore_engine.backend._step_plan import AttentionKernel, LayerKind, NewToken
 
 WIDTHS = (64, 128, 256)
 """Numbers of a head that FlashInfer is built for."""
@@ -61,7 +61,7 @@ class FlashInferPlan:
     window: int | None
 
 
-class FlashInferDecode(DecodeKernel):
+class FlashInferDecode(AttentionKernel):
     """Calls `BatchDecodeWithPagedKVCacheWrapper`, with tensor cores, on the blocks of a pool.
 
     Source: Ye et al., "FlashInfer: efficient and customizable attention engine for LLM

@@ -19,8 +19,8 @@ from kvcore import InputError
 from kvcore.engine import RaggedBatch
 from kvcore_engine.backend._pool import Gather, LayerTensor, Pool
 from kvcore_engine.backend._step_plan import (
+    AttentionKernel,
     DecodeGroup,
-    DecodeKernel,
     Divider,
     KernelPart,
     LayerKind,
@@ -53,9 +53,9 @@ class Sdpa:
     """
 
     def __init__(
-        self, pool: Pool, kernel: DecodeKernel | None, on_fallback: Callable[[str], None]
+        self, pool: Pool, kernel: AttentionKernel | None, on_fallback: Callable[[str], None]
     ) -> None:
-        """Store the pool, and the kernel that computes single tokens in place of torch."""
+        """Store the pool, and the kernel that computes what it can in place of torch."""
         group_bytes = tile_bytes = GPU_GATHER_BYTES
         on_cpu = pool.device.type == "cpu"
         if on_cpu:

@@ -2,7 +2,8 @@
 
 They are divided once for all layers of a kind: a chunk of a prefill into *tiles*, the tokens of
 decoding sequences into *groups* of about equal context, or, where the context is long, into
-tiles of some heads each. A kernel that attends to blocks in place takes all single tokens.
+tiles of some heads each. A kernel that attends to blocks in place takes all single tokens, and
+chunks too if it can.
 """
 
 from __future__ import annotations
@@ -60,29 +61,39 @@ class LayerKind(NamedTuple):
 
 
 class NewToken(NamedTuple):
-    """A new token of a sequence.
+    """A new token of a sequence, or several one after the other.
 
     Attributes:
         number: number of the sequence in the step.
-        row: row of the token in the step.
+        row: row of the first of the tokens in the step.
         context: number of tokens before it.
+        length: number of the tokens.
     """
 
     number: int
     row: int
     context: int
+    length: int = 1
 
 
-class DecodeKernel(ABC):
-    """Computes attention of single new tokens over blocks in place, instead of torch."""
+class AttentionKernel(ABC):
+    """Computes attention of new tokens over blocks in place, instead of torch."""
 
     @abstractmethod
     def refusal(self, kind: LayerKind) -> str | None:
         """Return why the kernel leaves layers of a kind to torch; None if it does not."""
 
+    def takes_chunks(self, kind: LayerKind) -> bool:
+        """Return True if the kernel also computes several new tokens of one sequence."""
+        del kind
+        return False
+
     @abstractmethod
-    def plan(self, singles: list[NewToken], tables: list[Tensor], kind: LayerKind) -> Any:
-        """Return what the layers of a kind share; tables of all sequences are on the host."""
+    def plan(self, tokens: list[NewToken], tables: list[Tensor], kind: LayerKind) -> Any:
+        """Return what the layers of a kind share; tables of all sequences are on the host.
+
+        The tokens are single ones, or chunks if the kernel takes them.
+        """
 
     @abstractmethod
     def attend(
@@ -233,7 +244,7 @@ class DecodeGroup:
 
 @attrs.frozen(eq=False)
 class KernelPart:
-    """Single new tokens that a `DecodeKernel` computes, by a plan of the kernel."""
+    """Single new tokens, or chunks, that an `AttentionKernel` computes, by its own plan."""
 
     plan: Any
 
@@ -251,16 +262,16 @@ class Divider:
         group_bytes: bytes of K/V of a layer that a group may gather.
         tile_bytes: bytes of K/V that a tile of a single token may gather.
         bags: whether tiles of a single token get `Tile.bags`.
-        kernel: computes single tokens; None: torch does, in groups and tiles.
-        on_fallback: called with the reason why torch computes single tokens although there
-            is a kernel.
+        kernel: computes what it can; None: torch does, in groups and tiles.
+        on_fallback: called with the reason why torch computes tokens although there is a
+            kernel for them.
     """
 
     pool: Pool
     group_bytes: int
     tile_bytes: int
     bags: bool
-    kernel: DecodeKernel | None
+    kernel: AttentionKernel | None
     on_fallback: Callable[[str], None]
 
     def divide(
@@ -271,18 +282,23 @@ class Divider:
         Tables are on the host. O(blocks), and O(tokens) of groups.
         """
         firsts = [0, *accumulate(batch.lengths)]
-        singles = []
+        singles: list[NewToken] = []
+        chunks: list[NewToken] = []
+        takes_chunks = self.kernel is not None and self.kernel.takes_chunks(kind)
         for number, (context, length) in enumerate(
             zip(batch.contexts, batch.lengths, strict=True)
         ):
-            first = NewToken(number, firsts[number], context)
+            new = NewToken(number, firsts[number], context, length)
             by_position = kind.window is not None and batch.has_lost_tokens(number)
-            if length == 1 and not by_position:
-                singles.append(first)
+            if not by_position and (length == 1 or takes_chunks):
+                (singles if length == 1 else chunks).append(new)
                 continue
-            if length == 1 and self.kernel is not None:
+            if self.kernel is not None and (length == 1 or takes_chunks):
                 self.on_fallback(BY_POSITION)
-            yield from self._chunk(first, length, tables[number], kind, by_position=by_position)
+            yield from self._chunk(new, tables[number], kind, by_position=by_position)
+        if chunks:
+            assert self.kernel is not None
+            yield KernelPart(self.kernel.plan(chunks, tables, kind))
         if singles and self.kernel is not None:
             reason = self.kernel.refusal(kind)
             if reason is None:
@@ -307,25 +323,25 @@ class Divider:
 
     def _chunk(
         self,
-        first: NewToken,
-        length: int,
+        chunk: NewToken,
         table: Tensor,
         kind: LayerKind,
         *,
         by_position: bool,
     ) -> Iterator[Tile]:
-        """Yield the tiles of the `length` new tokens of a sequence, from `first` on."""
+        """Yield the tiles of the new tokens of a sequence."""
         size = self.pool.layout.block_size
         # Positions are in no order, so that nothing is left out by its place.
         window, sinks = (None, 0) if by_position else (kind.window, kind.sinks)
-        whole = Reach.of(first.context, length, window, sinks, size)
+        number, row, context, length = chunk
+        whole = Reach.of(context, length, window, sinks, size)
         masks = self.pool.layout.kv_heads if by_position else 1
         causal = whole.causal and not by_position
         step = length if causal else max(1, MAX_MASK_PAIRS // whole.total // masks)
         for done in range(0, length, step):
             part = min(step, length - done)
-            reach = Reach.of(first.context + done, part, window, sinks, size)
-            begin = NewToken(first.number, first.row + done, first.context + done)
+            reach = Reach.of(context + done, part, window, sinks, size)
+            begin = NewToken(number, row + done, context + done, part)
             yield from self._tiles(begin, reach, table, kind.group, by_position=by_position)
 
     @property

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvcore_engine.backend._pool import Pool
     from kvcore_engine.backend._sdpa import Sdpa
-    from kvcore_engine.backend._step_plan import DecodeKernel, StepPlan
+    from kvcore_engine.backend._step_plan import AttentionKernel, StepPlan
 else:
     torch = LazyModule("torch", globals())
 
@@ -123,11 +123,11 @@ class TorchBackend(Backend):
         except (RuntimeError, OSError, OverflowError) as error:
             raise _too_little(layout, free, str(self.torch_device)) from error
         self.fallbacks = ()
-        self._kernel = Sdpa(self._pool, self._decode_kernel(), self._fall_back)
+        self._kernel = Sdpa(self._pool, self._attention_kernel(), self._fall_back)
         self.layout = layout
 
-    def _decode_kernel(self) -> DecodeKernel | None:
-        """Return the kernel that computes decoding sequences; None: torch does.
+    def _attention_kernel(self) -> AttentionKernel | None:
+        """Return the kernel that computes new tokens, as far as it can; None: torch does.
 
         Raises:
             InputError: the option `attention` names a kernel that cannot work here.
@@ -143,11 +143,11 @@ class TorchBackend(Backend):
         else:
             reason = without_triton()
             if reason is None:
-                from kvcore_engine.backend import _triton_decode  # noqa: PLC0415 - Triton's
+                from kvcore_engine.backend import _triton_attention  # noqa: PLC0415 - Triton's
 
-                reason = _triton_decode.uncovered(self._pool)
+                reason = _triton_attention.uncovered(self._pool)
                 if reason is None:
-                    return _triton_decode.TritonDecode(self._pool)
+                    return _triton_attention.TritonAttention(self._pool)
         if self.attention is None:
             self._fall_back(reason)
             return None

@@ -33,7 +33,7 @@ class TorchCUDA(TorchBackend):
     with CUDA, and a driver.
 
     Options:
-        attention: implementation of attention of decoding sequences: `triton` is a kernel that
+        attention: implementation of attention: `triton` is a kernel that
             reads blocks in place, `sdpa` torch's own function over gathered K/V, `flashinfer`
             the package of that name. None: `triton`, or `sdpa` if Triton is missing or its
             kernel does not cover the case, which is logged.

@@ -20,6 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvcore.engine import Backend, RaggedBatch, Rotary, Rotation, TensorLayout
 from kvcore.errors import InputError, KvcoreError
 from kvcore.models.codec import Codec
+from kvcore_engine.backend._sdpa import Sdpa
+from kvcore_engine.backend.torch_backend import TorchBackend
 from kvcore_engine.bench.ceilings import COPY, FROM_HOST, READ, TO_HOST
 from kvcore_engine.bench.clocks import Call, clock_of
 from kvcore_engine.bench.result import Row, Settings, Target
@@ -55,20 +57,27 @@ Version: TypeAlias = tuple[str, Sequence[Call] | str, dict[str, Any]]
 
 @attrs.frozen(kw_only=True)
 class DecodeCase:
-    """One new token for each of some sequences.
+    """One new token for each of some sequences, or some.
 
     Attributes:
         name: sizes, as the table names them.
-        lengths: tokens of each sequence, the new one included.
+        lengths: tokens of each sequence, the new ones included.
+        new: new tokens of each sequence: of a prompt whose beginning was hit, say.
         window, sinks: as in `Backend.attend`.
         target: the goal of the row.
     """
 
     name: str
     lengths: Sequence[int]
+    new: int = 1
     window: int | None = None
     sinks: int = 0
     target: Target | None = None
+
+    @property
+    def operation(self) -> str:
+        """The name of what is measured: `decode` or, of several new tokens, `chunk`."""
+        return "decode" if self.new == 1 else "chunk"
 
 
 @attrs.define(eq=False)
@@ -211,31 +220,36 @@ class Bed:
         return tables
 
     def decode(self, case: DecodeCase, *, poisoned: bool = False) -> list[Row]:
-        """Attend from the last token of each sequence; return rows of the backend and peers."""
-        backend, lengths = self.backend, [*case.lengths]
+        """Attend from the new tokens of each sequence; return rows of the backend and peers."""
+        backend, lengths, new = self.backend, [*case.lengths], case.new
         sets = [self.poisoned(lengths)] if poisoned else self.sets(lengths)
         options: dict[str, Any] = {"window": case.window, "sinks": case.sinks}
         calls: list[Call] = []
-        queries = self.random(len(lengths), HEADS, WIDTH, seed=9)
+        queries = self.random(new * len(lengths), HEADS, WIDTH, seed=9)
         for tables in sets:
-            batch = RaggedBatch(tables, [tokens - 1 for tokens in lengths], [1] * len(lengths))
+            contexts = [tokens - new for tokens in lengths]
+            batch = RaggedBatch(tables, contexts, [new] * len(lengths))
             plan = backend.plan(batch)
             calls.append(partial(backend.attend, 0, plan, queries, **options))
         read = [_seen(tokens, case) for tokens in lengths]
         row = {
-            "operation": "decode",
+            "operation": case.operation,
             "case": f"{self.kind}, {case.name}",
             "amount": sum(read) * self.token_bytes,
-            "of": READ,
+            # The time of a chunk is that of its products, not of the memory.
+            "of": READ if new == 1 else None,
         }
-        error, library = self._attention_error(calls[0](), sets[0], queries, case)
+        # The last new token attends to all others.
+        last = slice(new - 1, None, new)
+        error, library = self._attention_error(calls[0]()[last], sets[0], queries[last], case)
         # The last place of a result in 16 bits; in more, sums over thousands of tokens.
         eps = torch.finfo(TORCH_DTYPES[backend.layout.dtype]).eps
         allowed = 2 * library + (eps / 2 if eps > HALF_EPS else 32 * eps)
         right = {"error": error, "allowed": allowed}
         versions: list[Version] = [(self.name, calls, right)]
         if not poisoned and not self.settings.check:
-            versions += self._peers(case, sets, queries)
+            peers = self._peers if new == 1 else self._chunk_peers
+            versions += peers(case, sets, queries)
         return self._rows(row, versions, case.target)
 
     def store(
@@ -433,10 +447,28 @@ class Bed:
             found.append(("FlashInfer", self._flashinfer(case, sets, queries), {}))
         return found
 
+    def _chunk_peers(
+        self, case: DecodeCase, sets: Sequence[Sequence[Sequence[int]]], queries: Tensor
+    ) -> list[Version]:
+        """Return other ways to compute several new tokens: by torch, FlashInfer."""
+        found: list[Version] = []
+        if isinstance(self.backend, TorchBackend) and self.backend.attention != "sdpa":
+            plain = Sdpa(self.backend._pool, None, _pass)  # noqa: SLF001 - the same K/V
+            by_torch: list[Call] = []
+            for tables in sets:
+                contexts = [tokens - case.new for tokens in case.lengths]
+                plan = plain.plan(RaggedBatch(tables, contexts, [case.new] * len(contexts)))
+                options = None, case.window, case.sinks
+                by_torch.append(partial(plain.attend, 0, plan, queries, *options))
+            found.append(("torch SDPA, gathered", by_torch, {}))
+        if self.device.type == "cuda" and case.window is None:
+            found.append(("FlashInfer", self._flashinfer(case, sets, queries), {}))
+        return found
+
     def _flashinfer(
         self, case: DecodeCase, sets: Sequence[Sequence[Sequence[int]]], queries: Tensor
     ) -> list[Call] | str:
-        """Return calls of FlashInfer's decode over the same blocks, or why there are none."""
+        """Return calls of FlashInfer over the same blocks, or why there are none."""
         try:
             flashinfer = import_module("flashinfer")
         except ImportError:
@@ -445,26 +477,28 @@ class Bed:
         calls: list[Call] = []
         size = layout.block_size
         dtype = TORCH_DTYPES[layout.dtype]
+        types = {"q_data_type": dtype, "kv_data_type": dtype}
         try:
             # FlashInfer needs zeros.
             workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=self.device)
             for tables in sets:
-                counts = torch.tensor([0, *map(len, tables)]).cumsum(0).int()
-                last = torch.tensor([(tokens - 1) % size + 1 for tokens in case.lengths]).int()
-                wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                    workspace, "HND", use_tensor_cores=True
-                )
-                wrapper.plan(
-                    counts.to(self.device),
+                counts = torch.tensor([0, *map(len, tables)]).cumsum(0).int().to(self.device)
+                last = torch.tensor([(tokens - 1) % size + 1 for tokens in case.lengths])
+                paged = (
+                    counts,
                     self._ids([block for table in tables for block in table]).int(),
-                    last.to(self.device),
-                    HEADS,
-                    KV_HEADS,
-                    WIDTH,
-                    size,
-                    q_data_type=dtype,
-                    kv_data_type=dtype,
+                    last.int().to(self.device),
+                    *(HEADS, KV_HEADS, WIDTH, size),
                 )
+                if case.new == 1:
+                    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                        workspace, "HND", use_tensor_cores=True
+                    )
+                    wrapper.plan(*paged, **types)
+                else:
+                    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+                    rows = torch.arange(len(tables) + 1, dtype=torch.int32) * case.new
+                    wrapper.plan(rows.to(self.device), *paged, causal=True, **types)
                 calls.append(partial(wrapper.run, queries, self.backend.layer_blocks(0)))
             calls[0]()
         except Exception as error:  # noqa: BLE001 - whatever a peer raises is its own
@@ -567,6 +601,10 @@ def failed_row(suite: str, operation: str, by: str, case: str, error: Exception)
     note = f"not available: {line}" if missing else f"failed: {type(error).__name__}: {line}"
     wrong = None if missing else inf
     return Row(suite=suite, operation=operation, case=case, by=by, note=note, error=wrong)
+
+
+def _pass(reason: str) -> None:
+    """Do nothing: that torch computes is the intention."""
 
 
 def _shuffled(blocks: int) -> list[int]:

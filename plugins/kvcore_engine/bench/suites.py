@@ -32,7 +32,7 @@ class Suite:
     backend: str | None = None
 
 
-TENSOR_OPERATIONS = ("decode", "store", "store+rope", "copy", "move", "swap")
+TENSOR_OPERATIONS = ("decode", "chunk", "store", "store+rope", "copy", "move", "swap")
 
 SUITES: Mapping[str, Suite] = {
     "cpu": Suite("paged K/V in the memory of the host", TENSOR_OPERATIONS, CPU),

@@ -25,6 +25,9 @@ ATTENTION = ("triton", "sdpa", "flashinfer")
 POISON = (1, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 500, 1000, 1023, 2049)
 """Lengths around the sizes of blocks and tiles, in a pool of NaN."""
 
+FEW = 5
+"""New tokens of a sequence whose drafts are verified: fewer than a tile has rows."""
+
 GRID_BATCHES = (1, 4, 16, 32, 64, 128, 256)
 GRID_CONTEXTS = (1 << 10, 2 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10)
 
@@ -125,6 +128,18 @@ class _Suite:
                 name="poisoned, window 100, sinks 4", lengths=POISON, window=100, sinks=4
             ),
         ]
+        chunks = [length for length in POISON if length >= FEW]
+        cases += [
+            DecodeCase(name=f"poisoned, {FEW} new", lengths=chunks, new=FEW),
+            DecodeCase(
+                name=f"poisoned, {FEW} new, window 100, sinks 4",
+                lengths=chunks,
+                new=FEW,
+                window=100,
+                sinks=4,
+            ),
+        ]
+        cases = [case for case in cases if self.settings.wants(case.operation)]
         ways = [self.spec]
         if self.name == "gpu" and "attention=" not in self.spec:
             joint = "," if ":" in self.spec else ":"
@@ -134,7 +149,7 @@ class _Suite:
             suite = attrs.evolve(self, spec=way, settings=checks)
             pool = suite.pool(sum(POISON) + 16 * len(POISON), dtype, codec)
             for case in cases:
-                yield from pool.rows("decode", case.name, Bed.decode, case, poisoned=True)
+                yield from pool.rows(case.operation, case.name, Bed.decode, case, poisoned=True)
 
 
 @attrs.define(eq=False)
@@ -203,7 +218,7 @@ class _Pool:
     def decode(self, cases: Sequence[DecodeCase]) -> Iterator[Row]:
         """Yield the rows of attention in some cases."""
         for case in cases:
-            yield from self.rows("decode", case.name, Bed.decode, case)
+            yield from self.rows(case.operation, case.name, Bed.decode, case)
 
     def store(
         self, tokens: int, target: Target | None = None, *, rotated: bool = False
@@ -227,13 +242,19 @@ def _cpu(suite: _Suite) -> Iterator[Row]:
             window=1024 // scale,
             sinks=4,
         ),
+        DecodeCase(
+            name=f"{512 // scale:,} new of {4096 // scale:,}",
+            lengths=[4096 // scale],
+            new=512 // scale,
+        ),
     ]
     dtypes = settings.dtypes or ("fp32", "bf16", "fp16")
     room, stored, blocks = 16_384 // scale, 8192 // scale, 512 // scale
     for dtype in dtypes:
-        if settings.wants("decode"):
+        if settings.wants("decode") or settings.wants("chunk"):
             yield from suite.poisoned(dtype)
-            yield from suite.pool(room * 3, dtype).decode(cases)
+        wanted = [case for case in cases if settings.wants(case.operation)]
+        yield from suite.pool(room * 3, dtype).decode(wanted)
         if settings.wants("store"):
             yield from suite.pool(stored * 3, dtype).store(stored)
         if settings.wants("store+rope"):
@@ -265,7 +286,7 @@ def _gpu(suite: _Suite) -> Iterator[Row]:
     """Yield the rows of the GPU suite: checks, then rows with a target, then the grid."""
     settings = suite.settings
     dtypes = settings.dtypes or ("bf16", "fp16")
-    if settings.wants("decode"):
+    if settings.wants("decode") or settings.wants("chunk"):
         for dtype in dtypes:
             yield from suite.poisoned(dtype)
         for codec in CODECS[:3]:
@@ -296,8 +317,15 @@ def _named(suite: _Suite, dtype: str) -> Iterator[Row]:
             sinks=4,
         ),
     ]
+    # Prompts whose beginning was hit, a chunk of a long one, and drafts that are verified.
+    for count, tokens, new in ((8, 4 * k, k // 2), (1, 32 * k, 2 * k), (32, 4 * k, FEW)):
+        name = f"{count} x {new:,} new of {tokens:,}"
+        cases.append(DecodeCase(name=name, lengths=[tokens] * count, new=new))
+    cases = [case for case in cases if suite.settings.wants(case.operation)]
     room = max(sum(-(-tokens // 16) * 16 for tokens in case.lengths) for case in cases)
     yield from suite.pool(3 * room, dtype).decode(cases)
+    if not suite.settings.wants("decode"):
+        return
     coded = DecodeCase(name=f"32 x {4 * k:,}", lengths=[4 * k] * 32, target=aim(90))
     yield from suite.pool(3 * sum(coded.lengths), dtype, "fp8-e4m3").decode([coded])
 

@@ -13,11 +13,11 @@ from kvcore.engine import Attend, RaggedBatch, Tensor, attend_through
 from kvcore.plugins.manager import installed
 from kvcore.plugins.options import Spec
 from kvcore.serving import StepWork
-from kvcore.serving.drafter import ModelCost
 from kvcore_engine.drafter.token_drafter import Draft, DraftSequence, TokenDrafter
 from kvcore_engine.executor import tensor_layout
 from kvcore_engine.speculation import inverted
 from kvcore_engine.tokens import uniform
+from kvcore_plugins.drafter.cost import ModelCost
 
 
 @attrs.define(slots=False, eq=False)

@@ -12,8 +12,8 @@ from kvcore import Backend, Generator, InputError, LatencyModel
 from kvcore.engine import RaggedBatch, Tensor, attend_through
 from kvcore.lazy import LazyModule
 from kvcore.serving import StepWork
-from kvcore.serving.drafter import HeadCost
 from kvcore_engine.drafter.token_drafter import Draft, DraftSequence, TokenDrafter
+from kvcore_plugins.drafter.cost import HeadCost
 
 if TYPE_CHECKING:
     import torch

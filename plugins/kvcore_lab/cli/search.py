@@ -10,7 +10,7 @@ from kvcore.cli.output import progress
 from kvcore.cli.verb import option
 from kvcore.config import RunParts
 from kvcore.hookspecs import Ran
-from kvcore.serving.result import finished_work
+from kvcore.serving.load import finished_work
 from kvcore.serving.stats import RunLog
 from kvcore.units import NS_PER_S, format_number
 from kvcore.workloads import Workload

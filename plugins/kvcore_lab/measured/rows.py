@@ -16,7 +16,7 @@ import orjson
 from kvcore.config.options import read_option
 from kvcore.config.values import shown
 from kvcore.errors import InputError
-from kvcore.models.released import MODELS
+from kvcore.models.catalogue import MODELS
 from kvcore.plugins.options import nearest
 from kvcore.workloads import lines
 from kvcore_cluster.options import OF_REPLICAS

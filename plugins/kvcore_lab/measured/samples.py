@@ -17,8 +17,7 @@ from typing import Any
 import attrs
 
 from kvcore.errors import InputError, PluginError
-from kvcore.models.catalogue import DEVICES
-from kvcore.models.released import MODELS
+from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.models.spec import ModelSpec
 from kvcore_lab.measured.measurement import Measured
 

@@ -18,11 +18,12 @@ from kvcore.models.memory import tensor_degrees
 from kvcore.progress import Tick, unseen
 from kvcore.request import Request
 from kvcore.serving import Result
+from kvcore.serving.arrivals import NEVER
 from kvcore.serving.batcher import Batcher
 from kvcore.serving.latency import LatencyModel, SimulatedExecutor
-from kvcore.serving.loop import NEVER, AllocatorFactory, ServingLoop
+from kvcore.serving.load import LAST, Queue, finished_work, moments, offered_load
+from kvcore.serving.loop import AllocatorFactory, ServingLoop
 from kvcore.serving.native import serves
-from kvcore.serving.result import LAST, Queue, finished_work, moments, offered_load
 from kvcore.units import PS_PER_NS
 from kvcore_lab.contiguous.loop import ContiguousAllocator, contiguous_cache
 from kvcore_lab.plans.early_end import DecidedError, EarlyEnd, loop_of, run_until_decided
@@ -284,7 +285,7 @@ class _QueueJudge(EarlyEnd):
         log, batcher = loop.log, loop.batcher
         rows = [row for row, finish in enumerate(log.finish) if finish >= 0]
         jobs = [*batcher.running, *batcher.waiting]
-        queue = Queue.of(
+        queue = Queue.from_times(
             [log.arrival[row] for row in rows] + [job.arrival for job in jobs],
             [log.admitted[row] for row in rows]
             + [job.admitted for job in jobs if job.admitted is not None],

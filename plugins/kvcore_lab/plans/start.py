@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import ceil
 from typing import Any
 
-from kvcore.models.released import SOURCES
+from kvcore.models.catalogue import SOURCES
 from kvcore.units import BINARY
 
 

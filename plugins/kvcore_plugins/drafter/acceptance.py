@@ -13,7 +13,7 @@ from kvcore.blake2 import blake2b
 from kvcore.models.catalogue import find_model
 from kvcore.models.spec import ModelSpec
 from kvcore.serving import StepWork
-from kvcore.serving.drafter import HeadCost, ModelCost
+from kvcore_plugins.drafter.cost import HeadCost, ModelCost
 from kvcore_plugins.drafter.measured_acceptance import read_acceptance
 
 KEPT = 4096

@@ -8,11 +8,10 @@ import attrs
 import pytest
 
 from kvcore.errors import InputError
-from kvcore.models.catalogue import find_model
+from kvcore.models.catalogue import MODELS, find_model
 from kvcore.models.groups import groups_of
 from kvcore.models.layers import LayerCache
 from kvcore.models.memory import KVLayout
-from kvcore.models.released import MODELS
 from kvcore.models.spec import ModelSpec
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30

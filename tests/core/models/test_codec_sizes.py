@@ -10,10 +10,9 @@ from kvcore import Codec, PolicyError
 from kvcore.config import RunConfig
 from kvcore.engine import Plane
 from kvcore.errors import InputError
-from kvcore.models.catalogue import find_device, find_model
+from kvcore.models.catalogue import MODELS, find_device, find_model
 from kvcore.models.cost import decode_step_bytes
 from kvcore.models.memory import Deployment, KVLayout
-from kvcore.models.released import MODELS
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import spec_of

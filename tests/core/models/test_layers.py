@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 import kvcore
 from kvcore.config import RunConfig
 from kvcore.errors import InputError
-from kvcore.models.catalogue import find_device, find_model
+from kvcore.models.catalogue import MODELS, find_device, find_model
 from kvcore.models.cost import attended_pairs, decode_step_bytes, pair_flop, prefill_flop
 from kvcore.models.layers import CACHE_KINDS, LayerCache, merged
 from kvcore.models.memory import Deployment, KVLayout, can_share, check_pool, kv_copies
-from kvcore.models.released import MODELS
 from kvcore.models.spec import ModelSpec
 
 FULL = LayerCache(kind="full", layers=2, kv_heads=4, key_dim=8, value_dim=8, pair_flop=100)

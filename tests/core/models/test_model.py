@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.errors import InputError
-from kvcore.models.catalogue import find_device, find_model
+from kvcore.models.catalogue import MODELS, find_device, find_model
 from kvcore.models.cost import (
     PrefillCost,
     attended_pairs,
@@ -20,7 +20,6 @@ from kvcore.models.cost import (
     prefill_flop,
 )
 from kvcore.models.memory import KVLayout
-from kvcore.models.released import MODELS
 from kvcore.models.spec import DeviceSpec, ModelSpec, bytes_of
 
 lengths = st.integers(0, 300)

@@ -11,9 +11,15 @@ import pytest
 from helpers.model_configs import CONFIGS
 
 from kvcore.errors import InputError
-from kvcore.models.catalogue import DEVICES, find_device, find_model, load_model
+from kvcore.models.catalogue import (
+    DEVICES,
+    MODELS,
+    SOURCES,
+    find_device,
+    find_model,
+    load_model,
+)
 from kvcore.models.layers import CACHE_KINDS
-from kvcore.models.released import MODELS, SOURCES
 from kvcore_plugins.models.huggingface import read_config
 
 

@@ -84,7 +84,7 @@ class Side:
 @given(steps)
 @settings(max_examples=300)
 def test_both_name_hold_and_evict_alike(script):
-    """After each step of any script, the twins have answered alike and are in one state."""
+    """After each step of any script, the twins have given one answer and are in one state."""
     python, native = Side(NamedBlocks), Side(library().NamedBlocks)
     for step in script:
         assert python.take(*step) == native.take(*step)
@@ -112,7 +112,7 @@ def test_both_name_hold_and_evict_alike(script):
     ],
 )
 def test_a_wrong_call_is_an_exception(call, arguments):
-    """What there is no block for, or no name, is an exception, and changes nothing."""
+    """A block that is not known, or has no name, is an exception, and changes nothing."""
     blocks = library().NamedBlocks(GROUPS)
     blocks.grow(4)
     with pytest.raises((KeyError, IndexError, TypeError, ValueError, OverflowError)):

@@ -44,7 +44,7 @@ def test_a_column_reads_as_its_list(cells, typecode, length):
     cells = cells[:length]
     column = filled(cells, typecode)
     assert len(column.newest) < ROWS
-    assert list(column) == column.tolist() == cells
+    assert list(column) == cells
     assert len(column) == length
     assert [column[row] for row in range(-length, length)] == cells + cells
     assert column[1:9:2] == cells[1:9:2]
@@ -71,7 +71,7 @@ def test_columns_are_equal_by_their_cells():
     assert column != NUMBERS[:-1]
     assert column != [*NUMBERS[:-1], 11]
     assert column != 5
-    with pytest.raises(TypeError, match="it changes"):
+    with pytest.raises(TypeError, match="unhashable"):
         hash(column)
 
 
@@ -84,7 +84,7 @@ def test_an_index_beyond_the_ends_raises_index_error(row):
 
 def test_a_missing_cell_raises_value_error():
     """`index` of a cell that is in no row raises ValueError."""
-    with pytest.raises(ValueError, match="'z' is not in the column"):
+    with pytest.raises(ValueError):  # noqa: PT011 - that of any sequence
         filled(NAMES).index("z")
 
 
@@ -148,7 +148,7 @@ def test_percentiles_of_many_samples_are_exact(samples, buckets):
     """Percentiles equal those of the sorted samples, whatever the number of buckets."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stats, "_BUCKETS", buckets)
-        found = Percentiles.of(Times(lambda: iter(samples)), 1)
+        found = Percentiles.from_samples(Times(lambda: iter(samples)), 1)
     ordered = sorted(samples)
     ranked = [ordered[nearest_rank(percent, len(samples)) - 1] for percent in PERCENTS]
     assert found == Percentiles(sum(samples) / len(samples), *ranked)

@@ -9,8 +9,8 @@ from kvcore import Request
 from kvcore.cache import GroupedCache, KVCache, LayerGroup
 from kvcore.config import RunConfig
 from kvcore.errors import InputError
+from kvcore.models.catalogue import MODELS
 from kvcore.models.groups import groups_of
-from kvcore.models.released import MODELS
 from kvcore.request import Hints
 from kvcore.serving import Batching, Rules, simulate
 from kvcore_plugins.workload import Zipf

@@ -43,12 +43,12 @@ def test_a_percentile_is_the_nearest_rank(percent, count, rank):
 
 def test_percentiles_in_seconds():
     """Mean and percentiles of integer samples are returned in the unit asked for."""
-    assert Percentiles.of([4, 1, 3, 2], 10) == Percentiles(0.25, 0.2, 0.4, 0.4, 0.4)
+    assert Percentiles.from_samples([4, 1, 3, 2], 10) == Percentiles(0.25, 0.2, 0.4, 0.4, 0.4)
 
 
 def test_percentiles_of_no_samples_are_none():
     """Percentiles of no samples are None, not 0."""
-    assert Percentiles.of([], 1) is None
+    assert Percentiles.from_samples([], 1) is None
     assert TokenGaps().percentiles(1) is None
     assert TokenGaps().count == 0
 

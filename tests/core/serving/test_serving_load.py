@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from kvcore.serving.result import FEWEST, saturation_of
+from kvcore.serving.load import FEWEST, saturation_of
 from kvcore.serving.stats import Column, RunLog
 
 SERVICE = 1000

@@ -100,7 +100,7 @@ def test_triton_kernels_pass_the_attention_tests(test, arguments):
     """Triton's decoding kernels pass the attention tests of the kit.
 
     The other tests of the kit are left out, because the interpreter is slow. Block sizes,
-    windows, query heads and weights are tested in `test_decode_kernel`.
+    windows, query heads and weights are tested in `test_attention_kernel`.
     """
     getattr(WithTriton(), f"test_{test}")(*arguments)
 

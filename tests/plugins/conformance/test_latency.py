@@ -6,8 +6,7 @@ import pytest
 from helpers.seeds import FewSeeds
 
 from kvcore import Plugins
-from kvcore.models.catalogue import DEVICES
-from kvcore.models.released import MODELS
+from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.plugins import resolve
 from kvcore.testing.latency import LatencyModelTests
 from kvcore_plugins.latency import Roofline, Table

@@ -69,8 +69,8 @@ def line(tmp_path, number=0):
             "kvcore_commands of {} returned {{'a': V",
         ),
         (
-            "kvcore_commands(): return {'size': Verb('', '')}",
-            "kvcore_commands of {}: 'size' is ",
+            "kvcore_commands(): return {'simulate': Verb('', '')}",
+            "kvcore_commands of {}: 'simulate' is ",
         ),
         (
             "kvcore_commands(): return {'help': Verb('', '')}",

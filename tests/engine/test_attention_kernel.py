@@ -13,17 +13,18 @@ pytest.importorskip("triton", reason="needs Triton: pip install 'kvcore[triton]'
 
 from helpers.decoding import Decoding  # noqa: E402 - needs torch
 
-from kvcore_engine.backend import _triton_decode  # noqa: E402 - needs Triton
+from kvcore_engine.backend import _triton_attention  # noqa: E402 - needs Triton
 from kvcore_engine.backend._step_plan import BY_POSITION, KernelPart, LayerKind  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
-    not _triton_decode.INTERPRETED, reason=f"TRITON_INTERPRET={os.getenv('TRITON_INTERPRET')}"
+    not _triton_attention.INTERPRETED,
+    reason=f"TRITON_INTERPRET={os.getenv('TRITON_INTERPRET')}",
 )
 
 
 def test_gpus_with_fp8_instructions_load_fp8(monkeypatch):
     """On a GPU with instructions for fp8, numbers are loaded as fp8, not as bytes."""
-    monkeypatch.setattr(_triton_decode, "_widens_fp8", lambda _: True)
+    monkeypatch.setattr(_triton_attention, "_widens_fp8", lambda _: True)
     for codec in ("fp8-e4m3", "fp8-e5m2:scale=head"):
         made = Decoding([70, 17], codec=codec, dtype="fp16")
         assert made.kernel._coding.fp8 is not None
@@ -57,7 +58,7 @@ def test_a_long_sequence_is_cut_into_chunks():
 )
 def test_chunks_fill_one_wave(lengths, chunk):
     """Equal contexts are cut into one wave of programs; unequal ones are cut finer."""
-    assert _triton_decode.chunk_of(lengths, 8, programs=528) == chunk
+    assert _triton_attention.chunk_of(lengths, 8, programs=528) == chunk
 
 
 def test_empty_chunks_do_nothing():
@@ -66,7 +67,7 @@ def test_empty_chunks_do_nothing():
     plan = made.backend.plan(RaggedBatch(made.tables, [299, 19], [1, 1]))
     before = made.backend.attend(0, plan, made.queries)
     (part,) = plan.parts(LayerKind(4, None, 0))
-    for name, width in (("work", 5), ("splits", 3)):
+    for name, width in (("work", 8), ("splits", 3)):
         given = getattr(part.plan, name)
         padded = torch.cat((given, torch.zeros(4, width, dtype=torch.int32)))
         object.__setattr__(part.plan, name, padded)
@@ -76,7 +77,7 @@ def test_empty_chunks_do_nothing():
 def test_prefill_and_decode_in_one_batch():
     """A batch of a prompt chunk and a single token has the output of the torch backend.
 
-    The kernel computes the single token, and torch the chunk.
+    The kernel computes each in a part of its own.
     """
     made = Decoding([40, 30], dtype="fp32")
     batch = RaggedBatch(made.tables, [39, 10], [1, 20])
@@ -92,9 +93,10 @@ def test_prefill_and_decode_in_one_batch():
         for each, given in ((made.backend, plan), (plain, plain.plan(batch)))
     )
     chunk, single = plan.parts(LayerKind(4, None, 0))
-    assert (chunk.row, chunk.reach.length) == (1, 20)
+    assert isinstance(chunk, KernelPart)
     assert isinstance(single, KernelPart)
-    assert single.plan.work[:, 0].unique().tolist() == [0]
+    assert chunk.plan.work[:, 0].sort().values.tolist() == [1, 5, 9, 13, 17]
+    assert single.plan.work[:, 0].tolist() == [0]
     assert not made.backend.fallbacks
     torch.testing.assert_close(found, expected, atol=4e-6, rtol=4e-6)
 
@@ -143,7 +145,7 @@ def test_without_triton_the_install_command_is_given(monkeypatch):
 
 def test_without_its_interpreter_a_cpu_is_refused(monkeypatch):
     """On a CPU, attention=triton is refused without Triton's interpreter."""
-    monkeypatch.setattr(_triton_decode, "INTERPRETED", False)
+    monkeypatch.setattr(_triton_attention, "INTERPRETED", False)
     layout = TensorLayout(
         blocks=4, block_size=16, layers=1, kv_heads=1, head_dim=16, value_dim=16
     )
@@ -161,6 +163,12 @@ def test_too_many_query_heads_are_computed_by_torch(caplog):
     assert made.backend.fallbacks == (
         "Triton's kernels take 64 query heads of a K/V head, not 65",
     )
+
+
+def test_weights_of_chunks_are_computed_by_torch():
+    """Attention weights of several new tokens are summed by torch, without a fallback."""
+    made = Decoding([40, 20], new=[12, 1], dtype="fp32")
+    made.check(weighed=True, window=20, sinks=2)
 
 
 def test_positions_are_computed_by_torch():

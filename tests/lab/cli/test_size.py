@@ -11,13 +11,12 @@ import pytest
 from helpers.commands import error_of, fields_of, json_of, stdout_of, words_of
 from helpers.configs import LLAMA_3_8B
 
-from kvcore.cli.size import size
-from kvcore.models.catalogue import DEVICES
+from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.models.groups import groups_of
 from kvcore.models.memory import KVLayout
-from kvcore.models.released import MODELS
 from kvcore.plugins import Plugins
-from kvcore.report.size import size_sections
+from kvcore_lab.cli.size import size
+from kvcore_lab.report.size import size_sections
 from kvcore_plugins.models.huggingface import FAMILIES
 
 run = partial(stdout_of, "size")

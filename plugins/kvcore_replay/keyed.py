@@ -41,7 +41,7 @@ class KeyedNames:
         self._hashed = lru_cache(_REMEMBERED)(self._hash)
 
     @classmethod
-    def of(cls, file: Path | None) -> Self:
+    def from_file(cls, file: Path | None) -> Self:
         """Return the names by the key in a file; None: by a key that is drawn.
 
         Raises:

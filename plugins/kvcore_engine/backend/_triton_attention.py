@@ -1,4 +1,4 @@
-"""Attention of decoding sequences by Triton: limits, plan and launch of the kernels."""
+"""Attention of new tokens by Triton: limits, plan and launch of the kernels."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from triton import language as tl
 
 from kvcore_engine.backend._coded_pool import CodedHalf, CodedPool
 from kvcore_engine.backend._pool import Half, LayerTensor, Pool
-from kvcore_engine.backend._step_plan import DecodeKernel, LayerKind, NewToken
-from kvcore_engine.backend.kernels import decode
+from kvcore_engine.backend._step_plan import AttentionKernel, LayerKind, NewToken
+from kvcore_engine.backend.kernels import attention
 from kvcore_plugins.codec import E4M3, E5M2, INT4, INT8
 from kvcore_plugins.codec.dtypes import PLANE_DTYPES
 
@@ -48,6 +48,15 @@ LEAST_CHUNK = 128
 PARTS = 16
 """Chunks that are combined at a time."""
 
+CHUNK_ROWS = 64
+"""Rows of queries, of several tokens and the query heads of a K/V head, that a program takes.
+
+In fp32 a quarter of them, and of wide heads a half: registers hold no more.
+"""
+
+NO_WINDOW = 1 << 30
+"""Tokens of a window that leaves nothing out."""
+
 MOST_GROUP, MOST_WIDTH = 64, 256
 """Query heads that share a K/V head, and numbers of a head, that kernels are made for."""
 
@@ -56,7 +65,7 @@ CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 
 DOTS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
-INTERPRETED = not isinstance(decode.attend_chunks, triton.JITFunction)
+INTERPRETED = not isinstance(attention.attend_chunks, triton.JITFunction)
 """Whether kernels run in Triton's interpreter, on the CPU."""
 
 
@@ -105,14 +114,14 @@ class Coding:
     """How kernels read the numbers of a pool.
 
     Attributes:
-        way: the coding, a constant of `kernels.decode` such as `PLAIN`.
-        bits: see `decode._widened`.
+        way: the coding, a constant of `kernels.attention` such as `PLAIN`.
+        bits: see `attention._widened`.
         fp8: dtype that numbers are read as; None: as they are, or as bytes.
         keys, values: factors of scores and of outputs.
         packed: numbers in a byte.
     """
 
-    way: int = decode.PLAIN
+    way: int = attention.PLAIN
     bits: int = 0
     fp8: torch.dtype | None = None
     keys: float = 1.0
@@ -126,9 +135,9 @@ class Coding:
         if not isinstance(pool.keys[0], CodedHalf):
             return cls()
         if isinstance(codec, INT8):
-            return cls(decode.INT8_BY_TOKEN)
+            return cls(attention.INT8_BY_TOKEN)
         if isinstance(codec, INT4):
-            return cls(decode.INT4_BY_TOKEN, packed=2)
+            return cls(attention.INT4_BY_TOKEN, packed=2)
         assert isinstance(codec, (E4M3, E5M2))
         bits = 4 if isinstance(codec, E4M3) else 5
         if _widens_fp8(pool):
@@ -136,9 +145,9 @@ class Coding:
         shift = 256.0 if bits == 4 else 1.0  # noqa: PLR2004 - a 256th of E4M3
         dtype = None if bits else PLANE_DTYPES[codec.name]
         if codec.scale == "head":
-            return cls(decode.FP8_BY_HEAD, bits, dtype, keys=shift)
+            return cls(attention.FP8_BY_HEAD, bits, dtype, keys=shift)
         factor = shift * codec.factor
-        return cls(decode.FP8, bits, dtype, keys=factor, values=factor)
+        return cls(attention.FP8, bits, dtype, keys=factor, values=factor)
 
     def read(self, half: Half) -> tuple[Tensor, Tensor | None]:
         """Return the numbers of K or V of a layer, and the scales or grids of its tokens."""
@@ -151,34 +160,40 @@ class Coding:
         if not rest:
             return numbers, None
         return numbers, rest[0].view(
-            torch.float16 if self.way == decode.FP8_BY_HEAD else torch.int32
+            torch.float16 if self.way == attention.FP8_BY_HEAD else torch.int32
         )
 
 
 @attrs.frozen(eq=False)
-class DecodePlan:
-    """The work list of programs for the decoding sequences of a step, in layers of a kind.
+class AttentionPlan:
+    """The work list of programs for new tokens of a step, in layers of a kind.
 
     Attributes:
-        singles: the new tokens.
+        new: the new tokens.
         firsts: where the blocks of each sequence begin in `tables`.
-        work: entries of the work list, on the device, `[entries, 5]` of int32: row of the new
-            token, first block in `tables`, first token of the chunk, the one after its last,
-            and slot of the partial output; -1: there is one chunk, whose output is that of
-            the sequence. Longest chunks come first. An empty chunk does nothing.
-        splits: row, first slot, and slot after the last of each sequence with several
-            chunks, `[sequences, 3]`.
+        work: entries of the work list, on the device, `[entries, 8]` of int32: row of the first
+            new token, first block in `tables`, first token of the chunk, the one after its
+            last, slot of the partial output; -1: there is one chunk, whose output is that of
+            the sequence; slots from one new token to the next, number of new tokens, and
+            tokens before them. Longest chunks come first. An empty chunk does nothing.
+        splits: row, first slot, and slot after the last of each new token with several
+            chunks, `[tokens, 3]`.
         tables: block ids of all sequences, one sequence after the other.
         slots: number of partial outputs.
+        tokens: the most new tokens of an entry.
+        window, sinks: those of the layers.
         windowed: whether a chunk may begin inside a block.
     """
 
-    singles: list[NewToken]
+    new: list[NewToken]
     firsts: list[int]
     work: Tensor
     splits: Tensor
     tables: Tensor
     slots: int
+    tokens: int
+    window: int
+    sinks: int
     windowed: bool
 
 
@@ -196,12 +211,23 @@ def chunk_of(lengths: list[int], heads: int, programs: int) -> int:
     return max(chunk, LEAST_CHUNK)
 
 
-def _attended_ranges(singles: list[NewToken], kind: LayerKind) -> list[tuple[int, int, int]]:
-    """Return the ranges of tokens that new tokens attend to: place in `singles`, begin, end."""
+def _pieces(new: list[NewToken], tokens: int) -> tuple[list[int], list[NewToken]]:
+    """Cut new tokens into pieces of up to `tokens`; return the place in `new` of each, too."""
+    owners, pieces = [], []
+    for place, (number, row, context, length) in enumerate(new):
+        for done in range(0, length, tokens):
+            count = min(tokens, length - done)
+            owners.append(place)
+            pieces.append(NewToken(number, row + done, context + done, count))
+    return owners, pieces
+
+
+def _attended_ranges(pieces: list[NewToken], kind: LayerKind) -> list[tuple[int, int, int]]:
+    """Return the ranges of tokens that new tokens attend to: place in `pieces`, begin, end."""
     ranges = []
-    for place, single in enumerate(singles):
-        end = single.context + 1
-        begin = 0 if kind.window is None else max(0, end - kind.window)
+    for place, piece in enumerate(pieces):
+        end = piece.context + piece.length
+        begin = 0 if kind.window is None else max(0, piece.context + 1 - kind.window)
         if begin <= kind.sinks:
             begin = 0
         elif kind.sinks:
@@ -229,8 +255,8 @@ def _cut(
     return owners[which], lows, highs
 
 
-class TritonDecode(DecodeKernel):
-    """Launches the kernels of `kernels.decode`.
+class TritonAttention(AttentionKernel):
+    """Launches the kernels of `kernels.attention`.
 
     Where programs keep the memory busy, time is that of reading the attended K/V once. Takes
     memory beside the pool: an output in fp32 for each chunk and query head.
@@ -250,11 +276,13 @@ class TritonDecode(DecodeKernel):
             dot = tl.float32  # the interpreter's product of bf16 is wrong
         widths = layout.head_dim // coding.packed, layout.value_dim // coding.packed
         padded = [max(16, triton.next_power_of_2(width)) for width in widths]
-        tile = TILE // 2 if coding.way > decode.FP8 else TILE
+        tile = TILE // 2 if coding.way > attention.FP8 else TILE
         size = 16 if pool.dtype == torch.float32 else 2
         while tile > 16 and tile * sum(padded) * coding.packed * size > TILE_BYTES:  # noqa: PLR2004
             tile //= 2
         self._tile = tile
+        self._rows = CHUNK_ROWS // (4 if pool.dtype == torch.float32 else 1)
+        self._rows //= 1 + (max(padded) > 128)  # noqa: PLR2004
         halves = pool.keys[0], pool.values[0]
         self._strides = [
             half.row_stride * layout.block_size * width
@@ -296,45 +324,71 @@ class TritonDecode(DecodeKernel):
             )
         return None
 
+    def takes_chunks(self, kind: LayerKind) -> bool:
+        """Return True unless weights are summed up, or query heads are too many for the kernels."""
+        return not kind.weighed and self.refusal(kind) is None
+
     def plan(
-        self, singles: list[NewToken], tables: list[Tensor], kind: LayerKind
-    ) -> DecodePlan:
+        self, tokens: list[NewToken], tables: list[Tensor], kind: LayerKind
+    ) -> AttentionPlan:
         """Divide the contexts of new tokens into chunks. O(blocks), one copy to the device."""
         part, tile = min(self._tile, self._pool.layout.block_size), self._tile
-        ranges = _attended_ranges(singles, kind)
-        lengths = [0] * len(singles)
+        most_tokens = min(
+            max(1, self._rows // triton.next_power_of_2(kind.group)),
+            triton.next_power_of_2(max(token.length for token in tokens)),
+        )
+        owners, pieces = _pieces(tokens, most_tokens)
+        ranges = _attended_ranges(pieces, kind)
+        lengths = [0] * len(pieces)
         for place, begin, end in ranges:
             lengths[place] += end - begin
         most = chunk_of(lengths, self._pool.layout.kv_heads, self.programs)
-        owner, lows, highs = _cut(ranges, most, tile, part)
-        chunks = torch.bincount(owner, minlength=len(singles))
+        piece, lows, highs = _cut(ranges, most, tile, part)
+        rows, contexts, counts = (
+            torch.tensor([getattr(piece, name) for piece in pieces])
+            for name in ("row", "context", "length")
+        )
+        # A piece in several chunks has a slot for each of them and each of its new tokens.
+        chunks = torch.bincount(piece, minlength=len(pieces))
         divided = chunks > 1
-        slots = torch.where(divided[owner], divided[owner].cumsum(0) - 1, -1)
-        rows = torch.tensor([single.row for single in singles])
-        sizes = torch.tensor([len(tables[single.number]) for single in singles])
+        held = torch.where(divided, chunks * counts, 0)
+        slots = held.cumsum(0) - held
+        chunk = torch.arange(len(piece)) - (chunks.cumsum(0) - chunks)[piece]
+        sizes = torch.tensor([len(tables[token.number]) for token in tokens])
         places = sizes.cumsum(0) - sizes
-        work = torch.stack((rows[owner], places[owner], lows, highs, slots), 1)
-        work = work[(lows - highs).argsort(stable=True)]
-        there = chunks[divided]
-        splits = torch.stack((rows[divided], there.cumsum(0) - there, there.cumsum(0)), 1)
+        columns = [
+            *(rows[piece], places[torch.tensor(owners)][piece], lows, highs),
+            *(torch.where(divided[piece], slots[piece] + chunk, -1), chunks[piece]),
+            *(counts[piece], contexts[piece]),
+        ]
+        work = torch.stack(columns, 1)[(lows - highs).argsort(stable=True)]
+        # The rows of divided pieces, and how many rows of the piece are before each of them.
+        there = torch.repeat_interleave(torch.where(divided, counts, 0))
+        before = torch.arange(len(there))
+        before -= torch.searchsorted(there, there)
+        firsts = slots[there] + before * chunks[there]
+        splits = torch.stack((rows[there] + before, firsts, firsts + chunks[there]), 1)
         numbers = [work.flatten(), splits.flatten()]
-        numbers += [tables[single.number] for single in singles]
+        numbers += [tables[token.number] for token in tokens]
         sent = self._pool.upload(torch.cat(numbers).to(torch.int32))
         bounds = work.numel(), work.numel() + splits.numel()
-        return DecodePlan(
-            singles,
-            places.tolist(),
-            sent[: bounds[0]].view(-1, 5),
-            sent[bounds[0] : bounds[1]].view(-1, 3),
-            sent[bounds[1] :],
-            int(there.sum()),
-            kind.window is not None and part > 1,
+        return AttentionPlan(
+            new=tokens,
+            firsts=places.tolist(),
+            work=sent[: bounds[0]].view(-1, work.shape[1]),
+            splits=sent[bounds[0] : bounds[1]].view(-1, 3),
+            tables=sent[bounds[1] :],
+            slots=int(held.sum()),
+            tokens=most_tokens,
+            window=NO_WINDOW if kind.window is None else kind.window,
+            sinks=kind.sinks,
+            windowed=kind.window is not None and (part > 1 or most_tokens > 1),
         )
 
     def attend(
         self,
         layer: int,
-        plan: DecodePlan,
+        plan: AttentionPlan,
         queries: Tensor,
         out: Tensor,
         scale: float | None,
@@ -348,7 +402,7 @@ class TritonDecode(DecodeKernel):
     def _launch(
         self,
         layer: int,
-        plan: DecodePlan,
+        plan: AttentionPlan,
         queries: Tensor,
         out: Tensor,
         scale: float | None,
@@ -368,13 +422,13 @@ class TritonDecode(DecodeKernel):
             totals = queries.new_empty(len(queries), heads, dtype=torch.float32)
         scale = 1 / sqrt(width) if scale is None else scale
         scale *= coding.keys / log(2)
-        rows = max(16, triton.next_power_of_2(group))
+        rows = max(16, triton.next_power_of_2(group) * plan.tokens)
         shape = {"group": group, "rows": rows, **self._keys}
         grid = kv_heads, len(plan.work)
         grid_stride = kv_heads * size
         share = 256 if queries.dtype == torch.float32 else 1024
         warps = min(8, max(2, rows * self._values["value_padded"] * coding.packed // share))
-        decode.attend_chunks[grid](
+        attention.attend_chunks[grid](
             queries,
             keys,
             values,
@@ -390,13 +444,16 @@ class TritonDecode(DecodeKernel):
             coding.values,
             *self._strides,
             grid_stride,
+            plan.window,
+            plan.sinks,
+            plan.tokens,
             **shape,
             **self._values,
             windowed=plan.windowed,
             num_warps=warps,
         )
         if plan.slots:
-            decode.combine_chunks[heads, len(plan.splits)](
+            attention.combine_chunks[heads, len(plan.splits)](
                 partial,
                 logs,
                 plan.splits,
@@ -411,7 +468,7 @@ class TritonDecode(DecodeKernel):
             return
         tokens = len(plan.tables) * size
         masses = queries.new_zeros(kv_heads, tokens, dtype=torch.float32)
-        decode.weigh_chunks[grid](
+        attention.weigh_chunks[grid](
             queries,
             keys,
             key_grids,
@@ -426,6 +483,6 @@ class TritonDecode(DecodeKernel):
             **shape,
             num_warps=warps,
         )
-        for single, first in zip(plan.singles, plan.firsts, strict=True):
-            end = first * size + single.context + 1
-            sums[single.number] += masses[:, first * size : end]
+        for token, first in zip(plan.new, plan.firsts, strict=True):
+            end = first * size + token.context + 1
+            sums[token.number] += masses[:, first * size : end]

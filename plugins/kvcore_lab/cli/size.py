@@ -15,11 +15,10 @@ import click
 from kvcore.cli.output import emit_json, json_option, print_sections
 from kvcore.cli.verb import Count, plugin_completion, verb
 from kvcore.errors import InputError
-from kvcore.models.catalogue import DEVICES, find_device, load_model
+from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
 from kvcore.models.cost import PrefillCost, prefill_flop
 from kvcore.models.groups import GroupPlan, groups_of
 from kvcore.models.memory import SERVER, KVLayout, degree_problem, servers_that_fit
-from kvcore.models.released import MODELS
 from kvcore.models.spec import MAX_COUNT, WEIGHT_DTYPES, DeviceSpec
 from kvcore.units import format_bytes, parse_bytes
 
@@ -131,7 +130,7 @@ def size(
     if as_json:
         emit_json(report)
     else:
-        from kvcore.report.size import size_sections  # noqa: PLC0415 - JSON does without it
+        from kvcore_lab.report.size import size_sections  # noqa: PLC0415 - JSON does without it
 
         print_sections(*size_sections(report), compact=True)
 

@@ -1,4 +1,4 @@
-"""Attention of single new tokens over the blocks of a pool, where they lie. Needs Triton.
+"""Attention of new tokens over the blocks of a pool, where they lie. Needs Triton.
 
 The context of each sequence is cut into chunks. A program attends to one chunk for the query
 heads that share a K/V head, and a second kernel combines the chunks of a sequence:
@@ -8,6 +8,16 @@ heads that share a K/V head, and a second kernel combines the chunks of a sequen
                     |
                     | tile | tile | ... | tile |     64 tokens each: one or more blocks
 
+Of a prompt, and of drafted tokens that are verified, a program takes several new tokens, one
+after the other. What lies before the first of them all attend to; behind it, and in a window,
+each of them has an end, and a beginning, of its own:
+
+                  the context        new tokens
+    new token 0   x x x x x x x x    x
+    new token 1   x x x x x x x x    x x
+    new token 2   x x x x x x x x    x x x
+                  | whole tile  |   masked   |
+
 Source: Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference", 2023, for
 the split along the context; Milakov and Gimelshein, "Online normalizer calculation for
 softmax", 2018, for how its parts are combined; Kwon et al., "Efficient memory management for
@@ -16,7 +26,7 @@ large language model serving with PagedAttention", SOSP 2023, for blocks.
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,no-untyped-call"
 # ruff: noqa: ANN001, ANN201, ANN202 - Triton takes annotations for types of its own
-# ruff: noqa: C901, FBT003, PLR0915, PLR2004, SIM102 - a kernel is one function, with numbers
+# ruff: noqa: C901, FBT003, PLR0912, PLR0915, PLR2004, SIM102 - a kernel is one function, with numbers
 
 from __future__ import annotations
 
@@ -229,6 +239,9 @@ def _tile(
     begin,
     lo,
     hi,
+    own,
+    window,
+    sinks,
     most,
     total,
     low,
@@ -237,6 +250,7 @@ def _tile(
     key_stride,
     value_stride,
     grid_stride,
+    tokens: tl.constexpr,
     width: tl.constexpr,
     value_width: tl.constexpr,
     padded: tl.constexpr,
@@ -250,7 +264,10 @@ def _tile(
     dot: tl.constexpr,
     whole: tl.constexpr,
 ):
-    """Attend to a tile: return the greatest scores, the sums of weights, and the outputs."""
+    """Attend to a tile: return the greatest scores, the sums of weights, and the outputs.
+
+    `own` are the positions of the queries. All of them attend to all of a `whole` tile.
+    """
     token = begin + tl.arange(0, tile)
     seen = (token >= lo) & (token < hi)
     at = _offsets(blocks, begin, key_stride, width, block_size, tile, key_unit)
@@ -262,11 +279,18 @@ def _tile(
         value_grids, blocks, begin, grid_stride, block_size, tile, seen, whole, way
     )
     scores = _scores(queries_low, queries_high, sums, read, key_grid, scale, way, bits, dot)
+    attended = seen[None, :]
+    if tokens > 1:
+        near = (token[None, :] > own[:, None] - window) | (token < sinks)[None, :]
+        attended = attended & (token[None, :] <= own[:, None]) & near
     if not whole:
-        scores = tl.where(seen[None, :], scores, -1e30)
+        scores = tl.where(attended, scores, -1e30)
     greatest = tl.maximum(most, tl.max(scores, 1))
     shrunk = tl.exp2(most - greatest)
     weights = tl.exp2(scores - greatest[:, None])
+    if tokens > 1 and not whole:
+        # A query may attend to nothing in this tile, nor in those before it.
+        weights = tl.where(attended, weights, 0.0)
     total = total * shrunk + tl.sum(weights, 1)
     low = low * shrunk[:, None]
     if way == 4:
@@ -276,11 +300,26 @@ def _tile(
 
 
 @triton.jit
+def _members(step, heads, tokens: tl.constexpr, group: tl.constexpr, rows: tl.constexpr):
+    """Return where the rows of a program are, `[rows]`, counted from the first of them.
+
+    They are the query heads of a K/V head, of one new token after the other; a token has
+    `heads * group` query heads, and the next one is `step` tokens further on.
+    """
+    member = tl.arange(0, rows)
+    if tokens > 1:
+        member = member // group * step * heads * group + member % group
+    return member
+
+
+@triton.jit
 def _queries(
     queries,
     row,
+    count,
     head,
     heads,
+    tokens: tl.constexpr,
     group: tl.constexpr,
     rows: tl.constexpr,
     full: tl.constexpr,
@@ -289,11 +328,11 @@ def _queries(
     way: tl.constexpr,
     dot: tl.constexpr,
 ):
-    """Load the queries that share a K/V head, `[rows, padded]`: see `_scores`."""
+    """Load the queries of `count` tokens that share a K/V head, `[rows, padded]`: `_scores`."""
     member, column = tl.arange(0, rows), tl.arange(0, padded)
     first = queries + (row * heads + head) * group * full
-    where = first + member[:, None] * full + column[None, :]
-    mask = (member < group)[:, None] & (column < width)[None, :]
+    where = first + (_members(1, heads, tokens, group, rows) * full)[:, None] + column[None, :]
+    mask = (member < group * count)[:, None] & (column < width)[None, :]
     low = tl.load(where, mask=mask, other=0)
     high, sums = low, tl.zeros([rows], tl.float32)
     if way == 4:
@@ -322,6 +361,9 @@ def attend_chunks(
     key_stride,
     value_stride,
     grid_stride,
+    window,
+    sinks,
+    tokens: tl.constexpr,
     group: tl.constexpr,
     rows: tl.constexpr,
     full: tl.constexpr,
@@ -341,16 +383,23 @@ def attend_chunks(
 ):
     """Attend to one chunk of one sequence, for the query heads of one K/V head.
 
-    Grid: K/V heads x entries of the work list. An entry is empty where its chunk is.
+    Grid: K/V heads x entries of the work list. An entry is empty where its chunk is. It has up
+    to `tokens` new tokens, of which each attends to the last `window` tokens, up to itself, and
+    to the first `sinks`; a chunk of a single one has no others.
+
     Of a head of a token, `width` and `value_width` numbers are stored: the `full` width of a
     query, or half of it if codes have 4 bits. `totals`, if it is given, gets the logarithms of
     the sums of weights of whole sequences.
     """
     head, heads = tl.program_id(0), tl.num_programs(0)
-    entry = work + tl.program_id(1) * 5
+    entry = work + tl.program_id(1) * 8
     lo, hi = tl.load(entry + 2), tl.load(entry + 3)
     if lo < hi:
         row, slot = tl.load(entry).to(tl.int64), tl.load(entry + 4).to(tl.int64)
+        count, context, own = 1, 0, 0
+        if tokens > 1:
+            count, context = tl.load(entry + 6), tl.load(entry + 7)
+            own = context + tl.arange(0, rows) // group
         table = tables + tl.load(entry + 1)
         keys += head * block_size * width
         values += head * block_size * value_width
@@ -358,7 +407,7 @@ def attend_chunks(
             key_grids += head * block_size
             value_grids += head * block_size
         low, high, sums = _queries(
-            queries, row, head, heads, group, rows, full, width, padded, way, dot
+            queries, row, count, head, heads, tokens, group, rows, full, width, padded, way, dot
         )
         most = tl.full([rows], -1e30, tl.float32)
         total = tl.zeros([rows], tl.float32)
@@ -367,15 +416,19 @@ def attend_chunks(
         part: tl.constexpr = block_size if block_size < tile else tile
         # Ids are of the tile to come: each is loaded while the tile before is computed.
         begin = lo // part * part
-        end = begin + (hi - begin) // tile * tile
+        whole = hi
+        if tokens > 1:
+            # All of the new tokens attend to what is before the second of them.
+            whole = begin if windowed else tl.maximum(begin, tl.minimum(hi, context + 1))
+        end = begin + (whole - begin) // tile * tile
         blocks = _ids(table, begin, hi, block_size, tile)
-        if windowed:
+        if windowed and tokens == 1:
             if (begin < lo) & (begin < end):
                 most, total, lower, upper = _tile(
                     low, high, sums, keys, values, key_grids, value_grids, blocks, begin,
-                    lo, hi, most, total, lower, upper, scale, key_stride, value_stride,
-                    grid_stride, width, value_width, padded, value_padded, key_unit,
-                    value_unit, block_size, tile, way, bits, dot, False,
+                    lo, hi, own, window, sinks, most, total, lower, upper, scale, key_stride,
+                    value_stride, grid_stride, tokens, width, value_width, padded,
+                    value_padded, key_unit, value_unit, block_size, tile, way, bits, dot, False,
                 )  # fmt: skip
                 begin += tile
                 blocks = _ids(table, begin, hi, block_size, tile)
@@ -384,38 +437,55 @@ def attend_chunks(
             blocks = _ids(table, first + tile, hi, block_size, tile)
             most, total, lower, upper = _tile(
                 low, high, sums, keys, values, key_grids, value_grids, now, first, lo, hi,
-                most, total, lower, upper, scale, key_stride, value_stride, grid_stride,
-                width, value_width, padded, value_padded, key_unit, value_unit, block_size,
-                tile, way, bits, dot, True,
+                own, window, sinks, most, total, lower, upper, scale, key_stride,
+                value_stride, grid_stride, tokens, width, value_width, padded, value_padded,
+                key_unit, value_unit, block_size, tile, way, bits, dot, True,
             )  # fmt: skip
-        if end < hi:
+        if tokens > 1:
+            for first in tl.range(end, hi, tile, num_stages=stages):
+                now = blocks
+                blocks = _ids(table, first + tile, hi, block_size, tile)
+                most, total, lower, upper = _tile(
+                    low, high, sums, keys, values, key_grids, value_grids, now, first, lo,
+                    hi, own, window, sinks, most, total, lower, upper, scale, key_stride,
+                    value_stride, grid_stride, tokens, width, value_width, padded,
+                    value_padded, key_unit, value_unit, block_size, tile, way, bits, dot, False,
+                )  # fmt: skip
+        elif end < hi:
             most, total, lower, upper = _tile(
                 low, high, sums, keys, values, key_grids, value_grids, blocks, end, lo, hi,
-                most, total, lower, upper, scale, key_stride, value_stride, grid_stride,
-                width, value_width, padded, value_padded, key_unit, value_unit, block_size,
-                tile, way, bits, dot, False,
+                own, window, sinks, most, total, lower, upper, scale, key_stride,
+                value_stride, grid_stride, tokens, width, value_width, padded, value_padded,
+                key_unit, value_unit, block_size, tile, way, bits, dot, False,
             )  # fmt: skip
         member, column = tl.arange(0, rows), tl.arange(0, value_padded)
-        mask = (member < group)[:, None] & (column < value_width)[None, :]
+        there = member < group * count
+        mask = there[:, None] & (column < value_width)[None, :]
         broad: tl.constexpr = value_width * 2 if way == 4 else value_width
+        if tokens > 1:
+            # A query that attends to nothing of this chunk adds nothing to the others.
+            total = tl.where(total > 0, total, 1.0)
         lower = lower * (factor / total)[:, None]
         upper = upper * (factor / total)[:, None]
         log = most + tl.log2(total)
         if slot < 0:
-            asked = (row * heads + head) * group + member
+            asked = (row * heads + head) * group
+            asked += _members(1, heads, tokens, group, rows)
             where = out + asked[:, None] * broad + column[None, :]
             tl.store(where, lower.to(out.dtype.element_ty), mask=mask)
             if way == 4:
                 tl.store(where + value_width, upper.to(out.dtype.element_ty), mask=mask)
             if totals is not None:
-                tl.store(totals + asked, log, mask=member < group)
+                tl.store(totals + asked, log, mask=there)
         else:
-            asked = (slot * heads + head) * group + member
+            # The chunks of a new token have one slot after the other.
+            asked = (slot * heads + head) * group
+            asked += _members(tl.load(entry + 5), heads, tokens, group, rows)
             place = partial + asked[:, None] * broad + column[None, :]
             tl.store(place, lower, mask=mask)
             if way == 4:
                 tl.store(place + value_width, upper, mask=mask)
-            tl.store(logs + asked, log, mask=member < group)
+            tl.store(logs + asked, log, mask=there)
 
 
 @triton.jit
@@ -494,7 +564,7 @@ def weigh_chunks(
     `masses` is `[K/V heads, tokens]`, with a place for each token of the blocks of `tables`.
     """
     head, heads = tl.program_id(0), tl.num_programs(0)
-    entry = work + tl.program_id(1) * 5
+    entry = work + tl.program_id(1) * 8
     lo, hi = tl.load(entry + 2), tl.load(entry + 3)
     if lo < hi:
         row, first = tl.load(entry).to(tl.int64), tl.load(entry + 1)
@@ -502,7 +572,7 @@ def weigh_chunks(
         if way >= 2:
             key_grids += head * block_size
         low, high, sums = _queries(
-            queries, row, head, heads, group, rows, full, width, padded, way, dot
+            queries, row, 1, head, heads, 1, group, rows, full, width, padded, way, dot
         )
         member = tl.arange(0, rows)
         asked = (row * heads + head) * group + member

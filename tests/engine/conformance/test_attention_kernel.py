@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from helpers.engine import compute
 from helpers.serving import ask
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvcore import Plugins
 from kvcore.engine import DeviceMemory, RaggedBatch, TensorLayout
@@ -20,10 +22,12 @@ pytest.importorskip("triton", reason="needs Triton: pip install 'kvcore[triton]'
 
 from helpers.decoding import Decoding  # noqa: E402 - needs torch
 
-from kvcore_engine.backend import _triton_decode  # noqa: E402 - needs Triton
+from kvcore_engine.backend import _triton_attention  # noqa: E402 - needs Triton
+from kvcore_engine.backend._step_plan import LayerKind  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
-    not _triton_decode.INTERPRETED, reason=f"TRITON_INTERPRET={os.getenv('TRITON_INTERPRET')}"
+    not _triton_attention.INTERPRETED,
+    reason=f"TRITON_INTERPRET={os.getenv('TRITON_INTERPRET')}",
 )
 
 
@@ -109,6 +113,7 @@ def test_kv_beyond_2_to_the_31_numbers_is_read():
     numbers = 16 * 8 * 256
     blocks = 2**31 // numbers + 8
     made = Decoding.__new__(Decoding)
+    made.new = [1]
     layout = TensorLayout(
         blocks=blocks, block_size=16, layers=1, kv_heads=8, head_dim=256, value_dim=256,
         dtype="fp16",
@@ -147,7 +152,7 @@ def test_kernels_compile_for_gpus_without_spills(tmp_path):
     )
     assert not done.returncode, done.stderr
     kernels = json.loads(done.stdout)
-    assert len(kernels) == 10
+    assert len(kernels) == 17
     for name, found in kernels.items():
         assert found["spilled"] == 0, name
         limit = 163 if name.endswith("sm_80") else 227
@@ -185,3 +190,54 @@ def test_the_engine_computes_the_tokens_of_torch():
         return run.result.outputs
 
     assert served("triton") == served("sdpa")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_attention_of_several_new_tokens(dtype):
+    """New tokens attend to the context and to one another, wherever blocks and tiles end."""
+    Decoding([5, 16, 90, 9, 140], new=[5, 2, 40, 1, 3], dtype=dtype).check()
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (20, 3), (70, 30), (400, 4)])
+def test_several_new_tokens_have_windows_of_their_own(window, sinks):
+    """Each new token attends to the tokens of its own window, and to the sinks."""
+    made = Decoding([130, 20, 141, 9], new=[40, 20, 2, 5], dtype="fp32")
+    made.check(window=window, sinks=sinks)
+
+
+@pytest.mark.parametrize(
+    "codec", ["fp8-e4m3:factor=0.5", "fp8-e5m2:scale=head", "int8", "int4"]
+)
+def test_several_new_tokens_over_encoded_kv(codec):
+    """New tokens attend to what is stored of one another, as to the context."""
+    Decoding([70, 37], new=[20, 4], codec=codec, dtype="fp16", head_dim=80).check()
+
+
+def test_chunks_of_a_context_are_combined_for_each_new_token():
+    """Few new tokens after long contexts are computed in chunks, which are combined."""
+    made = Decoding([700, 400, 90], new=[3, 8, 5], dtype="fp16")
+    made.check()
+    (part,) = made.backend.plan(made.batch).parts(LayerKind(4, None, 0))
+    assert part.plan.slots > 8
+    made.check(window=300, sinks=20)
+
+
+@given(st.data())
+@settings(max_examples=6, deadline=None)
+def test_attention_of_any_step(data):
+    """Any step of prompts, chunks and single tokens is right, over any blocks and heads."""
+    draw = data.draw
+    lengths = draw(st.lists(st.integers(1, 90), min_size=1, max_size=3))
+    window = draw(st.none() | st.integers(1, 100))
+    made = Decoding(
+        lengths,
+        new=[draw(st.integers(1, length)) for length in lengths],
+        group=draw(st.sampled_from([1, 3, 4, 24])),
+        kv_heads=draw(st.integers(1, 2)),
+        block_size=draw(st.sampled_from([4, 16, 128])),
+        head_dim=draw(st.sampled_from([8, 64])),
+        codec=draw(st.sampled_from([None, None, "int8", "fp8-e5m2"])),
+        dtype="fp32",
+    )
+    made.kernel.programs = draw(st.sampled_from([1, 528]))
+    made.check(window=window, sinks=draw(st.integers(0, 30)))
