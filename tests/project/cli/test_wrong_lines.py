@@ -76,7 +76,7 @@ size | Missing argument 'MODEL'
 size llama-3-8b h100 | unexpected extra argument
 replay | Missing argument 'FILE'
 replay good.jsonl good.jsonl | unexpected extra argument
-explain | Missing argument 'SOURCE'
+explain | say what to explain: a REQUEST
 explain good.jsonl | say what to explain: a REQUEST, such as `kvcore
 explain good.jsonl 0 --summary | or --summary, not both
 explain good.jsonl 0 1 | unexpected extra argument
