@@ -14,25 +14,33 @@ import runpy
 import shutil
 import sys
 from collections.abc import Iterable
-from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import click
 from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 
 sys.path.insert(0, str(Path(__file__).parent))
 import render_schemas
-from interface import FUNCTIONS, ROOT, docstring, homes, modules, private_bases, public
+from interface import (
+    FUNCTIONS,
+    ROOT,
+    docstring,
+    homes,
+    members,
+    modules,
+    private_bases,
+    public,
+)
+from verbs import mark_options, verb_pages
 
-from kvcore.cli.main import known_verbs, loaded_verb
+from kvcore.cli.main import known_verbs
 from kvcore_judge.site import write_site
 
 RUNTIME = ROOT / ".tox" / "pyodide" / "node_modules" / "pyodide"
 MADE = ROOT / "build" / "interface"
-REFERENCE = ROOT / "docs" / "reference"
 
 project = "kvcore"
 html_title = "kvcore"
@@ -60,14 +68,13 @@ suppress_warnings = [
 ]
 myst_heading_anchors = 6
 highlight_language = "none"  # lists of files in docstrings are no Python
+smartquotes_action = "qe"  # two hyphens are the begin of an option
 default_role = "py:obj"  # a name between backticks in a docstring, which links if it can
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autosummary_generate = False
 napoleon_custom_sections = [(name, "params_style") for name in ("Attributes", "Options")]
 
-SECTION = re.compile(r"^## (.+?)\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
-MARKUP, FLAG = re.compile(r"[\\*|_]"), re.compile(r"(?<![\w-])--[\w-]*\w")
 PAGE = re.compile(r"\]\(([^):#]+)\.md\)")
 
 
@@ -84,8 +91,8 @@ def write_pages(app: Sphinx) -> None:
     del app
     for module in modules():
         write_module(module)
-    for verb in known_verbs():
-        write_verb(f"kvcore {verb}", loaded_verb(verb))
+    for page, title, lines in verb_pages():
+        write_page(page, title, *lines)
     write_map()
     render_schemas.main(MADE / "static" / "schemas")
     files = [f"schemas/{name}" for name in render_schemas.documents()]
@@ -112,8 +119,11 @@ def write_module(module: str) -> None:
             write_page(f"{module}.{name}", name, f"In `{module}`.", "", *about)
         else:  # autodoc finds its text only in the module that assigns it
             lines.append(f".. autodata:: {definition.module}.{name}")
-    tables = [*summary(classes), *summary(elsewhere)]
+    linked = ", ".join(f":py:obj:`~{name}`" for name in elsewhere)
+    tables = [*summary(classes), f"Also {linked}." * bool(linked), ""]
     intro = [f".. automodule:: {module}", "", ".. currentmodule:: None", ""]
+    if "." not in module:
+        intro[:1] = [f".. py:module:: {module}", "", "What is in it: :doc:`the map <map>`."]
     write_page(module, module, *intro, *tables, *lines)
 
 
@@ -128,72 +138,6 @@ def contents(pages: Iterable[str]) -> list[str]:
     return [".. toctree::", "   :hidden:", "", *(f"   {page}" for page in pages), ""]
 
 
-class HelpPage(click.HelpFormatter):
-    """Writes the help page of a verb as reStructuredText; links can lead to its options.
-
-    Attributes:
-        lines: the lines so far.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(width=10_000)
-        self.lines: list[str] = []
-
-    def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
-        """Write how the verb is called."""
-        del prefix
-        self.lines += [f".. program:: {prog}", "", "::", "", f"   {prog} {args}", ""]
-
-    def write_text(self, text: str) -> None:
-        """Write paragraphs; one that begins with backspace keeps its lines."""
-        for paragraph in text.split("\n\n"):
-            if paragraph.startswith("\b\n"):
-                title, *lines = paragraph[2:].splitlines()
-                self.lines += [f"{title}:", "", *(f"   {line}" for line in lines), ""]
-            else:
-                self.lines += [literal(" ".join(paragraph.split())), ""]
-
-    @contextmanager
-    def section(self, name: str) -> Any:
-        """Begin a section with a heading."""
-        self.lines += [name, "-" * len(name), ""]
-        yield
-
-    def write_dl(self, rows: Any, col_max: int = 30, col_spacing: int = 2) -> None:
-        """Write options, or the verbs of a group, with their texts."""
-        del col_max, col_spacing
-        for term, text in rows:
-            head = f".. option:: {term}" if term.startswith("-") else f"``{term}``"
-            self.lines += [head.replace(" / ", ", "), "", f"   {literal(text)}", ""]
-
-
-def literal(text: str) -> str:
-    """Return text of a help page with its code as such, and nothing else taken for markup."""
-    parts = re.split(r"`([^`]+)`", text)
-    parts[::2] = [FLAG.sub(r"``\g<0>``", MARKUP.sub(r"\\\g<0>", part)) for part in parts[::2]]
-    parts[1::2] = [f"``{part}``" for part in parts[1::2]]
-    return "".join(parts)
-
-
-def write_verb(name: str, command: click.Command) -> None:
-    """Write the pages of a verb and of those below it: what `--help` prints, and a link."""
-    formatter = HelpPage()
-    with click.Context(command, info_name=name, **command.context_settings) as context:
-        command.format_help(context, formatter)
-    page, more, below = name.replace(" ", "-"), "", []
-    if (REFERENCE / f"{name.partition(' ')[2]}.md").exists():
-        more = f"More: :doc:`/docs/reference/{name.partition(' ')[2]}`."
-    elif f"`{name}`\n" in (REFERENCE / "cli.md").read_text("utf-8"):
-        more = f"More: `the command line <../../docs/reference/cli.html#{page}>`__."
-    if isinstance(command, click.Group):
-        for verb, command_below in command.commands.items():
-            write_verb(f"{name} {verb}", command_below)
-        below = contents(f"{page}-{verb}" for verb in command.commands)
-    # The search looks at the index first.
-    index = f".. index:: ! {name}, ! {name.rpartition(' ')[2]}"
-    write_page(page, f"``{name} --help``", index, "", more, "", *formatter.lines, *below)
-
-
 def write_map() -> None:
     """Write the map: docstrings of packages, and a line for each room of the core."""
     layers = runpy.run_path(str(ROOT / "tests" / "helpers" / "packages.py"))
@@ -203,18 +147,36 @@ def write_map() -> None:
         if room or (path.suffix == ".py" and path.name != "__init__.py"):
             rank = layers["RANK"][layers["package_of"](f"kvcore/{path.name}")]
             about = docstring(path).partition("\n")[0].removesuffix(".")
-            rooms[-rank, path] = f"    {path.name + '/' * room:17} {about}"
+            name = f"kvcore.{path.stem}"
+            title = f"`{name}`" if name in modules() else f"``{path.name}{'/' * room}``"
+            rooms[-rank, path] = f"* {title}: {about}"
     packages = [
         ROOT / "plugins" / package
         for level in layers["ORDER"]
         for package in sorted(level)
         if (ROOT / "plugins" / package).exists()
     ]
-    core = ["::", "", *(rooms[key] for key in sorted(rooms)), ""]
+    core = [*(rooms[key] for key in sorted(rooms)), ""]
     lines = ["kvcore", "-" * 6, docstring(ROOT / "kvcore"), "", *core]
     for package in packages:
         lines += [package.name, "-" * len(package.name), docstring(package), ""]
     write_page("map", "The map of the code", *lines)
+
+
+def contents_of(index: str) -> dict[str, list[str]]:
+    """Return the pages that the index of the pages links to, by section and group."""
+    blocks: dict[str, list[str]] = {}
+    section = title = ""
+    for line in index.splitlines():
+        if line.startswith("## "):
+            section = title = line.removeprefix("## ")
+        elif line.startswith("### "):
+            title = f"{section}: {line[4].lower()}{line[5:]}"
+        elif section:
+            paths = [f"/docs/{link}".replace("/docs/../", "/") for link in PAGE.findall(line)]
+            if paths:
+                blocks[title] = list(dict.fromkeys([*blocks.get(title, ()), *paths]))
+    return blocks
 
 
 def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
@@ -227,14 +189,13 @@ def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
         "docs/reference/api": [f"{made}/{module}" for module in modules()],
         "docs/reference/cli": [f"{made}/kvcore-{verb}" for verb in sorted(known_verbs())],
     }
-    blocks = [("", below[page])] if page in below else []
+    blocks = {"": below[page]} if page in below else {}
     if page == app.config.root_doc:
-        index = (ROOT / "docs" / "README.md").read_text("utf-8")
-        for title, text in SECTION.findall(index):
-            linked = [f"/docs/{link}".replace("/docs/../", "/") for link in PAGE.findall(text)]
-            blocks.append((title, list(dict.fromkeys(linked))))
-        blocks[-1][1].extend([f"{made}/map", f"{made}/files"])
-    for title, pages in blocks:
+        blocks = contents_of((ROOT / "docs" / "README.md").read_text("utf-8"))
+        blocks["Work on kvcore"] += [f"{made}/map", f"{made}/files"]
+    if page.startswith("docs/reference/"):
+        source[0] = mark_options(page.rpartition("/")[2], source[0])
+    for title, pages in blocks.items():
         lines = ["```{toctree}", ":hidden:", f":caption: {title}" * bool(title), "", *pages]
         source[0] += "\n" + "\n".join([*lines, "```", ""])
 
@@ -244,18 +205,26 @@ def link_names(app: Sphinx, document: nodes.document) -> None:
     if app.env.docname == "CHANGELOG" or app.env.docname.startswith("tests/"):
         app.env.metadata[app.env.docname]["nosearch"] = "True"  # it has words of every page
     for literal_node in list(document.findall(nodes.literal)):
-        module, _, name = literal_node.astext().rpartition(".")
+        text = literal_node.astext()
+        module, _, name = text.rpartition(".")
         if isinstance(literal_node.parent, (nodes.reference, pending_xref)):
             continue  # it is a link already
+        domain, kind = "py", "obj"
         if module in modules() and name in public(module):
             definition = public(module)[name]
             target = f"{homes()[definition.module, definition.name]}.{name}"
-        elif literal_node.astext() in modules():
-            target = literal_node.astext()
+        elif text in modules():
+            target = text
+        elif app.env.docname == "docs/reference/cli" and text in known_verbs():
+            domain, kind, target = "std", "doc", f"/build/interface/kvcore-{text}"
         else:
             continue
         link = pending_xref(
-            refdomain="py", reftype="obj", reftarget=target, refdoc=app.env.docname
+            refdomain=domain,
+            reftype=kind,
+            reftarget=target,
+            refdoc=app.env.docname,
+            refexplicit=True,
         )
         literal_node.replace_self(link)
         link += literal_node
@@ -269,6 +238,30 @@ def keep_lines(
         is_head = lines[index].endswith(":") and not lines[index].endswith("::")
         if is_head and not lines[index + 1] and lines[index + 2].startswith("    "):
             lines[index] += ":"
+
+
+@cache
+def docstring_homes() -> dict[tuple[str, str], str]:
+    """Return the full name of the first function or method with a name and a docstring."""
+    first: dict[tuple[str, str], str] = {}
+    for module in modules():
+        for name, definition in public(module).items():
+            page = f"{homes()[definition.module, definition.name]}.{name}"
+            first.setdefault((name, definition.doc), page)
+            for member in members(definition):
+                text = ast.get_docstring(member) or ""
+                first.setdefault((member.name, text), f"{page}.{member.name}")
+    return first
+
+
+def say_once(
+    _app: Sphinx, _what: str, name: str, _object: Any, _: Any, lines: list[str]
+) -> None:
+    """Called with a docstring: one that another method of this name has is a link to that."""
+    text = "\n".join(lines).strip()
+    home = docstring_homes().get((name.rpartition(".")[2], text), name)
+    if home != name:
+        lines[:] = [f"As `{home}`."]
 
 
 def skip_tests(_app: Sphinx, _what: str, name: str, *_: Any) -> bool | None:
@@ -288,6 +281,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", write_pages)
     app.connect("source-read", add_contents)
     app.connect("doctree-read", link_names, priority=400)  # before references are resolved
+    app.connect("autodoc-process-docstring", say_once, priority=100)  # before others change it
     app.connect("autodoc-process-docstring", keep_lines)
     app.connect("autodoc-skip-member", skip_tests)
     app.connect("build-finished", add_front)

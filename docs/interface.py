@@ -190,6 +190,15 @@ def signatures(definition: Definition) -> Iterator[str]:
         yield from signatures(base)
 
 
+def members(definition: Definition) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield the methods and properties of a class, and of its private base classes."""
+    for member in getattr(definition.node, "body", ()):
+        if isinstance(definition.node, ast.ClassDef) and isinstance(member, FUNCTIONS):
+            yield member
+    for base in private_bases(definition):
+        yield from members(base)
+
+
 def private_bases(definition: Definition) -> list[Definition]:
     """Return the base classes of a class that have no page: their methods are its own."""
     private = []

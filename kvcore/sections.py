@@ -58,7 +58,7 @@ class Chart(NamedTuple):
         title, caption: the run, in a few words and with all options; empty: none.
         across: the quantity of the axis, with its unit.
         panels: the panels over the axis, the most important first.
-        place: formats a value of the axis.
+        axis_text: formats a value of the axis.
         logarithmic: whether an axis with values far apart is logarithmic.
     """
 
@@ -66,7 +66,7 @@ class Chart(NamedTuple):
     caption: str
     across: str
     panels: Sequence[Panel]
-    place: Callable[[float], str] = format_number
+    axis_text: Callable[[float], str] = format_number
     logarithmic: bool = True
 
 

@@ -588,7 +588,7 @@ class GroupedCache:
         return self._missing(seq, tokens) <= self.available_blocks
 
     def extend(self, seq: GroupSequence, tokens: int, now: int | None = None) -> None:
-        """Allocate blocks for `tokens` more tokens; evict blocks if too few are free.
+        """Allocate blocks of each group for `tokens` more tokens; evict blocks for that.
 
         Raises:
             OutOfBlocks: too few are free or evictable; none has been allocated.
@@ -679,7 +679,7 @@ class GroupedCache:
         self.store(seq, tokens)
 
     def settle(self, seq: GroupSequence, tokens: int) -> None:
-        """Set the length of the text of `seq` to `tokens`. O(1)."""
+        """Set the length of the text of `seq` to `tokens`."""
         seq.tokens = tokens
 
     def close(

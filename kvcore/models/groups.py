@@ -61,9 +61,9 @@ class GroupPlan:
         """Return the blocks of a decoding request of `tokens` tokens, of all groups."""
         return sum(group.blocks_for(tokens) for group in self.groups)
 
-    def requests_in(self, budget: int, tokens: int) -> int:
-        """Return how many requests of `tokens` tokens fit into `budget` bytes."""
-        return max(0, budget) // self.bytes_per_block // self.blocks_for(tokens)
+    def blocks_in(self, budget: int) -> int:
+        """Return how many blocks fit into `budget` bytes."""
+        return max(0, budget) // self.bytes_per_block
 
 
 def groups_of(

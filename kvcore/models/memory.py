@@ -382,5 +382,5 @@ class KVLayout:
         return int(max(0, budget) // (self._request_bytes(tokens, devices) + staged))
 
     def copies(self, devices: int) -> Fraction:
-        """Return how many copies of the K/V of a token `devices` keep, all layers together."""
+        """Return the copies of the K/V of a token, as `kv_copies` does."""
         return self.token_bytes(devices) / self.token_bytes() if devices > 1 else Fraction(1)

@@ -114,6 +114,7 @@ def group_text(group: Mapping[str, Any]) -> str:
     kept = {
         "full": "all tokens",
         "window": f"a window of {group['window']} tokens",
+        "chunk": f"a chunk of {group['window']} tokens",
         "state": "a state",
     }[group["kind"]]
     layers = counted(group["layers"], "layer")

@@ -209,6 +209,7 @@ td, th { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #ddd 
 td:first-child, th:first-child { text-align: left }
 figure { display: inline-block; width: 300px; margin: 1rem 1rem 0 0; vertical-align: top }
 figcaption { font-size: 13px }
+@media (max-width: 40rem) { td, th { padding: .2rem .25rem; font-size: 12px } }
 svg { width: 100% }
 text { font-size: 9px; text-anchor: middle }
 polyline { fill: none; stroke-width: 2; stroke: currentColor }

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from os import PathLike, fspath
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 from kvcore.api import Source, flat_options
-from kvcore.cache import LayerGroup, PrefixIndex
+from kvcore.cache import LayerGroup
 from kvcore.config import RunConfig, RunParts, SimulateOptions
+from kvcore.config.options import check_names
 from kvcore.config.parts import layer_group
 from kvcore.config.values import PluginChoice, TierChoices
 from kvcore.errors import InputError
@@ -21,7 +22,7 @@ from kvcore.plugins.options import Spec
 from kvcore.progress import Progress, silent
 from kvcore.units import parse_bytes
 from kvcore_lab.candidates import Policy
-from kvcore_lab.comparison import Comparison
+from kvcore_lab.comparison import SHARING, Comparison
 from kvcore_lab.comparison import compare as compare_policies
 from kvcore_lab.measured.validation import Validation
 from kvcore_lab.measured.validation import validate as compare_rows
@@ -66,31 +67,50 @@ def find_capacity(
         return search_capacity(parts, result, tick)
 
 
+class CompareOptions(TypedDict, total=False):
+    """The deployment, the cache and the requests of `compare`: options of `RunConfig`."""
+
+    model: str | ModelSpec
+    """The model whose K/V is cached."""
+    device: str | DeviceSpec
+    """The GPU that would compute a block again."""
+    codec: PluginChoice
+    """How K/V is kept, which sizes a block."""
+    kv_dtype: str
+    """An earlier name of `codec`."""
+    block_size: int | None
+    """Tokens of a block; None: as many as a key of the workload."""
+    accounting: Literal["keys", "tokens"]
+    """How blocks are counted."""
+    prefix: PluginChoice
+    """The prefix cache."""
+    tier: TierChoices
+    """Tiers below each pool, by name or as functions, since every row has its own; the optimum
+    then bounds what the pool and the tiers hold together."""
+    disable_hybrid_kv_cache_manager: bool
+    """Whether all layers keep all tokens, as one group."""
+    seed: int | None
+    """Of the named policies that have an option `seed` and do not set it."""
+    limit: int | None
+    """How many of the first requests are replayed; None: all."""
+    window: tuple[int, int | None] | str | None
+    """The times between which these arrive, in seconds as text: `"60:120"`; a tuple has ns."""
+
+
 def compare(
     workload: Source = "mooncake",
     policies: Policy | Iterable[Policy] = "lru,fifo,lfu,slru,cost,random,belady",
     blocks: int | Iterable[int] | None = None,
     *,
     memory: int | str | Iterable[int | str] | None = None,
-    model: str | ModelSpec = "llama-3-8b",
-    device: str | DeviceSpec = "h100",
-    codec: PluginChoice = "fp16",
-    block_size: int | None = None,
-    accounting: Literal["keys", "tokens"] = "keys",
-    prefix: PluginChoice = "radix",
-    tier: TierChoices = (),
     recompute: PrefillCost | None = None,
-    seed: int | None = None,
-    limit: int | None = None,
-    window: tuple[int, int | None] | str | None = None,
     trace: str | PathLike[str] | None = None,
     residency: bool = False,
     price: PriceModel | str | None = None,
     jobs: int = 1,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
-    disable_hybrid_kv_cache_manager: bool = False,
-    kv_dtype: str | None = None,
+    **options: Unpack[CompareOptions],
 ) -> Comparison:
     """Replay a workload, serial and untimed, under each policy in a pool of each size.
 
@@ -105,62 +125,43 @@ def compare(
         blocks: pool sizes in blocks, or one; None: a few parts of the workload's footprint.
         memory: pool sizes in bytes of K/V, such as `"40GiB"`, in place of `blocks`. With
             `accounting="tokens"` they are those of the cache groups of the model.
-        model: the model whose K/V is cached.
-        device: the GPU that would compute a block again.
-        codec: how K/V is kept, which sizes a block.
-        block_size: tokens a block holds; None: as many as a key of the workload.
-        accounting: how blocks are counted.
-        prefix: the prefix cache.
-        tier: tiers below each pool, by name or as functions, since every row has its own;
-            the optimum then bounds what the pool and the tiers hold together.
         recompute: the seconds that it costs to compute a block again; None: those of model and
             device.
-        seed: of the named policies that have an option `seed` and do not set it.
-        limit: how many of the first requests are replayed; None: all.
-        window: the times between which these arrive, in seconds as text: `"60:120"`; a tuple
-            has ns.
         trace: the file to write every decision to; with one policy and one size.
-        residency: whether to measure how long blocks rest.
+        residency: whether to measure how long blocks rest, which takes two to three times as
+            long.
         price: the prices of an API that caches prompts, or their text; None: no bills.
-        jobs: processes that replay, where there are several rows. More than one need a
-            script with `if __name__ == "__main__":`.
+        jobs: processes that replay, where there are several rows, each with the memory of a
+            row. More than one need a script with `if __name__ == "__main__":`.
         plugins: the plugins by name; None: those that are installed.
         progress: shows the number of requests that have been replayed; None: shows nothing.
-        disable_hybrid_kv_cache_manager: whether all layers keep all tokens, as one group.
-        kv_dtype: an earlier name of `codec`.
+        options: those of `CompareOptions`; Llama 3 8B on an H100 without any.
 
     Raises:
-        InputError: as `kvcore_lab.comparison.compare`, or an option that cannot be.
+        InputError: no workload, no policy, a size that no pool can have, an unknown name or
+            option, a block size that does not fit the keys, fewer than 1 job, a policy or a
+            workload that several jobs cannot share, a trace of several rows, of the optimum or
+            over the workload's own file, the optimum in `tokens` accounting or with another
+            prefix cache than `radix`, or a request that cannot be read.
         PluginError: a plugin that cannot work here.
         PolicyError: a policy failed.
     """
     plugins = plugins or Plugins()
-    if kv_dtype is not None and codec != "fp16":
-        msg = "kv_dtype is an earlier name of codec: give codec alone"
-        raise InputError(msg)
-    config = RunConfig.of(
-        "compare",
-        workload=workload,
-        model=model,
-        device=device,
-        **({"codec": codec} if kv_dtype is None else {"kv_dtype": kv_dtype}),
-        block_size=block_size,
-        accounting=accounting,
-        seed=seed,
-        limit=limit,
-        window=window,
-        tier=tier,
-        blocks=1,  # of no pool here: the sizes are those of the rows
-    )
+    check_names(options, list(CompareOptions.__annotations__))
+    kept: dict[str, Any] = dict(options)
+    uniform = kept.pop("disable_hybrid_kv_cache_manager", False)
+    prefix: Any = kept.pop("prefix", SHARING)
+    # Of no pool here: the sizes are those of the rows.
+    config = RunConfig.of("compare", workload=workload, blocks=1, **kept)
     parts = RunParts(config, plugins)
+    accounting = options.get("accounting", "keys")
     groups: tuple[LayerGroup, ...] = ()
     if memory is not None:
         if blocks is not None:
             msg = "blocks and memory both say how large the pool is: give one of them"
             raise InputError(msg)
         sizes = [memory] if isinstance(memory, int | str) else memory
-        uniform = parts.model.uniform or disable_hybrid_kv_cache_manager
-        if accounting == "tokens" and not uniform:
+        if accounting == "tokens" and not (uniform or parts.model.uniform):
             plan = groups_of(parts.model, parts.geometry.block_size, parts.codec)
             groups = tuple(map(layer_group, plan.groups))
             blocks = [
@@ -169,17 +170,16 @@ def compare(
             ]
         else:
             blocks = [parts.blocks_in(size) for size in sizes]
-    make: str | type[PrefixIndex] = str(prefix) if isinstance(prefix, Spec) else prefix  # type: ignore[assignment]
     return compare_policies(
         parts.workload,
         policies,
         blocks,
         block_size=parts.geometry.block_size,
         accounting=accounting,
-        prefix=make,
+        prefix=str(prefix) if isinstance(prefix, Spec) else prefix,
         groups=groups,
         recompute=recompute or parts.recompute,
-        seed=seed,
+        seed=options.get("seed"),
         trace=trace,
         residency=residency,
         tiers=parts.add_tiers if config.tier else None,

@@ -105,7 +105,7 @@ def candidates_of(
     if not found:
         msg = "there is nothing to compare: name at least one eviction policy"
         raise InputError(msg)
-    return [one for place, one in enumerate(found) if one not in found[:place]]
+    return [one for index, one in enumerate(found) if one not in found[:index]]
 
 
 def _named(spec: Spec, plugins: Plugins, seed: int | None) -> Candidate:

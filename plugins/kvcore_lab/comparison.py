@@ -10,7 +10,7 @@ from itertools import product
 from math import fsum
 from numbers import Integral
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 
 import attrs
 
@@ -192,78 +192,56 @@ class Comparison(Shown):
         return data_frame(rows, "`comparison.rows`", types)
 
 
+class ReplayOptions(TypedDict, total=False):
+    """How a workload is replayed, whatever the policy and the size: keywords of `compare`."""
+
+    block_size: int | None
+    """Tokens of a block; None: the tokens of a key of the workload."""
+    accounting: str
+    """`keys`, the default, or `tokens`."""
+    prefix: str | Callable[[], PrefixIndex]
+    """The prefix cache, as a name with options, a class, or a function; `radix` by default."""
+    groups: Iterable[LayerGroup]
+    """The cache groups of the pools, for models whose layers keep different things, with blocks
+    of their sizes, in `tokens` accounting; prompts are computed in chunks of 8,192 tokens. None
+    by default: all layers keep all tokens."""
+    recompute: PrefillCost | None
+    """The seconds to compute a block again, for policies that weigh them; None: those of
+    Llama 3 8B on an H100."""
+    tiers: Callable[[KVCache], object] | None
+    """Puts tiers below a cache, as `Tiers(cache, ...)` does, new ones for each row; None: no
+    tiers. Loads from them take no time, since no clock runs."""
+
+
 def compare(
     workload: Workload | Iterable[Request] | str | os.PathLike[str],
     policies: Policy | Iterable[Policy],
     blocks: int | Iterable[int] | None = None,
     *,
-    block_size: int | None = None,
-    accounting: str = "keys",
-    prefix: str | Callable[[], PrefixIndex] = SHARING,
-    groups: Iterable[LayerGroup] = (),
-    recompute: PrefillCost | None = None,
     seed: int | None = None,
     trace: str | os.PathLike[str] | None = None,
     residency: bool = False,
-    tiers: Callable[[KVCache], object] | None = None,
     price: PriceModel | str | None = None,
     jobs: int = 1,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
+    **options: Unpack[ReplayOptions],
 ) -> Comparison:
-    """Replay `workload`, serial and untimed, under each policy in a pool of each size.
+    """Compare policies as `kvcore.compare` does, which builds these arguments from options.
 
     The workload is read once for each row, unless its requests take less than `HELD_BYTES`:
     then they are held in memory. A row takes the memory of one cache. Equal policies and equal
     sizes are run once.
 
-    Args:
-        workload: the source of the requests: an instance, a plugin's name with options, the
-            path of a file, or an iterable of requests.
-        policies: one or several: names with options (`"lfu:half_life=300"`; one text may
-            hold several), policy classes, functions that build a policy, and `Belady` or
-            its name.
-        blocks: one or several pool sizes; None: a few fractions of the workload's distinct
-            blocks.
-        block_size: tokens of a block; None: the tokens of a key of the workload.
-        accounting: `keys` or `tokens`.
-        prefix: the prefix cache, as a name with options, a class, or a function.
-        groups: the cache groups of the pools, for models whose layers keep different things,
-            with blocks of their sizes, in `tokens` accounting; prompts are computed in chunks
-            of 8,192 tokens. Empty: all layers keep all tokens.
-        recompute: the seconds to compute a block again, for policies that weigh them; None:
-            those of Llama 3 8B on an H100.
-        seed: the seed of named policies that have an option `seed` and do not set it.
-        trace: the file to which every decision is written; needs one policy and one size.
-        residency: whether to measure how long blocks stay; a row then takes two to three times
-            as long.
-        tiers: puts tiers below a cache, as `Tiers(cache, ...)` does, new ones for each row;
-            None: no tiers. Loads from them take no time, since no clock runs.
-        price: the prices of an API that caches prompts, or their text; None: no bills.
-        jobs: processes that replay rows, each with the memory of a row. The result does not
-            depend on it.
-        plugins: the plugins by which names are resolved; None: those installed.
-        progress: shows the number of requests that have been replayed; None: no progress.
-
-    Raises:
-        InputError: no workload, no policy, a size that no pool can have, an unknown name or
-            option, a block size that does not fit the keys, fewer than 1 job, a policy or a
-            workload that several jobs cannot share, a trace of several rows, of the optimum or
-            over the workload's own file, the optimum in `tokens` accounting or with another
-            prefix cache than `radix`, or a request that cannot be read.
-        PluginError: a plugin cannot be used here.
-        PolicyError: a policy failed.
+    Arguments and errors are those of `kvcore.compare`, except that `seed` is that of policies
+    alone, and that `options` are those of `ReplayOptions`.
     """
     plugins = plugins or Plugins()
     requested: Workload = as_workload(workload, plugins)
-    make_prefix = (
-        partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
-    )
-    setup = ReplaySetup.of(requested, accounting, block_size, recompute, make_prefix)
-    setup = attrs.evolve(setup, put_tiers=tiers, groups=tuple(groups))
+    setup = ReplaySetup.of(requested, plugins, **options)
     if setup.groups:
-        alone = (prefix, tiers, price, trace) == (SHARING, None, None, None)
-        if accounting != "tokens" or residency or not alone:
+        alone = options.get("prefix", SHARING) == SHARING and setup.put_tiers is None
+        if setup.geometry.accounting != "tokens" or residency or price or trace or not alone:
             msg = (
                 "cache groups are compared by their hits, in tokens: give accounting='tokens', "
                 "and leave prefix, tiers, price, trace and residency out"
@@ -271,7 +249,7 @@ def compare(
             raise InputError(msg)
     candidates = candidates_of(policies, plugins, seed)
     sizes = None if blocks is None else pool_sizes(blocks, "to compare in")
-    _check(candidates, sizes, accounting, make_prefix, trace)
+    _check(candidates, sizes, setup, trace)
     check_jobs(jobs)
     if trace is not None:
         refuse_overwrite(trace, requested.options().values())
@@ -292,14 +270,17 @@ def compare(
         else:
             rows = [maker.traced_row(candidates[0], sizes[0], trace, seed)]
     source = attrs.evolve(source, requests=requests)
-    found = _with_shares(rows)
     bills = None
     if price is not None:
         from kvcore_replay.billing import bill  # noqa: PLC0415 - as above
 
         bills = bill(requested, price)
     return Comparison(
-        workload=source, accounting=accounting, rows=found, infinite=infinite, bills=bills
+        workload=source,
+        accounting=setup.geometry.accounting,
+        rows=_with_shares(rows),
+        infinite=infinite,
+        bills=bills,
     )
 
 
@@ -317,7 +298,7 @@ class ReplaySetup:
         workload: the source of the requests.
         geometry: the layout of their keys in blocks.
         recompute: the seconds to compute a block again.
-        make_prefix: builds a prefix cache; None: the default.
+        make_prefix: builds a prefix cache.
         put_tiers: puts tiers below a cache; None: no tiers.
         groups: the cache groups; empty: there is one.
     """
@@ -325,24 +306,19 @@ class ReplaySetup:
     workload: Workload
     geometry: BlockLayout
     recompute: PrefillCost
-    make_prefix: Callable[[], PrefixIndex] | None
+    make_prefix: Callable[[], PrefixIndex]
     put_tiers: Callable[[KVCache], object] | None = None
     groups: tuple[LayerGroup, ...] = ()
 
     @classmethod
     def of(
-        cls,
-        workload: Workload,
-        accounting: str,
-        block_size: int | None,
-        recompute: PrefillCost | None,
-        make_prefix: Callable[[], PrefixIndex] | None = None,
+        cls, workload: Workload, plugins: Plugins, **options: Unpack[ReplayOptions]
     ) -> ReplaySetup:
-        """Return the setup of a workload, with the defaults of `compare` for None.
+        """Return the setup of a workload.
 
         Raises:
             InputError: no workload, or an accounting or block size that does not fit its keys.
-            PluginError: the workload has no name.
+            PluginError: the workload has no name, or the prefix cache cannot be used here.
         """
         if not isinstance(workload, Workload):
             msg = (
@@ -352,8 +328,22 @@ class ReplaySetup:
             raise InputError(msg)
         check_name(workload)
         keys = workload.key_tokens
-        geometry = BlockLayout(accounting, keys if block_size is None else block_size, keys)
-        return cls(workload, geometry, recompute or default_prefill_cost(), make_prefix)
+        block_size = options.get("block_size")
+        prefix = options.get("prefix", SHARING)
+        return cls(
+            workload=workload,
+            geometry=BlockLayout(
+                options.get("accounting", "keys"),
+                keys if block_size is None else block_size,
+                keys,
+            ),
+            recompute=options.get("recompute") or default_prefill_cost(),
+            make_prefix=(
+                partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
+            ),
+            put_tiers=options.get("tiers"),
+            groups=tuple(options.get("groups", ())),
+        )
 
     def cache(
         self, eviction: EvictionPolicy, blocks: int, trace: Trace | None = None
@@ -363,7 +353,7 @@ class ReplaySetup:
             blocks,
             self.geometry.block_size,
             eviction=eviction,
-            prefix=None if self.make_prefix is None else self.make_prefix(),
+            prefix=self.make_prefix(),
             accounting=self.geometry.accounting,
             key_tokens=self.geometry.key_tokens,
             trace=trace,
@@ -408,15 +398,15 @@ def types_of(rows: type) -> dict[str, str]:
     }
 
 
-def holding(requests: Iterable[Request], held: list[Request]) -> Iterator[Request]:
-    """Yield requests, and add them to `held` if all of them take less than `HELD_BYTES`."""
+def keeping(requests: Iterable[Request], kept: list[Request]) -> Iterator[Request]:
+    """Yield requests, and add them to `kept` if all of them take less than `HELD_BYTES`."""
     size = 0
     for request in requests:
         size += REQUEST_BYTES + KEY_BYTES * len(request.keys)
         if size <= HELD_BYTES:
-            held.append(request)
+            kept.append(request)
         else:
-            held.clear()
+            kept.clear()
         yield request
 
 
@@ -462,7 +452,7 @@ class _RowMaker:
     price: PriceModel | None
     tick: Tick = attrs.field(init=False, repr=False)
     future: Future | None = attrs.field(init=False, default=None)
-    held: list[Request] = attrs.field(init=False, factory=list, repr=False)
+    requests: list[Request] = attrs.field(init=False, factory=list, repr=False)
     prefill_s: float = attrs.field(init=False, default=0.0)
 
     def infinite(self, *, bounded: bool) -> tuple[int, Infinite]:
@@ -490,14 +480,14 @@ class _RowMaker:
     def _read(self, requests: Iterable[Request]) -> Iterator[Request]:
         """Yield `requests`, add up their prefill, and hold them if they take little memory."""
         cost = self.setup.recompute
-        for request in holding(requests, self.held):
+        for request in keeping(requests, self.requests):
             self.prefill_s += cost(0, request.prompt_tokens)
             yield request
 
     @property
     def _requests(self) -> Iterable[Request]:
         """The held requests; the workload if they are not held."""
-        return self.held or self.setup.workload
+        return self.requests or self.setup.workload
 
     def rows(self, policies: list[Candidate], sizes: list[int], jobs: int) -> list[Row]:
         """Return the row of each policy in a pool of each size, made by `jobs` processes."""
@@ -531,13 +521,12 @@ class _RowMaker:
     @property
     def _sent(self) -> _RowMaker:
         """A copy for a worker process, without progress; with held requests for a fork."""
-        setup, prefix = self.setup, self.setup.make_prefix
-        if prefix is not None:
-            setup = attrs.evolve(setup, make_prefix=partial(_prebuilt, prefix()))
+        prefix = partial(_prebuilt, self.setup.make_prefix())
+        setup = attrs.evolve(self.setup, make_prefix=prefix)
         sent = _RowMaker(setup, self.residency, self.price)
         sent.tick = unseen
         if can_fork():
-            sent.held = self.held
+            sent.requests = self.requests
         return sent
 
     @property
@@ -669,14 +658,13 @@ def pool_sizes(blocks: int | Iterable[int], purpose: str) -> list[int]:
 def _check(
     candidates: list[Candidate],
     sizes: list[int] | None,
-    accounting: str,
-    make_prefix: Callable[[], PrefixIndex],
+    setup: ReplaySetup,
     trace: str | os.PathLike[str] | None,
 ) -> None:
     """Refuse combinations of arguments that have no meaning."""
-    refuse_bound(candidates, accounting)
+    refuse_bound(candidates, setup.geometry.accounting)
     optimum = has_bound(candidates)
-    prefix = getattr(make_prefix(), "name", None) if optimum else SHARING
+    prefix = getattr(setup.make_prefix(), "name", None) if optimum else SHARING
     if prefix != SHARING:
         msg = (
             f"the optimum is a bound for sharing by prefix, as {SHARING!r} does it; it says "

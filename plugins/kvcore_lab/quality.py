@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle, islice
 from random import Random
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import attrs
 
@@ -127,6 +127,26 @@ class _Cell:
     tokens: float | None = None
 
 
+class SampleOptions(TypedDict, total=False):
+    """The texts and haystacks that `measure` computes: its keywords."""
+
+    prompt_tokens: int
+    """Tokens of a prompt, and of a haystack with its announced questions; 512 by default."""
+    tokens: int
+    """Tokens after a prompt, 1 or more; 64 by default."""
+    texts: int
+    """Number of texts, and of haystacks; 4 by default."""
+    text: str | None
+    """A text for the generator to encode, from which even parts are taken. None: random tokens,
+    continued by the full run, which samples at temperature 1."""
+    needles: int
+    """Questions about each haystack, 12 by default; 0: no haystacks."""
+    announced: bool
+    """Whether the prompt ends with the questions, as by default."""
+    seed: int
+    """Seed of texts and haystacks, and of plugins that have an option `seed`; 0 by default."""
+
+
 def measure(
     generator: Generator | str,
     *,
@@ -136,17 +156,11 @@ def measure(
     backend: str = "torch-cpu",
     dtype: str = "fp32",
     block_size: int = 16,
-    prompt_tokens: int = 512,
-    tokens: int = 64,
-    texts: int = 4,
-    text: str | None = None,
-    needles: int = 12,
-    announced: bool = True,
     needle_generator: Generator | str | None = None,
     threads: int | None = None,
-    seed: int = 0,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
+    **options: Unpack[SampleOptions],
 ) -> Quality:
     """Compare bounded and shrunk K/V with full K/V in `dtype`, at equal bytes.
 
@@ -174,19 +188,12 @@ def measure(
         backend: the backend.
         dtype: dtype of the computation, one of `TENSOR_DTYPES`.
         block_size: tokens in a block.
-        prompt_tokens: tokens of a prompt, and of a haystack with its announced questions.
-        tokens: tokens after a prompt, 1 or more.
-        texts: number of texts, and of haystacks.
-        text: a text for the generator to encode, from which even parts are taken. None:
-            random tokens, continued by the full run, which samples at temperature 1.
-        needles: questions about each haystack; 0: no haystacks.
-        announced: whether the prompt ends with the questions.
         needle_generator: answers the questions. None: `induction` in place of `transformer`,
             whose random weights find no needle; otherwise `generator`.
         threads: number of threads of the host that compute; None: as for `kvcore.run`.
-        seed: seed of texts and haystacks, and of plugins that have an option `seed`.
         plugins: the plugins by which names are resolved; None: those installed.
         progress: shows the number of steps that have been computed; None: no progress.
+        options: those of `SampleOptions`.
 
     Raises:
         InputError: an unknown name or option, a size out of range, a text that is too
@@ -196,72 +203,133 @@ def measure(
     """
     plugins = plugins or Plugins()
     shares = sorted(set(budgets), reverse=True)
-    _check(shares, needles, block_size, prompt_tokens, tokens, texts)
-    defaults = {"seed": seed}
+    samples = _Samples(**options)
+    _check(shares, block_size, samples)
+    defaults = {"seed": samples.seed}
     built: Generator = _built(plugins, generator, defaults)
     if needle_generator is None:
         needle_generator = COPIES if built.name == CANNOT_COPY else built
     finder: Generator = built
-    if needles and needle_generator is not built:
+    if samples.needles and needle_generator is not built:
         finder = _built(plugins, needle_generator, defaults)
-    for each in (built, finder):
-        if each.positions is not None and each.positions < prompt_tokens + tokens:
+    generators = {id(one): one for one in (built, finder)}.values()
+    for one in generators:
+        if one.positions is not None and one.positions < samples.length:
             msg = (
-                f"{prompt_tokens} prompt tokens and {tokens} after them: generator "
-                f"{each.name!r} has {each.positions} positions; give fewer tokens"
+                f"{samples.prompt_tokens} prompt tokens and {samples.tokens} after them: "
+                f"generator {one.name!r} has {one.positions} positions; give fewer tokens"
             )
             raise InputError(msg)
-    given = _divided(built, text, prompt_tokens + tokens, texts)
-    hay = [
-        _haystack(finder.vocabulary, prompt_tokens, needles, seed, number, announced=announced)
-        for number in range(texts if needles else 0)
-    ]
+    parts_of_text = samples.divided(built)
+    haystacks = samples.haystacks(finder.vocabulary)
     codecs, policies = _specs(codec), [one for one in _specs(retention) if str(one) != FULL]
-    parts = _Parts(plugins, backend, dtype, block_size, seed)
-    for each in {id(one): one for one in (built, finder)}.values():
-        parts.load(each)
-    cells = [_Cell(Spec(FULL), each) for each in codecs]
+    parts = _Parts(plugins, backend, dtype, block_size, samples.seed)
+    for one in generators:
+        parts.load(one)
+    cells = [_Cell(Spec(FULL), one) for one in codecs]
     for policy in policies:
         cells += parts.cells(built, policy, codecs, shares)
     # Errors in options are raised before anything is computed.
     for cell in cells:
-        parts.policy(cell, prompt_tokens)
+        parts.policy(cell, samples.prompt_tokens)
         parts.layout(finder, cell.codec)
-    steps = tokens * (len(cells) + 1) + 2 * needles * len(cells)
+    steps = samples.tokens * (len(cells) + 1) + 2 * samples.needles * len(cells)
     with (
         parts.backend().limit_threads(threads, built.spec),
         (progress or silent)(f"measuring {built.name}", steps) as parts.tick,
     ):
-        full = _Full.run(parts, built, given, prompt_tokens, tokens, texts, seed)
+        full = _Full.run(parts, built, samples, parts_of_text)
         rows = []
         for cell in cells:
             row = full.compared(parts, built, cell)
-            if hay:
-                row = _with_answers(parts, finder, cell, hay, row)
+            if haystacks:
+                row = _with_answers(parts, finder, cell, haystacks, row)
             rows.append(row)
     first = rows[0].bytes_per_token
     rows = [attrs.evolve(row, share=row.bytes_per_token / first) for row in rows]
     return Quality(
         generator=built.name,
-        needle_generator=finder.name if needles else None,
+        needle_generator=finder.name if samples.needles else None,
         dtype=dtype,
         block_size=block_size,
-        prompt_tokens=prompt_tokens,
-        tokens=tokens,
-        texts=texts,
-        needles=needles,
-        announced=announced,
-        seed=seed,
         full_codec=str(codecs[0]),
         full_bytes_per_token=first,
         rows=sorted(rows, key=_order),
+        **attrs.asdict(samples, filter=attrs.filters.exclude("text")),
     )
 
 
-def _check(shares: list[float], needles: int, *counts: int) -> None:
+@attrs.frozen(kw_only=True)
+class _Samples:
+    """The texts and haystacks of a measurement, as `SampleOptions` describes them."""
+
+    prompt_tokens: int = 512
+    tokens: int = 64
+    texts: int = 4
+    text: str | None = None
+    needles: int = 12
+    announced: bool = True
+    seed: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of a prompt and of what follows it."""
+        return self.prompt_tokens + self.tokens
+
+    def divided(self, generator: Generator) -> list[list[int]] | None:
+        """Return even parts of the text, in tokens of a generator; None without a text."""
+        if self.text is None:
+            return None
+        ids, length, texts = generator.encode(self.text), self.length, self.texts
+        if len(ids) < length * texts:
+            msg = (
+                f"the text has {len(ids):,} tokens, and {texts} texts of {length:,} tokens "
+                f"need {length * texts:,}: give fewer or shorter texts, or a longer file"
+            )
+            raise InputError(msg)
+        starts = [turn * (len(ids) - length) // max(1, texts - 1) for turn in range(texts)]
+        return [ids[start : start + length] for start in starts]
+
+    def haystacks(self, vocabulary: int) -> list[_Haystack]:
+        """Return the prompts with needles, of the token ids of a vocabulary."""
+        turns = range(self.texts if self.needles else 0)
+        return [self._haystack(vocabulary, turn) for turn in turns]
+
+    def _haystack(self, vocabulary: int, turn: int) -> _Haystack:
+        """Return a prompt with needles at even depths.
+
+        The other tokens are all different, as long as there are enough.
+        """
+        needles, length = self.needles, self.prompt_tokens
+        hay = length - needles * (4 if self.announced else 2)
+        if hay < needles or vocabulary < 3 * needles + 2:
+            msg = (
+                f"{needles} needles in {length} tokens of {vocabulary} token ids: give fewer, "
+                "or longer prompts"
+            )
+            raise InputError(msg)
+        random = Random(f"needles {self.seed} {turn}")  # noqa: S311
+        ids = list(range(1, vocabulary))
+        random.shuffle(ids)
+        keys, values, others = ids[:needles], ids[needles : 2 * needles], ids[2 * needles :]
+        prompt = list(islice(cycle(others), hay))
+        questions = []
+        for place in reversed(range(needles)):
+            depth = (place + 0.5) / needles
+            at = int(depth * hay)
+            prompt[at:at] = [keys[place], values[place]]
+            questions.append((keys[place], values[place], depth))
+        random.shuffle(questions)
+        if self.announced:
+            prompt += [token for key, _, _ in questions for token in (key, BLANK)]
+        return _Haystack(prompt, questions)
+
+
+def _check(shares: list[float], block_size: int, samples: _Samples) -> None:
     """Raise InputError for sizes below 1, needles below 0, and budgets outside (0, 1)."""
+    needles = samples.needles
     msg = "" if needles >= 0 else f"needles={needles}: give 0 or more"
-    if min(counts) < 1:
+    if min(block_size, samples.prompt_tokens, samples.tokens, samples.texts) < 1:
         msg = "block_size, prompt_tokens, tokens and texts must be 1 or more"
     for share in shares:
         if not 0 < share < 1:
@@ -286,23 +354,6 @@ def _built(plugins: Plugins, generator: Generator | str, defaults: dict[str, Any
         return made
     found: Generator = resolve("generator", generator)
     return found
-
-
-def _divided(
-    generator: Generator, text: str | None, length: int, texts: int
-) -> list[list[int]] | None:
-    """Return even parts of `text`, each of `length` tokens; None without a text."""
-    if text is None:
-        return None
-    ids = generator.encode(text)
-    if len(ids) < length * texts:
-        msg = (
-            f"the text has {len(ids):,} tokens, and {texts} texts of {length:,} tokens need "
-            f"{length * texts:,}: give fewer or shorter texts, or a longer file"
-        )
-        raise InputError(msg)
-    starts = [number * (len(ids) - length) // max(1, texts - 1) for number in range(texts)]
-    return [ids[start : start + length] for start in starts]
 
 
 @attrs.define
@@ -398,8 +449,8 @@ class _Run:
         )
         self._compactor = Compactor.of(self._cache, self._backend, generator)
         self._seqs = [
-            self._cache.open(Request(id=number, prompt_tokens=len(prompt), key_tokens=size))
-            for number, prompt in enumerate(prompts)
+            self._cache.open(Request(id=index, prompt_tokens=len(prompt), key_tokens=size))
+            for index, prompt in enumerate(prompts)
         ]
         self._output = 0
         self.attended: list[Tensor] = []
@@ -500,26 +551,23 @@ class _Full:
         cls,
         parts: _Parts,
         generator: Generator,
-        given: list[list[int]] | None,
-        prompt_tokens: int,
-        tokens: int,
-        texts: int,
-        seed: int,
+        samples: _Samples,
+        texts: list[list[int]] | None,
     ) -> _Full:
-        """Compute the texts that are `given`; without them, sample texts."""
+        """Compute texts; None: sample them."""
         import torch  # noqa: PLC0415 - only runs need it
 
-        source = torch.Generator().manual_seed(seed)
-        if given is None:
-            shape = texts, prompt_tokens
+        source = torch.Generator().manual_seed(samples.seed)
+        if texts is None:
+            shape = samples.texts, samples.prompt_tokens
             prompts = torch.randint(generator.vocabulary, shape, generator=source).tolist()
         else:
-            prompts = [ids[:prompt_tokens] for ids in given]
-        run = _Run(parts, generator, None, prompts, tokens)
+            prompts = [ids[: samples.prompt_tokens] for ids in texts]
+        run = _Run(parts, generator, None, prompts, samples.tokens)
         full = cls(prompts, [], [], [])
         logits = run.logits
-        for step in range(tokens):
-            if given is None:
+        for step in range(samples.tokens):
+            if texts is None:
                 chances = logits.double().softmax(-1).cpu()
                 if chances.isnan().any():
                     msg = (
@@ -529,7 +577,7 @@ class _Full:
                     raise InputError(msg)
                 new = torch.multinomial(chances, 1, generator=source)[:, 0].tolist()
             else:
-                new = [ids[prompt_tokens + step] for ids in given]
+                new = [ids[samples.prompt_tokens + step] for ids in texts]
             logits = run.step(new)
             full.outputs.append(new)
             full.logits.append(logits)
@@ -582,37 +630,6 @@ class _Haystack:
 
     prompt: list[int]
     questions: list[tuple[int, int, float]]
-
-
-def _haystack(
-    vocabulary: int, length: int, needles: int, seed: int, number: int, *, announced: bool
-) -> _Haystack:
-    """Return a prompt of `length` tokens with needles at even depths.
-
-    The other tokens are all different, as long as there are enough.
-    """
-    hay = length - needles * (4 if announced else 2)
-    if hay < needles or vocabulary < 3 * needles + 2:
-        msg = (
-            f"{needles} needles in {length} tokens of {vocabulary} token ids: give fewer, or "
-            "longer prompts"
-        )
-        raise InputError(msg)
-    random = Random(f"needles {seed} {number}")  # noqa: S311
-    ids = list(range(1, vocabulary))
-    random.shuffle(ids)
-    keys, values, others = ids[:needles], ids[needles : 2 * needles], ids[2 * needles :]
-    prompt = list(islice(cycle(others), hay))
-    questions = []
-    for place in reversed(range(needles)):
-        depth = (place + 0.5) / needles
-        at = int(depth * hay)
-        prompt[at:at] = [keys[place], values[place]]
-        questions.append((keys[place], values[place], depth))
-    random.shuffle(questions)
-    if announced:
-        prompt += [token for key, _, _ in questions for token in (key, BLANK)]
-    return _Haystack(prompt, questions)
 
 
 def _with_answers(

@@ -185,7 +185,7 @@ def compare_routers(
         routers = [routers]
     alone = isinstance(replicas, int | Integral | str)
     clusters: list[Any] = [replicas] if alone else list(cast("Iterable[Any]", replicas))
-    if all(isinstance(each, Mapping) for each in clusters):
+    if all(isinstance(cluster, Mapping) for cluster in clusters):
         clusters = [clusters]
     one = {name: [value] for name, value in options.items()}
     grid = Grid("simulate", workload=workload, replicas=clusters, router=[*routers], **one)
@@ -277,7 +277,7 @@ class _Shares:
     def __iter__(self) -> Iterator[tuple[int | str, SharedCache]]:
         """Yield the replicas of each cluster, and the hits of one cache for them."""
         for text, parts in self.parts.items():
-            blocks = sum(each.blocks + each.tier_blocks for each in parts.members)
+            blocks = sum(member.blocks + member.tier_blocks for member in parts.members)
             stats, optimum = self._replay(parts, blocks)
             hits = stats.ratios()["token"]
             yield (

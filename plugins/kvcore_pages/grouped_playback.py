@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import os
 from array import array
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcore.errors import InputError
 from kvcore.progress import Tick, unseen
+from kvcore.trace import events
 from kvcore_pages.playback import (
     FREED,
     KIND,
@@ -39,10 +40,6 @@ from kvcore_replay.misses.groups import GroupMisses
 from kvcore_replay.state.cache import run_blocks
 from kvcore_replay.state.groups import TracedBlock
 from kvcore_replay.state.replicas import ServerReader
-
-if TYPE_CHECKING:
-    # The Structs are imported with the first trace that is read: msgspec takes a while.
-    from kvcore.trace import events
 
 NAMED = ("new", "copy")
 GIVEN_BACK = (*FREED, "passed")
@@ -73,8 +70,6 @@ class GroupedPlayback(Playback):
         Raises:
             InputError: blocks of the groups have several sizes.
         """
-        from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
-
         assert isinstance(checker, GroupChecker)
         if len({group.size for group in checker.state.groups}) > 1:
             msg = (

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from heapq import nlargest
 from sys import byteorder
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import orjson
@@ -29,6 +29,8 @@ import orjson
 from kvcore.errors import InputError, TraceError
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.report.tables import setup
+from kvcore.trace import events
+from kvcore.trace.events import methods_by_event
 from kvcore.units import NS_PER_S, format_seconds
 from kvcore_replay.check.server import TraceChecker
 from kvcore_replay.check.trace import check_event
@@ -38,10 +40,6 @@ from kvcore_replay.report.misses import RequestReport
 from kvcore_replay.state.cache import TracedSpan, run_blocks
 from kvcore_replay.state.layout import TracedPrompt
 from kvcore_replay.state.replicas import ServerReader
-
-if TYPE_CHECKING:
-    # The Structs are imported with the first trace that is read: msgspec takes a while.
-    from kvcore.trace import events
 
 NONE = -1
 """In a column: no request, span or tier."""
@@ -147,7 +145,7 @@ class Prompts:
 
     def add(self, prompt: TracedPrompt, output: int, ratio: int) -> None:
         """Append a request. O(log keys) in Python, and O(keys) in C."""
-        number, keys, first = len(self.ids), prompt.keys, self._first
+        request, keys, first = len(self.ids), prompt.keys, self._first
         # Keys are chained: if one is known, so are those before it.
         known = bisect_left(keys, True, key=lambda key: key not in first)  # noqa: FBT003
         self.ids.append(prompt.id)
@@ -160,40 +158,40 @@ class Prompts:
         self.last_key.append(keys[-1] if keys else None)
         self.admitted.append(NONE)
         self.when.append(NONE)
-        first.update(dict.fromkeys(keys[known:], number))
+        first.update(dict.fromkeys(keys[known:], request))
 
-    def admit(self, number: int, line: int, now: int) -> None:
+    def admit(self, request: int, line: int, now: int) -> None:
         """Record an admission, of which the first one counts."""
-        if self.admitted[number] == NONE:
-            self.admitted[number], self.when[number] = line, now
+        if self.admitted[request] == NONE:
+            self.admitted[request], self.when[request] = line, now
 
-    def arrive(self, number: int, prompt: TracedPrompt, output: int) -> None:
+    def arrive(self, request: int, prompt: TracedPrompt, output: int) -> None:
         """Record the lengths of a request that was announced before, with the same keys."""
-        self.tokens[number], self.output[number] = prompt.tokens, output
-        self.lookup[number] = prompt.lookup
+        self.tokens[request], self.output[request] = prompt.tokens, output
+        self.lookup[request] = prompt.lookup
 
-    def pieces(self, number: int, first: int, end: int) -> Iterator[tuple[int, int, int]]:
+    def pieces(self, request: int, first: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield the blocks `[first, end)` of a prompt in pieces, each with its owner first."""
-        while end > first and number != NONE:
-            shared = self.shared[number]
+        while end > first and request != NONE:
+            shared = self.shared[request]
             if end > shared:
-                yield number, max(first, shared), end
+                yield request, max(first, shared), end
                 end = shared
-            number = self.leader[number]
+            request = self.leader[request]
 
     def of_key(self, key: Any) -> int:
         """Return the request that first had the block of a key."""
         return self._first[key]
 
-    def extend(self, number: int, keys: Iterable[Any], blocks: int) -> None:
+    def extend(self, request: int, keys: Iterable[Any], blocks: int) -> None:
         """Record keys of blocks that a request generated, and how many blocks have one now."""
-        self.blocks[number] = blocks
-        self.name(number, keys)
+        self.blocks[request] = blocks
+        self.name(request, keys)
 
-    def name(self, number: int, keys: Iterable[Any]) -> None:
+    def name(self, request: int, keys: Iterable[Any]) -> None:
         """Record that a request was the first to have the blocks of `keys`."""
         for key in keys:
-            self._first.setdefault(key, number)
+            self._first.setdefault(key, request)
 
 
 @attrs.frozen
@@ -220,12 +218,12 @@ class Window:
 
     Attributes:
         start, end: times in ns: rows from `start` on and before `end`; None: to the last row.
-        most: largest number of rows; the rows of one moment stay together.
+        max_rows: largest number of rows; the rows of one moment stay together.
     """
 
     start: int = 0
     end: int | None = None
-    most: int = 1_000_000
+    max_rows: int = 1_000_000
 
 
 WHOLE = Window()
@@ -302,7 +300,7 @@ class Playback:
                 f"{format_seconds(self.ended / NS_PER_S)}"
             )
             raise InputError(msg)
-        self.rows = {name: self._flat[at::WIDTH] for at, name in enumerate(COLUMNS)}
+        self.rows = {name: self._flat[index::WIDTH] for index, name in enumerate(COLUMNS)}
         beyond = "goes beyond 2^53, which is the most that a page can show"
         if self.ended >= MOST:
             reader.fail(f"its time in ns {beyond}: 104 days")
@@ -320,12 +318,10 @@ class Playback:
 
     def _start(self, header: events.Header, checker: TraceChecker) -> None:
         """Prepare for the lines after HEADER."""
-        from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
-
         assert isinstance(checker, TraceChecker)  # the reader yields one server's lines
         self._begin(header, checker, MissClassifier(header, checker.state))
         names = [tier["tier"] for tier in self.header.get("tiers", ())]
-        self._tiers = {name: number for number, name in enumerate(names)}
+        self._tiers = {name: index for index, name in enumerate(names)}
         # By tier and owner of the content, the position after the last block in the tier.
         self._ends: dict[str, dict[int, int]] = {name: {} for name in names}
         structs = events.EVENTS | {"FORGET": events.Drop}
@@ -345,9 +341,8 @@ class Playback:
         """Store the Structs of the trace by the kinds of their rows."""
         self._kinds = {struct: KIND[name] for name, struct in structs.items()}
         self._evict_type = structs.pop("EVICT")
-        self._record: dict[type[events.Event], Callable[[Any], None]] = {
-            struct: getattr(self, f"_{name.lower()}") for name, struct in structs.items()
-        }
+        methods = methods_by_event(self, *structs)
+        self._record = {structs[name]: method for name, method in methods.items()}
 
     def _prepare(self, event: Any) -> Any:
         """Return what an event evicts, before it is applied."""
@@ -373,9 +368,9 @@ class Playback:
         if self._stage != "inside":
             return
         rows = len(flat) // WIDTH
-        if rows > window.most and self._boundary:
+        if rows > window.max_rows and self._boundary:
             del flat[self._boundary * WIDTH :]
-        if rows >= window.most or (window.end is not None and event.t >= window.end):
+        if rows >= window.max_rows or (window.end is not None and event.t >= window.end):
             self._stage, self._put = "after", _ignore
         self._boundary = len(flat) // WIDTH
 
@@ -447,37 +442,37 @@ class Playback:
     _header = _end = _plain
 
     def _request(self, event: events.Request) -> None:
-        number = self._numbers.get(event.id)
+        request = self._numbers.get(event.id)
         prompt = self._state.requests[event.id]
-        if number is None:
-            number = self._numbers[event.id] = len(self._numbers)
+        if request is None:
+            request = self._numbers[event.id] = len(self._numbers)
             self.prompts.add(prompt, event.output, self.ratio)
         else:  # announced by a PREFETCH
-            self.prompts.arrive(number, prompt, event.output)
-        self._row(event, number)
+            self.prompts.arrive(request, prompt, event.output)
+        self._row(event, request)
 
     def _prefetch(self, event: events.Prefetch) -> None:
-        number = self._numbers[event.request] = len(self._numbers)
+        request = self._numbers[event.request] = len(self._numbers)
         prompt = self._state.requests[event.request]
         self.prompts.add(prompt, 0, self.ratio)
-        self._of_sequence[event.seq], self._opened[event.seq] = number, event.t
+        self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
         span = event.span if isinstance(event.span, int) else NONE
-        self._row(event, number, event.seq, event.blocks, span)
+        self._row(event, request, event.seq, event.blocks, span)
 
     def _hit(self, event: events.Hit) -> None:
-        number = self._numbers[event.request]
-        self._of_sequence[event.seq], self._opened[event.seq] = number, event.t
+        request = self._numbers[event.request]
+        self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
         if not event.again:
-            self.prompts.admit(number, event.n, event.t)
-        self._row(event, number, event.seq, event.blocks, event.span, bool(event.again))
+            self.prompts.admit(request, event.n, event.t)
+        self._row(event, request, event.seq, event.blocks, event.span, bool(event.again))
 
     def _miss(self, event: events.Miss) -> None:
-        number = self._numbers[event.request]
-        self._of_sequence[event.seq], self._opened[event.seq] = number, event.t
+        request = self._numbers[event.request]
+        self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
         if not event.again:
-            self.prompts.admit(number, event.n, event.t)
+            self.prompts.admit(request, event.n, event.t)
         why = WHY.index(event.why)
-        self._row(event, number, event.seq, event.block, why, bool(event.again))
+        self._row(event, request, event.seq, event.block, why, bool(event.again))
 
     def _split(self, event: events.Split) -> None:
         self._stored[event.upper] = self._stored[event.span]
@@ -552,33 +547,33 @@ class Playback:
         self._row(event, self._numbers[event.request], event.seq, event.output)
 
     def _keys(self, event: events.Keys) -> None:
-        number, prompt = self._numbers[event.request], self._state.requests[event.request]
+        request, prompt = self._numbers[event.request], self._state.requests[event.request]
         blocks = prompt.cacheable * self.ratio
-        self.prompts.extend(number, event.keys, blocks)
-        self._row(event, number)
+        self.prompts.extend(request, event.keys, blocks)
+        self._row(event, request)
 
     def _reject(self, event: events.Reject) -> None:
         self._row(event, self._numbers[event.request])
 
     def _recover(self, event: events.Recover) -> None:
-        number = self._numbers[event.request] = len(self._numbers)
+        request = self._numbers[event.request] = len(self._numbers)
         prompt = self._state.requests[event.request]
         self.prompts.add(prompt, 0, self.ratio)
-        self._store(event, number)
-        self._row(event, number, self._tiers[event.tier], event.first, event.blocks)
+        self._store(event, request)
+        self._row(event, request, self._tiers[event.tier], event.first, event.blocks)
 
-    def _store(self, event: events.Recover | events.Offload, number: int) -> None:
+    def _store(self, event: events.Recover | events.Offload, request: int) -> None:
         """Record that blocks of a prompt are in a tier."""
-        pieces = self.prompts.pieces(number, event.first, event.first + event.blocks)
+        pieces = self.prompts.pieces(request, event.first, event.first + event.blocks)
         self._ends[event.tier].update((owner, end) for owner, _, end in pieces)
 
     def _offload(self, event: events.Offload) -> None:
         source = self._tiers[event.source] if event.source else PARKED if event.parked else NONE
         values = self._tiers[event.tier], event.first, event.blocks, source
-        number = self._numbers[event.request]
+        request = self._numbers[event.request]
         if not event.parked:
-            self._store(event, number)
-        self._row(event, number, *values, age=event.done - event.t)
+            self._store(event, request)
+        self._row(event, request, *values, age=event.done - event.t)
 
     def _load_start(self, event: events.LoadStart) -> None:
         self._move(event, event.done - event.t)
@@ -593,15 +588,15 @@ class Playback:
     def _drop(self, event: events.Discard) -> None:
         reason = DROPPED.index(event.reason)
         values = self._tiers[event.tier], event.first, event.blocks, reason
-        number, ends = self._numbers[event.request], self._ends[event.tier]
+        request, ends = self._numbers[event.request], self._ends[event.tier]
         if event.reason != "parked":
             end = event.first + event.blocks
-            for owner, first, _ in self.prompts.pieces(number, event.first, end):
+            for owner, first, _ in self.prompts.pieces(request, event.first, end):
                 if first > self.prompts.shared[owner]:
                     ends[owner] = first
                 else:
                     del ends[owner]
-        self._row(event, number, *values)
+        self._row(event, request, *values)
 
     def document(self) -> dict[str, Any]:
         """Return the JSON part of the playback: the run, and its requests."""
@@ -609,16 +604,16 @@ class Playback:
         found = [explanation.requests.get(request) for request in prompts.ids]
         last = self.first + len(self.rows["kind"])
         lost = {
-            number: sum(loss.tokens for loss in each.losses if loss.eviction is not None)
-            for number, (each, line) in enumerate(zip(found, prompts.admitted, strict=True))
+            index: sum(loss.tokens for loss in each.losses if loss.eviction is not None)
+            for index, (each, line) in enumerate(zip(found, prompts.admitted, strict=True))
             if each is not None and (line == NONE or self.first <= line < last)
         }
         told = set(nlargest(MOST_REASONS, lost, key=lost.__getitem__))
         whys = [
             str(RequestReport(explanation, each))
-            if each is not None and number in told
+            if each is not None and index in told
             else NOT_TOLD
-            for number, each in enumerate(found)
+            for index, each in enumerate(found)
         ]
         return {
             "file": self.file,

@@ -324,7 +324,7 @@ def _labels(paths: Sequence[str]) -> list[str]:
         if len(set(ends)) == len(set(paths)):
             labels = ends
             break
-    given = [labels[: place + 1].count(label) for place, label in enumerate(labels)]
+    given = [labels[: index + 1].count(label) for index, label in enumerate(labels)]
     return [
         label if time == 1 else f"{label} ({time})"
         for label, time in zip(labels, given, strict=True)

@@ -19,17 +19,17 @@ from kvcore.errors import InputError
 from kvcore.plugins.options import as_text
 from kvcore.report.tables import NONE, counted, plugin_text, share
 from kvcore.sections import Chart, Panel, Section, Table
-from kvcore.units import NS_PER_S, format_bytes, format_number, format_seconds
+from kvcore.units import NS_PER_S, format_bytes, format_seconds
 from kvcore_lab.comparison import Comparison, Infinite, Row, Source
 from kvcore_lab.curves.mrc import Curve, Curves
 from kvcore_lab.curves.plane import Plane, PlanePoint
-from kvcore_lab.quality import FULL, Quality, QualityRow
+from kvcore_lab.quality import Quality, QualityRow
 from kvcore_lab.report.comparison import ComparisonReport, ResidencyReport
 from kvcore_lab.report.mrc import CurvesReport
 from kvcore_lab.report.plan import PlanReport
 from kvcore_lab.report.plane import PlaneReport
 from kvcore_lab.report.policies import named
-from kvcore_lab.report.quality import PANELS, QualityReport
+from kvcore_lab.report.quality import QualityReport
 from kvcore_lab.report.size import size_sections
 from kvcore_lab.report.sweep import SweepReport, chart_axis
 from kvcore_lab.sweep import Sweep, axes_of
@@ -206,6 +206,12 @@ def _layout(document: Document, block_size: int) -> Any:
     )
 
 
+def _over_blocks(sections: Iterable[Section]) -> Iterator[Section]:
+    """Yield sections with charts over numbers of blocks, also for sizes in bytes."""
+    for section in sections:
+        yield section._replace(across=POOL) if isinstance(section, Chart) else section
+
+
 def _needs_trace(source: Document, rows: Iterable[Row | Curve], blocks: int) -> Iterator[Part]:
     """Yield the commands that make a trace of the first policy that is not the optimum."""
     policy = next((row for row in rows if row.eviction != Belady.name), None)
@@ -248,9 +254,7 @@ def _comparison(document: Document) -> Content:
         residency=False,
         **{name: document[name] for name in ("prefix",) if name in document},
     )
-    for section in report.sections:
-        # A page has an axis of numbers, also for sizes that were given in bytes.
-        yield section._replace(across=POOL) if isinstance(section, Chart) else section
+    yield from _over_blocks(report.sections)
     if report.empty:
         return
     yield heading("Regret")
@@ -332,18 +336,9 @@ def _curves(document: Document) -> Content:
         ],
     )
     report = CurvesReport(curves, _layout(document, size))
-    yield from report.sections
+    yield from _over_blocks(report.sections)
     if report.empty:
         return
-    lines = {
-        name: [
-            (blocks, hits / curves.lookup_blocks)
-            for blocks, hits in zip(curve.blocks, curve.hit_blocks, strict=True)
-        ]
-        for name, curve in named(curves.curves)
-    }
-    bound = "never evicts", curves.hit_blocks / curves.lookup_blocks
-    yield Chart("", "", POOL, [Panel("blocks looked up that hit", lines, share, bound)])
     first, memory = curves.curves[0], document.get("memory", {})
     line = command(
         "curve",
@@ -374,21 +369,7 @@ def _plane(document: Document) -> Content:
         points=[[point for point in points if point.tier_blocks == size] for size in tiers],
     )
     report = PlaneReport(plane, _layout(document, plane.block_size))
-    yield from report.sections
-    panels = [
-        Panel(
-            label,
-            {
-                f"{report.below} {report.size(size)}": [
-                    (point.pool_blocks, value(point)) for point in row
-                ]
-                for size, row in zip(tiers, plane.points, strict=True)
-            },
-            share,
-        )
-        for label, value in (("blocks that hit", plane.ratio), ("prefill saved", plane.saved))
-    ]
-    yield Chart("", "", POOL, panels)
+    yield from _over_blocks(report.sections)
     line = command(
         "curve",
         document["workload"],
@@ -581,15 +562,6 @@ def _quality(document: Document) -> Content:
     rows = [QualityRow(**row) for row in document["rows"]]
     quality = _read(Quality, document, rows=rows)
     yield from QualityReport(quality).sections
-    panels = []
-    for field, label, factor in PANELS if quality.needles else PANELS[:-1]:
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for row in rows:
-            name = "all tokens" if row.retention == FULL else f"{row.retention}, {row.codec}"
-            point = row.bytes_per_token, getattr(row, field) or 0
-            lines.setdefault(name, []).append(point)
-        panels.append(Panel(label, lines, format_number if factor == 1 else share))
-    yield Chart("", "", "bytes held, a token of context", panels)
 
 
 @_form(

@@ -136,7 +136,7 @@ def table(
     """
     cells = [list(map(str, row)) for row in rows]
     flush = set(headers[1:] if right is None else right)
-    columns = [place for place, header in enumerate(headers) if header in flush]
+    columns = [index for index, header in enumerate(headers) if header in flush]
     part = {"kind": "table", "caption": caption, "headers": [*headers], "rows": cells}
     return [{**part, "right": columns}] if cells else []
 
@@ -196,7 +196,9 @@ def bars(
     """Return a chart with a bar for each name and group, which `written` labels."""
     texts = {group: list(map(written, values)) for group, values in groups.items()}
     headers = ["", *groups]
-    rows = [[name, *(texts[group][at] for group in groups)] for at, name in enumerate(names)]
+    rows = [
+        [name, *(texts[group][index] for group in groups)] for index, name in enumerate(names)
+    ]
     series = [
         {"name": group, "values": [*values], "texts": texts[group], "colour": colour}
         for (group, values), colour in zip(groups.items(), cycle(COLOURS), strict=False)
@@ -213,13 +215,13 @@ def distributions(
     ordered = {name: sorted(values) for name, values in samples.items()}
     ordered = {name: values for name, values in ordered.items() if values}
     lines = []
-    for place, (name, values) in enumerate(ordered.items()):
+    for index, (name, values) in enumerate(ordered.items()):
         steps = min(len(values), QUANTILES)
         ranks = [-(-step * len(values) // steps) for step in range(1, steps + 1)]
         shares = [100 * rank / len(values) for rank in ranks]
         # Names stand at different heights, so that similar lines do not hide them.
-        height = (place + 1) / (len(ordered) + 1)
-        colour = COLOURS[place % len(COLOURS)]
+        height = (index + 1) / (len(ordered) + 1)
+        colour = COLOURS[index % len(COLOURS)]
         at = min(int(height * steps), steps - 1)
         xs = [values[rank - 1] for rank in ranks]
         lines.append(Line(name, xs, shares, colour, step=True, label_at=at))

@@ -192,15 +192,15 @@ class Run(Result):
     @property
     def outcome(self) -> RunSummary | None:
         """The figures by which runs are compared."""
-        found = self.summary
-        if found is None:
+        summary = self.summary
+        if summary is None:
             return None if self.trace is None else self.trace.run
-        names = [field.name for field in attrs.fields(RunSummary) if field.name in found]
-        figures = {name: found[name] for name in names if name not in ("config", "bill")}
+        names = [field.name for field in attrs.fields(RunSummary) if field.name in summary]
+        figures = {name: summary[name] for name in names if name not in ("config", "bill")}
         return RunSummary(
             **figures,
-            config=found.get("config", {}) | {"tiers": found["tiers"]},
-            slo_met=found["slo"]["met"],
+            config=summary.get("config", {}) | {"tiers": summary["tiers"]},
+            slo_met=summary["slo"]["met"],
         )
 
     @property
@@ -211,17 +211,20 @@ class Run(Result):
     @property
     def header(self) -> dict[str, Any]:
         """The settings of the run."""
-        found = self.summary
-        if found is None:
+        summary = self.summary
+        if summary is None:
             assert self.trace is not None
             return self.trace.timeline.header
         slo = {
             name: int(time * NS_PER_S)
             for name in ("ttft", "tpot", "deadline")
-            if (time := found["slo"][f"{name}_s"]) is not None
+            if (time := summary["slo"][f"{name}_s"]) is not None
         }
-        pool = {"blocks": found["pool"]["blocks"], "block_size": found["pool"]["block_size"]}
-        return {**found.get("config", {}), "count": found["count"], **pool, "slo": slo}
+        pool = {
+            "blocks": summary["pool"]["blocks"],
+            "block_size": summary["pool"]["block_size"],
+        }
+        return {**summary.get("config", {}), "count": summary["count"], **pool, "slo": slo}
 
     @property
     def samples(self) -> dict[str, list[float]]:
@@ -514,7 +517,7 @@ def _regret(explanation: Explanation, summary: Summary) -> str:
     """Return sentences on the distance between the hits of a trace and those of the optimum."""
     if explanation.groups:
         return "There is no optimum of a cache of groups to compare with."
-    best = sum(each.optimum for each in explanation.requests.values())
+    best = sum(request.optimum for request in explanation.requests.values())
     tokens, hit = summary.prompt_tokens, summary.hit_tokens
     lost = summary.categories["policy"]
     room = summary.categories["capacity"]

@@ -24,6 +24,7 @@ from kvcore.plugins import resolve
 from kvcore.request import Request, block_keys, text_request, word_tokens
 from kvcore.serving import Batching
 from kvcore.trace import Trace, decode_runs
+from kvcore.trace.events import Header, decode
 from kvcore_engine.engine import run
 from kvcore_lab.demo import (
     OneHead,
@@ -167,8 +168,6 @@ def _traced(work: Callable[[Trace], object]) -> str:
 
 def _events(lines: str) -> Iterator[tuple[str, Any, CacheState]]:
     """Yield each line between HEADER and END, its event, and the cache after it."""
-    from kvcore.trace.events import Header, decode  # noqa: PLC0415 - imports msgspec
-
     header, *between, _ = lines.splitlines()
     about = decode(header.encode())
     assert isinstance(about, Header)
@@ -270,8 +269,8 @@ def _sharing_frames(
         shared = {block for span in state.spans.values() for block in span.ids}
         for number, table in tables.items():
             text = texts[names[number]][: tokens[event.t].get(number, 0)]
-            for place, block in enumerate(table):
-                words[block] = list(text[place * BLOCK : (place + 1) * BLOCK])
+            for index, block in enumerate(table):
+                words[block] = list(text[index * BLOCK : (index + 1) * BLOCK])
         holders = {
             block: [names[number] for number, table in tables.items() if block in table]
             for block in range(_SHARED_POOL)

@@ -80,9 +80,9 @@ def view_page(
         notify(notice)
     about = {"title": title, "names": names, "note": note, "notices": notices, "at": at}
     data: dict[str, object] = {"view": about}
-    for number, side in enumerate(sides):
-        data[f"side{number}-about"] = side.document()
-        data |= {f"side{number}-{name}": raw for name, raw in side.columns().items()}
+    for index, side in enumerate(sides):
+        data[f"side{index}-about"] = side.document()
+        data |= {f"side{index}-{name}": raw for name, raw in side.columns().items()}
     return Page(title, "<main></main>", SCRIPTS, ["view.css"], data).render()
 
 

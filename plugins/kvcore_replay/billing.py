@@ -61,8 +61,8 @@ class Bill:
         requests, sums = 0, [0] * len(Charge._fields)
         for charge in charges:
             requests += 1
-            for place, tokens in enumerate(charge):
-                sums[place] += tokens
+            for index, tokens in enumerate(charge):
+                sums[index] += tokens
         usd = sum(tokens * rate for tokens, rate in zip(sums, price.rates, strict=True)) / 1e6
         fields = [f"{name}_tokens" for name in Charge._fields]
         return cls(requests=requests, usd=usd, **dict(zip(fields, sums, strict=True)))
@@ -229,8 +229,8 @@ class PromptCache:
         parts = request.parts
         path: list[Key] = [*chain_keys([request.salt or "", *(p.digest for p in parts)])]
         marks = [
-            (place, part.ttl_ns or price.ttl_ns)
-            for place, part in enumerate(parts)
+            (index, part.ttl_ns or price.ttl_ns)
+            for index, part in enumerate(parts)
             if part.ttl_ns is not None
         ]
         if not marks and not request.explicit:

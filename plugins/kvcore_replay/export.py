@@ -249,13 +249,13 @@ def write_lines(out: str | os.PathLike[str], lines: Iterable[bytes]) -> int:
     return count
 
 
-def block_hash(key: int | str | tuple[Any, ...], place: int = 0, blocks: int = 1) -> int:
-    """Return the 64-bit hash of block number `place` of the `blocks` of `key`.
+def block_hash(key: int | str | tuple[Any, ...], position: int = 0, blocks: int = 1) -> int:
+    """Return the 64-bit hash of block number `position` of the `blocks` of `key`.
 
     The key of a generated block that the workload does not have is a tuple.
     """
     if blocks > 1 or isinstance(key, tuple):
-        text = f"{key}/{place}".encode()
+        text = f"{key}/{position}".encode()
         return int.from_bytes(blake2b(text, digest_size=8).digest(), "big")
     return key if isinstance(key, int) else int.from_bytes(bytes.fromhex(key)[-8:], "big")
 

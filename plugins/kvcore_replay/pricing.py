@@ -36,12 +36,11 @@ class PriceModel:
             beside `input`.
         write_1h: the same with a TTL of an hour or more; None: `write`.
         ttl: seconds an entry lives after its last use.
-        min_tokens: shortest prefix that is cached; shorter prompts are not cached at all.
+        min_tokens: tokens of the shortest prefix that is cached.
         step: tokens by which a cached prefix grows beyond that.
         breakpoints: how many breakpoints a prompt may have. An entry ends at a breakpoint,
             and only entries are found again. 0: there are none; any common prefix is found.
-        lookback: content blocks before a breakpoint at which an earlier entry is looked for,
-            its own included.
+        lookback: content blocks that are searched for an entry, from a breakpoint back.
         source, read: where and when the figures were read.
         note: conditions that the figures leave out.
 

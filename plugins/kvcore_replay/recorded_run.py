@@ -16,20 +16,17 @@ from kvcore.request import SLO
 from kvcore.serving import DecodeSteps, Job
 from kvcore.serving.result import Outcome, hit_fields
 from kvcore.serving.stats import RunLog
-from kvcore.trace import TraceWorkload
+from kvcore.trace import TraceWorkload, events
 from kvcore.trace.events import methods_by_event
 from kvcore.trace.fields import slo_of
 from kvcore.trace.reader import TraceReader, read_request
 from kvcore.untrusted import BYTES_OF_REQUEST, FREE_REQUESTS
-from kvcore_replay.check.trace import check_event
-from kvcore_replay.state.replicas import ServerReader
+from kvcore_replay.check.trace import Checker, check_event
+from kvcore_replay.state.replicas import Replicas, ServerReader
 
 if TYPE_CHECKING:
-    # The Structs are imported with the first trace that is read: msgspec takes a while.
-    # The others are imported when there are prices.
-    from kvcore.trace import events
+    # Imported when there are prices.
     from kvcore_replay.billing import Bills
-    from kvcore_replay.check.trace import Checker
     from kvcore_replay.pricing import PriceModel
 
 __all__ = ["RunSummary"]
@@ -296,8 +293,6 @@ class RecordedLives:
     """
 
     def __init__(self, reader: TraceReader, header: events.Header, slo: SLO | None) -> None:
-        from kvcore_replay.state.replicas import Replicas  # noqa: PLC0415  (imports msgspec)
-
         self.log = RunLog(header.blocks, slo)
         self._placed = Replicas(header)
         self._reader, self._slo = reader, slo

@@ -10,19 +10,16 @@ from enum import IntEnum
 from functools import partial
 from itertools import compress
 from math import nan
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
 from kvcore.progress import Tick, unseen
+from kvcore.trace import events
 from kvcore.trace.events import methods_by_event, unfit
 from kvcore_replay.state.cache import run_blocks
 from kvcore_replay.state.groups import GroupState, state_of
 from kvcore_replay.state.replicas import ServerReader
-
-if TYPE_CHECKING:
-    # The Structs are imported with the first trace that is read: msgspec takes a while.
-    from kvcore.trace import events
 
 NEVER = -1
 """The time of an event that did not happen, and the row of no request."""

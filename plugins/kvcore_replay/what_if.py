@@ -7,48 +7,41 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast
 
 import attrs
 
 from kvcore.cache import KVCache, ServedCache
 from kvcore.cache import Sequence as CacheSequence
+from kvcore.config.options import option_named
 from kvcore.config.parts import plugins_of
-from kvcore.config.values import (
-    ByteSize,
-    DeviceChoice,
-    ModelChoice,
-    PluginChoice,
-    TierChoices,
-)
 from kvcore.errors import InputError, OutOfBlocks, PluginError
 from kvcore.files import file_bytes, refuse_overwrite
 from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import Plugins
 from kvcore.progress import Progress, Tick, silent, ticked
 from kvcore.request import SLO, Key, Request, TextRequest
-from kvcore.serving import Batching, DecodeSteps, Job, LatencyModel, StepResult, StepWork
+from kvcore.serving import DecodeSteps, Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.latency import SimulatedExecutor
 from kvcore.serving.load import finished_work, offered_load, saturation_of
 from kvcore.serving.simulate import serve
 from kvcore.serving.stats import RunLog
-from kvcore.trace import Trace, TraceWorkload
+from kvcore.trace import Trace, TraceWorkload, events
 from kvcore.trace.events import methods_by_event
 from kvcore.trace.fields import version
 from kvcore.trace.reader import TraceReader, read_keys, read_request
 from kvcore.units import NS_PER_S
-from kvcore_replay.recorded.config import replica_groups
+from kvcore_replay.recorded.config import ROUTED, replica_groups
 from kvcore_replay.recorded.parts import RecordedParts
 from kvcore_replay.recorded_run import RunSummary, bills_of, verified_log
 from kvcore_replay.state.cache import run_blocks
 from kvcore_replay.untimed import served
 
 if TYPE_CHECKING:
-    # The Structs are imported with the first trace that is read: msgspec takes a while.
-    # The others are imported for clusters and prices.
-    from kvcore.trace import events
-    from kvcore_cluster.options import FailureChoices, ReplicaChoices
+    # Imported for clusters and prices.
+    from kvcore_cluster.options import ClusterOptions
     from kvcore_replay.pricing import PriceModel
+    from kvcore_replay.recorded.cluster import RecordedCluster
 
 __all__ = ["Change", "RequestOutcome", "WhatIf", "whatif"]
 
@@ -109,7 +102,7 @@ class Change:
         }
 
 
-def changes(recorded: RunLog, rerun: RunLog) -> Iterator[Change]:
+def changed_requests(recorded: RunLog, rerun: RunLog) -> Iterator[Change]:
     """Yield the requests whose outcomes differ, in the order in which they ended. O(n)."""
     fates = dict(_outcomes(rerun))
     prompts = dict(zip(recorded.ids, recorded.prompt, strict=True))
@@ -252,114 +245,48 @@ class WhatIf(Shown):
 def whatif(
     file: str | os.PathLike[str],
     *,
-    eviction: PluginChoice | None = None,
-    prefix: PluginChoice | None = None,
-    retention: PluginChoice | None = None,
-    scheduler: PluginChoice | None = None,
-    latency: PluginChoice | None = None,
-    drafter: PluginChoice | None = None,
-    like: PluginChoice | None = None,
-    tier: TierChoices = None,
-    model: ModelChoice | None = None,
-    device: DeviceChoice | None = None,
-    tensor_parallel: int | None = None,
-    memory: ByteSize | None = None,
-    blocks: int | None = None,
-    block_size: int | None = None,
-    batching: Batching | Mapping[str, Any] | None = None,
-    slo: SLO | None = None,
-    rate_scale: float | None = None,
     export: str | os.PathLike[str] | None = None,
-    router: PluginChoice | None = None,
-    replicas: ReplicaChoices | None = None,
-    view: str | None = None,
-    fail: FailureChoices | None = None,
-    autoscale: str | None = None,
-    disaggregate: str | None = None,
     price: PriceModel | str | None = None,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
+    **options: Unpack[ClusterOptions],
 ) -> WhatIf:
     """Check a trace, run its requests again with other options, and compare the runs.
 
-    An option that is None keeps its value of the header: without options the new run equals
-    the recorded one, line by line. The requests of a session arrive when the one before has
-    ended and the client has thought, both in the time of the new run. Costs about 15 us per
-    line of the trace, and the new run.
+    An option that is left out, or None, keeps its value of the header: without options the new
+    run equals the recorded one, line by line. The requests of a session arrive when the one
+    before has ended and the client has thought, both in the time of the new run. Costs about
+    15 us per line of the trace, and the new run.
+
+    With another model or device, a pool that was all that fits beside the weights is that
+    again; any other one keeps its number of blocks. Another `block_size` without `blocks` keeps
+    the memory of the pool. `slo` judges the recorded run as well; `SLO()` is none. `replicas`
+    runs the trace of one server again on several. `"none"` leaves out the retention policy, the
+    drafter, the tiers, the failures, the planner, or the split of `disaggregate`.
 
     Args:
         file: a trace of `kvcore compare`, or a trace of `simulate` or `run` by the model's
             clock; or the recording of an engine, whose calls are made again at their times.
-        eviction: the eviction policy: a name with options (`"lfu:half_life=300"`), an instance,
-            a class, or a function that builds one. All plugins are given in one of these ways.
-        prefix: the prefix cache.
-        retention: the retention policy; `"none"`: running requests drop no blocks.
-        scheduler: the scheduler.
-        latency: the latency model.
-        drafter: the drafter; `"none"`: a step generates one token per sequence.
-        like: the rules of the engine; limits of a step and policies stay as they were.
-        tier: the tiers below the pool, nearest first; `"none"`: no tiers.
-        model: the model. With another model or device, a pool that was all that fits beside
-            the weights is that again; any other one keeps its number of blocks.
-        device: the GPU.
-        tensor_parallel: the number of GPUs that share the model.
-        memory: bytes of K/V in the pool, in place of a number of blocks.
-        blocks: number of blocks in the pool.
-        block_size: tokens of a block; without `blocks`, the memory of the pool stays the same.
-        batching: the limits of a step: a `Batching`, or those that change (`{"max_seqs": 8}`).
-        slo: the SLO of requests that have none of their own; `SLO()`: no SLO. It judges the
-            recorded run as well.
-        rate_scale: speed at which open-loop requests arrive, as a multiple of the workload's.
         export: the file to which the trace of the new run is written.
-        router: the plugin that picks the replica of a request in a cluster.
-        replicas: number of replicas, or tables of their options; the trace of one server is
-            then run again on several such servers.
-        view: the knowledge that the router has of the replicas' caches.
-        fail: the failures of replicas; `"none"`: no failure.
-        autoscale: the planner that starts and stops replicas; `"none"`: all are up.
-        disaggregate: the pools of prefill and decode replicas; `"none"`: each does both.
         price: the prices of an API that caches prompts, or their text; None: no bills.
         plugins: the plugins by which names are resolved; None: those installed.
         progress: shows the bytes of the trace that are checked, then the requests that have
             been run again; None: no progress.
+        options: the options of `kvcore whatif`, and `batching`, which gives several of them:
+            a `Batching`, or those that change (`{"max_seqs": 8}`).
 
     Raises:
         InputError: a trace that cannot be run again (wall clock, calls made by hand), options
-            that do not fit one another or the trace, or an export over the trace itself.
+            that a recorded run does not have or that do not fit one another or the trace, or
+            an export over the trace itself.
         PluginError: a plugin is not installed, or cannot be used here.
         PolicyError: a plugin failed.
         TraceError: the trace is damaged, or cut.
     """
-    options = {
-        "eviction": eviction,
-        "prefix": prefix,
-        "retention": retention,
-        "scheduler": scheduler,
-        "latency": latency,
-        "drafter": drafter,
-        "like": like,
-        "tier": tier,
-        "model": model,
-        "device": device,
-        "tensor_parallel": tensor_parallel,
-        "memory": memory,
-        "blocks": blocks,
-        "block_size": block_size,
-        "batching": batching,
-        "slo": slo,
-        "rate_scale": rate_scale,
-    }
-    routing = {
-        "router": router,
-        "replicas": replicas,
-        "view": view,
-        "fail": () if fail in NO_FAILURES else fail,
-        "autoscale": autoscale,
-        "disaggregate": disaggregate,
-    }
+    changes = _changes(options)
     workload = TraceWorkload(file)
     header = workload.header
-    parts = _parts(workload, header, options, routing, plugins)
+    parts = _parts(workload, header, changes, plugins)
     if export is not None:
         refuse_overwrite(export, [workload.file])
     progress = progress or silent
@@ -391,10 +318,10 @@ def whatif(
                 timed=parts.timed,
             ),
             bill=before,
-            **_load(workload, slo, plugins, recorded.log),
+            **_load(workload, changes.get("slo"), plugins, recorded.log),
         ),
         rerun=attrs.evolve(rerun.summary(log), bill=after),
-        changes=list(changes(recorded.log, log)),
+        changes=list(changed_requests(recorded.log, log)),
     )
 
 
@@ -440,22 +367,37 @@ NO_FAILURES = ("none", ["none"], ("none",))
 """Values of `fail` that stand for no failure."""
 
 
+def _changes(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that change a recorded run.
+
+    Raises:
+        InputError: an option that there is not, or that a recorded run cannot have.
+    """
+    changes = {name: value for name, value in options.items() if value is not None}
+    for name in changes.keys() - {"batching"}:
+        if not option_named(name).what_if:
+            msg = f"{name}: a run is made again with the {name} that its trace has"
+            raise InputError(msg)
+    if changes.get("fail") in NO_FAILURES:
+        changes["fail"] = ()
+    return changes
+
+
 def _parts(
     workload: TraceWorkload,
     header: events.Header,
-    options: dict[str, Any],
-    routing: dict[str, Any],
+    changes: dict[str, Any],
     plugins: Plugins | None,
 ) -> RecordedParts:
     """Return the parts of the second run: those of a cluster, or of one server."""
-    given = [name for name, value in routing.items() if value is not None]
-    if header.replicas or routing["replicas"] is not None:
+    routing = [name for name in ROUTED if name in changes]
+    if header.replicas or "replicas" in changes:
         from kvcore_replay.recorded.cluster import RecordedCluster  # noqa: PLC0415 - of several
 
         kind: type[RecordedParts] = RecordedCluster
-    elif given:
+    elif routing:
         msg = (
-            f"{workload.file} is the trace of one server, which has no {given[0]}: give "
+            f"{workload.file} is the trace of one server, which has no {routing[0]}: give "
             "--replicas too, to see what several of it would do"
         )
         raise InputError(msg)
@@ -463,7 +405,7 @@ def _parts(
         kind = RecordedParts
     fields = header.as_dict()
     if header.engine:
-        if given:
+        if routing:
             msg = (
                 f"{workload.file} is the recording of one engine, whose calls are of one cache"
             )
@@ -471,7 +413,7 @@ def _parts(
         # The times of its steps were measured: no latency model can run them again.
         fields["mode"] = "untimed"
         del fields["engine"]
-    return kind(workload.file, fields, workload, options | routing, plugins)
+    return kind(workload.file, fields, workload, changes, plugins)
 
 
 def _rerun_of(
@@ -479,7 +421,7 @@ def _rerun_of(
 ) -> _Rerun | _ClusterRerun:
     """Return the object that runs the requests of a trace again."""
     if parts.many:
-        return _ClusterRerun(parts, trace, workload)
+        return _ClusterRerun(cast("RecordedCluster", parts), trace, workload)
     if workload.header.engine:
         return _EngineRerun(parts, parts.cache(trace), workload)
     return _Rerun(parts, parts.served_cache(trace), workload)
@@ -489,10 +431,10 @@ class _ClusterRerun:
     """Runs the requests of a cluster's trace again, or those of one server on several."""
 
     def __init__(
-        self, parts: RecordedParts, trace: Trace | None, workload: TraceWorkload
+        self, parts: RecordedCluster, trace: Trace | None, workload: TraceWorkload
     ) -> None:
         self._parts, self._workload = parts, workload
-        self._arguments = parts.cluster(trace)  # type: ignore[attr-defined]  # of RecordedCluster
+        self._arguments = parts.cluster(trace)
 
     def run(self, tick: Tick) -> RunLog:
         """Serve every request."""
@@ -509,7 +451,7 @@ class _ClusterRerun:
         used = plugins_of(life.cache, parts.scheduler(), life.latency, result.router)
         evicted = sum(each.cache.evicted_blocks for each in chain(*result.lives))
         summary = RunSummary.of(parts.rerun(used), log, result.stats, evicted, timed=True)
-        max_seqs = sum(member.batching.max_seqs for member in parts.members)  # type: ignore[attr-defined]  # of RecordedCluster
+        max_seqs = sum(member.batching.max_seqs for member in parts.members)
         return attrs.evolve(summary, **_load_fields(None, log, max_seqs))
 
 

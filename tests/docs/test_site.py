@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections import deque
-from functools import cache
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from html.parser import HTMLParser
+from itertools import combinations
 from pathlib import Path
+from typing import ClassVar
 from urllib.parse import quote_plus, unquote, urldefrag
 
 import pytest
@@ -110,6 +113,124 @@ def test_every_page_is_three_clicks_away(site):
     assert {str(page) for page in pages if clicks.get(page, 4) > 3} == set()
 
 
+ROW = 5
+"""Words in a row by which texts are compared."""
+
+
+@dataclass
+class Block:
+    """A paragraph, an item of a list, a row of a table, or code.
+
+    Attributes:
+        page: the file of the page.
+        kind: `text`, `field` (of a docstring: a parameter, an attribute, an error) or `code`.
+        text: the text; of code without the lines that are commands.
+        links: files that it links to.
+        entry: the file that it begins with a link to, as in an index.
+    """
+
+    page: Path
+    kind: str
+    text: str = ""
+    links: set[Path] = field(default_factory=set)
+    entry: Path | None = None
+
+    @cached_property
+    def rows(self):
+        """Return the words of the text, each with those behind it; none if it is short."""
+        words = re.findall(r"\w+", self.text.lower())
+        enough = range(len(words) - ROW + 1) if len(words) >= 12 else ()
+        return {tuple(words[start : start + ROW]) for start in enough}
+
+
+class Blocks(HTMLParser):
+    """The blocks of the article of a page.
+
+    Attributes:
+        found: the blocks.
+    """
+
+    KINDS: ClassVar = {"p": "text", "li": "text", "tr": "text", "pre": "code"}
+
+    def __init__(self, path):
+        """Parse the file at `path`."""
+        super().__init__()
+        self.found = []
+        self._path, self._open, self._fields, self._article = path, [], 0, False
+        self.feed(path.read_text("utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        """Begin a block, unless it is a cell's or an item's own paragraph; record a link."""
+        values = dict(attrs)
+        self._article |= tag == "article"
+        if tag == "dl" and (self._fields or "field-list" in (values.get("class") or "")):
+            self._fields += 1
+        inside_row = any(block_tag == "tr" for block_tag, _ in self._open)
+        if tag in self.KINDS and self._article and not inside_row:
+            kind = "field" if self._fields and tag != "pre" else self.KINDS[tag]
+            self._open.append((tag, Block(self._path, kind)))
+        elif tag == "a" and self._open:
+            block = self._open[-1][1]
+            address = unquote(urldefrag(values.get("href", "")).url)
+            target = (self._path.parent / address).resolve()
+            if not block.text.strip():
+                block.entry = target
+            block.links.add(target)
+
+    def handle_endtag(self, tag):
+        """End a block."""
+        self._article &= tag != "article"
+        if tag == "dl" and self._fields:
+            self._fields -= 1
+        if self._open and self._open[-1][0] == tag:
+            block = self._open.pop()[1]
+            if block.kind == "code":
+                block.text = re.sub(r"(?m)^\s*(\$ |kvcore |--).*$", "", block.text)
+            self.found.append(block)
+
+    def handle_data(self, data):
+        """Add text to the innermost block."""
+        if self._open:
+            self._open[-1][1].text += data
+
+
+def same(block, other):
+    """Return True if a block says what another one says, or nearly so.
+
+    That is no fault of one that links to the page of the other, nor of two that begin with a
+    link to the same page.
+    """
+    kinds = {block.kind, other.kind}
+    if block.page == other.page or kinds == {"field"} or ("code" in kinds and len(kinds) > 1):
+        return False
+    if other.page in block.links or block.page in other.links:
+        return False
+    if block.entry and block.entry == other.entry:
+        return False
+    return len(block.rows & other.rows) >= 0.8 * min(len(block.rows), len(other.rows))
+
+
+def test_no_page_says_what_another_says(site):
+    """No two pages share a paragraph, a row or code of a dozen words, by four fifths or more.
+
+    Left out are the README, which is a summary, and the changelog, which is history; commands,
+    which make a page work by itself. Functions may describe a parameter in the same words.
+    """
+    pages = set(site.rglob("*.html"))
+    pages -= {site / f"{name}.html" for name in ("README", "index", "CHANGELOG", "search")}
+    by_row = defaultdict(list)
+    for block in (block for page in sorted(pages) for block in Blocks(page).found):
+        for row in block.rows:
+            by_row[row].append(block)
+    repeated = {
+        (str(block.page.relative_to(site)), str(other.page.relative_to(site)), block.text)
+        for blocks in by_row.values()
+        for block, other in combinations(blocks, 2)
+        if same(block, other)
+    }
+    assert repeated == set()
+
+
 @pytest.fixture(scope="module")
 def browser():
     """Return a browser without a network."""
@@ -154,6 +275,9 @@ def test_commands_are_found_by_their_names(results):
         ("what --like vllm changes", "docs/reference/engine-rules.html"),
         ("cite kvcore", "docs/how-to/cite.html"),
         ("EvictionPolicy", "build/interface/kvcore.cache.EvictionPolicy.html"),
+        ("scheduler", "docs/how-to/write-a-scheduler.html"),
+        ("goodput", "docs/reference/glossary.html"),
+        ("hit_ratio", "build/interface/kvcore.serving.Result.html"),
     ],
 )
 def test_questions_are_answered_by_the_search(results, query, page):

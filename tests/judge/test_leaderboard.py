@@ -2,6 +2,7 @@
 
 import hashlib
 from decimal import Decimal
+from pathlib import Path
 
 import orjson
 import pytest
@@ -19,6 +20,7 @@ from kvcore_judge.report import leaderboard_page
 from kvcore_judge.scores import Ratio, interval, ratio_of, score_of
 from kvcore_replay.untimed import replay
 
+PAGES = Path(__file__).parents[2] / "docs" / "reference"
 TOOLS = Stream("tools", "agents:sessions=12", timed=True)
 RECENT = Stream("recency", "recency:requests=400")
 PANEL = Panel("test", (TOOLS, RECENT), (50, 200))
@@ -183,6 +185,17 @@ def test_verb_writes_and_checks(tmp_path):
     checked = CliRunner().invoke(leaderboard, [*options, "--check", str(out), "--cells", "2"])
     assert checked.exit_code == 0, checked.output
     assert checked.output.count("the same") == 2
+
+
+def test_the_committed_leaderboard_is_of_these_policies():
+    """The leaderboard of the pages has the sources of the policies, and the page its scores."""
+    document = orjson.loads((PAGES / "leaderboard.json").read_bytes())
+    page = (PAGES / "protocol.md").read_text("utf-8")
+    for policy in document["policies"]:
+        name, score = policy["name"], policy["score"]
+        assert policy["source"] == Entry(name).describe()["source"], name
+        row = f"| `{name}` | {score['headline']} | {score['all_cells']} |"
+        assert row in page
 
 
 def test_generated_streams_are_equal_everywhere():

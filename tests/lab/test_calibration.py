@@ -52,7 +52,7 @@ def test_a_linear_model_is_recovered_from_its_own_steps(fit):
     found = fit(measured(TRUTH), Linear())
     assert found.fitted == TRUTH.options()
     assert found.model.options() == TRUTH.options()
-    assert found.held == ()
+    assert found.at_bound == ()
     assert {residual.relative for residual in found.residuals} == {0}
     for errors in found.errors:
         assert (errors.median, errors.p90) == (0, 0)
@@ -177,7 +177,7 @@ def test_no_coefficient_is_negative(fit):
     """A coefficient that would be negative is held at 0, and the others fit without it."""
     found = fit([(p, d, c, 0.005 + p * 1e-5 + d * 1e-5 - c * 1e-8) for p, d, c in GRID])
     assert found.fitted["context"] == 0
-    assert found.held == ("context",)
+    assert found.at_bound == ("context",)
 
     def squares(model):
         return sum(

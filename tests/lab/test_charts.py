@@ -14,7 +14,7 @@ from kvcore_lab.report.plan import PlanReport
 from kvcore_lab.report.sweep import SweepReport, chart_axis
 from kvcore_lab.sweep import Grid, Journal, Plan, sweep
 from kvcore_lab.sweep.executors import ThisProcess
-from kvcore_replay.report.charts import plot_chart, spread
+from kvcore_replay.report.charts import _draw, plot_chart, spread
 
 pytest.importorskip("matplotlib")
 
@@ -67,6 +67,45 @@ def test_a_line_without_points_has_empty_axes():
     """A chart whose line has no points has empty axes."""
     chart = Chart("none", "", "pool", [Panel("hits", {"lru": []}, str)])
     assert "none" in texts(chart)
+
+
+def drawn_lines(chart):
+    """Return the lines of the only panel of a chart, as matplotlib draws them."""
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = figure.add_subplot()
+    _draw(figure, chart, chart.panels, [axes])
+    return axes.lines
+
+
+def test_a_line_of_many_points_has_no_markers():
+    """A line that is known at many places has no markers; another has one at each point."""
+    lines = {"many": [(x, x) for x in range(1, 101)], "few": [(1, 2), (9, 8)]}
+    many, few = drawn_lines(Chart("", "", "pool", [Panel("hits", lines, str)]))
+    assert many.get_marker() == "None"
+    assert few.get_marker() not in {"None", ""}
+
+
+def test_thirty_lines_differ():
+    """Thirty lines have thirty different pairs of colour and marker."""
+    lines = {f"policy-{n}": [(1, n), (9, n)] for n in range(30)}
+    drawn = drawn_lines(Chart("", "", "pool", [Panel("hits", lines, str)]))
+    assert len({(line.get_color(), line.get_marker()) for line in drawn}) == 30
+
+
+def test_ticks_are_apart():
+    """Of two values of an axis that are near one another only the larger has a tick."""
+    points = [(1, 1), (95, 1), (100, 1)]
+    assert {"1", "100"} <= texts(Chart("", "", "pool", [Panel("hits", {"lru": points}, str)]))
+    chart = Chart("", "", "pool", [Panel("hits", {"lru": points}, str)])
+    assert "95" not in texts(chart)
+
+
+def test_four_panels_are_in_two_rows():
+    """The lines of four panels are drawn two by two."""
+    panels = [Panel(f"measure {n}", {"lru": [(1, n), (9, n)]}, str) for n in range(4)]
+    svg = plot_chart(Chart("", "", "pool", panels), "svg").decode()
+    wide, high = map(float, re.search(r'width="([\d.]+)pt" height="([\d.]+)pt"', svg).groups())
+    assert wide < 2 * high
 
 
 @pytest.mark.parametrize(

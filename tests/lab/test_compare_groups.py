@@ -9,6 +9,7 @@ import kvcore
 from kvcore import InputError
 from kvcore.cache import GroupedCache, LayerGroup
 from kvcore_lab.comparison import compare
+from kvcore_lab.curves.mrc import curve
 from kvcore_plugins.workload import Mooncake
 
 GROUPS = [LayerGroup("full", 512), LayerGroup("window", 512, 1024)]
@@ -57,3 +58,25 @@ def test_what_is_not_known_of_groups_is_refused(options):
     options = {"accounting": "tokens", **options}
     with pytest.raises(InputError, match="are compared by their hits, in tokens"):
         compare("mooncake", "lru", 900, groups=GROUPS, **options)
+
+
+def test_curves_have_the_hits_of_rows():
+    """A curve of pools in groups has the hits that `compare` has at its sizes."""
+    source, sizes = list(islice(Mooncake(), 200)), [100, 900]
+    options = {"accounting": "tokens", "block_size": 512, "groups": GROUPS}
+    rows = compare(source, "lru,arc", sizes, **options).rows
+    curves = curve(source, "lru,arc", sizes, **options)
+    assert [hits for line in curves.curves for hits in line.hit_blocks] == [
+        row.hit_blocks for row in rows
+    ]
+    with pytest.raises(InputError, match="groups are counted in tokens"):
+        curve(source, "lru", sizes, groups=GROUPS)
+
+
+def test_the_curve_of_a_model_counts_its_groups():
+    """In tokens, `curve --model` has the pool of the model's groups, and says which."""
+    command = "curve --model gpt-oss-20b --accounting tokens --limit 20 --sizes 3 --json"
+    document = json_of(*command.split(), "--eviction", "lru")
+    assert document["memory"]["bytes_per_block"] == 512 * 12 * 2048
+    assert len(document["memory"]["cache_groups"]) == 2
+    assert len(document["curves"][0]["points"]) == 3

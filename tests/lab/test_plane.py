@@ -161,4 +161,4 @@ def test_a_plane_of_one_size_has_no_contours(pools, blocks):
     found = plane(SMALL, host(blocks), LAYOUT, pools=pools, points=2)
     sizes = f"it has {len(pools)} of the pool and {min(blocks, 2)} of the tier"
     with pytest.raises(InputError, match=sizes):
-        PlaneReport(found, LAYOUT).plot("svg")
+        PlaneReport(found, LAYOUT).contours("svg")

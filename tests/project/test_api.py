@@ -124,8 +124,14 @@ def test_a_string_as_prompts_is_one_request():
 
 def test_both_names_of_the_codec_are_refused():
     """`compare` with `codec` and its earlier name `kv_dtype` raises InputError."""
-    with pytest.raises(InputError, match="give codec alone"):
+    with pytest.raises(InputError, match="give one of them"):
         kvcore.compare("zipf:requests=3", "lru", 9, codec="fp8-e4m3", kv_dtype="bf16")
+
+
+def test_a_comparison_has_no_options_of_servers():
+    """`compare` refuses an option that only a run under a clock has."""
+    with pytest.raises(InputError, match="there is no option 'scheduler'"):
+        kvcore.compare("zipf:requests=3", "lru", 9, scheduler="fcfs")
 
 
 def test_no_prompts_at_all_are_refused():

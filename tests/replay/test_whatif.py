@@ -168,6 +168,13 @@ class TestUnderAClock:
         with pytest.raises(InputError, match="max_seqs=0"):
             whatif(path, batching={"max_seqs": 0}, plugins=PLUGINS)
 
+    def test_a_cap_may_be_given_by_itself(self, tmp_path):
+        """A cap by itself changes what it changes in `batching`."""
+        path = timed(tmp_path / "trace.jsonl", [ask("a")], batching={"max_seqs": 8})
+        alone = whatif(path, max_seqs=1, plugins=PLUGINS).rerun
+        assert alone == whatif(path, batching={"max_seqs": 1}, plugins=PLUGINS).rerun
+        assert alone.config["batching"]["max_seqs"] == 1
+
     def test_other_rules_leave_the_limits_as_recorded(self, tmp_path):
         """`like` changes rules alone; limits of a step and policies stay as recorded."""
         path = timed(tmp_path / "trace.jsonl", [ask("a")], batching={"max_seqs": 8})

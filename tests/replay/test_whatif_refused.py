@@ -41,6 +41,20 @@ class TestRefused:
         message = f"without a clock: it has no {next(iter(asked))}.*kvcore simulate trace:FILE"
         self.refused(path, InputError, message, **asked)
 
+    @pytest.mark.parametrize(
+        ("option", "message"),
+        [
+            ("codec", "codec: a run is made again with the codec that its trace has"),
+            ("evict", "there is no option 'evict'"),
+        ],
+    )
+    def test_options_that_a_recorded_run_cannot_have_are_refused(
+        self, tmp_path, option, message
+    ):
+        """An option that changes no recorded run is refused, as one that there is not is."""
+        path = timed(tmp_path / "trace.jsonl", [ask("a")])
+        self.refused(path, InputError, message, **{option: "int8"})
+
     def test_a_trace_with_too_many_requests_for_its_size_is_refused(
         self, tmp_path, monkeypatch
     ):

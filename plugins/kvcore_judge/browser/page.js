@@ -153,6 +153,7 @@ function show({ headline, digest, tables, curves, reading, document: board }) {
       made("code", {}, "kvcore leaderboard"), "."),
     save,
   );
+  at("result").querySelector("table").scrollIntoView({ block: "nearest" });
 }
 
 // A link: the policy and the options, after the #, which browsers do not send.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import attrs
 import click
@@ -22,13 +22,10 @@ from kvcore.plugins import Plugins
 from kvcore.plugins.options import parse
 from kvcore.sections import Table
 from kvcore.units import PS_PER_S, format_seconds
-from kvcore_lab.measured.calibration import FOLDS, Calibratable, fit_latency
+from kvcore_lab.measured.calibration import FOLDS, Calibratable, Calibration, fit_latency
 from kvcore_plugins.latency.engine_times import EngineName
 from kvcore_plugins.latency.measured_steps import COUNTS, write_steps
 from kvcore_plugins.latency.step_times import Deployment, TableDtype
-
-if TYPE_CHECKING:
-    from kvcore_lab.measured.calibration import Calibration
 
 
 @verb(
@@ -126,7 +123,7 @@ def calibrate(
                 (
                     name,
                     f"{value:.1%}" if name in found.shares else format_seconds(value),
-                    "at its bound: other values fit worse" if name in found.held else "",
+                    "at its bound: other values fit worse" if name in found.at_bound else "",
                 )
                 for name, value in found.fitted.items()
             ],
@@ -192,7 +189,7 @@ def _report(steps: Path, found: Calibration) -> dict[str, Any]:
         "rows": len(found.residuals),
         "latency": found.spec,
         "fitted": found.fitted,
-        "at_bound": found.held,
+        "at_bound": found.at_bound,
         "errors": [attrs.asdict(errors) for errors in found.errors],
         "worst": [
             {

@@ -27,8 +27,8 @@ from kvcore.files import refuse_overwrite
 from kvcore.hookspecs import OUTPUT, REQUESTS
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
-from kvcore.models.groups import GroupPlan, groups_of
-from kvcore.models.memory import KVLayout, check_pool
+from kvcore.models.groups import GroupPlan
+from kvcore.models.memory import KVLayout
 from kvcore.plugins import describe
 from kvcore.plugins.manager import Plugins
 from kvcore.progress import ticked
@@ -37,6 +37,7 @@ from kvcore.workloads import Workload, checked, part_of
 from kvcore_lab.cli.lab_options import (
     block_size_option,
     markup_options,
+    plan_groups,
     policies_option,
     print_report,
     tokens_of,
@@ -141,11 +142,7 @@ def compare(workload: str | None, **given: Any) -> None:
     if given["memory"] is not None:
         codec = plugins.build("codec", given["codec"] or CODEC)
         layout = KVLayout(spec, codec, tokens_of(source, given))
-        grouped = given["accounting"] == "tokens" and not spec.uniform
-        if grouped and not given["disable_hybrid_kv_cache_manager"]:
-            plan = groups_of(spec, layout.block_size, codec)
-        else:
-            check_pool(spec)
+        plan = plan_groups(layout, given)
         budget = Budget(
             layout, [parse_bytes(text) for text in given["memory"].split(",")], plan
         )
@@ -260,13 +257,7 @@ class Budget:
     def document(self) -> dict[str, Any]:
         """Return the JSON document of the sizes."""
         sizes = ({"bytes": size, "blocks": self.blocks_in(size)} for size in self.bytes)
-        fields = memory_fields(self.layout)
-        if self.plan is not None:
-            fields.pop("note", None)
-            fields["bytes_per_block"] = self.plan.bytes_per_block
-            groups = [attrs.asdict(layer_group(group)) for group in self.plan.groups]
-            fields["cache_groups"] = groups
-        return fields | {"budgets": list(sizes)}
+        return memory_fields(self.layout, self.plan) | {"budgets": list(sizes)}
 
 
 def _refuse(source: Workload, given: dict[str, Any]) -> None:

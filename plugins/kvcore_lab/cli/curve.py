@@ -20,12 +20,14 @@ from kvcore.cli.output import (
 )
 from kvcore.cli.verb import Count, option, plugin_completion, verb
 from kvcore.config import find_workload
+from kvcore.config.parts import layer_group
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
 from kvcore.hookspecs import OUTPUT, POOL
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
-from kvcore.models.memory import KVLayout, check_pool
+from kvcore.models.groups import GroupPlan
+from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec, parse
 from kvcore.workloads import Workload, part_of
@@ -33,6 +35,7 @@ from kvcore_lab.cli.compare import CODEC, DEVICE, MODEL
 from kvcore_lab.cli.lab_options import (
     block_size_option,
     markup_options,
+    plan_groups,
     policies_option,
     print_report,
     tokens_of,
@@ -43,7 +46,7 @@ from kvcore_lab.curves.plane import plane as make_plane
 from kvcore_lab.report.mrc import CurvesReport
 from kvcore_lab.report.plane import PlaneReport
 from kvcore_plugins.host import cpus
-from kvcore_replay.cli.plot_option import plot_file, plot_option
+from kvcore_replay.cli.plot_option import drawn, plot_file, plot_option
 from kvcore_replay.report.figure import FORMS, matplotlib
 
 POLICIES = "lru,lfu"
@@ -122,11 +125,11 @@ def curve(workload: str | None, **given: Any) -> None:
         refuse_overwrite(out, inputs)
     _refuse(given)
     spec = load_model(MODEL if model is None else model)
-    layout = None
+    layout, groups = None, None
     if model is not None or given["tier"] is not None:
         codec = plugins.build("codec", given["codec"] or CODEC)
-        check_pool(spec)
         layout = KVLayout(spec, codec, tokens_of(source, given))
+        groups = plan_groups(layout, given)
     if kind in FORMS:
         matplotlib()
     search = {
@@ -138,16 +141,17 @@ def curve(workload: str | None, **given: Any) -> None:
     }
     with optional_file(out) as file, plot_file(given["picture"], inputs) as write_plot:
         if given["tier"] is None:
-            report: CurvesReport | PlaneReport = _curves(source, given, layout, search)
+            report: CurvesReport | PlaneReport = _curves(source, given, layout, groups, search)
         else:
             report = _plane(source, given, layout, search)
+        plot = report.chart() if isinstance(report, CurvesReport) else report.contours
         if file is not None and kind == "csv":
             report.write_csv(file)
         elif file is not None and kind == "json":
             file.buffer.write(json_bytes({"schema": 1, **report.document()}))
         elif file is not None:
-            file.buffer.write(report.plot(kind))
-        write_plot(report.plot)
+            file.buffer.write(drawn(plot, kind))
+        write_plot(plot)
     if given["as_json"]:
         emit_json({"schema": 1, **report.document()})
     elif out is None:
@@ -178,7 +182,11 @@ def _refuse(given: dict[str, Any]) -> None:
 
 
 def _curves(
-    source: Workload, given: dict[str, Any], layout: KVLayout | None, search: dict[str, Any]
+    source: Workload,
+    given: dict[str, Any],
+    layout: KVLayout | None,
+    groups: GroupPlan | None,
+    search: dict[str, Any],
 ) -> CurvesReport:
     """Return the report on the curves of policies over the sizes of a pool."""
     points, blocks = _sizes(given["sizes"], POINTS)
@@ -192,9 +200,10 @@ def _curves(
         points=points,
         block_size=given["block_size"],
         accounting=given["accounting"],
+        groups=() if groups is None else map(layer_group, groups.groups),
         **search,
     )
-    return CurvesReport(found, layout)
+    return CurvesReport(found, layout, groups)
 
 
 def _plane(

@@ -13,6 +13,8 @@ from kvcore.cli.verb import Count, echo, option, plugin_completion
 from kvcore.errors import InputError
 from kvcore.files import STDIN, is_copy
 from kvcore.hookspecs import OUTPUT, POLICIES
+from kvcore.models.groups import GroupPlan, groups_of
+from kvcore.models.memory import KVLayout, check_pool
 from kvcore.sections import Section
 from kvcore.units import format_dollars
 from kvcore.workloads import Workload
@@ -41,6 +43,21 @@ def tokens_of(source: Workload, given: dict[str, Any]) -> int:
     """Return the tokens of a block: those of the option, or else of a key of `source`."""
     size: int | None = given["block_size"]
     return source.key_tokens if size is None else size
+
+
+def plan_groups(layout: KVLayout, given: Mapping[str, Any]) -> GroupPlan | None:
+    """Return the cache groups of pools of a model, whose blocks are counted in tokens.
+
+    None: its layers keep the same, blocks are counted in keys, or one group was asked for.
+
+    Raises:
+        InputError: a pool cannot keep the K/V of the model.
+    """
+    one = given.get("disable_hybrid_kv_cache_manager")
+    if given["accounting"] == "tokens" and not layout.model.uniform and not one:
+        return groups_of(layout.model, layout.block_size, layout.codec)
+    check_pool(layout.model)
+    return None
 
 
 def _gpu_price(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:

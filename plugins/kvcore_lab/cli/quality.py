@@ -130,7 +130,7 @@ def quality(**given: Any) -> None:
                 **{name: given[name] for name in AS_GIVEN},
             )
         )
-        write(report.plot)
+        write(report.chart())
     if given["as_json"]:
         emit_json({"schema": 1, **report.document()})
     else:

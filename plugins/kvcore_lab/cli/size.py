@@ -323,8 +323,9 @@ class _Server:
         }
         plan = _plan(layout, self.sharing)
         if plan is not None:
-            grouped = self.ranks * plan.requests_in(self._of_rank, tokens)
-            fits["fit"]["grouped_requests"] = grouped
+            blocks = plan.blocks_in(self._of_rank)
+            fits["fit"]["grouped_blocks"] = self.ranks * blocks
+            fits["fit"]["grouped_requests"] = self.ranks * (blocks // plan.blocks_for(tokens))
         if budget < 0:
             return fits
         step_bytes = model.weight_bytes_read(batch) + (self.ranks - 1) * model.shared_bytes

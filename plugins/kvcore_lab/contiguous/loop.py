@@ -98,12 +98,12 @@ class AddressSpace:
         Raises:
             OutOfBlocks: no hole is long enough; nothing has changed.
         """
-        for place, (start, end) in enumerate(self.holes):
+        for index, (start, end) in enumerate(self.holes):
             if end - start >= length:
                 if end - start == length:
-                    del self.holes[place]
+                    del self.holes[index]
                 else:
-                    self.holes[place] = start + length, end
+                    self.holes[index] = start + length, end
                 self.free -= length
                 return start
         msg = (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvcore.cache import EvictionPolicy
+from kvcore.cache import EvictionPolicy, LayerGroup
 from kvcore.errors import InputError, PluginError
 from kvcore.models.cost import PrefillCost
 from kvcore.notebook import Shown, data_frame
@@ -25,10 +25,10 @@ from kvcore.request import Request
 from kvcore.workloads import Workload, check_keys
 from kvcore.workloads.selection import as_workload
 from kvcore_lab.candidates import Candidate, Policy, candidates_of, refuse_bound
-from kvcore_lab.comparison import ReplaySetup, Source, holding, pool_sizes
+from kvcore_lab.comparison import ReplaySetup, Source, keeping, pool_sizes
 from kvcore_lab.workers import Call, call_all, can_fork, check_jobs
 from kvcore_replay.belady import Belady
-from kvcore_replay.untimed import replay
+from kvcore_replay.untimed import replay, replay_groups
 
 if TYPE_CHECKING:
     from kvcore_lab.curves._reuse import Reuse
@@ -143,6 +143,7 @@ def curve(
     jobs: int = 1,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
+    groups: Iterable[LayerGroup] = (),
 ) -> Curves:
     """Return the hits of each policy by pool size: serial, untimed, shared by prefix.
 
@@ -164,6 +165,7 @@ def curve(
         jobs: processes that replay; the result does not depend on it.
         plugins: the plugins by which names are resolved; None: those installed.
         progress: shows what is running, and how much of it is done; None: no progress.
+        groups: the cache groups of the pools, as for `compare`; empty: there is one.
 
     Raises:
         InputError: as for `compare`; or fewer than 2 points.
@@ -171,7 +173,17 @@ def curve(
         PolicyError: a policy failed.
     """
     plugins = plugins or Plugins()
-    setup = ReplaySetup.of(as_workload(workload, plugins), accounting, block_size, recompute)
+    setup = ReplaySetup.of(
+        as_workload(workload, plugins),
+        plugins,
+        accounting=accounting,
+        block_size=block_size,
+        recompute=recompute,
+        groups=groups,
+    )
+    if setup.groups and accounting != "tokens":
+        msg = "blocks of cache groups are counted in tokens: give accounting='tokens'"
+        raise InputError(msg)
     check_jobs(jobs)
     if blocks is None:
         check_points(points)
@@ -205,7 +217,7 @@ class _CurveMaker:
     progress: Progress
     jobs: int
     requests: int = attrs.field(init=False, default=0)
-    held: list[Request] = attrs.field(init=False, factory=list)
+    kept: list[Request] = attrs.field(init=False, factory=list)
 
     def curves(
         self, candidates: list[Candidate], sizes: list[int] | None, points: int
@@ -295,9 +307,9 @@ class _CurveMaker:
         """Return the call of a replay under `policy`; its result is the number of hits."""
         name = self.setup.workload.name
         # A process that is no fork reads them itself.
-        held = self.held if can_fork() or self.jobs == 1 else []
+        kept = self.kept if can_fork() or self.jobs == 1 else []
         return Call(
-            partial(_replayed_hits, self.setup, policy, blocks, held),
+            partial(_replayed_hits, self.setup, policy, blocks, kept),
             f"workload {name!r} with policy {policy.name!r}",
             f"the replay of {name} with {blocks} blocks",
         )
@@ -312,7 +324,7 @@ class _CurveMaker:
                 self.requests += done
                 tick(done)
 
-            yield ticked(holding(check_keys(workload), self.held), count)
+            yield ticked(keeping(check_keys(workload), self.kept), count)
 
 
 def compiled_reuse() -> type[Reuse]:
@@ -341,7 +353,12 @@ def _curve_of(
 
 
 def _replayed_hits(
-    setup: ReplaySetup, policy: EvictionPolicy, blocks: int, held: list[Request]
+    setup: ReplaySetup, policy: EvictionPolicy, blocks: int, requests: list[Request]
 ) -> int:
-    """Replay a workload, or its held requests, under one policy; return the blocks hit."""
-    return replay(held or setup.workload, setup.cache(policy, blocks)).hit_blocks
+    """Replay a workload, or its kept requests, under one policy; return the blocks hit."""
+    source = requests or setup.workload
+    if setup.groups:
+        groups = setup.grouped(policy, blocks)
+        replay_groups(source, groups)
+        return groups.stats.hit_blocks
+    return replay(source, setup.cache(policy, blocks)).hit_blocks

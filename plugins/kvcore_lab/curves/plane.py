@@ -154,7 +154,12 @@ def plane(
     plugins = plugins or Plugins()
     if isinstance(tier, str | Spec):
         tier = cast("Tier", plugins.build("tier", tier))
-    setup = ReplaySetup.of(as_workload(workload, plugins), "keys", layout.block_size, recompute)
+    setup = ReplaySetup.of(
+        as_workload(workload, plugins),
+        plugins,
+        block_size=layout.block_size,
+        recompute=recompute,
+    )
     policy, *more = candidates_of(eviction, plugins, seed)
     if more or isinstance(policy.make, Belady):
         msg = f"eviction {eviction!r}: a plane is of one policy, which is not the optimum"

@@ -180,15 +180,15 @@ class RecordingCache(DenseSequenceCache):
         self.outputs[layer] = super().attend(layer, queries, keys, values, **options)
         return self.outputs[layer]
 
-    def head(self, layer: int, head: int, place: int) -> OneHead:
-        """Return the attention of a query head for the token at `place`, its query scaled.
+    def head(self, layer: int, head: int, position: int) -> OneHead:
+        """Return the attention of a query head for the token at `position`, its query scaled.
 
-        Copies the K/V up to `place`, and ignores windows.
+        Copies the K/V up to `position`, and ignores windows.
         """
-        query = self._queries[layer][place]
+        query = self._queries[layer][position]
         keys, values = self._layers[layer]
         kv_head = head // (len(query) // keys.shape[1])
-        seen = (each[: place + 1, kv_head].tolist() for each in (keys, values))
+        seen = (each[: position + 1, kv_head].tolist() for each in (keys, values))
         return OneHead(query[head].tolist(), *seen)
 
 
@@ -413,10 +413,10 @@ def _check_equal(
     """Raise PluginError if the generations have different tokens."""
     first, *others = generations
     for other in others:
-        for place, pair in enumerate(zip(first.tokens, other.tokens, strict=True)):
+        for index, pair in enumerate(zip(first.tokens, other.tokens, strict=True)):
             if pair[0] != pair[1]:
                 msg = (
-                    f"output token {place} is {pair[0]} without a cache and {pair[1]} with the "
+                    f"output token {index} is {pair[0]} without a cache and {pair[1]} with the "
                     f"{other.cache} one, though the model is the same: generator "
                     f"{generator.name!r} or backend {backend.name!r} is broken"
                 )
@@ -467,12 +467,12 @@ class CachingReport:
         """The counts, one row for each cache."""
         rows = [
             [
-                each.cache,
-                f"{each.token_projections:,}",
-                format_bytes(each.step_kv_bytes[0]),
-                format_bytes(each.step_kv_bytes[-1]),
+                generation.cache,
+                f"{generation.token_projections:,}",
+                format_bytes(generation.step_kv_bytes[0]),
+                format_bytes(generation.step_kv_bytes[-1]),
             ]
-            for each in self.generations
+            for generation in self.generations
         ]
         return Table(["cache", "token projections", "K/V after step 1", "K/V at the end"], rows)
 
@@ -480,7 +480,7 @@ class CachingReport:
     def reading(self) -> str:
         """Explanation of the counts."""
         steps, first = len(self.generations[0].tokens), self.prompt_tokens
-        naive, *cached = (each.token_projections for each in self.generations)
+        naive, *cached = (generation.token_projections for generation in self.generations)
         sums = [f"{first + place:,}" for place in range(min(steps, 3))]
         if steps > len(sums):
             sums[2:] = ["...", f"{first + steps - 1:,}"]
@@ -501,10 +501,10 @@ class CachingReport:
         """Return a chart of step times and K/V, over the output."""
         ends = [end for _, end in _bounds(len(self.generations[0].tokens), _BARS)]
         times, sizes = {}, {}
-        for each in self.generations:
-            medians = _medians(each.step_seconds, _BARS)
-            times[each.cache] = list(zip(ends, medians, strict=True))
-            sizes[each.cache] = [(end, each.step_kv_bytes[end - 1]) for end in ends]
+        for generation in self.generations:
+            medians = _medians(generation.step_seconds, _BARS)
+            times[generation.cache] = list(zip(ends, medians, strict=True))
+            sizes[generation.cache] = [(end, generation.step_kv_bytes[end - 1]) for end in ends]
         panels = [
             Panel("time of a step, median", times, format_seconds),
             Panel("K/V held", sizes, lambda held: format_bytes(int(held))),
@@ -517,8 +517,8 @@ class CachingReport:
         """Median time of a step in each range of the output, and a line of bars."""
         bounds = _bounds(len(self.generations[0].tokens), _TIME_RANGES)
         spans = (_span(begin + 1, end) for begin, end in bounds)
-        bars_of = max(_TIME_RANGES, min(_BARS, len(self.generations[0].tokens) // _STEPS))
-        lines = [_medians(each.step_seconds, bars_of) for each in self.generations]
+        count = max(_TIME_RANGES, min(_BARS, len(self.generations[0].tokens) // _STEPS))
+        lines = [_medians(generation.step_seconds, count) for generation in self.generations]
         longest = max(map(max, lines))
         bars = [
             "".join(BARS[int(time / longest * (len(BARS) - 1))] for time in line)
@@ -542,13 +542,13 @@ class CachingReport:
             "tokens": self.generations[0].tokens,
             "caches": [
                 {
-                    "cache": each.cache,
-                    "token_projections": each.token_projections,
-                    "step_seconds": each.step_seconds,
-                    "step_kv_bytes": each.step_kv_bytes,
-                    "step_projections": each.step_projections,
+                    "cache": generation.cache,
+                    "token_projections": generation.token_projections,
+                    "step_seconds": generation.step_seconds,
+                    "step_kv_bytes": generation.step_kv_bytes,
+                    "step_projections": generation.step_projections,
                 }
-                for each in self.generations
+                for generation in self.generations
             ],
         }
 

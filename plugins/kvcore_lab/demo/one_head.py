@@ -120,7 +120,7 @@ class OneHeadReport:
         )
         rows = [
             [
-                str(place),
+                str(index),
                 _vector(key),
                 f"{score:g}",
                 f"{exponential:.3f}",
@@ -128,7 +128,7 @@ class OneHeadReport:
                 _vector(value),
                 _vector([weight * number for number in value]),
             ]
-            for place, (key, score, exponential, weight, value) in enumerate(tokens)
+            for index, (key, score, exponential, weight, value) in enumerate(tokens)
         ]
         total = ["sum", "", "", f"{head.total:.3f}", "1", "", _vector(head.output)]
         return Table(headers, [*rows, total])

@@ -88,7 +88,7 @@ class Calibration:
         model: the latency model.
         fitted: the options that were fitted, and their values.
         shares: names of those that are shares; the others are seconds.
-        held: names of those that are at a bound, 0 seconds or a share of 1, because other
+        at_bound: names of those that are at a bound, 0 seconds or a share of 1, because other
             values fit worse.
         residuals: one a measured step, in the order of the file.
     """
@@ -96,7 +96,7 @@ class Calibration:
     model: LatencyModel
     fitted: dict[str, float]
     shares: tuple[str, ...]
-    held: tuple[str, ...]
+    at_bound: tuple[str, ...]
     residuals: list[Residual]
 
     @property
@@ -112,7 +112,9 @@ class Calibration:
 
         found = []
         for kind in (*KINDS, "all"):
-            of = [each for each in self.residuals if kind in (each.step.kind, "all")]
+            of = [
+                residual for residual in self.residuals if kind in (residual.step.kind, "all")
+            ]
             if of:
                 fits = [[abs(r.relative) for r in of], [abs(r.held_out) for r in of]]
                 spread = np.quantile(fits, (0.5, 0.9), axis=1).T.ravel()

@@ -221,7 +221,9 @@ class _Search:
         them, or if arrival times depend on the run, the list is empty.
         """
         fits = loop.allocator.never_fits
-        served = [each for each in self.requests if each.prompt_tokens and not fits(each)]
+        served = [
+            request for request in self.requests if request.prompt_tokens and not fits(request)
+        ]
         if not served or any(each.session is not None for each in served):
             return []
         scale = Fraction(str(parts.config.rate_scale))

@@ -47,7 +47,7 @@ class Fleet:
         host_bytes: bytes of host memory that a replica has as a tier; 0: no such tier.
         policy: a plugin, as (kind, name), that replaces that of the configuration; None: none.
         grant: the advantage that the fleet is given.
-        whole: whether it is simulated to the end even if it misses the SLO.
+        to_the_end: whether it is simulated to the end even if it misses the SLO.
     """
 
     replicas: int
@@ -56,7 +56,7 @@ class Fleet:
     host_bytes: int = 0
     policy: tuple[str, str] | None = None
     grant: Grant = ""
-    whole: bool = False
+    to_the_end: bool = False
 
     @property
     def gpus(self) -> int:
@@ -70,7 +70,7 @@ class Served:
 
     Attributes:
         requests: number of requests of the workload.
-        whole: whether all requests were served. A simulation ends when more requests have
+        complete: whether all requests were served. A simulation ends when more requests have
             missed their SLO than may miss it; then all others count as judged and not met.
         judged, met: requests with an SLO, and those that met it. A rejected one missed it.
         rejected: requests for which no pool was large enough.
@@ -82,7 +82,7 @@ class Served:
     """
 
     requests: int
-    whole: bool
+    complete: bool
     judged: int
     met: int
     rejected: int
@@ -216,12 +216,12 @@ class FleetTask(Task):
         self.check(self.named(cell))
         traffic = known.kept(cell.parts, Traffic.of)
         left = len(traffic.requests) * (1 - Fraction(str(self.percentile)) / 100)
-        logs, whole = [], True
+        logs, complete = [], True
         for part in traffic.split(self.fleet.replicas):
-            log, whole = _served(cell.parts, part, self.fleet.grant, left)
+            log, complete = _served(cell.parts, part, self.fleet.grant, left)
             logs.append(log)
             left -= log.verdict.count(MISSED)
-            if not whole:
+            if not complete:
                 break
         merged = RunLog(0)
         for log in logs:
@@ -232,8 +232,8 @@ class FleetTask(Task):
         judged = len(verdicts) - verdicts.count(UNJUDGED)
         served = Served(
             requests=len(traffic.requests),
-            whole=whole,
-            judged=judged if whole else len(traffic.requests),
+            complete=complete,
+            judged=judged if complete else len(traffic.requests),
             met=verdicts.count(MET),
             rejected=sum(len(log.reasons) for log in logs),
             ttft_s=None if outcome.ttft is None else outcome.ttft.as_dict(),
@@ -274,7 +274,7 @@ def _served(
     cache, latency = parts.served_cache(), parts.latency()
     if grant == "seen":
         begin = requests[0].arrival
-        seen = (attrs.evolve(each, arrival=begin) for each in requests)
+        seen = (attrs.evolve(request, arrival=begin) for request in requests)
         if isinstance(cache, GroupedCache):
             replay_groups(seen, cache)
         else:
@@ -284,8 +284,8 @@ def _served(
     if config.drafter is not None:
         executor = SpeculativeSimulator(latency, parts.built("drafter"))
     loop = loop_of(_Judge(most_missed), parts, requests, cache, executor)
-    whole = run_until_decided(loop)
-    return loop.log, whole
+    complete = run_until_decided(loop)
+    return loop.log, complete
 
 
 class _Judge(EarlyEnd):

@@ -154,7 +154,9 @@ class FleetPlan(Shown):
             "plans": [
                 self._sizes(option.fleet)
                 | {"slo_met": option.served.attainment, "hit_ratio": option.served.hit_ratio}
-                | attrs.asdict(option.served, filter=attrs.filters.exclude("whole", "requests"))
+                | attrs.asdict(
+                    option.served, filter=attrs.filters.exclude("complete", "requests")
+                )
                 | self._costs(option)
                 | {"start": start_command(self.setup, self._sizes(option.fleet))}
                 for option in self.options
@@ -393,7 +395,7 @@ class _Planner:
         (starts,) = yield from self._together([start])
         fewer = [self._least(self._replicas(*each)) for each in starts]
         fleets = _worthwhile((yield from self._together(fewer)))
-        less = [self._least(self._memories(each)) for each in fleets]
+        less = [self._least(self._memories(fleet)) for fleet in fleets]
         found = yield from self._together(less)
         fewest = min((each.gpus for each in found), default=0)
         smaller = [self._small(each) for each in found if each.gpus == fewest]
@@ -538,7 +540,7 @@ class _Planner:
         fleet = self._nearest_miss(options)
         if fleet is None:
             return Limit(verdict="none")
-        granted = [attrs.evolve(fleet, grant=grant, whole=True) for grant in ("", *GRANTS)]
+        granted = [attrs.evolve(fleet, grant=grant, to_the_end=True) for grant in ("", *GRANTS)]
         yield granted
         asked, *granted = granted
         foresight, endless, seen = map(self._meets, granted)
@@ -580,9 +582,9 @@ class _Planner:
         """
         misses = [each for each in self.served if not self._meets(each)]
         full = [
-            each
-            for each in misses
-            if (each.blocks, each.host_bytes) == (self.full[each.devices], self.host)
+            miss
+            for miss in misses
+            if (miss.blocks, miss.host_bytes) == (self.full[miss.devices], self.host)
         ]
         if not options:
             return max(full, key=lambda each: (self.served[each].attainment, -each.gpus))
@@ -591,11 +593,11 @@ class _Planner:
         if fewer:
             return max(fewer, key=lambda each: (self.served[each].attainment, -each.gpus))
         less = [
-            each
-            for each in misses
-            if attrs.evolve(each, blocks=best.blocks, host_bytes=best.host_bytes) == best
-            and each.blocks <= best.blocks
-            and each.host_bytes <= best.host_bytes
+            miss
+            for miss in misses
+            if attrs.evolve(miss, blocks=best.blocks, host_bytes=best.host_bytes) == best
+            and miss.blocks <= best.blocks
+            and miss.host_bytes <= best.host_bytes
         ]
         return max(less, key=lambda each: (each.host_bytes, each.blocks), default=None)
 
@@ -653,7 +655,7 @@ class _Planner:
         if self._done(fleet):
             return
         try:
-            percentile = 0 if fleet.whole else self.percentile
+            percentile = 0 if fleet.to_the_end else self.percentile
             task = FleetTask.of(self.cells[fleet.devices], fleet, percentile, self.known)
         except (InputError, PluginError) as error:
             if fleet.policy is None:
@@ -690,19 +692,19 @@ class _Planner:
         self.left = max(0, self.left - 1)
 
 
-def _smaller(most: int, steps: int, least: int = 1) -> list[int]:
-    """Return sizes from `most` down to `least`, `steps` sizes for each halving."""
-    sizes = (int(most * 2 ** (-step / steps)) for step in count())
+def _smaller(largest: int, steps: int, least: int = 1) -> list[int]:
+    """Return sizes from `largest` down to `least`, `steps` sizes for each halving."""
+    sizes = (int(largest * 2 ** (-step / steps)) for step in count())
     return list(dict.fromkeys(takewhile(lambda size: size >= least, sizes)))
 
 
 def _worthwhile(fleets: list[Fleet]) -> list[Fleet]:
     """Return the fleets, without those whose host RAM saves no replica."""
-    bare = {each.devices: each.replicas for each in fleets if not each.host_bytes}
+    bare = {fleet.devices: fleet.replicas for fleet in fleets if not fleet.host_bytes}
     return [
-        each
-        for each in fleets
-        if not each.host_bytes or each.replicas < bare.get(each.devices, inf)
+        fleet
+        for fleet in fleets
+        if not fleet.host_bytes or fleet.replicas < bare.get(fleet.devices, inf)
     ]
 
 

@@ -92,11 +92,11 @@ class ComparisonReport:
     @property
     def setup(self) -> str:
         """A sentence with the options of the comparison, without those of the rows."""
-        found = self.comparison
+        comparison = self.comparison
         return replay_setup(
-            found.workload,
-            found.rows[0].block_size,
-            found.accounting,
+            comparison.workload,
+            comparison.rows[0].block_size,
+            comparison.accounting,
             plugins={"prefix": {"name": self.prefix, "options": {}}},
             tiers=self.tiers,
         )
@@ -143,19 +143,19 @@ class ComparisonReport:
 
     def chart(self) -> Chart:
         """Return a chart of the share of blocks that hit, by the size of the pool."""
-        found, memory = self.comparison, self.memory
+        comparison, memory = self.comparison, self.memory
         lines: dict[str, list[tuple[float, float]]] = {}
-        for name, row in named(found.rows):
+        for name, row in named(comparison.rows):
             for suffix, ratios in (("", row.hit_ratio), (TIERS, row.reuse_ratio)):
                 if ratios is not None and ratios["block"] is not None:
                     points = lines.setdefault(f"{name}{suffix}", [])
                     points.append((row.blocks, ratios["block"]))
-        never = found.infinite.hit_ratio["block"]
+        never = comparison.infinite.hit_ratio["block"]
         bound = None if never is None else ("never evicts", never)
-        tokens = counted(found.rows[0].block_size, "token")
+        tokens = counted(comparison.rows[0].block_size, "token")
         return Chart(
-            f"{found.workload.name}, {counted(found.workload.requests, 'request')}, "
-            f"{found.accounting} counting",
+            f"{comparison.workload.name}, {counted(comparison.workload.requests, 'request')}, "
+            f"{comparison.accounting} counting",
             self.setup,
             f"pool, blocks of {tokens}" if memory is None else "K/V memory of the pool",
             [Panel("blocks looked up that hit", lines, as_percent, bound)],

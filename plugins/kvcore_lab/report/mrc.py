@@ -1,21 +1,21 @@
-"""Report on miss-ratio curves: tables, CSV, a JSON object, and a plot."""
+"""Report on miss-ratio curves: sections, CSV and a JSON object."""
 
 from __future__ import annotations
 
 import csv
 import json
-from itertools import cycle
-from math import ceil
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Iterator
+from typing import Any, TextIO
 
 import attrs
 
+from kvcore.models.groups import GroupPlan
 from kvcore.models.memory import KVLayout
 from kvcore.report.tables import counted, plugin_text
-from kvcore.sections import Section, Table
-from kvcore.units import BINARY, format_bytes
+from kvcore.sections import Chart, Panel, Section, Table
+from kvcore.units import format_bytes, format_number
 from kvcore_lab.comparison import SHARING
-from kvcore_lab.curves.mrc import Curves
+from kvcore_lab.curves.mrc import Curve, Curves
 from kvcore_lab.report.policies import (
     block_bytes,
     looked_up,
@@ -23,111 +23,10 @@ from kvcore_lab.report.policies import (
     named,
     replay_setup,
 )
-from kvcore_replay.belady import Belady
-from kvcore_replay.report.figure import COLOURS, GREY, INK, MARGIN, MARKERS, log_axis, picture
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-
-INSIDE, COLUMN = 7, 15
-"""The most names in a legend below the curves, and in a column of one beside them."""
+from kvcore_replay.report.charts import as_percent
 
 DENSE = 600
 """Number of points in the line of a curve that is known at every size."""
-
-
-def draw(axes: Axes, report: CurvesReport) -> None:
-    """Draw the curves into matplotlib `axes`."""
-    curves = report.curves
-    footprint = max(curves.distinct_blocks, 1)
-    looks = zip(cycle(COLOURS), cycle(MARKERS), strict=False)
-    for name, curve in named(curves.curves):
-        sizes, hits = curve.blocks, curve.hit_blocks
-        style: dict[str, Any]
-        if curve.eviction == Belady.name:
-            dashes = "--" if curve.options["bypass"] else "-"
-            style = {"color": INK, "linewidth": 1, "marker": ".", "linestyle": dashes}
-        else:
-            colour, marker = next(looks)
-            style = {"color": colour, "linewidth": 0.8, "marker": marker, "markersize": 4}
-        if curve.steps is not None:
-            sizes = _dense(sizes[0], sizes[-1])
-            hits = [curve.steps.at(size) for size in sizes]
-            style |= {"linewidth": 2, "marker": None}
-        shares = [_percent(curves.ratio(hit)) for hit in hits]
-        axes.plot([100 * size / footprint for size in sizes], shares, label=name, **style)
-    bound = _percent(curves.ratio(curves.hit_blocks))
-    axes.axhline(bound, color=GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-    axes.annotate(
-        f"never evicts: {bound:.1f}%",
-        xy=(0, bound),
-        xycoords=("axes fraction", "data"),
-        xytext=(6, 4),
-        textcoords="offset points",
-        color=GREY,
-        fontsize="small",
-    )
-    axes.set_ylim(0, 1.12 * bound or 1)
-    axes.yaxis.set_major_formatter("{x:g}%")
-    axes.set_ylabel("blocks looked up that hit")
-    axes.grid()
-    _legend(axes, len(curves.curves))
-    axes.set_title(_title(report), loc="left", fontsize="medium", pad=12)
-    _scales(axes, report, footprint)
-
-
-def _legend(axes: Axes, names: int) -> None:
-    """Place a legend where it hides no curve."""
-    if names <= INSIDE:
-        axes.legend(loc="lower right", edgecolor="none", framealpha=1)
-        return
-    columns = ceil(names / COLUMN)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, ncols=columns)
-
-
-def _scales(axes: Axes, report: CurvesReport, footprint: int) -> None:
-    """Set logarithmic axes: share of the footprint below, pool size above."""
-    sizes = [size for curve in report.curves.curves for size in curve.blocks]
-    low, high = 100 * min(sizes) / footprint, 100 * max(sizes) / footprint
-    axes.set_xscale("log")
-    axes.set_xlim(low / MARGIN, high * MARGIN)
-    blocks = counted(report.curves.distinct_blocks, "distinct block")
-    tokens = counted(report.curves.block_size, "token")
-    log_axis(axes.xaxis, low, high, f"pool, as a share of the {blocks} of {tokens}", "%")
-    layout = report.layout
-    factor, unit = footprint / 100, "blocks"
-    if layout is not None:
-        factor *= layout.bytes_per_block
-        size = "GiB" if high * factor >= BINARY["GiB"] else "MiB"
-        factor /= BINARY[size]
-        unit = f"{size} of K/V ({layout.model.name}, {layout.codec})"
-
-    def amount(share: Any) -> Any:
-        return share * factor
-
-    def share(amount: Any) -> Any:
-        return amount / factor
-
-    above = axes.secondary_xaxis("top", functions=(amount, share))
-    above.spines["top"].set_visible(True)
-    log_axis(above.xaxis, low * factor, high * factor, unit)
-
-
-def _title(report: CurvesReport) -> str:
-    curves, source = report.curves, report.curves.workload
-    return f"{source.name}, {counted(source.requests, 'request')}, {curves.accounting} counting"
-
-
-def _dense(low: int, high: int) -> list[int]:
-    """Return sizes from `low` to `high` in equal ratios, enough for a smooth line."""
-    ratio = high / low
-    sizes = (round(low * ratio ** (step / DENSE)) for step in range(DENSE + 1))
-    return list(dict.fromkeys(sizes))
-
-
-def _percent(ratio: float | None) -> float:
-    return 100 * (ratio or 0.0)
 
 
 COLUMNS = (
@@ -138,22 +37,24 @@ COLUMNS = (
 
 @attrs.frozen
 class CurvesReport:
-    """Curves as a table, CSV and a JSON object.
+    """Curves as a table, a chart, CSV and a JSON object.
 
     Attributes:
         curves: the curves.
         layout: the bytes of a block; None: sizes are reported in blocks alone.
+        groups: the cache groups of the pools, which say what a block takes; None: there is one.
     """
 
     curves: Curves
     layout: KVLayout | None = None
+    groups: GroupPlan | None = None
 
     @property
     def sections(self) -> list[Section]:
         """The whole report on the curves."""
         if self.empty:
             return [self.headline]
-        return [self.headline, self.table, f"{self.reading}\n{self.setup}"]
+        return [self.headline, self.table, f"{self.reading}\n{self.setup}", self.chart()]
 
     @property
     def headline(self) -> str:
@@ -189,14 +90,14 @@ class CurvesReport:
         memory = [] if self.layout is None else ["memory"]
         headers = ["blocks", "of all", *memory, *(name for name, _ in named(curves))]
         rows = []
-        for place, blocks in enumerate(curves[0].blocks):
+        for index, blocks in enumerate(curves[0].blocks):
             taken = self.bytes_of(blocks)
             rows.append(
                 [
                     f"{blocks:,}",
                     percent(blocks / self.curves.distinct_blocks),
                     *([] if taken is None else [format_bytes(taken)]),
-                    *(f"{self.curves.ratio(c.hit_blocks[place]):.1%}" for c in curves),
+                    *(f"{self.curves.ratio(c.hit_blocks[index]):.1%}" for c in curves),
                 ]
             )
         return Table(headers, rows, headers)
@@ -210,8 +111,31 @@ class CurvesReport:
             f"the end and hits {curves.ratio(curves.hit_blocks):.1%}."
         )
         if self.layout is not None:
-            text += f"\n{block_bytes(self.layout)}"
+            text += f"\n{block_bytes(self.layout, self.groups)}"
         return text
+
+    def chart(self) -> Chart:
+        """Return a chart of the share of blocks that hit, by the size of the pool.
+
+        A curve that is known at every size has as many points as a smooth line needs.
+        """
+        curves, source, layout = self.curves, self.curves.workload, self.layout
+        lines = {
+            name: [(size, curves.ratio(hits) or 0.0) for size, hits in _points(curve)]
+            for name, curve in named(curves.curves)
+        }
+        bound = "never evicts", curves.ratio(curves.hit_blocks) or 0.0
+        across = f"pool, blocks of {counted(curves.block_size, 'token')}"
+        if layout is not None:
+            across = f"K/V memory of the pool ({layout.model.name}, {layout.codec})"
+        return Chart(
+            f"{source.name}, {counted(source.requests, 'request')}, {curves.accounting} "
+            "counting",
+            self.setup,
+            across,
+            [Panel("blocks looked up that hit", lines, as_percent, bound)],
+            self._size,
+        )
 
     def document(self) -> dict[str, Any]:
         """Return the curves as a JSON object."""
@@ -241,7 +165,7 @@ class CurvesReport:
             ],
         }
         if self.layout is not None:
-            document["memory"] = memory_fields(self.layout)
+            document["memory"] = memory_fields(self.layout, self.groups)
         return document
 
     def write_csv(self, file: TextIO) -> None:
@@ -259,21 +183,31 @@ class CurvesReport:
                 found = blocks, self.bytes_of(blocks), hits, curves.ratio(hits)
                 writer.writerow([*about, *policy, *found])
 
-    def plot(self, form: str) -> bytes:
-        """Return a plot of the curves as `png` or `svg` bytes.
-
-        Curves that are known at every size are lines, others a point for each size. The axis
-        below is the pool as a share of the footprint; the one above is the pool in GiB or,
-        without a layout, in blocks. Equal curves give equal bytes with the same matplotlib.
-
-        Raises:
-            PluginError: matplotlib is not installed.
-        """
-        return picture(form, lambda figure: draw(figure.add_subplot(), self))
+    def _size(self, blocks: float) -> str:
+        """Return a size of the pool as text: in bytes, if a layout says what a block takes."""
+        taken = self.bytes_of(int(blocks))
+        return format_number(blocks) if taken is None else format_bytes(taken)
 
     def bytes_of(self, blocks: int) -> int | None:
         """Return the bytes of `blocks` blocks; None without a layout."""
-        return None if self.layout is None else blocks * self.layout.bytes_per_block
+        taken = self.groups or self.layout
+        return None if taken is None else blocks * taken.bytes_per_block
+
+
+def _points(curve: Curve) -> Iterator[tuple[int, int]]:
+    """Yield sizes of the pool and their hits."""
+    if curve.steps is None:
+        yield from zip(curve.blocks, curve.hit_blocks, strict=True)
+        return
+    for size in _dense(curve.blocks[0], curve.blocks[-1]):
+        yield size, curve.steps.at(size)
+
+
+def _dense(low: int, high: int) -> list[int]:
+    """Return sizes from `low` to `high` in equal ratios, enough for a smooth line."""
+    ratio = high / low
+    sizes = (round(low * ratio ** (step / DENSE)) for step in range(DENSE + 1))
+    return list(dict.fromkeys(sizes))
 
 
 def percent(share: float) -> str:

@@ -10,8 +10,8 @@ import attrs
 
 from kvcore.errors import InputError
 from kvcore.models.memory import KVLayout
-from kvcore.report.tables import share
-from kvcore.sections import Section, Table
+from kvcore.report.tables import counted, share
+from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import plain
 from kvcore.units import BINARY, format_bytes, format_seconds
 from kvcore_lab.curves.plane import Plane, PlanePoint
@@ -55,6 +55,7 @@ class PlaneReport:
             "The share of all prefill time that this saves, less the time to load:",
             self.table(self.plane.saved),
             f"{self.reading}\n{self.setup}",
+            self.chart(),
         ]
 
     @property
@@ -77,6 +78,28 @@ class PlaneReport:
         ]
         headers = [f"{self.below} / pool", *map(self.size, self.plane.pools)]
         return Table(headers, rows, headers)
+
+    def chart(self) -> Chart:
+        """Return a chart of both shares by the size of the pool, a line a size of the tier."""
+        plane = self.plane
+        shares = ("blocks that hit", plane.ratio), ("prefill saved", plane.saved)
+        panels = [
+            Panel(
+                label,
+                {
+                    f"{self.below} {self.size(blocks)}": [
+                        (point.pool_blocks, value(point)) for point in points
+                    ]
+                    for blocks, points in zip(plane.tiers, plane.points, strict=True)
+                },
+                share,
+            )
+            for label, value in shares
+        ]
+        title = f"{plane.workload.name}, {counted(plane.workload.requests, 'request')}"
+        return Chart(
+            title, self.setup, "pool on the GPUs", panels, lambda size: self.size(int(size))
+        )
 
     @property
     def reading(self) -> str:
@@ -146,7 +169,7 @@ class PlaneReport:
                 shares = plane.ratio(point), point.saved_s, plane.saved(point)
                 writer.writerow([*about, *sizes, *found, *shares])
 
-    def plot(self, form: str) -> bytes:
+    def contours(self, form: str) -> bytes:
         """Return contours of hits and saved time over both sizes, as `png` or `svg` bytes.
 
         Raises:
@@ -175,14 +198,14 @@ class PlaneReport:
         """Draw lines of equal shares. A tier of size 0 has no place on the logarithmic axis."""
         plane = self.plane
         sizes = plane.pools, plane.tiers[1:]
-        across, up = ([self._bytes(n) / BINARY["GiB"] for n in each] for each in sizes)
+        across, up = ([self._bytes(n) / BINARY["GiB"] for n in size] for size in sizes)
         shares = [[100 * value(point) for point in points] for points in plane.points[1:]]
         # Its lightness rises with the share, so that it can be read without colours.
         axes.contourf(across, up, shares, LEVELS, cmap="cividis", alpha=0.85)
         lines = axes.contour(across, up, shares, LEVELS, colors=INK, linewidths=0.8)
         # A label for each line, where it crosses the diagonal.
         middle = [(shares[n][n], (across[n], up[n])) for n in range(min(len(across), len(up)))]
-        inside = [each for each in lines.levels if middle[0][0] < each < middle[-1][0]]
+        inside = [level for level in lines.levels if middle[0][0] < level < middle[-1][0]]
         places = [min(middle, key=lambda at: abs(at[0] - each))[1] for each in inside]
         for label in axes.clabel(
             lines, inside, fmt="%g%%", fontsize=8, inline=False, manual=places

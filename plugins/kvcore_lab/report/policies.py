@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
+from kvcore.config.parts import layer_group
 from kvcore.plugins.options import as_text
+from kvcore.report.simulation import group_text
 from kvcore.report.tables import counted, setup
 from kvcore.trace.fields import version
 from kvcore.units import format_bytes
 
 if TYPE_CHECKING:
+    from kvcore.models.groups import GroupPlan
     from kvcore.models.memory import KVLayout
     from kvcore_lab.comparison import Row, Source
     from kvcore_lab.curves.mrc import Curve
@@ -33,16 +37,30 @@ def replay_setup(source: Source, block_size: int, accounting: str, **more: Any) 
     return setup(header | more)
 
 
-def block_bytes(layout: KVLayout) -> str:
-    """Return a sentence about the bytes of a block."""
+def block_bytes(layout: KVLayout, plan: GroupPlan | None = None) -> str:
+    """Return a sentence about the bytes of a block, of cache groups if there is a plan."""
+    if plan is not None:
+        groups = Counter(group_text(attrs.asdict(layer_group(group))) for group in plan.groups)
+        listed = "; ".join(f"{count} x {text}" for text, count in groups.items())
+        return (
+            f"A block of {layout.model.name} in {layout.codec} takes "
+            f"{format_bytes(plan.bytes_per_block)}, and any goes to any cache group: {listed}."
+        )
     return (
         f"A block of {counted(layout.block_size, 'token')} of {layout.model.name} in "
         f"{layout.codec} takes {format_bytes(layout.bytes_per_block)}. {layout.pool_note}"
     ).rstrip()
 
 
-def memory_fields(layout: KVLayout) -> dict[str, Any]:
-    """Return the bytes of a block, with model and codec, as a JSON object."""
+def memory_fields(layout: KVLayout, plan: GroupPlan | None = None) -> dict[str, Any]:
+    """Return the bytes of a block, with model, codec and cache groups, as a JSON object."""
+    if plan is not None:
+        return {
+            "model": layout.model.name,
+            "codec": str(layout.codec),
+            "bytes_per_block": plan.bytes_per_block,
+            "cache_groups": [attrs.asdict(layer_group(group)) for group in plan.groups],
+        }
     return {
         "model": layout.model.name,
         "codec": str(layout.codec),

@@ -158,11 +158,11 @@ class _Families:
     """Collector of metric families in the order of their first samples."""
 
     def __init__(self) -> None:
-        self._found: dict[str, Metric] = {}
+        self._metrics: dict[str, Metric] = {}
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families."""
-        yield from self._found.values()
+        yield from self._metrics.values()
 
     def exposition(self) -> str:
         """Return the families in text format, through a registry of their own."""
@@ -200,7 +200,7 @@ class _Families:
     def _family(self, kind: str, name: str, says: str) -> Metric:
         from prometheus_client import Metric  # noqa: PLC0415
 
-        return self._found.setdefault(name, Metric(f"{PREFIX}{name}", says, kind))
+        return self._metrics.setdefault(name, Metric(f"{PREFIX}{name}", says, kind))
 
 
 def _add_lookups(families: _Families, hit: Mapping[str, Any], labels: Labels) -> None:

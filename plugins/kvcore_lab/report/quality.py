@@ -1,45 +1,27 @@
-"""Report on the quality of bounded and quantised K/V: a table, a JSON object and a plot."""
+"""Report on the quality of bounded and quantised K/V: sections and a JSON object."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
 from kvcore.report.tables import counted
-from kvcore.sections import Section, Table
+from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import version
 from kvcore.units import format_number
 from kvcore_lab.quality import FULL, Quality, QualityRow
 from kvcore_lab.report.mrc import percent
-from kvcore_replay.report.figure import (
-    COLOURS,
-    GREY,
-    INK,
-    MARGIN,
-    MARKERS,
-    add_title,
-    log_axis,
-    picture,
+from kvcore_replay.report.charts import as_percent
+
+PANELS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("attention_error", "error of attention's output", as_percent),
+    ("kl", "KL divergence of next tokens, nats", format_number),
+    ("top1", "same likeliest token", as_percent),
+    ("needle", "needles found", as_percent),
 )
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-INCHES = (9.6, 6.6)
-
-DASHES = ("-", "--", ":", "-.")
-"""Lines of the codecs; policies differ by colour."""
-
-PANELS: tuple[tuple[str, str, float], ...] = (
-    ("attention_error", "error of attention's output", 100),
-    ("kl", "KL divergence of next tokens, nats", 1),
-    ("top1", "same likeliest token", 100),
-    ("needle", "needles found", 100),
-)
-"""The panels of the plot: the field of a row, its label, and the factor of its unit."""
+"""The panels of the chart: the field of a row, its label, and what formats a value."""
 
 
 @attrs.frozen
@@ -55,19 +37,20 @@ class QualityReport:
     @property
     def sections(self) -> list[Section]:
         """The whole report on the losses."""
-        return [self.headline, self.table, f"{self.reading}\n{self.setup}".lstrip()]
+        text = f"{self.reading}\n{self.setup}".lstrip()
+        return [self.headline, self.table, text, self.chart()]
 
     @property
     def headline(self) -> str:
         """Sentences about the texts and the budgets."""
-        found = self.quality
-        texts = counted(found.texts, "text")
+        quality = self.quality
+        texts = counted(quality.texts, "text")
+        size = format_number(quality.full_bytes_per_token)
         return (
-            f"{found.generator}: {texts} of {found.prompt_tokens:,} + "
-            f"{counted(found.tokens, 'token')}, against the same with all K/V in "
-            f"{found.dtype}.\nBudgets are shares of what all tokens take in "
-            f"{found.full_codec}: {format_number(found.full_bytes_per_token)} bytes a token of "
-            "context."
+            f"{quality.generator}: {texts} of {quality.prompt_tokens:,} + "
+            f"{counted(quality.tokens, 'token')}, against the same with all K/V in "
+            f"{quality.dtype}.\nBudgets are shares of what all tokens take in "
+            f"{quality.full_codec}: {size} bytes a token of context."
         )
 
     @property
@@ -106,33 +89,38 @@ class QualityReport:
     @property
     def setup(self) -> str:
         """A sentence with the other options of the run."""
-        found = self.quality
+        quality = self.quality
         needles = ""
-        if found.needles:
-            announced = "announced" if found.announced else "not announced"
+        if quality.needles:
+            announced = "announced" if quality.announced else "not announced"
             needles = (
-                f" Needles: {counted(found.needles, 'question')} {announced} about each of "
-                f"{counted(found.texts, 'prompt')}, answered by {found.needle_generator}."
+                f" Needles: {counted(quality.needles, 'question')} {announced} about each of "
+                f"{counted(quality.texts, 'prompt')}, answered by {quality.needle_generator}."
             )
         return (
-            f"kvcore {version()}; blocks of {counted(found.block_size, 'token')}; "
-            f"seed {found.seed}.{needles}"
+            f"kvcore {version()}; blocks of {counted(quality.block_size, 'token')}; "
+            f"seed {quality.seed}.{needles}"
         )
 
     def document(self) -> dict[str, Any]:
         """Return the comparison as a JSON object."""
         return attrs.asdict(self.quality)
 
-    def plot(self, form: str) -> bytes:
-        """Return a plot of the losses by bytes per token, as `png` or `svg` bytes.
-
-        One panel per measure. Policies differ by colour, codecs by line and marker; the black
-        line keeps all tokens, in one codec after another.
-
-        Raises:
-            PluginError: matplotlib is not installed.
-        """
-        return picture(form, lambda figure: draw(figure, self), INCHES)
+    def chart(self) -> Chart:
+        """Return a chart of the losses by the bytes that are held: a panel for each measure."""
+        quality = self.quality
+        panels = []
+        for field, label, text in PANELS if quality.needles else PANELS[:-1]:
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for row in quality.rows:
+                bounded = row.retention != FULL
+                name = f"{row.retention}, {row.codec}" if bounded else "all tokens"
+                point = row.bytes_per_token, getattr(row, field) or 0
+                lines.setdefault(name, []).append(point)
+            panels.append(Panel(label, lines, text))
+        texts = f"{counted(quality.texts, 'text')} of {quality.prompt_tokens:,}"
+        title = f"{quality.generator}, {texts} + {counted(quality.tokens, 'token')}"
+        return Chart(title, self.setup, "bytes held, a token of context", panels)
 
     def _best(self, what: str, of: Callable[[QualityRow], float]) -> str:
         """Return a sentence about the best row at each budget; empty without one."""
@@ -158,66 +146,3 @@ class QualityReport:
             if (row.codec, budget) not in bounded
         ]
         return f"All tokens take no more, so nothing goes: {', '.join(names)}." if names else ""
-
-
-def draw(figure: Figure, report: QualityReport) -> None:
-    """Draw the panels and a legend into a matplotlib `figure`."""
-    quality = report.quality
-    panels = PANELS if quality.needles else PANELS[:-1]
-    every: Any = figure.subplots(2, 2).flat
-    for axes, (field, label, factor) in zip(every, panels, strict=False):
-        _panel(axes, quality, field, label, factor)
-    if len(panels) < len(PANELS):
-        every[-1].set_axis_off()
-    handles, labels = every[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False)
-    texts = f"{counted(quality.texts, 'text')} of {quality.prompt_tokens:,}"
-    tokens = counted(quality.tokens, "token")
-    add_title(figure, f"{quality.generator}, {texts} + {tokens}")
-
-
-def _panel(axes: Axes, quality: Quality, field: str, label: str, factor: float) -> None:
-    rows = sorted(quality.rows, key=lambda row: row.bytes_per_token)
-    policies = list(dict.fromkeys(row.retention for row in rows if row.retention != FULL))
-    codecs = list(dict.fromkeys(row.codec for row in quality.rows))
-    lines: dict[tuple[str, str], list[QualityRow]] = {}
-    for row in rows:
-        key = (FULL, "") if row.retention == FULL else (row.retention, row.codec)
-        lines.setdefault(key, []).append(row)
-    for (policy, codec), points in sorted(lines.items()):
-        style: dict[str, Any] = {"color": INK, "linewidth": 1, "marker": "."}
-        if policy != FULL:
-            place = codecs.index(codec)
-            style = {
-                "color": COLOURS[policies.index(policy) % len(COLOURS)],
-                "linewidth": 1,
-                "linestyle": DASHES[place % len(DASHES)],
-                "marker": MARKERS[place % len(MARKERS)],
-                "markersize": 4,
-            }
-        axes.plot(
-            [row.bytes_per_token for row in points],
-            [factor * getattr(row, field) for row in points],
-            label=f"{policy}, {codec}" if codec else "all tokens",
-            **style,
-        )
-    for row in lines[FULL, ""]:
-        axes.annotate(
-            row.codec,
-            (row.bytes_per_token, factor * getattr(row, field)),
-            xytext=(0, 5),
-            textcoords="offset points",
-            color=GREY,
-            fontsize="x-small",
-            ha="center",
-        )
-    low, high = rows[0].bytes_per_token, rows[-1].bytes_per_token
-    axes.set_xscale("log")
-    axes.set_xlim(low / MARGIN, high * MARGIN)
-    log_axis(axes.xaxis, low, high, "bytes held, a token of context")
-    axes.set_ylim(bottom=0, top=None if factor == 1 or field == PANELS[0][0] else 108)
-    if factor != 1:
-        axes.yaxis.set_major_formatter("{x:g}%")
-    axes.set_title(label, loc="left", fontsize="small")
-    axes.xaxis.label.set_fontsize("small")
-    axes.grid()

@@ -128,7 +128,7 @@ class RoutersReport:
     def chart(self) -> Chart:
         """Return a chart of hits, latency and balance over the number of replicas."""
         shared, rows = self.comparison.shared, self.comparison.rows
-        places = {each.replicas: place for place, each in enumerate(shared)}
+        places = {each.replicas: index for index, each in enumerate(shared)}
         numbers = all(isinstance(each.replicas, int) for each in shared)
 
         def at(replicas: int | str) -> float:

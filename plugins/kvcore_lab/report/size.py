@@ -52,7 +52,13 @@ def _rows(report: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the rows of the document of `kvcore size --json`."""
     kv, tokens, batch = report["kv"], report["tokens"], report["batch"]
     yield _bytes(f"K/V of a token in {report['codec']}", kv["bytes_per_token"])
-    yield _bytes(f"K/V of a block of {report['block_size']:,} tokens", kv["bytes_per_block"])
+    groups = report.get("groups")
+    if groups is None:
+        yield _bytes(
+            f"K/V of a block of {report['block_size']:,} tokens", kv["bytes_per_block"]
+        )
+    else:
+        yield _bytes("K/V of a block of a cache group", groups["bytes_per_block"])
     yield _bytes(f"K/V of a request of {tokens:,} tokens", kv["bytes_per_request"])
     # Documents before 0.2 have no caches.
     caches = report.get("caches", ())
@@ -85,15 +91,7 @@ def _rows(report: Mapping[str, Any]) -> Iterator[Row]:
         yield _bytes("missing: the weights do not fit", -fit["kv_budget_bytes"])
     if server["kv_copies"] != 1:
         yield "copies of the K/V", format_number(server["kv_copies"]), "on all GPUs together"
-    room = fit["blocks"] * report["block_size"]
-    yield "blocks that fit", f"{fit['blocks']:,}", f"{room:,} tokens"
-    enough = "" if fit["batch_fits"] else f"the batch of {batch:,} does not"
-    yield "requests that fit", f"{fit['requests']:,}", enough
-    if "grouped_requests" in fit:
-        groups = report["groups"]
-        block = format_bytes(groups["bytes_per_block"])
-        what = f"{groups['blocks_per_request']:,} blocks of {block}"
-        yield "requests in cache groups", f"{fit['grouped_requests']:,}", what
+    yield from _pool_rows(report)
     if not fit["weights_fit"]:
         return
     decode, prefill = report["decode"], report["prefill"]
@@ -107,6 +105,22 @@ def _rows(report: Mapping[str, Any]) -> Iterator[Row]:
         f"{format_number(prefill['flop'] / 1e12)} TFLOP",
     )
     yield "load of its K/V from the host", format_seconds(prefill["load_seconds"]), ""
+
+
+def _pool_rows(report: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield the blocks and the requests that fit: of cache groups, if there are some."""
+    fit, batch = report["fit"], report["batch"]
+    blocks, requests, enough = fit["blocks"], fit["requests"], ""
+    what = f"{blocks * report['block_size']:,} tokens"
+    if "grouped_blocks" in fit:  # documents of 0.1.0 have groups without it
+        groups = report["groups"]
+        blocks, requests = fit["grouped_blocks"], fit["grouped_requests"]
+        what = f"in {len(groups['groups'])} cache groups"
+        enough = f"{groups['blocks_per_request']:,} blocks each"
+    if batch > requests:
+        enough = f"the batch of {batch:,} does not"
+    yield "blocks that fit", f"{blocks:,}", what
+    yield "requests that fit", f"{requests:,}", enough
 
 
 def _bytes(what: str, number: int) -> Row:

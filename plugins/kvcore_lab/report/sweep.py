@@ -121,10 +121,10 @@ class SweepReport:
             key = tuple(written(name, row) for name in self._given)
             contests.setdefault(key, []).append(row)
         rows = [[*key, *self._best(rows)] for key, rows in contests.items()]
-        best = [header for each in self.measures for header in self._headers(each)]
+        best = [header for measure in self.measures for header in self._headers(measure)]
         headers = [*self._given, *best, *(["of the optimum"] if self._bounded else [])]
         numbers = ["blocks", "memory", "block_size", "replicas", "of the optimum"]
-        numbers += (self._headers(each)[-1] for each in self.measures)
+        numbers += (self._headers(measure)[-1] for measure in self.measures)
         return Table(headers, rows, numbers, split=True)
 
     @property
@@ -314,8 +314,8 @@ class SweepReport:
                 "hit_ratio_token": "reuse_ratio_token",
             }
             measures = [
-                attrs.evolve(each, column=tiered.get(each.column, each.column))
-                for each in measures
+                attrs.evolve(measure, column=tiered.get(measure.column, measure.column))
+                for measure in measures
             ]
         # Rows of earlier releases have no costs.
         return [m for m in measures if any(row.get(m.column) is not None for row in rows)]

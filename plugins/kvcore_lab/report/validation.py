@@ -64,11 +64,12 @@ class ValidationReport:
     @property
     def headline(self) -> str:
         """Sentences about the numbers of rows, and the errors."""
-        found = self.validation
-        left = sum(found.left_out.values())
+        validation = self.validation
+        rows = counted(len(validation.compared), "row")
+        left = sum(validation.left_out.values())
         others = f", {left:,} left out" if left else ""
         return (
-            f"{found.source}: {counted(len(found.compared), 'row')} simulated{others}. "
+            f"{validation.source}: {rows} simulated{others}. "
             "Errors are simulated / measured - 1: their median, that of their absolute values, "
             "and of these the 90th percentile."
         )
@@ -111,18 +112,18 @@ class ValidationReport:
 
     def document(self) -> dict[str, Any]:
         """Return the validation as a JSON object."""
-        found = self.validation
+        validation = self.validation
         return {
             "schema": 1,
-            "source": found.source,
-            "rows": len(found.compared),
-            "errors": self._errors(found.compared),
+            "source": validation.source,
+            "rows": len(validation.compared),
+            "errors": self._errors(validation.compared),
             "groups": [
                 {"by": by, "value": name, "errors": self._errors(of)}
                 for by, name, of in self._groups()
             ],
-            "left_out": [{"reason": why, "rows": n} for why, n in found.left_out.items()],
-            "compared": [_fields(each) for each in found.compared],
+            "left_out": [{"reason": why, "rows": n} for why, n in validation.left_out.items()],
+            "compared": [_fields(each) for each in validation.compared],
         }
 
     def write_csv(self, file: TextIO) -> None:
@@ -155,13 +156,13 @@ class ValidationReport:
         looks = list(zip(cycle(COLOURS[:-1]), MARKERS * 2, strict=False))[:MOST_GROUPS]
         for axes, measure in zip(panels, measures, strict=True):
             points: list[tuple[float, float]] = []
-            for place, (name, of) in enumerate(found.items()):
+            for index, (name, of) in enumerate(found.items()):
                 pairs = [
                     (each.row.values[measure], each.values[measure])
                     for each in of
                     if each.error(measure) is not None
                 ]
-                colour, marker = looks[place] if place < len(looks) else (COLOURS[-1], ".")
+                colour, marker = looks[index] if index < len(looks) else (COLOURS[-1], ".")
                 axes.plot(
                     *(zip(*pairs, strict=True) if pairs else ((), ())),
                     linestyle="none", marker=marker, markersize=3.5, color=colour,
@@ -199,10 +200,10 @@ class ValidationReport:
         }
 
 
-def command(each: Compared) -> str:
+def command(compared: Compared) -> str:
     """Return the command that simulates a row by itself."""
-    words = ["kvcore simulate", str(each.config.workload)]
-    for name, value in each.options.items():
+    words = ["kvcore simulate", str(compared.config.workload)]
+    for name, value in compared.options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
@@ -236,19 +237,19 @@ def _frame(
         axes.text(0.04, 0.96, text, transform=axes.transAxes, va="top", fontsize=8, color=GREY)
 
 
-def _fields(each: Compared) -> dict[str, Any]:
+def _fields(compared: Compared) -> dict[str, Any]:
     """Return a row and its simulation as one mapping."""
-    row = each.row
+    row = compared.row
     given = {name: _plain(value) for name, value in row.options.items()}
     load = {name: _plain(value) for name, value in row.load.items()}
     fields: dict[str, Any] = {"line": row.line, **row.labels, **given, **load}
     for measure in MEASURES:
         if measure in row.values:
             fields[measure] = row.values[measure]
-        if measure in each.values:
-            fields[f"simulated_{measure}"] = each.values[measure]
-        if each.error(measure) is not None:
-            fields[f"{measure}_error"] = each.error(measure)
+        if measure in compared.values:
+            fields[f"simulated_{measure}"] = compared.values[measure]
+        if compared.error(measure) is not None:
+            fields[f"{measure}_error"] = compared.error(measure)
     return fields
 
 
@@ -258,17 +259,18 @@ def _plain(value: Any) -> Any:
     return value if finite else str(value)
 
 
-def _server(each: Compared) -> str:
-    row = each.row
+def _server(compared: Compared) -> str:
+    row = compared.row
     names = (row.label("engine"), row.label("version"))
     engine = " ".join(name for name in names if name != "-")
     weights = row.options.get("weights_dtype")
     served = f"{row.label('model')}{f' in {weights}' if weights else ''}"
-    return f"{served} on {each.config.tensor_parallel} x {row.label('device')} {engine}".strip()
+    devices = f"{compared.config.tensor_parallel} x {row.label('device')}"
+    return f"{served} on {devices} {engine}".strip()
 
 
-def _load(each: Compared) -> str:
-    load = each.row.load
+def _load(compared: Compared) -> str:
+    load = compared.row.load
     clients, rate = load.get("concurrency"), load.get("rate")
     lengths = f"{load['input_tokens']:,} + {load['output_tokens']:,} tokens"
     return f"{lengths}, {counted(clients, 'client') if clients else f'{rate:g} requests/s'}"

@@ -376,7 +376,7 @@ class CellRun:
             "replicas": [[n, CellRun(each, self._known).digest] for n, each in configs],
             "router": self._described(parts.router()),
             "view": str(parts.view()),
-            "fail": [str(each) for each in parts.failures],
+            "fail": [str(failure) for failure in parts.failures],
             "autoscale": parts.config.autoscale,
             **({} if parts.split is None else {"disaggregate": str(parts.split)}),
         }

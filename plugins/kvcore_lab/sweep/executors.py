@@ -78,7 +78,7 @@ class RayCluster:
             raise InputError(msg)
 
     def run(self, tasks: Iterable[Task]) -> Generator[Outcome]:
-        """Yield the outcomes of `tasks`, in the order in which they end."""
+        """Yield the outcomes of `tasks`, in the order of their ends."""
         tasks = queue_of(tasks)
         if not tasks:
             return

@@ -68,9 +68,8 @@ def view(
     The page is one file, which a browser opens without a server or a network: the pool as a
     map of blocks, the prefix tree, requests over time, curves, and why each request missed,
     at any moment of the run. If a trace is longer than --events, the page has its first lines,
-    or those from the start of --window on, and says so.
-
-    A TRACE may be the directory that --out of simulate or run wrote.
+    or those from the start of --window on, and says so. A TRACE may be the directory that --out
+    of simulate or run wrote.
     """
     from kvcore_pages.playback import Window  # noqa: PLC0415 - as above
     from kvcore_pages.view import view_page  # noqa: PLC0415 - `--help` does without

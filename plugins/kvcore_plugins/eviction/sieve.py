@@ -47,8 +47,8 @@ class SIEVE(QueuePolicy):
         super().attach(blocks, block_size)
         self._ahead: LazyHeap[Span] = LazyHeap()
         self._behind: LazyHeap[Span] = LazyHeap()
-        # The number of spans at each place: the parts of a split share one.
-        self._places: OrderedDict[int, int] = OrderedDict()
+        # The number of spans by their order: the parts of a split share one.
+        self._spans_by_order: OrderedDict[int, int] = OrderedDict()
 
     def enter(self, span: Span) -> None:
         """Insert `span` where the hand meets it: in this lap if it is ahead, else the next."""
@@ -61,7 +61,7 @@ class SIEVE(QueuePolicy):
     def on_insert(self, span: Span, now: int) -> None:
         """Append `span` to the queue."""
         span.data = Position(span.created_order, visited=False)
-        self._places[span.created_order] = 1
+        self._spans_by_order[span.created_order] = 1
 
     def on_access(self, span: Span, now: int) -> None:
         """Set the bit of `span`."""
@@ -70,16 +70,16 @@ class SIEVE(QueuePolicy):
     def on_split(self, upper: Span, lower: Span) -> None:
         """Keep both halves in one place of the queue, with a bit each."""
         super().on_split(upper, lower)
-        self._places[lower.data.order] += 1
+        self._spans_by_order[lower.data.order] += 1
 
     def on_remove(self, span: Span, reason: str) -> None:
         """Remove `span`; if the queue ends before the hand, the hand begins again."""
         self.leave(span)
-        places, order = self._places, span.data.order
-        places[order] -= 1
-        if not places[order]:
-            del places[order]
-        if not places or next(reversed(places)) < self._hand:
+        spans, order = self._spans_by_order, span.data.order
+        spans[order] -= 1
+        if not spans[order]:
+            del spans[order]
+        if not spans or next(reversed(spans)) < self._hand:
             self._begin_again()
 
     def victim(self, now: int) -> Span:

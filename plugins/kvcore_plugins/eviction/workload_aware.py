@@ -186,9 +186,9 @@ class WorkloadAware(EvictionPolicy):
 
     def _chance(self, kind: _Class, age: int) -> float:
         """Return the chance that a wait of `kind` ends within its life span after `age` ns."""
-        every = self._all
-        share = (every.reused + 1) / (every.begun + 2)
-        mean = (every.reuse_ns + 1) / (every.reused + 1)
+        total = self._all
+        share = (total.reused + 1) / (total.begun + 2)
+        mean = (total.reuse_ns + 1) / (total.reused + 1)
         share = min((kind.reused + _PRIOR * share) / (kind.begun + _PRIOR), 1.0)
         mean = (kind.reuse_ns + _PRIOR * mean) / (kind.reused + _PRIOR)
         life = kind.life_ns / kind.evicted if kind.evicted else inf

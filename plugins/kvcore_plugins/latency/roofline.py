@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache, partial
 from math import ceil
@@ -22,7 +22,6 @@ from kvcore.serving.latency import StepTerms
 from kvcore.units import DECIMAL, PS_PER_S, format_bytes, picoseconds
 from kvcore_plugins.latency.engine_times import (
     EngineName,
-    EngineTimes,
     ExpertTimes,
     engine_times,
 )
@@ -72,6 +71,54 @@ EXPERT_RATES: Rates = {
     **dict.fromkeys(("mxfp4", "nvfp4"), ("fp4_flops", "fp8_flops")),
 }
 """The same for products of routed experts."""
+
+
+@attrs.frozen(eq=False)
+class _Experts:
+    """The work of routed experts, in 2^-32 ps.
+
+    Attributes:
+        product: a token in their products.
+        weights: returns what reading those takes that a number of tokens selects.
+        routed: routing a token.
+        layers: seconds of their layers in each step, whatever its tokens.
+    """
+
+    product: int
+    weights: Callable[[int], int]
+    routed: int
+    layers: Fraction
+
+
+@attrs.frozen(eq=False)
+class _Kernels:
+    """The work of all kernels but attention, in 2^-32 ps.
+
+    Attributes:
+        product: a token in products with weights.
+        weights: reading the weights once.
+        experts: the routed experts.
+        moved: a token in activations.
+        reduced: a token in all-reduces.
+        floor: what a step takes whatever its tokens, beside the host and launches.
+    """
+
+    product: int
+    weights: int
+    experts: _Experts
+    moved: int
+    reduced: int
+    floor: int
+
+    def of_tokens(self, tokens: int) -> int:
+        """Return the work of a step with so many tokens."""
+        experts = self.experts
+        return (
+            max(self.product * tokens, self.weights)
+            + max(experts.product * tokens, experts.weights(tokens))
+            + (self.moved + self.reduced + experts.routed) * tokens
+            + self.floor
+        )
 
 
 @attrs.define(slots=False, eq=False)
@@ -159,28 +206,30 @@ class Roofline(LatencyModel):
         """Convert data sheets to coefficients."""
         model = find_model(self.model) if isinstance(self.model, str) else self.model
         device = find_device(self.device) if isinstance(self.device, str) else self.device
-        self._names = model.name, device.name
         self._check(model, device)
         layout = KVLayout(model, self.codec, self.block_size)
         if isinstance(self.codec, str):
             self.codec = str(layout.codec)
-        self._layers = model.layers
+        self._names, self._layers = (model.name, device.name), model.layers
         devices = self.tensor_parallel
         fp4 = device.fp4_flops > 0
         # Without units for fp4 weights alone are in it, and with MXFP4 those of experts.
         quantised = model.dtype == "fp8" or (fp4 and model.expert_dtype == "nvfp4")
         times = engine_times(self.engine, device.name, model.expert_dtype if fp4 else "")
-        self._add_overheads(times)
+        overhead = picoseconds(self.overhead, "roofline: overhead")
+        launches = picoseconds(self.layer_overhead, "roofline: layer_overhead")
+        picoseconds(self.frontend, "roofline: frontend")
+        self._host = overhead + picoseconds(times.step, "step")
+        self._overhead = self._host + launches * model.layers
+        self._sequence = _fine(Fraction(times.sequence))
 
         flops = device.flops * devices * Fraction(self.compute)
         peak = _peak(device, RATES.get(model.dtype, ())) * devices
         products = peak * Fraction(self.compute) * Fraction(times.compute)
         bandwidth = device.bandwidth * Fraction(self.bandwidth)
         routed = Fraction(model.expert_parameters * model.experts_per_token, model.experts or 1)
-        self._product = _fine(2 * (model.active_parameters - routed) / products)
         memory = (PS_PER_S << SHIFT) / (bandwidth * devices)
-        self._weights = ceil(model.shared_bytes * memory)
-        routing = self._add_experts(model, device, times.experts, routed, memory)
+        experts = self._experts(model, device, times.experts, routed, memory)
 
         flop_of, reads = dict(pair_flop(model)), layout.reads(devices)
         self._windows = tuple(sorted(reads, key=lambda w: (w is not None, w or 0)))
@@ -200,37 +249,23 @@ class Roofline(LatencyModel):
         numbers = whole + Fraction(ACTIVATIONS[1], devices)
         hidden = 2 * model.hidden_size * model.layers
         written = layout.token_bytes(devices) / kv_bandwidth
-        self._moved = _fine(written + numbers * hidden / bandwidth)
 
         reductions = REDUCTIONS * (devices > 1)
         link, hops = (device.link, 1) if device.link else (device.host_link, devices - 1)
         # Through the host, all but two devices share one path.
         shared = devices if hops > 1 else 1
         sent = Fraction(2 * (devices - 1), devices) * hidden * shared
-        self._reduced = _fine(reductions * sent / (link * LINK))
         kernels = model.layers * (reductions * hops * HOP + quantised * NARROW_LAYER)
-        self._floor = _fine(kernels + routing)
-        # All but overhead and attention follows from the tokens, and full steps have as many.
-        product, weights, floor = self._product, self._weights, self._floor
-        expert, expert_weights = self._expert_product, self._expert_weights
-        token = self._moved + self._reduced + self._routed
-        self._by_tokens = lru_cache(4096)(
-            lambda n: (
-                max(product * n, weights)
-                + max(expert * n, expert_weights(n))
-                + token * n
-                + floor
-            )
+        self._kernels = _Kernels(
+            product=_fine(2 * (model.active_parameters - routed) / products),
+            weights=ceil(model.shared_bytes * memory),
+            experts=experts,
+            moved=_fine(written + numbers * hidden / bandwidth),
+            reduced=_fine(reductions * sent / (link * LINK)),
+            floor=_fine(kernels + experts.layers),
         )
-
-    def _add_overheads(self, times: EngineTimes) -> None:
-        """Store the coefficients of the host and of launches."""
-        overhead = picoseconds(self.overhead, "roofline: overhead")
-        launches = picoseconds(self.layer_overhead, "roofline: layer_overhead")
-        picoseconds(self.frontend, "roofline: frontend")
-        self._host = overhead + picoseconds(times.step, "step")
-        self._overhead = self._host + launches * self._layers
-        self._sequence = _fine(Fraction(times.sequence))
+        # All but overhead and attention follows from the tokens, and full steps have as many.
+        self._by_tokens = lru_cache(4096)(self._kernels.of_tokens)
 
     def _attend_sparsely(self, reading: Fraction, moving: Fraction) -> None:
         """Let decoding tokens attend to `attended` tokens, where they attended to all.
@@ -247,28 +282,30 @@ class Roofline(LatencyModel):
         self._pairs = [pairs.get(window, 0) for window in self._windows]
         self._read = tuple(reads[window] for window in self._windows)
 
-    def _add_experts(
+    def _experts(
         self,
         model: ModelSpec,
         device: DeviceSpec,
         times: ExpertTimes,
         parameters: Fraction,
         memory: Fraction,
-    ) -> Fraction:
-        """Store the coefficients of routed experts, and return the seconds of their layers.
+    ) -> _Experts:
+        """Return the work of routed experts.
 
         A token takes `parameters` of them; a byte of other weights is read in `memory`.
         """
         peak = _peak(device, EXPERT_RATES.get(model.expert_dtype, ()))
         flops = peak * Fraction(self.compute) * Fraction(times.compute)
-        self._expert_product = _fine(2 * parameters / (flops * self.tensor_parallel))
         over, under = (memory / Fraction(times.bandwidth)).as_integer_ratio()
         # Raising integers to the power of the tokens, as experts ask for, takes its time.
         read, others = model.weight_bytes_read, model.shared_bytes
-        self._expert_weights = lru_cache(64)(lambda n: -(-(read(n) - others) * over // under))
         layers = model.layers * (model.experts > 0)
-        self._routed = _fine(layers * Fraction(times.token))
-        return layers * Fraction(times.layer + times.device * (self.tensor_parallel - 1))
+        return _Experts(
+            product=_fine(2 * parameters / (flops * self.tensor_parallel)),
+            weights=lru_cache(64)(lambda n: -(-(read(n) - others) * over // under)),
+            routed=_fine(layers * Fraction(times.token)),
+            layers=layers * Fraction(times.layer + times.device * (self.tensor_parallel - 1)),
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle it by its options, from which the coefficients follow."""
@@ -298,17 +335,18 @@ class Roofline(LatencyModel):
 
     def terms(self, works: Sequence[StepWork]) -> list[list[list[float]]]:
         """Return the seconds of overhead, computing and reading at full rates, for a fit."""
+        kernels, experts = self._kernels, self._kernels.experts
         found = []
         for work in works:
             tokens = work.prefill + work.decode
             pairs = sum(map(mul, self._pairs, work.attended_pairs))
             read = sum(map(mul, self._read, work.context)) << SHIFT
             attention = _seconds(pairs) * self.compute
-            moved = _seconds(self._moved * tokens + read) * self.bandwidth
-            whole = (0.0, _seconds(self._product * tokens)), (_seconds(self._weights), 0.0)
-            parts = (
-                (0.0, _seconds(self._expert_product * tokens)),
-                (_seconds(self._expert_weights(tokens)), 0.0),
+            moved = _seconds(kernels.moved * tokens + read) * self.bandwidth
+            shared = (0.0, _seconds(kernels.product * tokens)), (_seconds(kernels.weights), 0.0)
+            routed = (
+                (0.0, _seconds(experts.product * tokens)),
+                (_seconds(experts.weights(tokens)), 0.0),
             )
             found.append(
                 [
@@ -317,16 +355,17 @@ class Roofline(LatencyModel):
                         attention + (one + other) * self.compute,
                         moved + (read + more) * self.bandwidth,
                     ]
-                    for read, one in whole
-                    for more, other in (parts if self._expert_product else parts[:1])
+                    for read, one in shared
+                    for more, other in (routed if experts.product else routed[:1])
                 ]
             )
         return found
 
     def fixed(self, works: Sequence[StepWork]) -> list[float]:
         """Return the seconds that no fitted option changes: host, routing, all-reduces."""
-        token = self._reduced + self._routed
-        constant = (self._host << SHIFT) + self._floor
+        kernels = self._kernels
+        token = kernels.reduced + kernels.experts.routed
+        constant = (self._host << SHIFT) + kernels.floor
         return [
             _seconds(
                 constant + token * (work.prefill + work.decode) + self._sequence * work.decode
@@ -336,33 +375,33 @@ class Roofline(LatencyModel):
 
     def coefficients(self) -> dict[str, Any]:
         """Return the picoseconds of a token, a pair and a step in each kernel."""
-        model, device = self._names
-        experts: dict[str, Any] = {}
-        if self._expert_product:
-            experts["experts"] = {
-                "token_ps": self._expert_product / 2**SHIFT,
-                "weights_ps": self._expert_weights(1) / 2**SHIFT,
-                "routed_ps": self._routed / 2**SHIFT,
+        (model, device), kernels, experts = self._names, self._kernels, self._kernels.experts
+        of_some: dict[str, Any] = {}
+        if experts.product:
+            of_some["experts"] = {
+                "token_ps": experts.product / 2**SHIFT,
+                "weights_ps": experts.weights(1) / 2**SHIFT,
+                "routed_ps": experts.routed / 2**SHIFT,
             }
         if self._sequence:
-            experts["sequence_ps"] = self._sequence / 2**SHIFT
+            of_some["sequence_ps"] = self._sequence / 2**SHIFT
         return {
             "model": model,
             "device": device,
             "windows": list(self._windows),
             "overhead_ps": self._overhead,
             "products": {
-                "token_ps": self._product / 2**SHIFT,
-                "weights_ps": self._weights / 2**SHIFT,
+                "token_ps": kernels.product / 2**SHIFT,
+                "weights_ps": kernels.weights / 2**SHIFT,
             },
-            **experts,
+            **of_some,
             "attention": {
                 "pair_ps": [pair / 2**SHIFT for pair in self._pairs],
                 "context_ps": list(self._read),
             },
-            "activations": {"token_ps": self._moved / 2**SHIFT},
-            "all_reduces": {"token_ps": self._reduced / 2**SHIFT},
-            "fixed_ps": self._floor / 2**SHIFT,
+            "activations": {"token_ps": kernels.moved / 2**SHIFT},
+            "all_reduces": {"token_ps": kernels.reduced / 2**SHIFT},
+            "fixed_ps": kernels.floor / 2**SHIFT,
         }
 
     def for_model(self, model: ModelSpec | None, parameters: int = 0) -> Roofline:

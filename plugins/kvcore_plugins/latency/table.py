@@ -117,9 +117,9 @@ class Table(LatencyModel):
             return ((time // (scale * width) + beyond + more, 0),)
         first = sum(self._times[at] * weight for at, weight in corners) // scale + beyond
         lines = [(first, 0)]
-        for place, (start, end) in enumerate(pairwise(axis)):
+        for index, (start, end) in enumerate(pairwise(axis)):
             rise = sum(
-                (self._times[at + place + 1] - self._times[at + place]) * weight
+                (self._times[at + index + 1] - self._times[at + index]) * weight
                 for at, weight in corners
             )
             whole = scale * (end - start)
@@ -185,11 +185,11 @@ class Table(LatencyModel):
         """Check that times grow along an axis; return the steepest slope of its last cells."""
         values, stride = self._axes[axis], self._strides[axis]
         steepest = Fraction(0)
-        for at, counts in enumerate(grid):
+        for index, counts in enumerate(grid):
             if counts[axis] == values[-1]:
                 continue
-            more = grid[at + stride]
-            longer = self._times[at + stride] - self._times[at]
+            more = grid[index + stride]
+            longer = self._times[index + stride] - self._times[index]
             if longer < 0:
                 msg = (
                     f"{self.path}:{steps[more].line}: {self._point(more)} takes less than "

@@ -199,11 +199,11 @@ class PooledCache(KVCache):
             AssertionError: an invariant does not hold; the message has the numbers.
         """
         super().check_integrity()
-        tree, held = self.tree, self._held.values()
+        tree, holding = self.tree, self._held.values()
         if tree.windows is not None:
-            tree.windows.check(sum(each.windows for each in held))
+            tree.windows.check(sum(each.windows for each in holding))
         if tree.states is not None:
-            tree.states.check(sum(each.states for each in held))
+            tree.states.check(sum(each.states for each in holding))
 
     # From open to close.
 
@@ -225,30 +225,30 @@ class PooledCache(KVCache):
         if lacking:
             msg = f"request {request.id} needs {lacking}"
             raise OutOfBlocks(msg)
-        held = Holding(match.span)
+        holding = Holding(match.span)
         junction = self._tokens(self._split_match(request, target, now)) // self._grid
         if junction * self._grid > self._tokens(match.blocks):
-            held.junction = junction * self._grid
+            holding.junction = junction * self._grid
         match = self.match(request, now, target)
-        self._lock(held, match.span)
+        self._lock(holding, match.span)
         if tree.states is not None:
             tree.states.touch([match.span])
             tree.states.take(STATE_SLOTS)
-            held.states = STATE_SLOTS
+            holding.states = STATE_SLOTS
         try:
             seq = super().open(
                 request, first_tokens, now, resumed=resumed, target=target, reserve=reserve
             )
         except OutOfBlocks:
-            self._release(held)
+            self._release(holding)
             raise
-        if seq.span is not held.span:
-            self._unlock(held)
-            self._lock(held, seq.span)
-        self._held[seq.id] = held
+        if seq.span is not holding.span:
+            self._unlock(holding)
+            self._lock(holding, seq.span)
+        self._held[seq.id] = holding
         if tree.windows is not None:
             tree.windows.touch(tree.window_path(seq.span, tree.window_blocks + 1))
-            self._take_windows(held, seq.blocks - seq.span.end)
+            self._take_windows(holding, seq.blocks - seq.span.end)
         return seq
 
     def extend(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
@@ -256,11 +256,11 @@ class PooledCache(KVCache):
 
         Window slots that a decoding request has passed are freed before.
         """
-        held, blocks = self._held[seq.id], seq.blocks
+        holding, blocks = self._held[seq.id], seq.blocks
         if seq.tokens >= seq.target:
-            self._pass_windows(held, seq, seq.tokens, WINDOW_INTERVAL)
+            self._pass_windows(holding, seq, seq.tokens, WINDOW_INTERVAL)
         super().extend(seq, tokens, now)
-        self._take_windows(held, seq.blocks - blocks)
+        self._take_windows(holding, seq.blocks - blocks)
 
     def commit(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
         """Count `tokens` more tokens as computed.
@@ -269,9 +269,9 @@ class PooledCache(KVCache):
         at which a state was kept if layers have states; those of the output do when the
         request ends.
         """
-        held, cacheable, start = self._held[seq.id], seq.cacheable, seq.computed
+        holding, cacheable, start = self._held[seq.id], seq.cacheable, seq.computed
         end = start + tokens
-        upto = self._chunk_end(held, start, end) if end <= seq.target else None
+        upto = self._chunk_end(holding, start, end) if end <= seq.target else None
         seq.cacheable = 0
         try:
             super().commit(seq, tokens, now)
@@ -279,15 +279,15 @@ class PooledCache(KVCache):
             seq.cacheable = cacheable
         if upto is None:
             return
-        at_junction = upto == held.junction
-        self._pass_windows(held, seq, upto - 1, 1)
+        at_junction = upto == holding.junction
+        self._pass_windows(holding, seq, upto - 1, 1)
         if self.tree.states is not None:
             self.tree.states.take(1)
-            held.states += 1
-        self._share(held, seq, min(upto // self.geometry.block_size, cacheable))
+            holding.states += 1
+        self._share(holding, seq, min(upto // self.geometry.block_size, cacheable))
         if at_junction:
-            held.junction = None
-            self._pass_windows(held, seq, end - 1, 1)
+            holding.junction = None
+            self._pass_windows(holding, seq, end - 1, 1)
 
     def keep_generated(self, seq: Sequence, tokens: int, now: int) -> None:
         """Cache the generated blocks of `seq` that its first `tokens` tokens fill.
@@ -317,14 +317,14 @@ class PooledCache(KVCache):
         """Free what `seq` alone has in all pools; what is shared stays cached."""
         if seq.is_open and self.sequences.get(seq.id) is seq:
             self.now = self._at(now)
-            held, tree = self._held.pop(seq.id), self.tree
+            holding, tree = self._held.pop(seq.id), self.tree
             if seq.request.publishes and not preempted:
                 upto = self._kept_output(seq, seq.computed) // self.geometry.block_size
                 if min(upto, seq.cacheable) > seq.span.end:
-                    self._share(held, seq, min(upto, seq.cacheable))
+                    self._share(holding, seq, min(upto, seq.cacheable))
             if tree.windows is not None and not preempted:
                 tree.windows.touch(tree.window_path(seq.span, tree.window_blocks + 1))
-            self._release(held)
+            self._release(holding)
         super().close(seq, now, length, preempted=preempted)
 
     # Pools beside that of full attention.
@@ -337,19 +337,19 @@ class PooledCache(KVCache):
             self.tree.cut(span, end, now)
         return end
 
-    def _chunk_end(self, held: Holding, start: int, end: int) -> int | None:
+    def _chunk_end(self, holding: Holding, start: int, end: int) -> int | None:
         """Return up to where a chunk of a prompt can be shared; None: it cannot."""
-        at_junction = held.junction is not None and start < held.junction <= end
+        at_junction = holding.junction is not None and start < holding.junction <= end
         if self.tree.states is None:
-            return held.junction if at_junction else end
+            return holding.junction if at_junction else end
         grid = self._grid
         kept = start + (end - start) // grid * grid
         if kept == start:
             return None
-        if at_junction and held.junction is not None:
+        if at_junction and holding.junction is not None:
             chunk = max(STATE_CHUNK, self.geometry.block_size)
-            if held.junction < end and (held.junction - start) % chunk == 0:
-                return held.junction
+            if holding.junction < end and (holding.junction - start) % chunk == 0:
+                return holding.junction
         return kept
 
     def _kept_output(self, seq: Sequence, tokens: int) -> int:
@@ -360,7 +360,7 @@ class PooledCache(KVCache):
         kept = tokens // interval * interval
         return kept if kept > seq.target else 0
 
-    def _share(self, held: Holding, seq: Sequence, upto: int) -> None:
+    def _share(self, holding: Holding, seq: Sequence, upto: int) -> None:
         """Share the first `upto` blocks of `seq`, with their windows and the state at the end.
 
         Where others have cached the same meanwhile, tombstones get what `seq` has.
@@ -370,27 +370,27 @@ class PooledCache(KVCache):
             tree.commit(seq, upto, self.now)
         if tree.windows is not None:
             for span in tree.path_from(first, seq.span):
-                self._share_windows(held, span, is_new=span.created_order > newest)
+                self._share_windows(holding, span, is_new=span.created_order > newest)
             tree.windows.touch(tree.window_path(seq.span, tree.window_blocks + 1))
-        if tree.states is not None and held.states:
+        if tree.states is not None and holding.states:
             if seq.span.end == upto and seq.span not in tree.states and upto:
                 tree.states.add(seq.span)
             else:
                 tree.states.free += 1
                 tree.states.touch([seq.span])
-            held.states -= 1
-        self._unlock(held)
-        self._lock(held, seq.span)
+            holding.states -= 1
+        self._unlock(holding)
+        self._lock(holding, seq.span)
 
-    def _share_windows(self, held: Holding, span: Span, *, is_new: bool) -> None:
+    def _share_windows(self, holding: Holding, span: Span, *, is_new: bool) -> None:
         """Give the window slots of a sequence for the blocks of `span` to it, or free them."""
         windows, now = self.tree.windows, self.now
         assert windows is not None
-        start = max(span.start, held.passed)
+        start = max(span.start, holding.passed)
         private = span.end - start
         if private <= 0:
             return
-        held.windows -= private
+        holding.windows -= private
         if span in windows:
             windows.free += private
             return
@@ -401,54 +401,56 @@ class PooledCache(KVCache):
             windows.add(self.tree.cut(span, span.end - self.tree.window_blocks, now))
         windows.add(span)
 
-    def _take_windows(self, held: Holding, blocks: int) -> None:
+    def _take_windows(self, holding: Holding, blocks: int) -> None:
         """Allocate private window slots, if there are windows."""
         if self.tree.windows is not None and blocks > 0:
             self.tree.windows.take(blocks)
-            held.windows += blocks
+            holding.windows += blocks
 
-    def _pass_windows(self, held: Holding, seq: Sequence, computed: int, interval: int) -> None:
+    def _pass_windows(
+        self, holding: Holding, seq: Sequence, computed: int, interval: int
+    ) -> None:
         """Free the private slots that no token after the first `computed` ones needs.
 
         If these are `interval` tokens or more.
         """
         windows, size = self.tree.windows, self.geometry.block_size
-        if windows is None or computed - self.window < self._tokens(held.passed) + interval:
+        if windows is None or computed - self.window < self._tokens(holding.passed) + interval:
             return
-        before = max(held.passed, seq.span.end)
+        before = max(holding.passed, seq.span.end)
         passed = max(before, computed // size - self.tree.window_blocks)
         windows.free += passed - before
         self.passed_slots += passed - before
-        held.windows -= passed - before
-        held.passed = passed
+        holding.windows -= passed - before
+        holding.passed = passed
 
-    def _lock(self, held: Holding, span: Span) -> None:
+    def _lock(self, holding: Holding, span: Span) -> None:
         """Lock what is needed to resume at the end of `span`."""
-        held.span, held.top = span, span.end
+        holding.span, holding.top = span, span.end
         tree = self.tree
         if tree.windows is not None:
             path = tree.window_path(span, tree.window_blocks)
             tree.windows.lock(path)
-            held.top = path[-1].start if path else span.end
+            holding.top = path[-1].start if path else span.end
         if tree.states is not None and span.parent is not None:
             tree.states.lock([span])
 
-    def _unlock(self, held: Holding) -> None:
+    def _unlock(self, holding: Holding) -> None:
         """End the lock of `_lock`; spans may have been split since."""
-        tree, span = self.tree, held.span
+        tree, span = self.tree, holding.span
         if tree.windows is not None:
             path, each = [], span
-            while each.parent is not None and each.start >= held.top:
+            while each.parent is not None and each.start >= holding.top:
                 path.append(each)
                 each = each.parent
             tree.windows.unlock(path)
         if tree.states is not None and span.parent is not None:
             tree.states.unlock([span])
 
-    def _release(self, held: Holding) -> None:
+    def _release(self, holding: Holding) -> None:
         """Free the private slots of a sequence, and unlock what it needed."""
         if self.tree.windows is not None:
-            self.tree.windows.free += held.windows
+            self.tree.windows.free += holding.windows
         if self.tree.states is not None:
-            self.tree.states.free += held.states
-        self._unlock(held)
+            self.tree.states.free += holding.states
+        self._unlock(holding)

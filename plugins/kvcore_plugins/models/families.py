@@ -14,7 +14,7 @@ import attrs
 
 from kvcore_plugins.models import parts
 from kvcore_plugins.models.config import Config
-from kvcore_plugins.models.family import Build, Family, Layer
+from kvcore_plugins.models.family import Build, Experts, Family, Layer, Window
 from kvcore_plugins.models.harmless import named
 from kvcore_plugins.models.parts import attention, in_mixer
 
@@ -134,15 +134,14 @@ _TIED = {"tie_word_embeddings": True}
 _MLA: dict[str, Any] = {
     "mla": True,
     "mixers": {"full_attention": parts.latent_attention},
-    "experts": "n_routed_experts",
     "known": named("head_dim qk_head_dim num_key_value_heads"),
 }
 
-_DEEPSEEK_V3 = Family(router_bias=True, **_MLA)
+_DEEPSEEK_V3 = Family(experts=Experts("n_routed_experts", router_bias=True), **_MLA)
 
 _INDEXED = attrs.evolve(
     _DEEPSEEK_V3,
-    indexer=True,
+    mla="indexed",
     by_index=True,
     mixers=dict.fromkeys(
         ("full_attention", "indexed_attention", "deepseek_sparse_attention"),
@@ -157,14 +156,14 @@ _INDEXED = attrs.evolve(
 _QWEN_2: dict[str, Any] = {
     "qkv_bias": True,
     "output_bias": False,
-    "windows": False,
+    "window": Window(by_default=False),
     "only": {"qkv_bias": True},
     "known": named("sliding_window max_window_layers decoder_sparse_step"),
 }
 
 _QWEN_3: dict[str, Any] = {
     "qk_norm": True,
-    "windows": False,
+    "window": Window(by_default=False),
     "only": {"use_qk_norm": True},
     "known": named("sliding_window max_window_layers decoder_sparse_step"),
 }
@@ -178,7 +177,7 @@ _QWEN_NEXT: dict[str, Any] = {
     "known": named("decoder_sparse_step full_attention_interval"),
 }
 
-_GEMMA_3: dict[str, Any] = {"norms": 4, "qk_norm": True, "windows": True}
+_GEMMA_3: dict[str, Any] = {"norms": 4, "qk_norm": True}
 
 _PATTERN = named("sliding_window_pattern _sliding_window_pattern")
 
@@ -219,7 +218,7 @@ FAMILIES: Mapping[str, Family] = {
         mlp_bias=None,
         known=named("attn_rotary_emb mamba_chunk_size z_loss_coefficient"),
     ),
-    "deepseek_v2": Family(**_MLA),
+    "deepseek_v2": Family(experts=Experts("n_routed_experts"), **_MLA),
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _INDEXED,
     "deepseek_v4": Family(
@@ -228,8 +227,7 @@ FAMILIES: Mapping[str, Family] = {
         kinds=_deepseek_v4,
         network=parts.hyper_connections,
         outside=parts.hyper_head,
-        experts="n_routed_experts",
-        router_bias=True,
+        experts=Experts("n_routed_experts", router_bias=True),
         only={
             "num_key_value_heads": 1,
             "attention_bias": False,
@@ -256,10 +254,10 @@ FAMILIES: Mapping[str, Family] = {
         ),
     ),
     "gemma": Family(defaults=_TIED),
-    "gemma2": Family(norms=4, windows=True, full_every=2, defaults=_TIED),
+    "gemma2": Family(norms=4, window=Window(full_every=2), defaults=_TIED),
     "gemma3_text": Family(
         **_GEMMA_3,
-        full_every=6,
+        window=Window(full_every=6),
         known=_PATTERN,
         defaults=_TIED
         | {
@@ -274,19 +272,18 @@ FAMILIES: Mapping[str, Family] = {
         shares=True,
         by_index=True,
         **_GEMMA_3,
-        full_every=5,
+        window=Window(full_every=5),
         network=parts.gemma_3n,
         outside=parts.altup_embeddings,
         defaults=_TIED | {"num_kv_shared_layers": 15, "sliding_window": 512},
     ),
     "gemma4_text": Family(
         shares=True,
-        optional_experts=True,
+        experts=Experts("num_experts", optional=True),
         **_GEMMA_3,
-        full_every=6,
+        window=Window(full_every=6),
         mixers={"full_attention": _global_heads, "sliding_attention": attention},
         one_projection=True,
-        experts="num_experts",
         network=parts.gemma_4,
         outside=parts.per_layer_embeddings,
         defaults=_TIED | {"hidden_size_per_layer_input": 256, "sliding_window": 512},
@@ -296,8 +293,7 @@ FAMILIES: Mapping[str, Family] = {
     "glm4_moe": Family(
         output_bias=False,
         qk_norm=None,
-        experts="n_routed_experts",
-        router_bias=True,
+        experts=Experts("n_routed_experts", router_bias=True),
     ),
     "glm4_moe_lite": _DEEPSEEK_V3,
     "glm_moe_dsa": _INDEXED,
@@ -313,39 +309,31 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gpt_oss": Family(
         sinks=True,
-        experts="num_local_experts",
-        expert_width="intermediate_size",
-        router_bias=True,
-        windows=True,
-        full_every=2,
+        experts=Experts("num_local_experts", width="intermediate_size", router_bias=True),
+        window=Window(full_every=2),
         defaults={"torch_dtype": "bfloat16"},
         known=named("experts_per_token swiglu_limit initial_context_length"),
         **_BIASED,
     ),
     "granitemoehybrid": Family(
-        optional_experts=True,
+        experts=Experts("num_local_experts", width="intermediate_size", optional=True),
         mixers={"full_attention": attention, "linear_attention": parts.mamba_2},
         kinds=_all("linear_attention"),
         network=parts.beside,
         mlp="block_sparse_moe",
-        experts="num_local_experts",
-        expert_width="intermediate_size",
         known=named("mamba_chunk_size normalization_function num_experts_per_tok"),
     ),
     "hunyuan_v1_dense": Family(**_HUNYUAN),
     "hunyuan_v1_moe": Family(
         **_HUNYUAN,
         network=parts.beside,
-        experts="num_experts",
-        expert_width="intermediate_size",
+        experts=Experts("num_experts", width="intermediate_size"),
     ),
     "jamba": Family(
-        optional_experts=True,
+        experts=Experts("num_experts", width="intermediate_size", optional=True),
         mixers={"full_attention": attention, "linear_attention": parts.mamba_1},
         kinds=_jamba,
         mlp="feed_forward",
-        experts="num_experts",
-        expert_width="intermediate_size",
         known=named(
             "expert_layer_period expert_layer_offset num_experts_per_tok",
             "use_associative_scan use_mambapy",
@@ -359,35 +347,27 @@ FAMILIES: Mapping[str, Family] = {
                 "full_attention": parts.latent_attention,
                 "linear_attention": parts.delta_attention,
             },
-            "experts": "num_experts",
         },
+        experts=Experts("num_experts", shared="num_shared_experts", router_bias=True),
         kinds=_kimi,
-        router_bias=True,
-        shared="num_shared_experts",
         names={"num_experts": "num_local_experts", "num_shared_experts": "n_shared_experts"},
         only={"mla_use_nope": True},
     ),
     "lfm2": Family(**_LFM_2),
-    "lfm2_moe": Family(experts="num_experts", router_bias=True, **_LFM_2),
+    "lfm2_moe": Family(experts=Experts("num_experts", router_bias=True), **_LFM_2),
     "llama": Family(mlp_bias=None),
     "llama4_text": Family(
         mlp="feed_forward",
         width="intermediate_size_mlp",
-        experts="num_local_experts",
-        expert_width="intermediate_size",
-        shared_experts=1,
-        windows=True,
-        window="attention_chunk_size",
-        full_every=4,
+        experts=Experts("num_local_experts", width="intermediate_size", shared_count=1),
+        window=Window(field="attention_chunk_size", full_every=4),
         # Norms of queries and keys have no parameters.
         known=named("use_qk_norm no_rope_layers no_rope_layer_interval for_llm_compressor"),
     ),
     "minimax_m2": Family(
         qk_norm="all",
         mlp="block_sparse_moe",
-        experts="num_local_experts",
-        expert_width="intermediate_size",
-        router_bias=True,
+        experts=Experts("num_local_experts", width="intermediate_size", router_bias=True),
         kinds=_minimax,
         only={"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True},
         known=named("num_mtp_modules mtp_transformer_layers use_mtp"),
@@ -407,24 +387,22 @@ FAMILIES: Mapping[str, Family] = {
             ),
         },
         kinds=_mimo,
-        windows=True,
+        window=Window(),
         value_width=True,
         sinks=("sliding_attention",),
-        experts="n_routed_experts",
-        router_bias=True,
+        experts=Experts("n_routed_experts", router_bias=True),
         only={"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False},
         known=named(
             "sliding_window_size attention_chunk_size attention_value_scale swa_rope_theta"
         ),
     ),
-    "ministral": Family(windows=True),
-    "ministral3": Family(windows=True),
-    "mistral": Family(windows=True),
+    "ministral": Family(window=Window()),
+    "ministral3": Family(window=Window()),
+    "mistral": Family(window=Window()),
     "mixtral": Family(
         mlp="block_sparse_moe",
-        experts="num_local_experts",
-        expert_width="intermediate_size",
-        windows=True,
+        experts=Experts("num_local_experts", width="intermediate_size"),
+        window=Window(),
     ),
     "nemotron-nas": Family(
         by_index=True,
@@ -435,7 +413,7 @@ FAMILIES: Mapping[str, Family] = {
         known=named("num_key_value_heads intermediate_size"),
     ),
     "nemotron_h": Family(
-        optional_experts=True,
+        experts=Experts("n_routed_experts", optional=True, router_bias=True),
         norms=1,
         mixers={
             "full_attention": in_mixer(attention),
@@ -447,8 +425,6 @@ FAMILIES: Mapping[str, Family] = {
         network=parts.nothing,
         mlp_bias=None,
         gated=False,
-        experts="n_routed_experts",
-        router_bias=True,
         names=_MAMBA_NAMES,
         only={"sliding_window": None, "mlp_bias": False},
         known=named(
@@ -458,18 +434,18 @@ FAMILIES: Mapping[str, Family] = {
         ),
     ),
     "phi": Family(final_norms=2, gated=False, head_bias=True, **_BIASED),
-    "phi3": Family(windows=True),
+    "phi3": Family(window=Window()),
     "qwen2": Family(**_QWEN_2),
     "qwen2_5_vl": Family(**_QWEN_2),
     "qwen2_5_vl_text": Family(**_QWEN_2),
-    "qwen2_moe": Family(experts="num_experts", **_QWEN_2),
+    "qwen2_moe": Family(experts=Experts("num_experts"), **_QWEN_2),
     "qwen2_vl": Family(**_QWEN_2),
     "qwen2_vl_text": Family(**_QWEN_2),
     "qwen3": Family(**_QWEN_3),
-    "qwen3_5_moe_text": Family(**_QWEN_NEXT, experts="num_experts"),
+    "qwen3_5_moe_text": Family(**_QWEN_NEXT, experts=Experts("num_experts")),
     "qwen3_5_text": Family(**_QWEN_NEXT),
-    "qwen3_moe": Family(**_QWEN_3, experts="num_experts"),
-    "qwen3_next": Family(**_QWEN_NEXT, experts="num_experts"),
-    "qwen3_vl_moe_text": Family(**_QWEN_3, experts="num_experts"),
+    "qwen3_moe": Family(**_QWEN_3, experts=Experts("num_experts")),
+    "qwen3_next": Family(**_QWEN_NEXT, experts=Experts("num_experts")),
+    "qwen3_vl_moe_text": Family(**_QWEN_3, experts=Experts("num_experts")),
     "qwen3_vl_text": Family(**_QWEN_3),
 }

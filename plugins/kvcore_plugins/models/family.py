@@ -59,6 +59,42 @@ class Layer:
     window: int | None = None
 
 
+@attrs.frozen
+class Experts:
+    """The routed experts of a family, and those that every token takes.
+
+    Attributes:
+        count: the field with their number.
+        width: the field with the width of one.
+        optional: whether a model without the field `count`, or with one expert, is dense.
+        shared: the field with the number of experts that each token takes.
+        shared_count: that number, if no field gives it.
+        router_bias: whether the router has a bias for each expert.
+    """
+
+    count: str
+    width: str = "moe_intermediate_size"
+    optional: bool = False
+    shared: str = "n_shared_experts"
+    shared_count: int = 0
+    router_bias: bool = False
+
+
+@attrs.frozen
+class Window:
+    """The window of the layers of a family that do not attend to all tokens.
+
+    Attributes:
+        field: the field with its tokens.
+        by_default: whether it applies where `use_sliding_window` is left out.
+        full_every: every `full_every`-th layer has no window; 0: every layer has one.
+    """
+
+    field: str = "sliding_window"
+    by_default: bool = True
+    full_every: int = 0
+
+
 Build: TypeAlias = Callable[[Config, "Family", Layer], Iterable[Part]]
 """A function that builds the parts of a layer."""
 
@@ -90,18 +126,11 @@ class Family:
         width: the field with its width, where it has no experts.
         mlp_ratio: MLP width in hidden sizes, where the config leaves it out.
         positions, head_bias: whether there are learned positions, and an output bias.
-        mla, indexer: whether attention is multi-head latent attention, and has an indexer.
-        experts: the field with the number of routed experts; None: a dense model.
-        expert_width: the field with the width of one.
-        optional_experts: whether a model without that field, or with one expert, is dense.
+        mla: whether attention is multi-head latent attention; `indexed`: it has an indexer.
+        experts: the routed experts; None: a dense model.
         by_index: whether layers of one type may differ.
         shares: whether the last `num_kv_shared_layers` layers read K/V of earlier ones.
-        shared: the field with the number of experts that each token takes.
-        shared_experts: that number, if no field gives it.
-        router_bias: whether the router has a bias for each expert.
-        windows: whether `sliding_window` applies without `use_sliding_window`; None: never.
-        window: the field with the window.
-        full_every: every `full_every`-th layer has no window; 0: every layer has one.
+        window: the window of layers; None: none has one.
         names: names that fields have in this family, by the usual names.
         defaults: values of fields that the makers' own configs leave out.
         only: fields that are known with these values alone.
@@ -129,19 +158,11 @@ class Family:
     mlp_ratio: int | None = None
     positions: bool = False
     head_bias: bool = False
-    mla: bool = False
-    indexer: bool = False
-    experts: str | None = None
-    expert_width: str = "moe_intermediate_size"
-    optional_experts: bool = False
+    mla: bool | Literal["indexed"] = False
+    experts: Experts | None = None
     by_index: bool = False
     shares: bool = False
-    shared: str = "n_shared_experts"
-    shared_experts: int = 0
-    router_bias: bool = False
-    windows: bool | None = None
-    window: str = "sliding_window"
-    full_every: int = 0
+    window: Window | None = None
     names: Mapping[str, str] = attrs.field(factory=dict)
     defaults: Mapping[str, Any] = attrs.field(factory=dict)
     only: Mapping[str, Any] = attrs.field(factory=dict)

@@ -165,7 +165,7 @@ def model_of(
     one_expert = sum(part.parameters for part in every if part.expert)
     outside = _outside(config, family)
     shared = outside + sum(part.parameters for part in every if not part.expert)
-    experts = config.count(str(family.experts)) if one_expert else 0
+    experts = config.count(family.experts.count) if family.experts and one_expert else 0
     taken = config.count("num_experts_per_tok") if one_expert else 0
     shape = _shape(config, family)
     caches = merged([cache for part in every for cache in part.caches])
@@ -261,22 +261,22 @@ def _layers(config: Config, family: Family) -> list[Layer]:
 
 def _window(config: Config, family: Family) -> int | None:
     """Return the tokens that layers with a window attend to; None: all."""
-    if family.windows is None or config.get(family.window) is None:
+    if family.window is None or config.get(family.window.field) is None:
         return None
     longest = config.get("max_position_embeddings")
-    if not config.flag("use_sliding_window", default=family.windows):
+    if not config.flag("use_sliding_window", default=family.window.by_default):
         return None
-    window = config.count(family.window)
+    window = config.count(family.window.field)
     return None if isinstance(longest, int) and window >= longest else window
 
 
 def _by_window(config: Config, family: Family) -> list[str]:
     """Return the types of layers of which some have a window, or a chunk."""
     layers = config.count("num_hidden_layers")
-    if _window(config, family) is None:
+    if family.window is None or _window(config, family) is None:
         return ["full_attention"] * layers
     limited = "sliding_attention"
-    if family.window == "attention_chunk_size":
+    if family.window.field == "attention_chunk_size":
         limited = "chunked_attention"
         # Llama 4 attends in chunks in the layers that have rotary positions.
         if rotary := config.items("no_rope_layers"):
@@ -284,7 +284,7 @@ def _by_window(config: Config, family: Family) -> list[str]:
     first = config.count("max_window_layers", 0, least=0)
     every = config.count(
         "sliding_window_pattern",
-        config.count("no_rope_layer_interval", family.full_every, least=0),
+        config.count("no_rope_layer_interval", family.window.full_every, least=0),
         least=0,
     )
     return [
@@ -295,8 +295,11 @@ def _by_window(config: Config, family: Family) -> list[str]:
 
 def _sparse_layers(config: Config, family: Family, count: int) -> list[bool]:
     """Return for each layer whether it has experts."""
-    fewest = 2 if family.optional_experts else 1
-    if not family.experts or config.count(family.experts, fewest - 1, least=0) < fewest:
+    experts = family.experts
+    if experts is None:
+        return [False] * count
+    fewest = 2 if experts.optional else 1
+    if config.count(experts.count, fewest - 1, least=0) < fewest:
         return [False] * count
     kinds = config.of_layers("mlp_layer_types")
     if indices := config.items("moe_layers"):
@@ -304,7 +307,7 @@ def _sparse_layers(config: Config, family: Family, count: int) -> list[bool]:
     frequencies = config.get("moe_layer_freq", 1)
     if isinstance(frequencies, list):
         frequencies = config.of_layers("moe_layer_freq")
-        kinds = ["sparse" if each else "dense" for each in frequencies]
+        kinds = ["sparse" if frequency else "dense" for frequency in frequencies]
         config = attrs.evolve(config, fields={**config.fields, "moe_layer_freq": 1})
     dense = config.items("mlp_only_layers")
     first = config.count("first_k_dense_replace", config.get("num_dense_layers", 0), least=0)

@@ -111,11 +111,11 @@ def latent_attention(config: Config, family: Family, layer: Layer) -> list[Part]
         layers=1,
         kv_heads=1,
         key_dim=rank + rotary,
-        attended=config.count("index_topk") if family.indexer else None,
+        attended=config.count("index_topk") if family.mla == "indexed" else None,
         pair_flop=2 * heads * (key + rotary + value),
     )
     parts = [Part("self_attn", matrices, vectors, (latent,))]
-    if family.indexer and _has_indexer(config, layer.index):
+    if family.mla == "indexed" and _has_indexer(config, layer.index):
         parts.append(_indexer(config))
     return parts
 
@@ -355,7 +355,7 @@ def together(*builds: Build) -> Build:
     """Return a function that builds layers with all these parts (Falcon-H1)."""
 
     def build(config: Config, family: Family, layer: Layer) -> list[Part]:
-        return [part for each in builds for part in each(config, family, layer)]
+        return [part for build in builds for part in build(config, family, layer)]
 
     return build
 
@@ -384,22 +384,23 @@ def feed_forward(config: Config, family: Family, layer: Layer) -> list[Part]:
         matrices = mlp(hidden, width, gated=family.gated)
         return Part(name, matrices, bias * _biased(matrices, *matrices) + more, expert=expert)
 
-    if not layer.sparse:
+    routed = family.experts
+    if routed is None or not layer.sparse:
         ratio = family.mlp_ratio
         width = config.count(family.width, ratio * hidden if ratio else None)
         return [part(name, width)]
-    experts = config.count(str(family.experts))
-    width = config.count(family.expert_width)
+    experts = config.count(routed.count)
+    width = config.count(routed.width)
     # Layers that choose experts by the hash of a token have no bias for each.
     kinds, first = (
         config.of_layers("mlp_layer_types"),
         config.count("num_hash_layers", 0, least=0),
     )
     hashed = kinds[layer.index] == "hash_moe" if kinds else layer.index < first
-    router = hidden * experts + experts * (family.router_bias and not hashed)
+    router = hidden * experts + experts * (routed.router_bias and not hashed)
     parts = [Part(f"{name}.gate", {}, router), part(f"{name}.experts.0", width, expert=True)]
     # As wide as so many experts together.
-    if more := config.count(family.shared, family.shared_experts, least=0):
+    if more := config.count(routed.shared, routed.shared_count, least=0):
         parts.append(part(f"{name}.shared_experts", width * more))
     if width := config.count("shared_expert_intermediate_size", 0, least=0):
         parts.append(part(f"{name}.shared_expert", width, more=hidden))
@@ -432,7 +433,11 @@ def nemotron_experts(config: Config, family: Family, layer: Layer) -> list[Part]
     inner = hidden if latent is None else config.count("moe_latent_size")
     matrices = mlp(inner, config.count("moe_intermediate_size"), gated=False)
     parts = [
-        Part("mixer.gate", {}, hidden * experts + experts * family.router_bias),
+        Part(
+            "mixer.gate",
+            {},
+            hidden * experts + experts * bool(family.experts and family.experts.router_bias),
+        ),
         Part("mixer.experts.0", matrices, expert=True),
     ]
     if shared := config.count("moe_shared_expert_intermediate_size", 0, least=0):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
 
+from kvcore.models.memory import KVLayout
 from kvcore.serving.rules import Reserve, Rules
 
 if TYPE_CHECKING:
-    from kvcore.models.memory import KVLayout
     from kvcore_plugins.layer_pools import LayerPools
 
 

@@ -53,7 +53,7 @@ class Table:
         rows: returns the rows with the values of some columns at least.
         flat: whether no column is a field of an object in a row.
         objects: whether rows are objects, which may lack fields.
-        whole: whether all rows are in memory, in any order.
+        in_memory: whether all rows are in memory, in any order.
     """
 
     line: int
@@ -61,7 +61,7 @@ class Table:
     rows: Callable[[Sequence[str]], Iterator[Row]]
     flat: bool = True
     objects: bool = False
-    whole: bool = False
+    in_memory: bool = False
 
     @property
     def failures(self) -> list[str]:
@@ -83,7 +83,7 @@ def read_table(path: Path) -> Table:
     first = parse_row(path, number, line)
     if first.fields.keys() >= set(COLUMNAR):
         return _columnar(first, source)
-    whole = "benchmarks" in first.fields
+    in_memory = "benchmarks" in first.fields
     parsed = chain([first], starmap(partial(parse_row, path), source))
     rows = (
         Row(path, row.line, flat(fields))
@@ -93,7 +93,9 @@ def read_table(path: Path) -> Table:
     head = list(islice(rows, HEAD))
     names = list(dict.fromkeys(name for row in head for name in row.fields))
     is_flat = all("." not in name for name in names)
-    return Table(number, names, lambda _: chain(head, rows), is_flat, objects=True, whole=whole)
+    return Table(
+        number, names, lambda _: chain(head, rows), is_flat, objects=True, in_memory=in_memory
+    )
 
 
 def _csv(path: Path, number: int, line: bytes, source: Iterator[tuple[int, bytes]]) -> Table:
@@ -116,23 +118,23 @@ def _csv(path: Path, number: int, line: bytes, source: Iterator[tuple[int, bytes
     return Table(number, header, lambda _: rows())
 
 
-def _columnar(whole: Row, source: Iterator[tuple[int, bytes]]) -> Table:
+def _columnar(result: Row, source: Iterator[tuple[int, bytes]]) -> Table:
     """Return the table of a JSON object whose fields are the columns."""
     for number, _ in source:
-        msg = f"{whole.path}:{number}: a second result: give a file for each"
+        msg = f"{result.path}:{number}: a second result: give a file for each"
         raise InputError(msg)
-    lists = {name: value for name, value in whole.fields.items() if type(value) is list}
+    lists = {name: value for name, value in result.fields.items() if type(value) is list}
 
     def rows(columns: Sequence[str]) -> Iterator[Row]:
         for name in columns:
             if len(lists[name]) != len(lists[columns[0]]):
                 expected = f"{len(lists[columns[0]])} values, as {columns[0]!r} has"
-                raise whole.error(field=name, expected=expected, got=len(lists[name]))
-        for place, cells in enumerate(zip(*(lists[name] for name in columns), strict=True)):
+                raise result.error(field=name, expected=expected, got=len(lists[name]))
+        for index, cells in enumerate(zip(*(lists[name] for name in columns), strict=True)):
             fields = dict(zip(columns, map(str, cells), strict=True))
-            yield Row(whole.path, whole.line, fields, f"[{place}].")
+            yield Row(result.path, result.line, fields, f"[{index}].")
 
-    return Table(whole.line, list(lists), rows, flat=False, whole=True)
+    return Table(result.line, list(lists), rows, flat=False, in_memory=True)
 
 
 def requests_of(value: dict[str, Any]) -> Iterator[dict[str, Any]]:

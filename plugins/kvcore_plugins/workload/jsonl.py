@@ -193,7 +193,7 @@ def _retention(row: Row, name: str) -> tuple[Retention, ...]:
     hints = row.fields[name]
     if type(hints) is not list:
         raise row.error(field=name, expected="a list of retention hints")
-    return tuple(_hint(row, f"{name}[{place}]", hint) for place, hint in enumerate(hints))
+    return tuple(_hint(row, f"{name}[{index}]", hint) for index, hint in enumerate(hints))
 
 
 def _hint(row: Row, name: str, hint: Any) -> Retention:

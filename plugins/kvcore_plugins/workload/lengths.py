@@ -325,7 +325,7 @@ class _Reading:
     def sorted(self) -> Iterator[Timed[Row]]:
         """Yield the rows of requests by time, with their serial numbers."""
         timed = self._timed()
-        if self._table.whole:
+        if self._table.in_memory:
             timed = iter(sorted(timed, key=_order))
         if "time" in self.columns or self.closed:
             self._order = time_order(self.columns.get("time", ""))

@@ -108,9 +108,9 @@ def _keys(row: Row, model: bytes, most: int) -> list[bytes]:
         raise row.error(field="chunk_hashes", expected=expected, got=len(hashes))
     start = blake2b(model + b"\0", digest_size=KEY_BYTES)
     keys = []
-    for place, value in enumerate(hashes):
+    for index, value in enumerate(hashes):
         if type(value) is not str or _HASH.fullmatch(value) is None:
-            where = f"chunk_hashes[{place}]"
+            where = f"chunk_hashes[{index}]"
             raise row.error(field=where, expected='a text such as "0x1f"', got=value)
         state = start.copy()
         state.update(value.lower().encode())

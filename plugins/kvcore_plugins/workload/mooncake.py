@@ -84,13 +84,13 @@ class Mooncake(Workload):
     unit: str | None = attrs.field(default=None, validator=if_given(in_(UNITS)), kw_only=True)
     turns: bool = attrs.field(default=False, kw_only=True)
     found_key_tokens: bool = attrs.field(default=False, init=False, repr=False)
-    _given: bool = attrs.field(default=False, init=False, repr=False)
+    _has_key_tokens: bool = attrs.field(default=False, init=False, repr=False)
     _reading: _Reading | None = attrs.field(default=None, init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         """Find the tokens of a key, if they are not given."""
-        self._given = self.key_tokens > 0
-        if not self._given:
+        self._has_key_tokens = self.key_tokens > 0
+        if not self._has_key_tokens:
             self.key_tokens = PUBLISHED_KEY_TOKENS
             if self.path is not None:
                 # What is wrong with the file is for its readers to say.
@@ -114,7 +114,7 @@ class Mooncake(Workload):
     def digest(self) -> str:
         """The digest of the file's bytes, and of the options that have no default."""
         options: dict[str, Any] = {"chain": True} if self.chain else {}
-        if self._given and self.key_tokens != PUBLISHED_KEY_TOKENS:
+        if self._has_key_tokens and self.key_tokens != PUBLISHED_KEY_TOKENS:
             options["key_tokens"] = self.key_tokens
         if self.unit is not None:
             options["unit"] = self.unit
@@ -135,7 +135,7 @@ class Mooncake(Workload):
     def options(self) -> dict[str, Any]:
         """Return the options, without the tokens of a key if they are those of the file."""
         options = super().options()
-        if not self._given or self.key_tokens == PUBLISHED_KEY_TOKENS:
+        if not self._has_key_tokens or self.key_tokens == PUBLISHED_KEY_TOKENS:
             options.pop("key_tokens", None)
         return options
 

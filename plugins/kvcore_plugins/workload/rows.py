@@ -168,8 +168,8 @@ class Row:
         if type(value) is not list:
             raise self.error(field=name, expected="a list of objects")
         rows = []
-        for place, fields in enumerate(value):
-            where = f"{name}[{place}]"
+        for index, fields in enumerate(value):
+            where = f"{name}[{index}]"
             if type(fields) is not dict:
                 raise self.error(field=where, expected="an object", got=fields)
             rows.append(Row(self.path, self.line, fields, f"{self.prefix}{where}."))
@@ -190,13 +190,13 @@ class Row:
             return keys
         if wide:
             keys = [_wide_key(key) for key in keys]
-        for place, key in enumerate(keys):
+        for index, key in enumerate(keys):
             integer = type(key) is int and 0 <= key < below
             digest = digests and type(key) is str and _HEX.fullmatch(key) is not None
             if not integer and not digest and type(key) is not bytes:
                 expected = f"an integer from 0 to {below - 1}"
                 expected += " or 32 hexadecimal digits" if digests else ""
-                raise self.error(field=f"{name}[{place}]", expected=expected, got=key)
+                raise self.error(field=f"{name}[{index}]", expected=expected, got=key)
         return [bytes.fromhex(key) if type(key) is str else key for key in keys]
 
     def prompt_keys(
@@ -284,10 +284,10 @@ def merged(sessions: Iterable[tuple[int, Callable[[], list[Turn]]]]) -> Iterator
             turns then: at least one, the last one first. Started sessions stay in memory.
     """
     running: list[tuple[int, int, list[Turn]]] = []
-    for number, (start, read) in enumerate(sessions):
+    for index, (start, read) in enumerate(sessions):
         yield from _before(start, running)
         turns = read()
-        heappush(running, (turns[-1][0], number, turns))
+        heappush(running, (turns[-1][0], index, turns))
     yield from _before(math.inf, running)
 
 

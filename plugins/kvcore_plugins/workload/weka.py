@@ -71,9 +71,9 @@ class Weka(FileWorkload):
 
 @attrs.define(eq=False)
 class _Turn:
-    """A request to come, `at` ns after its session's start; it was recorded until `end`."""
+    """A request to come, `offset` ns after its session's start; it was recorded until `end`."""
 
-    at: int
+    offset: int
     end: int
     id: str
     after: str | None
@@ -88,7 +88,7 @@ class _Turn:
 def _request(turn: _Turn, session: str, start: int) -> Request:
     return Request(
         id=turn.id,
-        arrival=start + turn.at,
+        arrival=start + turn.offset,
         prompt_tokens=turn.prompt,
         output_tokens=turn.output,
         keys=KeyPrefix(turn.path, turn.keys),
@@ -115,10 +115,12 @@ def _session(path: Path, number: int, line: bytes, start: int, ids: set[str]) ->
     if scope not in {"local", "global"}:
         raise row.error(field="hash_id_scope", expected="'local' or 'global'")
     namespace = row.line << _KEY_BITS if scope == "local" else 0
-    turns = sorted(_turns(row, name, 0, None, namespace), key=attrgetter("at"))
+    turns = sorted(_turns(row, name, 0, None, namespace), key=attrgetter("offset"))
     if not turns:
         raise row.error(field="requests", expected="at least one request")
-    return [(start + turn.at, partial(_request, turn, name, start)) for turn in reversed(turns)]
+    return [
+        (start + turn.offset, partial(_request, turn, name, start)) for turn in reversed(turns)
+    ]
 
 
 def _turns(
@@ -134,10 +136,10 @@ def _turns(
         raise too_deep(agent.path, agent.line)
     texts = KeyTexts(_KEY_TOKENS, 1 << _KEY_BITS, namespace)
     last, earliest = parent, 0
-    for place, row in enumerate(agent.inner("requests")):
+    for index, row in enumerate(agent.inner("requests")):
         t = row.nanoseconds("t")
         earliest = row.in_order("t", t, earliest)
-        at, turn_id = start + t, f"{name}/{place}"
+        at, turn_id = start + t, f"{name}/{index}"
         if row.fields.get("type") == "subagent":
             if last is not None and last is not parent and last.tool:
                 last.tool = "subagent"
@@ -148,7 +150,7 @@ def _turns(
         prompt = row.natural("in", 1)
         path, keys = texts.read(row, "hash_ids", prompt)
         last = _Turn(
-            at=at,
+            offset=at,
             end=at + row.optional(row.nanoseconds, "api_time", 0),
             id=turn_id,
             after=None if last is None else last.id,

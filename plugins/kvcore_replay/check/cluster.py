@@ -129,7 +129,7 @@ class ClusterChecker:
         self._rejected = 0
         self._known: set[int | str] = set()
         # The replica of each request; and for requests without one, since when (ns).
-        self._at: dict[int | str, int] = {}
+        self._replica_of: dict[int | str, int] = {}
         self._since: dict[int | str, int] = {}
         self._returned: int | None = None
         # Of split phases: requests between their replicas, and how much of them has moved.
@@ -194,10 +194,10 @@ class ClusterChecker:
             "tiers": [],
             "header": self._header.as_dict(),
             "replicas": [
-                {"replica": number, "up": self._up[number], "failures": each.failures}
+                {"replica": index, "up": self._up[index], "failures": each.failures}
                 | {"routed": each.routed}
                 | {name: value for name, value in part.items() if name != "header"}
-                for number, (each, part) in enumerate(zip(self.replicas, parts, strict=True))
+                for index, (each, part) in enumerate(zip(self.replicas, parts, strict=True))
             ],
         }
 
@@ -241,41 +241,41 @@ class ClusterChecker:
     def _arrived(
         self,
         event: events.Route | events.Hit | events.GroupHit | events.Miss | events.FirstToken,
-        number: int,
+        replica: int,
     ) -> None:
         """Record how far a request is on its way from one replica to another."""
         moving = self._moving.get(event.request)
-        if moving is None or number not in (moving.source, moving.target):
+        if moving is None or replica not in (moving.source, moving.target):
             return
-        if isinstance(event, events.FirstToken) or number == moving.target:
+        if isinstance(event, events.FirstToken) or replica == moving.target:
             moving.due = max(moving.due, event.t)
-        if number == moving.target:
+        if replica == moving.target:
             if isinstance(event, events.Route):
-                lifecycles = self.replicas[number].life.lifecycles
+                lifecycles = self.replicas[replica].life.lifecycles
                 lifecycles.adopt(event.request, answered=self._prefill_answers)
             elif isinstance(event, HITS):
                 moving.missing -= event.blocks
 
-    def _finish(self, event: events.Finish | events.Reject, number: int) -> None:
+    def _finish(self, event: events.Finish | events.Reject, replica: int) -> None:
         """Record that a request has ended at a replica, or goes on elsewhere."""
         request, moving = event.request, self._moving.get(event.request)
-        if moving is not None and moving.source == number:
-            at = self._at.get(request)
-            if at not in (number, None) and moving.blocks != moving.missing:
+        if moving is not None and moving.source == replica:
+            at = self._replica_of.get(request)
+            if at not in (replica, None) and moving.blocks != moving.missing:
                 violated(
                     f"{moving.blocks} blocks of request {request!r} are moved, "
                     f"{moving.missing} were missing"
                 )
-            if at not in (number, None) and event.t != moving.due:
+            if at not in (replica, None) and event.t != moving.due:
                 violated(f"request {request!r} goes on at {moving.due} ns")
             del self._moving[request]
             if event.event == "FINISH":
                 self._handed += 1
-                self.replicas[number].handed.add(request)
-                if at == number:
-                    self._since[request] = self._at.pop(request)
+                self.replicas[replica].handed.add(request)
+                if at == replica:
+                    self._since[request] = self._replica_of.pop(request)
                 return
-        del self._at[request]
+        del self._replica_of[request]
 
     def _forget(self, request: int | str) -> None:
         """Record that a request no longer goes to the replica that was to decode it."""
@@ -298,8 +298,8 @@ class ClusterChecker:
         else:
             if event.leg == "prefill":
                 self._moving[id_] = Moving(number)
-            if id_ in self._at:
-                violated(f"request {id_!r} is at replica {self._at[id_]}")
+            if id_ in self._replica_of:
+                violated(f"request {id_!r} is at replica {self._replica_of[id_]}")
             self._forget(id_)
             if id_ in replica.handed:
                 # It went on elsewhere, was lost there, and begins again.
@@ -308,13 +308,13 @@ class ClusterChecker:
             since = self._since.pop(id_)
             if self._header.mode != "wall" and event.t not in (since, self._returned):
                 violated(f"request {id_!r} waits since {since} ns, with replicas up")
-        self._at[id_] = number
+        self._replica_of[id_] = number
         self._must_be_thought(event.tokens or 0, request, replica)
         replica.routed += 1
         replica.sent.update(request.keys, request.output_keys or ())
 
     def _must_be_in_pool(
-        self, event: events.Route, request: events.Request, number: int
+        self, event: events.Route, request: events.Request, replica: int
     ) -> None:
         """Check that a replica belongs to the pool of the phase that is routed to it."""
         leg = event.leg if isinstance(event.leg, str) else ""
@@ -322,12 +322,12 @@ class ClusterChecker:
             fits = not leg
         else:
             prefill, decode = self._pools
-            mixed, prefills = number >= prefill + decode, number < prefill
+            mixed, prefills = replica >= prefill + decode, replica < prefill
             fits = {"prefill": prefills, "decode": not prefills}.get(
                 leg, mixed or (prefills and request.output <= self._prefill_answers)
             )
         if not fits:
-            violated(f"replica {number} is not in a pool for {leg or 'whole requests'}")
+            violated(f"replica {replica} is not in a pool for {leg or 'whole requests'}")
 
     def _must_be_thought(
         self, tokens: int, request: events.Request, replica: CheckedReplica
@@ -364,31 +364,31 @@ class ClusterChecker:
             violated(f"replica {number} stops before it has ended all")
         replica.fail()
         for id_ in lost:
-            del self._at[id_]
+            del self._replica_of[id_]
             self._since[id_] = event.t
 
-    def _lost(self, number: int) -> list[int | str]:
+    def _lost(self, replica: int) -> list[int | str]:
         """Return the requests that begin again, since a replica fails."""
-        lost = [id_ for id_, at in self._at.items() if at == number]
+        lost = [id_ for id_, at in self._replica_of.items() if at == replica]
         for id_, moving in [*self._moving.items()]:
-            if moving.source == number:
+            if moving.source == replica:
                 del self._moving[id_]
                 # A request that its decoding replica has rejected is not lost.
-                if moving.target is not None and id_ in self._at:
-                    if self._at[id_] != number:
+                if moving.target is not None and id_ in self._replica_of:
+                    if self._replica_of[id_] != replica:
                         lost.append(id_)
                     self._dropped[id_] = moving.target
-            elif moving.target == number and id_ in lost:
+            elif moving.target == replica and id_ in lost:
                 # Its prefill replica still has it, and sends it to another one.
                 lost.remove(id_)
-                self._at[id_], self._moving[id_] = moving.source, Moving(moving.source)
-        self._dropped = {id_: at for id_, at in self._dropped.items() if at != number}
+                self._replica_of[id_], self._moving[id_] = moving.source, Moving(moving.source)
+        self._dropped = {id_: at for id_, at in self._dropped.items() if at != replica}
         return lost
 
     def _end(self, event: events.End) -> None:
         for replica in self.replicas:
             replica.end(event)
-        left = [*self._since, *self._at]
+        left = [*self._since, *self._replica_of]
         if left:
             violated(f"requests that are not served: {len(left)}; the first is {left[0]!r}")
         stuck = [n for n, replica in enumerate(self.replicas) if replica.leaving]
@@ -408,10 +408,10 @@ def _schedule(failures: Any) -> list[tuple[int, bool, int]]:
     try:
         for text in failures:
             given = dict(piece.split("=") for piece in text.split(","))
-            at, number = parse_seconds(given["at"]), int(given["replica"])
-            found.append((at, False, number))
+            at, replica = parse_seconds(given["at"]), int(given["replica"])
+            found.append((at, False, replica))
             if "for" in given:
-                found.append((at + parse_seconds(given["for"]), True, number))
+                found.append((at + parse_seconds(given["for"]), True, replica))
     except (AttributeError, InputError, LookupError, TypeError, ValueError):
         violated(f"HEADER has failures that cannot be: {failures!r:.80}")
     return sorted(found, reverse=True)

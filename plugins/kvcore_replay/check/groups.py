@@ -13,8 +13,8 @@ from typing import Any
 from kvcore.cache.pool import BlockPool, Ids
 from kvcore.trace import events
 from kvcore.trace.events import methods_by_event, violated
-from kvcore.trace.fields import EvictionDigest, encode_runs
-from kvcore_replay.check.server import Caps
+from kvcore.trace.fields import encode_runs
+from kvcore_replay.check.base import CacheChecker
 from kvcore_replay.state.groups import (
     APPLIED,
     GroupedSequence,
@@ -23,19 +23,15 @@ from kvcore_replay.state.groups import (
     key_of,
     private_ids,
 )
-from kvcore_replay.state.lifecycle import Lifecycles
 
 SERVED = ("FIRST_TOKEN", "PREEMPT", "RESUME", "FINISH", "REJECT")
 """Events of a server, which change no block."""
 
 
-class GroupChecker:
+class GroupChecker(CacheChecker[GroupState]):
     """Checks each event against the state before it, then applies it.
 
     Attributes:
-        state: the cache after the events so far.
-        lifecycles: the life cycles of the requests so far.
-        evictions: digest of the blocks that were evicted for capacity.
         pool: the free blocks, in the order in which they are allocated.
     """
 
@@ -47,24 +43,14 @@ class GroupChecker:
         """
         if header.tiers or header.count != "tokens":
             violated("a cache of groups counts tokens, and has no tiers")
-        self.state = GroupState(header)
-        self.lifecycles = Lifecycles(header.mode)
-        self.evictions = EvictionDigest()
+        super().__init__(GroupState(header))
         self.pool = BlockPool(header.blocks)
         caps = header.batching or {}
-        self._caps = Caps.of(header)
-        self._lag = bool(caps.get("lag"))
         self._is_planned = caps.get("commit") == "scheduled"
-        eviction = header.plugins.get("eviction")
-        self._eviction = None if eviction is None else eviction.name
         max_tokens = caps.get("max_tokens")
         self._in_flight = max_tokens * (1 + self._lag) if isinstance(max_tokens, int) else None
-        self._size = header.block_size
-        self._last_sequence = 0
-        # Blocks that were evicted and that no sequence has taken yet, and for which request.
+        # Blocks that were evicted and that no sequence has taken yet.
         self._victims: Ids = array("i")
-        self._evicting: int | str | None = None
-        self._now = 0
         # Event and sequence that the next line must have; and this one.
         self._next: tuple[str, int] | None = None
         self._due: tuple[str, int] | None = None
@@ -101,15 +87,9 @@ class GroupChecker:
 
     def report(self) -> dict[str, Any]:
         """Return the state, and counts, as fields of a `Report`."""
-        state, lifecycles = self.state, self.lifecycles
+        state = self.state
         by_group = zip(state.groups, state.cached_by_group, state.private_by_group, strict=True)
-        return {
-            "pool": {
-                "free": state.free,
-                "cached": state.cached,
-                "private": state.private,
-                "spans": 0,
-            },
+        return super().report() | {
             "groups": [
                 {
                     "kind": group.kind,
@@ -120,20 +100,8 @@ class GroupChecker:
                     "private": private,
                 }
                 for group, cached, private in by_group
-            ],
-            "finished": lifecycles.finished,
-            "rejected": lifecycles.rejected,
-            "preemptions": dict(lifecycles.preemptions),
-            "evictions": self.evictions.as_dict(),
-            "hit": state.hits.as_dict(),
-            "tiers": [],
-            "header": state.header.as_dict(),
+            ]
         }
-
-    def forget(self, request: int | str) -> None:
-        """Remove `request`, which does not run here, and is served elsewhere from now on."""
-        self.lifecycles.forget(request)
-        self.state.forget(request)
 
     def cached_tokens(self, request: events.Request) -> int:
         """Return the number of tokens of a prompt that would hit now."""
@@ -190,9 +158,7 @@ class GroupChecker:
         if tokens < most or (tokens > most and not resumed):
             violated(f"{hit} blocks hit; all groups have {most // self._size}")
         self.lifecycles.admit(prompt.id, event.seq, resumed=resumed)
-        self._last_sequence += 1
-        if event.seq != self._last_sequence:
-            violated(f"sequence {event.seq} opens; the next one is {self._last_sequence}")
+        self._must_open(event.seq)
         if hit and self._is_planned:
             self._must_be_computed(event, tokens)
 
@@ -297,10 +263,7 @@ class GroupChecker:
     ) -> None:
         """Check that blocks of `seq` are of output without keys, which may be cached."""
         state, prompt = self.state, self.state.prompt_in(group, seq.prompt.id)
-        header = state.header
-        decided = "rules" in header.plugins  # which may keep blocks of some requests
-        if not decided and (header.batching or {}).get("generated") != "cached":
-            violated("HEADER does not say that generated blocks stay cached without keys")
+        self._must_cache_output()
         most = state.layout.tokens_of(prompt, self.lifecycles.output(prompt.id))
         if first < prompt.cacheable or end * group.size > most or prompt.share is not None:
             violated(f"blocks {first} to {end} of request {prompt.id!r} are not generated")
@@ -314,11 +277,7 @@ class GroupChecker:
             violated(f"by eviction policy {self._eviction!r}, not {event.by!r}")
         if not ids or len(set(ids)) < len(ids):
             violated("its blocks are not distinct, or there are none")
-        if self._evicting is None:
-            self.lifecycles.want(event.requester)
-            self._evicting = event.requester
-        elif self._evicting != event.requester:
-            self._must_be_taken()
+        self._evict_for(event.requester)
         order = iter(state.evictable)
         for victim in ids:
             block = state.evictable.get(victim)
@@ -331,7 +290,7 @@ class GroupChecker:
         self._victims.extend(ids)
 
     def _free(self, event: events.GroupFree) -> None:
-        seq, ids = self.state.sequence(event.seq), self.state.ids(event.runs)
+        seq = self.state.sequence(event.seq)
         if event.reason == "close":
             if self._due is None:
                 self.lifecycles.close(seq.prompt.id, seq.id)
@@ -340,7 +299,7 @@ class GroupChecker:
             expected: Ids = array("i")
             for table in seq.tables:
                 expected += private_ids(list(table.blocks.values()))
-            self._must_free(seq, ids, expected)
+            self._free_blocks(event, expected)
             return
         if self._due is not None or not isinstance(event.group, int):
             violated(f"sequence {seq.id} has no blocks of a group to free here")
@@ -353,12 +312,12 @@ class GroupChecker:
                 f"sequence {seq.id} has room for {self._tokens(seq)} tokens: it needs block "
                 f"{first - 1} of group {group}"
             )
-        self._must_free(seq, ids, private_ids([block for _, block in table.before(first)]))
+        self._free_blocks(event, private_ids([block for _, block in table.before(first)]))
 
-    def _must_free(self, seq: GroupedSequence, ids: Ids, expected: Ids) -> None:
-        if ids != expected:
-            violated(f"sequence {seq.id} frees {encode_runs(expected)}, not {encode_runs(ids)}")
-        self.pool.free(ids, len(ids))
+    def _free_blocks(self, event: events.GroupFree, blocks: Ids) -> None:
+        """Check that a sequence frees these blocks, and give them back to the pool."""
+        self._must_free(event.seq, event.runs, blocks)
+        self.pool.free(blocks, len(blocks))
 
     def _table_of(
         self, event: events.GroupAlloc | events.GroupCommit
@@ -374,7 +333,7 @@ class GroupChecker:
 
     def _must_be_taken(self) -> None:
         if self._victims:
-            violated(f"blocks were evicted for request {self._evicting!r}, which takes none")
+            self._refuse_victims()
 
     # The server.
 
@@ -419,7 +378,3 @@ class GroupChecker:
         need = sum(group.most_blocks(tokens, self._in_flight) for group in state.groups)
         if need <= state.header.blocks:
             violated(f"request {prompt.id!r} needs {need} blocks, and the pool has enough")
-
-    def _end(self, event: events.End) -> None:
-        del event
-        self.lifecycles.end(len(self.state.sequences))

@@ -12,19 +12,17 @@ from array import array
 from functools import cache, cached_property
 from typing import Any
 
-import attrs
-
 from kvcore.cache.pool import BlockPool, Ids
 from kvcore.errors import KvcoreError
 from kvcore.plugins.manager import default
 from kvcore.trace import events
 from kvcore.trace.events import OF_CLUSTERS, methods_by_event, violated
-from kvcore.trace.fields import EvictionDigest, encode_runs
+from kvcore.trace.fields import encode_runs
+from kvcore_replay.check.base import CacheChecker
 from kvcore_replay.check.pool import AllocationOrder, CachedKeys
 from kvcore_replay.check.tiers import TierChecker
 from kvcore_replay.state.cache import APPLIED, TIERED, CacheState, TracedSequence, TracedSpan
 from kvcore_replay.state.layout import TracedPrompt
-from kvcore_replay.state.lifecycle import Lifecycles
 
 # Events between the first victim of a call and the lines that take its block.
 ADMISSION = frozenset({"EVICT", "SPLIT", "HIT", "MISS", "ALLOC", "COPY", "COMPACT"})
@@ -33,52 +31,11 @@ ADMISSION = frozenset({"EVICT", "SPLIT", "HIT", "MISS", "ALLOC", "COPY", "COMPAC
 SHARING = frozenset({"COMMIT", "SPLIT", "FREE"})
 
 
-@attrs.frozen
-class Caps:
-    """The limits of a server that decide which requests it rejects.
-
-    Attributes:
-        longest: the most tokens of a sequence.
-        in_one: the most tokens of one that is computed in one step or never.
-    """
-
-    longest: int | None
-    in_one: int | None
-
-    @classmethod
-    def of(cls, header: events.Header) -> Caps:
-        """Return the limits that HEADER gives; None: there is no such limit."""
-        caps = header.batching or {}
-        longest, waits = caps.get("max_model_len"), caps.get("unchunked") == "wait"
-        in_one = caps.get("max_tokens") if waits and caps.get("chunked") is False else None
-        return cls(
-            longest if isinstance(longest, int) else None,
-            in_one if isinstance(in_one, int) else None,
-        )
-
-    def output(self, request: events.Request) -> int:
-        """Return the number of tokens that a request can get."""
-        if self.longest is None:
-            return request.output
-        return min(request.output, max(0, self.longest - request.prompt))
-
-    def refuses(self, prompt: int, tokens: int) -> bool:
-        """Return True if no pool is large enough for a prompt, and a sequence of `tokens`."""
-        if not prompt or (self.longest is not None and prompt >= self.longest):
-            return True
-        return self.in_one is not None and tokens > self.in_one
-
-
-class TraceChecker:
+class TraceChecker(CacheChecker[CacheState]):
     """Checks each event against the state before it, then applies it.
 
     Of the code of the caches it uses the pool alone. The cached blocks are counted by key, and
     the hit of a prompt is found by bisection, since no block is cached without those before it.
-
-    Attributes:
-        state: the cache after the events so far.
-        lifecycles: the life cycles of the requests so far.
-        evictions: digest of the blocks that were evicted for capacity.
     """
 
     def __init__(self, header: events.Header) -> None:
@@ -87,24 +44,17 @@ class TraceChecker:
         Raises:
             ValueError: the sizes do not fit one another.
         """
-        self.state = CacheState(header)
-        self.lifecycles = Lifecycles(header.mode)
+        super().__init__(CacheState(header))
         plugins = header.plugins
-        self._eviction = plugins["eviction"].name if "eviction" in plugins else None
         self._retention = plugins["retention"].name if "retention" in plugins else None
         self._ratio = self.state.layout.ratio
-        self._size = header.block_size
-        caps = header.batching or {}
-        self._lag = bool(caps.get("lag"))
-        self._caps = Caps.of(header)
         prefix = plugins.get("prefix")
         leaves = prefix is not None and prefix.options.get("evict") == "leaf"
         # An engine evicts when it likes, and may hit less than is cached.
         self._of_engine = bool(header.engine)
         self._order = AllocationOrder(header.blocks, leaves=leaves)
-        self.evictions = EvictionDigest()
         self._cached_keys = CachedKeys(self._ratio)
-        self._last_sequence = self._last_span = 0
+        self._last_span = 0
         # The request whose call dropped expired spans last: its MISS may name that reason.
         self._expired_for: int | str | None = None
         # The least and the most blocks of a request that may hit when it returns: those that it
@@ -115,9 +65,6 @@ class TraceChecker:
         # Owners, besides the one that committed them, of blocks that are cached by now: each
         # must pin them by a COMMIT `shared` before anything else happens.
         self._unpinned = 0
-        # The request for which blocks were evicted that no sequence has taken yet.
-        self._evicting: int | str | None = None
-        self._now = 0
         # Event, sequence and reason that the next line must have; and this one.
         self._next: tuple[str, int, str | None] | None = None
         self._due: tuple[str, int, str | None] | None = None
@@ -169,30 +116,6 @@ class TraceChecker:
                 f"{free} free + {state.cached} cached + {state.private} private blocks are "
                 f"{total}; the pool has {state.header.blocks}"
             )
-
-    def report(self) -> dict[str, Any]:
-        """Return the state, and counts, as fields of a `Report`."""
-        state, lifecycles = self.state, self.lifecycles
-        return {
-            "pool": {
-                "free": state.free,
-                "cached": state.cached,
-                "private": state.private,
-                "spans": len(state.spans),
-            },
-            "finished": lifecycles.finished,
-            "rejected": lifecycles.rejected,
-            "preemptions": dict(lifecycles.preemptions),
-            "evictions": self.evictions.as_dict(),
-            "hit": state.hits.as_dict(),
-            "tiers": [] if state.tiers is None else state.tiers.as_dict(),
-            "header": state.header.as_dict(),
-        }
-
-    def forget(self, request: int | str) -> None:
-        """Remove `request`, which does not run here, and is served elsewhere from now on."""
-        self.lifecycles.forget(request)
-        del self.state.requests[request]
 
     def cached_tokens(self, request: events.Request) -> int:
         """Return the number of tokens of a prompt that would hit now. O(log keys)."""
@@ -329,10 +252,7 @@ class TraceChecker:
         """Check that the generated blocks of `seq` up to position `end` may be cached."""
         prompt, layout = seq.prompt, self.state.layout
         first = prompt.tokens // layout.block_size
-        header = self.state.header
-        decided = "rules" in header.plugins  # which may keep blocks of some requests
-        if not decided and (header.batching or {}).get("generated") != "cached":
-            violated("HEADER does not say that generated blocks stay cached without keys")
+        self._must_cache_output()
         most = layout.tokens_of(prompt, self.lifecycles.output(prompt.id))
         if seq.span.end < first or end * layout.block_size > most or prompt.share is not None:
             violated(
@@ -388,7 +308,8 @@ class TraceChecker:
             for place in range(span.end - 1, first - 1, -1):
                 self.evictions.add(span.keys[place // ratio])
             if not self._of_engine:
-                self._give_to_requester(event, ids)
+                self._evict_for(event.requester)
+                self._order.evict(ids, event.requester)
                 return
         self.state.prompt(event.requester)
         if event.reason == "expired":
@@ -409,15 +330,6 @@ class TraceChecker:
                 f"{event.hits} hits"
             )
 
-    def _give_to_requester(self, event: events.Evict, ids: Ids) -> None:
-        """Check that the request for which blocks were evicted may take them."""
-        if self._evicting is None:
-            self.lifecycles.want(event.requester)
-            self._evicting = event.requester
-        elif self._evicting != event.requester:
-            self._refuse_victims()
-        self._order.evict(ids, event.requester)
-
     @cached_property
     def _expires(self) -> bool:
         """Whether the eviction policy may expire spans."""
@@ -434,7 +346,7 @@ class TraceChecker:
         if end > seq.blocks or any(low < end and first < high for low, high in seq.holes):
             violated(f"blocks {first} to {end} are not in the table of sequence {seq.id}")
         freed = seq.private[seq.private_slice(first, end)][::-1]
-        self._must_free(seq, event.runs, freed)
+        self._must_free(seq.id, event.runs, freed)
         self._order.pool.release(freed)
 
     def _compact(self, event: events.Compact) -> None:
@@ -468,7 +380,7 @@ class TraceChecker:
         elif self._evicting is not None:
             self._refuse_victims()
         self._order.settle()
-        self._must_free(seq, event.runs, freed)
+        self._must_free(seq.id, event.runs, freed)
         pool.free(freed, len(freed))
         if pool.owners:
             for block in seq.private:
@@ -511,7 +423,7 @@ class TraceChecker:
                 if not fixed - seq.span.end <= keep < len(seq.private):
                     violated(f"blocks {fixed} to {seq.blocks} can be rolled back")
             dropped = seq.private[keep:]
-        self._must_free(seq, event.runs, self._order.pool.release(dropped[::-1]))
+        self._must_free(seq.id, event.runs, self._order.pool.release(dropped[::-1]))
         if reason == "close":
             self._close(event, seq)
 
@@ -543,11 +455,6 @@ class TraceChecker:
 
     def _keys(self, event: events.Keys) -> None:
         self.lifecycles.generate(event.request)
-
-    def _end(self, event: events.End) -> None:
-        """Check that no request or sequence is open; the reader has checked its fields."""
-        del event
-        self.lifecycles.end(len(self.state.sequences))
 
     def _lifecycle(self, event: Any) -> None:
         """Check the line of a server about a request, whose sequence must be open."""
@@ -591,11 +498,6 @@ class TraceChecker:
         limits = 0 if self._of_engine else prompt.limit, prompt.limit
         return self._returning.get(prompt.id, limits) if resumed else limits
 
-    def _must_open(self, seq: int) -> None:
-        self._last_sequence += 1
-        if seq != self._last_sequence:
-            violated(f"sequence {seq} opens; the next one is {self._last_sequence}")
-
     def _must_be_new(self, span: int) -> None:
         if span <= self._last_span:
             violated(f"span {span} is not new: the last one was {self._last_span}")
@@ -631,17 +533,9 @@ class TraceChecker:
         if not self._caps.refuses(prompt.tokens, tokens) and need <= self.state.header.blocks:
             violated(f"request {prompt.id!r} needs {need} blocks, and the pool has enough")
 
-    def _must_free(self, seq: TracedSequence, runs: list[tuple[int, int]], freed: Ids) -> None:
-        if self.state.ids(runs) != freed:
-            told = [list(run) for run in runs]
-            violated(f"sequence {seq.id} frees {encode_runs(freed)}, not {told}")
-
     def _refuse_routing(self, event: Any) -> None:
         del event
         violated("HEADER has no replicas")
-
-    def _refuse_victims(self) -> None:
-        violated(f"blocks were evicted for request {self._evicting!r}, which takes none")
 
     def _refuse_early(self, name: str) -> None:
         # The blocks that a swapped sequence leaves in a tier are stored before it closes.

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
+
 from kvcore.trace import events
 from kvcore.trace.events import methods_by_event, unfit, violated
 from kvcore_replay.check.pool import CachedKeys
@@ -29,6 +31,33 @@ LOADED = frozenset({"COMMIT", "SPLIT", "FREE", "EVICT", "OFFLOAD", "DROP"})
 
 FAULTS = ("corrupt", "gone", "failed")
 """Reasons of DROP that only a run on tensors has, which moves bytes."""
+
+
+@attrs.define
+class _Swap:
+    """A preempted sequence that is to be parked in a tier, and then closed.
+
+    Attributes:
+        seq, request: the sequence, and its request.
+        parked: whether its own blocks are parked.
+        tier: the tier to which its shared blocks went down; None: none has gone.
+    """
+
+    seq: int
+    request: int | str
+    parked: bool = False
+    tier: TracedTier | None = None
+
+
+@attrs.frozen
+class _DueHit:
+    """A HIT that must come at the time of the line before.
+
+    Attributes:
+        request: its request; None: any.
+    """
+
+    request: int | str | None = None
 
 
 class TierChecker:
@@ -65,16 +94,13 @@ class TierChecker:
         # By the wall clock a transfer takes as long as it takes.
         self._exact = header.mode != "wall"
         self._ratio = state.layout.ratio
+        # What makes blocks of the pool go down: `evict`, or after how many hits.
         self._rule = next(iter(tiers.levels.values())).record.options.get("write")
-        self._by_hits = type(self._rule) is int
         # The blocks that the line before evicted or committed: keys, and the end of the blocks.
         self._leaving: tuple[list[Any], int] | None = None
         self._kept: tuple[list[Any], int] | None = None
-        # The preempted sequence that is to be parked, whether it is, and the tier of its shared
-        # blocks; the sequence that was just admitted, and the one with some of its loads done.
-        self._swapped: events.Preempt | None = None
-        self._parked = False
-        self._rests: TracedTier | None = None
+        self._swap: _Swap | None = None
+        # The sequence that was just admitted, and the one with some of its loads done.
         self._admitted = self._arriving = -1
         # The end of its loaded blocks before the first that is missing.
         self._come = 0
@@ -97,15 +123,18 @@ class TierChecker:
         self._load_due = False
         # Whether RECOVER lines may come: nothing else has.
         self._starts = True
-        # Whether a HIT must follow at the same time, and its request, if that is known.
-        self._hit_due = False
-        self._hit_by: int | str | None = None
+        self._due_hit: _DueHit | None = None
         self._checks = methods_by_event(self, *TIERED)
 
     @property
     def swaps(self) -> bool:
         """Whether a preempted sequence is about to be parked in a tier and closed."""
-        return self._swapped is not None
+        return self._swap is not None
+
+    @property
+    def _by_hits(self) -> bool:
+        """Whether blocks of the pool go down after a number of hits."""
+        return type(self._rule) is int
 
     def check(self, event: Any, *, begins: bool) -> bool:
         """Check the next event; return True if it is of a tier.
@@ -128,8 +157,8 @@ class TierChecker:
             return False
         if begins:
             self._stored.clear()
-            unfinished = self._short or self._leaves or self._load_due or self._hit_due
-            if unfinished or self._swapped or self._arriving > 0:
+            unfinished = self._short or self._leaves or self._load_due or self._due_hit
+            if unfinished or self._swap or self._arriving > 0:
                 violated("it is of one call with the line before, which was earlier")
         try:
             check(event)
@@ -146,7 +175,7 @@ class TierChecker:
         if seq in self._tiers.loads:
             violated(f"sequence {seq} waits for what it loads")
         self._stored.clear()
-        self._swapped = self._leaving = self._loaded = None
+        self._swap = self._leaving = self._loaded = None
         # Blocks of a commit may have other owners, by a fork, whose lines come before OFFLOAD.
         if name not in ("COMMIT", "SPLIT", "FREE"):
             self._kept = None
@@ -172,7 +201,7 @@ class TierChecker:
         elif name == "FINISH":
             self._must_not_rest(event.request)
         elif name == "PREEMPT" and event.how == "swap":
-            self._swapped, self._parked, self._rests = event, False, None
+            self._swap = _Swap(event.seq, event.request)
 
     def _must_be_ahead(self, event: Any) -> None:
         """Check that a sequence ahead of its request loads, commits that, and closes."""
@@ -213,13 +242,13 @@ class TierChecker:
             violated("blocks were offloaded for a load that must come here")
         if self._arriving > 0:
             violated(f"sequence {self._arriving} waits for a load that is done")
-        if self._swapped is not None and not self._parked:
-            violated(f"sequence {self._swapped.seq} is swapped out, and parked nowhere")
-        if self._hit_due:
-            hits = event.event == "HIT" and self._hit_by in (None, event.request)
+        if self._swap is not None and not self._swap.parked:
+            violated(f"sequence {self._swap.seq} is swapped out, and parked nowhere")
+        if self._due_hit is not None:
+            hits = event.event == "HIT" and self._due_hit.request in (None, event.request)
             if self._begins or not hits:
                 violated("blocks were offloaded for a hit that must come here")
-            self._hit_due, self._hit_by = False, None
+            self._due_hit = None
 
     def _must_commit(self, event: Any) -> None:
         """Check that loaded blocks are committed before anything else happens."""
@@ -259,9 +288,9 @@ class TierChecker:
     def _offload(self, event: events.Offload) -> None:
         tier, prompt = self._tiers.tier(event.tier), self._state.prompt(event.request)
         end = event.first + event.blocks
-        source = event.source or None
+        source, swap = event.source or None, self._swap
         # Swapped blocks come from the pool, whatever the tier, and all go to the same one.
-        swaps = self.swaps and source is None and self._rests in (None, tier)
+        swaps = swap is not None and source is None and swap.tier in (None, tier)
         if (source != tier.above or (event.parked and source)) and not swaps:
             place = repr(tier.above) if tier.above else "the pool"
             violated(f"tier {tier.name!r} takes blocks from {place}")
@@ -295,16 +324,16 @@ class TierChecker:
         led = reason is not None and end <= reason[1] and reason[0][last] == keys[last]
         if here < end and not (leaves and led):
             violated(f"{here} blocks of request {prompt.id!r} are cached, not {end}")
-        if self._swapped is not None:
-            seq = self._state.sequence(self._swapped.seq)
+        if self._swap is not None:
+            seq = self._state.sequence(self._swap.seq)
             shares = end <= seq.span.end and seq.prompt.keys[last] == keys[last]
-            if self._parked or not shares:
+            if self._swap.parked or not shares:
                 violated("only what the swapped sequence shares goes down with it")
-            self._rests = self._tiers.tier(event.tier)
+            self._swap.tier = self._tiers.tier(event.tier)
         elif self._by_hits:
             if self._begins:
                 self._begin()
-            self._hit_due, self._hit_by = True, event.request
+            self._due_hit = _DueHit(event.request)
         elif self._begins or not led:
             violated("nothing was evicted or stored just before that goes down")
 
@@ -329,21 +358,21 @@ class TierChecker:
         """Record that a call begins with this line: it must be an admission that hits."""
         if not self._by_hits:
             violated("nothing was evicted or stored just before that goes down")
-        self._hit_due = True
+        self._due_hit = self._due_hit or _DueHit()
 
     def _park(self, event: events.Offload, tier: TracedTier, end: int) -> None:
-        swapped = self._swapped
-        if swapped is None or self._parked or event.request != swapped.request:
+        swap = self._swap
+        if swap is None or swap.parked or event.request != swap.request:
             violated(f"request {event.request!r} is not swapped out here")
         self._must_not_rest(event.request)
-        seq = self._state.sequence(swapped.seq)
+        seq = self._state.sequence(swap.seq)
         shared = min(tier.directory.match(seq.prompt.keys), seq.span.end)
         if event.first != shared or not shared < end <= seq.blocks:
             violated(
                 f"sequence {seq.id} has {seq.blocks} blocks; {shared} of them are shared, and "
                 f"in tier {tier.name!r}"
             )
-        self._parked = True
+        swap.parked = True
 
     def _load_start(self, event: events.LoadStart) -> None:
         seq, tier = self._state.sequence(event.seq), self._tiers.tier(event.tier)
@@ -397,9 +426,9 @@ class TierChecker:
             violated(f"what sequence {event.seq} loads is there at {done} ns")
         # Blocks after a part that is not whole are of no use.
         whole = self._arriving == -1 or self._come == start.first
-        most = start.blocks if whole else 0
-        if event.blocks > most or (event.blocks < most and not self._moves_bytes):
-            violated(f"{most} blocks are loaded, not {event.blocks}")
+        useful = start.blocks if whole else 0
+        if event.blocks > useful or (event.blocks < useful and not self._moves_bytes):
+            violated(f"{useful} blocks are loaded, not {event.blocks}")
         end = event.first + event.blocks
         self._loaded = tier, seq.prompt.keys, end
         if whole:
@@ -419,7 +448,7 @@ class TierChecker:
         tier, prompt = self._tiers.tier(event.tier), self._state.prompt(event.request)
         reason, end = event.reason, event.first + event.blocks
         if reason == "parked":
-            if self._begins or self._swapped is not None or self._lifecycles.waits(prompt.id):
+            if self._begins or self._swap is not None or self._lifecycles.waits(prompt.id):
                 violated(f"request {prompt.id!r} still waits for what it has parked")
             return
         self._must_be_free(tier, prompt, event.first)

@@ -143,7 +143,7 @@ class Player:
         clock: Callable[[], float] = monotonic,
         wait: Callable[[float], None] = sleep,
     ) -> None:
-        self._shown, self._speed, self._begin, self._end = shown, speed, begin, end
+        self._screen, self._speed, self._begin, self._end = shown, speed, begin, end
         self._requests, self._clock, self._wait = requests, clock, wait
         self._view: LiveView | None = None
         self._started: tuple[int, float] | None = None
@@ -161,17 +161,17 @@ class Player:
         if event.t >= self._begin:
             self._pass_time(self._view, event.t)
         self._view.take(event)
-        if self._shown.due(self._view):
+        if self._screen.due(self._view):
             self.draw()
 
     def draw(self) -> None:
         """Draw the current view."""
         if self._view is not None:
-            self._shown.draw(self._view, self._progress(self._view))
+            self._screen.draw(self._view, self._progress(self._view))
 
     def idle(self) -> None:
         """Redraw the view if it is due, and wait for the length of a frame."""
-        if self._view is not None and self._shown.due(self._view):
+        if self._view is not None and self._screen.due(self._view):
             self.draw()
         self._wait(FRAME_SECONDS)
 
@@ -184,7 +184,7 @@ class Player:
         while (left := due - self._clock()) > 0:
             passed = (self._clock() - began) * self._speed
             view.now = max(view.now, min(begin + int(passed * NS_PER_S), time))
-            if self._shown.due(view):
+            if self._screen.due(view):
                 self.draw()
             self._wait(min(left, FRAME_SECONDS))
 

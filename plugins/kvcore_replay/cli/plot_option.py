@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import click
 
@@ -37,14 +38,24 @@ picture_option = partial(option, heading=OUTPUT, callback=_picture, metavar="FIL
 plot_option = picture_option("--plot", "picture", help="File for a plot: .png or .svg.")
 
 
+Plot: TypeAlias = Chart | Callable[[str], bytes]
+"""A chart, or a function that returns a plot as `png` or `svg`."""
+
+
+def drawn(plot: Plot, form: str) -> bytes:
+    """Return a plot as `png` or `svg` bytes."""
+    from kvcore_replay.report.charts import plot_chart  # noqa: PLC0415 - for plots alone
+
+    return plot_chart(plot, form) if isinstance(plot, Chart) else plot(form)
+
+
 @contextmanager
 def plot_file(
     path: Path | None, inputs: Iterable[object] = ()
-) -> Iterator[Callable[[Chart | Callable[[str], bytes]], object]]:
-    """Open the file of a plot; yield the function that draws a chart into it.
+) -> Iterator[Callable[[Plot], object]]:
+    """Open the file of a plot; yield the function that draws a plot into it.
 
-    In place of a chart it takes a function that returns a plot as `png` or `svg`. If the body
-    raises, no file is left. Without a path nothing is drawn.
+    If the body raises, no file is left. Without a path nothing is drawn.
 
     Raises:
         InputError: the file is one of the `inputs`, or cannot be written.
@@ -52,11 +63,7 @@ def plot_file(
     if path is None:
         yield lambda _: None
         return
-    from kvcore_replay.report.charts import plot_chart  # noqa: PLC0415 - for plots alone
-
     refuse_overwrite(path, inputs)
     form = path.suffix[1:].lower()
     with atomic_file(path) as file:
-        yield lambda plot: file.buffer.write(
-            plot_chart(plot, form) if isinstance(plot, Chart) else plot(form)
-        )
+        yield lambda plot: file.buffer.write(drawn(plot, form))

@@ -19,8 +19,6 @@ from kvcore.cli.verb import option, verb
 from kvcore.hookspecs import OUTPUT
 from kvcore_replay.cli.trace_options import price_option, refuse_recording, what_if_options
 
-CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
-
 
 @verb(
     "kvcore whatif run.jsonl.gz --eviction lfu --blocks 20k",
@@ -38,7 +36,7 @@ CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
 )
 @price_option
 @json_option
-def whatif(*, file: Path, as_json: bool, **asked: Any) -> None:
+def whatif(*, file: Path, as_json: bool, **changes: Any) -> None:
     """Run the requests of the trace FILE again, with other options, beside the recorded run.
 
     All options that are left out are as recorded. FILE is a complete trace of `compare`, or,
@@ -50,12 +48,10 @@ def whatif(*, file: Path, as_json: bool, **asked: Any) -> None:
 
     if is_recording(file):
         refuse_recording(file)
-    given = {name: value for name, value in asked.items() if value is not None}
-    caps = {name: given.pop(name) for name in CAPS if name in given}
-    found = run_again(file, **given, batching=caps or None, progress=progress)
+    runs = run_again(file, **changes, progress=progress)
     if as_json:
-        emit_json(found.as_dict())
+        emit_json(runs.as_dict())
         return
     from kvcore_replay.report.whatif import WhatIfReport  # noqa: PLC0415 - JSON does without it
 
-    print_sections(*WhatIfReport(found).sections)
+    print_sections(*WhatIfReport(runs).sections)

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import attrs
 
+from kvcore.trace import events
 from kvcore.trace.events import methods_by_event, unfit
 from kvcore_replay.belady import belady
 from kvcore_replay.misses.reasons import (
@@ -25,10 +26,6 @@ from kvcore_replay.misses.reasons import (
 from kvcore_replay.state.cache import CacheState, TracedSpan, path
 from kvcore_replay.state.groups import GroupState
 from kvcore_replay.state.layout import TracedPrompt
-
-if TYPE_CHECKING:
-    # The Structs are imported with the first trace that is read: msgspec takes a while.
-    from kvcore.trace import events
 
 SHARES_NOTHING = "none"
 """The prefix cache in which no request shares blocks with another."""
@@ -50,11 +47,11 @@ class MissClassifier:
         self,
         header: events.Header,
         state: CacheState | GroupState | None = None,
-        places: dict[Any, DivergencePoint] | None = None,
+        divergences: dict[Any, DivergencePoint] | None = None,
     ) -> None:
         """Start with an empty cache, or with a `state` that the caller keeps up to date.
 
-        Replicas share `places`, the points at which prompts diverge, so that each point is
+        Replicas share `divergences`, the points at which prompts diverge, so that each point is
         counted once.
         """
         self.state: Any = CacheState(header) if state is None else state
@@ -81,7 +78,7 @@ class MissClassifier:
         self._leaders: dict[Any, int] = {}
         # By span, the request that stored it or hit it last.
         self._users: dict[int, Id] = {}
-        self._places = {} if places is None else places
+        self._divergences = {} if divergences is None else divergences
         self._salts: Counter[str | None] = Counter()
         # Requests whose last key covers a part of a block.
         self._partial: set[Id] = set()
@@ -424,7 +421,7 @@ class MissClassifier:
         if way in ("starts", "diverges"):
             width = self._ratio * self._size
             new = DivergencePoint(known * width, width, reasons.request, other)
-            place = self._places.setdefault(before, new)
+            place = self._divergences.setdefault(before, new)
             place.count(reasons.tokens, tokens)
         return MissSegment(
             category="compulsory",

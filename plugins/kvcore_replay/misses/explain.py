@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcore.progress import Tick, unseen
-from kvcore.trace import read_events
+from kvcore.trace import events, read_events
 from kvcore.trace.events import violated
 from kvcore_replay.misses.classifier import MissClassifier
 from kvcore_replay.misses.groups import GroupMisses
 from kvcore_replay.misses.reasons import DivergencePoint, Explanation, Id, RequestMisses
-from kvcore_replay.state.replicas import ServerReader
-
-if TYPE_CHECKING:
-    from kvcore.trace import events
+from kvcore_replay.state.replicas import Replicas, ServerReader
 
 __all__ = ["explain"]
 
@@ -132,12 +129,10 @@ class ClusterMisses:
         Raises:
             ViolationError: HEADER describes no possible cluster.
         """
-        from kvcore_replay.state.replicas import Replicas  # noqa: PLC0415  (imports msgspec)
-
         self.header = header
         self.requests: dict[Id, RequestMisses] = {}
         self._placed = Replicas(header)
-        self._places: dict[Any, DivergencePoint] = {}
+        self._divergences: dict[Any, DivergencePoint] = {}
         self._elsewhere: dict[Id, tuple[int, int]] = {}
         self._lives = [self._life(own) for own in self._placed.headers]
         self._holders = Holders(max(1, header.key_tokens // header.block_size))
@@ -152,13 +147,13 @@ class ClusterMisses:
         if placed is None:
             self._of_no_replica(event)
             return
-        number, line = placed
+        replica, line = placed
         if event.event == "FAIL":
-            self._lives[number].judge()
-            self._holders.lose(number)
-            self._lives[number] = self._life(self._placed.headers[number])
+            self._lives[replica].judge()
+            self._holders.lose(replica)
+            self._lives[replica] = self._life(self._placed.headers[replica])
         elif event.event not in ("RETURN", "LEAVE"):
-            self._of_replica(event, number, line)
+            self._of_replica(event, replica, line)
 
     def judge(self) -> None:
         """Divide evicted segments into capacity and policy misses, after the last line."""
@@ -166,7 +161,7 @@ class ClusterMisses:
             life.judge()
 
     def _life(self, header: events.Header) -> MissClassifier:
-        life = MissClassifier(header, places=self._places)
+        life = MissClassifier(header, divergences=self._divergences)
         life.elsewhere = self._elsewhere
         return life
 
@@ -185,9 +180,9 @@ class ClusterMisses:
                 violated(f"request {event.request!r} does not exist")
             self.requests[event.request].rejected = event.why
 
-    def _of_replica(self, event: Any, number: int, line: Any) -> None:
+    def _of_replica(self, event: Any, replica: int, line: Any) -> None:
         """Apply a line of one replica, which reads it as `line`."""
-        life = self._lives[number]
+        life = self._lives[replica]
         victim = life.before(line)
         life.state.apply(line)
         life.after(line, victim)
@@ -195,22 +190,22 @@ class ClusterMisses:
             # The K/V of a prompt is sent to the replica that decodes: where the request was
             # prefilled is where its prompt hit or missed.
             if event.leg != "decode":
-                self._route(line, number, life)
+                self._route(line, replica, life)
         elif event.event == "COMMIT" and event.how in ("new", "grown"):
             prompt, first = life.state.sequences[line.seq].prompt, line.first
             keys = prompt.generated if line.generated is True else prompt.keys
-            self._holders.store(number, keys, first, first + line.blocks)
+            self._holders.store(replica, keys, first, first + line.blocks)
         elif victim is not None:
             span, end = victim
-            self._holders.remove(number, span.keys, span.end, end)
+            self._holders.remove(replica, span.keys, span.end, end)
 
-    def _route(self, request: events.Request, number: int, life: MissClassifier) -> None:
+    def _route(self, request: events.Request, replica: int, life: MissClassifier) -> None:
         """Record the longest prefix of a routed prompt that another replica holds."""
         reasons = life.requests[request.id]
-        reasons.arrived, reasons.replica = self.requests[request.id].arrived, number
+        reasons.arrived, reasons.replica = self.requests[request.id].arrived, replica
         self.requests[request.id] = reasons
         keys = life.state.requests[request.id].keys
         self._elsewhere.pop(request.id, None)
-        blocks, other = self._holders.find(keys, number)
+        blocks, other = self._holders.find(keys, replica)
         if other is not None:
             self._elsewhere[request.id] = blocks, other

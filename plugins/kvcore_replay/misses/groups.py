@@ -12,16 +12,13 @@ there is any. Beyond it that is short itself. What no earlier request sent is ne
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvcore.trace import events
 from kvcore_replay.misses.classifier import MissClassifier
 from kvcore_replay.misses.reasons import EVICTED, Eviction, Id, MissSegment, RequestMisses
 from kvcore_replay.state.groups import GroupState, TracedGroup, name_of
 from kvcore_replay.state.layout import TracedPrompt
-
-if TYPE_CHECKING:
-    # The Structs are imported with the first trace that is read: msgspec takes a while.
-    from kvcore.trace import events
 
 
 class GroupMisses(MissClassifier):

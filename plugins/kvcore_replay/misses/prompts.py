@@ -127,7 +127,7 @@ class PromptExplanation:
         for each in self.prompts:
             if str(each.request) == request:
                 return each
-        ids = [str(each.request) for each in self.prompts]
+        ids = [str(prompt.request) for prompt in self.prompts]
         msg = f"request {request!r} is not in {self.source}{nearest(request, ids)}"
         raise InputError(msg)
 
@@ -154,9 +154,9 @@ class PromptExplanation:
             "schema": SCHEMA,
             "source": self.source,
             "bill": self.bills.as_dict(),
-            "prompt_tokens": sum(each.tokens for each in self.prompts),
-            "read_tokens": sum(each.read for each in self.prompts),
-            "expected_tokens": sum(each.expected for each in self.prompts),
+            "prompt_tokens": sum(prompt.tokens for prompt in self.prompts),
+            "read_tokens": sum(prompt.read for prompt in self.prompts),
+            "expected_tokens": sum(prompt.expected for prompt in self.prompts),
             "lost": self.sums(),
         }
 

@@ -463,20 +463,20 @@ class Explanation(Shown):
             PluginError: polars is not installed.
         """
         rows = []
-        for each in self.requests.values():
+        for request in self.requests.values():
             lost = dict.fromkeys(self.categories, 0)
-            for loss in each.losses:
+            for loss in request.losses:
                 lost[loss.category] += loss.tokens
-            times = {"arrived_s": each.arrived, "admitted_s": each.admitted}
+            times = {"arrived_s": request.arrived, "admitted_s": request.admitted}
             rows.append(
                 {
-                    "request": str(each.request),
-                    "tenant": each.tenant,
-                    "salt": each.salt,
-                    "state": each.state,
+                    "request": str(request.request),
+                    "tenant": request.tenant,
+                    "salt": request.salt,
+                    "state": request.state,
                     **{k: None if t is None else t / NS_PER_S for k, t in times.items()},
-                    "prompt_tokens": each.tokens,
-                    "hit_tokens": each.hit,
+                    "prompt_tokens": request.tokens,
+                    "hit_tokens": request.hit,
                     **{f"{name}_tokens": tokens for name, tokens in lost.items()},
                 }
             )
@@ -515,7 +515,9 @@ class Explanation(Shown):
             prefill = self.prefill_seconds(loss)
             for lost in sums:
                 lost.add(loss.tokens, prefill, first=loss is reasons.losses[0])
-        admitted = [each for each in self.requests.values() if each.admitted is not None]
+        admitted = [
+            request for request in self.requests.values() if request.admitted is not None
+        ]
         prompts, hits = ([each.tokens for each in admitted], [each.hit for each in admitted])
         return Summary(
             admitted=states["admitted"],

@@ -9,11 +9,8 @@ from kvcore.config.parts import RunParts
 from kvcore.plugins import Plugin
 from kvcore.trace.fields import plain
 from kvcore_cluster.config import ClusterParts
-from kvcore_replay.recorded.config import replica_groups
+from kvcore_replay.recorded.config import ROUTED, replica_groups
 from kvcore_replay.recorded.parts import RecordedParts
-
-ROUTED = ("replicas", "router", "view", "fail", "autoscale", "disaggregate")
-"""Options that only a cluster has."""
 
 
 class RecordedCluster(RecordedParts, ClusterParts):
@@ -54,7 +51,7 @@ class RecordedCluster(RecordedParts, ClusterParts):
 
     def _grouped(self) -> list[tuple[int, RunParts]]:
         recorded = replica_groups(self._header)
-        same = {name: each for name, each in self._changes.items() if name not in ROUTED}
+        same = {name: value for name, value in self._changes.items() if name not in ROUTED}
         groups = [(count, own, same) for count, own in recorded]
         if "replicas" in self._changed or self._split_anew:
             groups = [(count, recorded[0][1], same | own) for count, own in self.tables]

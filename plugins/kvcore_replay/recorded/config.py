@@ -38,6 +38,9 @@ DEPLOYED = ("model", "device", "tensor_parallel", "codec", "block_size")
 OF_CLUSTERS = ("replicas", "routing")
 """Fields of the header that no server by itself has."""
 
+ROUTED = ("replicas", "router", "view", "fail", "autoscale", "disaggregate")
+"""Options that only a cluster has."""
+
 
 def recorded_config(path: str | PathLike[str], plugins: Plugins | None = None) -> RunConfig:
     """Return the configuration of the run that wrote a trace.

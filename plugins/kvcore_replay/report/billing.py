@@ -75,10 +75,10 @@ class PromptReport:
     """Text about why an API did not read prompts from its cache.
 
     Attributes:
-        found: the explanation.
+        explanation: the explanation.
     """
 
-    found: PromptExplanation
+    explanation: PromptExplanation
 
     @property
     def sections(self) -> list[Section]:
@@ -87,18 +87,18 @@ class PromptReport:
             self.headline,
             self.table,
             self.agreement,
-            *bill_sections(self.found.bills.as_dict()),
+            *bill_sections(self.explanation.bills.as_dict()),
         ]
 
     @property
     def headline(self) -> str:
         """A sentence: the tokens that were read."""
-        prompts = self.found.prompts
+        prompts = self.explanation.prompts
         tokens, read = (sum(getattr(p, name) for p in prompts) for name in ("tokens", "read"))
         ratio = share(read / tokens if tokens else None)
         by = "by the API's rule" if self._reported == 0 else "as the log reports"
         return (
-            f"{self.found.source}: {counted(len(prompts), 'request')}. Of "
+            f"{self.explanation.source}: {counted(len(prompts), 'request')}. Of "
             f"{counted(tokens, 'prompt token')}, {read:,} were read from the cache {by} "
             f"({ratio})."
         )
@@ -107,7 +107,7 @@ class PromptReport:
     def table(self) -> Table:
         """The tokens by reason; reasons without tokens are left out."""
         headers = ["not read", "tokens", "of unread", "USD", "stopped", "because"]
-        sums = self.found.sums()
+        sums = self.explanation.sums()
         unread = sum(row["tokens"] for row in sums.values())
         rows = [
             [
@@ -128,10 +128,10 @@ class PromptReport:
         """A sentence that compares the reports of a log with the API's rule, if any."""
         if not self._reported:
             return ""
-        reports = [p for p in self.found.prompts if p.reported is not None]
-        less = sum(any(u.reason == "evicted" for u in each.unread) for each in reports)
-        more = sum(each.read > each.expected + each.expected // 10 for each in reports)
-        expected = sum(each.expected for each in reports)
+        reports = [p for p in self.explanation.prompts if p.reported is not None]
+        less = sum(any(u.reason == "evicted" for u in report.unread) for report in reports)
+        more = sum(report.read > report.expected + report.expected // 10 for report in reports)
+        expected = sum(report.expected for report in reports)
         return (
             f"The rule reads {expected:,} tokens, the log {sum(p.read for p in reports):,}. "
             f"{counted(less, 'request')} read less than the rule says, {more:,} more, "
@@ -140,7 +140,7 @@ class PromptReport:
 
     @property
     def _reported(self) -> int:
-        return sum(each.reported is not None for each in self.found.prompts)
+        return sum(prompt.reported is not None for prompt in self.explanation.prompts)
 
     def about(self, prompt: PromptReads) -> str:
         """Return the sentences about one prompt."""
@@ -148,7 +148,7 @@ class PromptReport:
 
     def _lines(self, prompt: PromptReads) -> Iterator[str]:
         at = format_seconds(prompt.arrived_ns / NS_PER_S)
-        yield f"Request {prompt.request} of {self.found.source}, which arrived at {at}:"
+        yield f"Request {prompt.request} of {self.explanation.source}, which arrived at {at}:"
         reported = "" if prompt.reported is None else f", and the log {prompt.reported:,}"
         yield (
             f"Of {counted(prompt.tokens, 'token')}, the API's rule reads "

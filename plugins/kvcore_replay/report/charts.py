@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle
+from math import log
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,10 @@ DECADE = 8
 MOST_TICKS = 8
 """The most ticks of the axis of a chart."""
 
+MANY_PANELS, MANY_POINTS = 4, 100
+"""The number of panels of lines from which they are in two columns, and the number of points
+from which a line has no markers."""
+
 DASHES = "-", "--", ":", "-."
 """Dashes of the lines of a policy that differ in something else."""
 
@@ -51,23 +56,35 @@ def plot_chart(chart: Chart, form: str, *, small: bool = False) -> bytes:
     """
     panels = chart.panels[:1] if small else chart.panels
     names = max((len(panel.lines) for panel in panels), default=0)
-    size = WIDE * max(len(panels), 1) + 2, max(HIGH, 1.6 + BAR * names)
-    if all(len(points) < 2 for panel in panels for points in panel.lines.values()):  # noqa: PLR2004 - bars
-        size = size[0], 1.8 + BAR * max(names, 3)
-    return picture(form, lambda figure: _draw(figure, chart, panels), SMALL if small else size)
+    bars = all(len(points) < 2 for panel in panels for points in panel.lines.values())  # noqa: PLR2004
+    # Bars side by side share their names.
+    columns = len(panels) if bars or len(panels) < MANY_PANELS else 2
+    rows = -(-len(panels) // max(columns, 1))
+    high = 1.8 + BAR * max(names, 3) if bars else max(HIGH, 1.6 + BAR * names)
+    size = WIDE * max(columns, 1) + 2, high * max(rows, 1)
+
+    def draw(figure: Figure) -> None:
+        _draw(figure, chart, panels, figure.subplots(rows, columns, squeeze=False).flat)
+
+    return picture(form, draw, SMALL if small else size)
 
 
-def _draw(figure: Figure, chart: Chart, panels: Sequence[Panel]) -> None:
-    every = figure.subplots(1, len(panels), squeeze=False)[0]
+def _draw(
+    figure: Figure, chart: Chart, panels: Sequence[Panel], places: Iterable[Axes]
+) -> None:
+    """Draw panels, each in its place, with the title and the caption of a chart."""
+    every = [*places]
+    for unused in every[len(panels) :]:
+        unused.set_axis_off()
     rows = [*dict.fromkeys(name for panel in panels for name in panel.lines)]
-    for axes, panel in zip(every, panels, strict=True):
+    for axes, panel in zip(every, panels, strict=False):
         points = [at for points in panel.lines.values() for at, _ in points]
         if len(set(points)) > 1:
             _lines(axes, panel)
-            places = sorted(set(points))
-            if chart.logarithmic and places[0] > 0 and places[-1] / places[0] >= DECADE:
+            values = sorted(set(points))
+            if chart.logarithmic and values[0] > 0 and values[-1] / values[0] >= DECADE:
                 axes.set_xscale("log")
-            _ticks(axes, places, chart.place)
+            _ticks(axes, values, chart.axis_text)
             axes.set_xlabel(chart.across)
             axes.set_ylabel(panel.label)
         else:
@@ -84,7 +101,8 @@ def _draw(figure: Figure, chart: Chart, panels: Sequence[Panel]) -> None:
 
 def _lines(axes: Axes, panel: Panel) -> None:
     """Draw a line for each name, with the name at its end."""
-    looks = zip(cycle(COLOURS[:-1]), cycle(MARKERS), strict=False)
+    # Their numbers have no common factor, so that many lines differ.
+    looks = zip(cycle(COLOURS[:-1]), cycle(MARKERS[:-1]), strict=False)
     known: dict[str, dict[str, Any]] = {}
     ends = []
     dashes: dict[str, str] = {"": "-", TIERS: "--"}
@@ -98,6 +116,8 @@ def _lines(axes: Axes, panel: Panel) -> None:
             known[base] = {"color": colour, "marker": marker, "markersize": 4}
         dash = dashes.setdefault(rest, DASHES[len(dashes) % len(DASHES)])
         style = {**known[base], "linewidth": 1.2, "linestyle": dash}
+        if len(points) >= MANY_POINTS:
+            style |= {"linewidth": 2, "marker": None}
         if points:
             axes.plot(*zip(*sorted(points), strict=True), **style)
             if band := panel.bands.get(name):
@@ -165,10 +185,15 @@ def is_bound(name: str) -> bool:
     return re.split("[:,]| ", name)[0] in Belady.names
 
 
-def _ticks(axes: Axes, places: list[float], text: Callable[[float], str]) -> None:
-    """Set the ticks of the horizontal axis: at each place, or at some of many places."""
-    step = -(-len(places) // MOST_TICKS)
-    ticks = places[::-step][::-1]
+def _ticks(axes: Axes, values: list[float], text: Callable[[float], str]) -> None:
+    """Set the ticks of the horizontal axis: at values that are far enough apart."""
+    step = -(-len(values) // MOST_TICKS)
+    scale: Callable[[float], float] = log if axes.get_xscale() == "log" else float
+    gap = (scale(values[-1]) - scale(values[0])) / (2 * MOST_TICKS)
+    ticks: list[float] = []
+    for value in values[::-step]:
+        if not ticks or scale(ticks[-1]) - scale(value) >= gap:
+            ticks.append(value)
     axes.set_xticks(ticks, [text(tick) for tick in ticks])
     axes.set_xticks([], minor=True)
 

@@ -99,9 +99,9 @@ def log_ticks(low: float, high: float) -> list[float]:
     return ticks
 
 
-def log_axis(axis: Axis, low: float, high: float, label: str, sign: str = "") -> None:
+def log_axis(axis: Axis, low: float, high: float, label: str) -> None:
     """Label a logarithmic axis, and set its ticks."""
     ticks = log_ticks(low / MARGIN, high * MARGIN)
-    axis.set_ticks(ticks, [f"{tick:,.10g}{sign}" for tick in ticks])
+    axis.set_ticks(ticks, [f"{tick:,.10g}" for tick in ticks])
     axis.set_ticks([], minor=True)
     axis.set_label_text(label)

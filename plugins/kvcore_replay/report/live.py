@@ -147,9 +147,9 @@ class LiveView:
         counts = state.private, shared, state.cached - shared, state.free
         return dict(zip(PARTS, counts, strict=True))
 
-    def last_events(self, most: int) -> list[str]:
+    def last_events(self, limit: int) -> list[str]:
         """Return the last events in words; evictions at one time for one request are one."""
-        texts = deque[str](maxlen=max(most, 0))
+        texts = deque[str](maxlen=max(limit, 0))
         for _, alike in groupby(self._last, key=_kind):
             *_, event = group = list(alike)
             texts.append(f"{clock(event.t)}  {_words(event, group, self._builder.state)}")
@@ -159,7 +159,7 @@ class LiveView:
         """Return the workload and the policies of the run."""
         header = self._builder.state.header
         plugins = (header.plugins.get(kind) for kind in ("eviction", "scheduler"))
-        names = [each.name for each in plugins if each]
+        names = [plugin.name for plugin in plugins if plugin]
         return ", ".join([header.workload.name if header.workload else "calls", *names])
 
     def _sample(self, time: int) -> Sample:
@@ -172,7 +172,7 @@ class LiveView:
     def _rates(self, now: Sample) -> tuple[str, str, str]:
         """Return the hit ratio of the window and of the run, and the evictions per second."""
         begin = now.time - WINDOW_S * NS_PER_S
-        before = next((each for each in self._samples if each.time >= begin), now)
+        before = next((sample for sample in self._samples if sample.time >= begin), now)
         seconds = (now.time - before.time) / NS_PER_S
         evicted = now.evicted - before.evicted
         return (
@@ -253,5 +253,5 @@ def clock(time: int) -> str:
     return f"{hours}:{minutes:02}:{seconds}" if hours else f"{minutes}:{seconds}"
 
 
-def _share(part: int, whole: int) -> str:
-    return share(part / whole if whole else None)
+def _share(part: int, total: int) -> str:
+    return share(part / total if total else None)

@@ -107,10 +107,10 @@ def occupancy(timeline: Timeline, form: str) -> bytes:
             return
         below.set_ylim(0, 1.4 * most)
         below.set_ylabel("requests")
-        for place, (name, colour) in enumerate((("running", BLUE), ("waiting", RED))):
+        for index, (name, colour) in enumerate((("running", BLUE), ("waiting", RED))):
             counts = getattr(series, name)
             below.plot(times, counts, color=colour, linewidth=1, drawstyle="steps-post")
-            peak, at = f"{name} (at most {max(counts):,})", (0.01 + 0.26 * place, 0.97)
+            peak, at = f"{name} (at most {max(counts):,})", (0.01 + 0.26 * index, 0.97)
             below.text(*at, peak, color=colour, fontsize=8, va="top", transform=below.transAxes)
 
     return _framed(form, draw, f"Pool of {_requests(timeline)}", _caption(timeline))
@@ -411,12 +411,12 @@ def _setup(summary: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     return ClusterReport(dict(summary), dict(config)).setup
 
 
-def latency(found: Latencies, form: str) -> bytes:
+def latency(latencies: Latencies, form: str) -> bytes:
     """Plot the distribution of each latency, with its percentiles and the SLO."""
-    known = {name: sorted(times) for name, times in found.samples.items() if times}
+    known = {name: sorted(times) for name, times in latencies.samples.items() if times}
 
     def draw(figure: Figure) -> None:
-        panels = [*known, *(["ITL"] if found.gaps else [])]
+        panels = [*known, *(["ITL"] if latencies.gaps else [])]
         if not panels:
             _empty(figure.add_subplot(), "No request was admitted.")
             return
@@ -427,10 +427,10 @@ def latency(found: Latencies, form: str) -> bytes:
                 _sampled(axes, known[name])
                 rest = counted(len(known[name]), "request")
             else:
-                _recorded(axes, found.gaps)
+                _recorded(axes, latencies.gaps)
                 rest = "percentiles as recorded"
             axes.set_title(f"{name}, {rest}", loc="left", fontsize=9)
-            _expected(axes, found.expected.get(name))
+            _expected(axes, latencies.expected.get(name))
             _shares(axes)
             _plain(axes)
             axes.tick_params(labelsize=7)
@@ -439,7 +439,7 @@ def latency(found: Latencies, form: str) -> bytes:
         for axes in grid[:, 0]:
             axes.set_ylabel("requests, at most")
 
-    return _framed(form, draw, f"Latencies of {found.title}", found.caption)
+    return _framed(form, draw, f"Latencies of {latencies.title}", latencies.caption)
 
 
 def _sampled(axes: Axes, times: Sequence[float]) -> None:

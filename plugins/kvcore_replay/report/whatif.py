@@ -40,11 +40,11 @@ class WhatIfReport:
 
     Attributes:
         whatif: the result of the what-if.
-        most: the most rows of each table of requests.
+        rows: the most rows of each table of requests.
     """
 
     whatif: WhatIf
-    most: int = 5
+    rows: int = 5
 
     @property
     def sections(self) -> list[Section]:
@@ -69,11 +69,11 @@ class WhatIfReport:
     @property
     def warning(self) -> str:
         """A warning of overload for each of the runs whose queue grows."""
-        found = self.whatif
+        whatif = self.whatif
         return "\n".join(
-            f"SATURATED, {name}: {found.workload} "
+            f"SATURATED, {name}: {whatif.workload} "
             f"{overload(run.saturation or {}, run.offered_load, run.slo_met, able, times)}"
-            for name, run in (("recorded", found.recorded), ("what if", found.rerun))
+            for name, run in (("recorded", whatif.recorded), ("what if", whatif.rerun))
             if run.saturated
             for able, times in [(_able(run.config), "times marked *")]
         )
@@ -81,10 +81,10 @@ class WhatIfReport:
     @property
     def headline(self) -> str:
         """Sentences about the run and the options that changed."""
-        found = self.whatif
-        one, other = (settings_of(run.config) for run in (found.recorded, found.rerun))
-        requests = counted(found.recorded.requests, "request")
-        lines = [f"{found.workload}: {requests} of {found.file}."]
+        whatif = self.whatif
+        one, other = (settings_of(run.config) for run in (whatif.recorded, whatif.rerun))
+        requests = counted(whatif.recorded.requests, "request")
+        lines = [f"{whatif.workload}: {requests} of {whatif.file}."]
         # The configuration of a run without a retention policy has no such key.
         names = [n for n in {**one, **other} if one.get(n) != other.get(n)]
         if not names:
@@ -92,9 +92,9 @@ class WhatIfReport:
         for name in names:
             old, new = (_setting(name, config.get(name)) for config in (one, other))
             lines.append(f"{name.replace('_', ' ')}: {new} instead of {old}")
-        if found.kvcore != found.here:
+        if whatif.kvcore != whatif.here:
             lines.append(
-                f"Recorded by kvcore {found.kvcore}; this is {found.here}, which may decide "
+                f"Recorded by kvcore {whatif.kvcore}; this is {whatif.here}, which may decide "
                 "otherwise by itself: run it again as recorded (--export FILE) to see."
             )
         return "\n".join(lines)
@@ -102,9 +102,9 @@ class WhatIfReport:
     @property
     def setup(self) -> str:
         """A sentence with all options of the new run."""
-        found, config = self.whatif, self.whatif.rerun.config
+        whatif, config = self.whatif, self.whatif.rerun.config
         plugins = {n: v for n, v in config.items() if isinstance(v, Mapping) and "options" in v}
-        return setup({**found.header, **config, "kvcore": found.here, "plugins": plugins})
+        return setup({**whatif.header, **config, "kvcore": whatif.here, "plugins": plugins})
 
     @property
     def table(self) -> Table:
@@ -133,13 +133,13 @@ class WhatIfReport:
     @property
     def tables(self) -> Iterator[Table]:
         """Tables of the requests that gained and lost most."""
-        found = self.whatif
-        times = ["TTFT, recorded", "TTFT, what if"] if found.timed else []
+        whatif = self.whatif
+        times = ["TTFT, recorded", "TTFT, what if"] if whatif.timed else []
         for title, changes in (
-            ("gained hits", found.gained(self.most)),
-            ("lost hits", found.lost(self.most)),
-            ("first token earlier", found.sooner(self.most)),
-            ("first token later", found.later(self.most)),
+            ("gained hits", whatif.gained(self.rows)),
+            ("lost hits", whatif.lost(self.rows)),
+            ("first token earlier", whatif.sooner(self.rows)),
+            ("first token later", whatif.later(self.rows)),
         ):
             if changes:
                 rows = [self._request(change) for change in changes]
@@ -154,7 +154,9 @@ class WhatIfReport:
     def _request(self, change: Change) -> TableRow:
         fates = change.recorded, change.rerun
         seconds = [None if fate.ttft is None else fate.ttft / NS_PER_S for fate in fates]
-        times = [cell(each, format_seconds) for each in seconds] if self.whatif.timed else []
+        times = (
+            [cell(second, format_seconds) for second in seconds] if self.whatif.timed else []
+        )
         hits = [f"{fate.hit_tokens:,}" for fate in fates]
         return [str(change.request), f"{change.prompt:,}", *hits, *times]
 

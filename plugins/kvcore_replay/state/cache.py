@@ -183,13 +183,20 @@ class TracedState(Generic[Opened]):
     """Open sequences and prompts of a trace: the part that all its states share.
 
     Attributes:
+        header, layout: the first line, and the layout of prompts in blocks of HEADER.
         sequences: the open sequences by id.
-        requests: the prompts of all requests so far, by id.
+        requests: the prompts of all requests so far, by id, in blocks of HEADER.
+        hits: lookups and hits of the admissions so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, header: events.Header) -> None:
+        self.header = header
+        self.layout = TraceLayout.of(header)
         self.sequences: dict[int, Opened] = {}
         self.requests: dict[int | str, TracedPrompt] = {}
+        self.hits = Hits()
+        self._work = self._most_work = 0
+        self._decoded: tuple[list[tuple[int, int]], Ids] = ([], array("i"))
         self._apply: dict[str, Callable[[Any], None]] = {}
 
     def _apply_line(self, event: events.Event) -> None:
@@ -219,6 +226,31 @@ class TracedState(Generic[Opened]):
         prompt = self.requests.get(request)
         return prompt or violated(f"request {request!r} has no REQUEST line before this")
 
+    def forget(self, request: int | str) -> None:
+        """Remove a request that has no sequence."""
+        del self.requests[request]
+
+    def count_work(self, steps: int) -> None:
+        """Add to the steps of the trace, whose limit `apply` checks."""
+        self._work += steps
+
+    def ids(self, runs: list[tuple[int, int]]) -> Ids:
+        """Return the block ids of runs, an array that is not to be changed.
+
+        Raises:
+            ViolationError: a run is empty, could be longer, or leaves the pool; or the runs
+                stand for too many blocks.
+        """
+        # A check decodes the runs of a line, and so does the state just after it.
+        if runs is not self._decoded[0]:
+            try:
+                ids = decode_runs(runs, self.header.blocks)
+            except ValueError as error:
+                raise ViolationError(*error.args) from error
+            self.count_work(len(ids))
+            self._decoded = runs, ids
+        return self._decoded[1]
+
 
 class CacheState(TracedState[TracedSequence]):
     """Pool, spans, block tables and pins of a traced cache.
@@ -228,11 +260,8 @@ class CacheState(TracedState[TracedSequence]):
     forks, and the work for each line.
 
     Attributes:
-        header, layout: the first line, and the layout of prompts in blocks.
-        spans, sequences: the cached spans and the open sequences, by id.
-        requests: the prompts of all requests so far, by id.
+        spans: the cached spans by id.
         cached, private: number of blocks in spans, and of blocks in sequences alone.
-        hits: lookups and hits of the admissions so far.
         tiers: the tiers below the pool; None: HEADER has no tiers.
     """
 
@@ -245,14 +274,9 @@ class CacheState(TracedState[TracedSequence]):
         """
         if header.cache_groups:
             violated("it has cache groups, whose blocks are in no span: this reads spans alone")
-        super().__init__()
-        self.header = header
-        self.layout = TraceLayout.of(header)
+        super().__init__(header)
         self.spans: dict[int, TracedSpan] = {}
-        self.cached = self.private = 0
-        self.hits = Hits()
-        self._decoded: tuple[list[tuple[int, int]], Ids] = ([], array("i"))
-        self._work = self._most_work = self._copies = 0
+        self.cached = self.private = self._copies = 0
         self._root = TracedSpan(-1, 0, array("i"), [], None, 0, None, 0)
         self._apply = methods_by_event(self, *APPLIED)
         self.tiers = TracedTiers(header, self.layout.ratio) if header.tiers else None
@@ -300,10 +324,6 @@ class CacheState(TracedState[TracedSequence]):
             violated(f"open forks share more than {MOST_COPIES:,} blocks, which is the most")
         return copies
 
-    def count_work(self, steps: int) -> None:
-        """Add to the steps of the trace, whose limit `apply` checks."""
-        self._work += steps
-
     def own_blocks(self, seq: TracedSequence) -> Ids:
         """Return the private blocks of `seq` that it shares with no fork."""
         if not self._copies:
@@ -316,23 +336,6 @@ class CacheState(TracedState[TracedSequence]):
         shared = set[int]().union(*family)
         self._work += len(self.sequences) + len(seq.private) + sum(map(len, family))
         return array("i", [block for block in seq.private if block not in shared])
-
-    def ids(self, runs: list[tuple[int, int]]) -> Ids:
-        """Return the block ids of runs, an array that is not to be changed.
-
-        Raises:
-            ViolationError: a run is empty, could be longer, or leaves the pool; or the runs
-                stand for too many blocks.
-        """
-        # A check decodes the runs of a line, and so does the state just after it.
-        if runs is not self._decoded[0]:
-            try:
-                ids = decode_runs(runs, self.header.blocks)
-            except ValueError as error:
-                raise ViolationError(*error.args) from error
-            self._work += len(ids)
-            self._decoded = runs, ids
-        return self._decoded[1]
 
     def _request(self, event: events.Request) -> None:
         self.requests[event.id] = self.layout.prompt(event)

@@ -24,10 +24,9 @@ from msgspec.structs import replace
 from kvcore.cache.layout import GENERATED
 from kvcore.cache.pool import Ids
 from kvcore.trace import events
-from kvcore.trace.events import ViolationError, methods_by_event, violated
-from kvcore.trace.fields import decode_runs
+from kvcore.trace.events import methods_by_event, violated
 from kvcore.untrusted import MOST_BLOCKS, WORK, WORK_OF_LINE
-from kvcore_replay.state.cache import CacheState, Hits, TracedState
+from kvcore_replay.state.cache import CacheState, TracedState
 from kvcore_replay.state.layout import TracedPrompt, TraceLayout
 
 MOST_GROUPS = 64
@@ -178,15 +177,11 @@ class GroupState(TracedState[GroupedSequence]):
     steps of a `CacheState`.
 
     Attributes:
-        header, layout: the first line, and the layout of prompts in blocks of HEADER.
         groups: the cache groups.
         interval: the retention interval.
-        sequences: the open sequences by id.
-        requests: the prompts of all requests so far in blocks of HEADER, by id.
         blocks: the blocks in use, by id.
         names: for each group the blocks of each name, the oldest first.
         evictable: the named blocks without a holder, the least recently freed one first.
-        hits: lookups and hits of the admissions so far.
     """
 
     tiers: Final = None
@@ -200,9 +195,7 @@ class GroupState(TracedState[GroupedSequence]):
         """
         record = header.cache_groups
         assert record
-        super().__init__()
-        self.header = header
-        self.layout = TraceLayout.of(header)
+        super().__init__(header)
         self.interval = record.prefix_cache_retention_interval
         if len(record.groups) > MOST_GROUPS:
             violated(f"{len(record.groups)} cache groups; the most is {MOST_GROUPS}")
@@ -223,13 +216,11 @@ class GroupState(TracedState[GroupedSequence]):
         self.blocks: dict[int, TracedBlock] = {}
         self.names: list[dict[Any, list[TracedBlock]]] = [{} for _ in self.groups]
         self.evictable: OrderedDict[int, TracedBlock] = OrderedDict()
-        self.hits = Hits()
         self.cached_by_group = [0] * len(self.groups)
         self.private_by_group = [0] * len(self.groups)
         self._prompts: dict[int | str, list[TracedPrompt]] = {}
         # By request and group, the tokens of a prefix without a gap, until names change.
         self._prefixes: dict[tuple[int | str, int], int] = {}
-        self._work = self._most_work = 0
         self._apply = methods_by_event(self, *APPLIED)
 
     def _group(self, index: int, record: events.GroupRecord) -> TracedGroup:
@@ -292,20 +283,6 @@ class GroupState(TracedState[GroupedSequence]):
             violated(f"HEADER has {len(self.groups)} cache groups, and no group {index}")
         return self.groups[index]
 
-    def ids(self, runs: list[tuple[int, int]]) -> Ids:
-        """Return the block ids of runs.
-
-        Raises:
-            ViolationError: a run is empty, could be longer, or leaves the pool; or the runs
-                stand for too many blocks.
-        """
-        try:
-            ids = decode_runs(runs, self.header.blocks)
-        except ValueError as error:
-            raise ViolationError(*error.args) from error
-        self.count_work(len(ids))
-        return ids
-
     def count_work(self, steps: int) -> None:
         """Add to the steps of the trace.
 
@@ -329,10 +306,6 @@ class GroupState(TracedState[GroupedSequence]):
     def longest(self, request: int | str, tokens: int) -> int:
         """Return the longest prefix, of at most `tokens` tokens, that all groups can serve."""
         return self._longest(request, tokens, self.groups)
-
-    def longest_alone(self, request: int | str, tokens: int, group: TracedGroup) -> int:
-        """Return the longest prefix, of at most `tokens` tokens, that `group` can serve."""
-        return self._longest(request, tokens, [group])
 
     def oldest(self, request: int | str, group: TracedGroup, position: int) -> TracedBlock:
         """Return the block that a request hits in `group` at a position."""
@@ -409,7 +382,8 @@ class GroupState(TracedState[GroupedSequence]):
 
     def forget(self, request: int | str) -> None:
         """Remove a request that has no sequence."""
-        del self.requests[request], self._prompts[request]
+        super().forget(request)
+        del self._prompts[request]
         self._prefixes.clear()
 
     # Events.

@@ -145,7 +145,7 @@ class ServerReader(TraceReader):
 
     def __init__(self, file: str | os.PathLike[str], replica: int | str | None = None) -> None:
         super().__init__(file)
-        self._number = self._life = None
+        self._replica = self._life = None
         if replica is not None:
             number, colon, life = str(replica).partition(":")
             if not number.isdecimal() or (colon and not life.isdecimal()):
@@ -154,7 +154,7 @@ class ServerReader(TraceReader):
                     "failed which of its lives, such as 1:2"
                 )
                 raise InputError(msg)
-            self._number, self._life = int(number), int(life) if colon else None
+            self._replica, self._life = int(number), int(life) if colon else None
 
     def __iter__(self) -> Iterator[Event]:
         """Yield the lines of the server."""
@@ -163,7 +163,7 @@ class ServerReader(TraceReader):
             if header.replicas:  # type: ignore[attr-defined]  # the reader has seen to it
                 yield from self._of_replica(header, lines)  # type: ignore[arg-type]
                 continue
-            if self._number is not None:
+            if self._replica is not None:
                 msg = f"{self.file} is the trace of one server: leave --replica out"
                 raise InputError(msg)
             yield header
@@ -175,38 +175,38 @@ class ServerReader(TraceReader):
             replicas = Replicas(header)
         except ValueError as error:
             self.fail(f"HEADER: {error}")
-        number, life = self._number, self._life
+        replica, life = self._replica, self._life
         last = len(replicas.headers) - 1
-        if number is None or number > last:
+        if replica is None or replica > last:
             which = "--replica 0" if not last else f"--replica 0 to --replica {last}"
             msg = f"{self.file} is the trace of {last + 1} replicas: say which one, {which}"
             raise InputError(msg)
-        yield replicas.headers[number]
+        yield replicas.headers[replica]
         n = 1
         for event in lines:
             try:
                 placed = replicas.place(event)
             except ValueError as error:
                 self.fail(f"{event.event}: {error}")
-            mine = placed is not None and placed[0] == number
-            at = replicas.lives[number]
+            mine = placed is not None and placed[0] == replica
+            at = replicas.lives[replica]
             if mine and life is None and event.event == "RETURN" and at > 1:
                 msg = (
-                    f"{self.file}: replica {number} had lost all when it returned at "
-                    f"{event.t / NS_PER_S:g} s: give --replica {number}:1 for what was before "
-                    f"that, and --replica {number}:2 for what followed"
+                    f"{self.file}: replica {replica} had lost all when it returned at "
+                    f"{event.t / NS_PER_S:g} s: give --replica {replica}:1 for what was before "
+                    f"that, and --replica {replica}:2 for what followed"
                 )
                 raise InputError(msg)
             if life not in (None, at):
                 continue
             if placed is not None and mine and event.event not in CHANGES:
                 event = placed[1]  # noqa: PLW2901
-            elif event.event != "END" or not replicas.up[number]:
+            elif event.event != "END" or not replicas.up[replica]:
                 continue
             event.n = n
             n += 1
             yield event
-        if life is not None and not 0 < life <= replicas.lives[number]:
-            lives = replicas.lives[number]
-            msg = f"{self.file}: replica {number} has lives 1 to {lives}, and no {life}"
+        if life is not None and not 0 < life <= replicas.lives[replica]:
+            lives = replicas.lives[replica]
+            msg = f"{self.file}: replica {replica} has lives 1 to {lives}, and no {life}"
             raise InputError(msg)

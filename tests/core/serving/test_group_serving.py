@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
+import attrs
 import pytest
 from helpers.grouped_requests import FULL, GROUPS, STATE, WINDOW, grouped_requests
 
 from kvcore import Request
 from kvcore.cache import GroupedCache, KVCache, LayerGroup
+from kvcore.cache.groups import GroupKind
 from kvcore.config import RunConfig
 from kvcore.errors import InputError
 from kvcore.models.catalogue import MODELS
 from kvcore.models.groups import groups_of
+from kvcore.report.simulation import group_text
 from kvcore.request import Hints
 from kvcore.serving import Batching, Rules, simulate
 from kvcore_plugins.workload import Zipf
@@ -177,12 +182,19 @@ def test_keys_that_do_not_fit_the_blocks_of_states_are_refused():
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_the_pool_holds_the_requests_that_are_sized(name):
-    """For every model as many requests fit into the pool of a run as `groups_of` says."""
+    """For every model the pool of a run has the blocks of `groups_of`, as `size` says."""
     options = {"model": name, "memory": "300GiB", "tensor_parallel": 1, "codec": "fp16"}
     try:
         parts = build(**options)
     except InputError:
         pytest.skip("no rule for what its layers keep")
     plan = parts.cache_groups or groups_of(MODELS[name])
-    fit = plan.requests_in(300 * 2**30, 32_768)
-    assert parts.blocks // plan.blocks_for(32_768) == fit > 0
+    blocks = plan.blocks_in(300 * 2**30)
+    assert parts.blocks == blocks >= plan.blocks_for(32_768)
+
+
+@pytest.mark.parametrize("kind", get_args(GroupKind))
+def test_every_kind_of_group_has_words(kind):
+    """The report on a run names what a group of any kind keeps."""
+    group = LayerGroup(kind, 16, 64 if kind in ("window", "chunk") else None)
+    assert group_text(attrs.asdict(group)).startswith("1 layer, a")

@@ -291,9 +291,10 @@ def test_the_json_fields_of_cache_groups_are_in_the_reference():
 
 
 def test_requests_fit_into_the_cache_groups_that_an_engine_plans():
-    """Beside the requests that fit are those in cache groups, if there are several."""
+    """Blocks and requests that fit are those of the pool of `simulate`, in cache groups."""
     printed = run("gemma-3-12b", "--device", "h100", "--tokens", "32768")
-    assert re.search(r"in cache groups +\d+ +2,373 blocks of 1 MiB", printed)
+    assert re.search(r"blocks that fit +46,222 +in 6 cache groups", printed)
+    assert re.search(r"requests that fit +19 +2,373 blocks each", printed)
     document = report("gemma-3-12b", "--device", "h100", "--tokens", "32768")
     plan, fit = groups_of(MODELS["gemma-3-12b"]), document["fit"]
     blocks = fit["kv_budget_bytes"] // plan.bytes_per_block

@@ -444,7 +444,7 @@ def test_a_window_ends_between_two_times(served):
     from kvcore_pages.playback import Playback  # noqa: PLC0415
 
     times = [event.t for event in read_events(served)]
-    rows = len(Playback(served, window=Window(most=500)).rows["kind"])
+    rows = len(Playback(served, window=Window(max_rows=500)).rows["kind"])
     assert 400 < rows <= 500
     assert times[rows] > times[rows - 1]
 

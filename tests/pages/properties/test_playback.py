@@ -257,7 +257,7 @@ def test_a_window_has_the_states_of_the_whole_trace(page, tmp_path, make):
         within = [t for t in times if start <= t <= (window.end or times[-1] + 1) - 1]
         kept = within[: len(playback.rows["kind"])]
         assert playback.first == times.index(within[0])
-        assert len(kept) == len(within) or len(kept) <= window.most or len({*kept}) == 1
+        assert len(kept) == len(within) or len(kept) <= window.max_rows or len({*kept}) == 1
         # The window has all lines of its last time.
         assert within[len(kept) :][:1] != kept[-1:]
 

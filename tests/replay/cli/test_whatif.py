@@ -157,7 +157,7 @@ def test_a_trace_as_a_workload_has_the_recorded_results(folder, verb):
     ("options", "code", "message"),
     [
         (["--scheduler", "fcfs"], 2, "was recorded without a clock: it has no scheduler"),
-        (["--max-seqs", "3"], 2, "was recorded without a clock: it has no batching"),
+        (["--max-seqs", "3"], 2, "was recorded without a clock: it has no max_seqs"),
         (["--export", "no/where.jsonl"], 2, "cannot write the trace no/where.jsonl"),
     ],
 )
