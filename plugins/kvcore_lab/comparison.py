@@ -410,28 +410,28 @@ def keeping(requests: Iterable[Request], kept: list[Request]) -> Iterator[Reques
         yield request
 
 
-class HeldWorkload(WorkloadSample):
-    """A workload that is read once: its requests are held if they take little memory.
+class KeptWorkload(WorkloadSample):
+    """A workload that is read once: its requests are kept if they take little memory.
 
     All else is that of the workload itself, its digest and options too.
     """
 
     def __init__(self, source: Workload) -> None:
         super().__init__(source)
-        self._held: list[Request] = []
+        self._kept: list[Request] = []
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield the requests, held ones if there are any."""
-        return iter(self._held) if self._held else self._read()
+        """Yield the requests, kept ones if there are any."""
+        return iter(self._kept) if self._kept else self._read()
 
     def _read(self) -> Iterator[Request]:
-        held: list[Request] = []
-        yield from holding(self.source, held)
-        self._held = held
+        kept: list[Request] = []
+        yield from keeping(self.source, kept)
+        self._kept = kept
 
     def release(self) -> None:
-        """Hold no requests, until they are read again."""
-        self._held = []
+        """Keep no requests, until they are read again."""
+        self._kept = []
 
     @property
     def digest(self) -> str:

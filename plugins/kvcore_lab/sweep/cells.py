@@ -30,7 +30,7 @@ from kvcore.units import NS_PER_S, window_text
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
 from kvcore_cluster.options import replicas_text
-from kvcore_lab.comparison import SHARING, HeldWorkload
+from kvcore_lab.comparison import SHARING, KeptWorkload
 from kvcore_lab.statistics import session_groups, shares
 from kvcore_lab.sweep.grid import Mode, axes_of
 from kvcore_replay.belady import Belady, Future
@@ -159,7 +159,7 @@ class WorkloadCache:
 
     def __init__(self) -> None:
         self.plugins = Plugins()
-        self._workloads: dict[tuple[object, ...], HeldWorkload] = {}
+        self._workloads: dict[tuple[object, ...], KeptWorkload] = {}
         self._digests: dict[tuple[object, ...], str] = {}
         self._sessions: dict[str, Mapping[int | str, int]] = {}
         self.file = cache(file_digest)
@@ -177,7 +177,7 @@ class WorkloadCache:
         if workload is None:
             for other in self._workloads.values():
                 other.release()
-            self._workloads[key] = parts.workload = HeldWorkload(parts.workload)
+            self._workloads[key] = parts.workload = KeptWorkload(parts.workload)
         return parts
 
     def digest(self, parts: RunParts) -> str:
