@@ -164,18 +164,6 @@ def print_notes(workload: Workload) -> None:
         echo(f"kvcore: {workload.name}: {note}", err=True)
 
 
-def warn_if_open(host: str) -> None:
-    """Print a warning on stderr if other machines can reach an address."""
-    from ipaddress import ip_address  # noqa: PLC0415 - for servers alone
-
-    try:
-        loopback = ip_address(host).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if not loopback:
-        echo(f"kvcore: {host} is no loopback: whoever reaches it can use it", err=True)
-
-
 Column: TypeAlias = tuple[str, ...]
 
 WHOLE, FOLDED, GAP = 20, 12, 3

@@ -1,7 +1,7 @@
 """Contracts of runs on tensors: backends, generators, and the batches they compute."""
 
 from kvcore.engine.backend import AttendOptions, Backend, DeviceMemory, TensorLayout
-from kvcore.engine.batch import RaggedBatch, Tensor
+from kvcore.engine.batch import RaggedBatch, Sampling, Tensor
 from kvcore.engine.generator import Attend, Generator, attend_through
 from kvcore.engine.rotary import Rotary, Rotation
 from kvcore.lazy import former
@@ -18,6 +18,7 @@ __all__ = [
     "RaggedBatch",
     "Rotary",
     "Rotation",
+    "Sampling",
     "Tensor",
     "TensorLayout",
     "attend_through",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import attrs
 
@@ -12,6 +12,20 @@ T = TypeVar("T")
 
 Tensor: TypeAlias = Any
 """A tensor of the backend's library."""
+
+
+class Sampling(NamedTuple):
+    """The way in which the tokens of a sequence are drawn from logits.
+
+    Attributes:
+        temperature: divides the logits; 0: the likeliest token is taken.
+        top_k: number of the likeliest tokens to draw from; None: all.
+        top_p: probability that the likeliest tokens to draw from have together, or more.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
 
 
 @attrs.frozen
@@ -35,6 +49,8 @@ class RaggedBatch:
         output_indices: index in its output of the token that the step generates for the
             sequence, from 0; None for an inner chunk of a prefill, `[sequences]`.
         seeds: seed of the samples of each sequence, `[sequences]`.
+        samplings: how the tokens of each sequence are drawn, `[sequences]`; None: as those of
+            the generator. Empty: all are.
         held_positions: for each sequence that has lost tokens, the position in the text of
             each of its `contexts` held ones, as integers: `[context]` if all layers and
             heads hold the same tokens, `[layers, kv_heads, context]` after a compaction. None
@@ -51,6 +67,7 @@ class RaggedBatch:
     positions: Sequence[int] = ()
     output_indices: Sequence[int | None] = ()
     seeds: Sequence[int] = ()
+    samplings: Sequence[Sampling | None] = ()
     held_positions: Sequence[Any] = ()
     fuses_rotation: bool = False
 

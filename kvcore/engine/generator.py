@@ -63,6 +63,17 @@ def attend_through(
     return through
 
 
+def chat_text(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """Return a line `role: content` for each message, tools before them, `assistant:` below."""
+    lines = [f"tools: {list(tools)}"] if tools else []
+    for message in messages:
+        calls = message.get("tool_calls", "")
+        lines.append(f"{message['role']}: {message['content']}{calls}")
+    return "\n".join([*lines, "assistant:"])
+
+
 class Generator(Plugin):
     """Turns tokens into K/V and next tokens, layer by layer, through a paged cache.
 
@@ -72,6 +83,7 @@ class Generator(Plugin):
     Attributes:
         backend: the backend on whose device the tensors live; set by `load`.
         dtype: the dtype of the computation, one of `TENSOR_DTYPES`; set by `load`.
+        takes_sampling: whether `forward` draws by `RaggedBatch.samplings`.
         states: hidden states from which the last step's tokens were drawn, `[sequences with
             an output index, hidden]`, for drafters that read them; None: it exposes none.
     """
@@ -80,6 +92,7 @@ class Generator(Plugin):
 
     backend: Backend
     dtype: str = "fp32"
+    takes_sampling: ClassVar[bool] = False
     states: Tensor = None
 
     @property
@@ -189,17 +202,18 @@ class Generator(Plugin):
 
         return word_tokens(text, self.vocabulary)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Return the token ids of a chat, up to the beginning of its next answer.
 
-        Unless overridden, the text is a line `role: content` for each message, and
-        `assistant:` after them.
+        Unless overridden, the text is that of `chat_text`.
 
         Args:
-            messages: each with its `role` and `content`.
+            messages: each with its `role` and `content`, and calls of tools as in OpenAI's API.
+            tools: the tools that its answer may call, as in that API; left out if none.
         """
-        lines = [f"{message['role']}: {message['content']}" for message in messages]
-        return self.encode("\n".join([*lines, "assistant:"]))
+        return self.encode(chat_text(messages, tools))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids: the ids themselves unless overridden."""

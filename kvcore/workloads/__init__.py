@@ -10,7 +10,6 @@ from kvcore.workloads.base import (
 )
 from kvcore.workloads.files import file_digest, lines
 from kvcore.workloads.selection import (
-    ClientWorkload,
     PromptWorkload,
     RequestList,
     WorkloadSample,
@@ -21,7 +20,6 @@ from kvcore.workloads.selection import (
 )
 
 __all__ = [
-    "ClientWorkload",
     "PromptWorkload",
     "RequestList",
     "Workload",

@@ -448,23 +448,6 @@ class PromptWorkload(RequestList):
         return state.hexdigest()
 
 
-class ClientWorkload(RequestList):
-    """The requests that clients will send to a server, none of which is known in advance.
-
-    Args:
-        key_tokens: number of tokens of a key.
-    """
-
-    name = "clients"
-
-    def __init__(self, key_tokens: int) -> None:
-        super().__init__((), key_tokens)
-
-    def options(self) -> dict[str, int]:
-        """Return no options."""
-        return {}
-
-
 def given_workload(value: object) -> Workload | None:
     """Return a workload as it is, and an iterable of requests as one; None for other objects.
 

@@ -208,6 +208,7 @@ class TensorExecutor:
     def _batch(self, sequences: Sequence[ScheduledSequence]) -> RaggedBatch:
         """Return the batch of the new tokens of sequences."""
         contexts = [each.context for each in sequences]
+        samplings = [each.stream.sampling for each in sequences]
         return RaggedBatch(
             block_tables=[each.block_table for each in sequences],
             contexts=contexts,
@@ -220,6 +221,7 @@ class TensorExecutor:
             ],
             output_indices=[each.output_index for each in sequences],
             seeds=[each.stream.seed for each in sequences],
+            samplings=samplings if any(samplings) else (),
             held_positions=self._compactor.held_positions(
                 [each.seq for each in sequences], contexts
             ),

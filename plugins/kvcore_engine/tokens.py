@@ -6,6 +6,9 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b, shake_128
 
+import attrs
+
+from kvcore.engine import Sampling
 from kvcore.errors import InputError
 from kvcore.request import Key, Request, TextRequest, block_keys
 
@@ -24,6 +27,19 @@ def uniform(*parts: object) -> float:
     return (hashed(*parts) >> 11) / 2**53
 
 
+@attrs.define(kw_only=True)
+class SampledRequest(TextRequest):
+    """A request whose client says how its tokens are drawn.
+
+    Attributes:
+        sampling: the way in which they are drawn; None: as those of the generator.
+        seed: seed of its samples; None: it is derived from the run's seed and its id.
+    """
+
+    sampling: Sampling | None = None
+    seed: int | None = None
+
+
 class TokenStream:
     """The token ids of one request: its prompt, then the tokens generated so far.
 
@@ -39,7 +55,9 @@ class TokenStream:
 
     Attributes:
         output: token ids generated so far.
-        seed: seed of the request's samples, derived from (seed of the run, request id).
+        seed: seed of the request's samples, derived from (seed of the run, request id) or from
+            its own seed.
+        sampling: as of a `SampledRequest`; None for others.
 
     Raises:
         InputError: the text has a token id that the vocabulary does not have.
@@ -52,6 +70,7 @@ class TokenStream:
         "_request",
         "_vocabulary",
         "output",
+        "sampling",
         "seed",
     )
 
@@ -65,7 +84,13 @@ class TokenStream:
         self.output: list[int] = []
         self._published_keys = 0
         self._last_key: bytes | None = None
-        self.seed = hashed("sample", seed, repr(request.id)) >> 1
+        parts: tuple[object, ...] = "sample", seed, repr(request.id)
+        self.sampling: Sampling | None = None
+        if isinstance(request, SampledRequest):
+            self.sampling = request.sampling
+            if request.seed is not None:
+                parts = "request", request.seed
+        self.seed = hashed(*parts) >> 1
         self._request = request
         self._vocabulary = vocabulary
         self._chain: Sequence[Key] = request.keys

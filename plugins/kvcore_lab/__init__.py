@@ -18,6 +18,7 @@ in this order::
     measured/       calibrate, validate: latency models and simulations beside real servers
     demo/           demo: a cache on a model small enough to follow
     contiguous/     demo paging: memory as it was allocated before there were blocks
+    templates/      new: packages of plugins to begin with, a working one of each kind
     report/         results as sections, plots, metrics, and in notebooks
     cli/, api.py    the verbs and options, and the calls; `size` is one file there
 """

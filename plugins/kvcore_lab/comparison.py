@@ -36,7 +36,7 @@ from kvcore.progress import Progress, Tick, silent, ticked, unseen
 from kvcore.request import Request
 from kvcore.trace import Trace
 from kvcore.trace.fields import plain
-from kvcore.workloads import Workload, check_keys
+from kvcore.workloads import Workload, WorkloadSample, check_keys
 from kvcore.workloads.selection import as_workload
 from kvcore_lab.candidates import Candidate, Policy, candidates_of, has_bound, refuse_bound
 from kvcore_lab.workers import Call, call_all, can_fork, check_jobs
@@ -408,6 +408,39 @@ def keeping(requests: Iterable[Request], kept: list[Request]) -> Iterator[Reques
         else:
             kept.clear()
         yield request
+
+
+class KeptWorkload(WorkloadSample):
+    """A workload that is read once: its requests are kept if they take little memory.
+
+    All else is that of the workload itself, its digest and options too.
+    """
+
+    def __init__(self, source: Workload) -> None:
+        super().__init__(source)
+        self._kept: list[Request] = []
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield the requests, kept ones if there are any."""
+        return iter(self._kept) if self._kept else self._read()
+
+    def _read(self) -> Iterator[Request]:
+        kept: list[Request] = []
+        yield from keeping(self.source, kept)
+        self._kept = kept
+
+    def release(self) -> None:
+        """Keep no requests, until they are read again."""
+        self._kept = []
+
+    @property
+    def digest(self) -> str:
+        """The digest of the workload."""
+        return self.source.digest
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the workload."""
+        return self.source.options()
 
 
 @attrs.define

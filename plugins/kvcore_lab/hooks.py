@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvcore import hookimpl
-from kvcore.hookspecs import ASK, CHECK, LOOK, REAL, Mode, Ran, Running, Verb
+from kvcore.hookspecs import ASK, CHECK, LOOK, PLUMBING, REAL, Mode, Ran, Running, Verb
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,6 +25,7 @@ def kvcore_commands() -> dict[str, Verb]:
         "explain": (
             "Explain why the prompt of REQUEST missed, or with --summary where hits were lost."
         ),
+        "new": "Write a package with a plugin of KIND, called NAME: kvcore-NAME.",
         "plan": (
             "Find the fewest GPUs, and the least K/V memory and host RAM, for the SLO of "
             "WORKLOAD."
@@ -48,7 +49,13 @@ def kvcore_commands() -> dict[str, Verb]:
             "Simulate the measured rows of FILE, and compare TTFT, TPOT and throughput."
         ),
     }
-    groups = {"calibrate": CHECK, "validate": CHECK, "demo": LOOK, "quality": REAL}
+    groups = {
+        "calibrate": CHECK,
+        "validate": CHECK,
+        "demo": LOOK,
+        "quality": REAL,
+        "new": PLUMBING,
+    }
     return {
         name: Verb(f"kvcore_lab.cli.{name}:{name}", text, groups.get(name, ASK))
         for name, text in about.items()

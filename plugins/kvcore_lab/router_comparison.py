@@ -27,6 +27,7 @@ from kvcore_cluster.options import ReplicaChoices, replicas_text
 from kvcore_lab.comparison import SHARING, Source, types_of
 from kvcore_lab.gpu_cost import Cost, gpus_of
 from kvcore_lab.sweep import Executor, Grid, Plan
+from kvcore_lab.sweep.cells import WorkloadCache
 from kvcore_lab.sweep.executors import ThisProcess
 from kvcore_replay.belady import Future, belady
 from kvcore_replay.untimed import replay, replay_groups
@@ -189,14 +190,16 @@ def compare_routers(
     one = {name: [value] for name, value in options.items()}
     grid = Grid("simulate", workload=workload, replicas=clusters, router=[*routers], **one)
     plan = Plan.of(grid)
-    shares = _Shares(plan)
+    executor = executor or ThisProcess()
+    known = executor.known if isinstance(executor, ThisProcess) else WorkloadCache()
+    shares = _Shares(plan, known)
     results = {}
     tasks = {task.digest: task for task in plan.tasks}
     steps = len(tasks) + len(shares.parts)
     name = shares.source.name
     with (
         (progress or silent)(f"comparing routers on {name}: simulations", steps) as tick,
-        closing((executor or ThisProcess()).run(tasks.values())) as outcomes,
+        closing(executor.run(tasks.values())) as outcomes,
     ):
         for outcome in outcomes:
             if outcome.result is None:
@@ -257,14 +260,13 @@ class _Shares:
         config: the configuration of the first cluster.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, known: WorkloadCache) -> None:
         self.parts: dict[int | str, ClusterParts] = {}
-        workload: Workload | None = None
         for task in plan.tasks:
             text = replicas_text(cast("Any", task.cell.replicas))
             if text not in self.parts:
-                self.parts[text] = parts = ClusterParts(task.cell, workload=workload)
-                workload = parts.workload
+                workload = known.parts(task.cell).workload
+                self.parts[text] = ClusterParts(task.cell, workload=workload)
         first = next(iter(self.parts.values()))
         self.source = Source.of(first.workload)
         cache = first.served_cache()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import count, islice
 from math import fsum, sqrt
 from random import Random
 from typing import NamedTuple
+
+from kvcore.request import Request
 
 # Quantiles of 97.5 % of Student's t by degrees of freedom, from 1 on.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
@@ -49,33 +52,63 @@ class Interval(NamedTuple):
 
 
 STRETCHES = 20
-"""Stretches of a recorded workload, of equal numbers of requests, that are drawn again."""
+"""Stretches of a workload without sessions, of equal numbers of requests, that are drawn."""
+
+SESSIONS = 200
+"""Groups of sessions that are drawn: up to as many sessions each are a group of its own."""
+
+_FIRST = 1000
+"""Requests at the beginning of a workload of which one has a session, if there are any."""
 
 _DRAWS = 1000
 _TAIL = 25
 """Draws of a bootstrap, and how many of them lie outside its interval of 95 % on each side."""
 
 
-def stretches(values: Sequence[float], total: float) -> list[float] | None:
-    """Return the shares of a figure that stretches of requests have, which add up to it.
+def session_groups(requests: Iterable[Request]) -> dict[int | str, int]:
+    """Return by the id of each request the group that its session is in, in their order.
+
+    Sessions are dealt to `SESSIONS` groups in turn; a request without one is a session. Empty
+    if there are no more sessions than `STRETCHES`, or the first requests have none.
+    """
+    if all(request.session is None for request in islice(iter(requests), _FIRST)):
+        return {}
+    numbers, sessions = count(), dict[str, int]()
+    groups = {}
+    for request in requests:
+        name = request.session
+        number = next(numbers) if name is None else sessions.get(name, -1)
+        if number < 0:
+            number = sessions[str(name)] = next(numbers)
+        groups[request.id] = number % SESSIONS
+    return groups if next(numbers) > STRETCHES else {}
+
+
+def shares(
+    values: Sequence[float], total: float, groups: Sequence[int] = ()
+) -> list[float] | None:
+    """Return the shares of a figure that groups of requests have, which add up to it.
 
     Args:
         values: what each request adds to the figure, in the order of arrival.
         total: what the sum of all is divided by; 0: the figure is unknown.
+        groups: the group of each request; none: they are `STRETCHES` stretches of time.
     """
     if not total:
         return None
-    sums = [0.0] * STRETCHES
-    for index, value in enumerate(values):
-        sums[index * STRETCHES // len(values)] += value
+    groups = groups or [index * STRETCHES // len(values) for index in range(len(values))]
+    sums = [0.0] * max(STRETCHES, 1 + max(groups, default=0))
+    for group, value in zip(groups, values, strict=True):
+        sums[group] += value
     return [each / total for each in sums]
 
 
 def bootstrap(parts: Sequence[float]) -> tuple[float, float]:
-    """Return the interval of 95 % of the sum of parts, if other stretches had come.
+    """Return the interval of 95 % of the sum of parts, if other ones had come.
 
     Of differences between two policies it is paired: both have the same requests in each. It
-    says how much a figure rests on few stretches of this traffic, nothing about other traffic.
+    says how much a figure rests on few sessions, or stretches, of this traffic, nothing about
+    other traffic.
     """
     draw = Random(0)  # noqa: S311 - a bootstrap, not a secret
     count = len(parts)

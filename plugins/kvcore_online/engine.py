@@ -1,4 +1,4 @@
-"""The engine of a server: the loop of `kvcore run` on a thread, fed while it runs.
+"""The engine of a server: the serving loop on a thread, fed while it runs.
 
 HTTP (asyncio)                          engine (one thread)
 --------------                          -------------------
@@ -12,8 +12,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from time import perf_counter_ns
-from typing import Any
+from time import perf_counter_ns, sleep
+from typing import Any, Protocol
 
 import attrs
 
@@ -22,16 +22,15 @@ from kvcore.errors import InputError
 from kvcore.request import Key, Request, TextRequest
 from kvcore.serving.arrivals import NEVER, Arrivals
 from kvcore.serving.job import DONE, Job
+from kvcore.serving.latency import Executor
 from kvcore.serving.loop import ServingLoop
 from kvcore.serving.scheduler import Batching, Scheduler
-from kvcore.serving.stats import RunLog
 from kvcore.trace import Trace
 from kvcore.units import NS_PER_S, PS_PER_NS, PS_PER_S
-from kvcore_engine.executor import TensorExecutor
+from kvcore_engine.tokens import TokenStream
 from kvcore_online.stored import StoredBlocks
-
-FINISHED, REJECTED, CANCELLED, FAILED = "finished", "rejected", "cancelled", "failed"
-"""The ways in which a request ends."""
+from kvcore_online.tally import CANCELLED, FAILED, FINISHED, REJECTED, Tally
+from kvcore_plugins.latency.measured_steps import MeasuredStep
 
 GONE = "its client has gone"
 
@@ -60,13 +59,32 @@ Listener = Callable[[Tokens], None]
 """Called on the engine's thread with each part of a request's output, and with its end."""
 
 
-class LiveInbox(Arrivals):
-    """Requests that arrive while the loop runs; any thread may add, cancel and close."""
+class LiveExecutor(Executor, Protocol):
+    """Runs steps, and generates tokens: on tensors, or simulated.
 
-    def __init__(self, on_ended: Callable[[Request, int], None]) -> None:
+    Attributes:
+        streams: token ids of the requests that run, by request id.
+        measured: the steps that were measured since the list was cleared.
+    """
+
+    streams: dict[int | str, TokenStream]
+    measured: list[MeasuredStep]
+
+
+class LiveInbox(Arrivals):
+    """Requests that arrive while the loop runs; any thread may add, cancel and close.
+
+    Args:
+        on_ended: called with each request that has ended, and the time (ns).
+        clock: returns the time in ns, by the clock of the loop.
+    """
+
+    def __init__(
+        self, on_ended: Callable[[Request, int], None], clock: Callable[[], int]
+    ) -> None:
         super().__init__(())
-        self._on_ended = on_ended
-        self._coming: deque[Request] = deque()
+        self._on_ended, self._clock = on_ended, clock
+        self._coming: deque[tuple[int, Request]] = deque()
         self.changed = threading.Condition()
         self.left: dict[int | str, str] = {}
         self.closing = False
@@ -74,8 +92,8 @@ class LiveInbox(Arrivals):
     def put(self, request: Request) -> None:
         """Add a request."""
         with self.changed:
-            self._coming.append(request)
-            self.next_at = 0
+            self._coming.append((self._clock(), request))
+            self.next_at = self._coming[0][0]
             self.changed.notify()
 
     def leave(self, request: int | str, end: str) -> None:
@@ -91,52 +109,15 @@ class LiveInbox(Arrivals):
             self.changed.notify()
 
     def take(self) -> tuple[int, Request]:
-        """Remove and return the next request, with the time 0, which stands for now."""
+        """Remove and return the next request, with its time of arrival (ns)."""
         with self.changed:
-            request = self._coming.popleft()
-            self.next_at = 0 if self._coming else NEVER
-        return 0, request
+            at, request = self._coming.popleft()
+            self.next_at = self._coming[0][0] if self._coming else NEVER
+        return at, request
 
     def ended(self, request: Request, now: int) -> None:
         """Called when a request has ended, in any way."""
         self._on_ended(request, now)
-
-
-class Tally(RunLog):
-    """The log of a server that never ends: counts in place of a row for each request.
-
-    Attributes:
-        requests: numbers of ended requests, by the way in which they ended.
-        prompt_tokens, output_tokens: sums over finished requests.
-        ttft_ns, e2e_ns: sums of the times of finished requests.
-        why: reason of the last rejection.
-        cancelled: id of the last request that was aborted since its client has disconnected.
-    """
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__(blocks)
-        self.requests = dict.fromkeys((FINISHED, REJECTED, CANCELLED), 0)
-        self.prompt_tokens = self.output_tokens = 0
-        self.ttft_ns = self.e2e_ns = 0
-        self.why = ""
-        self.cancelled: int | str | None = None
-
-    def ended(self, job: Job, now: int) -> None:
-        """Count a request that has ended."""
-        if job.request.id == self.cancelled:
-            self.requests[CANCELLED] += 1
-            return
-        self.requests[FINISHED] += 1
-        self.prompt_tokens += job.request.prompt_tokens
-        self.output_tokens += job.output_tokens
-        self.ttft_ns += (job.first_token or now) - job.arrival
-        self.e2e_ns += now - job.arrival
-
-    def rejected(self, job: Job, why: str) -> None:
-        """Count a request that was rejected, or aborted for its client."""
-        self.why = why
-        how = CANCELLED if job.request.id == self.cancelled else REJECTED
-        self.requests[how] += 1
 
 
 @attrs.define(eq=False)
@@ -168,11 +149,15 @@ class LiveLoop(ServingLoop):
         cache, scheduler, executor, batching: as for `ServingLoop`.
         stored: publisher of stored and removed blocks; None: they are not published.
         clock: returns the time in ns.
+        speed: times as fast as `clock` that a step is to pass, which the executor has only
+            computed the time of; None: a step has taken the time that the executor says.
+        sleep: waits for some seconds of `clock`.
 
     Attributes:
         inbox: the queue of new requests.
         open: requests that have arrived and not ended, by id.
         listeners: listeners of requests in the inbox, by id; set before the request is put.
+        paced: whether steps are to take the time that the executor says.
     """
 
     log: Tally
@@ -182,30 +167,49 @@ class LiveLoop(ServingLoop):
         self,
         cache: KVCache,
         scheduler: Scheduler,
-        executor: TensorExecutor,
+        executor: LiveExecutor,
         batching: Batching,
         stored: StoredBlocks | None = None,
         clock: Callable[[], int] = perf_counter_ns,
+        *,
+        speed: float | None = None,
+        sleep: Callable[[float], None] = sleep,
     ) -> None:
         if batching.rules.lag:
             msg = "lag=1: this engine plans a step once the one before has ended; give lag=0"
             raise InputError(msg)
-        self.inbox = LiveInbox(self._gone)
+        self.inbox = LiveInbox(self._gone, self.elapsed_ns)
         tally = Tally(cache.pool.blocks)
         super().__init__(self.inbox, cache, scheduler, executor, batching, log=tally)
         self.open: dict[int | str, OpenRequest] = {}
         self.listeners: dict[int | str, Listener] = {}
-        self._tensors = executor
+        self._tokens = executor
         self._stored = stored
         self._leaving: dict[int | str, str] = {}
         self._clock, self._began_ns = clock, clock()
+        self.paced, self._speed, self._sleep = speed is not None, speed or 1.0, sleep
+        self._waited = True
+        self.on_first_token = tally.got_first_token
         self._trace = cache.trace if isinstance(cache.trace, Trace) else None
         self._flush_at_ps = FLUSH_PS
 
+    def elapsed_ns(self) -> int:
+        """Return the time (ns) since the start, as the loop counts it."""
+        return int((self._clock() - self._began_ns) * self._speed)
+
+    @property
+    def behind_ns(self) -> int:
+        """How long ago (ns) the last step has ended; below 0: it ends in the future."""
+        return self.elapsed_ns() - self.clock_ps // PS_PER_NS
+
     def begin(self) -> bool:
-        """Advance the clock, abort requests that need no more tokens, and plan a step."""
-        elapsed_ps = (self._clock() - self._began_ns) * PS_PER_NS
-        self.clock_ps = max(self.clock_ps, elapsed_ps)
+        """Advance the clock, abort requests that need no more tokens, and plan a step.
+
+        A step with a given time begins when the one before has ended, however late it is.
+        """
+        if self._waited or not self.paced:
+            self.clock_ps = max(self.clock_ps, self.elapsed_ns() * PS_PER_NS)
+            self._waited = False
         if self._trace is not None and self.clock_ps >= self._flush_at_ps:
             self._flush(self._trace)
         if self.inbox.left or self._leaving:
@@ -219,8 +223,11 @@ class LiveLoop(ServingLoop):
     def end(self) -> None:
         """Run a step, and pass its tokens to the listeners."""
         super().end()
-        self._tensors.measured.clear()
-        streams = self._tensors.streams
+        self._tokens.measured.clear()
+        self.log.later_tokens()
+        if self.paced and (behind_ns := self.behind_ns) < 0:
+            self._sleep(-behind_ns / NS_PER_S / self._speed)
+        streams = self._tokens.streams
         for name in list(streams):
             each = self.open[name]
             new = streams[name].output[each.sent :]
@@ -234,8 +241,9 @@ class LiveLoop(ServingLoop):
     def _take_arrivals(self, now: int) -> None:
         inbox = self.inbox
         while inbox.next_at <= now:
-            _, request = inbox.take()
-            self._arrive(request, now, now)
+            arrival, request = inbox.take()
+            # A trace goes on at the time of its last line.
+            self._arrive(request, now, arrival)
 
     def _arrive(self, request: Request, now: int, arrival: int, **known: Any) -> Job:
         if self._stored is not None and isinstance(request, TextRequest):
@@ -252,15 +260,15 @@ class LiveLoop(ServingLoop):
         named = list(named)
         if self._stored is not None:
             for job, keys in named:
-                self._stored.generated(job, keys, self._tensors.streams[job.request.id])
+                self._stored.generated(job, keys, self._tokens.streams[job.request.id])
         super()._name(named, now)
 
     def _wait(self) -> bool:
         """Wait until a request arrives, or a load or timer is due; return False at the end."""
         batcher, inbox = self.batcher, self.inbox
         due = [heap[0][0] for heap in (batcher.timers, batcher.loads) if heap]
-        now = self.clock_ps // PS_PER_NS
-        seconds = max((min(due) - now) / NS_PER_S, 0) if due else None
+        now = self.elapsed_ns()
+        seconds = max((min(due) - now) / NS_PER_S / self._speed, 0) if due else None
         if self._trace is not None and not self.open:
             self._flush(self._trace)  # nothing may happen for long
         with inbox.changed:
@@ -268,6 +276,7 @@ class LiveLoop(ServingLoop):
                 if inbox.closing and not self.open:
                     return False
                 inbox.changed.wait(seconds)
+        self._waited = True
         return True
 
     def _gone(self, request: Request, now: int) -> None:
@@ -307,7 +316,7 @@ class LiveLoop(ServingLoop):
             self.log.cancelled = name
         if not self.abort(each.job, GONE):
             return False
-        self._tensors.streams.pop(name, None)
+        self._tokens.streams.pop(name, None)
         del self.open[name]
         each.listener(Tokens(end=end, cached=each.cached))
         return True

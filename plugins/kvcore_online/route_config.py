@@ -222,6 +222,8 @@ class RouteConfig:
             msg = f"{path}: is not TOML: {error}"
             raise InputError(msg) from error
         given = {key.replace("-", "_"): value for key, value in given.items()}
+        if "servers" in given and "replicas" not in given:
+            given["replicas"] = given.pop("servers")  # the word of the help
         if isinstance(given.get("trace"), str) and given["trace"]:
             given["trace"] = path.parent / given["trace"]
         if isinstance(given.get("trace_key"), str):

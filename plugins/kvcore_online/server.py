@@ -1,52 +1,45 @@
-"""The server: the engine of `kvcore run` behind an OpenAI-style API, with one model."""
+"""The server: the engine of `kvcore run`, or a simulated one, behind an OpenAI-style API."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from time import perf_counter_ns, time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 import orjson
 
-from kvcore.errors import InputError, KvcoreError, shorten
+from kvcore.cache import GroupedCache, KVCache
+from kvcore.config import RunParts
+from kvcore.engine import Generator
+from kvcore.errors import InputError
 from kvcore.lazy import import_extra
-from kvcore.plugins.base import FAILURES, raise_policy_error
-from kvcore.request import TextRequest, text_request
+from kvcore.request import Request
 from kvcore.serving.simulate import check_cache, record_run
 from kvcore.trace.writer import LiveTrace
 from kvcore.untrusted import parse_json
 from kvcore_engine.config import EngineParts
 from kvcore_engine.executor import TensorExecutor
-from kvcore_online.engine import CANCELLED, FAILED, REJECTED, LiveEngine, LiveLoop, Tokens
+from kvcore_online.calls import Call, CallReader
+from kvcore_online.engine import LiveEngine, LiveExecutor, LiveLoop, Tokens
 from kvcore_online.listener import METRICS_HEADERS, ApiError, Listener
 from kvcore_online.metrics import server_metrics
+from kvcore_online.simulated import SimulatedModel, SimulatedTokens
 from kvcore_online.stored import StoredBlocks
 from kvcore_online.supervision import signalled, stopped
+from kvcore_online.tally import CANCELLED, FAILED, REJECTED
 from kvcore_replay.keyed import KeyedNames
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-MOST_STOPS = 4
-OUTPUT = 16
-"""Largest number of tokens of an answer if the client gives none."""
-
-UNSUPPORTED: Mapping[str, Any] = {
-    "logprobs": False,
-    "tools": [],
-    "response_format": {"type": "text"},
-    "suffix": "",
-    "echo": False,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "logit_bias": {},
-}
-"""Options of the API that this server does not have, and the values that change nothing."""
+Parts: TypeAlias = AsyncGenerator[tuple[int, Tokens], None]
+"""The parts of the answers to a call, each with the index of its request."""
 
 CONNECTIONS = 4
 """Open connections for each open request; further ones are closed at once."""
@@ -67,6 +60,8 @@ class ServeConfig:
         kv_events: address at which KV events are published, such as `tcp://127.0.0.1:5557`.
         kv_replay: address at which missing KV events are sent again.
         trace: file to write every decision to.
+        speed_up: times as fast as the wall clock that a simulation runs; None: steps take the
+            time that they take.
 
     Raises:
         InputError: `kv_replay` is given without `kv_events`.
@@ -82,34 +77,13 @@ class ServeConfig:
     kv_events: str | None = None
     kv_replay: str | None = None
     trace: Path | None = None
+    speed_up: float | None = None
 
     def __attrs_post_init__(self) -> None:
         """Refuse an address for replays of events that are not published."""
         if self.kv_replay is not None and self.kv_events is None:
             msg = "--kv-replay sends the events of --kv-events again: give that too"
             raise InputError(msg)
-
-
-@attrs.frozen
-class Call:
-    """A checked call of the API.
-
-    Attributes:
-        chat: whether it is a chat.
-        tokens: token ids of the prompt.
-        output: largest number of output tokens.
-        stream, counted: whether the answer is streamed, and with its usage at the end.
-        stop: texts that end the answer.
-        salt: text that keeps equal prompts apart in the cache (`cache_salt` in vLLM).
-    """
-
-    chat: bool
-    tokens: list[int]
-    output: int
-    stream: bool
-    counted: bool
-    stop: tuple[str, ...]
-    salt: str | None
 
 
 class Text:
@@ -164,11 +138,42 @@ class Text:
         return held[:end]
 
 
+@attrs.define(eq=False)
+class Answer:
+    """One answer to a call, while it is generated.
+
+    Attributes:
+        text: makes its tokens text.
+        tokens, cached: number of its tokens, and of the prompt tokens that were not computed.
+        ended: whether it needs no more tokens.
+        body: its text so far, where it is not streamed.
+    """
+
+    text: Text
+    tokens: int = 0
+    cached: int = 0
+    ended: bool = False
+    body: str = ""
+
+    def add(self, part: Tokens) -> str:
+        """Return the text that new tokens add."""
+        self.tokens += len(part.ids)
+        self.cached = max(self.cached, part.cached)
+        added = self.text.add(part.ids, last=part.end is not None)
+        self.ended = self.text.stopped or part.end is not None
+        return added
+
+    @property
+    def reason(self) -> str:
+        """Why it has ended, as the API says it."""
+        return "stop" if self.text.stopped else "length"
+
+
 class Server:
     """The engine and its API.
 
     Args:
-        parts: model, cache and scheduler, as for `kvcore run`.
+        parts: model, cache and scheduler, as for `kvcore run`, or of a simulation.
         config: address and limits.
         clock: returns the time in ns.
 
@@ -183,7 +188,7 @@ class Server:
 
     def __init__(
         self,
-        parts: EngineParts,
+        parts: RunParts,
         config: ServeConfig,
         clock: Callable[[], int] = perf_counter_ns,
     ) -> None:
@@ -205,7 +210,7 @@ class Server:
             client_timeout=config.client_timeout,
             shutdown_timeout=config.grace,
         )
-        self.config, self._parts = config, parts
+        self.config = config
         self.url = ""
         self._closing = False
         self._ids = count()
@@ -222,33 +227,28 @@ class Server:
             arguments = parts.arguments(trace)
             cache = arguments["cache"]
             check_cache(cache, "serve")
-            generator, backend = arguments["generator"], arguments["backend"]
             latency, batching = arguments["latency"], arguments["batching"]
             latency.bind()
-            stack.enter_context(backend.limit_threads(arguments["threads"], generator.spec))
-            executor = TensorExecutor(
-                cache,
-                generator,
-                backend,
-                latency,
-                dtype=arguments["dtype"],
-                codec=arguments["codec"],
-                clock="wall",
-                stop_at_eos=bool(generator.eos_token_ids),
-                seed=arguments["seed"],
-                texts=True,
-            )
-            stack.callback(executor.close, whole=True)
+            self._model, executor = _model(parts, arguments, stack)
             stored = None
             if config.kv_events is not None:
                 from kvcore_events.publisher import Publisher  # noqa: PLC0415 - zmq
 
+                if not isinstance(cache, KVCache):
+                    msg = (
+                        f"--kv-events: layers of {parts.model.name} keep different things, "
+                        "which no event names: leave it out, or serve the model as one group "
+                        "(--disable-hybrid-kv-cache-manager)"
+                    )
+                    raise InputError(msg)
                 publisher = Publisher(config.kv_events, config.kv_replay)
                 stored = StoredBlocks(cache, publisher)
                 stored.start()
                 stack.callback(stored.close)
             scheduler = arguments["scheduler"]
-            loop = LiveLoop(cache, scheduler, executor, batching, stored, clock)
+            loop = LiveLoop(
+                cache, scheduler, executor, batching, stored, clock, speed=config.speed_up
+            )
             if trace is not None:
                 record_run(
                     trace,
@@ -259,8 +259,14 @@ class Server:
                     rate_scale=1.0,
                     slo=None,
                 )
-            self.cache, self.stored, self._generator = cache, stored, generator
-            self.model = config.name or generator.spec.name
+            self.cache, self.stored = cache, stored
+            self.model = config.name or parts.model.name
+            longest, limit = cache.pool.blocks * cache.geometry.block_size, "the cache"
+            if batching.max_model_len is not None and batching.max_model_len <= longest:
+                longest, limit = batching.max_model_len, "max_model_len"
+            self._reader = CallReader(
+                self._model, self.model, longest, limit, answers=config.requests
+            )
             self.engine = LiveEngine(loop, self._fail)
             self._stack = stack.pop_all()
 
@@ -347,32 +353,33 @@ class Server:
     async def _tokenize(self, http: web.Request) -> web.Response:
         """Return the token ids of a prompt, as vLLM does."""
         document = await self._document(http)
-        tokens = self._prompt(document, chat="messages" in document)
-        size = self.cache.geometry.block_size
-        answer = {"count": len(tokens), "max_model_len": self._longest, "tokens": tokens}
+        tokens, *others = self._reader.prompts(document, chat="messages" in document)
+        if others:
+            raise ApiError(400, "prompt must be one text: give the others apart", "prompt")
+        longest, size = self._reader.longest, self.cache.geometry.block_size
+        answer = {"count": len(tokens), "max_model_len": longest, "tokens": tokens}
         return self._listener.json(answer | {"block_size": size})
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         """Serve a chat or a text completion."""
-        call = self._read(http, await self._document(http))
-        if self._closing or self._busy >= self.config.requests:
+        document = await self._document(http)
+        call = self._reader.read(document, chat=http.path.endswith("chat/completions"))
+        if self._closing or self._busy + call.answers > self.config.requests:
             why = "is ending" if self._closing else f"has {self._busy} requests: try again"
             raise ApiError(503, f"the server {why}")
-        self._busy += 1
-        number = next(self._ids)
+        salt = call.salt
+        if self._names is not None and salt is not None:
+            salt = self._names.name("salt", salt)
+        size, publish = self.cache.geometry.block_size, not isinstance(self.cache, GroupedCache)
+        requests = list(call.requests(self._ids, size, salt, publish=publish))
+        self._busy += call.answers
         try:
-            parts = self._generate(number, call)
+            parts = self._generate(requests)
             if call.stream:
-                return await self._stream(http, number, call, parts)
-            return await self._whole(number, call, parts)
+                return await self._stream(http, requests, call, parts)
+            return await self._whole(requests, call, parts)
         finally:
-            self._busy -= 1
-
-    @property
-    def _longest(self) -> int:
-        """Largest number of tokens of a prompt and its output."""
-        fits = int(self.cache.pool.blocks * self.cache.geometry.block_size)
-        return min(fits, self._parts.batching.max_model_len or fits)
+            self._busy -= call.answers
 
     async def _document(self, http: web.Request) -> dict[str, Any]:
         """Return the JSON object in the body of a request."""
@@ -385,155 +392,63 @@ class Server:
             raise ApiError(400, "the body must be a JSON object")
         return document
 
-    def _read(self, http: web.Request, document: dict[str, Any]) -> Call:
-        """Return the call that a body makes."""
-        model = document.get("model")
-        if model is not None and model != self.model:
-            asked = shorten(repr(model))
-            raise ApiError(404, f"there is no model {asked}; this is {self.model!r}", "model")
-        self._refuse_unsupported(document)
-        output = OUTPUT
-        for name in ("max_completion_tokens", "max_tokens"):
-            if document.get(name) is not None:
-                output = document[name]
-                if type(output) is not int or output < 1:
-                    raise ApiError(400, f"{name} must be a whole number from 1 on", name)
-                break
-        chat = http.path.endswith("chat/completions")
-        tokens = self._prompt(document, chat=chat)
-        if len(tokens) + output > self._longest:
-            most = self._parts.batching.max_model_len
-            limit = (
-                "tokens of max_model_len" if self._longest == most else "tokens of the cache"
-            )
-            msg = (
-                f"{len(tokens)} tokens and {output} of output do not fit into the "
-                f"{self._longest} {limit}"
-            )
-            raise ApiError(400, msg, "messages" if chat else "prompt")
-        options = document.get("stream_options")
-        counted = isinstance(options, dict) and options.get("include_usage") is True
-        salt = document.get("cache_salt")
-        if salt is not None and not (isinstance(salt, str) and salt):
-            raise ApiError(400, "cache_salt must be a text that is not empty", "cache_salt")
-        stop = document.get("stop") or ()
-        stop = (stop,) if isinstance(stop, str) else tuple(stop) if type(stop) is list else stop
-        texts = type(stop) is tuple and all(isinstance(each, str) and each for each in stop)
-        if not texts or len(stop) > MOST_STOPS:
-            raise ApiError(400, f"stop must be a text, or up to {MOST_STOPS} of them", "stop")
-        stream = document.get("stream") or False
-        if type(stream) is not bool:
-            raise ApiError(400, "stream must be true or false", "stream")
-        return Call(chat, tokens, output, stream, counted, stop, salt)
+    async def _generate(self, requests: Sequence[Request]) -> Parts:
+        """Yield the parts of answers, each with the index of its request.
 
-    def _refuse_unsupported(self, document: dict[str, Any]) -> None:
-        """Raise ApiError for options of the API that this server does not have."""
-        for name in ("n", "best_of"):
-            if document.get(name) not in (None, 1):
-                raise ApiError(400, f"{name} can be 1 alone", name)
-        temperature = document.get("temperature")
-        own = getattr(self._generator, "temperature", 0.0)
-        if temperature is not None and temperature != own:
-            msg = f"temperature is {own} for all requests: leave it out, or restart the server"
-            raise ApiError(400, msg, "temperature")
-        for name, neutral in UNSUPPORTED.items():
-            value = document.get(name)
-            # False is no number here: `"logprobs": 0` asks for those of the chosen tokens.
-            same = value is neutral if isinstance(neutral, bool) else value == neutral
-            if value is not None and not same:
-                raise ApiError(400, f"{name} is not supported", name)
-
-    def _prompt(self, document: dict[str, Any], *, chat: bool) -> list[int]:
-        """Return the tokens of a prompt or of messages."""
-        if chat:
-            messages = document.get("messages")
-            if not isinstance(messages, list) or not messages:
-                raise ApiError(400, "messages must be a list that is not empty", "messages")
-            return self._encoded(self._generator.encode_chat, list(map(_message, messages)))
-        prompt = document.get("prompt")
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-            prompt = prompt[0]
-        if isinstance(prompt, str) and prompt:
-            tokens = self._encoded(self._generator.encode, prompt)
-        elif isinstance(prompt, list) and prompt and all(type(p) is int for p in prompt):
-            tokens = prompt
-        else:
-            raise ApiError(400, "prompt must be a text, or a list of token ids", "prompt")
-        if not tokens or min(tokens) < 0 or max(tokens) >= self._generator.vocabulary:
-            raise ApiError(400, "prompt has no tokens, or some that the model lacks", "prompt")
-        return tokens
-
-    def _encoded(self, encode: Callable[[Any], list[int]], given: Any) -> list[int]:
-        """Return the token ids of a text or a chat, or report that the generator has failed."""
-        try:
-            return encode(given)
-        except KvcoreError:
-            raise
-        except FAILURES as error:
-            raise_policy_error(self._generator, encode.__name__, error)
-
-    async def _generate(self, number: int, call: Call) -> AsyncGenerator[Tokens, None]:
-        """Yield the parts of an answer; closing the generator cancels the request."""
-        parts: asyncio.Queue[Tokens] = asyncio.Queue()
+        Closing the generator cancels the requests that have not ended.
+        """
+        parts: asyncio.Queue[tuple[int, Tokens]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def listener(part: Tokens) -> None:
-            loop.call_soon_threadsafe(parts.put_nowait, part)
+        def listener(index: int, part: Tokens) -> None:
+            loop.call_soon_threadsafe(parts.put_nowait, (index, part))
 
-        size, salt = self.cache.geometry.block_size, call.salt
-        if self._names is not None and salt is not None:
-            salt = self._names.name("salt", salt)
-        request: TextRequest = text_request(
-            number,
-            call.tokens,
-            output=call.output,
-            block_size=size,
-            salt=salt,
-            publish=True,
-        )
-        self.engine.submit(request, listener)
-        ended = False
+        for index, request in enumerate(requests):
+            self.engine.submit(request, partial(listener, index))
+        running = dict(enumerate(requests))
         try:
-            while not ended:
-                part = await parts.get()
-                ended = part.end is not None
-                yield part
+            while running:
+                index, part = await parts.get()
+                if part.end is not None:
+                    del running[index]
+                yield index, part
         finally:
-            if not ended:
-                self.engine.cancel(number)
+            for request in running.values():
+                self.engine.cancel(request.id)
 
     async def _whole(
-        self, number: int, call: Call, parts: AsyncGenerator[Tokens, None]
+        self, requests: Sequence[Request], call: Call, parts: Parts
     ) -> web.Response:
-        """Return the whole text as an answer."""
-        made, text = self._text(call), ""
-        count = cached = 0
-        async for part in parts:
+        """Return the whole texts as an answer."""
+        answers = [self._answer(call) for _ in requests]
+        left = len(answers)
+        async for index, part in parts:
+            answer = answers[index]
+            if answer.ended:
+                continue
             _check(part)
-            count += len(part.ids)
-            cached = max(cached, part.cached)
-            text += made.add(part.ids, last=part.end is not None)
-            if made.stopped:
-                self.engine.finish(number)
+            answer.body += self._add(answer, requests[index], part)
+            left -= answer.ended
+            if not left:
                 break
         await parts.aclose()
-        reason = "stop" if made.stopped else "length"
-        content = (
-            {"message": {"role": "assistant", "content": text}} if call.chat else {"text": text}
+        choices = []
+        for index, answer in enumerate(answers):
+            content: dict[str, Any] = {"text": answer.body}
+            if call.chat:
+                content = {"message": {"role": "assistant", "content": answer.body}}
+            choices.append(_choice(index, content, answer.reason))
+        document = self._head(requests[0], call, chunk=False)
+        return self._listener.json(
+            document | {"choices": choices, "usage": _usage(call, answers)}
         )
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
-        answer = self._head(number, call, chunk=False) | {
-            "choices": [choice],
-            "usage": _usage(call, count, cached),
-        }
-        return self._listener.json(answer)
 
     async def _stream(
-        self, http: web.Request, number: int, call: Call, parts: AsyncGenerator[Tokens, None]
+        self, http: web.Request, requests: Sequence[Request], call: Call, parts: Parts
     ) -> web.StreamResponse:
-        """Send server-sent events, one for each part of the text."""
+        """Send server-sent events, one for each part of a text."""
         first = await anext(parts)
-        _check(first)
+        _check(first[1])
         out: web.StreamResponse = self._web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
@@ -544,11 +459,11 @@ class Server:
 
         try:
             await out.prepare(http)
-            async for document in self._chunks(number, call, first, parts):
+            async for document in self._chunks(requests, call, first, parts):
                 await send(orjson.dumps(document))
             await send(b"[DONE]")
         except (TimeoutError, ConnectionError):
-            # Too slow, or gone: the request ends with its generator.
+            # Too slow, or gone: the requests end with their generator.
             if http.transport is not None:
                 http.transport.abort()
         finally:
@@ -556,67 +471,70 @@ class Server:
         return out
 
     async def _chunks(
-        self, number: int, call: Call, part: Tokens, parts: AsyncIterator[Tokens]
+        self,
+        requests: Sequence[Request],
+        call: Call,
+        first: tuple[int, Tokens],
+        parts: Parts,
     ) -> AsyncIterator[Mapping[str, Any]]:
-        """Yield the documents of a streamed answer, of which `part` is the first tokens."""
-        head = self._head(number, call, chunk=True)
-
-        def choice(text: str, reason: str | None = None) -> dict[str, Any]:
-            content: dict[str, Any] = {"text": text}
-            if call.chat:
-                content = {"delta": {"content": text} if text else {}}
-            return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
-
+        """Yield the documents of streamed answers, of which `first` is the first part."""
+        head = self._head(requests[0], call, chunk=True)
+        answers = [self._answer(call) for _ in requests]
         if call.chat:
-            opening = choice("") | {"delta": {"role": "assistant", "content": ""}}
-            yield {**head, "choices": [opening]}
-        text, count, cached = self._text(call), 0, 0
+            opening = {"delta": {"role": "assistant", "content": ""}}
+            for index in range(len(answers)):
+                yield {**head, "choices": [_choice(index, opening, None)]}
+        left, (index, part) = len(answers), first
         while True:
-            count += len(part.ids)
-            cached = max(cached, part.cached)
             if part.end in (FAILED, REJECTED, CANCELLED):
                 message = part.reason or f"the request was {part.end}"
                 yield {"error": {"message": message, "type": "server_error"}}
                 return
-            added = text.add(part.ids, last=part.end is not None)
-            if added:
-                yield {**head, "choices": [choice(added)]}
-            if text.stopped:
-                self.engine.finish(number)
-            if text.stopped or part.end is not None:
+            if not answers[index].ended:
+                added = self._add(answers[index], requests[index], part)
+                for choice in _deltas(call, index, answers[index], added):
+                    yield {**head, "choices": [choice]}
+                left -= answers[index].ended
+            if not left:
                 break
-            part = await anext(parts)
-        yield {**head, "choices": [choice("", "stop" if text.stopped else "length")]}
+            index, part = await anext(parts)
         if call.counted:
-            yield {**head, "choices": [], "usage": _usage(call, count, cached)}
+            yield {**head, "choices": [], "usage": _usage(call, answers)}
 
-    def _text(self, call: Call) -> Text:
-        generator = self._generator
-        return Text(generator.decode, call.stop, generator.eos_token_ids)
+    def _add(self, answer: Answer, request: Request, part: Tokens) -> str:
+        """Return the text that new tokens add; end the request if its text has ended."""
+        added = answer.add(part)
+        if answer.text.stopped:
+            self.engine.finish(request.id)
+        return added
 
-    def _head(self, number: int, call: Call, *, chunk: bool) -> dict[str, Any]:
+    def _answer(self, call: Call) -> Answer:
+        model = self._model
+        return Answer(Text(model.decode, call.stop, model.eos_token_ids))
+
+    def _head(self, request: Request, call: Call, *, chunk: bool) -> dict[str, Any]:
         """Return the fields with which each document of an answer begins."""
         kind = "chat.completion" if call.chat else "text_completion"
         return {
-            "id": f"{'chatcmpl' if call.chat else 'cmpl'}-{number}",
+            "id": f"{'chatcmpl' if call.chat else 'cmpl'}-{request.id}",
             "object": f"{kind}.chunk" if chunk and call.chat else kind,
             "created": int(time()),
             "model": self.model,
         }
 
 
-def _message(value: Any) -> dict[str, str]:
-    """Return a message as role and text."""
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        raise ApiError(400, "a message needs a role and a content", "messages")
-    content = value.get("content")
-    if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if all(isinstance(text, str) for text in texts):
-            content = "".join(texts)  # type: ignore[arg-type]  # just checked
-    if not isinstance(content, str):
-        raise ApiError(400, "the content of a message must be text", "messages")
-    return {"role": value["role"], "content": content}
+def _choice(index: int, content: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
+    """Return an answer, or a part of it, as the API has it."""
+    return {"index": index, **content, "logprobs": None, "finish_reason": reason}
+
+
+def _deltas(call: Call, index: int, answer: Answer, added: str) -> Iterator[dict[str, Any]]:
+    """Yield what new tokens add to a streamed answer: text, and its end."""
+    if added:
+        content = {"delta": {"content": added}} if call.chat else {"text": added}
+        yield _choice(index, content, None)
+    if answer.ended:
+        yield _choice(index, {"delta": {}} if call.chat else {"text": ""}, answer.reason)
 
 
 def _check(part: Tokens) -> None:
@@ -627,8 +545,11 @@ def _check(part: Tokens) -> None:
         raise ApiError(503, part.reason or f"the request was {part.end}")
 
 
-def _usage(call: Call, output: int, cached: int) -> dict[str, Any]:
-    prompt = len(call.tokens)
+def _usage(call: Call, answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return the numbers of tokens; a prompt with several answers counts once."""
+    prompt = sum(map(len, call.prompts))
+    output = sum(answer.tokens for answer in answers)
+    cached = sum(answer.cached for answer in answers[:: call.choices])
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
@@ -637,7 +558,33 @@ def _usage(call: Call, output: int, cached: int) -> dict[str, Any]:
     }
 
 
-def run(parts: EngineParts, config: ServeConfig, ready: Callable[[Server], None]) -> None:
+def _model(
+    parts: RunParts, arguments: Mapping[str, Any], stack: ExitStack
+) -> tuple[Generator | SimulatedModel, LiveExecutor]:
+    """Return the model, and the executor of its steps: on tensors, or simulated."""
+    cache, latency = arguments["cache"], arguments["latency"]
+    if not isinstance(parts, EngineParts):
+        model = SimulatedModel()
+        return model, SimulatedTokens(latency, model, parts.config.seed or 0)
+    generator, backend = arguments["generator"], arguments["backend"]
+    stack.enter_context(backend.limit_threads(arguments["threads"], generator.spec))
+    executor = TensorExecutor(
+        cache,
+        generator,
+        backend,
+        latency,
+        dtype=arguments["dtype"],
+        codec=arguments["codec"],
+        clock="wall",
+        stop_at_eos=bool(generator.eos_token_ids),
+        seed=arguments["seed"],
+        texts=True,
+    )
+    stack.callback(executor.close, whole=True)
+    return generator, executor
+
+
+def run(parts: RunParts, config: ServeConfig, ready: Callable[[Server], None]) -> None:
     """Serve until Ctrl-C or SIGTERM; a second one does not wait for open requests.
 
     Args:

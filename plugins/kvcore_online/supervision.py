@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import sys
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
+from ipaddress import ip_address
 from typing import Any
 
+import orjson
+
 from kvcore.cli.verb import end_signals
-from kvcore.untrusted import escaped
+from kvcore.untrusted import escaped, escaped_json
 
 if sys.platform != "win32":
     import resource
@@ -50,10 +55,53 @@ class Messages:
             warn(f"{sentence}{times}")
 
 
+class _Lines(logging.Handler):
+    """Prints a line on stderr for each record; does nothing if stderr is closed.
+
+    Attributes:
+        as_json: whether it is a JSON object, in place of the time and the sentence.
+    """
+
+    as_json = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the line of a record."""
+        at = datetime.fromtimestamp(record.created).astimezone().isoformat(" ", "milliseconds")
+        sentence = record.getMessage()
+        line = f"{at} kvcore: {escaped(sentence)}\n"
+        if self.as_json:
+            level = record.levelname.lower()
+            fields = {"time": at.replace(" ", "T", 1), "level": level, "message": sentence}
+            line = f"{escaped_json(orjson.dumps(fields)).decode()}\n"
+        with suppress(OSError):
+            sys.stderr.write(line)
+            sys.stderr.flush()
+
+
+_LINES = _Lines()
+LOG = logging.Logger("kvcore_online", logging.INFO)  # noqa: LOG001 - none of the user's changes it
+LOG.addHandler(_LINES)
+
+
+def log_as_json(*, as_json: bool) -> None:
+    """Print lines from now on as JSON objects, or as sentences."""
+    _LINES.as_json = as_json
+
+
 def warn(sentence: str) -> None:
-    """Print a sentence on stderr; do nothing if stderr is closed."""
-    with suppress(OSError):
-        sys.stderr.write(f"kvcore: {escaped(sentence)}\n")
+    """Print a sentence on stderr, with the time; do nothing if stderr is closed."""
+    LOG.warning("%s", sentence)
+
+
+def announce(what: str, host: str) -> None:
+    """Print that a server listens, and a warning if other machines can reach its address."""
+    try:
+        loopback = ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback:
+        warn(f"{host} is no loopback: whoever reaches it can use it")
+    LOG.info("%s; Ctrl-C ends", what)
 
 
 async def supervised(

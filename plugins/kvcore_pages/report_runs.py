@@ -404,6 +404,10 @@ class Run(Result):
     def together(cls, results: Sequence[Result], labels: Sequence[str]) -> Iterator[Part]:
         """Yield several runs side by side, and how others differ from the first."""
         runs = [run for run in results if isinstance(run, Run)]
+        outcomes = [run.outcome for run in runs]
+        known = [outcome for outcome in outcomes if outcome is not None]
+        if len(known) == len(runs):
+            yield from sentences("\n".join(_verdicts(known, labels)))
         settled = [dict(settings(run.header)) for run in runs]
         names = dict.fromkeys(name for each in settled for name in each)
         columns = [[each.get(name, "") for each in settled] for name in names]
@@ -413,8 +417,6 @@ class Run(Result):
             if len(set(cells)) > 1
         ]
         yield from table("Settings that differ", ["setting", *labels], differ, ())
-        outcomes = [run.outcome for run in runs]
-        known = [outcome for outcome in outcomes if outcome is not None]
         if len(known) == len(runs):
             rows = run_rows(known, timed=all(run.timed for run in runs))
             yield from table("Figures", ["", *against(labels)], rows)
@@ -432,6 +434,22 @@ class Run(Result):
         yield from _pools(runs, labels)
         yield from _hits(runs, labels)
         yield from _reasons(runs, labels)
+
+
+def _verdicts(outcomes: Sequence[RunSummary], labels: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence on each run: its hits, its time to the first token, and its load."""
+    base = (outcomes[0].ttft_s or {}).get("mean")
+    for run, label in zip(outcomes, labels, strict=True):
+        sentence = f"{label}: {share(run.hit['ratio']['token'])} of the prompt tokens hit"
+        mean = (run.ttft_s or {}).get("mean")
+        if mean is not None:
+            sentence += f", and the first token comes after {format_seconds(mean)} on average"
+            if base and run is not outcomes[0]:
+                digits = 0 if mean >= 10 * base else 2
+                sentence += f", {mean / base:,.{digits}f} times the {format_seconds(base)}"
+                sentence += f" of {labels[0]}"
+        load = " SATURATED: its times tell how long the workload is." if run.saturated else ""
+        yield f"{sentence}.{load}"
 
 
 def _trace_over_time(trace: RecordedTrace) -> Iterator[Part]:

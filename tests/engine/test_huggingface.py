@@ -2,6 +2,7 @@
 
 import json
 from importlib.util import find_spec
+from io import StringIO
 
 import pytest
 
@@ -120,6 +121,53 @@ def test_a_missing_folder_is_refused_at_once(tmp_path, monkeypatch, name, option
     ):
         HuggingFace(model, tokenizer=name if option == "tokenizer" else None)
     assert HuggingFace("org/model").model == "org/model"
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """Return a list of the reads of configs by transformers, none of which finds a file."""
+    reads = []
+
+    def read(name, **options):
+        reads.append((name, options["local_files_only"]))
+        msg = "not cached"
+        raise OSError(msg)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", read)
+    monkeypatch.setattr("kvcore_engine.generator.huggingface.getproxies", dict)
+    return reads
+
+
+def test_a_name_of_the_hub_without_a_network_is_refused_at_once(tried, monkeypatch):
+    """A model that is not on this machine is an error as soon as the hub cannot be reached."""
+
+    def connect(address, timeout):
+        assert timeout <= 5
+        msg = f"no {address}"
+        raise OSError(msg)
+
+    monkeypatch.setattr("socket.create_connection", connect)
+    with pytest.raises(InputError, match=r"^org/model: the model is not in the cache.*folder$"):
+        _ = HuggingFace("org/model").spec
+    assert tried == [("org/model", True)]
+
+
+def test_a_download_is_announced(tried, monkeypatch, caplog):
+    """Before a model is downloaded a line says so; a failure of transformers is an error."""
+    monkeypatch.setattr("socket.create_connection", lambda *_, **__: StringIO())
+    with pytest.raises(InputError, match="no model that transformers can read: OSError"):
+        _ = HuggingFace("org/model").spec
+    assert tried == [("org/model", True), ("org/model", False)]
+    assert "org/model: the model is not in the cache of this machine: down" in caplog.text
+
+
+def test_offline_by_the_environment_no_connection_is_tried(tried, monkeypatch):
+    """With HF_HUB_OFFLINE a model that is not cached is refused without a connection."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("socket.create_connection", pytest.fail)
+    with pytest.raises(InputError, match="HF_HUB_OFFLINE is set"):
+        _ = HuggingFace("org/model").spec
+    assert tried == [("org/model", True)]
 
 
 def test_reading_shows_no_progress_in_a_pipe(tmp_path, capfd):
@@ -380,6 +428,21 @@ def test_a_table_of_positions_bounds_a_sequence(family, positions):
     else:
         assert lengths == {0: 20, 1: 11}
         assert len(result.log.reasons) == 2
+
+
+def test_tools_go_through_the_chat_template(tokenizer):
+    """The template gets the tools, and calls of them in a message; without tools none."""
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t.name }} {% endfor %}"
+        "{% for m in messages %}{{ m.content }} {% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments.city }}{% endfor %}{% endfor %}"
+    )
+    generator = HuggingFace(tiny("llama"), tokenizer)
+    call = {"function": {"name": "b", "arguments": {"city": "c"}}}
+    messages = [{"role": "assistant", "content": "a", "tool_calls": [call]}]
+    tokens = [tokenizer.encode(text) for text in ("a c", "b a c")]
+    assert generator.encode_chat(messages) == tokens[0]
+    assert generator.encode_chat(messages, [{"name": "b"}]) == tokens[1]
 
 
 def test_a_chat_that_the_template_refuses(tokenizer):

@@ -12,9 +12,9 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager
 
-from kvcore.config import RunConfig
-from kvcore.workloads import ClientWorkload
+from kvcore.config import RunConfig, RunParts
 from kvcore_engine.config import EngineParts
+from kvcore_online.clients import ClientWorkload
 from kvcore_online.server import ServeConfig, Server
 
 SMALL = "transformer:layers=1,hidden=32,heads=2,kv_heads=1"
@@ -92,14 +92,35 @@ def parts(block_size=16, **options):
     return EngineParts(config)
 
 
+def simulated_parts(**options):
+    """Return the parts of a simulated model, by default of a large one."""
+    options = {"model": "llama-3-70b", "device": "h100", **options}
+    return RunParts(RunConfig.of("simulate", workload=ClientWorkload(16), **options))
+
+
+def metrics(server):
+    """Return the samples of a server's metrics, by name and labels but that of the model."""
+    from prometheus_client.parser import (  # noqa: PLC0415 - an extra
+        text_string_to_metric_families,
+    )
+
+    with urllib.request.urlopen(f"{server.url}/metrics") as answer:  # noqa: S310 - of a test
+        families = text_string_to_metric_families(answer.read().decode())
+    samples = [sample for family in families for sample in family.samples]
+    for sample in samples:
+        del sample.labels["model_name"]
+    return {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+
+
 @contextmanager
-def serving(config=None, **options):
+def serving(config=None, *, simulated=False, **options):
     """Yield a server that listens in a thread of this process."""
+    make = simulated_parts if simulated else parts
     started, stopping = threading.Event(), []
     made = []
 
     async def main():
-        server = Server(parts(**options), config or ServeConfig(port=0, grace=2))
+        server = Server(make(**options), config or ServeConfig(port=0, grace=2))
         await server.start()
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
         stopping.append(lambda: loop.call_soon_threadsafe(stopped.set))

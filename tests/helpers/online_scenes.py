@@ -57,6 +57,11 @@ async def raw(proxy, data):
     return answer
 
 
+def sentence(line):
+    """Return a line of a server's messages without its time."""
+    return line[line.index("kvcore: ") :]
+
+
 def events(text):
     """Return the JSON documents of an event stream."""
     return [json.loads(data) for data in re.findall(r"^data: (\{.*)$", text, re.MULTILINE)]

@@ -252,7 +252,7 @@ class ServeSimulation(Simulation):
             assert self.error is None, self.error
         left = (loop.open, loop.listeners, loop.inbox.left, loop._leaving)
         assert not any(left), left
-        assert not loop._tensors.streams
+        assert not loop._tokens.streams
         assert cache_.available_blocks == cache_.pool.blocks, "blocks are pinned"
         assert sum(tally.requests.values()) == next(self.server._ids), "requests are lost"
         if self.world.traced and not self.full:

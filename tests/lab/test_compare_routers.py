@@ -7,7 +7,8 @@ import json
 import pytest
 
 import kvcore
-from kvcore import InputError, PluginError, Router
+from kvcore import InputError, PluginError, Request, Router
+from kvcore.workloads import RequestList
 from kvcore_lab.comparison import compare
 from kvcore_lab.report.routers import OPTIMUM, SHARED, RoutersReport
 from kvcore_lab.router_comparison import compare_routers
@@ -162,3 +163,29 @@ def test_a_frame_has_the_rows(comparison):
     pytest.importorskip("polars")
     frame = comparison.to_frame()
     assert frame["hit_ratio"].to_list() == [row.hit_ratio for row in comparison.rows]
+
+
+class CountedReads(RequestList):
+    """Requests, and how often they are read."""
+
+    name = "counted-reads"
+    reads = 0
+
+    def __iter__(self):
+        """Count a read."""
+        self.reads += 1
+        return super().__iter__()
+
+
+def test_a_workload_is_read_once_for_all_routers():
+    """The requests of a log are held, so that its texts are read for one simulation alone."""
+    requests = [
+        Request(id=n, arrival=n * 10**8, prompt_tokens=64, output_tokens=2, keys=[n % 3],
+                key_tokens=64)
+        for n in range(50)
+    ]  # fmt: skip
+    counted, listed = CountedReads(requests), RequestList(requests)
+    routers = ["round-robin", "prefix-affinity", "random"]
+    counts = [compare_routers(each, routers, replicas=[2, 3]) for each in (counted, listed)]
+    assert counted.reads == 1
+    assert counts[0].rows == counts[1].rows

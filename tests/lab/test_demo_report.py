@@ -1,5 +1,7 @@
 """The report of what a cache saves."""
 
+import attrs
+
 from kvcore.models.spec import ModelSpec
 from kvcore_lab.demo import CachingReport, Generation
 
@@ -77,3 +79,19 @@ def test_bars_share_one_scale():
     assert (none[0], none[-1]) == ("▁", "█")
     assert list(none) == sorted(none)
     assert dense == "▁" * 20
+
+
+def test_a_slow_step_of_a_short_output_does_not_flatten_the_bars():
+    """With 40 tokens too a bar is the median of steps, which one slow step does not move."""
+    made = report(steps=40)
+    slow = list(made.generations[2].step_seconds)
+    slow[17] = 10.0
+    generations = [*made.generations[:2], attrs.evolve(made.generations[2], step_seconds=slow)]
+    slowed = attrs.evolve(made, generations=generations)
+    assert slowed.times.rows == made.times.rows
+
+
+def test_few_steps_have_a_column_each():
+    """With three steps the table of times has a column for each step."""
+    assert report(steps=3).times.headers == ["time of a step", "1", "2", "3", ""]
+    assert [len(row[-1]) for row in report(steps=3).times.rows] == [3, 3, 3]

@@ -1,11 +1,23 @@
 """Intervals of means over seeds, and of figures of recorded traffic."""
 
 import json
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from helpers.commands import run_here
 
-from kvcore_lab.statistics import bootstrap, stretches, t_quantile
+from kvcore import Request
+from kvcore_lab.statistics import (
+    SESSIONS,
+    bootstrap,
+    session_groups,
+    shares,
+    t_quantile,
+)
+
+CHATS = Path(__file__).parents[2] / "examples" / "chats.jsonl"
+"""Chats of 45 sessions, and 15 alone."""
 
 
 @pytest.mark.parametrize(
@@ -18,11 +30,11 @@ def test_quantiles_are_those_of_students_t(degrees, quantile):
 
 def test_stretches_add_up_to_the_figure():
     """The shares of stretches add up to the sum over the total, if there is one."""
-    parts = stretches(range(100), 50)
+    parts = shares(range(100), 50)
     assert len(parts) == 20
     assert sum(parts) == pytest.approx(4950 / 50)
-    assert sum(stretches([1, 2, 3], 6)) == pytest.approx(1)
-    assert stretches([1], 0) is None
+    assert sum(shares([1, 2, 3], 6)) == pytest.approx(1)
+    assert shares([1], 0) is None
 
 
 def test_a_bootstrap_is_wide_where_stretches_differ():
@@ -34,22 +46,69 @@ def test_a_bootstrap_is_wide_where_stretches_differ():
     assert bootstrap([0.0] * 10 + [1.0] * 10) == (low, high)
 
 
+def turns(sessions, count=3):
+    """Return requests of sessions, which take turns."""
+    return [
+        Request(
+            id=f"{session}/{turn}",
+            session=f"s{session}",
+            prompt_tokens=8,
+            key_tokens=8,
+            keys=[1],
+        )
+        for turn in range(count)
+        for session in range(sessions)
+    ]
+
+
+def test_requests_of_a_session_are_in_one_group():
+    """All turns of a session are in its group; many sessions share groups evenly."""
+    groups = session_groups(turns(50))
+    assert list(groups) == [request.id for request in turns(50)]
+    assert all(len({groups[f"{s}/{t}"] for t in range(3)}) == 1 for s in range(50))
+    assert sorted(set(groups.values())) == list(range(50))
+    sizes = Counter(session_groups(turns(500, count=1)).values())
+    assert set(sizes) == set(range(SESSIONS))
+    assert set(sizes.values()) == {2, 3}
+
+
+def test_few_sessions_are_not_drawn():
+    """Traffic without sessions, or with few, is drawn by stretches of time."""
+    alone = [Request(id=n, prompt_tokens=8, key_tokens=8) for n in range(100)]
+    assert session_groups(alone) == session_groups(turns(20)) == {}
+    mixed = session_groups([*turns(5), *alone])
+    assert len(set(mixed.values())) == 105
+
+
+def test_a_figure_that_rests_on_a_session_has_a_wide_interval():
+    """Where one session has all hits, drawn sessions show it, and stretches of time do not."""
+    requests = turns(40, count=20)
+    hits = [float(request.session == "s7") for request in requests]
+    groups = list(session_groups(requests).values())
+    low, high = bootstrap(shares(hits, 20, groups))
+    assert (low, high) == (0, pytest.approx(3, abs=1))
+    low, high = bootstrap(shares(hits, 20))
+    assert (low, high) == (pytest.approx(1), pytest.approx(1))
+
+
 @pytest.mark.parametrize("mode", ["compare", "simulate"])
-def test_figures_by_stretches_add_up_to_those_of_a_sweep(tmp_path, mode):
-    """The figures in a journal add up to the columns of the rows, in both modes."""
+@pytest.mark.parametrize(
+    ("workload", "parts_of"), [("zipf:requests=90,rate=20", 20), (CHATS, 60)]
+)
+def test_figures_by_parts_add_up_to_those_of_a_sweep(tmp_path, mode, workload, parts_of):
+    """The shares of sessions, or stretches, add up to the columns of rows, in both modes."""
     grid = tmp_path / "grid.toml"
     timed = 'tier = "host:memory=1GiB"\nslo = "ttft=0.05"\n' if mode == "simulate" else ""
-    grid.write_text(
-        f'mode = "{mode}"\nworkload = "zipf:requests=90,rate=20"\nblocks = 400\n{timed}'
-    )
+    grid.write_text(f'mode = "{mode}"\nworkload = "{workload}"\nblocks = 400\n{timed}')
     done = run_here("sweep", grid, "--out", tmp_path / "out", "--jobs", 1, "--json")
     (row,) = json.loads(done.stdout)["rows"]
     lines = (tmp_path / "out" / "journal.jsonl").read_text().splitlines()
     line = next(found for found in map(json.loads, lines) if "result" in found)
-    parts = line["result"]["stretches"]
-    assert "stretches" not in row
-    for column, shares in parts.items():
-        assert sum(shares) == pytest.approx(row[column]), column
+    parts = line["result"]["shares"]
+    assert "shares" not in row
+    for column, added in parts.items():
+        assert sum(added) == pytest.approx(row[column]), column
+        assert len(added) == parts_of
 
 
 def test_a_sweep_prints_intervals(tmp_path):

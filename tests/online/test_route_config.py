@@ -97,3 +97,14 @@ def test_the_reference_has_the_defaults(name, default):
     rows = [row for row in text.splitlines() if f"`{name}`" in row.partition(" | ")[0]]
     shown = f"{default >> 20}MiB" if name in ("body", "answer") else f"{default:g}"
     assert any(re.search(rf"\({shown}[,)]", row) for row in rows)
+
+
+def test_servers_of_a_file_are_replicas(tmp_path):
+    """A file may say `servers`, the word of the help, in place of `replicas`."""
+    path = tmp_path / "route.toml"
+    path.write_text('servers = ["http://127.0.0.1:8001"]\nrouter = "random"\n')
+    made = RouteConfig.from_toml(path)
+    assert [server.url for server in made.replicas] == ["http://127.0.0.1:8001"]
+    path.write_text(path.read_text() + 'replicas = ["http://127.0.0.1:8002"]\n')
+    with pytest.raises(InputError, match="there is no option 'servers'"):
+        RouteConfig.from_toml(path)

@@ -16,9 +16,10 @@ pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
 pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'kvcore[serve]'")
 openai = pytest.importorskip("openai", reason="needs openai: pip install openai")
 zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install 'kvcore[serve]'")
+pytest.importorskip("prometheus_client", reason="needs it: pip install 'kvcore[serve]'")
 
 from helpers.commands import run_here
-from helpers.online import SMALL, ServerProcess, free_port, serving
+from helpers.online import SMALL, ServerProcess, free_port, metrics, serving
 from helpers.upstreams import until
 
 import kvcore
@@ -29,8 +30,8 @@ from kvcore.trace import read_events
 from kvcore_engine.generator import HuggingFace
 from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved, BlockStored
-from kvcore_online.engine import CANCELLED
 from kvcore_online.server import ServeConfig, Text
+from kvcore_online.tally import CANCELLED
 from kvcore_replay.check.trace import replay
 
 PROMPT = " ".join(f"word{place}" for place in range(40))
@@ -186,8 +187,17 @@ def test_the_sequence_of_a_disconnected_client_is_cancelled():
         (b'{"prompt": "a", "cache_salt": 5}', 400, "cache_salt must be a text"),
         (b'{"prompt": "a", "stop": 5}', 400, "stop must be a text"),
         (b'{"prompt": "a", "stop": ["a", ""]}', 400, "stop must be a text"),
-        (b'{"prompt": "a", "n": 2}', 400, "n can be 1 alone"),
-        (b'{"prompt": "a", "temperature": 0.7}', 400, "temperature is 0.0"),
+        (b'{"prompt": "a", "n": 0}', 400, "n must be a whole number from 1 to 128"),
+        (b'{"prompt": "a", "n": true}', 400, "n must be a whole number from 1 to 128"),
+        (b'{"prompt": ["a", 3]}', 400, "prompt must be a text, or token ids"),
+        (b'{"prompt": ["a", ""]}', 400, "prompt must be a text, or token ids"),
+        (b'{"prompt": [[3], []]}', 400, "prompt must be a text, or token ids"),
+        (b'{"prompt": "a", "temperature": -1}', 400, "temperature must be a number from 0 on"),
+        (b'{"prompt": "a", "temperature": "hot"}', 400, "temperature must be a number"),
+        (b'{"prompt": "a", "top_p": 0}', 400, "top_p must be above 0, and at most 1"),
+        (b'{"prompt": "a", "seed": 1.5}', 400, "seed must be a whole number"),
+        (b'{"prompt": "a", "best_of": 3}', 400, "best_of is not supported: leave it out"),
+        (b'{"prompt": "a", "tools": [{}]}', 400, "tools are for chats: leave them out"),
         (b'{"prompt": "a", "model": "gpt"}', 404, "there is no model 'gpt'"),
         (b'{"prompt": "' + b"a" * (2 << 20) + b'"}', 413, "Request Entity Too Large"),
     ],
@@ -217,6 +227,155 @@ def test_wrong_chat_messages_are_refused(server, messages, reason):
     status, document = ask(server, "/v1/chat/completions", body)
     assert status == 400
     assert document["error"]["message"] == reason
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tools": "all"}, "tools must be a list of objects"),
+        ({"tools": [3]}, "tools must be a list of objects"),
+        ({"tool_choice": "required"}, "tool_choice can be auto or none"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice can be auto or none"),
+        ({"functions": [{"name": "f"}]}, "functions is not supported: leave it out"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
+            "tool_calls must be functions",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
+                    }
+                ]
+            },
+            "tool_calls must be functions",
+        ),
+    ],
+)
+def test_tools_that_cannot_be_passed_on_are_refused(server, options, reason):
+    """Calls of tools that a server cannot pass on get status 400, in one line."""
+    body = {"messages": [{"role": "user", "content": "a"}], **options}
+    status, document = ask(server, "/v1/chat/completions", json.dumps(body).encode())
+    assert status == 400
+    message = document["error"]["message"]
+    assert message.startswith(reason)
+    assert "\n" not in message
+
+
+def sampled(server, prompt=PROMPT, **options):
+    """Return the texts of a completion that is drawn from logits."""
+    options = {"temperature": 1.0, "max_tokens": 8, **options}
+    answer = client(server).completions.create(model="tiny", prompt=prompt, **options)
+    return [choice.text for choice in answer.choices]
+
+
+def test_equal_seeds_draw_equal_tokens_whatever_else_runs(server):
+    """A seed gives its text beside requests that are drawn in other ways, and no other seed."""
+    alone = sampled(server, seed=5)
+    ways = [{"temperature": 0.0}, {"seed": 6}, {"top_p": 0.3, "seed": 7}, {"temperature": 2.0}]
+    with ThreadPoolExecutor(12) as pool:
+        others = [
+            pool.submit(sampled, server, f"{PROMPT} {place % 3}", **ways[place % 4])
+            for place in range(12)
+        ]
+        beside = [pool.submit(sampled, server, seed=5) for _ in range(4)]
+        assert all(each.result() == alone for each in beside)
+        assert all(each.result() for each in others)
+    assert sampled(server, seed=6) != alone
+    assert sampled(server, seed=5, temperature=0.0) == [complete(server)]
+
+
+def test_a_client_without_a_seed_gets_another_text_each_time(server):
+    """Requests without a seed are drawn with seeds of their own."""
+    texts = {tuple(sampled(server)) for _ in range(4)}
+    assert len(texts) == 4
+
+
+@pytest.mark.parametrize("option", [{"top_p": 1e-6}, {"extra_body": {"top_k": 1}}])
+def test_the_likeliest_token_alone_is_the_greedy_text(server, option):
+    """Drawn from the likeliest token alone, a text is the greedy one."""
+    assert sampled(server, **option) == [complete(server)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_list_of_prompts_has_the_answers_of_its_prompts(server, stream):
+    """Answers to several prompts, `n` to each, are those to the prompts one by one."""
+    prompts = [PROMPT, "a b c", PROMPT + " more"]
+    options = {"temperature": 1.0, "seed": 3, "n": 2, "max_tokens": 8}
+    alone = [text for prompt in prompts for text in sampled(server, prompt, **options)]
+    made = client(server).completions.create(
+        model="tiny",
+        prompt=prompts,
+        stream=stream,
+        **({"stream_options": {"include_usage": True}} if stream else {}),
+        **options,
+    )
+    texts, usage = [""] * 6, None
+    for part in made if stream else [made]:
+        usage = part.usage or usage
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+    assert texts == alone
+    assert texts[0] != texts[1]
+    assert usage.prompt_tokens == 40 + 3 + 41
+    assert usage.completion_tokens == 6 * 8
+
+
+def test_several_choices_of_a_chat_stop_each_at_its_text(server):
+    """Each choice of a chat ends at its own stop text, streamed or not."""
+    messages = [{"role": "user", "content": "how are you"}]
+    options = {"messages": messages, "temperature": 1.0, "seed": 1, "n": 3, "max_tokens": 12}
+    chats = client(server).chat.completions
+    whole = chats.create(model="tiny", **options)
+    stop = f" {whole.choices[1].message.content.split()[4]}"
+    expected = [choice.message.content.split(stop)[0] for choice in whole.choices]
+    stopped = chats.create(model="tiny", stop=stop, **options)
+    assert [choice.message.content for choice in stopped.choices] == expected
+    assert stopped.choices[1].finish_reason == "stop"
+    texts = ["", "", ""]
+    for part in chats.create(model="tiny", stop=stop, stream=True, **options):
+        for choice in part.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == expected
+
+
+def test_more_answers_than_a_server_takes_are_refused():
+    """A call for more answers than the limit of requests is a 400; it never fits."""
+    with serving(ServeConfig(port=0, requests=2)) as server:
+        status, document = ask(server, "/v1/completions", b'{"prompt": "a", "n": 3}')
+        assert (status, document["error"]["param"]) == (400, "n")
+        assert len(sampled(server, n=2)) == 2
+
+
+def test_a_generator_that_draws_no_samples_refuses_a_temperature():
+    """Of a generator without logits, a way of drawing is refused, and a neutral one taken."""
+    with serving(generator="sincos:layers=1,heads=1,kv_heads=1,head_dim=2") as server:
+        body = {"prompt": "a", "max_tokens": 1, "temperature": 0.7}
+        status, document = ask(server, "/v1/completions", json.dumps(body).encode())
+        assert (status, document["error"]["param"]) == (400, "temperature")
+        assert "draws no samples; leave it out" in document["error"]["message"]
+        body |= {"temperature": 0, "top_p": 1, "seed": 3}
+        assert ask(server, "/v1/completions", json.dumps(body).encode())[0] == 200
+
+
+def test_tools_and_their_calls_reach_the_chat_template(server):
+    """Tools, calls of them and their results are part of the prompt."""
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    call = {"function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    messages = [
+        {"role": "user", "content": "warm?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "21", "tool_call_id": "1"},
+    ]
+    counts = []
+    for body in ({}, {"tools": [tool]}, {"tools": [tool], "tool_choice": "auto"}):
+        data = json.dumps({"messages": messages, "max_tokens": 1, **body}).encode()
+        status, document = ask(server, "/v1/chat/completions", data)
+        assert status == 200, document
+        counts.append(document["usage"]["prompt_tokens"])
+    assert counts[0] < counts[1] == counts[2]
 
 
 def test_a_huge_header_is_refused(server):
@@ -259,12 +418,52 @@ def test_the_server_lists_models_tokenizes_and_exports_metrics(server):
     assert [model.id for model in client(server).models.list()] == ["tiny"]
     status, document = ask(server, "/tokenize", json.dumps({"prompt": PROMPT}).encode())
     assert (status, document["count"], len(document["tokens"])) == (200, 40, 40)
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
-    connection.request("GET", "/metrics")
-    text = connection.getresponse().read().decode()
-    connection.close()
-    assert "vllm:prefix_cache_hits_total" in text
-    assert 'kvcore:requests_total{model_name="tiny",end="finished"}' in text
+    found = metrics(server)
+    assert ("vllm:prefix_cache_hits_total",) in found
+    assert found["kvcore:requests_total", "finished"]
+
+
+def test_times_are_histograms_under_the_names_of_vllm():
+    """Each finished request is in the histograms of times, each later token in that of gaps.
+
+    The first token comes within the time to the last, and the buckets are vLLM's.
+    """
+    with serving() as server:
+        for number in range(3):
+            complete(server, f"{number} {PROMPT}", tokens=5)
+        loop = server.engine.loop
+        asyncio.run(until(lambda: loop.log.requests["finished"] == 3))
+        found = metrics(server)
+    for name in (
+        *("time_to_first_token_seconds", "e2e_request_latency_seconds"),
+        *("request_queue_time_seconds", "request_prefill_time_seconds"),
+        "request_decode_time_seconds",
+    ):
+        assert found[f"vllm:{name}_count",] == found[f"vllm:{name}_bucket", "+Inf"] == 3
+    assert found["vllm:inter_token_latency_seconds_count",] == 3 * 4
+    total = found["vllm:e2e_request_latency_seconds_sum",]
+    parts = ("queue", "prefill", "decode")
+    assert sum(found[f"vllm:request_{part}_time_seconds_sum",] for part in parts) == (
+        pytest.approx(total)
+    )
+    assert 0 < found["vllm:time_to_first_token_seconds_sum",] < total
+    assert found["vllm:time_to_first_token_seconds_bucket", "2560.0"] == 3
+    assert ("vllm:inter_token_latency_seconds_bucket", "0.025") in found
+
+
+def test_hits_and_bytes_of_tiers_are_metrics():
+    """Tokens that a tier gave back and bytes that were moved are counted by its name."""
+    prompts = [" ".join(f"{name}{place}" for place in range(200)) for name in "abcd"]
+    with serving(blocks=20, memory=None, tier=["host:memory=4MiB,load=always"]) as server:
+        for prompt in prompts * 2:
+            complete(server, prompt, tokens=2)
+        found = metrics(server)
+    assert found["vllm:external_prefix_cache_hits_total", "host"] == 4 * 192
+    assert found["vllm:external_prefix_cache_queries_total", "host"] == 8 * 200
+    moved = "vllm:kv_offload_total_bytes_total"
+    block = 16 * 2 * 1 * 16 * 4
+    assert found[moved, "host", "load"] == 4 * 12 * block
+    assert found[moved, "host", "store"] >= 4 * 12 * block
 
 
 @pytest.mark.parametrize("port", ["65536", "99999"])
@@ -399,7 +598,7 @@ def test_open_requests_get_503_if_the_engine_fails():
 
     def end():
         with serving() as server:
-            server._generator.forward = forward
+            server._model.forward = forward
             answers = [
                 ask(server, "/v1/completions", b'{"prompt": "a"}'),
                 ask(server, "/v1/completions", b'{"prompt": "a", "stream": true}'),
@@ -591,7 +790,7 @@ def test_the_trace_of_an_engine_that_fails_stays(tmp_path):
     def end():
         with serving(ServeConfig(port=0, grace=2, trace=tmp_path / "day.jsonl")) as server:
             complete(server, "before", 3)
-            server._generator.forward = forward
+            server._model.forward = forward
             status, _ = ask(server, "/v1/completions", b'{"prompt": "a"}')
             assert status == 503
 
@@ -635,7 +834,7 @@ def test_a_generator_that_cannot_encode_is_reported():
         raise KeyError
 
     with serving() as server:
-        server._generator.encode = server._generator.encode_chat = fail
+        server._model.encode = server._model.encode_chat = fail
         for path, body in (
             ("/v1/completions", b'{"prompt": "a"}'),
             ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a"}]}'),

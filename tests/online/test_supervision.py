@@ -1,8 +1,19 @@
 """Messages and limits of servers: few messages, whatever happens how often."""
 
-import pytest
+import json
+from datetime import UTC, datetime, timedelta
 
-from kvcore_online.supervision import _MOST_KINDS, Messages, connection_limit
+import pytest
+from helpers.online_scenes import sentence
+
+from kvcore_online.supervision import (
+    _MOST_KINDS,
+    Messages,
+    announce,
+    connection_limit,
+    log_as_json,
+    warn,
+)
 
 resource = pytest.importorskip("resource", reason="needs limits of processes")
 
@@ -14,10 +25,10 @@ def test_each_kind_of_message_is_printed_at_its_first_tenth_and_hundredth_time(c
         messages.warn("it failed")
         messages.warn("it failed again", "another")
     lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        f"kvcore: {sentence}{times}"
+    assert list(map(sentence, lines)) == [
+        f"kvcore: {said}{times}"
         for times in ("", " (10 times)", " (100 times)")
-        for sentence in ("it failed", "it failed again")
+        for said in ("it failed", "it failed again")
     ]
 
 
@@ -64,3 +75,42 @@ def test_a_limit_of_open_files_that_cannot_be_raised_holds(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1_024, 4_096))
     monkeypatch.setattr(resource, "setrlimit", refused)
     assert connection_limit(10_000) == 768
+
+
+def test_a_line_begins_with_its_time_of_day_and_zone(capsys):
+    """A message is a line with the time at which it was printed, in ISO 8601."""
+    before = datetime.now(UTC)
+    warn("it \x1bfailed")
+    (line,) = capsys.readouterr().err.splitlines()
+    time, _, said = line.partition(" kvcore: ")
+    assert before - timedelta(milliseconds=1) <= datetime.fromisoformat(time)
+    assert datetime.fromisoformat(time) <= datetime.now(UTC)
+    assert said == "it <U+001B>failed"
+
+
+def test_messages_as_json_are_an_object_a_line(capsys):
+    """With `--log-json` a line is an object with time, level and message, whatever that is."""
+    log_as_json(as_json=True)
+    try:
+        warn('a "b"\n\x1b[31m')
+        announce("tiny at http://127.0.0.1:8001", "127.0.0.1")
+    finally:
+        log_as_json(as_json=False)
+    lines = list(map(json.loads, capsys.readouterr().err.splitlines()))
+    assert [(line["level"], line["message"]) for line in lines] == [
+        ("warning", 'a "b"\n\x1b[31m'),
+        ("info", "tiny at http://127.0.0.1:8001; Ctrl-C ends"),
+    ]
+    assert all(datetime.fromisoformat(line["time"]).tzinfo for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_open"),
+    [("127.0.0.1", False), ("localhost", False), ("::1", False), ("0.0.0.0", True)],  # noqa: S104
+)
+def test_an_address_that_is_no_loopback_prints_a_warning(host, is_open, capsys):
+    """A server that listens prints a warning for an address that is no loopback alone."""
+    announce("tiny", host)
+    said = [sentence(line) for line in capsys.readouterr().err.splitlines()]
+    warned = [f"kvcore: {host} is no loopback: whoever reaches it can use it"]
+    assert said == [*warned * is_open, "kvcore: tiny; Ctrl-C ends"]

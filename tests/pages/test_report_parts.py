@@ -1,9 +1,13 @@
 """The parts of a report page: charts with their numbers, commands, and axes of a sweep."""
 
+import gzip
+import re
+from base64 import b64decode
 from pathlib import Path
 
 import pytest
 
+from kvcore_pages import shell
 from kvcore_pages.report import _labels
 from kvcore_pages.report_documents import SeenGrid
 from kvcore_pages.report_parts import Axis, Line, chart, command, distributions, settings, table
@@ -107,3 +111,16 @@ def test_labels_of_files_are_the_shortest_distinct_path_ends():
     assert _labels(["a/x.json", "a/y.json"]) == ["x.json", "y.json"]
     assert _labels(["a/run", "b/run"]) == [str(Path("a/run")), str(Path("b/run"))]
     assert _labels(["a/run", "a/run"]) == ["run", "run (2)"]
+
+
+def test_data_of_a_page_is_the_same_by_each_python(monkeypatch):
+    """The header of compressed data names one system, whichever Python has compressed it."""
+    made, pack = shell._block("x", {"a": 1}), gzip.compress
+
+    def newer(*given, **options):
+        packed = pack(*given, **options)
+        return packed[:9] + b"\xff" + packed[10:]
+
+    monkeypatch.setattr("gzip.compress", newer)
+    assert shell._block("x", {"a": 1}) == made
+    assert gzip.decompress(b64decode(re.search(">(.*)<", made)[1])) == b'{"a":1}'

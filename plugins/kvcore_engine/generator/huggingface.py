@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import inspect
 import os.path
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from importlib.util import find_spec
+from logging import getLogger
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import attrs
 
@@ -203,7 +207,9 @@ class HuggingFace(SamplingGenerator):
             return super().encode(text)
         return list(self._tokenizer.encode(text))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Return the token ids of a chat by the template of the tokenizer, if it has one.
 
         Raises:
@@ -211,13 +217,13 @@ class HuggingFace(SamplingGenerator):
         """
         tokenizer = self._tokenizer
         if tokenizer is None or not getattr(tokenizer, "chat_template", None):
-            return super().encode_chat(messages)
+            return super().encode_chat(messages, tools)
         from jinja2 import TemplateError  # noqa: PLC0415 - comes with chat templates
 
         chat = [dict(message) for message in messages]
         try:
             text = tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, tokenize=False
+                chat, tools=tools or None, add_generation_prompt=True, tokenize=False
             )
         except TemplateError as error:
             msg = f"the chat template of the model refuses the messages: {error}"
@@ -234,7 +240,8 @@ class HuggingFace(SamplingGenerator):
 def _read(auto: str, source: str | Path, what: str) -> Any:
     """Return the object that the class `auto` of transformers reads from a folder or by name.
 
-    No code that comes with a model is run, whatever its files name.
+    No code that comes with a model is run, whatever its files name. A name is looked up in
+    the cache of this machine first, and then on the hub, if that can be reached.
 
     Raises:
         InputError: transformers cannot read it, or not without running code.
@@ -248,14 +255,15 @@ def _read(auto: str, source: str | Path, what: str) -> Any:
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     try:
-        # No code that files name is run: neither classes, nor kernels that would be fetched
-        # for attention, which is replaced anyway.
-        safely: dict[str, Any] = {"trust_remote_code": False, "local_files_only": is_folder}
-        if what == "model":
-            config = transformers.AutoConfig.from_pretrained(place, **safely)
-            config._attn_implementation = "eager"  # noqa: SLF001 - it has no other name
-            safely["config"] = config
-        return getattr(transformers, auto).from_pretrained(place, **safely)
+        try:
+            return _pretrained(auto, place, what, local=True)
+        except OSError:
+            if is_folder:
+                raise
+        _announce_download(place, what)
+        return _pretrained(auto, place, what, local=False)
+    except InputError:
+        raise
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if "trust_remote_code" in str(error):
@@ -267,6 +275,45 @@ def _read(auto: str, source: str | Path, what: str) -> Any:
     finally:
         if shows_progress:
             logging.enable_progress_bar()
+
+
+def _pretrained(auto: str, place: str, what: str, *, local: bool) -> Any:
+    """Return what transformers reads, with `local` without a look at the hub."""
+    import transformers  # noqa: PLC0415
+
+    # No code that files name is run: neither classes, nor kernels that would be fetched
+    # for attention, which is replaced anyway.
+    safely: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
+    if what == "model":
+        config = transformers.AutoConfig.from_pretrained(place, **safely)
+        config._attn_implementation = "eager"  # noqa: SLF001 - it has no other name
+        safely["config"] = config
+    return getattr(transformers, auto).from_pretrained(place, **safely)
+
+
+def _announce_download(name: str, what: str) -> None:
+    """Log that a model or a tokenizer is downloaded.
+
+    Raises:
+        InputError: the hub cannot be reached, which transformers would find out by retries.
+    """
+    from huggingface_hub import constants  # noqa: PLC0415 - comes with transformers
+
+    hub = urlsplit(constants.ENDPOINT)
+    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
+    if not why and not getproxies():
+        try:
+            socket.create_connection((hub.hostname, hub.port or 443), timeout=5).close()
+        except OSError as error:
+            why = f"{hub.hostname} cannot be reached ({error.strerror or error})"
+    if why:
+        msg = (
+            f"{name}: the {what} is not in the cache of this machine, and {why}: download it "
+            "where there is a network, or give a folder"
+        )
+        raise InputError(msg)
+    text = "%s: the %s is not in the cache of this machine: downloading it from %s"
+    getLogger("kvcore").warning(text, name, what, hub.hostname)
 
 
 def _place(source: str | Path) -> tuple[str, bool]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from itertools import repeat
+from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 
 from kvcore import Backend, Generator, InputError
-from kvcore.engine import Attend, RaggedBatch
+from kvcore.engine import Attend, RaggedBatch, Sampling
 from kvcore.lazy import LazyModule
 from kvcore_engine.tokens import uniform
 
@@ -32,6 +33,8 @@ class SamplingGenerator(Generator):
             option where a derived class makes it one, as is `top_k`.
         top_k: number of the likeliest tokens to sample from; None: all.
     """
+
+    takes_sampling: ClassVar[bool] = True
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -58,21 +61,33 @@ class SamplingGenerator(Generator):
 
     def forward(self, batch: RaggedBatch, attend: Attend) -> list[int | None]:
         """Run a step; return the likeliest tokens, or samples."""
-        marks = [
-            (seed, index)
-            for seed, index in zip(batch.seeds, batch.output_indices, strict=True)
+        own = self._sampling
+        sequences = zip(
+            batch.output_indices, batch.seeds, batch.samplings or repeat(own), strict=False
+        )
+        drawn = [
+            ((seed, index), sampling or own)
+            for index, seed, sampling in sequences
             if index is not None
         ]
         logits = self.logits(batch, attend)
-        return batch.spread(sample(logits, marks, self.temperature, self.top_k))
+        marks, samplings = zip(*drawn, strict=True) if drawn else ((), ())
+        return batch.spread(sample(logits, marks, samplings))
 
     def probabilities(self, batch: RaggedBatch, attend: Attend) -> Tensor:
         """Run a step; return the distributions that tokens are sampled from."""
-        return probabilities(self.logits(batch, attend), self.temperature, self.top_k)
+        logits = self.logits(batch, attend).double()
+        if not self.temperature:
+            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1)
+        return probabilities(logits, [self._sampling] * len(logits))
+
+    @property
+    def _sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k)
 
 
 def sample(
-    logits: Tensor, marks: Sequence[tuple[int, int]], temperature: float, top_k: int | None
+    logits: Tensor, marks: Sequence[tuple[int, int]], samplings: Sequence[Sampling]
 ) -> list[int]:
     """Return a token id for each row of `[sequences, vocabulary]` logits.
 
@@ -83,34 +98,52 @@ def sample(
         logits: one row for each token to sample.
         marks: for each row the seed of its sequence, and the index of the token in the
             output.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: number of the likeliest tokens to sample from (with those as likely as the
-            last); None: all.
+        samplings: for each row the way in which it is drawn.
     """
-    if not temperature:
-        likeliest: list[int] = logits.argmax(dim=-1).tolist()
-        return likeliest
-    reached = probabilities(logits, temperature, top_k).cumsum(dim=-1)
-    sums = reached[:, -1:].contiguous()
-    levels = reached.new_tensor([uniform(*mark) for mark in marks]).unsqueeze(-1)
-    tokens = torch.searchsorted(reached, levels * sums, right=True)
+    rows = [row for row, sampling in enumerate(samplings) if sampling.temperature]
+    tokens: list[int] = []
+    if len(rows) < len(samplings):
+        tokens = logits.argmax(dim=-1).tolist()
+        if not rows:
+            return tokens
+        logits = logits[rows]
+    chances = probabilities(logits, [samplings[row] for row in rows]).cumsum(dim=-1)
+    sums = chances[:, -1:].contiguous()
+    levels = chances.new_tensor([uniform(*marks[row]) for row in rows]).unsqueeze(-1)
+    ids = torch.searchsorted(chances, levels * sums, right=True)
     # A level that rounding lifts to the sum is the last token's that has a probability.
-    tokens = tokens.minimum(torch.searchsorted(reached, sums))
-    drawn: list[int] = tokens.squeeze(-1).tolist()
-    return drawn
+    drawn: list[int] = ids.minimum(torch.searchsorted(chances, sums)).squeeze(-1).tolist()
+    if not tokens:
+        return drawn
+    for row, token in zip(rows, drawn, strict=True):
+        tokens[row] = token
+    return tokens
 
 
-def probabilities(logits: Tensor, temperature: float, top_k: int | None = None) -> Tensor:
-    """Return the distributions of `sample`, in fp64; without temperature 1 for one token.
+def probabilities(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Return the distributions of `sample`, in fp64; all temperatures are above 0.
 
-    The arguments are as for `sample`.
+    Of tokens as likely as the last that `top_k` or `top_p` keeps, all are kept.
     """
     scores = logits.double()
-    if not temperature:
-        return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1)
+    vocabulary = scores.shape[-1]
+
+    def column(values: Iterable[float]) -> Tensor:
+        return scores.new_tensor(list(values)).unsqueeze(-1)
+
     # The likeliest token has 0, so that no quotient is infinite but where nothing is drawn.
-    scores = (scores - scores.amax(-1, keepdim=True)) / temperature
-    if top_k is not None and top_k < scores.shape[-1]:
-        least = scores.topk(top_k).values[:, -1:]
+    scores = (scores - scores.amax(-1, keepdim=True)) / column(each[0] for each in samplings)
+    most = [min(each.top_k or vocabulary, vocabulary) for each in samplings]
+    if min(most, default=vocabulary) < vocabulary:
+        ranked = scores.topk(max(most)).values
+        least = ranked.gather(-1, column(most).long() - 1)
         scores = scores.masked_fill(scores < least, float("-inf"))
-    return scores.softmax(dim=-1)
+    chances = scores.softmax(dim=-1)
+    if any(each.top_p < 1 for each in samplings):
+        ranked = chances.sort(descending=True).values
+        likelier = ranked.cumsum(dim=-1) - ranked
+        # Rounding may lift a sum above 1, which must cut off nothing of other rows.
+        limits = column(each.top_p if each.top_p < 1 else 2.0 for each in samplings)
+        least = ranked.masked_fill(likelier >= limits, 2.0).amin(dim=-1, keepdim=True)
+        chances = scores.masked_fill(chances < least, float("-inf")).softmax(dim=-1)
+    return chances

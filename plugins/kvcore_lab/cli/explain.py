@@ -44,7 +44,7 @@ ACCOUNTING = "keys"
     "kvcore explain run.jsonl.gz 7",
     "kvcore explain mooncake 7 --blocks 5000 --eviction lfu",
 )
-@click.argument("source", shell_complete=complete_workload)
+@click.argument("source", default="mooncake", shell_complete=complete_workload)
 @click.argument("request", required=False)
 @click.option("--summary", is_flag=True, help="Explain all requests together.")
 @click.option(
@@ -96,8 +96,9 @@ def explain(
     """Explain why the prompt of REQUEST missed, or with --summary where hits were lost.
 
     SOURCE is a trace, as --trace of compare, simulate and run writes it, or the directory that
-    --out of simulate or run wrote, or a workload as for compare, which is then replayed in
-    --blocks blocks, one request after another. An unfinished trace is explained up to its cut.
+    --out of simulate or run wrote, or a workload as for compare (by default the trace that
+    comes with kvcore), which is then replayed in --blocks blocks, one request after another.
+    An unfinished trace is explained up to its cut.
 
     With --price, SOURCE is a workload, such as the log of a chat API; the command explains why
     the API did not read more from its own cache: lapsed TTLs, edited prompts, evictions.

@@ -61,7 +61,7 @@ SHOWN = 10
 @click.option(
     "--intervals",
     is_flag=True,
-    help="Print each policy with intervals, by a bootstrap over stretches of the requests.",
+    help="Print each policy with intervals, by a bootstrap over sessions, or stretches.",
 )
 @gpu_price_option
 @executor_options

@@ -42,8 +42,11 @@ DTYPE = "fp64"
 _TIME_RANGES = 4
 """Number of ranges of the output whose step times are reported."""
 
-_BARS = 20
-"""Number of bars that show the step times over the output."""
+_BARS, _STEPS = 20, 5
+"""Largest number of bars that show step times, and least number of steps of one of them.
+
+A bar is the median of its steps, so that one slow step is not seen in it.
+"""
 
 _SHOWN_TOKENS = 12
 """Number of output tokens that are shown."""
@@ -489,7 +492,9 @@ class CachingReport:
             "each later one those of the one token that is new: "
             f"{first:,} + {steps - 1:,} = {cached[0]:,}{fewer}.\n"
             "The dense cache reserves room for the last token before the first is there; the "
-            f"paged one takes a block of {counted(self.block_size, 'token')} when it needs one."
+            f"paged one takes a block of {counted(self.block_size, 'token')} when it needs "
+            "one. It reads a block table in every step, a constant cost that shows in a tiny "
+            "model alone: compare how the times grow."
         )
 
     def chart(self) -> Chart:
@@ -512,7 +517,8 @@ class CachingReport:
         """Median time of a step in each range of the output, and a line of bars."""
         bounds = _bounds(len(self.generations[0].tokens), _TIME_RANGES)
         spans = (_span(begin + 1, end) for begin, end in bounds)
-        lines = [_medians(generation.step_seconds, _BARS) for generation in self.generations]
+        count = max(_TIME_RANGES, min(_BARS, len(self.generations[0].tokens) // _STEPS))
+        lines = [_medians(generation.step_seconds, count) for generation in self.generations]
         longest = max(map(max, lines))
         bars = [
             "".join(BARS[int(time / longest * (len(BARS) - 1))] for time in line)

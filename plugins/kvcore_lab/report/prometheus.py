@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvcore.lazy import import_extra
 from kvcore.report.tables import plugin_text
-from kvcore_lab.comparison import Comparison
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
+
+    from kvcore_lab.comparison import Comparison
 
 Labels: TypeAlias = dict[str, str]
 

@@ -22,7 +22,7 @@ from kvcore.report.tables import NONE, cell, counted, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import version
 from kvcore.units import format_bytes, format_dollars, format_number, format_seconds
-from kvcore_lab.statistics import STRETCHES, Interval, bootstrap
+from kvcore_lab.statistics import SESSIONS, STRETCHES, Interval, bootstrap
 from kvcore_lab.sweep import Grid, Row, Sweep, axes_of
 from kvcore_replay.report.charts import is_bound
 
@@ -86,8 +86,8 @@ class SweepReport:
 
     Attributes:
         sweep: the sweep.
-        intervals: whether each policy has an interval by a bootstrap over stretches of the
-            requests, where seeds do not vary.
+        intervals: whether each policy has an interval by a bootstrap over sessions or
+            stretches of the requests, where seeds do not vary.
     """
 
     sweep: Sweep
@@ -138,11 +138,11 @@ class SweepReport:
         return [self.table]
 
     def _stretch_table(self, measure: Measure) -> Table:
-        """Return each policy with intervals by a bootstrap over stretches of the requests."""
+        """Return each policy with intervals by a bootstrap over parts of the requests."""
         firsts: dict[tuple[str, ...], list[float]] = {}
         label = f"{measure.title.partition(' ')[2]}, {measure.unit}"
         rows = []
-        for row, parts in zip(self.sweep.rows, self.sweep.stretches, strict=True):
+        for row, parts in zip(self.sweep.rows, self.sweep.shares, strict=True):
             own = (parts or {}).get(measure.column)
             if own is None:
                 continue
@@ -159,6 +159,22 @@ class SweepReport:
         policy = [" + ".join(self._competing)] if self._competing else []
         headers = [*self._given, *policy, label, "95 %", "to the first", "95 % "]
         return Table(headers, rows, headers[len(self._given) + len(policy) :])
+
+    @property
+    def _drawn(self) -> str:
+        """The parts that the bootstrap draws: sessions if a workload has them, or stretches."""
+        sizes = {
+            len(shares)
+            for row in self.sweep.shares
+            for shares in (row or {}).values()
+            if shares is not None
+        }
+        names = [f"{STRETCHES} stretches of the requests"] * (STRETCHES in sizes)
+        names += [
+            f"{size} {'groups of ' * (size == SESSIONS)}sessions"
+            for size in sorted(sizes - {STRETCHES})
+        ]
+        return " or ".join(names)
 
     @property
     def seed_tables(self) -> list[Section]:
@@ -201,9 +217,9 @@ class SweepReport:
             )
         elif self.intervals:
             lines.append(
-                f"Intervals of 95 % by a bootstrap over {STRETCHES} stretches of the requests: "
-                "how much a figure rests on few stretches of this traffic. To the first: the "
-                "difference to the first policy, paired by stretch."
+                f"Intervals of 95 % by a bootstrap over {self._drawn}: how much a figure rests "
+                "on few of them. To the first: the difference to the first policy, paired by "
+                "what is drawn."
             )
         elif self._competing:
             by = " and ".join(self._competing)

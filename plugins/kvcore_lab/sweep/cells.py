@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -30,8 +30,8 @@ from kvcore.units import NS_PER_S, window_text
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
 from kvcore_cluster.options import replicas_text
-from kvcore_lab.comparison import SHARING
-from kvcore_lab.statistics import stretches
+from kvcore_lab.comparison import SHARING, KeptWorkload
+from kvcore_lab.statistics import session_groups, shares
 from kvcore_lab.sweep.grid import Mode, axes_of
 from kvcore_replay.belady import Belady, Future
 from kvcore_replay.untimed import hits_of
@@ -91,8 +91,8 @@ UNTIMED_COLUMNS = (
     *("reuse_ratio_block", "reuse_ratio_token", "reuse_ratio_request"),
 )
 
-HIDDEN = "stretches"
-"""The column of a journal that tables do not have: figures by stretches of the requests."""
+HIDDEN = "shares"
+"""The column of a journal that tables do not have: what parts of the requests add."""
 
 RESULTS: dict[Mode, tuple[str, ...]] = {
     "simulate": (*TIMED_COLUMNS, *CLUSTER_COLUMNS, HIDDEN),
@@ -148,7 +148,8 @@ class Outcome:
 class WorkloadCache:
     """The plugins, open workloads and digests that the cells of one process share.
 
-    A workload is opened once and read again by each cell, so memory holds none of its requests,
+    A workload is opened once, and read once where its requests take little memory: those of
+    the latest are held. Else each cell reads it again, and memory holds none of its requests,
     except the future that Belady's algorithm needs or the traffic of a fleet.
 
     Attributes:
@@ -158,8 +159,9 @@ class WorkloadCache:
 
     def __init__(self) -> None:
         self.plugins = Plugins()
-        self._workloads: dict[tuple[object, ...], Workload] = {}
+        self._workloads: dict[tuple[object, ...], KeptWorkload] = {}
         self._digests: dict[tuple[object, ...], str] = {}
+        self._sessions: dict[str, Mapping[int | str, int]] = {}
         self.file = cache(file_digest)
         self._kept: tuple[object, Any] = None, None
 
@@ -172,13 +174,23 @@ class WorkloadCache:
         key = _workload_key(cell)
         workload = self._workloads.get(key)
         parts: RunParts = cell.build(self.plugins, workload=workload, naming="{}: ".format)
-        self._workloads[key] = parts.workload
+        if workload is None:
+            for other in self._workloads.values():
+                other.release()
+            self._workloads[key] = parts.workload = KeptWorkload(parts.workload)
         return parts
 
     def digest(self, parts: RunParts) -> str:
         """Return the digest of a workload, which is computed once."""
         key = _workload_key(parts.config)
         return self._digests.get(key) or self._digests.setdefault(key, parts.workload.digest)
+
+    def sessions(self, parts: RunParts) -> Mapping[int | str, int]:
+        """Return the groups of the sessions of a workload (`session_groups`), read once."""
+        digest = self.digest(parts)
+        if digest not in self._sessions:
+            self._sessions[digest] = session_groups(parts.workload)
+        return self._sessions[digest]
 
     def future(self, parts: RunParts) -> Future:
         """Return the future of a workload; only the latest one is kept in memory."""
@@ -268,10 +280,10 @@ class CellRun:
         """Return the columns of the result."""
         if self.scheduler is None or self.latency is None:
             return self._replayed()
-        result = self._simulated()
+        result, parts = self._simulated(), self.parts
         summary, paths = result.summary(), TIMED_COLUMNS | CLUSTER_COLUMNS
         columns = {column: _at(summary, path) for column, path in paths.items()}
-        return columns | {HIDDEN: _stretches(result)}
+        return columns | {HIDDEN: _shares(result, self._known.sessions(parts))}
 
     def _simulated(self) -> Reported:
         """Simulate the cell; return the result of the run."""
@@ -308,6 +320,7 @@ class CellRun:
             stats = self.cache.stats
             reused = stats if tiers is None else tiers.hit_stats()
             evicted = self.cache.evicted_blocks
+        groups = [*self._known.sessions(parts).values()]
         return {
             "requests": stats.requests,
             "lookup_blocks": stats.lookup_blocks,
@@ -316,7 +329,7 @@ class CellRun:
             "evicted_blocks": evicted,
             "reused_blocks": reused.hit_blocks,
             **{f"reuse_ratio_{unit}": ratio for unit, ratio in reused.ratios().items()},
-            HIDDEN: {"hit_ratio_block": stretches(hits, stats.lookup_blocks)},
+            HIDDEN: {"hit_ratio_block": shares(hits, stats.lookup_blocks, groups)},
         }
 
     def _description(self) -> dict[str, Any]:
@@ -386,8 +399,8 @@ class CellRun:
 class CellRunner:
     """Runs one task after another in one process."""
 
-    def __init__(self) -> None:
-        self._known = WorkloadCache()
+    def __init__(self, known: WorkloadCache | None = None) -> None:
+        self._known = known or WorkloadCache()
 
     def attempt(self, task: Task) -> Outcome:
         """Run a task; an exception becomes its outcome, so that other tasks continue."""
@@ -441,22 +454,29 @@ def _reason(error: Exception | SystemExit) -> str:
     return f"{type(error).__name__} in {frame.name} ({frame.lineno}): {error}"
 
 
-def _stretches(result: Reported) -> dict[str, list[float] | None]:
-    """Return figures of a simulation by stretches of its requests, in order of arrival."""
+def _shares(
+    result: Reported, sessions: Mapping[int | str, int]
+) -> dict[str, list[float] | None]:
+    """Return what parts of the requests add to the figures of a simulation.
+
+    The parts are groups of sessions, or stretches of time if there are no `sessions`.
+    """
     log = result.log
     order = sorted(range(len(log.ids)), key=list(log.arrival).__getitem__)
     columns = (log.prompt, log.hit, log.loaded, log.arrival, log.first_token, log.verdict)
     prompts, hits, loaded, arrival, first, verdict = (
         [values[row] for row in order] for values in map(list, columns)
     )
+    ids = list(log.ids)
+    groups = [sessions[ids[row]] for row in order] if sessions else []
     waits = [max(0, end - begin) / NS_PER_S for begin, end in zip(arrival, first, strict=True)]
     waits = [wait if end >= 0 else 0.0 for wait, end in zip(waits, first, strict=True)]
     tokens = sum(prompts)
     reused = [hit + more for hit, more in zip(hits, loaded, strict=True)]
-    judged = result.goodput is not None
+    met, judged = [v == MET for v in verdict], result.goodput is not None
     return {
-        "hit_ratio_token": stretches(hits, tokens),
-        "reuse_ratio_token": stretches(reused, tokens),
-        "ttft_s_mean": stretches(waits, sum(end >= 0 for end in first)),
-        "goodput": stretches([v == MET for v in verdict], judged * result.simulated_s),
+        "hit_ratio_token": shares(hits, tokens, groups),
+        "reuse_ratio_token": shares(reused, tokens, groups),
+        "ttft_s_mean": shares(waits, sum(end >= 0 for end in first), groups),
+        "goodput": shares(met, judged * result.simulated_s, groups),
     }

@@ -200,11 +200,17 @@ def _local_runner() -> Callable[[Task], Outcome]:
 
 @attrs.frozen
 class ThisProcess:
-    """Runs tasks one after another in this process."""
+    """Runs tasks one after another in this process.
+
+    Attributes:
+        known: the plugins and workloads that all of them share.
+    """
+
+    known: WorkloadCache = attrs.field(factory=WorkloadCache, repr=False, eq=False)
 
     def run(self, tasks: Iterable[Task]) -> Generator[Outcome]:
         """Yield the outcomes of `tasks`, in their order."""
-        runner, tasks = CellRunner(), queue_of(tasks)
+        runner, tasks = CellRunner(self.known), queue_of(tasks)
         while tasks:
             yield runner.attempt(tasks.popleft())
 
@@ -275,7 +281,7 @@ class Sweep(Shown):
             the sweep was killed and resumed.
         found: number of distinct cells that the journal had before.
         ran: number of distinct cells that were run.
-        stretches: of each row, its figures by stretches of the requests; None of a row that
+        shares: of each row, what parts of the requests add to its figures; None of a row that
             failed; empty: unknown.
     """
 
@@ -283,7 +289,7 @@ class Sweep(Shown):
     rows: list[Row]
     found: int
     ran: int
-    stretches: Sequence[Mapping[str, list[float] | None] | None] = ()
+    shares: Sequence[Mapping[str, list[float] | None] | None] = ()
 
     @property
     def failed(self) -> list[Row]:

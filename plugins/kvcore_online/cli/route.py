@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcore.cli.output import file_path, input_file, warn_if_open
-from kvcore.cli.verb import Count, echo, plugin_completion, verb
+from kvcore.cli.output import file_path, input_file
+from kvcore.cli.verb import Count, plugin_completion, verb
 from kvcore.errors import InputError
 from kvcore.report.tables import counted
+from kvcore_online.cli.options import log_option
 
 if TYPE_CHECKING:
     from kvcore_online.proxy import Proxy
@@ -56,7 +57,10 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="File with the key by which names in the trace are hashed.  [default: one is drawn]",
 )
-def route(*, urls: tuple[str, ...], config: Path | None, **options: Any) -> None:
+@log_option
+def route(
+    *, urls: tuple[str, ...], config: Path | None, log_json: bool, **options: Any
+) -> None:
     """Route the requests of an OpenAI-style API to several servers.
 
     URL is the address of a server's API, such as http://127.0.0.1:8001. Completions and chats,
@@ -65,6 +69,7 @@ def route(*, urls: tuple[str, ...], config: Path | None, **options: Any) -> None
     """
     from kvcore_online.proxy import run  # noqa: PLC0415 - a slow room
     from kvcore_online.route_config import RouteConfig  # noqa: PLC0415 - as above
+    from kvcore_online.supervision import announce, log_as_json  # noqa: PLC0415 - as above
 
     given = {name: value for name, value in options.items() if value is not None}
     if urls:
@@ -78,8 +83,8 @@ def route(*, urls: tuple[str, ...], config: Path | None, **options: Any) -> None
         raise InputError(msg)
 
     def ready(proxy: Proxy) -> None:
-        warn_if_open(made.host)
         servers = counted(len(made.replicas), "server")
-        echo(f"kvcore: {servers} at {proxy.url}; Ctrl-C ends", err=True)
+        announce(f"{servers} at {proxy.url}", made.host)
 
+    log_as_json(as_json=log_json)
     run(made, ready)

@@ -54,6 +54,13 @@ class Player {
     this.counter = element("span", { class: "count" });
     this.sentence = element("p", { class: "say", "aria-live": "polite" });
     this.code = element("code");
+    // On a phone the sentence is short until it is asked for, so that the picture is seen.
+    const more = button("More", "more", () => {
+      const open = this.sentence.classList.toggle("open");
+      more.textContent = open ? "Less" : "More";
+      more.setAttribute("aria-expanded", open);
+    });
+    more.setAttribute("aria-expanded", false);
     const speed = element(
       "select",
       { "aria-label": `${label}: speed`, onchange: () => { this.pace = Number(speed.value); this.restart(); } },
@@ -73,7 +80,7 @@ class Player {
           this.playButton,
           button("Back", "back", () => { this.pause(); this.move(-1); }),
           button("Step", "step", () => { this.pause(); this.move(1); }),
-          this.range, this.counter, speed,
+          this.range, this.counter, speed, more,
         ),
       ),
     );

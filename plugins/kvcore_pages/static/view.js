@@ -294,7 +294,7 @@ class Counts {
     this.app = app;
     const names = ["free", "cached", "private", "spans", "hit ratio so far"];
     this.cells = app.sides.map((side) =>
-      names.map((name) => element("td", { class: "number", id: `count-${side.number}-${name.replaceAll(" ", "-")}` })));
+      names.map((name) => element("td", { class: "number", "data-title": name, id: `count-${side.number}-${name.replaceAll(" ", "-")}` })));
     const titles = ["", "free blocks", "cached", "private", "spans", "hit ratio so far"];
     const meant = { spans: "Runs of cached blocks that are used together: bars of the prefix tree" };
     this.root = element("div", { class: "scroll" }, element("table", { id: "counts" },

@@ -116,3 +116,9 @@ def test_a_workload_has_the_accounting_and_block_size_of_compare():
     assert shown["hit_tokens"] == row.hit_blocks * 8 > 0
     shown = json.loads(run(*arguments, "--prefix", "none", "--json"))
     assert (shown["prefix"], shown["hit_tokens"]) == ("none", 0)
+
+
+def test_without_a_source_the_trace_of_kvcore_is_explained():
+    """`explain --summary` alone is about the trace that comes with kvcore, as `compare` is."""
+    printed = run("--summary", "--limit", "50", "--blocks", "500")
+    assert printed.startswith("mooncake: 50 requests in 500 blocks")

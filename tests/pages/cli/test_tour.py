@@ -204,6 +204,24 @@ def test_the_page_opens_without_errors_or_requests(browser, page, scheme):
         assert (opened.complaints, opened.requests) == ([], [])
 
 
+def test_on_a_phone_the_text_leaves_room_for_the_picture(browser, page):
+    """On a phone sentence and buttons take a fifth of the window; the rest of a text opens."""
+    with tab(browser, NARROW) as opened:
+        shown = opened.open(page)
+        for part in PARTS:
+            player = shown.locator(f"#player-{part}")
+            for key in ("Home", "ArrowRight", "End"):
+                player.press(key)
+                assert player.locator(".dock").bounding_box()["height"] <= NARROW[1] / 5, part
+        text, more = player.locator(".say"), player.locator(".more")
+        assert more.get_attribute("aria-expanded") == "false"
+        more.click()
+        assert more.get_attribute("aria-expanded") == "true"
+        assert text.evaluate("each => each.scrollHeight <= each.clientHeight")
+    with tab(browser, WIDE) as opened:
+        assert not opened.open(page).locator(".more").first.is_visible()
+
+
 def test_keys_step_through_all_parts(browser, page, data):
     """Arrow keys, Home and End go through the steps of each part.
 

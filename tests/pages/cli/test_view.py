@@ -212,6 +212,20 @@ def test_the_page_fits_and_has_names_and_contrast(browser, page, folder, size, s
         assert low == []
 
 
+def test_on_a_phone_all_counts_are_in_sight(browser, page, folder):
+    """No count of the pool is cut off at the side of a phone, the hit ratio least of all."""
+    del page  # the fixture has written the file
+    with tab(browser, NARROW) as found:
+        opened = found.open(folder / "served.html")
+        cells = opened.locator("#counts td").all()
+        assert len(cells) == 5
+        for cell in cells:
+            box = cell.bounding_box()
+            assert 0 <= box["x"] <= box["x"] + box["width"] <= NARROW[0]
+        title = cells[-1].evaluate("cell => getComputedStyle(cell, '::before').content")
+        assert title == '"hit ratio so far"'
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("records", "kept"),

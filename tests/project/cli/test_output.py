@@ -389,14 +389,3 @@ def test_headers_on_a_terminal_are_marked(terminal, monkeypatch):
     header, _, row = printed(stream)
     assert header.startswith("\x1b[1mpolicy")
     assert row == "<U+001B>[31mlru"
-
-
-@pytest.mark.parametrize(
-    ("host", "is_open"),
-    [("127.0.0.1", False), ("localhost", False), ("::1", False), ("0.0.0.0", True)],  # noqa: S104
-)
-def test_an_address_that_is_no_loopback_prints_a_warning(host, is_open, capsys):
-    """`warn_if_open` prints a warning for an address that is no loopback, and for no other."""
-    output.warn_if_open(host)
-    warned = f"kvcore: {host} is no loopback: whoever reaches it can use it\n"
-    assert capsys.readouterr().err == warned * is_open

@@ -63,6 +63,7 @@ simulate W W | unexpected extra argument
 size | Missing argument 'MODEL'
 replay | Missing argument 'FILE'
 replay good.jsonl good.jsonl | unexpected extra argument
+explain | say what to explain: a REQUEST
 explain good.jsonl | say what to explain: a REQUEST, such as `kvcore
 explain good.jsonl 0 --summary | or --summary, not both
 export good.jsonl | Missing option '--to'

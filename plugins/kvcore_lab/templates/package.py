@@ -1,0 +1,149 @@
+"""Packages of plugins to begin with: a module for each kind, which works and passes its kit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from kvcore.errors import InputError
+from kvcore.plugins.manager import KINDS
+
+
+class Kit(NamedTuple):
+    """The conformance kit of a kind.
+
+    Attributes:
+        tests: the class of the kit.
+        make: the lines of a class of tests that make the plugin.
+        page: page of the documentation about such plugins.
+    """
+
+    tests: str
+    make: str
+    page: str
+
+
+MAKE = '''def make(self):
+        """Return a new plugin."""
+        return Example()'''
+
+KITS: Mapping[str, Kit] = {
+    "eviction": Kit("EvictionPolicyTests", MAKE, "how-to/write-a-policy.md"),
+    "prefix": Kit("PrefixIndexTests", "prefix = Example", "how-to/write-a-prefix-index.md"),
+    "retention": Kit("RetentionPolicyTests", "retention = Example", "reference/retention.md"),
+    "scheduler": Kit("SchedulerTests", MAKE, "how-to/write-a-scheduler.md"),
+    "rules": Kit("RulesTests", "rules = Example", "how-to/write-engine-rules.md"),
+    "latency": Kit("LatencyModelTests", "latency = Example", "reference/latency.md"),
+    "backend": Kit("BackendTests", "backend = Example", "reference/backends.md"),
+    "codec": Kit("CodecTests", "codec = Example\n    error = 1 / 200", "reference/codecs.md"),
+    "tier": Kit("TierTests", "tier = Example", "reference/tiers.md"),
+    "generator": Kit("GeneratorTests", "generator = Example", "reference/generators.md"),
+    "workload": Kit("WorkloadTests", "workload = Example", "how-to/write-a-workload.md"),
+    "router": Kit("RouterTests", "router = Example", "how-to/write-a-router.md"),
+    "drafter": Kit("DrafterTests", "drafter = Example", "how-to/speculative-decoding.md"),
+}
+"""The kits, by kind of plugin."""
+
+PROJECT = """\
+[build-system]
+requires = ["hatchling>=1.26"]
+build-backend = "hatchling.build"
+
+[project]
+name = "kvcore-{name}"
+version = "0.1.0"
+description = "A plugin of kvcore: {kind} {name}."
+requires-python = ">=3.11"
+dependencies = ["kvcore"]
+
+[project.optional-dependencies]
+test = ["kvcore[testing]"]
+
+[project.entry-points.kvcore]
+{name} = "{module}"
+
+[tool.hatch.build.targets.wheel]
+only-include = ["{module}.py"]
+"""
+
+README = """\
+# kvcore-{name}
+
+{about}
+
+    pip install -e '.[test]'
+    kvcore plugins {kind}
+    pytest
+
+Change `{module}.py`, and run the tests again: they are the conformance kit of kvcore.
+What such a plugin may do: docs/{page} of kvcore.
+"""
+
+TEST = '''\
+"""The conformance kit of kvcore."""
+
+from kvcore.testing import {tests}
+from {module} import Example
+
+
+class TestExample({tests}):
+    """All that kvcore expects of a plugin of this kind holds."""
+
+    {make}
+'''
+
+HOOK = '''\
+
+
+@hookimpl
+def {hook}() -> list[type[Example]]:
+    """Return the plugins of this package."""
+    return [Example]
+'''
+
+
+def package_files(kind: str, name: str) -> dict[str, str]:
+    """Return the files of a new package with a plugin, by their paths in it.
+
+    Raises:
+        InputError: an unknown kind, or a name that no package can have.
+    """
+    if kind not in KITS:
+        msg = f"there are no plugins of kind {kind!r}; there are: {', '.join(KITS)}"
+        raise InputError(msg)
+    if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
+        msg = f"{name!r}: give a name of small letters and digits, such as my-policy"
+        raise InputError(msg)
+    kit, source = KITS[kind], Path(__file__).with_name(f"{kind}.py").read_text("utf-8")
+    about = re.search(r"class Example.*?\n    \"\"\"(.*?)(?:\n|\"\"\")", source)
+    assert about is not None
+    fields = {
+        "kind": kind,
+        "name": name,
+        "module": f"kvcore_{name.replace('-', '_')}",
+        "about": about[1],
+        "hook": KINDS[kind],
+        **kit._asdict(),
+    }
+    module, imports = re.subn(r"(?m)^(from kvcore import .*)$", r"\1, hookimpl", source)
+    if not imports:
+        module = source.replace("from kvcore.", "from kvcore import hookimpl\nfrom kvcore.", 1)
+    named = "".join(word.capitalize() for word in name.split("-"))
+    if re.search(rf"\b{named}\b", source):
+        named += "Plugin"  # else it would hide the class that it derives from
+
+    def filled(text: str) -> str:
+        text = text.format_map(fields)
+        return re.sub(r"\b(Test)?Example\b", rf"\1{named}", text)
+
+    return {
+        "pyproject.toml": PROJECT.format_map(fields),
+        "README.md": README.format_map(fields),
+        f"{fields['module']}.py": re.sub(
+            r"\bExample\b", named, module.replace('"example"', f'"{name}"')
+        )
+        + filled(HOOK),
+        f"tests/test_{fields['module']}.py": filled(TEST),
+    }

@@ -1,0 +1,316 @@
+"""Calls of the server's API: read, checked, and made into requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from math import inf
+from typing import Any, cast
+
+import attrs
+
+from kvcore.engine import Generator, Sampling
+from kvcore.errors import KvcoreError, shorten
+from kvcore.plugins.base import FAILURES, raise_policy_error
+from kvcore.request import block_keys
+from kvcore.untrusted import parse_json
+from kvcore_engine.tokens import SampledRequest, hashed
+from kvcore_online.listener import ApiError
+from kvcore_online.simulated import SimulatedModel
+
+MOST_STOPS = 4
+MOST_CHOICES = 128
+OUTPUT = 16
+"""Largest number of tokens of an answer if the client gives none."""
+
+UNSUPPORTED: Mapping[str, Any] = {
+    "best_of": 1,
+    "logprobs": False,
+    "functions": [],
+    "response_format": {"type": "text"},
+    "suffix": "",
+    "echo": False,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "min_p": 0,
+    "logit_bias": {},
+}
+"""Options of the API that this server does not have, and the values that change nothing."""
+
+MESSAGE_FIELDS = ("name", "tool_call_id")
+"""Fields of a message that its chat template may read, beside role, content and tool calls."""
+
+
+@attrs.frozen
+class Call:
+    """A checked call of the API.
+
+    Attributes:
+        chat: whether it is a chat.
+        prompts: token ids of each prompt.
+        choices: number of answers to each prompt.
+        output: largest number of output tokens of an answer.
+        stream, counted: whether the answers are streamed, and with the usage at the end.
+        stop: texts that end an answer.
+        salt: text that keeps equal prompts apart in the cache (`cache_salt` in vLLM).
+        sampling: how tokens are drawn; None: as those of the generator.
+        seed: seed of the samples; None: each answer has its own.
+    """
+
+    chat: bool
+    prompts: Sequence[Sequence[int]]
+    choices: int
+    output: int
+    stream: bool
+    counted: bool
+    stop: tuple[str, ...]
+    salt: str | None
+    sampling: Sampling | None
+    seed: int | None
+
+    @property
+    def answers(self) -> int:
+        """Number of answers to all prompts."""
+        return len(self.prompts) * self.choices
+
+    def requests(
+        self, ids: count[int], block_size: int, salt: str | None, *, publish: bool
+    ) -> Iterator[SampledRequest]:
+        """Yield a request for each answer, prompt by prompt.
+
+        Args:
+            ids: ids of the requests.
+            block_size: tokens of a block.
+            salt: the salt of the call as the trace may show it.
+            publish: whether generated blocks are shared.
+        """
+        for tokens in self.prompts:
+            keys = block_keys(tokens, block_size, salt=salt)
+            for choice in range(self.choices):
+                yield SampledRequest(
+                    id=next(ids),
+                    prompt_tokens=len(tokens),
+                    output_tokens=self.output,
+                    keys=keys,
+                    key_tokens=block_size,
+                    salt=salt,
+                    tokens=tokens,
+                    publish=publish,
+                    sampling=self.sampling,
+                    seed=None if self.seed is None else hashed("choice", self.seed, choice),
+                )
+
+
+@attrs.frozen
+class CallReader:
+    """Reads the calls of clients.
+
+    Args:
+        model: the generator, or what stands for it in a simulation.
+        name: name of the model for clients.
+        longest: largest number of tokens of a prompt and its output.
+        limit: the limit that `longest` is, in words.
+        answers: largest number of answers to a call.
+    """
+
+    model: Generator | SimulatedModel
+    name: str
+    longest: int
+    limit: str
+    answers: int
+
+    def read(self, document: dict[str, Any], *, chat: bool) -> Call:
+        """Return the call that a body makes.
+
+        Raises:
+            ApiError: it is wrong, or asks for what this server does not have.
+        """
+        model = document.get("model")
+        if model is not None and model != self.name:
+            named = shorten(repr(model))
+            raise ApiError(404, f"there is no model {named}; this is {self.name!r}", "model")
+        _refuse_unsupported(document)
+        output = OUTPUT
+        for name in ("max_tokens", "max_completion_tokens"):
+            output = _number(document, name, output, 1, whole=True)
+        prompts = self.prompts(document, chat=chat)
+        tokens = max(map(len, prompts))
+        if tokens + output > self.longest:
+            msg = (
+                f"{tokens} tokens and {output} of output do not fit into the "
+                f"{self.longest} tokens of {self.limit}"
+            )
+            raise ApiError(400, msg, "messages" if chat else "prompt")
+        choices = _number(document, "n", 1, 1, MOST_CHOICES, whole=True)
+        if len(prompts) * choices > self.answers:
+            msg = f"the call has more answers than the {self.answers} requests of this server"
+            raise ApiError(400, msg, "n" if choices > 1 else "prompt")
+        options = document.get("stream_options")
+        counted = isinstance(options, dict) and options.get("include_usage") is True
+        salt = document.get("cache_salt")
+        if salt is not None and not (isinstance(salt, str) and salt):
+            raise ApiError(400, "cache_salt must be a text that is not empty", "cache_salt")
+        stream = document.get("stream") or False
+        if type(stream) is not bool:
+            raise ApiError(400, "stream must be true or false", "stream")
+        seed = _number(document, "seed", None, -(1 << 63), 1 << 63, whole=True)
+        stop, sampling = _stops(document), self._sampling(document)
+        return Call(chat, prompts, choices, output, stream, counted, stop, salt, sampling, seed)
+
+    def prompts(self, document: dict[str, Any], *, chat: bool) -> list[Sequence[int]]:
+        """Return the tokens of each prompt, or of messages.
+
+        Raises:
+            ApiError: there is none, or one that the model cannot have.
+        """
+        tools = document.get("tools") or ()
+        if chat:
+            return [self._chat(document.get("messages"), tools)]
+        if tools:
+            raise ApiError(400, "tools are for chats: leave them out", "tools")
+        prompt = document.get("prompt")
+        if not (isinstance(prompt, list) and prompt and type(prompt[0]) is not int):
+            prompt = [prompt]
+        prompts = [self._text(text) for text in prompt]
+        vocabulary = self.model.vocabulary
+        if not all(
+            tokens and 0 <= min(tokens) <= max(tokens) < vocabulary for tokens in prompts
+        ):
+            raise ApiError(400, "prompt has no tokens, or some that the model lacks", "prompt")
+        return prompts
+
+    def _text(self, prompt: Any) -> Sequence[int]:
+        """Return the tokens of a prompt: a text, or token ids."""
+        if isinstance(prompt, str) and prompt:
+            return self._encoded(self.model.encode, prompt)
+        if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+            return prompt
+        raise ApiError(400, "prompt must be a text, or token ids, or a list of these", "prompt")
+
+    def _chat(self, messages: Any, tools: Any) -> Sequence[int]:
+        """Return the tokens of a chat."""
+        if not isinstance(messages, list) or not messages:
+            raise ApiError(400, "messages must be a list that is not empty", "messages")
+        if not (isinstance(tools, list | tuple) and all(isinstance(t, dict) for t in tools)):
+            raise ApiError(400, "tools must be a list of objects", "tools")
+        read = [list(map(_message, messages)), *([tools] if tools else [])]
+        tokens = self._encoded(self.model.encode_chat, *read)
+        if not tokens:
+            raise ApiError(400, "messages have no tokens", "messages")
+        return tokens
+
+    def _encoded(self, encode: Callable[..., list[int]], *texts: Any) -> list[int]:
+        """Return the token ids of a text or a chat, or report that the generator has failed."""
+        try:
+            return encode(*texts)
+        except KvcoreError:
+            raise
+        except FAILURES as error:
+            raise_policy_error(cast("Generator", self.model), encode.__name__, error)
+
+    def _sampling(self, document: dict[str, Any]) -> Sampling | None:
+        """Return how the tokens of a call are drawn; None: as those of the generator."""
+        if document.keys().isdisjoint(Sampling._fields):
+            return None
+        own = Sampling(
+            getattr(self.model, "temperature", 0.0), getattr(self.model, "top_k", None)
+        )
+        top_k = _number(document, "top_k", own.top_k, -1, whole=True)
+        sampling = Sampling(
+            _number(document, "temperature", own.temperature, 0),
+            None if top_k in (0, -1) else top_k,  # as vLLM has them: all tokens
+            _number(document, "top_p", own.top_p, 0),
+        )
+        if not 0 < sampling.top_p <= 1:
+            raise ApiError(400, "top_p must be above 0, and at most 1", "top_p")
+        for name, value, default in zip(Sampling._fields, sampling, own, strict=True):
+            if value != default and not self.model.takes_sampling:
+                msg = f"{name}: generator {self.model.name!r} draws no samples; leave it out"
+                raise ApiError(400, msg, name)
+        return None if sampling == own else sampling
+
+
+def _refuse_unsupported(document: dict[str, Any]) -> None:
+    """Raise ApiError for options of the API that this server does not have."""
+    for name in UNSUPPORTED.keys() & document.keys():
+        value, neutral = document[name], UNSUPPORTED[name]
+        # False is no number here: `"logprobs": 0` asks for those of the chosen tokens.
+        same = value is neutral if isinstance(neutral, bool) else value == neutral
+        if value is not None and not same:
+            raise ApiError(400, f"{name} is not supported: leave it out", name)
+    if document.get("tool_choice") not in (None, "auto", "none"):
+        msg = "tool_choice can be auto or none, since no call is enforced: leave it out"
+        raise ApiError(400, msg, "tool_choice")
+
+
+def _number(
+    document: dict[str, Any],
+    name: str,
+    default: Any,
+    least: int,
+    most: float = inf,
+    *,
+    whole: bool = False,
+) -> Any:
+    """Return the number that a body has under a name, or `default`.
+
+    Raises:
+        ApiError: it is no number from `least` to `most`, or not whole where it must be.
+    """
+    value = document.get(name)
+    if value is None:
+        return default
+    kinds = (int,) if whole else (int, float)
+    if type(value) not in kinds or not least <= value <= most or value == inf:
+        what = "a whole number" if whole else "a number"
+        upto = "on" if most == inf else f"to {most}"
+        raise ApiError(400, f"{name} must be {what} from {least} {upto}", name)
+    return value
+
+
+def _stops(document: dict[str, Any]) -> tuple[str, ...]:
+    """Return the texts that end an answer."""
+    stop = document.get("stop") or ()
+    stop = (stop,) if isinstance(stop, str) else tuple(stop) if type(stop) is list else stop
+    texts = type(stop) is tuple and all(isinstance(text, str) and text for text in stop)
+    if not texts or len(stop) > MOST_STOPS:
+        raise ApiError(400, f"stop must be a text, or up to {MOST_STOPS} of them", "stop")
+    return stop
+
+
+def _message(value: Any) -> dict[str, Any]:
+    """Return a message with its role, its text, and what a chat template reads of tools."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise ApiError(400, "a message needs a role and a content", "messages")
+    content, calls = value.get("content"), value.get("tool_calls")
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if all(isinstance(text, str) for text in texts):
+            content = "".join(texts)  # type: ignore[arg-type]  # just checked
+    if content is None and calls:
+        content = ""
+    if not isinstance(content, str):
+        raise ApiError(400, "the content of a message must be text", "messages")
+    message = {"role": value["role"], "content": content}
+    message |= {name: value[name] for name in MESSAGE_FIELDS if name in value}
+    if calls:
+        message["tool_calls"] = _tool_calls(calls)
+    return message
+
+
+def _tool_calls(calls: Any) -> list[dict[str, Any]]:
+    """Return calls of tools with their arguments as objects: so templates read them."""
+    try:
+        return [
+            call | {"function": {**call["function"], "arguments": _arguments(call["function"])}}
+            for call in calls
+        ]
+    except (TypeError, KeyError, ValueError) as error:
+        msg = "tool_calls must be functions, each with a name and arguments in JSON"
+        raise ApiError(400, msg, "messages") from error
+
+
+def _arguments(function: Mapping[str, Any]) -> Any:
+    arguments = function["arguments"]
+    return parse_json(arguments.encode()) if isinstance(arguments, str) else arguments

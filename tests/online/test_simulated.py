@@ -1,0 +1,336 @@
+# ruff: noqa: E402 - a missing package skips the module first
+"""`kvcore serve --simulate`: the loop of a simulation in real time, behind the API."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'kvcore[serve]'")
+pytest.importorskip("prometheus_client", reason="needs it: pip install 'kvcore[serve]'")
+openai = pytest.importorskip("openai", reason="needs openai: pip install openai")
+zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install 'kvcore[serve]'")
+
+from helpers.commands import run_here
+from helpers.online import free_port, metrics, serving, simulated_parts
+
+import kvcore
+from kvcore.request import text_request
+from kvcore.units import NS_PER_S
+from kvcore_events.formats import decode
+from kvcore_online.engine import LiveLoop
+from kvcore_online.server import ServeConfig
+from kvcore_online.simulated import WORDS, SimulatedModel, SimulatedTokens
+from kvcore_replay.check.trace import replay
+
+FAST = ServeConfig(port=0, grace=2, speed_up=1000)
+
+
+class World:
+    """A clock that moves while the loop sleeps or waits, and requests that come meanwhile."""
+
+    def __init__(self, requests):
+        """Take the requests, in order of arrival."""
+        self.now, self.coming, self.loop = 0, list(requests), None
+        self.tokens = {}
+
+    def clock(self):
+        """Return the time in ns."""
+        return self.now
+
+    def sleep(self, seconds):
+        """Move the clock; requests come at their times."""
+        until = self.now + round(seconds * NS_PER_S)
+        while self.coming and self.coming[0].arrival <= until:
+            self.come()
+        self.now = until
+
+    def come(self):
+        """Let the next request come."""
+        request = self.coming.pop(0)
+        self.now, times = max(self.now, request.arrival), []
+        self.tokens[request.id] = times
+        self.loop.listeners[request.id] = lambda part: times.extend(self.now for _ in part.ids)
+        self.loop.inbox.put(request)
+        self.loop.inbox.closing = not self.coming
+
+    # As the condition of the inbox.
+
+    def __enter__(self):
+        """Do nothing: there is one thread."""
+
+    def __exit__(self, *_):
+        """Do nothing."""
+
+    def notify(self):
+        """Do nothing: `wait` returns when the next request has come."""
+
+    def wait(self, seconds=None):
+        """Let the next request come, or the seconds pass."""
+        if seconds is None:
+            self.come()
+        else:
+            self.sleep(seconds)
+
+
+def played(requests, speed=1.0, **options):
+    """Return the times (ns) of the tokens of requests, by id, and the loop that served them."""
+    made = simulated_parts(**options)
+    arguments = made.arguments()
+    arguments["latency"].bind()
+    world = World(requests)
+    executor = SimulatedTokens(arguments["latency"], SimulatedModel(), 0)
+    world.loop = loop = LiveLoop(
+        arguments["cache"],
+        arguments["scheduler"],
+        executor,
+        arguments["batching"],
+        clock=world.clock,
+        speed=speed,
+        sleep=world.sleep,
+    )
+    loop.inbox.changed = world
+    loop.run()
+    return world.tokens, loop
+
+
+def drawn(count=40, gap_s=0.3):
+    """Return requests that share beginnings, some of which come while others run."""
+    model = SimulatedModel()
+    return [
+        text_request(
+            number,
+            model.encode(" ".join([WORDS[number // 2 % 3]] * 300 + [str(number)])),
+            output=5 + number % 7,
+            block_size=16,
+            arrival=round(number * gap_s * NS_PER_S) + number % 5 * 1_300_001,
+        )
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("like", [None, "vllm:lag=0", "sglang"])
+@pytest.mark.parametrize("gap_s", [0.3, 0.01])
+def test_tokens_come_at_the_times_of_a_simulation(like, gap_s):
+    """First and last tokens come when `kvcore.simulate` says of the same requests.
+
+    That holds under load too, where requests are evicted and hit: to within the nanosecond to
+    which a clock is read.
+    """
+    options = {"like": like, "blocks": 50, "latency": "roofline:frontend=0"}
+    if like == "sglang":
+        options["block_size"] = 16
+    tokens, loop = played(drawn(gap_s=gap_s), **options)
+    result = simulated_parts(**options).run(requests=drawn(gap_s=gap_s))
+    rows = result.requests
+    for place, name in enumerate(rows["id"]):
+        arrived = rows["arrival_s"][place]
+        first = rows["ttft_s"][place] + arrived
+        assert tokens[name][0] == pytest.approx(first * NS_PER_S, abs=50_000)
+        assert tokens[name][-1] == pytest.approx(rows["finish_s"][place] * NS_PER_S, abs=50_000)
+    stats = result.cache.stats
+    assert loop._cache.stats.hit_tokens == stats.hit_tokens > 0
+    assert loop._cache.tree.evicted_blocks == result.cache.tree.evicted_blocks > 0
+
+
+def test_a_faster_clock_changes_no_decision():
+    """At ten times the speed all tokens come in a tenth of the time of the clock."""
+    requests = drawn(count=8, gap_s=0)
+    for request in requests:
+        request.arrival = 0
+    slow, _ = played(requests)
+    fast, _ = played(requests, speed=10.0)
+    for name, times in slow.items():
+        assert [time * 10 for time in fast[name]] == pytest.approx(times, abs=10_000)
+
+
+def test_a_machine_that_is_too_slow_does_not_slow_the_model():
+    """Where a sleep is too long, the next one is shorter: the times of tokens do not drift."""
+
+    class Slow(World):
+        def sleep(self, seconds):
+            super().sleep(seconds + 0.004)
+
+    def times(world):
+        made = simulated_parts()
+        arguments = made.arguments()
+        arguments["latency"].bind()
+        executor = SimulatedTokens(arguments["latency"], SimulatedModel(), 0)
+        parts = (arguments[name] for name in ("cache", "scheduler"))
+        world.loop = LiveLoop(
+            *parts,
+            executor,
+            arguments["batching"],
+            clock=world.clock,
+            speed=1.0,
+            sleep=world.sleep,
+        )
+        world.loop.inbox.changed = world
+        world.loop.run()
+        return world.tokens[0]
+
+    request = [text_request(0, range(100), output=200, block_size=16)]
+    exact, late = times(World(request)), times(Slow(request))
+    assert max(b - a for a, b in zip(exact, late, strict=True)) <= 5_000_000
+
+
+def test_no_tensor_library_is_imported():
+    """A simulated server computes nothing: torch is not imported, nor numpy."""
+    code = (
+        "import asyncio, sys\n"
+        "from helpers.online import simulated_parts\n"
+        "from kvcore_online.server import ServeConfig, Server\n"
+        "async def main():\n"
+        "    server = Server(simulated_parts(), ServeConfig(port=0, speed_up=1.0))\n"
+        "    await server.start()\n"
+        "    await server.stop()\n"
+        "asyncio.run(main())\n"
+        "print({'torch', 'numpy'} & set(sys.modules))\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.stdout == "set()\n"
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Yield a simulated server."""
+    with serving(FAST, simulated=True) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    """Yield a client of the server."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as made:
+        yield made
+
+
+def ask(client, messages, **options):
+    """Return the answer to a chat."""
+    return client.chat.completions.create(model="llama-3-70b", messages=messages, **options)
+
+
+def test_a_conversation_hits_the_blocks_of_its_answers(client):
+    """The text of an answer is read back as the tokens that were generated."""
+    messages = [{"role": "user", "content": "hello " * 100}]
+    first = ask(client, messages, max_tokens=200)
+    said = first.choices[0].message
+    messages += [{"role": "assistant", "content": said.content}]
+    messages += [{"role": "user", "content": "go on"}]
+    second = ask(client, messages, max_tokens=1)
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert cached >= first.usage.total_tokens // 16 * 16 - 16
+
+
+def test_equal_seeds_give_equal_words(client):
+    """A client's seed gives its answer, with whatever temperature, streamed or not."""
+    messages = [{"role": "user", "content": "tell me"}]
+    options = {"seed": 3, "max_tokens": 20}
+    text = ask(client, messages, **options).choices[0].message.content
+    parts = ask(client, messages, stream=True, temperature=0.2, **options)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == text
+    assert set(text.split()) <= set(WORDS)
+    assert len(text.split()) == 20
+    assert ask(client, messages, max_tokens=20).choices[0].message.content != text
+
+
+def test_its_metrics_are_those_of_the_model(server, client):
+    """The mean time between tokens is that of the latency model, at any speed of the clock."""
+    ask(client, [{"role": "user", "content": "count"}], max_tokens=50)
+    found = metrics(server)
+    gaps = found["vllm:inter_token_latency_seconds_count",]
+    mean = found["vllm:inter_token_latency_seconds_sum",] / gaps
+    alone = kvcore.simulate(
+        [kvcore.Request(id=0, prompt_tokens=20, output_tokens=50, key_tokens=16)],
+        model="llama-3-70b",
+    )
+    assert mean == pytest.approx(alone.summary()["tpot_s"]["mean"], rel=0.2)
+
+
+def test_blocks_are_stored_and_evicted_in_events():
+    """A small pool evicts real blocks, which KV events report with 32-bit token ids."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    config = ServeConfig(port=0, grace=2, speed_up=1000, kv_events=address)
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.SUB) as events,
+        serving(config, simulated=True, blocks=40) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client,
+    ):
+        events.connect(address)
+        events.subscribe(b"")
+        kinds, number = set(), 0
+        while len(kinds) < 2:
+            ask(client, [{"role": "user", "content": f"{number} word " * 120}], max_tokens=2)
+            number += 1
+            while events.poll(20):
+                *_, payload = events.recv_multipart()
+                for event in decode(payload).events:
+                    kinds.add(type(event).__name__)
+                    assert all(token < 1 << 32 for token in getattr(event, "tokens", ()))
+    assert kinds == {"BlockStored", "BlockRemoved"}
+
+
+def test_the_trace_of_a_simulated_server_is_whole(tmp_path):
+    """Its trace replays, tiers included, and is a workload for another deployment."""
+    path = tmp_path / "day.jsonl"
+    config = ServeConfig(port=0, grace=2, speed_up=1000, trace=path)
+    options = {"blocks": 60, "tier": ["host:memory=1GiB"], "like": "vllm:lag=0"}
+    with (
+        serving(config, simulated=True, **options) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client,
+    ):
+        for number in range(12):
+            ask(
+                client, [{"role": "user", "content": f"{number % 6} word " * 100}], max_tokens=9
+            )
+    report = replay(path)
+    assert (report.complete, report.finished) == (True, 12)
+    assert kvcore.simulate(f"trace:{path}", model="llama-3-8b").summary()["completed"] == 12
+
+
+def test_a_model_with_cache_groups_is_served():
+    """A model whose layers keep different things is served in cache groups, and hits."""
+    messages = [{"role": "user", "content": "word " * 300}]
+    with (
+        serving(FAST, simulated=True, model="gpt-oss-20b", like="vllm:lag=0") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client,
+    ):
+        cached = [
+            client.chat.completions.create(model="gpt-oss-20b", messages=messages, max_tokens=5)
+            .usage.prompt_tokens_details.cached_tokens
+            for _ in range(2)
+        ]  # fmt: skip
+    assert cached[0] == 0
+    assert cached[1] > 200
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--simulate", "--generator", "sincos"), "--generator is not for --simulate"),
+        (("--simulate", "--dtype", "fp16"), "--dtype is not for --simulate"),
+        (("--device", "h200"), "--device is for --simulate alone"),
+        (("--speed-up", "2"), "--speed-up is for --simulate alone"),
+        (("--simulate", "--model", "llama-9"), "--model: "),
+        (
+            ("--simulate", "--model", "gpt-oss-20b", "--kv-events", "tcp://127.0.0.1:1"),
+            "--kv-events: layers of gpt-oss-20b keep different things",
+        ),
+        (("--simulate", "--model", "llama-3-70b", "--tensor-parallel", "1"), "tensor-parallel"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(words, reason):
+    """An option without an effect, or a model that does not fit, is an error."""
+    run = run_here("serve", *words)
+    assert run.returncode == 2
+    assert reason in run.stderr
