@@ -9,11 +9,13 @@ from typing import Generic, Protocol, TypeVar
 _WINDOW = 1000
 """Requests that return after which a difference of hits counts for 1/e."""
 
-_START, _LIMIT = 2.0, 2.5
-"""Spreads that the sum of differences must exceed to end LRU; and its maximum."""
+_SPREADS, _UNSURE, _LIMIT = 2.0, 2.6, 1.25
+"""Spreads that the sum of differences must exceed to end LRU; by how many more after one
+difference, and after n of them by a root of n less, since the spread of few is itself
+uncertain; and the maximum of the sum, in these."""
 
-_LEAST = 12
-"""Requests that must have differed by then: the spread of fewer is itself uncertain."""
+_CLIP, _KNOWN = 1.5, 4
+"""Root mean squares of the differences that one may count for, once so many are known."""
 
 _SLACK = 16
 """A shadow shrinks by this share of the pool below its size, from as much above it."""
@@ -82,9 +84,10 @@ class Guard(Generic[Wait]):
     """Decides between LRU and the order of an index, of both of which it keeps a shadow.
 
     The differences of the hits of requests in the shadows, faded, make a sum with a spread, the
-    root of the sum of their squares. Above two spreads LRU ends, and below 0 it begins again.
-    Since this is asked after every request, a sum that only chance moves would exceed fewer
-    spreads every now and then.
+    root of the sum of their squares. Above two spreads, and more while differences are few, LRU
+    ends, and below 0 it begins again. Since this is asked after every request, a sum that only
+    chance moves would exceed fewer spreads every now and then. A few long prompts, of which one
+    order has happened to keep more, prove little: each counts for about as much as the others.
 
     Attributes:
         is_lru: whether to evict as LRU.
@@ -128,13 +131,17 @@ class Guard(Generic[Wait]):
         """Compare the hits of the request before, and decide."""
         gain = self._own.hits(self._end) - self._lru.hits(self._end)
         keep = 1 - 1 / _WINDOW
+        if self._differences >= _KNOWN:
+            most = _CLIP * sqrt(self._squares / self._differences)
+            gain = max(-most, min(gain, most))
         self._squares = self._squares * keep * keep + gain * gain
         self._differences = self._differences * keep + (gain != 0)
-        spread = sqrt(self._squares)
+        unsure = _UNSURE / sqrt(max(self._differences, 1.0))
+        bound = (_SPREADS + unsure) * sqrt(self._squares)
         # Without a limit the gains of an hour would have to be lost before LRU begins again.
-        limit = _LIMIT * spread
+        limit = _LIMIT * bound
         self._sum = max(-limit, min(self._sum * keep + gain, limit))
-        if self._sum > _START * spread and self._differences > _LEAST:
+        if self._sum > bound:
             self.is_lru = False
         elif self._sum < 0:
             self.is_lru = True
