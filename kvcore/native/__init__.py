@@ -9,6 +9,9 @@ has not begun, if nothing in it is of `LACKS`, and `kvcore.cache.native` untimed
     a request needs what the core lacks    the loop in Python goes on, with the same jobs
     the loop is not plain                  the loop in Python runs it from the start
 
+Of a cache of groups it has the names of blocks alone, under a loop in Python
+(`kvcore.cache.named_blocks`).
+
 `KVCORE_PURE=1` in the environment switches the core off.
 """
 
