@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from inspect import getsourcefile
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,28 @@ class Entry:
     def describe(self) -> dict[str, Any]:
         """Return name, options and the digest of the source, as a leaderboard has them."""
         policy = self.build()
-        file = getsourcefile(type(policy))
-        source = b"" if file is None else Path(file).read_bytes()
+        source = b"".join(path.read_bytes() for path in source_files(type(policy)))
         return {
             "entry": self.text if self.path is None else self.path.name,
             "name": policy.name or type(policy).__name__,
             "options": plain(policy.options()),
             "source": hashlib.blake2b(source, digest_size=16).hexdigest(),
         }
+
+
+def source_files(kind: type) -> list[Path]:
+    """Return the file of a class, and those of its package whose names its file imports.
+
+    Theirs count too. The file of the class comes first, the others by the names of modules.
+    """
+    package = f"{kind.__module__.rpartition('.')[0]}."
+    found, unread = {kind.__module__}, [kind.__module__]
+    while unread:
+        values = vars(sys.modules[unread.pop()]).values()
+        names = {getattr(value, "__module__", None) for value in values}
+        new = {str(name) for name in names if str(name).startswith(package)} - found
+        unread += new
+        found |= new
+    others = sorted(found - {kind.__module__})
+    files = [getsourcefile(kind), *(sys.modules[name].__file__ for name in others)]
+    return [Path(file) for file in files if file is not None]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvcore import InputError, KVCache
 from kvcore_judge.cells import Cell, EvictionDigest, run_cell
 from kvcore_judge.cli.leaderboard import leaderboard
-from kvcore_judge.entries import Entry
+from kvcore_judge.entries import Entry, source_files
 from kvcore_judge.leaderboard import check_leaderboard, make_leaderboard
 from kvcore_judge.protocol import Panel, Stream, find_panel, read_stream
 from kvcore_judge.report import leaderboard_page
@@ -196,6 +196,14 @@ def test_the_committed_leaderboard_is_of_these_policies():
         assert policy["source"] == Entry(name).describe()["source"], name
         row = f"| `{name}` | {score['headline']} | {score['all_cells']} |"
         assert row in page
+
+
+def test_the_source_of_a_policy_has_what_it_imports():
+    """The digest of a policy covers the modules of its package that it is made of."""
+    names = [path.name for path in source_files(type(Entry("hazard").build()))]
+    assert names[0] == "hazard.py"
+    assert {"hazard_guard.py", "survival.py", "queues.py"} < {*names}
+    assert [path.name for path in source_files(type(Entry("lru").build()))] == ["lru.py"]
 
 
 def test_generated_streams_are_equal_everywhere():
