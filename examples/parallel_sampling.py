@@ -11,7 +11,7 @@ import attrs
 
 from kvcore import KVCache, Request
 from kvcore.cache import Sequence
-from kvcore.engine import Attend, RaggedBatch, Tensor, TensorLayout
+from kvcore.engine import Attend, RaggedBatch, Sampling, Tensor, TensorLayout
 from kvcore.request import block_keys
 from kvcore_engine.backend import TorchCPU
 from kvcore_engine.generator import Transformer
@@ -109,7 +109,7 @@ def parallel(writer: Writer, root: Branch, samples: int, length: int) -> list[Br
     branches = [writer.fork(root) for _ in range(samples)]
     for place in range(length):
         marks = [(seed, place) for seed in range(samples)]
-        drawn = sample(writer.logits(branches), marks, temperature=1.0, top_k=None)
+        drawn = sample(writer.logits(branches), marks, [Sampling(1.0)] * samples)
         for branch, token in zip(branches, drawn, strict=True):
             branch.tokens.append(token)
     return branches
