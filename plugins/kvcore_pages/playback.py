@@ -218,7 +218,8 @@ class Window:
 
     Attributes:
         start, end: times in ns: rows from `start` on and before `end`; None: to the last row.
-        max_rows: largest number of rows; the rows of one moment stay together.
+        max_rows: largest number of rows, which the first moment or the last one may exceed:
+            the rows of one moment stay together.
     """
 
     start: int = 0
@@ -267,7 +268,8 @@ class Playback:
         self._window = window
         self._flat = array("q")
         self._put: Callable[[Iterable[int]], None] = self._flat.extend
-        # Rows before this one are at an earlier time; the stage is before, inside or after.
+        # The first row of the current moment; and where that is: before the window, inside it,
+        # or after.
         self._boundary, self._stage = 0, "before" if window.start else "inside"
         self._before = 0  # time (ns) of the last row
         self._numbers: dict[int | str, int] = {}
@@ -370,6 +372,8 @@ class Playback:
         rows = len(flat) // WIDTH
         if rows > window.max_rows and self._boundary:
             del flat[self._boundary * WIDTH :]
+            while self.evicted and self.evicted[-1].row >= self._boundary:
+                self.evicted.pop()
         if rows >= window.max_rows or (window.end is not None and event.t >= window.end):
             self._stage, self._put = "after", _ignore
         self._boundary = len(flat) // WIDTH

@@ -6,7 +6,7 @@ from helpers.evictions import TraceBlocks, differing
 
 from kvcore import KVCache, Trace
 from kvcore.cli import main as frame
-from kvcore_pages.playback import Playback
+from kvcore_pages.playback import Playback, Window
 from kvcore_pages.view import find_differences
 from kvcore_plugins.eviction import FIFO, LRU
 from kvcore_plugins.prefix import Radix
@@ -136,3 +136,14 @@ def test_only_requests_of_both_traces_are_compared(tmp_path):
     assert none == {}
     assert marks
     assert {TraceBlocks(left).lines[row]["for"] for row in marks} <= set(range(100, 150))
+
+
+def test_evictions_behind_the_last_row_of_a_page_are_left_out(tmp_path):
+    """A page of the first rows of two traces marks these rows, wherever its limit falls."""
+    one, other = pair(tmp_path, UNTIMED)
+    whole = find_differences(Playback(one), Playback(other)).blocks
+    for most in range(200, 240):
+        sides = [Playback(path, window=Window(max_rows=most)) for path in (one, other)]
+        blocks = find_differences(*sides).blocks
+        assert [len(column) for column in blocks] == [len(side.rows["kind"]) for side in sides]
+    assert any(whole[0])

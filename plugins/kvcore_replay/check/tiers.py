@@ -9,6 +9,23 @@ Between two lines of the pool stand those of tiers, in the order in which they h
     LOAD, its DROP lines, COMMIT
 
 The blocks in a tier follow from OFFLOAD and DROP alone, and `done` from the queue of its link.
+
+A line is checked before the accounts of pool and tiers have taken it, so that they still have
+what was there before. Lines of one time are those of one call. Some lines demand others, and
+what they demand is kept in an attribute until it comes:
+
+    of these lines          demands                                     attribute
+    EVICT, COMMIT           allows OFFLOAD of the blocks                _evicted, _committed
+    PREEMPT swap            OFFLOAD parked, FREE                        _swap
+    HIT, MISS, PREFETCH     allows loads of the sequence                _admitted
+    the first of its loads  the others, then COMMIT                     _arriving, _owed
+    LOAD                    allows DROP moved of its blocks             _loaded
+    DROP capacity           OFFLOAD into the tier, which needs the room _needs_offload
+    OFFLOAD of a tier       DROP of what it has copied down             _needs_drop
+    OFFLOAD for a load      LOAD_START                                  _load_due
+    OFFLOAD after hits      HIT at the same time                        _due_hit
+
+Positions are those of blocks, ranges `[first, end)`, times ns; ids of sequences begin at 1.
 """
 
 from __future__ import annotations
@@ -26,11 +43,11 @@ from kvcore_replay.state.layout import TracedPrompt
 from kvcore_replay.state.lifecycle import Lifecycles
 from kvcore_replay.state.tiers import TracedTier, TracedTiers
 
-LOADED = frozenset({"COMMIT", "SPLIT", "FREE", "EVICT", "OFFLOAD", "DROP"})
+BEFORE_COMMIT = frozenset({"COMMIT", "SPLIT", "FREE", "EVICT", "OFFLOAD", "DROP"})
 """Events between a load and the last commit of the loaded blocks."""
 
 FAULTS = ("corrupt", "gone", "failed")
-"""Reasons of DROP that only a run on tensors has, which moves bytes."""
+"""Reasons of DROP of a run on tensors. No other run moves bytes, so none else has them."""
 
 
 @attrs.define
@@ -94,35 +111,40 @@ class TierChecker:
         # By the wall clock a transfer takes as long as it takes.
         self._exact = header.mode != "wall"
         self._ratio = state.layout.ratio
-        # What makes blocks of the pool go down: `evict`, or after how many hits.
+        # What makes blocks of the pool go down into the nearest tier: `evict`, `through`, or
+        # after how many hits.
         self._rule = next(iter(tiers.levels.values())).record.options.get("write")
-        # The blocks that the line before evicted or committed: keys, and the end of the blocks.
-        self._leaving: tuple[list[Any], int] | None = None
-        self._kept: tuple[list[Any], int] | None = None
+        # The blocks of the last line of the pool, if that evicted some, and of the last COMMIT,
+        # if COMMIT, SPLIT and FREE alone have come since: keys, and the end of the blocks.
+        self._evicted: tuple[list[Any], int] | None = None
+        self._committed: tuple[list[Any], int] | None = None
+        # From PREEMPT to the next line of the pool.
         self._swap: _Swap | None = None
         # The sequence that was just admitted, and the one with some of its loads done.
         self._admitted = self._arriving = -1
-        # The end of its loaded blocks before the first that is missing.
+        # Of the latter, the end of its blocks that are there without a gap: those that the pool
+        # has cached at first, then those that were loaded too.
         self._come = 0
         # The last load: its tier, keys, and the end of its blocks.
         self._loaded: tuple[TracedTier, list[Any], int] | None = None
         # The sequence that must commit loaded blocks, and their end.
         self._owed: tuple[int, int] | None = None
-        # Whether a call begins with this line.
-        self._begins = False
+        # Whether the time of this line is later than that of the line before.
+        self._is_later = False
         # Sequences that load ahead of a request, and the end of their loaded blocks; the times
         # at which requests were announced so.
         self._ahead: dict[int, int] = {}
         self._announced: dict[int | str, int] = {}
-        # Tiers that dropped blocks for others that are yet to come.
-        self._short: set[str] = set()
-        # Tiers that evict blocks which were written farther down just before; tiers in which
-        # blocks were stored in this call; and whether they go down for a load to come.
-        self._leaves: set[str] = set()
-        self._stored: set[str] = set()
+        # Tiers that have dropped blocks to make room for an OFFLOAD into them that is due.
+        self._needs_offload: set[str] = set()
+        # Tiers that have copied blocks farther down, whose DROP is due.
+        self._needs_drop: set[str] = set()
+        # Tiers into which blocks were stored since the last line of the pool, or later time.
+        self._stored_into: set[str] = set()
+        # Whether blocks went down to make room for a load, whose LOAD_START is due.
         self._load_due = False
-        # Whether RECOVER lines may come: nothing else has.
-        self._starts = True
+        # Whether RECOVER lines may come: no other event has so far.
+        self._only_recovered = True
         self._due_hit: _DueHit | None = None
         self._checks = methods_by_event(self, *TIERED)
 
@@ -146,8 +168,8 @@ class TierChecker:
         Raises:
             ViolationError: it contradicts what came before.
         """
-        self._begins = begins
-        if self._starts and event.event != "RECOVER":
+        self._is_later = begins
+        if self._only_recovered and event.event != "RECOVER":
             self._must_be_recovered()
         if self._owed is not None:
             self._must_commit(event)
@@ -156,8 +178,10 @@ class TierChecker:
             self._between(event)
             return False
         if begins:
-            self._stored.clear()
-            unfinished = self._short or self._leaves or self._load_due or self._due_hit
+            self._stored_into.clear()
+            unfinished = (
+                self._needs_offload or self._needs_drop or self._load_due or self._due_hit
+            )
             if unfinished or self._swap or self._arriving > 0:
                 violated("it is of one call with the line before, which was earlier")
         try:
@@ -174,11 +198,11 @@ class TierChecker:
         self._must_be_settled(event)
         if seq in self._tiers.loads:
             violated(f"sequence {seq} waits for what it loads")
-        self._stored.clear()
-        self._swap = self._leaving = self._loaded = None
+        self._stored_into.clear()
+        self._swap = self._evicted = self._loaded = None
         # Blocks of a commit may have other owners, by a fork, whose lines come before OFFLOAD.
         if name not in ("COMMIT", "SPLIT", "FREE"):
-            self._kept = None
+            self._committed = None
         if name in ("HIT", "MISS", "PREFETCH"):
             self._admitted = seq
         elif name != "ALLOC" and not (name == "EVICT" and self._admitted in self._ahead):
@@ -191,13 +215,13 @@ class TierChecker:
         if name == "EVICT":
             if event.scope == "cache" and event.reason == "capacity":
                 span = self._state.span(event.span)
-                self._leaving = span.keys, span.end
+                self._evicted = span.keys, span.end
         elif name == "COMMIT":
             prompt = self._state.sequence(seq).prompt
             if seq not in self._ahead:
                 self._must_not_rest(prompt.id)
             if event.how in ("new", "grown"):
-                self._kept = prompt.keys, event.first + event.blocks
+                self._committed = prompt.keys, event.first + event.blocks
         elif name == "FINISH":
             self._must_not_rest(event.request)
         elif name == "PREEMPT" and event.how == "swap":
@@ -234,10 +258,12 @@ class TierChecker:
 
     def _must_be_settled(self, event: Any) -> None:
         """Check that all lines that the lines of tiers call for have come."""
-        if self._short:
-            violated(f"tier {min(self._short)!r} dropped blocks to make room for nothing")
-        if self._leaves:
-            violated(f"tier {min(self._leaves)!r} keeps what was written below to evict it")
+        if self._needs_offload:
+            violated(
+                f"tier {min(self._needs_offload)!r} dropped blocks to make room for nothing"
+            )
+        if self._needs_drop:
+            violated(f"tier {min(self._needs_drop)!r} keeps what was written below to evict it")
         if self._load_due:
             violated("blocks were offloaded for a load that must come here")
         if self._arriving > 0:
@@ -246,7 +272,7 @@ class TierChecker:
             violated(f"sequence {self._swap.seq} is swapped out, and parked nowhere")
         if self._due_hit is not None:
             hits = event.event == "HIT" and self._due_hit.request in (None, event.request)
-            if self._begins or not hits:
+            if self._is_later or not hits:
                 violated("blocks were offloaded for a hit that must come here")
             self._due_hit = None
 
@@ -256,7 +282,7 @@ class TierChecker:
         seq, upto = self._owed
         if self._state.sequence(seq).span.end >= upto:
             self._owed = None
-        elif self._begins or event.event not in LOADED:
+        elif self._is_later or event.event not in BEFORE_COMMIT:
             violated(f"sequence {seq} has loaded blocks up to {upto}, and must commit them")
 
     def _must_not_rest(self, request: int | str) -> None:
@@ -266,7 +292,7 @@ class TierChecker:
 
     def _must_be_recovered(self) -> None:
         """Check that RECOVER lines name as many blocks as HEADER."""
-        self._starts = False
+        self._only_recovered = False
         for name, tier in self._tiers.levels.items():
             if tier.recovered != tier.record.recovered:
                 violated(
@@ -278,7 +304,7 @@ class TierChecker:
 
     def _recover(self, event: events.Recover) -> None:
         tier, end = self._tiers.tier(event.tier), event.first + event.blocks
-        if self._begins or not (self._starts and self._moves_bytes):
+        if self._is_later or not (self._only_recovered and self._moves_bytes):
             violated("only a run on tensors finds blocks of an earlier one, before all else")
         if tier.used + event.blocks > tier.record.slots:
             violated(f"tier {tier.name!r} has {tier.record.slots} slots")
@@ -297,9 +323,9 @@ class TierChecker:
         used, slots = tier.used + event.blocks, tier.record.slots
         if used > slots:
             violated(f"{used} slots of tier {tier.name!r} would be in use; it has {slots}")
-        if tier.name in self._short and used < slots:
+        if tier.name in self._needs_offload and used < slots:
             violated(f"tier {tier.name!r} dropped {slots - used} more blocks than were missing")
-        self._short.discard(tier.name)
+        self._needs_offload.discard(tier.name)
         if event.parked:
             self._park(event, tier, end)
         else:
@@ -309,9 +335,9 @@ class TierChecker:
                 self._must_be_in_pool(event, prompt, end)
             else:
                 self._must_come_down(self._tiers.tier(source), tier, prompt, end)
-                if self._begins:
-                    self._begin()
-            self._stored.add(tier.name)
+                if self._is_later:
+                    self._expect_hit()
+            self._stored_into.add(tier.name)
         self._must_be_done(event, tier, write=True)
 
     def _must_be_in_pool(self, event: events.Offload, prompt: TracedPrompt, end: int) -> None:
@@ -320,7 +346,7 @@ class TierChecker:
         if last >= len(keys):
             violated(f"request {prompt.id!r} has {len(keys)} keys: none for block {end - 1}")
         here, leaves = self._cached.match(keys), self._rule == "evict" or self.swaps
-        reason = self._leaving if leaves else self._kept
+        reason = self._evicted if leaves else self._committed
         led = reason is not None and end <= reason[1] and reason[0][last] == keys[last]
         if here < end and not (leaves and led):
             violated(f"{here} blocks of request {prompt.id!r} are cached, not {end}")
@@ -331,10 +357,10 @@ class TierChecker:
                 violated("only what the swapped sequence shares goes down with it")
             self._swap.tier = self._tiers.tier(event.tier)
         elif self._by_hits:
-            if self._begins:
-                self._begin()
+            if self._is_later:
+                self._expect_hit()
             self._due_hit = _DueHit(event.request)
-        elif self._begins or not led:
+        elif self._is_later or not led:
             violated("nothing was evicted or stored just before that goes down")
 
     def _must_come_down(
@@ -345,16 +371,16 @@ class TierChecker:
             violated(f"tier {above.name!r} has not the blocks up to {end}")
         rule = tier.record.options.get("write")
         if rule == "evict":
-            self._leaves.add(above.name)
+            self._needs_drop.add(above.name)
         elif rule == "through":
-            if above.name not in self._stored:
+            if above.name not in self._stored_into:
                 violated(f"nothing was stored just before in tier {above.name!r}")
         elif self._admitted < 0:
             violated(f"nothing is loaded here from tier {above.name!r}")
         else:
             self._load_due = True
 
-    def _begin(self) -> None:
+    def _expect_hit(self) -> None:
         """Record that a call begins with this line: it must be an admission that hits."""
         if not self._by_hits:
             violated("nothing was evicted or stored just before that goes down")
@@ -377,7 +403,7 @@ class TierChecker:
     def _load_start(self, event: events.LoadStart) -> None:
         seq, tier = self._state.sequence(event.seq), self._tiers.tier(event.tier)
         prompt, end = seq.prompt, event.first + event.blocks
-        if self._begins or event.seq != self._admitted:
+        if self._is_later or event.seq != self._admitted:
             violated(f"sequence {seq.id} is not admitted here: it loads nothing")
         if event.request != prompt.id:
             violated(f"sequence {seq.id} is of request {prompt.id!r}")
@@ -448,7 +474,7 @@ class TierChecker:
         tier, prompt = self._tiers.tier(event.tier), self._state.prompt(event.request)
         reason, end = event.reason, event.first + event.blocks
         if reason == "parked":
-            if self._begins or self._swap is not None or self._lifecycles.waits(prompt.id):
+            if self._is_later or self._swap is not None or self._lifecycles.waits(prompt.id):
                 violated(f"request {prompt.id!r} still waits for what it has parked")
             return
         self._must_be_free(tier, prompt, event.first)
@@ -461,17 +487,17 @@ class TierChecker:
             return
         if reason == "expired" and not self._expires[tier.name]:
             violated(f"the eviction policy of tier {tier.name!r} expires nothing")
-        if self._begins:
-            self._begin()
+        if self._is_later:
+            self._expect_hit()
         if reason == "capacity":
-            self._short.add(tier.name)
-            self._leaves.discard(tier.name)
+            self._needs_offload.add(tier.name)
+            self._needs_drop.discard(tier.name)
 
     def _must_be_loaded(self, tier: TracedTier, prompt: TracedPrompt, end: int) -> None:
         """Check that a tier that keeps no loaded blocks has just loaded these."""
         loaded, last = self._loaded, (end - 1) // self._ratio
         exclusive = tier.record.options.get("keep") == "exclusive"
-        if self._begins or loaded is None or loaded[0] is not tier or not exclusive:
+        if self._is_later or loaded is None or loaded[0] is not tier or not exclusive:
             violated(f"nothing was loaded just before from an exclusive {tier.name!r}")
         if end > loaded[2] or loaded[1][last] != prompt.keys[last]:
             violated(f"block {end - 1} is not of what was loaded")
