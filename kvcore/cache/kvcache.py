@@ -508,7 +508,8 @@ class KVCache:
         For output to which the workload gives no keys: only this request can hit the blocks,
         when it returns after a preemption. Called before `close`, or whenever a block is full.
         The blocks become a span of their own below the last full block of the prompt,
-        which must be shared, since the prompt may end inside a key of the workload.
+        which must be shared, since the prompt may end inside a key of the workload. Until it
+        is computed and shared, nothing happens.
         """
         self.now = now
         request, size = seq.request, self.geometry.block_size

@@ -10,6 +10,7 @@ The life of a span:
     open, fork, pin         pinned once more, with all spans above it
     split                   its first blocks become a span above it, with the same pins
     close                   unpinned, with all spans above it: without pins it can leave
+    demote                  without pins, the next to leave, whatever the policy says
     evict                   a leaf without pins loses blocks from its tail, the last at the end
     drop_expired, discard   leaves at once, with all spans below it that are not pinned
 """
@@ -108,14 +109,19 @@ class SpanTree:
 
     Attributes:
         root: the empty span at which every prompt begins. It is pinned, and never evicted.
-        cached_blocks, unpinned_blocks: blocks in spans, and those that no sequence pins.
-        evicted_blocks, expired_blocks: blocks evicted as victims, and dropped as expired.
+        cached_blocks, unpinned_blocks: blocks in spans, and those of spans without any pin.
+        evicted_blocks, expired_blocks: blocks evicted as victims, and dropped as expired; those
+            that leave for another reason, such as a move to another place, are in neither.
         pins: the pins of clients; None before the first one.
-        failure: the first error of a plugin; None if there was none.
-        fixed_order: whether the class of the policy itself sets `fixed_order`.
+        failure: the first error of a plugin; None if there was none. `KVCache` refuses all
+            further calls then.
+        fixed_order: whether the class of the policy itself promises, by `fixed_order`, that the
+            order of its victims follows from the callbacks so far alone: then `evict` may run
+            ahead of the clock, with `times`. It is not inherited.
         residency: statistics of hits and evictions; None if they are not kept.
         watcher: receives changes; None if there is none.
-        upper: for a tree of a tier, the tree of its cache; None for that of a cache.
+        upper: for a tree of a tier, the tree of its cache, which fails with it; None for that
+            of a cache.
         pool, index, eviction, geometry, trace: the arguments.
     """
 
@@ -148,7 +154,7 @@ class SpanTree:
         self.cached_blocks = self.unpinned_blocks = 0
         self.evicted_blocks = self.expired_blocks = 0
         self.pins: ClientPins | None = None
-        # Each with its `released_order` at that time: a later use ends the demotion.
+        # Each with its `released_order` at that time: a later release ends the demotion.
         self._demoted: dict[Span, int] = {}
         self.root = root_span(geometry)
         self._last_id = self._created = self._released = self._now = 0
@@ -269,7 +275,7 @@ class SpanTree:
     ) -> None:
         """Record the access of every span that `seq` hit. O(spans).
 
-        That of a `resumed` request updates the times of the spans alone.
+        That of a `resumed` request updates the times of the spans alone, and ends their growth.
         """
         span = seq.span
         root = self.root
@@ -291,15 +297,20 @@ class SpanTree:
             span.last_request = request_id
             span.last_access = now
             span = span.parent  # type: ignore[assignment]
-        # Callbacks see the new statistics of the whole path.
+        # Callbacks see the new statistics of the whole path. A span expires no earlier than
+        # those below it; None: never; 0: there is none.
         if self._callbacks.on_access is not None:
             policy, span = self.eviction, seq.span
-            below: int | None = 0
+            child_expires: int | None = 0
             while span is not root:
                 before = span.expires
                 self._call(policy, "on_access", self._callbacks.on_access, span, now)
                 if self._expires:
-                    below = self._call(policy, "on_access", raise_expiry, span, before, below)
+                    # It compares what the policy has stored in `expires`, so its errors are
+                    # those of the policy.
+                    child_expires = self._call(
+                        policy, "on_access", raise_expiry, span, before, child_expires
+                    )
                 span = span.parent  # type: ignore[assignment]
         if seq.priorities is not None:
             apply_hints(seq.span, seq.priorities, now)
@@ -318,7 +329,7 @@ class SpanTree:
         span.creator = None
         root = self.root
         on_release, expires = self._callbacks.on_release, self._expires
-        below: int | None = 0
+        child_expires: int | None = 0
         try:
             while span is not root:
                 if expires:
@@ -331,7 +342,7 @@ class SpanTree:
                     if on_release is not None:
                         on_release(span, now)
                 if expires:
-                    below = raise_expiry(span, before, below)
+                    child_expires = raise_expiry(span, before, child_expires)
                 span = span.parent  # type: ignore[assignment]
         except BaseException as error:
             raise self.fail(self.eviction, "on_release", error) from error
@@ -353,11 +364,11 @@ class SpanTree:
 
     def demote(self, span: Span) -> None:
         """Make the path down to `span` the next to be evicted, up to where it is shared."""
-        below = 0
-        while not span.ref_count and len(span.children or ()) == below:
+        children = 0  # of `span`, those that are demoted already
+        while not span.ref_count and len(span.children or ()) == children:
             self._demoted.pop(span, None)
             self._demoted[span] = span.released_order
-            below, span = 1, span.parent  # type: ignore[assignment]
+            children, span = 1, span.parent  # type: ignore[assignment]
 
     # Commit: private blocks become shared ones.
 
@@ -623,7 +634,7 @@ class SpanTree:
         parent.children[lower.path_keys[lower.start // geometry.ratio]] = upper
         lower.parent = upper
         lower.start = position
-        if self.pins:
+        if self.pins:  # there may be some, and none be left
             self.pins.on_split(upper, lower)
         if not lower.ref_count:
             self.unpinned_blocks -= position - upper.start
@@ -656,9 +667,9 @@ class SpanTree:
                 pool.free_blocks -= need
                 return None
             return pool.allocate(need)
-        surplus = -missing - self.evicted_blocks
+        before = self.evicted_blocks
         victims = self.evict(missing, seq.request.id, now)
-        surplus += self.evicted_blocks
+        surplus = self.evicted_blocks - before - missing
         if missing == need and victims is None and not surplus:
             return None  # the usual case where blocks are allocated one by one
         ids = pool.allocate(pool.free_blocks)

@@ -192,7 +192,7 @@ class Batcher:
             # If the rules admit after a preemption, all others were offered one.
             retry = not self._rules.admit_after_preemption or step.refuses
             step.preempted.clear()
-            if all(job.stage == LOADING for job in self.running):
+            if all(job.stage == LOADING for job in self.running):  # also if none runs
                 # All running jobs were preempted: admit again, with the freed blocks. The
                 # blocks of the next step are those of nobody.
                 self._allocator.allocated_until = self._batch.steps.count
@@ -523,7 +523,7 @@ class Batcher:
         if tokens <= 0:
             return True
         while not self._allocator.finds_blocks(seq, tokens, now):
-            # No `requester`: the job may lose its own blocks.
+            # The trace names no request for which blocks are taken: the job may lose its own.
             victim = self._choose_victim(now, job)
             self._take_blocks(victim, now)
             if victim is job:
@@ -753,10 +753,13 @@ class Batcher:
         self.queue(job, now, front=True)
 
     def _take_blocks(self, job: Job, now: int, requester: Job | None = None) -> None:
-        """Free all blocks of `job`, for `requester` if given.
+        """Close the sequence of `job`, and let it wait; the trace says for which `requester`.
 
-        They will be computed again, or loaded from a tier where that is faster. A job that has
-        all its tokens finishes instead.
+        Its private blocks are free then, those in spans are unpinned: they stay cached until
+        they are evicted, and the job hits those that are left when it is admitted again, as
+        others may. The rest is computed again, or loaded from a tier where that is faster.
+
+        A job that has all its tokens finishes instead.
         """
         if job.stage == DONE:
             self.finish(job, now, complete=False)
@@ -850,7 +853,8 @@ class Batcher:
 
     def _choose_victim(self, now: int, requester: Job | None) -> Job:
         """Return the job with blocks that loses them, as the rules choose it."""
-        # A transfer still writes into the blocks of a job that is loading.
+        # A transfer still writes into the blocks of a job that is loading. One that has all its
+        # tokens may be chosen: it finishes then.
         jobs = [job for job in chain(self.running, self.paused) if job.stage != LOADING]
         state = self._state(now)
         if self._decisions.victim is not None:

@@ -202,7 +202,8 @@ class Scheduler(Plugin):
     A running job loses only its slot in that way. A job that finds no blocks for its prompt
     waits, however urgent, since making room would throw work away. When running jobs need
     blocks to go on and there are none, the running or paused job last in order at that
-    moment is preempted: its blocks are freed, and it computes them again later.
+    moment is preempted: its private blocks are freed, its shared ones can be evicted, and it
+    computes again later what it does not hit then.
     """
 
     kind: ClassVar[str] = "scheduler"

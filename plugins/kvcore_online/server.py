@@ -42,7 +42,7 @@ Parts: TypeAlias = AsyncGenerator[tuple[int, Tokens], None]
 """The parts of the answers to a call, each with the index of its request."""
 
 CONNECTIONS = 4
-"""Open connections for each open request; further ones are closed at once."""
+"""Most open connections, as a multiple of `ServeConfig.requests`; others are closed at once."""
 
 
 @attrs.frozen(kw_only=True)
@@ -52,7 +52,8 @@ class ServeConfig:
     Attributes:
         host, port: address to listen at; port 0 takes a free one.
         name: name of the model for clients; None: the model's own.
-        requests: largest number of requests that run or wait; further ones get 503.
+        requests: largest number of answers that run or wait, `n` of each prompt; calls with
+            further ones get 503.
         body: largest size of a request in bytes.
         client_timeout: seconds in which a client must send its request, and take each part
             of its answer.
@@ -60,8 +61,8 @@ class ServeConfig:
         kv_events: address at which KV events are published, such as `tcp://127.0.0.1:5557`.
         kv_replay: address at which missing KV events are sent again.
         trace: file to write every decision to.
-        speed_up: times as fast as the wall clock that a simulation runs; None: steps take the
-            time that they take.
+        speed_up: times as fast as the wall clock that a simulation runs; None: no step is
+            waited for, as a model on tensors takes its own time.
 
     Raises:
         InputError: `kv_replay` is given without `kv_events`.
@@ -220,7 +221,8 @@ class Server:
         with ExitStack() as stack:
             trace = self._names = None
             if config.trace is not None:
-                # A salt keeps tenants apart, as long as none knows that of another.
+                # A salt keeps tenants apart as long as none knows that of another: the trace,
+                # and the keys of blocks in it, have a keyed hash of it.
                 self._names = KeyedNames()
                 header = parts.header()
                 trace = stack.enter_context(LiveTrace(config.trace, **header))
@@ -297,16 +299,17 @@ class Server:
         await self._listener.stop()
         if self.url:
             await asyncio.to_thread(self.engine.close)
-        try:
-            if self.engine.failure is None:
+        failure = self.engine.failure
+        if failure is None:
+            try:
                 self.cache.check_integrity()
-        finally:
+            except AssertionError as error:
+                failure = error
+        if failure is not None:
             # The trace of a run that failed is not complete: its file keeps the name `.part`.
-            failure = self.engine.failure
-            if failure is not None:
-                self.discard(failure)
-                raise failure
-            self._stack.close()
+            self.discard(failure)
+            raise failure
+        self._stack.close()
 
     def discard(self, error: BaseException) -> None:
         """Close what is still open, because of `error`; the trace is not completed."""
@@ -370,7 +373,9 @@ class Server:
         salt = call.salt
         if self._names is not None and salt is not None:
             salt = self._names.name("salt", salt)
-        size, publish = self.cache.geometry.block_size, not isinstance(self.cache, GroupedCache)
+        # Cache groups do not learn keys of generated blocks while a request runs.
+        publish = not isinstance(self.cache, GroupedCache)
+        size = self.cache.geometry.block_size
         requests = list(call.requests(self._ids, size, salt, publish=publish))
         self._busy += call.answers
         try:

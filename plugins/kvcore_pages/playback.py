@@ -71,11 +71,12 @@ WORDS = {
     "preempted": PREEMPTED,
     "dropped": DROPPED,
 }
-"""The words for numbers in columns."""
+"""The words for numbers in columns, as the page's script reads them. (It knows `EVICTED`.)"""
 
 COLUMNS = ("kind", "request", "a", "b", "c", "d", "e", "count", "time", "age")
 """Columns of a row: its event, its request (by number), five values, the number of blocks that
-it takes from the pool or gives back, and its time (ns) after the row before it.
+it takes from the pool or gives back, and its time (ns) after the row before it, or of the first
+row from 0 on. REQUEST, KEYS, REJECT, HEADER and END have no values.
 
 | kind | a | b | c | d | e | count |
 |---|---|---|---|---|---|---|
@@ -189,7 +190,7 @@ class Prompts:
         self.name(request, keys)
 
     def name(self, request: int, keys: Iterable[Any]) -> None:
-        """Record that a request was the first to have the blocks of `keys`."""
+        """Record that a request has the blocks of `keys`, of those that no earlier one has."""
         for key in keys:
             self._first.setdefault(key, request)
 
@@ -326,6 +327,8 @@ class Playback:
         self._tiers = {name: index for index, name in enumerate(names)}
         # By tier and owner of the content, the position after the last block in the tier.
         self._ends: dict[str, dict[int, int]] = {name: {} for name in names}
+        # EVICT of scope `sequence`, where a retention policy drops private blocks, has a Struct
+        # of its own, and so rows of their own kind. (DROP, of a tier, is `Discard`.)
         structs = events.EVENTS | {"FORGET": events.Drop}
         for name in events.OF_CLUSTERS:
             del structs[name]

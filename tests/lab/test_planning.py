@@ -14,7 +14,7 @@ from kvcore import InputError, KVCache, PluginError, Request, plan
 from kvcore.cache.layout import BlockLayout
 from kvcore.workloads import Workload
 from kvcore_lab.plans.fleet import Fleet, Traffic, replica_of
-from kvcore_lab.plans.planning import Limit
+from kvcore_lab.plans.planning import Limit, _worthwhile
 from kvcore_lab.plans.planning import plan as search
 from kvcore_lab.sweep import Grid, Journal, Plan
 from kvcore_lab.sweep.executors import ThisProcess
@@ -368,3 +368,12 @@ def test_an_executor_that_loses_tasks_is_named():
     """An executor without an outcome for each task raises PluginError with its name."""
     with pytest.raises(PluginError, match="Lossy: it ended without an outcome for each task"):
         search("zipf:requests=20,rate=4", slo="ttft=0.2", executor=Lossy(), **ONE)
+
+
+def test_host_memory_that_saves_no_replica_is_left_out():
+    """Of fleets with several numbers of replicas, the fewest without host memory count."""
+    bare = [Fleet(replicas=number, devices=1, blocks=100) for number in (2, 4)]
+    helped = [
+        Fleet(replicas=number, devices=1, blocks=100, host_bytes=1 << 30) for number in (1, 2)
+    ]
+    assert _worthwhile([*bare, *helped]) == [*bare, helped[0]]

@@ -801,6 +801,23 @@ def test_the_trace_of_an_engine_that_fails_stays(tmp_path):
     assert events_of(part).count("FINISH") == 1
 
 
+def test_the_trace_of_a_cache_that_is_inconsistent_stays(tmp_path, monkeypatch):
+    """If the check of the cache fails at the end, the trace is kept as `.part`."""
+
+    def end():
+        with serving(ServeConfig(port=0, grace=2, trace=tmp_path / "day.jsonl")) as server:
+            complete(server, "before", 3)
+            monkeypatch.setattr(type(server.cache), "check_integrity", fail)
+
+    def fail(_):
+        raise AssertionError
+
+    with pytest.raises(AssertionError):
+        end()
+    (part,) = tmp_path.iterdir()
+    assert part.name == "day.jsonl.part"
+
+
 def test_a_port_in_use_leaves_an_older_trace(server, tmp_path):
     """A server that cannot listen leaves an older trace as it is."""
     port, trace = int(server.url.rpartition(":")[2]), tmp_path / "day.jsonl"

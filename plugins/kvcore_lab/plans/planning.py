@@ -45,7 +45,8 @@ from kvcore_lab.sweep.journal import Journal
 T = TypeVar("T")
 
 Verdict = Literal["capacity", "policy", "content", "compute", "none"]
-"""The reason why a smaller fleet misses the SLO; `none`: no fleet that was tried misses it."""
+"""The reason why a smaller fleet misses the SLO; `none`: there is no miss to explain, since no
+fleet that was tried misses it, or none of the size of the best."""
 
 HOST = "host:memory=1TiB"
 """The most host memory of a replica if no tier is given."""
@@ -54,7 +55,7 @@ DEGREES = (1, 2, 4, 8)
 """Numbers of GPUs of a replica that are tried if none are given."""
 
 BUDGET = 30
-"""About the most simulations for each number of GPUs of a replica."""
+"""About the most simulations for each number of GPUs of a replica: what progress expects."""
 
 MOST_GPUS = 64
 """The most GPUs of a fleet if no number is given."""
@@ -118,7 +119,7 @@ class FleetPlan(Shown):
         max_gpus: the most GPUs of a fleet.
         block_bytes: bytes of a block, by GPUs of a replica.
         options: fleets that meet the SLO, best first: the fewest GPUs, then the least host
-            RAM, then the smallest pools.
+            RAM of all replicas together, then the smallest pools.
         limit: why a smaller fleet misses the SLO; or, if no fleet meets it, why the best one
             misses it.
         simulations: number of fleets that were simulated or found in the journal.
@@ -291,7 +292,7 @@ Search: TypeAlias = Generator[list[Fleet], None, T]
 """Yields fleets to simulate; is resumed when all of them are simulated."""
 
 Phases: TypeAlias = Generator[None, None, T]
-"""Queues fleets to simulate; is resumed after each simulation that ends."""
+"""Yields when it has queued what it can; is resumed after each simulation that ends."""
 
 
 @attrs.define
@@ -299,7 +300,12 @@ class _Planner:
     """Runs several searches over fleets at a time, by the results of finished simulations.
 
     Attributes:
-        cells: the configuration of a replica, by its GPUs.
+        percentile, max_gpus: as in `FleetPlan`.
+        journal: the file with the results of earlier searches; None: there is none.
+        executor: runs the tasks of `queue`, and takes those that are added meanwhile.
+        known: plugins and workloads that simulations in this process share.
+        tick: advances progress.
+        cells: the configuration of a replica, by its GPUs, ascending; all have one workload.
         full: blocks of the largest pool, by the GPUs of a replica.
         block_bytes: bytes of a block, by the GPUs of a replica.
         host: the most bytes of host memory of a replica.
@@ -341,7 +347,7 @@ class _Planner:
         """
         fault: InputError | None = None
         for each in cells:
-            # Tiers know one group alone.
+            # Blocks of several cache groups cannot go down to a tier.
             cell = each.changed(disable_hybrid_kv_cache_manager=True) if each.tier else each
             devices, least = cell.tensor_parallel, 1 if counts is None else counts[0]
             if devices * least > self.max_gpus:
@@ -429,7 +435,7 @@ class _Planner:
         return [bare, attrs.evolve(bare, host_bytes=self.host)] if self.host else [bare]
 
     def _ladder(self) -> Search[list[tuple[Fleet, int]]]:
-        """Return fleets that meet the SLO, each with a number of replicas that misses it.
+        """Return fleets that meet the SLO, each with the most replicas that miss it, or 0.
 
         The number of GPUs is doubled until a fleet meets the SLO, and then once more.
         """
@@ -458,7 +464,10 @@ class _Planner:
             gpus = min(2 * gpus, last)
 
     def _each(self, counts: list[int]) -> Search[list[tuple[Fleet, int]]]:
-        """Return fleets as `_ladder` does, with one of `counts` as number of replicas."""
+        """Return fleets as `_ladder` does, with one of `counts` as number of replicas.
+
+        No fewer replicas shall be tried: what is said to miss is one replica less.
+        """
         fleets = [
             fleet
             for devices in self.cells
@@ -475,7 +484,10 @@ class _Planner:
         return [attrs.evolve(fleet, replicas=number) for number in numbers]
 
     def _memories(self, fleet: Fleet) -> list[Fleet]:
-        """Return the fleet, then those with less host RAM; without any, with smaller pools."""
+        """Return the fleet, then those with less host RAM; without any, with smaller pools.
+
+        (`_small` makes the pools of fleets with host RAM smaller.)
+        """
         return self._hosts(fleet) if fleet.host_bytes else self._pools(fleet)
 
     def _small(self, fleet: Fleet) -> Search[Fleet | None]:
@@ -499,13 +511,15 @@ class _Planner:
 
     def _hosts(self, fleet: Fleet) -> list[Fleet]:
         """Return the fleet, then those with less host RAM, most first."""
-        sizes = _smaller(fleet.host_bytes, RAM_STEPS, 64 * self.block_bytes[fleet.devices])
+        least = 64 * self.block_bytes[fleet.devices]  # fewer blocks are no tier
+        sizes = _smaller(fleet.host_bytes, RAM_STEPS, least)
         return [attrs.evolve(fleet, host_bytes=size) for size in sizes]
 
     def _least(self, fleets: Sequence[Fleet]) -> Search[Fleet]:
         """Return the last of `fleets`, in descending order, that meets the SLO.
 
-        The first fleet meets it. After a bisection the next few smaller ones are tried.
+        The first fleet meets it. After a bisection, between one that meets it and one that does
+        not, the next few smaller ones are tried: a smaller pool sometimes does better.
         """
         low, high = 0, len(fleets)
         while high - low > 1:
@@ -544,7 +558,8 @@ class _Planner:
         yield granted
         asked, *granted = granted
         foresight, endless, seen = map(self._meets, granted)
-        # If even a pool that never evicts misses the SLO, no eviction policy meets it.
+        # If even a pool that never evicts misses the SLO, and foresight too, it is unlikely
+        # that another eviction policy meets it.
         kinds = POLICY_KINDS if endless or foresight else ("scheduler",)
         others = [attrs.evolve(fleet, policy=each) for each in tried if each[0] in kinds]
         yield others
@@ -576,7 +591,8 @@ class _Planner:
     def _nearest_miss(self, options: list[Option]) -> Fleet | None:
         """Return the fleet whose limit is explained; None if no fleet misses the SLO.
 
-        It is the one with the most requests in time among fleets with all memory: those with
+        It is the one with the highest share of requests in time (of simulations that ended
+        early, the share that was sure by then) among fleets with all memory: those with
         fewer GPUs than the best plan, or all if there is no plan. If there is none, it is the
         best plan with the most memory that was too little.
         """
@@ -700,7 +716,10 @@ def _smaller(largest: int, steps: int, least: int = 1) -> list[int]:
 
 def _worthwhile(fleets: list[Fleet]) -> list[Fleet]:
     """Return the fleets, without those whose host RAM saves no replica."""
-    bare = {fleet.devices: fleet.replicas for fleet in fleets if not fleet.host_bytes}
+    bare: dict[int, int] = {}
+    for fleet in fleets:
+        if not fleet.host_bytes:
+            bare[fleet.devices] = min(fleet.replicas, bare.get(fleet.devices, fleet.replicas))
     return [
         fleet
         for fleet in fleets
