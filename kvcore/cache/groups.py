@@ -543,9 +543,14 @@ class GroupedCache:
 
     def grow(self, seq: GroupSequence, tokens: int) -> bool:
         """Allocate for the first `tokens` tokens of `seq`; return False if there is no room."""
-        if tokens > seq.room and not self.has_room(seq, tokens):
-            return False
-        self._allocate(seq, tokens)
+        if tokens > seq.room:
+            growth = self._growth(seq, tokens)
+            blocks = self._blocks_of(growth)
+            if blocks > self.available_blocks:
+                return False
+            self._fill_tables(seq, growth, self._take(blocks, seq))
+        seq.settled, seq.tokens = seq.tokens, tokens
+        seq.blocks = -(-tokens // self._size)
         return True
 
     def free_passed(self, seq: GroupSequence, tokens: int) -> bool:
@@ -918,16 +923,13 @@ class GroupedCache:
         return self._blocks_of(self._growth(seq, tokens))
 
     def _allocate(self, seq: GroupSequence, tokens: int) -> None:
-        """Allocate for the first `tokens` tokens of `seq`; there is room."""
-        if tokens > seq.room:
-            self._fill_tables(seq, self._growth(seq, tokens))
-            seq.room = self._room(seq)
-        seq.settled, seq.tokens = seq.tokens, tokens
-        seq.blocks = -(-tokens // self._size)
+        """Allocate for the first `tokens` tokens of `seq`, which is admitted: there is room."""
+        if not self.grow(seq, tokens):
+            raise OutOfBlocks(self._no_room(seq.request, self._missing(seq, tokens)))
 
-    def _fill_tables(self, seq: GroupSequence, growth: list[int]) -> None:
-        """Allocate blocks for `seq`, whose tables of each kind grow by so many positions."""
-        ids, start = self._take(self._blocks_of(growth), seq), 0
+    def _fill_tables(self, seq: GroupSequence, growth: list[int], ids: list[int]) -> None:
+        """Put blocks into the tables of `seq`, in each kind of group at so many positions."""
+        start = 0
         for index, table in enumerate(seq.tables):
             positions, first = growth[self._kinds[index]], table.end
             if not positions:
@@ -944,11 +946,9 @@ class GroupedCache:
                 self.trace.group_alloc(
                     self.now, seq=seq.id, group=index, first=first, runs=array("i", own)
                 )
-
-    def _room(self, seq: GroupSequence) -> int:
-        """Return for how many tokens `seq` has blocks in all groups."""
-        tables = seq.tables
-        return min(group.block_size * tables[members[0]].end for group, members in self._alike)
+        seq.room = min(
+            group.block_size * seq.tables[members[0]].end for group, members in self._alike
+        )
 
     def _take(self, count: int, seq: GroupSequence) -> list[int]:
         """Return `count` blocks for `seq`: free ones, then those that lose their names."""

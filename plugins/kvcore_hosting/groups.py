@@ -90,9 +90,6 @@ class HostedGroups(GroupedCache):
 
     def _allocate(self, seq: GroupSequence, tokens: int) -> None:
         """Allocate for `seq`. The hits of its admission count after the evictions for it."""
-        if seq.id in self.sequences:
-            super()._allocate(seq, tokens)
-            return
         host, request, resumed = self.host, seq.request, self._resumed
         host.admitted(request.id)
         if not resumed and seq.hit_blocks < seq.lookup_blocks:

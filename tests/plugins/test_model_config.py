@@ -34,18 +34,6 @@ DEEPSEEK = LLAMA | {
 }
 
 
-@pytest.fixture
-def read(tmp_path):
-    """Return a function that reads a config from a file with the given fields."""
-
-    def read(fields, **options):
-        path = tmp_path / "config.json"
-        path.write_text(fields if isinstance(fields, str) else json.dumps(fields))
-        return read_config(path, **options)
-
-    return read
-
-
 KIMI, GLM, QWEN_NEXT = (
     CONFIGS[name] for name in ("kimi-k2", "glm-4.5-air", "qwen3-next-80b-a3b")
 )
@@ -273,9 +261,9 @@ def test_windows_can_be_named_layer_by_layer(read_model):
     assert read_model(GPT_OSS | {"layer_types": kinds}).windows == (None,) * 30 + (128,) * 2
 
 
-def test_experts_can_be_smaller_than_the_other_weights(read):
+def test_experts_can_be_smaller_than_the_other_weights(read_model):
     """MXFP4 holds for the routed experts; other weights have the file's dtype."""
-    model = read(GPT_OSS)
+    model = read_model(GPT_OSS)
     assert (model.dtype, model.expert_dtype) == ("bf16", "mxfp4")
 
 

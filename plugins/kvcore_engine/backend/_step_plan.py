@@ -290,10 +290,11 @@ class Divider:
         ):
             new = NewToken(number, firsts[number], context, length)
             by_position = kind.window is not None and batch.has_lost_tokens(number)
-            if not by_position and (length == 1 or takes_chunks):
+            in_place = length == 1 or takes_chunks
+            if in_place and not by_position:
                 (singles if length == 1 else chunks).append(new)
                 continue
-            if self.kernel is not None and (length == 1 or takes_chunks):
+            if in_place and self.kernel is not None:
                 self.on_fallback(BY_POSITION)
             yield from self._chunk(new, tables[number], kind, by_position=by_position)
         if chunks:
