@@ -32,7 +32,7 @@ from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pins import ClientPins
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
 from kvcore.cache.prefix import PrefixIndex, PrefixMatch
-from kvcore.cache.recorder import Recorder, check_admission
+from kvcore.cache.recorder import Growth, Recorder, Victim, check_admission
 from kvcore.cache.residency import CacheStats, Residency
 from kvcore.cache.retention import (
     RetentionPolicy,
@@ -740,6 +740,56 @@ class KVCache:
         before = self.tree.evicted_blocks
         self.tree.evict(blocks, requester, now, times)
         self.pool.free_blocks += self.tree.evicted_blocks - before
+
+    def grow(self, order: Keys[tuple[int, Sequence]]) -> None:
+        """Allocate a token more of each sequence of `order`, at its time (ns).
+
+        Their blocks are full, and as many are free or evictable. For a cache with a trace, which
+        gets one line where `extend` writes one or two for each.
+
+        Raises:
+            PolicyError: a plugin failed.
+        """
+        tree, pool, size = self.tree, self.pool, self.geometry.block_size
+        free = min(pool.free_blocks, len(order))
+        evicting, start = order[free:], order[0][0]
+        if evicting and (tree.watcher is not None or self.prefix.evicts_leaves):
+            # More may leave than is needed, and lines of tiers stand between the evictions.
+            for now, seq in order:
+                seq.tokens = seq.blocks * size
+                self.extend(seq, 1, now)
+            return
+        if tree.failure is not None:
+            self._raise_failure()
+        evicted: list[Victim] = []
+        ids = pool.allocate(free)
+        assert ids is not None
+        if evicting and tree.fixed_order:
+            requester, times = evicting[0][1].request.id, [now for now, _ in evicting]
+            ids.extend(tree.evict(len(times), requester, start, times, evicted) or ())
+        else:
+            for now, seq in evicting:
+                ids.extend(tree.evict(1, seq.request.id, now, None, evicted) or ())
+        self.now = order[-1][0]
+        grown: list[Growth] = []
+        for (now, seq), block in zip(order, ids, strict=True):
+            blocks = seq.blocks
+            grown.append((now - start, seq.id, blocks, block))
+            seq.private.append(block)  # type: ignore[union-attr]  # blocks have ids
+            seq.tokens, seq.blocks = blocks * size + 1, blocks + 1
+        assert self.trace is not None
+        if not evicting:
+            self.trace.grow(start, grown=grown)
+            return
+        victims: list[Victim] = []
+        for span, count, hits, accessed in evicted:
+            if victims and victims[-1][0] == span:
+                count += victims.pop()[1]
+            victims.append((span, count, hits, start - accessed))
+        requesters = [seq.request.id for _, seq in evicting]
+        self.trace.grow(
+            start, grown=grown, by=self.eviction.name, victims=victims, requesters=requesters
+        )
 
     def settle(self, seq: Sequence, tokens: int) -> None:
         """Set the length of the text of `seq` to `tokens`. O(1).

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Keys
+from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 from kvcore.cache.layout import BlockLayout
@@ -13,6 +16,13 @@ from kvcore.errors import InputError
 from kvcore.request import Key, Request
 
 Id: TypeAlias = int | str
+
+Growth: TypeAlias = tuple[int, int, int, int]
+"""(ns since the first, sequence, index in its block table, block): a sequence got a block."""
+
+Victim: TypeAlias = tuple[int, int, int, int]
+"""(span, blocks, hits, age): blocks were evicted from the tail of a span, which requests had
+hit so often; `age` is the time (ns) since its last access when the first sequence grew."""
 
 
 class Recorder(ABC):
@@ -215,6 +225,32 @@ class Recorder(ABC):
             "span": span, "runs": runs, "by": by, "for": requester, "age": age, "hits": hits,
             "reason": reason, "scope": "cache",
         })  # fmt: skip
+
+    def grow(
+        self,
+        now: int,
+        *,
+        grown: Keys[Growth],
+        by: str | None = None,
+        victims: Keys[Victim] | None = None,
+        requesters: Keys[Id] | None = None,
+    ) -> None:
+        """Write ALLOC for each of `grown`, and before it EVICT, if its block was a victim's.
+
+        The last of the blocks are those of `victims`, in order, evicted for `requesters`. A
+        recorder may write GROW instead, which stands for these lines.
+        """
+        blocks = growth(now, grown, victims or (), requesters or ())
+        for then, seq, first, block, victim in blocks:
+            runs = array("i", (block,))
+            if victim is not None:
+                assert by is not None
+                span, hits, age, requester = victim
+                self.evict(
+                    then, span=span, runs=runs, by=by, requester=requester, age=age, hits=hits,
+                    reason="capacity",
+                )  # fmt: skip
+            self.alloc(then, seq=seq, first=first, runs=runs)
 
     def drop(
         self, now: int, *, seq: int, first: int, blocks: int, runs: Ids | None, by: str
@@ -503,6 +539,23 @@ class Recorder(ABC):
     def reject(self, now: int, *, request: Id, why: str) -> None:
         """Write REJECT: `request` was turned away, and was never admitted."""
         self.write({"n": 0, "t": now, "event": "REJECT", "request": request, "why": why})
+
+
+def growth(
+    now: int, grown: Keys[Growth], victims: Iterable[Victim], requesters: Keys[Id]
+) -> Iterator[tuple[int, int, int, int, tuple[int, int, int, Id] | None]]:
+    """Yield for each of `grown` its time (ns), sequence, place in the table, and block.
+
+    The fifth is None if the block was free, else (span, hits, age, requester) of its eviction.
+    The arguments are the fields of GROW, and `now` its time.
+    """
+    free = len(grown) - len(requesters)
+    for after, seq, first, block in grown[:free]:
+        yield now + after, seq, first, block, None
+    rest = zip(grown[free:], requesters, strict=True)
+    for span, blocks, hits, age in victims:
+        for (after, seq, first, block), requester in islice(rest, blocks):
+            yield now + after, seq, first, block, (span, hits, age + after, requester)
 
 
 def check_admission(request: Request, admitted: set[Id], *, resumed: bool) -> None:

@@ -35,7 +35,7 @@ from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pins import ClientPins
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
 from kvcore.cache.prefix import PrefixIndex, PrefixMatch
-from kvcore.cache.recorder import Recorder
+from kvcore.cache.recorder import Recorder, Victim
 from kvcore.cache.residency import Residency
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.span import Span
@@ -682,7 +682,12 @@ class SpanTree:
         return ids
 
     def evict(
-        self, blocks: int, requester: int | str, now: int, times: Keys[int] | None = None
+        self,
+        blocks: int,
+        requester: int | str,
+        now: int,
+        times: Keys[int] | None = None,
+        victims: list[Victim] | None = None,
     ) -> Ids | None:
         """Evict `blocks` blocks, victim by victim, each from its tail.
 
@@ -691,6 +696,9 @@ class SpanTree:
 
         `times` has a time (ns) for each of the blocks, for the statistics of residency; the
         order of victims must not depend on the time then (`fixed_order`).
+
+        `victims` gets what the trace says of the victims, in place of the trace, with the time
+        of their last access for their age.
 
         Returns:
             The ids of the blocks in the order of eviction; None in a pool that only counts.
@@ -711,7 +719,9 @@ class SpanTree:
             ids = span.ids
             if ids is not None:
                 ids = ids[: -count - 1 : -1]
-                if self.trace is not None:
+                if victims is not None:
+                    victims.append((span.id, count, span.hit_count, span.last_access))
+                elif self.trace is not None:
                     self._trace_eviction(span, ids, now, "capacity")
                 if evicted is None:
                     evicted = ids

@@ -32,6 +32,9 @@ from kvcore.serving.latency import LinearPiece, StepTimes, Windows
 from kvcore.serving.stats import PENDING_EVENTS, TokenGaps
 from kvcore.units import INT64_LIMIT, PS_PER_NS
 
+GROWTH_BLOCKS = 4096
+"""Blocks of a jump from which on they are a line of the trace."""
+
 End: TypeAlias = tuple[int, int, int, Job]
 """(step at which a job finishes, its admission, its residue, the job)."""
 
@@ -610,12 +613,21 @@ class DecodeAllocator:
                 self._grow_by_count(need)
                 self.allocated_until = end
                 return steps
+        order: list[tuple[int, Sequence]] = []
         for step, jobs in batch.growing_between(first, end):
-            if len(jobs) > cache.available_blocks:
+            if len(order) + len(jobs) > cache.available_blocks:
                 end = step
                 break
             now = (clock_ps + times.total(step - start)) // PS_PER_NS
-            self._grow(jobs, step - start, now)
+            if cache.trace is None:
+                self._grow(jobs, step - start, now)
+            else:
+                order += [(now, job.seq) for job in jobs]  # type: ignore[misc]  # they decode
+                if len(order) >= GROWTH_BLOCKS:
+                    self._grow_in_order(order)
+                    order = []
+        if order:
+            self._grow_in_order(order)
         self.allocated_until = end
         return end - start
 
@@ -639,6 +651,9 @@ class DecodeAllocator:
         if self._by_count and grown is None and len(jobs) <= cache.pool.free_blocks:
             cache.pool.free_blocks -= len(jobs)  # all that a pool does that counts
             return
+        if jobs and cache.trace is not None and grown is None:
+            cache.grow([(now, job.seq) for job in jobs])  # type: ignore[misc]  # they decode
+            return
         for job in jobs:
             assert job.seq is not None
             if self._by_count:
@@ -648,6 +663,10 @@ class DecodeAllocator:
                 cache.extend(job.seq, 1, now)
             if grown is not None:
                 grown(job, now)
+
+    def _grow_in_order(self, order: Lines[tuple[int, Sequence]]) -> None:
+        """Allocate a block for each of `order`, in several steps: a time (ns), and a sequence."""
+        self._cache.grow(order)
 
     def _grow_by_count(self, blocks: int) -> None:
         """Allocate free blocks for the batch as a whole, to be settled per job later."""

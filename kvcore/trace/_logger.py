@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from contextlib import suppress
-from itertools import count, repeat
+from itertools import repeat
 from operator import itemgetter
 from typing import Any, BinaryIO
 
@@ -36,7 +36,7 @@ class TraceLogger(structlog.BoundLoggerBase):
     event: its call costs little for each line.
 
     Attributes:
-        lines: number of rendered lines.
+        lines: number of rendered lines, as a reader yields them.
         time: time of the last rendered line, in ns.
         batch_lines: largest number of lines that are rendered at once.
     """
@@ -77,11 +77,22 @@ class TraceLogger(structlog.BoundLoggerBase):
         batch, self._batch, self._blocks = self._batch, [], 0
         if not batch:
             return
-        for n, line in zip(count(self.lines), batch, strict=False):
+        counts, n = self._context, self.lines
+        counts.update(map(_event, batch))
+        grows = counts.pop("GROW", 0)
+        for line in batch:
             line["n"] = n
-        self._context.update(map(_event, batch))
-        self.lines += len(batch)
-        self.time = batch[-1]["t"]
+            n += 1
+            if grows and line["event"] == "GROW":
+                # It stands for an ALLOC of each block, and an EVICT of each that a victim had.
+                blocks, evictions = len(line["grown"]), len(line.get("for", ()))
+                counts["ALLOC"] += blocks
+                if evictions:
+                    counts["EVICT"] += evictions
+                n += blocks + evictions - 1
+        self.lines = n
+        last = batch[-1]
+        self.time = last["t"] + (last["grown"][-1][0] if last["event"] == "GROW" else 0)
         rendered: Any = batch
         for process in self._processors:
             rendered = process(self._logger, "write", rendered)

@@ -22,6 +22,7 @@ import msgspec
 import orjson
 from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError
 
+from kvcore.cache.recorder import growth
 from kvcore.errors import shorten
 from kvcore.untrusted import parse_json as check_json
 
@@ -418,6 +419,70 @@ class Evict(Event, tag="EVICT"):
     scope: Annotated[Literal["cache"], _one_of("cache", "sequence")]
 
 
+class Grow(Event, tag="GROW"):
+    """Sequences got a block each, one after another, of free blocks and then of victims.
+
+    Readers never yield it: they expand it. It stands for the ALLOC of each block and the EVICT
+    before it, and takes as many numbers.
+    """
+
+    grown: Annotated[
+        list[tuple[Count, Count, Count, Count]],
+        Meta(
+            min_length=1,
+            description="a list of [ns after t, sequence, index in its block table, block]",
+        ),
+    ]
+    by: Text | UnsetType = UNSET
+    victims: (
+        Annotated[
+            list[tuple[Count, Size, Count, Count]],
+            Meta(description="a list of [span, blocks, hits, age at t]"),
+        ]
+        | UnsetType
+    ) = UNSET
+    requesters: (
+        Annotated[
+            list[RequestId], Meta(description="a list of integers and strings")
+        ]
+        | UnsetType
+    ) = msgspec.field(name="for", default=UNSET)
+
+    def expand(self) -> list[Event]:
+        """Return the events that it stands for.
+
+        Raises:
+            ViolationError: times go back, or the blocks of victims are not those of requests.
+        """
+        victims, requesters = self.victims or (), self.requesters or ()
+        blocks = sum(blocks for _, blocks, _, _ in victims)
+        if blocks != len(requesters) or blocks > len(self.grown) or (blocks and not self.by):
+            violated(f"{len(requesters)} requests evict {blocks} of {len(self.grown)} blocks")
+        events: list[Event] = []
+        n, last = self.n, self.t
+        for t, seq, first, block, victim in growth(self.t, self.grown, victims, requesters):
+            if not last <= t <= _LARGEST:
+                violated(f"time goes from {last} to {t} ns")
+            last, runs = t, [(block, 1)]
+            if victim is not None:
+                span, hits, age, requester = victim
+                if age > t:
+                    violated(f"the age of span {span} is {age} ns at {t} ns")
+                events.append(
+                    Evict(
+                        n=n, t=t, replica=self.replica, span=span, runs=runs, by=self.by,
+                        requester=requester, age=age, hits=hits, reason="capacity",
+                        scope="cache",
+                    )  # fmt: skip
+                )
+                n += 1
+            events.append(
+                Alloc(n=n, t=t, replica=self.replica, seq=seq, first=first, runs=runs)
+            )
+            n += 1
+        return events
+
+
 class Drop(SequenceEvent, tag="EVICT"):
     """A running sequence dropped blocks by its retention policy (EVICT of scope `sequence`)."""
 
@@ -602,7 +667,7 @@ class End(Event, tag="END"):
 
 _TAGGED = (
     Header | Request | Route | Transfer | Fail | Return | Leave | Prefetch | Hit | Miss
-    | Split | Alloc | Commit | Evict | Compact | Free | Fork | Copy | FirstToken | Preempt
+    | Split | Alloc | Commit | Evict | Grow | Compact | Free | Fork | Copy | FirstToken | Preempt
     | Resume | Recover | Offload | LoadStart | Load | Discard | Keys | Finish | Reject | End
 )  # fmt: skip
 

@@ -22,8 +22,8 @@ from kvcore.request import KEY_BYTES, SLO, Key, Request
 from kvcore.units import INT64_LIMIT
 from kvcore.untrusted import MOST_RUN_BLOCKS
 
-SCHEMA = 1
-"""The schema this version writes, and the only one it reads."""
+SCHEMA = 2
+"""The schema this version writes; it reads all before it too."""
 
 CLOCKS = ("untimed", "model", "wall")
 """The values of `mode` in HEADER: no clock, that of a latency model, that of the wall."""

@@ -19,7 +19,7 @@ from kvcore.files import as_path
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.request import KEY_BYTES, Hints, Key, Request, Retention
 from kvcore.trace import events
-from kvcore.trace.events import Event, Header
+from kvcore.trace.events import Event, Grow, Header
 from kvcore.trace.fields import OPTIONAL, SCHEMA, slo_of
 from kvcore.trace.jsonl_file import ODD_BYTES, SealedReader
 from kvcore.untrusted import TRACE_HEADER_BYTES, parse_json
@@ -75,9 +75,20 @@ class TraceReader(SealedReader[Event]):
         """Store the path; the file is opened when iteration starts."""
         super().__init__(file)
         self._required_names = events.REQUIRED_NAMES
+        self._n = 0  # number of the next event
         self._time = 0
+        self._schema = SCHEMA
+        self._grown: list[Event] = []  # what the GROW read last stands for
         self._grouped = False  # whether HEADER has cache groups
         self._counts: dict[str, int] = {}
+
+    def __iter__(self) -> Iterator[Event]:
+        """Yield the events, in place of GROW those that it stands for."""
+        for event in super().__iter__():
+            if event.__class__ is Grow:
+                yield from self._grown
+            else:
+                yield event
 
     def feed(self, start: Callable[[Header], Builder], tick: Tick = unseen) -> Builder:
         """Return the builder that `start` makes from HEADER, once it has all events.
@@ -105,7 +116,7 @@ class TraceReader(SealedReader[Event]):
 
     def _parse(self, raw: bytes) -> Event:
         """Return the event of the next line, once it is checked against those before it."""
-        n = self.line - 1
+        n = self._n
         if not n:
             self._check_header(raw)
         try:
@@ -118,7 +129,7 @@ class TraceReader(SealedReader[Event]):
         if n and name == "HEADER":
             self.fail("HEADER stands in line 1 only")
         if event.n != n:
-            self.fail(f"this line has n = {event.n}; {n} lines stand before it")
+            self.fail(f"this line has n = {event.n}; {n} events stand before it")
         if now < self._time:
             self.fail(f"time goes back, from {self._time} to {now} ns")
         if name == "END":
@@ -132,9 +143,29 @@ class TraceReader(SealedReader[Event]):
             colons = raw.count(b":")
             if colons != self._required_names[type(event)] or self._odd_bytes:
                 self._check_names(raw, event, colons)
+            if isinstance(event, Grow):
+                self._grown = self._expand(event)
+                return event
             self._counts[name] = self._counts.get(name, 0) + 1
+        self._n = n + 1
         self._time = now
         return event
+
+    def _expand(self, event: Grow) -> list[Event]:
+        """Return the events that GROW stands for, and count them."""
+        if self._grouped or self._schema == 1:
+            self.fail("GROW: there is none in schema 1, and none of cache groups")
+        try:
+            expanded = event.expand()
+        except ValueError as error:
+            self.fail(f"GROW: {error}")
+        blocks = len(event.grown)
+        for name, count in (("ALLOC", blocks), ("EVICT", len(expanded) - blocks)):
+            if count:
+                self._counts[name] = self._counts.get(name, 0) + count
+        self._n += len(expanded)
+        self._time = expanded[-1].t
+        return expanded
 
     def _check_names(self, raw: bytes, event: Event, colons: int) -> None:
         """Refuse a line that has a name twice, or is not written as kvcore writes it."""
@@ -163,9 +194,10 @@ class TraceReader(SealedReader[Event]):
             self.fail(f"{NO_TRACE} (not JSON: {error.msg}, at column {error.colno})")
         if type(line) is not dict or line.get("event") != "HEADER":
             self.fail(NO_TRACE)
-        if line.get("schema", SCHEMA) != SCHEMA:
+        self._schema = line.get("schema", SCHEMA)
+        if self._schema not in range(1, SCHEMA + 1):
             self.fail(
-                f"schema {line['schema']!r}; this version of kvcore reads schema {SCHEMA}"
+                f"schema {self._schema!r}; this version of kvcore reads schemas 1 to {SCHEMA}"
             )
         self._must_be_as_written(raw, line)
 

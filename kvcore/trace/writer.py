@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Keys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NoReturn
 
 from orjson import dumps
 
 from kvcore.cache.pool import Ids
-from kvcore.cache.recorder import Recorder
+from kvcore.cache.recorder import Growth, Recorder, Victim
 from kvcore.errors import InputError, StorageError
 from kvcore.files import part_path
 from kvcore.request import Key, Request
@@ -222,6 +223,21 @@ class Trace(SealedWriter, JsonRecorder):
         if request.id not in self._seen:
             self.write(self.request_line(request, now))
             self._seen.add(request.id)
+
+    def grow(
+        self,
+        now: int,
+        *,
+        grown: Keys[Growth],
+        by: str | None = None,
+        victims: Keys[Victim] | None = None,
+        requesters: Keys[int | str] | None = None,
+    ) -> None:
+        """Write GROW, which stands for the lines of the recorder's own method."""
+        line = {"n": 0, "t": now, "event": "GROW", "grown": grown}
+        if victims:
+            line |= {"by": by, "victims": victims, "for": requesters}
+        self.write(line)
 
     def forget(self, request: Request) -> None:
         """Forget a request that has ended, in a run without end; its id may come again."""

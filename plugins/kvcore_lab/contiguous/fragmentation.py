@@ -5,6 +5,8 @@ A run that does not measure uses neither, and pays nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Keys
+
 from kvcore.cache import KVCache, Sequence
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.job import Job
@@ -92,6 +94,11 @@ class MeasuredAllocator(DecodeAllocator):
         """Allocate a block for each of `jobs`, which will be `ahead` tokens longer."""
         super()._grow(jobs, ahead, now)
         self.idle += len(jobs) * self._block_size
+
+    def _grow_in_order(self, order: Keys[tuple[int, Sequence]]) -> None:
+        """Allocate a block for each of `order`: a time (ns), and a sequence."""
+        super()._grow_in_order(order)
+        self.idle += len(order) * self._block_size
 
     def _grow_by_count(self, blocks: int) -> None:
         """Allocate free blocks for the batch as a whole, to be settled per job later."""

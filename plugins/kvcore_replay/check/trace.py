@@ -9,13 +9,16 @@ import attrs
 
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace import events
-from kvcore.trace.fields import SCHEMA, EvictionDigest
+from kvcore.trace.fields import EvictionDigest
 from kvcore.trace.reader import TraceReader
 from kvcore_replay.check.cluster import ClusterChecker
 from kvcore_replay.check.groups import GroupChecker
 from kvcore_replay.check.server import TraceChecker
 from kvcore_replay.state.cache import Hits
 from kvcore_replay.state.lifecycle import PREEMPTIONS
+
+SCHEMA = 1
+"""The schema of a report as JSON."""
 
 
 @attrs.frozen

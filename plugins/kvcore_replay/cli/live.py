@@ -22,7 +22,7 @@ from kvcore.config import RunParts
 from kvcore.errors import InputError
 from kvcore.hookspecs import Running
 from kvcore.trace import Trace
-from kvcore.trace.events import Event, Header, decode
+from kvcore.trace.events import Event, Grow, Header, decode
 from kvcore.trace.jsonl_file import BUFFER_BYTES
 from kvcore.units import NS_PER_S
 from kvcore.untrusted import escaped
@@ -225,7 +225,9 @@ class _ShownLines(io.BufferedWriter):
 
     def write(self, line: Buffer, /) -> int:
         """Show a line, and write it."""
-        self._show(decode(bytes(line)[:-1]))
+        event = decode(bytes(line)[:-1])
+        for shown in event.expand() if isinstance(event, Grow) else (event,):
+            self._show(shown)
         return super().write(line)
 
 
