@@ -13,18 +13,16 @@ from operator import itemgetter
 from typing import Any, BinaryIO
 
 import structlog
-from orjson import OPT_APPEND_NEWLINE, dumps
+from orjson import OPT_APPEND_NEWLINE, Fragment, dumps
 
-from kvcore.trace.fields import encode_all_runs, encode_runs
+from kvcore.cache.pool import Ids
+from kvcore.trace.fields import render_all_runs
 
-BATCH_LINES = 64
+BATCH_LINES = 128
 """Lines that are rendered at once: few enough to be gone before the next collection."""
 
 BATCH_BLOCKS = 1 << 18
-"""Blocks in the long lines of a batch, above which the batch is rendered."""
-
-LONG = 128
-"""Blocks of a line above which its runs are found together with those of other lines."""
+"""Blocks in the lines of a batch, above which the batch is rendered."""
 
 _event = itemgetter("event")
 
@@ -50,27 +48,32 @@ class TraceLogger(structlog.BoundLoggerBase):
         super().__init__(*bound)
         self._batch: list[dict[str, Any]] = []
         self._blocks = 0
+        # What EVICT lines have evicted since the last other line with blocks.
+        self._evicted: list[Ids] = []
 
     def write(self, line: dict[str, Any]) -> None:
         """Add one line to the batch, which is rendered when it is full. Costs 0.2 µs."""
         runs = line.get("runs")
         batch = self._batch
         batch.append(line)
-        if type(runs) is array:
-            blocks = len(runs)
-            if blocks == 1:
-                line["runs"] = [(runs[0], 1)]
-            elif blocks <= LONG:
-                line["runs"] = encode_runs(runs)
-            else:
-                # A copy: the sequence goes on writing into its array.
-                line["runs"] = runs[:]
-                self._blocks += blocks
-                if self._blocks > BATCH_BLOCKS:
-                    self.flush()
-                    return
-        if len(batch) >= self.batch_lines:
+        if runs.__class__ is array:
+            # A copy: the sequence goes on writing into its array.
+            line["runs"] = ids = runs[:]
+            self._blocks += len(ids)
+            if line["event"] == "EVICT":
+                self._evicted.append(ids)
+            elif self._evicted:
+                self._leave_out_evicted(line, ids)
+        if len(batch) >= self.batch_lines or self._blocks > BATCH_BLOCKS:
             self.flush()
+
+    def _leave_out_evicted(self, line: dict[str, Any], ids: Ids) -> None:
+        """Leave out the blocks of an ALLOC that the EVICT lines before it have, in their order."""
+        evicted, self._evicted = b"".join(self._evicted), []
+        free = len(ids) - len(evicted) // ids.itemsize
+        if line["event"] == "ALLOC" and "group" not in line and free >= 0 and ids[free:].tobytes() == evicted:
+            line["runs"] = ids[:free]
+            line["evicted"] = len(ids) - free
 
     def flush(self) -> None:
         """Render the batch and write it to the file. Costs about 0.6 µs a line."""
@@ -109,11 +112,11 @@ class TraceLogger(structlog.BoundLoggerBase):
 
 
 def find_runs(_: Any, __: str, batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Replace arrays of block ids by their runs, for JSON."""
-    with_ids = [line for line in batch if type(line.get("runs")) is array]
-    encoded = encode_all_runs([line["runs"] for line in with_ids])
-    for line, runs in zip(with_ids, encoded, strict=True):
-        line["runs"] = runs
+    """Replace arrays of block ids by their runs, as JSON."""
+    with_ids = [line for line in batch if line.get("runs").__class__ is array]
+    rendered = render_all_runs([line["runs"] for line in with_ids])
+    for line, runs in zip(with_ids, rendered, strict=True):
+        line["runs"] = Fragment(runs)
     return batch
 
 

@@ -386,10 +386,11 @@ class Split(Event, tag="SPLIT"):
 
 
 class Alloc(SequenceEvent, tag="ALLOC"):
-    """A sequence got private blocks."""
+    """A sequence got private blocks: readers add those of `evicted` to `runs`."""
 
     first: Count
     runs: Runs
+    evicted: Size | UnsetType = UNSET
 
 
 class Commit(SequenceEvent, tag="COMMIT"):

@@ -19,8 +19,8 @@ from kvcore.files import as_path
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.request import KEY_BYTES, Hints, Key, Request, Retention
 from kvcore.trace import events
-from kvcore.trace.events import Event, Grow, Header
-from kvcore.trace.fields import OPTIONAL, SCHEMA, slo_of
+from kvcore.trace.events import Alloc, Compact, Drop, Event, Evict, Free, Grow, Header
+from kvcore.trace.fields import OPTIONAL, SCHEMA, join_runs, slo_of
 from kvcore.trace.jsonl_file import ODD_BYTES, SealedReader
 from kvcore.untrusted import TRACE_HEADER_BYTES, parse_json
 from kvcore.workloads import Workload
@@ -35,6 +35,8 @@ class _Builder(Protocol):
 
 
 Builder = TypeVar("Builder", bound=_Builder)
+
+_WITH_BLOCKS = (Alloc, Free, Compact)
 
 NO_TRACE = (
     "not a kvcore trace: its first line is no HEADER; `kvcore simulate FILE` runs workloads"
@@ -78,6 +80,7 @@ class TraceReader(SealedReader[Event]):
         self._n = 0  # number of the next event
         self._time = 0
         self._schema = SCHEMA
+        self._evicted: list[list[tuple[int, int]]] = []  # since the last other line with blocks
         self._grown: list[Event] = []  # what the GROW read last stands for
         self._grouped = False  # whether HEADER has cache groups
         self._counts: dict[str, int] = {}
@@ -143,9 +146,16 @@ class TraceReader(SealedReader[Event]):
             colons = raw.count(b":")
             if colons != self._required_names[type(event)] or self._odd_bytes:
                 self._check_names(raw, event, colons)
-            if isinstance(event, Grow):
+            kind = event.__class__
+            if kind is Grow:
                 self._grown = self._expand(event)
                 return event
+            if kind is Evict or kind is Drop:
+                self._evicted.append(event.runs)
+            elif kind is Alloc and event.evicted is not UNSET:
+                self._add_evicted(event)
+            elif self._evicted and kind in _WITH_BLOCKS:
+                self._evicted = []
             self._counts[name] = self._counts.get(name, 0) + 1
         self._n = n + 1
         self._time = now
@@ -166,6 +176,14 @@ class TraceReader(SealedReader[Event]):
         self._n += len(expanded)
         self._time = expanded[-1].t
         return expanded
+
+    def _add_evicted(self, event: Alloc) -> None:
+        """Add to the blocks of an ALLOC those that the EVICT lines before it have."""
+        evicted, self._evicted = self._evicted, []
+        blocks = sum(abs(count) for runs in evicted for _, count in runs)
+        if self._schema == 1 or blocks != event.evicted:
+            self.fail(f"ALLOC: {event.evicted} evicted blocks; {blocks} in the lines before it")
+        event.runs, event.evicted = join_runs([event.runs, *evicted]), UNSET
 
     def _check_names(self, raw: bytes, event: Event, colons: int) -> None:
         """Refuse a line that has a name twice, or is not written as kvcore writes it."""

@@ -113,7 +113,7 @@ class Trace(SealedWriter, JsonRecorder):
     """
 
     write: Callable[[dict[str, Any]], None]
-    batch_lines: ClassVar[int] = 64
+    batch_lines: ClassVar[int] = 128
 
     def __init__(
         self,
