@@ -17,7 +17,7 @@ from typing import Any, Final
 FOLDER = Path(__file__).parent
 SOURCES = (
     *("residency.c", "tree.c", "decode_batch.c", "untimed.c", "named_blocks.c", "rows.c"),
-    *("stats.c", "batcher.c", "arrivals.c", "loop.c", "module.c"),
+    *("stats.c", "batcher.c", "arrivals.c", "loop.c", "runs.c", "module.c"),
 )
 
 PURE: Final = "KVCORE_PURE"

@@ -14,6 +14,7 @@
  *     batcher.c        kvcore/serving/batcher.py, waiting.py
  *     arrivals.c       `Arrivals` of kvcore/serving/loop.py
  *     loop.c           kvcore/serving/loop.py
+ *     runs.c           the runs of block ids in kvcore/trace/fields.py
  *     module.c         the module `_core`: from Python, and back
  *
  * Functions that return int return 0, or -1 with a Python exception set.
@@ -425,6 +426,7 @@ PyObject *untimed_replay(PyObject *module, PyObject *arguments);
 
 extern PyTypeObject named_blocks_type;
 
+PyObject *render_runs(PyObject *module, PyObject *array);
 PyObject *json_request(PyObject *module, PyObject *arguments);
 PyObject *csv_request(PyObject *module, PyObject *arguments);
 

@@ -259,11 +259,16 @@ PyDoc_STRVAR(csv_doc,
 "Return the request of a row, else as `pattern`: `order` has the places of its time and of the\n"
 "lengths of prompt and output. None: the row is not plain.");
 
+PyDoc_STRVAR(runs_doc,
+"render_runs(ids)\n--\n\n"
+"Return the runs of an array of block ids as JSON.");
+
 static PyMethodDef methods[] = {
     {"serve", serve, METH_VARARGS, serve_doc},
     {"replay", untimed_replay, METH_VARARGS, replay_doc},
     {"json_request", json_request, METH_VARARGS, json_doc},
     {"csv_request", csv_request, METH_VARARGS, csv_doc},
+    {"render_runs", render_runs, METH_O, runs_doc},
     {"bind", bind, METH_VARARGS, bind_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -19,6 +19,7 @@ from kvcore.cache.pool import Ids
 from kvcore.errors import InputError
 from kvcore.models.codec import Codec
 from kvcore.models.spec import DeviceSpec, ModelSpec
+from kvcore.native import library
 from kvcore.request import KEY_BYTES, SLO, Key, Request
 from kvcore.units import INT64_LIMIT
 from kvcore.untrusted import MOST_RUN_BLOCKS
@@ -274,8 +275,11 @@ def render_all_runs(arrays: Sequence[Ids]) -> list[bytes]:
     """Return the runs of each of `arrays`, those of `encode_runs`, as JSON.
 
     Costs 100 ns a block; with numpy, which is loaded once it pays, 5 ns a block and 40 ns a
-    run.
+    run; with the core in C 1 ns a block and 10 ns a run.
     """
+    native = library()
+    if native is not None:
+        return list(map(native.render_runs, arrays))
     global _ids_seen  # noqa: PLW0603 - of the process, as its imports are
     blocks = sum(map(len, arrays))
     _ids_seen += blocks
