@@ -9,7 +9,6 @@ from array import array
 from collections import Counter
 from contextlib import suppress
 from itertools import repeat
-from operator import itemgetter
 from typing import Any, BinaryIO
 
 import structlog
@@ -23,9 +22,6 @@ BATCH_LINES = 128
 
 BATCH_BLOCKS = 1 << 18
 """Blocks in the lines of a batch, above which the batch is rendered."""
-
-_event = itemgetter("event")
-
 
 class TraceLogger(structlog.BoundLoggerBase):
     """Logger of one trace, bound to its file, its processors and its counts of events.
@@ -81,18 +77,19 @@ class TraceLogger(structlog.BoundLoggerBase):
         if not batch:
             return
         counts, n = self._context, self.lines
-        counts.update(map(_event, batch))
-        grows = counts.pop("GROW", 0)
         for line in batch:
             line["n"] = n
-            n += 1
-            if grows and line["event"] == "GROW":
-                # It stands for an ALLOC of each block, and an EVICT of each that a victim had.
-                blocks, evictions = len(line["grown"]), len(line.get("for", ()))
-                counts["ALLOC"] += blocks
-                if evictions:
-                    counts["EVICT"] += evictions
-                n += blocks + evictions - 1
+            name = line["event"]
+            if name != "GROW":
+                counts[name] += 1
+                n += 1
+                continue
+            # It stands for an ALLOC of each block, and an EVICT of each that was a victim's.
+            blocks, evictions = len(line["grown"]), len(line.get("for", ()))
+            counts["ALLOC"] += blocks
+            if evictions:
+                counts["EVICT"] += evictions
+            n += blocks + evictions
         self.lines = n
         last = batch[-1]
         self.time = last["t"] + (last["grown"][-1][0] if last["event"] == "GROW" else 0)

@@ -132,7 +132,7 @@ class TraceReader(SealedReader[Event]):
         if n and name == "HEADER":
             self.fail("HEADER stands in line 1 only")
         if event.n != n:
-            self.fail(f"this line has n = {event.n}; {n} events stand before it")
+            self.fail(f"this line has n = {event.n}; {n} lines stand before it")
         if now < self._time:
             self.fail(f"time goes back, from {self._time} to {now} ns")
         if name == "END":

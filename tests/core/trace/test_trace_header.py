@@ -16,7 +16,7 @@ def test_the_header_describes_the_run(tmp_path):
     with Trace(path, mode="model", workload=source, seed=7, model="llama-3-8b") as trace:
         trace.begin(**CACHE)
     header = lines(path)[0]
-    run = {"schema": 1, "kvcore": header["kvcore"], "mode": "model", "workload": source}
+    run = {"schema": 2, "kvcore": header["kvcore"], "mode": "model", "workload": source}
     assert (
         header
         == {"n": 0, "t": 0, "event": "HEADER", "seed": 7, "model": "llama-3-8b"} | run | CACHE

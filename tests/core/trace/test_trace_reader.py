@@ -93,9 +93,9 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path):
 
 def test_an_unknown_schema_is_refused_with_both_numbers(trace):
     """A later schema is refused with both numbers, before unknown fields are checked."""
-    edited(trace, 1, schema=2, colour="blue")
+    edited(trace, 1, schema=3, colour="blue")
     with pytest.raises(
-        TraceError, match=r":1: schema 2; this version of kvcore reads schema 1"
+        TraceError, match=r":1: schema 3; this version of kvcore reads schemas 1 to 2"
     ):
         lines(trace)
 

@@ -1,9 +1,10 @@
 """Twelve small runs whose traces must not change by a byte.
 
-Two digests of each run are known: `whole`, which is in the END line and covers every byte
-before it, and `events`, which covers the lines between HEADER and END. If only `whole` has
-changed, the header has: a version, an option, a digest of the workload. If `events` has
-changed, kvcore decides differently.
+Three digests of each run are known. Two are those of the trace in schema 1: `whole`, which is in
+the END line and covers every byte before it, and `events`, which covers the lines between HEADER
+and END. If only `whole` has changed, the header has: a version, an option, a digest of the
+workload. If `events` has changed, kvcore decides differently. `written` is in the END line of the
+file itself: if it alone has changed, the same decisions are written in another way.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import attrs
 import orjson
 import pytest
+from helpers.traces import schema_1
 
 from kvcore import KVCache, Request, Trace
 from kvcore.cli import main as frame
@@ -29,20 +31,68 @@ MIXED = "mixed.jsonl"
 CHATS = "chats.jsonl"
 BLOCK = 16
 
-# `whole` and `events`, by run.
+# `whole`, `events` and `written`, by run.
 GOLDEN = {
-    "lru": ("ba88458ef5d4a841e4bd4651f4fae74d", "a325ccaec3f0e0b1cfa3e315225ad06e"),
-    "lfu": ("ac30cc577cc244b4c0716f2d5d136a4a", "4aab5874881b94258dd15293aa2f8cbb"),
-    "fcfs": ("9889e073849b469220b30e708c557343", "d96b117ba99f4faddb00426478e1244e"),
-    "bursts": ("71b112c8758e67153958c7e49d9e5490", "8645700be66d9c757e8f401e8df44b66"),
-    "srpt": ("2c6f085ec9f098d9b831233ddb26a8f0", "02774f624f5d0a3bca602d207ccdb9f9"),
-    "slo": ("97d06691ee96aa588c9798eea5e6404b", "bd4fda82c3eeb7902d1b7859f10a7aeb"),
-    "preemptions": ("7e1908a9e7991a84dca4bfccccb7ac16", "4fd29a66bfc46c9a0d9a6cb60f6891e7"),
-    "sessions": ("2c4ea9f864f346e16575ed5d11d03aec", "100ea11a11f9c964d7087ed156400b8a"),
-    "hints": ("da44de7fff952c78221df8307a50fa24", "d563e247cfab5b30f376f609b40cde96"),
-    "expiry": ("4852df79caab6bafdc57ac9c46367805", "d24a8fcd2cf4f305c4717adebcbe2123"),
-    "tensors": ("3604e6b196e8fa6358df31f151297235", "f50a429601f820f96bcbfbe6a0cdece8"),
-    "forks": ("63098e176ed449797134257a5f154e38", "e089ef9c39a2dc0778e9118b8ee35a77"),
+    "lru": (
+        "ba88458ef5d4a841e4bd4651f4fae74d",
+        "a325ccaec3f0e0b1cfa3e315225ad06e",
+        "d1f62286a4a79bf607595f51f2ae2d38",
+    ),
+    "lfu": (
+        "ac30cc577cc244b4c0716f2d5d136a4a",
+        "4aab5874881b94258dd15293aa2f8cbb",
+        "531ad700e0b5922e0a998e948b307efc",
+    ),
+    "fcfs": (
+        "9889e073849b469220b30e708c557343",
+        "d96b117ba99f4faddb00426478e1244e",
+        "0de0cb9d866a3ccd29976f266e220b53",
+    ),
+    "bursts": (
+        "71b112c8758e67153958c7e49d9e5490",
+        "8645700be66d9c757e8f401e8df44b66",
+        "95dfd01f9e3e87b4e769909d74db42b6",
+    ),
+    "srpt": (
+        "2c6f085ec9f098d9b831233ddb26a8f0",
+        "02774f624f5d0a3bca602d207ccdb9f9",
+        "571dd333fc51cf3d3ae3d4307c366bf4",
+    ),
+    "slo": (
+        "97d06691ee96aa588c9798eea5e6404b",
+        "bd4fda82c3eeb7902d1b7859f10a7aeb",
+        "72ce7aaa934b9c12564c7b478d1d16eb",
+    ),
+    "preemptions": (
+        "7e1908a9e7991a84dca4bfccccb7ac16",
+        "4fd29a66bfc46c9a0d9a6cb60f6891e7",
+        "dd84cd1293ccdbe9636c0d808f41d2f7",
+    ),
+    "sessions": (
+        "2c4ea9f864f346e16575ed5d11d03aec",
+        "100ea11a11f9c964d7087ed156400b8a",
+        "f9a84e32d9786f7971670874f071a44c",
+    ),
+    "hints": (
+        "da44de7fff952c78221df8307a50fa24",
+        "d563e247cfab5b30f376f609b40cde96",
+        "5a3a53e80923111d3d1e9453bd1eb7ed",
+    ),
+    "expiry": (
+        "4852df79caab6bafdc57ac9c46367805",
+        "d24a8fcd2cf4f305c4717adebcbe2123",
+        "2f10b82399d336c83e29f69b6912f6f5",
+    ),
+    "tensors": (
+        "3604e6b196e8fa6358df31f151297235",
+        "f50a429601f820f96bcbfbe6a0cdece8",
+        "18560de7ac0a4d479018997c7a249c7e",
+    ),
+    "forks": (
+        "63098e176ed449797134257a5f154e38",
+        "e089ef9c39a2dc0778e9118b8ee35a77",
+        "b603f8606b8a880539bca27368b74d5e",
+    ),
 }
 
 
@@ -51,12 +101,12 @@ class Recorded:
     """The digests and the contents of a trace.
 
     Attributes:
-        digests: `whole` and `events`.
+        digests: `whole`, `events` and `written`.
         counts: lines by event.
         ways: how sequences were preempted, and the reasons of evictions.
     """
 
-    digests: tuple[str, str]
+    digests: tuple[str, str, str]
     counts: dict[str, int]
     ways: set[str]
 
@@ -68,13 +118,14 @@ def digest(data):
 
 def read(path):
     """Read a trace, and check the digest in its END line."""
-    header, *events, end = path.read_bytes().splitlines(keepends=True)
+    written = orjson.loads(path.read_bytes().splitlines()[-1])["digest"]
+    header, *events, end = schema_1(path).splitlines(keepends=True)
     body = b"".join(events)
     end = orjson.loads(end)
     assert end["digest"] == digest(header + body)
     lines = list(map(orjson.loads, events))
     ways = {line[field] for line in lines for field in ("how", "reason") if field in line}
-    return Recorded((end["digest"], digest(body)), end["events"], ways)
+    return Recorded((end["digest"], digest(body), written), end["events"], ways)
 
 
 def write_mixed(path):
