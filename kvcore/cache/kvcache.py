@@ -751,11 +751,14 @@ class KVCache:
             PolicyError: a plugin failed.
         """
         tree, pool, size = self.tree, self.pool, self.geometry.block_size
-        free = min(pool.free_blocks, len(order))
+        leaves = self.prefix.evicts_leaves
+        free = 0 if leaves else min(pool.free_blocks, len(order))
         evicting, start = order[free:], order[0][0]
-        if evicting and (tree.watcher is not None or self.prefix.evicts_leaves):
-            # More may leave than is needed, and lines of tiers stand between the evictions.
-            for now, seq in order:
+        if evicting and (leaves or tree.watcher is not None):
+            # More may leave than is needed, or lines of tiers stand between the evictions.
+            if free:
+                self.grow(order[:free])
+            for now, seq in evicting:
                 seq.tokens = seq.blocks * size
                 self.extend(seq, 1, now)
             return
@@ -774,7 +777,7 @@ class KVCache:
         grown: list[Growth] = []
         for (now, seq), block in zip(order, ids, strict=True):
             blocks = seq.blocks
-            grown.append((now - start, seq.id, blocks, block))
+            grown.append((now, seq.id, blocks, block))
             seq.private.append(block)  # type: ignore[union-attr]  # blocks have ids
             seq.tokens, seq.blocks = blocks * size + 1, blocks + 1
         assert self.trace is not None
@@ -785,7 +788,7 @@ class KVCache:
         for span, count, hits, accessed in evicted:
             if victims and victims[-1][0] == span:
                 count += victims.pop()[1]
-            victims.append((span, count, hits, start - accessed))
+            victims.append((span, count, hits, accessed))
         requesters = [seq.request.id for _, seq in evicting]
         self.trace.grow(
             start, grown=grown, by=self.eviction.name, victims=victims, requesters=requesters

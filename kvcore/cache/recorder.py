@@ -18,11 +18,11 @@ from kvcore.request import Key, Request
 Id: TypeAlias = int | str
 
 Growth: TypeAlias = tuple[int, int, int, int]
-"""(ns since the first, sequence, index in its block table, block): a sequence got a block."""
+"""(time in ns, sequence, index in its block table, block): a sequence got a block."""
 
 Victim: TypeAlias = tuple[int, int, int, int]
-"""(span, blocks, hits, age): blocks were evicted from the tail of a span, which requests had
-hit so often; `age` is the time (ns) since its last access when the first sequence grew."""
+"""(span, blocks, hits, accessed): blocks were evicted from the tail of a span, which requests
+had hit so often, at last at the time `accessed` (ns)."""
 
 
 class Recorder(ABC):
@@ -240,17 +240,17 @@ class Recorder(ABC):
         The last of the blocks are those of `victims`, in order, evicted for `requesters`. A
         recorder may write GROW instead, which stands for these lines.
         """
-        blocks = growth(now, grown, victims or (), requesters or ())
-        for then, seq, first, block, victim in blocks:
+        del now
+        for (t, seq, first, block), victim in growth(grown, victims or (), requesters or ()):
             runs = array("i", (block,))
             if victim is not None:
                 assert by is not None
-                span, hits, age, requester = victim
+                span, hits, accessed, requester = victim
                 self.evict(
-                    then, span=span, runs=runs, by=by, requester=requester, age=age, hits=hits,
-                    reason="capacity",
+                    t, span=span, runs=runs, by=by, requester=requester, age=t - accessed,
+                    hits=hits, reason="capacity",
                 )  # fmt: skip
-            self.alloc(then, seq=seq, first=first, runs=runs)
+            self.alloc(t, seq=seq, first=first, runs=runs)
 
     def drop(
         self, now: int, *, seq: int, first: int, blocks: int, runs: Ids | None, by: str
@@ -542,20 +542,19 @@ class Recorder(ABC):
 
 
 def growth(
-    now: int, grown: Keys[Growth], victims: Iterable[Victim], requesters: Keys[Id]
-) -> Iterator[tuple[int, int, int, int, tuple[int, int, int, Id] | None]]:
-    """Yield for each of `grown` its time (ns), sequence, place in the table, and block.
+    grown: Keys[Growth], victims: Iterable[Victim], requesters: Keys[Id]
+) -> Iterator[tuple[Growth, tuple[int, int, int, Id] | None]]:
+    """Yield each of `grown`, and what its block was evicted from; None if it was free.
 
-    The fifth is None if the block was free, else (span, hits, age, requester) of its eviction.
-    The arguments are the fields of GROW, and `now` its time.
+    That is (span, hits, accessed, requester). The arguments are the fields of GROW.
     """
     free = len(grown) - len(requesters)
-    for after, seq, first, block in grown[:free]:
-        yield now + after, seq, first, block, None
+    for row in grown[:free]:
+        yield row, None
     rest = zip(grown[free:], requesters, strict=True)
-    for span, blocks, hits, age in victims:
-        for (after, seq, first, block), requester in islice(rest, blocks):
-            yield now + after, seq, first, block, (span, hits, age + after, requester)
+    for span, blocks, hits, accessed in victims:
+        for row, requester in islice(rest, blocks):
+            yield row, (span, hits, accessed, requester)
 
 
 def check_admission(request: Request, admitted: set[Id], *, resumed: bool) -> None:

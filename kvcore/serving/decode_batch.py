@@ -658,6 +658,8 @@ class DecodeAllocator:
             assert job.seq is not None
             if self._by_count:
                 cache.reserve(job.seq, now)
+            elif cache.trace is not None:
+                cache.grow([(now, job.seq)])
             else:
                 cache.settle(job.seq, job.length + ahead)
                 cache.extend(job.seq, 1, now)

@@ -421,31 +421,25 @@ class Evict(Event, tag="EVICT"):
 
 
 class Grow(Event, tag="GROW"):
-    """Sequences got a block each, one after another, of free blocks and then of victims.
+    """Sequences got a block each, one after another: free ones, then those of victims.
 
-    Readers never yield it: they expand it. It stands for the ALLOC of each block and the EVICT
-    before it, and takes as many numbers.
+    It stands for the ALLOC of each block and the EVICT before it, and takes as many numbers.
     """
 
     grown: Annotated[
         list[tuple[Count, Count, Count, Count]],
-        Meta(
-            min_length=1,
-            description="a list of [ns after t, sequence, index in its block table, block]",
-        ),
+        Meta(min_length=1, description="a list of [t, seq, index in its block table, block]"),
     ]
     by: Text | UnsetType = UNSET
     victims: (
         Annotated[
             list[tuple[Count, Size, Count, Count]],
-            Meta(description="a list of [span, blocks, hits, age at t]"),
+            Meta(description="a list of [span, blocks, hits, time of its last access]"),
         ]
         | UnsetType
     ) = UNSET
     requesters: (
-        Annotated[
-            list[RequestId], Meta(description="a list of integers and strings")
-        ]
+        Annotated[list[RequestId], Meta(description="a list of integers and strings")]
         | UnsetType
     ) = msgspec.field(name="for", default=UNSET)
 
@@ -460,27 +454,25 @@ class Grow(Event, tag="GROW"):
         if blocks != len(requesters) or blocks > len(self.grown) or (blocks and not self.by):
             violated(f"{len(requesters)} requests evict {blocks} of {len(self.grown)} blocks")
         events: list[Event] = []
-        n, last = self.n, self.t
-        for t, seq, first, block, victim in growth(self.t, self.grown, victims, requesters):
-            if not last <= t <= _LARGEST:
-                violated(f"time goes from {last} to {t} ns")
-            last, runs = t, [(block, 1)]
+        common = {"replica": self.replica}
+        last = self.t
+        for (t, seq, first, block), victim in growth(self.grown, victims, requesters):
+            if t < last:
+                violated(f"time goes back, from {last} to {t} ns")
+            last = t
             if victim is not None:
-                span, hits, age, requester = victim
-                if age > t:
-                    violated(f"the age of span {span} is {age} ns at {t} ns")
+                span, hits, accessed, requester = victim
+                if accessed > t:
+                    violated(f"span {span} leaves at {t} ns, before its last access")
                 events.append(
                     Evict(
-                        n=n, t=t, replica=self.replica, span=span, runs=runs, by=self.by,
-                        requester=requester, age=age, hits=hits, reason="capacity",
-                        scope="cache",
+                        n=self.n + len(events), t=t, span=span, runs=[(block, 1)], by=self.by,
+                        requester=requester, age=t - accessed, hits=hits, reason="capacity",
+                        scope="cache", **common,
                     )  # fmt: skip
                 )
-                n += 1
-            events.append(
-                Alloc(n=n, t=t, replica=self.replica, seq=seq, first=first, runs=runs)
-            )
-            n += 1
+            n = self.n + len(events)
+            events.append(Alloc(n=n, t=t, seq=seq, first=first, runs=[(block, 1)], **common))
         return events
 
 

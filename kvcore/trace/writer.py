@@ -233,11 +233,12 @@ class Trace(SealedWriter, JsonRecorder):
         victims: Keys[Victim] | None = None,
         requesters: Keys[int | str] | None = None,
     ) -> None:
-        """Write GROW, which stands for the lines of the recorder's own method."""
-        line = {"n": 0, "t": now, "event": "GROW", "grown": grown}
+        """Write GROW, or add to one that is the last line: it stands for ALLOC and EVICT lines."""
+        line = {"n": 0, "t": now, "event": "GROW", "grown": [*grown]}
         if victims:
-            line |= {"by": by, "victims": victims, "for": requesters}
-        self.write(line)
+            line |= {"by": by, "victims": [*victims], "for": [*(requesters or ())]}
+        if self._logger is None or not self._logger.extend(line):
+            self.write(line)
 
     def forget(self, request: Request) -> None:
         """Forget a request that has ended, in a run without end; its id may come again."""

@@ -223,12 +223,13 @@ class _ShownLines(io.BufferedWriter):
         super().__init__(raw, BUFFER_BYTES)
         self._show = show
 
-    def write(self, line: Buffer, /) -> int:
-        """Show a line, and write it."""
-        event = decode(bytes(line)[:-1])
-        for shown in event.expand() if isinstance(event, Grow) else (event,):
-            self._show(shown)
-        return super().write(line)
+    def write(self, lines: Buffer, /) -> int:
+        """Show lines, and write them."""
+        for line in bytes(lines).splitlines():
+            event = decode(line)
+            for shown in event.expand() if isinstance(event, Grow) else (event,):
+                self._show(shown)
+        return super().write(lines)
 
 
 @contextmanager

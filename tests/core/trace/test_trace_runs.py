@@ -3,12 +3,15 @@
 import re
 import sys
 from array import array
-from itertools import product
+from itertools import pairwise, product
 
+import orjson
 import pytest
+from helpers.native import needs_core
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcore.native import library
 from kvcore.trace import decode_runs, encode_runs, fields
 
 CASES = [
@@ -39,23 +42,56 @@ def test_decoded_runs_are_the_encoded_ids(ids):
 NEIGHBOURS = st.lists(st.integers(0, 12), unique=True)
 
 
-@given(st.lists(st.one_of(NEIGHBOURS, st.permutations(range(6)), st.just([4, 5, 3, 6, 2]))))
-def test_many_arrays_are_encoded_as_each_by_itself(lists):
-    """Many arrays encoded in one pass have the runs of each array by itself."""
+ARRAYS = st.lists(
+    st.one_of(NEIGHBOURS, st.permutations(range(6)), st.just([4, 5, 3, 6, 2]))
+).map(lambda lists: [array("i", ids) for ids in lists])
+
+
+def rendered(arrays):
+    """Return the runs of each of `arrays` as JSON."""
+    return [orjson.dumps(encode_runs(ids)) for ids in arrays]
+
+
+@given(ARRAYS)
+def test_numpy_renders_the_runs_of_many_arrays(arrays):
+    """Many arrays rendered in one pass have the runs of each array by itself."""
     pytest.importorskip("numpy")
-    arrays = [array("i", ids) for ids in lists]
-    if any(lists):
-        found = [[tuple(run) for run in runs] for runs in fields._all_runs(arrays)]
-        assert found == [encode_runs(ids) for ids in arrays]
+    if any(arrays):
+        assert fields._render_all(arrays) == rendered(arrays)
 
 
-def test_many_arrays_are_encoded_without_numpy(monkeypatch):
-    """Without numpy many arrays are encoded one by one."""
+@needs_core
+@given(ARRAYS)
+def test_the_core_renders_the_runs_of_an_array(arrays):
+    """The core in C finds the runs that Python finds."""
+    assert fields.render_all_runs(arrays) == rendered(arrays)
+
+
+@needs_core
+def test_the_core_renders_the_largest_ids():
+    """The core renders runs of the largest block ids, up and down, and no array of another kind."""
+    ids = array("i", [2**31 - 1, 2**31 - 2, 0, 2**31 - 3])
+    assert library().render_runs(ids) == b"[[2147483647,-2],[0,1],[2147483645,1]]"
+    with pytest.raises(TypeError):
+        library().render_runs([1, 2])
+
+
+def test_many_arrays_are_rendered_without_numpy(monkeypatch):
+    """Without numpy and the core in C many arrays are rendered one by one."""
     arrays = [array("i", range(start, start + 999)) for start in (7, 5_000)]
     monkeypatch.setattr(fields, "_ids_seen", fields._MANY_IDS)
+    monkeypatch.setattr(fields, "library", lambda: None)
     monkeypatch.setitem(sys.modules, "numpy", None)
-    assert fields.encode_all_runs(arrays) == [[(7, 999)], [(5_000, 999)]]
+    assert fields.render_all_runs(arrays) == [b"[[7,999]]", b"[[5000,999]]"]
     assert fields._ids_seen < 0
+
+
+@given(NEIGHBOURS, st.lists(st.integers(0, 12)))
+def test_joined_runs_are_those_of_all_ids(ids, cuts):
+    """The runs of parts, joined, are the runs of the whole."""
+    borders = [0, *sorted(cuts), len(ids)]
+    parts = [encode_runs(array("i", ids[a:b])) for a, b in pairwise(borders)]
+    assert fields.join_runs(parts) == encode_runs(array("i", ids))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])

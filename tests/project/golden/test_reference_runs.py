@@ -46,47 +46,47 @@ GOLDEN = {
     "fcfs": (
         "9889e073849b469220b30e708c557343",
         "d96b117ba99f4faddb00426478e1244e",
-        "0de0cb9d866a3ccd29976f266e220b53",
+        "e2c89df45aacea3df3b513fd2ca65fc0",
     ),
     "bursts": (
         "71b112c8758e67153958c7e49d9e5490",
         "8645700be66d9c757e8f401e8df44b66",
-        "95dfd01f9e3e87b4e769909d74db42b6",
+        "0dad279e0251af047119bdbfe345e989",
     ),
     "srpt": (
         "2c6f085ec9f098d9b831233ddb26a8f0",
         "02774f624f5d0a3bca602d207ccdb9f9",
-        "571dd333fc51cf3d3ae3d4307c366bf4",
+        "fa8c5cd2d3acb8fdebb8ff784b89fbf2",
     ),
     "slo": (
         "97d06691ee96aa588c9798eea5e6404b",
         "bd4fda82c3eeb7902d1b7859f10a7aeb",
-        "72ce7aaa934b9c12564c7b478d1d16eb",
+        "b57835a8b6c6076f2f4d475f09bff3e4",
     ),
     "preemptions": (
         "7e1908a9e7991a84dca4bfccccb7ac16",
         "4fd29a66bfc46c9a0d9a6cb60f6891e7",
-        "dd84cd1293ccdbe9636c0d808f41d2f7",
+        "97cebf98f4018cfae918ee87db224f80",
     ),
     "sessions": (
         "2c4ea9f864f346e16575ed5d11d03aec",
         "100ea11a11f9c964d7087ed156400b8a",
-        "f9a84e32d9786f7971670874f071a44c",
+        "7c552e2a16511357e298e733596b2e40",
     ),
     "hints": (
         "da44de7fff952c78221df8307a50fa24",
         "d563e247cfab5b30f376f609b40cde96",
-        "5a3a53e80923111d3d1e9453bd1eb7ed",
+        "eabfc2a65f99d5e15ac183df411b9efa",
     ),
     "expiry": (
         "4852df79caab6bafdc57ac9c46367805",
         "d24a8fcd2cf4f305c4717adebcbe2123",
-        "2f10b82399d336c83e29f69b6912f6f5",
+        "40896c5aa4f26d05606089b7fa0f26f3",
     ),
     "tensors": (
         "3604e6b196e8fa6358df31f151297235",
         "f50a429601f820f96bcbfbe6a0cdece8",
-        "18560de7ac0a4d479018997c7a249c7e",
+        "c568c6c30588319cfe378e20aea2bc10",
     ),
     "forks": (
         "63098e176ed449797134257a5f154e38",
