@@ -744,17 +744,19 @@ class KVCache:
     def grow(self, order: Keys[tuple[int, Sequence]]) -> None:
         """Allocate a token more of each sequence of `order`, at its time (ns).
 
-        Their blocks are full, and as many are free or evictable. For a cache with a trace, which
-        gets one line where `extend` writes one or two for each.
+        Their blocks are full, and as many are free or evictable. For a cache with a trace,
+        which gets one line where `extend` writes one or two for each.
 
         Raises:
             PolicyError: a plugin failed.
         """
-        tree, pool, size = self.tree, self.pool, self.geometry.block_size
-        leaves = self.prefix.evicts_leaves
-        free = 0 if leaves else min(pool.free_blocks, len(order))
-        evicting, start = order[free:], order[0][0]
-        if evicting and (leaves or tree.watcher is not None):
+        size, trace, leaves = self.geometry.block_size, self.trace, self.prefix.evicts_leaves
+        if self.tree.failure is not None:
+            self._raise_failure()
+        assert trace is not None
+        free = 0 if leaves else min(self.pool.free_blocks, len(order))
+        evicting = order[free:]
+        if evicting and (leaves or self.tree.watcher is not None):
             # More may leave than is needed, or lines of tiers stand between the evictions.
             if free:
                 self.grow(order[:free])
@@ -762,17 +764,11 @@ class KVCache:
                 seq.tokens = seq.blocks * size
                 self.extend(seq, 1, now)
             return
-        if tree.failure is not None:
-            self._raise_failure()
-        evicted: list[Victim] = []
-        ids = pool.allocate(free)
+        victims: list[Victim] = []
+        ids = self.pool.allocate(free)
         assert ids is not None
-        if evicting and tree.fixed_order:
-            requester, times = evicting[0][1].request.id, [now for now, _ in evicting]
-            ids.extend(tree.evict(len(times), requester, start, times, evicted) or ())
-        else:
-            for now, seq in evicting:
-                ids.extend(tree.evict(1, seq.request.id, now, None, evicted) or ())
+        if evicting:
+            ids.extend(self._evict_in_order(evicting, victims))
         self.now = order[-1][0]
         grown: list[Growth] = []
         for (now, seq), block in zip(order, ids, strict=True):
@@ -780,19 +776,25 @@ class KVCache:
             grown.append((now, seq.id, blocks, block))
             seq.private.append(block)  # type: ignore[union-attr]  # blocks have ids
             seq.tokens, seq.blocks = blocks * size + 1, blocks + 1
-        assert self.trace is not None
-        if not evicting:
-            self.trace.grow(start, grown=grown)
-            return
-        victims: list[Victim] = []
-        for span, count, hits, accessed in evicted:
-            if victims and victims[-1][0] == span:
-                count += victims.pop()[1]
-            victims.append((span, count, hits, accessed))
-        requesters = [seq.request.id for _, seq in evicting]
-        self.trace.grow(
-            start, grown=grown, by=self.eviction.name, victims=victims, requesters=requesters
-        )
+        if evicting:
+            requesters = [seq.request.id for _, seq in evicting]
+            by = self.eviction.name
+            trace.grow(order[0][0], grown=grown, by=by, victims=victims, requesters=requesters)
+        else:
+            trace.grow(order[0][0], grown=grown)
+
+    def _evict_in_order(
+        self, order: Keys[tuple[int, Sequence]], victims: list[Victim]
+    ) -> Iterable[int]:
+        """Return a block for each of `order`, a time (ns) and who needs it; store `victims`."""
+        tree, (now, first) = self.tree, order[0]
+        if tree.fixed_order:
+            times = [now for now, _ in order]
+            return tree.evict(len(times), first.request.id, now, times, victims) or ()
+        ids = array("i")
+        for now, seq in order:
+            ids.extend(tree.evict(1, seq.request.id, now, None, victims) or ())
+        return ids
 
     def settle(self, seq: Sequence, tokens: int) -> None:
         """Set the length of the text of `seq` to `tokens`. O(1).

@@ -697,8 +697,7 @@ class SpanTree:
         `times` has a time (ns) for each of the blocks, for the statistics of residency; the
         order of victims must not depend on the time then (`fixed_order`).
 
-        `victims` gets what the trace says of the victims, in place of the trace, with the time
-        of their last access for their age.
+        `victims` gets the victims in place of the trace, for a GROW.
 
         Returns:
             The ids of the blocks in the order of eviction; None in a pool that only counts.
@@ -719,10 +718,8 @@ class SpanTree:
             ids = span.ids
             if ids is not None:
                 ids = ids[: -count - 1 : -1]
-                if victims is not None:
-                    victims.append((span.id, count, span.hit_count, span.last_access))
-                elif self.trace is not None:
-                    self._trace_eviction(span, ids, now, "capacity")
+                if self.trace is not None:
+                    self._trace_victim(span, ids, now, victims)
                 if evicted is None:
                     evicted = ids
                 else:
@@ -903,6 +900,16 @@ class SpanTree:
             return hook(*args)
         except BaseException as error:
             raise self.fail(plugin, method, error) from error
+
+    def _trace_victim(
+        self, span: Span, ids: Ids, now: int, victims: list[Victim] | None
+    ) -> None:
+        """Write EVICT, or add it to `victims`: the blocks `ids` of `span` leave."""
+        if victims is None:
+            self._trace_eviction(span, ids, now, "capacity")
+            return
+        before = victims.pop()[1] if victims and victims[-1][0] == span.id else 0
+        victims.append((span.id, before + len(ids), span.hit_count, span.last_access))
 
     def _trace_eviction(
         self, span: Span, ids: Ids | None, now: int, reason: Literal["capacity", "expired"]

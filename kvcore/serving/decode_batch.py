@@ -667,7 +667,7 @@ class DecodeAllocator:
                 grown(job, now)
 
     def _grow_in_order(self, order: Lines[tuple[int, Sequence]]) -> None:
-        """Allocate a block for each of `order`, in several steps: a time (ns), and a sequence."""
+        """Allocate a block for each of `order`: the time of its step (ns), and a sequence."""
         self._cache.grow(order)
 
     def _grow_by_count(self, blocks: int) -> None:

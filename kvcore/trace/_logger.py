@@ -26,6 +26,7 @@ GROWN = 4096
 BATCH_BLOCKS = 1 << 18
 """Blocks in the lines of a batch, above which the batch is rendered."""
 
+
 class TraceLogger(structlog.BoundLoggerBase):
     """Logger of one trace, bound to its file, its processors and its counts of events.
 
@@ -67,7 +68,7 @@ class TraceLogger(structlog.BoundLoggerBase):
             self.flush(all_lines=False)
 
     def _leave_out_evicted(self, line: dict[str, Any], ids: Ids) -> None:
-        """Leave out the blocks of an ALLOC that the EVICT lines before it have, in their order."""
+        """Leave out the blocks of an ALLOC that are those of the EVICT lines before it."""
         evicted, self._evicted = b"".join(self._evicted), []
         blocks = len(evicted) // ids.itemsize
         if line["event"] != "ALLOC" or "group" in line or not 0 < blocks <= len(ids):

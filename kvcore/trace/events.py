@@ -451,11 +451,10 @@ class Grow(Event, tag="GROW"):
         """
         victims, requesters = self.victims or (), self.requesters or ()
         blocks = sum(blocks for _, blocks, _, _ in victims)
-        if blocks != len(requesters) or blocks > len(self.grown) or (blocks and not self.by):
+        if blocks != len(requesters) or blocks > len(self.grown):
             violated(f"{len(requesters)} requests evict {blocks} of {len(self.grown)} blocks")
         events: list[Event] = []
-        common = {"replica": self.replica}
-        last = self.t
+        n, by, last = self.n, self.by or "", self.t
         for (t, seq, first, block), victim in growth(self.grown, victims, requesters):
             if t < last:
                 violated(f"time goes back, from {last} to {t} ns")
@@ -464,15 +463,17 @@ class Grow(Event, tag="GROW"):
                 span, hits, accessed, requester = victim
                 if accessed > t:
                     violated(f"span {span} leaves at {t} ns, before its last access")
-                events.append(
-                    Evict(
-                        n=self.n + len(events), t=t, span=span, runs=[(block, 1)], by=self.by,
-                        requester=requester, age=t - accessed, hits=hits, reason="capacity",
-                        scope="cache", **common,
-                    )  # fmt: skip
-                )
-            n = self.n + len(events)
-            events.append(Alloc(n=n, t=t, seq=seq, first=first, runs=[(block, 1)], **common))
+                evict = Evict(
+                    n=n, t=t, span=span, runs=[(block, 1)], by=by, requester=requester,
+                    age=t - accessed, hits=hits, reason="capacity", scope="cache",
+                    replica=self.replica,
+                )  # fmt: skip
+                events.append(evict)
+                n += 1
+            events.append(
+                Alloc(n=n, t=t, seq=seq, first=first, runs=[(block, 1)], replica=self.replica)
+            )
+            n += 1
         return events
 
 
@@ -660,8 +661,9 @@ class End(Event, tag="END"):
 
 _TAGGED = (
     Header | Request | Route | Transfer | Fail | Return | Leave | Prefetch | Hit | Miss
-    | Split | Alloc | Commit | Evict | Grow | Compact | Free | Fork | Copy | FirstToken | Preempt
-    | Resume | Recover | Offload | LoadStart | Load | Discard | Keys | Finish | Reject | End
+    | Split | Alloc | Commit | Evict | Grow | Compact | Free | Fork | Copy | FirstToken
+    | Preempt | Resume | Recover | Offload | LoadStart | Load | Discard | Keys | Finish
+    | Reject | End
 )  # fmt: skip
 
 _OF_GROUPS = GroupHit | GroupAlloc | GroupCommit | GroupEvict | GroupFree

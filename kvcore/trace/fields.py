@@ -348,8 +348,10 @@ def join_runs(parts: Iterable[Runs]) -> Runs:
             then, more = part[0]
             step = then - first if count == 1 else 1 if count > 0 else -1
             # A run of the next part goes on, unless it turns.
-            if step in (1, -1) and then == first + (count if step > 0 else -abs(count)) and (
-                more == 1 or (more > 0) == (step > 0)
+            if (
+                step in (1, -1)
+                and then == first + (count if step > 0 else -abs(count))
+                and (more == 1 or (more > 0) == (step > 0))
             ):
                 joined[-1] = first, step * (abs(count) + abs(more))
                 part = part[1:]  # noqa: PLW2901

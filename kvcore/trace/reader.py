@@ -36,8 +36,6 @@ class _Builder(Protocol):
 
 Builder = TypeVar("Builder", bound=_Builder)
 
-_WITH_BLOCKS = (Alloc, Free, Compact)
-
 NO_TRACE = (
     "not a kvcore trace: its first line is no HEADER; `kvcore simulate FILE` runs workloads"
 )
@@ -146,20 +144,23 @@ class TraceReader(SealedReader[Event]):
             colons = raw.count(b":")
             if colons != self._required_names[type(event)] or self._odd_bytes:
                 self._check_names(raw, event, colons)
-            kind = event.__class__
-            if kind is Grow:
-                self._grown = self._expand(event)
-                return event
-            if kind is Evict or kind is Drop:
-                self._evicted.append(event.runs)
-            elif kind is Alloc and event.evicted is not UNSET:
-                self._add_evicted(event)
-            elif self._evicted and kind in _WITH_BLOCKS:
-                self._evicted = []
-            self._counts[name] = self._counts.get(name, 0) + 1
-        self._n = n + 1
-        self._time = now
+            self._count(event)
         return event
+
+    def _count(self, event: Event) -> None:
+        """Count an event, or those that it stands for; add the blocks that it leaves out."""
+        if isinstance(event, Grow):
+            self._grown = self._expand(event)
+            return
+        if isinstance(event, (Evict, Drop)):
+            self._evicted.append(event.runs)
+        elif isinstance(event, Alloc) and event.evicted:
+            self._add_evicted(event)
+        elif self._evicted and isinstance(event, (Alloc, Free, Compact)):
+            self._evicted = []
+        self._counts[event.event] = self._counts.get(event.event, 0) + 1
+        self._n += 1
+        self._time = event.t
 
     def _expand(self, event: Grow) -> list[Event]:
         """Return the events that GROW stands for, and count them."""

@@ -233,7 +233,7 @@ class Trace(SealedWriter, JsonRecorder):
         victims: Keys[Victim] | None = None,
         requesters: Keys[int | str] | None = None,
     ) -> None:
-        """Write GROW, or add to one that is the last line: it stands for ALLOC and EVICT lines."""
+        """Write GROW, which stands for lines of `Recorder`; or add to it, if it is the last."""
         line = {"n": 0, "t": now, "event": "GROW", "grown": [*grown]}
         if victims:
             line |= {"by": by, "victims": [*victims], "for": [*(requesters or ())]}

@@ -63,7 +63,9 @@ def test_key_tokens_come_from_the_first_request(tmp_path):
 def test_unknown_schema_names_both_numbers(tmp_path):
     """A trace of another schema is refused with both numbers."""
     path = write(tmp_path / "t.jsonl", HEADER | {"schema": 3}, REQUEST)
-    with pytest.raises(InputError, match=r"t\.jsonl:1: field 'schema': expected one from 1 to 2, got 3"):
+    with pytest.raises(
+        InputError, match=r"t\.jsonl:1: field 'schema': expected one from 1 to 2, got 3"
+    ):
         list(Jsonl(path))
 
 

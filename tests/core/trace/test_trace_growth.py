@@ -35,7 +35,9 @@ def test_a_line_of_growth_stands_for_the_lines_of_extend(tmp_path_factory, serve
 
 def decoding(count=3, **options):
     """Return the lines of a trace of requests that decode together."""
-    requests = [Request(id=n, prompt_tokens=5, output_tokens=40, key_tokens=4) for n in range(count)]
+    requests = [
+        Request(id=n, prompt_tokens=5, output_tokens=40, key_tokens=4) for n in range(count)
+    ]
     return [orjson.loads(line) for line in serve(requests, **options).trace.splitlines()]
 
 
@@ -130,9 +132,9 @@ def test_evicted_blocks_stand_once_in_a_trace(tmp_path):
     _, alloc = (line for line in written if line["event"] == "ALLOC")
     assert (alloc["runs"], alloc["evicted"]) == ([[3, 1]], 3)
     _, read = (event for event in read_events(path) if event.event == "ALLOC")
-    assert read.as_dict() == {key: value for key, value in alloc.items() if key != "evicted"} | {
-        "runs": [(3, -4)]
-    }
+    assert read.as_dict() == {
+        key: value for key, value in alloc.items() if key != "evicted"
+    } | {"runs": [(3, -4)]}
 
 
 @pytest.mark.parametrize("change", [{"evicted": 2}, {"evicted": 9}])

@@ -69,7 +69,7 @@ def test_the_core_renders_the_runs_of_an_array(arrays):
 
 @needs_core
 def test_the_core_renders_the_largest_ids():
-    """The core renders runs of the largest block ids, up and down, and no array of another kind."""
+    """The core renders runs of the largest block ids, up and down; a list is refused."""
     ids = array("i", [2**31 - 1, 2**31 - 2, 0, 2**31 - 3])
     assert library().render_runs(ids) == b"[[2147483647,-2],[0,1],[2147483645,1]]"
     with pytest.raises(TypeError):

@@ -372,9 +372,7 @@ def test_a_recorder_method_writes_its_event(method, tmp_path):
         getattr(trace, method)(7, **given)
         getattr(trace, method)(8, **short)
     grouped = method.startswith("group_")
-    _, full, least, _ = (
-        decode(raw, grouped=grouped) for raw in path.read_bytes().splitlines()
-    )
+    _, full, least, _ = (decode(raw, grouped=grouped) for raw in path.read_bytes().splitlines())
     assert type(full) is type(least) is STRUCTS[method]
     assert (full.t, least.t) == (7, 8)
     text = [list(json.loads(line)) for line in path.read_text().splitlines()]

@@ -1,10 +1,10 @@
 """Twelve small runs whose traces must not change by a byte.
 
-Three digests of each run are known. Two are those of the trace in schema 1: `whole`, which is in
-the END line and covers every byte before it, and `events`, which covers the lines between HEADER
-and END. If only `whole` has changed, the header has: a version, an option, a digest of the
-workload. If `events` has changed, kvcore decides differently. `written` is in the END line of the
-file itself: if it alone has changed, the same decisions are written in another way.
+Three digests of each run are known. Two are those of the trace in schema 1: `whole`, which is
+in the END line and covers every byte before it, and `events`, which covers the lines between
+HEADER and END. If only `whole` has changed, the header has: a version, an option, a digest of
+the workload. If `events` has changed, kvcore decides differently. `written` is in the END line
+of the file itself: if it alone has changed, the same decisions are written in another way.
 """
 
 from __future__ import annotations
