@@ -114,6 +114,12 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
     is_flag=True,
     help="Measure how long blocks rest in the cache between uses.",
 )
+@option(
+    "--savings",
+    heading=OUTPUT,
+    is_flag=True,
+    help="Show the prefill that hits save, and the microseconds that a request takes.",
+)
 @click.option(
     "--jobs",
     type=Count(),
@@ -191,6 +197,7 @@ def compare(workload: str | None, **given: Any) -> None:
             tiers,
             layout=None if budget is None or plan is not None else budget.layout,
             residency=given["residency"],
+            savings=given["savings"],
             grouped=plan is not None,
         )
         write_plot(report.chart())
