@@ -140,7 +140,7 @@ class TraceLogger(structlog.BoundLoggerBase):
 def find_runs(_: Any, __: str, batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Replace arrays of block ids by their runs, as JSON."""
     with_ids = [line for line in batch if line.get("runs").__class__ is array]
-    rendered = render_all_runs([line["runs"] for line in with_ids])
+    rendered = render_all_runs(line["runs"] for line in with_ids)
     for line, runs in zip(with_ids, rendered, strict=True):
         line["runs"] = Fragment(runs)
     return batch

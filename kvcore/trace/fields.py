@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -221,12 +220,6 @@ Runs: TypeAlias = list[tuple[int, int]]
 
 _ID_LIMIT = 2**31
 
-_FEW_IDS = 1 << 10
-"""Number of ids from which on one pass over all of them pays."""
-
-_MANY_IDS = 1 << 21
-"""Number of ids from which on loading numpy pays."""
-
 _ascending: Ids = array("i")
 
 
@@ -265,78 +258,15 @@ def encode_runs(ids: Ids) -> Runs:
     return runs
 
 
-_ids_seen = 0
+def render_all_runs(arrays: Iterable[Ids]) -> Iterable[bytes]:
+    """Yield the runs of each of `arrays`, those of `encode_runs`, as JSON.
 
-_single_texts: Any = ()
-"""The runs `[id,1]` of the ids 0, 1, ... as JSON, in an array of numpy."""
-
-
-def render_all_runs(arrays: Sequence[Ids]) -> list[bytes]:
-    """Return the runs of each of `arrays`, those of `encode_runs`, as JSON.
-
-    Costs 100 ns a block; with numpy, which is loaded once it pays, 5 ns a block and 40 ns a
-    run; with the core in C 1 ns a block and 10 ns a run.
+    Costs 100 ns a block, by the core in C 1 ns a block and 10 ns a run.
     """
     native = library()
     if native is not None:
-        return list(map(native.render_runs, arrays))
-    global _ids_seen  # noqa: PLW0603 - of the process, as its imports are
-    blocks = sum(map(len, arrays))
-    _ids_seen += blocks
-    if blocks >= _FEW_IDS and ("numpy" in sys.modules or _ids_seen >= _MANY_IDS):
-        try:
-            return _render_all(arrays)
-        except ImportError:
-            _ids_seen = -(1 << 62)  # Not installed: the import is not tried again.
-    return list(map(dumps, map(encode_runs, arrays)))
-
-
-def _render_all(arrays: Sequence[Ids]) -> list[bytes]:
-    """Find the runs of all arrays in one pass of numpy over their ids.
-
-    Between two neighbours is a step: 1, -1, or 0 for any other, and between two arrays. A run
-    ends at a step of 0, and where steps turn: at the first turn, and not at the next one if
-    that follows at once, since the run that begins between the two has no direction as yet.
-    """
-    import numpy as np  # noqa: PLC0415 - an extra, and 0.1 s to load
-
-    ids = np.frombuffer(b"".join(arrays), dtype=np.intc)
-    ends = np.cumsum(np.fromiter(map(len, arrays), dtype=np.intp, count=len(arrays)))
-    gaps = np.diff(ids)
-    steps = (gaps == 1).astype(np.int8) - (gaps == -1)
-    borders = ends[:-1] - 1
-    steps[borders[(borders >= 0) & (borders < len(steps))]] = 0
-    breaks = steps == 0
-    turns = (steps[1:] == -steps[:-1]) & ~breaks[1:]
-    if turns.any():
-        places = np.arange(1, len(steps))
-        since = places - np.maximum.accumulate(np.where(turns, 0, places))
-        breaks[1:] |= turns & (since % 2 == 1)
-    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    counts = np.diff(starts, append=len(ids))
-    longer = np.flatnonzero(counts > 1)
-    counts[longer] *= steps[starts[longer]]
-    firsts = ids[starts]
-    # Most runs are of one block: their texts are looked up, the others are made.
-    texts = _texts_upto(int(firsts.max()))[firsts]
-    pairs = zip(firsts[longer].tolist(), counts[longer].tolist(), strict=True)
-    texts[longer] = [b"[%d,%d]" % pair for pair in pairs]
-    rendered = texts.tolist()
-    places = np.searchsorted(starts, ends).tolist()
-    return [
-        b"[%b]" % b",".join(rendered[a:b]) for a, b in zip([0, *places], places, strict=False)
-    ]
-
-
-def _texts_upto(last: int) -> Any:
-    """Return `_single_texts` with that of the id `last`."""
-    global _single_texts  # noqa: PLW0603 - as `_ids_seen` is
-    import numpy as np  # noqa: PLC0415
-
-    if last >= len(_single_texts):
-        texts = [b"[%d,1]" % id_ for id_ in range(max(last + 1, 2 * len(_single_texts)))]
-        _single_texts = np.array(texts, dtype=object)
-    return _single_texts
+        return map(native.render_runs, arrays)
+    return map(dumps, map(encode_runs, arrays))
 
 
 def join_runs(parts: Iterable[Runs]) -> Runs:
