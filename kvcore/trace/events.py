@@ -22,7 +22,6 @@ import msgspec
 import orjson
 from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError
 
-from kvcore.cache.recorder import growth
 from kvcore.errors import shorten
 from kvcore.untrusted import parse_json as check_json
 
@@ -442,39 +441,6 @@ class Grow(Event, tag="GROW"):
         Annotated[list[RequestId], Meta(description="a list of integers and strings")]
         | UnsetType
     ) = msgspec.field(name="for", default=UNSET)
-
-    def expand(self) -> list[Event]:
-        """Return the events that it stands for.
-
-        Raises:
-            ViolationError: times go back, or the blocks of victims are not those of requests.
-        """
-        victims, requesters = self.victims or (), self.requesters or ()
-        blocks = sum(blocks for _, blocks, _, _ in victims)
-        if blocks != len(requesters) or blocks > len(self.grown):
-            violated(f"{len(requesters)} requests evict {blocks} of {len(self.grown)} blocks")
-        events: list[Event] = []
-        n, by, last = self.n, self.by or "", self.t
-        for (t, seq, first, block), victim in growth(self.grown, victims, requesters):
-            if t < last:
-                violated(f"time goes back, from {last} to {t} ns")
-            last = t
-            if victim is not None:
-                span, hits, accessed, requester = victim
-                if accessed > t:
-                    violated(f"span {span} leaves at {t} ns, before its last access")
-                evict = Evict(
-                    n=n, t=t, span=span, runs=[(block, 1)], by=by, requester=requester,
-                    age=t - accessed, hits=hits, reason="capacity", scope="cache",
-                    replica=self.replica,
-                )  # fmt: skip
-                events.append(evict)
-                n += 1
-            events.append(
-                Alloc(n=n, t=t, seq=seq, first=first, runs=[(block, 1)], replica=self.replica)
-            )
-            n += 1
-        return events
 
 
 class Drop(SequenceEvent, tag="EVICT"):

@@ -269,26 +269,6 @@ def render_all_runs(arrays: Iterable[Ids]) -> Iterable[bytes]:
     return map(dumps, map(encode_runs, arrays))
 
 
-def join_runs(parts: Iterable[Runs]) -> Runs:
-    """Return the runs of the ids of all `parts`, each of them runs of `encode_runs`."""
-    joined: Runs = []
-    for part in parts:
-        if joined and part:
-            first, count = joined[-1]
-            then, more = part[0]
-            step = then - first if count == 1 else 1 if count > 0 else -1
-            # A run of the next part goes on, unless it turns.
-            if (
-                step in (1, -1)
-                and then == first + (count if step > 0 else -abs(count))
-                and (more == 1 or (more > 0) == (step > 0))
-            ):
-                joined[-1] = first, step * (abs(count) + abs(more))
-                part = part[1:]  # noqa: PLW2901
-        joined += part
-    return joined
-
-
 def decode_runs(runs: Sequence[Sequence[int]], limit: int = _ID_LIMIT) -> Ids:
     """Return the ids that `runs` stand for, each at least 0 and below `limit`.
 

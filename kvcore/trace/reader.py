@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +19,9 @@ from kvcore.files import as_path
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.request import KEY_BYTES, Hints, Key, Request, Retention
 from kvcore.trace import events
-from kvcore.trace.events import Alloc, Compact, Drop, Event, Evict, Free, Grow, Header
-from kvcore.trace.fields import OPTIONAL, SCHEMA, join_runs, slo_of
+from kvcore.trace.events import Event, Header
+from kvcore.trace.expansion import Expansion
+from kvcore.trace.fields import OPTIONAL, SCHEMA, slo_of
 from kvcore.trace.jsonl_file import ODD_BYTES, SealedReader
 from kvcore.untrusted import TRACE_HEADER_BYTES, parse_json
 from kvcore.workloads import Workload
@@ -77,19 +78,15 @@ class TraceReader(SealedReader[Event]):
         self._required_names = events.REQUIRED_NAMES
         self._n = 0  # number of the next event
         self._time = 0
-        self._schema = SCHEMA
-        self._evicted: list[list[tuple[int, int]]] = []  # since the last other line with blocks
-        self._grown: list[Event] = []  # what the GROW read last stands for
+        self._expansion = Expansion()
+        self._expanded: Sequence[Event] = ()  # what the line read last stands for
         self._grouped = False  # whether HEADER has cache groups
         self._counts: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[Event]:
-        """Yield the events, in place of GROW those that it stands for."""
-        for event in super().__iter__():
-            if event.__class__ is Grow:
-                yield from self._grown
-            else:
-                yield event
+        """Yield the events that the lines stand for."""
+        for _ in super().__iter__():
+            yield from self._expanded
 
     def feed(self, start: Callable[[Header], Builder], tick: Tick = unseen) -> Builder:
         """Return the builder that `start` makes from HEADER, once it has all events.
@@ -136,6 +133,7 @@ class TraceReader(SealedReader[Event]):
         if name == "END":
             if now > self._time:
                 self.fail(f"END is at {now} ns; the line before it at {self._time}")
+            self._expanded = (event,)
             self._expect_end({
                 "n": n, "t": now, "event": "END", "lines": n, "events": self._counts,
             })  # fmt: skip
@@ -144,47 +142,19 @@ class TraceReader(SealedReader[Event]):
             colons = raw.count(b":")
             if colons != self._required_names[type(event)] or self._odd_bytes:
                 self._check_names(raw, event, colons)
-            self._count(event)
+            self._expand(event)
         return event
 
-    def _count(self, event: Event) -> None:
-        """Count an event, or those that it stands for; add the blocks that it leaves out."""
-        if isinstance(event, Grow):
-            self._grown = self._expand(event)
-            return
-        if isinstance(event, (Evict, Drop)):
-            self._evicted.append(event.runs)
-        elif isinstance(event, Alloc) and event.evicted:
-            self._add_evicted(event)
-        elif self._evicted and isinstance(event, (Alloc, Free, Compact)):
-            self._evicted = []
-        self._counts[event.event] = self._counts.get(event.event, 0) + 1
-        self._n += 1
-        self._time = event.t
-
-    def _expand(self, event: Grow) -> list[Event]:
-        """Return the events that GROW stands for, and count them."""
-        if self._grouped or self._schema == 1:
-            self.fail("GROW: there is none in schema 1, and none of cache groups")
+    def _expand(self, event: Event) -> None:
+        """Store and count the events that a line stands for."""
         try:
-            expanded = event.expand()
+            self._expanded = expanded = self._expansion.expand(event)
         except ValueError as error:
-            self.fail(f"GROW: {error}")
-        blocks = len(event.grown)
-        for name, count in (("ALLOC", blocks), ("EVICT", len(expanded) - blocks)):
-            if count:
-                self._counts[name] = self._counts.get(name, 0) + count
+            self.fail(f"{event.event}: {error}")
+        for each in expanded:
+            self._counts[each.event] = self._counts.get(each.event, 0) + 1
         self._n += len(expanded)
         self._time = expanded[-1].t
-        return expanded
-
-    def _add_evicted(self, event: Alloc) -> None:
-        """Add to the blocks of an ALLOC those that the EVICT lines before it have."""
-        evicted, self._evicted = self._evicted, []
-        blocks = sum(abs(count) for runs in evicted for _, count in runs)
-        if self._schema == 1 or blocks != event.evicted:
-            self.fail(f"ALLOC: {event.evicted} evicted blocks; {blocks} in the lines before it")
-        event.runs, event.evicted = join_runs([event.runs, *evicted]), UNSET
 
     def _check_names(self, raw: bytes, event: Event, colons: int) -> None:
         """Refuse a line that has a name twice, or is not written as kvcore writes it."""
@@ -213,11 +183,9 @@ class TraceReader(SealedReader[Event]):
             self.fail(f"{NO_TRACE} (not JSON: {error.msg}, at column {error.colno})")
         if type(line) is not dict or line.get("event") != "HEADER":
             self.fail(NO_TRACE)
-        self._schema = line.get("schema", SCHEMA)
-        if self._schema not in range(1, SCHEMA + 1):
-            self.fail(
-                f"schema {self._schema!r}; this version of kvcore reads schemas 1 to {SCHEMA}"
-            )
+        schema = line.get("schema", SCHEMA)
+        if schema not in range(1, SCHEMA + 1):
+            self.fail(f"schema {schema!r}; this version of kvcore reads schemas 1 to {SCHEMA}")
         self._must_be_as_written(raw, line)
 
 

@@ -330,9 +330,7 @@ class Playback:
         # EVICT of scope `sequence`, where a retention policy drops private blocks, has a Struct
         # of its own, and so rows of their own kind. (DROP, of a tier, is `Discard`.)
         structs = events.EVENTS | {"FORGET": events.Drop}
-        for name in events.OF_CLUSTERS:
-            del structs[name]
-        self._set_kinds(structs)
+        self._set_kinds({name: structs[name] for name in KIND})
         self._row(header)
 
     def _begin(self, header: events.Header, checker: Any, inquest: MissClassifier) -> None:

@@ -12,6 +12,7 @@ from io import BytesIO
 from typing import Any
 
 import attrs
+import orjson
 
 from kvcore.cache import KVCache
 from kvcore.errors import InputError
@@ -25,6 +26,7 @@ from kvcore.request import Request, block_keys, text_request, word_tokens
 from kvcore.serving import Batching
 from kvcore.trace import Trace, decode_runs
 from kvcore.trace.events import Header, decode
+from kvcore.trace.expansion import Expansion
 from kvcore_engine.engine import run
 from kvcore_lab.demo import (
     OneHead,
@@ -171,11 +173,12 @@ def _events(lines: str) -> Iterator[tuple[str, Any, CacheState]]:
     header, *between, _ = lines.splitlines()
     about = decode(header.encode())
     assert isinstance(about, Header)
-    state = CacheState(about)
-    for line in between:
-        event = decode(line.encode())
-        state.apply(event)
-        yield line, event, state
+    state, expansion = CacheState(about), Expansion()
+    for written in between:
+        for event in expansion.expand(decode(written.encode())):
+            line = orjson.dumps(event.as_dict()).decode()
+            state.apply(event)
+            yield line, event, state
 
 
 def _ids(runs: Any) -> list[int]:

@@ -22,7 +22,8 @@ from kvcore.config import RunParts
 from kvcore.errors import InputError
 from kvcore.hookspecs import Running
 from kvcore.trace import Trace
-from kvcore.trace.events import Event, Grow, Header, decode
+from kvcore.trace.events import Event, Header, decode
+from kvcore.trace.expansion import Expansion
 from kvcore.trace.jsonl_file import BUFFER_BYTES
 from kvcore.units import NS_PER_S
 from kvcore.untrusted import escaped
@@ -221,14 +222,13 @@ class _ShownLines(io.BufferedWriter):
 
     def __init__(self, raw: io.RawIOBase, show: Callable[[Event], None]) -> None:
         super().__init__(raw, BUFFER_BYTES)
-        self._show = show
+        self._show, self._expansion = show, Expansion()
 
     def write(self, lines: Buffer, /) -> int:
         """Show lines, and write them."""
         for line in bytes(lines).splitlines():
-            event = decode(line)
-            for shown in event.expand() if isinstance(event, Grow) else (event,):
-                self._show(shown)
+            for event in self._expansion.expand(decode(line)):
+                self._show(event)
         return super().write(lines)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvcore.native import library
 from kvcore.trace import decode_runs, encode_runs, fields
+from kvcore.trace.expansion import join_runs
 
 CASES = [
     ([], []),
@@ -79,7 +80,7 @@ def test_joined_runs_are_those_of_all_ids(ids, cuts):
     """The runs of parts, joined, are the runs of the whole."""
     borders = [0, *sorted(cuts), len(ids)]
     parts = [encode_runs(array("i", ids[a:b])) for a, b in pairwise(borders)]
-    assert fields.join_runs(parts) == encode_runs(array("i", ids))
+    assert join_runs(parts) == encode_runs(array("i", ids))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
