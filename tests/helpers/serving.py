@@ -19,6 +19,8 @@ from kvcore import SLO, KVCache, LatencyModel, Request, Trace
 from kvcore.request import NO_HINTS, Hints
 from kvcore.serving import Batching, Rules, simulate
 from kvcore.serving.rules import CHOICES
+from kvcore.trace.events import decode
+from kvcore.trace.expansion import Expansion
 from kvcore_plugins.eviction import LRU
 
 BLOCK = 4
@@ -129,8 +131,17 @@ class Run:
 
     @property
     def lines(self):
-        """The lines of the trace between HEADER and END, as dicts."""
-        return [orjson.loads(line) for line in self.trace.splitlines()[1:-1]]
+        """The lines of the trace between HEADER and END, expanded, as dicts."""
+        expansion, lines = Expansion(), []
+        grouped = b'"cache_groups"' in self.trace.partition(b"\n")[0]
+        for line in self.trace.splitlines():
+            written = orjson.loads(line)
+            expanded = expansion.expand(decode(line, grouped=grouped))
+            if written["event"] == "GROW" or "evicted" in written:
+                lines += orjson.loads(orjson.dumps([event.as_dict() for event in expanded]))
+            else:
+                lines.append(written)
+        return lines[1:-1]
 
     @property
     def rejected(self):
