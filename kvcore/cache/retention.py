@@ -5,16 +5,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 from operator import index
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
 from kvcore.cache.recorder import Recorder
 from kvcore.cache.sequence import Hole, Sequence, merge_holes
+from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import Plugin
 
 
 class RetentionPolicy(Plugin):
-    """Decides which tokens of an open sequence need no K/V any longer.
+    """Decides which tokens of an open sequence need no K/V any longer, or are not read.
 
     The cache calls the policy after each chunk of a prefill, and, while the sequence
     generates, after each full block. Dropped blocks leave the block table for good: private
@@ -33,9 +34,14 @@ class RetentionPolicy(Plugin):
     into blocks of its own. Neither happens before it has computed all blocks that it shares.
 
     A method that raises ends the use of the cache.
+
+    Attributes:
+        reads_all: whether a token attends to all tokens that are kept. If generated tokens do
+            not, their K/V is not what keys of an output stand for, and is not shared.
     """
 
     kind: ClassVar[str] = "retention"
+    reads_all: ClassVar[bool] = True
 
     def droppable(self, seq: Sequence) -> Iterable[tuple[int, int]]:
         """Return ranges `(start, end)` of token positions that `seq` may drop.
@@ -46,6 +52,11 @@ class RetentionPolicy(Plugin):
         """
         del seq
         return ()
+
+    def timing(self, model: ModelSpec) -> dict[str, Any]:
+        """Return options of a latency model that follow from what a step reads; {}: all."""
+        del model
+        return {}
 
     def keeps(self, seq: Sequence) -> int | None:
         """Return how many of the `seq.held` tokens of `seq` to keep; None: all, the default.

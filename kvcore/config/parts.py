@@ -566,7 +566,11 @@ class RunParts:
     def _timing(self, devices: int | None) -> dict[str, Any]:
         """Return the options of the deployment that a latency model may have."""
         model, device = self.model, self.device
+        reads = {}
+        if self.config.retention is not None:
+            reads = self.built("retention").timing(model)
         return {
+            **reads,
             # A model from a file has no name that plugins know.
             "model": model.name if model == MODELS.get(model.name) else model,
             "device": device.name if device == DEVICES.get(device.name) else device,

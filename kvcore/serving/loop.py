@@ -129,7 +129,7 @@ class ServingLoop:
             cache.geometry.block_size,
             latency.windows,
             self.log.itl,
-            all_commit=named or cache.retention is not None,
+            all_commit=named or cache.forgets,
             ahead=planned and not rules.lag,
         )
         server = ServiceEstimates(cache, latency, batching.max_seqs)
@@ -170,7 +170,8 @@ class ServingLoop:
         self._lag = Lag() if rules.lag else None
         self._drafts: Speculation | None = None
         drafter = cast("Drafter | None", executor.drafter)
-        _check_parts(drafter, cache.retention, self.allocator, lag=rules.lag)
+        retention = cache.retention if cache.forgets else None
+        _check_parts(drafter, retention, self.allocator, lag=rules.lag)
         if drafter is not None:
             from kvcore.serving.speculation import Speculation  # noqa: PLC0415 - rare
 

@@ -13,6 +13,7 @@ tokens in a table means nothing: K/V carries its position.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ from kvcore.errors import InputError, PolicyError
 from kvcore.lazy import LazyModule
 from kvcore.models.codec import Part
 from kvcore.plugins import FAILURES, policy_error, wrong_answer
+from kvcore_engine.page_reader import AttentionReads, PageReader, is_generated
+from kvcore_engine.retention.page_selection import PageSelection
 from kvcore_engine.retention.token_retention import (
     HeldTokens,
     Reads,
@@ -74,6 +77,7 @@ class _Record:
         queries: for each layer the queries of the newest n tokens, `[n, heads, head_dim]`;
             the one at position p is row p % n.
         asked: position of each row of `queries`; -1: the row is empty.
+        summaries: summaries of its pages by layer, for a policy that selects pages.
     """
 
     positions: torch.Tensor | None = None
@@ -82,6 +86,7 @@ class _Record:
     attention: torch.Tensor | None = None
     queries: dict[int, torch.Tensor] = attrs.field(factory=dict)
     asked: list[int] = attrs.field(factory=list)
+    summaries: dict[int, torch.Tensor] = attrs.field(factory=dict)
 
     def copy(self) -> _Record:
         """Return the record of a fork, which shares the tensors that only compactions set."""
@@ -90,6 +95,7 @@ class _Record:
             attention=None if self.attention is None else self.attention.clone(),
             queries={layer: rows.clone() for layer, rows in self.queries.items()},
             asked=[*self.asked],
+            summaries={**self.summaries},
         )
 
     def add_attention(
@@ -114,7 +120,8 @@ class Compactor:
 
     It records the inputs of the policy, and nothing else, where a step attends; moves K/V when
     the cache compacts a sequence; and returns the positions of held tokens for layers with
-    windows. The records of a sequence end with the sequence.
+    windows. For a policy that selects pages it lets tokens read these. The records of a
+    sequence end with the sequence.
 
     Args:
         cache: the cache, whose `on_fork` and `on_compact` are set. Without a policy that picks
@@ -127,6 +134,9 @@ class Compactor:
         InputError: the policy cannot be run: it selects no single tokens, or rebases positions
             of keys that cannot be rotated.
         PolicyError: its `reads` are no `Reads`, or of a negative number of queries.
+
+    Attributes:
+        reads: what generated tokens have read so far.
     """
 
     def __init__(
@@ -141,6 +151,18 @@ class Compactor:
         self._windows, self._rotary = tuple(windows), tuple(rotary)
         self._has_windows = any(window is not None for window in self._windows)
         self._options: dict[int, dict[str, Any]] = {}
+        layout, retention = backend.layout, cache.retention
+        self.reads = AttentionReads(
+            layout.bytes_per_block / (layout.layers * layout.block_size)
+        )
+        self._reader: PageReader | None = None
+        if isinstance(retention, PageSelection):
+            self._reader = PageReader(retention, backend, self.reads)
+        # The number of layers by their window, and by whether tokens select pages there.
+        self._layer_kinds = Counter(
+            (window, self._reader is not None and not self._reader.reads_all(layer, window))
+            for layer, window in enumerate(self._windows)
+        )
         if self._policy is not None:
             _check_reads(self._policy)
             if self._policy.rebases:
@@ -166,12 +188,16 @@ class Compactor:
         It is the backend's own, unless there is something to record for the policy.
         """
         backend, policy = self._backend, self._policy
+        sequences = list(sequences)
+        self._count_reads(sequences, batch)
+        if self._reader is not None:
+            summaries = [self._record(seq).summaries for seq in sequences]
+            return self._reader.attend(sequences, summaries, batch)
         if policy is None:
             return backend.attend
         reads = policy.reads
         if not (reads.attention or reads.queries or self._has_windows):
             return backend.attend
-        sequences = list(sequences)
         records = [self._record(seq) for seq in sequences]
         newest = self._newest(records, sequences, batch, reads.queries)
 
@@ -191,6 +217,30 @@ class Compactor:
             return out
 
         return attend
+
+    def summary_bytes(self, sequences: Iterable[Sequence]) -> int:
+        """Return the bytes of the summaries that are kept of the pages of sequences."""
+        kept = (each for seq in sequences for each in self._record(seq).summaries.values())
+        return sum(summaries.nbytes for summaries in kept)
+
+    def _count_reads(self, sequences: list[Sequence], batch: RaggedBatch) -> None:
+        """Add what the generated tokens of a step read."""
+        reads, reader = self.reads, self._reader
+        for seq, context, length in zip(sequences, batch.contexts, batch.lengths, strict=True):
+            for before in range(context, context + length):
+                if not is_generated(seq, before + seq.dropped_tokens):
+                    continue
+                reads.tokens += 1
+                reads.text += (before + seq.dropped_tokens + 1) * self._backend.layout.layers
+                for (window, selects), layers in self._layer_kinds.items():
+                    if selects and reader is not None:
+                        tokens = reader.tokens_read(seq, before)
+                    elif window is None or seq.dropped_tokens:
+                        # A window by position masks tokens, which are read all the same.
+                        tokens = before + 1
+                    else:
+                        tokens = min(before + 1, window)
+                    reads.read += tokens * layers
 
     def _fork(self, seq: Sequence, child: Sequence) -> None:
         """Called when `seq` is forked: `child` gets a copy of its record."""

@@ -12,6 +12,7 @@ from kvcore.cache import KVCache, RetentionPolicy, Sequence
 from kvcore.engine import Rotary
 from kvcore.request import Request
 from kvcore.serving import simulate
+from kvcore_engine.retention.page_selection import PageSelection
 from kvcore_engine.retention.token_retention import (
     HeldTokens,
     Reads,
@@ -21,6 +22,7 @@ from kvcore_engine.retention.token_retention import (
 from kvcore_testing.plugin import PluginTests, check_is_named
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 BLOCK = 4
@@ -152,6 +154,60 @@ class RetentionPolicyTests(PluginTests):
         assert result.summary()["completed"] == len(requests)
         assert cache.pool.free_blocks + cache.tree.cached_blocks == cache.pool.blocks
 
+    # Pages, of a policy that selects some to read.
+
+    @_dtypes
+    @pytest.mark.parametrize("factor", [0.0, 1.0, 1e4])
+    def test_scores_of_pages_are_finite_numbers(self, dtype: str, factor: float) -> None:
+        """A finite score for each page and K/V head, whatever the keys and queries."""
+        policy, keys, queries = self._pages(dtype=dtype, factor=factor)
+        summaries = policy.summarise(keys)
+        assert summaries.shape[:2] == keys.shape[:2], "one summary for each head and page"
+        scores = policy.score(summaries, queries)
+        assert scores.shape == keys.shape[:2], "one score for each head and page"
+        assert scores.isfinite().all(), "a score is infinite or NaN"
+
+    def test_scores_of_pages_are_repeatable(self) -> None:
+        """Scores depend on keys and queries alone, and these are unchanged."""
+        policy, keys, queries = self._pages()
+        before = keys.clone(), queries.clone()
+        first = policy.score(policy.summarise(keys), queries).clone()
+        assert (keys.equal(before[0]), queries.equal(before[1])) == (True, True)
+        assert first.equal(policy.score(policy.summarise(keys), queries))
+
+    def test_scores_a_page_by_its_own_keys(self) -> None:
+        """The score of a page depends on no other page, and on no other K/V head."""
+        policy, keys, queries = self._pages()
+        score = policy.score(policy.summarise(keys), queries)
+        for head in range(len(keys)):
+            for page in range(keys.shape[1]):
+                alone = policy.summarise(keys[head : head + 1, page : page + 1])
+                found = policy.score(alone, queries[head : head + 1])
+                assert found[0, 0].allclose(score[head, page], rtol=1e-4)
+
+    def test_summaries_take_what_is_declared(self) -> None:
+        """The summary of a page takes as many numbers as `summary_keys` keys."""
+        policy, keys, _ = self._pages()
+        numbers = policy.summarise(keys)[0, 0].numel()
+        assert numbers == policy.summary_keys * keys.shape[-1]
+
+    def _pages(
+        self, *, dtype: str = "fp32", factor: float = 1.0
+    ) -> tuple[PageSelection, Tensor, Tensor]:
+        """Return the policy, keys of 5 pages in 2 K/V heads, and queries of 3 heads each."""
+        torch = pytest.importorskip("torch", reason="pages are scored on torch tensors")
+        policy = self.make()
+        if not isinstance(policy, PageSelection):
+            pytest.skip("the policy selects no pages")
+        source = torch.Generator().manual_seed(0)
+        shapes = (2, 5, policy.page, 8), (2, 3, 8)
+        kind = _kind(dtype)
+        keys, queries = (
+            ((torch.rand(shape, generator=source) * 2 - 1) * factor).to(kind)
+            for shape in shapes
+        )
+        return policy, keys, queries
+
     # Scores.
 
     @_dtypes
@@ -269,9 +325,7 @@ def held_tokens(
     """
     import torch  # noqa: PLC0415 - only scores need it
 
-    kind = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}.get(
-        dtype, torch.bfloat16
-    )
+    kind = _kind(dtype)
     source = torch.Generator().manual_seed(seed)
     layers, heads, group, width = 3, 2, 2, 8
     held, count = seq.held, min(reads.queries, seq.held)
@@ -307,6 +361,13 @@ def held_tokens(
         windows=windows,
         rotary=(rotary, rotary, None),
     )
+
+
+def _kind(dtype: str) -> torch.dtype:
+    """Return torch's dtype of a name."""
+    from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - only scores need it
+
+    return TORCH_DTYPES[dtype]
 
 
 def _tensors(held: HeldTokens) -> dict[str, Tensor]:

@@ -176,7 +176,7 @@ class ScoreRetention(TokenRetention):
         elif self.when not in ("always", "prompt"):
             problem = f"when={self.when!r} is not known; there are: always, prompt"
         elif isinstance(self.budget, int) and (
-            _tokens(recent, self.budget) + self.sinks > self.budget
+            tokens_of(recent, self.budget) + self.sinks > self.budget
         ):
             problem = (
                 f"recent={recent} and sinks={self.sinks} are more than the budget of "
@@ -188,12 +188,12 @@ class ScoreRetention(TokenRetention):
 
     def tokens_of(self, seq: Sequence) -> int:
         """Return the budget of `seq` in tokens: 1 or more."""
-        return _tokens(self.budget, seq.request.prompt_tokens)
+        return tokens_of(self.budget, seq.request.prompt_tokens)
 
     def recent_of(self, seq: Sequence) -> int:
         """Return how many of the newest tokens stay: 1 up to the budget."""
         budget = self.tokens_of(seq)
-        return min(_tokens(self.recent, budget), budget)
+        return min(tokens_of(self.recent, budget), budget)
 
     def keeps(self, seq: Sequence) -> int | None:
         """Return the budget at the end of the prompt, and whenever a block more is full."""
@@ -216,6 +216,6 @@ def has_spare_block(seq: Sequence, tokens: int) -> bool:
     return seq.held >= (-(-tokens // size) + 1) * size
 
 
-def _tokens(amount: float, whole: int) -> int:
+def tokens_of(amount: float, whole: int) -> int:
     """Return a number of tokens, or a share of `whole`, as tokens: 1 or more."""
     return amount if isinstance(amount, int) else max(1, int(amount * whole))
