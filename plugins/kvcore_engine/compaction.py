@@ -13,7 +13,6 @@ tokens in a table means nothing: K/V carries its position.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,9 @@ from kvcore.errors import InputError, PolicyError
 from kvcore.lazy import LazyModule
 from kvcore.models.codec import Part
 from kvcore.plugins import FAILURES, policy_error, wrong_answer
-from kvcore_engine.page_reader import AttentionReads, PageReader, is_generated
+from kvcore_engine.merging import merged
+from kvcore_engine.page_reader import PageReader
+from kvcore_engine.reads import AttentionReads
 from kvcore_engine.retention.page_selection import PageSelection
 from kvcore_engine.retention.token_retention import (
     HeldTokens,
@@ -151,20 +152,15 @@ class Compactor:
         self._windows, self._rotary = tuple(windows), tuple(rotary)
         self._has_windows = any(window is not None for window in self._windows)
         self._options: dict[int, dict[str, Any]] = {}
-        layout, retention = backend.layout, cache.retention
-        self.reads = AttentionReads(
-            layout.bytes_per_block / (layout.layers * layout.block_size)
-        )
+        retention = cache.retention
         self._reader: PageReader | None = None
         if isinstance(retention, PageSelection):
-            self._reader = PageReader(retention, backend, self.reads)
-        # The number of layers by their window, and by whether tokens select pages there.
-        self._layer_kinds = Counter(
-            (window, self._reader is not None and not self._reader.reads_all(layer, window))
-            for layer, window in enumerate(self._windows)
-        )
+            self._reader = PageReader(retention, backend)
+        self.reads = AttentionReads(backend.layout, self._windows, self._reader)
+        self._merges = False
         if self._policy is not None:
             _check_reads(self._policy)
+            self._merges = self._policy.merges
             if self._policy.rebases:
                 self._check_rebasing(self._policy)
         cache.on_fork, cache.on_compact = self._fork, self._compact
@@ -189,7 +185,7 @@ class Compactor:
         """
         backend, policy = self._backend, self._policy
         sequences = list(sequences)
-        self._count_reads(sequences, batch)
+        self.reads.add(sequences, batch)
         if self._reader is not None:
             summaries = [self._record(seq).summaries for seq in sequences]
             return self._reader.attend(sequences, summaries, batch)
@@ -222,25 +218,6 @@ class Compactor:
         """Return the bytes of the summaries that are kept of the pages of sequences."""
         kept = (each for seq in sequences for each in self._record(seq).summaries.values())
         return sum(summaries.nbytes for summaries in kept)
-
-    def _count_reads(self, sequences: list[Sequence], batch: RaggedBatch) -> None:
-        """Add what the generated tokens of a step read."""
-        reads, reader = self.reads, self._reader
-        for seq, context, length in zip(sequences, batch.contexts, batch.lengths, strict=True):
-            for before in range(context, context + length):
-                if not is_generated(seq, before + seq.dropped_tokens):
-                    continue
-                reads.tokens += 1
-                reads.text += (before + seq.dropped_tokens + 1) * self._backend.layout.layers
-                for (window, selects), layers in self._layer_kinds.items():
-                    if selects and reader is not None:
-                        tokens = reader.tokens_read(seq, before)
-                    elif window is None or seq.dropped_tokens:
-                        # A window by position masks tokens, which are read all the same.
-                        tokens = before + 1
-                    else:
-                        tokens = min(before + 1, window)
-                    reads.read += tokens * layers
 
     def _fork(self, seq: Sequence, child: Sequence) -> None:
         """Called when `seq` is forked: `child` gets a copy of its record."""
@@ -351,9 +328,15 @@ class Compactor:
             for layer in range(backend.layout.layers):
                 tokens = self._read(seq, record, layer, text[layer], seen[layer], table)
                 scores = self._ranked(policy, tokens, text[layer], seen[layer])
-                sources, stays = _assign(_choose(scores, text[layer], kept), back)
+                chosen = _choose(scores, text[layer], kept)
+                sources, stays = _assign(chosen, back)
                 places.append(sources)
                 positions.append(text[layer].gather(1, sources))
+                if self._merges:
+                    reachable = chosen | (scores > -torch.inf)
+                    masks = (backend.tensor(mask) for mask in (chosen, reachable))
+                    self._write(layer, into, merged(policy, tokens, *masks), sources)
+                    continue
                 shift = None
                 if policy.rebases:
                     ranks = positions[-1].argsort(1).argsort(1)
@@ -368,6 +351,24 @@ class Compactor:
         if record.attention is not None:
             order = backend.tensor(torch.stack(places))
             record.attention = record.attention.gather(2, order)
+
+    def _write(
+        self,
+        layer: int,
+        into: Ids,
+        held: tuple[torch.Tensor, torch.Tensor],
+        sources: torch.Tensor,
+    ) -> None:
+        """Store K/V of the held tokens at the places `sources` in the blocks `into`."""
+        backend, kept = self._backend, sources.shape[1]
+        order = backend.tensor(sources)[..., None]
+        plan = backend.plan(RaggedBatch(block_tables=[into], contexts=[0], lengths=[kept]))
+        dtype = backend.layout.dtype
+        rows = (
+            backend.tensor(part.take_along_dim(order, 1).transpose(0, 1).contiguous(), dtype)
+            for part in held
+        )
+        backend.store(layer, plan, *rows)
 
     def _move(
         self,
@@ -413,8 +414,8 @@ class Compactor:
         found: dict[str, Any] = {}
         weighs = reads.queries > 0 and reads.weights
         halves: tuple[tuple[Part, bool], ...] = (
-            ("keys", reads.keys or weighs),
-            ("values", reads.values),
+            ("keys", reads.keys or weighs or self._merges),
+            ("values", reads.values or self._merges),
         )
         for part, wanted in halves:
             if wanted:
@@ -441,7 +442,7 @@ class Compactor:
             if weighs:
                 reach = backend.tensor(self._reach(layer, seen[:, None], asked[:, None]))
                 found["weights"] = _weights(queries, found["keys"], reach, scale)
-        if not reads.keys:
+        if not reads.keys and not self._merges:
             found.pop("keys", None)
         return HeldTokens(
             seq=seq,
@@ -506,7 +507,9 @@ class Compactor:
         layout = self._backend.layout
         codec = layout.codec
         why = ""
-        if plain:
+        if self._merges:
+            why = "merges them, where each key must be rotated as it was computed"
+        elif plain:
             why = (
                 f"layer {plain[0]} of the model has no rotary embedding that it tells of, so "
                 "its keys cannot be rotated to them"

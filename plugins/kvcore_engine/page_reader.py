@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import attrs
-
 from kvcore.cache.sequence import Sequence
 from kvcore.engine.backend import Backend
 from kvcore.engine.batch import RaggedBatch, Tensor
@@ -29,35 +27,6 @@ if TYPE_CHECKING:
     import torch
 else:
     torch = LazyModule("torch", globals())
-
-
-@attrs.define
-class AttentionReads:
-    """K/V that attention of generated tokens has read, over all layers and sequences.
-
-    Attributes:
-        tokens: number of generated tokens that attended.
-        read: K/V that they read, in tokens of a layer.
-        text: K/V of the whole text up to each of them, in tokens of a layer.
-        summary_bytes: bytes that were read besides, to select among K/V.
-        layer_token_bytes: bytes of K/V of a token in a layer, the scales of a codec included.
-    """
-
-    layer_token_bytes: float
-    tokens: int = 0
-    read: int = 0
-    text: int = 0
-    summary_bytes: int = 0
-
-    @property
-    def bytes(self) -> float:
-        """Bytes that were read."""
-        return self.read * self.layer_token_bytes + self.summary_bytes
-
-    @property
-    def share(self) -> float | None:
-        """Bytes that were read, as a share of those of the whole text; None: none was."""
-        return self.bytes / (self.text * self.layer_token_bytes) if self.text else None
 
 
 class BlockSelection(NamedTuple):
@@ -101,13 +70,15 @@ class PageReader:
     Args:
         policy: the policy.
         backend: the backend with the K/V.
-        reads: counts the bytes of summaries that are read.
+
+    Attributes:
+        summary_bytes: bytes of summaries that have been read.
 
     Raises:
         InputError: pages are no whole blocks, or the backend cannot read blocks by head.
     """
 
-    def __init__(self, policy: PageSelection, backend: Backend, reads: AttentionReads) -> None:
+    def __init__(self, policy: PageSelection, backend: Backend) -> None:
         size = backend.layout.block_size
         attend = getattr(backend, "attend_selected", None)
         why = ""
@@ -118,18 +89,19 @@ class PageReader:
         if attend is None or why:
             msg = f"retention {policy.name!r} {why}: give another page, or take torch-cpu"
             raise InputError(msg)
-        self._policy, self._backend, self._reads = policy, backend, reads
+        self._policy, self._backend = policy, backend
         self._attend: Callable[..., Tensor] = attend
+        self.summary_bytes = 0
 
     def reads_all(self, layer: int, window: int | None) -> bool:
         """Return True if every token attends to all that it can see in a layer."""
         return window is not None or layer < self._policy.dense_layers
 
     def tokens_read(self, seq: Sequence, context: int) -> int:
-        """Return how many tokens a token of `seq` after `context` others attends to."""
+        """Return how many tokens a generated token of `seq` after `context` others reads."""
         page = self._policy.page
         read = min(context // page, self._policy.pages_of(seq) - 1)
-        return read * page + context % page + 1 if is_generated(seq, context) else context + 1
+        return read * page + context % page + 1
 
     def attend(
         self,
@@ -146,7 +118,7 @@ class PageReader:
             sequences, summaries, batch.block_tables, batch.contexts, batch.lengths, strict=True
         )
         for seq, known, table, context, length in columns:
-            # Pages that were committed and rolled back may have other tokens now.
+            # Of drafts, and of committed tokens that were rolled back, others may come instead.
             final = seq.position // self._policy.page
             for layer, kept in known.items():
                 known[layer] = kept[:, :final]
@@ -196,7 +168,7 @@ class PageReader:
         return BlockSelection(row, blocks, wanted * policy.page + context % policy.page + 1)
 
     def _summaries(self, layer: int, rows: _Rows, pages: int) -> Tensor:
-        """Return the summaries of the first pages; those of committed tokens are kept."""
+        """Return the summaries of the first pages, which are kept for the next tokens."""
         policy, page = self._policy, self._policy.page
         known = [rows.summaries[layer]] if layer in rows.summaries else []
         count = known[0].shape[1] if known else 0
@@ -211,11 +183,9 @@ class PageReader:
             if not isinstance(new, torch.Tensor) or new.shape[:2] != (len(keys), pages - count):
                 wanted = f"summaries of {len(keys)} heads x {pages - count} pages"
                 raise wrong_answer(policy, "summarise()", f"{_shape(new)}: give {wanted}")
-            known = [torch.cat((*known, new), 1)]
-            # Tokens of drafts, behind the committed ones, may be replaced.
-            rows.summaries[layer] = known[0][:, : rows.seq.position // page]
-        read = known[0][:, :pages]
-        self._reads.summary_bytes += read.nbytes
+            rows.summaries[layer] = torch.cat((*known, new), 1)
+        read = rows.summaries[layer][:, :pages]
+        self.summary_bytes += read.nbytes
         return read
 
     def _scored(self, summaries: Tensor, queries: Tensor) -> Tensor:
@@ -236,11 +206,6 @@ class PageReader:
             count = int(scores.isnan().sum())
             raise wrong_answer(policy, "score()", f"NaN for {count} of {scores.numel()} pages")
         return scores
-
-
-def is_generated(seq: Sequence, position: int) -> bool:
-    """Return True if the token of `seq` at a position is generated, and not of the prompt."""
-    return position >= seq.request.prompt_tokens
 
 
 def _shape(answer: Any) -> Any:

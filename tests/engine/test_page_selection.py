@@ -101,7 +101,8 @@ def test_a_budget_of_all_pages_is_dense_attention(size):
     wanted, right = written(paged(size=size, blocks=600 // size))
     assert tokens == wanted
     assert logits.equal(right)
-    assert everything.compactor.reads.share == 1
+    reads = everything.compactor.reads
+    assert reads.bytes == reads.text_bytes > 0
 
 
 def selected_blocks(blocks, heads, tokens):
@@ -196,11 +197,11 @@ def test_what_generated_tokens_read_is_counted():
     reads = texts.compactor.reads
     # Tokens 31 and 32 of the text are computed, and read 1 of 3 layers whole. In the others
     # they read a page beside their own, which has 3 tokens and then 4.
-    assert (reads.tokens, reads.text) == (2, 3 * 31 + 3 * 32)
-    assert reads.read == 31 + 32 + 2 * (4 + 3) + 2 * (4 + 4)
+    assert (reads.tokens, reads.text_layer_tokens) == (2, 3 * 31 + 3 * 32)
+    assert reads.layer_tokens == 31 + 32 + 2 * (4 + 3) + 2 * (4 + 4)
     # 7 pages of 2 x 4 numbers in 2 heads and 2 layers, read twice.
     assert reads.summary_bytes == 2 * 7 * 2 * 4 * 2 * 2 * 8
-    assert reads.bytes == reads.read * 2 * (4 + 4) * 8 + reads.summary_bytes
+    assert reads.bytes == reads.layer_tokens * 2 * (4 + 4) * 8 + reads.summary_bytes
 
 
 def test_layers_with_a_window_read_their_window():
@@ -267,20 +268,22 @@ def test_forks_read_pages_of_their_own():
 
 
 def test_pages_that_were_rolled_back_are_summarised_again():
-    """A page whose tokens were replaced is selected by its new keys."""
+    """A text whose end was replaced goes on as one that never had another end."""
     texts = paged(Quest(budget=8, page=4, dense_layers=0))
     seq = texts.open(PROMPT)
     texts.run(seq, output=20)
-    text, right = texts.texts[seq], texts.texts[seq].tokens[:]
+    before = texts.texts[seq].tokens[:33]
     texts.cache.rollback(seq, 16)
-    text.tokens[33:] = [60] * 10
-    text.computed = 33
-    texts.step({seq: 10})
-    texts.cache.rollback(seq, 10)
-    text.tokens[33:] = right[33:34]
-    text.computed = 33
-    texts.run(seq, output=20)
-    assert text.tokens == right
+    again = texts.open(PROMPT)
+    for each in (seq, again):
+        text = texts.texts[each]
+        text.tokens[30:] = [*before[30:], *([60] * 9)]
+        text.computed = each.position
+        texts.run(each, output=24)
+        text.tokens.append(1)
+    assert texts.texts[seq].tokens == texts.texts[again].tokens
+    texts.step({each: texts.texts[each].left for each in (seq, again)})
+    torch.testing.assert_close(*texts.generator.seen)
 
 
 def test_outputs_are_not_shared():

@@ -116,6 +116,24 @@ class TokenRetention(RetentionPolicy):
         has no meaning.
         """
 
+    @property
+    def merges(self) -> bool:
+        """Whether `merge` is overridden."""
+        return type(self).merge is not TokenRetention.merge
+
+    def merge(self, held: HeldTokens, stays: Tensor) -> tuple[Tensor, Tensor]:
+        """Return into which token each held one is merged, and its weight there.
+
+        Called after `score` if it is overridden; otherwise tokens that do not stay are dropped.
+        K and V of a token that stays become the weighted mean of the tokens merged into it.
+        `held` has keys and values; `stays` is True for tokens that stay.
+
+        All are `[layers, kv_heads, tokens]`. The first tensor has the index of a token that
+        stays: its own for that one, -1 for a token that is dropped. The second has weights of
+        0 or more, whose sum is 1 over the tokens that are merged into one.
+        """
+        raise NotImplementedError
+
 
 def token_retention(cache: KVCache) -> TokenRetention | None:
     """Return the retention policy of `cache` if it selects single tokens, otherwise None.

@@ -16,6 +16,8 @@ POLICIES = [
     "full",
     "h2o:budget=0.25,recent=9,sinks=2",
     "knorm:budget=9",
+    "kvmerger:budget=64",
+    "kvmerger:budget=0.25,threshold=-1,recent=3,sinks=2",
     "quest:budget=64,page=4",
     "quest:budget=0.1,page=8,dense_layers=0",
     "random:budget=30,recent=0.5,seed=7",
