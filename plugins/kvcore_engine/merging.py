@@ -27,29 +27,35 @@ def merged(
 
     In fp32 or better; those of tokens that do not stay are 0. `stays` and `reachable`, bool
     `[kv_heads, held]`, are the tokens that stay, and those that a later token could attend to:
-    others are dropped whatever the policy answers.
+    others are dropped whatever the policy answers, and means are of those that are left.
 
     Raises:
         PolicyError: `merge` fails, or answers with another shape, with tokens that do not
-            stay, or with weights whose sums are not 1.
+            stay, with weights whose sums are not 1, or with a weight of 0 for one that stays.
     """
     from kvcore_plugins.codec.dtypes import widened  # noqa: PLC0415 - torch
 
     halves = [widened(part[0]) for part in (tokens.keys, tokens.values)]
     try:
         into, weights = (part[0] for part in policy.merge(tokens, stays[None]))
-        kept = (into >= 0) & reachable
-        into, weights = into.clamp_min(0), weights.to(halves[0].dtype) * kept
+        merges, into = into >= 0, into.clamp_min(0)
+        weights = weights.to(halves[0].dtype) * merges
         sums = torch.zeros_like(weights).scatter_add(1, into, weights)
     except FAILURES as error:
         raise policy_error(policy, "merge", error) from error
     error_of_sums = float((sums[stays] - 1).abs().max())
+    wrong = ""
     if not error_of_sums < WEIGHT_ERROR:
         wrong = f"weights of a mean whose sum is {error_of_sums:.3g} off 1"
-        raise wrong_answer(policy, "merge()", wrong)
-    if not bool(stays.gather(1, into)[kept].all()):
+    elif not bool((weights[stays] > 0).all()):
+        wrong = "a weight of 0 for a token that stays: give it some of the mean"
+    elif not bool(stays.gather(1, into)[merges].all()):
         wrong = "tokens that do not stay: merge into those that do, or -1"
+    if wrong:
         raise wrong_answer(policy, "merge()", wrong)
+    weights = weights * reachable
+    sums = torch.zeros_like(weights).scatter_add(1, into, weights)
+    weights = weights / torch.where(stays, sums, 1).gather(1, into)
     keys, values = (
         torch.zeros_like(part).scatter_add(
             1, into[..., None].expand(part.shape), part * weights[..., None]

@@ -285,6 +285,7 @@ class RetentionPolicyTests(PluginTests):
         into, weights = policy.merge(held, stays)
         assert into.shape == weights.shape == stays.shape
         assert ((weights >= 0) & weights.isfinite()).all(), "a weight is negative or infinite"
+        assert (weights[stays] > 0).all(), "a token that stays has no weight in its mean"
         merged = into >= 0
         inside = into.clamp_min(0)
         assert stays.gather(-1, inside)[merged].all(), "merged into a token that does not stay"
@@ -445,7 +446,7 @@ def _shuffled(held: HeldTokens) -> list[int]:
 
 def _reordered(held: HeldTokens, order: list[int]) -> HeldTokens:
     """Return the same tokens in another order."""
-    moved = {
+    moved: dict[str, Any] = {
         name: each[..., order, :] if name in ("keys", "values") else each[..., order]
         for name, each in _tensors(held).items()
         if not name.startswith("quer")

@@ -218,15 +218,25 @@ def own(stays):
     return torch.arange(stays.shape[-1]).expand(stays.shape)
 
 
+def swapped(stays):
+    """Return merges in which tokens that go take the whole place of those that stay."""
+    kept, gone = (mask[0].nonzero()[:, 1].view(2, -1) for mask in (stays, ~stays))
+    gone = gone[:, : kept.shape[1]]
+    into = torch.full(stays.shape[1:], -1).scatter(1, kept, kept).scatter(1, gone, kept)
+    return into[None], torch.zeros(stays.shape).scatter(2, gone[None], 1)
+
+
 @pytest.mark.parametrize(
     ("answer", "wrong"),
     [
         (lambda _, stays: (own(stays), stays * 0.5), "a mean whose sum is 0.5 off 1"),
         (lambda _, stays: (own(stays), torch.ones(stays.shape)), "tokens that do not stay"),
+        (lambda _, stays: (stays.cumsum(-1) * 0, stays * 0.0), "sum is 1 off 1"),
+        (lambda _, stays: swapped(stays), "a weight of 0 for a token that stays"),
         (lambda _, stays: own(stays), r"error.* in merge\(\)"),
         (lambda _, stays: (own(stays)[..., :3], stays.double()), r"Error in merge\(\)"),
     ],
-    ids=["weights", "targets", "one tensor", "a shape"],
+    ids=["weights", "targets", "no weights", "no own weight", "one tensor", "a shape"],
 )
 def test_invalid_merges_are_reported_with_the_plugin(answer, wrong):
     """A wrong answer of `merge` raises PolicyError with the plugin's name."""

@@ -204,6 +204,19 @@ def test_what_generated_tokens_read_is_counted():
     assert reads.bytes == reads.layer_tokens * 2 * (4 + 4) * 8 + reads.summary_bytes
 
 
+def test_a_run_has_what_its_tokens_read():
+    """The summary of a run has the bytes that generated tokens read, and those of the texts."""
+    sparse, dense = (
+        compute(
+            requests(), retention=policy, generator=SERVED, backend="torch-cpu", dtype="fp64"
+        ).result.summary()["attention_reads"]
+        for policy in (Quest(budget=12, page=4, dense_layers=1), None)
+    )
+    computed = sum(request.output_tokens - 1 for request in requests())
+    assert sparse["tokens"] == dense["tokens"] == computed
+    assert sparse["bytes"] < sparse["text_bytes"] == dense["text_bytes"] == dense["bytes"]
+
+
 def test_layers_with_a_window_read_their_window():
     """Layers with a window attend as without the policy."""
     model = MODEL + ",window=7"

@@ -68,18 +68,21 @@ class PageSelection(RetentionPolicy):
         """Return how many pages a generated token of `seq` reads, its own included."""
         return max(1, tokens_of(self.budget, seq.request.prompt_tokens) // self.page)
 
+    def selection(self, model: ModelSpec) -> float:
+        """Return the numbers of summaries, as a share of those of the K/V of their pages."""
+        key, token = model.head_dim, model.head_dim + model.value_dim
+        if model.latent:  # one latent stands for both
+            key = token = model.latent
+        return self.summary_keys * key / (self.page * token)
+
     def timing(self, model: ModelSpec) -> dict[str, Any]:
         """Return the options of sparse attention of `roofline`, for a budget in tokens."""
-        layers = sum(window is None for window in model.windows[self.dense_layers :])
-        if not isinstance(self.budget, int) or model.latent or not layers:
+        if not isinstance(self.budget, int) or None not in model.windows[self.dense_layers :]:
             return {}
-        width = self.page * (model.head_dim + model.value_dim)
         return {
             "attended": self.budget,
-            "selection": self.summary_keys * model.head_dim / width,
-            "dense_layers": sum(
-                window is None for window in model.windows[: self.dense_layers]
-            ),
+            "selection": self.selection(model),
+            "dense_layers": self.dense_layers,
         }
 
     @abstractmethod

@@ -130,7 +130,8 @@ class TokenRetention(RetentionPolicy):
 
         All are `[layers, kv_heads, tokens]`. The first tensor has the index of a token that
         stays: its own for that one, -1 for a token that is dropped. The second has weights of
-        0 or more, whose sum is 1 over the tokens that are merged into one.
+        0 or more, whose sum is 1 over the tokens that are merged into one; that one's is above
+        0. Tokens that no later token reaches are left out of the means afterwards.
         """
         raise NotImplementedError
 
