@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from kvcore.cache.sequence import Sequence as HeldSequence
 from kvcore.engine.backend import TensorLayout
 from kvcore.engine.batch import RaggedBatch
+from kvcore.models.codec import BYTES_PER_NUMBER, Part
 from kvcore_engine.page_reader import PageReader
 
 
@@ -32,12 +33,15 @@ class AttentionReads:
         self, layout: TensorLayout, windows: Sequence[int | None], reader: PageReader | None
     ) -> None:
         self._reader = reader
+        self._block_size = layout.block_size
         self._token_bytes = layout.bytes_per_block / (layout.layers * layout.block_size)
+        self._waiting_bytes = waiting_bytes(layout)
         # Number of layers by their window, and by whether tokens select pages there.
         self._kinds = Counter(
             (window, reader is not None and not reader.reads_all(layer, window))
             for layer, window in enumerate(windows)
         )
+        self._waiting_layer_tokens = 0
         self.tokens = self.layer_tokens = self.text_layer_tokens = 0
 
     @property
@@ -47,8 +51,9 @@ class AttentionReads:
 
     @property
     def bytes(self) -> float:
-        """Bytes that were read, scales of a codec and summaries of pages included."""
-        return self.layer_tokens * self._token_bytes + self.summary_bytes
+        """Bytes that were read: of blocks, of tokens that wait to be coded, and summaries."""
+        waiting = self._waiting_layer_tokens * self._waiting_bytes
+        return self.layer_tokens * self._token_bytes + waiting + self.summary_bytes
 
     @property
     def text_bytes(self) -> float:
@@ -61,6 +66,7 @@ class AttentionReads:
             lost, end = seq.dropped_tokens, context + length
             for before in range(max(context, seq.request.prompt_tokens - lost), end):
                 self.tokens += 1
+                waiting = (before + 1) % self._block_size
                 for (window, selects), layers in self._kinds.items():
                     tokens = before + 1
                     if selects and self._reader is not None:
@@ -69,4 +75,21 @@ class AttentionReads:
                         # After a loss a window masks tokens, which are gathered all the same.
                         tokens = min(tokens, window)
                     self.layer_tokens += tokens * layers
+                    self._waiting_layer_tokens += waiting * layers
                     self.text_layer_tokens += (before + lost + 1) * layers
+
+
+def waiting_bytes(layout: TensorLayout) -> int:
+    """Return the bytes of a token in a layer that waits until its block is full to be coded.
+
+    Its place in the block counts besides; 0 for codecs that code each token by itself.
+    """
+    codec = layout.codec
+    if codec is None:
+        return 0
+    parts: tuple[tuple[Part, int], ...] = (
+        ("keys", layout.head_dim),
+        ("values", layout.value_dim),
+    )
+    width = sum(width for part, width in parts if not codec.by_token(part))
+    return width * layout.kv_heads * BYTES_PER_NUMBER[layout.dtype]

@@ -12,7 +12,6 @@ import attrs
 from kvcore.cache import KVCache, RetentionPolicy
 from kvcore.engine import Backend, Codec, Generator, RaggedBatch, Tensor, TensorLayout
 from kvcore.errors import InputError, KvcoreError
-from kvcore.models.codec import BYTES_PER_NUMBER, Part
 from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import FAILURES, policy_error
 from kvcore.plugins.base import options_of
@@ -22,6 +21,7 @@ from kvcore.progress import Progress, Tick, silent, unseen
 from kvcore.request import Request
 from kvcore_engine.compaction import Compactor
 from kvcore_engine.executor import tensor_layout
+from kvcore_engine.reads import waiting_bytes
 from kvcore_engine.retention.page_selection import PageSelection
 
 __all__ = ["Quality", "QualityRow", "measure"]
@@ -494,17 +494,8 @@ class _Run:
         pool, layout = self._cache.pool, self._backend.layout
         held = (pool.blocks - pool.free_blocks) * layout.bytes_per_block
         held += self._compactor.summary_bytes(self._seqs)
-        codec = layout.codec
-        if codec is None:
-            return held
-        widths: tuple[tuple[Part, int], ...] = (
-            ("keys", layout.head_dim),
-            ("values", layout.value_dim),
-        )
-        waiting = sum(width for part, width in widths if not codec.by_token(part))
         tokens = sum(seq.held % layout.block_size for seq in self._seqs)
-        number = BYTES_PER_NUMBER[layout.dtype]
-        return held + tokens * waiting * layout.kv_heads * layout.layers * number
+        return held + tokens * waiting_bytes(layout) * layout.layers
 
     def _compute(self, tokens: list[list[int]]) -> Tensor:
         """Compute more tokens of each text; return the logits after the last of each."""

@@ -29,8 +29,8 @@ class PageSelection(RetentionPolicy):
     Tokens that are computed again after a preemption read what they read before.
 
     Options:
-        budget: tokens that a generated token attends to, in whole pages: a number of tokens,
-            or a share of the prompt, as in 0.25; always a page or more.
+        budget: tokens that a generated token attends to, rounded up to whole pages: a number
+            of tokens, or a share of the prompt, as in 0.25.
         page: tokens of a page: the block size of the cache or a multiple of it.
         dense_layers: number of first layers in which everything is read.
 
@@ -66,7 +66,7 @@ class PageSelection(RetentionPolicy):
 
     def pages_of(self, seq: Sequence) -> int:
         """Return how many pages a generated token of `seq` reads, its own included."""
-        return max(1, tokens_of(self.budget, seq.request.prompt_tokens) // self.page)
+        return -(-tokens_of(self.budget, seq.request.prompt_tokens) // self.page)
 
     def selection(self, model: ModelSpec) -> float:
         """Return the numbers of summaries, as a share of those of the K/V of their pages."""
