@@ -97,7 +97,7 @@ def test_impossible_thresholds_are_refused(threshold):
     threshold=st.sampled_from([-1.0, 0.0, 0.9, 1.0]),
 )
 def test_weights_of_a_mean_are_shares_of_one(seed, count, threshold):
-    """For all choices of tokens that stay, weights are from 0 to 1, and those of each mean have the sum 1."""
+    """Weights are from 0 to 1, and those of each mean have the sum 1, for any that stay."""
     source = torch.Generator().manual_seed(seed)
     tokens = held(torch.randn(12, 4, generator=source).tolist())
     chosen = torch.randperm(12, generator=source)[:count].tolist()
