@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
-from kvcore.cache import GroupedCache, KVCache
+from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.residency import CacheStats
 from kvcore.config.values import slo_text
@@ -28,12 +28,14 @@ from kvcore_lab.comparison import SHARING, Source, types_of
 from kvcore_lab.gpu_cost import Cost, gpus_of
 from kvcore_lab.sweep import Executor, Grid, Plan
 from kvcore_lab.sweep.cells import WorkloadCache
-from kvcore_lab.sweep.executors import ThisProcess
+from kvcore_lab.sweep.executors import ThisProcess, known_to
 from kvcore_replay.belady import Future, belady
 from kvcore_replay.untimed import replay, replay_groups
 
 if TYPE_CHECKING:
     from os import PathLike
+
+    from kvcore_plugins.cache_groups import GroupedCache
 
 COLUMNS = {
     "hit_ratio": "reuse_ratio_token",
@@ -191,8 +193,7 @@ def compare_routers(
     grid = Grid("simulate", workload=workload, replicas=clusters, router=[*routers], **one)
     plan = Plan.of(grid)
     executor = executor or ThisProcess()
-    known = executor.known if isinstance(executor, ThisProcess) else WorkloadCache()
-    shares = _Shares(plan, known)
+    shares = _Shares(plan, known_to(executor))
     results = {}
     tasks = {task.digest: task for task in plan.tasks}
     steps = len(tasks) + len(shares.parts)
@@ -288,8 +289,9 @@ class _Shares:
     def _replay(self, parts: ClusterParts, blocks: int) -> tuple[CacheStats, float | None]:
         """Return the counts of one cache, and the optimum; None: it is not known."""
         requests = check_keys(parts.workload)
-        if parts.layer_groups:
-            groups = cast("GroupedCache", parts.served_cache(blocks=blocks))
+        groups = parts.served_cache(blocks=blocks) if parts.layers else None
+        if groups is not None and groups.grouped:
+            groups = cast("GroupedCache", groups)
             replay_groups(requests, groups, parts.batching.max_tokens)
             return groups.stats, None
         cache = self._cache(parts, blocks)
