@@ -156,6 +156,7 @@ class KVCache:
         if self.retention is not None:
             self._droppable = find_override(self.retention, "droppable")
             self._keeps = find_override(self.retention, "keeps")
+            self.geometry.shares_output = self.retention.reads_all
             if self.retention.reads_all and not self.forgets:
                 self.retention = None  # it changes nothing, so a call would be wasted
         if trace is not None:
@@ -379,8 +380,8 @@ class KVCache:
         )  # fmt: skip
         if request.retention:
             seq.priorities = priority_steps(request, size)
-        if (share := self._shared_tokens(request)) is not None:
-            seq.cacheable = min(cacheable, share // size)
+        if request.hints.share is not None:
+            seq.cacheable = min(cacheable, request.hints.share // size)
         tree.open(seq, match, need, now, hit < limit, resumed)
         self.sequences[seq.id] = seq
         self.stats.admitted(lookup, hit, length, hit * size, resumed)
@@ -399,7 +400,7 @@ class KVCache:
         size = self.geometry.block_size
         keys, tokens, _, cacheable, lookup, limit = self.geometry.lay_out(request)
         match = self.tree.match(keys, limit, now)
-        hit, share = match.blocks, self._shared_tokens(request)
+        hit, share = match.blocks, request.hints.share
         if share is not None:
             limit = min(limit, share // size)
         return Sequence(
@@ -518,7 +519,7 @@ class KVCache:
         request, size = seq.request, self.geometry.block_size
         first, upto = request.prompt_tokens // size, tokens // size
         private = seq.holes or seq.compacted or seq.family is not None
-        if private or request.publishes or self._shared_tokens(request) is not None:
+        if private or request.publishes or request.hints.share is not None:
             return
         if first <= seq.span.end < upto:
             if isinstance(seq.keys, list) and seq.cacheable > first:
@@ -764,7 +765,8 @@ class KVCache:
             msg = f"request {seq.request.id} publishes no output: its blocks get no more keys"
             raise InputError(msg)
         seq.keys.extend(keys)
-        if not seq.compacted and self._shared_tokens(seq.request) is None:
+        shares = self.geometry.shares_output and seq.request.hints.share is None
+        if shares and not seq.compacted:
             seq.cacheable += len(keys)
 
     # Blocks.
@@ -829,13 +831,6 @@ class KVCache:
             except OutOfBlocks:
                 # Tried again after the next commit: other sequences may have freed blocks.
                 self.stats.deferred_compactions += 1
-
-    def _shared_tokens(self, request: Request) -> int | None:
-        """Return how many of its first tokens `request` may share; None: all with a key."""
-        share, policy = request.hints.share, self.retention
-        if policy is None or policy.reads_all or not request.publishes:
-            return share
-        return request.prompt_tokens if share is None else min(share, request.prompt_tokens)
 
     def _shared_tail(self, seq: Sequence) -> int | None:
         """Return the id of the last block of `seq` if another sequence owns it too, or None."""

@@ -152,17 +152,17 @@ class Compactor:
         self._windows, self._rotary = tuple(windows), tuple(rotary)
         self._has_windows = any(window is not None for window in self._windows)
         self._options: dict[int, dict[str, Any]] = {}
-        retention = cache.retention
-        self._reader: PageReader | None = None
-        if isinstance(retention, PageSelection):
-            self._reader = PageReader(retention, backend)
-        self.reads = AttentionReads(backend.layout, self._windows, self._reader)
         self._merges = False
         if self._policy is not None:
             _check_reads(self._policy)
             self._merges = self._policy.merges
             if self._policy.rebases:
                 self._check_rebasing(self._policy)
+        retention = cache.retention
+        self._reader: PageReader | None = None
+        if isinstance(retention, PageSelection):
+            self._reader = PageReader(retention, backend)
+        self.reads = AttentionReads(backend.layout, self._windows, self._reader)
         cache.on_fork, cache.on_compact = self._fork, self._compact
 
     @classmethod

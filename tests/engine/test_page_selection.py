@@ -19,6 +19,7 @@ from kvcore.testing.dense import Text, next_batch  # noqa: E402
 from kvcore_engine.backend import TorchCPU  # noqa: E402
 from kvcore_engine.page_reader import BlockSelection  # noqa: E402
 from kvcore_engine.retention.quest import Quest  # noqa: E402
+from kvcore_replay.check.trace import check_trace  # noqa: E402
 from kvcore_tiers.tier.host import Host  # noqa: E402
 
 MODEL = "layers=3,hidden=16,heads=4,kv_heads=2,head_dim=4,vocab_size=61"
@@ -321,6 +322,30 @@ def test_outputs_are_not_shared():
         cache.check_integrity()
         kept[retention is None] = cache.tree.cached_blocks
     assert kept == {True: 4, False: 2}
+
+
+def test_traces_with_outputs_that_are_not_shared_are_consistent(tmp_path):
+    """A trace in which outputs with keys are not shared passes its check; prompts hit."""
+    texts = [
+        text_request(
+            number,
+            [*range(12), number],
+            output=20,
+            block_size=4,
+            arrival=10**9 * number,
+            publish=True,
+        )
+        for number in range(4)
+    ]
+    policy = Quest(budget=12, page=4, dense_layers=1)
+    run = compute(
+        texts, retention=policy, generator=SERVED, backend="torch-cpu", dtype="fp64", blocks=40
+    )
+    assert run.result.cache.stats.hit_blocks == 3 * 3
+    assert run.result.cache.tree.cached_blocks == 3
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(run.trace)
+    assert check_trace(path).complete
 
 
 # Errors.
