@@ -39,7 +39,6 @@ from kvcore.cache.retention import (
     compact_blocks,
     drop_blocks,
     is_past_shared,
-    may_drop,
     new_holes,
     own_blocks,
 )
@@ -805,7 +804,9 @@ class KVCache:
 
     def _retain(self, retention: RetentionPolicy, seq: Sequence, now: int) -> None:
         """Drop the blocks of `seq` that `retention` names, or compact `seq`."""
-        if self._droppable is not None and may_drop(self.pool, seq):
+        if not is_past_shared(seq):
+            return
+        if self._droppable is not None and own_blocks(self.pool, seq) == seq.private_blocks:
             try:
                 holes = new_holes(seq, self._droppable(seq))
             except BaseException as error:
@@ -815,7 +816,7 @@ class KVCache:
                     self.pool, seq, holes, self.trace, retention.name, now
                 )
         # No later token attends to a text that is complete.
-        if self._keeps is None or not is_past_shared(seq) or seq.is_whole:
+        if self._keeps is None or seq.is_whole:
             return
         try:
             kept = self._keeps(seq)
