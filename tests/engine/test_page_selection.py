@@ -111,31 +111,51 @@ def selected_blocks(blocks, heads, tokens):
     return BlockSelection(0, torch.tensor([blocks] * heads), tokens)
 
 
+def stored(codec, contexts, lengths):
+    """Return a backend with random K/V of sequences, the plan of a step, and its queries."""
+    backend = TorchCPU()
+    backend.allocate(
+        TensorLayout(
+            blocks=32,
+            block_size=4,
+            layers=1,
+            kv_heads=2,
+            head_dim=8,
+            value_dim=8,
+            dtype="fp32",
+            codec=None if codec is None else resolve("codec", codec),
+        )
+    )
+    tables = [list(range(n, 32, len(contexts))) for n in range(len(contexts))]
+    for before, new in (([0] * len(contexts), contexts), (contexts, lengths)):
+        plan = backend.plan(RaggedBatch(tables, before, new))
+        backend.store(0, plan, *numbers(2, sum(new), 2, 8).float())
+    return backend, tables, plan, numbers(sum(lengths), 6, 8, seed=2).float()
+
+
 @pytest.mark.parametrize("codec", [None, "int8", "kivi"])
 def test_selecting_all_blocks_equals_attending_to_all(codec):
     """A selection of all blocks has the output of `attend`, coded blocks included."""
-    layout = TensorLayout(
-        blocks=9,
-        block_size=4,
-        layers=1,
-        kv_heads=2,
-        head_dim=8,
-        value_dim=8,
-        dtype="fp32",
-        codec=None if codec is None else resolve("codec", codec),
-    )
-    backend = TorchCPU()
-    backend.allocate(layout)
-    table = [7, 2, 5, 0]
-    prompt = RaggedBatch([table], [0], [13])
-    backend.store(0, backend.plan(prompt), *numbers(2, 13, 2, 8).float())
-    plan = backend.plan(RaggedBatch([table], [13], [1]))
-    backend.store(0, plan, *numbers(2, 1, 2, 8, seed=1).float())
-    queries = numbers(1, 6, 8, seed=2).float()
-    found = backend.attend_selected(
-        0, plan, queries, [0], [selected_blocks(table, 2, 14)], scale=0.3
-    )
+    backend, (table,), plan, queries = stored(codec, [13], [1])
+    selection = BlockSelection(0, torch.tensor([table[:4]] * 2), 14)
+    found = backend.attend_selected(0, plan, queries, [0], [selection], scale=0.3)
     torch.testing.assert_close(found, backend.attend(0, plan, queries, scale=0.3))
+
+
+def test_tokens_of_a_step_that_select_nothing_attend_to_all():
+    """In a step of chunks and single tokens, only those that select read a part."""
+    backend, tables, plan, queries = stored(None, [13, 9, 5], [1, 1, 6])
+    blocks = torch.tensor([[tables[1][0], tables[1][2]], [tables[1][1], tables[1][2]]])
+    selection = BlockSelection(1, blocks, 6)
+    found = backend.attend_selected(0, plan, queries, [1, 0, 6], [selection])
+    dense = backend.attend(0, plan, queries)
+    others = [0, *range(2, 8)]
+    torch.testing.assert_close(found[others], dense[others])
+    for head, places in enumerate(([0, 1, 2, 3, 8, 9], [4, 5, 6, 7, 8, 9])):
+        keys, values = (part[places, head] for part in backend.read(0, tables[1], 10))
+        group = queries[1, 3 * head : 3 * head + 3]
+        weights = (group @ keys.T / 8**0.5).softmax(-1)
+        torch.testing.assert_close(found[1, 3 * head : 3 * head + 3], weights @ values)
 
 
 def reference(prompt, count, page, pages, dense_layers):
