@@ -216,8 +216,8 @@ class Compactor:
 
     def summary_bytes(self, sequences: Iterable[Sequence]) -> int:
         """Return the bytes of the summaries that are kept of the pages of sequences."""
-        kept = (each for seq in sequences for each in self._record(seq).summaries.values())
-        return sum(summaries.nbytes for summaries in kept)
+        records = (self._record(seq) for seq in sequences)
+        return sum(kept.nbytes for record in records for kept in record.summaries.values())
 
     def _fork(self, seq: Sequence, child: Sequence) -> None:
         """Called when `seq` is forked: `child` gets a copy of its record."""

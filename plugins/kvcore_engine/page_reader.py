@@ -83,11 +83,14 @@ class PageReader:
         attend = getattr(backend, "attend_selected", None)
         why = ""
         if policy.page % size:
-            why = f"reads pages of {policy.page} tokens, no whole blocks of {size}"
+            why = f"pages of {policy.page} tokens, no whole blocks of {size}: give page={size}"
         elif attend is None:
-            why = f"reads other blocks in each head, which backend {backend.name!r} cannot"
+            why = (
+                f"other blocks in each head, which backend {backend.name!r} cannot: take "
+                "torch-cpu or torch-cuda"
+            )
         if attend is None or why:
-            msg = f"retention {policy.name!r} {why}: give another page, or take torch-cpu"
+            msg = f"retention {policy.name!r} reads {why}"
             raise InputError(msg)
         self._policy, self._backend = policy, backend
         self._attend: Callable[..., Tensor] = attend
@@ -118,7 +121,7 @@ class PageReader:
             sequences, summaries, batch.block_tables, batch.contexts, batch.lengths, strict=True
         )
         for seq, known, table, context, length in columns:
-            # Of drafts, and of committed tokens that were rolled back, others may come instead.
+            # Tokens of drafts, and tokens that were rolled back, may have been replaced since.
             final = seq.position // self._policy.page
             for layer, kept in known.items():
                 known[layer] = kept[:, :final]
@@ -163,8 +166,8 @@ class PageReader:
             asked = queries[row].unflatten(0, (layout.kv_heads, -1))
             chosen = self._scored(summaries, asked).topk(wanted, 1).indices.sort(1).values
             inside = torch.arange(by_page, device=chosen.device)
-            places = (chosen[:, :, None] * by_page + inside).flatten(1)
-            blocks = torch.cat((rows.table[places], blocks), 1)
+            columns = (chosen[:, :, None] * by_page + inside).flatten(1)
+            blocks = torch.cat((rows.table[columns], blocks), 1)
         return BlockSelection(row, blocks, wanted * policy.page + context % policy.page + 1)
 
     def _summaries(self, layer: int, rows: _Rows, pages: int) -> Tensor:

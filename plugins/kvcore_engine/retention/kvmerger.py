@@ -67,27 +67,26 @@ class KVMerger(ScoreRetention):
 
         from kvcore_plugins.codec.dtypes import widened  # noqa: PLC0415 - likewise
 
+        # In the order of the text, the pivot is the last token so far that stays.
         order = held.positions.argsort(-1)
-        places = torch.arange(order.shape[-1], device=order.device)
-        # In the order of the text: the last place so far of a token that stays.
-        last = torch.where(stays.gather(-1, order), places, -1).cummax(-1).values
+        ranks = torch.arange(order.shape[-1], device=order.device)
+        last = torch.where(stays.gather(-1, order), ranks, -1).cummax(-1).values
         pivots = torch.where(last >= 0, order.gather(-1, last.clamp_min(0)), -1)
         pivots = torch.empty_like(order).scatter(-1, order, pivots)
-        keys, inside = widened(held.keys), pivots.clamp_min(0)
-        of_pivot = keys.take_along_dim(inside[..., None], 2)
-        merged = stays | ((pivots >= 0) & (_cosine(keys, of_pivot) > self.threshold))
-        distance = (keys - of_pivot).square().sum(-1) * merged
-        counts = torch.zeros_like(distance).scatter_add(
-            -1, inside, (distance > 0).to(keys.dtype)
-        )
-        spread = torch.zeros_like(distance).scatter_add(-1, inside, distance)
-        spread /= counts.clamp_min(1)
-        scaled = distance / (2 * spread.gather(-1, inside)).clamp_min(
-            torch.finfo(keys.dtype).tiny
-        )
+        keys, index = widened(held.keys), pivots.clamp_min(0)
+        pivot_keys = keys.take_along_dim(index[..., None], 2)
+        merged = stays | ((pivots >= 0) & (_cosine(keys, pivot_keys) > self.threshold))
+
+        def of_run(numbers: Tensor) -> Tensor:
+            """Return the sum of the numbers of the run of each token."""
+            return torch.zeros_like(numbers).scatter_add(-1, index, numbers).gather(-1, index)
+
+        # The kernel is as wide as the run: equal keys have a distance and a width of 0.
+        distances = (keys - pivot_keys).square().sum(-1) * merged
+        width = of_run(distances) / of_run((distances > 0).to(keys.dtype)).clamp_min(1)
+        scaled = distances / (2 * width).clamp_min(torch.finfo(keys.dtype).tiny)
         weights = (-scaled).exp() * merged
-        sums = torch.zeros_like(weights).scatter_add(-1, inside, weights)
-        return pivots.where(merged, -1), weights / sums.gather(-1, inside).clamp_min(1)
+        return pivots.where(merged, -1), weights / of_run(weights).clamp_min(1)
 
 
 def _cosine(keys: Tensor, others: Tensor) -> Tensor:
