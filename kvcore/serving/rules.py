@@ -165,7 +165,8 @@ class Rules(Plugin):
         """Return how a pool is divided among layers that keep different things.
 
         By default in cache groups, as vLLM has them; an engine may have a pool for each kind.
-        None: it is not divided, and all layers keep all tokens.
+        None: it is not divided, and all layers keep all tokens. Called under a clock, of any
+        model.
 
         Args:
             layout: the model and its K/V in blocks.
@@ -174,6 +175,8 @@ class Rules(Plugin):
         Raises:
             InputError: there is no rule for what a layer keeps.
         """
+        if layout.model.uniform:
+            return None
         # The front door says where groups are planned: most models have one.
         plan = kvcore.groups_of(layout.model, layout.block_size, layout.codec, devices)
         return plan if plan.splits else None
