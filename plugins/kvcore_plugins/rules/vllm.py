@@ -34,6 +34,7 @@ class VLLM(Rules):
         "prefix": "hashed",
     }
 
+    # What each decides is said at `Rules`.
     unchunked: Literal["alone", "wait"] = "wait"
     reserve: Reserve = "chunk"
     commit: Literal["computed", "scheduled"] = "scheduled"
