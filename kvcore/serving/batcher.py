@@ -191,7 +191,7 @@ class Batcher:
         self._divide(now)
         if step.preempted:
             # Where the rules do not admit after a preemption, jobs were offered no slot because
-            # of it, and are by the next plan. Else all before the preempted one were offered one.
+            # of it, and are by the next plan. Else all before the preempted one were.
             retry = not self._rules.admit_after_preemption or step.refuses
             step.preempted.clear()
             if all(job.stage == LOADING for job in self.running):  # also if none runs
