@@ -11,9 +11,10 @@ torch = pytest.importorskip("torch", reason="K/V lies in tensors")
 from helpers.engine import Slots, compute  # noqa: E402 - needs torch
 from helpers.paged import Paged, loaded_model  # noqa: E402
 
-from kvcore import InputError, KVCache, PolicyError, Request  # noqa: E402
+from kvcore import InputError, KVCache, PolicyError, Request, simulate  # noqa: E402
 from kvcore.engine import RaggedBatch, TensorLayout  # noqa: E402
 from kvcore.plugins import resolve  # noqa: E402
+from kvcore.plugins.options import Spec  # noqa: E402
 from kvcore.request import text_request  # noqa: E402
 from kvcore.testing.dense import Text, next_batch  # noqa: E402
 from kvcore_engine.backend import TorchCPU  # noqa: E402
@@ -236,6 +237,22 @@ def test_a_run_has_what_its_tokens_read():
     computed = sum(request.output_tokens - 1 for request in requests())
     assert sparse["tokens"] == dense["tokens"] == computed
     assert sparse["bytes"] < sparse["text_bytes"] == dense["text_bytes"] == dense["bytes"]
+
+
+def test_a_simulation_takes_the_time_of_what_is_read():
+    """Steps of `roofline` read the budget of the policy, and a share of all to select it."""
+    sizes = "zipf:requests=5,prefix_tokens=2048,suffix_tokens=64,output_tokens=30"
+    sparse = {"attended": 64, "selection": 1 / 16, "dense_layers": 2}
+    times = [
+        simulate(sizes, memory="2GiB", tensor_parallel=1, **options).summary()["tpot_s"]
+        for options in (
+            {"retention": "quest:budget=64"},
+            {"latency": Spec("roofline", {name: str(value) for name, value in sparse.items()})},
+            {"retention": "quest:budget=0.5"},
+            {},
+        )
+    ]
+    assert times[0] == times[1] != times[2] == times[3]
 
 
 def test_layers_with_a_window_read_their_window():
