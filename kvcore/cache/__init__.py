@@ -11,12 +11,14 @@ To read, in this order:
     tiers.py                the contract of tiers, and the calls of a cache to what lies below
     hints.py, pins.py       what requests ask for: priorities, expiry, pins
     recorder.py             every decision as a call, for traces
+    checkpoint.py           the contract of policies of where windows and states are kept
     groups.py               the cache of models whose layers keep several kinds of things
     served.py               the calls of either cache that serving makes
     residency.py            statistics: hits, and how long blocks stay
     integrity.py            all invariants in one place
 """
 
+from kvcore.cache.checkpoint import CheckpointPolicy, Segment
 from kvcore.cache.eviction import EvictionPolicy, LazyHeap, ScoreEviction
 from kvcore.cache.groups import GroupedCache, LayerGroup
 from kvcore.cache.kvcache import KVCache
@@ -35,6 +37,7 @@ from kvcore.lazy import former
 __all__ = [
     "BlockLayout",
     "BlockPool",
+    "CheckpointPolicy",
     "CountingPool",
     "EvictionPolicy",
     "GroupedCache",
@@ -49,6 +52,7 @@ __all__ = [
     "Residency",
     "RetentionPolicy",
     "ScoreEviction",
+    "Segment",
     "Sequence",
     "ServedCache",
     "Span",

@@ -34,6 +34,7 @@ from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeAlias, get_arg
 
 import attrs
 
+from kvcore.cache.checkpoint import CheckpointPolicy
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.layout import GENERATED, BlockLayout
 from kvcore.cache.named_blocks import NO_BLOCK, Name, named_blocks
@@ -43,7 +44,8 @@ from kvcore.cache.residency import CacheStats
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.tree import root_span
 from kvcore.errors import InputError, OutOfBlocks
-from kvcore.plugins import describe, resolve
+from kvcore.plugins import FAILURES, describe, find_override, resolve, wrong_answer
+from kvcore.plugins.base import raise_policy_error
 from kvcore.request import Key, Request
 
 GroupKind: TypeAlias = Literal["full", "window", "chunk", "state"]
@@ -223,11 +225,13 @@ class GroupMatch(NamedTuple):
         junction: the longest prefix that a single group has, if that is longer; else 0. Others
             share it, and a group has not kept what is needed to resume at its end.
         blocks: for each group the cached blocks that the request needs, up to its end.
+        boundaries: the lengths at which windows and states of the request are kept.
     """
 
     tokens: int
     junction: int
     blocks: tuple[list[int], ...]
+    boundaries: tuple[int, ...]
 
 
 class GroupSequence(Sequence):
@@ -236,7 +240,7 @@ class GroupSequence(Sequence):
     Attributes:
         tables: its blocks, by group.
         names: the names of its blocks, by their size.
-        junction: that of its `GroupMatch`.
+        boundaries: those of its `GroupMatch`.
         settled: tokens that were allocated before the newest ones.
         committed_at: the time (ns) of its last commit.
         fresh: the states that have a name and that it has not computed yet, by group and name.
@@ -246,13 +250,13 @@ class GroupSequence(Sequence):
     """
 
     __slots__ = (
-        *("committed_at", "fills_at", "fresh", "junction", "names", "passes_at", "room"),
+        *("boundaries", "committed_at", "fills_at", "fresh", "names", "passes_at", "room"),
         *("settled", "tables"),
     )
 
     tables: list[Table]
     names: dict[int, BlockNames]
-    junction: int
+    boundaries: tuple[int, ...]
     settled: int
     committed_at: int | None
     fresh: list[tuple[int, Name]]
@@ -271,16 +275,15 @@ class GroupedCache:
     Args:
         groups: the groups.
         blocks: blocks in the pool.
-        retention_interval: which windows and states get names beside those at the end of a
-            prompt and at a junction: 0: none; a number of tokens: those at its multiples; None:
-            those wherever a request could resume.
+        checkpoint: where windows and states get names: a policy, its name or its class; None:
+            `default`, the end of a prompt and a junction.
         key_tokens: tokens that a block key of a request stands for; None: the first request
             decides.
         eviction: `lru`, for which None stands; a `HostedGroups` takes any policy.
         trace: the recorder of every decision; None records nothing.
 
     Attributes:
-        groups, retention_interval, trace: the arguments.
+        groups, checkpoint, trace: the arguments.
         now: the time (ns) of the call under way, or of the last one.
         has_states: whether a group keeps states.
         pool: the blocks; its free ones have no name.
@@ -307,7 +310,7 @@ class GroupedCache:
         groups: Iterable[LayerGroup],
         blocks: int,
         *,
-        retention_interval: int | None = 0,
+        checkpoint: CheckpointPolicy | type[CheckpointPolicy] | str | None = None,
         key_tokens: int | None = None,
         eviction: EvictionPolicy | type[EvictionPolicy] | str | None = None,
         trace: Recorder | None = None,
@@ -319,16 +322,19 @@ class GroupedCache:
         self.has_states = any(group.kind == "state" for group in self.groups)
         sizes = {group.block_size for group in self.groups}
         self._size = size = lcm(*sizes)
-        if retention_interval is not None and (
-            type(retention_interval) is not int or retention_interval % size
-        ):
+        self.checkpoint: CheckpointPolicy = resolve("checkpoint", checkpoint or CheckpointPolicy)
+        self.checkpoint.bind()
+        self.checkpoint.attach(size)
+        interval = self.checkpoint.interval
+        if interval is not None and (type(interval) is not int or interval % size):
             msg = (
-                f"retention_interval={retention_interval!r}: give a multiple of {size:,} "
-                "tokens, which blocks of all groups divide; 0 for the ends of prompts alone; "
-                "or None for all"
+                f"checkpoint {self.checkpoint.name!r} keeps states at multiples of {interval!r} "
+                f"tokens: give a multiple of {size:,}, which blocks of all groups divide; 0 for "
+                "none; or None for all"
             )
             raise InputError(msg)
-        self.retention_interval = retention_interval
+        self._boundaries = find_override(self.checkpoint, "boundaries")
+        self._on_admitted = find_override(self.checkpoint, "on_admitted")
         self.eviction: EvictionPolicy = resolve("eviction", eviction, "lru")
         if self.eviction.name != "lru" and type(self) is GroupedCache:
             msg = (
@@ -397,7 +403,7 @@ class GroupedCache:
         `target` is that of `open`.
         """
         del now
-        return self._look_up(self._names(request), target or request.prompt_tokens)
+        return self._look_up(request, self._names(request), target or request.prompt_tokens)
 
     def need(self, match: GroupMatch, tokens: int, *, whole: bool = False) -> int:
         """Return how many blocks must be free or evictable to open a request.
@@ -434,20 +440,26 @@ class GroupedCache:
         return total
 
     def chunk_tokens(
-        self, start: int, tokens: int, prompt: int, target: int, junction: int, largest: int
+        self,
+        start: int,
+        tokens: int,
+        prompt: int,
+        target: int,
+        boundaries: Iterable[int],
+        largest: int,
     ) -> int:
         """Return how many of `tokens` tokens from `start` on the next chunk of a prompt has.
 
         A state can be cached only where a chunk ends. So a chunk ends at a multiple of the
         block, unless it is the last one of its prompt; and at the last such multiple before
-        the prompt's last token, and at the junction. 0: there are too few tokens for that.
+        the prompt's last token, and at each boundary. 0: there are too few tokens for that.
 
         Args:
             start: tokens that are computed.
             tokens: tokens that may be.
             prompt: tokens of the prompt.
             target: tokens to compute before the next one is generated.
-            junction: that of its `GroupMatch`.
+            boundaries: those of its `GroupMatch`.
             largest: the most tokens of a step. A block with more is computed over several.
         """
         # After a preemption the last token is a generated one, computed as in a decode step.
@@ -462,8 +474,8 @@ class GroupedCache:
         stops = [(target - 1) // size * size]
         if start % size:
             stops.append((start // size + 1) * size)
-        if start < junction < end:
-            stops.append(start + (junction - start) // size * size)
+        # After a preemption the end of the prompt is no stop: the text goes on behind it.
+        stops += [b // size * size for b in boundaries if start < b < end and b != prompt - 1]
         return max(min((stop for stop in stops if start < stop < end), default=end) - start, 0)
 
     def residency_by_tier(self) -> None:
@@ -513,7 +525,7 @@ class GroupedCache:
             self.announce(request, self.now)
         names, length = self._names(request), target or request.prompt_tokens
         if match is None:
-            match = self._look_up(names, length)
+            match = self._look_up(request, names, length)
         hit = match.tokens
         tokens = length if first_tokens is None else hit + first_tokens
         need = self.need(match, tokens)
@@ -526,7 +538,7 @@ class GroupedCache:
             self._last_id, self._last_id, request, keys, cacheable, lookup,
             hit // size, hit, hit, hit // size, length, self._root,
         )  # fmt: skip
-        seq.names, seq.junction, seq.fresh = names, match.junction, []
+        seq.names, seq.boundaries, seq.fresh = names, match.boundaries, []
         seq.settled, seq.committed_at, seq.tables = hit, None, []
         seq.room, seq.fills_at = hit, hit + size
         for group, blocks in zip(self.groups, match.blocks, strict=True):
@@ -539,6 +551,11 @@ class GroupedCache:
         self._allocate(seq, tokens)
         self.sequences[seq.id] = seq
         self.stats.admitted(lookup, hit // size, prompt, hit, resumed)
+        if self._on_admitted is not None and not resumed:
+            try:
+                self._on_admitted(request, hit, match.junction)
+            except FAILURES as error:
+                raise_policy_error(self.checkpoint, "on_admitted", error)
         return seq
 
     def grow(self, seq: GroupSequence, tokens: int) -> bool:
@@ -724,7 +741,7 @@ class GroupedCache:
         self.in_flight_tokens = max_tokens
         while computed < length:
             tokens = self.chunk_tokens(
-                computed, min(max_tokens, length - computed), length, length, match.junction,
+                computed, min(max_tokens, length - computed), length, length, match.boundaries,
                 max_tokens,
             )  # fmt: skip
             if seq is None:
@@ -805,7 +822,9 @@ class GroupedCache:
             _name_generated(names, request, request.prompt_tokens + request.output_tokens)
         return names
 
-    def _look_up(self, names: dict[int, BlockNames], length: int) -> GroupMatch:
+    def _look_up(
+        self, request: Request, names: dict[int, BlockNames], length: int
+    ) -> GroupMatch:
         """Return the longest prefix below `length` that all groups have.
 
         Each kind of group takes the length that those before it have left, or shortens it,
@@ -830,7 +849,22 @@ class GroupedCache:
         for group, cached in zip(self.groups, self._cached, strict=True):
             needed = range(group.passed(tokens), tokens // group.block_size)
             blocks.append([cached[name] for name in names[group.block_size].at(needed)])
-        return GroupMatch(tokens, longest if longest > tokens else 0, tuple(blocks))
+        junction = longest if longest > tokens else 0
+        boundaries: tuple[int, ...] = (request.prompt_tokens - 1, junction)
+        if self._boundaries is not None:
+            boundaries = self._ask_boundaries(request, tokens, junction)
+        return GroupMatch(tokens, junction, tuple(blocks), boundaries)
+
+    def _ask_boundaries(self, request: Request, hit: int, junction: int) -> tuple[int, ...]:
+        """Return the boundaries of the policy for a request that hits so much."""
+        policy = self.checkpoint
+        try:
+            boundaries = tuple(policy.boundaries(request, hit, junction))
+        except FAILURES as error:
+            raise_policy_error(policy, "boundaries", error)
+        if any(type(length) is not int for length in boundaries):
+            raise wrong_answer(policy, "boundaries()", f"{boundaries}: give whole tokens")
+        return boundaries
 
     def _prefix(
         self, group: LayerGroup, members: list[int], names: BlockNames, tokens: int
@@ -883,10 +917,10 @@ class GroupedCache:
         """Return the positions in `[start, end)` whose blocks get a name.
 
         Full attention and chunks keep all. Of windows and states those are kept that a request
-        needs which resumes at the end of the prompt, at the junction, or at the end of an
-        interval.
+        needs which resumes at a boundary, at the end of an interval, or, if the policy keeps
+        the output, anywhere in it.
         """
-        interval, need = self.retention_interval, group.needed
+        interval, need = self.checkpoint.interval, group.needed
         if group.kind in ("full", "chunk"):
             return range(start, end)
         kept: set[int] = set()
@@ -896,9 +930,12 @@ class GroupedCache:
                 return range(start, end)
             kept.update(i for i in range(start, end) if i % per >= per - need)
         if interval is not None:
-            for boundary in (seq.request.prompt_tokens - 1, seq.junction):
+            for boundary in seq.boundaries:
                 last = self._aligned(boundary) // group.block_size
                 kept.update(range(max(start, last - need), min(end, last)))
+            if self.checkpoint.output:
+                output = self._aligned(seq.request.prompt_tokens) // group.block_size
+                kept.update(range(max(start, output - need + 1), end))
         return sorted(kept)
 
     # Blocks.
@@ -999,10 +1036,14 @@ class GroupedCache:
             block_size=self._size,
             key_tokens=self.geometry.key_tokens,
             blocks=self.pool.blocks,
-            plugins={"eviction": describe(self.eviction)},
+            plugins={
+                policy.kind: describe(policy)
+                for policy in (self.eviction, self.checkpoint)
+                if policy is not self.checkpoint or not self.checkpoint.by_interval
+            },
         )
         groups = [attrs.asdict(group) for group in self.groups]
-        interval = self.retention_interval
+        interval = self.checkpoint.interval
         trace.describe(
             cache_groups={"prefix_cache_retention_interval": interval, "groups": groups}
         )
