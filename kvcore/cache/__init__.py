@@ -12,15 +12,13 @@ To read, in this order:
     hints.py, pins.py       what requests ask for: priorities, expiry, pins
     recorder.py             every decision as a call, for traces
     checkpoint.py           the contract of policies of where windows and states are kept
-    groups.py               the cache of models whose layers keep several kinds of things
-    served.py               the calls of either cache that serving makes
+    served.py               the calls of any cache that serving makes; plans of other caches
     residency.py            statistics: hits, and how long blocks stay
     integrity.py            all invariants in one place
 """
 
 from kvcore.cache.checkpoint import CheckpointPolicy, Segment
 from kvcore.cache.eviction import EvictionPolicy, LazyHeap, ScoreEviction
-from kvcore.cache.groups import GroupedCache, LayerGroup
 from kvcore.cache.kvcache import KVCache
 from kvcore.cache.layout import BlockLayout, PromptBlocks, common_prefix
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
@@ -29,7 +27,7 @@ from kvcore.cache.recorder import Recorder
 from kvcore.cache.residency import Residency
 from kvcore.cache.retention import RetentionPolicy
 from kvcore.cache.sequence import Sequence
-from kvcore.cache.served import ServedCache
+from kvcore.cache.served import LayerPlan, ServedCache
 from kvcore.cache.span import Span
 from kvcore.cache.tree import SpanTree
 from kvcore.lazy import former
@@ -40,10 +38,9 @@ __all__ = [
     "CheckpointPolicy",
     "CountingPool",
     "EvictionPolicy",
-    "GroupedCache",
     "Ids",
     "KVCache",
-    "LayerGroup",
+    "LayerPlan",
     "LazyHeap",
     "PrefixIndex",
     "PrefixMatch",

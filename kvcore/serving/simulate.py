@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from kvcore.cache import GroupedCache, Recorder, ServedCache
+from kvcore.cache import Recorder, ServedCache
 from kvcore.errors import InputError
 from kvcore.plugins import describe, resolve
 from kvcore.request import SLO, Request
@@ -45,7 +45,7 @@ def simulate(
     Args:
         workload: a workload, or any requests in order of arrival.
         cache: where K/V is kept, in `tokens` accounting; a new one for each run. With a
-            `GroupedCache` blocks are allocated by `chunk`, whatever the rules reserve.
+            cache of groups blocks are allocated by `chunk`, whatever the rules reserve.
         scheduler: the order in which requests are served; None is the `fcfs` plugin.
         latency: how long a step takes; None is the `roofline` plugin.
         batching: the limits of a step; None: `Batching()`.
@@ -67,7 +67,7 @@ def simulate(
     """
     check_cache(cache, "simulate")
     scheduler, latency, batching = serving_parts(scheduler, latency, batching, slo)
-    if isinstance(cache, GroupedCache):
+    if cache.grouped:
         others = {"drafter": drafter, "allocator": allocator, "fragmentation": fragmentation}
         _check_no_others(others)
         batching = by_chunk(batching)

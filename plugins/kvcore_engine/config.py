@@ -43,7 +43,7 @@ class EngineParts(RunParts):
     """
 
     ids = True
-    groups_layers = False
+    splits_layers = False
     simulate: Any = staticmethod(run_engine)
 
     def __init__(

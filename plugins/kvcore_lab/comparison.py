@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 import attrs
 
 import kvcore
-from kvcore.cache import (
-    EvictionPolicy,
-    GroupedCache,
-    KVCache,
-    LayerGroup,
-    PrefixIndex,
-    Span,
-)
+from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Span
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
@@ -40,6 +33,7 @@ from kvcore.workloads import Workload, WorkloadSample, check_keys
 from kvcore.workloads.selection import as_workload
 from kvcore_lab.candidates import Candidate, Policy, candidates_of, has_bound, refuse_bound
 from kvcore_lab.workers import Call, call_all, can_fork, check_jobs
+from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_replay.belady import Belady, Future
 from kvcore_replay.untimed import hits_of, replay, replay_groups
 

@@ -21,13 +21,11 @@ from kvcore.cli.output import (
 from kvcore.cli.verb import Count, option, plugin_completion, verb
 from kvcore.config import RunConfig, RunParts, find_workload
 from kvcore.config.options import option_default
-from kvcore.config.parts import layer_group
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
 from kvcore.hookspecs import OUTPUT, REQUESTS
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
-from kvcore.models.groups import GroupPlan
 from kvcore.models.memory import KVLayout
 from kvcore.plugins import describe
 from kvcore.plugins.manager import Plugins
@@ -48,6 +46,7 @@ from kvcore_lab.comparison import compare as run_comparison
 from kvcore_lab.report.comparison import ComparisonReport, write_csv
 from kvcore_lab.report.policies import block_bytes, memory_fields
 from kvcore_lab.report.prometheus import comparison_metrics
+from kvcore_plugins.cache_groups.plan import GroupPlan
 from kvcore_replay.cli.plot_option import plot_file, plot_option
 from kvcore_replay.cli.trace_options import price_option
 
@@ -115,6 +114,12 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
     is_flag=True,
     help="Measure how long blocks rest in the cache between uses.",
 )
+@option(
+    "--savings",
+    heading=OUTPUT,
+    is_flag=True,
+    help="Show the prefill that hits save, and the microseconds that a request takes.",
+)
 @click.option(
     "--jobs",
     type=Count(),
@@ -164,7 +169,7 @@ def compare(workload: str | None, **given: Any) -> None:
             if given["eviction"] is None
             else given["eviction"],
             sizes,
-            groups=() if plan is None else map(layer_group, plan.groups),
+            groups=() if plan is None else plan.groups,
             block_size=given["block_size"],
             accounting=given["accounting"],
             prefix=prefix,
@@ -192,6 +197,7 @@ def compare(workload: str | None, **given: Any) -> None:
             tiers,
             layout=None if budget is None or plan is not None else budget.layout,
             residency=given["residency"],
+            savings=given["savings"],
             grouped=plan is not None,
         )
         write_plot(report.chart())

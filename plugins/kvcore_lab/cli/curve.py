@@ -20,13 +20,11 @@ from kvcore.cli.output import (
 )
 from kvcore.cli.verb import Count, option, plugin_completion, verb
 from kvcore.config import find_workload
-from kvcore.config.parts import layer_group
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
 from kvcore.hookspecs import OUTPUT, POOL
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
-from kvcore.models.groups import GroupPlan
 from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec, parse
@@ -45,6 +43,7 @@ from kvcore_lab.curves.mrc import curve as make_curves
 from kvcore_lab.curves.plane import plane as make_plane
 from kvcore_lab.report.mrc import CurvesReport
 from kvcore_lab.report.plane import PlaneReport
+from kvcore_plugins.cache_groups.plan import GroupPlan
 from kvcore_plugins.host import cpus
 from kvcore_replay.cli.plot_option import drawn, plot_file, plot_option
 from kvcore_replay.report.figure import FORMS, matplotlib
@@ -200,7 +199,7 @@ def _curves(
         points=points,
         block_size=given["block_size"],
         accounting=given["accounting"],
-        groups=() if groups is None else map(layer_group, groups.groups),
+        groups=() if groups is None else groups.groups,
         **search,
     )
     return CurvesReport(found, layout, groups)

@@ -13,11 +13,11 @@ from kvcore.cli.verb import Count, echo, option, plugin_completion
 from kvcore.errors import InputError
 from kvcore.files import STDIN, is_copy
 from kvcore.hookspecs import OUTPUT, POLICIES
-from kvcore.models.groups import GroupPlan, groups_of
 from kvcore.models.memory import KVLayout, check_pool
 from kvcore.sections import Section
 from kvcore.units import format_dollars
 from kvcore.workloads import Workload
+from kvcore_plugins.cache_groups.plan import GroupPlan, groups_of
 
 if TYPE_CHECKING:
     from kvcore_lab.sweep.executors import Executor

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvcore.cache import EvictionPolicy, LayerGroup
+from kvcore.cache import EvictionPolicy
 from kvcore.errors import InputError, PluginError
 from kvcore.models.cost import PrefillCost
 from kvcore.notebook import Shown, data_frame
@@ -27,6 +27,7 @@ from kvcore.workloads.selection import as_workload
 from kvcore_lab.candidates import Candidate, Policy, candidates_of, refuse_bound
 from kvcore_lab.comparison import ReplaySetup, Source, keeping, pool_sizes
 from kvcore_lab.workers import Call, call_all, can_fork, check_jobs
+from kvcore_plugins.cache_groups import LayerGroup
 from kvcore_replay.belady import Belady
 from kvcore_replay.untimed import replay, replay_groups
 

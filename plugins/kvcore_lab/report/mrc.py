@@ -9,7 +9,6 @@ from typing import Any, TextIO
 
 import attrs
 
-from kvcore.models.groups import GroupPlan
 from kvcore.models.memory import KVLayout
 from kvcore.report.tables import counted, plugin_text
 from kvcore.sections import Chart, Panel, Section, Table
@@ -23,6 +22,7 @@ from kvcore_lab.report.policies import (
     named,
     replay_setup,
 )
+from kvcore_plugins.cache_groups.plan import GroupPlan
 from kvcore_replay.report.charts import as_percent
 
 DENSE = 600
