@@ -1,8 +1,8 @@
 """The contract of checkpoint policies: where windows and states are kept.
 
-Full attention keeps all tokens, so a request can resume after any block. A window or a recurrent
-state is kept at some lengths of a text alone, its *boundaries*: a later request that shares the
-text resumes at the last of them, and computes what follows again.
+Full attention keeps all tokens, so a request can resume after any block. A window or a
+recurrent state is kept at some lengths of a text alone, its *boundaries*: a later request that
+shares the text resumes at the last of them, and computes what follows again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import attrs
 
-from kvcore.plugins.base import Plugin
+from kvcore.plugins.base import Plugin, find_override
 from kvcore.request import Request
 
 
@@ -62,15 +62,6 @@ class CheckpointPolicy(Plugin):
 
     unit: int = 0
 
-    @property
-    def by_interval(self) -> bool:
-        """Whether `interval` says all that it decides: traces and reports do not name it then."""
-        cls, default = type(self), CheckpointPolicy
-        return not cls.output and (cls.boundaries, cls.victim) == (
-            default.boundaries,
-            default.victim,
-        )
-
     def attach(self, unit: int) -> None:
         """Store the unit; called once, before any other method."""
         self.unit = unit
@@ -88,6 +79,7 @@ class CheckpointPolicy(Plugin):
             junction: the longest prefix that full attention has, if that is longer; else 0.
                 Others share it, and nobody can resume at its end.
         """
+        del hit
         return request.prompt_tokens - 1, junction
 
     def on_admitted(self, request: Request, hit: int, junction: int) -> None:
@@ -101,3 +93,10 @@ class CheckpointPolicy(Plugin):
         with two children or more are not among them.
         """
         return segments[0]
+
+
+def is_interval(plugin: Plugin) -> bool:
+    """Return True for a checkpoint policy whose interval says all: reports need not name it."""
+    return isinstance(plugin, CheckpointPolicy) and not (
+        plugin.output or any(find_override(plugin, name) for name in ("boundaries", "victim"))
+    )

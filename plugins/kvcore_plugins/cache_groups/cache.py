@@ -34,7 +34,7 @@ from typing import Any, Final, NoReturn
 
 import attrs
 
-from kvcore.cache.checkpoint import CheckpointPolicy
+from kvcore.cache.checkpoint import CheckpointPolicy, is_interval
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import BlockPool, Ids
@@ -117,15 +117,16 @@ class GroupedCache:
         self.has_states = any(group.kind == "state" for group in self.groups)
         sizes = {group.block_size for group in self.groups}
         self._size = size = lcm(*sizes)
-        self.checkpoint: CheckpointPolicy = resolve("checkpoint", checkpoint or CheckpointPolicy)
+        checkpoint = checkpoint or CheckpointPolicy
+        self.checkpoint: CheckpointPolicy = resolve("checkpoint", checkpoint)
         self.checkpoint.bind()
         self.checkpoint.attach(size)
         interval = self.checkpoint.interval
         if interval is not None and (type(interval) is not int or interval % size):
             msg = (
-                f"checkpoint {self.checkpoint.name!r} keeps states at multiples of {interval!r} "
-                f"tokens: give a multiple of {size:,}, which blocks of all groups divide; 0 for "
-                "none; or None for all"
+                f"checkpoint {self.checkpoint.name!r} keeps windows and states at multiples of "
+                f"{interval!r} tokens: give a multiple of {size:,}, which blocks of all groups "
+                "divide"
             )
             raise InputError(msg)
         self._boundaries = find_override(self.checkpoint, "boundaries")
@@ -842,7 +843,7 @@ class GroupedCache:
             plugins={
                 policy.kind: describe(policy)
                 for policy in (self.eviction, self.checkpoint)
-                if policy is not self.checkpoint or not self.checkpoint.by_interval
+                if not is_interval(policy)
             },
         )
         groups = [attrs.asdict(group) for group in self.groups]

@@ -8,13 +8,14 @@ from typing import Any
 
 import attrs
 
-from kvcore.cache import BlockLayout, GroupedCache, LayerGroup, Segment
-from kvcore.cache.groups import GroupMatch, GroupSequence
-from kvcore.cache.named_blocks import Name
+from kvcore.cache import BlockLayout, Segment
 from kvcore.errors import InputError
 from kvcore.plugins import FAILURES, wrong_answer
 from kvcore.plugins.base import raise_policy_error
 from kvcore.request import Request
+from kvcore_plugins.cache_groups.cache import GroupedCache
+from kvcore_plugins.cache_groups.groups import GroupMatch, GroupSequence, LayerGroup
+from kvcore_plugins.cache_groups.named_blocks import Name
 
 
 @attrs.define(eq=False, slots=True)
@@ -54,7 +55,7 @@ class _Text:
 
 
 class SegmentedGroups(GroupedCache):
-    """A `GroupedCache` from which the segments leave that its checkpoint policy chooses.
+    r"""A `GroupedCache` from which the segments leave that its checkpoint policy chooses.
 
     ::
 
@@ -103,7 +104,7 @@ class SegmentedGroups(GroupedCache):
     def open(
         self, request: Request, *arguments: Any, match: GroupMatch | None = None, **options: Any
     ) -> GroupSequence:
-        """Admit `request`, as `GroupedCache.open` does; it uses the segment it resumes after."""
+        """Admit `request`; it uses the segment at whose end it resumes."""
         if match is None:
             match = self.match(request, target=options.get("target"))
         seq = super().open(request, *arguments, match=match, **options)
@@ -148,9 +149,7 @@ class SegmentedGroups(GroupedCache):
             if kind == "state":
                 text.ends.add((position + 1) * size)
 
-    def _add(
-        self, text: _Text, end: int, full: list[int], kept: list[int]
-    ) -> CachedSegment:
+    def _add(self, text: _Text, end: int, full: list[int], kept: list[int]) -> CachedSegment:
         """Add the segment that follows the last one of `text`."""
         above = text.above
         segment = CachedSegment(0, end, bool(kept), text.serial, full=full, kept=kept)
@@ -204,7 +203,7 @@ class SegmentedGroups(GroupedCache):
 
     def _ask_victim(self) -> CachedSegment | None:
         """Return the segment that the policy chooses; None if none can leave."""
-        segments = [s for s in self._segments if s.children < 2 and self._idle(s)]
+        segments = [s for s in self._segments if s.children <= 1 and self._idle(s)]
         if not segments:
             return None
         try:
@@ -260,9 +259,8 @@ class SegmentedGroups(GroupedCache):
             segment.blocks -= len(segment.full)
             segment.full = []
 
-def _split(
-    blocks: list[tuple[int, int]], end: int
-) -> tuple[list[int], list[tuple[int, int]]]:
+
+def _split(blocks: list[tuple[int, int]], end: int) -> tuple[list[int], list[tuple[int, int]]]:
     """Return the blocks up to `end` tokens, and the others with their tokens."""
     first = [block for tokens, block in blocks if tokens <= end]
     return first, [entry for entry in blocks if entry[0] > end]

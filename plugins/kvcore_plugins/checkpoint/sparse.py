@@ -47,7 +47,7 @@ class Sparse(CheckpointPolicy):
         return *super().boundaries(request, hit, junction), *self._positions
 
     def on_admitted(self, request: Request, hit: int, junction: int) -> None:
-        """Record the overlap of `request`, and compute the positions again when they are due."""
+        """Record the overlap of `request`; compute the positions again when they are due."""
         overlap = max(hit, junction) // self.unit
         if not overlap:
             return
@@ -77,18 +77,17 @@ def place(overlaps: Mapping[int, int], budget: int) -> list[int]:
     beyond = [0] * (n + 1)
     for index in reversed(range(n)):
         beyond[index] = beyond[index + 1] + overlaps[lengths[index]]
-    # With one position. By the number of positions, the next one after each.
-    saved = [length * beyond[index] for index, length in enumerate(lengths)]
-    following = [[n] * n]
+    alone = saved = [length * beyond[index] for index, length in enumerate(lengths)]
+    following = [[n] * n]  # by the number of positions from each one on, the next one
     for _ in range(min(budget, n) - 1):
-        longer, after = saved[:], [n] * n
+        longer, after = alone[:], [n] * n
         lines = deque[tuple[int, int, int]]()  # slope, value at 0, index
         for index in reversed(range(n)):
             length = lengths[index]
             while len(lines) > 1 and _at(lines[1], length) >= _at(lines[0], length):
                 lines.popleft()
-            if lines and (total := length * beyond[index] + _at(lines[0], length)) > saved[index]:
-                longer[index], after[index] = total, lines[0][2]
+            if lines and (more := _at(lines[0], length)) > 0:
+                longer[index], after[index] = alone[index] + more, lines[0][2]
             line = -beyond[index], saved[index], index
             while len(lines) > 1 and _is_below(lines[-1], lines[-2], line):
                 lines.pop()
