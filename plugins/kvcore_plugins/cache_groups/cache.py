@@ -42,7 +42,7 @@ from kvcore.cache.recorder import Recorder, check_admission
 from kvcore.cache.residency import CacheStats
 from kvcore.cache.tree import root_span
 from kvcore.errors import InputError, OutOfBlocks
-from kvcore.plugins import FAILURES, describe, find_override, resolve, wrong_answer
+from kvcore.plugins import FAILURES, Plugin, describe, find_override, resolve, wrong_answer
 from kvcore.plugins.base import raise_policy_error
 from kvcore.request import Key, Request
 from kvcore.serving.decode_batch import DecodeBatch
@@ -138,6 +138,7 @@ class GroupedCache:
                 "that, or make a kvcore.HostedGroups, which takes any policy"
             )
             raise InputError(msg)
+        self._chooser: Plugin = self.eviction  # of what leaves, for traces
         self.geometry = BlockLayout("tokens", size, key_tokens)
         self._layouts = {each: BlockLayout("tokens", each, key_tokens) for each in sizes}
         self.pool = BlockPool(blocks)
@@ -867,7 +868,7 @@ class GroupedCache:
         """Write EVICT of the blocks that lose their names for `seq`, group by group."""
         for index, run in groupby(victims, key=lambda block: self._blocks.place(block)[0]):
             trace.group_evict(
-                self.now, group=index, runs=array("i", run), by=self.eviction.name,
+                self.now, group=index, runs=array("i", run), by=self._chooser.name,
                 requester=seq.request.id, reason="capacity",
             )  # fmt: skip
 
