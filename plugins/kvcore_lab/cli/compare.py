@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
@@ -46,9 +46,11 @@ from kvcore_lab.comparison import compare as run_comparison
 from kvcore_lab.report.comparison import ComparisonReport, write_csv
 from kvcore_lab.report.policies import block_bytes, memory_fields
 from kvcore_lab.report.prometheus import comparison_metrics
-from kvcore_plugins.cache_groups.plan import GroupPlan
 from kvcore_replay.cli.plot_option import plot_file, plot_option
 from kvcore_replay.cli.trace_options import price_option
+
+if TYPE_CHECKING:
+    from kvcore_plugins.cache_groups import GroupPlan
 
 POLICIES = "lru,fifo,lfu,slru,cost,random"
 MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))

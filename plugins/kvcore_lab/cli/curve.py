@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -43,10 +43,12 @@ from kvcore_lab.curves.mrc import curve as make_curves
 from kvcore_lab.curves.plane import plane as make_plane
 from kvcore_lab.report.mrc import CurvesReport
 from kvcore_lab.report.plane import PlaneReport
-from kvcore_plugins.cache_groups.plan import GroupPlan
 from kvcore_plugins.host import cpus
 from kvcore_replay.cli.plot_option import drawn, plot_file, plot_option
 from kvcore_replay.report.figure import FORMS, matplotlib
+
+if TYPE_CHECKING:
+    from kvcore_plugins.cache_groups import GroupPlan
 
 POLICIES = "lru,lfu"
 MOST_POINTS = 100_000

@@ -27,12 +27,12 @@ from kvcore.workloads.selection import as_workload
 from kvcore_lab.candidates import Candidate, Policy, candidates_of, refuse_bound
 from kvcore_lab.comparison import ReplaySetup, Source, keeping, pool_sizes
 from kvcore_lab.workers import Call, call_all, can_fork, check_jobs
-from kvcore_plugins.cache_groups import LayerGroup
 from kvcore_replay.belady import Belady
 from kvcore_replay.untimed import replay, replay_groups
 
 if TYPE_CHECKING:
     from kvcore_lab.curves._reuse import Reuse
+    from kvcore_plugins.cache_groups import LayerGroup
 
 __all__ = ["Curve", "Curves", "Steps", "curve"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
 
@@ -22,8 +22,10 @@ from kvcore_lab.report.policies import (
     named,
     replay_setup,
 )
-from kvcore_plugins.cache_groups.plan import GroupPlan
 from kvcore_replay.report.charts import as_percent
+
+if TYPE_CHECKING:
+    from kvcore_plugins.cache_groups import GroupPlan
 
 DENSE = 600
 """Number of points in the line of a curve that is known at every size."""
