@@ -102,6 +102,7 @@ def compare(
     blocks: int | Iterable[int] | None = None,
     *,
     memory: int | str | Iterable[int | str] | None = None,
+    checkpoint: str | Iterable[str] | None = None,
     recompute: PrefillCost | None = None,
     trace: str | PathLike[str] | None = None,
     residency: bool = False,
@@ -124,6 +125,8 @@ def compare(
         blocks: pool sizes in blocks, or one; None: a few parts of the workload's footprint.
         memory: pool sizes in bytes of K/V, such as `"40GiB"`, in place of `blocks`. With
             `accounting="tokens"` they are those of the cache groups of the model.
+        checkpoint: checkpoint policies of these groups, as text; None: the default alone. With
+            them the last rows are a bound.
         recompute: the seconds that it costs to compute a block again; None: those of model and
             device.
         trace: the file to write every decision to; with one policy and one size.
@@ -177,6 +180,7 @@ def compare(
         accounting=accounting,
         prefix=str(prefix) if isinstance(prefix, Spec) else prefix,
         groups=groups,
+        checkpoint=checkpoint,
         recompute=recompute or parts.recompute,
         seed=options.get("seed"),
         trace=trace,
