@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 import attrs
 
 import kvcore
-from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Span
+from kvcore.cache import CheckpointPolicy, EvictionPolicy, KVCache, PrefixIndex, Span
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
@@ -213,7 +213,7 @@ class ReplayOptions(TypedDict, total=False):
     by default: all layers keep all tokens."""
     checkpoint: str | Iterable[str] | None
     """The checkpoint policies of these groups, as text: each is compared with each eviction
-    policy. With them, hits are bounded by what full attention alone could hit in the pool. None:
+    policy. With them there is a bound: what full attention alone could hit in the pool. None:
     the default alone, without a bound."""
     recompute: PrefillCost | None
     """The seconds to compute a block again, for policies that weigh them; None: those of
@@ -381,16 +381,18 @@ class ReplaySetup:
             recompute=self.recompute,
         )
 
-    def grouped(self, candidate: Candidate, blocks: int) -> GroupedCache:
-        """Return an empty cache of groups under the policies of `candidate`."""
+    def grouped(
+        self, eviction: EvictionPolicy, blocks: int, checkpoint: CheckpointPolicy | None = None
+    ) -> GroupedCache:
+        """Return an empty cache of groups under `eviction`, and a policy of checkpoints."""
         from kvcore_plugins.cache_groups import GroupPlan  # noqa: PLC0415 - hybrid models alone
 
         return GroupPlan(self.groups, 0).cache(
             blocks,
-            eviction=candidate.build(),
+            eviction=eviction,
             prefix=None,
             recompute=self.recompute,
-            checkpoint=candidate.make_checkpoint(),
+            checkpoint=checkpoint or CheckpointPolicy(),
             key_tokens=self.geometry.key_tokens,
         )
 
@@ -599,7 +601,7 @@ class _RowMaker:
             if self.price is not None:
                 charged = self._bill(zip(self._requests, hits, strict=True))
         elif self.setup.groups:
-            groups = self.setup.grouped(policy, blocks)
+            groups = self.setup.grouped(policy.make(), blocks, policy.make_checkpoint())
             lengths = Counter(replay_groups(ticked(self._requests, self.tick), groups))
             stats = groups.stats
             evicted = groups.evicted_blocks
@@ -636,7 +638,7 @@ class _RowMaker:
         )
 
     def _limited(self, hits: Iterable[int]) -> tuple[array[int], CacheStats]:
-        """Return `hits` without the block of the last token of a prompt, and their statistics."""
+        """Return `hits` without the blocks of last tokens of prompts, and their statistics."""
         geometry, limited, stats = self.setup.geometry, array("i"), CacheStats()
         for request, hit in zip(self._requests, hits, strict=True):
             _, tokens, _, _, lookup, limit = geometry.lay_out(request)

@@ -12,7 +12,7 @@ import pytest
 from kvcore.cache import CheckpointPolicy
 from kvcore.errors import InputError
 from kvcore.plugins import resolve
-from kvcore.request import Request
+from kvcore.request import Key, Request
 from kvcore.serving import Batching, simulate
 from kvcore_plugins.cache_groups import GroupedCache, GroupPlan, LayerGroup
 from kvcore_testing.plugin import PluginTests, check_is_named
@@ -71,7 +71,7 @@ class CheckpointTests(PluginTests):
         return _GROUPS[request.param]
 
     def test_is_a_named_policy(self) -> None:
-        """Its class derives from CheckpointPolicy, and has a name and a docstring of its own."""
+        """Its class derives from CheckpointPolicy, with a name and a docstring of its own."""
         check_is_named(self.make(), CheckpointPolicy)
 
     def test_serves_one_cache(self) -> None:
@@ -93,8 +93,10 @@ class CheckpointTests(PluginTests):
         self, seed: int, groups: tuple[LayerGroup, ...]
     ) -> None:
         """A hit is a prefix of an earlier prompt, in whole blocks, and not all of its own."""
-        requests, computed = stream(seed), set[int]()
-        for request, lookup in zip(requests, look_up(self.make(), requests, groups), strict=True):
+        requests, computed = stream(seed), set[Key]()
+        for request, lookup in zip(
+            requests, look_up(self.make(), requests, groups), strict=True
+        ):
             blocks = lookup.hit // BLOCK
             assert lookup.hit == blocks * BLOCK < request.prompt_tokens
             assert computed.issuperset(request.keys[:blocks])
@@ -111,7 +113,9 @@ class CheckpointTests(PluginTests):
         """Decisions depend neither on lengths of outputs nor on requests that come later."""
         requests = stream(seed)
         longer = [attrs.evolve(each, output_tokens=each.output_tokens * 7) for each in requests]
-        first, second = (list(look_up(self.make(), each, groups)) for each in (requests, longer))
+        first, second = (
+            list(look_up(self.make(), each, groups)) for each in (requests, longer)
+        )
         assert first == second, "it decided otherwise for requests with longer outputs"
         half = list(look_up(self.make(), requests[: _REQUESTS // 2], groups))
         assert first[: len(half)] == half, "it decided otherwise without the later requests"
@@ -148,7 +152,7 @@ def look_up(
 
 
 def stream(seed: int) -> list[Request]:
-    """Return random requests: sessions whose prompts grow, behind one of four system prompts."""
+    """Return random requests: sessions whose prompts grow, behind four system prompts."""
     dice = Random(seed)  # noqa: S311
     sessions: list[list[int]] = []
     made: list[Request] = []

@@ -340,7 +340,11 @@ class CellRun:
         tiers = parts.tiers()
         below = (*tiers, *(tier.eviction for tier in tiers))
         rules = parts.rules if parts.rules.decides() else None
-        checkpoint = None if cell.checkpoint == option_default("checkpoint") else parts.built("checkpoint")
+        checkpoint = (
+            None
+            if cell.checkpoint == option_default("checkpoint")
+            else parts.built("checkpoint")
+        )
         served = self.scheduler, self.latency, self.drafter, rules, checkpoint
         plugins = (self.eviction, prefix, retention, *served, *below)
         described: dict[str, Any] = {

@@ -34,7 +34,16 @@ UNTIMED = (
 TIMED = (
     *("workload", "limit", "window", "model", "device", "tensor_parallel", "codec"),
     *("weights_dtype", "block_size", "blocks", "memory", "tier", "prefix", "retention"),
-    *("latency", "checkpoint", "drafter", "max_tokens", "max_seqs", "steps", "chunked", "watermark"),
+    *(
+        "latency",
+        "checkpoint",
+        "drafter",
+        "max_tokens",
+        "max_seqs",
+        "steps",
+        "chunked",
+        "watermark",
+    ),
     *("max_model_len", "rate_scale", "like", "slo", "seed"),
     *("replicas", "view", "fail", "autoscale", "router", "scheduler", "eviction"),
 )
