@@ -77,7 +77,7 @@ class CheckpointPolicy(Plugin):
             request: the request; its `output_tokens` must not be used.
             hit: the tokens of its prompt that hit.
             junction: the longest prefix that full attention has, if that is longer; else 0.
-                Others share it, and nobody can resume at its end.
+                Others share it, and no state is kept at its end.
         """
         del hit
         return request.prompt_tokens - 1, junction

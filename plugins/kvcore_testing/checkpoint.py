@@ -28,12 +28,12 @@ _GROUPS = {
 
 @attrs.frozen
 class Lookup:
-    """What a request has found, and where it is kept.
+    """The hit of a request, and the decisions about its blocks.
 
     Attributes:
         hit: tokens of its prompt that hit.
         boundaries: the lengths at which windows and states of it are kept.
-        evicted: blocks evicted for it.
+        evicted: number of blocks evicted for it.
     """
 
     hit: int

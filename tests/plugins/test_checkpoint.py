@@ -109,7 +109,7 @@ def test_marconi_keeps_the_output(policy, hit):
     [("default", 0), ("seglen", 20), ("marconi:alpha=2", 20), ("seglen:weight=0", 0)],
 )
 def test_a_long_segment_is_worth_keeping(policy, hit):
-    """Short prompts that nobody repeats push a long one out, unless its length is weighed."""
+    """Short prompts that never come back push a long one out, unless its length is weighed."""
     short = [range(100 * n, 100 * n + 2) for n in range(1, 20)]
     assert hits(policy, [range(20), *short, range(20)], blocks=50)[-1] == hit
 

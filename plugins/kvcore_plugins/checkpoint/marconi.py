@@ -1,4 +1,4 @@
-"""What leaves is what saves least prefill for its memory and was not used for long."""
+"""Segments leave that save little prefill for their memory, or were not used for long."""
 
 from __future__ import annotations
 
