@@ -203,7 +203,7 @@ class SegmentedGroups(GroupedCache):
 
     def _ask_victim(self) -> CachedSegment | None:
         """Return the segment that the policy chooses; None if none can leave."""
-        segments = [s for s in self._segments if s.children <= 1 and self._idle(s)]
+        segments = [s for s in self._segments if s.children <= 1 and self._can_leave(s)]
         if not segments:
             return None
         try:
@@ -213,6 +213,13 @@ class SegmentedGroups(GroupedCache):
         if not isinstance(victim, CachedSegment) or victim not in segments:
             raise wrong_answer(self.checkpoint, "victim()", f"{victim!r}, which cannot leave")
         return victim
+
+    def _can_leave(self, segment: CachedSegment) -> bool:
+        """Return True if a block of `segment` can leave now."""
+        holders = self._blocks.holders
+        if segment.kept:
+            return not all(map(holders, segment.kept))
+        return not segment.children and not holders(segment.full[-1])
 
     def _idle(self, segment: CachedSegment) -> list[int]:
         """Return the blocks of `segment` that can leave now, in order."""
