@@ -12,7 +12,7 @@ When blocks become free:
     a dropped range     at `commit`, if it is private (retention)          EVICT retention
     removed tokens      at `compact`, if it is private (retention)         COMPACT
     an expired span     when an `open` or `commit` matches its keys        EVICT expired
-    a victim            never: the call that needs blocks gets it          EVICT capacity
+    an evicted span     never: the call that needs blocks gets them        EVICT capacity
                         (`open`, `extend`)
 """
 

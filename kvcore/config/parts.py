@@ -179,7 +179,7 @@ class RunParts:
             InputError: there is no rule for what a layer keeps, or blocks do not fit the keys.
         """
         config, model = self.config, self.model
-        split = self.splits_layers and config.timed and not model.uniform
+        split = self.splits_layers and config.timed
         if not split or config.disable_hybrid_kv_cache_manager:
             return None
         layout = KVLayout(model, self.codec, self.geometry.block_size)
@@ -218,9 +218,8 @@ class RunParts:
 
     def _layers_refusal(self, plan: LayerPlan) -> str:
         return (
-            f"layers of {self.model.name} keep different things, in {plan.where}, which this "
-            "does not know: leave it out, or serve the model as one group "
-            "(disable_hybrid_kv_cache_manager)"
+            f"the K/V of {self.model.name} is in {plan.where}, which this does not know: leave "
+            "it out, or serve the model as one group (disable_hybrid_kv_cache_manager)"
         )
 
     def cache(self, trace: Recorder | None = None) -> KVCache:

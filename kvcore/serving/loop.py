@@ -8,7 +8,8 @@ Its events, who handles them, and the line of the trace that each makes:
     PREFILL_DONE   `ServingLoop._prefill_done`   FIRST_TOKEN
     DECODE_DONE    `ServingLoop._finish`         FINISH
     OUT_OF_BLOCKS  `Batcher._preempt_to_grow`,
-                   `Batcher._has_blocks`         PREEMPT
+                   `Batcher._has_blocks`,
+                   `Batcher._make_room`          PREEMPT
     TIMER          `Batcher._rank_again`         none
 
 Between two of them the same jobs decode, so that all the steps in between are one jump (see
@@ -22,7 +23,8 @@ Between two of them the same jobs decode, so that all the steps in between are o
            3  _planned         the pool is recorded
     end    4  _compute, _jump  one step with prefill; or many decode steps, up to the next event
            5  _pass            the clock moves on; requests that came meanwhile are queued
-           6  commit           blocks that were filled can hit from now on
+           6  commit           blocks that were filled can hit from now on, unless the rules
+                               share what is scheduled: then they could since 2
            7  _prefill_done    first tokens; the jobs decode from the next step on
            8  _finish          jobs with all their tokens give their blocks back
 
