@@ -12,10 +12,11 @@ import kvcore
 from kvcore import CheckpointPolicy, InputError, Plugins, PolicyError, Request
 from kvcore.plugins import resolve
 from kvcore.serving import Batching, simulate
-from kvcore.trace import Trace, TraceWorkload
+from kvcore.trace import Trace
 from kvcore_plugins.cache_groups import GroupPlan, LayerGroup
 from kvcore_plugins.cache_groups.named_blocks import NamedBlocks
 from kvcore_plugins.checkpoint import place
+from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.check.trace import check_trace
 from kvcore_testing.checkpoint import look_up, stream
 

@@ -22,9 +22,9 @@ from kvcore.request import SLO
 from kvcore.serving import Batching, Rules
 from kvcore.serving.rules import CHOICES
 from kvcore.serving.scheduler import LIMITS
-from kvcore.trace import TraceWorkload
 from kvcore.trace.fields import plain, slo_of
 from kvcore.workloads import Workload
+from kvcore_plugins.workload.recorded import TraceWorkload
 
 OF_CACHES = ("eviction", "prefix", "retention")
 
