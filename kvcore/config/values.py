@@ -187,8 +187,7 @@ def as_checkpoint(value: object) -> Any:
     if value is None or value == "none":
         return Spec("chunk")
     if type(value) is int or (isinstance(value, str) and value.isdigit()):
-        tokens = int(value)
-        return Spec("every", {"tokens": str(tokens)}) if tokens else Spec("default")
+        return Spec("every", {"tokens": str(value)}) if int(value) else Spec("default")
     return as_plugin(value)
 
 
