@@ -513,7 +513,9 @@ class RunParts:
     def _timing(self, devices: int | None) -> dict[str, Any]:
         """Return the options of the deployment that a latency model may have."""
         model, device = self.model, self.device
+        retention = None if self.config.retention is None else self.built("retention")
         return {
+            **({} if retention is None else retention.timing(model)),
             # A model from a file has no name that plugins know.
             "model": model.name if model == MODELS.get(model.name) else model,
             "device": device.name if device == DEVICES.get(device.name) else device,

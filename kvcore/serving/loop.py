@@ -69,7 +69,6 @@ from kvcore.units import INT64_LIMIT, PS_PER_NS, picoseconds
 
 if TYPE_CHECKING:
     from kvcore.cache import KVCache
-    from kvcore.cache.retention import RetentionPolicy
     from kvcore.serving.drafter import Drafter
     from kvcore.serving.speculation import Speculation
 
@@ -129,7 +128,7 @@ class ServingLoop:
             cache.geometry.block_size,
             latency.windows,
             self.log.itl,
-            all_commit=named or cache.retention is not None,
+            all_commit=named or cache.forgets,
             ahead=planned and not rules.lag,
         )
         server = ServiceEstimates(cache, latency, batching.max_seqs)
@@ -172,7 +171,7 @@ class ServingLoop:
         self._lag = Lag() if rules.lag else None
         self._drafts: Speculation | None = None
         drafter = cast("Drafter | None", executor.drafter)
-        _check_parts(drafter, cache.retention, self.allocator, lag=rules.lag)
+        _check_parts(drafter, cache, self.allocator, lag=rules.lag)
         if drafter is not None:
             from kvcore.serving.speculation import Speculation  # noqa: PLC0415 - rare
 
@@ -725,13 +724,13 @@ def _output_commits(
 
 def _check_parts(
     drafter: Drafter | None,
-    retention: RetentionPolicy | None,
+    cache: ServedCache,
     allocator: DecodeAllocator,
     *,
     lag: int,
 ) -> None:
     """Raise InputError if two parts of a run contradict each other."""
-    why = ""
+    why, retention = "", cache.retention if cache.forgets else None
     if lag and (retention is not None or drafter is not None):
         what = "a retention policy" if retention is not None else "a drafter"
         why = (
