@@ -199,7 +199,7 @@ def drive(seed, make_side, requests=60):
             tokens = 1
             if left > 0:
                 tokens = one.cache.chunk_tokens(
-                    computed, min(pool.chunk, left), length, length, junction, pool.chunk
+                    computed, min(pool.chunk, left), length, length, (junction,), pool.chunk
                 )
             served = both("allocate", prompt, computed, tokens, first=first)
             first = False

@@ -175,7 +175,7 @@ def compare(workload: str | None, **given: Any) -> None:
     ):
         comparison = run_comparison(
             source,
-            given["eviction"] or _candidates(given, prefix),
+            _candidates(given, prefix) if given["eviction"] is None else given["eviction"],
             sizes,
             groups=() if plan is None else plan.groups,
             checkpoint=given["checkpoint"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.seeds import FewSeeds
 
 from kvcore.plugins import Plugins
 from kvcore.testing import CheckpointTests
@@ -14,7 +15,7 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("spec", POLICIES)
-class TestBuiltIns(CheckpointTests):
+class TestBuiltIns(FewSeeds, CheckpointTests):
     """Each built-in policy."""
 
     @pytest.fixture(autouse=True)
