@@ -182,7 +182,8 @@ class RunParts:
         split = self.splits_layers and config.timed
         if not split or config.disable_hybrid_kv_cache_manager:
             return None
-        layout = KVLayout(model, self.codec, self.geometry.block_size)
+        with self._about("codec"):
+            layout = KVLayout(model, self.codec, self.geometry.block_size)
         with self._about("model"):
             plan = self.rules.layer_plan(layout, self._tensor_parallel)
         if plan is not None:
