@@ -121,7 +121,7 @@ class GroupedCache:
         self.checkpoint: CheckpointPolicy = resolve("checkpoint", checkpoint)
         self.checkpoint.bind()
         self.checkpoint.attach(size)
-        interval = self.checkpoint.interval
+        self._interval = interval = self.checkpoint.interval
         if interval is not None and (type(interval) is not int or interval % size):
             msg = (
                 f"checkpoint {self.checkpoint.name!r} keeps windows and states at multiples of "
@@ -725,7 +725,7 @@ class GroupedCache:
         needs which resumes at a boundary, at the end of an interval, or, if the policy keeps
         the output, anywhere in it.
         """
-        interval, need = self.checkpoint.interval, group.needed
+        interval, need = self._interval, group.needed
         if group.kind in ("full", "chunk"):
             return range(start, end)
         kept: set[int] = set()
