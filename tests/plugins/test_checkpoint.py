@@ -144,6 +144,37 @@ def test_a_branch_stays():
     assert max(Watching.children) <= 1
 
 
+class Newest(CheckpointPolicy):
+    """Evicts the most recently used segment, of requests that still run too."""
+
+    name = "newest"
+    output = True
+
+    def victim(self, segments):
+        """Return the last segment."""
+        return segments[-1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_segments_are_a_tree(seed):
+    """Each cached block is in one segment; none is below one that has lost its states."""
+    cache = new_cache(Newest(), 120)
+    simulate(stream(seed), cache=cache, batching=Batching(max_tokens=64, max_seqs=6))
+    segments = list(cache._segments)
+    blocks = sorted(block for s in segments for block in (*s.full, *s.kept))
+    assert blocks == sorted(block for block, _ in cache._blocks)
+    for segment in segments:
+        above = segment.above
+        assert segment.resumable == bool(segment.kept)
+        assert segment.blocks == len(segment.full) + len(segment.kept)
+        assert segment.start == (0 if above is None else above.end) <= segment.end
+        if segment.resumable and above is not None:
+            assert above.resumable
+            assert segment in above.next
+        assert [segment.children, *segment.next] == [len(segment.next), *segment.next]
+        assert all(child.above is segment for child in segment.next)
+
+
 # The program.
 
 

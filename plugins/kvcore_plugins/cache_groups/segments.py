@@ -152,6 +152,11 @@ class SegmentedGroups(GroupedCache):
     def _add(self, text: _Text, end: int, full: list[int], kept: list[int]) -> CachedSegment:
         """Add the segment that follows the last one of `text`."""
         above = text.above
+        while above is not None and not above.resumable:
+            # It has lost its boundary since: its blocks go to what follows it.
+            full, above.full, above.blocks = above.full + full, [], 0
+            self._segments.pop(above, None)
+            above = above.above
         segment = CachedSegment(0, end, bool(kept), text.serial, full=full, kept=kept)
         self._segments[segment] = None
         self._segment_of.update(dict.fromkeys((*full, *kept), segment))
