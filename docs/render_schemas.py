@@ -23,6 +23,7 @@ from kvcore.cli.options import toml_types
 from kvcore.config.options import find_option, option_named
 from kvcore.config.values import (
     as_bytes,
+    as_checkpoint,
     as_device,
     as_model,
     as_natural,
@@ -56,6 +57,9 @@ _SIMPLE: Mapping[Any, str] = {
 _READ: Mapping[Callable[[object], Any], Any] = {
     as_plugin: {"$ref": "#/$defs/plugin"},
     as_workload: {"$ref": "#/$defs/plugin"},
+    as_checkpoint: {
+        "anyOf": [{"$ref": "#/$defs/plugin"}, {"type": "integer", "minimum": 0}],
+    },
     as_tiers: {
         "anyOf": [
             {"$ref": "#/$defs/plugin"},

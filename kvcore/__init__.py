@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
     from kvcore.api import simulate
     from kvcore.cache import (
+        CheckpointPolicy,
         EvictionPolicy,
         KVCache,
         PrefixIndex,
         RetentionPolicy,
         ScoreEviction,
+        Segment,
         Span,
     )
     from kvcore.cache.tiers import Tier
@@ -61,7 +63,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "kvcore.api": "simulate",
-    "kvcore.cache": "EvictionPolicy KVCache PrefixIndex RetentionPolicy ScoreEviction Span",
+    "kvcore.cache": "CheckpointPolicy EvictionPolicy KVCache PrefixIndex RetentionPolicy "
+    "ScoreEviction Segment Span",
     "kvcore.cache.tiers": "Tier",
     "kvcore.engine": "Backend Codec Generator",
     "kvcore.errors": "InputError KvcoreError OutOfBlocks PluginError PolicyError StorageError "
@@ -99,6 +102,7 @@ _PLACES = {name: module for module, names in _MODULES.items() for name in names.
 __all__ = [
     "SLO",
     "Backend",
+    "CheckpointPolicy",
     "Codec",
     "Drafter",
     "EvictionPolicy",
@@ -129,6 +133,7 @@ __all__ = [
     "Scheduler",
     "ScoreEviction",
     "ScoreRetention",
+    "Segment",
     "Span",
     "StorageError",
     "Tier",

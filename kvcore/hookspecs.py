@@ -196,6 +196,11 @@ def kvcore_drafters() -> list[type[Plugin]] | dict[str, str]:
 
 
 @hookspec
+def kvcore_checkpoint_policies() -> list[type[Plugin]] | dict[str, str]:
+    """Return checkpoint policies, which choose where windows and states are kept."""
+
+
+@hookspec
 def kvcore_commands() -> dict[str, Verb]:
     """Return verbs of the command line, by name."""
 

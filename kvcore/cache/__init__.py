@@ -11,11 +11,13 @@ To read, in this order:
     tiers.py                the contract of tiers, and the calls of a cache to what lies below
     hints.py, pins.py       what requests ask for: priorities, expiry, pins
     recorder.py             every decision as a call, for traces
+    checkpoint.py           the contract of policies of where windows and states are kept
     served.py               the calls of any cache that serving makes; plans of other caches
     residency.py            statistics: hits, and how long blocks stay
     integrity.py            all invariants in one place
 """
 
+from kvcore.cache.checkpoint import CheckpointPolicy, Segment
 from kvcore.cache.eviction import EvictionPolicy, LazyHeap, ScoreEviction
 from kvcore.cache.kvcache import KVCache
 from kvcore.cache.layout import BlockLayout, PromptBlocks, common_prefix
@@ -33,6 +35,7 @@ from kvcore.lazy import former
 __all__ = [
     "BlockLayout",
     "BlockPool",
+    "CheckpointPolicy",
     "CountingPool",
     "EvictionPolicy",
     "Ids",
@@ -46,6 +49,7 @@ __all__ = [
     "Residency",
     "RetentionPolicy",
     "ScoreEviction",
+    "Segment",
     "Sequence",
     "ServedCache",
     "Span",

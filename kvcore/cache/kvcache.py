@@ -104,6 +104,7 @@ class KVCache:
     """
 
     grouped: ClassVar[bool] = False
+    checkpoint: ClassVar[None] = None
     allocator: Any = None  # as `ServedCache` says
 
     def __init__(

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Keys
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
+    from kvcore.cache.checkpoint import CheckpointPolicy
     from kvcore.cache.eviction import EvictionPolicy
     from kvcore.cache.layout import BlockLayout
     from kvcore.cache.pins import ClientPins
@@ -64,6 +65,10 @@ class ServedCache(Protocol):
     @property
     def retention(self) -> RetentionPolicy | None:
         """The policy that drops tokens; None: all are kept."""
+
+    @property
+    def checkpoint(self) -> CheckpointPolicy | None:
+        """The policy of where windows and states are kept; None: there are none."""
 
     @property
     def tiers(self) -> LowerTiers | None:
@@ -161,14 +166,14 @@ class LayerPlan(Protocol):
         eviction: EvictionPolicy,
         prefix: PrefixIndex,
         recompute: Callable[[int, int], float] | None,
-        retention_interval: int | None,
+        checkpoint: CheckpointPolicy,
         key_tokens: int,
         trace: Recorder | None,
     ) -> ServedCache:
         """Return a cache of `blocks` blocks, whose other arguments are those of a `KVCache`.
 
-        `retention_interval` is the option `prefix_cache_retention_interval`.
+        `checkpoint` decides where windows and states are kept.
         """
 
-    def as_dict(self, blocks: int, retention_interval: int | None) -> dict[str, Any]:
+    def as_dict(self, blocks: int, checkpoint: CheckpointPolicy) -> dict[str, Any]:
         """Return the plan for JSON, under its name among the fields of a configuration."""

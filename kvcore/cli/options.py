@@ -285,9 +285,7 @@ def toml_types(command: click.Command) -> dict[str, tuple[str, Any]]:
     }
 
 
-group_options = all_of(
-    shared("disable_hybrid_kv_cache_manager"), shared("prefix_cache_retention_interval")
-)
+group_options = all_of(shared("disable_hybrid_kv_cache_manager"), shared("checkpoint"))
 """The options of cache groups."""
 
 config_option = click.option(

@@ -70,7 +70,11 @@ def results_alone(verb: VerbT) -> VerbT:
     return called  # type: ignore[return-value]
 
 
-RENAMED = {"--count": "--accounting", "--kv-dtype": "--codec"}
+RENAMED = {
+    "--count": "--accounting",
+    "--kv-dtype": "--codec",
+    "--prefix-cache-retention-interval": "--checkpoint",
+}
 """Options of earlier releases, which are still accepted, and their present names."""
 
 

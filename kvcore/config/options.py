@@ -25,6 +25,7 @@ from typing import (
 
 from kvcore.config.values import (
     ByteSize,
+    CheckpointChoice,
     DeviceChoice,
     ModelChoice,
     Natural,
@@ -197,18 +198,6 @@ class PoolOptions(TypedDict, total=False):
             heading=POOL,
         ),
     ]
-    prefix_cache_retention_interval: Annotated[
-        Natural | None,
-        Option(
-            0,
-            "Tokens between positions at which windows and states stay cached, beside the ends "
-            "of prompts; 0: only there, `none`: wherever a request can resume.",
-            POOL,
-            metavar="TOKENS",
-            optional=True,
-        ),
-    ]
-    """Has an effect with cache groups alone, as `GroupedCache` says."""
     tier: Annotated[
         TierChoices,
         Option(
@@ -237,6 +226,18 @@ class PoolOptions(TypedDict, total=False):
             what_if=True,
         ),
     ]
+    checkpoint: Annotated[
+        CheckpointChoice,
+        Option(
+            Spec("default"),
+            "Checkpoint policy: where windows and states of a hybrid model stay cached.",
+            POLICIES,
+            what_if=True,
+            metavar="PLUGIN",
+            earlier="prefix_cache_retention_interval",
+        ),
+    ]
+    """Has an effect with cache groups alone."""
     retention: Annotated[
         PluginChoice | None,
         Option(

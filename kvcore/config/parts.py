@@ -26,6 +26,7 @@ from typing import Any, TypeAlias, cast
 
 import kvcore
 from kvcore.cache import KVCache, LayerPlan, Recorder, ServedCache
+from kvcore.cache.checkpoint import is_interval
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import CountingPool
 from kvcore.config.options import find_mode, read_option
@@ -205,14 +206,13 @@ class RunParts:
                 with self._about(name):
                     raise InputError(self._layers_refusal(plan))
         eviction = self.built("eviction")
-        hosted = eviction.name != "lru"
-        with self._about("eviction" if hosted else "prefix_cache_retention_interval"):
+        with self._about("checkpoint" if eviction.name == "lru" else "eviction"):
             return plan.cache(
                 self.blocks if blocks is None else blocks,
                 eviction=eviction,
                 prefix=self.built("prefix"),
                 recompute=self.recompute,
-                retention_interval=config.prefix_cache_retention_interval,
+                checkpoint=self.built("checkpoint"),
                 key_tokens=self.workload.key_tokens,
                 trace=trace,
             )
@@ -345,7 +345,7 @@ class RunParts:
 
     def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
         """Return the configuration and the plugins of a run, without None, for JSON."""
-        plan, interval = self.layers, self.config.prefix_cache_retention_interval
+        plan = self.layers
         note = "" if plan else self.deployment.layout.pool_note
         source, used = self.workload, [plugin for plugin in plugins if plugin is not None]
         used += [self.rules] if self.rules.decides() else []
@@ -370,7 +370,7 @@ class RunParts:
             "rate_scale": self.config.rate_scale,
             "seed": self.config.seed,
             **({"notes": [note]} if note else {}),
-            **({} if plan is None else plan.as_dict(self.blocks, interval)),
+            **({} if plan is None else plan.as_dict(self.blocks, self.built("checkpoint"))),
         }
 
     def document(self, result: Any) -> dict[str, Any]:
@@ -546,5 +546,5 @@ class RunParts:
 def plugins_of(cache: ServedCache, *others: Plugin | None) -> list[Plugin]:
     """Return the plugins of a run: those of its cache, `others`, and its tiers."""
     tiers = [] if cache.tiers is None else [level.tier for level in cache.tiers.levels]
-    plugins = (cache.eviction, cache.prefix, cache.retention, *others, *tiers)
-    return [plugin for plugin in plugins if plugin is not None]
+    plugins = (cache.eviction, cache.prefix, cache.retention, cache.checkpoint, *others, *tiers)
+    return [plugin for plugin in plugins if plugin is not None and not is_interval(plugin)]

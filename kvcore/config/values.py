@@ -182,6 +182,15 @@ def as_plugin(value: object) -> Any:
     raise InputError(msg)
 
 
+def as_checkpoint(value: object) -> Any:
+    """Return a checkpoint policy; tokens, or `none`, are those of vLLM's retention interval."""
+    if value is None or value == "none":
+        return Spec("chunk")
+    if type(value) is int or (isinstance(value, str) and value.isdigit()):
+        return Spec("every", {"tokens": str(value)}) if int(value) else Spec("default")
+    return as_plugin(value)
+
+
 def as_tiers(value: object) -> tuple[Any, ...]:
     """Return tiers, nearest first; None and the text `none` are no tier."""
     if value is None or value == "none":
@@ -291,6 +300,11 @@ def _text_of(value: object) -> str:
 
 PluginChoice: TypeAlias = Annotated[str | Spec | Plugin | Callable[[], Any], as_plugin]
 """A plugin: its name with options, an instance, or a class or function that builds one."""
+
+CheckpointChoice: TypeAlias = Annotated[
+    str | int | Spec | Plugin | Callable[[], Any] | None, as_checkpoint
+]
+"""A checkpoint policy, or vLLM's retention interval: tokens, or None."""
 
 WorkloadChoice: TypeAlias = Annotated[str | Path | Spec | Workload, as_workload]
 """A workload: a plugin's name with options, the path of a file, an instance, or requests."""

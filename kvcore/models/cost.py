@@ -1,4 +1,4 @@
-"""Roofline arithmetic: the FLOP of a prefill, the bytes of a decode step, seconds at least.
+"""Roofline arithmetic: the FLOP of a prefill, and its seconds at least.
 
 Bytes, tokens and FLOP are exact integers. Seconds are floats made by `+`, `*` and `/`
 alone, hence the same on every machine. They are bounds set by the hardware, not
@@ -14,7 +14,6 @@ from typing import Any
 import attrs
 
 from kvcore.errors import InputError
-from kvcore.models.memory import KVLayout
 from kvcore.models.spec import DeviceSpec, ModelSpec
 
 
@@ -37,15 +36,6 @@ def attended_pairs(context: int, tokens: int, window: int | None = None) -> int:
 def _pairs(tokens: int, window: int | None) -> int:
     growing = tokens if window is None else min(tokens, window)
     return growing * (growing + 1) // 2 + (tokens - growing) * growing
-
-
-def decode_step_bytes(layout: KVLayout, tokens: int, sequences: int = 1) -> int:
-    """Return the bytes a decode step reads: weights once, and each sequence's own K/V.
-
-    `tokens` is the context of each of the `sequences` sequences.
-    """
-    weights = layout.model.weight_bytes_read(sequences)
-    return weights + sequences * layout.read_bytes(tokens)
 
 
 def prefill_flop(model: ModelSpec, tokens: int, context: int = 0) -> int:

@@ -53,6 +53,7 @@ KINDS = {
     "workload": "kvcore_workloads",
     "router": "kvcore_routers",
     "drafter": "kvcore_drafters",
+    "checkpoint": "kvcore_checkpoint_policies",
 }
 """The kinds of plugins, and the hook that returns the classes of each kind."""
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from kvcore.trace.fields import SCHEMA, EvictionDigest, decode_runs, encode_runs
     from kvcore.trace.reader import (
         TraceReader,
-        TraceWorkload,
         json_schema,
         read_events,
         read_request,
@@ -29,7 +28,7 @@ else:
         __name__,
         {
             "fields": "SCHEMA EvictionDigest decode_runs encode_runs",
-            "reader": "TraceReader TraceWorkload json_schema read_events read_request",
+            "reader": "TraceReader json_schema read_events read_request",
             "writer": "Trace",
         },
     )
@@ -39,7 +38,6 @@ __all__ = [
     "EvictionDigest",
     "Trace",
     "TraceReader",
-    "TraceWorkload",
     "decode_runs",
     "encode_runs",
     "json_schema",

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from fractions import Fraction
-from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
-import attrs
 import msgspec
 import orjson
 from msgspec import UNSET
 
-from kvcore.errors import InputError, TraceError
-from kvcore.files import as_path
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.request import KEY_BYTES, Hints, Key, Request, Retention
 from kvcore.trace import events
@@ -24,8 +18,6 @@ from kvcore.trace.expansion import Expansion
 from kvcore.trace.fields import OPTIONAL, SCHEMA, slo_of
 from kvcore.trace.jsonl_file import ODD_BYTES, SealedReader
 from kvcore.untrusted import TRACE_HEADER_BYTES, parse_json
-from kvcore.workloads import Workload
-from kvcore.workloads.files import file_digest
 
 
 class _Builder(Protocol):
@@ -237,118 +229,3 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "output_keys": read_keys,
 }
 """The function that reads an optional field of REQUEST, where its value has another form."""
-
-
-@attrs.define(slots=False, eq=False)
-class TraceWorkload(Workload):
-    """The requests of a trace, as those of the recorded workload.
-
-    Name, digest, options and key size are those of the recorded workload; where HEADER has
-    none, the name is `trace` and the digest that of the file. Requests come in order of
-    arrival. Requests of an open loop arrive when the workload let them, whatever the rate of
-    the run: run at that rate again, they arrive as recorded (a trace at a rate above 1 has
-    lost up to `rate_scale` ns of each time). A request that came after another one arrives
-    as recorded.
-
-    Attributes:
-        file: path of a kvcore trace of any mode.
-
-    Raises:
-        InputError: the file cannot be read.
-        TraceError: while reading: a line is damaged, or the file is cut.
-    """
-
-    _unnamed: ClassVar[str] = "trace"
-
-    file: Path = attrs.field(converter=as_path)
-
-    def __iter__(self) -> Iterator[Request]:
-        """Yield a request for each REQUEST line. Memory: one request, and the recorded keys."""
-        scale, recorded_keys = self._scale, self.recorded_keys
-        for reader, event in self._events():
-            if not isinstance(event, events.Request):
-                continue
-            # Rounded up, since the run rounds down.
-            arrival = -(-event.t * scale.numerator // scale.denominator)
-            try:
-                request = read_request(event, arrival)
-            except InputError as error:
-                reader.fail(f"REQUEST: {error}")
-            if request.id in recorded_keys:
-                request.output_keys = recorded_keys[request.id]
-            yield request
-
-    @cached_property
-    def header(self) -> Header:
-        """The first line.
-
-        Raises:
-            InputError, TraceError: there is none.
-        """
-        reader = TraceReader(self.file)
-        for event in reader:
-            return event  # type: ignore[return-value]  # the reader has seen to it
-        msg = f"{self.file}: {reader.cut_reason}"
-        raise TraceError(msg)
-
-    @cached_property
-    def recorded_keys(self) -> dict[int | str, list[Key]]:
-        """Keys of generated blocks that the workload did not have, by request, in order.
-
-        Runs on texts and engines record them; a trace of another run is not read for them.
-        """
-        recorded: dict[int | str, list[Key]] = {}
-        if self.header.executor == "run" or self.header.engine:
-            for _, event in self._events():
-                if isinstance(event, events.Keys):
-                    recorded.setdefault(event.request, []).extend(read_keys(event.keys))
-        return recorded
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """The name of the recorded workload."""
-        source = self.header.workload
-        return source.name if source else self._unnamed
-
-    @property
-    def digest(self) -> str:
-        """The digest of the recorded workload."""
-        source = self.header.workload
-        return source.digest if source else file_digest(self.file)
-
-    @property
-    def key_tokens(self) -> int:
-        """Tokens of a key."""
-        return self.header.key_tokens
-
-    @property
-    def restores(self) -> bool:
-        """Whether the requests are exactly those of the recorded workload. Reads the file.
-
-        They are not where requests came after others under a clock, where the run has recorded
-        keys of its own, or where the rate has rounded the times.
-        """
-        if self.header.workload is None or self._scale > 1 or self.recorded_keys:
-            return False
-        if self.header.mode == "untimed":
-            return True
-        return not any(
-            isinstance(event, events.Request) and isinstance(event.after, (int, str))
-            for _, event in self._events()
-        )
-
-    def options(self) -> dict[str, Any]:
-        """Return the options of the recorded workload."""
-        source = self.header.workload
-        return dict(source.options) if source else {}
-
-    @property
-    def _scale(self) -> Fraction:
-        return Fraction(str(self.header.rate_scale or 1))
-
-    def _events(self) -> Iterator[tuple[TraceReader, Event]]:
-        """Yield the events with their reader; raise TraceError if the file is cut."""
-        reader = TraceReader(self.file)
-        for event in reader:
-            yield reader, event
-        reader.require_complete()

@@ -27,7 +27,8 @@ CLUSTER = "Cluster"
 
 OF_REPLICAS = (
     *("model", "device", "tensor_parallel", "codec", "weights_dtype", "blocks", "memory"),
-    *("eviction", "prefix", "retention", "tier", "latency", "scheduler", "drafter"),
+    *("eviction", "prefix", "retention", "checkpoint", "tier", "latency", "scheduler"),
+    "drafter",
     *("like", *LIMITS),
 )
 """Options that servers of a cluster may have of their own."""

@@ -29,7 +29,7 @@ class HostedGroups(GroupedCache):
     Blocks without a name are allocated first, as with LRU, and no policy sees them.
 
     Args:
-        groups, blocks, retention_interval, key_tokens, trace: as for `GroupedCache`.
+        groups, blocks, checkpoint, key_tokens, trace: as for `GroupedCache`.
         eviction: the policy, which may not let spans expire.
         recompute: seconds to compute n tokens after a context of c, as for `PolicyHost`.
 

@@ -66,6 +66,13 @@ def find_capacity(
         return search_capacity(parts, result, tick)
 
 
+class _GroupedParts(RunParts):
+    """The parts of a comparison in cache groups: their sizes are those of a `GroupPlan`."""
+
+    def _check_deployment(self) -> None:
+        """Do nothing: layers that keep other things than tokens have groups."""
+
+
 class CompareOptions(TypedDict, total=False):
     """The deployment, the cache and the requests of `compare`: options of `RunConfig`."""
 
@@ -102,6 +109,7 @@ def compare(
     blocks: int | Iterable[int] | None = None,
     *,
     memory: int | str | Iterable[int | str] | None = None,
+    checkpoint: str | Iterable[str] | None = None,
     recompute: PrefillCost | None = None,
     trace: str | PathLike[str] | None = None,
     residency: bool = False,
@@ -124,6 +132,8 @@ def compare(
         blocks: pool sizes in blocks, or one; None: a few parts of the workload's footprint.
         memory: pool sizes in bytes of K/V, such as `"40GiB"`, in place of `blocks`. With
             `accounting="tokens"` they are those of the cache groups of the model.
+        checkpoint: checkpoint policies of these groups, as text; None: the default alone. With
+            them the last rows are a bound.
         recompute: the seconds that it costs to compute a block again; None: those of model and
             device.
         trace: the file to write every decision to; with one policy and one size.
@@ -152,15 +162,16 @@ def compare(
     prefix: Any = kept.pop("prefix", SHARING)
     # Of no pool here: the sizes are those of the rows.
     config = RunConfig.of("compare", workload=workload, blocks=1, **kept)
-    parts = RunParts(config, plugins)
     accounting = options.get("accounting", "keys")
+    grouped = accounting == "tokens" and memory is not None and not uniform
+    parts = (_GroupedParts if grouped else RunParts)(config, plugins)
     groups: tuple[LayerGroup, ...] = ()
     if memory is not None:
         if blocks is not None:
             msg = "blocks and memory both say how large the pool is: give one of them"
             raise InputError(msg)
         sizes = [memory] if isinstance(memory, int | str) else memory
-        if accounting == "tokens" and not (uniform or parts.model.uniform):
+        if grouped and not parts.model.uniform:
             plan = groups_of(parts.model, parts.geometry.block_size, parts.codec)
             groups = plan.groups
             blocks = [
@@ -177,6 +188,7 @@ def compare(
         accounting=accounting,
         prefix=str(prefix) if isinstance(prefix, Spec) else prefix,
         groups=groups,
+        checkpoint=checkpoint,
         recompute=recompute or parts.recompute,
         seed=options.get("seed"),
         trace=trace,

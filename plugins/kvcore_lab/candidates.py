@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from kvcore.cache import EvictionPolicy
+from kvcore.cache import CheckpointPolicy, EvictionPolicy
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins, check_name
 from kvcore.plugins.options import Spec, parse
@@ -27,11 +27,18 @@ class Candidate:
         kind: the class of the policy, or `Belady`.
         options: the options as JSON values.
         make: builds a new instance of the policy for each pool; or is the bound itself.
+        checkpoint: the checkpoint policy of pools with cache groups, as text; None: the
+            default.
+        make_checkpoint: builds a new instance of it.
     """
 
     kind: type[EvictionPolicy | Belady]
     options: dict[str, Any]
     make: Callable[[], EvictionPolicy] | Belady = attrs.field(eq=False)
+    checkpoint: str | None = None
+    make_checkpoint: Callable[[], CheckpointPolicy] = attrs.field(
+        default=CheckpointPolicy, eq=False
+    )
 
     @classmethod
     def building(cls, make: Callable[[], EvictionPolicy]) -> Candidate:
@@ -73,6 +80,31 @@ def refuse_bound(candidates: Iterable[Candidate], accounting: str) -> None:
             "out"
         )
         raise InputError(msg)
+
+
+def with_checkpoints(
+    candidates: list[Candidate], policies: str | Iterable[str], plugins: Plugins
+) -> list[Candidate]:
+    """Return each candidate with each of the checkpoint policies, and their bound at the end.
+
+    Raises:
+        InputError: a checkpoint policy that cannot be built; or one of eviction is a bound.
+        PluginError: a plugin cannot be used here.
+    """
+    if has_bound(candidates):
+        msg = "the optimum comes by itself with checkpoint policies: leave it out"
+        raise InputError(msg)
+    made: list[Candidate] = []
+    for text in [policies] if isinstance(policies, str) else policies:
+        for spec in parse(text):
+            make = partial(plugins.build, "checkpoint", spec, {})
+            make()
+            made += [
+                attrs.evolve(each, checkpoint=str(spec), make_checkpoint=make)
+                for each in candidates
+            ]
+    made = [one for index, one in enumerate(made) if one not in made[:index]]
+    return [*made, Candidate.bound(Belady(bypass=True))]
 
 
 def candidates_of(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from itertools import product
-from math import fsum
+from math import fsum, lcm
 from numbers import Integral
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 import attrs
 
 import kvcore
-from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Span
+from kvcore.cache import CheckpointPolicy, EvictionPolicy, KVCache, PrefixIndex, Span
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
@@ -31,7 +32,14 @@ from kvcore.trace import Trace
 from kvcore.trace.fields import plain
 from kvcore.workloads import Workload, WorkloadSample, check_keys
 from kvcore.workloads.selection import as_workload
-from kvcore_lab.candidates import Candidate, Policy, candidates_of, has_bound, refuse_bound
+from kvcore_lab.candidates import (
+    Candidate,
+    Policy,
+    candidates_of,
+    has_bound,
+    refuse_bound,
+    with_checkpoints,
+)
 from kvcore_lab.workers import Call, call_all, can_fork, check_jobs
 from kvcore_replay.belady import Belady, Future
 from kvcore_replay.untimed import hits_of, replay, replay_groups
@@ -80,6 +88,8 @@ class Row:
         residency: how long blocks stayed, by tier, as from `Residency.as_dict()`, in the time
             of the workload; None if it was not measured and for the optimum.
         bill: the bill of an API that has this cache; None without prices.
+        checkpoint: the checkpoint policy of a pool with cache groups, as text; None: none was
+            asked for.
         wall_s: seconds that the row took, the reading of the workload included. Rows of the
             optimum share one reading, which is part of no row.
     """
@@ -100,6 +110,7 @@ class Row:
     tiers: list[dict[str, Any]] | None = None
     residency: dict[str, Any] | None = None
     bill: Bill | None = None
+    checkpoint: str | None = None
     wall_s: float
 
 
@@ -200,6 +211,10 @@ class ReplayOptions(TypedDict, total=False):
     """The cache groups of the pools, for models whose layers keep different things, with blocks
     of their sizes, in `tokens` accounting; prompts are computed in chunks of 8,192 tokens. None
     by default: all layers keep all tokens."""
+    checkpoint: str | Iterable[str] | None
+    """The checkpoint policies of these groups, as text: each is compared with each eviction
+    policy. With them there is a bound: what full attention alone could hit in the pool. None:
+    the default alone, without a bound."""
     recompute: PrefillCost | None
     """The seconds to compute a block again, for policies that weigh them; None: those of
     Llama 3 8B on an H100."""
@@ -245,6 +260,15 @@ def compare(
     candidates = candidates_of(policies, plugins, seed)
     sizes = None if blocks is None else pool_sizes(blocks, "to compare in")
     _check(candidates, sizes, setup, trace)
+    checkpoints = options.get("checkpoint")
+    if checkpoints is not None:
+        if not setup.groups:
+            msg = (
+                "checkpoint policies are those of cache groups: give the memory of a pool of a "
+                "model that has them, in tokens accounting"
+            )
+            raise InputError(msg)
+        candidates = with_checkpoints(candidates, checkpoints, plugins)
     check_jobs(jobs)
     if trace is not None:
         refuse_overwrite(trace, requested.options().values())
@@ -323,7 +347,9 @@ class ReplaySetup:
             raise InputError(msg)
         check_name(workload)
         keys = workload.key_tokens
-        block_size = options.get("block_size")
+        block_size, groups = options.get("block_size"), tuple(options.get("groups", ()))
+        if groups:
+            block_size = lcm(*(group.block_size for group in groups))
         prefix = options.get("prefix", SHARING)
         return cls(
             workload=workload,
@@ -337,7 +363,7 @@ class ReplaySetup:
                 partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
             ),
             put_tiers=options.get("tiers"),
-            groups=tuple(options.get("groups", ())),
+            groups=groups,
         )
 
     def cache(
@@ -355,14 +381,26 @@ class ReplaySetup:
             recompute=self.recompute,
         )
 
-    def grouped(self, eviction: EvictionPolicy, blocks: int) -> GroupedCache:
-        """Return an empty cache of groups under `eviction`."""
-        keys = self.geometry.key_tokens
-        if eviction.name == "lru":
-            return kvcore.GroupedCache(self.groups, blocks, key_tokens=keys, eviction=eviction)
-        return kvcore.HostedGroups(
-            self.groups, blocks, key_tokens=keys, eviction=eviction, recompute=self.recompute
+    def grouped(
+        self, eviction: EvictionPolicy, blocks: int, checkpoint: CheckpointPolicy | None = None
+    ) -> GroupedCache:
+        """Return an empty cache of groups under `eviction`, and a policy of checkpoints."""
+        from kvcore_plugins.cache_groups import GroupPlan  # noqa: PLC0415 - hybrid models alone
+
+        return GroupPlan(self.groups, 0).cache(
+            blocks,
+            eviction=eviction,
+            prefix=None,
+            recompute=self.recompute,
+            checkpoint=checkpoint or CheckpointPolicy(),
+            key_tokens=self.geometry.key_tokens,
         )
+
+    def attention_blocks(self, blocks: int) -> int:
+        """Return how many blocks of all groups a pool has if it keeps full attention alone."""
+        size = self.geometry.block_size
+        taken = sum(size // group.block_size for group in self.groups if group.kind == "full")
+        return blocks // taken if taken else MOST_BLOCKS
 
     @cached_property
     def slots(self) -> int:
@@ -473,6 +511,10 @@ class _RowMaker:
             self.future = future = Future.read(requests, geometry)
             stats = future.stats(future.reused, geometry.block_size)
             distinct = stats.lookup_blocks - stats.hit_blocks
+            if self.setup.groups:
+                # The optimum with memory for all: windows and states at each block.
+                distinct *= len(self.setup.groups)
+                _, stats = self._limited(future.reused)
         else:
             stats, distinct = self.setup.unbounded(requests)
         return stats.requests, Infinite(
@@ -517,7 +559,11 @@ class _RowMaker:
 
     def _call(self, policy: Candidate, blocks: int) -> Call[Row]:
         """Return the call that makes the row of a policy, in this process or another."""
-        built = attrs.evolve(policy, make=partial(_prebuilt, policy.build()))
+        built = attrs.evolve(
+            policy,
+            make=partial(_prebuilt, policy.build()),
+            make_checkpoint=partial(_prebuilt, policy.make_checkpoint()),
+        )
         return Call(
             partial(self._sent.row, built, blocks),
             f"{self._parts} with policy {policy.name!r}",
@@ -548,8 +594,13 @@ class _RowMaker:
         if isinstance(policy.make, Belady):
             assert self.future is not None, "`infinite` has read it"
             self.tick(len(self.future.lengths))
-            hits, evicted = policy.make.hits(self.future, blocks)
-            stats = self.future.stats(hits, size)
+            if self.setup.groups:
+                pool = self.setup.attention_blocks(blocks)
+                hits, evicted = policy.make.hits(self.future, pool)
+                hits, stats = self._limited(hits)
+            else:
+                hits, evicted = policy.make.hits(self.future, blocks)
+                stats = self.future.stats(hits, size)
             if self.setup.slots:
                 # Pool and tiers hit at most what one cache hits that need not keep its prompts.
                 reused, _ = Belady(bypass=True).replay(
@@ -559,7 +610,7 @@ class _RowMaker:
             if self.price is not None:
                 charged = self._bill(zip(self._requests, hits, strict=True))
         elif self.setup.groups:
-            groups = self.setup.grouped(policy.make(), blocks)
+            groups = self.setup.grouped(policy.make(), blocks, policy.make_checkpoint())
             lengths = Counter(replay_groups(ticked(self._requests, self.tick), groups))
             stats = groups.stats
             evicted = groups.evicted_blocks
@@ -591,8 +642,19 @@ class _RowMaker:
             tiers=None if cache is None or cache.tiers is None else cache.tiers.as_dict(),
             residency=None if cache is None else cache.residency_by_tier(),
             bill=charged,
+            checkpoint=policy.checkpoint,
             wall_s=round(perf_counter() - begin, 6),
         )
+
+    def _limited(self, hits: Iterable[int]) -> tuple[array[int], CacheStats]:
+        """Return `hits` without the blocks of last tokens of prompts, and their statistics."""
+        geometry, limited, stats = self.setup.geometry, array("i"), CacheStats()
+        for request, hit in zip(self._requests, hits, strict=True):
+            _, tokens, _, _, lookup, limit = geometry.lay_out(request)
+            limited.append(min(hit, limit))
+            reused = limited[-1]
+            stats.admitted(lookup, reused, tokens, reused * geometry.block_size, resumed=False)
+        return limited, stats
 
     def _saved(self, lengths: Mapping[int, int]) -> float:
         """Return the seconds of prefill of hits; `lengths` counts them by their blocks."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 
+from kvcore.config.values import as_checkpoint
 from kvcore.errors import InputError, TraceError
 from kvcore.files import file_bytes
 from kvcore.progress import Progress, silent
@@ -628,18 +629,15 @@ def _simulation(header: Mapping[str, Any]) -> str:
     plugins = header["plugins"] | {"latency": {**latency, "options": options}}
     names = ("model", "device", "tensor_parallel", "codec", "block_size", "blocks")
     groups = header.get("cache_groups", {})
-    interval = "prefix_cache_retention_interval"
+    if groups and "checkpoint" not in plugins:
+        policy = as_checkpoint(groups["prefix_cache_retention_interval"])
+        plugins["checkpoint"] = {"name": policy.name, "options": policy.options}
     return command(
         "simulate",
         header["workload"],
         **{name: header[name] for name in names},
         **plugins,
         tier=header.get("tiers") or None,
-        **(
-            {interval: "none" if groups[interval] is None else groups[interval]}
-            if groups
-            else {}
-        ),
         **header.get("batching", {}),
         **{name: header.get(name) for name in ("allocation", "rate_scale", "slo", "seed")},
         out="results",

@@ -8,6 +8,7 @@ They come in by the hooks that any distribution uses. A plugin is a file, and a 
     retention/   tokens of a sequence that stay      kvcore/cache/retention.py    full.py
     scheduler/   jobs that run next                  kvcore/serving/scheduler.py  fcfs.py
     latency/     how long a step takes               kvcore/serving/latency.py    linear.py
+    checkpoint/  where states of a text are kept     kvcore/cache/checkpoint.py   intervals.py
     drafter/     drafts, and how many are accepted   kvcore/serving/drafter.py    acceptance.py
     codec/       numbers of K/V as bytes of a block  kvcore/models/codec.py       plain.py
     workload/    requests: log formats, generators   kvcore/workloads/base.py     jsonl.py

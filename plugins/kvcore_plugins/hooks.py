@@ -139,3 +139,17 @@ def kvcore_formats() -> dict[str, list[set[str]]]:
 def kvcore_drafters() -> dict[str, str]:
     """Return the built-in drafters."""
     return {"acceptance": "kvcore_plugins.drafter:Acceptance"}
+
+
+@hookimpl
+def kvcore_checkpoint_policies() -> dict[str, str]:
+    """Return the built-in checkpoint policies, the default among them."""
+    classes = {
+        "chunk": "intervals:Chunk",
+        "every": "intervals:Every",
+        "marconi": "marconi:Marconi",
+        "seglen": "marconi:SegLen",
+        "sparse": "sparse:Sparse",
+    }
+    default = {"default": "kvcore.cache.checkpoint:CheckpointPolicy"}
+    return default | _places("checkpoint", classes)

@@ -16,11 +16,12 @@ from kvcore.request import SLO
 from kvcore.serving import DecodeSteps, Job
 from kvcore.serving.result import Outcome, hit_fields
 from kvcore.serving.stats import RunLog
-from kvcore.trace import TraceWorkload, events
+from kvcore.trace import events
 from kvcore.trace.events import methods_by_event
 from kvcore.trace.fields import slo_of
 from kvcore.trace.reader import TraceReader, read_request
 from kvcore.untrusted import BYTES_OF_REQUEST, FREE_REQUESTS
+from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.check.trace import Checker, check_event
 from kvcore_replay.state.replicas import Replicas, ServerReader
 

@@ -26,11 +26,12 @@ from kvcore.serving.latency import SimulatedExecutor
 from kvcore.serving.load import finished_work, offered_load, saturation_of
 from kvcore.serving.simulate import serve
 from kvcore.serving.stats import RunLog
-from kvcore.trace import Trace, TraceWorkload, events
+from kvcore.trace import Trace, events
 from kvcore.trace.events import methods_by_event
 from kvcore.trace.fields import version
 from kvcore.trace.reader import TraceReader, read_keys, read_request
 from kvcore.units import NS_PER_S
+from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.recorded.config import ROUTED, replica_groups
 from kvcore_replay.recorded.parts import RecordedParts
 from kvcore_replay.recorded_run import RunSummary, bills_of, verified_log

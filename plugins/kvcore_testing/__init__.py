@@ -6,7 +6,8 @@ hypothesis. To read, in this order::
     plugin.py      what all kits check
     harness.py     random calls of a cache as data: repeated, shrunk, and driven
     eviction.py, prefix.py, retention.py, scheduler.py, rules.py, latency.py, drafter.py,
-    codec.py, workload.py, tier.py, router.py, generator.py, backend.py   the kit of that kind
+    checkpoint.py, codec.py, workload.py, tier.py, router.py, generator.py, backend.py   the
+                   kit of that kind
     hosted.py      a small engine that owns its blocks, for the kit of eviction policies
     dense.py       attention over plain tensors, which paged K/V is compared with
     gpu/           all that needs a GPU in one command: `python -m kvcore.testing.gpu`
@@ -15,6 +16,7 @@ hypothesis. To read, in this order::
 
 import kvcore_testing.assertions  # noqa: F401 - before the kits, whose asserts it has rewritten
 from kvcore_testing.backend import BackendTests
+from kvcore_testing.checkpoint import CheckpointTests
 from kvcore_testing.codec import CodecTests
 from kvcore_testing.drafter import DrafterTests
 from kvcore_testing.eviction import EvictionPolicyTests
@@ -53,6 +55,7 @@ __all__ = [
     "FORKS",
     "STEP",
     "BackendTests",
+    "CheckpointTests",
     "CodecTests",
     "Decision",
     "DrafterTests",

@@ -20,7 +20,7 @@ SHORT = "zipf:requests=60,rate=20,prefixes=4,prefix_tokens=600,suffix_tokens=40"
 def test_a_cluster_of_one_with_groups_is_a_server(groups):
     """A cluster of one has the times and hits of a server."""
     served = grouped_requests(groups)
-    cache = GroupedCache(GROUPS[groups], 90, retention_interval=None)
+    cache = GroupedCache(GROUPS[groups], 90, checkpoint="chunk")
     batching = Batching(**LIMITS, watermark=0)
     alone = simulate(served, cache=cache, latency=Even(), batching=batching).log
     cluster = serve_cluster(

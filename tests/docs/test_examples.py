@@ -29,6 +29,13 @@ def test_compose_prints_a_line_for_each_policy(capsys):
     assert cost.endswith("%")
 
 
+def test_a_policy_of_states_is_compared_with_two_others(capsys):
+    """`examples/keep_states.py` lets states inside a text leave first, which hits most."""
+    lines = [line.split() for line in lines_of("keep_states.py", capsys)]
+    assert [name for name, _ in lines] == ["default", "chunk", "inner"]
+    assert max(lines, key=lambda line: line[1])[0] == "inner"
+
+
 def test_one_of_two_engines_preempts(capsys):
     """`examples/tensorrt_llm.py` has an engine that never preempts, and one that does."""
     never, does = lines_of("tensorrt_llm.py", capsys)

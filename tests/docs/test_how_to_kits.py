@@ -18,6 +18,7 @@ PAGES = {
     "write_a_scheduler": "how-to/write-a-scheduler.md",
     "write_a_workload": "how-to/write-a-workload.md",
     "write_a_router": "how-to/write-a-router.md",
+    "write_a_checkpoint_policy": "how-to/write-a-checkpoint-policy.md",
 }
 
 

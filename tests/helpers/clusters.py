@@ -138,7 +138,7 @@ def serve_cluster(
             trace=recorder,
         )
         if groups:
-            cache = GroupedCache(groups, blocks, retention_interval=None, trace=recorder)
+            cache = GroupedCache(groups, blocks, checkpoint="chunk", trace=recorder)
         if tiers:
             Tiers(cache, tiers, SLOT)
         return {

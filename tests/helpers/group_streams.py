@@ -7,6 +7,7 @@ from random import Random
 
 import attrs
 
+from kvcore.config.values import as_checkpoint
 from kvcore.errors import OutOfBlocks
 from kvcore.request import Request, block_keys
 from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
@@ -113,8 +114,8 @@ class CacheSide:
                 super()._evict(blocks)
 
         self.cache = Watched(
-            pool.groups, pool.blocks, retention_interval=pool.interval, key_tokens=pool.unit,
-            **options,
+            pool.groups, pool.blocks, checkpoint=as_checkpoint(pool.interval),
+            key_tokens=pool.unit, **options,
         )  # fmt: skip
         self.cache.in_flight_tokens = pool.chunk
         self._matches, self._open = {}, {}
@@ -198,7 +199,7 @@ def drive(seed, make_side, requests=60):
             tokens = 1
             if left > 0:
                 tokens = one.cache.chunk_tokens(
-                    computed, min(pool.chunk, left), length, length, junction, pool.chunk
+                    computed, min(pool.chunk, left), length, length, (junction,), pool.chunk
                 )
             served = both("allocate", prompt, computed, tokens, first=first)
             first = False

@@ -3,6 +3,7 @@
 from random import Random
 
 from kvcore import Request, Trace
+from kvcore.config.values import as_checkpoint
 from kvcore.request import Hints
 from kvcore.serving import Batching, simulate
 from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
@@ -64,7 +65,7 @@ def grouped_run(seed, path=None, blocks=90, **options):
 
     def serve(trace):
         cache = GroupedCache(
-            groups, blocks, retention_interval=interval, key_tokens=8, trace=trace
+            groups, blocks, checkpoint=as_checkpoint(interval), key_tokens=8, trace=trace
         )
         batching = Batching(rules=rules, max_tokens=64, max_seqs=16)
         return simulate(served, cache=cache, batching=batching), cache

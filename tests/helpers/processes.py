@@ -14,7 +14,7 @@ from helpers.online import SMALL
 from helpers.storm import storm, text
 from helpers.upstreams import until
 
-from kvcore.trace import TraceWorkload
+from kvcore_plugins.workload.recorded import TraceWorkload
 
 CONFIG = """
 router = "dynamo"

@@ -21,6 +21,7 @@ import kvcore
 from kvcore import KVCache, Request
 from kvcore.cache import EvictionPolicy, ServedCache, Span
 from kvcore.config import RunConfig
+from kvcore.config.values import as_checkpoint
 from kvcore.plugins.manager import resolve
 from kvcore.serving import Job, StepResult, StepWork
 from kvcore.serving.job import DONE
@@ -307,7 +308,7 @@ def kvcore_steps(server: Server, eviction: EvictionPolicy | None = None) -> list
     if server.groups:
         kind = kvcore.HostedGroups if eviction else GroupedCache
         cache = kind(
-            server.groups, blocks, retention_interval=server.interval, eviction=eviction
+            server.groups, blocks, checkpoint=as_checkpoint(server.interval), eviction=eviction
         )
     else:
         prefix = "hashed:spans=block" if eviction else config.prefix

@@ -15,9 +15,10 @@ from helpers.toy_engine import ToyEngine, random_request
 
 from kvcore.errors import InputError, TraceError
 from kvcore.plugins import resolve
-from kvcore.trace import EvictionDigest, TraceWorkload, read_events
+from kvcore.trace import EvictionDigest, read_events
 from kvcore_hosting import EngineRecorder
 from kvcore_plugins.workload import Jsonl
+from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.what_if import whatif
 

@@ -25,7 +25,7 @@ from helpers.upstreams import prompt
 from kvcore import Request
 from kvcore.cli.verb import escaped
 from kvcore.errors import KvcoreError
-from kvcore.trace import TraceWorkload, read_events
+from kvcore.trace import read_events
 from kvcore_events.block_tracker import BlockTracker
 from kvcore_events.formats import decode, encode
 from kvcore_events.model import BlockRemoved, BlockStored, EventBatch
@@ -39,6 +39,7 @@ from kvcore_plugins.models.huggingface import read_config
 from kvcore_plugins.workload.azure import Azure
 from kvcore_plugins.workload.chat import Chat
 from kvcore_plugins.workload.mooncake import Mooncake
+from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_plugins.workload.weka import Weka
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.export import event_batches

@@ -24,13 +24,14 @@ from kvcore import Request
 from kvcore.errors import InputError, StorageError
 from kvcore.files import AtomicFile
 from kvcore.serving.router import Router
-from kvcore.trace import TraceWorkload, read_events
+from kvcore.trace import read_events
 from kvcore_events.formats import encode
 from kvcore_events.model import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvcore_events.publisher import Publisher
 from kvcore_online.prompts import Call
 from kvcore_online.proxy import EventStream
 from kvcore_online.traffic import Flight
+from kvcore_plugins.workload.recorded import TraceWorkload
 
 web = pytest.importorskip("aiohttp.web", reason="needs aiohttp")
 

@@ -21,10 +21,10 @@ from helpers.upstreams import prompt, until
 from kvcore import Request
 from kvcore.errors import StorageError
 from kvcore.files import AtomicFile
-from kvcore.trace import TraceWorkload
 from kvcore.untrusted import LONGEST_EVENT
 from kvcore_online.proxy import EventStream
 from kvcore_online.traffic import Flight
+from kvcore_plugins.workload.recorded import TraceWorkload
 
 COUNTS = [-1, 0, 2**31, 2**40 + 1, 2**63 - 1, 2**63, 2**64, 1e300, True, "9", None, [], {}]
 HEADERS = [bytes([byte]) * 3 for byte in (*range(9), *range(14, 32), 0x7F, 0x80, 0xC3, 0xFF)]

@@ -28,7 +28,7 @@ def test_jumps_change_no_decision(groups, rules):
     """Many decode steps at once end as step by step: times, evictions, free blocks."""
     runs = []
     for jumps in (True, False):
-        cache = GroupedCache(GROUPS[groups], 90, retention_interval=None)
+        cache = GroupedCache(GROUPS[groups], 90, checkpoint="chunk")
         batching = Batching(rules=rules, max_tokens=64, max_seqs=16)
         served = grouped_requests(f"{groups}/{rules}")
         result = simulate(served, cache=cache, batching=batching, jumps=jumps)
@@ -56,18 +56,18 @@ def test_one_group_of_full_attention_serves_as_a_cache_of_spans():
 
 
 def test_a_state_cuts_chunks_at_its_blocks():
-    """A chunk ends at a multiple of the block, at the last one of the prompt, at a junction."""
+    """A chunk ends at a multiple of the block, at the last one of the prompt, at boundaries."""
     cache = GroupedCache([FULL, STATE], 100)
 
-    def cut(start, tokens, prompt, junction=0):
-        return cache.chunk_tokens(start, tokens, prompt, prompt, junction, 64)
+    def cut(start, tokens, prompt, *boundaries):
+        return cache.chunk_tokens(start, tokens, prompt, prompt, boundaries, 64)
 
     assert cut(0, 30, 100) == 24
     assert cut(0, 100, 100) == 96  # the last block that a later request can resume after
     assert cut(96, 4, 100) == 4
-    assert cut(0, 64, 100, junction=40) == 40
+    assert cut(0, 64, 100, 40, 63) == 40
     assert cut(0, 5, 100) == 0  # too few tokens for a block: it waits
-    assert GroupedCache([FULL, WINDOW], 100).chunk_tokens(0, 30, 100, 100, 0, 64) == 30
+    assert GroupedCache([FULL, WINDOW], 100).chunk_tokens(0, 30, 100, 100, (), 64) == 30
 
 
 def test_a_window_is_free_once_it_has_passed():
@@ -91,7 +91,7 @@ def test_a_window_is_free_once_it_has_passed():
         (lambda: LayerGroup("window", 8), "give a window or a chunk"),
         (lambda: LayerGroup("window", 8, 1), "2 or more"),
         (lambda: GroupedCache([], 9), "a cache without groups"),
-        (lambda: GroupedCache([FULL], 9, retention_interval=12), "give a multiple of 8"),
+        (lambda: GroupedCache([FULL], 9, checkpoint="every:tokens=12"), "give a multiple of 8"),
         (lambda: GroupedCache([FULL], 9, eviction="lfu"), "is evicted by lru"),
     ],
 )

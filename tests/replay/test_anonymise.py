@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.errors import InputError
-from kvcore.trace import TraceWorkload, read_events
+from kvcore.trace import read_events
+from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.anonymise import KEYS, NAMES, anonymise
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.keyed import KeyedNames

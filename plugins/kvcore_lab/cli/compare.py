@@ -24,6 +24,7 @@ from kvcore.config.options import option_default
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
 from kvcore.hookspecs import OUTPUT, REQUESTS
+from kvcore.hookspecs import POLICIES as POLICIES_HEADING
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
@@ -81,6 +82,13 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
 @block_size_option
 @shared("accounting", default="keys")
 @shared("disable_hybrid_kv_cache_manager", mode="simulate")
+@option(
+    "--checkpoint",
+    heading=POLICIES_HEADING,
+    metavar="LIST",
+    help="Checkpoint policies of a hybrid model, such as default,marconi,sparse:budget=4.",
+    **plugin_completion("checkpoint"),
+)
 @shared("tier")
 @click.option(
     "--prefix",
@@ -167,11 +175,10 @@ def compare(workload: str | None, **given: Any) -> None:
     ):
         comparison = run_comparison(
             source,
-            _candidates(given["accounting"], prefix)
-            if given["eviction"] is None
-            else given["eviction"],
+            _candidates(given, prefix) if given["eviction"] is None else given["eviction"],
             sizes,
             groups=() if plan is None else plan.groups,
+            checkpoint=given["checkpoint"],
             block_size=given["block_size"],
             accounting=given["accounting"],
             prefix=prefix,
@@ -219,6 +226,8 @@ def _document(comparison: Comparison) -> dict[str, Any]:
     """Return the JSON document of a comparison, without bills or tiers if it has none."""
     fields = attrs.asdict(comparison)
     left_out = set() if comparison.bills else {"bill"}
+    if all(row.checkpoint is None for row in comparison.rows):
+        left_out.add("checkpoint")
     if all(row.reuse_ratio is None for row in comparison.rows):
         left_out |= {"reused_blocks", "reuse_ratio", "tiers"}
     rows = [{k: v for k, v in row.items() if k not in left_out} for row in fields["rows"]]
@@ -295,7 +304,9 @@ def _below(source: Workload, given: dict[str, Any], plugins: Plugins) -> RunPart
     return RunParts(config, plugins, workload=source, naming=naming(None, set()))
 
 
-def _candidates(accounting: str, prefix: str) -> str:
+def _candidates(given: dict[str, Any], prefix: str) -> str:
     """Return the default policies, with the optimum if it is a bound."""
-    bounded = accounting == "keys" and prefix.partition(":")[0].strip() == SHARING
+    if given["checkpoint"] is not None:
+        return "lru"
+    bounded = given["accounting"] == "keys" and prefix.partition(":")[0].strip() == SHARING
     return f"{POLICIES},optimum" if bounded else POLICIES

@@ -79,6 +79,30 @@ class ComparisonReport:
         return [*sections, self.setup]
 
     @property
+    def _unit(self) -> str:
+        """The unit of hits: a checkpoint policy saves tokens, and blocks are many of them."""
+        return "token" if any(row.checkpoint for row in self.comparison.rows) else "block"
+
+    @property
+    def _named(self) -> list[tuple[str, Row]]:
+        """The rows and their names: of the policies that are compared."""
+        rows = named(self.comparison.rows)
+        if self._unit == "block":
+            return rows
+        evictions = {name for name, row in rows if row.checkpoint}
+        return [
+            (
+                "bound"
+                if row.checkpoint is None
+                else row.checkpoint
+                if len(evictions) == 1
+                else f"{row.checkpoint}, {name}",
+                row,
+            )
+            for name, row in rows
+        ]
+
+    @property
     def headline(self) -> str:
         """Sentences about the workload and the numbers of the table."""
         source, infinite = self.comparison.workload, self.comparison.infinite
@@ -90,7 +114,8 @@ class ComparisonReport:
         brackets = "; in brackets, the share of the optimum's hits" if self._ranked else ""
         return (
             f"{looked_up(source, infinite.lookup_blocks, size, accounting)}\n"
-            f"The share of these that hit, by {by}{brackets}."
+            f"The share of {'these' if self._unit == 'block' else 'their tokens'} that hit, by "
+            f"{by}{brackets}."
         )
 
     @property
@@ -115,27 +140,29 @@ class ComparisonReport:
         """Hits by pool size: a row per policy, and one of the infinite cache."""
         sizes = dict.fromkeys(row.blocks for row in self.comparison.rows)
         table: dict[str, list[str]] = {}
-        for name, row in named(self.comparison.rows):
-            table.setdefault(name, []).append(_cell(row))
+        for name, row in self._named:
+            table.setdefault(name, []).append(_cell(row, self._unit))
             if self._tiered:
                 table.setdefault(f"{name} + tiers", []).append(self._reuse_cell(row))
-        infinite = _cell(self.comparison.infinite)
+        infinite = _cell(self.comparison.infinite, self._unit)
         table["infinite"] = [infinite] * len(sizes)
-        headers = ["eviction", *(f"{self._size(size):>5}" for size in sizes)]
+        what = "eviction" if self._unit == "block" else "checkpoint"
+        headers = [what, *(f"{self._size(size):>5}" for size in sizes)]
         return Table(headers, [[name, *cells] for name, cells in table.items()], (), split=True)
 
     @property
     def saved(self) -> Table:
         """Prefill that hits save and the time of a request: a row per policy and pool."""
         prefill, rows = self._prefill, []
-        for name, row in named(self.comparison.rows):
+        for name, row in self._named:
             saved = row.saved_s
             part = saved / prefill if prefill and saved is not None else None
             pace = f"{row.wall_s * 1e6 / row.requests:.1f}"
             texts = cell(saved, format_seconds), share(part), pace
             rows.append([name, self._size(row.blocks), *texts])
         unit = "blocks" if self.memory is None else "memory"
-        return Table(("eviction", unit, "prefill saved", "of all", "\u00b5s a request"), rows)
+        what = "eviction" if self._unit == "block" else "checkpoint"
+        return Table((what, unit, "prefill saved", "of all", "\u00b5s a request"), rows)
 
     @property
     def pace(self) -> str:
@@ -161,7 +188,8 @@ class ComparisonReport:
         lines = (
             f"infinite: a cache that never evicts ({blocks} in the end)."
             # What windows and states keep depends on what hits.
-            + ("" if self.grouped else " No pool hits more."),
+            + ("" if self.grouped and self._unit == "block" else " No pool hits more."),
+            self._bound(),
             self._tiers(),
             self._most_hits(),
             self._savings(),
@@ -174,12 +202,12 @@ class ComparisonReport:
         """Return a chart of the share of blocks that hit, by the size of the pool."""
         comparison, memory = self.comparison, self.memory
         lines: dict[str, list[tuple[float, float]]] = {}
-        for name, row in named(comparison.rows):
+        for name, row in self._named:
             for suffix, ratios in (("", row.hit_ratio), (TIERS, row.reuse_ratio)):
-                if ratios is not None and ratios["block"] is not None:
+                if ratios is not None and ratios[self._unit] is not None:
                     points = lines.setdefault(f"{name}{suffix}", [])
-                    points.append((row.blocks, ratios["block"]))
-        never = comparison.infinite.hit_ratio["block"]
+                    points.append((row.blocks, ratios[self._unit] or 0.0))
+        never = comparison.infinite.hit_ratio[self._unit]
         bound = None if never is None else ("never evicts", never)
         tokens = counted(comparison.rows[0].block_size, "token")
         return Chart(
@@ -187,7 +215,7 @@ class ComparisonReport:
             f"{comparison.accounting} counting",
             self.setup,
             f"pool, blocks of {tokens}" if memory is None else "K/V memory of the pool",
-            [Panel("blocks looked up that hit", lines, as_percent, bound)],
+            [Panel(f"{self._unit}s looked up that hit", lines, as_percent, bound)],
             lambda blocks: self._size(int(blocks)),
         )
 
@@ -207,6 +235,16 @@ class ComparisonReport:
         ratio = None if row.reuse_ratio is None else row.reuse_ratio["block"]
         return _reused(ratio, reused / bound if bound and reused is not None else None)
 
+    def _bound(self) -> str:
+        """Return the sentence about the bounds of checkpoint policies."""
+        if self._unit == "block":
+            return ""
+        return (
+            "It keeps windows and states at each block, so it is the optimum where memory is "
+            "enough. bound: Belady's rule for full attention alone in the pool, beside which "
+            "windows and states take room. Who hits as much is optimal."
+        )
+
     def _nothing(self) -> str:
         keys = "The requests have no keys"
         if self.comparison.accounting != "keys":
@@ -221,8 +259,7 @@ class ComparisonReport:
         return f"{_enumerated(sizes)}{unit}"
 
     def _policies(self) -> list[tuple[str, Row]]:
-        rows = named(self.comparison.rows)
-        return [(name, row) for name, row in rows if row.eviction != Belady.name]
+        return [(name, row) for name, row in self._named if row.eviction != Belady.name]
 
     def _tiers(self) -> str:
         """Return the sentence about the rows with tiers."""
@@ -315,11 +352,11 @@ def _reused(ratio: float | None, part: float | None) -> str:
     return text if part is None else f"{text} {f'({part:.0%})':>5}"
 
 
-def _cell(result: Row | Infinite) -> str:
+def _cell(result: Row | Infinite, unit: str) -> str:
     part = None
     if isinstance(result, Row) and not _is_optimum(result):
         part = result.share_of_optimum
-    return _reused(result.hit_ratio["block"], part)
+    return _reused(result.hit_ratio[unit], part)
 
 
 def _enumerated(words: list[str]) -> str:

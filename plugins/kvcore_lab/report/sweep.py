@@ -26,7 +26,9 @@ from kvcore_lab.statistics import SESSIONS, STRETCHES, Interval, bootstrap
 from kvcore_lab.sweep import Grid, Row, Sweep, axes_of
 from kvcore_replay.report.charts import is_bound
 
-POLICIES = ("prefix", "retention", "drafter", "router", "scheduler", "eviction")
+POLICIES = (
+    *("prefix", "retention", "checkpoint", "drafter", "router", "scheduler", "eviction"),
+)
 """The axes whose values compete: cells that differ in nothing else are compared."""
 
 MOST_PANELS = 6

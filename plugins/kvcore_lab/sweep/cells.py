@@ -18,6 +18,7 @@ import orjson
 
 from kvcore.cache import EvictionPolicy, KVCache, ServedCache
 from kvcore.config import RunConfig, RunParts
+from kvcore.config.options import option_default
 from kvcore.config.values import slo_text, tiers_text
 from kvcore.errors import InputError, KvcoreError
 from kvcore.plugins import FAILURES, Plugin, Plugins
@@ -348,7 +349,12 @@ class CellRun:
         tiers = parts.tiers()
         below = (*tiers, *(tier.eviction for tier in tiers))
         rules = parts.rules if parts.rules.decides() else None
-        served = self.scheduler, self.latency, self.drafter, rules
+        checkpoint = (
+            None
+            if cell.checkpoint == option_default("checkpoint")
+            else parts.built("checkpoint")
+        )
+        served = self.scheduler, self.latency, self.drafter, rules, checkpoint
         plugins = (self.eviction, prefix, retention, *served, *below)
         described: dict[str, Any] = {
             "kvcore": version("kvcore"),

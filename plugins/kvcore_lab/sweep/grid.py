@@ -34,7 +34,16 @@ UNTIMED = (
 TIMED = (
     *("workload", "limit", "window", "model", "device", "tensor_parallel", "codec"),
     *("weights_dtype", "block_size", "blocks", "memory", "tier", "prefix", "retention"),
-    *("latency", "drafter", "max_tokens", "max_seqs", "steps", "chunked", "watermark"),
+    *(
+        "latency",
+        "checkpoint",
+        "drafter",
+        "max_tokens",
+        "max_seqs",
+        "steps",
+        "chunked",
+        "watermark",
+    ),
     *("max_model_len", "rate_scale", "like", "slo", "seed"),
     *("replicas", "view", "fail", "autoscale", "router", "scheduler", "eviction"),
 )
@@ -47,7 +56,7 @@ AXES = tuple(dict.fromkeys((*UNTIMED, *TIMED)))
 CLUSTER = ("replicas", "view", "fail", "autoscale", "router")
 """The axes of clusters: several servers that share the requests."""
 
-PART = ("limit", "window", "tier", "drafter", *CLUSTER)
+PART = ("limit", "window", "tier", "checkpoint", "drafter", *CLUSTER)
 """The axes that are columns of a table only if they are given."""
 
 

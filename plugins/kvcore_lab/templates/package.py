@@ -43,6 +43,9 @@ KITS: Mapping[str, Kit] = {
     "workload": Kit("WorkloadTests", "workload = Example", "how-to/write-a-workload.md"),
     "router": Kit("RouterTests", "router = Example", "how-to/write-a-router.md"),
     "drafter": Kit("DrafterTests", "drafter = Example", "how-to/speculative-decoding.md"),
+    "checkpoint": Kit(
+        "CheckpointTests", "checkpoint = Example", "how-to/write-a-checkpoint-policy.md"
+    ),
 }
 """The kits, by kind of plugin."""
 

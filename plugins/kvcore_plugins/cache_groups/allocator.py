@@ -113,7 +113,7 @@ class GroupAllocator(DecodeAllocator):
         if fits_prompt and cache.need(match, job.target, whole=True) > available:
             return None
         tokens = job.target - match.tokens
-        tokens = self._chunk(job, match.tokens, min(tokens, most or tokens), match.junction)
+        tokens = self._chunk(job, match.tokens, min(tokens, most or tokens), match.boundaries)
         if not tokens:
             return None
         try:
@@ -130,12 +130,12 @@ class GroupAllocator(DecodeAllocator):
         0: it waits for a step with more tokens.
         """
         seq = cast("GroupSequence", job.seq)
-        return self._chunk(job, job.computed, tokens, seq.junction)
+        return self._chunk(job, job.computed, tokens, seq.boundaries)
 
-    def _chunk(self, job: Job, start: int, tokens: int, junction: int) -> int:
+    def _chunk(self, job: Job, start: int, tokens: int, boundaries: tuple[int, ...]) -> int:
         prompt = job.request.prompt_tokens
         return self._groups.chunk_tokens(
-            start, tokens, prompt, job.target, junction, self._max_tokens
+            start, tokens, prompt, job.target, boundaries, self._max_tokens
         )
 
     def can_extend(self, seq: Sequence) -> bool:

@@ -34,6 +34,7 @@ from typing import Any, Final, NoReturn
 
 import attrs
 
+from kvcore.cache.checkpoint import CheckpointPolicy, is_interval
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import BlockPool, Ids
@@ -41,7 +42,8 @@ from kvcore.cache.recorder import Recorder, check_admission
 from kvcore.cache.residency import CacheStats
 from kvcore.cache.tree import root_span
 from kvcore.errors import InputError, OutOfBlocks
-from kvcore.plugins import describe, resolve
+from kvcore.plugins import FAILURES, Plugin, describe, find_override, resolve, wrong_answer
+from kvcore.plugins.base import raise_policy_error
 from kvcore.request import Key, Request
 from kvcore.serving.decode_batch import DecodeBatch
 from kvcore.serving.scheduler import Batching
@@ -67,16 +69,15 @@ class GroupedCache:
     Args:
         groups: the groups.
         blocks: blocks in the pool.
-        retention_interval: which windows and states get names beside those at the end of a
-            prompt and at a junction: 0: none; a number of tokens: those at its multiples; None:
-            those wherever a request could resume.
+        checkpoint: where windows and states get names: a policy, its name or its class; None:
+            `default`, the end of a prompt and a junction.
         key_tokens: tokens that a block key of a request stands for; None: the first request
             decides.
         eviction: `lru`, for which None stands; a `HostedGroups` takes any policy.
         trace: the recorder of every decision; None records nothing.
 
     Attributes:
-        groups, retention_interval, trace: the arguments.
+        groups, checkpoint, trace: the arguments.
         now: the time (ns) of the call under way, or of the last one.
         has_states: whether a group keeps states.
         pool: the blocks; its free ones have no name.
@@ -104,7 +105,7 @@ class GroupedCache:
         groups: Iterable[LayerGroup],
         blocks: int,
         *,
-        retention_interval: int | None = 0,
+        checkpoint: CheckpointPolicy | type[CheckpointPolicy] | str | None = None,
         key_tokens: int | None = None,
         eviction: EvictionPolicy | type[EvictionPolicy] | str | None = None,
         trace: Recorder | None = None,
@@ -116,16 +117,20 @@ class GroupedCache:
         self.has_states = any(group.kind == "state" for group in self.groups)
         sizes = {group.block_size for group in self.groups}
         self._size = size = lcm(*sizes)
-        if retention_interval is not None and (
-            type(retention_interval) is not int or retention_interval % size
-        ):
+        checkpoint = checkpoint or CheckpointPolicy
+        self.checkpoint: CheckpointPolicy = resolve("checkpoint", checkpoint)
+        self.checkpoint.bind()
+        self.checkpoint.attach(size)
+        self._interval = interval = self.checkpoint.interval
+        if interval is not None and (type(interval) is not int or interval % size):
             msg = (
-                f"retention_interval={retention_interval!r}: give a multiple of {size:,} "
-                "tokens, which blocks of all groups divide; 0 for the ends of prompts alone; "
-                "or None for all"
+                f"checkpoint {self.checkpoint.name!r} keeps windows and states at multiples of "
+                f"{interval!r} tokens: give a multiple of {size:,}, which blocks of all groups "
+                "divide"
             )
             raise InputError(msg)
-        self.retention_interval = retention_interval
+        self._boundaries = find_override(self.checkpoint, "boundaries")
+        self._on_admitted = find_override(self.checkpoint, "on_admitted")
         self.eviction: EvictionPolicy = resolve("eviction", eviction, "lru")
         if self.eviction.name != "lru" and type(self) is GroupedCache:
             msg = (
@@ -133,6 +138,7 @@ class GroupedCache:
                 "that, or make a kvcore.HostedGroups, which takes any policy"
             )
             raise InputError(msg)
+        self._chooser: Plugin = self.eviction  # of what leaves, for traces
         self.geometry = BlockLayout("tokens", size, key_tokens)
         self._layouts = {each: BlockLayout("tokens", each, key_tokens) for each in sizes}
         self.pool = BlockPool(blocks)
@@ -202,7 +208,7 @@ class GroupedCache:
         `target` is that of `open`.
         """
         del now
-        return self._look_up(self._names(request), target or request.prompt_tokens)
+        return self._look_up(request, self._names(request), target or request.prompt_tokens)
 
     def need(self, match: GroupMatch, tokens: int, *, whole: bool = False) -> int:
         """Return how many blocks must be free or evictable to open a request.
@@ -239,20 +245,26 @@ class GroupedCache:
         return total
 
     def chunk_tokens(
-        self, start: int, tokens: int, prompt: int, target: int, junction: int, largest: int
+        self,
+        start: int,
+        tokens: int,
+        prompt: int,
+        target: int,
+        boundaries: Iterable[int],
+        largest: int,
     ) -> int:
         """Return how many of `tokens` tokens from `start` on the next chunk of a prompt has.
 
         A state can be cached only where a chunk ends. So a chunk ends at a multiple of the
         block, unless it is the last one of its prompt; and at the last such multiple before
-        the prompt's last token, and at the junction. 0: there are too few tokens for that.
+        the prompt's last token, and at each boundary. 0: there are too few tokens for that.
 
         Args:
             start: tokens that are computed.
             tokens: tokens that may be.
             prompt: tokens of the prompt.
             target: tokens to compute before the next one is generated.
-            junction: that of its `GroupMatch`.
+            boundaries: those of its `GroupMatch`.
             largest: the most tokens of a step. A block with more is computed over several.
         """
         # After a preemption the last token is a generated one, computed as in a decode step.
@@ -267,8 +279,8 @@ class GroupedCache:
         stops = [(target - 1) // size * size]
         if start % size:
             stops.append((start // size + 1) * size)
-        if start < junction < end:
-            stops.append(start + (junction - start) // size * size)
+        # After a preemption the end of the prompt is no stop: the text goes on behind it.
+        stops += [b // size * size for b in boundaries if start < b < end and b != prompt - 1]
         return max(min((stop for stop in stops if start < stop < end), default=end) - start, 0)
 
     def residency_by_tier(self) -> None:
@@ -318,7 +330,7 @@ class GroupedCache:
             self.announce(request, self.now)
         names, length = self._names(request), target or request.prompt_tokens
         if match is None:
-            match = self._look_up(names, length)
+            match = self._look_up(request, names, length)
         hit = match.tokens
         tokens = length if first_tokens is None else hit + first_tokens
         need = self.need(match, tokens)
@@ -331,7 +343,7 @@ class GroupedCache:
             self._last_id, self._last_id, request, keys, cacheable, lookup,
             hit // size, hit, hit, hit // size, length, self._root,
         )  # fmt: skip
-        seq.names, seq.junction, seq.fresh = names, match.junction, []
+        seq.names, seq.boundaries, seq.fresh = names, match.boundaries, []
         seq.settled, seq.committed_at, seq.tables = hit, None, []
         seq.room, seq.fills_at = hit, hit + size
         for group, blocks in zip(self.groups, match.blocks, strict=True):
@@ -344,6 +356,11 @@ class GroupedCache:
         self._allocate(seq, tokens)
         self.sequences[seq.id] = seq
         self.stats.admitted(lookup, hit // size, prompt, hit, resumed)
+        if self._on_admitted is not None and not resumed:
+            try:
+                self._on_admitted(request, hit, match.junction)
+            except FAILURES as error:
+                raise_policy_error(self.checkpoint, "on_admitted", error)
         return seq
 
     def grow(self, seq: GroupSequence, tokens: int) -> bool:
@@ -529,7 +546,7 @@ class GroupedCache:
         self.in_flight_tokens = max_tokens
         while computed < length:
             tokens = self.chunk_tokens(
-                computed, min(max_tokens, length - computed), length, length, match.junction,
+                computed, min(max_tokens, length - computed), length, length, match.boundaries,
                 max_tokens,
             )  # fmt: skip
             if seq is None:
@@ -610,7 +627,9 @@ class GroupedCache:
             name_generated(names, request, request.prompt_tokens + request.output_tokens)
         return names
 
-    def _look_up(self, names: dict[int, BlockNames], length: int) -> GroupMatch:
+    def _look_up(
+        self, request: Request, names: dict[int, BlockNames], length: int
+    ) -> GroupMatch:
         """Return the longest prefix below `length` that all groups have.
 
         Each kind of group takes the length that those before it have left, or shortens it,
@@ -635,7 +654,22 @@ class GroupedCache:
         for group, cached in zip(self.groups, self._cached, strict=True):
             needed = range(group.passed(tokens), tokens // group.block_size)
             blocks.append([cached[name] for name in names[group.block_size].at(needed)])
-        return GroupMatch(tokens, longest if longest > tokens else 0, tuple(blocks))
+        junction = longest if longest > tokens else 0
+        boundaries: tuple[int, ...] = (request.prompt_tokens - 1, junction)
+        if self._boundaries is not None:
+            boundaries = self._ask_boundaries(request, tokens, junction)
+        return GroupMatch(tokens, junction, tuple(blocks), boundaries)
+
+    def _ask_boundaries(self, request: Request, hit: int, junction: int) -> tuple[int, ...]:
+        """Return the boundaries of the policy for a request that hits so much."""
+        policy = self.checkpoint
+        try:
+            boundaries = tuple(policy.boundaries(request, hit, junction))
+        except FAILURES as error:
+            raise_policy_error(policy, "boundaries", error)
+        if any(type(length) is not int for length in boundaries):
+            raise wrong_answer(policy, "boundaries()", f"{boundaries}: give whole tokens")
+        return boundaries
 
     def _prefix(
         self, group: LayerGroup, members: list[int], names: BlockNames, tokens: int
@@ -688,10 +722,10 @@ class GroupedCache:
         """Return the positions in `[start, end)` whose blocks get a name.
 
         Full attention and chunks keep all. Of windows and states those are kept that a request
-        needs which resumes at the end of the prompt, at the junction, or at the end of an
-        interval.
+        needs which resumes at a boundary, at the end of an interval, or, if the policy keeps
+        the output, anywhere in it.
         """
-        interval, need = self.retention_interval, group.needed
+        interval, need = self._interval, group.needed
         if group.kind in ("full", "chunk"):
             return range(start, end)
         kept: set[int] = set()
@@ -701,9 +735,12 @@ class GroupedCache:
                 return range(start, end)
             kept.update(i for i in range(start, end) if i % per >= per - need)
         if interval is not None:
-            for boundary in (seq.request.prompt_tokens - 1, seq.junction):
+            for boundary in seq.boundaries:
                 last = self._aligned(boundary) // group.block_size
                 kept.update(range(max(start, last - need), min(end, last)))
+            if self.checkpoint.output:
+                output = self._aligned(seq.request.prompt_tokens) // group.block_size
+                kept.update(range(max(start, output - need + 1), end))
         return sorted(kept)
 
     # Blocks.
@@ -804,10 +841,14 @@ class GroupedCache:
             block_size=self._size,
             key_tokens=self.geometry.key_tokens,
             blocks=self.pool.blocks,
-            plugins={"eviction": describe(self.eviction)},
+            plugins={
+                policy.kind: describe(policy)
+                for policy in (self.eviction, self.checkpoint)
+                if not is_interval(policy)
+            },
         )
         groups = [attrs.asdict(group) for group in self.groups]
-        interval = self.retention_interval
+        interval = self.checkpoint.interval
         trace.describe(
             cache_groups={"prefix_cache_retention_interval": interval, "groups": groups}
         )
@@ -827,7 +868,7 @@ class GroupedCache:
         """Write EVICT of the blocks that lose their names for `seq`, group by group."""
         for index, run in groupby(victims, key=lambda block: self._blocks.place(block)[0]):
             trace.group_evict(
-                self.now, group=index, runs=array("i", run), by=self.eviction.name,
+                self.now, group=index, runs=array("i", run), by=self._chooser.name,
                 requester=seq.request.id, reason="capacity",
             )  # fmt: skip
 

@@ -212,11 +212,13 @@ class GroupMatch(NamedTuple):
         junction: the longest prefix that a single group has, if that is longer; else 0. Others
             share it, and a group has not kept what is needed to resume at its end.
         blocks: for each group the cached blocks that the request needs, up to its end.
+        boundaries: the lengths at which windows and states of the request are kept.
     """
 
     tokens: int
     junction: int
     blocks: tuple[list[int], ...]
+    boundaries: tuple[int, ...]
 
 
 class GroupSequence(Sequence):
@@ -225,7 +227,7 @@ class GroupSequence(Sequence):
     Attributes:
         tables: its blocks, by group.
         names: the names of its blocks, by their size.
-        junction: that of its `GroupMatch`.
+        boundaries: those of its `GroupMatch`.
         settled: tokens that were allocated before the newest ones.
         committed_at: the time (ns) of its last commit.
         fresh: the states that have a name and that it has not computed yet, by group and name.
@@ -235,13 +237,13 @@ class GroupSequence(Sequence):
     """
 
     __slots__ = (
-        *("committed_at", "fills_at", "fresh", "junction", "names", "passes_at", "room"),
+        *("boundaries", "committed_at", "fills_at", "fresh", "names", "passes_at", "room"),
         *("settled", "tables"),
     )
 
     tables: list[Table]
     names: dict[int, BlockNames]
-    junction: int
+    boundaries: tuple[int, ...]
     settled: int
     committed_at: int | None
     fresh: list[tuple[int, Name]]

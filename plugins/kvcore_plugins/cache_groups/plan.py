@@ -14,14 +14,16 @@ from typing import Any, ClassVar
 import attrs
 
 import kvcore
-from kvcore.cache import EvictionPolicy, PrefixIndex
+from kvcore.cache import CheckpointPolicy, EvictionPolicy, PrefixIndex
 from kvcore.errors import InputError
 from kvcore.models.codec import Codec
 from kvcore.models.layers import LayerCache
 from kvcore.models.memory import KVLayout
 from kvcore.models.spec import ModelSpec
+from kvcore.plugins import find_override
 from kvcore_plugins.cache_groups.cache import GroupedCache
 from kvcore_plugins.cache_groups.groups import GroupKind, LayerGroup
+from kvcore_plugins.cache_groups.segments import SegmentedGroups
 
 
 @attrs.frozen
@@ -71,11 +73,21 @@ class GroupPlan:
         *,
         eviction: EvictionPolicy,
         recompute: Callable[[int, int], float] | None,
-        prefix: PrefixIndex,
+        prefix: PrefixIndex | None,
+        checkpoint: CheckpointPolicy,
         **options: Any,
     ) -> GroupedCache:
         """Return a cache of these groups: `LayerPlan.cache`."""
         del prefix  # groups look up names
+        options["checkpoint"] = checkpoint
+        if find_override(checkpoint, "victim"):
+            if eviction.name != "lru":
+                msg = (
+                    f"eviction {eviction.name!r}: checkpoint {checkpoint.name!r} chooses what "
+                    "leaves: leave one of them out"
+                )
+                raise InputError(msg)
+            return SegmentedGroups(self.groups, blocks, recompute=recompute, **options)
         if eviction.name == "lru":
             return GroupedCache(self.groups, blocks, eviction=eviction, **options)
         # The front door says where policies are hosted: most runs have LRU.
@@ -83,11 +95,11 @@ class GroupPlan:
             self.groups, blocks, eviction=eviction, recompute=recompute, **options
         )
 
-    def as_dict(self, blocks: int, retention_interval: int | None) -> dict[str, Any]:
+    def as_dict(self, blocks: int, checkpoint: CheckpointPolicy) -> dict[str, Any]:
         """Return the groups for JSON: `LayerPlan.as_dict`."""
         del blocks
         groups = [attrs.asdict(group) for group in self.groups]
-        interval = {"prefix_cache_retention_interval": retention_interval}
+        interval = {"prefix_cache_retention_interval": checkpoint.interval}
         return {"cache_groups": {**interval, "groups": groups}}
 
 

@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Final
 
 import attrs
 
+from kvcore.cache import CheckpointPolicy
+from kvcore.errors import InputError
 from kvcore.models.memory import KVLayout
 from kvcore_plugins.layer_pools.cache import PooledCache
 
@@ -80,19 +82,28 @@ class LayerPools:
         """Do nothing: blocks have the size that the configuration gives."""
 
     def cache(
-        self, blocks: int, *, retention_interval: int | None, **options: Any
+        self, blocks: int, *, checkpoint: CheckpointPolicy, **options: Any
     ) -> PooledCache:
-        """Return a cache of these pools: `LayerPlan.cache`."""
-        del retention_interval  # SGLang has intervals of its own
+        """Return a cache of these pools: `LayerPlan.cache`.
+
+        Raises:
+            InputError: another checkpoint policy than the default: SGLang has rules of its own.
+        """
+        if type(checkpoint) is not CheckpointPolicy:
+            msg = (
+                f"checkpoint {checkpoint.name!r}: pools as SGLang's keep states by its own "
+                "rules; leave it out"
+            )
+            raise InputError(msg)
         windows, states = self.slots(blocks)
         return PooledCache(
             blocks, self.block_size, window=self.window, window_slots=windows,
             state_slots=states, **options,
         )  # fmt: skip
 
-    def as_dict(self, blocks: int, retention_interval: int | None) -> dict[str, Any]:
+    def as_dict(self, blocks: int, checkpoint: CheckpointPolicy) -> dict[str, Any]:
         """Return the slots beside `blocks` of full attention for JSON: `LayerPlan.as_dict`."""
-        del retention_interval
+        del checkpoint
         windows, states = self.slots(blocks)
         sizes = {"window_slots": windows, "state_slots": states}
         return {"layer_pools": {name: slots for name, slots in sizes.items() if slots}}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 
-from kvcore import Request, Workload, trace
+from kvcore import Request, Workload
 from kvcore.files import as_path
 from kvcore.workloads import file_digest
 from kvcore_plugins.workload.turns import Turns
+
+if TYPE_CHECKING:
+    from kvcore_plugins.workload.recorded import TraceWorkload
 
 
 @attrs.define(eq=False)
@@ -35,24 +38,31 @@ class Recording(Workload):
     path: Path = attrs.field(converter=as_path)
     turns: bool = False
 
+    @property
+    def _recorded(self) -> TraceWorkload:
+        # Imported late: commands import this module to look at files.
+        from kvcore_plugins.workload.recorded import TraceWorkload  # noqa: PLC0415
+
+        return TraceWorkload(self.path)
+
     def __iter__(self) -> Iterator[Request]:
         """Yield a request for each REQUEST line. Memory: one line.
 
         Raises:
             TraceError: a line is damaged, or the file is cut.
         """
-        requests = iter(trace.TraceWorkload(self.path))
+        requests = iter(self._recorded)
         return Turns().link(requests) if self.turns else requests
 
     @property
     def key_tokens(self) -> int:
         """Number of tokens of a key."""
-        return trace.TraceWorkload(self.path).key_tokens
+        return self._recorded.key_tokens
 
     @property
     def digest(self) -> str:
         """The digest of the recorded workload, or of the file. Reads the file."""
         if self.turns:
             return file_digest(self.path, turns=True)
-        recorded = trace.TraceWorkload(self.path)
+        recorded = self._recorded
         return recorded.digest if recorded.restores else file_digest(self.path)

@@ -46,6 +46,9 @@ class GroupChecker(CacheChecker[GroupState]):
         super().__init__(GroupState(header))
         self.pool = BlockPool(header.blocks)
         caps = header.batching or {}
+        # It may keep what no interval does, and choose what leaves.
+        policy = (header.plugins or {}).get("checkpoint")
+        self._checkpoint = None if policy is None else policy.name
         self._is_planned = caps.get("commit") == "scheduled"
         max_tokens = caps.get("max_tokens")
         self._in_flight = max_tokens * (1 + self._lag) if isinstance(max_tokens, int) else None
@@ -241,8 +244,10 @@ class GroupChecker(CacheChecker[GroupState]):
         """Return True if the block at a position is one that a later request may need.
 
         That is so of the blocks before the end of an interval, the last one of the prompt that
-        is whole in all groups, and the junction.
+        is whole in all groups, and the junction. A policy may keep any.
         """
+        if self._checkpoint is not None:
+            return True
         interval, need = self.state.interval, -(-group.kept // group.size)
         if group.kind in ("full", "chunk") or seq.resumed:
             return True  # the junction of a resumed one depends on what it has generated
@@ -273,7 +278,7 @@ class GroupChecker(CacheChecker[GroupState]):
     def _evict(self, event: events.GroupEvict) -> None:
         state, ids = self.state, self.state.ids(event.runs)
         group = state.group(event.group)
-        if event.by != self._eviction:
+        if event.by not in (self._eviction, self._checkpoint):
             violated(f"by eviction policy {self._eviction!r}, not {event.by!r}")
         if not ids or len(set(ids)) < len(ids):
             violated("its blocks are not distinct, or there are none")
@@ -284,7 +289,7 @@ class GroupChecker(CacheChecker[GroupState]):
             if block is None or block.group != group.index:
                 violated(f"block {victim} is no block of group {group} that can be evicted")
             oldest = next(order)
-            if self._eviction == "lru" and victim != oldest:
+            if event.by == "lru" and victim != oldest:
                 violated(f"block {victim} is evicted; block {oldest} was freed before it")
             self.evictions.add(key_of(block.name))
         self._victims.extend(ids)

@@ -12,7 +12,7 @@ import attrs
 
 from kvcore.config.options import find_option
 from kvcore.config.run_config import RunConfig
-from kvcore.config.values import read_plugin
+from kvcore.config.values import as_checkpoint, read_plugin
 from kvcore.errors import InputError, KvcoreError, PluginError
 from kvcore.models.layers import LayerCache
 from kvcore.models.spec import DeviceSpec, ModelSpec
@@ -22,21 +22,23 @@ from kvcore.request import SLO
 from kvcore.serving import Batching, Rules
 from kvcore.serving.rules import CHOICES
 from kvcore.serving.scheduler import LIMITS
-from kvcore.trace import TraceWorkload
 from kvcore.trace.fields import plain, slo_of
 from kvcore.workloads import Workload
+from kvcore_plugins.workload.recorded import TraceWorkload
 
 OF_CACHES = ("eviction", "prefix", "retention")
 
 OF_SERVERS = ("scheduler", "latency")
 
-OPTIONAL = ("drafter",)
+OPTIONAL = ("checkpoint", "drafter")
 
 DEPLOYED = ("model", "device", "tensor_parallel", "codec", "block_size")
 """Options of a latency model that the deployment gives, where its text leaves them out."""
 
 OF_CLUSTERS = ("replicas", "routing")
 """Fields of the header that no server by itself has."""
+
+_INTERVAL = "prefix_cache_retention_interval"
 
 ROUTED = ("replicas", "router", "view", "fail", "autoscale", "disaggregate")
 """Options that only a cluster has."""
@@ -107,8 +109,8 @@ def _of_server(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict[
     groups = header.get("cache_groups", {})
     return {
         "blocks": header["blocks"] + rules.null_block,
-        # An interval of groups alone.
-        **{name: value for name, value in groups.items() if name != "groups"},
+        # Where an interval says all, it is not among the plugins.
+        **({"checkpoint": as_checkpoint(groups[_INTERVAL])} if groups else {}),
         "tier": tuple(partial(_rebuilt_tier, file, tier, plugins) for tier in tiers),
         **deployment,
         **limits,

@@ -11,7 +11,6 @@ from kvcore.config import RunConfig
 from kvcore.engine import Plane
 from kvcore.errors import InputError
 from kvcore.models.catalogue import MODELS, find_device, find_model
-from kvcore.models.cost import decode_step_bytes
 from kvcore.models.memory import Deployment, KVLayout
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.options import spec_of
@@ -111,7 +110,6 @@ def test_shared_bytes_of_a_block_are_rounded_up_once():
     assert layout.bytes_per_token == heads * 24 + 3
     assert [layout.read_bytes(tokens) for tokens in (1, 2, 5)] == [147, 293, heads * 122]
     assert layout.window_bytes(1, 5) == layout.bytes_per_block
-    assert decode_step_bytes(layout, 5, 2) == 2000 + 2 * heads * 122
 
 
 @pytest.mark.parametrize(

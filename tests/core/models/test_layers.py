@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvcore.config import RunConfig
 from kvcore.errors import InputError
 from kvcore.models.catalogue import MODELS, find_device, find_model
-from kvcore.models.cost import attended_pairs, decode_step_bytes, pair_flop, prefill_flop
+from kvcore.models.cost import attended_pairs, pair_flop, prefill_flop
 from kvcore.models.layers import CACHE_KINDS, LayerCache, merged
 from kvcore.models.memory import KVLayout, can_share, check_pool, kv_copies
 from kvcore.models.spec import ModelSpec
@@ -133,7 +133,6 @@ def test_decoding_reads_what_each_kind_attends_to(tokens):
     ]
     layout = KVLayout(model(*EVERY))
     assert layout.read_bytes(tokens) == -(-sum(by_hand) // 1)
-    assert decode_step_bytes(layout, tokens) == 2000 + layout.read_bytes(tokens)
 
 
 @given(lengths, lengths)

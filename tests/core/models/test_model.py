@@ -15,7 +15,6 @@ from kvcore.models.catalogue import MODELS, find_device, find_model
 from kvcore.models.cost import (
     PrefillCost,
     attended_pairs,
-    decode_step_bytes,
     default_prefill_cost,
     prefill_flop,
 )
@@ -219,12 +218,6 @@ def test_reads_grow_with_the_batch_and_stay_below_all_weights(name):
     reads = [model.weight_bytes_read(batch) for batch in (1, 2, 8, 64, 4096)]
     assert reads == sorted(reads)
     assert reads[-1] <= model.weight_bytes
-
-
-def test_a_decode_step_reads_weights_once_and_each_context():
-    """A decode step reads the weights once, and the K/V of each sequence."""
-    layout = KVLayout(tiny())
-    assert decode_step_bytes(layout, 7, 2) == 2000 + 2 * 7 * layout.bytes_per_token
 
 
 def test_prefill_flop_by_hand():

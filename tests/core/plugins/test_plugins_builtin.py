@@ -13,6 +13,7 @@ NAMES = {
     "eviction": "arc cost fifo hazard lfu lookahead lru lruk mru priority random "
     "s3fifo sieve slru tail-lru tinylfu tool-ttl ttl workload-aware",
     "drafter": "acceptance draft-model medusa prompt-lookup",
+    "checkpoint": "chunk default every marconi seglen sparse",
     "rules": "kvcore sglang vllm",
     "generator": "huggingface induction sincos transformer",
     "latency": "linear roofline table token-rate",

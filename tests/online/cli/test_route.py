@@ -13,7 +13,8 @@ from helpers.storm import storm
 from helpers.upstreams import Upstream, prompt, routed, until
 
 from kvcore.cli import main as frame
-from kvcore.trace import TraceWorkload, read_events
+from kvcore.trace import read_events
+from kvcore_plugins.workload.recorded import TraceWorkload
 
 pytestmark = pytest.mark.slow
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvcore.config.values import as_checkpoint
 from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_plugins.workload import Mooncake
 
@@ -39,7 +40,7 @@ def test_hits_are_those_of_vllm(like, interval, percents, place):
     per_block, groups = LAYOUTS[like]
     blocks = (2048, 8192)[place] * per_block
     # Block 0 of vLLM is never used.
-    cache = GroupedCache(groups, blocks - 1, retention_interval=interval)
+    cache = GroupedCache(groups, blocks - 1, checkpoint=as_checkpoint(interval))
     for request in Mooncake():
         cache.compute(request, 8192)
     assert not cache.sequences

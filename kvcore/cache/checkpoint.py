@@ -1,0 +1,102 @@
+"""The contract of checkpoint policies: where windows and states are kept.
+
+Full attention keeps all tokens, so a request can resume after any block. A window or a
+recurrent state is kept at some lengths of a text alone, its *boundaries*: a later request that
+shares the text resumes at the last of them, and computes what follows again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+import attrs
+
+from kvcore.plugins.base import Plugin, find_override
+from kvcore.request import Request
+
+
+@attrs.define(eq=False, slots=True)
+class Segment:
+    """The cached blocks of a text from one boundary to the next.
+
+    Attributes:
+        start, end: tokens before it, and up to the boundary at its end.
+        resumable: whether its windows and states are cached, so that a request can resume at
+            `end`. If not, it follows the last boundary of a text.
+        last_use: serial number of the last admission that stored it, or resumed at its end.
+        children: number of boundaries that come next after its own, in different texts.
+        below: number of boundaries after its own in the same text, up to where texts part.
+        blocks: number of its blocks: those of full attention, and of windows and states.
+        seconds: seconds of prefill that a hit at `end` saves beside one at `start`.
+    """
+
+    start: int
+    end: int
+    resumable: bool
+    last_use: int
+    children: int = 0
+    below: int = 0
+    blocks: int = 0
+    seconds: float = 0.0
+
+
+class CheckpointPolicy(Plugin):
+    """Keeps windows and states at the ends of prompts and at junctions, as vLLM does.
+
+    The base class of the kind, and its default. The easy tier is one method, `boundaries`. A
+    policy that overrides `victim` decides too what leaves a full pool; others leave that to the
+    eviction policy. One instance serves one cache.
+
+    Attributes:
+        interval: windows and states are kept at multiples of so many tokens too, if a chunk
+            ends there; 0: they are not; None: they are wherever a chunk ends.
+        output: whether they are kept at each block of the output.
+        unit: tokens of a block that is whole in all groups; set by `attach`.
+    """
+
+    kind: ClassVar[str] = "checkpoint"
+    name: ClassVar[str] = "default"
+    interval: int | None = 0
+    output: ClassVar[bool] = False
+
+    unit: int = 0
+
+    def attach(self, unit: int) -> None:
+        """Store the unit; called once, before any other method."""
+        self.unit = unit
+
+    def boundaries(self, request: Request, hit: int, junction: int) -> Iterable[int]:
+        """Return the lengths, in tokens, at which a later request shall be able to resume.
+
+        A length is rounded down to whole units, and is below that of the prompt. Where there
+        are states, chunks of the prompt end there. The answer depends on the arguments, and on
+        earlier calls of `on_admitted`, alone: it is asked for at every look-up.
+
+        Args:
+            request: the request; its `output_tokens` must not be used.
+            hit: the tokens of its prompt that hit.
+            junction: the longest prefix that full attention has, if that is longer; else 0.
+                Others share it, and no state is kept at its end.
+        """
+        del hit
+        return request.prompt_tokens - 1, junction
+
+    def on_admitted(self, request: Request, hit: int, junction: int) -> None:
+        """Called at the first admission of `request`, with the arguments of `boundaries`."""
+
+    def victim(self, segments: Sequence[Segment]) -> Segment:
+        """Return the segment that leaves, of those of which a block can be evicted.
+
+        It loses its windows and states first; and then, if it has no children, its blocks of
+        full attention, from the end on. `segments` are in the order of their last use. Those
+        with two children or more are not among them.
+        """
+        return segments[0]
+
+
+def is_interval(plugin: Plugin) -> bool:
+    """Return True for a checkpoint policy whose interval says all: reports need not name it."""
+    return isinstance(plugin, CheckpointPolicy) and not (
+        plugin.output or any(find_override(plugin, name) for name in ("boundaries", "victim"))
+    )

@@ -1,0 +1,278 @@
+"""Cache groups from which whole segments leave, chosen by a checkpoint policy."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import attrs
+
+from kvcore.cache import BlockLayout, Segment
+from kvcore.errors import InputError
+from kvcore.plugins import FAILURES, wrong_answer
+from kvcore.plugins.base import raise_policy_error
+from kvcore.request import Request
+from kvcore_plugins.cache_groups.cache import GroupedCache
+from kvcore_plugins.cache_groups.groups import GroupMatch, GroupSequence, LayerGroup
+from kvcore_plugins.cache_groups.named_blocks import Name
+
+
+@attrs.define(eq=False, slots=True)
+class CachedSegment(Segment):
+    """A segment with its blocks.
+
+    Attributes:
+        above: the segment that ends where it starts; None: it begins a text.
+        next: those that start where it ends, of which it is `above`: boundaries, not tails.
+        kept: its blocks of windows and states.
+        full: its blocks of full attention, from the first one on.
+    """
+
+    above: CachedSegment | None = None
+    next: dict[CachedSegment, None] = attrs.field(factory=dict)
+    kept: list[int] = attrs.field(factory=list)
+    full: list[int] = attrs.field(factory=list)
+
+
+@attrs.define(eq=False, slots=True)
+class _Text:
+    """The text of an open sequence.
+
+    Attributes:
+        serial: serial number of its admission.
+        above: its last segment so far.
+        full: its blocks of full attention that got names after that, and the tokens up to them.
+        kept: such blocks of windows and states.
+        ends: tokens up to the states among these.
+    """
+
+    serial: int
+    above: CachedSegment | None
+    full: list[tuple[int, int]] = attrs.field(factory=list)
+    kept: list[tuple[int, int]] = attrs.field(factory=list)
+    ends: set[int] = attrs.field(factory=set)
+
+
+class SegmentedGroups(GroupedCache):
+    r"""A `GroupedCache` from which the segments leave that its checkpoint policy chooses.
+
+    ::
+
+        0 ---- [full] ----> boundary ---- [full] ----> boundary ---- [full] ---- (tail)
+                             [kept]  \                  [kept]
+                                      ---- [full] ----> boundary
+                                                         [kept]
+
+    A boundary is where a state is kept. One behind which texts part stays. Any other can leave:
+    its windows and states first, and then its blocks of full attention if nothing is below it;
+    else the segment below gets these. Blocks of no segment leave when no segment can.
+
+    Args:
+        groups, blocks: as for `GroupedCache`; one group at least keeps states.
+        recompute: seconds to compute n tokens after a context of c; None: Llama-3-8B, H100.
+        options: further options of `GroupedCache`.
+
+    Raises:
+        InputError: as `GroupedCache`; or no group keeps states.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[LayerGroup],
+        blocks: int,
+        *,
+        recompute: Callable[[int, int], float] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(groups, blocks, **options)
+        if not self.has_states:
+            msg = (
+                f"checkpoint {self.checkpoint.name!r} chooses the states that leave, and these "
+                "groups keep none: leave it out"
+            )
+            raise InputError(msg)
+        self._seconds = BlockLayout("tokens", self._size, recompute=recompute).recompute_seconds
+        self._hears_names, self._chooser = True, self.checkpoint
+        # The least recently used one first.
+        self._segments: OrderedDict[CachedSegment, None] = OrderedDict()
+        self._segment_of: dict[int, CachedSegment] = {}
+        self._texts: dict[int, _Text] = {}
+        self._leaving: CachedSegment | None = None
+        self._admissions = 0
+
+    def open(
+        self, request: Request, *arguments: Any, match: GroupMatch | None = None, **options: Any
+    ) -> GroupSequence:
+        """Admit `request`; it uses the segment at whose end it resumes."""
+        if match is None:
+            match = self.match(request, target=options.get("target"))
+        seq = super().open(request, *arguments, match=match, **options)
+        self._admissions += 1
+        above = None
+        for group, blocks in zip(self.groups, match.blocks, strict=True):
+            if group.kind == "state" and blocks:
+                above = self._segment_of.get(blocks[-1])
+        if above is not None:
+            above.last_use = self._admissions
+            self._segments.move_to_end(above)
+        self._texts[seq.id] = _Text(self._admissions, above)
+        return seq
+
+    def store(self, seq: GroupSequence, tokens: int) -> list[tuple[int, Name]]:
+        """Give names to the blocks that the first `tokens` tokens of `seq` fill."""
+        states = super().store(seq, tokens)
+        if states:
+            text = self._texts[seq.id]
+            for end in sorted(text.ends):
+                full, text.full = _split(text.full, end)
+                kept, text.kept = _split(text.kept, end)
+                text.above = self._add(text, end, full, kept)
+            text.ends.clear()
+        return states
+
+    def close(self, seq: GroupSequence, *arguments: Any, **options: Any) -> None:
+        """Give back all blocks of `seq`. What follows its last boundary is its tail."""
+        if seq.is_open:
+            text = self._texts.pop(seq.id)
+            if text.full:
+                self._add(text, text.full[-1][0], [block for _, block in text.full], [])
+        super().close(seq, *arguments, **options)
+
+    def _stored(self, seq: GroupSequence, group: int, copies: dict[int, bool]) -> None:
+        super()._stored(seq, group, copies)
+        kind, size = self.groups[group].kind, self.groups[group].block_size
+        table, text = seq.tables[group], self._texts[seq.id]
+        named = text.full if kind in ("full", "chunk") else text.kept
+        for position in copies:
+            named.append(((position + 1) * size, table.blocks[position - table.first]))
+            if kind == "state":
+                text.ends.add((position + 1) * size)
+
+    def _add(self, text: _Text, end: int, full: list[int], kept: list[int]) -> CachedSegment:
+        """Add the segment that follows the last one of `text`."""
+        above = text.above
+        while above is not None and not above.resumable:
+            # It has lost its boundary since: its blocks go to what follows it.
+            full, above.full, above.blocks = above.full + full, [], 0
+            self._segments.pop(above, None)
+            above = above.above
+        segment = CachedSegment(0, end, bool(kept), text.serial, full=full, kept=kept)
+        self._segments[segment] = None
+        self._segment_of.update(dict.fromkeys((*full, *kept), segment))
+        segment.blocks = len(full) + len(kept)
+        self._put_below(segment, above)
+        return segment
+
+    def _put_below(self, segment: CachedSegment, above: CachedSegment | None) -> None:
+        """Let `segment` start where `above` ends."""
+        segment.above = above
+        segment.start = 0 if above is None else above.end
+        if segment.resumable:
+            segment.seconds = self._seconds(segment.start, segment.end - segment.start)
+            if above is not None:
+                above.next[segment] = None
+                self._count_below(above)
+
+    def _count_below(self, segment: CachedSegment | None) -> None:
+        """Count what is below `segment` and those above it."""
+        while segment is not None:
+            segment.children = len(segment.next)
+            only = next(iter(segment.next)) if segment.children == 1 else None
+            segment.below = 0 if only is None else only.below + 1
+            segment = segment.above
+
+    # Evictions.
+
+    def _choose(self, count: int, seq: GroupSequence) -> list[int]:
+        """Return blocks of the segments that the policy chooses, which no sequence holds.
+
+        A segment that has begun to leave goes on to, as far as it can.
+        """
+        victims: list[int] = []
+        while len(victims) < count:
+            blocks = [] if self._leaving is None else self._idle(self._leaving)
+            if not blocks:
+                self._leaving = self._ask_victim()
+                if self._leaving is None:
+                    rest = self._blocks.pop(count - len(victims))
+                    for block in rest:
+                        self._lose(block)
+                    return victims + rest
+                blocks = self._idle(self._leaving)
+            for block in blocks[: count - len(victims)]:
+                self._blocks.remove(block)
+                self._lose(block)
+                victims.append(block)
+        return victims
+
+    def _ask_victim(self) -> CachedSegment | None:
+        """Return the segment that the policy chooses; None if none can leave."""
+        segments = [s for s in self._segments if s.children <= 1 and self._can_leave(s)]
+        if not segments:
+            return None
+        try:
+            victim = self.checkpoint.victim(segments)
+        except FAILURES as error:
+            raise_policy_error(self.checkpoint, "victim", error)
+        if not isinstance(victim, CachedSegment) or victim not in segments:
+            raise wrong_answer(self.checkpoint, "victim()", f"{victim!r}, which cannot leave")
+        return victim
+
+    def _can_leave(self, segment: CachedSegment) -> bool:
+        """Return True if a block of `segment` can leave now."""
+        holders = self._blocks.holders
+        if segment.kept:
+            return not all(map(holders, segment.kept))
+        return not segment.children and not holders(segment.full[-1])
+
+    def _idle(self, segment: CachedSegment) -> list[int]:
+        """Return the blocks of `segment` that can leave now, in order."""
+        holders = self._blocks.holders
+        idle = [block for block in segment.kept if not holders(block)]
+        if not segment.children and len(idle) == len(segment.kept):
+            for block in reversed(segment.full):
+                if holders(block):
+                    break
+                idle.append(block)
+        return idle
+
+    def _lose(self, block: int) -> None:
+        """Remove `block` from its segment, if it has one."""
+        segment = self._segment_of.pop(block, None)
+        if segment is None:
+            return
+        if block in segment.kept:
+            segment.kept.remove(block)
+        else:
+            segment.full.remove(block)
+        segment.blocks -= 1
+        if segment.resumable and not segment.kept:
+            self._dissolve(segment)
+        if not segment.blocks:
+            del self._segments[segment]
+
+    def _dissolve(self, segment: CachedSegment) -> None:
+        """Let the segments below `segment`, which lost its boundary, start where it starts."""
+        segment.resumable, segment.seconds = False, 0.0
+        above, below = segment.above, [*segment.next]
+        if above is not None:
+            del above.next[segment]
+        segment.next.clear()
+        segment.children = segment.below = 0
+        for child in below:
+            self._put_below(child, above)
+        self._count_below(above)
+        if below:
+            heir = below[0]
+            self._segment_of.update(dict.fromkeys(segment.full, heir))
+            heir.full[:0] = segment.full
+            heir.blocks += len(segment.full)
+            segment.blocks -= len(segment.full)
+            segment.full = []
+
+
+def _split(blocks: list[tuple[int, int]], end: int) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the blocks up to `end` tokens, and the others with their tokens."""
+    first = [block for tokens, block in blocks if tokens <= end]
+    return first, [entry for entry in blocks if entry[0] > end]

@@ -1,0 +1,182 @@
+"""The conformance tests of checkpoint policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import ClassVar
+
+import attrs
+import pytest
+
+from kvcore.cache import CheckpointPolicy
+from kvcore.errors import InputError
+from kvcore.plugins import resolve
+from kvcore.request import Key, Request
+from kvcore.serving import Batching, simulate
+from kvcore_plugins.cache_groups import GroupedCache, GroupPlan, LayerGroup
+from kvcore_testing.plugin import PluginTests, check_is_named
+
+BLOCK = 8
+_REQUESTS, _CHUNK = 120, 64
+_STATE = LayerGroup("state", BLOCK)
+_GROUPS = {
+    "states": (LayerGroup("full", BLOCK), _STATE, _STATE),
+    "a window and states": (LayerGroup("full", BLOCK), LayerGroup("window", BLOCK, 20), _STATE),
+}
+
+
+@attrs.frozen
+class Lookup:
+    """The hit of a request, and the decisions about its blocks.
+
+    Attributes:
+        hit: tokens of its prompt that hit.
+        boundaries: the lengths at which windows and states of it are kept.
+        evicted: number of blocks evicted for it.
+    """
+
+    hit: int
+    boundaries: tuple[int, ...]
+    evicted: int
+
+
+class CheckpointTests(PluginTests):
+    """Conformance tests of a checkpoint policy; a derived `Test...` class makes the policy.
+
+    `checkpoint` (or `make`, if that needs fixtures of the instance) returns a new policy, made
+    with the same options each time:
+
+        class TestMine(CheckpointTests):
+            checkpoint = Mine
+
+    The tests serve random requests, with system prompts and sessions, in pools under pressure.
+    Blocks have 8 tokens in all groups, one of which keeps states.
+    """
+
+    checkpoint: ClassVar[Callable[[], CheckpointPolicy]]
+
+    def make(self) -> CheckpointPolicy:
+        """Return a new checkpoint policy."""
+        return type(self).checkpoint()
+
+    @pytest.fixture(params=range(3))
+    def seed(self, request: pytest.FixtureRequest) -> int:
+        """Return the seed of the test's random input; a derived class may choose others."""
+        return int(request.param)
+
+    @pytest.fixture(params=_GROUPS)
+    def groups(self, request: pytest.FixtureRequest) -> tuple[LayerGroup, ...]:
+        """Return the cache groups of the test."""
+        return _GROUPS[request.param]
+
+    def test_is_a_named_policy(self) -> None:
+        """Its class derives from CheckpointPolicy, with a name and a docstring of its own."""
+        check_is_named(self.make(), CheckpointPolicy)
+
+    def test_serves_one_cache(self) -> None:
+        """A second cache with the same policy is an InputError that names the policy."""
+        policy = self.make()
+        _cache(policy, _GROUPS["states"])
+        with pytest.raises(InputError, match=policy.name):
+            _cache(policy, _GROUPS["states"])
+
+    def test_boundaries_are_repeatable(self, seed: int) -> None:
+        """Two look-ups without an admission in between have the same boundaries."""
+        cache = _cache(self.make(), _GROUPS["states"])
+        for request in stream(seed):
+            first, second = (cache.match(request).boundaries for _ in "ab")
+            assert first == second, f"asked again, it answered {second}, not {first}"
+            cache.compute(request, _CHUNK)
+
+    def test_hits_end_where_others_have_computed(
+        self, seed: int, groups: tuple[LayerGroup, ...]
+    ) -> None:
+        """A hit is a prefix of an earlier prompt, in whole blocks, and not all of its own."""
+        requests, computed = stream(seed), set[Key]()
+        for request, lookup in zip(
+            requests, look_up(self.make(), requests, groups), strict=True
+        ):
+            blocks = lookup.hit // BLOCK
+            assert lookup.hit == blocks * BLOCK < request.prompt_tokens
+            assert computed.issuperset(request.keys[:blocks])
+            computed.update(request.keys)
+
+    def test_equal_streams_are_served_equally(
+        self, seed: int, groups: tuple[LayerGroup, ...]
+    ) -> None:
+        """Two policies with equal options make the same decisions."""
+        first, second = (list(look_up(self.make(), stream(seed), groups)) for _ in "ab")
+        assert first == second, "run again, it decided otherwise"
+
+    def test_the_future_is_not_known(self, seed: int, groups: tuple[LayerGroup, ...]) -> None:
+        """Decisions depend neither on lengths of outputs nor on requests that come later."""
+        requests = stream(seed)
+        longer = [attrs.evolve(each, output_tokens=each.output_tokens * 7) for each in requests]
+        first, second = (
+            list(look_up(self.make(), each, groups)) for each in (requests, longer)
+        )
+        assert first == second, "it decided otherwise for requests with longer outputs"
+        half = list(look_up(self.make(), requests[: _REQUESTS // 2], groups))
+        assert first[: len(half)] == half, "it decided otherwise without the later requests"
+
+    def test_decisions_do_not_depend_on_ids(self, seed: int) -> None:
+        """Requests with other ids are served as these."""
+        requests = stream(seed)
+        renamed = [attrs.evolve(each, id=f"request {each.id}") for each in requests]
+        first, second = (
+            list(look_up(self.make(), each, _GROUPS["states"])) for each in (requests, renamed)
+        )
+        assert first == second, "it decided otherwise for requests with other ids"
+
+    def test_a_server_stays_whole(self, seed: int, groups: tuple[LayerGroup, ...]) -> None:
+        """Requests that run side by side, and generate, leave a cache in which all holds."""
+        cache = _cache(self.make(), groups)
+        batching = Batching(max_tokens=_CHUNK, max_seqs=6)
+        result = simulate(stream(seed), cache=cache, batching=batching)
+        cache.check_integrity()
+        assert not cache.sequences
+        assert result.outcome_fields()["completed"] == _REQUESTS
+
+
+def look_up(
+    policy: CheckpointPolicy, requests: list[Request], groups: tuple[LayerGroup, ...]
+) -> Iterator[Lookup]:
+    """Compute the prompts of `requests` one after the other; yield what each has found."""
+    cache = _cache(policy, groups)
+    for request in requests:
+        before = cache.evicted_blocks
+        match = cache.compute(request, _CHUNK)
+        cache.check_integrity()
+        yield Lookup(match.tokens, match.boundaries, cache.evicted_blocks - before)
+
+
+def stream(seed: int) -> list[Request]:
+    """Return random requests: sessions whose prompts grow, behind four system prompts."""
+    dice = Random(seed)  # noqa: S311
+    sessions: list[list[int]] = []
+    made: list[Request] = []
+    for serial in range(_REQUESTS):
+        if not sessions or dice.random() < 1 / 3:
+            first = 1000 * dice.randrange(4)
+            sessions.append(list(range(first, first + dice.randrange(1, 16))))
+        keys = dice.choice(sessions[-6:])
+        keys += range(10**6 + 100 * serial, 10**6 + 100 * serial + dice.randrange(1, 6))
+        made.append(
+            Request(
+                id=serial,
+                arrival=serial * 10**6,
+                prompt_tokens=len(keys) * BLOCK - dice.randrange(BLOCK),
+                output_tokens=dice.randint(1, 40),
+                key_tokens=BLOCK,
+                keys=keys[:],
+            )
+        )
+    return made
+
+
+def _cache(policy: CheckpointPolicy, groups: tuple[LayerGroup, ...]) -> GroupedCache:
+    return GroupPlan(groups, 0).cache(
+        160, eviction=resolve("eviction", None, "lru"), prefix=None, recompute=None,
+        checkpoint=policy, key_tokens=BLOCK, trace=None,
+    )  # fmt: skip

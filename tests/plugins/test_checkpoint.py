@@ -1,0 +1,352 @@
+"""Checkpoint policies: where states are kept, what leaves, and what bounds their hits."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from random import Random
+from typing import ClassVar
+
+import pytest
+
+import kvcore
+from kvcore import CheckpointPolicy, InputError, Plugins, PolicyError, Request
+from kvcore.plugins import resolve
+from kvcore.serving import Batching, simulate
+from kvcore.trace import Trace
+from kvcore_plugins.cache_groups import GroupPlan, LayerGroup
+from kvcore_plugins.cache_groups.named_blocks import NamedBlocks
+from kvcore_plugins.checkpoint import place
+from kvcore_plugins.workload.recorded import TraceWorkload
+from kvcore_replay.check.trace import check_trace
+from kvcore_testing.checkpoint import look_up, stream
+
+SIZE = 8
+FULL, STATE = LayerGroup("full", SIZE), LayerGroup("state", SIZE)
+CHUNK = 32
+
+
+def build(text):
+    """Return the policy of a text."""
+    return Plugins().build("checkpoint", text)
+
+
+def new_cache(policy, blocks=1000, *, eviction=None, trace=None):
+    """Return a cache with full attention and one group of states."""
+    policy = build(policy) if isinstance(policy, str) else policy
+    return GroupPlan((FULL, STATE), 0).cache(
+        blocks, eviction=resolve("eviction", eviction, "lru"), prefix=None, recompute=None,
+        checkpoint=policy, key_tokens=SIZE, trace=trace,
+    )  # fmt: skip
+
+
+def request(serial, keys, **options):
+    """Return a request whose prompt has a token more than blocks of `keys`."""
+    keys = list(keys)
+    options = {"output_tokens": 1} | options
+    return Request(
+        id=serial, arrival=serial * 10**9, prompt_tokens=len(keys) * SIZE + 1, keys=keys,
+        key_tokens=SIZE, **options,
+    )  # fmt: skip
+
+
+def hits(policy, prompts, blocks=1000):
+    """Return the blocks that each of `prompts` hits, computed one after the other."""
+    cache = new_cache(policy, blocks)
+    found = [
+        cache.compute(request(serial, keys), CHUNK).tokens // SIZE
+        for serial, keys in enumerate(prompts)
+    ]
+    cache.check_integrity()
+    return found
+
+
+def parting(first, shared, length=12):
+    """Return a prompt whose blocks are those from 0 on up to `shared`, and then its own."""
+    return [*range(shared), *range(1000 * first, 1000 * first + length - shared)]
+
+
+# Where states are kept: each policy differs from the default on a trace.
+
+
+@pytest.mark.parametrize(
+    ("policy", "second"),
+    [("default", 0), ("chunk", 8), ("every:tokens=64", 8), ("every:tokens=128", 0)],
+)
+def test_a_policy_keeps_states_where_chunks_end(policy, second):
+    """A second prompt resumes at the end of a chunk of the first one, if a state is there."""
+    assert hits(policy, [parting(1, 10), parting(2, 10)]) == [0, second]
+
+
+def test_the_default_keeps_a_state_at_a_junction():
+    """The third of three prompts that part at one place resumes there."""
+    assert hits("default", [parting(n, 6) for n in (1, 2, 3)]) == [0, 0, 6]
+
+
+def test_sparse_has_states_where_others_have_parted():
+    """Two prompts of a new text part where earlier ones did: the second of them resumes there.
+
+    With the default, only a third one would.
+    """
+    other = [[n + 500 for n in parting(first, 6)] for first in (4, 5)]
+    prompts = [*(parting(n, 6) for n in (1, 2, 3)), *other]
+    assert hits("sparse:budget=1", prompts) == [0, 0, 6, 0, 6]
+    assert hits("default", prompts) == [0, 0, 6, 0, 0]
+
+
+@pytest.mark.parametrize(("policy", "hit"), [("default", 4), ("marconi", 7), ("chunk", 7)])
+def test_marconi_keeps_the_output(policy, hit):
+    """The next turn of a chat resumes behind the answer before it, whose keys are known."""
+    cache = new_cache(policy)
+    first = request(0, range(4), output_tokens=3 * SIZE, output_keys=[4, 5, 6])
+    simulate([first], cache=cache, batching=Batching(max_tokens=CHUNK, max_seqs=4))
+    assert cache.match(request(1, range(9))).tokens // SIZE == hit
+
+
+# What leaves.
+
+
+@pytest.mark.parametrize(
+    ("policy", "hit"),
+    [("default", 0), ("seglen", 20), ("marconi:alpha=2", 20), ("seglen:weight=0", 0)],
+)
+def test_a_long_segment_is_worth_keeping(policy, hit):
+    """Short prompts that never come back push a long one out, unless its length is weighed."""
+    short = [range(100 * n, 100 * n + 2) for n in range(1, 20)]
+    assert hits(policy, [range(20), *short, range(20)], blocks=50)[-1] == hit
+
+
+@pytest.mark.parametrize(
+    ("policy", "hit"), [("seglen:weight=0", 0), ("seglen:weight=0,cap=1", 4)]
+)
+def test_a_cap_evicts_what_a_longer_text_has_replaced(policy, hit):
+    """States inside a text leave before the last one of another text that is older."""
+    turns = [range(100, 100 + 2 * n) for n in range(1, 12)]
+    assert hits(policy, [range(4), *turns, range(4)], blocks=36)[-1] == hit
+
+
+def test_a_branch_stays():
+    """Segments that can leave come by last use; one behind which texts part is not one."""
+
+    class Watching(CheckpointPolicy):
+        """Evicts the least recently used segment, and records what it could evict."""
+
+        name = "watching"
+        children: ClassVar[set[int]] = set()
+
+        def victim(self, segments):
+            """Return the least recently used segment."""
+            self.children.update(s.children for s in segments)
+            assert [s.last_use for s in segments] == sorted(s.last_use for s in segments)
+            return segments[0]
+
+    texts = [parting(n, 4, 8) for n in range(1, 30)]
+    assert hits(Watching(), texts, blocks=40) == [0, 0, *[4] * 27]
+    assert max(Watching.children) <= 1
+
+
+class Newest(CheckpointPolicy):
+    """Evicts the most recently used segment, of requests that still run too."""
+
+    name = "newest"
+    output = True
+
+    def victim(self, segments):
+        """Return the last segment."""
+        return segments[-1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_segments_are_a_tree(seed):
+    """Each cached block is in one segment; none is below one that has lost its states."""
+    cache = new_cache(Newest(), 120)
+    simulate(stream(seed), cache=cache, batching=Batching(max_tokens=64, max_seqs=6))
+    segments = list(cache._segments)
+    blocks = sorted(block for s in segments for block in (*s.full, *s.kept))
+    assert blocks == sorted(block for block, _ in cache._blocks)
+    for segment in segments:
+        above = segment.above
+        assert segment.resumable == bool(segment.kept)
+        assert segment.blocks == len(segment.full) + len(segment.kept)
+        assert segment.start == (0 if above is None else above.end) <= segment.end
+        if segment.resumable and above is not None:
+            assert above.resumable
+            assert segment in above.next
+        assert [segment.children, *segment.next] == [len(segment.next), *segment.next]
+        assert all(child.above is segment for child in segment.next)
+
+
+# The program.
+
+
+def test_positions_are_the_best():
+    """No other positions save more of random overlaps, by trying all of them."""
+    rng = Random(1)
+    for _ in range(300):
+        overlaps = {rng.randint(0, 12): rng.randint(0, 5) for _ in range(rng.randint(0, 7))}
+        budget = rng.randint(1, 4)
+
+        def saved(positions, overlaps=overlaps):
+            last = {d: max((p for p in positions if p <= d), default=0) for d in overlaps}
+            return sum(count * last[d] for d, count in overlaps.items())
+
+        positions = place(overlaps, budget)
+        assert len(positions) <= budget
+        tried = (c for n in range(budget + 1) for c in combinations(range(13), n))
+        assert saved(positions) == max(map(saved, tried))
+
+
+# Traces, C, bounds.
+
+
+@pytest.mark.parametrize("policy", ["marconi", "seglen:weight=0,cap=1", "sparse:budget=2"])
+def test_a_trace_is_checked_and_names_the_policy(policy, tmp_path):
+    """The trace of a server under pressure passes all checks; its header has the policy."""
+    file = tmp_path / "trace.jsonl"
+    with Trace(file) as trace:
+        cache = new_cache(policy, 160, trace=trace)
+        simulate(stream(0), cache=cache, batching=Batching(max_tokens=64, max_seqs=6))
+    assert cache.evicted_blocks > 100
+    check_trace(file)
+    plugin = TraceWorkload(file).header.as_dict()["plugins"]["checkpoint"]
+    assert plugin["name"] == policy.partition(":")[0]
+    assert plugin["options"] == build(policy).options()
+
+
+@pytest.mark.parametrize("policy", ["default", "chunk", "every:tokens=16"])
+def test_a_header_says_an_interval_as_ever(policy, tmp_path):
+    """A policy that is an interval is in the header as one, and not among the plugins."""
+    file = tmp_path / "trace.jsonl"
+    with Trace(file) as trace:
+        new_cache(policy, trace=trace)
+    header = TraceWorkload(file).header.as_dict()
+    assert "checkpoint" not in header["plugins"]
+    interval = {"default": 0, "chunk": None, "every:tokens=16": 16}[policy]
+    assert header["cache_groups"]["prefix_cache_retention_interval"] == interval
+
+
+def test_a_recorded_run_is_made_again(tmp_path):
+    """A what-if serves with the recorded policy, or with another one that is asked for."""
+    options = {"model": "qwen3-next-80b-a3b", "block_size": 64, "memory": "3GiB"}
+    file = tmp_path / "trace.jsonl"
+    ran = kvcore.simulate("agents:sessions=20", trace=file, checkpoint="sparse", **options)
+    default = kvcore.simulate("agents:sessions=20", **options)
+    again, other = (
+        kvcore.whatif(file, **changes).rerun.hit["hit_blocks"]
+        for changes in ({"scheduler": "fcfs"}, {"checkpoint": "default"})
+    )
+    assert again == ran.cache.stats.hit_blocks != other == default.cache.stats.hit_blocks
+
+
+@pytest.mark.parametrize("policy", ["marconi", "seglen:cap=1", "sparse:budget=2", "chunk"])
+def test_names_in_c_decide_the_same(policy, monkeypatch):
+    """Hits, boundaries and evictions are those of the names of blocks in Python."""
+    groups = (FULL, STATE, STATE)
+    first = list(look_up(build(policy), stream(3), groups))
+    monkeypatch.setattr("kvcore_plugins.cache_groups.cache.named_blocks", NamedBlocks)
+    assert list(look_up(build(policy), stream(3), groups)) == first
+
+
+def test_no_policy_hits_more_than_the_bound():
+    """In each pool the bound hits at least as much as any policy; with memory for all, no more.
+
+    A pool that never evicts, with a state at each block, hits all that can hit.
+    """
+    policies = "default,chunk,marconi:alpha=0.1,seglen:weight=0,cap=1,sparse:budget=8"
+    comparison = kvcore.compare(
+        "agents:sessions=30", "lru", memory=["4GiB", "12GiB", "400GiB"], accounting="tokens",
+        model="qwen3-next-80b-a3b", block_size=64, checkpoint=policies,
+    )  # fmt: skip
+    bound = {row.blocks: row for row in comparison.rows if row.checkpoint is None}
+    assert len(bound) == 3
+    for row in comparison.rows:
+        assert row.hit_blocks <= bound[row.blocks].hit_blocks <= comparison.infinite.hit_blocks
+        assert row.saved_s <= bound[row.blocks].saved_s
+        assert row.lookup_blocks == comparison.infinite.lookup_blocks
+    assert bound[max(bound)].hit_blocks == comparison.infinite.hit_blocks
+    assert len({row.hit_blocks for row in comparison.rows}) > 6
+
+
+# What is refused.
+
+
+class Fractions(CheckpointPolicy):
+    """Answers with lengths that are no whole numbers."""
+
+    name = "fractions"
+
+    def boundaries(self, request, hit, junction):
+        """Return half the prompt."""
+        return [request.prompt_tokens / 2]
+
+
+class Foreign(CheckpointPolicy):
+    """Answers with a segment of its own."""
+
+    name = "foreign"
+
+    def victim(self, segments):
+        """Return a segment that is not among those that can leave."""
+        return kvcore.Segment(0, 8, resumable=True, last_use=1)
+
+
+class Failing(CheckpointPolicy):
+    """Fails when a request is admitted."""
+
+    name = "failing"
+
+    def on_admitted(self, request, hit, junction):
+        """Raise an error."""
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        (Fractions, r"boundaries\(\) with .*give whole tokens"),
+        (Foreign, r"victim\(\) with .*which cannot leave"),
+        (Failing, "raised ZeroDivisionError in on_admitted"),
+    ],
+)
+def test_a_wrong_policy_is_named(policy, text):
+    """An error of a policy names it, the method, and what is wrong with its answer."""
+    with pytest.raises(PolicyError, match=f"{policy.name}.*{text}"):
+        hits(policy(), [range(100 * n, 100 * n + 9) for n in range(9)], blocks=30)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: new_cache("marconi", eviction="lfu"), "leave one of them out"),
+        (lambda: new_cache("every:tokens=12"), "give a multiple of 8"),
+        (
+            lambda: kvcore.simulate(
+                "agents", model="gemma-3-12b", checkpoint="seglen", limit=1
+            ),
+            "checkpoint 'seglen' chooses the states that leave, and these groups keep none",
+        ),
+        (
+            lambda: kvcore.simulate(
+                "agents", model="qwen3-next-80b-a3b", like="sglang", checkpoint="chunk", limit=1
+            ),
+            "pools as SGLang's keep states by its own rules",
+        ),
+        (
+            lambda: kvcore.compare("agents", "lru", 9, checkpoint="chunk"),
+            "those of cache groups",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, text):
+    """Policies of another engine, other groups, or beside an eviction policy are refused."""
+    with pytest.raises(InputError, match=text):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("value", "spec"), [(0, "default"), (None, "chunk"), (1088, "every:tokens=1088")]
+)
+def test_a_retention_interval_is_a_policy(value, spec):
+    """The earlier option of vLLM's name works, with a warning, and chooses the same policy."""
+    with pytest.warns(FutureWarning, match="'checkpoint'"):
+        config = kvcore.config.RunConfig.of("simulate", prefix_cache_retention_interval=value)
+    assert str(config.checkpoint) == spec
