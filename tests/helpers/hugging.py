@@ -7,6 +7,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -51,6 +52,10 @@ FAMILIES = {
     ),
     "mixtral": MixtralConfig(
         **SIZES, num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager"
+    ),
+    "gpt-oss": GptOssConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=6,
+        layer_types=MIXED, experts_implementation="eager",
     ),
     "gpt2": GPT2Config(
         vocab_size=VOCABULARY, n_positions=256, n_embd=32, n_layer=2, n_head=4,

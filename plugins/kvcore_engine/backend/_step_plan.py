@@ -39,6 +39,9 @@ GROUP_SPREAD = 64
 BY_POSITION = "a window is by the positions of a sequence that has lost tokens"
 """Why torch computes a single token although there is a kernel."""
 
+LEARNED = "kernels have no scores of learned sinks"
+"""Likewise, for all tokens of a layer."""
+
 
 class LayerKind(NamedTuple):
     """The properties of a layer by which a step is divided.
@@ -47,12 +50,14 @@ class LayerKind(NamedTuple):
         group: number of query heads that share a K/V head.
         window, sinks: as in `Backend.attend`.
         weighed: whether attention weights are summed up.
+        learned: whether there are `sink_logits`.
     """
 
     group: int
     window: int | None
     sinks: int
     weighed: bool = False
+    learned: bool = False
 
     def attended(self, context: int) -> int:
         """Return the number of tokens that the token after `context` tokens attends to."""
@@ -284,7 +289,10 @@ class Divider:
         firsts = [0, *accumulate(batch.lengths)]
         singles: list[NewToken] = []
         chunks: list[NewToken] = []
-        takes_chunks = self.kernel is not None and self.kernel.takes_chunks(kind)
+        kernel = None if kind.learned else self.kernel
+        takes_chunks = kernel is not None and kernel.takes_chunks(kind)
+        if kind.learned and self.kernel is not None:
+            self.on_fallback(LEARNED)
         for number, (context, length) in enumerate(
             zip(batch.contexts, batch.lengths, strict=True)
         ):
@@ -294,16 +302,16 @@ class Divider:
             if in_place and not by_position:
                 (singles if length == 1 else chunks).append(new)
                 continue
-            if in_place and self.kernel is not None:
+            if in_place and kernel is not None:
                 self.on_fallback(BY_POSITION)
             yield from self._chunk(new, tables[number], kind, by_position=by_position)
         if chunks:
-            assert self.kernel is not None
-            yield KernelPart(self.kernel.plan(chunks, tables, kind))
-        if singles and self.kernel is not None:
-            reason = self.kernel.refusal(kind)
+            assert kernel is not None
+            yield KernelPart(kernel.plan(chunks, tables, kind))
+        if singles and kernel is not None:
+            reason = kernel.refusal(kind)
             if reason is None:
-                yield KernelPart(self.kernel.plan(singles, tables, kind))
+                yield KernelPart(kernel.plan(singles, tables, kind))
                 return
             self.on_fallback(reason)
         # Longest contexts first, so that those of a group are next to one another.

@@ -274,6 +274,7 @@ class TorchBackend(Backend):
         scale: float | None = None,
         window: int | None = None,
         sinks: int = 0,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """Check queries and options; return attention's output, and add weights to `sums`."""
         heads, layout = queries.shape[1], self.layout
@@ -288,7 +289,9 @@ class TorchBackend(Backend):
                 f"window={window}, sinks={sinks}: a window has 1 token or more, sinks 0 or more"
             )
             raise InputError(msg)
-        return self._kernel.attend(layer, plan, queries, scale, window, sinks, sums)
+        return self._kernel.attend(
+            layer, plan, queries, scale, window, sinks, sums, sink_logits
+        )
 
     def layer_blocks(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the memory of K and of V of a layer.

@@ -117,6 +117,7 @@ def _paged_attention(
     *,
     paged: AttentionCache | None = None,
     scaling: float | None = None,
+    s_aux: Tensor | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
     **options: Any,
@@ -133,7 +134,7 @@ def _paged_attention(
             "call the model inside `with paged.attached(model):`"
         )
         raise InputError(msg)
-    wanted = [name for name in ("softcap", "s_aux", "position_bias") if _given(options, name)]
+    wanted = [name for name in ("softcap", "position_bias") if _given(options, name)]
     wanted += ["dropout"] if dropout else []
     wanted += ["is_causal=False"] if options.get("is_causal") is False else []
     if wanted:
@@ -143,7 +144,10 @@ def _paged_attention(
         )
         raise InputError(msg + ("; call model.eval() first" if dropout else ""))
     layer: int = module.layer_idx  # type: ignore[assignment]
-    out = paged.attention(layer, query, key, value, scale=scaling, window=sliding_window)
+    sinks = {} if s_aux is None else {"sink_logits": s_aux}
+    out = paged.attention(
+        layer, query, key, value, scale=scaling, window=sliding_window, **sinks
+    )
     return out, None
 
 

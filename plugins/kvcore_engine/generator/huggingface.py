@@ -41,7 +41,7 @@ class HuggingFace(SamplingGenerator):
 
     Llama, Qwen2, Qwen3 and Mistral are tested, sliding windows included; any model works
     whose attention goes through transformers' AttentionInterface, with one K and one V a
-    head in every layer. Soft-capped scores and learned sinks are refused.
+    head in every layer. Soft-capped scores are refused.
 
     Options:
         model: a folder as `save_pretrained` writes it, or a name `org/name` that transformers
