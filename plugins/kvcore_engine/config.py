@@ -20,6 +20,7 @@ from kvcore.request import TextRequest, text_request
 from kvcore.workloads import PromptWorkload, Workload, WorkloadSample
 from kvcore_engine.engine import run as run_engine
 from kvcore_engine.executor import tensor_layout
+from kvcore_engine.groups import group_layout
 
 LIMIT, MAX_OUTPUT = 20, 16
 """Number of requests of a workload, and of tokens for a text, by default."""
@@ -43,7 +44,7 @@ class EngineParts(RunParts):
     """
 
     ids = True
-    groups_layers = False
+    layer_pools = None  # a pool for each kind of layer, as SGLang has, is not on tensors
     simulate: Any = staticmethod(run_engine)
 
     def __init__(
@@ -160,9 +161,10 @@ class EngineParts(RunParts):
 
     def _block_bytes(self) -> int:
         """Return the bytes of a block of tensors."""
-        config, size = self.config, self.geometry.block_size
-        layout = tensor_layout(self.model, 1, size, config.dtype, self._kept_in)
-        return int(layout.bytes)
+        dtype, kept_in = self.config.dtype, self._kept_in
+        if self.layer_groups:
+            return group_layout(self.model, self.layer_groups, 1, dtype, kept_in).bytes
+        return tensor_layout(self.model, 1, self.geometry.block_size, dtype, kept_in).bytes
 
     def _staged_bytes(self) -> int:
         """Return the bytes of unfinished blocks, which are kept in the dtype of the run."""

@@ -33,6 +33,8 @@ from kvcore.lazy import LazyModule
 from kvcore.models.codec import Codec
 from kvcore.models.layers import LayerCache
 from kvcore.models.spec import ModelSpec
+from kvcore.request import Key
+from kvcore.serving import Job
 from kvcore.units import format_bytes
 from kvcore_engine.executor import ScheduledSequence, TensorExecutor, call, tensor_layout
 
@@ -284,6 +286,13 @@ class GroupedTensorExecutor(TensorExecutor):
         """Return no ids: there is a table for each group."""
         del seq, tokens
         return array("i")
+
+    def _append(
+        self, sequences: Sequence[ScheduledSequence], tokens: Sequence[int | None]
+    ) -> tuple[list[tuple[Job, int]], list[tuple[Job, Sequence[Key]]]]:
+        """Append the generated tokens; their blocks get no keys, which groups do not learn."""
+        ended, _ = super()._append(sequences, tokens)
+        return ended, []
 
     def _attend(self, sequences: Sequence[ScheduledSequence], batch: RaggedBatch) -> Attend:
         """Return the function that stores and attends in the groups of each layer."""
