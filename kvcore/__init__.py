@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from kvcore_lab.plans.devices import plan_devices
     from kvcore_lab.report.notebook import report_html, report_on, report_text
     from kvcore_lab.router_comparison import compare_routers
+    from kvcore_plugins.cache_groups import GroupedCache, LayerGroup, groups_of
     from kvcore_plugins.models.huggingface import read_config
     from kvcore_replay.misses.explain import explain
     from kvcore_replay.recorded.config import recorded_config
@@ -74,6 +75,7 @@ _MODULES = {
     "kvcore.trace": "Trace",
     "kvcore.workloads": "Workload",
     # Of packages, which only this table and `hooks.py` of each of them name.
+    "kvcore_plugins.cache_groups": "GroupedCache LayerGroup groups_of",
     "kvcore_plugins.models.huggingface": "read_config",
     "kvcore_replay.recorded.config": "recorded_config",
     "kvcore_replay.what_if": "whatif",
@@ -101,12 +103,14 @@ __all__ = [
     "Drafter",
     "EvictionPolicy",
     "Generator",
+    "GroupedCache",
     "HostedGroups",
     "InputError",
     "Job",
     "KVCache",
     "KvcoreError",
     "LatencyModel",
+    "LayerGroup",
     "MeasuredAllocator",
     "Mode",
     "Occupancy",
@@ -138,6 +142,7 @@ __all__ = [
     "curve",
     "explain",
     "find_capacity",
+    "groups_of",
     "hookimpl",
     "plan",
     "plan_devices",

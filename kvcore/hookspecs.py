@@ -3,6 +3,16 @@
 The hook of a kind returns classes derived from `Plugin`, or the places of classes by the names
 of plugins. A place is a text such as `package.module:Class`. The class is imported when it is
 first used: the names of plugins are known without an import.
+
+In the order in which a command calls them (`kvcore.simulate` calls those of kinds alone):
+
+    kvcore_commands    the command line begins
+    kvcore_modes       a verb is loaded that has the options of modes
+    kvcore_options     then: packages add options to this verb
+    those of kinds     a plugin of the kind is looked up for the first time
+    kvcore_formats     the workload is a file, whose format is to be recognised
+    kvcore_running     workload, model and pool are known, and nothing is served yet
+    kvcore_ran         the run has ended, and its report is not printed yet
 """
 
 # Specifications have no body: pluggy reads their names and signatures.

@@ -11,14 +11,12 @@ To read, in this order:
     tiers.py                the contract of tiers, and the calls of a cache to what lies below
     hints.py, pins.py       what requests ask for: priorities, expiry, pins
     recorder.py             every decision as a call, for traces
-    groups.py               the cache of models whose layers keep several kinds of things
-    served.py               the calls of either cache that serving makes
+    served.py               the calls of any cache that serving makes; plans of other caches
     residency.py            statistics: hits, and how long blocks stay
     integrity.py            all invariants in one place
 """
 
 from kvcore.cache.eviction import EvictionPolicy, LazyHeap, ScoreEviction
-from kvcore.cache.groups import GroupedCache, LayerGroup
 from kvcore.cache.kvcache import KVCache
 from kvcore.cache.layout import BlockLayout, PromptBlocks, common_prefix
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
@@ -27,7 +25,7 @@ from kvcore.cache.recorder import Recorder
 from kvcore.cache.residency import Residency
 from kvcore.cache.retention import RetentionPolicy
 from kvcore.cache.sequence import Sequence
-from kvcore.cache.served import ServedCache
+from kvcore.cache.served import LayerPlan, ServedCache
 from kvcore.cache.span import Span
 from kvcore.cache.tree import SpanTree
 from kvcore.lazy import former
@@ -37,10 +35,9 @@ __all__ = [
     "BlockPool",
     "CountingPool",
     "EvictionPolicy",
-    "GroupedCache",
     "Ids",
     "KVCache",
-    "LayerGroup",
+    "LayerPlan",
     "LazyHeap",
     "PrefixIndex",
     "PrefixMatch",

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Keys
 from copy import copy
 from operator import index
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.hints import priority_steps
@@ -103,6 +103,9 @@ class KVCache:
     Raises:
         InputError: sizes that do not fit one another, or a policy already in use.
     """
+
+    grouped: ClassVar[bool] = False
+    allocator: Any = None  # as `ServedCache` says
 
     def __init__(
         self,

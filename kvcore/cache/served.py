@@ -1,10 +1,14 @@
-"""The calls of a cache that serving makes: what `KVCache` and `GroupedCache` have in common."""
+"""The calls of a cache that serving makes: what `KVCache` and those of packages have in common.
+
+`KVCache` keeps all tokens in all layers. Other caches serve models whose layers keep different
+things; a `LayerPlan` makes them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Keys
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from kvcore.cache.eviction import EvictionPolicy
@@ -23,11 +27,23 @@ if TYPE_CHECKING:
 class ServedCache(Protocol):
     """Blocks that are shared, reused and evicted, as batcher, loop and result see them.
 
-    Sequences are opened, extended and closed by the allocator that goes with the cache: a
-    `DecodeAllocator` for a `KVCache`, a `GroupAllocator` for a `GroupedCache`, or what the
-    attribute `allocator` of another cache makes. The attributes
-    and methods are described in these classes.
+    Sequences are opened, extended and closed by the allocator that goes with the cache. The
+    other attributes and methods are described in `KVCache`.
+
+    Attributes:
+        grouped: whether its layers have block tables of their own: blocks are allocated chunk
+            by chunk, and named by the allocator when they fill; there are no spans.
+        allocator: makes its allocator from the batch and the limits of a run; None: a
+            `DecodeAllocator`.
     """
+
+    @property
+    def grouped(self) -> bool:
+        """Whether its layers have block tables of their own."""
+
+    @property
+    def allocator(self) -> Any:
+        """A function that makes the allocator of a run; None: a `DecodeAllocator` is."""
 
     @property
     def pool(self) -> CountingPool:
@@ -117,3 +133,42 @@ class ServedCache(Protocol):
 
     def residency_by_tier(self) -> dict[str, Any] | None:
         """Return how long blocks stayed; None: unknown."""
+
+
+class LayerPlan(Protocol):
+    """How the memory of a model is divided among layers that keep different things.
+
+    `Rules.layer_plan` returns it.
+
+    Attributes:
+        where: where these layers are kept, for messages.
+        bytes_per_block: bytes of a block, and of what goes with it, on all devices together.
+    """
+
+    where: ClassVar[str]
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of a block."""
+
+    def check_keys(self, model: str, key_tokens: int) -> None:
+        """Raise InputError if keys of `key_tokens` tokens do not fit blocks of `model`."""
+
+    def cache(
+        self,
+        blocks: int,
+        *,
+        eviction: EvictionPolicy,
+        prefix: PrefixIndex,
+        recompute: Callable[[int, int], float] | None,
+        retention_interval: int | None,
+        key_tokens: int,
+        trace: Recorder | None,
+    ) -> ServedCache:
+        """Return a cache of `blocks` blocks, whose other arguments are those of a `KVCache`.
+
+        `retention_interval` is the option `prefix_cache_retention_interval`.
+        """
+
+    def as_dict(self, blocks: int, retention_interval: int | None) -> dict[str, Any]:
+        """Return the plan for JSON, under its name among the fields of a configuration."""

@@ -6,8 +6,8 @@
     workload                   the requests that `limit` and `window` leave
     geometry                   its keys in blocks of `block_size`
     codec                      the bytes that a token takes
-    rules                      whether layers that keep different things are told apart:
-                               `cache_groups` of one pool, or `layer_pools`
+    rules                      decisions of the engine; among them `layers`, how a pool is
+                               divided among layers that keep different things
     deployment                 bytes of a block, and of the weights, on so many GPUs
     blocks                     the pool: as given, or what fits beside the weights
     batching                   the limits of a step, with the rules
@@ -24,11 +24,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-import attrs
-
 import kvcore
-from kvcore.cache import GroupedCache, KVCache, LayerGroup, Recorder, ServedCache
-from kvcore.cache.groups import GroupKind
+from kvcore.cache import KVCache, LayerPlan, Recorder, ServedCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import CountingPool
 from kvcore.config.options import find_mode, read_option
@@ -37,7 +34,6 @@ from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
 from kvcore.models.codec import Codec
 from kvcore.models.cost import PrefillCost, cost_fields
-from kvcore.models.groups import CacheGroup, GroupPlan, groups_of
 from kvcore.models.memory import Deployment, KVLayout, check_pool
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin, Plugins, describe, resolve
@@ -79,7 +75,7 @@ class RunParts:
         slo: SLO of requests that have none of their own; None: no expectation.
         ids: whether blocks have ids even without a trace.
         many: whether these may be the parts of several servers.
-        groups_layers: whether layers that keep different things are served in cache groups.
+        splits_layers: whether layers that keep different things may be told apart.
         runs: the modes that options choose, of which these are the parts.
         simulate: the function that serves the workload with `arguments`.
 
@@ -90,7 +86,7 @@ class RunParts:
 
     ids = False
     many = False
-    groups_layers = True
+    splits_layers = True
     runs: tuple[str, ...] = ()
     simulate: Any = staticmethod(run_simulation)
 
@@ -117,7 +113,7 @@ class RunParts:
         with self._about(*LIMITS):
             limits = {name: config.options[name] for name in LIMITS}
             self.batching = Batching(**limits, rules=self.rules)
-        if self.layer_groups or self.layer_pools:
+        if self.layers:
             self.batching = by_chunk(self.batching)
         with self._about("rate_scale"):
             Arrivals((), config.rate_scale)
@@ -158,7 +154,7 @@ class RunParts:
     @cached_property
     def deployment(self) -> Deployment:
         """The model on its devices, with its K/V in blocks."""
-        model, codec, plan = self.model, self.codec, self.cache_groups or self.layer_pools
+        model, codec, plan = self.model, self.codec, self.layers
         if plan is None:
             with self._about("model"):
                 check_pool(model)
@@ -172,97 +168,57 @@ class RunParts:
     def _tensor_parallel(self) -> int:
         return self.config.tensor_parallel if self.config.timed else 1
 
-    @property
-    def _splits_layers(self) -> bool:
-        """Whether layers that keep different things may be told apart: not without a clock."""
-        config = self.config
-        splits = self.groups_layers and config.timed
-        return splits and not (config.disable_hybrid_kv_cache_manager or self.model.uniform)
-
     @cached_property
-    def layer_pools(self) -> Any:
-        """The pools of the kinds of layers, if the rules of the engine have some, or None."""
-        if self.rules.cache_groups or not self._splits_layers:
-            return None
-        layout = KVLayout(self.model, self.codec, self.geometry.block_size)
-        return self.rules.layer_pools(layout, self._tensor_parallel)
-
-    @cached_property
-    def cache_groups(self) -> GroupPlan | None:
-        """The cache groups of the model; None if all of its layers are served as one.
+    def layers(self) -> LayerPlan | None:
+        """How the pool is divided among layers that keep different things; None: it is not.
 
         That is so without a clock, and of layers that all keep all tokens.
 
         Raises:
-            InputError: there is no rule for what a layer keeps.
+            InputError: there is no rule for what a layer keeps, or blocks do not fit the keys.
         """
-        if not (self.rules.cache_groups and self._splits_layers):
+        config, model = self.config, self.model
+        split = self.splits_layers and config.timed and not model.uniform
+        if not split or config.disable_hybrid_kv_cache_manager:
             return None
-        model, devices = self.model, self._tensor_parallel
+        layout = KVLayout(model, self.codec, self.geometry.block_size)
         with self._about("model"):
-            plan = groups_of(model, self.geometry.block_size, self.codec, devices)
-            kinds = {layer_group(group).kind for group in plan.groups}
-        if kinds == {"full"} and len(plan.groups) == 1:
-            return None
-        keys = self.workload.key_tokens
-        for size in {group.block_size for group in plan.groups}:
-            if size % keys and keys % size:
-                with self._about("block_size"):
-                    msg = (
-                        f"blocks of {model.name} have {size:,} tokens, so that all groups take "
-                        f"the same bytes, and keys of the workload {keys}: one must divide the "
-                        f"other. Give block_size={keys}"
-                    )
-                    raise InputError(msg)
+            plan = self.rules.layer_plan(layout, self._tensor_parallel)
+        if plan is not None:
+            with self._about("block_size"):
+                plan.check_keys(model.name, self.workload.key_tokens)
         return plan
-
-    @cached_property
-    def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """The groups of the cache; none if all layers are served as one."""
-        plan = self.cache_groups
-        return () if plan is None else tuple(map(layer_group, plan.groups))
 
     def served_cache(
         self, trace: Recorder | None = None, blocks: int | None = None
     ) -> ServedCache:
-        """Build the cache of one run under a clock: of groups or pools, if the model has them.
+        """Build the cache of one run under a clock, as the plan of the layers has it.
 
-        `blocks` is the size of a pool of groups; None: that of the configuration.
+        `blocks` is the size of its pool if there is one; None: that of the configuration.
         """
-        if not (self.layer_groups or self.layer_pools):
+        plan, config = self.layers, self.config
+        if plan is None:
             return self.cache(trace)
-        config = self.config
         for name in ("tier", "retention", "drafter"):
             if getattr(config, name):
                 with self._about(name):
-                    raise InputError(self._groups_refusal)
+                    raise InputError(self._layers_refusal(plan))
         eviction = self.built("eviction")
-        if self.layer_pools:
-            return cast(
-                "ServedCache",
-                self.layer_pools.cache(
-                    self.blocks, eviction=eviction, prefix=self.built("prefix"), trace=trace,
-                    key_tokens=self.workload.key_tokens, recompute=self.recompute,
-                ),
-            )  # fmt: skip
-        hosted = {} if eviction.name == "lru" else {"recompute": self.recompute}
+        hosted = eviction.name != "lru"
         with self._about("eviction" if hosted else "prefix_cache_retention_interval"):
-            # The front door says where policies are hosted: most runs have LRU.
-            return (kvcore.HostedGroups if hosted else GroupedCache)(
-                self.layer_groups,
+            return plan.cache(
                 self.blocks if blocks is None else blocks,
+                eviction=eviction,
+                prefix=self.built("prefix"),
+                recompute=self.recompute,
                 retention_interval=config.prefix_cache_retention_interval,
                 key_tokens=self.workload.key_tokens,
-                eviction=eviction,
                 trace=trace,
-                **hosted,
             )
 
-    @property
-    def _groups_refusal(self) -> str:
-        where = "pools of their own" if self.layer_pools else "cache groups"
+    def _layers_refusal(self, plan: LayerPlan) -> str:
         return (
-            f"layers of {self.model.name} keep different things, in {where}, which this "
+            f"layers of {self.model.name} keep different things, in {plan.where}, which this "
             "does not know: leave it out, or serve the model as one group "
             "(disable_hybrid_kv_cache_manager)"
         )
@@ -271,11 +227,11 @@ class RunParts:
         """Build a cache for one run, with the tiers below it.
 
         Raises:
-            InputError: the model has cache groups: who serves it does not know these.
+            InputError: layers keep different things, and who serves them does not know that.
         """
-        if self.cache_groups or self.layer_pools:
+        if self.layers:
             with self._about("model"):
-                raise InputError(self._groups_refusal)
+                raise InputError(self._layers_refusal(self.layers))
         cache = KVCache(
             self.blocks,
             self.geometry.block_size,
@@ -389,8 +345,8 @@ class RunParts:
 
     def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
         """Return the configuration and the plugins of a run, without None, for JSON."""
-        plan, pools = self.cache_groups, self.layer_pools
-        note = "" if plan or pools else self.deployment.layout.pool_note
+        plan, interval = self.layers, self.config.prefix_cache_retention_interval
+        note = "" if plan else self.deployment.layout.pool_note
         source, used = self.workload, [plugin for plugin in plugins if plugin is not None]
         used += [self.rules] if self.rules.decides() else []
         return {
@@ -414,15 +370,7 @@ class RunParts:
             "rate_scale": self.config.rate_scale,
             "seed": self.config.seed,
             **({"notes": [note]} if note else {}),
-            **({} if plan is None else {"cache_groups": self._group_fields()}),
-            **({"layer_pools": pools.as_dict(self.blocks)} if pools else {}),
-        }
-
-    def _group_fields(self) -> dict[str, Any]:
-        """Return the cache groups for JSON."""
-        return {
-            "prefix_cache_retention_interval": self.config.prefix_cache_retention_interval,
-            "groups": [attrs.asdict(group) for group in self.layer_groups],
+            **({} if plan is None else plan.as_dict(self.blocks, interval)),
         }
 
     def document(self, result: Any) -> dict[str, Any]:
@@ -591,17 +539,6 @@ class RunParts:
                 raise
             msg = f"{about}{more}{error}"
             raise type(error)(msg) from error
-
-
-def layer_group(group: CacheGroup) -> LayerGroup:
-    """Return the group of a cache for the layers of a plan."""
-    cache, layers = group.caches[0], sum(part.layers for part in group.caches)
-    if cache.kind == "state":
-        return LayerGroup("state", group.block_size, layers=layers)
-    if cache.window is None:
-        return LayerGroup("full", group.block_size, layers=layers)
-    kind: GroupKind = "chunk" if cache.kind == "chunk" else "window"
-    return LayerGroup(kind, group.block_size, cache.window, layers)
 
 
 def plugins_of(cache: ServedCache, *others: Plugin | None) -> list[Plugin]:

@@ -10,7 +10,7 @@ has not begun, if nothing in it is of `LACKS`, and `kvcore.cache.native` untimed
     the loop is not plain                  the loop in Python runs it from the start
 
 Of a cache of groups it has the names of blocks alone, under a loop in Python
-(`kvcore.cache.named_blocks`).
+(`named_blocks.c`).
 
 `KVCORE_PURE=1` in the environment switches the core off.
 """

@@ -325,7 +325,7 @@ static PyGetSetDef properties[] = {
 PyTypeObject named_blocks_type = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "kvcore.native._core.NamedBlocks",
-    .tp_doc = "As `kvcore.cache.named_blocks.NamedBlocks`.",
+    .tp_doc = "As `kvcore_plugins.cache_groups.named_blocks.NamedBlocks`.",
     .tp_basicsize = sizeof(NamedBlocks),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = create,

@@ -37,13 +37,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeAlias, cast
 
 import attrs
 
-from kvcore.cache import GroupedCache, ServedCache
 from kvcore.cache import Sequence as CacheSequence
+from kvcore.cache import ServedCache
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.cost import attended_pairs
 from kvcore.plugins import find_override
@@ -52,7 +51,6 @@ from kvcore.serving import native
 from kvcore.serving.arrivals import NEVER, Arrivals
 from kvcore.serving.batcher import Batcher
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
-from kvcore.serving.group_allocator import GroupAllocator
 from kvcore.serving.job import DECODE, DONE, DecodeSteps, Job, admission_of
 from kvcore.serving.latency import (
     Executor,
@@ -90,7 +88,7 @@ class ServingLoop:
         jumps: whether to run many decode steps at once. It changes only the time that the
             run takes.
         slo: the SLO of requests without one of their own.
-        allocator: makes the allocator of blocks; None: one that pages, or one for groups.
+        allocator: makes the allocator of blocks; None: that of the cache.
         meter: measures the run; None: nothing.
         log: where requests are recorded; None: a new `RunLog`.
 
@@ -135,10 +133,12 @@ class ServingLoop:
         server = ServiceEstimates(cache, latency, batching.max_seqs)
         scheduler.bind()
         scheduler.attach(server)
-        pages: AllocatorFactory = getattr(cache, "allocator", DecodeAllocator)
-        if isinstance(cache, GroupedCache):
-            pages = partial(GroupAllocator, batching=batching)
-        self.allocator = (allocator or pages)(cache, self.batch)
+        self.allocator: DecodeAllocator
+        if allocator is None and cache.allocator is not None:
+            self.allocator = cache.allocator(self.batch, batching)
+        else:
+            pages: AllocatorFactory = allocator or DecodeAllocator
+            self.allocator = pages(cache, self.batch)
         self.batcher = Batcher(cache, scheduler, batching, self.batch, self.allocator, server)
         self.batcher.publishes_output, self.batcher.names_output = planned, named
         if named and rules.lag:
@@ -715,7 +715,7 @@ def _output_commits(
         and batching.steps == "mixed"
         and not (scheduler.preemptive or find_override(scheduler, "plan"))
         and cache.retention is executor.drafter is None
-        and not isinstance(cache, GroupedCache)
+        and not cache.grouped
     )
     ordered = find_override(cache.eviction, "on_insert") is not None
     return planned, planned and ordered and keeps

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias,
 
 import attrs
 
+import kvcore
 from kvcore.errors import InputError, shorten
 from kvcore.plugins.base import (
     FAILURES,
@@ -18,6 +19,7 @@ from kvcore.plugins.base import (
 from kvcore.serving.job import DECODE, WAITING, Job
 
 if TYPE_CHECKING:
+    from kvcore.cache import LayerPlan
     from kvcore.models.memory import KVLayout
 
 Reserve: TypeAlias = Literal["prompt", "chunk", "first-chunk"]
@@ -112,9 +114,6 @@ class Rules(Plugin):
             of a step, policies.
         first_output: where the first token comes from if replicas split the phases, unless
             the run says it: `prefill`, `transfer` or `decode`; None: rules do not say it.
-        cache_groups: whether a model whose layers keep different things is served in cache
-            groups of one pool, as vLLM does. If not, `layer_pools` may have a pool for each
-            kind.
 
     Raises:
         InputError: a value that an option cannot have.
@@ -124,7 +123,6 @@ class Rules(Plugin):
     name: ClassVar[str] = "kvcore"
     defaults: ClassVar[Mapping[str, Any]] = {}
     first_output: ClassVar[str | None] = None
-    cache_groups: ClassVar[bool] = True
 
     unchunked: Literal["alone", "wait"] = "alone"
     max_chunk: int | None = None
@@ -163,12 +161,22 @@ class Rules(Plugin):
         if msg:
             raise InputError(msg)
 
-    def layer_pools(self, layout: KVLayout, devices: int) -> Any:
-        """Return the pools of the kinds of layers of a model; None: one pool has all layers.
+    def layer_plan(self, layout: KVLayout, devices: int) -> LayerPlan | None:
+        """Return how a pool is divided among layers that keep different things.
 
-        They have `bytes_per_block`, `cache(blocks, **options)` and `as_dict(blocks)`.
+        By default in cache groups, as vLLM has them; an engine may have a pool for each kind.
+        None: it is not divided, and all layers keep all tokens.
+
+        Args:
+            layout: the model and its K/V in blocks.
+            devices: number of devices that share it.
+
+        Raises:
+            InputError: there is no rule for what a layer keeps.
         """
-        del layout, devices
+        # The front door says where groups are planned: most models have one.
+        plan = kvcore.groups_of(layout.model, layout.block_size, layout.codec, devices)
+        return plan if plan.splits else None
 
     def bind(self) -> None:
         """Warn of a method whose name seems to be misspelled; any number of servers use it."""

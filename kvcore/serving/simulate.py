@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from kvcore.cache import GroupedCache, Recorder, ServedCache
+from kvcore.cache import Recorder, ServedCache
 from kvcore.errors import InputError
 from kvcore.plugins import describe, resolve
 from kvcore.request import SLO, Request
@@ -45,7 +45,7 @@ def simulate(
     Args:
         workload: a workload, or any requests in order of arrival.
         cache: where K/V is kept, in `tokens` accounting; a new one for each run. With a
-            `GroupedCache` blocks are allocated by `chunk`, whatever the rules reserve.
+            cache of groups blocks are allocated by `chunk`, whatever the rules reserve.
         scheduler: the order in which requests are served; None is the `fcfs` plugin.
         latency: how long a step takes; None is the `roofline` plugin.
         batching: the limits of a step; None: `Batching()`.
@@ -134,7 +134,7 @@ def served_batching(cache: ServedCache, batching: Batching, **parts: object) -> 
     Raises:
         InputError: a run with cache groups has `parts` that do not know these.
     """
-    if not isinstance(cache, GroupedCache):
+    if not cache.grouped:
         return batching
     for name, part in parts.items():
         if part:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from kvcore.cache import GroupedCache, ServedCache
+from kvcore.cache import ServedCache
 from kvcore.request import SLO, Request
 from kvcore.serving.arrivals import NEVER, Arrivals
 from kvcore.serving.drafter import Drafter
@@ -80,7 +80,7 @@ class ReplicaLoop(ServingLoop):
         on_ended: Callable[[Request, int], None],
         drafter: Drafter | None = None,
     ) -> None:
-        if isinstance(cache, GroupedCache):
+        if cache.grouped:
             batching = by_chunk(batching)
         self.inbox = Inbox(on_ended)
         executor = SimulatedExecutor(latency)
@@ -110,8 +110,9 @@ class ReplicaLoop(ServingLoop):
             return self.clock_ps + self._computed.took_ps
         lines, event = self._foreseen()
         steps, times = self.allocator.foresee(lines, self.clock_ps, event)
-        grouped = isinstance(self.cache, GroupedCache)
-        if steps > 1 and (grouped or self._growth(steps) > self._room(reporting=reporting)):
+        if steps > 1 and (
+            self.cache.grouped or self._growth(steps) > self._room(reporting=reporting)
+        ):
             self._jumped = self._jump(horizon())
             return self.clock_ps + self._jumped[1]
         self._ahead = steps, times

@@ -21,6 +21,7 @@ from kvcore.workloads import PromptWorkload, Workload, WorkloadSample
 from kvcore_engine.engine import run as run_engine
 from kvcore_engine.executor import tensor_layout
 from kvcore_engine.groups import group_layout
+from kvcore_plugins.cache_groups import GroupPlan
 
 LIMIT, MAX_OUTPUT = 20, 16
 """Number of requests of a workload, and of tokens for a text, by default."""
@@ -44,7 +45,6 @@ class EngineParts(RunParts):
     """
 
     ids = True
-    layer_pools = None  # a pool for each kind of layer, as SGLang has, is not on tensors
     simulate: Any = staticmethod(run_engine)
 
     def __init__(
@@ -84,6 +84,12 @@ class EngineParts(RunParts):
             | {"clock": config.clock, "stop_at_eos": config.stop_at_eos}
             | (timed if config.clock == "wall" else {})
         )
+
+    @cached_property
+    def layers(self) -> GroupPlan | None:
+        """The cache groups of the model; None: one, as where each kind of layer has a pool."""
+        plan = super().layers
+        return plan if isinstance(plan, GroupPlan) else None
 
     @cached_property
     def codec(self) -> Codec:
@@ -162,8 +168,8 @@ class EngineParts(RunParts):
     def _block_bytes(self) -> int:
         """Return the bytes of a block of tensors."""
         dtype, kept_in = self.config.dtype, self._kept_in
-        if self.layer_groups:
-            return group_layout(self.model, self.layer_groups, 1, dtype, kept_in).bytes
+        if self.layers is not None:
+            return group_layout(self.model, self.layers.groups, 1, dtype, kept_in).bytes
         return tensor_layout(self.model, 1, self.geometry.block_size, dtype, kept_in).bytes
 
     def _staged_bytes(self) -> int:

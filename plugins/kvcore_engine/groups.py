@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 import attrs
 
 from kvcore.cache import Ids
-from kvcore.cache.groups import GroupedCache, GroupSequence, LayerGroup, Table
 from kvcore.cache.sequence import Sequence as HeldSequence
 from kvcore.engine.backend import AttendOptions, Backend, TensorLayout
 from kvcore.engine.batch import RaggedBatch, Tensor
@@ -37,6 +36,8 @@ from kvcore.request import Key
 from kvcore.serving import Job
 from kvcore.units import format_bytes
 from kvcore_engine.executor import ScheduledSequence, TensorExecutor, call, tensor_layout
+from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
+from kvcore_plugins.cache_groups.groups import GroupSequence, Table
 
 if TYPE_CHECKING:
     import torch

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvcore.cache.eviction import EvictionPolicy
-from kvcore.cache.groups import GroupedCache, GroupSequence, LayerGroup
 from kvcore.cache.layout import BlockLayout
-from kvcore.cache.named_blocks import NO_BLOCK
 from kvcore.cache.pool import Ids
 from kvcore.errors import InputError
 from kvcore.request import Request
 from kvcore_hosting.host import PolicyHost
+from kvcore_plugins.cache_groups.cache import GroupedCache
+from kvcore_plugins.cache_groups.groups import GroupSequence, LayerGroup
+from kvcore_plugins.cache_groups.named_blocks import NO_BLOCK
 
 
 class HostedGroups(GroupedCache):

@@ -8,14 +8,11 @@ from os import PathLike, fspath
 from typing import Any, Literal, TypedDict, Unpack
 
 from kvcore.api import Source, flat_options
-from kvcore.cache import LayerGroup
 from kvcore.config import RunConfig, RunParts, SimulateOptions
 from kvcore.config.options import check_names
-from kvcore.config.parts import layer_group
 from kvcore.config.values import PluginChoice, TierChoices
 from kvcore.errors import InputError
 from kvcore.models.cost import PrefillCost
-from kvcore.models.groups import groups_of
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import Spec
@@ -31,6 +28,8 @@ from kvcore_lab.plans.planning import FleetPlan
 from kvcore_lab.plans.planning import plan as search_plan
 from kvcore_lab.sweep import Journal
 from kvcore_lab.sweep.executors import executor_for
+from kvcore_plugins.cache_groups import LayerGroup
+from kvcore_plugins.cache_groups.plan import groups_of
 from kvcore_replay.pricing import PriceModel
 
 
@@ -163,7 +162,7 @@ def compare(
         sizes = [memory] if isinstance(memory, int | str) else memory
         if accounting == "tokens" and not (uniform or parts.model.uniform):
             plan = groups_of(parts.model, parts.geometry.block_size, parts.codec)
-            groups = tuple(map(layer_group, plan.groups))
+            groups = plan.groups
             blocks = [
                 (parse_bytes(size) if isinstance(size, str) else size) // plan.bytes_per_block
                 for size in sizes

@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 import attrs
 
 import kvcore
-from kvcore.cache import (
-    EvictionPolicy,
-    GroupedCache,
-    KVCache,
-    LayerGroup,
-    PrefixIndex,
-    Span,
-)
+from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Span
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
@@ -44,6 +37,8 @@ from kvcore_replay.belady import Belady, Future
 from kvcore_replay.untimed import hits_of, replay, replay_groups
 
 if TYPE_CHECKING:
+    from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
+
     # Imported when there are prices.
     from kvcore_replay.billing import Bill, Bills
     from kvcore_replay.pricing import PriceModel
@@ -364,7 +359,7 @@ class ReplaySetup:
         """Return an empty cache of groups under `eviction`."""
         keys = self.geometry.key_tokens
         if eviction.name == "lru":
-            return GroupedCache(self.groups, blocks, key_tokens=keys, eviction=eviction)
+            return kvcore.GroupedCache(self.groups, blocks, key_tokens=keys, eviction=eviction)
         return kvcore.HostedGroups(
             self.groups, blocks, key_tokens=keys, eviction=eviction, recompute=self.recompute
         )
@@ -381,7 +376,9 @@ class ReplaySetup:
     def unbounded(self, requests: Iterable[Request]) -> tuple[CacheStats, int]:
         """Replay in a cache that never evicts; return its counts and its final blocks."""
         if self.groups:
-            groups = GroupedCache(self.groups, MOST_BLOCKS, key_tokens=self.geometry.key_tokens)
+            groups = kvcore.GroupedCache(
+                self.groups, MOST_BLOCKS, key_tokens=self.geometry.key_tokens
+            )
             replay_groups(requests, groups)
             return groups.stats, groups.unpinned_blocks
         cache = self.cache(_NoEviction(), MOST_BLOCKS)

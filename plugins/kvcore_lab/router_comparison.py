@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
-from kvcore.cache import GroupedCache, KVCache
+from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.residency import CacheStats
 from kvcore.config.values import slo_text
@@ -34,6 +34,8 @@ from kvcore_replay.untimed import replay, replay_groups
 
 if TYPE_CHECKING:
     from os import PathLike
+
+    from kvcore_plugins.cache_groups import GroupedCache
 
 COLUMNS = {
     "hit_ratio": "reuse_ratio_token",
@@ -288,8 +290,9 @@ class _Shares:
     def _replay(self, parts: ClusterParts, blocks: int) -> tuple[CacheStats, float | None]:
         """Return the counts of one cache, and the optimum; None: it is not known."""
         requests = check_keys(parts.workload)
-        if parts.layer_groups:
-            groups = cast("GroupedCache", parts.served_cache(blocks=blocks))
+        groups = parts.served_cache(blocks=blocks) if parts.layers else None
+        if groups is not None and groups.grouped:
+            groups = cast("GroupedCache", groups)
             replay_groups(requests, groups, parts.batching.max_tokens)
             return groups.stats, None
         cache = self._cache(parts, blocks)

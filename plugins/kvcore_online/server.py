@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import attrs
 import orjson
 
-from kvcore.cache import GroupedCache, KVCache
+from kvcore.cache import KVCache
 from kvcore.config import RunParts
 from kvcore.engine import Generator
 from kvcore.errors import InputError
@@ -374,7 +374,7 @@ class Server:
         if self._names is not None and salt is not None:
             salt = self._names.name("salt", salt)
         # Cache groups do not learn keys of generated blocks while a request runs.
-        publish = not isinstance(self.cache, GroupedCache)
+        publish = not self.cache.grouped
         size = self.cache.geometry.block_size
         requests = list(call.requests(self._ids, size, salt, publish=publish))
         self._busy += call.answers

@@ -12,7 +12,8 @@ They come in by the hooks that any distribution uses. A plugin is a file, and a 
     codec/       numbers of K/V as bytes of a block  kvcore/models/codec.py       plain.py
     workload/    requests: log formats, generators   kvcore/workloads/base.py     jsonl.py
     rules/       decisions by which engines differ   kvcore/serving/rules.py      vllm.py
-    layer_pools/ no kind: pools of hybrid models    kvcore/cache/kvcache.py      cache.py
+    cache_groups/  no kind: one pool of hybrid models   kvcore/cache/served.py   plan.py
+    layer_pools/   no kind: several pools of these      kvcore/cache/served.py   sizes.py
     models/      no kind: models of a config.json    kvcore/models/spec.py        huggingface.py
     host.py      no kind: CPUs and memory that this process may use
 """

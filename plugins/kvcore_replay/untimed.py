@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, cast
 
-from kvcore.cache import GroupedCache, KVCache, Sequence, native
+from kvcore.cache import KVCache, Sequence, native
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
@@ -16,6 +16,7 @@ from kvcore.plugins import find_override, policy_error
 from kvcore.request import Request
 
 if TYPE_CHECKING:
+    from kvcore_plugins.cache_groups import GroupedCache
     from kvcore_tiers.hierarchy import Tiers
 
 __all__ = ["hits_of", "replay", "replay_groups", "served"]
@@ -136,6 +137,6 @@ def _notify(cache: KVCache | GroupedCache, method: str, request: Request, now: i
     try:
         getattr(cache.eviction, method)(request, now)
     except BaseException as error:
-        if isinstance(cache, GroupedCache):
+        if not isinstance(cache, KVCache):
             raise policy_error(cache.eviction, method, error) from error
         raise cache.tree.fail(cache.eviction, method, error) from error

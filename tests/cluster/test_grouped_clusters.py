@@ -7,9 +7,9 @@ from helpers.serving import Bent, Even, Single
 
 import kvcore
 from kvcore import InputError
-from kvcore.cache import GroupedCache
 from kvcore.serving import Batching, simulate
 from kvcore_lab.router_comparison import compare_routers
+from kvcore_plugins.cache_groups import GroupedCache
 
 LIMITS = {"max_tokens": 64, "max_seqs": 16}
 

@@ -5,8 +5,8 @@ from helpers.requests import keyed
 from helpers.traces import lines, seal
 
 from kvcore import Trace, TraceError, simulate, simulate_cluster
-from kvcore.cache import GroupedCache, LayerGroup
 from kvcore_cluster.trace import ClusterTrace
+from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.misses.explain import explain
 from kvcore_replay.what_if import whatif

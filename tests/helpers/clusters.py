@@ -12,12 +12,12 @@ from helpers.serving import BLOCK, SLOT, Bent, Even, batching_of
 
 from kvcore import KVCache, Router, Trace
 from kvcore import simulate_cluster as simulate_recorded
-from kvcore.cache import GroupedCache
 from kvcore_cluster.cluster import Failure
 from kvcore_cluster.phases import Split
 from kvcore_cluster.simulate import simulate_cluster
 from kvcore_cluster.trace import ClusterTrace
 from kvcore_cluster.views import parse_view
+from kvcore_plugins.cache_groups import GroupedCache
 from kvcore_tiers.hierarchy import Tiers
 
 

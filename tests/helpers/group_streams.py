@@ -7,9 +7,9 @@ from random import Random
 
 import attrs
 
-from kvcore.cache import GroupedCache, LayerGroup
 from kvcore.errors import OutOfBlocks
 from kvcore.request import Request, block_keys
+from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 
 FULL, STATE, WINDOW, DOUBLE, TRIPLE = "full", "state", (1, 0), (2, 3), (3, 1)
 CHUNK = "chunk"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from kvcore import Request
-from kvcore.cache import LayerGroup
+from kvcore_plugins.cache_groups import LayerGroup
 
 FULL, STATE, WINDOW = LayerGroup("full", 8), LayerGroup("state", 8), LayerGroup("window", 8, 30)
 GROUPS = {

@@ -3,9 +3,9 @@
 from random import Random
 
 from kvcore import Request, Trace
-from kvcore.cache import GroupedCache, LayerGroup
 from kvcore.request import Hints
 from kvcore.serving import Batching, simulate
+from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 
 FULL, STATE, WINDOW = LayerGroup("full", 8), LayerGroup("state", 8), LayerGroup("window", 8, 30)
 

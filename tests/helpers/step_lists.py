@@ -19,7 +19,7 @@ import orjson
 
 import kvcore
 from kvcore import KVCache, Request
-from kvcore.cache import EvictionPolicy, GroupedCache, LayerGroup, ServedCache, Span
+from kvcore.cache import EvictionPolicy, ServedCache, Span
 from kvcore.config import RunConfig
 from kvcore.plugins.manager import resolve
 from kvcore.serving import Job, StepResult, StepWork
@@ -27,6 +27,7 @@ from kvcore.serving.job import DONE
 from kvcore.serving.latency import SimulatedExecutor
 from kvcore.serving.simulate import serve
 from kvcore.units import NS_PER_S
+from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_plugins.latency import Linear
 from kvcore_plugins.rules import VLLM
 from kvcore_plugins.workload import Mooncake

@@ -10,7 +10,7 @@ from helpers.step_lists import HOSTED, POLICIES, checksum, hosted_server, kvcore
 
 import kvcore
 from kvcore import HostedGroups, InputError, Request
-from kvcore.cache import LayerGroup
+from kvcore_plugins.cache_groups import LayerGroup
 from kvcore_plugins.eviction import LRU, TTL
 from kvcore_plugins.workload import Mooncake
 

@@ -7,9 +7,9 @@ from helpers.commands import json_of
 
 import kvcore
 from kvcore import InputError
-from kvcore.cache import GroupedCache, LayerGroup
 from kvcore_lab.comparison import compare
 from kvcore_lab.curves.mrc import curve
+from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_plugins.workload import Mooncake
 
 GROUPS = [LayerGroup("full", 512), LayerGroup("window", 512, 1024)]

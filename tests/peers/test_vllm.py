@@ -36,7 +36,7 @@ from helpers.step_lists import (
     write,
 )
 
-from kvcore.cache import LayerGroup
+from kvcore_plugins.cache_groups import LayerGroup
 
 with catch_warnings(action="ignore"):  # from packages that vLLM imports
     from helpers import vllm_engine

@@ -186,7 +186,10 @@ def test_like_sglang_serves_a_hybrid_model_in_pools(model):
     result.cache.check_integrity()
     document = parts.document(result)
     assert document["hit"]["hit_tokens"] > 0
-    assert document["config"]["layer_pools"] == parts.layer_pools.as_dict(parts.blocks)
+    assert (
+        document["config"]["layer_pools"]
+        == parts.layers.as_dict(parts.blocks, 0)["layer_pools"]
+    )
 
 
 @pytest.mark.parametrize("kind", ["window", "state"])

@@ -7,8 +7,8 @@ from helpers.grouped_traces import grouped_run
 from helpers.requests import keyed
 
 from kvcore import Trace
-from kvcore.cache import GroupedCache, LayerGroup
 from kvcore.trace import read_events
+from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_replay.misses.explain import explain
 from kvcore_replay.report.misses import RequestReport, SummaryReport
 from kvcore_replay.state.groups import GroupState

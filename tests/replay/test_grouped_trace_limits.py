@@ -7,7 +7,7 @@ from helpers.requests import keyed
 from helpers.traces import lines, seal
 
 from kvcore import Trace, TraceError
-from kvcore.cache import GroupedCache, LayerGroup
+from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.misses.explain import explain
 

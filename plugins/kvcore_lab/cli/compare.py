@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
@@ -21,13 +21,11 @@ from kvcore.cli.output import (
 from kvcore.cli.verb import Count, option, plugin_completion, verb
 from kvcore.config import RunConfig, RunParts, find_workload
 from kvcore.config.options import option_default
-from kvcore.config.parts import layer_group
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
 from kvcore.hookspecs import OUTPUT, REQUESTS
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
-from kvcore.models.groups import GroupPlan
 from kvcore.models.memory import KVLayout
 from kvcore.plugins import describe
 from kvcore.plugins.manager import Plugins
@@ -50,6 +48,9 @@ from kvcore_lab.report.policies import block_bytes, memory_fields
 from kvcore_lab.report.prometheus import comparison_metrics
 from kvcore_replay.cli.plot_option import plot_file, plot_option
 from kvcore_replay.cli.trace_options import price_option
+
+if TYPE_CHECKING:
+    from kvcore_plugins.cache_groups import GroupPlan
 
 POLICIES = "lru,fifo,lfu,slru,cost,random"
 MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
@@ -115,6 +116,12 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
     is_flag=True,
     help="Measure how long blocks rest in the cache between uses.",
 )
+@option(
+    "--savings",
+    heading=OUTPUT,
+    is_flag=True,
+    help="Show the prefill that hits save, and the microseconds that a request takes.",
+)
 @click.option(
     "--jobs",
     type=Count(),
@@ -164,7 +171,7 @@ def compare(workload: str | None, **given: Any) -> None:
             if given["eviction"] is None
             else given["eviction"],
             sizes,
-            groups=() if plan is None else map(layer_group, plan.groups),
+            groups=() if plan is None else plan.groups,
             block_size=given["block_size"],
             accounting=given["accounting"],
             prefix=prefix,
@@ -192,6 +199,7 @@ def compare(workload: str | None, **given: Any) -> None:
             tiers,
             layout=None if budget is None or plan is not None else budget.layout,
             residency=given["residency"],
+            savings=given["savings"],
             grouped=plan is not None,
         )
         write_plot(report.chart())

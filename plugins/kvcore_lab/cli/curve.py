@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,13 +20,11 @@ from kvcore.cli.output import (
 )
 from kvcore.cli.verb import Count, option, plugin_completion, verb
 from kvcore.config import find_workload
-from kvcore.config.parts import layer_group
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
 from kvcore.hookspecs import OUTPUT, POOL
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
-from kvcore.models.groups import GroupPlan
 from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec, parse
@@ -48,6 +46,9 @@ from kvcore_lab.report.plane import PlaneReport
 from kvcore_plugins.host import cpus
 from kvcore_replay.cli.plot_option import drawn, plot_file, plot_option
 from kvcore_replay.report.figure import FORMS, matplotlib
+
+if TYPE_CHECKING:
+    from kvcore_plugins.cache_groups import GroupPlan
 
 POLICIES = "lru,lfu"
 MOST_POINTS = 100_000
@@ -200,7 +201,7 @@ def _curves(
         points=points,
         block_size=given["block_size"],
         accounting=given["accounting"],
-        groups=() if groups is None else map(layer_group, groups.groups),
+        groups=() if groups is None else groups.groups,
         **search,
     )
     return CurvesReport(found, layout, groups)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+import kvcore
 from kvcore.cli.options import Command, all_of, shared
 from kvcore.cli.output import print_sections, print_table
 from kvcore.cli.verb import Count, echo, option, plugin_completion
 from kvcore.errors import InputError
 from kvcore.files import STDIN, is_copy
 from kvcore.hookspecs import OUTPUT, POLICIES
-from kvcore.models.groups import GroupPlan, groups_of
 from kvcore.models.memory import KVLayout, check_pool
 from kvcore.sections import Section
 from kvcore.units import format_dollars
@@ -21,6 +21,7 @@ from kvcore.workloads import Workload
 
 if TYPE_CHECKING:
     from kvcore_lab.sweep.executors import Executor
+    from kvcore_plugins.cache_groups import GroupPlan
 
 
 def policies_option(policies: str) -> Callable[[Command], Command]:
@@ -55,7 +56,7 @@ def plan_groups(layout: KVLayout, given: Mapping[str, Any]) -> GroupPlan | None:
     """
     one = given.get("disable_hybrid_kv_cache_manager")
     if given["accounting"] == "tokens" and not layout.model.uniform and not one:
-        return groups_of(layout.model, layout.block_size, layout.codec)
+        return kvcore.groups_of(layout.model, layout.block_size, layout.codec)
     check_pool(layout.model)
     return None
 

@@ -17,10 +17,10 @@ from kvcore.cli.verb import Count, plugin_completion, verb
 from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
 from kvcore.models.cost import PrefillCost, prefill_flop
-from kvcore.models.groups import GroupPlan, groups_of
 from kvcore.models.memory import SERVER, KVLayout, degree_problem, servers_that_fit
 from kvcore.models.spec import MAX_COUNT, WEIGHT_DTYPES, DeviceSpec
 from kvcore.units import format_bytes, parse_bytes
+from kvcore_plugins.cache_groups.plan import GroupPlan, groups_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -218,7 +218,8 @@ def _groups(layout: KVLayout, tokens: int) -> dict[str, Any]:
     if plan is None:
         return {}
     groups = [
-        {"cache": str(group.caches[0]), "block_size": group.block_size} for group in plan.groups
+        {"cache": str(caches[0]), "block_size": group.block_size}
+        for group, caches in zip(plan.groups, plan.caches, strict=True)
     ]
     blocks = plan.blocks_for(tokens)
     size = {"bytes_per_block": plan.bytes_per_block, "blocks_per_request": blocks}

@@ -14,7 +14,7 @@ class ContiguousParts(RunParts):
     """The parts of a run with contiguous memory."""
 
     runs = ("contiguous",)
-    groups_layers = False
+    splits_layers = False
     simulate: Any = staticmethod(simulate)
 
     @property

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvcore.cache import EvictionPolicy, LayerGroup
+from kvcore.cache import EvictionPolicy
 from kvcore.errors import InputError, PluginError
 from kvcore.models.cost import PrefillCost
 from kvcore.notebook import Shown, data_frame
@@ -32,6 +32,7 @@ from kvcore_replay.untimed import replay, replay_groups
 
 if TYPE_CHECKING:
     from kvcore_lab.curves._reuse import Reuse
+    from kvcore_plugins.cache_groups import LayerGroup
 
 __all__ = ["Curve", "Curves", "Steps", "curve"]
 

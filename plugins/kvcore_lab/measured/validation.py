@@ -19,7 +19,7 @@ from kvcore.models.memory import is_pooled
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import Spec, as_text
 from kvcore.progress import Progress, silent
-from kvcore.serving import Result, simulate
+from kvcore.serving import Result, Rules, simulate
 from kvcore.units import check_whole
 from kvcore_lab.measured.measurement import Measured
 from kvcore_lab.measured.rows import MEASURES, SERVER, check_columns, read_measured
@@ -188,7 +188,7 @@ def _compare(
     if engine in plugins.names("rules"):
         model = load_model(row.options["model"])
         # Models with states are served by kvcore's own rules where these have no cache groups.
-        if is_pooled(model) or plugins.get("rules", engine).cache_groups:
+        if is_pooled(model) or plugins.get("rules", engine).layer_plan is Rules.layer_plan:
             known["like"] = engine
     if engine in get_args(EngineName):
         known["latency"] = f"roofline:engine={engine}"

@@ -6,11 +6,11 @@ import hashlib
 from collections import Counter
 from fractions import Fraction
 from math import isqrt
-from typing import Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import attrs
 
-from kvcore.cache import GroupedCache, KVCache
+from kvcore.cache import KVCache
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.config import RunConfig, RunParts
 from kvcore.plugins.options import Spec
@@ -25,6 +25,9 @@ from kvcore_lab.plans.early_end import DecidedError, EarlyEnd, loop_of, run_unti
 from kvcore_lab.sweep.cells import DIGEST_BYTES, CellRun, Task, WorkloadCache
 from kvcore_replay.belady import Foresight
 from kvcore_replay.untimed import replay, replay_groups
+
+if TYPE_CHECKING:
+    from kvcore_plugins.cache_groups import GroupedCache
 
 Grant = Literal["", "foresight", "endless", "seen"]
 """An advantage that no real server has: eviction by `Foresight`, a pool that never fills, or a
@@ -275,8 +278,8 @@ def _served(
     if grant == "seen":
         begin = requests[0].arrival
         seen = (attrs.evolve(request, arrival=begin) for request in requests)
-        if isinstance(cache, GroupedCache):
-            replay_groups(seen, cache)
+        if cache.grouped:
+            replay_groups(seen, cast("GroupedCache", cache))
         else:
             replay(seen, cast("KVCache", cache))
     latency.bind()

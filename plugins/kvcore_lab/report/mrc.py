@@ -5,11 +5,10 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
 
-from kvcore.models.groups import GroupPlan
 from kvcore.models.memory import KVLayout
 from kvcore.report.tables import counted, plugin_text
 from kvcore.sections import Chart, Panel, Section, Table
@@ -24,6 +23,9 @@ from kvcore_lab.report.policies import (
     replay_setup,
 )
 from kvcore_replay.report.charts import as_percent
+
+if TYPE_CHECKING:
+    from kvcore_plugins.cache_groups import GroupPlan
 
 DENSE = 600
 """Number of points in the line of a curve that is known at every size."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
-from kvcore.config.parts import layer_group
 from kvcore.plugins.options import as_text
 from kvcore.report.simulation import group_text
 from kvcore.report.tables import counted, setup
@@ -16,10 +15,10 @@ from kvcore.trace.fields import version
 from kvcore.units import format_bytes
 
 if TYPE_CHECKING:
-    from kvcore.models.groups import GroupPlan
     from kvcore.models.memory import KVLayout
     from kvcore_lab.comparison import Row, Source
     from kvcore_lab.curves.mrc import Curve
+    from kvcore_plugins.cache_groups.plan import GroupPlan
 
 Named = TypeVar("Named", "Row", "Curve")
 """A result of one policy."""
@@ -40,7 +39,7 @@ def replay_setup(source: Source, block_size: int, accounting: str, **more: Any) 
 def block_bytes(layout: KVLayout, plan: GroupPlan | None = None) -> str:
     """Return a sentence about the bytes of a block, of cache groups if there is a plan."""
     if plan is not None:
-        groups = Counter(group_text(attrs.asdict(layer_group(group))) for group in plan.groups)
+        groups = Counter(group_text(attrs.asdict(group)) for group in plan.groups)
         listed = "; ".join(f"{count} x {text}" for text, count in groups.items())
         return (
             f"A block of {layout.model.name} in {layout.codec} takes "
@@ -59,7 +58,7 @@ def memory_fields(layout: KVLayout, plan: GroupPlan | None = None) -> dict[str, 
             "model": layout.model.name,
             "codec": str(layout.codec),
             "bytes_per_block": plan.bytes_per_block,
-            "cache_groups": [attrs.asdict(layer_group(group)) for group in plan.groups],
+            "cache_groups": [attrs.asdict(group) for group in plan.groups],
         }
     return {
         "model": layout.model.name,

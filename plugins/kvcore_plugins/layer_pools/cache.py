@@ -14,6 +14,8 @@ import attrs
 from kvcore import InputError, OutOfBlocks, Request, Span
 from kvcore.cache import KVCache, Sequence
 from kvcore.cache.prefix import PrefixMatch
+from kvcore.serving.decode_batch import DecodeBatch
+from kvcore.serving.scheduler import Batching
 from kvcore_plugins.layer_pools.allocator import PooledAllocator
 from kvcore_plugins.layer_pools.tree import PooledTree
 
@@ -83,7 +85,6 @@ class PooledCache(KVCache):
         InputError: as `KVCache`; pools that are too small; or parts that these do not know.
     """
 
-    allocator = PooledAllocator
     tree: PooledTree
 
     def __init__(
@@ -129,6 +130,11 @@ class PooledCache(KVCache):
         if problem:
             msg = f"a pool for each kind of layer: {problem}"
             raise InputError(msg)
+
+    def allocator(self, batch: DecodeBatch, batching: Batching) -> PooledAllocator:
+        """Return the allocator of its blocks in a run."""
+        del batching
+        return PooledAllocator(self, batch)
 
     # Reading.
 

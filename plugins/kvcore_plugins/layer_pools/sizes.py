@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from math import ceil
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import attrs
 
@@ -22,6 +22,8 @@ STATE_RATIO: Final = Fraction(9, 10)
 class LayerPools:
     """Pools of layers with full attention, of those with a window, and of those with states.
 
+    A `LayerPlan`.
+
     Source: SGLang 0.5.23, with its defaults of `--swa-full-tokens-ratio` and
     `--mamba-full-memory-ratio`.
 
@@ -32,6 +34,8 @@ class LayerPools:
         bytes_per_block: bytes of all pools for each block of full attention.
         states_per_block: state slots for each block of full attention; None: there are none.
     """
+
+    where: ClassVar[str] = "pools of their own"
 
     block_size: int
     window: int | None
@@ -72,16 +76,23 @@ class LayerPools:
         states = self.states_per_block
         return windows, None if states is None else int(blocks * states)
 
-    def cache(self, blocks: int, **options: Any) -> PooledCache:
-        """Return a cache of these pools, whose other `options` are those of a `KVCache`."""
+    def check_keys(self, model: str, key_tokens: int) -> None:
+        """Do nothing: blocks have the size that the configuration gives."""
+
+    def cache(
+        self, blocks: int, *, retention_interval: int | None, **options: Any
+    ) -> PooledCache:
+        """Return a cache of these pools: `LayerPlan.cache`."""
+        del retention_interval  # SGLang has intervals of its own
         windows, states = self.slots(blocks)
         return PooledCache(
             blocks, self.block_size, window=self.window, window_slots=windows,
             state_slots=states, **options,
         )  # fmt: skip
 
-    def as_dict(self, blocks: int) -> dict[str, int]:
-        """Return the slots of the pools beside `blocks` of full attention, for JSON."""
+    def as_dict(self, blocks: int, retention_interval: int | None) -> dict[str, Any]:
+        """Return the slots beside `blocks` of full attention for JSON: `LayerPlan.as_dict`."""
+        del retention_interval
         windows, states = self.slots(blocks)
         sizes = {"window_slots": windows, "state_slots": states}
-        return {name: slots for name, slots in sizes.items() if slots}
+        return {"layer_pools": {name: slots for name, slots in sizes.items() if slots}}

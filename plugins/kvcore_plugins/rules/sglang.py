@@ -22,7 +22,6 @@ class SGLang(Rules):
 
     name: ClassVar[str] = "sglang"
     first_output: ClassVar[str | None] = "transfer"
-    cache_groups: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {
         "max_tokens": 8192,
         "max_seqs": 2048,
@@ -39,8 +38,8 @@ class SGLang(Rules):
     new_token_ratio: float | None = 0.7
     preempts: Literal["last", "shortest"] = "shortest"
 
-    def layer_pools(self, layout: KVLayout, devices: int) -> LayerPools | None:
-        """Return a pool for each kind of layer, if SGLang has them for the model."""
+    def layer_plan(self, layout: KVLayout, devices: int) -> LayerPools | None:
+        """Return a pool for each kind of layer; None: SGLang has none for the model."""
         from kvcore_plugins.layer_pools import LayerPools  # noqa: PLC0415 - few models have any
 
         return LayerPools.of(layout, devices)

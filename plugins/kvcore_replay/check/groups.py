@@ -1,8 +1,8 @@
 """The check of the trace of a cache of groups, against the state before each line.
 
 A hit is what all groups can serve, found here by going down from the longest prefix: none of
-the code of `kvcore.cache.groups` is used. Blocks have ids, so that none is allocated twice, or
-freed while another sequence holds it.
+the code of `kvcore_plugins.cache_groups` is used. Blocks have ids, so that none is allocated
+twice, or freed while another sequence holds it.
 """
 
 from __future__ import annotations

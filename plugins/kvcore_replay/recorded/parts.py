@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from kvcore.cache import KVCache, LayerGroup, Recorder
+from kvcore.cache import KVCache, LayerPlan, Recorder
 from kvcore.config.options import renamed
 from kvcore.config.parts import RunParts
 from kvcore.config.run_config import RunConfig, built_rules
@@ -21,6 +21,7 @@ from kvcore.serving.rules import CHOICES
 from kvcore.serving.scheduler import LIMITS
 from kvcore.trace.fields import plain, slo_field, slo_of
 from kvcore.workloads import Workload
+from kvcore_plugins.cache_groups import GroupPlan, LayerGroup
 from kvcore_replay.recorded.config import (
     OF_CACHES,
     OF_SERVERS,
@@ -61,8 +62,6 @@ class RecordedParts(RunParts):
         InputError: an option that cannot change, or a header that lacks a field.
     """
 
-    groups_layers = False  # the header has the groups of the cache, whatever the model is
-
     def __init__(
         self,
         file: Path,
@@ -91,10 +90,13 @@ class RecordedParts(RunParts):
         return any(name in self._changed for name in DEPLOYMENT)
 
     @cached_property
-    def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """The groups of the recorded cache; none if it had one for all layers."""
+    def layers(self) -> LayerPlan | None:
+        """The groups of the recorded cache, whatever the model is; None: it had none."""
         recorded = self._header.get("cache_groups")
-        return tuple(LayerGroup(**group) for group in recorded["groups"]) if recorded else ()
+        if not recorded:
+            return None
+        groups = tuple(LayerGroup(**group) for group in recorded["groups"])
+        return GroupPlan(groups, 0)  # of a pool whose blocks are counted
 
     def cache(self, trace: Recorder | None = None) -> KVCache:
         """Build a cache for one run, and the tiers below it, as recorded in the trace too."""

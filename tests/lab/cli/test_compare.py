@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from helpers.commands import error_of, json_of, stdout_of
 
 from kvcore.cli import main as frame
+from kvcore.units import format_seconds
 
 SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=32"
 MIB = 2**20
@@ -67,6 +69,20 @@ def test_json_has_the_documented_fields():
         "prefill_s",
     ]
     assert (document["schema"], document["count"]) == (1, "keys")
+
+
+def test_savings_are_told_for_each_policy_and_pool():
+    """--savings adds the prefill that hits save, its share, and the time of a request."""
+    options = ("--eviction", "lru,fifo", "--blocks", "20,40")
+    document = report(SMALL, *options)
+    out = run(SMALL, *options, "--savings")
+    table = out[out.index("prefill saved") :]
+    for row in document["rows"]:
+        part = row["saved_s"] / document["infinite"]["prefill_s"]
+        cells = [row["eviction"], str(row["blocks"]), format_seconds(row["saved_s"])]
+        line = rf"{' +'.join(map(re.escape, cells))} +{part:.1%} +[0-9.]+\n"
+        assert re.search(line, table)
+    assert "prefill saved" not in run(SMALL, *options)
 
 
 def test_the_default_workload_is_the_bundled_trace():

@@ -12,11 +12,11 @@ from helpers.commands import error_of, fields_of, json_of, stdout_of, words_of
 from helpers.configs import LLAMA_3_8B
 
 from kvcore.models.catalogue import DEVICES, MODELS
-from kvcore.models.groups import groups_of
 from kvcore.models.memory import KVLayout
 from kvcore.plugins import Plugins
 from kvcore_lab.cli.size import size
 from kvcore_lab.report.size import size_sections
+from kvcore_plugins.cache_groups.plan import groups_of
 from kvcore_plugins.models.huggingface import FAMILIES
 
 run = partial(stdout_of, "size")

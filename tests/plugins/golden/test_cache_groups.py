@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 
 import attrs
 import pytest
 
 from kvcore.errors import InputError
 from kvcore.models.catalogue import MODELS, find_model
-from kvcore.models.groups import groups_of
 from kvcore.models.layers import LayerCache
 from kvcore.models.memory import KVLayout
 from kvcore.models.spec import ModelSpec
+from kvcore_plugins.cache_groups.plan import groups_of
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -62,7 +63,8 @@ def test_groups_are_those_of_vllm(name, groups, size, blocks, of_request, reques
     """
     plan = groups_of(find_model(name), 16)
     made = Counter(
-        (each.caches[0].kind, each.caches[0].layers, each.block_size) for each in plan.groups
+        (caches[0].kind, caches[0].layers, group.block_size)
+        for group, caches in zip(plan.groups, plan.caches, strict=True)
     )
     assert made == groups
     assert plan.bytes_per_block == size
@@ -79,9 +81,8 @@ def test_groups_hold_what_layers_keep(name):
     kept = KVLayout(model).request_bytes(32_768)
     assert plan.bytes_per_block * plan.blocks_for(32_768) >= kept
     grouped = Counter()
-    for group in plan.groups:
-        for cache in group.caches:
-            grouped[attrs.evolve(cache, layers=1)] += cache.layers
+    for cache in chain(*plan.caches):
+        grouped[attrs.evolve(cache, layers=1)] += cache.layers
     caches = [cache for cache in model.layer_caches if cache.kind != "shared"]
     assert grouped == {attrs.evolve(cache, layers=1): cache.layers for cache in caches}
 
@@ -106,7 +107,7 @@ def test_devices_that_share_a_model_have_its_groups(devices):
 def test_attention_with_fewer_bytes_has_more_tokens_in_a_block():
     """Gemma 4's full layers have half the bytes a token, thus 32 tokens in a block of 16."""
     plan = groups_of(find_model("gemma-4-26b-a4b"))
-    sizes = {(group.caches[0].kind, group.block_size) for group in plan.groups}
+    sizes = {(group.kind, group.block_size) for group in plan.groups}
     assert sizes == {("window", 16), ("full", 32)}
 
 

@@ -16,7 +16,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, cast
 
-from kvcore.cache.groups import GroupedCache, GroupSequence
+import kvcore
 from kvcore.cache.sequence import Sequence
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.request import Request
@@ -25,6 +25,7 @@ from kvcore.serving.job import Job, admission_of
 from kvcore.serving.latency import StepTimes
 from kvcore.serving.scheduler import Batching
 from kvcore.units import PS_PER_NS
+from kvcore_plugins.cache_groups.groups import GroupSequence
 
 
 class GroupAllocator(DecodeAllocator):
@@ -45,7 +46,9 @@ class GroupAllocator(DecodeAllocator):
     takes_drafts = False
     in_order = True
 
-    def __init__(self, cache: GroupedCache, batch: DecodeBatch, batching: Batching) -> None:
+    def __init__(
+        self, cache: kvcore.GroupedCache, batch: DecodeBatch, batching: Batching
+    ) -> None:
         super().__init__(cast("Any", cache), batch)
         rules, size = batching.rules, cache.geometry.block_size
         self._groups = cache

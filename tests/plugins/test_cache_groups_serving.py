@@ -9,15 +9,16 @@ import pytest
 from helpers.grouped_requests import FULL, GROUPS, STATE, WINDOW, grouped_requests
 
 from kvcore import Request
-from kvcore.cache import GroupedCache, KVCache, LayerGroup
-from kvcore.cache.groups import GroupKind
+from kvcore.cache import KVCache
 from kvcore.config import RunConfig
 from kvcore.errors import InputError
 from kvcore.models.catalogue import MODELS
-from kvcore.models.groups import groups_of
 from kvcore.report.simulation import group_text
 from kvcore.request import Hints
 from kvcore.serving import Batching, Rules, simulate
+from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
+from kvcore_plugins.cache_groups.groups import GroupKind
+from kvcore_plugins.cache_groups.plan import groups_of
 from kvcore_plugins.workload import Zipf
 
 
@@ -162,7 +163,9 @@ def test_rules_without_groups_and_pools_serve_one():
 
     class Plain(Rules):
         name = "plain"
-        cache_groups = False
+
+        def layer_plan(self, layout, devices):
+            return None
 
     assert isinstance(build(like=Plain()).served_cache(), KVCache)
 
@@ -188,7 +191,7 @@ def test_the_pool_holds_the_requests_that_are_sized(name):
         parts = build(**options)
     except InputError:
         pytest.skip("no rule for what its layers keep")
-    plan = parts.cache_groups or groups_of(MODELS[name])
+    plan = parts.layers or groups_of(MODELS[name])
     blocks = plan.blocks_in(300 * 2**30)
     assert parts.blocks == blocks >= plan.blocks_for(32_768)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvcore import Request
-from kvcore.cache.groups import GroupedCache, LayerGroup
+from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 
 
 @pytest.mark.parametrize("block_size", [16, 64])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore.cache import GroupedCache, LayerGroup
+from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_plugins.workload import Mooncake
 
 FULL = LayerGroup("full", 512)

@@ -1,61 +1,50 @@
-"""Cache groups: layers that keep different things, in one pool of equal blocks.
+"""The plan of cache groups: which layers of a model share a block table, and their block size.
 
-A group is some layers with one block table. Any free block can go to any group, since the
-blocks of all groups have the same bytes: what is smaller has more tokens in a block, or is
-padded.
+Any free block can go to any group, since the blocks of all groups have the same bytes: what is
+smaller has more tokens in a block, or is padded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from math import ceil
+from typing import Any, ClassVar
 
 import attrs
 
+import kvcore
+from kvcore.cache import EvictionPolicy, PrefixIndex
 from kvcore.errors import InputError
 from kvcore.models.codec import Codec
 from kvcore.models.layers import LayerCache
 from kvcore.models.memory import KVLayout
 from kvcore.models.spec import ModelSpec
-
-
-@attrs.frozen
-class CacheGroup:
-    """Layers with one block table.
-
-    Attributes:
-        caches: what these layers keep, all of them over as many tokens.
-        block_size: tokens in a block of the group.
-    """
-
-    caches: tuple[LayerCache, ...]
-    block_size: int
-
-    def blocks_for(self, tokens: int) -> int:
-        """Return the blocks of a decoding request of `tokens` tokens.
-
-        A window spans a block more than it fills; of a state the last one is kept beside the
-        one that is written.
-        """
-        blocks, cache = -(-tokens // self.block_size), self.caches[0]
-        if cache.kind == "state":
-            return min(blocks, 2)
-        if cache.window is None:
-            return blocks
-        return min(blocks, -(-cache.window // self.block_size) + (cache.kind != "chunk"))
+from kvcore_plugins.cache_groups.cache import GroupedCache
+from kvcore_plugins.cache_groups.groups import GroupKind, LayerGroup
 
 
 @attrs.frozen
 class GroupPlan:
-    """The cache groups of a model.
+    """The cache groups of a model: a `LayerPlan`.
 
     Attributes:
         groups: the groups.
         bytes_per_block: bytes of a block of any of them, on all devices together.
+        caches: what the layers of each group keep; none if only the groups are known, as from
+            the header of a trace.
     """
 
-    groups: tuple[CacheGroup, ...]
+    where: ClassVar[str] = "cache groups"
+
+    groups: tuple[LayerGroup, ...]
     bytes_per_block: int
+    caches: tuple[tuple[LayerCache, ...], ...] = ()
+
+    @property
+    def splits(self) -> bool:
+        """Whether layers are told apart: not if all of them keep all tokens."""
+        return len(self.groups) > 1 or self.groups[0].kind != "full"
 
     def blocks_for(self, tokens: int) -> int:
         """Return the blocks of a decoding request of `tokens` tokens, of all groups."""
@@ -64,6 +53,42 @@ class GroupPlan:
     def blocks_in(self, budget: int) -> int:
         """Return how many blocks fit into `budget` bytes."""
         return max(0, budget) // self.bytes_per_block
+
+    def check_keys(self, model: str, key_tokens: int) -> None:
+        """Raise InputError if blocks of a group do not fit keys of so many tokens."""
+        for size in {group.block_size for group in self.groups}:
+            if size % key_tokens and key_tokens % size:
+                msg = (
+                    f"blocks of {model} have {size:,} tokens, so that all groups take the same "
+                    f"bytes, and keys of the workload {key_tokens}: one must divide the other. "
+                    f"Give block_size={key_tokens}"
+                )
+                raise InputError(msg)
+
+    def cache(
+        self,
+        blocks: int,
+        *,
+        eviction: EvictionPolicy,
+        recompute: Callable[[int, int], float] | None,
+        prefix: PrefixIndex,
+        **options: Any,
+    ) -> GroupedCache:
+        """Return a cache of these groups: `LayerPlan.cache`."""
+        del prefix  # groups look up names
+        if eviction.name == "lru":
+            return GroupedCache(self.groups, blocks, eviction=eviction, **options)
+        # The front door says where policies are hosted: most runs have LRU.
+        return kvcore.HostedGroups(
+            self.groups, blocks, eviction=eviction, recompute=recompute, **options
+        )
+
+    def as_dict(self, blocks: int, retention_interval: int | None) -> dict[str, Any]:
+        """Return the groups for JSON: `LayerPlan.as_dict`."""
+        del blocks
+        groups = [attrs.asdict(group) for group in self.groups]
+        interval = {"prefix_cache_retention_interval": retention_interval}
+        return {"cache_groups": {**interval, "groups": groups}}
 
 
 def groups_of(
@@ -94,16 +119,28 @@ def groups_of(
     per_token = {cache: layout.cache_bytes(cache) * cache.copies(devices) for cache in caches}
     if all(cache.grows and cache.window is None for cache in caches):
         size = sum((cache.layers * per_token[cache] for cache in caches), Fraction(0))
-        return GroupPlan((CacheGroup(tuple(caches), block_size),), ceil(block_size * size))
+        layers = sum(cache.layers for cache in caches)
+        group = LayerGroup("full", block_size, layers=layers)
+        return GroupPlan((group,), ceil(block_size * size), (tuple(caches),))
     sizes, page = _equal_pages(model, caches, per_token, block_size)
     counts = [cache.layers for cache in caches]
     layers = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
     splits = [(cache, count) for cache in caches for count in _split(cache.layers, layers)]
-    groups = tuple(
-        CacheGroup((attrs.evolve(cache, layers=count),), sizes[cache])
-        for cache, count in splits
+    return GroupPlan(
+        tuple(_group(cache, sizes[cache], count) for cache, count in splits),
+        ceil(max(count for _, count in splits) * page),
+        tuple((attrs.evolve(cache, layers=count),) for cache, count in splits),
     )
-    return GroupPlan(groups, ceil(max(count for _, count in splits) * page))
+
+
+def _group(cache: LayerCache, block_size: int, layers: int) -> LayerGroup:
+    """Return the group of `layers` layers with `cache`."""
+    if cache.kind == "state":
+        return LayerGroup("state", block_size, layers=layers)
+    if cache.window is None:
+        return LayerGroup("full", block_size, layers=layers)
+    kind: GroupKind = "chunk" if cache.kind == "chunk" else "window"
+    return LayerGroup(kind, block_size, cache.window, layers)
 
 
 def _equal_pages(

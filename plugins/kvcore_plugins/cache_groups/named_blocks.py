@@ -28,8 +28,10 @@ class NamedBlocks:
                               hold()             pop(), then forget()
 
     A bare block belongs to one sequence, or is free. Only idle blocks can be evicted: the one
-    that has been idle longest first. Blocks of one group may have one name; these copies form a
-    chain from the oldest, which is hit, to the youngest. All calls take O(1) a block.
+    that has been idle longest first. Blocks of one group may have one name, where requests have
+    computed the same at the same time: a block stays what it is in a table, since a step that
+    is under way reads it there, so a copy is not exchanged for the one that is known. Copies
+    form a chain from the oldest, which is hit, to the youngest. All calls take O(1) a block.
 
     Attributes:
         cached: by group, the oldest block of each name.

@@ -8,8 +8,8 @@ from helpers.native import needs_core
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcore.cache.named_blocks import NO_BLOCK, NamedBlocks
 from kvcore.native import library
+from kvcore_plugins.cache_groups.named_blocks import NO_BLOCK, NamedBlocks
 
 pytestmark = needs_core
 
