@@ -19,6 +19,7 @@ from kvcore.serving import Batching  # noqa: E402
 from kvcore.testing.dense import DenseCache, Text, advance, loaded  # noqa: E402
 from kvcore.workloads import WorkloadSample  # noqa: E402
 from kvcore_engine.generator import HuggingFace  # noqa: E402
+from kvcore_engine.generator.hf_cache import PagedCache  # noqa: E402
 from kvcore_plugins.workload import Mooncake  # noqa: E402
 
 KEY = 4
@@ -27,7 +28,7 @@ SECOND = 10**9
 
 
 def prompts():
-    """Return prompts that begin alike, some of them at the ends of blocks, and two others."""
+    """Return prompts with equal beginnings, some of them at the ends of blocks, and two others."""
     long = prompt(70, seed=1)
     turns = [torch.cat([long[:, :n], prompt(9, seed=n)], 1) for n in (33, 48, 65, 70)]
     return [long, *turns, long, turns[1][:, :50], prompt(1), prompt(14)]
@@ -194,6 +195,16 @@ def test_states_need_cache_groups():
     generator = loaded(HuggingFace(model))
     with pytest.raises(InputError, match="keeps states, which only cache groups have room for"):
         advance(generator, [Text([3, 4])], [2], DenseCache().attend([0], [2]))
+
+
+def test_an_attached_cache_has_no_groups():
+    """A `PagedCache` refuses cache groups, and models with states."""
+    model = tiny("qwen3-next")
+    with pytest.raises(InputError, match="has no cache groups"):
+        PagedCache(grouped(HuggingFace(model)), Poisoned())
+    paged = PagedCache(KVCache(10, KEY, ids=True), Poisoned())
+    with pytest.raises(InputError, match="keep different things"), paged.attached(model):
+        pass
 
 
 @pytest.mark.parametrize(

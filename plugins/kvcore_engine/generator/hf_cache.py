@@ -73,6 +73,12 @@ class PagedCache:
     def __attrs_post_init__(self) -> None:
         """Check that the cache has block tables of tokens, and bind the backend."""
         geometry = self.cache.geometry
+        if self.cache.grouped:
+            msg = (
+                "a paged cache that a model attends through has no cache groups: give the "
+                "model and the GroupedCache to kvcore.run, or make a KVCache"
+            )
+            raise InputError(msg)
         if (
             not isinstance(self.cache.pool, BlockPool)
             or geometry.accounting != "tokens"
