@@ -28,7 +28,7 @@ SECOND = 10**9
 
 
 def prompts():
-    """Return prompts with equal beginnings, some of them at the ends of blocks, and two others."""
+    """Return prompts with equal beginnings, some at the ends of blocks, and two others."""
     long = prompt(70, seed=1)
     turns = [torch.cat([long[:, :n], prompt(9, seed=n)], 1) for n in (33, 48, 65, 70)]
     return [long, *turns, long, turns[1][:, :50], prompt(1), prompt(14)]
