@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kvcore.cache import Recorder
 from kvcore.config.parts import BLOCK_SIZE, RunParts, Window
@@ -20,8 +20,9 @@ from kvcore.request import TextRequest, text_request
 from kvcore.workloads import PromptWorkload, Workload, WorkloadSample
 from kvcore_engine.engine import run as run_engine
 from kvcore_engine.executor import tensor_layout
-from kvcore_engine.groups import group_layout
-from kvcore_plugins.cache_groups import GroupPlan
+
+if TYPE_CHECKING:
+    from kvcore_plugins.cache_groups import GroupPlan
 
 LIMIT, MAX_OUTPUT = 20, 16
 """Number of requests of a workload, and of tokens for a text, by default."""
@@ -89,6 +90,10 @@ class EngineParts(RunParts):
     def layers(self) -> GroupPlan | None:
         """The cache groups of the model; None: one, as where each kind of layer has a pool."""
         plan = super().layers
+        if plan is None:
+            return None
+        from kvcore_plugins.cache_groups import GroupPlan  # noqa: PLC0415 - most have none
+
         return plan if isinstance(plan, GroupPlan) else None
 
     @cached_property
@@ -169,6 +174,8 @@ class EngineParts(RunParts):
         """Return the bytes of a block of tensors."""
         dtype, kept_in = self.config.dtype, self._kept_in
         if self.layers is not None:
+            from kvcore_engine.groups import group_layout  # noqa: PLC0415 - as above
+
             return group_layout(self.model, self.layers.groups, 1, dtype, kept_in).bytes
         return tensor_layout(self.model, 1, self.geometry.block_size, dtype, kept_in).bytes
 

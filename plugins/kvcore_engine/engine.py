@@ -21,8 +21,7 @@ from kvcore.serving import Batching, LatencyModel, Scheduler
 from kvcore.serving.drafter import Drafter
 from kvcore.serving.result import Result
 from kvcore.serving.simulate import check_cache, serve, served_batching, serving_parts
-from kvcore_engine.executor import Clock
-from kvcore_engine.groups import tensor_executor
+from kvcore_engine.executor import Clock, tensor_executor
 from kvcore_engine.speculation import SpeculativeTensorExecutor
 from kvcore_plugins.drafter.measured_acceptance import DraftedStep, write_acceptance
 from kvcore_plugins.latency.measured_steps import MeasuredStep

@@ -17,7 +17,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Unpack, cast
 
 import attrs
 
@@ -345,9 +345,3 @@ def _blocks_at(
         own[group].blocks[max(position - own[group].first, 0)]
         for own, position in zip(tables, positions, strict=True)
     ]
-
-
-def tensor_executor(cache: Any, *arguments: Any, **options: Any) -> TensorExecutor:
-    """Return the executor for a cache, with the arguments of `TensorExecutor`."""
-    cls = GroupedTensorExecutor if isinstance(cache, GroupedCache) else TensorExecutor
-    return cls(cache, *arguments, **options)
