@@ -297,35 +297,50 @@ class GroupedTensorExecutor(TensorExecutor):
 
     def _attend(self, sequences: Sequence[ScheduledSequence], batch: RaggedBatch) -> Attend:
         """Return the function that stores and attends in the groups of each layer."""
-        backend, size = self._backend, self._cache.geometry.block_size
-        store = partial(call, backend, backend.store_rotated)
-        attend = partial(call, backend, backend.attend)
         tables = [cast("GroupSequence", each.seq).tables for each in sequences]
-        ends = [
-            -(-(context + length) // size)
-            for context, length in zip(batch.contexts, batch.lengths, strict=True)
-        ]
-        through = {}
-        for group in {group for group, _ in self._layers.attention}:
-            ids = [_ids(own[group], end) for own, end in zip(tables, ends, strict=True)]
-            plan = call(backend, backend.plan, attrs.evolve(batch, block_tables=ids))
-            through[group] = attend_through(plan, store, attend)
-        states = None
-        if self._layers.states:
-            groups = {group for group, _ in self._layers.states}
-            newest = [max(context - 1, 0) // size for context in batch.contexts]
-            states = StepStates(
-                backend,
-                self._layers.states,
-                [context > 0 for context in batch.contexts],
-                batch.lengths,
-                {group: _blocks_at(group, tables, newest) for group in groups},
-                {
-                    group: _blocks_at(group, tables, [end - 1 for end in ends])
-                    for group in groups
-                },
-            )
-        return GroupedAttend(self._layers.attention, through, states)
+        return grouped_attend(self._backend, self._layers, tables, batch)
+
+
+def grouped_attend(
+    backend: Backend,
+    layers: GroupedLayers,
+    tables: Sequence[Sequence[Table]],
+    batch: RaggedBatch,
+) -> GroupedAttend:
+    """Return the `Attend` of a step.
+
+    Args:
+        backend: the backend whose blocks hold K/V and states.
+        layers: the places of the layers of the model.
+        tables: of each sequence, its blocks by group.
+        batch: the new tokens of the sequences, without block tables.
+    """
+    size = backend.layout.block_size
+    store = partial(call, backend, backend.store_rotated)
+    attend = partial(call, backend, backend.attend)
+    ends = [
+        -(-(context + length) // size)
+        for context, length in zip(batch.contexts, batch.lengths, strict=True)
+    ]
+    through = {}
+    for group in {group for group, _ in layers.attention}:
+        ids = [_ids(own[group], end) for own, end in zip(tables, ends, strict=True)]
+        plan = call(backend, backend.plan, attrs.evolve(batch, block_tables=ids))
+        through[group] = attend_through(plan, store, attend)
+    states = None
+    if layers.states:
+        groups = {group for group, _ in layers.states}
+        newest = [max(context - 1, 0) // size for context in batch.contexts]
+        lasts = [end - 1 for end in ends]
+        states = StepStates(
+            backend,
+            layers.states,
+            [context > 0 for context in batch.contexts],
+            batch.lengths,
+            {group: _blocks_at(group, tables, newest) for group in groups},
+            {group: _blocks_at(group, tables, lasts) for group in groups},
+        )
+    return GroupedAttend(layers.attention, through, states)
 
 
 def _ids(table: Table, end: int) -> Ids:
@@ -338,7 +353,7 @@ def _ids(table: Table, end: int) -> Ids:
 
 
 def _blocks_at(
-    group: int, tables: Sequence[list[Table]], positions: Sequence[int]
+    group: int, tables: Sequence[Sequence[Table]], positions: Sequence[int]
 ) -> list[int]:
     """Return the block of each sequence at its position in the table of a group."""
     return [

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", reason="needs transformers")
 
 from helpers.engine import decided  # noqa: E402
-from helpers.hugging import HYBRIDS, STATES, Poisoned, prompt, tiny  # noqa: E402
+from helpers.hugging import HYBRIDS, STATES, Poisoned, padded, prompt, tiny  # noqa: E402
 
 import kvcore  # noqa: E402
 from kvcore import GroupedCache, InputError, KVCache, groups_of, run  # noqa: E402
@@ -19,6 +19,7 @@ from kvcore.serving import Batching  # noqa: E402
 from kvcore.testing.dense import DenseCache, Text, advance, loaded  # noqa: E402
 from kvcore.workloads import WorkloadSample  # noqa: E402
 from kvcore_engine.generator import HuggingFace  # noqa: E402
+from kvcore_engine.generator._hf_model import spec_of  # noqa: E402
 from kvcore_engine.generator.hf_cache import PagedCache  # noqa: E402
 from kvcore_plugins.workload import Mooncake  # noqa: E402
 
@@ -183,6 +184,25 @@ def test_a_cached_state_is_never_written_again(family):
     assert cache.stats.hit_tokens >= 7 * 48
 
 
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_an_attached_model_generates_through_groups(family):
+    """`generate` through a `PagedCache` of groups has the tokens that it has without."""
+    model, every = tiny(family), [prompts()[n] for n in (0, 3, 5)]
+    options = {"do_sample": False, "max_new_tokens": OUTPUT}
+    ids, mask = padded(5, 14, 9)
+    wanted = generated(model, every), model.generate(ids, attention_mask=mask, **options)
+    whole = model(every[0]).logits
+    cache = GroupedCache(groups_of(spec_of(model), KEY, "fp32").groups, 200)
+    with PagedCache(cache, Poisoned()).attached(model):
+        assert generated(model, every) == wanted[0]
+        assert model.generate(ids, attention_mask=mask, **options).equal(wanted[1])
+        assert float((model(every[0]).logits - whole).abs().max()) < 1e-5
+    assert cache.stats.hit_tokens >= 48
+    assert not cache.sequences
+    cache.check_integrity()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 # What is refused, before anything is computed.
 
 
@@ -197,14 +217,32 @@ def test_states_need_cache_groups():
         advance(generator, [Text([3, 4])], [2], DenseCache().attend([0], [2]))
 
 
-def test_an_attached_cache_has_no_groups():
-    """A `PagedCache` refuses cache groups, and models with states."""
-    model = tiny("qwen3-next")
-    with pytest.raises(InputError, match="has no cache groups"):
-        PagedCache(grouped(HuggingFace(model)), Poisoned())
+def test_an_attached_model_with_states_needs_groups():
+    """A `PagedCache` without groups refuses a model with states."""
     paged = PagedCache(KVCache(10, KEY, ids=True), Poisoned())
+    model = tiny("qwen3-next")
     with pytest.raises(InputError, match="keep different things"), paged.attached(model):
         pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 3}, "fork no sequences, as beams and repeated rows need"),
+        ({"prompt_lookup_num_tokens": 3}, "take no tokens back, as assisted generation needs"),
+    ],
+)
+def test_beams_and_assisted_generation_are_refused_in_groups(options, message):
+    """What forks sequences in groups, or takes tokens back, is refused with the reason."""
+    model, ids = tiny("gemma3-mixed"), prompt(20).repeat(1, 2)
+    cache = GroupedCache(groups_of(spec_of(model), KEY, "fp32").groups, 200)
+    options |= {"attention_mask": torch.ones_like(ids), "do_sample": False}
+    with (
+        PagedCache(cache, Poisoned()).attached(model),
+        pytest.raises(InputError, match=message),
+    ):
+        model.generate(ids, max_new_tokens=24, **options)
+    assert not cache.sequences
 
 
 @pytest.mark.parametrize(

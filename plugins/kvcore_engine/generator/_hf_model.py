@@ -44,10 +44,29 @@ IMPLEMENTATION = "kvcore"
 
 
 class AttentionCache(Cache):  # type: ignore[misc]
-    """The cache argument of a model whose attention is computed by this cache."""
+    """The cache argument of a model whose attention is computed by this cache.
+
+    Attributes:
+        states: the states of the step; None without a layer that keeps one.
+    """
+
+    states: StepStates | None = None
+    _rows: Tensor | None = None  # of a batch with padding, the tokens that are none
 
     def __init__(self) -> None:
         super().__init__(layers=[])
+
+    def pack(self, columns: Tensor) -> Tensor:
+        """Return the rows of `[batch, columns, ...]` that are no padding."""
+        rows = columns.flatten(0, 1)
+        return rows if self._rows is None else rows[self._rows]
+
+    def spread(self, rows: Tensor, batch: int, columns: int) -> Tensor:
+        """Return what `pack` has packed, `[batch, columns, ...]`; a hidden token gets zeros."""
+        if self._rows is not None:
+            spread = rows.new_zeros((batch * columns, *rows.shape[1:]))
+            rows = spread.index_copy_(0, self._rows, rows)
+        return rows.view(batch, columns, *rows.shape[1:])
 
     @abstractmethod
     def update(
@@ -79,17 +98,13 @@ class AttentionCache(Cache):  # type: ignore[misc]
 
 
 class PackedCache(AttentionCache):
-    """The cache of a ragged batch that runs as one row of tokens, through `attend`.
-
-    Attributes:
-        states: the states of the step; None without a layer that keeps one.
-    """
+    """The cache of a ragged batch that runs as one row of tokens, through `attend`."""
 
     def __init__(self, attend: Attend, numbers: Mapping[int, int] | None = None) -> None:
         super().__init__()
         self._attend = attend
         self._numbers = numbers or {}
-        self.states: StepStates | None = getattr(attend, "states", None)
+        self.states = getattr(attend, "states", None)
 
     def update(
         self,
@@ -392,6 +407,14 @@ def layer_types(model: PreTrainedModel) -> list[str]:
         if kind not in known:
             _refuse(model, f"has layers of {kind!r}, which have no K/V of full or sliding kind")
     return list(kinds)
+
+
+def attention_numbers(kinds: list[str]) -> dict[int, int]:
+    """Return the number of each layer with attention among these, if others keep a state."""
+    attention = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    if "linear_attention" not in kinds:
+        return {}
+    return {layer: number for number, layer in enumerate(attention)}
 
 
 def _refuse(model: PreTrainedModel, why: str) -> NoReturn:

@@ -120,10 +120,15 @@ def state_layers(model: PreTrainedModel, kinds: list[str]) -> list[StateLayer]:
         raise InputError(msg) from error
 
 
-def pass_through_blocks(layers: list[StateLayer]) -> None:
-    """Make the modules of `layers` take their states from the step of a `PackedCache`."""
+def pass_through_blocks(layers: list[StateLayer]) -> list[Module]:
+    """Make the modules of `layers` take their states from the step of an `AttentionCache`.
+
+    Returns those that did not before: `del module.forward` makes them as they were.
+    """
+    switched = [layer.module for layer in layers if "forward" not in vars(layer.module)]
     for index, layer in enumerate(layers):
         layer.module.forward = partial(_forward, index, layer)
+    return switched
 
 
 def _forward(
@@ -143,15 +148,18 @@ def _forward(
             "for: run the model with a GroupedCache"
         )
         raise InputError(msg)
-    return _recur(index, layer, hidden_states, cache.states)
+    rows = _recur(index, layer, cache.pack(hidden_states), cache.states)
+    spread: Tensor = cache.spread(rows, *hidden_states.shape[:2])
+    return spread
 
 
+@torch.no_grad()
 def _recur(index: int, layer: StateLayer, hidden: Tensor, states: StepStates) -> Tensor:
-    """Return a layer's output for the new tokens of a step, `[1, tokens, width]`.
+    """Return a layer's output for the new tokens of a step, `[tokens, width]`.
 
     States come from the blocks of the step, and go back to them.
     """
-    parts = list(torch.split(hidden[0], list(states.lengths)))
+    parts = list(torch.split(hidden, list(states.lengths)))
     for sequences in states.rounds():
         rows = torch.stack([parts[sequence] for sequence in sequences])
         before = None
@@ -161,7 +169,7 @@ def _recur(index: int, layer: StateLayer, hidden: Tensor, states: StepStates) ->
         states.write(index, sequences, after)
         for sequence, row in zip(sequences, out, strict=True):
             parts[sequence] = row
-    return torch.cat(parts)[None]
+    return torch.cat(parts)
 
 
 def _own_forward(module: Module) -> Callable[..., Any]:

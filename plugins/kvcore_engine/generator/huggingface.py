@@ -176,7 +176,11 @@ class HuggingFace(SamplingGenerator):
             InputError: no tensor has this dtype, or the model does not call attention by
                 name.
         """
-        from kvcore_engine.generator._hf_model import layer_types, switch_over  # noqa: PLC0415
+        from kvcore_engine.generator._hf_model import (  # noqa: PLC0415
+            attention_numbers,
+            layer_types,
+            switch_over,
+        )
         from kvcore_engine.generator._hf_states import (  # noqa: PLC0415
             pass_through_blocks,
             state_layers,
@@ -187,10 +191,8 @@ class HuggingFace(SamplingGenerator):
         switch_over(self.network)
         self.network.to(device=backend.tensor([0]).device, dtype=TORCH_DTYPES[dtype])
         kinds = layer_types(self.network)
-        if "linear_attention" in kinds:
-            pass_through_blocks(state_layers(self.network, kinds))
-            attention = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
-            self._numbers = {layer: number for number, layer in enumerate(attention)}
+        pass_through_blocks(state_layers(self.network, kinds))
+        self._numbers = attention_numbers(kinds)
 
     def logits(self, batch: RaggedBatch, attend: Attend) -> Tensor:
         """Run the batch as one row of tokens; return the logits where it samples."""
