@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Unpack, cast
 
 import attrs
@@ -171,7 +171,7 @@ def state_number_bytes(dtype: str) -> int:
     return 2 * STATE_NUMBER_BYTES if dtype == "fp64" else STATE_NUMBER_BYTES
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class StepStates:
     """The states with which the sequences of a step begin, and those that it computes.
 
@@ -208,8 +208,9 @@ class StepStates:
             part, rest = rest[:, : half.shape[1]], rest[:, half.shape[1] :]
             half[ids, : part.shape[1]] = part
 
+    @cached_property
     def rounds(self) -> list[list[int]]:
-        """Return the sequences in rounds, each of which is computed at once.
+        """The sequences in rounds, each of which is computed at once.
 
         Single tokens go first, together. A sequence may resume from a state that another one
         computes in this step, if its rules share what is scheduled: it has a later round.
@@ -357,6 +358,6 @@ def _blocks_at(
 ) -> list[int]:
     """Return the block of each sequence at its position in the table of a group."""
     return [
-        own[group].blocks[max(position - own[group].first, 0)]
+        own[group].blocks[position - own[group].first]
         for own, position in zip(tables, positions, strict=True)
     ]

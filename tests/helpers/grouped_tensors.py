@@ -96,7 +96,7 @@ class Sums(Generator):
                 own.append(round(float(out[row, 0, 0]) * count))
         parts = tokens.split(list(batch.lengths))
         for layer in range(states):
-            for sequences in attend.states.rounds():
+            for sequences in attend.states.rounds:
                 kept = [0.0] * len(sequences)
                 if attend.states.begins[sequences[0]]:
                     kept = attend.states.read(layer, sequences, 1)[:, 0].tolist()

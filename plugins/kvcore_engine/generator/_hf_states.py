@@ -160,7 +160,7 @@ def _recur(index: int, layer: StateLayer, hidden: Tensor, states: StepStates) ->
     States come from the blocks of the step, and go back to them.
     """
     parts = list(torch.split(hidden, list(states.lengths)))
-    for sequences in states.rounds():
+    for sequences in states.rounds:
         rows = torch.stack([parts[sequence] for sequence in sequences])
         before = None
         if states.begins[sequences[0]]:
