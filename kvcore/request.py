@@ -47,8 +47,8 @@ def block_keys(
         msg = f"block size {block_size} must be positive"
         raise InputError(msg)
     try:
-        # `iter`, because `array` copies bytes as memory, not as a sequence of integers.
-        ids = array("Q", iter(tokens))
+        # Else `iter`, since `array` copies bytes as memory, not as a sequence of integers.
+        ids = array("Q", tokens if type(tokens) is list else iter(tokens))
     except (TypeError, OverflowError) as error:
         msg = f"token ids must be integers from 0 to 2^64 - 1: {error}"
         raise InputError(msg) from error

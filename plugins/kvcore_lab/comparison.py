@@ -426,6 +426,15 @@ class KeptWorkload(WorkloadSample):
         yield from keeping(self.source, kept)
         self._kept = kept
 
+    def hold(self) -> None:
+        """Read the requests and keep them, unless they take much memory."""
+        if not self._kept:
+            kept: list[Request] = []
+            for _ in keeping(self.source, kept):
+                if not kept:
+                    break
+            self._kept = kept
+
     def release(self) -> None:
         """Keep no requests, until they are read again."""
         self._kept = []

@@ -28,7 +28,7 @@ from kvcore_lab.comparison import SHARING, Source, types_of
 from kvcore_lab.gpu_cost import Cost, gpus_of
 from kvcore_lab.sweep import Executor, Grid, Plan
 from kvcore_lab.sweep.cells import WorkloadCache
-from kvcore_lab.sweep.executors import ThisProcess
+from kvcore_lab.sweep.executors import ThisProcess, known_to
 from kvcore_replay.belady import Future, belady
 from kvcore_replay.untimed import replay, replay_groups
 
@@ -193,8 +193,7 @@ def compare_routers(
     grid = Grid("simulate", workload=workload, replicas=clusters, router=[*routers], **one)
     plan = Plan.of(grid)
     executor = executor or ThisProcess()
-    known = executor.known if isinstance(executor, ThisProcess) else WorkloadCache()
-    shares = _Shares(plan, known)
+    shares = _Shares(plan, known_to(executor))
     results = {}
     tasks = {task.digest: task for task in plan.tasks}
     steps = len(tasks) + len(shares.parts)

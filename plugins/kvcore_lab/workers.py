@@ -79,17 +79,23 @@ def work_all(
     """
     waiting = queue_of(tasks)
     suspects: deque[tuple[int, TaskT]] = deque()
-    while waiting or suspects:
-        queue, deaths, width = waiting, 1, jobs
-        if suspects:
-            before, suspect = suspects.popleft()
-            queue, deaths, width = deque([suspect]), before + 1, 1
-        with closing(_Pool(work, width, start)) as pool:
-            for task, outcome in pool.run(queue):
-                if isinstance(outcome, WorkerDied) and deaths < ATTEMPTS:
-                    suspects.append((deaths, task))
-                else:
-                    yield task, outcome
+    if start == "fork":
+        gc.freeze()  # the collector of a fork would copy all memory that it looks at
+    try:
+        while waiting or suspects:
+            queue, deaths, width = waiting, 1, jobs
+            if suspects:
+                before, suspect = suspects.popleft()
+                queue, deaths, width = deque([suspect]), before + 1, 1
+            with closing(_Pool(work, width, start)) as pool:
+                for task, outcome in pool.run(queue):
+                    if isinstance(outcome, WorkerDied) and deaths < ATTEMPTS:
+                        suspects.append((deaths, task))
+                    else:
+                        yield task, outcome
+    finally:
+        if start == "fork":
+            gc.unfreeze()
 
 
 def check_jobs(jobs: int) -> None:
@@ -130,8 +136,7 @@ def call_all(calls: Sequence[Call[OutcomeT]], jobs: int) -> Iterator[tuple[int, 
             yield place, call.function()
         return
     numbered: Generator[tuple[Any, Any]]
-    if forks := can_fork():
-        gc.freeze()  # the collector of a fork would copy all memory that it looks at
+    if can_fork():
         places = [(place, b"") for place in range(len(calls))]
         numbered = work_all(
             lambda: lambda task: _outcome(calls[task[0]].function), places, jobs, "fork"
@@ -139,18 +144,14 @@ def call_all(calls: Sequence[Call[OutcomeT]], jobs: int) -> Iterator[tuple[int, 
     else:
         packed = [(place, _packed(call)) for place, call in enumerate(calls)]
         numbered = work_all(_calling, packed, jobs)
-    try:
-        with closing(numbered):
-            for (place, _), outcome in numbered:
-                if isinstance(outcome, WorkerDied):
-                    msg = f"{calls[place].name} failed: {outcome}"
-                    raise PluginError(msg)
-                if isinstance(outcome, Exception):
-                    raise outcome
-                yield place, outcome
-    finally:
-        if forks:
-            gc.unfreeze()
+    with closing(numbered):
+        for (place, _), outcome in numbered:
+            if isinstance(outcome, WorkerDied):
+                msg = f"{calls[place].name} failed: {outcome}"
+                raise PluginError(msg)
+            if isinstance(outcome, Exception):
+                raise outcome
+            yield place, outcome
 
 
 def can_fork() -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
+from helpers.requests import keyed
 
 import kvcore
-from kvcore import InputError, PluginError, Request, Router
+from kvcore import InputError, PluginError, Router
 from kvcore.workloads import RequestList
 from kvcore_lab.comparison import compare
 from kvcore_lab.report.routers import OPTIMUM, SHARED, RoutersReport
@@ -165,27 +168,48 @@ def test_a_frame_has_the_rows(comparison):
     assert frame["hit_ratio"].to_list() == [row.hit_ratio for row in comparison.rows]
 
 
-class CountedReads(RequestList):
-    """Requests, and how often they are read."""
+SCRIPT = """
+import sys
+from pathlib import Path
+from kvcore_lab.router_comparison import compare_routers
+from kvcore_lab.sweep.executors import executor_for
+from kvcore_plugins.workload import Chat
 
-    name = "counted-reads"
-    reads = 0
+chats, log, jobs = map(Path, sys.argv[1:])
+read = Chat.__iter__
 
-    def __iter__(self):
-        """Count a read."""
-        self.reads += 1
-        return super().__iter__()
+def counted(chat):
+    with log.open("a") as file:
+        file.write("read\\n")
+    return read(chat)
+
+Chat.__iter__ = counted
+executor = executor_for(None, int(str(jobs)))
+compare_routers(str(chats), ["round-robin", "random"], replicas=[2, 3], executor=executor)
+"""
 
 
-def test_a_workload_is_read_once_for_all_routers():
-    """The requests of a log are held, so that its texts are read for one simulation alone."""
-    requests = [
-        Request(id=n, arrival=n * 10**8, prompt_tokens=64, output_tokens=2, keys=[n % 3],
-                key_tokens=64)
-        for n in range(50)
-    ]  # fmt: skip
-    counted, listed = CountedReads(requests), RequestList(requests)
-    routers = ["round-robin", "prefix-affinity", "random"]
-    counts = [compare_routers(each, routers, replicas=[2, 3]) for each in (counted, listed)]
-    assert counted.reads == 1
-    assert counts[0].rows == counts[1].rows
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forks on Linux alone")
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_workload_is_read_once_for_all_routers(jobs, tmp_path):
+    """The requests of a log are held, so that its texts are read for one simulation alone.
+
+    In a process without other threads, which may be forked.
+    """
+    chats, log = tmp_path / "chats.jsonl", tmp_path / "reads"
+    rows = (
+        {"prompt": f"{n % 3} " * 99, "completion": "yes", "timestamp": n} for n in range(30)
+    )
+    chats.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    command = [sys.executable, "-c", SCRIPT, str(chats), str(log), str(jobs)]
+    subprocess.run(command, check=True)
+    assert log.read_text().count("read") == 1
+
+
+def test_requests_that_generate_nothing_have_a_cost_a_day_alone():
+    """Where no token is generated, the report has no cost of a million of them."""
+    requests = [keyed(n, [n], 64, arrival=n * 10**8) for n in range(9)]
+    found = compare_routers(RequestList(requests), ROUTERS, 2)
+    reading = RoutersReport(found).reading
+    assert "a day" in reading
+    assert "million" not in reading

@@ -38,7 +38,7 @@ from kvcore_lab.gpu_cost import Cost
 from kvcore_lab.plans.fleet import GRANTS, Fleet, FleetTask, Served
 from kvcore_lab.plans.start import start_command
 from kvcore_lab.sweep.cells import CellRun, Outcome, WorkloadCache
-from kvcore_lab.sweep.executors import Executor, ThisProcess
+from kvcore_lab.sweep.executors import Executor, ThisProcess, known_to
 from kvcore_lab.sweep.grid import CLUSTER, Grid
 from kvcore_lab.sweep.journal import Journal
 
@@ -259,7 +259,8 @@ def plan(
     if cells[0].slo == SLO():
         msg = "slo: nothing is expected, so there is nothing to plan for: give ttft or tpot"
         raise InputError(msg)
-    planner = _Planner(percentile, max_gpus, journal, executor or ThisProcess())
+    executor = executor or ThisProcess()
+    planner = _Planner(percentile, max_gpus, journal, executor, known_to(executor))
     planner.add(cells, counts)
     found = planner.plan(counts, policies, progress or silent)
     return attrs.evolve(found, gpu_price=gpu_price or {})
@@ -321,7 +322,7 @@ class _Planner:
     max_gpus: int
     journal: Journal | None
     executor: Executor
-    known: WorkloadCache = attrs.field(factory=WorkloadCache)
+    known: WorkloadCache
     cells: dict[int, RunConfig] = attrs.field(factory=dict)
     full: dict[int, int] = attrs.field(factory=dict)
     block_bytes: dict[int, int] = attrs.field(factory=dict)

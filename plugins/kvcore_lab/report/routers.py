@@ -94,15 +94,16 @@ class RoutersReport:
             ]
             if not days:
                 continue
-            (least, cheap), (most, dear) = min(rates), max(rates)
-            ends = ""
-            if format_dollars(least) != format_dollars(most):
-                ends = f" with {cheap} to ${format_dollars(most)} with {dear}"
-            yield (
+            text = (
                 f"{shared.replicas} replicas cost ${format_dollars(max(days))} a day "
-                f"({self.comparison.gpu_prices}), and a million generated tokens "
-                f"${format_dollars(least)}{ends}."
+                f"({self.comparison.gpu_prices})"
             )
+            if rates:  # none where nothing is generated
+                (least, cheap), (most, dear) = min(rates), max(rates)
+                text += f", and a million generated tokens ${format_dollars(least)}"
+                if format_dollars(least) != format_dollars(most):
+                    text += f" with {cheap} to ${format_dollars(most)} with {dear}"
+            yield f"{text}."
 
     @property
     def setup(self) -> str:

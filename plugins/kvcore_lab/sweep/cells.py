@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -179,6 +180,14 @@ class WorkloadCache:
                 other.release()
             self._workloads[key] = parts.workload = KeptWorkload(parts.workload)
         return parts
+
+    def hold(self, cell: RunConfig) -> None:
+        """Read the workload of a cell, for forks of this process, unless it takes much memory.
+
+        Does nothing if it cannot be read: the run of the cell says why.
+        """
+        with suppress(*FAILURES):
+            cast("KeptWorkload", self.parts(cell).workload).hold()
 
     def digest(self, parts: RunParts) -> str:
         """Return the digest of a workload, which is computed once."""

@@ -32,7 +32,7 @@ from kvcore_lab.sweep.cells import (
 )
 from kvcore_lab.sweep.grid import CLUSTER, PART, Grid, axes_of
 from kvcore_lab.sweep.journal import Journal
-from kvcore_lab.workers import ATTEMPTS, WorkerDied, queue_of, work_all
+from kvcore_lab.workers import ATTEMPTS, WorkerDied, can_fork, queue_of, work_all
 from kvcore_plugins.host import cpus
 from kvcore_replay.belady import Belady
 
@@ -161,17 +161,20 @@ def _outcome(ray: Any, done: Any, task: Task) -> Outcome:
 class Processes:
     """Runs tasks in processes of this machine.
 
-    When a worker dies, the tasks that were running are run again, each alone; a task whose
-    workers die a few times has failed.
+    They are forks of this process where that is safe, so that none of them reads the workload
+    of the first task again. When a worker dies, the tasks that were running are run again, each
+    alone; a task whose workers die a few times has failed.
 
     Attributes:
         jobs: number of processes; None: one for each CPU that this process may use.
+        known: the plugins and workloads of this process, which its forks share.
 
     Raises:
         InputError: `jobs` is below 1.
     """
 
     jobs: int | None = None
+    known: WorkloadCache = attrs.field(factory=WorkloadCache, repr=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
         """Check `jobs`."""
@@ -184,8 +187,12 @@ class Processes:
 
         No process outlives the generator.
         """
-        jobs = cpus() if self.jobs is None else self.jobs
-        with closing(work_all(_local_runner, tasks, jobs)) as done:
+        jobs, tasks = cpus() if self.jobs is None else self.jobs, queue_of(tasks)
+        made = work_all(_runner_anew, tasks, jobs)
+        if can_fork() and tasks:
+            self.known.hold(tasks[0].cell)
+            made = work_all(lambda: CellRunner(self.known).attempt, tasks, jobs, "fork")
+        with closing(made) as done:
             for task, outcome in done:
                 if isinstance(outcome, WorkerDied):
                     yield Outcome(task.digest, None, str(outcome))
@@ -193,8 +200,8 @@ class Processes:
                     yield outcome
 
 
-def _local_runner() -> Callable[[Task], Outcome]:
-    """Return the function that runs the tasks of a worker."""
+def _runner_anew() -> Callable[[Task], Outcome]:
+    """Return the function that runs the tasks of a new process."""
     return CellRunner().attempt
 
 
@@ -213,6 +220,13 @@ class ThisProcess:
         runner, tasks = CellRunner(self.known), queue_of(tasks)
         while tasks:
             yield runner.attempt(tasks.popleft())
+
+
+def known_to(executor: Executor) -> WorkloadCache:
+    """Return the workloads that an executor shares with this process; else new ones."""
+    if isinstance(executor, ThisProcess | Processes):
+        return executor.known
+    return WorkloadCache()
 
 
 def executor_named(text: str, jobs: int | None = None) -> Processes | RayCluster:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -108,11 +109,11 @@ def prompt_parts(
     for group, (start, end) in zip(groups, pairwise([0, *ends]), strict=True):
         cuts = _divided([len(block.text) for block in group], start, end)
         for block, first, last in zip(group, [start, *cuts], cuts, strict=False):
-            found = _SENTENCE.findall(block.text)
-            borders = _divided(list(map(len, found)), first, last)
-            pieces = tuple(zip(map(hash, found), borders, strict=True))
-            digest = blake2b(block.text.encode("utf-8", "surrogatepass"), digest_size=16)
-            parts.append(PromptPart(block.label, last, digest.digest(), pieces, block.ttl_ns))
+            # Messages come back in each later turn.
+            text = block.text
+            digest, hashes, lengths = (_seen if len(text) <= _SHORT else _sentences)(text)
+            pieces = tuple(zip(hashes, _divided(lengths, first, last), strict=True))
+            parts.append(PromptPart(block.label, last, digest, pieces, block.ttl_ns))
     mark = _ttl(body)
     if mark is not None and parts:
         *others, part = parts
@@ -120,7 +121,19 @@ def prompt_parts(
     return tuple(parts)
 
 
-def _divided(lengths: list[int], start: int, end: int) -> list[int]:
+def _sentences(text: str) -> tuple[bytes, list[int], list[int]]:
+    """Return the digest of a text, and the hash and the length of each of its sentences."""
+    found = _SENTENCE.findall(text)
+    digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return digest, list(map(hash, found)), list(map(len, found))
+
+
+_SHORT = 1 << 13
+
+_seen = lru_cache(maxsize=1 << 12)(_sentences)
+
+
+def _divided(lengths: Sequence[int], start: int, end: int) -> list[int]:
     """Return the ends of consecutive texts of these lengths, from `start` to `end`."""
     whole = sum(lengths) or 1
     return [start + (end - start) * length // whole for length in accumulate(lengths)]

@@ -151,16 +151,16 @@ def _pretrained(folder: Path, digests: tuple[str, ...]) -> Any:
 
 
 def _words(text: str) -> list[int]:
-    # Two of three texts of a message are its role and its line end.
+    # Roles and line ends come back in each message, and messages in each later turn.
     if len(text) <= _SHORT:
         return list(_short_words(text))
     return list(map(_piece_id, _PIECES.findall(text)))
 
 
-_SHORT = 12
+_SHORT = 1 << 13
 
 
-@lru_cache(maxsize=1 << 10)
+@lru_cache(maxsize=1 << 12)
 def _short_words(text: str) -> tuple[int, ...]:
     return tuple(map(_piece_id, _PIECES.findall(text)))
 
