@@ -346,7 +346,7 @@ def tensor_layout(
         kinds = "; ".join(map(str, spec.caches))
         msg = (
             f"layers of model {spec.name!r} keep different things ({kinds}), so it cannot be "
-            "run on one paged K/V; take one whose layers all keep K/V heads"
+            "run on one paged K/V: take a GroupedCache of its groups, or another model"
         )
         raise InputError(msg)
     if spec.latent:

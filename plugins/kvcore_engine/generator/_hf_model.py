@@ -401,7 +401,7 @@ def layer_types(model: PreTrainedModel) -> list[str]:
     every = "sliding_attention" if windowed else "full_attention"
     kinds = getattr(config, "layer_types", None) or [every] * config.num_hidden_layers
     known = {"full_attention", "sliding_attention"}
-    if "full_attention" in kinds and "sliding_attention" not in kinds:
+    if {"full_attention", "linear_attention"} <= {*kinds} and "sliding_attention" not in kinds:
         known |= {"linear_attention", "mlp", "moe"}
     for kind in kinds:
         if kind not in known:

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 from torch import Tensor
-from transformers import Cache
-from transformers.cache_utils import LinearAttentionLayer
+from transformers import Cache, cache_utils
 
 from kvcore import InputError
 
 if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedModel
+    from transformers.cache_utils import LinearAttentionLayer
 
     from kvcore_engine.groups import StepStates
 
@@ -52,10 +52,10 @@ class StateLayer:
         tokens = torch.linspace(-1, 1, 2 * width, device=weight.device, dtype=weight.dtype)
         tokens = tokens.view(1, 2, width)
         first = cls(module, tokens, tokens, continues=True)
-        _, states = first._advance(tokens[:, :1], LinearAttentionLayer())
+        _, states = first._advance(tokens[:, :1], cache_utils.LinearAttentionLayer())
         ends = []
         for scale in (0, 1):
-            layer = LinearAttentionLayer()
+            layer = cache_utils.LinearAttentionLayer()
             layer.update_conv_state(states.conv_states[0])
             layer.update_recurrent_state(torch.full_like(states.recurrent_states[0], scale))
             ends.append(first._advance(tokens, layer)[1].recurrent_states[0])
@@ -72,7 +72,7 @@ class StateLayer:
 
         Returns the output and the new states. `states` is None where a sequence begins.
         """
-        layer = LinearAttentionLayer()
+        layer = cache_utils.LinearAttentionLayer()
         steps: tuple[Tensor, ...] = (tokens,)
         if states is not None:
             cut = prod(self.conv.shape)
