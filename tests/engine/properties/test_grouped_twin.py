@@ -9,7 +9,8 @@ from helpers.engine import decided
 from helpers.grouped_tensors import expected, grouped_servers
 
 
-@pytest.mark.parametrize("seed", range(20))
+# At seed 29 a request that is preempted fits again at the next step.
+@pytest.mark.parametrize("seed", [*range(20), 29])
 def test_a_run_in_groups_has_the_trace_of_the_simulator(seed):
     """Windows and states on tensors: the simulator's trace, and outputs as without a cache.
 
