@@ -133,7 +133,7 @@ def kvcore_prefix_indexes() -> list[type[Plugin]] | dict[str, str]:
 
 @hookspec
 def kvcore_retention_policies() -> list[type[Plugin]] | dict[str, str]:
-    """Return retention policies, which drop the K/V of tokens of a running sequence."""
+    """Return retention policies: which K/V of a running sequence is kept, and what is read."""
 
 
 @hookspec

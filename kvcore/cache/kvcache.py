@@ -12,7 +12,7 @@ When blocks become free:
     a dropped range     at `commit`, if it is private (retention)          EVICT retention
     removed tokens      at `compact`, if it is private (retention)         COMPACT
     an expired span     when an `open` or `commit` matches its keys        EVICT expired
-    a victim            never: the call that needs blocks gets it          EVICT capacity
+    an evicted span     never: the call that needs blocks gets them        EVICT capacity
                         (`open`, `extend`)
 """
 
@@ -39,7 +39,6 @@ from kvcore.cache.retention import (
     compact_blocks,
     drop_blocks,
     is_past_shared,
-    may_drop,
     new_holes,
     own_blocks,
 )
@@ -156,8 +155,9 @@ class KVCache:
         if self.retention is not None:
             self._droppable = find_override(self.retention, "droppable")
             self._keeps = find_override(self.retention, "keeps")
-            if self._droppable is None and self._keeps is None:
-                self.retention = None  # it keeps everything, so a call would be wasted
+            self.geometry.shares_output = self.retention.reads_all
+            if self.retention.reads_all and not self.forgets:
+                self.retention = None  # it changes nothing, so a call would be wasted
         if trace is not None:
             trace.begin(
                 count=accounting,
@@ -176,8 +176,8 @@ class KVCache:
 
     @property
     def forgets(self) -> bool:
-        """Whether a running sequence may hold fewer tokens than it has: under a retention."""
-        return self.retention is not None
+        """Whether a running sequence may hold fewer tokens than it has."""
+        return self._droppable is not None or self._keeps is not None
 
     @property
     def unpinned_blocks(self) -> int:
@@ -764,7 +764,8 @@ class KVCache:
             msg = f"request {seq.request.id} publishes no output: its blocks get no more keys"
             raise InputError(msg)
         seq.keys.extend(keys)
-        if not seq.compacted and seq.request.hints.share is None:
+        shares = self.geometry.shares_output and seq.request.hints.share is None
+        if shares and not seq.compacted:
             seq.cacheable += len(keys)
 
     # Blocks.
@@ -803,7 +804,9 @@ class KVCache:
 
     def _retain(self, retention: RetentionPolicy, seq: Sequence, now: int) -> None:
         """Drop the blocks of `seq` that `retention` names, or compact `seq`."""
-        if self._droppable is not None and may_drop(self.pool, seq):
+        if not is_past_shared(seq):
+            return
+        if self._droppable is not None and own_blocks(self.pool, seq) == seq.private_blocks:
             try:
                 holes = new_holes(seq, self._droppable(seq))
             except BaseException as error:
@@ -813,7 +816,7 @@ class KVCache:
                     self.pool, seq, holes, self.trace, retention.name, now
                 )
         # No later token attends to a text that is complete.
-        if self._keeps is None or not is_past_shared(seq) or seq.is_whole:
+        if self._keeps is None or seq.is_whole:
             return
         try:
             kept = self._keeps(seq)

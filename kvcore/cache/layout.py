@@ -65,6 +65,7 @@ class BlockLayout:
         ratio: blocks per key.
         reload_seconds: seconds to load a block from the nearest tier, in a load of many;
             infinite without a tier. Set by `Tiers`.
+        shares_output: whether blocks of an output with keys may be shared.
 
     Raises:
         InputError: an unknown accounting, or block and key sizes that do not fit.
@@ -84,6 +85,7 @@ class BlockLayout:
         self.accounting = accounting
         self.block_size: int = block_size
         self.reload_seconds = inf
+        self.shares_output = True
         self._unit = accounting == "keys"
         self._recompute = recompute
         self.set_key_tokens(block_size if key_tokens is None else key_tokens)
@@ -155,7 +157,7 @@ class BlockLayout:
             keys = keys[self._stride - 1 :: self._stride]
         keyed = len(keys) * self.ratio
         blocks = -(-length // size)
-        if publishes:
+        if publishes and self.shares_output:
             cacheable = keyed
         elif keyed < full:
             cacheable = full = keyed

@@ -338,7 +338,7 @@ class CacheStats:
         requests: first admissions.
         lookup_blocks, hit_blocks: blocks looked up, and those that hit.
         lookup_tokens, hit_tokens: prompt tokens, and those in blocks that hit.
-        self_hit_blocks: blocks that resumed requests hit.
+        self_hit_blocks: blocks that resumed requests hit, most of them their own.
         dropped_blocks: blocks that open sequences have dropped.
         compactions: number of compactions of sequences.
         compacted_tokens, compacted_blocks: tokens and blocks that they removed from tables.

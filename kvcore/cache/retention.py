@@ -5,16 +5,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 from operator import index
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
 from kvcore.cache.recorder import Recorder
 from kvcore.cache.sequence import Hole, Sequence, merge_holes
+from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import Plugin
 
 
 class RetentionPolicy(Plugin):
-    """Decides which tokens of an open sequence need no K/V any longer.
+    """Decides which tokens of an open sequence need no K/V any longer, or are not read.
 
     The cache calls the policy after each chunk of a prefill, and, while the sequence
     generates, after each full block. Dropped blocks leave the block table for good: private
@@ -25,17 +26,21 @@ class RetentionPolicy(Plugin):
     A policy by position returns the ranges to drop (`droppable`), of which whole blocks are
     dropped at once. A policy that picks single tokens returns how many to keep (`keeps`); the
     sequence is compacted to that many tokens in private blocks, with a choice of tokens for
-    each layer and K/V head. The choice needs tensors: see `kvcore.ScoreRetention`. The
-    number and the moment depend on lengths alone, so a simulation decides as a run on tensors
-    does. Override one of the two methods.
+    each layer and K/V head. The choice needs tensors: see `kvcore.ScoreRetention`. Override one
+    of the two methods.
 
     A sequence that shares private blocks with a fork drops no blocks, but it may be compacted,
     into blocks of its own. Neither happens before it has computed all blocks that it shares.
 
     A method that raises ends the use of the cache.
+
+    Attributes:
+        reads_all: whether a token attends to all tokens that are kept. If generated tokens do
+            not, their K/V is not what keys of an output stand for, and is not shared.
     """
 
     kind: ClassVar[str] = "retention"
+    reads_all: ClassVar[bool] = True
 
     def droppable(self, seq: Sequence) -> Iterable[tuple[int, int]]:
         """Return ranges `(start, end)` of token positions that `seq` may drop.
@@ -47,10 +52,16 @@ class RetentionPolicy(Plugin):
         del seq
         return ()
 
+    def timing(self, model: ModelSpec) -> dict[str, Any]:
+        """Return options of a latency model that follow from what a step reads; {}: all."""
+        del model
+        return {}
+
     def keeps(self, seq: Sequence) -> int | None:
         """Return how many of the `seq.held` tokens of `seq` to keep; None: all, the default.
 
-        Pure, and a function of lengths alone: `held`, `position`, `target`, `compacted`.
+        Pure, and a function of lengths alone, so that a simulation decides as a run on tensors
+        does: `held`, `position`, `target`, `compacted`.
         The answer for a sequence whose prompt is partly computed (`position < target`) holds
         for the chunks that follow too. If the blocks for a compaction are missing, the cache
         calls the method again after the next commit. It does not call it once the text is
@@ -58,18 +69,6 @@ class RetentionPolicy(Plugin):
         """
         del seq
         return None
-
-
-def may_drop(pool: CountingPool, seq: Sequence) -> bool:
-    """Return True if `seq` may drop blocks: it has computed its shared ones and owns the rest.
-
-    O(private blocks) in C.
-    """
-    if not is_past_shared(seq):
-        return False
-    if seq.private is None or not isinstance(pool, BlockPool) or not pool.owners:
-        return True
-    return pool.owners.keys().isdisjoint(seq.private)
 
 
 def is_past_shared(seq: Sequence) -> bool:
@@ -182,7 +181,9 @@ def _drop(pool: CountingPool, seq: Sequence, first: int, end: int) -> Ids | None
     if seq.private is None:
         pool.free(None, count)
         return None
-    offset = private_from - seq.span.end - seq.dropped_between(seq.span.end, private_from)
+    between = ((max(seq.span.end, low), min(private_from, high)) for low, high in seq.holes)
+    dropped = sum(max(high - low, 0) for low, high in between)
+    offset = private_from - seq.span.end - dropped
     ids = seq.private[offset : offset + count]
     ids.reverse()
     del seq.private[offset : offset + count]

@@ -132,10 +132,6 @@ class Sequence:
         last = request.prompt_tokens + request.output_tokens - 1
         return request.output_tokens > 0 and self.position >= last
 
-    def dropped_between(self, first: int, end: int) -> int:
-        """Return the number of dropped blocks in `[first, end)`."""
-        return sum(max(min(end, high) - max(first, low), 0) for low, high in self.holes)
-
     def table(self) -> Ids:
         """Return the ids of its blocks, first to last, without holes. O(blocks) in C."""
         parts = []

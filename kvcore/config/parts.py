@@ -178,10 +178,11 @@ class RunParts:
             InputError: there is no rule for what a layer keeps, or blocks do not fit the keys.
         """
         config, model = self.config, self.model
-        split = self.splits_layers and config.timed and not model.uniform
+        split = self.splits_layers and config.timed
         if not split or config.disable_hybrid_kv_cache_manager:
             return None
-        layout = KVLayout(model, self.codec, self.geometry.block_size)
+        with self._about("codec"):
+            layout = KVLayout(model, self.codec, self.geometry.block_size)
         with self._about("model"):
             plan = self.rules.layer_plan(layout, self._tensor_parallel)
         if plan is not None:
@@ -218,9 +219,8 @@ class RunParts:
 
     def _layers_refusal(self, plan: LayerPlan) -> str:
         return (
-            f"layers of {self.model.name} keep different things, in {plan.where}, which this "
-            "does not know: leave it out, or serve the model as one group "
-            "(disable_hybrid_kv_cache_manager)"
+            f"the K/V of {self.model.name} is in {plan.where}, which this does not know: leave "
+            "it out, or serve the model as one group (disable_hybrid_kv_cache_manager)"
         )
 
     def cache(self, trace: Recorder | None = None) -> KVCache:
@@ -514,7 +514,9 @@ class RunParts:
     def _timing(self, devices: int | None) -> dict[str, Any]:
         """Return the options of the deployment that a latency model may have."""
         model, device = self.model, self.device
+        retention = None if self.config.retention is None else self.built("retention")
         return {
+            **({} if retention is None else retention.timing(model)),
             # A model from a file has no name that plugins know.
             "model": model.name if model == MODELS.get(model.name) else model,
             "device": device.name if device == DEVICES.get(device.name) else device,

@@ -249,17 +249,13 @@ def _expected(kind: Any) -> str:
     """
     if _is_literal(kind):
         return " or ".join(map(as_text, get_args(kind)))
-    if _is_union(kind):
+    if get_origin(kind) in (Union, UnionType):
         return " or ".join(_expected(member) for member in _members(kind))
     return _TYPES[kind][0]
 
 
 def _is_literal(kind: Any) -> bool:
     return get_origin(kind) is Literal
-
-
-def _is_union(kind: Any) -> bool:
-    return get_origin(kind) in (Union, UnionType)
 
 
 def _members(union: Any) -> list[Any]:

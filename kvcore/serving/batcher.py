@@ -13,11 +13,13 @@ Where an admission takes the blocks of a chunk alone (`Rules.reserve`), 2 may la
 well, and a job loses its blocks (`_has_blocks`): another one, or the one that needs more.
 
 A job that the plan has preempted is offered no slot in the same plan, unless nothing else runs.
-Whom the same plan may still admit, and when others are offered a slot, depends on the rules:
+Jobs behind it in the queue are not either: admissions end at the first job that does not run.
+Whom the same plan may still admit, and when waiting jobs are offered a slot next, depends on
+the rules:
 
-    admit_after_preemption   jobs before the preempted one in order   offered again
-    true (kvcore)            in the same plan                         when something has changed
-    false (vLLM)             not in the same plan                     in the next plan
+    admit_after_preemption   jobs before it in the queue   waiting jobs are offered a slot next
+    true (kvcore)            in the same plan              when something has changed
+    false (vLLM)             not in the same plan          by the next plan
 
 With a preemptive scheduler 2 and 3 are merged by its order, and a waiting job may take the slot
 of a running one, which is paused. With `steps="prefill-first"`, 1 follows only if 2 and 3 have
@@ -188,8 +190,8 @@ class Batcher:
         retry = False
         self._divide(now)
         if step.preempted:
-            # Jobs that were offered no slot because of them are offered one by the next plan.
-            # If the rules admit after a preemption, all others were offered one.
+            # Where the rules do not admit after a preemption, jobs were offered no slot because
+            # of it, and are by the next plan. Else all before the preempted one were.
             retry = not self._rules.admit_after_preemption or step.refuses
             step.preempted.clear()
             if all(job.stage == LOADING for job in self.running):  # also if none runs
@@ -753,16 +755,24 @@ class Batcher:
         self.queue(job, now, front=True)
 
     def _take_blocks(self, job: Job, now: int, requester: Job | None = None) -> None:
-        """Close the sequence of `job`, and let it wait; the trace says for which `requester`.
+        """Close the sequence of `job`, and let it wait.
 
-        Its private blocks are free then, those in spans are unpinned: they stay cached until
-        they are evicted, and the job hits those that are left when it is admitted again, as
-        others may. The rest is computed again, or loaded from a tier where that is faster.
+        Its private blocks are free then: those not computed yet, the partial last one, and
+        those without a key. Those in spans are unpinned: they stay cached until they are
+        evicted, and the job hits those that are left when it is admitted again, as others may.
+        The rest is computed again, or loaded from a tier where that is faster.
 
         A job that has all its tokens finishes instead.
+
+        Args:
+            job: a running or paused job.
+            now: the time, ns.
+            requester: the job whose admission takes the place of a paused one, for the trace;
+                None: running jobs have too few blocks.
         """
         if job.stage == DONE:
             self.finish(job, now, complete=False)
+            # Rules that do not admit after a preemption do not after this one.
             self._step.preempted.add(job)
             return
         paused = job.stage == PAUSED
@@ -793,7 +803,7 @@ class Batcher:
         self._allocator.close(job, now)  # as preempted: its stage is not DONE
         job.seq, job.stage = None, WAITING
         job.target, job.computed = job.request.prompt_tokens + job.generated, 0
-        self.queue(job, now, front=True)
+        self.queue(job, now, front=True)  # for `Scheduler.plan`; else the order decides
         self.blocked_job = None
         self._step.preempted.add(job)
         if self._ratio is not None:
@@ -818,6 +828,8 @@ class Batcher:
         self, job: Job, now: int, *, complete: bool, preempted: bool = False
     ) -> None:
         """Cache the full blocks that `job` has generated, if generated blocks stay cached.
+
+        There are none while its first prompt is computed, but where it is computed again.
 
         If it is not `complete`, its newest token is not known yet, and does not count.
         """

@@ -8,7 +8,8 @@ Its events, who handles them, and the line of the trace that each makes:
     PREFILL_DONE   `ServingLoop._prefill_done`   FIRST_TOKEN
     DECODE_DONE    `ServingLoop._finish`         FINISH
     OUT_OF_BLOCKS  `Batcher._preempt_to_grow`,
-                   `Batcher._has_blocks`         PREEMPT
+                   `Batcher._has_blocks`,
+                   `Batcher._make_room`          PREEMPT
     TIMER          `Batcher._rank_again`         none
 
 Between two of them the same jobs decode, so that all the steps in between are one jump (see
@@ -22,7 +23,8 @@ Between two of them the same jobs decode, so that all the steps in between are o
            3  _planned         the pool is recorded
     end    4  _compute, _jump  one step with prefill; or many decode steps, up to the next event
            5  _pass            the clock moves on; requests that came meanwhile are queued
-           6  commit           blocks that were filled can hit from now on
+           6  commit           blocks that were filled can hit from now on, unless the rules
+                               share what is scheduled: then they could since 2
            7  _prefill_done    first tokens; the jobs decode from the next step on
            8  _finish          jobs with all their tokens give their blocks back
 
@@ -67,7 +69,6 @@ from kvcore.units import INT64_LIMIT, PS_PER_NS, picoseconds
 
 if TYPE_CHECKING:
     from kvcore.cache import KVCache
-    from kvcore.cache.retention import RetentionPolicy
     from kvcore.serving.drafter import Drafter
     from kvcore.serving.speculation import Speculation
 
@@ -127,7 +128,7 @@ class ServingLoop:
             cache.geometry.block_size,
             latency.windows,
             self.log.itl,
-            all_commit=named or cache.retention is not None,
+            all_commit=named or cache.forgets,
             ahead=planned and not rules.lag,
         )
         server = ServiceEstimates(cache, latency, batching.max_seqs)
@@ -170,7 +171,7 @@ class ServingLoop:
         self._lag = Lag() if rules.lag else None
         self._drafts: Speculation | None = None
         drafter = cast("Drafter | None", executor.drafter)
-        _check_parts(drafter, cache.retention, self.allocator, lag=rules.lag)
+        _check_parts(drafter, cache, self.allocator, lag=rules.lag)
         if drafter is not None:
             from kvcore.serving.speculation import Speculation  # noqa: PLC0415 - rare
 
@@ -723,13 +724,13 @@ def _output_commits(
 
 def _check_parts(
     drafter: Drafter | None,
-    retention: RetentionPolicy | None,
+    cache: ServedCache,
     allocator: DecodeAllocator,
     *,
     lag: int,
 ) -> None:
     """Raise InputError if two parts of a run contradict each other."""
-    why = ""
+    why, retention = "", cache.retention if cache.forgets else None
     if lag and (retention is not None or drafter is not None):
         what = "a retention policy" if retention is not None else "a drafter"
         why = (

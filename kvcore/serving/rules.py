@@ -93,12 +93,14 @@ class Rules(Plugin):
         generated: which generated blocks stay cached: those that are `keyed` by the workload;
             or all of them are `cached`, under keys that no other request has.
         admit_after_preemption: whether a step that preempts may admit.
-        ties: which of the jobs that are last in order is preempted. `last`: the last by
-            (priority, admission). `first`: the last by (priority, arrival), and of equal ones
-            the one admitted first.
-        lag: steps between a plan and the state it is based on: 1 under asynchronous
-            scheduling, where a step is planned while the one before it runs. Jobs that finish
-            or arrive during that step count a step later.
+        ties: which of the jobs that the scheduler puts last is preempted. `last`: the last by
+            (priority, admission). `first`: the last by (priority, time of arrival), and of
+            equal ones the one admitted first. The priority is that of the scheduler: under
+            `fcfs` no two jobs have the same, and there are no ties.
+        lag: steps between a plan and what it knows of decoding and arrivals: 1 under
+            asynchronous scheduling, where a step is planned while the one before it runs. Jobs
+            that finish or arrive during that step count a step later; prompts do not, since
+            how much of them a step computes is known when it is planned.
         null_block: whether a block of the pool is never used. The pool of the cache is
             without it; the watermark is a share of all blocks, rounded down.
         new_token_ratio: beside running jobs an admission leaves room for all tokens that its
@@ -165,7 +167,8 @@ class Rules(Plugin):
         """Return how a pool is divided among layers that keep different things.
 
         By default in cache groups, as vLLM has them; an engine may have a pool for each kind.
-        None: it is not divided, and all layers keep all tokens.
+        None: it is not divided, and all layers keep all tokens. Called under a clock, of any
+        model.
 
         Args:
             layout: the model and its K/V in blocks.
@@ -174,6 +177,8 @@ class Rules(Plugin):
         Raises:
             InputError: there is no rule for what a layer keeps.
         """
+        if layout.model.uniform:
+            return None
         # The front door says where groups are planned: most models have one.
         plan = kvcore.groups_of(layout.model, layout.block_size, layout.codec, devices)
         return plan if plan.splits else None

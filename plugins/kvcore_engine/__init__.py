@@ -13,8 +13,11 @@ that of the core, with an executor that computes steps. To read, in this order::
     generator/      models: K/V and next tokens; sincos.py is the simplest
     backend/        K/V in blocks, and attention over them; Triton in backend/kernels/
     mover.py        the bytes of blocks, between the pool and tiers
-    retention/      policies that score tokens, and their contract
+    retention/      policies that score tokens or pages, and their contracts
     compaction.py   applies them: which tokens stay, and where their K/V goes
+    merging.py      tokens that stay as means of those that go
+    page_reader.py  which blocks a token reads, if a policy selects pages
+    reads.py        how much attention reads
     drafter/        drafters of tokens, and their contract
     speculation.py  the executor that verifies drafts
     bench/          suites of benchmarks, beside the limits of memory and links

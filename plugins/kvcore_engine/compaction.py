@@ -29,6 +29,10 @@ from kvcore.errors import InputError, PolicyError
 from kvcore.lazy import LazyModule
 from kvcore.models.codec import Part
 from kvcore.plugins import FAILURES, policy_error, wrong_answer
+from kvcore_engine.merging import merged
+from kvcore_engine.page_reader import PageReader
+from kvcore_engine.reads import AttentionReads
+from kvcore_engine.retention.page_selection import PageSelection
 from kvcore_engine.retention.token_retention import (
     HeldTokens,
     Reads,
@@ -74,6 +78,7 @@ class _Record:
         queries: for each layer the queries of the newest n tokens, `[n, heads, head_dim]`;
             the one at position p is row p % n.
         asked: position of each row of `queries`; -1: the row is empty.
+        summaries: summaries of its pages by layer, for a policy that selects pages.
     """
 
     positions: torch.Tensor | None = None
@@ -82,6 +87,7 @@ class _Record:
     attention: torch.Tensor | None = None
     queries: dict[int, torch.Tensor] = attrs.field(factory=dict)
     asked: list[int] = attrs.field(factory=list)
+    summaries: dict[int, torch.Tensor] = attrs.field(factory=dict)
 
     def copy(self) -> _Record:
         """Return the record of a fork, which shares the tensors that only compactions set."""
@@ -90,6 +96,7 @@ class _Record:
             attention=None if self.attention is None else self.attention.clone(),
             queries={layer: rows.clone() for layer, rows in self.queries.items()},
             asked=[*self.asked],
+            summaries={**self.summaries},
         )
 
     def add_attention(
@@ -114,7 +121,8 @@ class Compactor:
 
     It records the inputs of the policy, and nothing else, where a step attends; moves K/V when
     the cache compacts a sequence; and returns the positions of held tokens for layers with
-    windows. The records of a sequence end with the sequence.
+    windows. For a policy that selects pages it lets tokens read these. The records of a
+    sequence end with the sequence.
 
     Args:
         cache: the cache, whose `on_fork` and `on_compact` are set. Without a policy that picks
@@ -127,6 +135,9 @@ class Compactor:
         InputError: the policy cannot be run: it selects no single tokens, or rebases positions
             of keys that cannot be rotated.
         PolicyError: its `reads` are no `Reads`, or of a negative number of queries.
+
+    Attributes:
+        reads: what generated tokens have read so far.
     """
 
     def __init__(
@@ -141,10 +152,17 @@ class Compactor:
         self._windows, self._rotary = tuple(windows), tuple(rotary)
         self._has_windows = any(window is not None for window in self._windows)
         self._options: dict[int, dict[str, Any]] = {}
+        self._merges = False
         if self._policy is not None:
             _check_reads(self._policy)
+            self._merges = self._policy.merges
             if self._policy.rebases:
                 self._check_rebasing(self._policy)
+        retention = cache.retention
+        self._reader: PageReader | None = None
+        if isinstance(retention, PageSelection):
+            self._reader = PageReader(retention, backend)
+        self.reads = AttentionReads(backend.layout, self._windows, self._reader)
         cache.on_fork, cache.on_compact = self._fork, self._compact
 
     @classmethod
@@ -166,12 +184,16 @@ class Compactor:
         It is the backend's own, unless there is something to record for the policy.
         """
         backend, policy = self._backend, self._policy
+        sequences = list(sequences)
+        self.reads.add(sequences, batch)
+        if self._reader is not None:
+            summaries = [self._record(seq).summaries for seq in sequences]
+            return self._reader.attend(sequences, summaries, batch)
         if policy is None:
             return backend.attend
         reads = policy.reads
         if not (reads.attention or reads.queries or self._has_windows):
             return backend.attend
-        sequences = list(sequences)
         records = [self._record(seq) for seq in sequences]
         newest = self._newest(records, sequences, batch, reads.queries)
 
@@ -191,6 +213,11 @@ class Compactor:
             return out
 
         return attend
+
+    def summary_bytes(self, sequences: Iterable[Sequence]) -> int:
+        """Return the bytes of the summaries that are kept of the pages of sequences."""
+        records = (self._record(seq) for seq in sequences)
+        return sum(kept.nbytes for record in records for kept in record.summaries.values())
 
     def _fork(self, seq: Sequence, child: Sequence) -> None:
         """Called when `seq` is forked: `child` gets a copy of its record."""
@@ -301,9 +328,15 @@ class Compactor:
             for layer in range(backend.layout.layers):
                 tokens = self._read(seq, record, layer, text[layer], seen[layer], table)
                 scores = self._ranked(policy, tokens, text[layer], seen[layer])
-                sources, stays = _assign(_choose(scores, text[layer], kept), back)
+                chosen = _choose(scores, text[layer], kept)
+                sources, stays = _assign(chosen, back)
                 places.append(sources)
                 positions.append(text[layer].gather(1, sources))
+                if self._merges:
+                    reachable = chosen | (scores > -torch.inf)
+                    masks = (backend.tensor(mask) for mask in (chosen, reachable))
+                    self._write(layer, into, merged(policy, tokens, *masks), sources)
+                    continue
                 shift = None
                 if policy.rebases:
                     ranks = positions[-1].argsort(1).argsort(1)
@@ -318,6 +351,24 @@ class Compactor:
         if record.attention is not None:
             order = backend.tensor(torch.stack(places))
             record.attention = record.attention.gather(2, order)
+
+    def _write(
+        self,
+        layer: int,
+        into: Ids,
+        held: tuple[torch.Tensor, torch.Tensor],
+        sources: torch.Tensor,
+    ) -> None:
+        """Store K/V of the held tokens at the places `sources` in the blocks `into`."""
+        backend, kept = self._backend, sources.shape[1]
+        order = backend.tensor(sources)[..., None]
+        plan = backend.plan(RaggedBatch(block_tables=[into], contexts=[0], lengths=[kept]))
+        dtype = backend.layout.dtype
+        rows = (
+            backend.tensor(part.take_along_dim(order, 1).transpose(0, 1).contiguous(), dtype)
+            for part in held
+        )
+        backend.store(layer, plan, *rows)
 
     def _move(
         self,
@@ -363,8 +414,8 @@ class Compactor:
         found: dict[str, Any] = {}
         weighs = reads.queries > 0 and reads.weights
         halves: tuple[tuple[Part, bool], ...] = (
-            ("keys", reads.keys or weighs),
-            ("values", reads.values),
+            ("keys", reads.keys or weighs or self._merges),
+            ("values", reads.values or self._merges),
         )
         for part, wanted in halves:
             if wanted:
@@ -391,7 +442,7 @@ class Compactor:
             if weighs:
                 reach = backend.tensor(self._reach(layer, seen[:, None], asked[:, None]))
                 found["weights"] = _weights(queries, found["keys"], reach, scale)
-        if not reads.keys:
+        if not reads.keys and not self._merges:
             found.pop("keys", None)
         return HeldTokens(
             seq=seq,
@@ -456,7 +507,9 @@ class Compactor:
         layout = self._backend.layout
         codec = layout.codec
         why = ""
-        if plain:
+        if self._merges:
+            why = "merges them, where each key must be rotated as it was computed"
+        elif plain:
             why = (
                 f"layer {plain[0]} of the model has no rotary embedding that it tells of, so "
                 "its keys cannot be rotated to them"

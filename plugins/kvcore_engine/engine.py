@@ -22,6 +22,7 @@ from kvcore.serving.drafter import Drafter
 from kvcore.serving.result import Result
 from kvcore.serving.simulate import check_cache, serve, served_batching, serving_parts
 from kvcore_engine.executor import Clock, tensor_executor
+from kvcore_engine.reads import AttentionReads
 from kvcore_engine.speculation import SpeculativeTensorExecutor
 from kvcore_plugins.drafter.measured_acceptance import DraftedStep, write_acceptance
 from kvcore_plugins.latency.measured_steps import MeasuredStep
@@ -35,13 +36,25 @@ class RunResult(Result):
         outputs: generated token ids, by request id.
         steps: duration of each step, under the wall clock; empty under the model's.
         scheduler: the scheduler of the run.
+        reads: the K/V that attention of generated tokens has read.
         drafted: outcome of the drafts of every step of a request; empty without a drafter.
     """
 
     outputs: dict[int | str, list[int]] = attrs.field(repr=False)
     steps: list[MeasuredStep] = attrs.field(repr=False)
     scheduler: Scheduler
+    reads: AttentionReads = attrs.field(repr=False)
     drafted: list[DraftedStep] = attrs.field(factory=list, repr=False)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the numbers of a simulation, and the bytes that attention has read."""
+        reads = self.reads
+        read = {
+            "tokens": reads.tokens,
+            "bytes": round(reads.bytes),
+            "text_bytes": round(reads.text_bytes),
+        }
+        return super().summary() | {"attention_reads": read}
 
     def write_acceptance(self, path: Path | str) -> None:
         """Write which drafts were accepted, for the drafter `acceptance` of simulations.
@@ -179,6 +192,7 @@ def run(
         outputs={name: stream.output for name, stream in executor.streams.items()},
         steps=executor.measured,
         scheduler=scheduler,
+        reads=executor.reads,
         drafter=built_drafter,
         drafted=executor.drafted,
     )

@@ -83,6 +83,7 @@ class TensorExecutor:
     Attributes:
         streams: token ids of the requests that have run, by request id.
         measured: duration of each step so far, under the wall clock.
+        reads: what attention of generated tokens has read.
         drafted: outcome of the drafts of each step of a sequence, in a derived class that
             verifies drafts.
 
@@ -131,6 +132,7 @@ class TensorExecutor:
         generator.load(backend, dtype)
         backend.allocate(layout)
         self._compactor = Compactor.of(cache, backend, generator)
+        self.reads = self._compactor.reads
         self._mover: TensorMover | None = None
         if cache.tiers is not None:
             from kvcore_engine.mover import TensorMover, identity  # noqa: PLC0415 - most have none

@@ -17,7 +17,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import attrs
 
@@ -36,6 +36,7 @@ from kvcore.request import Key
 from kvcore.serving import Job
 from kvcore.units import format_bytes
 from kvcore_engine.executor import ScheduledSequence, TensorExecutor, call, tensor_layout
+from kvcore_engine.reads import AttentionReads
 from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_plugins.cache_groups.groups import GroupSequence, Table
 
@@ -68,9 +69,7 @@ class GroupedLayers:
             InputError: the groups are not those of the model.
         """
         states = sum(cache.layers for cache in spec.caches if cache.kind == "state")
-        windows = spec.windows
-        if spec.caches:
-            windows = (_attention(spec).window,) * _attention(spec).layers
+        windows = attention_windows(spec)
         kinds = [("full" if window is None else "window", window) for window in windows]
         kinds += [("state", None)] * states
         members: dict[tuple[str, int | None], list[int]] = {}
@@ -94,6 +93,14 @@ class GroupedLayers:
             )
             raise InputError(msg)
         return cls(tuple(places[: len(windows)]), tuple(places[len(windows) :]))
+
+
+def attention_windows(spec: ModelSpec) -> Sequence[int | None]:
+    """Return the attention window of each layer with K/V; None: all tokens."""
+    if not spec.caches:
+        return spec.windows
+    attention = _attention(spec)
+    return (attention.window,) * attention.layers
 
 
 def _attention(spec: ModelSpec) -> LayerCache:
@@ -278,6 +285,11 @@ class GroupedTensorExecutor(TensorExecutor):
 
     _cache: GroupedCache  # type: ignore[assignment]
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        windows = attention_windows(self._generator.spec)
+        self.reads = AttentionReads(self._backend.layout, windows, None)
+
     def _layout(self, spec: ModelSpec, dtype: str, codec: Codec | None) -> TensorLayout:
         """Return the layout of the pool, and find the layers in the groups."""
         groups, blocks = self._cache.groups, self._cache.pool.blocks
@@ -298,6 +310,7 @@ class GroupedTensorExecutor(TensorExecutor):
 
     def _attend(self, sequences: Sequence[ScheduledSequence], batch: RaggedBatch) -> Attend:
         """Return the function that stores and attends in the groups of each layer."""
+        self.reads.add((each.seq for each in sequences), batch)
         tables = [cast("GroupSequence", each.seq).tables for each in sequences]
         return grouped_attend(self._backend, self._layers, tables, batch)
 

@@ -70,6 +70,8 @@ def kvcore_retention_policies() -> dict[str, str]:
         "expected": "kvcore_engine.retention.expected:Expected",
         "h2o": "kvcore_engine.retention.h2o:H2O",
         "knorm": "kvcore_engine.retention.knorm:KNorm",
+        "kvmerger": "kvcore_engine.retention.kvmerger:KVMerger",
+        "quest": "kvcore_engine.retention.quest:Quest",
         "random": "kvcore_engine.retention.random:Random",
         "snapkv": "kvcore_engine.retention.snapkv:SnapKV",
         "tova": "kvcore_engine.retention.tova:TOVA",

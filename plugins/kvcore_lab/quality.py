@@ -12,7 +12,6 @@ import attrs
 from kvcore.cache import KVCache, RetentionPolicy
 from kvcore.engine import Backend, Codec, Generator, RaggedBatch, Tensor, TensorLayout
 from kvcore.errors import InputError, KvcoreError
-from kvcore.models.codec import BYTES_PER_NUMBER, Part
 from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import FAILURES, policy_error
 from kvcore.plugins.base import options_of
@@ -22,6 +21,8 @@ from kvcore.progress import Progress, Tick, silent, unseen
 from kvcore.request import Request
 from kvcore_engine.compaction import Compactor
 from kvcore_engine.executor import tensor_layout
+from kvcore_engine.reads import waiting_bytes
+from kvcore_engine.retention.page_selection import PageSelection
 
 __all__ = ["Quality", "QualityRow", "measure"]
 
@@ -50,6 +51,9 @@ class QualityRow:
             scales of the codec, and of tokens that are not coded until their block is full. A
             mean over the steps.
         share: `bytes_per_token` as a share of the full bytes.
+        read_bytes_per_token: bytes that attention of a generated token reads, per token of the
+            context: K/V, and summaries of pages. A mean over the steps.
+        read_share: the same as a share of what it reads if all tokens are kept.
         attention_error: relative error of attention's output: for each layer, the norm of the
             difference over all texts and steps, divided by the norm of the output; the mean
             over the layers.
@@ -65,6 +69,8 @@ class QualityRow:
     budget: float | None
     bytes_per_token: float
     share: float
+    read_bytes_per_token: float
+    read_share: float
     attention_error: float
     kl: float
     kl_p95: float
@@ -245,8 +251,13 @@ def measure(
             if haystacks:
                 row = _with_answers(parts, finder, cell, haystacks, row)
             rows.append(row)
-    first = rows[0].bytes_per_token
-    rows = [attrs.evolve(row, share=row.bytes_per_token / first) for row in rows]
+    first, read = rows[0].bytes_per_token, rows[0].read_bytes_per_token
+    rows = [
+        attrs.evolve(
+            row, share=row.bytes_per_token / first, read_share=row.read_bytes_per_token / read
+        )
+        for row in rows
+    ]
     return Quality(
         generator=built.name,
         needle_generator=finder.name if samples.needles else None,
@@ -391,6 +402,10 @@ class _Parts:
         known = {option.name for option in options_of(cls)}
         budgets = known.intersection(("budget", "tokens"))
         full = self.layout(generator, codecs[0]).bytes_per_block
+        plain = self.layout(generator, None).bytes_per_block
+        selection = 0.0
+        if issubclass(cls, PageSelection):
+            selection = self.plugins.build("retention", policy).selection(generator.spec)
         for codec in codecs:
             if not budgets or policy.options.keys() & budgets:
                 yield _Cell(policy, codec)
@@ -398,7 +413,9 @@ class _Parts:
             taken = self.layout(generator, codec).bytes_per_block
             for share in shares:
                 if share * full < taken:
-                    yield _Cell(policy, codec, share, share * full / taken)
+                    # Summaries are not coded, and are read besides: a page is left for them.
+                    tokens = max(share * full - selection * plain, 1) / taken
+                    yield _Cell(policy, codec, share, tokens)
 
     def policy(self, cell: _Cell, prompt_tokens: int) -> RetentionPolicy | None:
         """Return the policy of a cell; None: everything is kept."""
@@ -422,6 +439,7 @@ class _Run:
             `[texts, query_heads, value_dim]`.
         bytes_per_token: for each step behind the prompts, the bytes held by tokens of the
             texts.
+        read_per_token: for each such step, the bytes that attention read, by the same tokens.
     """
 
     def __init__(
@@ -455,6 +473,7 @@ class _Run:
         self._output = 0
         self.attended: list[Tensor] = []
         self.bytes_per_token: list[float] = []
+        self.read_per_token: list[float] = []
         chunk = max(1, STEP_TOKENS // len(prompts))
         for start in range(0, len(prompts[0]), chunk):
             self.logits = self._compute([each[start : start + chunk] for each in prompts])
@@ -462,27 +481,21 @@ class _Run:
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Append a token to each text; return the logits of the next, `[texts, vocabulary]`."""
         self._output += 1
+        before = self._compactor.reads.bytes
         logits = self._compute([[token] for token in tokens])
         context = sum(seq.position for seq in self._seqs)
         self.bytes_per_token.append(self._held_bytes() / context)
+        self.read_per_token.append((self._compactor.reads.bytes - before) / context)
         self._tick(1)
         return logits
 
     def _held_bytes(self) -> int:
-        """Return the bytes of the blocks in use, and of the tokens that wait to be coded."""
+        """Return the bytes of used blocks, summaries, and tokens that wait to be coded."""
         pool, layout = self._cache.pool, self._backend.layout
         held = (pool.blocks - pool.free_blocks) * layout.bytes_per_block
-        codec = layout.codec
-        if codec is None:
-            return held
-        widths: tuple[tuple[Part, int], ...] = (
-            ("keys", layout.head_dim),
-            ("values", layout.value_dim),
-        )
-        waiting = sum(width for part, width in widths if not codec.by_token(part))
+        held += self._compactor.summary_bytes(self._seqs)
         tokens = sum(seq.held % layout.block_size for seq in self._seqs)
-        number = BYTES_PER_NUMBER[layout.dtype]
-        return held + tokens * waiting * layout.kv_heads * layout.layers * number
+        return held + tokens * waiting_bytes(layout) * layout.layers
 
     def _compute(self, tokens: list[list[int]]) -> Tensor:
         """Compute more tokens of each text; return the logits after the last of each."""
@@ -607,6 +620,8 @@ class _Full:
             budget=cell.budget,
             bytes_per_token=sum(run.bytes_per_token) / len(run.bytes_per_token),
             share=1.0,
+            read_bytes_per_token=sum(run.read_per_token) / len(run.read_per_token),
+            read_share=1.0,
             attention_error=float(relative.mean()),
             kl=float(apart.mean()),
             kl_p95=float(apart.quantile(0.95)),

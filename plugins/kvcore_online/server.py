@@ -38,8 +38,8 @@ from kvcore_replay.keyed import KeyedNames
 if TYPE_CHECKING:
     from aiohttp import web
 
-Parts: TypeAlias = AsyncGenerator[tuple[int, Tokens], None]
-"""The parts of the answers to a call, each with the index of its request."""
+Pieces: TypeAlias = AsyncGenerator[tuple[int, Tokens], None]
+"""The pieces of the answers to a call, as they are generated, with the index of the request."""
 
 CONNECTIONS = 4
 """Most open connections, as a multiple of `ServeConfig.requests`; others are closed at once."""
@@ -379,10 +379,10 @@ class Server:
         requests = list(call.requests(self._ids, size, salt, publish=publish))
         self._busy += call.answers
         try:
-            parts = self._generate(requests)
+            pieces = self._generate(requests)
             if call.stream:
-                return await self._stream(http, requests, call, parts)
-            return await self._whole(requests, call, parts)
+                return await self._stream(http, requests, call, pieces)
+            return await self._whole(requests, call, pieces)
         finally:
             self._busy -= call.answers
 
@@ -397,46 +397,46 @@ class Server:
             raise ApiError(400, "the body must be a JSON object")
         return document
 
-    async def _generate(self, requests: Sequence[Request]) -> Parts:
-        """Yield the parts of answers, each with the index of its request.
+    async def _generate(self, requests: Sequence[Request]) -> Pieces:
+        """Yield the pieces of answers, each with the index of its request.
 
         Closing the generator cancels the requests that have not ended.
         """
-        parts: asyncio.Queue[tuple[int, Tokens]] = asyncio.Queue()
+        pieces: asyncio.Queue[tuple[int, Tokens]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def listener(index: int, part: Tokens) -> None:
-            loop.call_soon_threadsafe(parts.put_nowait, (index, part))
+        def listener(index: int, piece: Tokens) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, (index, piece))
 
         for index, request in enumerate(requests):
             self.engine.submit(request, partial(listener, index))
         running = dict(enumerate(requests))
         try:
             while running:
-                index, part = await parts.get()
-                if part.end is not None:
+                index, piece = await pieces.get()
+                if piece.end is not None:
                     del running[index]
-                yield index, part
+                yield index, piece
         finally:
             for request in running.values():
                 self.engine.cancel(request.id)
 
     async def _whole(
-        self, requests: Sequence[Request], call: Call, parts: Parts
+        self, requests: Sequence[Request], call: Call, pieces: Pieces
     ) -> web.Response:
         """Return the whole texts as an answer."""
         answers = [self._answer(call) for _ in requests]
         left = len(answers)
-        async for index, part in parts:
+        async for index, piece in pieces:
             answer = answers[index]
             if answer.ended:
                 continue
-            _check(part)
-            answer.body += self._add(answer, requests[index], part)
+            _check(piece)
+            answer.body += self._add(answer, requests[index], piece)
             left -= answer.ended
             if not left:
                 break
-        await parts.aclose()
+        await pieces.aclose()
         choices = []
         for index, answer in enumerate(answers):
             content: dict[str, Any] = {"text": answer.body}
@@ -449,10 +449,10 @@ class Server:
         )
 
     async def _stream(
-        self, http: web.Request, requests: Sequence[Request], call: Call, parts: Parts
+        self, http: web.Request, requests: Sequence[Request], call: Call, pieces: Pieces
     ) -> web.StreamResponse:
-        """Send server-sent events, one for each part of a text."""
-        first = await anext(parts)
+        """Send server-sent events, one for each piece of a text."""
+        first = await anext(pieces)
         _check(first[1])
         out: web.StreamResponse = self._web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -464,7 +464,7 @@ class Server:
 
         try:
             await out.prepare(http)
-            async for document in self._chunks(requests, call, first, parts):
+            async for document in self._chunks(requests, call, first, pieces):
                 await send(orjson.dumps(document))
             await send(b"[DONE]")
         except (TimeoutError, ConnectionError):
@@ -472,7 +472,7 @@ class Server:
             if http.transport is not None:
                 http.transport.abort()
         finally:
-            await parts.aclose()
+            await pieces.aclose()
         return out
 
     async def _chunks(
@@ -480,35 +480,35 @@ class Server:
         requests: Sequence[Request],
         call: Call,
         first: tuple[int, Tokens],
-        parts: Parts,
+        pieces: Pieces,
     ) -> AsyncIterator[Mapping[str, Any]]:
-        """Yield the documents of streamed answers, of which `first` is the first part."""
+        """Yield the documents of streamed answers, of which `first` is the first piece."""
         head = self._head(requests[0], call, chunk=True)
         answers = [self._answer(call) for _ in requests]
         if call.chat:
             opening = {"delta": {"role": "assistant", "content": ""}}
             for index in range(len(answers)):
                 yield {**head, "choices": [_choice(index, opening, None)]}
-        left, (index, part) = len(answers), first
+        left, (index, piece) = len(answers), first
         while True:
-            if part.end in (FAILED, REJECTED, CANCELLED):
-                message = part.reason or f"the request was {part.end}"
+            if piece.end in (FAILED, REJECTED, CANCELLED):
+                message = piece.reason or f"the request was {piece.end}"
                 yield {"error": {"message": message, "type": "server_error"}}
                 return
             if not answers[index].ended:
-                added = self._add(answers[index], requests[index], part)
+                added = self._add(answers[index], requests[index], piece)
                 for choice in _deltas(call, index, answers[index], added):
                     yield {**head, "choices": [choice]}
                 left -= answers[index].ended
             if not left:
                 break
-            index, part = await anext(parts)
+            index, piece = await anext(pieces)
         if call.counted:
             yield {**head, "choices": [], "usage": _usage(call, answers)}
 
-    def _add(self, answer: Answer, request: Request, part: Tokens) -> str:
+    def _add(self, answer: Answer, request: Request, piece: Tokens) -> str:
         """Return the text that new tokens add; end the request if its text has ended."""
-        added = answer.add(part)
+        added = answer.add(piece)
         if answer.text.stopped:
             self.engine.finish(request.id)
         return added

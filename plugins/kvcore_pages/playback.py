@@ -238,10 +238,10 @@ class Playback:
         file: name of the trace.
         header: the first line.
         rows: the columns of `COLUMNS`, for the lines in the window.
-        first: number of the first line in the window, from 0 on.
+        first_line: number of the first line in the window, from 0 on.
         lines: number of lines of the trace.
         ended: time (ns) of the last line of the trace.
-        begin: the state before the first line in the window; None: an empty pool.
+        opening: the state before the first line in the window; None: an empty pool.
         prompts: the prompts of the requests.
         evicted: contents that EVICT lines in the window removed, in their order.
         explanation: the reasons of misses.
@@ -262,8 +262,8 @@ class Playback:
         """
         reader = ServerReader(file, replica)
         self.file = str(reader.file)
-        self.first, self.lines, self.ended = 0, 0, 0
-        self.begin: dict[str, Any] | None = None
+        self.first_line, self.lines, self.ended = 0, 0, 0
+        self.opening: dict[str, Any] | None = None
         self.prompts = Prompts()
         self.evicted: list[EvictedContent] = []
         self._window = window
@@ -368,7 +368,7 @@ class Playback:
         """Start or stop keeping rows, before the first line of a moment."""
         self.ended, window, flat = event.t, self._window, self._flat
         if self._stage == "before" and event.t >= window.start:
-            self._stage, self.first, self.begin = "inside", event.n, self._snapshot()
+            self._stage, self.first_line, self.opening = "inside", event.n, self._snapshot()
             self._put, self._before = flat.extend, 0
         if self._stage != "inside":
             return
@@ -609,11 +609,11 @@ class Playback:
         """Return the JSON part of the playback: the run, and its requests."""
         prompts, explanation = self.prompts, self.explanation
         found = [explanation.requests.get(request) for request in prompts.ids]
-        last = self.first + len(self.rows["kind"])
+        last = self.first_line + len(self.rows["kind"])
         lost = {
             index: sum(loss.tokens for loss in each.losses if loss.eviction is not None)
             for index, (each, line) in enumerate(zip(found, prompts.admitted, strict=True))
-            if each is not None and (line == NONE or self.first <= line < last)
+            if each is not None and (line == NONE or self.first_line <= line < last)
         }
         told = set(nlargest(MOST_REASONS, lost, key=lost.__getitem__))
         whys = [
@@ -628,8 +628,8 @@ class Playback:
             "setup": setup(self.header),
             "words": self.words,
             "pool": self._checker.pool.high_water,
-            "begin": self.begin,
-            "first": self.first,
+            "begin": self.opening,
+            "first": self.first_line,
             "lines": self.lines,
             "ended": self.ended,
             "prefill": {

@@ -91,10 +91,10 @@ def _left_out(name: str, side: Playback) -> Iterator[str]:
     rows, times = len(side.rows["kind"]), side.rows["time"]
     if rows == side.lines:
         return
-    begin, end = times[0], sum(times)
+    begin, end, first = times[0], sum(times), side.first_line
     whole = f"{side.lines:,}; the trace ends at {side.ended / NS_PER_S:,.3f} s"
     yield (
-        f"{name}: this page plays lines {side.first + 1:,} to {side.first + rows:,}, from "
+        f"{name}: this page plays lines {first + 1:,} to {first + rows:,}, from "
         f"{begin / NS_PER_S:,.3f} s to {end / NS_PER_S:,.3f} s, of {whole}. The pool at their "
         "begin is exact; curves, timeline and events show these lines alone. --window "
         "START:END (seconds) makes a page of another part, --events N one of more lines."

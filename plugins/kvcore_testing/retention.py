@@ -12,6 +12,7 @@ from kvcore.cache import KVCache, RetentionPolicy, Sequence
 from kvcore.engine import Rotary
 from kvcore.request import Request
 from kvcore.serving import simulate
+from kvcore_engine.retention.page_selection import PageSelection
 from kvcore_engine.retention.token_retention import (
     HeldTokens,
     Reads,
@@ -21,6 +22,7 @@ from kvcore_engine.retention.token_retention import (
 from kvcore_testing.plugin import PluginTests, check_is_named
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 BLOCK = 4
@@ -152,6 +154,60 @@ class RetentionPolicyTests(PluginTests):
         assert result.summary()["completed"] == len(requests)
         assert cache.pool.free_blocks + cache.tree.cached_blocks == cache.pool.blocks
 
+    # Pages, of a policy that selects some to read.
+
+    @_dtypes
+    @pytest.mark.parametrize("factor", [0.0, 1.0, 1e4])
+    def test_scores_of_pages_are_finite_numbers(self, dtype: str, factor: float) -> None:
+        """A finite score for each page and K/V head, whatever the keys and queries."""
+        policy, keys, queries = self._pages(dtype=dtype, factor=factor)
+        summaries = policy.summarise(keys)
+        assert summaries.shape[:2] == keys.shape[:2], "one summary for each head and page"
+        scores = policy.score(summaries, queries)
+        assert scores.shape == keys.shape[:2], "one score for each head and page"
+        assert scores.isfinite().all(), "a score is infinite or NaN"
+
+    def test_scores_of_pages_are_repeatable(self) -> None:
+        """Scores depend on keys and queries alone, and these are unchanged."""
+        policy, keys, queries = self._pages()
+        before = keys.clone(), queries.clone()
+        first = policy.score(policy.summarise(keys), queries).clone()
+        assert (keys.equal(before[0]), queries.equal(before[1])) == (True, True)
+        assert first.equal(policy.score(policy.summarise(keys), queries))
+
+    def test_scores_a_page_by_its_own_keys(self) -> None:
+        """The score of a page depends on no other page, and on no other K/V head."""
+        policy, keys, queries = self._pages()
+        score = policy.score(policy.summarise(keys), queries)
+        for head in range(len(keys)):
+            for page in range(keys.shape[1]):
+                alone = policy.summarise(keys[head : head + 1, page : page + 1])
+                found = policy.score(alone, queries[head : head + 1])
+                assert found[0, 0].allclose(score[head, page], rtol=1e-4)
+
+    def test_summaries_take_what_is_declared(self) -> None:
+        """The summary of a page takes as many numbers as `summary_keys` keys."""
+        policy, keys, _ = self._pages()
+        numbers = policy.summarise(keys)[0, 0].numel()
+        assert numbers == policy.summary_keys * keys.shape[-1]
+
+    def _pages(
+        self, *, dtype: str = "fp32", factor: float = 1.0
+    ) -> tuple[PageSelection, Tensor, Tensor]:
+        """Return the policy, keys of 5 pages in 2 K/V heads, and queries of 3 heads each."""
+        torch = pytest.importorskip("torch", reason="pages are scored on torch tensors")
+        policy = self.make()
+        if not isinstance(policy, PageSelection):
+            pytest.skip("the policy selects no pages")
+        source = torch.Generator().manual_seed(0)
+        shapes = (2, 5, policy.page, 8), (2, 3, 8)
+        kind = _kind(dtype)
+        keys, queries = (
+            ((torch.rand(shape, generator=source) * 2 - 1) * factor).to(kind)
+            for shape in shapes
+        )
+        return policy, keys, queries
+
     # Scores.
 
     @_dtypes
@@ -215,20 +271,74 @@ class RetentionPolicyTests(PluginTests):
     def test_scores_tokens_in_any_order(self) -> None:
         """The score of a token does not depend on its place in the block table."""
         policy, held = self._held()
-        order = list(range(held.positions.shape[-1]))
-        order = order[1::2] + order[::2]
-        moved = {
-            name: getattr(held, name)[..., order, :]
-            for name in ("keys", "values")
-            if getattr(held, name) is not None
-        }
-        moved |= {
-            name: getattr(held, name)[..., order]
-            for name in ("positions", "attention", "weights")
-            if getattr(held, name) is not None
-        }
-        score = policy.score(attrs.evolve(held, **moved))
+        order = _shuffled(held)
+        score = policy.score(_reordered(held, order))
         assert score.allclose(policy.score(held)[..., order], rtol=1e-4, atol=1e-7)
+
+    # Merging, of a policy that does not drop all tokens that go.
+
+    @_dtypes
+    @pytest.mark.parametrize("factor", [0.0, 1.0, 1e4])
+    def test_merges_into_tokens_that_stay(self, dtype: str, factor: float) -> None:
+        """Each token is merged into one that stays, and weights of a mean are shares of 1."""
+        policy, held, stays = self._merging(dtype=dtype, factor=factor)
+        into, weights = policy.merge(held, stays)
+        assert into.shape == weights.shape == stays.shape
+        assert ((weights >= 0) & weights.isfinite()).all(), "a weight is negative or infinite"
+        assert (weights[stays] > 0).all(), "a token that stays has no weight in its mean"
+        merged = into >= 0
+        inside = into.clamp_min(0)
+        assert stays.gather(-1, inside)[merged].all(), "merged into a token that does not stay"
+        own = inside.new_tensor(range(stays.shape[-1])).expand(stays.shape)
+        assert into[stays].equal(own[stays]), "a token that stays is merged into another"
+        sums = (weights.double() * 0).scatter_add(-1, inside, weights.double() * merged)
+        whole = sums.new_ones(()).expand(sums[stays].shape)
+        assert sums[stays].allclose(whole, atol=1e-3), "weights of a mean whose sum is not 1"
+
+    def test_merges_are_repeatable(self) -> None:
+        """Merges depend on the tokens alone, which `merge` leaves unchanged."""
+        policy, held, stays = self._merging()
+        before = {name: each.clone() for name, each in _tensors(held).items()}
+        first = [part.clone() for part in policy.merge(held, stays)]
+        for name, each in _tensors(held).items():
+            assert each.equal(before[name]), f"merge() changed {name}"
+        again = policy.merge(held, stays)
+        assert all(one.equal(other) for one, other in zip(first, again, strict=True))
+
+    def test_merges_a_layer_alone_as_with_others(self) -> None:
+        """The merges of a layer are the same with and without other layers in the call."""
+        policy, held, stays = self._merging()
+        into, weights = policy.merge(held, stays)
+        for row in range(len(held.layers)):
+            alone = policy.merge(_layer(held, row), stays[row : row + 1])
+            assert alone[0][0].equal(into[row])
+            assert alone[1][0].allclose(weights[row], rtol=1e-4)
+
+    def test_merges_tokens_in_any_order(self) -> None:
+        """The merges of a token do not depend on its place in the block table."""
+        policy, held, stays = self._merging()
+        into, weights = policy.merge(held, stays)
+        order = _shuffled(held)
+        moved, heavy = policy.merge(_reordered(held, order), stays[..., order])
+        places = into.new_tensor(order)
+        assert places[moved.clamp_min(0)].where(moved >= 0, -1).equal(into[..., order])
+        assert heavy.allclose(weights[..., order], rtol=1e-4)
+
+    def _merging(
+        self, *, dtype: str = "fp32", factor: float = 1.0
+    ) -> tuple[TokenRetention, HeldTokens, Tensor]:
+        """Return the policy, random tokens, and which of them stay: a quarter, the last too."""
+        torch = pytest.importorskip("torch", reason="K/V lies in torch tensors")
+        policy = self.make()
+        if not isinstance(policy, TokenRetention) or not policy.merges:
+            pytest.skip("the policy merges no tokens")
+        seq = next(_grow(None, 70, 70))
+        reads = attrs.evolve(policy.reads, keys=True, values=True)
+        held = held_tokens(seq, reads, dtype=dtype, factor=factor)
+        draws = torch.rand(held.positions.shape, generator=torch.Generator().manual_seed(2))
+        stays = draws >= draws.topk(18, -1).values[..., -1:]
+        newest = held.positions == held.positions.amax(-1, keepdim=True)
+        return policy, held, stays | newest
 
     @_lengths
     def test_newest_tokens_stay(self, prompt: int) -> None:
@@ -269,9 +379,7 @@ def held_tokens(
     """
     import torch  # noqa: PLC0415 - only scores need it
 
-    kind = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}.get(
-        dtype, torch.bfloat16
-    )
+    kind = _kind(dtype)
     source = torch.Generator().manual_seed(seed)
     layers, heads, group, width = 3, 2, 2, 8
     held, count = seq.held, min(reads.queries, seq.held)
@@ -309,6 +417,13 @@ def held_tokens(
     )
 
 
+def _kind(dtype: str) -> torch.dtype:
+    """Return torch's dtype of a name."""
+    from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - only scores need it
+
+    return TORCH_DTYPES[dtype]
+
+
 def _tensors(held: HeldTokens) -> dict[str, Tensor]:
     """Return the tensors of `held` by name."""
     names = [
@@ -321,6 +436,22 @@ def _tensors(held: HeldTokens) -> dict[str, Tensor]:
         "weights",
     ]
     return {name: getattr(held, name) for name in names if getattr(held, name) is not None}
+
+
+def _shuffled(held: HeldTokens) -> list[int]:
+    """Return an order of the tokens that is not that of the text."""
+    order = list(range(held.positions.shape[-1]))
+    return order[1::2] + order[::2]
+
+
+def _reordered(held: HeldTokens, order: list[int]) -> HeldTokens:
+    """Return the same tokens in another order."""
+    moved: dict[str, Any] = {
+        name: each[..., order, :] if name in ("keys", "values") else each[..., order]
+        for name, each in _tensors(held).items()
+        if not name.startswith("quer")
+    }
+    return attrs.evolve(held, **moved)
 
 
 def _layer(held: HeldTokens, row: int) -> HeldTokens:

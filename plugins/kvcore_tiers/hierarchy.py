@@ -436,10 +436,10 @@ class Tiers:
 
         It is the nearest one that parks sequences, has room, and takes less time to write and
         read the private blocks of `seq` than computing them takes; None if there is none. With
-        a retention policy there is none, since its data about a sequence could not be
-        restored. Changes nothing.
+        a retention policy that drops tokens there is none, since its data about a sequence
+        could not be restored. Changes nothing.
         """
-        if self.cache.retention is not None or seq.compacted or seq.family:
+        if self.cache.forgets or seq.compacted or seq.family:
             return None
         size = self.cache.geometry.block_size
         shared = seq.span.end

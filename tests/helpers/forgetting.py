@@ -123,10 +123,12 @@ class Forgetful:
             head.only([row for row, at in enumerate(head.at.tolist()) if at not in positions])
 
     def compact(self, policy, seq, count):
-        """Keep the `count` best tokens in each head, by the scores of `policy`."""
+        """Keep the `count` best tokens of each head by the scores of `policy`; merge others."""
         now = self.text.computed
         for layer, heads in enumerate(self.heads):
-            (scores,) = policy.score(self.held(layer, policy.reads, seq))
+            held = self.held(layer, policy.reads, seq)
+            (scores,) = policy.score(held)
+            kept = []
             for head, got in zip(heads, scores.tolist(), strict=True):
                 oldest = now - (self.windows[layer] or now + 1)
 
@@ -140,9 +142,29 @@ class Forgetful:
                     return 1, got[row], at
 
                 best = sorted(range(len(got)), key=rank, reverse=True)[:count]
-                head.only(sorted(best))
+                reached = {row for row in range(len(got)) if rank(row)[0]}
+                kept.append((sorted(best), reached.union(best)))
+            if policy.merges:
+                self._merge(policy, heads, held, kept)
+            for head, (best, _) in zip(heads, kept, strict=True):
+                head.only(best)
                 if policy.rebases:
                     head.seen_at = torch.arange(now - count, now)
+
+    def _merge(self, policy, heads, held, kept):
+        """Replace K/V of tokens that stay by the means of reached tokens merged into them."""
+        stays = torch.zeros(held.positions.shape, dtype=torch.bool)
+        for number, (best, _) in enumerate(kept):
+            stays[0, number, best] = True
+        targets, weights = (part[0].tolist() for part in policy.merge(held, stays))
+        for number, (head, (best, reached)) in enumerate(zip(heads, kept, strict=True)):
+            before = head.keys, head.values
+            head.keys, head.values = (part.clone() for part in before)
+            for row in best:
+                run = [at for at in reached if targets[number][at] == row]
+                whole = sum(weights[number][at] for at in run)
+                for part, old in zip((head.keys, head.values), before, strict=True):
+                    part[row] = sum(weights[number][at] / whole * old[at] for at in run)
 
     def held(self, layer, reads, seq):
         """Return the tokens of a layer as a policy reads them, in the order of the text."""

@@ -52,6 +52,9 @@ SEEDS = (0, 1, 10, 11, 12, 14, 15, 19, 23, 29, 32, 33, 35, 37, 39, 58, 61, 64, 1
 GROUPED_SEEDS = (*range(6), 7, 8, 9, 10, 12, 15, 17, 19, 21, 22, 81)
 """Seeds of the servers in `GROUPED`."""
 
+DUPLICATED_SEEDS = (1, 3, 4, 6)
+"""Seeds of the servers in `GROUPED` with one group, whose prompts come again."""
+
 STEP_NS = 20_000_000
 """Nanoseconds of a step, whatever it computes."""
 
@@ -224,6 +227,28 @@ def grouped_server(seed: int) -> Server:
     )
 
 
+def duplicated_server(seed: int) -> Server:
+    """Return a random server of prompts that come again, half of them of whole blocks.
+
+    So many blocks are computed twice. Its one group has full attention.
+    """
+    server, rng = random_server(seed), Random(f"duplicates/{seed}")
+    size, requests = server.block_size, list[Request]()
+    for request in server.requests:
+        keys, tokens = list(request.keys), request.prompt_tokens
+        if rng.random() < 1 / 2:
+            tokens = max(1, tokens // size) * size
+            keys = keys[: tokens // size] or [-1 - len(requests)]
+        if requests and rng.random() < 2 / 5:
+            earlier = requests[-1 - int(rng.random() * min(8, len(requests)))]
+            keys, tokens = list(earlier.keys), earlier.prompt_tokens
+        requests.append(attrs.evolve(request, prompt_tokens=tokens, keys=keys))
+    return attrs.evolve(
+        server, name=f"duplicates, seed {seed}", requests=requests,
+        groups=[LayerGroup("full", size)],
+    )  # fmt: skip
+
+
 class StepRecorder(SimulatedExecutor):
     """An executor whose steps all take the same time, and that records their contents."""
 
@@ -379,7 +404,8 @@ def golden_servers() -> list[Server]:
 
 def grouped_servers() -> list[Server]:
     """Return the servers whose step lists are in the file `GROUPED`."""
-    return list(map(grouped_server, GROUPED_SEEDS))
+    duplicated = map(duplicated_server, DUPLICATED_SEEDS)
+    return [*map(grouped_server, GROUPED_SEEDS), *duplicated]
 
 
 def encode(steps: Iterable[Step]) -> dict[str, Any]:

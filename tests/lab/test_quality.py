@@ -166,6 +166,22 @@ def test_a_budget_is_bytes_whatever_the_codec():
     assert 0.2 < longer.share < 0.25 + 8 / 96
 
 
+def test_a_policy_that_selects_pages_reads_its_budget_and_keeps_everything():
+    """`quest` keeps all bytes, and those of summaries, and reads about its budget.
+
+    What is read counts the summaries; a token of 12 in 96 more than a block is its own page.
+    """
+    found = rows("quest:page=4,dense_layers=0,random", budgets=(0.5,), tokens=4)
+    full, quest = only(found, FULL), only(found, "quest:page=4,dense_layers=0", 0.5)
+    # The summary of 4 tokens takes as much as one of them, for 24 pages of 100 tokens.
+    assert full.bytes_per_token * 1.2 < quest.bytes_per_token < full.bytes_per_token * 1.25
+    assert 0.45 < quest.read_share < 0.5 + 4 / 96
+    assert full.read_bytes_per_token == 512
+    # A policy that drops tokens reads all that it keeps.
+    dropping = only(found, "random", 0.5)
+    assert dropping.read_share == pytest.approx(dropping.share, rel=0.1)
+
+
 def test_a_policy_with_a_size_is_measured_once_at_that_size():
     """A policy whose text sets its size is measured once, at that size."""
     found = rows("window:tokens=10,random:budget=0.5,window:tokens=10", budgets=(0.1, 0.2))

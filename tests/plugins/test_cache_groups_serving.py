@@ -170,6 +170,22 @@ def test_rules_without_groups_and_pools_serve_one():
     assert isinstance(build(like=Plain()).served_cache(), KVCache)
 
 
+def test_duplicates_of_vllm_are_kept_in_one_group():
+    """With `duplicates` a model of one kind of layer has a group whose blocks have copies."""
+    assert isinstance(build(model="llama-3-8b", like="vllm").served_cache(), KVCache)
+    parts = build(model="llama-3-8b", like="vllm:duplicates=true")
+    assert [(group.kind, group.layers) for group in parts.layers.groups] == [("full", 32)]
+    cache = parts.served_cache()
+    request = Request(
+        id=0, arrival=0, prompt_tokens=16, output_tokens=0, keys=[1], key_tokens=16
+    )
+    for name in range(2):
+        seq = cache.open(attrs.evolve(request, id=name), now=0)
+        cache.commit(seq, 16, 0)
+        cache.close(seq, 0)
+    assert cache.unpinned_blocks == 2
+
+
 def test_keys_that_do_not_fit_the_blocks_of_states_are_refused():
     """Blocks into which a state fits are named, with a block size that fits the keys."""
     workload = Zipf(requests=20, rate=5, key_tokens=512)

@@ -288,6 +288,13 @@ def test_sparse_attention_reads_what_it_attends_to_and_what_chooses_it():
     assert latency.duration(work) == roofline().duration(PROMPT)
 
 
+def test_the_first_layers_read_all_tokens():
+    """In half of the layers all tokens are read, and a share of all in the others."""
+    latency = roofline(attended=100, selection=1 / 16, dense_layers=MODEL.layers // 2)
+    ((_, all_read, reading),) = latency.pieces(StepWork(decode=1, context=(0, 0)))
+    assert (all_read, reading) == (KV / 2 + KV / 2 / 16, KV / 2)
+
+
 def test_attended_tokens_on_the_host_are_moved():
     """Tokens that the device does not have are moved at the rate of the host link and read.
 
@@ -338,7 +345,9 @@ def test_weights_that_do_not_fit_are_refused():
         ("engine", "tgi", "roofline: engine='tgi' must be one of vllm, trtllm, sglang"),
         ("attended", -1, "roofline: attended=-1 must be a number of tokens"),
         ("selection", 0.1, "roofline: selection=0.1 needs attended=TOKENS"),
-        ("missed", 2, "roofline: missed=2 must be a share"),
+        ("missed", 2, "roofline: missed=2 must be from 0 to 1"),
+        ("dense_layers", 33, "roofline: dense_layers=33 must be from 0 to 32"),
+        ("dense_layers", 2, "roofline: dense_layers=2 needs attended=TOKENS"),
         ("codec", "fp12", "no codec plugin is named 'fp12' "),
     ],
 )

@@ -10,6 +10,7 @@ from helpers.serving import ask
 from helpers.traces import ask as ask_for
 from helpers.traces import lines
 
+import kvcore
 from kvcore import SLO, InputError, KVCache, PluginError, Plugins, Trace, hookimpl, simulate
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.cost import PrefillCost, cost_fields, read_cost
@@ -215,6 +216,21 @@ class TestUnderAClock:
         assert (back.recorded.forgotten_blocks, back.rerun.forgotten_blocks) == (10, 0)
         assert "retention" not in back.rerun.config
         assert whatif(windowed, plugins=PLUGINS).rerun == found.rerun
+
+    def test_steps_take_the_time_of_what_another_policy_reads(self, tmp_path):
+        """A what-if between policies that read other parts has the trace of a new run."""
+        sizes = "requests=5,prefix_tokens=2048,suffix_tokens=64,output_tokens=30"
+        options = {"memory": "2GiB", "tensor_parallel": 1}
+        traces = {"none": tmp_path / "dense", "quest:budget=64": tmp_path / "sparse"}
+        for retention, path in traces.items():
+            given = {} if retention == "none" else {"retention": retention}
+            kvcore.simulate(f"zipf:{sizes}", **options, **given, trace=path)
+        for retention, path in traces.items():
+            (other,) = set(traces.values()) - {path}
+            whatif(other, retention=retention, export=tmp_path / "new", plugins=PLUGINS)
+            new, right = (each.read_bytes().splitlines() for each in (tmp_path / "new", path))
+            assert new[1:-1] == right[1:-1]
+            (tmp_path / "new").unlink()
 
     def test_a_latency_model_uses_the_recorded_model_and_device(self, tmp_path):
         """A latency model given by name uses the recorded model and device by default."""

@@ -3,9 +3,12 @@
 from functools import partial
 
 import pytest
+from attrs import evolve
 
 from kvcore import InputError, PolicyError, RetentionPolicy, ScoreRetention
 from kvcore.testing import RetentionPolicyTests
+from kvcore_engine.retention.kvmerger import KVMerger
+from kvcore_engine.retention.quest import Quest
 from kvcore_engine.retention.token_retention import Reads, TokenRetention
 
 torch = pytest.importorskip("torch", reason="scores are computed on torch tensors")
@@ -148,6 +151,107 @@ def test_each_mistake_fails_its_conformance_test(wrong, test, given, message):
         retention = partial(Newest, budget=30)
 
     getattr(RightKit(), test)(*given)
+
+
+class Divided(Quest):
+    """A page policy that divides by the norm of a query."""
+
+    def score(self, summaries, queries):
+        """Return the bounds by the norms of queries."""
+        return super().score(summaries, queries) / queries.norm(dim=-1).sum(-1)[:, None]
+
+
+class Compared(Quest):
+    """A page policy that compares pages."""
+
+    def score(self, summaries, queries):
+        """Return the bounds less their mean."""
+        scores = super().score(summaries, queries)
+        return scores - scores.mean()
+
+
+class Sorted(Quest):
+    """A page policy that changes the keys that it reads."""
+
+    def summarise(self, keys):
+        """Return the bounds, and sort the keys."""
+        keys.copy_(keys.sort(2).values)
+        return super().summarise(keys)
+
+
+class Wide(Quest):
+    """A page policy whose summaries take more than it declares."""
+
+    def summarise(self, keys):
+        """Return the bounds twice."""
+        return super().summarise(keys).repeat(1, 1, 2, 1)
+
+
+class Next(KVMerger):
+    """A policy that merges a token into the one before it, which may not stay."""
+
+    def merge(self, held, stays):
+        """Return the places before those of the tokens that go."""
+        into, weights = super().merge(held, stays)
+        places = torch.arange(stays.shape[-1]).expand(stays.shape)
+        return torch.where(stays, into, (places - 1).clamp_min(0)), weights
+
+
+class Heavy(KVMerger):
+    """A policy whose weights of a mean do not have the sum 1."""
+
+    def merge(self, held, stays):
+        """Return weights of 1."""
+        into, weights = super().merge(held, stays)
+        return into, torch.ones_like(weights)
+
+
+class Tabled(KVMerger):
+    """A policy that takes the order of the block table for that of the text."""
+
+    def merge(self, held, stays):
+        """Return merges by places."""
+        places = torch.arange(stays.shape[-1]).expand(stays.shape)
+        return super().merge(evolve(held, positions=places), stays)
+
+
+class Layered(KVMerger):
+    """A policy whose weights depend on the number of layers in the call."""
+
+    def merge(self, held, stays):
+        """Return more means in a call of several layers."""
+        self.threshold = 0.0 if len(held.layers) == 1 else -1.0
+        return super().merge(held, stays)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "test", "options", "message"),
+    [
+        (Divided, "test_scores_of_pages_are_finite_numbers", ("fp32", 0.0), "infinite or NaN"),
+        (Compared, "test_scores_a_page_by_its_own_keys", (), None),
+        (Sorted, "test_scores_of_pages_are_repeatable", (), None),
+        (Wide, "test_summaries_take_what_is_declared", (), None),
+        (Next, "test_merges_into_tokens_that_stay", ("fp32", 1.0), "that does not stay"),
+        (Heavy, "test_merges_into_tokens_that_stay", ("fp32", 1.0), "sum is not 1"),
+        (Tabled, "test_merges_tokens_in_any_order", (), None),
+        (Layered, "test_merges_a_layer_alone_as_with_others", (), None),
+    ],
+)
+def test_each_mistake_in_pages_and_merges_fails_its_test(wrong, test, options, message):
+    """Each mistake fails the conformance test made for it, which the right policy passes."""
+    right = wrong.__mro__[1]
+    thresholds = {"threshold": -1.0} if right is KVMerger else {}
+
+    class Kit(RetentionPolicyTests):
+        retention = partial(wrong, **thresholds)
+
+    with pytest.raises(AssertionError, match=message):
+        getattr(Kit(), test)(*options)
+
+    class RightKit(RetentionPolicyTests):
+        retention = partial(right, **thresholds)
+
+    getattr(RightKit(), test)(*options)
 
 
 def test_tests_of_scores_are_skipped_for_a_policy_without_scores():

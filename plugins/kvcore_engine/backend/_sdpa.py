@@ -6,7 +6,7 @@ torch on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import sqrt
 
@@ -27,6 +27,7 @@ from kvcore_engine.backend._step_plan import (
     StepPlan,
     Tile,
 )
+from kvcore_engine.page_reader import BlockSelection
 from kvcore_plugins.codec.dtypes import widened
 
 CPU_GATHER_BYTES, GPU_GATHER_BYTES = 1 << 21, 1 << 30
@@ -106,11 +107,14 @@ class Sdpa:
         window: int | None,
         sinks: int,
         sums: list[Tensor] | None = None,
+        dense: Sequence[int] | None = None,
+        selected: Iterable[BlockSelection] = (),
         sink_logits: Tensor | None = None,
     ) -> Tensor:
         """Return attention's output, `[rows, query_heads, value_dim]`.
 
-        Attention weights are added to `sums` of `zero_sums`, if it is given.
+        Attention weights are added to `sums` of `zero_sums`, if it is given. With `dense`, only
+        so many first new tokens of each sequence attend to all; `selected` has the others.
         """
         pool, layout = self._pool, self._pool.layout
         rows, heads, width = queries.shape
@@ -120,7 +124,7 @@ class Sdpa:
         out = queries.new_empty(rows, layout.kv_heads, kind.group, layout.value_dim)
         logits = None if sink_logits is None else sink_logits.view(layout.kv_heads, kind.group)
         by_torch = _LayerAttention(pool, layer, self.gather, grouped, out, scale, sums, logits)
-        for part in plan.parts(kind):
+        for part in plan.parts(kind, dense):
             if isinstance(part, KernelPart):
                 assert self._divider.kernel is not None
                 self._divider.kernel.attend(layer, part.plan, grouped, out, scale, sums)
@@ -128,6 +132,8 @@ class Sdpa:
                 by_torch.group(part)
             else:
                 by_torch.tile(part, plan.mask(part, layer, kind))
+        for selection in selected:
+            by_torch.selection(selection)
         return out.view(rows, heads, layout.value_dim)
 
     def gather(self, name: str) -> Gather:
@@ -202,6 +208,32 @@ class _LayerAttention:
             self._chunk(tile, mask)
         else:
             self._weighed_chunk(tile, mask, sums)
+
+    def selection(self, selection: BlockSelection) -> None:
+        """Compute one token, which reads other blocks in each K/V head."""
+        row, blocks, tokens = selection
+        kv_heads, halves = self.pool.layout.kv_heads, (self.pool.keys, self.pool.values)
+        heads = torch.arange(kv_heads, device=blocks.device)[:, None]
+        # Blocks on the host are for those that are not coded yet: only the last may be one,
+        # the same in all heads.
+        host = blocks[0].cpu()
+        keys, values = (
+            parts[self.layer].heads(
+                (blocks * parts[0].row_stride + heads).flatten(),
+                host,
+                slice(0, kv_heads),
+                self.gather(name),
+            )[:, :tokens]
+            for parts, name in zip(halves, ("keys", "values"), strict=True)
+        )
+        asked = self.queries[row]
+        if self.sink_logits is not None:
+            weights = _weights(asked, keys, self.scale, None, self.sink_logits)
+            self.out[row] = weights.to(values.dtype) @ values
+            return
+        self.out[row] = scaled_dot_product_attention(
+            asked[None], keys[None], values[None], scale=self.scale
+        )[0]
 
     def _single(self, tile: Tile, mask: Tensor | None, sums: Tensor | None) -> None:
         """Compute one token in some heads, without gathering V if the tile has bags."""

@@ -9,7 +9,7 @@ chunks too if it can.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
@@ -280,11 +280,16 @@ class Divider:
     on_fallback: Callable[[str], None]
 
     def divide(
-        self, batch: RaggedBatch, tables: list[Tensor], kind: LayerKind
+        self,
+        batch: RaggedBatch,
+        tables: list[Tensor],
+        kind: LayerKind,
+        lengths: Sequence[int] | None = None,
     ) -> Iterator[Part]:
         """Yield parts that together hold every new token of the step once.
 
-        Tables are on the host. O(blocks), and O(tokens) of groups.
+        With `lengths`, only the first so many new tokens of each sequence. Tables are on the
+        host. O(blocks), and O(tokens) of groups.
         """
         firsts = [0, *accumulate(batch.lengths)]
         singles: list[NewToken] = []
@@ -294,8 +299,10 @@ class Divider:
         if kind.learned and self.kernel is not None:
             self.on_fallback(LEARNED)
         for number, (context, length) in enumerate(
-            zip(batch.contexts, batch.lengths, strict=True)
+            zip(batch.contexts, batch.lengths if lengths is None else lengths, strict=True)
         ):
+            if not length:
+                continue
             new = NewToken(number, firsts[number], context, length)
             by_position = kind.window is not None and batch.has_lost_tokens(number)
             in_place = length == 1 or takes_chunks
@@ -469,14 +476,16 @@ class StepPlan:
     key_slots: Tensor
     value_slots: Tensor
     writes: Writes | None
-    _parts: dict[LayerKind, list[Part]] = attrs.field(init=False, factory=dict)
+    _parts: dict[Any, list[Part]] = attrs.field(init=False, factory=dict)
     _masks: dict[Reach, Tensor] = attrs.field(init=False, factory=dict)
 
-    def parts(self, kind: LayerKind) -> list[Part]:
-        """Return the parts of layers of a kind."""
-        if kind not in self._parts:
-            self._parts[kind] = [*self.divider.divide(self.batch, self.tables, kind)]
-        return self._parts[kind]
+    def parts(self, kind: LayerKind, lengths: Sequence[int] | None = None) -> list[Part]:
+        """Return the parts of layers of a kind; `lengths` as for `Divider.divide`."""
+        key = kind, lengths and tuple(lengths)
+        if key not in self._parts:
+            divided = self.divider.divide(self.batch, self.tables, kind, lengths)
+            self._parts[key] = [*divided]
+        return self._parts[key]
 
     def mask(self, tile: Tile, layer: int, kind: LayerKind) -> Tensor | None:
         """Return what each token of `tile` attends to; None if no mask is needed.

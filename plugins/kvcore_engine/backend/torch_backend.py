@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvcore_engine.backend._pool import Pool
     from kvcore_engine.backend._sdpa import Sdpa
     from kvcore_engine.backend._step_plan import AttentionKernel, StepPlan
+    from kvcore_engine.page_reader import BlockSelection
 else:
     torch = LazyModule("torch", globals())
 
@@ -264,12 +265,33 @@ class TorchBackend(Backend):
         sums = self._kernel.zero_sums(plan, queries)
         return self._attended(layer, plan, queries, sums, **options), sums
 
+    def attend_selected(
+        self,
+        layer: int,
+        plan: StepPlan,
+        queries: Tensor,
+        dense: Sequence[int],
+        selected: Iterable[BlockSelection],
+        **options: Unpack[AttendOptions],
+    ) -> Tensor:
+        """Return the output of `attend` where some new tokens read selected blocks alone.
+
+        `dense` is the number of first new tokens of each sequence that attend to all; each of
+        the others is in `selected`. Torch computes these, whatever the kernel.
+
+        Raises:
+            InputError: as for `attend`.
+        """
+        return self._attended(layer, plan, queries, None, dense, selected, **options)
+
     def _attended(
         self,
         layer: int,
         plan: StepPlan,
         queries: Tensor,
         sums: list[Tensor] | None,
+        dense: Sequence[int] | None = None,
+        selected: Iterable[BlockSelection] = (),
         *,
         scale: float | None = None,
         window: int | None = None,
@@ -289,9 +311,8 @@ class TorchBackend(Backend):
                 f"window={window}, sinks={sinks}: a window has 1 token or more, sinks 0 or more"
             )
             raise InputError(msg)
-        return self._kernel.attend(
-            layer, plan, queries, scale, window, sinks, sums, sink_logits
-        )
+        options = scale, window, sinks, sums, dense, selected, sink_logits
+        return self._kernel.attend(layer, plan, queries, *options)
 
     def layer_blocks(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the memory of K and of V of a layer.

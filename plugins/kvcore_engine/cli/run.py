@@ -31,6 +31,7 @@ from kvcore.sections import Section
 from kvcore.units import format_bytes, format_seconds
 from kvcore_engine.config import EngineParts
 from kvcore_engine.engine import RunResult
+from kvcore_engine.reads import AttentionReads
 from kvcore_plugins.latency.measured_steps import write_steps
 
 OF_PROMPTS, OF_WORKLOADS = ("max_output",), ("limit", "window", "shrink")
@@ -222,7 +223,8 @@ def _sections(
     if not engine.texts:
         clock = "measured" if engine.config.clock == "wall" else "simulated"
         about = _computed(engine, engine.workload.options(), document["requests"])
-        return report_of(result, document, clock=clock, done="computed", about=about).sections
+        report = report_of(result, document, clock=clock, done="computed", about=about)
+        return [*report.sections, *_reads(result.reads)]
     tokens = counted(sum(len(output["tokens"]) for output in document["outputs"]), "token")
     steps = counted(document["steps"], "step")
     seconds = format_seconds(document["wall_s"])
@@ -231,6 +233,15 @@ def _sections(
         *(f"> {output['prompt']}\n{output['text']}" for output in document["outputs"]),
         "\n".join([*rejected, f"{tokens} in {steps}, computed in {seconds}."]),
     ]
+
+
+def _reads(reads: AttentionReads) -> list[str]:
+    """Return a sentence on what attention has read, if that is not the whole texts."""
+    if reads.bytes == reads.text_bytes:
+        return []
+    size, share = format_bytes(round(reads.bytes)), reads.bytes / reads.text_bytes
+    tokens = counted(reads.tokens, "generated token")
+    return [f"Attention of {tokens} read {size} of K/V, {share:.0%} of the texts so far."]
 
 
 def _computed(engine: EngineParts, part: dict[str, Any], requests: int) -> str:

@@ -1,5 +1,6 @@
-"""Retention policies that see tokens, and their contract."""
+"""Retention policies that see tokens, and their contracts."""
 
+from kvcore_engine.retention.page_selection import PageSelection
 from kvcore_engine.retention.token_retention import (
     HeldTokens,
     Reads,
@@ -7,4 +8,4 @@ from kvcore_engine.retention.token_retention import (
     TokenRetention,
 )
 
-__all__ = ["HeldTokens", "Reads", "ScoreRetention", "TokenRetention"]
+__all__ = ["HeldTokens", "PageSelection", "Reads", "ScoreRetention", "TokenRetention"]

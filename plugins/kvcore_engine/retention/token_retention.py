@@ -116,6 +116,25 @@ class TokenRetention(RetentionPolicy):
         has no meaning.
         """
 
+    @property
+    def merges(self) -> bool:
+        """Whether `merge` is overridden."""
+        return type(self).merge is not TokenRetention.merge
+
+    def merge(self, held: HeldTokens, stays: Tensor) -> tuple[Tensor, Tensor]:
+        """Return into which token each held one is merged, and its weight there.
+
+        Called after `score` if it is overridden; otherwise tokens that do not stay are dropped.
+        K and V of a token that stays become the weighted mean of the tokens merged into it.
+        `held` has keys and values; `stays` is True for tokens that stay.
+
+        All are `[layers, kv_heads, tokens]`. The first tensor has the index of a token that
+        stays: its own for that one, -1 for a token that is dropped. The second has weights of
+        0 or more, whose sum is 1 over the tokens that are merged into one; that one's is above
+        0. Tokens that no later token reaches are left out of the means afterwards.
+        """
+        raise NotImplementedError
+
 
 def token_retention(cache: KVCache) -> TokenRetention | None:
     """Return the retention policy of `cache` if it selects single tokens, otherwise None.
@@ -176,7 +195,7 @@ class ScoreRetention(TokenRetention):
         elif self.when not in ("always", "prompt"):
             problem = f"when={self.when!r} is not known; there are: always, prompt"
         elif isinstance(self.budget, int) and (
-            _tokens(recent, self.budget) + self.sinks > self.budget
+            tokens_of(recent, self.budget) + self.sinks > self.budget
         ):
             problem = (
                 f"recent={recent} and sinks={self.sinks} are more than the budget of "
@@ -188,12 +207,12 @@ class ScoreRetention(TokenRetention):
 
     def tokens_of(self, seq: Sequence) -> int:
         """Return the budget of `seq` in tokens: 1 or more."""
-        return _tokens(self.budget, seq.request.prompt_tokens)
+        return tokens_of(self.budget, seq.request.prompt_tokens)
 
     def recent_of(self, seq: Sequence) -> int:
         """Return how many of the newest tokens stay: 1 up to the budget."""
         budget = self.tokens_of(seq)
-        return min(_tokens(self.recent, budget), budget)
+        return min(tokens_of(self.recent, budget), budget)
 
     def keeps(self, seq: Sequence) -> int | None:
         """Return the budget at the end of the prompt, and whenever a block more is full."""
@@ -216,6 +235,6 @@ def has_spare_block(seq: Sequence, tokens: int) -> bool:
     return seq.held >= (-(-tokens // size) + 1) * size
 
 
-def _tokens(amount: float, whole: int) -> int:
+def tokens_of(amount: float, whole: int) -> int:
     """Return a number of tokens, or a share of `whole`, as tokens: 1 or more."""
     return amount if isinstance(amount, int) else max(1, int(amount * whole))

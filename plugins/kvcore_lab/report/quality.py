@@ -56,7 +56,7 @@ class QualityReport:
     @property
     def table(self) -> Table:
         """The losses: a row per policy, codec and budget, those with most bytes first."""
-        headers = ["retention", "codec", "budget", "bytes/token", "of full"]
+        headers = ["retention", "codec", "budget", "bytes/token", "of full", "read"]
         headers += ["attention error", "KL", "KL p95", "top-1"]
         headers += ["needles"] if self.quality.needles else []
         rows = [
@@ -66,6 +66,7 @@ class QualityReport:
                 "" if row.budget is None else percent(row.budget),
                 format_number(row.bytes_per_token),
                 f"{row.share:.0%}",
+                f"{row.read_share:.0%}",
                 percent(row.attention_error),
                 f"{row.kl:.2g}",
                 f"{row.kl_p95:.2g}",

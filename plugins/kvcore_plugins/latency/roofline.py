@@ -171,6 +171,7 @@ class Roofline(LatencyModel):
         selection: bytes read of each token of the context to choose them, as a share of its
             K/V: 1/16 for the bounds of keys in pages of 16 tokens, as in Quest; 132 bytes of
             those of a latent for the indexer of DeepSeek V3.2.
+        dense_layers: number of first layers in which a decoding token attends to all tokens.
         missed: share of the attended tokens whose K/V are in the memory of the host, and are
             moved in each step, as by the hierarchical sparse attention of SGLang.
 
@@ -183,7 +184,9 @@ class Roofline(LatencyModel):
 
     name: ClassVar[str] = "roofline"
     renamed_options: ClassVar[dict[str, str]] = {"kv_dtype": "codec"}
-    later_options: ClassVar[tuple[str, ...]] = ("engine", "attended", "selection", "missed")
+    later_options: ClassVar[tuple[str, ...]] = (
+        *("engine", "attended", "selection", "missed", "dense_layers"),
+    )
     fitted_times: ClassVar[tuple[str, ...]] = ("layer_overhead",)
     fitted_shares: ClassVar[tuple[str, ...]] = ("compute", "bandwidth")
 
@@ -201,6 +204,7 @@ class Roofline(LatencyModel):
     attended: int = attrs.field(default=0)
     selection: float = attrs.field(default=0.0)
     missed: float = attrs.field(default=0.0)
+    dense_layers: int = attrs.field(default=0)
 
     def __attrs_post_init__(self) -> None:
         """Convert data sheets to coefficients."""
@@ -244,7 +248,11 @@ class Roofline(LatencyModel):
         )
         if self.attended:
             reading = reads[None] / kv_bandwidth
-            self._attend_sparsely(reading, reading * bandwidth * slower / device.host_link)
+            moving = reading * bandwidth * slower / device.host_link
+            dense = Fraction(
+                model.windows[: self.dense_layers].count(None), model.windows.count(None)
+            )
+            self._attend_sparsely(reading, moving, dense)
         whole = ACTIVATIONS[0] + NARROW_ACTIVATIONS * quantised
         numbers = whole + Fraction(ACTIVATIONS[1], devices)
         hidden = 2 * model.hidden_size * model.layers
@@ -267,17 +275,21 @@ class Roofline(LatencyModel):
         # All but overhead and attention follows from the tokens, and full steps have as many.
         self._by_tokens = lru_cache(4096)(self._kernels.of_tokens)
 
-    def _attend_sparsely(self, reading: Fraction, moving: Fraction) -> None:
+    def _attend_sparsely(self, reading: Fraction, moving: Fraction, dense: Fraction) -> None:
         """Let decoding tokens attend to `attended` tokens, where they attended to all.
 
-        To them counts what a window of as many tokens counts. Prompt tokens attend to all.
-        Reading the K/V of a token takes `reading` seconds, moving them from the host `moving`.
+        To them counts what a window of as many tokens counts. Prompt tokens attend to all, and
+        so do all tokens in a share `dense` of the layers. Reading the K/V of a token takes
+        `reading` seconds, moving them from the host `moving`.
         """
         pairs = dict(zip(self._windows, self._pairs, strict=True))
         reads = dict(zip(self._windows, self._read, strict=True))
+        sparse = 1 - dense
         whole = reads[None] + _whole(moving * Fraction(self.missed))
-        reads[self.attended] = reads.get(self.attended, 0) + whole
-        reads[None] = _whole(reading * Fraction(self.selection))
+        reads[self.attended] = reads.get(self.attended, 0) + round(whole * sparse)
+        reads[None] = round(reads[None] * dense) + _whole(
+            reading * sparse * Fraction(self.selection)
+        )
         self._windows = tuple(sorted(reads, key=lambda w: (w is not None, w or 0)))
         self._pairs = [pairs.get(window, 0) for window in self._windows]
         self._read = tuple(reads[window] for window in self._windows)
@@ -454,12 +466,13 @@ class Roofline(LatencyModel):
             return f"engine={self.engine!r} must be one of {', '.join(get_args(EngineName))}"
         if type(self.attended) is not int or self.attended < 0:
             return f"attended={self.attended!r} must be a number of tokens; 0 stands for all"
-        for name in ("selection", "missed"):
-            share = getattr(self, name)
-            if not 0 <= share <= 1:
-                return f"{name}={share} must be a share, from 0 to 1"
-            if share and not self.attended:
-                return f"{name}={share} needs attended=TOKENS, of sparse attention"
+        for name in ("selection", "missed", "dense_layers"):
+            value = getattr(self, name)
+            most = model.layers if name == "dense_layers" else 1
+            if not 0 <= value <= most:
+                return f"{name}={value} must be from 0 to {most}"
+            if value and not self.attended:
+                return f"{name}={value} needs attended=TOKENS, of sparse attention"
         if self.attended and None not in model.windows:
             return f"attended={self.attended}: each layer of {model.name} has a window"
         return ""

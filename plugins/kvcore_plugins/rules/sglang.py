@@ -40,6 +40,8 @@ class SGLang(Rules):
 
     def layer_plan(self, layout: KVLayout, devices: int) -> LayerPools | None:
         """Return a pool for each kind of layer; None: SGLang has none for the model."""
+        if layout.model.uniform:
+            return None
         from kvcore_plugins.layer_pools import LayerPools  # noqa: PLC0415 - few models have any
 
         return LayerPools.of(layout, devices)

@@ -89,7 +89,7 @@ def recorded_options(
 def _of_server(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict[str, Any]:
     """Return the options of one server, which the replicas of a cluster may have too."""
     recorded: dict[str, Any] = {
-        kind: partial(_rebuilt, file, kind, recorded, plugins)
+        kind: partial(rebuilt, file, kind, recorded, plugins)
         for kind, recorded in header["plugins"].items()
         if kind in (*OF_CACHES, *OF_SERVERS, *OPTIONAL)
     }
@@ -113,7 +113,7 @@ def _of_server(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict[
         **deployment,
         **limits,
         # Rules that override a decision have their name and options in the header.
-        "like": rules if named is None else partial(_rebuilt, file, "rules", named, plugins),
+        "like": rules if named is None else partial(rebuilt, file, "rules", named, plugins),
         **recorded,
     }
 
@@ -135,7 +135,7 @@ def _of_cluster(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict
     planner = routing.get("autoscale")
     return {
         "replicas": tables[0]["count"] if len(tables) == 1 else tables,
-        "router": partial(_rebuilt, file, "router", router, plugins),
+        "router": partial(rebuilt, file, "router", router, plugins),
         "view": routing["view"],
         "fail": routing["fail"],
         "autoscale": planner and str(Spec(planner["name"], _texts(planner["options"]))),
@@ -208,7 +208,7 @@ def redeployed_latency(file: Path, header: Mapping[str, Any], plugins: Plugins) 
     """
     recorded = header["plugins"]["latency"]
     name, options = recorded["name"], recorded["options"]
-    cls = type(_rebuilt(file, "latency", recorded, plugins))
+    cls = type(rebuilt(file, "latency", recorded, plugins))
     known = {option.name for option in options_of(cls)}
     if not {"model", "device"} <= known:
         msg = (
@@ -219,7 +219,7 @@ def redeployed_latency(file: Path, header: Mapping[str, Any], plugins: Plugins) 
     return Spec(name, _texts({key: options[key] for key in options.keys() - set(DEPLOYED)}))
 
 
-def _rebuilt(file: Path, kind: str, recorded: Mapping[str, Any], plugins: Plugins) -> Plugin:
+def rebuilt(file: Path, kind: str, recorded: Mapping[str, Any], plugins: Plugins) -> Plugin:
     """Build the plugin of `kind` that a header names, with the options it had."""
     name, options = recorded["name"], dict(recorded["options"])
     flag = "--like" if kind == "rules" else f"--{kind}"
@@ -268,7 +268,7 @@ def _rebuilt_tier(file: Path, recorded: Mapping[str, Any], plugins: Plugins) -> 
     eviction = read_plugin(str(options.get("eviction", "lru")))
     if eviction.name in plugins.names("eviction"):
         _refuse_paths(file, plugins.get("eviction", eviction.name), eviction.options)
-    return _rebuilt(file, "tier", {"name": name, "options": options}, plugins)
+    return rebuilt(file, "tier", {"name": name, "options": options}, plugins)
 
 
 def _check_codec(file: Path, codec: Any, plugins: Plugins) -> None:

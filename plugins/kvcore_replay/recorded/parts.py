@@ -7,7 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from kvcore.cache import KVCache, LayerPlan, Recorder
+import attrs
+
+from kvcore.cache import KVCache, LayerPlan, Recorder, RetentionPolicy
 from kvcore.config.options import renamed
 from kvcore.config.parts import RunParts
 from kvcore.config.run_config import RunConfig, built_rules
@@ -15,7 +17,7 @@ from kvcore.errors import InputError
 from kvcore.models.catalogue import find_model
 from kvcore.models.cost import PrefillCost, read_cost
 from kvcore.models.spec import ModelSpec
-from kvcore.plugins import Plugin, Plugins, describe
+from kvcore.plugins import Plugin, Plugins, describe, options_of
 from kvcore.serving import Batching, LatencyModel
 from kvcore.serving.rules import CHOICES
 from kvcore.serving.scheduler import LIMITS
@@ -27,6 +29,7 @@ from kvcore_replay.recorded.config import (
     OF_SERVERS,
     OPTIONAL,
     deployment_options,
+    rebuilt,
     recorded_options,
     redeployed_latency,
     replica_groups,
@@ -130,7 +133,21 @@ class RecordedParts(RunParts):
                 f"one: --latency {latency.name}"
             )
             raise InputError(msg)
+        if "retention" in self._changed and "latency" not in self._changed:
+            options = self._changed_reads()
+            if options.keys() <= {option.name for option in options_of(type(latency))}:
+                latency = attrs.evolve(cast("Any", latency), **options) if options else latency
         return latency
+
+    def _changed_reads(self) -> dict[str, Any]:
+        """Return the options of a latency model by which reads change with the retention."""
+        before, reads = self._header["plugins"].get("retention"), {}
+        if before is not None:
+            policy = rebuilt(self._file, "retention", before, self.plugins)
+            reads = dict.fromkeys(cast("RetentionPolicy", policy).timing(self.model), 0)
+        if self.config.retention is not None:
+            reads |= self.built("retention").timing(self.model)
+        return reads
 
     def recorded(self) -> dict[str, Any]:
         """Return the configuration in which the trace was recorded, for JSON."""

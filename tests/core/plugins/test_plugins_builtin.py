@@ -17,7 +17,7 @@ NAMES = {
     "generator": "huggingface induction sincos transformer",
     "latency": "linear roofline table token-rate",
     "prefix": "hashed none radix",
-    "retention": "expected full h2o knorm random snapkv tova window",
+    "retention": "expected full h2o knorm kvmerger quest random snapkv tova window",
     "scheduler": "fair fcfs lpm priority sjf slo srpt",
     "router": "dynamo least-requests llm-d lmetric loadaware mooncake power-of-two "
     "preble prefix-affinity random round-robin session sglang",

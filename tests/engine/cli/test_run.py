@@ -46,6 +46,14 @@ def test_the_report_names_generator_backend_dtype_and_part():
     assert "steps, computed in" in printed
 
 
+def test_the_report_says_how_much_attention_reads():
+    """The report has the share of the texts that attention reads, if it is not all of them."""
+    sparse = ("--retention", "quest:budget=32,dense_layers=0")
+    printed = run(SMALL, *FAST, "--limit", 3, "--block-size", 16, *sparse)
+    assert "Attention of 9 generated tokens read " in printed
+    assert "Attention of" not in run(SMALL, *FAST, "--limit", 3, "--block-size", 16)
+
+
 def test_the_whole_workload_is_computed_in_full_length():
     """`--limit 0 --shrink 1` computes the whole workload."""
     document = json.loads(run(SMALL, *FAST, "--limit", 0, "--shrink", 1, "--json"))

@@ -16,6 +16,10 @@ POLICIES = [
     "full",
     "h2o:budget=0.25,recent=9,sinks=2",
     "knorm:budget=9",
+    "kvmerger:budget=64",
+    "kvmerger:budget=0.25,threshold=-1,recent=3,sinks=2",
+    "quest:budget=64,page=4",
+    "quest:budget=0.1,page=8,dense_layers=0",
     "random:budget=30,recent=0.5,seed=7",
     "snapkv:budget=64",
     "snapkv:budget=0.2,window=3,pool=1,when=always",
@@ -34,7 +38,8 @@ class TestBuiltIn(RetentionPolicyTests):
     @pytest.fixture(autouse=True, params=POLICIES)
     def _configured(self, request, monkeypatch):
         self.spec = request.param
-        monkeypatch.setattr(type(self), "forgets", self.spec != "full")
+        keeps_all = self.spec.startswith(("full", "quest"))
+        monkeypatch.setattr(type(self), "forgets", not keeps_all)
         monkeypatch.setattr(type(self), "per_head", not self.spec.startswith("tova"))
 
     def make(self):

@@ -36,6 +36,8 @@ POLICIES = (
     "tova:budget=5,sinks=2",
     "knorm:budget=4,recent=2",
     "expected:budget=7,sinks=1,queries=4,ahead=8",
+    "kvmerger:budget=6,threshold=0.2",
+    "kvmerger:budget=0.5,threshold=-1,recent=2,sinks=1",
     "random:budget=0.25",
     "tied:budget=5,sinks=1",
 )

@@ -127,7 +127,7 @@ def test_compactions_change_the_hits_of_no_request(steps, size):
 
 def test_slots_find_a_poisoned_cache(monkeypatch):
     """`Slots` finds a shared block that was computed after its sequence dropped tokens."""
-    monkeypatch.setattr("kvcore.cache.retention.is_past_shared", lambda _: True)
+    monkeypatch.setattr("kvcore.cache.kvcache.is_past_shared", lambda _: True)
     forks = Traffic(key_tokens=KEY, mix=FORKS)
     drivers = [(make(60, 2, Window(tokens=1)), random_steps(i, 60, forks)) for i in range(50)]
     with pytest.raises(AssertionError, match="computed without"):

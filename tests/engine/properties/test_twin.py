@@ -111,6 +111,8 @@ RETENTIONS = {
     "knorm": "knorm:budget=20,recent=3",
     "expected": "expected:budget=0.25,sinks=1,queries=4,ahead=4",
     "random": "random:budget=1",
+    "kvmerger": "kvmerger:budget=9,threshold=0",
+    "quest": "quest:budget=48,page=48,dense_layers=0",
 }
 MODEL = "transformer:layers=2,hidden=8,heads=2,kv_heads=1,head_dim=4,mlp=8,vocab_size=64"
 

@@ -48,7 +48,8 @@ def test_json_has_the_documented_fields():
     assert document["schema"] == 1
     full, bounded = document["rows"]
     assert list(full) == [
-        *("retention", "codec", "budget", "bytes_per_token", "share", "attention_error"),
+        *("retention", "codec", "budget", "bytes_per_token", "share"),
+        *("read_bytes_per_token", "read_share", "attention_error"),
         *("kl", "kl_p95", "top1", "needle", "needle_by_depth"),
     ]
     assert (full["kl"], full["top1"], full["needle"]) == (0, 1, 1)

@@ -102,8 +102,8 @@ def check(page, path, seed, window=WHOLE):
             state = GroupState(event)
         else:
             state.apply(event)
-        if event.n - playback.first in rows:
-            wanted[event.n - playback.first] = state_of(state)
+        if event.n - playback.first_line in rows:
+            wanted[event.n - playback.first_line] = state_of(state)
     for row, found in zip(rows, played, strict=True):
         assert found == wanted[row], (seed, row)
 

@@ -175,9 +175,9 @@ def check(page, path, seed, window=None):
     forth = sorted(draw.choices(range(length), k=12))
     rows = [*forth, length - 1, *draw.choices(range(length), k=12)]
     run = played(page, playback, rows, draw.choice([3, 17, 90]))
-    wanted = replayed(path, [row + playback.first for row in rows])
+    wanted = replayed(path, [row + playback.first_line for row in rows])
     for row, state in zip(rows, run["states"], strict=True):
-        assert state == wanted[row + playback.first], (path.name, row)
+        assert state == wanted[row + playback.first_line], (path.name, row)
     return playback, run["uses"]
 
 
@@ -206,7 +206,7 @@ def check_uses(playback, path, uses):
         key = keys[request][at // ratio]
         has = [n for n, each in enumerate(keys) if each[at // ratio :][:1] == [key]]
         assert owner in has
-        line = row + playback.first
+        line = row + playback.first_line
         asks = (n for when, n in order if when > line and n in has and at < lookup[n])
         wanted = next(asks, -1)
         assert user == wanted, (path.name, request, at, row)
@@ -256,7 +256,7 @@ def test_a_window_has_the_states_of_the_whole_trace(page, tmp_path, make):
         check_uses(playback, path, uses)
         within = [t for t in times if start <= t <= (window.end or times[-1] + 1) - 1]
         kept = within[: len(playback.rows["kind"])]
-        assert playback.first == times.index(within[0])
+        assert playback.first_line == times.index(within[0])
         assert len(kept) == len(within) or len(kept) <= window.max_rows or len({*kept}) == 1
         # The window has all lines of its last time.
         assert within[len(kept) :][:1] != kept[-1:]
