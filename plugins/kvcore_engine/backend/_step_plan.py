@@ -294,10 +294,8 @@ class Divider:
         firsts = [0, *accumulate(batch.lengths)]
         singles: list[NewToken] = []
         chunks: list[NewToken] = []
-        kernel = None if kind.learned else self.kernel
+        kernel = self._kernel_for(kind)
         takes_chunks = kernel is not None and kernel.takes_chunks(kind)
-        if kind.learned and self.kernel is not None:
-            self.on_fallback(LEARNED)
         for number, (context, length) in enumerate(
             zip(batch.contexts, batch.lengths if lengths is None else lengths, strict=True)
         ):
@@ -336,6 +334,13 @@ class Divider:
                 size = self.pool.layout.block_size
                 reach = Reach.of(one.context, 1, kind.window, kind.sinks, size)
                 yield from self._tiles(one, reach, tables[one.number], kind.group)
+
+    def _kernel_for(self, kind: LayerKind) -> AttentionKernel | None:
+        """Return the kernel, which no layer with learned sinks has."""
+        if kind.learned and self.kernel is not None:
+            self.on_fallback(LEARNED)
+            return None
+        return self.kernel
 
     def _chunk(
         self,
