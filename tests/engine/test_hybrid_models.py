@@ -319,3 +319,17 @@ def test_layers_of_a_kind_are_dealt_out_to_its_groups():
     assert len(set(places)) == len(places)
     own = [place for place, window in zip(places, windows, strict=True) if window]
     assert all(before[0] != after[0] for before, after in pairwise(own))
+
+
+@pytest.mark.parametrize(
+    ("family", "full", "windows"),
+    [("gemma3-mixed", 1, 2), ("gpt-oss", 1, 2), ("qwen3-next", 1, 0), ("jamba", 2, 0)],
+)
+def test_reads_of_attention_are_those_of_the_layers_that_attend(family, full, windows):
+    """A generated token reads all tokens in full layers, a window of 6 in others, no state."""
+    model = tiny(family)
+    generator = HuggingFace(model)
+    result = serve(generator, [prompt(14)], grouped(generator))
+    contexts = range(15, 14 + OUTPUT)
+    assert result.reads.tokens == len(contexts)
+    assert result.reads.layer_tokens == full * sum(contexts) + windows * 6 * len(contexts)
