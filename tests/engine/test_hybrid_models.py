@@ -233,7 +233,7 @@ def test_an_attached_model_with_states_needs_groups():
     ],
 )
 def test_beams_and_assisted_generation_are_refused_in_groups(options, message):
-    """What forks sequences in groups, or takes tokens back, is refused with the reason."""
+    """Forks of sequences in groups, and tokens that are taken back, are refused."""
     model, ids = tiny("gemma3-mixed"), prompt(20).repeat(1, 2)
     cache = GroupedCache(groups_of(spec_of(model), KEY, "fp32").groups, 200)
     options |= {"attention_mask": torch.ones_like(ids), "do_sample": False}

@@ -81,7 +81,7 @@ class GroupedBatch(PagedBatch):
         """Refuse to take tokens back.
 
         Raises:
-            InputError: always, but for none.
+            InputError: there are some to take.
         """
         if tokens_to_remove:
             msg = (
