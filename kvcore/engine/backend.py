@@ -104,6 +104,7 @@ class AttendOptions(TypedDict, total=False):
     scale: float | None
     window: int | None
     sinks: int
+    sink_logits: Tensor
 
 
 class Backend(Plugin):
@@ -175,12 +176,15 @@ class Backend(Plugin):
         scale: float | None = None,
         window: int | None = None,
         sinks: int = 0,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """Return attention's output for the new tokens, whose own K/V is stored already.
 
         Attention is causal: a token attends to itself and to the tokens before it; with a
         `window`, only to the last `window` of these, itself included, and to the first
-        `sinks` of the sequence. `scale` is 1 / sqrt(head_dim) unless given.
+        `sinks` of the sequence. `scale` is 1 / sqrt(head_dim) unless given. `sink_logits`,
+        `[query_heads]`, are scores that take a share of the attention and have no value; a
+        backend without them leaves the argument out.
         """
 
     @abstractmethod

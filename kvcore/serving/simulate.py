@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -67,10 +67,9 @@ def simulate(
     """
     check_cache(cache, "simulate")
     scheduler, latency, batching = serving_parts(scheduler, latency, batching, slo)
-    if cache.grouped:
-        others = {"drafter": drafter, "allocator": allocator, "fragmentation": fragmentation}
-        _check_no_others(others)
-        batching = by_chunk(batching)
+    batching = served_batching(
+        cache, batching, drafter=drafter, allocator=allocator, fragmentation=fragmentation
+    )
     executor = SimulatedExecutor(latency)
     built: Drafter | None = resolve("drafter", drafter)
     if built is not None:
@@ -129,8 +128,14 @@ def serving_parts(
     return scheduler, latency, batching
 
 
-def _check_no_others(parts: Mapping[str, object]) -> None:
-    """Raise InputError if a run with cache groups has parts that do not know these."""
+def served_batching(cache: ServedCache, batching: Batching, **parts: object) -> Batching:
+    """Return the limits of a run; those with cache groups allocate by chunk.
+
+    Raises:
+        InputError: a run with cache groups has `parts` that do not know these.
+    """
+    if not cache.grouped:
+        return batching
     for name, part in parts.items():
         if part:
             msg = (
@@ -138,6 +143,7 @@ def _check_no_others(parts: Mapping[str, object]) -> None:
                 "model as one group, with a KVCache"
             )
             raise InputError(msg)
+    return by_chunk(batching)
 
 
 def by_chunk(batching: Batching) -> Batching:

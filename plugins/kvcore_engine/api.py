@@ -15,7 +15,7 @@ from kvcore.api import (
     resolved_options,
     traced,
 )
-from kvcore.cache import KVCache
+from kvcore.cache import ServedCache
 from kvcore.config import RunConfig
 from kvcore.errors import InputError
 from kvcore.plugins import Plugins
@@ -36,7 +36,7 @@ COMPUTING = (
 def run(
     workload: Source = "mooncake",
     *,
-    cache: KVCache | None = None,
+    cache: ServedCache | None = None,
     prompts: str | Sequence[str] | None = None,
     max_output: int | None = None,
     fragmentation: bool = False,

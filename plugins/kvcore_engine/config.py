@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kvcore.cache import Recorder
 from kvcore.config.parts import BLOCK_SIZE, RunParts, Window
@@ -20,6 +20,9 @@ from kvcore.request import TextRequest, text_request
 from kvcore.workloads import PromptWorkload, Workload, WorkloadSample
 from kvcore_engine.engine import run as run_engine
 from kvcore_engine.executor import tensor_layout
+
+if TYPE_CHECKING:
+    from kvcore_plugins.cache_groups import GroupPlan
 
 LIMIT, MAX_OUTPUT = 20, 16
 """Number of requests of a workload, and of tokens for a text, by default."""
@@ -43,7 +46,6 @@ class EngineParts(RunParts):
     """
 
     ids = True
-    splits_layers = False
     simulate: Any = staticmethod(run_engine)
 
     def __init__(
@@ -83,6 +85,16 @@ class EngineParts(RunParts):
             | {"clock": config.clock, "stop_at_eos": config.stop_at_eos}
             | (timed if config.clock == "wall" else {})
         )
+
+    @cached_property
+    def layers(self) -> GroupPlan | None:
+        """The cache groups of the model; None: one, as where each kind of layer has a pool."""
+        plan = super().layers
+        if plan is None:
+            return None
+        from kvcore_plugins.cache_groups import GroupPlan  # noqa: PLC0415 - most have none
+
+        return plan if isinstance(plan, GroupPlan) else None
 
     @cached_property
     def codec(self) -> Codec:
@@ -160,9 +172,12 @@ class EngineParts(RunParts):
 
     def _block_bytes(self) -> int:
         """Return the bytes of a block of tensors."""
-        config, size = self.config, self.geometry.block_size
-        layout = tensor_layout(self.model, 1, size, config.dtype, self._kept_in)
-        return int(layout.bytes)
+        dtype, kept_in = self.config.dtype, self._kept_in
+        if self.layers is not None:
+            from kvcore_engine.groups import group_layout  # noqa: PLC0415 - as above
+
+            return group_layout(self.model, self.layers.groups, 1, dtype, kept_in).bytes
+        return tensor_layout(self.model, 1, self.geometry.block_size, dtype, kept_in).bytes
 
     def _staged_bytes(self) -> int:
         """Return the bytes of unfinished blocks, which are kept in the dtype of the run."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from kvcore.cache import KVCache
+from kvcore.cache import ServedCache
 from kvcore.engine.backend import Backend
 from kvcore.engine.generator import Generator
 from kvcore.errors import InputError
@@ -20,8 +20,8 @@ from kvcore.request import SLO, Request, TextRequest
 from kvcore.serving import Batching, LatencyModel, Scheduler
 from kvcore.serving.drafter import Drafter
 from kvcore.serving.result import Result
-from kvcore.serving.simulate import check_cache, serve, serving_parts
-from kvcore_engine.executor import Clock, TensorExecutor
+from kvcore.serving.simulate import check_cache, serve, served_batching, serving_parts
+from kvcore_engine.executor import Clock, tensor_executor
 from kvcore_engine.reads import AttentionReads
 from kvcore_engine.speculation import SpeculativeTensorExecutor
 from kvcore_plugins.drafter.measured_acceptance import DraftedStep, write_acceptance
@@ -72,7 +72,7 @@ class RunResult(Result):
 def run(
     workload: Iterable[Request],
     *,
-    cache: KVCache,
+    cache: ServedCache,
     generator: Generator | type[Generator] | str,
     backend: Backend | type[Backend] | str,
     dtype: str = "fp32",
@@ -99,7 +99,7 @@ def run(
         workload: a workload, or requests in order of arrival; `text_request` makes requests
             from text.
         cache: a new cache that counts tokens and has block ids: made with `ids=True` or
-            with a trace.
+            with a trace; or a `GroupedCache` with the groups of the generator's model.
         generator: computes K/V and next tokens; an instance that is not in use, a class, or
             a text such as `transformer:layers=1`.
         backend: stores K/V and computes attention; an instance, a class or a text.
@@ -133,6 +133,7 @@ def run(
     """
     check_cache(cache, "run")
     scheduler, latency, batching = serving_parts(scheduler, latency, batching, slo)
+    batching = served_batching(cache, batching, drafter=drafter, fragmentation=fragmentation)
     shares = find_override(batching.rules, "shares_scheduled") is not None
     if (shares or batching.rules.commit == "scheduled") and scheduler.preemptive:
         msg = (
@@ -162,7 +163,7 @@ def run(
         }
         built_drafter: Drafter | None = resolve("drafter", drafter)
         if built_drafter is None:
-            executor = TensorExecutor(*parts, **options)
+            executor = tensor_executor(*parts, **options)
         else:
             executor = SpeculativeTensorExecutor(*parts, drafter=built_drafter, **options)
         whole = False

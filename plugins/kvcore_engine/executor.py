@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import attrs
 
-from kvcore.cache import BlockPool, Ids, KVCache
+from kvcore.cache import BlockPool, Ids, KVCache, ServedCache
 from kvcore.cache.sequence import Sequence as HeldSequence
 from kvcore.engine.backend import Backend, TensorLayout
 from kvcore.engine.batch import RaggedBatch
@@ -126,8 +126,7 @@ class TensorExecutor:
         self._seed = seed
         generator.bind()
         backend.bind()
-        blocks, block_size = cache.pool.blocks, cache.geometry.block_size
-        layout = tensor_layout(generator.spec, blocks, block_size, dtype, codec)
+        layout = self._layout(generator.spec, dtype, codec)
         _check_codec(backend, layout)
         _check_memory(generator, backend, layout)
         generator.load(backend, dtype)
@@ -140,6 +139,11 @@ class TensorExecutor:
 
             whose = identity(cache, generator, backend, seed, texts=texts)
             self._mover = TensorMover(cast("Tiers", cache.tiers), backend, whose)
+
+    def _layout(self, spec: ModelSpec, dtype: str, codec: Codec | None) -> TensorLayout:
+        """Return the layout of the pool for a model."""
+        blocks, block_size = self._cache.pool.blocks, self._cache.geometry.block_size
+        return tensor_layout(spec, blocks, block_size, dtype, codec)
 
     def close(self, *, whole: bool) -> None:
         """Close the tiers; if `whole`, after all queued blocks are written."""
@@ -241,16 +245,10 @@ class TensorExecutor:
             PolicyError: a plugin failed, or there is not one outcome for each sequence that
                 samples, and None for the others.
         """
-        generator, backend = self._generator, self._backend
-        batch = self._batch(sequences)
-        attend = self._compactor.attend([each.seq for each in sequences], batch)
-        through = attend_through(
-            call(backend, backend.plan, batch),
-            partial(call, backend, backend.store_rotated),
-            partial(call, backend, attend),
-        )
+        generator, batch = self._generator, self._batch(sequences)
+        attend = self._attend(sequences, batch)
         try:
-            outcomes = (forward or generator.forward)(batch, through)
+            outcomes = (forward or generator.forward)(batch, attend)
         except KvcoreError:
             raise
         except FAILURES as error:
@@ -264,6 +262,16 @@ class TensorExecutor:
             )
             raise PolicyError(msg)
         return outcomes
+
+    def _attend(self, sequences: Sequence[ScheduledSequence], batch: RaggedBatch) -> Attend:
+        """Return the function that stores and attends in each layer of a step."""
+        backend = self._backend
+        attend = self._compactor.attend([each.seq for each in sequences], batch)
+        return attend_through(
+            call(backend, backend.plan, batch),
+            partial(call, backend, backend.store_rotated),
+            partial(call, backend, attend),
+        )
 
     def _append(
         self, sequences: Sequence[ScheduledSequence], tokens: Sequence[int | None]
@@ -308,6 +316,15 @@ class TensorExecutor:
         self.measured.append(MeasuredStep(line, *counts, took_ps, pairs))
 
 
+def tensor_executor(cache: ServedCache, *arguments: Any, **options: Any) -> TensorExecutor:
+    """Return the executor for a cache, by the arguments of `TensorExecutor`."""
+    if not cache.grouped:
+        return TensorExecutor(cast("KVCache", cache), *arguments, **options)
+    from kvcore_engine.groups import GroupedTensorExecutor  # noqa: PLC0415 - most have none
+
+    return GroupedTensorExecutor(cast("Any", cache), *arguments, **options)
+
+
 def call(plugin: Plugin, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Call a method of a plugin; raise its exceptions as PolicyErrors of the plugin."""
     try:
@@ -331,7 +348,7 @@ def tensor_layout(
         kinds = "; ".join(map(str, spec.caches))
         msg = (
             f"layers of model {spec.name!r} keep different things ({kinds}), so it cannot be "
-            "run on one paged K/V; take one whose layers all keep K/V heads"
+            "run on one paged K/V: take a GroupedCache of its groups, or another model"
         )
         raise InputError(msg)
     if spec.latent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from itertools import pairwise
 from math import inf, nan, sqrt
 from random import Random
@@ -92,6 +93,17 @@ class BackendTests(PluginTests):
     def test_windows_and_sinks(self, seed: int, window: int | None, sinks: int) -> None:
         """A token attends to the last `window` tokens and the first `sinks`."""
         self.batch(seed).check(window=window, sinks=sinks)
+
+    def test_learned_sinks(self, seed: int) -> None:
+        """Scores of learned sinks take their share of the attention."""
+        try:
+            signature(self.make().attend).bind(0, None, None, sink_logits=None)
+        except TypeError:
+            pytest.skip("attend() takes no sink_logits")
+        for batch in (self.batch(seed), self.batch(seed, lengths=[1] * 9)):
+            heads = batch.queries[0][0].shape[1]
+            logits = batch.backend.tensor([head - 1.5 for head in range(heads)])
+            batch.check(window=30, sink_logits=logits)
 
     def test_decode_alone(self, seed: int) -> None:
         """A batch of decode alone, of short and long contexts, with and without a window."""

@@ -139,6 +139,7 @@ def attention(
     scale: float | None = None,
     window: int | None = None,
     sinks: int = 0,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Return causal attention of the last tokens of a sequence, computed in fp64.
 
@@ -154,7 +155,11 @@ def attention(
     seen = there <= here
     if window is not None:
         seen &= (there > here - window) | (there < sinks)
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sink_logits is not None:
+        column = sink_logits.double()[:, None, None].expand(*scores.shape[:2], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : len(keys)]
     return torch.einsum("hqk,khd->qhd", weights, v).to(queries.dtype)
 
 

@@ -17,7 +17,6 @@ from transformers import (  # noqa: E402
     Cohere2Config,
     DeepseekV3Config,
     Gemma2Config,
-    GptOssConfig,
     LlamaConfig,
     LlamaModel,
     MambaConfig,
@@ -360,13 +359,10 @@ def test_unusable_without_transformers(monkeypatch):
 
 @pytest.mark.parametrize(
     ("config", "match"),
-    [
-        (Gemma2Config(**SIZES, head_dim=8, sliding_window=4), "softcap"),
-        (GptOssConfig(**SIZES, **SPARSE, head_dim=8, sliding_window=4), "s_aux"),
-    ],
+    [(Gemma2Config(**SIZES, head_dim=8, sliding_window=4), "softcap")],
 )
 def test_attention_that_no_backend_computes_is_refused(config, match):
-    """Capped scores and learned sinks raise InputError with their names."""
+    """Capped scores raise InputError with their name."""
     generator = loaded(HuggingFace(AutoModelForCausalLM.from_config(config)), "fp32")
     attend = DenseCache().attend([0], [4])
     with pytest.raises(InputError, match=match):

@@ -415,3 +415,22 @@ def test_invalid_answers_are_reported_with_the_plugin(method, answer, wrong, mon
     monkeypatch.setattr(Quest, method, staticmethod(answer))
     with pytest.raises(PolicyError, match=rf"retention plugin 'quest' .*{wrong}"):
         written(paged(Quest(budget=8, page=4, dense_layers=0)))
+
+
+def test_selected_blocks_have_learned_sinks():
+    """A token that reads all of its blocks as selected ones weighs learned sinks as it does."""
+    backend, table = TorchCPU(), [2, 0, 1]
+    shape = {"layers": 1, "kv_heads": 2, "head_dim": 4, "value_dim": 4}
+    backend.allocate(TensorLayout(blocks=4, block_size=4, **shape))
+    source = torch.Generator().manual_seed(0)
+    keys, values, queries = (
+        torch.randn(rows, heads, 4, generator=source)
+        for rows, heads in ((10, 2), (10, 2), (1, 4))
+    )
+    backend.store(0, backend.plan(RaggedBatch([table], [0], [10])), keys, values)
+    plan = backend.plan(RaggedBatch([table], [9], [1]))
+    sinks = {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}
+    selected = [BlockSelection(0, torch.tensor([table, table]), 10)]
+    found = backend.attend_selected(0, plan, queries, [0], selected, **sinks)
+    assert found.allclose(backend.attend(0, plan, queries, **sinks), atol=1e-6)
+    assert not found.allclose(backend.attend(0, plan, queries), atol=1e-2)

@@ -7,12 +7,16 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
+    JambaConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 from kvcore import KVCache
@@ -52,11 +56,35 @@ FAMILIES = {
     "mixtral": MixtralConfig(
         **SIZES, num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager"
     ),
+    "gpt-oss": GptOssConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=6,
+        layer_types=MIXED, experts_implementation="eager",
+    ),
     "gpt2": GPT2Config(
         vocab_size=VOCABULARY, n_positions=256, n_embd=32, n_layer=2, n_head=4,
         bos_token_id=1, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
     ),
 }  # fmt: skip
+
+STATES = {
+    "qwen3-next": Qwen3NextConfig(
+        **SIZES, head_dim=8, linear_num_value_heads=4, linear_num_key_heads=2,
+        linear_key_head_dim=8, linear_value_head_dim=8, num_experts=0,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    ),
+    "jamba": JambaConfig(
+        **SIZES | {"num_hidden_layers": 4}, attn_layer_period=2, attn_layer_offset=1,
+        num_experts=2, num_experts_per_tok=1, expert_layer_period=2, expert_layer_offset=1,
+        mamba_d_state=8, mamba_dt_rank=4, experts_implementation="eager",
+    ),
+    "nemotron-h": NemotronHConfig(
+        **SIZES, head_dim=8, layers_block_type=["mamba", "attention", "mlp", "mamba"],
+        ssm_state_size=8, mamba_num_heads=4, mamba_head_dim=8, n_groups=2, chunk_size=8,
+    ),
+}  # fmt: skip
+"""Models with layers that keep a state."""
+
+HYBRIDS = ("mistral-window", "qwen2-mixed", "gemma3-mixed", "gpt-oss", *STATES)
 
 
 CACHE = cache_argument(LlamaForCausalLM)
@@ -67,7 +95,7 @@ def tiny(family, seed=0, dtype=torch.float64):
     """Return a model of `family` with weights large enough to make varied texts."""
     torch.manual_seed(seed)
     # A model that a generator converts keeps its config, so each gets a copy.
-    config = deepcopy(FAMILIES[family])
+    config = deepcopy((FAMILIES | STATES)[family])
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -133,6 +133,20 @@ def test_a_repeated_prompt_reports_cached_tokens():
     assert [each.prompt_tokens_details.cached_tokens for each in usages] == [0, 32]
 
 
+def test_a_hybrid_model_is_served_in_cache_groups():
+    """A model with states resumes at a cached one, and draws several answers from it."""
+    from helpers.hugging import tiny  # noqa: PLC0415 - needs transformers
+    from torch import float32  # noqa: PLC0415 - skipped without it above
+
+    with serving(generator=HuggingFace(tiny("qwen3-next", dtype=float32))) as server:
+        create = client(server).completions.create
+        first = create(model=server.model, prompt=PROMPT, max_tokens=4)
+        again = create(model=server.model, prompt=PROMPT, max_tokens=4, n=2)
+        assert server.cache.grouped
+    assert {choice.text for choice in again.choices} == {first.choices[0].text}
+    assert again.usage.prompt_tokens_details.cached_tokens == 32
+
+
 def test_a_salt_keeps_prompts_apart(server):
     """A request hits only blocks of requests with the same `cache_salt`."""
     prompt = f"salted {PROMPT}"

@@ -109,6 +109,7 @@ class Sdpa:
         sums: list[Tensor] | None = None,
         dense: Sequence[int] | None = None,
         selected: Iterable[BlockSelection] = (),
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """Return attention's output, `[rows, query_heads, value_dim]`.
 
@@ -117,10 +118,12 @@ class Sdpa:
         """
         pool, layout = self._pool, self._pool.layout
         rows, heads, width = queries.shape
-        kind = LayerKind(heads // layout.kv_heads, window, sinks, sums is not None)
+        learned = sink_logits is not None
+        kind = LayerKind(heads // layout.kv_heads, window, sinks, sums is not None, learned)
         grouped = queries.reshape(rows, layout.kv_heads, kind.group, width)
         out = queries.new_empty(rows, layout.kv_heads, kind.group, layout.value_dim)
-        by_torch = _LayerAttention(pool, layer, self.gather, grouped, out, scale, sums)
+        logits = None if sink_logits is None else sink_logits.view(layout.kv_heads, kind.group)
+        by_torch = _LayerAttention(pool, layer, self.gather, grouped, out, scale, sums, logits)
         for part in plan.parts(kind, dense):
             if isinstance(part, KernelPart):
                 assert self._divider.kernel is not None
@@ -158,6 +161,7 @@ class _LayerAttention:
         out: the output, `[rows, kv_heads, group, value_dim]`; each part writes its rows.
         scale: as in `Backend.attend`.
         sums: sums of the attention weights of each sequence, to add to; None: no sums.
+        sink_logits: scores of learned sinks, `[kv_heads, group]`; None: there are none.
     """
 
     pool: Pool
@@ -167,6 +171,12 @@ class _LayerAttention:
     out: Tensor
     scale: float | None
     sums: list[Tensor] | None
+    sink_logits: Tensor | None
+
+    @property
+    def _weighs(self) -> bool:
+        """Whether weights are computed here: torch returns none, and has no sinks."""
+        return self.sums is not None or self.sink_logits is not None
 
     def group(self, group: DecodeGroup) -> None:
         """Compute one token of each sequence; query heads of a K/V head are its rows."""
@@ -176,13 +186,14 @@ class _LayerAttention:
         values = self.pool.values[self.layer].tokens(group.values, self.gather("values"))
         keys, values = keys.view(*shape, layout.head_dim), values.view(*shape, layout.value_dim)
         asked = self.queries.index_select(0, group.rows)
-        if self.sums is None:
+        if not self._weighs:
             found = scaled_dot_product_attention(
                 asked, keys, values, attn_mask=group.mask, scale=self.scale
             )
         else:
-            weights = _weights(asked, keys, self.scale, group.mask)
+            weights = _weights(asked, keys, self.scale, group.mask, self.sink_logits)
             found = weights.to(values.dtype) @ values
+        if self.sums is not None:
             places = self.pool.upload(group.places)
             for number, there, got in zip(group.sequences, places, weights.sum(2), strict=True):
                 self.sums[number].index_add_(1, there, got)
@@ -193,7 +204,7 @@ class _LayerAttention:
         sums = None if self.sums is None else self.sums[tile.sequence][tile.heads]
         if tile.reach.length == 1:
             self._single(tile, mask, sums)
-        elif sums is None:
+        elif not self._weighs:
             self._chunk(tile, mask)
         else:
             self._weighed_chunk(tile, mask, sums)
@@ -216,6 +227,10 @@ class _LayerAttention:
             for parts, name in zip(halves, ("keys", "values"), strict=True)
         )
         asked = self.queries[row]
+        if self.sink_logits is not None:
+            weights = _weights(asked, keys, self.scale, None, self.sink_logits)
+            self.out[row] = weights.to(values.dtype) @ values
+            return
         self.out[row] = scaled_dot_product_attention(
             asked[None], keys[None], values[None], scale=self.scale
         )[0]
@@ -224,7 +239,7 @@ class _LayerAttention:
         """Compute one token in some heads, without gathering V if the tile has bags."""
         asked = self.queries[tile.row, tile.heads]
         keys = self._keys(tile)
-        if tile.bags is None and sums is None:
+        if tile.bags is None and not self._weighs:
             found = scaled_dot_product_attention(
                 asked[None],
                 keys[None],
@@ -233,7 +248,7 @@ class _LayerAttention:
                 scale=self.scale,
             )
         else:
-            weights = _weights(asked, keys, self.scale, mask)
+            weights = _weights(asked, keys, self.scale, mask, self._sinks(tile))
             if tile.bags is None:
                 found = weights.to(keys.dtype) @ self._values(tile)
             else:
@@ -266,11 +281,12 @@ class _LayerAttention:
         )
         self.out[rows] = found.permute(2, 0, 1, 3)
 
-    def _weighed_chunk(self, tile: Tile, mask: Tensor | None, sums: Tensor) -> None:
-        """Compute a chunk as `_chunk` does, some tokens at a time, and sum up the weights."""
+    def _weighed_chunk(self, tile: Tile, mask: Tensor | None, sums: Tensor | None) -> None:
+        """Compute a chunk as `_chunk` does, some tokens at a time, by their weights."""
         keys, values = self._keys(tile), self._values(tile)
         reach, (heads, group) = tile.reach, self.queries.shape[1:3]
-        step = max(1, WEIGHED_BYTES // (heads * group * reach.total * sums.dtype.itemsize))
+        wide = torch.promote_types(keys.dtype, torch.float32)
+        step = max(1, WEIGHED_BYTES // (heads * group * reach.total * wide.itemsize))
         for first in range(0, reach.length, step):
             end = min(first + step, reach.length)
             rows = slice(tile.row + first, tile.row + end)
@@ -283,10 +299,18 @@ class _LayerAttention:
                 part = mask[..., first:end, :seen]
             asked = self.queries[rows].transpose(0, 1)  # [kv_heads, rows, group, head_dim]
             part = part.repeat_interleave(group, -2)
-            weights = _weights(asked.flatten(1, 2), keys[:, :seen], self.scale, part)
+            # Rows are the query heads of a token, then those of the next one.
+            sinks = self._sinks(tile)
+            sinks = None if sinks is None else sinks.repeat(1, end - first)
+            weights = _weights(asked.flatten(1, 2), keys[:, :seen], self.scale, part, sinks)
             found = weights.to(values.dtype) @ values[:, :seen]
             self.out[rows] = found.view(*asked.shape[:3], -1).transpose(0, 1)
-            reach.add(sums, weights.sum(1), self.pool.layout.block_size)
+            if sums is not None:
+                reach.add(sums, weights.sum(1), self.pool.layout.block_size)
+
+    def _sinks(self, tile: Tile) -> Tensor | None:
+        """Return the scores of learned sinks in the heads of a tile, `[heads, group]`."""
+        return None if self.sink_logits is None else self.sink_logits[tile.heads]
 
     def _keys(self, tile: Tile) -> Tensor:
         """Gather K of a tile, `[heads, total, head_dim]`."""
@@ -299,13 +323,23 @@ class _LayerAttention:
         return half.heads(tile.values, tile.blocks, tile.heads, gather)[:, : tile.reach.total]
 
 
-def _weights(queries: Tensor, keys: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
+def _weights(
+    queries: Tensor,
+    keys: Tensor,
+    scale: float | None,
+    mask: Tensor | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Return attention weights in fp32 or better, `[..., rows, tokens]`.
 
-    Queries are `[..., rows, head_dim]`, keys `[..., tokens, head_dim]`.
+    Queries are `[..., rows, head_dim]`, keys `[..., tokens, head_dim]`, and scores of learned
+    sinks `[..., rows]`: the weights of a row do not sum up to 1 then.
     """
     scale = 1 / sqrt(queries.shape[-1]) if scale is None else scale
     scores = widened((queries * scale) @ keys.transpose(-1, -2))
     if mask is not None:
         scores.masked_fill_(~mask, -torch.inf)
-    return scores.softmax(-1)
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.to(scores.dtype).expand(scores.shape[:-1])[..., None]
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1]

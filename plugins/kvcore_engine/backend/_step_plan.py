@@ -39,6 +39,9 @@ GROUP_SPREAD = 64
 BY_POSITION = "a window is by the positions of a sequence that has lost tokens"
 """Why torch computes a single token although there is a kernel."""
 
+LEARNED = "kernels have no scores of learned sinks"
+"""Likewise, for all tokens of a layer."""
+
 
 class LayerKind(NamedTuple):
     """The properties of a layer by which a step is divided.
@@ -47,12 +50,14 @@ class LayerKind(NamedTuple):
         group: number of query heads that share a K/V head.
         window, sinks: as in `Backend.attend`.
         weighed: whether attention weights are summed up.
+        learned: whether there are `sink_logits`.
     """
 
     group: int
     window: int | None
     sinks: int
     weighed: bool = False
+    learned: bool = False
 
     def attended(self, context: int) -> int:
         """Return the number of tokens that the token after `context` tokens attends to."""
@@ -289,7 +294,8 @@ class Divider:
         firsts = [0, *accumulate(batch.lengths)]
         singles: list[NewToken] = []
         chunks: list[NewToken] = []
-        takes_chunks = self.kernel is not None and self.kernel.takes_chunks(kind)
+        kernel = self._kernel_for(kind)
+        takes_chunks = kernel is not None and kernel.takes_chunks(kind)
         for number, (context, length) in enumerate(
             zip(batch.contexts, batch.lengths if lengths is None else lengths, strict=True)
         ):
@@ -301,16 +307,16 @@ class Divider:
             if in_place and not by_position:
                 (singles if length == 1 else chunks).append(new)
                 continue
-            if in_place and self.kernel is not None:
+            if in_place and kernel is not None:
                 self.on_fallback(BY_POSITION)
             yield from self._chunk(new, tables[number], kind, by_position=by_position)
         if chunks:
-            assert self.kernel is not None
-            yield KernelPart(self.kernel.plan(chunks, tables, kind))
-        if singles and self.kernel is not None:
-            reason = self.kernel.refusal(kind)
+            assert kernel is not None
+            yield KernelPart(kernel.plan(chunks, tables, kind))
+        if singles and kernel is not None:
+            reason = kernel.refusal(kind)
             if reason is None:
-                yield KernelPart(self.kernel.plan(singles, tables, kind))
+                yield KernelPart(kernel.plan(singles, tables, kind))
                 return
             self.on_fallback(reason)
         # Longest contexts first, so that those of a group are next to one another.
@@ -328,6 +334,13 @@ class Divider:
                 size = self.pool.layout.block_size
                 reach = Reach.of(one.context, 1, kind.window, kind.sinks, size)
                 yield from self._tiles(one, reach, tables[one.number], kind.group)
+
+    def _kernel_for(self, kind: LayerKind) -> AttentionKernel | None:
+        """Return the kernel, which no layer with learned sinks has."""
+        if kind.learned and self.kernel is not None:
+            self.on_fallback(LEARNED)
+            return None
+        return self.kernel
 
     def _chunk(
         self,

@@ -296,6 +296,7 @@ class TorchBackend(Backend):
         scale: float | None = None,
         window: int | None = None,
         sinks: int = 0,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """Check queries and options; return attention's output, and add weights to `sums`."""
         heads, layout = queries.shape[1], self.layout
@@ -310,7 +311,7 @@ class TorchBackend(Backend):
                 f"window={window}, sinks={sinks}: a window has 1 token or more, sinks 0 or more"
             )
             raise InputError(msg)
-        options = scale, window, sinks, sums, dense, selected
+        options = scale, window, sinks, sums, dense, selected, sink_logits
         return self._kernel.attend(layer, plan, queries, *options)
 
     def layer_blocks(self, layer: int) -> tuple[Tensor, Tensor]:

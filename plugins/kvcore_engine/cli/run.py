@@ -10,6 +10,7 @@ import click
 from kvcore.cli.options import (
     batching_options,
     config_of,
+    group_options,
     names_from_file,
     naming,
     output_options,
@@ -102,6 +103,7 @@ ANNOUNCED = 1 << 30
     text="Bytes of K/V in the pool, in place of a number of blocks.",
     otherwise="256MiB",
 )
+@group_options
 @batching_options
 @traffic_options
 @output_options

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
+from collections.abc import Mapping
 from itertools import chain
+from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -18,15 +20,19 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from kvcore import InputError
 from kvcore.engine import Rotary
+from kvcore.models.layers import LayerCache
 from kvcore.models.spec import ModelSpec
+from kvcore_engine.generator._hf_states import state_layers
+from kvcore_engine.groups import STATE_NUMBER_BYTES
 from kvcore_plugins.codec.dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from kvcore.engine import Attend
+    from kvcore_engine.groups import StepStates
 
 
 MATRIX = 2
@@ -38,10 +44,29 @@ IMPLEMENTATION = "kvcore"
 
 
 class AttentionCache(Cache):  # type: ignore[misc]
-    """The cache argument of a model whose attention is computed by this cache."""
+    """The cache argument of a model whose attention is computed by this cache.
+
+    Attributes:
+        states: the states of the step; None without a layer that keeps one.
+    """
+
+    states: StepStates | None = None
+    _rows: Tensor | None = None  # of a batch with padding, the tokens that are none
 
     def __init__(self) -> None:
         super().__init__(layers=[])
+
+    def pack(self, columns: Tensor) -> Tensor:
+        """Return the rows of `[batch, columns, ...]` that are no padding."""
+        rows = columns.flatten(0, 1)
+        return rows if self._rows is None else rows[self._rows]
+
+    def spread(self, rows: Tensor, batch: int, columns: int) -> Tensor:
+        """Return what `pack` has packed, `[batch, columns, ...]`; a hidden token gets zeros."""
+        if self._rows is not None:
+            spread = rows.new_zeros((batch * columns, *rows.shape[1:]))
+            rows = spread.index_copy_(0, self._rows, rows)
+        return rows.view(batch, columns, *rows.shape[1:])
 
     @abstractmethod
     def update(
@@ -75,9 +100,11 @@ class AttentionCache(Cache):  # type: ignore[misc]
 class PackedCache(AttentionCache):
     """The cache of a ragged batch that runs as one row of tokens, through `attend`."""
 
-    def __init__(self, attend: Attend) -> None:
+    def __init__(self, attend: Attend, numbers: Mapping[int, int] | None = None) -> None:
         super().__init__()
         self._attend = attend
+        self._numbers = numbers or {}
+        self.states = getattr(attend, "states", None)
 
     def update(
         self,
@@ -95,7 +122,8 @@ class PackedCache(AttentionCache):
     ) -> Tensor:
         """Store the step's K/V and attend, in one call."""
         rows = as_rows(queries), as_rows(keys), as_rows(values)
-        out: Tensor = self._attend(layer, *rows, **options)
+        # Where only some layers have K/V, these have numbers of their own.
+        out: Tensor = self._attend(self._numbers.get(layer, layer), *rows, **options)
         return out.unsqueeze(0)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -117,6 +145,7 @@ def _paged_attention(
     *,
     paged: AttentionCache | None = None,
     scaling: float | None = None,
+    s_aux: Tensor | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
     **options: Any,
@@ -133,7 +162,7 @@ def _paged_attention(
             "call the model inside `with paged.attached(model):`"
         )
         raise InputError(msg)
-    wanted = [name for name in ("softcap", "s_aux", "position_bias") if _given(options, name)]
+    wanted = [name for name in ("softcap", "position_bias") if _given(options, name)]
     wanted += ["dropout"] if dropout else []
     wanted += ["is_causal=False"] if options.get("is_causal") is False else []
     if wanted:
@@ -143,7 +172,10 @@ def _paged_attention(
         )
         raise InputError(msg + ("; call model.eval() first" if dropout else ""))
     layer: int = module.layer_idx  # type: ignore[assignment]
-    out = paged.attention(layer, query, key, value, scale=scaling, window=sliding_window)
+    sinks = {} if s_aux is None else {"sink_logits": s_aux}
+    out = paged.attention(
+        layer, query, key, value, scale=scaling, window=sliding_window, **sinks
+    )
     return out, None
 
 
@@ -164,7 +196,11 @@ def switch_over(model: PreTrainedModel) -> str:
     AttentionInterface.register(IMPLEMENTATION, _paged_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
     before: str = model.config._attn_implementation  # noqa: SLF001 - it has no other name
-    if not getattr(model, "_supports_attention_backend", False):
+    # transformers 5.24 does not set this for its hybrid models.
+    by_name = getattr(model, "_supports_attention_backend", False)
+    if not by_name and "linear_attention" in layer_types(model):
+        by_name = model._can_set_attn_implementation()  # noqa: SLF001 - it has no other name
+    if not by_name:
         msg = (
             f"{type(model).__name__} cannot go through a paged cache: it does not call "
             "attention through transformers' AttentionInterface"
@@ -181,10 +217,11 @@ def spec_of(model: PreTrainedModel) -> ModelSpec:
         InputError: K/V is not one K and one V of one width for each head in every layer.
     """
     config = model.config.get_text_config(decoder=True)
-    kinds = _layer_types(model, config)
+    kinds = layer_types(model)
     dtype = dtype_of(model)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     total, experts = 0, 0
     for name, parameter in model.named_parameters():
         total += parameter.numel()
@@ -198,7 +235,7 @@ def spec_of(model: PreTrainedModel) -> ModelSpec:
         name=str(getattr(config, "name_or_path", "") or config.model_type),
         layers=len(kinds),
         query_heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
         hidden_size=config.hidden_size,
         parameters=total,
@@ -208,6 +245,34 @@ def spec_of(model: PreTrainedModel) -> ModelSpec:
         experts_per_token=taken,
         windows=tuple(
             config.sliding_window if kind == "sliding_attention" else None for kind in kinds
+        ),
+        caches=_caches(model, kinds, heads, kv_heads, head_dim),
+    )
+
+
+def _caches(
+    model: PreTrainedModel, kinds: list[str], heads: int, kv_heads: int, head_dim: int
+) -> tuple[LayerCache, ...]:
+    """Return what the layers of a model keep if some keep a state; else nothing."""
+    if "linear_attention" not in kinds:
+        return ()
+    states = state_layers(model, kinds)
+    state = max(states, key=lambda layer: layer.numbers)
+    return (
+        LayerCache(
+            kind="full",
+            layers=kinds.count("full_attention"),
+            kv_heads=kv_heads,
+            key_dim=head_dim,
+            value_dim=head_dim,
+            pair_flop=4 * heads * head_dim,
+        ),
+        LayerCache(
+            kind="state",
+            layers=len(states),
+            state_bytes=state.numbers * STATE_NUMBER_BYTES,
+            # A token scales the state, adds to it, and is multiplied with it.
+            pair_flop=4 * prod(state.recurrent.shape),
         ),
     )
 
@@ -317,8 +382,15 @@ def _rope_types(module: Module) -> set[str]:
     return {types} if isinstance(types, str) else set(dict(types).values())
 
 
-def _layer_types(model: PreTrainedModel, config: PreTrainedConfig) -> list[str]:
-    """Return the kind of each layer: `full_attention` or `sliding_attention`."""
+def layer_types(model: PreTrainedModel) -> list[str]:
+    """Return the kind of each layer: `full_attention`, `sliding_attention`, `linear_attention`.
+
+    The last one keeps a state. Layers without attention (`mlp`, `moe`) may be beside it.
+
+    Raises:
+        InputError: a layer of another kind, or kinds that do not go together.
+    """
+    config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         _refuse(model, "is an encoder with a decoder; a decoder-only model can")
     if getattr(config, "kv_lora_rank", None):
@@ -328,10 +400,21 @@ def _layer_types(model: PreTrainedModel, config: PreTrainedConfig) -> list[str]:
     windowed = getattr(config, "sliding_window", None) is not None
     every = "sliding_attention" if windowed else "full_attention"
     kinds = getattr(config, "layer_types", None) or [every] * config.num_hidden_layers
+    known = {"full_attention", "sliding_attention"}
+    if {"full_attention", "linear_attention"} <= {*kinds} and "sliding_attention" not in kinds:
+        known |= {"linear_attention", "mlp", "moe"}
     for kind in kinds:
-        if kind not in {"full_attention", "sliding_attention"}:
+        if kind not in known:
             _refuse(model, f"has layers of {kind!r}, which have no K/V of full or sliding kind")
     return list(kinds)
+
+
+def attention_numbers(kinds: list[str]) -> dict[int, int]:
+    """Return the number of each layer with attention among these, if others keep a state."""
+    attention = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    if "linear_attention" not in kinds:
+        return {}
+    return {layer: number for number, layer in enumerate(attention)}
 
 
 def _refuse(model: PreTrainedModel, why: str) -> NoReturn:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvcore import Backend, InputError, KVCache, Request
-from kvcore.cache import BlockPool, Sequence
+from kvcore.cache import BlockPool, Ids, Sequence
 from kvcore.engine import RaggedBatch, attend_through
 from kvcore.plugins import resolve
 from kvcore.request import block_keys
@@ -23,17 +23,20 @@ from kvcore_engine.executor import tensor_layout
 from kvcore_engine.generator._hf_model import (
     AttentionCache,
     PackedCache,
-    as_rows,
     cache_argument,
     dtype_of,
+    layer_types,
     rotary_of,
     spec_of,
     switch_over,
 )
+from kvcore_engine.generator._hf_states import pass_through_blocks, state_layers
 from kvcore_engine.retention.token_retention import token_retention
 
 if TYPE_CHECKING:
     from torch.nn import Module
+
+    from kvcore_plugins.cache_groups import GroupedCache
 
 
 def _backend(given: Backend | type[Backend] | str) -> Backend:
@@ -52,7 +55,8 @@ class PagedCache:
     long as the eviction policy keeps it.
 
     Attributes:
-        cache: the cache, made with `ids=True`, and counting tokens.
+        cache: the cache, made with `ids=True`, and counting tokens; or a `GroupedCache` with
+            the groups of the model, for greedy or sampled texts.
         backend: stores the K/V; allocated at the first `attached`. Given as an instance, a
             class or a text.
 
@@ -61,7 +65,7 @@ class PagedCache:
             selects no single tokens.
     """
 
-    cache: KVCache
+    cache: KVCache | GroupedCache
     backend: Backend = attrs.field(converter=_backend)
     _model: PreTrainedModel | None = attrs.field(init=False, default=None, repr=False)
     _batches: list[PagedBatch] = attrs.field(init=False, factory=list, repr=False)
@@ -80,13 +84,13 @@ class PagedCache:
         ):
             msg = (
                 "a paged cache reads the block tables of prompts in tokens: make its cache as "
-                "KVCache(blocks, block_size, ids=True)"
+                "KVCache(blocks, block_size, ids=True), or as GroupedCache(groups, blocks)"
             )
             raise InputError(msg)
         if self.cache.tiers is not None:
             msg = "a paged cache moves no blocks to tiers: make its cache without them"
             raise InputError(msg)
-        token_retention(self.cache)
+        token_retention(cast("KVCache", self.cache))
         self.backend.bind()
 
     @contextmanager
@@ -104,12 +108,16 @@ class PagedCache:
         """
         self._bind(model)
         before = switch_over(model)
-        hooks = []
+        hooks, switched = [], []
         try:
+            if self.cache.grouped:
+                switched = pass_through_blocks(state_layers(model, layer_types(model)))
             if self._compactor is None:
                 rotary = rotary_of(model) if self.cache.retention is not None else ()
                 windows = spec_of(model).windows
-                self._compactor = Compactor(self.cache, self.backend, windows, rotary)
+                self._compactor = Compactor(
+                    cast("KVCache", self.cache), self.backend, windows, rotary
+                )
             hooks = [
                 model.register_forward_pre_hook(self._before, with_kwargs=True),
                 model.register_forward_hook(_after, with_kwargs=True),
@@ -122,6 +130,8 @@ class PagedCache:
                 hook.remove()
             while self._batches:
                 self._batches.pop().reset()
+            for module in switched:
+                del module.forward
             model.set_attn_implementation(before)
 
     def batch(self) -> PagedBatch:
@@ -137,8 +147,14 @@ class PagedCache:
         if self._model is None or self._compactor is None or not self._is_attached:
             msg = "no model is attached: make batches inside `with paged.attached(model):`"
             raise InputError(msg)
-        body, compactor = self._model.base_model, self._compactor
-        batch = PagedBatch(self.cache, self.backend, body, self._serials, compactor)
+        backend, serials, compactor = self.backend, self._serials, self._compactor
+        if isinstance(self.cache, KVCache):
+            body = self._model.base_model
+            batch = PagedBatch(self.cache, backend, body, serials, compactor)
+        else:
+            from kvcore_engine.generator.hf_grouped import GroupedBatch  # noqa: PLC0415 - derived
+
+            batch = GroupedBatch(self.cache, backend, serials, compactor, self._model)
         self._batches.append(batch)
         return batch
 
@@ -161,9 +177,14 @@ class PagedCache:
             )
             raise InputError(msg)
         blocks, block_size = self.cache.pool.blocks, self.cache.geometry.block_size
-        layout = tensor_layout(spec_of(model), blocks, block_size, dtype_of(model))
-        self.backend.allocate(layout)
-        self.cache.on_copy = lambda source, target: self.backend.copy_blocks([(source, target)])
+        spec, dtype = spec_of(model), dtype_of(model)
+        if isinstance(self.cache, KVCache):
+            self.backend.allocate(tensor_layout(spec, blocks, block_size, dtype))
+            self.cache.on_copy = lambda source, into: self.backend.copy_blocks([(source, into)])
+        else:
+            from kvcore_engine.groups import group_layout  # noqa: PLC0415 - most have none
+
+            self.backend.allocate(group_layout(spec, self.cache.groups, blocks, dtype))
         self._model = model
 
     def _before(
@@ -239,7 +260,6 @@ class PagedBatch(AttentionCache):
         self._columns = 0
         self._step = 0
         self._lengths: list[int] = []
-        self._rows: Tensor | None = None
         self._plan: Any = None
         self._attend: Callable[..., Any] = backend.attend
 
@@ -290,11 +310,7 @@ class PagedBatch(AttentionCache):
         A hidden token gets zeros.
         """
         out = self._attend(layer, self._plan, self._packed(queries), **options)
-        batch, _, columns, _ = queries.shape
-        if self._rows is not None:
-            spread = out.new_zeros((batch * columns, *out.shape[1:]))
-            out = spread.index_copy_(0, self._rows, out)
-        return out.unflatten(0, (batch, columns))  # type: ignore[no-any-return]
+        return self.spread(out, queries.shape[0], queries.shape[2])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the columns so far, padding included, as transformers counts them."""
@@ -414,14 +430,18 @@ class PagedBatch(AttentionCache):
         order = list(first)
         self.batch_select_indices(torch.tensor([order.index(tuple(p)) for p in prompts]))
 
+    def _packed_cache(self, sequences: list[Sequence], batch: RaggedBatch) -> PackedCache:
+        """Return the cache of a ragged batch of prompts."""
+        backend = self._backend
+        attend = self._compactor.attend(sequences, batch)
+        return PackedCache(attend_through(backend.plan(batch), backend.store_rotated, attend))
+
     def _run(
         self, sequences: Iterable[Sequence], batch: RaggedBatch, tokens: list[int]
     ) -> None:
         """Run the model's layers over a ragged batch, as one row of tokens."""
         device = self._body.get_input_embeddings().weight.device  # type: ignore[operator]
-        backend = self._backend
-        attend = self._compactor.attend(sequences, batch)
-        packed = PackedCache(attend_through(backend.plan(batch), backend.store_rotated, attend))
+        packed = self._packed_cache(list(sequences), batch)
         with torch.no_grad():
             self._body(
                 input_ids=torch.tensor([tokens], device=device),
@@ -442,7 +462,8 @@ class PagedBatch(AttentionCache):
             id=f"row-{next(self._serials)}", prompt_tokens=length, keys=keys, key_tokens=size
         )
         first = max(0, len(prompt) - 1 - self._cache.probe(request) * size)
-        sequence = self._cache.open(request, first)
+        # Blocks of groups are allocated chunk by chunk.
+        sequence = self._cache.open(request, 0 if self._cache.grouped else first)
         self.sequences.append(sequence)
         return sequence
 
@@ -453,11 +474,18 @@ class PagedBatch(AttentionCache):
         for sequence, length in zip(self.sequences, self._lengths, strict=True):
             missing = sequence.computed + length - sequence.tokens
             self._cache.extend(sequence, max(0, missing))
-        batch = self._ragged_batch(self.sequences, self._lengths)
-        self._plan = self._backend.plan(batch)
-        self._attend = self._compactor.attend(self.sequences, batch)
+        self._begin_attention(self._ragged_batch(self.sequences, self._lengths))
         whole = sum(self._lengths) == real.numel()
         self._rows = None if whole else real.flatten().nonzero().squeeze(1)
+
+    def _begin_attention(self, batch: RaggedBatch) -> None:
+        """Make the backend's plan of a step."""
+        self._plan = self._backend.plan(batch)
+        self._attend = self._compactor.attend(self.sequences, batch)
+
+    def _table(self, sequence: Sequence) -> Ids | tuple[()]:
+        """Return the block ids of a sequence for a batch."""
+        return self._cache.block_table(sequence)
 
     def _ragged_batch(
         self, sequences: Iterable[Sequence], lengths: Iterable[int]
@@ -466,7 +494,7 @@ class PagedBatch(AttentionCache):
         sequences, lengths = list(sequences), list(lengths)
         contexts = [sequence.held for sequence in sequences]
         return RaggedBatch(
-            block_tables=[self._cache.block_table(sequence) for sequence in sequences],
+            block_tables=[self._table(sequence) for sequence in sequences],
             contexts=contexts,
             lengths=lengths,
             positions=[
@@ -479,8 +507,7 @@ class PagedBatch(AttentionCache):
 
     def _packed(self, states: Tensor) -> Tensor:
         """Return the rows of `[batch, heads, columns, width]` that are no padding."""
-        rows = as_rows(states)
-        return rows if self._rows is None else rows[self._rows]
+        return self.pack(states.transpose(1, 2))
 
 
 def _last_logits_only(inputs: dict[str, Any]) -> bool:

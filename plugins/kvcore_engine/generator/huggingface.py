@@ -41,7 +41,7 @@ class HuggingFace(SamplingGenerator):
 
     Llama, Qwen2, Qwen3 and Mistral are tested, sliding windows included; any model works
     whose attention goes through transformers' AttentionInterface, with one K and one V a
-    head in every layer. Soft-capped scores and learned sinks are refused.
+    head in every layer. Soft-capped scores are refused.
 
     Options:
         model: a folder as `save_pretrained` writes it, or a name `org/name` that transformers
@@ -65,6 +65,9 @@ class HuggingFace(SamplingGenerator):
     top_k: int | None = attrs.field(
         default=None, validator=attrs.validators.optional(attrs.validators.ge(1))
     )
+
+    # Of layers with K/V, if others keep a state: the number of each among them.
+    _numbers: dict[int, int] = attrs.field(init=False, factory=dict, repr=False)
 
     def __attrs_post_init__(self) -> None:
         """Check that folders are there, and that other names are names of the hub."""
@@ -173,12 +176,23 @@ class HuggingFace(SamplingGenerator):
             InputError: no tensor has this dtype, or the model does not call attention by
                 name.
         """
-        from kvcore_engine.generator._hf_model import switch_over  # noqa: PLC0415
+        from kvcore_engine.generator._hf_model import (  # noqa: PLC0415
+            attention_numbers,
+            layer_types,
+            switch_over,
+        )
+        from kvcore_engine.generator._hf_states import (  # noqa: PLC0415
+            pass_through_blocks,
+            state_layers,
+        )
         from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415
 
         super().load(backend, dtype)
         switch_over(self.network)
         self.network.to(device=backend.tensor([0]).device, dtype=TORCH_DTYPES[dtype])
+        kinds = layer_types(self.network)
+        pass_through_blocks(state_layers(self.network, kinds))
+        self._numbers = attention_numbers(kinds)
 
     def logits(self, batch: RaggedBatch, attend: Attend) -> Tensor:
         """Run the batch as one row of tokens; return the logits where it samples."""
@@ -187,7 +201,7 @@ class HuggingFace(SamplingGenerator):
             cache_argument,
         )
 
-        device, packed = self.network.device, PackedCache(attend)
+        device, packed = self.network.device, PackedCache(attend, self._numbers)
         with torch.no_grad():
             out = self.network(
                 input_ids=torch.tensor([batch.token_ids], device=device),

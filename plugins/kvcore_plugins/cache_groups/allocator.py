@@ -227,6 +227,10 @@ class GroupAllocator(DecodeAllocator):
         """Allocate for up to `steps` steps; return for how many there was room."""
         start = self._batch.steps.count
         first, end = start + 1, start + steps
+        if self.freed and self.waiting:
+            # The planned step itself has freed blocks, after waiting jobs were offered some.
+            self.allocated_until = first
+            return 1
         events = merge(
             *(self._growing_between(residue, first, end) for residue in self._residues),
             *([iter([(first, self._joined)])] if self._joined else []),

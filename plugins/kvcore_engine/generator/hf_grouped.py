@@ -1,0 +1,125 @@
+"""A batch of a Hugging Face model whose windows and states are in cache groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from kvcore import Backend, InputError
+from kvcore.cache import Sequence
+from kvcore.engine import RaggedBatch
+from kvcore_engine.compaction import Compactor
+from kvcore_engine.generator._hf_model import (
+    PackedCache,
+    attention_numbers,
+    layer_types,
+    spec_of,
+)
+from kvcore_engine.generator.hf_cache import PagedBatch
+from kvcore_engine.groups import GroupedAttend, GroupedLayers, grouped_attend
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvcore_plugins.cache_groups import GroupedCache
+
+
+class GroupedBatch(PagedBatch):
+    """The cache of one batch: row i of the batch is the sequence i of a `GroupedCache`.
+
+    Prompts are computed one after the other, in chunks that end where a state can be cached, so
+    that equal ones hit as well. Sequences are not forked, and their tokens not taken back:
+    beams and assisted generation are refused.
+    """
+
+    _cache: GroupedCache  # type: ignore[assignment]
+    _attend: GroupedAttend
+
+    def __init__(
+        self,
+        cache: GroupedCache,
+        backend: Backend,
+        serials: Iterator[int],
+        compactor: Compactor,
+        model: PreTrainedModel,
+    ) -> None:
+        super().__init__(cache, backend, model.base_model, serials, compactor)  # type: ignore[arg-type]
+        self._layers = GroupedLayers.of(spec_of(model), cache.groups)
+        self._numbers = attention_numbers(layer_types(model))
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the new K/V: `attention` stores it."""
+        return key_states, value_states
+
+    def attention(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
+    ) -> Tensor:
+        """Store the step's K/V and attend, in the blocks of the group of the layer."""
+        rows = (self._packed(part) for part in (queries, keys, values))
+        out = self._attend(self._numbers.get(layer, layer), *rows, **options)
+        return self.spread(out, queries.shape[0], queries.shape[2])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows of `indices`, each once; close all other rows.
+
+        Raises:
+            InputError: a row is repeated.
+        """
+        if len(set(indices.tolist())) < len(indices):
+            msg = (
+                "cache groups fork no sequences, as beams and repeated rows need: give several "
+                "prompts, or make a KVCache for a model without states"
+            )
+            raise InputError(msg)
+        super().batch_select_indices(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to take tokens back.
+
+        Raises:
+            InputError: there are some to take.
+        """
+        if tokens_to_remove:
+            msg = (
+                "cache groups take no tokens back, as assisted generation needs: leave it out, "
+                "or make a KVCache for a model without states"
+            )
+            raise InputError(msg)
+
+    def _prefill(self, prompts: list[list[int]]) -> None:
+        """Compute all but the last token of the prompts, each in its chunks."""
+        cache = self._cache
+        for prompt in prompts:
+            self._open(tuple(prompt), length := len(prompt))
+            sequence = cache.sequences[self.sequences[-1].id]
+            while rest := length - 1 - (done := sequence.computed):
+                tokens = cache.chunk_tokens(
+                    done, rest + 1, length, length, sequence.junction, length
+                )
+                tokens = min(tokens, rest)
+                cache.extend(sequence, done + tokens - sequence.tokens)
+                batch = self._ragged_batch([sequence], [tokens])
+                self._run([sequence], batch, prompt[done : done + tokens])
+                cache.commit(sequence, tokens)
+
+    def _table(self, sequence: Sequence) -> tuple[()]:
+        """Return no ids: there is a table for each group."""
+        del sequence
+        return ()
+
+    def _begin_attention(self, batch: RaggedBatch) -> None:
+        """Make the plans of a step, and the states that it begins with."""
+        self._attend = self._through(self.sequences, batch)
+        self.states = self._attend.states
+
+    def _through(self, sequences: list[Sequence], batch: RaggedBatch) -> GroupedAttend:
+        tables = [self._cache.sequences[sequence.id].tables for sequence in sequences]
+        return grouped_attend(self._backend, self._layers, tables, batch)
+
+    def _packed_cache(self, sequences: list[Sequence], batch: RaggedBatch) -> PackedCache:
+        """Return the cache of a ragged batch of prompts."""
+        return PackedCache(self._through(sequences, batch), self._numbers)
