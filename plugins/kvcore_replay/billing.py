@@ -99,15 +99,16 @@ class Bills:
 
 
 class PromptSize(NamedTuple):
-    """The length of a prompt as the API counts it, and as its text is counted.
+    """The length of a prompt as the API counts it, and as its positions are counted.
 
-    A log counts by the API's tokenizer, texts by another tokenizer or by an estimate: positions
-    in a prompt are scaled by the ratio of the two lengths.
+    Positions of keys are of the API's tokens, as in a simulated cache. Those of content blocks
+    are of the text, which another tokenizer or an estimate counts: they are scaled by the
+    ratio of the two lengths.
 
     Attributes:
         billed: tokens of the prompt for the API.
-        counted: tokens of its text.
-        key: tokens of the text that a key stands for.
+        counted: tokens of the prompt as positions are counted.
+        key: tokens that a key stands for, counted likewise.
     """
 
     billed: int
@@ -115,15 +116,22 @@ class PromptSize(NamedTuple):
     key: int
 
     @classmethod
-    def of(cls, request: Request) -> Self:
-        """Return the two lengths of the prompt of `request`."""
+    def of(cls, request: Request, price: PriceModel) -> Self:
+        """Return the lengths of a prompt: by content blocks if entries of `price` end there."""
+        if price.breakpoints and isinstance(request, LoggedRequest) and request.parts:
+            return cls.of_text(request)
+        return cls(request.prompt_tokens, request.prompt_tokens, request.key_tokens)
+
+    @classmethod
+    def of_text(cls, request: Request) -> Self:
+        """Return the lengths of a prompt by its text."""
         billed, key = request.prompt_tokens, request.key_tokens
         if isinstance(request, LoggedRequest) and request.text_tokens is not None:
             return cls(billed, request.text_tokens, request.key_text_tokens or key)
         return cls(billed, billed, key)
 
     def scaled(self, tokens: int) -> int:
-        """Return the tokens that the API counts for the first `tokens` tokens of the keys."""
+        """Return the tokens that the API counts up to the position `tokens`."""
         return min(tokens, self.counted) * self.billed // self.counted if self.counted else 0
 
 
@@ -132,10 +140,9 @@ def hit_charge(price: PriceModel, request: Request, hit: int) -> Charge:
 
     Lengths are rounded to those that the API caches; tokens with keys that missed are written.
     """
-    size = PromptSize.of(request)
-    read = price.cacheable(size.scaled(hit * size.key // request.key_tokens))
-    stored = price.cacheable(size.scaled(len(request.keys) * size.key))
-    return _charge(price, size.billed, read, stored, price.ttl_ns, request.output_tokens)
+    prompt, keyed = request.prompt_tokens, len(request.keys) * request.key_tokens
+    read, stored = (price.cacheable(min(tokens, prompt)) for tokens in (hit, keyed))
+    return _charge(price, prompt, read, stored, price.ttl_ns, request.output_tokens)
 
 
 def _charge(
@@ -171,7 +178,7 @@ class PromptCache:
 
     def charge(self, request: Request, now: int) -> Charge:
         """Return the charge of a request that arrives at `now` (ns), and store its prompt."""
-        size, output = PromptSize.of(request), request.output_tokens
+        size, output = PromptSize.of(request, self._price), request.output_tokens
         serve = self._entry if self._price.breakpoints else self._prefix
         return serve(request, size, now, output)
 
@@ -296,7 +303,7 @@ def bill(
             row = rows[request.id]
             now = came[row]
             run.append(hit_charge(price, request, hits[row]))
-        uncached.append(Charge(PromptSize.of(request).billed, 0, 0, 0, output))
+        uncached.append(Charge(request.prompt_tokens, 0, 0, 0, output))
         api.append(cache.charge(request, now))
         if isinstance(request, LoggedRequest) and request.usage is not None:
             reported.append(reported_charge(price, request.usage))

@@ -16,6 +16,7 @@ from kvcore_plugins.workload import Chat
 from kvcore_plugins.workload.logged import LoggedRequest
 from kvcore_plugins.workload.usage import Usage
 from kvcore_replay.billing import bill
+from kvcore_replay.recorded_run import bill_trace
 
 USER = [{"role": "user", "content": "What is a yawl, and what is a ketch?"}]
 ANSWER = {"role": "assistant", "content": "A boat with two masts."}
@@ -260,6 +261,27 @@ def test_bills_of_a_log_add_up(log, name):
     total = uncached + read + written + hour
     assert {found.uncached.prompt_tokens, found.api.prompt_tokens} == {total}
     assert found.uncached.usd == pytest.approx((total * 5 + output * 25) / 1e6)
+
+
+def test_a_run_of_a_log_and_its_trace_have_the_same_bills(log, tmp_path):
+    """Turns with answers are billed alike in a run and in its trace, if lengths are reported.
+
+    Texts are counted otherwise than the log counts, in each row by another ratio. A run reads
+    what it hit.
+    """
+    rows, messages = [], []
+    for words, prompt in ((60, 100), (50, 190), (40, 290)):
+        messages = [*messages, {"role": "user", "content": "sloop " * words}]
+        answer = {"role": "assistant", "content": "It floats. " * 10}
+        usage = {"prompt_tokens": prompt, "completion_tokens": 40}
+        rows.append({"messages": messages, "choices": [{"message": answer}], "usage": usage})
+        messages = [*messages, answer]
+    workload, trace = log(*rows, key_tokens=8, rate=0.01), tmp_path / "run.jsonl"
+    result = simulate(workload, model="llama-3.1-8b", block_size=8, trace=trace)
+    price = "input=3,cached=0.3,output=9"
+    run, recorded = bill(workload, price, log=result.log), bill_trace(trace, price)
+    assert run.run.read_tokens == sum(result.log.hit) > 200
+    assert (recorded.run, recorded.api, recorded.uncached) == (run.run, run.api, run.uncached)
 
 
 def test_every_verb_bills_the_same_usage(log):

@@ -74,11 +74,11 @@ def replay(*, file: Path, at: int | None, price: Any, as_json: bool) -> None:
     bills: list[Section] = []
     if price is not None and report.complete:
         from kvcore_replay.recorded_run import bill_trace  # noqa: PLC0415 - for prices alone
-        from kvcore_replay.report.billing import bill_sections  # noqa: PLC0415 - as above
+        from kvcore_replay.report.billing import OF_TRACE, bill_sections  # noqa: PLC0415 - as above
 
         with reading("billing", file) as tick:
             document["bill"] = bill_trace(file, price, tick).as_dict()
-        bills = bill_sections(document["bill"])
+        bills = [*bill_sections(document["bill"]), OF_TRACE]
     if as_json:
         emit_json(document)
     else:

@@ -207,7 +207,7 @@ class _Classifier:
     def explain(self, request: Request) -> PromptReads:
         """Return the cache reads of the next request, and remember its prompt."""
         price, now = self._price, request.arrival
-        size = PromptSize.of(request)
+        size = PromptSize.of(request, price)
         expected = self._cache.charge(request, now).read
         unlapsed = self._unlapsed.charge(request, now).read
         usage = request.usage if isinstance(request, LoggedRequest) else None
@@ -266,8 +266,9 @@ class _Classifier:
         live = live_keys(keys, self._used, now - ttl)
         known = live_keys(keys, self._used, -1)
         at, original = read, None
+        text = PromptSize.of_text(request)
         if isinstance(request, LoggedRequest):
-            original = self._originals.find(request, known * unit)
+            original = self._originals.find(request, known * text.key)
         borders = [("evicted", expected), ("lapsed", unlapsed)]
         if original is None:  # Otherwise the entry of the original would be read.
             borders.append(("unmarked", size.scaled(known * unit) - early))
@@ -290,7 +291,7 @@ class _Classifier:
         if original is not None:
             other, place_of_edit, kept = original
             gap = now - other.arrival
-            tokens = min(size.scaled(known * unit + kept), size.billed) - at
+            tokens = min(text.scaled(known * text.key + kept), size.billed) - at
             yield UnreadTokens(
                 reason="edited" if gap < ttl else "undetermined",
                 first=at,
@@ -353,7 +354,7 @@ class _Originals:
         if other.salt != request.salt or 2 * kept < left or tokens < EDIT_TOKENS:
             return None
         label = next(part.label for part in request.parts if part.end > token)
-        return other, f"{label}, after token {PromptSize.of(request).scaled(token):,}", tokens
+        return other, f"{label}, after token {PromptSize.of_text(request).scaled(token):,}", tokens
 
 
 def _pieces(request: LoggedRequest) -> Iterator[tuple[int, int]]:

@@ -23,6 +23,9 @@ BILLS = {
 }
 """The bills of a workload, and their names in tables."""
 
+OF_TRACE = "A trace has neither the usage that a log reports nor a log's breakpoints."
+"""What the bills of a trace leave out."""
+
 KINDS = ("uncached", "read", "written", "written_1h", "output")
 
 

@@ -52,9 +52,9 @@ class WhatIfReport:
         old, new = (run.bill for run in (self.whatif.recorded, self.whatif.rerun))
         bills: list[Section] = []
         if old is not None and new is not None:
-            from kvcore_replay.report.billing import bill_sections  # noqa: PLC0415 - for prices alone
+            from kvcore_replay.report.billing import OF_TRACE, bill_sections  # noqa: PLC0415 - for prices alone
 
-            bills = bill_sections(old.as_dict(), new.as_dict()["run"])
+            bills = [*bill_sections(old.as_dict(), new.as_dict()["run"]), OF_TRACE]
         return [
             self.warning,
             self.headline,

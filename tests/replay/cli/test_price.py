@@ -57,7 +57,9 @@ def test_whatif_prints_the_bills_of_both_runs(tmp_path):
     done = run_here("whatif", trace, "--eviction", "lfu", "--price", "xai")
     rows = [line.split("  ")[0] for line in done.stdout.splitlines()]
     assert {"with this cache", "what if"} <= set(rows)
-    assert "with this cache" in run_here("replay", trace, "--price", "xai").stdout
+    replayed = run_here("replay", trace, "--price", "xai").stdout
+    assert "with this cache" in replayed
+    assert all("A trace has neither the usage" in text for text in (done.stdout, replayed))
 
 
 def test_explain_finds_the_miss_reasons_of_an_api_log():
