@@ -58,6 +58,8 @@ def hits_of(requests: Iterable[Request], cache: KVCache) -> array[int]:
 def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     """Open, commit and close each of `requests` at its time of arrival; yield its sequence.
 
+    An answer with output keys is cached behind its prompt, if lengths count (`tokens` accounting).
+
     Blocks that miss in the pool and are in a tier below it are loaded, unless the tier has
     `load=never`. A load costs nothing and takes no time: without a clock a link has no queue.
     Nothing is loaded for a request longer than the pool.
@@ -97,6 +99,11 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
             if load is not None:
                 tiers.finish(load, now)
         commit(seq, seq.tokens - seq.computed, now)
+        # An answer with keys fills the blocks after the prompt, as it does under a clock.
+        answer = min(seq.cacheable * size, room) - seq.tokens
+        if answer > 0:
+            cache.extend(seq, answer, now)
+            commit(seq, answer, now)
         close(seq, now)
         yield seq
 

@@ -80,6 +80,29 @@ def test_shares_are_of_the_optimum_of_one_cache(comparison):
         assert row.share_of_optimum == row.hit_ratio / most[row.replicas]
 
 
+def test_no_router_beats_one_cache_that_evicts_nothing():
+    """Answers that the next turn quotes count in the one cache as in the replicas.
+
+    With room for everything, one cache by LRU hits what its optimum hits, and so does a router
+    that sends all turns to one replica.
+    """
+    turns = [
+        keyed(
+            turn,
+            "abcdefgh"[: 2 * turn + 1],
+            16,
+            session="chat",
+            after=turn - 1 if turn else None,
+            output_tokens=17,
+            output_keys="abcdefgh"[2 * turn + 1],
+        )
+        for turn in range(4)
+    ]
+    found = compare_routers(RequestList(turns), [First], 2, blocks=100, block_size=16)
+    (shared,), (row,) = found.shared, found.rows
+    assert row.hit_ratio == shared.hit_ratio == shared.optimum == (2 + 4 + 6) / (1 + 3 + 5 + 7)
+
+
 @pytest.mark.parametrize(
     ("blocks", "hits"),
     [
