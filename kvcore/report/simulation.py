@@ -67,9 +67,10 @@ def overload(
     missed = ""
     if met is not None and met < 1 / 2:
         missed = f"; {1 - met:.0%} of the requests miss the SLO"
+    come = "conversations begin" if saturation.get("closed") else "requests arrive"
     return (
         f"asks for {much} {able} can do: {saturation['why']}{missed}. The queue grows for as "
-        f"long as requests arrive, so the {times} tell how long the workload is, not how fast "
+        f"long as {come}, so the {times} tell how long the workload is, not how fast "
         "the system is."
     )
 

@@ -72,7 +72,7 @@ class Arrivals:
         # Most workloads number their requests: these numbers were read, without a session.
         self._first_number = self._next_number = self._came = 0
         self._last = 0
-        self.closed = False
+        self.closed = self._follows = False
         self._due: list[tuple[int, int, Request]] = []
         # When a prefetch is due, index, arrival, request; and the longest hint so far.
         self._ahead: list[tuple[int, int, int, Request]] = []
@@ -82,6 +82,11 @@ class Arrivals:
         self.following: dict[int | str, list[tuple[int, Request]]] = {}
         self._read()
         self.next_at = self._due[0][0] if self._due else NEVER
+
+    @property
+    def last_start(self) -> int | None:
+        """When (ns) the last request comes that follows none; None if none follows another."""
+        return self._newest if self._follows else None
 
     def restart(self) -> Iterator[Request]:
         """Return an iterator of all requests, which `resume` gives back; none was taken yet."""
@@ -196,6 +201,7 @@ class Arrivals:
                 f"session {other!r}: give both the same session"
             )
             raise InputError(msg)
+        self._follows = True
         self.following.setdefault(awaited, []).append((index, request))
 
     def _note(self, name: int | str, session: str | None) -> None:

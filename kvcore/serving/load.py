@@ -37,13 +37,18 @@ LAST = MOMENTS // 4
 class Saturation(NamedTuple):
     """Whether the queue of a run grew until the last arrival, by the times of its requests.
 
+    In a closed loop the last arrival is that of the last conversation's first request: later
+    turns come as fast as earlier ones are served.
+
     Attributes:
         saturated: whether it did.
         waiting_half, waiting_end: mean number of waiting requests in the eighth of the time
             of arrivals before its half, and before its end.
-        arrivals_per_s: requests that arrive a second, from the first arrival to the last.
+        arrivals_per_s: requests that arrive a second, from the first arrival to the last; those
+            of all conversations over the time in which these begin.
         served_per_s: requests that finish a second, from the first arrival to the last
             finish.
+        closed: whether requests follow others, by which they arrive.
     """
 
     saturated: bool
@@ -51,6 +56,7 @@ class Saturation(NamedTuple):
     waiting_end: float
     arrivals_per_s: float
     served_per_s: float
+    closed: bool = False
 
     @property
     def why(self) -> str:
@@ -59,6 +65,11 @@ class Saturation(NamedTuple):
             format_number,
             (self.arrivals_per_s, self.served_per_s, self.waiting_half, self.waiting_end),
         )
+        if self.closed:
+            return (
+                f"conversations of {come} requests/s begin and {served}/s are served; {half} "
+                f"wait at half of that time, {end} when the last conversations begin"
+            )
         return (
             f"{come} requests/s come and {served}/s are served; {half} wait at half time, "
             f"{end} when the last ones arrive"
@@ -78,22 +89,29 @@ def saturation_of(log: RunLog, max_seqs: int, load: float | None) -> Saturation 
     offered load is above 1 that is all. Otherwise the queue must also never have been empty
     in the last quarter of the time, so that a burst does not count, and jobs must have been
     admitted at `STEPS` times of the second half, so that one long step does not count.
+
+    In a closed loop the queue is that of the time in which conversations begin. It must never
+    have been empty at its end, whatever the load, and requests must have waited longer than
+    they ran, so that conversations that begin in a burst do not count.
     """
     came, admitted, finished = (
         _column_of_finished(log, name) for name in ("arrival", "admitted", "finish")
     )
-    queue = Queue.from_times(came, admitted, finished, max_seqs)
+    queue = Queue.from_times(came, admitted, finished, max_seqs, log.last_start)
     if queue is None:
         return None
-    overloaded = load is not None and load > 1
+    closed = log.last_start is not None
+    overloaded = load is not None and load > 1 and not closed
     saturated = queue.grows and (overloaded or queue.persists)
+    if closed:
+        saturated = saturated and 2 * sum(admitted) > sum(came) + sum(finished)
     come_per_s = (queue.requests - 1) * NS_PER_S / queue.span
     served_per_s = queue.requests * NS_PER_S / (max(finished) - queue.first)
-    return Saturation(saturated, queue.half, queue.end, come_per_s, served_per_s)
+    return Saturation(saturated, queue.half, queue.end, come_per_s, served_per_s, closed)
 
 
 class Queue(NamedTuple):
-    """The requests that waited in a run, as of its last arrival.
+    """The requests that waited in a run, as of its last arrival, or of an earlier time.
 
     All fields are final by then except `persists`, which may become true later if too few
     jobs were admitted so far.
@@ -122,12 +140,15 @@ class Queue(NamedTuple):
         admitted: Iterable[int],
         finished: Iterable[int],
         max_seqs: int,
+        until: int | None = None,
     ) -> Queue | None:
         """Return the queue, by times (ns) in any order; None if they are too few for a trend.
 
+        `until` is the end of the time that is looked at; None: the last arrival.
         The times are iterated over more than once. O(n), in memory that does not grow with n.
         """
-        first, last = min(came, default=0), max(came, default=0)
+        first = min(came, default=0)
+        last = max(came, default=0) if until is None else max(first, until)
         requests, span = sum(map(len, batches(came))), last - first
         if requests < FEWEST or not span:
             return None

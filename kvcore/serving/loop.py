@@ -199,6 +199,7 @@ class ServingLoop:
             elif not self._wait():
                 break
         self.arrivals.check_all_came()
+        self.log.last_start = self.arrivals.last_start
 
     def begin(self) -> bool:
         """Handle arrivals and plan the next step; return False if there is none to run."""

@@ -53,6 +53,8 @@ class RunLog:
         steps, busy_ps: steps run, and the picoseconds they took.
         drafts: counts of drafts; None: there was no drafter.
         own_slos: number of requests with an SLO of their own.
+        last_start: when (ns) the last conversation began, if requests follow others; None: the
+            loop is open.
     """
 
     def __init__(self, blocks: int, slo: SLO | None = None) -> None:
@@ -76,6 +78,7 @@ class RunLog:
         self.pool = PoolTimeline(blocks)
         self.steps = self.busy_ps = self.own_slos = 0
         self.drafts: DraftStats | None = None
+        self.last_start: int | None = None
 
     def ended(self, job: Job, now: int) -> None:
         """Record a request that finished at `now` (ns); -1: it was rejected."""

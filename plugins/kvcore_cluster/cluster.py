@@ -134,7 +134,7 @@ class Cluster:
         slo: SLO | None = None,
         trace: ClusterTrace | None = None,
     ) -> None:
-        self._arrivals = arrivals
+        self.arrivals = arrivals
         self._trace = trace
         self._now = 0
         self._heap: list[tuple[int, int, int, int, int]] = []
@@ -175,7 +175,7 @@ class Cluster:
             InputError: the workload is out of order, or its sessions do not close.
             PolicyError: a plugin failed, or a scheduler lets nothing run.
         """
-        heap, arrivals, servers = self._heap, self._arrivals, self.servers
+        heap, arrivals, servers = self._heap, self.arrivals, self.servers
         does = self._handlers()
         while True:
             at = arrivals.next_at
@@ -242,7 +242,7 @@ class Cluster:
     def _ended(self, server: Server, request: Request, now: int) -> None:
         """Called when a replica has ended a request, which its session may wait for."""
         del server
-        self._arrivals.ended(request, now)
+        self.arrivals.ended(request, now)
 
     def _touch(self, server: Server, now: int) -> None:
         """Interrupt the jump of a busy replica at `now`, or schedule a turn of an idle one."""
@@ -265,7 +265,7 @@ class Cluster:
         server.loop.end()
         if server.draining is not None and not server.sent:
             self._stop(server, now)
-        elif self._arrivals.next_at <= now or (self._heap and self._heap[0][0] == now):
+        elif self.arrivals.next_at <= now or (self._heap and self._heap[0][0] == now):
             self._schedule(BEGIN, server, server.loop.clock_ps)
         else:
             self._begin(server, now)
@@ -287,9 +287,9 @@ class Cluster:
 
     def _horizon(self) -> int:
         """Return the time (ns) before which no request comes to any replica, nor a failure."""
-        at = min(self._arrivals.next_at, self._fail_at)
+        at = min(self.arrivals.next_at, self._fail_at)
         # The end of a request may cause the next one of its session.
-        if self._heap and (self._chained or self._arrivals.following or self._returns):
+        if self._heap and (self._chained or self.arrivals.following or self._returns):
             at = min(at, self._heap[0][0])
         return at
 
@@ -346,7 +346,7 @@ class Cluster:
         if self._trace is not None:
             self._trace.refuse(now, request, why)
         self.refused.append((arrival, request, why))
-        self._arrivals.ended(request, now)
+        self.arrivals.ended(request, now)
 
     def _fail(self, server: Server, now: int) -> None:
         """FAIL: a replica loses its K/V; its requests are served again elsewhere."""
@@ -421,7 +421,7 @@ class Cluster:
             if not server.sent:
                 self._stop(server, now)
         unserved = self._held or any(server.sent for server in self.servers)
-        if unserved or self._arrivals.next_at < NEVER:
+        if unserved or self.arrivals.next_at < NEVER:
             self._plan_at(now + self.scalers[0].interval)
 
     def _stop(self, server: Server, now: int) -> None:

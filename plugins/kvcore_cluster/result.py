@@ -322,6 +322,7 @@ def merge_logs(
     }
     if reasons:
         merged.reasons = {at: reasons[row] for at, row in enumerate(rows) if row in reasons}
+    merged.last_start = cluster.arrivals.last_start
     for _, log, _ in logs:
         merged.itl.merge(log.itl)
         merged.steps += log.steps

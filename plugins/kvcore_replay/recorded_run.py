@@ -166,7 +166,7 @@ class Recorded:
         self._open: dict[int, Job] = {}
         self._resumed: set[int] = set()
         self._steps = DecodeSteps()
-        self._serial = 0
+        self._serial = self._started = 0
         size = reader.file.stat().st_size
         self._most_requests = FREE_REQUESTS + size // BYTES_OF_REQUEST
         self._take = methods_by_event(
@@ -207,6 +207,12 @@ class Recorded:
                 f"REQUEST: to run it again, a file of this size has at most "
                 f"{self._most_requests:,} requests; if you trust it, decompress it first"
             )
+        if request.after is None:
+            self._started = event.t
+        elif self.log.last_start is None:
+            self.log.last_start = self._started
+        if self.log.last_start is not None:
+            self.log.last_start = max(self.log.last_start, self._started)
         slo = request.slo or self.log.slo
         job = Job(request, self._serial, event.t, self._steps, request.prompt_tokens, slo)
         self._jobs[request.id] = job

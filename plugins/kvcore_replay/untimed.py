@@ -58,7 +58,7 @@ def hits_of(requests: Iterable[Request], cache: KVCache) -> array[int]:
 def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     """Open, commit and close each of `requests` at its time of arrival; yield its sequence.
 
-    An answer with output keys is cached behind its prompt, if lengths count (`tokens` accounting).
+    In `tokens` accounting, an answer with output keys is cached behind its prompt.
 
     Blocks that miss in the pool and are in a tier below it are loaded, unless the tier has
     `load=never`. A load costs nothing and takes no time: without a clock a link has no queue.

@@ -274,7 +274,8 @@ class _QueueJudge(EarlyEnd):
                 self._all_came = now
         elif 0 <= self._all_came < now:
             self._all_came = -1
-            self._look(loop)
+            if loop.arrivals.last_start is None:  # a closed loop is judged as a whole
+                self._look(loop)
 
     def _waits(self, jobs: Batcher, at: int) -> bool:
         """Return True if a job waited at the time `at`, which lies before the clock."""

@@ -343,9 +343,11 @@ class SweepReport:
                 continue
             value = measure.best(row[measure.column] for row in ranked)
             best = [row for row in ranked if row[measure.column] == value]
+            text = measure.text(value)
             if self._competing and measure.names:
-                yield self._names(best, len(candidates))
-            yield measure.text(value)
+                nothing = measure.best is max and text == measure.text(0)  # there is no winner
+                yield NONE if nothing else self._names(best, len(candidates))
+            yield text
         if self._bounded:
             yield share(best[0]["share_of_optimum"] if best else None)
 

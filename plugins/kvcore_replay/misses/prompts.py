@@ -354,7 +354,8 @@ class _Originals:
         if other.salt != request.salt or 2 * kept < left or tokens < EDIT_TOKENS:
             return None
         label = next(part.label for part in request.parts if part.end > token)
-        return other, f"{label}, after token {PromptSize.of_text(request).scaled(token):,}", tokens
+        place = PromptSize.of_text(request).scaled(token)
+        return other, f"{label}, after token {place:,}", tokens
 
 
 def _pieces(request: LoggedRequest) -> Iterator[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from heapq import heapify, heappop, heappush
 from itertools import accumulate, repeat
 from random import Random
 
@@ -36,6 +37,26 @@ def queue(arrivals, **columns):
     return log
 
 
+def conversations(starts, turns, think):
+    """Return the log of that server in a closed loop: each turn comes after the one before it.
+
+    `think` ns lie between the end of a turn and the next one.
+    """
+    log, free = RunLog(1), 0
+    log.last_start = starts[-1]
+    due = [(at, turns) for at in starts]
+    heapify(due)
+    while due:
+        at, left = heappop(due)
+        log.arrival.append(at)
+        log.admitted.append(max(at, free))
+        free = log.admitted[-1] + SERVICE
+        log.finish.append(free)
+        if left > 1:
+            heappush(due, (free + think, left - 1))
+    return log
+
+
 def found(arrivals, load=None):
     """Return whether the queue of `arrivals` is found to grow; None if that is unknown."""
     figures = saturation_of(queue(arrivals), 1, load)
@@ -55,6 +76,27 @@ def test_a_server_that_is_fast_enough_is_not_saturated(load, requests):
 def test_a_server_that_is_too_slow_is_saturated(load, requests):
     """M/D/1 above a load of 1 is saturated, given enough requests for that load."""
     assert all(found(poisson(load, requests, seed)) for seed in range(10))
+
+
+@pytest.mark.parametrize("think", [0, 5 * SERVICE, 50 * SERVICE])
+@pytest.mark.parametrize(("load", "saturated"), [(0.5, False), (0.8, False), (1.5, True), (4, True)])
+def test_a_closed_loop_is_judged_while_conversations_begin(load, saturated, think):
+    """Conversations whose turns ask for more than can be done saturate, though turns wait.
+
+    In a closed loop the queue drains once no more conversations begin, and as many requests
+    come a second as are served.
+    """
+    for seed in range(5):
+        log = conversations(poisson(load / 4, 500, seed), 4, think)
+        figures = saturation_of(log, 1, 0.9)
+        assert (figures.closed, figures.saturated) == (True, saturated)
+        assert ("conversations begin" in figures.why) is True
+
+
+def test_conversations_that_begin_in_a_burst_are_no_saturation():
+    """A burst of conversations whose later turns are served at once is no saturation."""
+    log = conversations(range(0, 100 * SERVICE, SERVICE // 2), 20, 2000 * SERVICE)
+    assert not saturation_of(log, 1, 0.1).saturated
 
 
 def test_bursts_that_drain_are_no_saturation():
