@@ -87,6 +87,13 @@ def test_a_simulation_has_a_best_by_each_measure():
     assert report.headline == "2 cells (2 x scheduler), simulated. 1 was there already."
 
 
+def test_no_cell_without_goodput_is_the_best():
+    """Where the most goodput is printed as 0, no policy has it."""
+    grid = Grid("simulate", scheduler=["fcfs", "srpt"], eviction="lru", seed=1)
+    report = SweepReport(timed(grid, {"goodput": 0.0}, {"goodput": 0.0001}))
+    assert report.table.rows == [["–", "0"]]
+
+
 def test_the_reading_counts_saturated_cells():
     """The reading counts saturated cells, whose times depend on the length of the workload."""
     grid = Grid("simulate", max_seqs=[1, 2])

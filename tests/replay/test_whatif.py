@@ -6,6 +6,7 @@ import attrs
 import orjson
 import pytest
 from helpers.recordings import PLUGINS, StepModels, ended, timed, untimed
+from helpers.requests import keyed
 from helpers.serving import ask
 from helpers.traces import ask as ask_for
 from helpers.traces import lines
@@ -16,6 +17,7 @@ from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.cost import PrefillCost, cost_fields, read_cost
 from kvcore.plugins import describe
 from kvcore.serving import Batching, Rules
+from kvcore.units import NS_PER_S
 from kvcore_lab.comparison import compare
 from kvcore_plugins.eviction import MRU
 from kvcore_plugins.latency import Linear, Roofline
@@ -284,3 +286,35 @@ def test_a_model_of_several_kinds_of_layers_is_rebuilt_from_the_header(tmp_path,
     model = header["plugins"]["latency"]["options"]["model"]
     assert ("caches" in model) == bool(find_model(name).caches)
     assert whatif(path).changes == []
+
+
+def test_overload_of_a_closed_loop_is_the_same_in_a_run_and_in_its_trace(tmp_path):
+    """Conversations that ask for too much saturate a server, its trace, and a cluster.
+
+    At the rate that the search finds, or served together, they do not.
+    """
+    turns = [
+        keyed(
+            f"{chat}/{turn}",
+            (),
+            16,
+            more=64,
+            arrival=chat * NS_PER_S // 5,
+            output_tokens=40,
+            session=str(chat),
+            after=f"{chat}/{turn - 1}" if turn else None,
+            think_time=NS_PER_S if turn else 0,
+        )
+        for chat in range(80)
+        for turn in range(3)
+    ]
+    options, trace = {"max_seqs": 1, "blocks": 100}, tmp_path / "run.jsonl"
+    result = kvcore.simulate(turns, trace=trace, **options)
+    assert (result.saturation.closed, result.saturation.saturated) == (True, True)
+    found = whatif(trace, max_seqs=64)
+    assert found.recorded.saturation == result.saturation.as_dict()
+    assert (found.recorded.saturated, found.rerun.saturated) == (True, False)
+    clusters = (kvcore.simulate_cluster(turns, replicas=n, **options) for n in (1, 2))
+    assert [cluster.saturation.saturated for cluster in clusters] == [True, False]
+    rate = kvcore.find_capacity(turns, **options)["rate_scale"]
+    assert not kvcore.simulate(turns, rate_scale=rate, **options).saturation.saturated

@@ -79,7 +79,9 @@ def test_a_server_that_is_too_slow_is_saturated(load, requests):
 
 
 @pytest.mark.parametrize("think", [0, 5 * SERVICE, 50 * SERVICE])
-@pytest.mark.parametrize(("load", "saturated"), [(0.5, False), (0.8, False), (1.5, True), (4, True)])
+@pytest.mark.parametrize(
+    ("load", "saturated"), [(0.5, False), (0.8, False), (1.5, True), (4, True)]
+)
 def test_a_closed_loop_is_judged_while_conversations_begin(load, saturated, think):
     """Conversations whose turns ask for more than can be done saturate, though turns wait.
 
