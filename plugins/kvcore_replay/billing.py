@@ -108,7 +108,7 @@ class PromptSize(NamedTuple):
     Attributes:
         billed: tokens of the prompt for the API.
         counted: tokens of the prompt as positions are counted.
-        key: tokens that a key stands for, counted likewise.
+        key: tokens that a key stands for, as positions are counted.
     """
 
     billed: int

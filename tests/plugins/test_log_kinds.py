@@ -264,7 +264,7 @@ def test_bills_of_a_log_add_up(log, name):
 
 
 def test_a_run_of_a_log_and_its_trace_have_the_same_bills(log, tmp_path):
-    """Turns with answers are billed alike in a run and in its trace, if lengths are reported.
+    """Turns with answers have one bill in a run and in its trace, if lengths are reported.
 
     Texts are counted otherwise than the log counts, in each row by another ratio. A run reads
     what it hit.
