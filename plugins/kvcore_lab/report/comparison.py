@@ -16,7 +16,14 @@ from kvcore.report.tables import cell, counted, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import format_seconds
 from kvcore_lab.comparison import SHARING, Comparison, Infinite, Row
-from kvcore_lab.report.policies import block_bytes, looked_up, named, option_texts, replay_setup
+from kvcore_lab.report.policies import (
+    block_bytes,
+    enumerated,
+    looked_up,
+    named,
+    option_texts,
+    replay_setup,
+)
 from kvcore_replay.belady import Belady
 from kvcore_replay.report.charts import TIERS, as_percent
 
@@ -256,7 +263,7 @@ class ComparisonReport:
 
     def _sizes(self, sizes: list[str]) -> str:
         unit = "" if self.memory else " block" if sizes == ["1"] else " blocks"
-        return f"{_enumerated(sizes)}{unit}"
+        return f"{enumerated(sizes)}{unit}"
 
     def _policies(self) -> list[tuple[str, Row]]:
         return [(name, row) for name, row in self._named if row.eviction != Belady.name]
@@ -267,7 +274,7 @@ class ComparisonReport:
         if not found:
             return ""
         sizes = (f"{counted(tier['slots'], 'block')} in {tier['tier']}" for tier in found)
-        below = _enumerated(list(sizes))
+        below = enumerated(list(sizes))
         bound = ", of which optimum + tiers is the most" if self._ranked else ""
         return f"+ tiers: what the pool or a tier below it had ({below}){bound}."
 
@@ -357,10 +364,6 @@ def _cell(result: Row | Infinite, unit: str) -> str:
     if isinstance(result, Row) and not _is_optimum(result):
         part = result.share_of_optimum
     return _reused(result.hit_ratio[unit], part)
-
-
-def _enumerated(words: list[str]) -> str:
-    return " and ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
 
 
 @attrs.frozen
