@@ -163,7 +163,7 @@ def test_the_report_has_the_best_router_first(comparison):
 
 
 def test_among_equal_goodput_the_least_ttft_is_first(comparison):
-    """Goodput that is shown alike is a tie: the mean TTFT decides, and the best is named."""
+    """Goodput that is equal as shown is a tie: the mean TTFT decides, and the best is named."""
     goodput, ttft = {"round-robin": 2.004, "least-requests": 2.003}, iter([3, 2, 1, 2])
     rows = [
         attrs.evolve(row, goodput=goodput[row.router], ttft_mean_s=next(ttft))
@@ -178,7 +178,7 @@ def test_among_equal_goodput_the_least_ttft_is_first(comparison):
         ["3", "least-requests"],
     ]
     assert report.reading.startswith(
-        "Best: least-requests with 2 replicas; round-robin with 3 replicas (the most goodput"
+        "Best: least-requests with 2 replicas; round-robin with 3 replicas (by goodput"
     )
 
 

@@ -66,7 +66,7 @@ class RoutersReport:
         """Return the rows of a cluster: the most goodput as shown, then the least TTFT."""
         rows = [row for row in self.comparison.rows if row.replicas == shared.replicas]
         rows.sort(key=lambda row: -(row.goodput or 0))
-        # What is shown alike differs by less than the next hour of traffic would.
+        # Figures that are equal as shown differ by less than the next hour of traffic would.
         ties = groupby(rows, lambda row: format_number(row.goodput or 0))
         return [row for _, tied in ties for row in sorted(tied, key=_mean_ttft)]
 
@@ -82,10 +82,7 @@ class RoutersReport:
             f"{router} with {enumerated(fleets)} replicas" if self._several else router
             for router, fleets in best.items()
         ]
-        return (
-            f"Best: {'; '.join(names)} (the most goodput, and where that is shown alike the "
-            "least mean TTFT)."
-        )
+        return f"Best: {'; '.join(names)} (by goodput, then by mean TTFT)."
 
     @property
     def reading(self) -> str:
