@@ -36,6 +36,9 @@ CSV_COLUMNS = (
 
 AGES = ("age_at_hit_s", "age_at_eviction_s", "lifetime_s")
 
+FEW = 2
+"""Policies that are named where all have the same figure."""
+
 WEIGHS_COST = "cost"
 """The policy that ranks blocks by the cost of computing them again."""
 
@@ -279,16 +282,20 @@ class ComparisonReport:
         return f"+ tiers: what the pool or a tier below it had ({below}){bound}."
 
     def _most_hits(self) -> str:
-        """Return the sentence about the policy that hits most at each pool size."""
+        """Return the sentence about the policies whose figure is the highest at each size."""
         policies = self._policies()
         won: dict[str, list[str]] = {}
         for size in dict.fromkeys(row.blocks for _, row in policies):
-            ranking = sorted(
-                ((row.hit_blocks, name) for name, row in policies if row.blocks == size),
-                reverse=True,
-            )
-            if len(ranking) > 1 and ranking[0][0] > ranking[1][0]:
-                won.setdefault(ranking[0][1], []).append(self._size(size))
+            ratios = {
+                name: row.hit_ratio[self._unit] or 0.0
+                for name, row in policies
+                if row.blocks == size
+            }
+            most = share(max(ratios.values()))
+            names = [name for name, ratio in ratios.items() if share(ratio) == most]
+            if len(ratios) > 1:
+                names = ["all"] if len(names) == len(ratios) > FEW else names
+                won.setdefault(enumerated(names), []).append(self._size(size))
         winners = [f"{name} with {self._sizes(sizes)}" for name, sizes in won.items()]
         return f"Most hits: {'; '.join(winners)}." if winners else ""
 
