@@ -1,7 +1,7 @@
 """One policy, four places: replayed, simulated, on real tensors, and inside vLLM.
 
-Run it with `python examples/same_decisions.py` (needs torch; vLLM's own scheduler is the fourth
-place where `vllm` and `kvcore_vllm` can be imported, and needs no GPU).
+Run it with `python examples/same_decisions.py`. The third place needs torch, the fourth vLLM
+with `kvcore_vllm`, and no GPU; one that cannot be imported is left out.
 """
 
 from __future__ import annotations
@@ -143,12 +143,17 @@ def vllm_config() -> tuple[Any, Any, Any]:
 
 PLACES = {"replay": replayed, "simulate": simulated, "tensors": computed, "vLLM": in_vllm}
 
+NEEDED = {"tensors": ("torch",), "vLLM": ("vllm", "kvcore_vllm")}
+"""The packages that a place needs beside kvcore."""
+
 
 def main(policy: str = "arc", places: Iterable[str] = PLACES) -> None:
     """Print how many blocks each place evicts, and the digest of these in their order."""
     with TemporaryDirectory() as folder:
         for place in places:
-            if place == "vLLM" and not (find_spec("vllm") and find_spec("kvcore_vllm")):
+            missing = [name for name in NEEDED.get(place, ()) if not find_spec(name)]
+            if missing:
+                print(f"{place:9}left out: needs {' and '.join(missing)}", file=sys.stderr)
                 continue
             file = Path(folder, f"{place}.jsonl")
             PLACES[place](policy, file)

@@ -13,7 +13,7 @@ from helpers.hugging import HYBRIDS, STATES, Poisoned, padded, prompt, tiny  # n
 
 import kvcore  # noqa: E402
 from kvcore import GroupedCache, InputError, KVCache, groups_of, run  # noqa: E402
-from kvcore.config.values import as_checkpoint
+from kvcore.config.values import as_checkpoint  # noqa: E402
 from kvcore.engine import RaggedBatch  # noqa: E402
 from kvcore.request import text_request  # noqa: E402
 from kvcore.serving import Batching  # noqa: E402
@@ -145,7 +145,7 @@ def test_a_run_on_tensors_decides_as_the_simulation(family, tmp_path):
     """`kvcore.run` of a hybrid model has the trace of `kvcore.simulate` with its spec."""
     generator = HuggingFace(tiny(family, dtype=torch.float32))
     sample = WorkloadSample(Mooncake(), limit=12, scale=64)
-    options = {"blocks": 110, "block_size": 8, "prefix_cache_retention_interval": None}
+    options = {"blocks": 110, "block_size": 8, "checkpoint": "chunk"}
     ran, simulated = tmp_path / "run.jsonl", tmp_path / "simulated.jsonl"
     result = kvcore.run(sample, generator=generator, trace=ran, **options)
     assert isinstance(result.cache, GroupedCache)

@@ -98,7 +98,7 @@ class GroupedBatch(PagedBatch):
             sequence = cache.sequences[self.sequences[-1].id]
             while rest := length - 1 - (done := sequence.computed):
                 tokens = cache.chunk_tokens(
-                    done, rest + 1, length, length, sequence.junction, length
+                    done, rest + 1, length, length, sequence.boundaries, length
                 )
                 tokens = min(tokens, rest)
                 cache.extend(sequence, done + tokens - sequence.tokens)
