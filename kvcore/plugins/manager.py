@@ -790,8 +790,7 @@ def _class_of_file(kind: str, file: str, name: str) -> type[Plugin]:
         msg = f"{file}:{name} is {_fault(vars(module)[name], kind)}"
     else:
         msg = f"{file} has no class {name!r}{nearest(name, own)}"
-    some = ", ".join(own) or "none"
-    msg += f". Its {kind} plugins: {some}"
+    msg += f". Its {kind} plugins: {', '.join(own) or 'none'}"
     raise (InputError if own and name not in vars(module) else PluginError)(msg)
 
 
