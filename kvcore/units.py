@@ -184,24 +184,24 @@ def format_bytes(size: int, units: dict[str, int] = BINARY) -> str:
     return f"{format_number(size / units[unit])} {unit}"
 
 
-def format_seconds(seconds: float) -> str:
+def format_seconds(seconds: float, *, zeros: bool = False) -> str:
     """Return a duration with about three digits: `1.5 s`, `31.2 ms`, `7.06 us`."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * factor >= 1:
-            return f"{format_number(seconds * factor)} {unit}"
-    return f"{format_number(seconds * 1e9)} ns"
+            return f"{format_number(seconds * factor, zeros=zeros)} {unit}"
+    return f"{format_number(seconds * 1e9, zeros=zeros)} ns"
 
 
-def format_number(value: float) -> str:
+def format_number(value: float, *, zeros: bool = False) -> str:
     """Return a number with three digits, or all digits before the point: `2.68`, `12,345`.
 
-    From 10^15 on it has an exponent: `1.5e+20`.
+    From 10^15 on it has an exponent: `1.5e+20`. Only with `zeros` it may end in them: `2.60`.
     """
     if abs(value) >= 1e15:  # noqa: PLR2004
         return f"{value:.3g}"
     places = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0  # noqa: PLR2004
     text = f"{value:,.{places}f}"
-    return text.rstrip("0").rstrip(".") if places else text
+    return text if zeros or not places else text.rstrip("0").rstrip(".")
 
 
 def format_dollars(usd: float) -> str:

@@ -746,8 +746,8 @@ def _class_of_file(kind: str, file: str, name: str) -> type[Plugin]:
     """Return the class `name` of a file, which is run once; without a name its only one.
 
     Raises:
-        InputError: there is no such file.
-        PluginError: it raised an error, or has no such class, or several.
+        InputError: there is no such file, or it has other classes, or several.
+        PluginError: it raised an error, or has no class of this kind.
     """
     path = Path(file).resolve()
     if not path.is_file():
@@ -790,9 +790,8 @@ def _class_of_file(kind: str, file: str, name: str) -> type[Plugin]:
         msg = f"{file}:{name} is {_fault(vars(module)[name], kind)}"
     else:
         msg = f"{file} has no class {name!r}{nearest(name, own)}"
-    some = ", ".join(own) or "none"
-    msg += f". Its {kind} plugins: {some}"
-    raise PluginError(msg)
+    msg += f". Its {kind} plugins: {', '.join(own) or 'none'}"
+    raise (InputError if own and name not in vars(module) else PluginError)(msg)
 
 
 def _misfit(plugin: object, error: BaseException) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 
-from kvcore.cache import ServedCache
+from kvcore.cache import KVCache, ServedCache
 from kvcore.engine.backend import Backend
 from kvcore.engine.generator import Generator
 from kvcore.errors import InputError
@@ -21,7 +21,7 @@ from kvcore.serving import Batching, LatencyModel, Scheduler
 from kvcore.serving.drafter import Drafter
 from kvcore.serving.result import Result
 from kvcore.serving.simulate import check_cache, serve, served_batching, serving_parts
-from kvcore_engine.executor import Clock, tensor_executor
+from kvcore_engine.executor import Clock, TensorExecutor
 from kvcore_engine.reads import AttentionReads
 from kvcore_engine.speculation import SpeculativeTensorExecutor
 from kvcore_plugins.drafter.measured_acceptance import DraftedStep, write_acceptance
@@ -196,3 +196,12 @@ def run(
         drafter=built_drafter,
         drafted=executor.drafted,
     )
+
+
+def tensor_executor(cache: ServedCache, *arguments: Any, **options: Any) -> TensorExecutor:
+    """Return the executor for a cache, by the arguments of `TensorExecutor`."""
+    if not cache.grouped:
+        return TensorExecutor(cast("KVCache", cache), *arguments, **options)
+    from kvcore_engine.groups import GroupedTensorExecutor  # noqa: PLC0415 - most have none
+
+    return GroupedTensorExecutor(cast("Any", cache), *arguments, **options)

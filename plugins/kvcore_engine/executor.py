@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import attrs
 
-from kvcore.cache import BlockPool, Ids, KVCache, ServedCache
+from kvcore.cache import BlockPool, Ids, KVCache
 from kvcore.cache.sequence import Sequence as HeldSequence
 from kvcore.engine.backend import Backend, TensorLayout
 from kvcore.engine.batch import RaggedBatch
@@ -314,15 +314,6 @@ class TensorExecutor:
         line = len(self.measured) + 2
         counts = work.prefill, work.decode, context
         self.measured.append(MeasuredStep(line, *counts, took_ps, pairs))
-
-
-def tensor_executor(cache: ServedCache, *arguments: Any, **options: Any) -> TensorExecutor:
-    """Return the executor for a cache, by the arguments of `TensorExecutor`."""
-    if not cache.grouped:
-        return TensorExecutor(cast("KVCache", cache), *arguments, **options)
-    from kvcore_engine.groups import GroupedTensorExecutor  # noqa: PLC0415 - most have none
-
-    return GroupedTensorExecutor(cast("Any", cache), *arguments, **options)
 
 
 def call(plugin: Plugin, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

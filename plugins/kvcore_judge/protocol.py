@@ -124,6 +124,11 @@ class Panel:
     streams: tuple[Stream, ...]
     shares: tuple[int, ...] = SHARES
 
+    @property
+    def cells(self) -> int:
+        """The number of cells."""
+        return len(self.streams) * len(self.shares)
+
 
 def agentic_path() -> Path:
     """Return the path of the sessions of coding agents that come with kvcore."""

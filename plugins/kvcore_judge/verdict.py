@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from kvcore.lazy import import_extra
 from kvcore_judge.cells import Cell, CellResult, run_cell
 from kvcore_judge.entries import Entry
 from kvcore_judge.leaderboard import BASE, columns_of
@@ -65,6 +66,9 @@ class Judge:
         limits: time and memory of a policy.
         kit: whether the kit of eviction policies is run.
         unsafe: whether policies are run where the kernel cannot refuse writes and connections.
+
+    Raises:
+        PluginError: a package that the kit needs is not installed.
     """
 
     def __init__(
@@ -79,6 +83,10 @@ class Judge:
         self._limits = limits or Limits()
         self._kit, self._unsafe = kit, unsafe
         if kit:
+            for module in ("pytest", "hypothesis"):
+                needed = "the kit of eviction policies needs pytest and hypothesis"
+                instead = ", or leave it out by --no-kit (kit=False)"
+                import_extra(module, needed, "testing", instead)
             import kvcore_testing  # noqa: F401, PLC0415 - here, since a sandbox reads no files
         self._columns = [
             (column, run_cell(Cell(BASE, column.stream, column.share)))
@@ -90,7 +98,7 @@ class Judge:
         """Return the verdict on a policy.
 
         Raises:
-            InputError: there is no such file, or no sandbox on this system.
+            InputError: there is no such file or class, or no sandbox on this system.
         """
         about = self._sandboxed(entry.describe)
         if about.rule:

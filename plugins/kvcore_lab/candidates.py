@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import combinations
 from typing import Any, TypeAlias
 
 import attrs
 
 from kvcore.cache import CheckpointPolicy, EvictionPolicy
 from kvcore.errors import InputError
+from kvcore.plugins.base import qualified
 from kvcore.plugins.manager import Plugins, check_name
 from kvcore.plugins.options import Spec, parse
 from kvcore.trace.fields import plain
@@ -115,7 +117,7 @@ def candidates_of(
     `seed` is the seed of named policies that have an option `seed` and do not set it.
 
     Raises:
-        InputError: there is no policy, or one cannot be built.
+        InputError: there is no policy, one cannot be built, or two have one name and options.
         PluginError: a plugin cannot be used here.
     """
     if isinstance(policies, str) or not isinstance(policies, Iterable):
@@ -137,7 +139,15 @@ def candidates_of(
     if not found:
         msg = "there is nothing to compare: name at least one eviction policy"
         raise InputError(msg)
-    return [one for index, one in enumerate(found) if one not in found[:index]]
+    candidates = [one for index, one in enumerate(found) if one not in found[:index]]
+    for first, second in combinations(candidates, 2):
+        if (first.name, first.options) == (second.name, second.options):
+            msg = (
+                f"two policies are named {first.name!r}, {qualified(first.kind)} and "
+                f"{qualified(second.kind)}: give one of the classes another name"
+            )
+            raise InputError(msg)
+    return candidates
 
 
 def _named(spec: Spec, plugins: Plugins, seed: int | None) -> Candidate:

@@ -24,7 +24,7 @@ from kvcore.serving.simulate import check_cache, record_run
 from kvcore.trace.writer import LiveTrace
 from kvcore.untrusted import parse_json
 from kvcore_engine.config import EngineParts
-from kvcore_engine.executor import tensor_executor
+from kvcore_engine.engine import tensor_executor
 from kvcore_online.calls import Call, CallReader
 from kvcore_online.engine import LiveEngine, LiveExecutor, LiveLoop, Tokens
 from kvcore_online.listener import METRICS_HEADERS, ApiError, Listener

@@ -68,6 +68,17 @@ def test_one_policy_and_one_size_need_no_list():
         assert (row.eviction, row.blocks) == (policy.name, 10)
 
 
+def test_two_classes_of_one_name_are_refused():
+    """Two classes with one name and equal options, which no table tells apart, are refused."""
+
+    class Other(LRU):
+        """LRU by another class."""
+
+    message = r"two policies are named 'lru', kvcore\S+LRU and \S+Other: give one of the"
+    with pytest.raises(InputError, match=message):
+        compare(small(), [LRU, Other], 10)
+
+
 @pytest.mark.parametrize("policies", [LRU(), [LRU()]])
 def test_a_policy_instance_is_refused(policies):
     """A policy instance is refused, since it cannot serve several pools."""

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import attrs
 import pytest
 from helpers.requests import keyed
 
@@ -182,6 +183,32 @@ def test_the_report_has_the_best_router_first(comparison):
         assert names[first : first + 2] == sorted(goodput, key=goodput.get, reverse=True)
         assert names[first + 2 : first + 4] == [SHARED, OPTIMUM]
     assert "on 2 or 3 replicas of 4 x h100 with " in report.headline
+
+
+def test_among_equal_goodput_the_least_ttft_is_first(comparison):
+    """Goodput that is equal as shown is a tie: the mean TTFT decides, and the best is named."""
+    goodput, ttft = {"round-robin": 2.004, "least-requests": 2.003}, iter([3, 2, 1, 2])
+    rows = [
+        attrs.evolve(row, goodput=goodput[row.router], ttft_mean_s=next(ttft))
+        for row in comparison.rows
+    ]
+    report = RoutersReport(attrs.evolve(comparison, rows=rows))
+    order = [row[:2] for row in report.table.rows if row[1] in goodput]
+    assert order == [
+        ["2", "least-requests"],
+        ["2", "round-robin"],
+        ["3", "round-robin"],
+        ["3", "least-requests"],
+    ]
+    assert report.reading.startswith(
+        "Best: least-requests with 2 replicas; round-robin with 3 replicas (by goodput"
+    )
+
+
+def test_one_router_is_not_the_best(comparison):
+    """A report on a single router names no best one."""
+    rows = [row for row in comparison.rows if row.router == "round-robin"]
+    assert "Best" not in RoutersReport(attrs.evolve(comparison, rows=rows)).reading
 
 
 def test_a_frame_has_the_rows(comparison):

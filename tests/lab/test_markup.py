@@ -7,7 +7,7 @@ from kvcore.sections import Chart, Table
 from kvcore_lab.report.markup import latex, markdown
 
 SECTIONS = [
-    "Two policies.\nOne pool: 50 %.",
+    "Two policies.\nOne pool: 50 %, in _a_b_/*.csv.",
     Table(["policy", "hits"], [["a_b|c", "1.5% ± 0.1%"], ["lru", "–"]]),
     Chart("", "", "", []),
     Table(["none"], []),
@@ -16,11 +16,11 @@ SECTIONS = [
 
 
 def test_markdown_has_tables_with_pipes():
-    """Numbers are flush right, pipes are escaped, and charts and empty tables left out."""
+    """Numbers are flush right, signs of Markdown escaped, charts and empty tables left out."""
     assert markdown(SECTIONS).splitlines() == [
         "Two policies.",
         "",
-        "One pool: 50 %.",
+        r"One pool: 50 %, in \_a_b\_/\*.csv.",
         "",
         "| policy | hits |",
         "| --- | ---: |",
@@ -34,7 +34,7 @@ def test_latex_has_tables_of_booktabs():
     assert latex(SECTIONS).splitlines() == [
         "Two policies.",
         "",
-        r"One pool: 50 \%.",
+        r"One pool: 50 \%, in \_a\_b\_/*.csv.",
         "",
         r"\begin{tabular}{lr}",
         r"\toprule",
@@ -65,3 +65,17 @@ def test_verbs_print_their_report_so(command, flag, begin):
     done = run_here(*command, flag)
     assert done.returncode == 0
     assert any(line.startswith(begin) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("flag", ["--markdown", "--latex"])
+def test_paths_of_a_sweep_are_escaped(flag, tmp_path):
+    """The line with the files of all rows is a part of the report, and is escaped with it."""
+    (tmp_path / "s.toml").write_text(
+        'mode = "compare"\nworkload = "zipf:requests=9"\nblocks = 9'
+    )
+    done = run_here(
+        "sweep", "s.toml", "--out", "_all_rows_.csv", "--jobs", 1, flag, cwd=tmp_path
+    )
+    assert done.returncode == 0
+    rows = r"\_all_rows\_" if flag == "--markdown" else r"\_all\_rows\_"
+    assert done.stdout.splitlines()[-2:] == ["", f"All rows: {rows}.csv."]

@@ -146,7 +146,7 @@ def test_the_headline_without_an_optimum_explains_no_brackets():
 
 
 def test_the_reading_names_the_winner_of_each_size():
-    """The reading lists the sizes that each policy wins; a size with a tie is not listed."""
+    """The reading lists the sizes that each policy wins; of a tie it names all."""
     shown = report(
         row("lru", 10, 20),
         row("lru", 20, 30),
@@ -155,7 +155,21 @@ def test_the_reading_names_the_winner_of_each_size():
         row("fifo", 20, 31),
         row("fifo", 30, 30),
     )
-    assert "Most hits: lru with 10 blocks; fifo with 20 blocks." in shown.reading
+    assert (
+        "Most hits: lru with 10 blocks; fifo with 20 blocks; lru and fifo with 30 blocks."
+        in shown.reading
+    )
+
+
+def test_figures_that_are_shown_equal_have_no_single_winner():
+    """A policy that wins by less than the table shows is not named alone; all need no names."""
+    rows = [row(name, 10, hits) for name, hits in (("lru", 79), ("lfu", 79), ("fifo", 70))]
+    rows[1] = attrs.evolve(rows[1], hit_ratio={"block": 0.7904, "token": 0.7904})
+    assert "Most hits: lru and lfu with 10 blocks." in report(*rows).reading
+    assert (
+        "Most hits: all with 10 blocks."
+        in report(*(row(name, 10, 79) for name in ("lru", "lfu", "fifo"))).reading
+    )
 
 
 def test_a_single_policy_is_no_winner():

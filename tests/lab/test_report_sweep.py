@@ -131,8 +131,8 @@ def test_seeds_are_folded_to_means_with_intervals():
         *("eviction", "hits, of blocks", "± 95 %", "seeds", "to the first", "± 95 % ", "better")
     ]
     assert table.rows == [
-        ["lru", "20.0%", "24.8%", "3", "–", "–", "–"],
-        ["lfu", "20.0%", "24.8%", "3", "+0.0%", "43.0%", "2 of 3"],
+        ["lru", "20.0%", "24.8 points", "3", "–", "–", "–"],
+        ["lfu", "20.0%", "24.8 points", "3", "+0.0 points", "43.0 points", "2 of 3"],
     ]
     assert report.reading.startswith("Means over seeds")
     assert "seed" not in report.setup
@@ -179,9 +179,20 @@ def test_intervals_are_by_a_bootstrap_over_stretches():
     (table,) = report.tables
     assert table.rows == [
         ["lru", "20.0%", "20.0% to 20.0%", "–", "–"],
-        ["lfu", "40.0%", "40.0% to 40.0%", "+20.0%", "+20.0% to +20.0%"],
+        ["lfu", "40.0%", "40.0% to 40.0%", "+20.0 points", "+20.0 to +20.0 points"],
     ]
     assert "bootstrap over 20 stretches" in report.reading
+
+
+def test_figures_of_statistics_keep_their_zeros():
+    """Figures below one another have equal digits, and a unit of an interval stands once."""
+    grid = Grid("simulate", eviction=["lru", "lfu"])
+    values = {"goodput": 4.2, "ttft_s_mean": 1.5}
+    parts = [{name: [v / 20] * 20 for name, v in values.items()} for _ in range(2)]
+    rows = timed(grid, values, values).rows
+    goodput, ttft = SweepReport(Sweep(grid, rows, 0, 2, parts), intervals=True).tables
+    assert goodput.rows[1] == ["lfu", "4.20", "4.20 to 4.20", "+0.00", "+0.00 to +0.00"]
+    assert ttft.rows[0] == ["lru", "1.50 s", "1.50 to 1.50 s", "–", "–"]
 
 
 def test_measures_that_no_cell_has_are_left_out():

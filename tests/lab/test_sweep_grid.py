@@ -109,3 +109,29 @@ def test_a_window_in_ns_is_one_value():
     assert Grid(workload="zipf", window=window).axes["window"] == (window,)
     assert len(Grid(workload="zipf", window=["0:5", (0, 9 * 10**9)]).axes["window"]) == 2
     assert len(Grid(workload="zipf", window=("0:5", "5:9")).axes["window"]) == 2
+
+
+def test_policies_in_files_are_named_by_their_classes(tmp_path):
+    """A file is named as its class, with options; two of one name are told apart by paths."""
+    source = """
+from kvcore import ScoreEviction
+
+class Mine(ScoreEviction):
+    name = "mine"
+
+    def __init__(self, weight: int = 1):
+        super().__init__()
+        self.weight = weight
+
+    def score(self, span, now):
+        return span.hit_count * self.weight
+"""
+    first, second = tmp_path / "first.py", tmp_path / "second.py"
+    for path in (first, second):
+        path.write_text(source)
+    values = [f"{first}", f"{first}:Mine:weight=2", "lru"]
+    rows = Plan.of(Grid("compare", workload="zipf", blocks=9, eviction=values)).rows
+    assert [row["eviction"] for row in rows] == ["mine", "mine:weight=2", "lru"]
+    values = [f"{first}", f"{second}"]
+    rows = Plan.of(Grid("compare", workload="zipf", blocks=9, eviction=values)).rows
+    assert [row["eviction"] for row in rows] == values

@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from helpers.commands import run_here
+from helpers.commands import run_here, stdout_of
 
 from kvcore.plugins.manager import KINDS
 from kvcore_lab.templates.package import KITS, package_files
@@ -48,6 +48,16 @@ def test_what_is_written_installs_and_passes_its_kit(tmp_path):
     assert tests.returncode == 0, tests.stdout[-4000:]
     for kind in KITS:
         assert re.search(rf"test_kvcore_my_{kind}\.py::\S+ PASSED", tests.stdout), kind
+
+
+@pytest.mark.parametrize("kind", KITS)
+def test_the_readme_has_commands_that_work(kind):
+    """Each command of kvcore in the README of a new package runs."""
+    readme = package_files(kind, "mine")["README.md"]
+    commands = re.findall(r"^    kvcore (.+)$", readme, re.MULTILINE)
+    assert commands
+    for command in commands:
+        assert kind in stdout_of(*command.split())
 
 
 @pytest.mark.parametrize(

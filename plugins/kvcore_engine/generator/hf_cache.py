@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain, count
+from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 import attrs
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvcore import Backend, InputError, KVCache, Request
-from kvcore.cache import BlockPool, Ids, Sequence
-from kvcore.engine import RaggedBatch, attend_through
+from kvcore import Backend, InputError, KVCache
+from kvcore.cache import BlockPool
 from kvcore.plugins import resolve
-from kvcore.request import block_keys
 from kvcore_engine.compaction import Compactor
 from kvcore_engine.executor import tensor_layout
 from kvcore_engine.generator._hf_model import (
-    AttentionCache,
-    PackedCache,
     cache_argument,
     dtype_of,
     layer_types,
@@ -31,11 +25,10 @@ from kvcore_engine.generator._hf_model import (
     switch_over,
 )
 from kvcore_engine.generator._hf_states import pass_through_blocks, state_layers
+from kvcore_engine.generator.hf_batch import PagedBatch
 from kvcore_engine.retention.token_retention import token_retention
 
 if TYPE_CHECKING:
-    from torch.nn import Module
-
     from kvcore_plugins.cache_groups import GroupedCache
 
 
@@ -152,7 +145,7 @@ class PagedCache:
             body = self._model.base_model
             batch = PagedBatch(self.cache, backend, body, serials, compactor)
         else:
-            from kvcore_engine.generator.hf_grouped import GroupedBatch  # noqa: PLC0415 - derived
+            from kvcore_engine.generator.hf_grouped import GroupedBatch  # noqa: PLC0415 - few models need it
 
             batch = GroupedBatch(self.cache, backend, serials, compactor, self._model)
         self._batches.append(batch)
@@ -225,298 +218,3 @@ class PagedCache:
 def _after(_: Any, __: tuple[Any, ...], named: dict[str, Any], ___: Any) -> None:
     """Commit the computed step. Called by torch after every forward of the model."""
     named["paged"].end()
-
-
-class PagedBatch(AttentionCache):
-    """The cache of one batch: row i of the batch is the sequence i of a `KVCache`.
-
-    Give it to a model as `cache` (`past_key_values` before transformers 5.24); a model called
-    without one gets a batch of its own. Tokens that the attention mask hides have no slot.
-    Blocks are held until `reset`.
-
-    A prompt's blocks are shared with other batches when only its last logits are wanted
-    (`logits_to_keep=1`, as `generate` sets it) and its positions count its own tokens: then
-    cached tokens are not computed again, and the rest is computed without padding.
-
-    Attributes:
-        sequences: one sequence for each row; empty before the first step.
-    """
-
-    def __init__(
-        self,
-        cache: KVCache,
-        backend: Backend,
-        body: Module,
-        serials: Iterator[int],
-        compactor: Compactor,
-    ) -> None:
-        super().__init__()
-        self.sequences: list[Sequence] = []
-        self._cache = cache
-        self._backend = backend
-        self._body = body
-        self._serials = serials
-        self._compactor = compactor
-        self._columns = 0
-        self._step = 0
-        self._lengths: list[int] = []
-        self._plan: Any = None
-        self._attend: Callable[..., Any] = backend.attend
-
-    def begin(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Allocate the slots of a step; return its inputs, without tokens that are cached.
-
-        Raises:
-            InputError: padding cannot be left out, or this is another batch than before.
-            OutOfBlocks: there are too few free blocks; the batch has freed all its blocks.
-        """
-        try:
-            real = self._real_tokens(inputs)
-            if not self.sequences:
-                inputs, real = self._admit(inputs, real)
-            self._plan_step(real)
-        except Exception:
-            self.reset()
-            raise
-        return inputs
-
-    def end(self) -> None:
-        """Commit the tokens of the step, which is computed."""
-        for sequence, tokens in zip(self.sequences, self._lengths, strict=True):
-            self._cache.commit(sequence, tokens)
-        self._columns += self._step
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Store the K/V of a layer's new tokens, without padding, in their slots.
-
-        Both are `[batch, kv_heads, columns, width]`.
-        """
-        keys, values = self._packed(key_states), self._packed(value_states)
-        self._backend.store(layer_idx, self._plan, keys, values)
-        return key_states, value_states
-
-    def attention(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        **options: Any,
-    ) -> Tensor:
-        """Return attention over the stored K/V, `[batch, columns, heads, width]`.
-
-        A hidden token gets zeros.
-        """
-        out = self._attend(layer, self._plan, self._packed(queries), **options)
-        return self.spread(out, queries.shape[0], queries.shape[2])
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the columns so far, padding included, as transformers counts them."""
-        return self._columns
-
-    def reset(self) -> None:
-        """Close the sequences: shared blocks stay cached, the others are freed."""
-        for sequence in self.sequences:
-            self._cache.close(sequence)
-        self.sequences = []
-        self._columns = 0
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make row i continue row `beam_idx[i]`, by forks that copy no block."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Fork every row into `repeats` neighbours."""
-        rows = torch.arange(len(self.sequences))
-        self.batch_select_indices(rows.repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows of `indices`; fork a row for each repetition, close all other rows."""
-        before = self.sequences
-        chosen = indices.tolist()
-        kept: set[int] = set()
-        self.sequences = []
-        for row in chosen:
-            sequence = before[row]
-            if row in kept:
-                sequence = self._cache.fork(sequence)
-            self.sequences.append(sequence)
-            kept.add(row)
-        for row, sequence in enumerate(before):
-            if row not in kept:
-                self._cache.close(sequence)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest `-tokens_to_remove` tokens of every row, such as rejected drafts.
-
-        Raises:
-            InputError: some of the tokens are in shared blocks, or were there when the
-                retention policy made room.
-        """
-        for sequence in self.sequences:
-            self._cache.rollback(sequence, -tokens_to_remove)
-        self._columns += tokens_to_remove
-
-    def _real_tokens(self, inputs: dict[str, Any]) -> Tensor:
-        """Return which of the step's tokens are no padding, bool `[batch, columns]`.
-
-        Raises:
-            InputError: the batch or the attention mask does not continue the steps before,
-                or a row ends in padding.
-        """
-        tokens = inputs.get("input_ids")
-        given = inputs["inputs_embeds"] if tokens is None else tokens
-        batch, columns = given.shape[:2]
-        if self.sequences and batch != len(self.sequences):
-            msg = f"a step of {batch} rows for a paged cache that holds {len(self.sequences)}"
-            raise InputError(msg)
-        mask = inputs.get("attention_mask")
-        if mask is None:
-            return torch.ones((batch, columns), dtype=torch.bool, device=given.device)
-        if mask.shape != (batch, self._columns + columns):
-            msg = (
-                f"attention mask of shape {list(mask.shape)} for {columns} tokens after "
-                f"{self._columns}: a paged cache takes [{batch}, {self._columns + columns}]"
-            )
-            raise InputError(msg)
-        real: Tensor = mask[:, self._columns :].bool()
-        stored = [sequence.position for sequence in self.sequences] or [0] * batch
-        if mask[:, : self._columns].sum(1).tolist() != stored:
-            msg = "the attention mask hides other tokens than it did when they were stored"
-            raise InputError(msg)
-        if not bool(real[:, -1].all()):
-            msg = "a row ends in padding: pad on the left (padding_side='left')"
-            raise InputError(msg)
-        return real
-
-    def _admit(self, inputs: dict[str, Any], real: Tensor) -> tuple[dict[str, Any], Tensor]:
-        """Open the sequences; return the inputs and the real tokens left to compute.
-
-        If only the last logits are wanted, all columns but the last are computed here.
-        """
-        tokens, columns = inputs.get("input_ids"), real.shape[1]
-        positions = inputs.get("position_ids")
-        if positions is None:
-            positions = torch.arange(columns, device=real.device)
-        # Keys of blocks stand for tokens at positions that count from 0 without padding.
-        counted = bool((positions == real.cumsum(1) - 1)[real].all())
-        if tokens is None or not counted or not _last_logits_only(inputs):
-            for length in real.sum(1).tolist():
-                self._open((), length)
-            return inputs, real
-        self._prefill([row[kept].tolist() for row, kept in zip(tokens, real, strict=True)])
-        self._columns = columns - 1
-        last = {"input_ids": tokens[:, -1:], "position_ids": real.sum(1, keepdim=True) - 1}
-        return inputs | last, real[:, -1:]
-
-    def _prefill(self, prompts: list[list[int]]) -> None:
-        """Compute all but the last token of the prompts, without padding, equal ones once."""
-        first: dict[tuple[int, ...], Sequence] = {}
-        for prompt in map(tuple, prompts):
-            if prompt not in first:
-                first[prompt] = self._open(prompt, len(prompt))
-        missing = {
-            sequence: prompt[sequence.computed : -1]
-            for prompt, sequence in first.items()
-            if sequence.computed < len(prompt) - 1
-        }
-        if missing:
-            batch = self._ragged_batch(missing, map(len, missing.values()))
-            self._run(missing, batch, [*chain.from_iterable(missing.values())])
-        for sequence, tokens in missing.items():
-            self._cache.commit(sequence, len(tokens))
-        order = list(first)
-        self.batch_select_indices(torch.tensor([order.index(tuple(p)) for p in prompts]))
-
-    def _packed_cache(self, sequences: list[Sequence], batch: RaggedBatch) -> PackedCache:
-        """Return the cache of a ragged batch of prompts."""
-        backend = self._backend
-        attend = self._compactor.attend(sequences, batch)
-        return PackedCache(attend_through(backend.plan(batch), backend.store_rotated, attend))
-
-    def _run(
-        self, sequences: Iterable[Sequence], batch: RaggedBatch, tokens: list[int]
-    ) -> None:
-        """Run the model's layers over a ragged batch, as one row of tokens."""
-        device = self._body.get_input_embeddings().weight.device  # type: ignore[operator]
-        packed = self._packed_cache(list(sequences), batch)
-        with torch.no_grad():
-            self._body(
-                input_ids=torch.tensor([tokens], device=device),
-                position_ids=torch.tensor([batch.positions], device=device),
-                use_cache=True,
-                paged=packed,
-                **{cache_argument(self._body): packed},
-            )
-
-    def _open(self, prompt: tuple[int, ...], length: int) -> Sequence:
-        """Open a sequence of `length` tokens, with blocks for all tokens of `prompt` but one.
-
-        `prompt` is empty if the token ids are unknown or must not be shared.
-        """
-        size = self._cache.geometry.block_size
-        keys = block_keys(prompt, size)
-        request = Request(
-            id=f"row-{next(self._serials)}", prompt_tokens=length, keys=keys, key_tokens=size
-        )
-        first = max(0, len(prompt) - 1 - self._cache.probe(request) * size)
-        # Blocks of groups are allocated chunk by chunk.
-        sequence = self._cache.open(request, 0 if self._cache.grouped else first)
-        self.sequences.append(sequence)
-        return sequence
-
-    def _plan_step(self, real: Tensor) -> None:
-        """Allocate the slots of a step's real tokens, and make the backend's plan."""
-        self._step = real.shape[1]
-        self._lengths = real.sum(1).tolist()
-        for sequence, length in zip(self.sequences, self._lengths, strict=True):
-            missing = sequence.computed + length - sequence.tokens
-            self._cache.extend(sequence, max(0, missing))
-        self._begin_attention(self._ragged_batch(self.sequences, self._lengths))
-        whole = sum(self._lengths) == real.numel()
-        self._rows = None if whole else real.flatten().nonzero().squeeze(1)
-
-    def _begin_attention(self, batch: RaggedBatch) -> None:
-        """Make the backend's plan of a step."""
-        self._plan = self._backend.plan(batch)
-        self._attend = self._compactor.attend(self.sequences, batch)
-
-    def _table(self, sequence: Sequence) -> Ids | tuple[()]:
-        """Return the block ids of a sequence for a batch."""
-        return self._cache.block_table(sequence)
-
-    def _ragged_batch(
-        self, sequences: Iterable[Sequence], lengths: Iterable[int]
-    ) -> RaggedBatch:
-        """Return the batch that computes `lengths` more tokens of `sequences`."""
-        sequences, lengths = list(sequences), list(lengths)
-        contexts = [sequence.held for sequence in sequences]
-        return RaggedBatch(
-            block_tables=[self._table(sequence) for sequence in sequences],
-            contexts=contexts,
-            lengths=lengths,
-            positions=[
-                position
-                for sequence, length in zip(sequences, lengths, strict=True)
-                for position in range(sequence.position, sequence.position + length)
-            ],
-            held_positions=self._compactor.held_positions(sequences, contexts),
-        )
-
-    def _packed(self, states: Tensor) -> Tensor:
-        """Return the rows of `[batch, heads, columns, width]` that are no padding."""
-        return self.pack(states.transpose(1, 2))
-
-
-def _last_logits_only(inputs: dict[str, Any]) -> bool:
-    """Return True if the model is to return only the logits after the last token."""
-    more = ("output_hidden_states", "output_attentions", "token_type_ids", "labels")
-    kept = inputs.get("logits_to_keep")
-    return isinstance(kept, int) and kept == 1 and not any(_wants(inputs, m) for m in more)
-
-
-def _wants(inputs: dict[str, Any], name: str) -> bool:
-    value = inputs.get(name)
-    return value is not None and value is not False

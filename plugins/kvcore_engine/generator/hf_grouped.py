@@ -17,7 +17,7 @@ from kvcore_engine.generator._hf_model import (
     layer_types,
     spec_of,
 )
-from kvcore_engine.generator.hf_cache import PagedBatch
+from kvcore_engine.generator.hf_batch import PagedBatch
 from kvcore_engine.groups import GroupedAttend, GroupedLayers, grouped_attend
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from kvcore.cli.verb import Count, verb
 from kvcore.report.tables import NONE
 from kvcore.sections import Section, Table
 from kvcore_judge.entries import Entry
-from kvcore_judge.protocol import cell_name, find_panel
+from kvcore_judge.protocol import Panel, cell_name, find_panel
 from kvcore_judge.sandbox import Limits
 from kvcore_judge.verdict import Judge, Verdict
 
@@ -30,7 +30,11 @@ BROKEN = 1
 )
 @click.option("--seconds", type=Count(), default=60, help="CPU time of each part of the test.")
 @click.option("--memory", type=Count(), default=2048, help="Memory of the policy, in MiB.")
-@click.option("--no-kit", is_flag=True, help="Leave out the kit of eviction policies.")
+@click.option(
+    "--no-kit",
+    is_flag=True,
+    help="Leave out the kit of eviction policies, which needs the extra `testing`.",
+)
 @click.option(
     "--unsafe",
     is_flag=True,
@@ -42,7 +46,8 @@ def judge(file: str, **given: Any) -> None:
 
     The policy is run in a process without network, with a read-only file system and limits of
     time and memory. The conformance kit comes first; then it must decide the same again, and
-    not look ahead; then it is replayed on the panel. FILE.py:CLASS names one of several
+    not look ahead; then it is replayed on the panel. The score that counts is that of the panel
+    `public`. FILE.py:CLASS names one of several
     classes. The exit code is 1 if the policy breaks a rule.
     """
     limits = Limits(given["seconds"], given["memory"] << 20)
@@ -52,13 +57,13 @@ def judge(file: str, **given: Any) -> None:
     if given["as_json"]:
         emit_json(verdict.document())
     else:
-        print_sections(*_sections(verdict))
+        print_sections(*_sections(verdict, panel, kit=not given["no_kit"]))
     if not verdict.passed:
         sys.exit(BROKEN)
 
 
-def _sections(verdict: Verdict) -> list[Section]:
-    """Return the report on a verdict."""
+def _sections(verdict: Verdict, panel: Panel, *, kit: bool) -> list[Section]:
+    """Return the report on a verdict on a panel, with the kit or without."""
     name = verdict.policy.get("name", "the policy")
     if not verdict.passed:
         return [f"{name} breaks the rule `{verdict.rule}`: {verdict.what}"]
@@ -75,11 +80,24 @@ def _sections(verdict: Verdict) -> list[Section]:
             for cell in verdict.cells
         ],
     )
+    tested = f"{verdict.tests} tests of the kit passed." if kit else "The kit was not run."
     return [
+        _first_look(panel),
         (
             f"{name}: {score.headline or NONE} of LRU's hits (geometric mean), "
-            f"{score.of_optimum or NONE} of the optimum's; worst cell {worst}. "
-            f"{verdict.tests} tests of the kit passed."
+            f"{score.of_optimum or NONE} of the optimum's; worst cell {worst}. {tested}"
         ),
         table,
     ]
+
+
+def _first_look(panel: Panel) -> str:
+    """Return the warning of a score of the quick panel; empty of others."""
+    if panel.name != "quick":
+        return ""
+    counts = find_panel("public").cells
+    return (
+        f"Quick panel: {panel.cells} cells, of short streams, where the public panel has "
+        f"{counts}. The order of policies may be another there: the score that counts is that "
+        "of --panel public."
+    )

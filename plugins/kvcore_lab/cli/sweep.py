@@ -12,7 +12,6 @@ from kvcore.cli.output import (
     emit_json,
     file_path,
     json_option,
-    print_text,
     progress,
 )
 from kvcore.cli.verb import echo, verb
@@ -125,8 +124,9 @@ def sweep(
     if as_json:
         emit_json(sweep_document(result))
     else:
-        print_report(SweepReport(result, intervals=intervals).sections, markup)
-        print_text(f"All rows: {', '.join(map(str, tables))}.")
+        *sections, setup = SweepReport(result, intervals=intervals).sections
+        places = f"All rows: {', '.join(map(str, tables))}."
+        print_report([*sections, f"{setup}\n{places}"], markup)
     if result.failed:
         _report_failures(result)
         ctx.exit(FAILED)

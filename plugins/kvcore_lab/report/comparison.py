@@ -16,7 +16,14 @@ from kvcore.report.tables import cell, counted, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import format_seconds
 from kvcore_lab.comparison import SHARING, Comparison, Infinite, Row
-from kvcore_lab.report.policies import block_bytes, looked_up, named, option_texts, replay_setup
+from kvcore_lab.report.policies import (
+    block_bytes,
+    enumerated,
+    looked_up,
+    named,
+    option_texts,
+    replay_setup,
+)
 from kvcore_replay.belady import Belady
 from kvcore_replay.report.charts import TIERS, as_percent
 
@@ -28,6 +35,9 @@ CSV_COLUMNS = (
 )
 
 AGES = ("age_at_hit_s", "age_at_eviction_s", "lifetime_s")
+
+FEW = 2
+"""Policies that are named where all have the same figure."""
 
 WEIGHS_COST = "cost"
 """The policy that ranks blocks by the cost of computing them again."""
@@ -256,7 +266,7 @@ class ComparisonReport:
 
     def _sizes(self, sizes: list[str]) -> str:
         unit = "" if self.memory else " block" if sizes == ["1"] else " blocks"
-        return f"{_enumerated(sizes)}{unit}"
+        return f"{enumerated(sizes)}{unit}"
 
     def _policies(self) -> list[tuple[str, Row]]:
         return [(name, row) for name, row in self._named if row.eviction != Belady.name]
@@ -267,21 +277,25 @@ class ComparisonReport:
         if not found:
             return ""
         sizes = (f"{counted(tier['slots'], 'block')} in {tier['tier']}" for tier in found)
-        below = _enumerated(list(sizes))
+        below = enumerated(list(sizes))
         bound = ", of which optimum + tiers is the most" if self._ranked else ""
         return f"+ tiers: what the pool or a tier below it had ({below}){bound}."
 
     def _most_hits(self) -> str:
-        """Return the sentence about the policy that hits most at each pool size."""
+        """Return the sentence about the policies whose figure is the highest at each size."""
         policies = self._policies()
         won: dict[str, list[str]] = {}
         for size in dict.fromkeys(row.blocks for _, row in policies):
-            ranking = sorted(
-                ((row.hit_blocks, name) for name, row in policies if row.blocks == size),
-                reverse=True,
-            )
-            if len(ranking) > 1 and ranking[0][0] > ranking[1][0]:
-                won.setdefault(ranking[0][1], []).append(self._size(size))
+            ratios = {
+                name: row.hit_ratio[self._unit] or 0.0
+                for name, row in policies
+                if row.blocks == size
+            }
+            most = share(max(ratios.values()))
+            names = [name for name, ratio in ratios.items() if share(ratio) == most]
+            if len(ratios) > 1:
+                names = ["all"] if len(names) == len(ratios) > FEW else names
+                won.setdefault(enumerated(names), []).append(self._size(size))
         winners = [f"{name} with {self._sizes(sizes)}" for name, sizes in won.items()]
         return f"Most hits: {'; '.join(winners)}." if winners else ""
 
@@ -357,10 +371,6 @@ def _cell(result: Row | Infinite, unit: str) -> str:
     if isinstance(result, Row) and not _is_optimum(result):
         part = result.share_of_optimum
     return _reused(result.hit_ratio[unit], part)
-
-
-def _enumerated(words: list[str]) -> str:
-    return " and ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
 
 
 @attrs.frozen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from kvcore.sections import Section, Table
@@ -21,7 +22,7 @@ _LATEX = str.maketrans(
 
 def markdown(sections: Sequence[Section]) -> str:
     """Return sentences and tables as Markdown."""
-    return _text(sections, lambda text: text, _markdown_table)
+    return _text(sections, _markdown, _markdown_table)
 
 
 def latex(sections: Sequence[Section]) -> str:
@@ -48,13 +49,16 @@ def _text(
     return "\n\n".join(parts)
 
 
+def _markdown(text: str) -> str:
+    """Escape the signs that Markdown reads otherwise; an underscore in a word is none."""
+    return re.sub(r"[\\`*<|\[\]]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", text)
+
+
 def _markdown_table(table: Table) -> str:
     """Return a table with pipes."""
 
     def line(cells: Sequence[object]) -> str:
-        return (
-            f"| {' | '.join(str(cell).strip().replace('|', chr(92) + '|') for cell in cells)} |"
-        )
+        return f"| {' | '.join(_markdown(str(cell).strip()) for cell in cells)} |"
 
     rule = ["---:" if header in table.flush_right else "---" for header in table.headers]
     return "\n".join([line(table.headers), line(rule), *map(line, table.rows)])

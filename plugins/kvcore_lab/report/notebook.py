@@ -126,7 +126,7 @@ class RunReport:
         """The whole report on the run."""
         result, hits = self.result, self.result.hit_ratio
         requests, rejected = len(result.log.ids), len(result.log.reasons)
-        quantities = [
+        quantities: list[tuple[float | None, Callable[[float], str], str]] = [
             (result.throughput_tokens_s, format_number, "generated tokens/s"),
             (result.goodput, format_number, "requests/s within the SLO"),
             (hits.block, share, "of the blocks looked up hit"),

@@ -92,6 +92,11 @@ def named(rows: list[Named]) -> list[tuple[str, Named]]:
     return named
 
 
+def enumerated(words: list[str]) -> str:
+    """Return words as a list in a sentence: `a, b and c`."""
+    return " and ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
+
+
 def option_texts(options: Mapping[str, Any]) -> Iterable[str]:
     """Yield options as on the command line; those of None are left out."""
     for key, value in options.items():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import groupby
+from math import inf
 from typing import Any
 
 import attrs
@@ -11,6 +13,7 @@ import attrs
 from kvcore.report.tables import NONE, cell, counted, setup, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import format_bytes, format_dollars, format_number, format_seconds
+from kvcore_lab.report.policies import enumerated
 from kvcore_lab.router_comparison import RouterComparison, RouterRow, SharedCache
 
 SHARED, OPTIMUM = "one shared cache", "optimum of one cache"
@@ -54,15 +57,36 @@ class RoutersReport:
         replicas = ["replicas"] if self._several else []
         cells: list[list[str]] = []
         for shared in self.comparison.shared:
-            rows = [row for row in self.comparison.rows if row.replicas == shared.replicas]
-            rows.sort(key=lambda row: (-(row.goodput or 0), row.ttft_mean_s or 0))
             first = [str(shared.replicas)] if self._several else []
-            cells.extend([*first, *each] for each in (*map(_cells, rows), *_bounds(shared)))
+            rows = map(_cells, self._ranked(shared))
+            cells.extend([*first, *each] for each in (*rows, *_bounds(shared)))
         return Table([*replicas, "router", *numbers], cells, [*replicas, *numbers])
+
+    def _ranked(self, shared: SharedCache) -> list[RouterRow]:
+        """Return the rows of a cluster: the most goodput as shown, then the least TTFT."""
+        rows = [row for row in self.comparison.rows if row.replicas == shared.replicas]
+        rows.sort(key=lambda row: -(row.goodput or 0))
+        # Figures that are equal as shown differ by less than the next hour of traffic would.
+        ties = groupby(rows, lambda row: format_number(row.goodput or 0))
+        return [row for _, tied in ties for row in sorted(tied, key=_mean_ttft)]
+
+    def _best(self) -> str:
+        """Return the sentence about the best router of each cluster."""
+        if len(self.comparison.rows) == len(self.comparison.shared):
+            return ""
+        best: dict[str, list[str]] = {}
+        for shared in self.comparison.shared:
+            router = self._ranked(shared)[0].router
+            best.setdefault(router, []).append(str(shared.replicas))
+        names = [
+            f"{router} with {enumerated(fleets)} replicas" if self._several else router
+            for router, fleets in best.items()
+        ]
+        return f"Best: {'; '.join(names)} (by goodput, then by mean TTFT)."
 
     @property
     def reading(self) -> str:
-        """Sentences about the columns, and a warning about saturated runs."""
+        """Sentences about the best router and the columns, and a warning about saturation."""
         table = (
             "Busiest: time in which the busiest replica ran steps, over the mean. Goodput: "
             "requests/s within their SLO."
@@ -73,7 +97,7 @@ class RoutersReport:
             "One shared cache has the memory of all replicas; it "
             f"{optimum if bounded else 'serves'} requests one after another, without a clock."
         )
-        lines = [table, bounds, *self._costs()]
+        lines = [*filter(None, [self._best()]), table, bounds, *self._costs()]
         saturated = sum(bool(row.saturated) for row in self.comparison.rows)
         if saturated:
             lines.append(
@@ -159,6 +183,11 @@ class RoutersReport:
     @cached_property
     def _several(self) -> bool:
         return len(self.comparison.shared) > 1
+
+
+def _mean_ttft(row: RouterRow) -> float:
+    """Return the mean TTFT; of a run without a first token it is the longest."""
+    return inf if row.ttft_mean_s is None else row.ttft_mean_s
 
 
 def _cells(row: RouterRow) -> Iterator[str]:

@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import product
 from math import fsum, prod
 from pathlib import Path
@@ -49,6 +50,8 @@ class Measure:
         text: formats a value.
         best: `max` or `min`.
         names: whether the best policy is named: costs follow from the GPUs above all.
+        figure: formats a value beside others of its kind, with the zeros at its end.
+        change: formats a difference of two values in the same way.
     """
 
     title: str
@@ -57,7 +60,17 @@ class Measure:
     text: Callable[[float], str]
     best: Callable[..., float] = max
     names: bool = True
+    figure: Callable[[float], str] = attrs.Factory(lambda self: self.text, takes_self=True)
+    change: Callable[[float], str] = attrs.Factory(lambda self: self.figure, takes_self=True)
 
+
+def _points(part: float) -> str:
+    """Format a difference of shares."""
+    return f"{100 * part:.1f} points"
+
+
+_seconds = partial(format_seconds, zeros=True)
+_number = partial(format_number, zeros=True)
 
 LEAST_COST = Measure(
     title="least cost",
@@ -73,11 +86,11 @@ PRICED = {"device", "model", "tensor_parallel", "replicas", "autoscale", "rate_s
 """The axes by which cells differ in their GPUs, or in the tokens that these generate."""
 
 MEASURES: Mapping[str, Sequence[Measure]] = {
-    "compare": [Measure("most hits", "hit_ratio_block", "of blocks", share)],
+    "compare": [Measure("most hits", "hit_ratio_block", "of blocks", share, change=_points)],
     "simulate": [
-        Measure("most goodput", "goodput", "requests/s", format_number),
-        Measure("least TTFT", "ttft_s_mean", "mean", format_seconds, min),
-        Measure("most hits", "hit_ratio_token", "of tokens", share),
+        Measure("most goodput", "goodput", "requests/s", format_number, figure=_number),
+        Measure("least TTFT", "ttft_s_mean", "mean", format_seconds, min, figure=_seconds),
+        Measure("most hits", "hit_ratio_token", "of tokens", share, change=_points),
     ],
 }
 
@@ -154,10 +167,10 @@ class SweepReport:
             if first is not own:
                 apart = [here - there for here, there in zip(own, first, strict=True)]
                 low, high = (_signed(measure, end) for end in bootstrap(apart))
-                change = [_signed(measure, fsum(apart)), f"{low} to {high}"]
-            low, high = map(measure.text, bootstrap(own))
+                change = [_signed(measure, fsum(apart)), _between(low, high)]
+            interval = _between(*map(measure.figure, bootstrap(own)))
             policy = [self._policy(row)] if self._competing else []
-            rows.append([*key, *policy, measure.text(fsum(own)), f"{low} to {high}", *change])
+            rows.append([*key, *policy, measure.figure(fsum(own)), interval, *change])
         policy = [" + ".join(self._competing)] if self._competing else []
         headers = [*self._given, *policy, label, "95 %", "to the first", "95 % "]
         return Table(headers, rows, headers[len(self._given) + len(policy) :])
@@ -197,7 +210,8 @@ class SweepReport:
             first = next(iter(policies.values()))
             for name, values in policies.items():
                 mean = Interval.of([*values.values()])
-                cells = [measure.text(mean.mean), cell(mean.half, measure.text), str(mean.runs)]
+                half = cell(mean.half, measure.change)
+                cells = [measure.figure(mean.mean), half, str(mean.runs)]
                 if paired:
                     cells += _difference(measure, values, first)
                 rows.append([*key, *([name] if self._competing else []), *cells])
@@ -377,7 +391,13 @@ def _panel(
 
 def _signed(measure: Measure, change: float) -> str:
     """Format a change with its sign."""
-    return f"{'-' if change < 0 else '+'}{measure.text(abs(change))}"
+    return f"{'-' if change < 0 else '+'}{measure.change(abs(change))}"
+
+
+def _between(low: str, high: str) -> str:
+    """Return an interval, with a unit of both ends at its end."""
+    number, space, unit = low.partition(" ")
+    return f"{number if high.endswith(space + unit) else low} to {high}"
 
 
 def _difference(
@@ -393,7 +413,7 @@ def _difference(
     better = sum(own != other and measure.best(own, other) == own for own, other in pairs)
     return [
         _signed(measure, mean.mean),
-        cell(mean.half, measure.text),
+        cell(mean.half, measure.change),
         f"{better} of {len(pairs)}",
     ]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from importlib.metadata import version
@@ -452,6 +453,22 @@ def _named(value: object) -> str | None:
     if isinstance(value, Spec):
         return str(value)
     return value.name if isinstance(value, type) and issubclass(value, Plugin) else None
+
+
+def file_plugins(kind: str, values: Sequence[object]) -> dict[str, str]:
+    """Return the names in tables of the plugins in files among `values`, by their texts.
+
+    That is the name of the class, with options; if another value has it too, the path.
+    """
+    names = {text: text for value in values if (text := _named(value))}
+    specs = [value for value in values if isinstance(value, Spec) and ".py:" in value.name]
+    for spec in specs:
+        names[str(spec)] = str(Spec(Plugins().get(kind, spec.name).name, spec.options))
+    counts = Counter(names.values())
+    for spec in specs:
+        if counts[names[str(spec)]] > 1:
+            names[str(spec)] = str(Spec(spec.name.removesuffix(":"), spec.options))
+    return {str(spec): names[str(spec)] for spec in specs}
 
 
 def _at(document: Any, path: str) -> Any:

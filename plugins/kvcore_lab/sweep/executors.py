@@ -29,6 +29,7 @@ from kvcore_lab.sweep.cells import (
     Outcome,
     Task,
     WorkloadCache,
+    file_plugins,
 )
 from kvcore_lab.sweep.grid import CLUSTER, PART, Grid, axes_of
 from kvcore_lab.sweep.journal import Journal
@@ -276,11 +277,18 @@ class Plan:
         """
         known = WorkloadCache()
         tasks, rows = [], []
+        left_out = set(PART) - grid.axes.keys()
+        names = {axis: file_plugins(axis, values) for axis, values in grid.axes.items()}
         for config in grid:
             cell = CellRun(config, known)
             tasks.append(Task(cell.digest, config))
-            left_out = set(PART) - grid.axes.keys()
-            rows.append({k: value for k, value in cell.row.items() if k not in left_out})
+            rows.append(
+                {
+                    axis: names.get(axis, {}).get(value, value)
+                    for axis, value in cell.row.items()
+                    if axis not in left_out
+                }
+            )
         return cls(grid, tasks, rows)
 
 

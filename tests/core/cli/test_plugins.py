@@ -10,7 +10,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from helpers.commands import run_here
+from helpers.commands import error_of, json_of, run_here
 from helpers.distributions import install_module
 
 import kvcore.plugins.manager
@@ -149,3 +149,13 @@ def test_built_ins_are_listed(capsys, arguments):
     assert main.run(arguments) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in ("lru", "radix", "mooncake", "compare", "cluster"))
+
+
+def test_a_kind_lists_its_plugins_alone():
+    """With a kind the list has its plugins, or the verbs; another kind is refused with all."""
+    for kind, key in (("eviction", "plugins"), ("verb", "additions")):
+        listed = json_of("plugins", kind)
+        assert {info["kind"] for info in listed["plugins"] + listed["additions"]} == {kind}
+        assert listed[key]
+    refusal = error_of("plugins", "policy")
+    assert "'policy' is not one of 'eviction', 'prefix'" in refusal

@@ -1,0 +1,76 @@
+"""`kvcore judge`: what it says before and beside a verdict."""
+
+import sys
+
+import pytest
+from helpers.commands import error_of, stdout_of
+
+from kvcore_judge.sandbox import landlock_version
+
+POLICY = """\
+from kvcore import ScoreEviction
+
+
+class Used(ScoreEviction):
+    name = "used"
+
+    def score(self, span, now):
+        return span.hit_count
+"""
+
+in_a_sandbox = pytest.mark.skipif(
+    not landlock_version(), reason="this kernel has no Landlock to run the policies in"
+)
+
+
+@pytest.fixture
+def policy(tmp_path):
+    """Return the path of a policy."""
+    path = tmp_path / "used.py"
+    path.write_text(POLICY)
+    return path
+
+
+@pytest.fixture
+def panel(tmp_path):
+    """Return the path of a panel of one short stream."""
+    path = tmp_path / "panel.toml"
+    path.write_text(
+        'shares = [100]\n[[stream]]\nname = "tools"\nworkload = "agents:sessions=20"\n'
+    )
+    return path
+
+
+@pytest.mark.parametrize("missing", ["pytest", "hypothesis"])
+def test_the_packages_of_the_kit_are_named_in_one_line(missing, policy, panel, monkeypatch):
+    """Without a package of the kit nothing runs, and the line has the extra and the way out."""
+    monkeypatch.setitem(sys.modules, missing, None)
+    message = error_of("judge", policy, "--panel", panel, code=3)
+    assert "pip install 'kvcore[testing]', or leave it out by --no-kit" in message
+    assert message.count("\n") == 1
+
+
+@in_a_sandbox
+def test_a_mistyped_class_breaks_no_rule(policy, panel):
+    """A class that the file does not have is wrong input, and the classes are named."""
+    message = error_of("judge", f"{policy}:Usde", "--panel", panel, "--no-kit")
+    assert "has no class 'Usde'" in message
+    assert "Its eviction plugins: Used" in message
+
+
+@in_a_sandbox
+def test_a_kit_that_was_not_run_passed_no_tests(policy, panel):
+    """With --no-kit the report says so, in place of a number of tests; no panel is quick."""
+    report = stdout_of("judge", policy, "--panel", panel, "--no-kit")
+    assert "The kit was not run." in report
+    assert "tests of the kit" not in report
+    assert "Quick panel" not in report
+
+
+@in_a_sandbox
+def test_the_quick_panel_says_that_it_is_a_first_look(policy):
+    """Its report begins with its number of cells and of those of the panel that counts."""
+    first = stdout_of("judge", policy, "--no-kit").replace("\n", " ")
+    assert first.startswith("Quick panel: 6 cells, of short streams, where the public panel ")
+    assert "has 35." in first
+    assert "--panel public" in first.partition("used:")[0]
