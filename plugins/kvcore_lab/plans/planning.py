@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import attrs
 
 from kvcore.config import RunConfig
-from kvcore.config.options import read_option
+from kvcore.config.options import option_default, read_option
 from kvcore.errors import InputError, PluginError
 from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, Tick, silent, unseen
@@ -417,6 +417,8 @@ class _Planner:
         cell = next(iter(self.cells.values()))
         searched = ("tensor_parallel", "blocks", "pool_bytes")
         row = CellRun(cell, self.known).row
+        if row["checkpoint"] == str(option_default("checkpoint")):
+            del row["checkpoint"]  # few models keep states
         return {n: value for n, value in row.items() if n not in (*searched, *CLUSTER)}
 
     def _meets(self, fleet: Fleet) -> bool:
