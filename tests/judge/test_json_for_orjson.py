@@ -59,3 +59,10 @@ def test_other_objects_are_converted_by_default():
     """`default` is called for what has no JSON, as by `orjson`."""
     for module in (orjson, json_for_orjson):
         assert module.dumps({"a": {7}}, default=sorted) == b'{"a":[7]}'
+
+
+def test_a_fragment_is_written_as_it_is():
+    """A text of JSON within a value stands there as it is, as the runs of blocks do."""
+    for module in (orjson, json_for_orjson):
+        line = {"n": 1, "runs": module.Fragment(b"[[3,-2],[9,1]]")}
+        assert module.dumps(line) == b'{"n":1,"runs":[[3,-2],[9,1]]}'

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from json import JSONDecodeError
 from typing import Any, NoReturn
 
-__all__ = ["JSONDecodeError", "JSONEncodeError", "dumps", "loads"]
+__all__ = ["Fragment", "JSONDecodeError", "JSONEncodeError", "dumps", "loads"]
 
 OPT_INDENT_2, OPT_SORT_KEYS, OPT_APPEND_NEWLINE = 1, 2, 4
 
@@ -87,6 +87,11 @@ def loads(data: bytes | bytearray | memoryview | str, /) -> Any:
     except RecursionError as error:
         msg = "too deep"
         raise JSONDecodeError(msg, "", 0) from error
+
+
+def Fragment(contents: bytes | str, /) -> Any:  # noqa: N802 - the name that `orjson` has
+    """Return a JSON text as a value, which `dumps` writes as that text."""
+    return loads(contents)
 
 
 def _refuse(constant: str) -> NoReturn:
