@@ -1,12 +1,12 @@
 """Tests of the page of a trace: the map of the pool, lives of blocks, and tiers."""
 
-import gzip
 import json
 
 import pytest
 from helpers.browser import NARROW, WIDE, tab
 from helpers.commands import run_here
 
+from kvcore.trace import read_events
 from kvcore_pages.view import view_page
 
 SERVER = (
@@ -80,9 +80,8 @@ def page(browser, html):
 
 
 def lines(path):
-    """Return the lines of a trace."""
-    with gzip.open(path, "rt") as file:
-        return list(map(json.loads, file))
+    """Return the events of a trace as objects."""
+    return [event.as_dict() for event in read_events(path)]
 
 
 def names(runs, block):
