@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 VERBS = {
     "plugins": Verb(
         "kvcore.cli.plugins:plugins",
-        "List the plugins, where each is from, and whether it works here.",
+        "List the plugins, all or those of a kind, where each is from, and whether it works "
+        "here.",
         PLUMBING,
     ),
     "simulate": Verb(

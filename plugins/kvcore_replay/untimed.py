@@ -99,11 +99,12 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
             if load is not None:
                 tiers.finish(load, now)
         commit(seq, seq.tokens - seq.computed, now)
-        # An answer with keys fills the blocks after the prompt, as it does under a clock.
-        answer = min(seq.cacheable * size, room) - seq.tokens
-        if answer > 0:
-            cache.extend(seq, answer, now)
-            commit(seq, answer, now)
+        if request.output_keys:
+            # An answer with keys fills the blocks after the prompt, as it does under a clock.
+            answer = min(seq.cacheable * size, room) - seq.tokens
+            if answer > 0:
+                cache.extend(seq, answer, now)
+                commit(seq, answer, now)
         close(seq, now)
         yield seq
 
