@@ -44,8 +44,8 @@ class Lookup:
 class CheckpointTests(PluginTests):
     """Conformance tests of a checkpoint policy; a derived `Test...` class makes the policy.
 
-    `checkpoint` (or `make`, if that needs fixtures of the instance) returns a new policy, made
-    with the same options each time:
+    `checkpoint` is its class, or a function that returns a policy with one set of options; a
+    method `make` in its place may use fixtures:
 
         class TestMine(CheckpointTests):
             checkpoint = Mine
