@@ -13,7 +13,7 @@ from kvcore.serving.latency import LatencyModel, SimulatedExecutor, StepTimes
 from kvcore.serving.loop import ServingLoop
 from kvcore.serving.router import Replica
 from kvcore.serving.scheduler import Batching, Scheduler
-from kvcore.serving.simulate import by_chunk
+from kvcore.serving.simulate import served_batching
 from kvcore.serving.speculation import SpeculativeSimulator
 from kvcore.units import NS_PER_S, PS_PER_NS
 
@@ -80,8 +80,7 @@ class ReplicaLoop(ServingLoop):
         on_ended: Callable[[Request, int], None],
         drafter: Drafter | None = None,
     ) -> None:
-        if cache.grouped:
-            batching = by_chunk(batching)
+        batching = served_batching(cache, batching)
         self.inbox = Inbox(on_ended)
         executor = SimulatedExecutor(latency)
         if drafter is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ import orjson
 
 from kvcore.blake2 import blake2b
 from kvcore.units import NS_PER_S
-from kvcore_plugins.workload._messages import MARK, block_text, unmarked
+from kvcore_plugins.workload._messages import MARK, block_text, remembered, unmarked
 from kvcore_plugins.workload.logged import PromptPart
 from kvcore_plugins.workload.rows import Row
 
@@ -109,9 +108,7 @@ def prompt_parts(
     for group, (start, end) in zip(groups, pairwise([0, *ends]), strict=True):
         cuts = _divided([len(block.text) for block in group], start, end)
         for block, first, last in zip(group, [start, *cuts], cuts, strict=False):
-            # Messages come back in each later turn.
-            text = block.text
-            digest, hashes, lengths = (_seen if len(text) <= _SHORT else _sentences)(text)
+            digest, hashes, lengths = _sentences(block.text)
             pieces = tuple(zip(hashes, _divided(lengths, first, last), strict=True))
             parts.append(PromptPart(block.label, last, digest, pieces, block.ttl_ns))
     mark = _ttl(body)
@@ -121,16 +118,12 @@ def prompt_parts(
     return tuple(parts)
 
 
+@remembered
 def _sentences(text: str) -> tuple[bytes, list[int], list[int]]:
     """Return the digest of a text, and the hash and the length of each of its sentences."""
     found = _SENTENCE.findall(text)
     digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     return digest, list(map(hash, found)), list(map(len, found))
-
-
-_SHORT = 1 << 13
-
-_seen = lru_cache(maxsize=1 << 12)(_sentences)
 
 
 def _divided(lengths: Sequence[int], start: int, end: int) -> list[int]:

@@ -15,7 +15,7 @@ from kvcore import InputError
 from kvcore.blake2 import blake2b
 from kvcore.lazy import import_extra
 from kvcore.workloads import file_digest
-from kvcore_plugins.workload._messages import ANSWER, Message, text_of, tools_of
+from kvcore_plugins.workload._messages import ANSWER, Message, remembered, text_of, tools_of
 from kvcore_plugins.workload.rows import Row
 
 ESTIMATES = {
@@ -150,19 +150,13 @@ def _pretrained(folder: Path, digests: tuple[str, ...]) -> Any:
     return tokenizer
 
 
-def _words(text: str) -> list[int]:
-    # Roles and line ends come back in each message, and messages in each later turn.
-    if len(text) <= _SHORT:
-        return list(_short_words(text))
-    return list(map(_piece_id, _PIECES.findall(text)))
-
-
-_SHORT = 1 << 13
-
-
-@lru_cache(maxsize=1 << 12)
-def _short_words(text: str) -> tuple[int, ...]:
+@remembered
+def _pieces(text: str) -> tuple[int, ...]:
     return tuple(map(_piece_id, _PIECES.findall(text)))
+
+
+def _words(text: str) -> list[int]:
+    return list(_pieces(text))
 
 
 def _bytes(text: str) -> list[int]:

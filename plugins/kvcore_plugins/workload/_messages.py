@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import orjson
 
@@ -46,6 +48,11 @@ class UnusableRowError(InputError):
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+_SHORT = 1 << 13
+
+_T = TypeVar("_T")
 
 
 def unusable(row: Row, reason: str) -> UnusableRowError:
@@ -233,6 +240,20 @@ def _message(row: Row, images: int | None = None) -> Message:
     elif content is not None:
         content = row.text("content")
     return row.fields | {"role": row.text("role"), "content": content or ""}
+
+
+def remembered(function: Callable[[str], _T]) -> Callable[[str], _T]:
+    """Return `function`, whose last results for texts of up to 8,192 characters are kept.
+
+    Roles and line ends come back in each message, and messages in each later turn.
+    """
+    kept = lru_cache(maxsize=1 << 12)(function)
+
+    @wraps(function)
+    def result(text: str) -> _T:
+        return (kept if len(text) <= _SHORT else function)(text)
+
+    return result
 
 
 def text_of(message: Message) -> str:
