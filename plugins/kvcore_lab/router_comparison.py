@@ -25,11 +25,11 @@ from kvcore.workloads import Workload, check_keys, given_workload
 from kvcore_cluster.config import ClusterParts
 from kvcore_cluster.options import ReplicaChoices, replicas_text
 from kvcore_lab.comparison import SHARING, Source, types_of
-from kvcore_lab.gpu_cost import Cost, gpus_of
 from kvcore_lab.sweep import Executor, Grid, Plan
 from kvcore_lab.sweep.cells import WorkloadCache
 from kvcore_lab.sweep.executors import ThisProcess, known_to
 from kvcore_replay.belady import Future, belady
+from kvcore_replay.gpu_cost import Cost, gpus_of
 from kvcore_replay.untimed import replay, replay_groups
 
 if TYPE_CHECKING:

@@ -9,14 +9,13 @@ import click
 
 import kvcore
 from kvcore.cli.options import Command, all_of, shared
-from kvcore.cli.output import print_sections, print_table
+from kvcore.cli.output import print_sections
 from kvcore.cli.verb import Count, echo, option, plugin_completion
 from kvcore.errors import InputError
 from kvcore.files import STDIN, is_copy
 from kvcore.hookspecs import OUTPUT, POLICIES
 from kvcore.models.memory import KVLayout, check_pool
 from kvcore.sections import Section
-from kvcore.units import format_dollars
 from kvcore.workloads import Workload
 
 if TYPE_CHECKING:
@@ -60,35 +59,6 @@ def plan_groups(layout: KVLayout, given: Mapping[str, Any]) -> GroupPlan | None:
     check_pool(layout.model)
     return None
 
-
-def _gpu_price(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
-    """Return the prices that `--gpu-price` gives; for `list` print those known, and exit."""
-    if value is None or ctx.resilient_parsing:
-        return {}
-    from kvcore_lab.gpu_cost import PRICES, read_gpu_prices  # noqa: PLC0415 - if any are given
-
-    if value == "list":
-        rows = [
-            (name, format_dollars(price.usd), price.source) for name, price in PRICES.items()
-        ]
-        print_table(("device", "USD an hour", "source"), rows, right=("USD an hour",))
-        ctx.exit()
-    try:
-        return read_gpu_prices(value)
-    except InputError as error:
-        raise click.BadParameter(str(error), ctx, param) from None
-
-
-gpu_price_option = option(
-    "--gpu-price",
-    heading=OUTPUT,
-    callback=_gpu_price,
-    is_eager=True,
-    metavar="PRICES",
-    help="Dollars for an hour of a GPU, such as h100=2.5,b200=5, or 2.5 for every device.  "
-    "[default: those of a table, which `list` shows]",
-)
-"""The option of the prices by which a deployment is costed."""
 
 markup_options = all_of(
     option(

@@ -32,7 +32,6 @@ from kvcore.files import atomic_file, make_directory, refuse_overwrite
 from kvcore.hookspecs import OUTPUT
 from kvcore_lab.cli.lab_options import (
     executor_options,
-    gpu_price_option,
     markup_options,
     print_report,
     search_executor,
@@ -43,6 +42,7 @@ from kvcore_lab.plans.planning import plan as make_plan
 from kvcore_lab.report.plan import DevicePlansReport, PlanReport
 from kvcore_lab.sweep import Journal
 from kvcore_replay.cli.plot_option import plot_file, plot_option
+from kvcore_replay.cli.trace_options import gpu_price_option
 
 NONE_FOUND = 1
 """The exit code if no fleet meets the SLO."""

@@ -24,7 +24,6 @@ from kvcore.cli.verb import option, plugin_completion, verb
 from kvcore_cluster.options import CLUSTER
 from kvcore_lab.cli.lab_options import (
     executor_options,
-    gpu_price_option,
     markup_options,
     print_report,
     search_executor,
@@ -32,6 +31,7 @@ from kvcore_lab.cli.lab_options import (
 from kvcore_lab.report.routers import RoutersReport
 from kvcore_lab.router_comparison import compare_routers
 from kvcore_replay.cli.plot_option import plot_file, plot_option
+from kvcore_replay.cli.trace_options import gpu_price_option
 
 
 @verb(

@@ -14,8 +14,8 @@ from kvcore.serving.load import finished_work
 from kvcore.serving.stats import RunLog
 from kvcore.units import NS_PER_S, format_number
 from kvcore.workloads import Workload
-from kvcore_lab.gpu_cost import Cost, gpus_of
 from kvcore_plugins.workload.turns import overlapping
+from kvcore_replay.gpu_cost import Cost, gpus_of
 
 search_option = option(
     "--search/--no-search",

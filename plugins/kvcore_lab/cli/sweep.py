@@ -21,7 +21,6 @@ from kvcore.plugins.manager import Plugins
 from kvcore.report.tables import counted
 from kvcore_lab.cli.lab_options import (
     executor_options,
-    gpu_price_option,
     markup_options,
     print_report,
 )
@@ -37,6 +36,7 @@ from kvcore_lab.sweep import Grid, Journal, Plan, Sweep, executor_named
 from kvcore_lab.sweep import sweep as run_sweep
 from kvcore_lab.sweep.grid import SweepFile
 from kvcore_replay.cli.plot_option import plot_file, plot_option
+from kvcore_replay.cli.trace_options import gpu_price_option
 
 JOURNAL = "journal.jsonl"
 """The name of the journal in a directory."""

@@ -33,14 +33,14 @@ from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, Tick, silent, unseen
 from kvcore.request import SLO
 from kvcore.workloads import given_workload
-from kvcore_lab.gpu_cost import COLUMNS as COSTS
-from kvcore_lab.gpu_cost import Cost
 from kvcore_lab.plans.fleet import GRANTS, Fleet, FleetTask, Served
 from kvcore_lab.plans.start import start_command
 from kvcore_lab.sweep.cells import CellRun, Outcome, WorkloadCache
 from kvcore_lab.sweep.executors import Executor, ThisProcess, known_to
 from kvcore_lab.sweep.grid import CLUSTER, Grid
 from kvcore_lab.sweep.journal import Journal
+from kvcore_replay.gpu_cost import COLUMNS as COSTS
+from kvcore_replay.gpu_cost import Cost
 
 T = TypeVar("T")
 

@@ -18,8 +18,6 @@ from kvcore.errors import InputError, PluginError
 from kvcore.lazy import import_extra
 from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, silent
-from kvcore_lab.gpu_cost import COLUMNS as COSTS
-from kvcore_lab.gpu_cost import row_cost
 from kvcore_lab.sweep.cells import (
     CLUSTER_COLUMNS,
     HIDDEN,
@@ -36,6 +34,8 @@ from kvcore_lab.sweep.journal import Journal
 from kvcore_lab.workers import ATTEMPTS, WorkerDied, can_fork, queue_of, work_all
 from kvcore_plugins.host import cpus
 from kvcore_replay.belady import Belady
+from kvcore_replay.gpu_cost import COLUMNS as COSTS
+from kvcore_replay.gpu_cost import row_cost
 
 Row: TypeAlias = dict[str, Any]
 """A row of the results, by the names of its columns."""

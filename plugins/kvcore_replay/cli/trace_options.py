@@ -15,6 +15,7 @@ from kvcore.config import RunParts
 from kvcore.config.options import option_named, option_names
 from kvcore.errors import InputError
 from kvcore.hookspecs import OUTPUT, Ran
+from kvcore.units import format_dollars
 
 
 def what_if_options(command: Command) -> Command:
@@ -87,6 +88,36 @@ price_option = click.option(
     "seconds, such as input=3.00,cached=0.30,write=3.75,write_1h=6.00,ttl=300.",
 )
 """The option that bills a workload by the prices of an API."""
+
+
+def _gpu_price(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
+    """Return the prices that `--gpu-price` gives; for `list` print those known, and exit."""
+    if value is None or ctx.resilient_parsing:
+        return {}
+    from kvcore_replay.gpu_cost import PRICES, read_gpu_prices  # noqa: PLC0415 - if any are given
+
+    if value == "list":
+        rows = [
+            (name, format_dollars(price.usd), price.source) for name, price in PRICES.items()
+        ]
+        print_table(("device", "USD an hour", "source"), rows, right=("USD an hour",))
+        ctx.exit()
+    try:
+        return read_gpu_prices(value)
+    except InputError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+
+
+gpu_price_option = option(
+    "--gpu-price",
+    heading=OUTPUT,
+    callback=_gpu_price,
+    is_eager=True,
+    metavar="PRICES",
+    help="Dollars for an hour of a GPU, such as h100=2.5,b200=5, or 2.5 for every device.  "
+    "[default: those of a table, which `list` shows]",
+)
+"""The option of the prices by which a deployment is costed."""
 
 
 def billed(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran:
