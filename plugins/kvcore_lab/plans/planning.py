@@ -212,6 +212,7 @@ class FleetPlan(Shown):
                 "ttft_s_p99": (option.served.ttft_s or {}).get("p99"),
                 "tpot_s_p99": (option.served.tpot_s or {}).get("p99"),
                 "busiest": option.served.busiest,
+                "saturated": option.served.saturated,
                 **self._costs(option),
             }
             for option in self.options
