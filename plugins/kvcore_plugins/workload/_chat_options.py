@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
@@ -41,6 +42,10 @@ class ChatFile(TimedFile):
     usage: str | None = None
     model: str | None = None
     fields: Path | None = attrs.field(default=None, converter=optional(as_path))
+
+    def row_ids(self) -> Iterator[tuple[int, dict[str, str]]]:
+        """Yield the rows from 0, blank lines too, each with the ids in it."""
+        return ((line - 1, ids) for line, ids in self._line_ids())
 
     @property
     def field_names(self) -> dict[str, str]:
