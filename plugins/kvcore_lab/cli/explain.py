@@ -27,6 +27,7 @@ from kvcore.plugins.manager import Plugins
 from kvcore.workloads import Workload, part_of
 from kvcore.workloads.files import first_json
 from kvcore_lab.comparison import SHARING, compare
+from kvcore_plugins.workload._tables import row_ids
 from kvcore_plugins.workload.rows import FileWorkload
 from kvcore_replay.cli.trace_options import price_option, replica_option
 from kvcore_replay.misses.explain import explain as explain_trace
@@ -151,7 +152,7 @@ def _named(request: str, ids: Iterable[Id], source: Workload | None) -> str:
         return request
     rows: set[str] = set()
     some: dict[str, str] = {}
-    for row, own in source.row_ids():
+    for row, own in row_ids(source):
         some = some or own
         if request in own.values():
             rows.add(str(row))

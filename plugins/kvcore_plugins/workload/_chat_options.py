@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
@@ -25,6 +24,7 @@ class ChatFile(TimedFile):
     """A file of prompts and chats, and how it is to be read: the options of `Chat`."""
 
     later_options = _LATER
+    by_line = True
 
     tokenizer: Path | None = attrs.field(default=None, converter=optional(as_path))
     tokens: str = attrs.field(default="words", validator=in_(("words", "bytes")))
@@ -42,10 +42,6 @@ class ChatFile(TimedFile):
     usage: str | None = None
     model: str | None = None
     fields: Path | None = attrs.field(default=None, converter=optional(as_path))
-
-    def row_ids(self) -> Iterator[tuple[int, dict[str, str]]]:
-        """Yield the rows from 0, blank lines too, each with the ids in it."""
-        return ((line - 1, ids) for line, ids in self._line_ids())
 
     @property
     def field_names(self) -> dict[str, str]:

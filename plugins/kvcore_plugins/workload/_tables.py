@@ -14,7 +14,7 @@ import attrs
 
 from kvcore import InputError
 from kvcore.workloads import lines
-from kvcore_plugins.workload.rows import Row, parse_row
+from kvcore_plugins.workload.rows import FileWorkload, Row, parse_row
 from kvcore_plugins.workload.times import HEAD, find_times
 
 COLUMNAR = ("input_lens", "output_lens")
@@ -96,6 +96,16 @@ def read_table(path: Path) -> Table:
     return Table(
         number, names, lambda _: chain(head, rows), is_flat, objects=True, in_memory=in_memory
     )
+
+
+def row_ids(workload: FileWorkload) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the numbers of the rows of a file, each with its ids: fields that end in `id`."""
+    table = read_table(workload.path)
+    names = [name for name in table.names if normal(name).endswith("id")]
+    for index, row in enumerate(table.rows(names)):
+        ids = {name: row.fields.get(name) for name in names}
+        known = {name: str(value) for name, value in ids.items() if value is not None}
+        yield row.line - 1 if workload.by_line else index, known
 
 
 def _csv(path: Path, number: int, line: bytes, source: Iterator[tuple[int, bytes]]) -> Table:

@@ -9,7 +9,7 @@ from functools import partial
 from heapq import heappop, heappush, heapreplace
 from pathlib import Path
 from random import Random
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 import attrs
 import orjson
@@ -51,7 +51,10 @@ class FileWorkload(Workload):
 
     Attributes:
         path: path of the file.
+        by_line: whether ids are numbers of lines, from 0; else of rows, without blank lines.
     """
+
+    by_line: ClassVar[bool] = False
 
     path: Path = attrs.field(converter=as_path)
 
@@ -64,20 +67,6 @@ class FileWorkload(Workload):
         """The digest of the file's bytes and of the other options."""
         options = self.options()
         return file_digest(options.pop("path"), **options)
-
-    def row_ids(self) -> Iterator[tuple[int, dict[str, str]]]:
-        """Yield the rows from 0, each with the ids in it: fields whose names end in `id`."""
-        return ((index, ids) for index, (_, ids) in enumerate(self._line_ids()))
-
-    def _line_ids(self) -> Iterator[tuple[int, dict[str, str]]]:
-        """Yield the ids of `row_ids` with the numbers of their lines."""
-        from kvcore_plugins.workload._tables import normal, read_table  # noqa: PLC0415 - a cycle
-
-        table = read_table(self.path)
-        names = [name for name in table.names if normal(name).endswith("id")]
-        for row in table.rows(names):
-            ids = {name: row.fields.get(name) for name in names}
-            yield row.line, {name: str(own) for name, own in ids.items() if own is not None}
 
 
 @attrs.define(eq=False)

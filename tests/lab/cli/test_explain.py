@@ -163,7 +163,7 @@ def test_a_request_may_have_the_id_of_its_log(log, options):
     ],
 )
 def test_an_id_that_names_no_request_is_an_error_with_the_ids(log, asked, words):
-    """An id of several rows, of a row that was left out, or of none is an error that has others."""
+    """An id of several rows, of a row that was left out, or of none is an error."""
     done = run_here("explain", log, asked, "--blocks", 99)
     assert done.returncode == 2
     assert words.format(log=log) in " ".join(done.stderr.split())
