@@ -17,6 +17,7 @@ from kvcore.cli.output import (
     optional_file,
     print_notes,
     progress,
+    tell_model,
 )
 from kvcore.cli.verb import Count, option, plugin_completion, verb
 from kvcore.config import RunConfig, RunParts, find_workload
@@ -220,6 +221,7 @@ def compare(workload: str | None, **given: Any) -> None:
     elif prometheus != STDOUT:
         print_report(report.sections, given["markup"], compact=True)
     print_notes(source)
+    tell_model(source, spec.name)
 
 
 def _document(comparison: Comparison) -> dict[str, Any]:

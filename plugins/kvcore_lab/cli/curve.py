@@ -17,6 +17,7 @@ from kvcore.cli.output import (
     optional_file,
     print_notes,
     progress,
+    tell_model,
 )
 from kvcore.cli.verb import Count, option, plugin_completion, verb
 from kvcore.config import find_workload
@@ -158,6 +159,7 @@ def curve(workload: str | None, **given: Any) -> None:
     elif out is None:
         print_report(report.sections, given["markup"], compact=given["tier"] is None)
     print_notes(source)
+    tell_model(source, spec.name)
 
 
 def _one_tier(given: Sequence[str]) -> Spec | None:

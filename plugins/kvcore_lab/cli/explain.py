@@ -23,9 +23,12 @@ from kvcore.cli.verb import Count, complete_workload, flag_of, plugin_completion
 from kvcore.config import find_workload
 from kvcore.errors import InputError
 from kvcore.files import input_path
+from kvcore.models.catalogue import find_device, find_model, model_named
+from kvcore.models.cost import PrefillCost
 from kvcore.plugins.manager import Plugins
 from kvcore.workloads import Workload, part_of
 from kvcore.workloads.files import first_json
+from kvcore_lab.cli.compare import DEVICE, MODEL
 from kvcore_lab.comparison import SHARING, compare
 from kvcore_plugins.workload._tables import row_ids
 from kvcore_plugins.workload.rows import FileWorkload
@@ -258,6 +261,8 @@ def _replayed(
         msg = f"{source} is a workload: say how large the pool is, such as --blocks 1000"
         msg += ", or what an API charges, such as --price openai"
         raise InputError(msg)
+    # The seconds are those of the model in the log, if the catalogue has it.
+    model = find_model(model_named(workload.served_model or "") or MODEL)
     with TemporaryDirectory(prefix="kvcore-") as folder:
         trace = Path(folder) / "trace.jsonl"
         compare(
@@ -267,6 +272,7 @@ def _replayed(
             block_size=given["block_size"],
             accounting=given["accounting"] or ACCOUNTING,
             prefix=given["prefix"] or SHARING,
+            recompute=PrefillCost.of(model, find_device(DEVICE)),
             seed=given["seed"],
             trace=trace,
             plugins=plugins,

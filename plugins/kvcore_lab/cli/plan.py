@@ -26,6 +26,7 @@ from kvcore.cli.output import (
     json_bytes,
     json_option,
     progress,
+    tell_model,
 )
 from kvcore.cli.verb import Count, echo, option, verb
 from kvcore.files import atomic_file, make_directory, refuse_overwrite
@@ -175,7 +176,8 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
         emit_json(document)
     else:
         print_report(report.sections, given["markup"])
-    for note in found.notes:
+    for note in (*found.notes, *found.workload_notes):
         echo(f"kvcore: {note}", err=True)
+    tell_model(source, str(given["model"]))
     if found.best is None:
         ctx.exit(NONE_FOUND)

@@ -19,8 +19,8 @@ from kvcore.cli.options import (
     traffic_options,
     workload_argument,
 )
-from kvcore.cli.output import emit_json, json_option, progress
-from kvcore.cli.verb import option, plugin_completion, verb
+from kvcore.cli.output import emit_json, json_option, progress, tell_model
+from kvcore.cli.verb import echo, option, plugin_completion, verb
 from kvcore_cluster.options import CLUSTER
 from kvcore_lab.cli.lab_options import (
     executor_options,
@@ -92,3 +92,6 @@ def routers(ctx: click.Context, /, **given: Any) -> None:
         emit_json(report.document())
     else:
         print_report(report.sections, given["markup"])
+    for note in found.notes:
+        echo(f"kvcore: {note}", err=True)
+    tell_model(source, found.config["model"])

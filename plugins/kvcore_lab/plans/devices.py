@@ -28,6 +28,11 @@ class DevicePlans(Shown):
     notes: list[str]
 
     @property
+    def workload_notes(self) -> list[str]:
+        """Remarks of the workload about its requests."""
+        return [*dict.fromkeys(note for plan in self.plans for note in plan.workload_notes)]
+
+    @property
     def fleets(self) -> list[dict[str, Any]]:
         """The fleets of all devices that meet the SLO, the cheapest first.
 

@@ -305,6 +305,7 @@ class Sweep(Shown):
         ran: number of distinct cells that were run.
         shares: of each row, what parts of the requests add to its figures; None of a row that
             failed; empty: unknown.
+        notes: what the workloads of the cells that were run say of their requests.
     """
 
     grid: Grid
@@ -312,6 +313,7 @@ class Sweep(Shown):
     found: int
     ran: int
     shares: Sequence[Mapping[str, list[float] | None] | None] = ()
+    notes: Sequence[str] = ()
 
     @property
     def failed(self) -> list[Row]:
@@ -361,6 +363,7 @@ def sweep(
     }
     missing = {task.digest: task for task in plan.tasks if task.digest not in known}
     errors: dict[str, str] = {}
+    notes: dict[str, None] = {}
     with (
         (progress or silent)("sweeping", len(missing)) as tick,
         closing((executor or Processes()).run(missing.values())) as outcomes,
@@ -372,6 +375,7 @@ def sweep(
             else:
                 journal.add(digest, axes[digest], outcome.result, outcome.wall_s)
                 known[digest] = outcome.result
+            notes |= dict.fromkeys(outcome.notes)
             tick(1)
     hidden = {HIDDEN, *(() if plan.grid.axes.keys() & set(CLUSTER) else CLUSTER_COLUMNS)}
     shown = [name for name in columns if name not in hidden]
@@ -387,7 +391,7 @@ def sweep(
     for task, row in zip(plan.tasks, rows, strict=True):
         row["error"] = errors.get(task.digest)
     parts = [known.get(task.digest, columns)[HIDDEN] for task in plan.tasks]
-    return Sweep(plan.grid, rows, len(axes) - len(missing), len(missing), parts)
+    return Sweep(plan.grid, rows, len(axes) - len(missing), len(missing), parts, [*notes])
 
 
 def _add_shares(rows: list[Row]) -> None:
