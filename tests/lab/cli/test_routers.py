@@ -6,7 +6,7 @@ import os
 import threading
 from functools import partial
 
-from helpers.commands import as_process, json_of, stdout_of
+from helpers.commands import as_process, json_of, run_here, stdout_of
 
 from kvcore.plugins import Plugins
 

@@ -24,14 +24,15 @@ def log(tmp_path):
     with path.open("w") as file:
         for index in range(4):
             messages = [{"role": "user", "content": f"Question {index}. " * 20}]
-            row = {"ts": index, "model": HUB_ID, "messages": messages}
+            row = {"ts": index, "model": HUB_ID, "messages": messages, "max_tokens": 9}
+            row["response"] = {"choices": [{"message": {"content": "An answer."}}]}
             file.write(json.dumps(row | {"status": 500 if index == 1 else 200}) + "\n")
     return path
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_log_is_told_of(log, tmp_path, verb):
-    """The rows that are left out are noted, and the model that the log names, with the remedy."""
+    """The rows that are left out are noted, and the model that the log names."""
     done = run_here(verb, log, *VERBS[verb], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "kvcore: chat: left out: 1 (1 failed)" in done.stderr
