@@ -19,6 +19,7 @@ from kvcore_lab.comparison import SHARING, Comparison, Infinite, Row
 from kvcore_lab.report.policies import (
     block_bytes,
     enumerated,
+    left_out,
     looked_up,
     named,
     option_texts,
@@ -198,7 +199,8 @@ class ComparisonReport:
         lines = (
             f"infinite: a cache that never evicts ({blocks} in the end)."
             # What windows and states keep depends on what hits.
-            + ("" if self.grouped and self._unit == "block" else " No pool hits more."),
+            + ("" if self.grouped and self._unit == "block" else " No pool hits more.")
+            + left_out(infinite.answers_left_out),
             self._bound(),
             self._tiers(),
             self._most_hits(),

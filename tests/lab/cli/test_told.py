@@ -1,4 +1,4 @@
-"""What every verb says of the log that it reads: rows left out, and the model of the log."""
+"""Words of every verb on the log that it reads: rows left out, and the model of the log."""
 
 from __future__ import annotations
 
