@@ -67,6 +67,7 @@ def test_json_has_the_documented_fields():
         "hit_blocks",
         "hit_ratio",
         "prefill_s",
+        "answers_left_out",
     ]
     assert (document["schema"], document["count"]) == (1, "keys")
 
