@@ -331,7 +331,7 @@ class Sweep(Shown):
 
 def sweep(
     plan: Plan,
-    journal: Journal,
+    journal: Journal | None = None,
     *,
     executor: Executor | None = None,
     progress: Progress | None = None,
@@ -345,7 +345,7 @@ def sweep(
 
     Args:
         plan: the cells.
-        journal: the finished cells; it is open.
+        journal: the finished cells; it is open. None: they are not kept.
         executor: runs the cells; None: `Processes()`.
         progress: shows the number of cells that have ended; None: no progress.
         gpu_price: dollars an hour by device, in place of those of `gpu_cost.PRICES`.
@@ -358,7 +358,7 @@ def sweep(
     columns = dict.fromkeys(RESULTS[plan.grid.mode])
     known = {
         digest: result
-        for digest, result in journal.results.items()
+        for digest, result in (journal.results if journal else {}).items()
         if result.keys() == columns.keys()
     }
     missing = {task.digest: task for task in plan.tasks if task.digest not in known}
@@ -373,7 +373,8 @@ def sweep(
             if outcome.result is None:
                 errors[digest] = str(outcome.error)
             else:
-                journal.add(digest, axes[digest], outcome.result, outcome.wall_s)
+                if journal is not None:
+                    journal.add(digest, axes[digest], outcome.result, outcome.wall_s)
                 known[digest] = outcome.result
             notes |= dict.fromkeys(outcome.notes)
             tick(1)
