@@ -154,10 +154,11 @@ def test_a_journal_in_a_missing_directory_is_refused(tmp_path):
 
 
 def test_a_journal_works_where_files_have_no_locks(tmp_path):
-    """Where the system has no `fcntl`, as Windows, a journal is written and read all the same."""
+    """Without `fcntl`, as on Windows, a journal is written and read all the same."""
     code = (
-        "import sys; sys.platform = 'win32'; sys.modules['fcntl'] = None\n"
-        "from kvcore_lab.sweep.journal import Journal\n"
+        "import importlib, sys, kvcore_lab.sweep.journal as module\n"
+        "sys.platform = 'win32'; sys.modules['fcntl'] = None; del module.fcntl\n"
+        "Journal = importlib.reload(module).Journal\n"
         "with Journal(sys.argv[1]) as journal: journal.add('00', {}, {'a': 1}, 0.0)\n"
         "with Journal(sys.argv[1]) as journal: print(journal.results)\n"
     )
