@@ -258,10 +258,13 @@ class ComparisonReport:
         )
 
     def _nothing(self) -> str:
-        keys = "The requests have no keys"
         if self.comparison.accounting != "keys":
-            keys += ", or none that fills a block"
-        return f"{keys}: there is nothing to look up."
+            why = "The requests have no keys, or none that fills a block"
+            return f"{why}: there is nothing to look up."
+        return (
+            "The requests have no keys: there is nothing to look up. Lengths do not tell what "
+            "prompts share; texts, token ids and hashes of blocks do."
+        )
 
     def _size(self, blocks: int) -> str:
         return f"{blocks:,}" if self.memory is None else self.memory[blocks]

@@ -22,7 +22,7 @@ from kvcore.report.tables import (
     slo_times,
 )
 from kvcore.sections import Chart, Panel, Section, Table
-from kvcore.units import BINARY, NS_PER_S, format_dollars, format_number, format_seconds
+from kvcore.units import NS_PER_S, format_dollars, format_number, format_seconds
 from kvcore_replay.recorded_run import RunSummary
 from kvcore_replay.what_if import Change, WhatIf
 
@@ -324,11 +324,7 @@ def config_text(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(config_text, value))
     if isinstance(value, Mapping) and value.keys() == {"name", "options"}:
-        options = dict(value["options"])
-        memory = options.get("memory")
-        if isinstance(memory, int) and memory and memory % BINARY["GiB"] == 0:
-            options["memory"] = f"{memory // BINARY['GiB']}GiB"
-        return plugin_text(value["name"], options)
+        return plugin_text(value["name"], value["options"])
     if isinstance(value, Mapping):
         return plugin_text("", value).removeprefix(":") or "none"
     return f"{value:,}" if type(value) is int else as_text(value)
