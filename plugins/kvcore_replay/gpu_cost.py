@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from kvcore.errors import InputError
@@ -133,6 +134,7 @@ class Cost(NamedTuple):
         cls, gpus: Mapping[str, float], given: Mapping[str, float], log: RunLog, seconds: float
     ) -> Self | None:
         """Return the cost of the GPUs that served the requests of a log in `seconds`."""
+        seconds = seconds or inf
         prompts = outputs = 0
         for _, lengths, _, generated in finished_work(log):
             prompts, outputs = prompts + sum(lengths), outputs + sum(generated)

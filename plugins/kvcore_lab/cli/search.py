@@ -63,8 +63,7 @@ def ran_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran:
     seconds = result.simulated_s
     gpus = gpus_of(parts, seconds, getattr(result, "replica_s", None))
     rates = Rates.of(result, sum(gpus.values()))
-    tokens_s = rates.total_token_throughput if seconds else None
-    cost = Cost.of(gpus, given["gpu_price"], result.throughput_tokens_s, tokens_s)
+    cost = Cost.of_log(gpus, given["gpu_price"], result.log, seconds)
     sections = [str(rates)] if cost is None else [f"{rates}\n{cost}"]
     fields: dict[str, Any] = {"rates": rates._asdict()}
     fields["cost"] = None if cost is None else cost.as_dict()
