@@ -190,8 +190,8 @@ def gpus_of(
     return gpus
 
 
-def recorded_gpus(config: Mapping[str, Any]) -> dict[str, float]:
-    """Return the number of GPUs of each device in the configuration of a recorded run.
+def gpus_of_config(config: Mapping[str, Any]) -> dict[str, float]:
+    """Return the number of GPUs of each device in the configuration of a `RunSummary`.
 
     Empty: it names no device, or a planner started and stopped replicas.
     """
@@ -199,8 +199,11 @@ def recorded_gpus(config: Mapping[str, Any]) -> dict[str, float]:
     gpus: dict[str, float] = {}
     if device is not None and not config.get("autoscale"):
         for group in [{"count": replicas}] if isinstance(replicas, int) else replicas:
+            # A header has the device with its number; options of a replica have the name.
             own = group.get("device", device)
-            gpus[own["name"]] = gpus.get(own["name"], 0.0) + group["count"] * own["count"]
+            own = own if isinstance(own, Mapping) else {**device, "name": str(own)}
+            each = group.get("tensor_parallel", own["count"])
+            gpus[own["name"]] = gpus.get(own["name"], 0.0) + group.get("count", 1) * each
     return gpus
 
 

@@ -32,7 +32,7 @@ from kvcore.trace.fields import version
 from kvcore.trace.reader import TraceReader, read_keys, read_request
 from kvcore.units import NS_PER_S
 from kvcore_plugins.workload.recorded import TraceWorkload
-from kvcore_replay.gpu_cost import Cost, gpus_of, read_gpu_prices, recorded_gpus
+from kvcore_replay.gpu_cost import Cost, gpus_of_config, read_gpu_prices
 from kvcore_replay.recorded.config import ROUTED, replica_groups
 from kvcore_replay.recorded.parts import RecordedParts
 from kvcore_replay.recorded_run import RunSummary, bills_of, verified_log
@@ -322,21 +322,18 @@ def whatif(
         recorded=attrs.evolve(
             was,
             bill=before,
-            cost=_cost(was, recorded.log, recorded_gpus(was.config), prices),
+            cost=_cost(was, recorded.log, prices),
             **_load(workload, changes.get("slo"), plugins, recorded.log),
         ),
-        rerun=attrs.evolve(now, bill=after, cost=_cost(now, log, rerun.gpus(now), prices)),
+        rerun=attrs.evolve(now, bill=after, cost=_cost(now, log, prices)),
         changes=list(changed_requests(recorded.log, log)),
     )
 
 
-def _cost(
-    run: RunSummary, log: RunLog, gpus: Mapping[str, float], prices: Mapping[str, float]
-) -> dict[str, Any] | None:
-    """Return the cost of a run on `gpus`; None without a clock, a device, or a price."""
-    if not run.simulated_s or not gpus:
-        return None
-    cost = Cost.of_log(gpus, prices, log, run.simulated_s)
+def _cost(run: RunSummary, log: RunLog, prices: Mapping[str, float]) -> dict[str, Any] | None:
+    """Return the cost of a run; None without a device or a price, or with a planner."""
+    gpus = gpus_of_config(run.config)
+    cost = Cost.of_log(gpus, prices, log, run.simulated_s or 0.0) if gpus else None
     return None if cost is None else cost.as_dict()
 
 
@@ -469,11 +466,6 @@ class _ClusterRerun:
         max_seqs = sum(member.batching.max_seqs for member in parts.members)
         return attrs.evolve(summary, **_load_fields(None, log, max_seqs))
 
-    def gpus(self, run: RunSummary) -> dict[str, float]:
-        """Return the mean number of GPUs of each device; empty if the trace names none."""
-        known, seconds = "device" in run.config, run.simulated_s or 0.0
-        return gpus_of(self._parts, seconds, self._result.replica_s) if known else {}
-
 
 class _Rerun:
     """Runs the requests of a trace again."""
@@ -529,10 +521,6 @@ class _Rerun:
         if self._server is None:
             return summary
         return attrs.evolve(summary, **_load_of_server(parts, self._server[1], log))
-
-    def gpus(self, run: RunSummary) -> dict[str, float]:
-        """Return the number of GPUs of each device; empty if the trace names none."""
-        return recorded_gpus(run.config)
 
     def _replayed(self, requests: Iterable[Request]) -> RunLog:
         log, steps = RunLog(self._cache.pool.blocks), DecodeSteps()
