@@ -198,12 +198,14 @@ def gpus_of_config(config: Mapping[str, Any]) -> dict[str, float]:
     device, replicas = config.get("device"), config.get("replicas", 1)
     gpus: dict[str, float] = {}
     if device is not None and not config.get("autoscale"):
-        for group in [{"count": replicas}] if isinstance(replicas, int) else replicas:
+        groups: list[dict[str, Any]]
+        groups = [{"count": replicas}] if isinstance(replicas, int) else replicas
+        for group in groups:
             # A header has the device with its number; options of a replica have the name.
             own = group.get("device", device)
             own = own if isinstance(own, Mapping) else {**device, "name": str(own)}
-            each = group.get("tensor_parallel", own["count"])
-            gpus[own["name"]] = gpus.get(own["name"], 0.0) + group.get("count", 1) * each
+            count = group.get("count", 1) * group.get("tensor_parallel", own["count"])
+            gpus[own["name"]] = gpus.get(own["name"], 0.0) + count
     return gpus
 
 
