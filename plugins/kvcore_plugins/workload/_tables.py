@@ -100,12 +100,29 @@ def read_table(path: Path) -> Table:
 
 def row_ids(workload: FileWorkload) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the numbers of the rows of a file, each with its ids: fields that end in `id`."""
-    table = read_table(workload.path)
-    names = [name for name in table.names if normal(name).endswith("id")]
-    for index, row in enumerate(table.rows(names)):
-        ids = {name: row.fields.get(name) for name in names}
-        known = {name: str(value) for name, value in ids.items() if value is not None}
-        yield row.line - 1 if workload.by_line else index, known
+    if workload.by_line:
+        rows = _readable(workload.path)
+    else:
+        table = read_table(workload.path)
+        rows = table.rows([name for name in table.names if _is_id(name)])
+    for index, row in enumerate(rows):
+        known = ((name, value) for name, value in row.fields.items() if value is not None)
+        ids = {name: str(value) for name, value in known if _is_id(name)}
+        yield row.line - 1 if workload.by_line else index, ids
+
+
+def _is_id(name: str) -> bool:
+    return normal(name).endswith("id")
+
+
+def _readable(path: Path) -> Iterator[Row]:
+    """Yield the rows of JSON that can be read: chats leave out the others."""
+    for number, line in lines(path):
+        try:
+            fields = parse_row(path, number, line).fields
+        except InputError:
+            continue
+        yield Row(path, number, flat(fields))
 
 
 def _csv(path: Path, number: int, line: bytes, source: Iterator[tuple[int, bytes]]) -> Table:

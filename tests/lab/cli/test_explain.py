@@ -138,8 +138,9 @@ def log(tmp_path):
         for index in range(4)
     )
     path = tmp_path / "log.jsonl"
-    # A blank line is a row that nothing is in.
-    path.write_text("\n".join(["", *map(json.dumps, rows)]) + "\n")
+    first, *others = map(json.dumps, rows)
+    # A blank line is a row, and so is one that cannot be read.
+    path.write_text("\n".join(["", first, "{", *others]) + "\n")
     return path
 
 
@@ -147,18 +148,18 @@ def log(tmp_path):
 def test_a_request_may_have_the_id_of_its_log(log, options):
     """An id in a row of the log names the request of this row, by its number in JSON."""
     shown = json.loads(run_here("explain", log, "chatcmpl-3", *options, "--json").stdout)
-    assert str(shown["request"]) == "4"
-    assert json.loads(run_here("explain", log, "4", *options, "--json").stdout) == shown
+    assert str(shown["request"]) == "5"
+    assert json.loads(run_here("explain", log, "5", *options, "--json").stdout) == shown
 
 
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ("user-1", "request 'user-1': 2 requests have this id: give one of 2, 4"),
-        ("chatcmpl-2", "row 3 of {log}, from 0, was left out"),
+        ("user-1", "request 'user-1': 2 requests have this id: give one of 3, 5"),
+        ("chatcmpl-2", "row 4 of {log}, from 0, was left out"),
         (
             "42",
-            "Its 3 ids: 1, 2, 4; or user_id such as user-0; or response.id such as chatcmpl-0",
+            "Its 3 ids: 1, 3, 5; or user_id such as user-0; or response.id such as chatcmpl-0",
         ),
     ],
 )
