@@ -177,7 +177,8 @@ def __getattr__(name: str) -> "Any":
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-    msg = f"module 'kvcore' has no attribute {name!r}"
+    near = " or ".join(known for known in __all__ if name in known)
+    msg = f"module 'kvcore' has no attribute {name!r}{near and f'; did you mean {near}?'}"
     raise AttributeError(msg)
 
 
