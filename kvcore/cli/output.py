@@ -26,7 +26,6 @@ from kvcore.files import (
     part_path,
 )
 from kvcore.hookspecs import OUTPUT
-from kvcore.models.catalogue import model_named
 from kvcore.progress import Tick, unseen
 from kvcore.sections import Section, Table
 from kvcore.units import DECIMAL, NS_PER_S, format_bytes, format_number, parse_seconds
@@ -173,8 +172,12 @@ def tell_model(workload: Workload, model: str, option: str = "--model") -> None:
     """
     chosen = click.get_current_context().get_parameter_source("model")
     named = None if chosen not in (None, ParameterSource.DEFAULT) else workload.served_model
-    known = None if named is None else model_named(named)
-    if named is not None and model not in (named, known):
+    if named is None:
+        return
+    from kvcore.models.catalogue import model_named  # noqa: PLC0415 - few files name a model
+
+    known = model_named(named)
+    if model not in (named, known):
         remedy = f"{known} takes it" if known else "takes a name, or the path of a config.json"
         echo(
             f"kvcore: {workload.name}: the file names the model {named}, and times and memory "
