@@ -153,8 +153,7 @@ def _named(request: str, ids: Iterable[Id], source: Workload | None) -> str:
     names = [str(name) for name in ids]
     if request in names or not isinstance(source, FileWorkload):
         return request
-    rows: set[str] = set()
-    some: dict[str, str] = {}
+    rows, some = set[str](), dict[str, str]()
     for row, own in row_ids(source):
         some = some or own
         if request in own.values():
@@ -164,18 +163,18 @@ def _named(request: str, ids: Iterable[Id], source: Workload | None) -> str:
     if len(matches) == 1:
         return matches[0]
     if matches:
-        shown = ", ".join(matches[:SHOWN]) + ", ..." * (len(matches) > SHOWN)
-        msg = f"request {request!r}: {len(matches)} requests have this id: give one of {shown}"
-        raise InputError(msg)
-    if rows:
-        msg = (
-            f"request {request!r}: row {', '.join(sorted(rows))} of {source.path}, from 0, was "
-            "left out, or is not within --limit and --window"
+        why = f"{len(matches)} requests have this id: give one of {', '.join(matches[:SHOWN])}"
+    elif rows:
+        why = (
+            f"row {', '.join(sorted(rows))} of {source.path}, from 0, was left out, or is not "
+            "within --limit and --window"
         )
-        raise InputError(msg)
-    shown = ", ".join(names[:SHOWN]) + f", ..., {names[-1]}" * (len(names) > SHOWN)
-    shown += "".join(f"; or {field} such as {name}" for field, name in some.items())
-    msg = f"request {request!r} is not in {source.path}. Its {len(names):,} ids: {shown}"
+    else:
+        examples = [f"{field} such as {name}" for field, name in some.items()]
+        few = names if len(names) <= SHOWN else [*names[:SHOWN], "...", names[-1]]
+        shown = "; or ".join([", ".join(few), *examples])
+        why = f"{source.path} has none. Its {len(names):,} ids: {shown}"
+    msg = f"request {request!r}: {why}"
     raise InputError(msg)
 
 
