@@ -14,7 +14,6 @@ from time import monotonic
 from typing import Any, TextIO, TypeAlias
 
 import click
-from click.core import ParameterSource
 
 from kvcore.cli.verb import VerbT, echo, option, results, results_alone
 from kvcore.errors import InputError
@@ -163,27 +162,6 @@ def print_notes(workload: Workload) -> None:
     """Print on stderr the notes of `workload` on the requests that were read."""
     for note in workload.notes:
         echo(f"kvcore: {workload.name}: {note}", err=True)
-
-
-def tell_model(workload: Workload, model: str, option: str = "--model") -> None:
-    """Say on stderr that the file of `workload` names another model than the default `model`.
-
-    `option` is how another one is given.
-    """
-    chosen = click.get_current_context().get_parameter_source("model")
-    named = None if chosen not in (None, ParameterSource.DEFAULT) else workload.served_model
-    if named is None:
-        return
-    from kvcore.models.catalogue import model_named  # noqa: PLC0415 - few files name a model
-
-    known = model_named(named)
-    if model not in (named, known):
-        remedy = f"{known} takes it" if known else "takes a name, or the path of a config.json"
-        echo(
-            f"kvcore: {workload.name}: the file names the model {named}, and times and memory "
-            f"are those of {model}: {option} {remedy}",
-            err=True,
-        )
 
 
 Column: TypeAlias = tuple[str, ...]

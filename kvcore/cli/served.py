@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcore.cache import Recorder
-from kvcore.cli.output import emit_json, print_notes, print_sections, progress, tell_model
+from kvcore.cli.output import emit_json, print_notes, print_sections, progress
 from kvcore.cli.verb import echo
 from kvcore.config import RunParts
 from kvcore.files import make_directory, refuse_overwrite
@@ -98,8 +98,6 @@ class ServedRun(NamedTuple):
                 for more in later:
                     _print_below(more().sections)
         print_notes(self.parts.workload)
-        if "model" in self.given:
-            tell_model(self.parts.workload, self.parts.model.name)
 
 
 @contextmanager

@@ -31,13 +31,6 @@ def find_model(name: str) -> ModelSpec:
     return _find("model", MODELS, name)
 
 
-def model_named(text: str) -> str | None:
-    """Return the model of the table that has this name, or id of a hub; None: none has."""
-    name = text.rpartition("/")[2].lower().replace("_", "-").removeprefix("meta-")
-    name = re.sub(r"-(instruct|chat|it|hf|base)(?=-|$).*", "", name)
-    return name if name in MODELS else None
-
-
 def load_model(text: str, weights_dtype: str | None = None) -> ModelSpec:
     """Return the well-known model called `text`, or the one that the file at `text` describes.
 

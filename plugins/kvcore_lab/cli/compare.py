@@ -17,7 +17,6 @@ from kvcore.cli.output import (
     optional_file,
     print_notes,
     progress,
-    tell_model,
 )
 from kvcore.cli.verb import Count, option, plugin_completion, verb
 from kvcore.config import RunConfig, RunParts, find_workload
@@ -40,6 +39,7 @@ from kvcore_lab.cli.lab_options import (
     plan_groups,
     policies_option,
     print_report,
+    tell_model,
     tokens_of,
 )
 from kvcore_lab.cli.metrics import metrics_file, prometheus_option

@@ -17,7 +17,6 @@ from kvcore.cli.output import (
     optional_file,
     print_notes,
     progress,
-    tell_model,
 )
 from kvcore.cli.verb import Count, option, plugin_completion, verb
 from kvcore.config import find_workload
@@ -37,6 +36,7 @@ from kvcore_lab.cli.lab_options import (
     plan_groups,
     policies_option,
     print_report,
+    tell_model,
     tokens_of,
 )
 from kvcore_lab.curves.mrc import POINTS

@@ -23,12 +23,13 @@ from kvcore.cli.verb import Count, complete_workload, flag_of, plugin_completion
 from kvcore.config import find_workload
 from kvcore.errors import InputError
 from kvcore.files import input_path
-from kvcore.models.catalogue import find_device, find_model, model_named
+from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.cost import PrefillCost
 from kvcore.plugins.manager import Plugins
 from kvcore.workloads import Workload, part_of
 from kvcore.workloads.files import first_json
 from kvcore_lab.cli.compare import DEVICE, MODEL
+from kvcore_lab.cli.lab_options import known_model
 from kvcore_lab.comparison import SHARING, compare
 from kvcore_plugins.workload._tables import row_ids
 from kvcore_plugins.workload.rows import FileWorkload
@@ -261,7 +262,7 @@ def _replayed(
         msg += ", or what an API charges, such as --price openai"
         raise InputError(msg)
     # The seconds are those of the model in the log, if the catalogue has it.
-    model = find_model(model_named(workload.served_model or "") or MODEL)
+    model = find_model(known_model(workload) or MODEL)
     with TemporaryDirectory(prefix="kvcore-") as folder:
         trace = Path(folder) / "trace.jsonl"
         compare(

@@ -26,7 +26,6 @@ from kvcore.cli.output import (
     json_bytes,
     json_option,
     progress,
-    tell_model,
 )
 from kvcore.cli.verb import Count, echo, option, verb
 from kvcore.files import atomic_file, make_directory, refuse_overwrite
@@ -36,6 +35,7 @@ from kvcore_lab.cli.lab_options import (
     markup_options,
     print_report,
     search_executor,
+    tell_model,
 )
 from kvcore_lab.plans.devices import devices_of, plan_devices
 from kvcore_lab.plans.planning import DEGREES, HOST, MOST_GPUS

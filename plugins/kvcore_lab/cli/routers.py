@@ -19,7 +19,7 @@ from kvcore.cli.options import (
     traffic_options,
     workload_argument,
 )
-from kvcore.cli.output import emit_json, json_option, progress, tell_model
+from kvcore.cli.output import emit_json, json_option, progress
 from kvcore.cli.verb import echo, option, plugin_completion, verb
 from kvcore_cluster.options import CLUSTER
 from kvcore_lab.cli.lab_options import (
@@ -27,6 +27,7 @@ from kvcore_lab.cli.lab_options import (
     markup_options,
     print_report,
     search_executor,
+    tell_model,
 )
 from kvcore_lab.report.routers import RoutersReport
 from kvcore_lab.router_comparison import compare_routers

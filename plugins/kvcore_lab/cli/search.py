@@ -14,6 +14,7 @@ from kvcore.serving.load import finished_work
 from kvcore.serving.stats import RunLog
 from kvcore.units import NS_PER_S, format_number
 from kvcore.workloads import Workload
+from kvcore_lab.cli.lab_options import tell_model
 from kvcore_plugins.workload.turns import overlapping
 from kvcore_replay.gpu_cost import Cost, gpus_of
 
@@ -57,6 +58,7 @@ def _searched(parts: RunParts, result: Any) -> Ran:
 
 def ran_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran:
     """Return cost and search for a simulation, and paged memory beside contiguous memory."""
+    tell_model(parts.workload, parts.model.name)
     ran = search_of(parts, result, given) or Ran()
     if not parts.traced:
         return ran._replace(fields=paged_fields(parts, residency=given["residency"]))

@@ -14,7 +14,6 @@ from kvcore.cli.output import (
     file_path,
     json_option,
     progress,
-    tell_model,
 )
 from kvcore.cli.verb import echo, verb
 from kvcore.config.options import option_default
@@ -27,6 +26,7 @@ from kvcore_lab.cli.lab_options import (
     executor_options,
     markup_options,
     print_report,
+    tell_model,
 )
 from kvcore_lab.report.sweep import (
     WRITERS,
