@@ -59,6 +59,8 @@ class Program:
         return self
 
     def _limit(self):
+        # Under `nohup` the tests have it ignored, and the process would inherit that.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         if self._files is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, self._files)
 
