@@ -408,6 +408,10 @@ def _usage(error: click.ClickException) -> tuple[str, int]:
         return f"error: {missing}{hint}", missing.exit_code
     # click lists choices a line each.
     message = " ".join(error.format_message().split())
+    choices = getattr(getattr(getattr(error, "param", None), "type", None), "choices", ())
+    wrong, among, _ = error.message.partition(" is not one of ")
+    near = nearest(wrong.strip("'"), choices, 0.75)
+    message = message.replace(among, near + among, 1) if among else message
     if not message.endswith("..."):
         message = message.removesuffix(".")
     return f"error: {message}{hint}", USAGE
@@ -421,6 +425,9 @@ def _no_such_option(flag: str, context: click.Context) -> str:
     lacks = f"{context.command_path} has no option {flag!r}"
     if SYNONYMS.get(flag, "").partition(" ")[0] in own:
         return f"{lacks}; what comes nearest is {SYNONYMS[flag]}"
+    for param in context.command.params:
+        if isinstance(param, click.Argument) and flag == f"--{param.name}":
+            return f"{lacks}: {str(param.name).upper()} is an argument, without a flag"
     others = []
     if context.parent is not None and not get_close_matches(flag, own, cutoff=0.8):
         for verb in sorted(known_verbs().keys() - {context.command.name}):

@@ -216,14 +216,16 @@ class Plugins:
             if (info.kind, info.name) == (kind, name):
                 raise PluginError(info.reason)
         names = sorted(known)
+        bounds = BOUNDS if kind == "eviction" else ()
         msg = f"no {kind} plugin is named {name!r}"
-        if kind == "eviction" and name in BOUNDS:
+        if name in bounds:
             msg += ": it is no policy but a bound, and comparisons alone know it"
         elif (kind, name) in REMOVED:
             msg += f" any more: {REMOVED[kind, name]}"
         else:
-            msg += nearest(name, names)
+            msg += nearest(name, [*names, *bounds])
         msg += f". There are: {', '.join(names)}" if names else ". There are none"
+        msg += f"; in comparisons also the bounds {', '.join(bounds)}" if bounds else ""
         raise self.not_found(kind, msg)
 
     def not_found(self, kind: str, message: str) -> KvcoreError:

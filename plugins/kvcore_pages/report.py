@@ -27,7 +27,7 @@ from kvcore.untrusted import WORKLOAD_EXPANSION, parse_json
 from kvcore_pages.report_documents import FORMS, DocumentResult
 from kvcore_pages.report_parts import Document, Part, Result, command
 from kvcore_pages.report_runs import Run
-from kvcore_pages.shell import Page
+from kvcore_pages.shell import Page, charting_library
 
 __all__ = ["report_page"]
 
@@ -91,6 +91,7 @@ def report_page(
         TraceError: a trace is damaged, or cut.
         PluginError: plotly is not installed; or polars, for a table in Parquet.
     """
+    charting_library()  # That it is missing is told before traces are read.
     paths = [as_path(path) for path in results]
     found = [read_result(path, progress, replica) for path in paths]
     document = _document(found, [str(path) for path in paths], title)

@@ -35,7 +35,7 @@ from kvcore_lab.demo import (
     with_and_without_cache,
 )
 from kvcore_lab.demo.caching import DTYPE
-from kvcore_pages.shell import Page
+from kvcore_pages.shell import Page, charting_library
 from kvcore_replay.state.cache import CacheState
 from kvcore_replay.untimed import replay
 
@@ -58,6 +58,7 @@ def tour_page() -> bytes:
     Raises:
         PluginError: torch or plotly is not installed.
     """
+    charting_library()  # That it is missing is told before examples run.
     body = (files("kvcore_pages") / "static" / "tour.html").read_text("utf-8")
     return Page(
         title="A tour of the KV cache",

@@ -16,7 +16,7 @@ from kvcore.progress import Progress, silent
 from kvcore.units import NS_PER_S
 from kvcore_pages.grouped_playback import GroupedPlayback
 from kvcore_pages.playback import WHOLE, EvictedContent, Playback, Window
-from kvcore_pages.shell import Page
+from kvcore_pages.shell import Page, charting_library
 
 __all__ = ["view_page"]
 
@@ -57,6 +57,7 @@ def view_page(
         TraceError: a line is damaged or contradicts what came before, or a file is cut.
         PluginError: plotly is not installed.
     """
+    charting_library()  # That it is missing is told before traces are read.
     names = _names([Path(file) for file in files])
     if replica is not None:
         names = [f"{name}, replica {replica}" for name in names]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvcore.cli.main import known_verbs
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PACKAGES = [folder.name for folder in (ROOT / "plugins").glob("kvcore_*")]
@@ -31,6 +33,12 @@ def test_the_page_on_the_installation_names_every_extra():
     page = ROOT / "docs/how-to/install.md"
     rows = re.findall(r"^\| `(\w+)` \| ", page.read_text("utf-8"), re.MULTILINE)
     assert sorted(rows) == sorted(PROJECT["optional-dependencies"])
+
+
+def test_the_page_on_the_command_line_names_every_verb():
+    """The table of verbs has a row for each verb of kvcore's packages, in order."""
+    page = (ROOT / "docs/reference/cli.md").read_text("utf-8").partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \| ", page, re.MULTILINE) == sorted(known_verbs())
 
 
 def test_citations_are_of_this_version():

@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 from helpers.caches import make, serve, spans, start
 
+from kvcore import Plugins
 from kvcore_plugins.eviction import ARC, S3FIFO, SIEVE
+from kvcore_plugins.eviction.queues import QueuePolicy
 
-every_policy = pytest.mark.parametrize("policy", [ARC, S3FIFO, SIEVE])
+CLASSES = Plugins().classes("eviction").values()
+
+every_policy = pytest.mark.parametrize(
+    "policy", [policy for policy in CLASSES if issubclass(policy, QueuePolicy)]
+)
 
 
 def cache_of(blocks, policy):

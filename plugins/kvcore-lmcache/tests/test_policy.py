@@ -21,7 +21,22 @@ from kvcore_lmcache.policy import key_of as kvcore_key
 from kvcore_plugins.eviction import LRU, SIEVE
 from kvcore_replay.check.trace import check_trace
 
-FLAT = ("lru", "fifo", "lfu", "slru", "sieve", "s3fifo", "arc", "tinylfu", "lruk", "mru")
+OTHERS = {"random", "hazard", "workload-aware"}
+"""Policies that go by chance, or by pauses between requests."""
+
+REFUSED = {
+    "cost": "position",
+    "lookahead": "on_queued",
+    "priority": "requests",
+    "tail-lru": "positions",
+    "tool-ttl": "on_queued",
+    "ttl": "look-up",
+}
+"""Policies that need data LMCache lacks, with a word of the reason."""
+
+FLAT = sorted({*Plugins().names("eviction")} - REFUSED.keys() - OTHERS)
+"""The policies that go by the order of hits and stores alone."""
+
 SAME = {"lru": "LRU", "fifo": "FIFO", "lfu:half_life=inf": "LFU", "mru": "MRU"}
 
 
@@ -208,17 +223,7 @@ def _layered(chunks):
 # Names and settings of policies.
 
 
-@pytest.mark.parametrize(
-    ("policy", "why"),
-    [
-        ("cost", "position"),
-        ("lookahead", "on_queued"),
-        ("priority", "requests"),
-        ("tail-lru", "positions"),
-        ("tool-ttl", "on_queued"),
-        ("ttl", "look-up"),
-    ],
-)
+@pytest.mark.parametrize(("policy", "why"), REFUSED.items())
 def test_policies_that_need_data_lmcache_lacks_are_refused(policy, why):
     """A policy that needs data LMCache lacks raises InputError with its name and the reason."""
     with pytest.raises(InputError, match=f"'{policy}' cannot be used in LMCache: .*{why}"):
@@ -226,7 +231,7 @@ def test_policies_that_need_data_lmcache_lacks_are_refused(policy, why):
 
 
 def test_every_built_in_policy_is_hosted_or_refused():
-    """LMCache hosts the flat policies and those that learn; other policies are refused."""
+    """LMCache hosts every built-in policy but those that need data it lacks."""
     CPU("LRU", 1)
     refused = set()
     for name in Plugins().names("eviction"):
@@ -234,8 +239,7 @@ def test_every_built_in_policy_is_hosted_or_refused():
             assert isinstance(get_cache_policy(f"kvcore:{name}"), KvcorePolicy)
         except InputError:
             refused.add(name)
-    flat = set(Plugins().names("eviction")) - refused
-    assert flat == {*FLAT, "random", "hazard", "workload-aware"}
+    assert refused == {*REFUSED}
 
 
 def test_a_third_party_policy_is_refused_if_it_needs_requests():

@@ -162,7 +162,7 @@ def test_unknown_name_offers_the_nearest_and_the_list():
     """A misspelled name raises InputError with the nearest name and all names."""
     assert error(InputError, evictions(Oldest, Newest).get, "eviction", "oldset") == (
         "no eviction plugin is named 'oldset' (did you mean 'oldest'?). "
-        "There are: newest, oldest"
+        "There are: newest, oldest; in comparisons also the bounds belady, optimum"
     )
 
 
@@ -170,7 +170,14 @@ def test_the_optimum_is_no_plugin():
     """The error of `optimum` explains that it is a bound, not a policy."""
     assert error(InputError, evictions(Oldest).build, "eviction", "optimum") == (
         "no eviction plugin is named 'optimum': it is no policy but a bound, and comparisons "
-        "alone know it. There are: oldest"
+        "alone know it. There are: oldest; in comparisons also the bounds belady, optimum"
+    )
+
+
+def test_a_misspelled_bound_offers_the_bound():
+    """The error of a name that is like that of a bound offers the bound."""
+    assert "(did you mean 'optimum'?)" in error(
+        InputError, evictions(Oldest).get, "eviction", "optimal"
     )
 
 

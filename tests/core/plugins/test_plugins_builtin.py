@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.policies import POLICIES
 
 from kvcore import KVCache, Request
 from kvcore.plugins.manager import DISABLE, KINDS, Plugins, default
@@ -10,8 +11,7 @@ from kvcore.plugins.manager import DISABLE, KINDS, Plugins, default
 NAMES = {
     "backend": "torch-cpu torch-cuda",
     "codec": "bf16 fp16 fp32 fp64 fp8-e4m3 fp8-e5m2 int4 int8 kivi",
-    "eviction": "arc cost fifo hazard lfu lookahead lru lruk mru priority random "
-    "s3fifo sieve slru tail-lru tinylfu tool-ttl ttl workload-aware",
+    "eviction": " ".join(sorted(name for name in POLICIES if ":" not in name)),
     "drafter": "acceptance draft-model medusa prompt-lookup",
     "checkpoint": "chunk default every marconi seglen sparse",
     "rules": "kvcore sglang vllm",

@@ -144,7 +144,8 @@ def test_a_broken_plugin_fails_alone(site):
     assert plugins.names("eviction") == ["fine"]
     assert plugins.build("eviction", "fine").name == "fine"
     assert error(PluginError, plugins.get, "eviction", "mine") == (
-        "no eviction plugin is named 'mine' (did you mean 'fine'?). There are: fine\n"
+        "no eviction plugin is named 'mine' (did you mean 'fine'?). There are: fine; "
+        "in comparisons also the bounds belady, optimum\n"
         "entry point 'one' of acme 0.3 (torn) cannot be imported: SyntaxError: invalid syntax "
         "(torn.py, line 1)"
     )

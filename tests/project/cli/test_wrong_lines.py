@@ -54,7 +54,10 @@ size llama-3-8b --model x | size has no option '--model'
 replay good.jsonl --tokens 3 | replay has no option '--tokens'
 record --zmq tcp://h:1 -o x.jsonl --limit 3 | record has no option '--limit'
 sweep grid.toml --blocks 3 | sweep has no option '--blocks'
-plugins --kind eviction | plugins has no option '--kind'
+plugins --kind eviction | plugins has no option '--kind': KIND is an argument, without a flag
+plugins evictions | 'evictions' (did you mean 'eviction'?) is not one of 'eviction', 'prefix',
+new evictions mine | 'evictions' (did you mean 'eviction'?) is not one of
+explain good.jsonl --request 3 | '--request': REQUEST is an argument, without a flag; try
 calibrate steps.csv --limit 3 | calibrate has no option '--limit'
 export good.jsonl --out x --as vllm | export has no option '--as'
 explain good.jsonl --model x | explain has no option '--model'
@@ -292,6 +295,7 @@ compare W --memory 1B | 1 B is less than a block. A block of 16 tokens of llama-
 compare W --memory x | size 'x': expected a number
 compare W --codec fp32 | --codec says what a token takes of --memory
 compare W --eviction '' | '' has an empty name
+compare W --eviction lru,optimal | (did you mean 'optimum'?). There are: arc,
 compare W --eviction optimum:bypas=1 | (did you mean 'bypass'?). Its options: bypass=false
 compare W --eviction optimum:bypass=maybe | takes true or false, not 'maybe'
 compare W --eviction optimum --accounting tokens | in `keys` accounting alone
