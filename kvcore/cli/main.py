@@ -419,17 +419,14 @@ def _usage(error: click.ClickException) -> tuple[str, int]:
 
 def _no_such_option(flag: str, context: click.Context) -> str:
     """Return a sentence with the nearest option of this verb, or the verbs that have it."""
-    from difflib import get_close_matches  # noqa: PLC0415 - for errors alone
-
     own = flags_of(context.command.params)
     lacks = f"{context.command_path} has no option {flag!r}"
     if SYNONYMS.get(flag, "").partition(" ")[0] in own:
         return f"{lacks}; what comes nearest is {SYNONYMS[flag]}"
-    for param in context.command.params:
-        if isinstance(param, click.Argument) and flag == f"--{param.name}":
-            return f"{lacks}: {str(param.name).upper()} is an argument, without a flag"
+    if (name := flag.lstrip("-")) in own:
+        return f"{lacks}: {name.upper()} is an argument, without a flag"
     others = []
-    if context.parent is not None and not get_close_matches(flag, own, cutoff=0.8):
+    if context.parent is not None and not nearest(flag, own, 0.8):
         for verb in sorted(known_verbs().keys() - {context.command.name}):
             with suppress(KvcoreError):  # of a verb that cannot be loaded
                 if flag in flags_of(loaded_verb(verb).params):

@@ -176,7 +176,8 @@ def added_options(verb: str, plugins: Plugins, command: click.Command) -> list[c
         [shared(name) for mode in modes if mode.chosen_by for name in mode_flags(mode)]
     )
     taken = {*_names_of([*command.params, *added])}
-    takes_any = _takes_any(command)
+    kinds = [one.kind for one in signature(command.callback or print).parameters.values()]
+    takes_any = Parameter.VAR_KEYWORD in kinds
     for origin, decorator in plugins.options(verb):
         try:
             params = params_of([decorator])
@@ -192,12 +193,6 @@ def added_options(verb: str, plugins: Plugins, command: click.Command) -> list[c
                 taken.update(_names_of([param]))
                 added.append(param)
     return added
-
-
-def _takes_any(command: click.Command) -> bool:
-    """Return True if the function of a command takes any option, as `**given`."""
-    kinds = [one.kind for one in signature(command.callback or print).parameters.values()]
-    return Parameter.VAR_KEYWORD in kinds
 
 
 def _names_of(params: Sequence[click.Parameter]) -> list[str]:

@@ -30,9 +30,8 @@ def flag_of(name: str) -> str:
 
 
 def flags_of(params: Iterable[click.Parameter]) -> list[str]:
-    """Return the flags of options, those that switch them off too."""
-    options = (param for param in params if isinstance(param, click.Option))
-    return [flag for option in options for flag in (*option.opts, *option.secondary_opts)]
+    """Return the flags of options, those that switch them off too, and names of arguments."""
+    return [flag for param in params for flag in (*param.opts, *param.secondary_opts)]
 
 
 VerbT = TypeVar("VerbT", bound=Callable[..., Any])

@@ -175,7 +175,8 @@ def incomplete(cls: type[Plugin]) -> str | None:
             continue
         for name, annotation in inspect.get_annotations(base).items():
             public = not (name.startswith("_") or "ClassVar" in str(annotation))
-            if public and not _declares(contract, name):
+            own = (vars(c).keys() | inspect.get_annotations(c) for c in contract.__mro__)
+            if public and not any(name in names for names in own):
                 todo = f"write `@attrs.define(eq=False)` above `class {base.__name__}`"
                 above = next((c for c in classes[index:] if "__init__" in vars(c)), None)
                 if above is not None and not vars(above).keys() & _DECORATED:
@@ -189,12 +190,6 @@ def incomplete(cls: type[Plugin]) -> str | None:
 
 _DECORATED = {"__attrs_attrs__", "__dataclass_fields__"}
 """Attributes of classes whose constructor a decorator has made."""
-
-
-def _declares(contract: type, name: str) -> bool:
-    return any(
-        name in vars(base) or name in inspect.get_annotations(base) for base in contract.__mro__
-    )
 
 
 def contract_and_above(cls: type[Plugin]) -> list[type]:

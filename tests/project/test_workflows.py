@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,14 @@ def test_a_tag_of_another_version_is_refused(tmp_path):
     assert done.returncode == 1
     assert done.stderr.startswith("the tag is v0.0.0, the version in pyproject.toml is ")
     assert not any(tmp_path.iterdir())
+
+
+def test_contributors_are_told_of_every_folder_of_tests():
+    """The table of what a change runs has the folders that pytest runs without arguments."""
+    page = (ROOT / "docs/CONTRIBUTING.md").read_text("utf-8")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["pytest"]
+    folders = re.findall(r"\| `pytest -q (tests/\w+)` \| \d+ \|$", page, re.MULTILINE)
+    assert sorted(folders) == sorted(settings["ini_options"]["testpaths"])
 
 
 @pytest.mark.skipif("KVCORE_CONTRIBUTING" not in os.environ, reason="tox run -e contributing")
