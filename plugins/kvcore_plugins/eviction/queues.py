@@ -124,13 +124,13 @@ class ScannedLeaves:
         """Return the candidate with the lowest score."""
         if now >= self._scan_at:
             self.scan(now)
+        entry_of = self._leaves.get
         while True:
-            candidates, leaves = self._candidates, self._leaves
-            while candidates:
-                entry = candidates[0]
-                if leaves.get(entry[2]) is entry:
+            while self._candidates:
+                entry = self._candidates[0]
+                if entry_of(entry[2]) is entry:
                     return entry[2]
-                heappop(candidates)
+                heappop(self._candidates)
             self.scan(now)
 
     def scan(self, now: int) -> None:
