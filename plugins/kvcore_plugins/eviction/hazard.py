@@ -29,9 +29,8 @@ class Wait:
 
     Attributes:
         above: the wait of the span above; None at the root.
-        turns: the number of requests of the conversation when the span was computed.
+        turn: the number of requests of the conversation when the span was computed.
         pause: the time between the last two uses, in octaves; -1 before there are two.
-        maker: the id of the request that computed the span.
         counts: whether it is counted: of the spans of a request, the first is.
         since: the time in ns at which the use ended.
         kind: its class; None while the span is in use.
@@ -39,9 +38,8 @@ class Wait:
     """
 
     above: Wait | None = None
-    turns: int = 0
+    turn: int = 0
     pause: int = -1
-    maker: int | str | None = None
     counts: bool = False
     since: int = 0
     kind: WaitClass | None = None
@@ -121,7 +119,7 @@ class Hazard(EvictionPolicy):
         self._ghosts: GhostRuns[Wait] = GhostRuns(_GHOSTS * blocks)
         self._guard = Guard[Wait](blocks, self._index) if self.guard else None
         self._is_lru = self.guard
-        # By request: turns and pause of the evicted blocks that it computes again.
+        # By request: turn and pause of the evicted blocks that it computes again.
         self._returned: dict[int | str, tuple[int, int]] = {}
         # When a request last ended, and its answer, tool and tenant.
         self._ended: tuple[int, int, str | None, str | None] = -1, 0, None, None
@@ -135,19 +133,19 @@ class Hazard(EvictionPolicy):
         for wait, start, end in self._ghosts.take(request, hit_blocks):
             if self._guard is not None:
                 self._guard.end(wait, request.id, start, end)
-            self._returned[request.id] = wait.turns, self._count(wait, now)
+            self._returned[request.id] = wait.turn, self._count(wait, now)
             if len(self._returned) > _RETURNED:  # a tier hears of no end of a request
                 del self._returned[next(iter(self._returned))]
 
     def on_insert(self, span: Span, now: int) -> None:
         """Continue the conversation of the span above, or of the evicted blocks."""
-        parent, request = span.parent, span.last_request
+        parent = span.parent
         assert parent is not None
         above: Wait = parent.data or _ROOT
-        turns, pause = self._returned.get(request, (0, above.pause))
-        first = above.maker != request
-        turns = max(turns, above.turns - (not first)) + 1
-        span.data = Wait(above, turns, pause, request, first, end=span.end)
+        turn, pause = self._returned.get(span.last_request, (0, above.pause))
+        first = span.created_by != parent.created_by
+        turn = max(turn, above.turn - (not first)) + 1
+        span.data = Wait(above, turn, pause, first, end=span.end)
         self._spans[span] = None
         siblings = parent.children or {}
         if above is not _ROOT and len(siblings) == 2:  # noqa: PLR2004
@@ -196,7 +194,7 @@ class Hazard(EvictionPolicy):
         ended, answer, tool, tenant = self._ended
         if ended != now:
             answer, tool, tenant = 0, None, None
-        uses = wait.turns + hits
+        uses = wait.turn + hits
         uses = uses if uses < 4 else min(uses.bit_length() + 1, 8)  # noqa: PLR2004
         few = hits.bit_length() if hits < 4 else 3  # noqa: PLR2004
         values = uses, wait.pause, answer, tool, few, tenant
