@@ -207,13 +207,14 @@ class ProportionalHazards:
         other factors, with a gamma prior of mean 1: over all ages, then by group. As in an
         actuary's table, waits pass through a group as the mean of those that reach its ends.
         """
-        expected = {}
+        expected, ended = {}, {}
         for kind, row in rows.items():
             stops = map(add, row[_GROUPS - 1 :: -1], row[: _GROUPS - 1 : -1])
             reached = list(accumulate(stops, initial=0.0))
             expected[kind] = list(map(add, reached, reached[1:]))[::-1]  # twice the mean
-        ended = _sums(kind.counts[:_GROUPS] for kind in rows)
-        rates = [e / (r or 1) for e, r in zip(ended, _sums(expected.values()), strict=True)]
+            ended[kind] = row[:_GROUPS]
+        totals = zip(_sums(ended.values()), _sums(expected.values()), strict=True)
+        rates = [ends / (exposed or 1) for ends, exposed in totals]
         for kind, row in expected.items():
             kind.indices = None
             expected[kind] = list(map(mul, map(mul, row, rates), self._product(kind.label)))
@@ -222,13 +223,13 @@ class ProportionalHazards:
             for kind in rows:
                 classes[kind.label[part]].append(kind)
             for value, kinds in classes.items() if len(classes) > 1 else ():
-                ended = _sums(kind.counts[:_GROUPS] for kind in kinds)
+                ends = _sums([ended[kind] for kind in kinds])
                 old = factors.get(value, [1.0] * _GROUPS)
-                due = list(map(truediv, _sums(expected[kind] for kind in kinds), old))
-                ratio = (sum(ended) + self.prior) / (sum(due) + self.prior)
+                due = list(map(truediv, _sums([expected[kind] for kind in kinds]), old))
+                ratio = (sum(ends) + self.prior) / (sum(due) + self.prior)
                 factors[value] = row = [
                     ratio * (count + self.prior) / (ratio * before + self.prior)
-                    for count, before in zip(ended, due, strict=True)
+                    for count, before in zip(ends, due, strict=True)
                 ]
                 steps = list(map(truediv, row, old))
                 for kind in kinds:
