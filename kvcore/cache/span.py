@@ -127,10 +127,7 @@ class Span:
 
     @property
     def turn(self) -> int:
-        """Number of requests that stored the path down to it, each after the one before.
-
-        Costs O(spans above): one more than that of `parent` where `created_by` differs.
-        """
+        """Number of requests that stored its path, each after the last. O(spans above)."""
         span, turn = self, 0
         while span.parent is not None:
             turn += span.created_by != span.parent.created_by

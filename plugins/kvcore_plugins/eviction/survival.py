@@ -98,7 +98,7 @@ class WaitClass:
     Attributes:
         label: these values.
         counts: by group of ages, waits that ended; then, those observed no longer.
-        indices: by bucket of age, the Gittins index; None until `index_waits` after a fit.
+        indices: by bucket of age, the Gittins index; None from a fit until it is needed.
     """
 
     label: Label
@@ -144,7 +144,7 @@ class ProportionalHazards:
     def count(self, kind: WaitClass, bucket: int, *, ended: bool) -> None:
         """Count a wait that ended in a bucket of age, or that is observed no longer."""
         if not ended:
-            bucket += _BUCKETS
+            bucket += _BUCKETS  # the second half of both rows: as many groups behind
         self._counts[bucket] += 1
         kind.counts[bucket // _GROUP] += 1
         self.counted += 1
