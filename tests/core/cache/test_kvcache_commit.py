@@ -316,7 +316,7 @@ def test_a_split_keeps_turns_and_who_stored_the_span():
 
 
 def test_a_request_that_resumes_has_the_turn_that_it_had():
-    """What a preempted request stores after its return is of the same turn."""
+    """The spans that a preempted request stores after its return are of the same turn."""
     cache = make()
     request = ask("abcd")
     seq = cache.open(request)
