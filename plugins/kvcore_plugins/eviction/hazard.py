@@ -278,7 +278,11 @@ class Hazard(EvictionPolicy):
         if self._is_lru:
             return leaf.released_order
         wait: Wait = leaf.data
-        if leaf.end > wait.end and self._parts_last and self._trims:
+        if (
+            leaf.end > wait.end
+            and self._parts_last
+            and (self._trims or leaf.start >= wait.end)  # the last key is all that would leave
+        ):
             return -1.0
         kind: WaitClass = wait.kind  # type: ignore[assignment]
         return (kind.indices or self.model.indices(kind))[age_bucket(now - wait.since)]
