@@ -237,7 +237,7 @@ def test_an_attached_model_with_states_needs_groups():
     ],
 )
 def test_beams_and_assisted_generation_are_refused_in_groups(options, mode):
-    """What forks sequences, or takes tokens back, is refused before the prompt is computed."""
+    """Forks of sequences, and tokens taken back, are refused before anything is computed."""
     model, ids = tiny("gemma3-mixed"), prompt(20).repeat(1, 2)
     cache = GroupedCache(groups_of(spec_of(model), KEY, "fp32").groups, 200)
     with PagedCache(cache, Poisoned()).attached(model):

@@ -92,6 +92,6 @@ def test_the_curve_of_a_model_counts_its_groups():
     ],
 )
 def test_a_model_with_states_says_how_it_is_compared(options, message):
-    """What `compare` needs for a model that has cache groups is in the message."""
+    """The message has what `compare` needs for a model that has cache groups."""
     command = f"compare --model qwen3-next-80b-a3b --limit 2 --checkpoint default {options}"
     assert re.search(message, error_of(*command.split()))
