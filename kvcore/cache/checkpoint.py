@@ -55,9 +55,9 @@ class CheckpointPolicy(Plugin):
         interval: windows and states are kept at multiples of so many tokens too, if a chunk
             ends there; 0: they are not; None: they are wherever a chunk ends.
         output: whether they are kept at each block of the output.
-        unit: tokens of a block that is whole in all groups; set by `attach`.
+        unit: tokens of a block that is whole in all groups; set by the cache, as `replay`.
         replay: returns the tokens that the prompts of requests hit, one by one, in an empty
-            cache like that of the policy under another one; set for those with a `victim`.
+            cache like this under another policy; for a policy with a `victim`.
     """
 
     kind: ClassVar[str] = "checkpoint"
@@ -67,10 +67,6 @@ class CheckpointPolicy(Plugin):
 
     unit: int = 0
     replay: Callable[[CheckpointPolicy, Iterable[Request]], int]
-
-    def attach(self, unit: int) -> None:
-        """Store the unit; called once, before any other method."""
-        self.unit = unit
 
     def boundaries(self, request: Request, hit: int, junction: int) -> Iterable[int]:
         """Return the lengths, in tokens, at which a later request shall be able to resume.

@@ -119,6 +119,7 @@ class SegmentedGroups(GroupedCache):
         if above is not None:
             above.last_use = self._admissions
             self._put_last(above)
+            self._tell(above)
         self._texts[seq.id] = _Text(self._admissions, above)
         return seq
 
@@ -174,7 +175,6 @@ class SegmentedGroups(GroupedCache):
         segment.order = self._order
         self._segments[segment] = None
         self._segments.move_to_end(segment)
-        self._tell(segment)
 
     def _put_below(self, segment: CachedSegment, above: CachedSegment | None) -> None:
         """Let `segment` start where `above` ends."""

@@ -16,6 +16,13 @@ from kvcore.errors import InputError
 from kvcore.request import Request
 
 
+GRID = 0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0
+"""The values of alpha that `tuned` tries; of equally good ones it takes the lowest."""
+
+WINDOW = 10
+"""It does so after so many times as many requests as came before the first eviction."""
+
+
 class _Ranking:
     """Segments in the order of a rank, which ends with what only one of them has.
 
@@ -50,8 +57,8 @@ class _Ranking:
 class WeighedSegments(CheckpointPolicy):
     """Evicts the segment with the lowest sum of its recency and its worth.
 
-    Both are scaled to [0, 1] over the segments that can leave. Of equal sums that of the least
-    recently used segment counts as lower.
+    Both are scaled to [0, 1] over the segments that can leave. Of equal sums the first segment
+    in their order leaves.
 
     Options:
         cap: the most boundaries along a text; those nearest to its begin leave first. None: any
@@ -134,13 +141,6 @@ class WeighedSegments(CheckpointPolicy):
 def _scaled(value: float, low: float, high: float) -> float:
     """Return `value` scaled to [0, 1], from the lowest to the highest; 0 if these are equal."""
     return (value - low) / (high - low) if high > low else 0.0
-
-
-GRID = 0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0
-"""The weights that are tried; of equal ones the lowest is kept."""
-
-WINDOW = 10
-"""Alpha is tuned when so many times as many requests have come as before the first eviction."""
 
 
 def _alpha(value: float | str) -> float | Literal["tuned"]:
