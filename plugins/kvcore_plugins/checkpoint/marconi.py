@@ -15,7 +15,6 @@ from kvcore.cache import CheckpointPolicy, Segment
 from kvcore.errors import InputError
 from kvcore.request import Request
 
-
 GRID = 0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0
 """The values of alpha that `tuned` tries; of equally good ones it takes the lowest."""
 
