@@ -290,6 +290,15 @@ def test_what_groups_do_not_know_is_refused(options, message):
         run([], cache=cache, generator=generator, backend=Poisoned(), **options)
 
 
+def test_a_model_with_states_has_no_other_group():
+    """Where states are kept, the refusal of an option does not advise one group for all."""
+    with pytest.raises(InputError, match=r"which this does not know: leave it out$"):
+        kvcore.run(
+            "mooncake", limit=2, drafter="prompt-lookup",
+            generator=HuggingFace(tiny("qwen3-next", dtype=torch.float32)),
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("option", ["tier", "retention", "drafter"])
 def test_options_that_groups_do_not_know_are_refused(option):
     """Tiers, retention and drafts are refused by their option, or run on one group."""
