@@ -25,8 +25,7 @@ class Segment:
         resumable: whether its windows and states are cached, so that a request can resume at
             `end`. If not, it follows the last boundary of a text.
         last_use: serial number of the last admission that stored it, or resumed at its end.
-        order: its position in time: it rises from segment to segment as they are stored, or
-            resumed at. Texts grow side by side, so `last_use` may fall at that.
+        order: rises from segment to segment as they are stored, or resumed at.
         children: number of boundaries that come next after its own, in different texts.
         below: number of boundaries after its own in the same text, up to where texts part.
         blocks: number of its blocks: those of full attention, and of windows and states.
