@@ -93,7 +93,7 @@ class SegmentedGroups(GroupedCache):
             )
             raise InputError(msg)
         self._seconds = BlockLayout("tokens", self._size, recompute=recompute).recompute_seconds
-        self._hears_names, self._chooser = True, self.checkpoint
+        self.hears_names, self._chooser = True, self.checkpoint
         # The least recently used one first.
         self._segments: OrderedDict[CachedSegment, None] = OrderedDict()
         self._segment_of: dict[int, CachedSegment] = {}
