@@ -587,6 +587,7 @@ class Load(TierEvent, tag="LOAD"):
     first: Count
     blocks: Count
     group: Count | UnsetType = UNSET
+    hit: Size | UnsetType = UNSET
 
 
 class Discard(TierEvent, tag="DROP"):

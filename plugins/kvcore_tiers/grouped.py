@@ -40,7 +40,6 @@ from kvcore_plugins.cache_groups.named_blocks import NO_BLOCK, Name, named_block
 from kvcore_tiers.hierarchy import TierStack, named_tiers
 from kvcore_tiers.level import TierLevel
 
-
 Place: TypeAlias = tuple[int, Name]
 """The group and the name of a block."""
 
@@ -364,11 +363,11 @@ class GroupTiers(TierStack[GroupLevel]):
                     part.level.stats.recomputed += len(part.blocks)
             return None
         load = GroupLoad(own, tokens, parts, now, resumed)
-        cache.begin_load(own, tokens, tables, now)
         for part in parts:
             part.level.slots.hold([*part.blocks])
         for part in parts:
             self._begin(load, part, now)
+        cache.begin_load(own, tokens, tables, now)
         load.positions = cache.allocate_loaded(own)
         self._loading.append(load)
         return load
@@ -414,20 +413,23 @@ class GroupTiers(TierStack[GroupLevel]):
         """Queue a part of a load, whose slots are held, on the link of its level."""
         level, stats = part.level, part.level.stats
         blocks = len(part.blocks)
-        stats.loads += 1
         stats.loaded += blocks
         stats.returned += blocks if load.resumed else 0
         stats.wait_ns += level.link.wait(now)
-        if level.below is not None:
-            level.below.use([level.content[slot] for slot in part.blocks], now, level)
         # The runs are those of the sequence, whose blocks are in order.
         for run in runs_of(reversed(part.blocks.values())):
             done = level.link.load(self.bytes_of(run), now)
             part.runs.append(run)
-            hit = load.tokens // self.cache.geometry.block_size
-            level.record("LOAD_START", now, run, {"seq": load.seq.id, "done": done, "hit": hit})
+            stats.loads += 1
+            level.record("LOAD_START", now, run, {**self._told(load), "done": done})
             load.ready = max(load.ready, done)
         stats.load_ns += done - now
+        if level.below is not None:
+            level.below.use([level.content[slot] for slot in part.blocks], now, level)
+
+    def _told(self, load: GroupLoad) -> dict[str, int]:
+        """Return the sequence of a load, and the blocks of its prompt that it has then."""
+        return {"seq": load.seq.id, "hit": load.tokens // self.cache.geometry.block_size}
 
     def finish(self, load: GroupLoad, now: int) -> int:
         """Give the loaded blocks their names; return the computed tokens of the sequence."""
@@ -436,7 +438,7 @@ class GroupTiers(TierStack[GroupLevel]):
         for part in load.parts:
             level, slots = part.level, [*part.blocks]
             for run in part.runs:
-                level.record("LOAD", now, run, {"seq": seq.id})
+                level.record("LOAD", now, run, self._told(load))
             level.slots.release(slots[::-1])
             if level.tier.keep == "exclusive":
                 free = [slot for slot in slots[::-1] if not level.slots.holders(slot)]

@@ -1,5 +1,7 @@
 """Tiers below cache groups against a slow model, block by block and to the nanosecond."""
 
+from itertools import pairwise
+
 from helpers.reference.group_levels import Memory, longest, needed
 from helpers.serving import ask
 from hypothesis import given
@@ -86,7 +88,7 @@ def test_tiers_of_groups_equal_the_slow_model(shape, rows, rules):
     tiers = GroupTiers(cache, [text(tier) for tier in rules], SLOT)
     sizes = [SLOT * group.layers // 2 for group in groups]
     slow = [Memory(rule, sizes) for rule in rules]
-    for memory, below in zip(slow, slow[1:], strict=False):
+    for memory, below in pairwise(slow):
         memory.below = below
     cache.first, cache.in_flight_tokens, now = slow[0], CHUNK, 0
     for number, (branch, blocks, more, wait) in enumerate(rows):
@@ -117,12 +119,12 @@ def serve(cache, tiers, slow, request, now):
         own = [b for b in needed(groups, texts, hit) if b and b[0] == index]
         slow[0].hit(own[::-1], now)
     parts, end = find(slow, groups, texts, target, pool, hit, now)
-    ready = begin(slow, parts, now)
+    ready = begin(parts, now)
     load = tiers.load(seq, now, prefill_ns)
     assert (hit if load is None else load.tokens) == end
     if load is not None:
         assert load.ready == ready
-        finish(slow, parts)
+        finish(parts)
         tiers.finish(load, ready)
     now = ready
     while seq.computed < target:
@@ -165,7 +167,7 @@ def find(slow, groups, texts, target, pool, hit, now):
     return parts, end
 
 
-def begin(slow, parts, now):
+def begin(parts, now):
     """Queue the loads of `parts`; return the time at which they are done."""
     ready = now
     for memory, own in parts:
@@ -179,7 +181,7 @@ def begin(slow, parts, now):
     return ready
 
 
-def finish(slow, parts):
+def finish(parts):
     """Give back the blocks of `parts`, which were loaded, the last one first."""
     for memory, own in parts:
         memory.kept.clear()
