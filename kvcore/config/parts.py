@@ -201,8 +201,9 @@ class RunParts:
         plan, config = self.layers, self.config
         if plan is None:
             return self.cache(trace)
-        for name in ("tier", "retention", "drafter"):
-            if getattr(config, name) and not (name == "tier" and plan.takes_tiers):
+        takes_tiers = plan.takes_tiers and not self.ids  # they move no bytes of groups
+        for name in ("retention", "drafter") if takes_tiers else ("tier", "retention", "drafter"):
+            if getattr(config, name):
                 with self._about(name):
                     raise InputError(self._layers_refusal(plan))
         eviction = self.built("eviction")

@@ -26,10 +26,10 @@ SLOT = 1 << 20
 TIERS = [
     [f"host:memory={60 * SLOT},load=always"],
     [f"host:memory={500 * SLOT},write=through,load=always"],
-    [f"host:memory={80 * SLOT},keep=exclusive", f"disk:memory={300 * SLOT},path=-,load=always"],
+    [f"host:memory={80 * SLOT},keep=exclusive", f"disk:memory={300 * SLOT},load=always"],
     [f"host:memory={40 * SLOT},write=2,load=always,max_wait=0.001"],
-    [f"host:memory={30 * SLOT},write=through", f"disk:memory={900 * SLOT},path=-,write=1"],
-    [f"host:memory={200 * SLOT},load=never", f"disk:memory={300 * SLOT},path=-,write=through"],
+    [f"host:memory={30 * SLOT},write=through", f"disk:memory={900 * SLOT},write=1"],
+    [f"host:memory={200 * SLOT},load=never", f"disk:memory={300 * SLOT},write=through"],
 ]
 """Tiers of random servers, by number."""
 

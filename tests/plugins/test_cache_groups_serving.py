@@ -133,7 +133,6 @@ def build(**options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"tier": "host:memory=64GiB"},
         {"retention": "window:tokens=64"},
         {"eviction": "ttl:ttl=5"},
     ],

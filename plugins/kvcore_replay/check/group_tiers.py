@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvcore.trace import events
-from kvcore.trace.events import methods_by_event, violated
+from kvcore.trace.events import methods_by_event, unfit, violated
 from kvcore_replay.check.tiers import max_wait
 from kvcore_replay.state.group_tiers import Place, TracedGroupTiers
 from kvcore_replay.state.groups import TIERED, GroupedSequence, GroupState, name_of
@@ -49,6 +49,11 @@ class GroupTierChecker:
         # room for blocks.
         self._leaving: set[tuple[str, Place]] = set()
         self._making_room: set[str] = set()
+        # Blocks that must be in a tier by then, since it takes what is stored above.
+        self._owed: set[tuple[str, Place]] = set()
+        # The nearest tier, and the one below each.
+        names = [*tiers.levels]
+        self._below = dict(zip([POOL, *names], names, strict=False))
         # The blocks of the load that begins which no line has named yet.
         self._missing: set[Place] = set()
         # The sequence of which a load is done.
@@ -62,7 +67,7 @@ class GroupTierChecker:
             ViolationError: it contradicts what came before.
         """
         is_later, self._now = event.t != self._now, event.t
-        if is_later or event.event not in (*TIERED, "EVICT"):
+        if is_later or event.event not in (*TIERED, "EVICT", "COMMIT"):
             self._must_be_settled()
         if is_later:
             self._admitted = None
@@ -72,7 +77,10 @@ class GroupTierChecker:
             self._must_arrive(event)
         check = self._checks.get(event.event)
         if check is not None:
-            check(event)
+            try:
+                check(event)
+            except (LookupError, ArithmeticError) as error:
+                raise unfit(error) from error
 
     def _must_be_settled(self) -> None:
         """Check that all that the lines of tiers before this demand has come."""
@@ -81,8 +89,27 @@ class GroupTierChecker:
         if self._leaving:
             store, _ = min(self._leaving, key=str)
             violated(f"blocks were written down to leave {store!r}, and stay there")
+        for name, place in self._owed:
+            self._must_be_in(self._tiers.levels[name], place)
+        self._owed.clear()
         if self._making_room:
             violated(f"tier {min(self._making_room)!r} dropped blocks to make room for nothing")
+
+    def _takes(self, store: str, rule: str) -> str | None:
+        """Return the tier below a store, if it is written by a rule."""
+        below = self._below.get(store)
+        if below is None or self._tiers.levels[below].record.options.get("write") != rule:
+            return None
+        return below
+
+    def _must_be_in(self, tier: TracedTier, place: Place) -> None:
+        """Check that a block is in a tier, which had room for it and an idle link."""
+        is_there = place in self._tiers.places[tier.name]
+        is_busy = not self._exact or tier.free_at - self._now > max_wait(tier)
+        is_read = any(count > 0 for count in self._tiers.held[tier.name].values())
+        is_full = is_read and tier.used == tier.record.slots
+        if not (is_there or is_busy or is_full):
+            violated(f"block {place[1]!r} is not in {tier.name!r}, which could take it")
 
     def _must_arrive(self, event: Any) -> None:
         """Check that loaded blocks get their names before anything else happens."""
@@ -113,13 +140,19 @@ class GroupTierChecker:
         prompt = self._state.prompt_in(group, self._state.sequence(event.seq).prompt.id)
         self._state.count_work(event.blocks)
         for position in range(event.first, event.first + event.blocks):
-            self._named.add((POOL, (group.index, name_of(prompt, group, position))))
+            place = group.index, name_of(prompt, group, position)
+            self._named.add((POOL, place))
+            if (below := self._takes(POOL, "through")) is not None:
+                self._owed.add((below, place))
 
     def _evict(self, event: events.GroupEvict) -> None:
         for block in self._state.ids(event.runs):
             victim = self._state.blocks.get(block)
             if victim is not None:
-                self._leaving.discard((POOL, (event.group, victim.name)))
+                place = event.group, victim.name
+                self._leaving.discard((POOL, place))
+                if (below := self._takes(POOL, "evict")) is not None:
+                    self._must_be_in(self._tiers.levels[below], place)
 
     # The tiers.
 
@@ -149,6 +182,8 @@ class GroupTierChecker:
             elif moved not in (self._named if write == "through" else self._hits):
                 violated(f"block {place[1]!r} was not stored or hit in {source!r} before this")
             self._named.add((tier.name, place))
+            if (below := self._takes(tier.name, "through")) is not None:
+                self._owed.add((below, place))
         self._must_be_done(event, tier, write=True)
 
     def _drop(self, event: events.Discard) -> None:
@@ -159,6 +194,9 @@ class GroupTierChecker:
                 violated(f"block {place[1]!r} is not in {tier.name!r}, or is being loaded")
             moved = tier.name, place
             self._leaving.discard(moved)
+            below = self._takes(tier.name, "evict")
+            if below is not None and event.reason == "capacity":
+                self._must_be_in(self._tiers.levels[below], place)
             if event.reason == "moved" and moved not in self._loaded:
                 violated(f"block {place[1]!r} was not loaded from {tier.name!r} before this")
         if event.reason == "moved":

@@ -359,7 +359,7 @@ class GroupState(TracedState[GroupedSequence]):
     def needed(self, request: int | str, tokens: int) -> Iterator[tuple[int, Place]]:
         """Yield position and place of each block that the token after so many needs."""
         for group in self.groups:
-            prompt = self._prompts[request][group.index]
+            prompt = self.prompt_in(group, request)
             positions = range(group.passed(tokens), tokens // group.size)
             self.count_work(len(positions))
             for position in positions:
