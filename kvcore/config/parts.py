@@ -202,7 +202,7 @@ class RunParts:
         if plan is None:
             return self.cache(trace)
         takes_tiers = plan.takes_tiers and not self.ids  # they move no bytes of groups
-        for name in ("retention", "drafter") if takes_tiers else ("tier", "retention", "drafter"):
+        for name in ("retention", "drafter", *([] if takes_tiers else ["tier"])):
             if getattr(config, name):
                 with self._about(name):
                     raise InputError(self._layers_refusal(plan))
