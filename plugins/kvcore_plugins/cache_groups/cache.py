@@ -283,8 +283,12 @@ class GroupedCache:
         stops = [(target - 1) // size * size]
         if start % size:
             stops.append((start // size + 1) * size)
-        # After a preemption the end of the prompt is no stop: the text goes on behind it.
-        stops += [b // size * size for b in boundaries if start < b < end and b != prompt - 1]
+        # After a preemption the end of the prompt is no stop: the text goes on behind it. A
+        # junction there, which comes with it, is one.
+        others = [*boundaries]
+        if prompt - 1 in others:
+            others.remove(prompt - 1)
+        stops += [b // size * size for b in others if start < b < end]
         return max(min((stop for stop in stops if start < stop < end), default=end) - start, 0)
 
     def residency_by_tier(self) -> None:

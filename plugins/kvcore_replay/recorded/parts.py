@@ -194,6 +194,8 @@ class RecordedParts(RunParts):
             fields.pop("slo", None)
         if not self.config.tier:
             fields.pop("tiers", None)
+        if self.layers:  # tiers come after what they are below
+            fields = {"cache_groups": fields["cache_groups"], **fields}
         if self.redeployed:
             fields |= {n: v for n, v in super().header().items() if n in fields}
         run = {name: self._header[name] for name in ("mode", "workload", "seed")}
