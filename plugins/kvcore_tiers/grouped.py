@@ -24,7 +24,7 @@ from array import array
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import attrs
 
@@ -179,10 +179,11 @@ class GroupLevel(TierLevel):
     def _write(self, blocks: list[Block], now: int, source: GroupLevel | None) -> None:
         """Queue the writes of `blocks` on the link, a run at a time."""
         self.stats.stored += len(blocks)
+        trace, above = self._tiers.cache.trace, None if source is None else source.name
         for run in runs_of(blocks):
             done = self.link.store(self._tiers.bytes_of(run), now)
-            more = {"done": done} if source is None else {"done": done, "from": source.name}
-            self.record("OFFLOAD", now, run, more)
+            if trace is not None:
+                trace.offload(now, tier=self.name, **run._asdict(), done=done, source=above)
 
     def drop(self, slots: list[int], now: int, reason: str) -> None:
         """Drop the blocks in `slots`, which are held by nobody and not idle any more."""
@@ -192,19 +193,12 @@ class GroupLevel(TierLevel):
         if slots:
             dropped = self.stats.dropped
             dropped[reason] = dropped.get(reason, 0) + len(slots)
+        trace = self._tiers.cache.trace
         for run in runs_of(blocks):
-            self.record("DROP", now, run, {"reason": reason})
+            if trace is not None:
+                trace.drop_from_tier(now, tier=self.name, **run._asdict(), reason=reason)
         self.slots.forget(slots)
         self.pool.free(array("i", slots), len(slots))
-
-    def record(self, event: str, now: int, run: Run, more: dict[str, Any]) -> None:
-        """Write a line about a run of blocks to the trace, if there is one."""
-        trace = self._tiers.cache.trace
-        if trace is not None:
-            trace.write({
-                "n": 0, "t": now, "event": event, "tier": self.name, "request": run.request,
-                "first": run.first, "blocks": run.blocks, **more, "group": run.group,
-            })  # fmt: skip
 
     def check_integrity(self, loading: set[int]) -> None:
         """Check the invariants; `loading` are the slots that loads read."""
@@ -411,7 +405,7 @@ class GroupTiers(TierStack[GroupLevel]):
 
     def _begin(self, load: GroupLoad, part: Part, now: int) -> None:
         """Queue a part of a load, whose slots are held, on the link of its level."""
-        level, stats = part.level, part.level.stats
+        level, stats, trace = part.level, part.level.stats, self.cache.trace
         blocks = len(part.blocks)
         stats.loaded += blocks
         stats.returned += blocks if load.resumed else 0
@@ -421,7 +415,9 @@ class GroupTiers(TierStack[GroupLevel]):
             done = level.link.load(self.bytes_of(run), now)
             part.runs.append(run)
             stats.loads += 1
-            level.record("LOAD_START", now, run, {**self._told(load), "done": done})
+            if trace is not None:
+                told = {**run._asdict(), **self._told(load)}
+                trace.load_start(now, tier=level.name, **told, done=done)
             load.ready = max(load.ready, done)
         stats.load_ns += done - now
         if level.below is not None:
@@ -434,11 +430,12 @@ class GroupTiers(TierStack[GroupLevel]):
     def finish(self, load: GroupLoad, now: int) -> int:
         """Give the loaded blocks their names; return the computed tokens of the sequence."""
         self._loading.remove(load)
-        seq, size = load.seq, self.cache.geometry.block_size
+        seq, size, trace = load.seq, self.cache.geometry.block_size, self.cache.trace
         for part in load.parts:
             level, slots = part.level, [*part.blocks]
             for run in part.runs:
-                level.record("LOAD", now, run, self._told(load))
+                if trace is not None:
+                    trace.load(now, tier=level.name, **run._asdict(), **self._told(load))
             level.slots.release(slots[::-1])
             if level.tier.keep == "exclusive":
                 free = [slot for slot in slots[::-1] if not level.slots.holders(slot)]
