@@ -13,6 +13,12 @@ from kvcore_replay.what_if import whatif
 
 SEEDS = range(60)
 
+RUNS = [(seed, ()) for seed in range(12)]
+"""Seeds of runs, and their tiers."""
+
+DAMAGED = [*RUNS[:6], *enumerate(TIERS[:3])]
+"""The same of runs whose traces are damaged."""
+
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_traced_run_is_the_same_run_and_is_checked(seed, tmp_path):
@@ -34,7 +40,7 @@ def test_a_traced_run_is_the_same_run_and_is_checked(seed, tmp_path):
     assert recorded.hit["hit_tokens"] == traced.cache.stats.hit_tokens
 
 
-@pytest.mark.parametrize("seed", range(48))
+@pytest.mark.parametrize("seed", range(24))
 def test_a_traced_run_with_tiers_is_checked(seed, tmp_path):
     """A trace with tiers changes no decision; it has the blocks and bytes that these moved."""
     path, tiers = tmp_path / "trace.jsonl", TIERS[seed % len(TIERS)]
@@ -63,8 +69,7 @@ def is_detected(path):
     return False
 
 
-@pytest.mark.parametrize("tiers", [(), *TIERS[:3]], ids=str)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("seed", "tiers"), DAMAGED)
 def test_a_removed_or_repeated_line_is_found(seed, tiers, tmp_path):
     """A line that is missing or written twice is found behind a right digest.
 
@@ -82,8 +87,7 @@ def test_a_removed_or_repeated_line_is_found(seed, tiers, tmp_path):
         assert is_detected(path), recorded[n]
 
 
-@pytest.mark.parametrize("tiers", [(), *TIERS[:3]], ids=str)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("seed", "tiers"), DAMAGED)
 def test_a_line_of_another_group_is_found(seed, tiers, tmp_path):
     """A block that goes to another group, is named in it or evicted from it is found.
 
@@ -103,8 +107,7 @@ def test_a_line_of_another_group_is_found(seed, tiers, tmp_path):
         assert is_detected(path) or may_be, line
 
 
-@pytest.mark.parametrize("tiers", [(), TIERS[0], TIERS[2]], ids=str)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(("seed", "tiers"), [*RUNS, *enumerate(TIERS)])
 def test_a_run_with_groups_is_made_again(seed, tiers, tmp_path):
     """A recorded run that is made again has the same lines, and another pool other ones."""
     path, again = tmp_path / "trace.jsonl", tmp_path / "again.jsonl"
