@@ -186,7 +186,7 @@ class GroupLevel(TierLevel):
                 trace.offload(now, tier=self.name, **run._asdict(), done=done, source=above)
 
     def drop(self, slots: list[int], now: int, reason: str) -> None:
-        """Drop the blocks in `slots`, which are held by nobody and not idle any more."""
+        """Drop the blocks in `slots`, which have no holder and are not idle any more."""
         blocks, below = [self.content.pop(slot) for slot in slots], self.below
         if below is not None and reason == "capacity":
             below.left(blocks, now, self)
