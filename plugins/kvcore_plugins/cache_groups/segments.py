@@ -94,7 +94,7 @@ class SegmentedGroups(GroupedCache):
             raise InputError(msg)
         self._recompute = recompute
         self._seconds = BlockLayout("tokens", self._size, recompute=recompute).recompute_seconds
-        self._hears_names, self._chooser = True, self.checkpoint
+        self.hears_names, self._chooser = True, self.checkpoint
         self._on_changed = find_override(self.checkpoint, "on_changed")
         self.checkpoint.replay = self._replay
         self._segments: OrderedDict[CachedSegment, None] = OrderedDict()  # by their order
