@@ -6,19 +6,23 @@ Changes are drawn from a seed, and each is tested in a process of its own:
 
     this process: libraries are loaded, kvcore is not
      ├── warmed: kvcore is loaded, the room's tests are collected
-     │    ├── all tests run once: how long each takes, which functions it runs
-     │    └── a process for each mutant: its function has the changed code; of the tests that
-     │        run the function, the fastest first, until one fails
-     └── a process for each mutant that was not noticed so, or whose code runs at import: it
-         loads the changed file in place of the one on disk, and runs all tests of the room
+     │    ├── all tests run once: how long each computes, which functions it runs
+     │    └── a process for each mutant in a function, which has the changed code
+     └── a process for each mutant of code that runs at import, which loads the changed file
+         in place of the one on disk
 
-A mutant survives if all of them pass; a test that takes far longer than without it has noticed.
+Each runs the tests that run the function, or one of the file, the fastest first, until one
+fails. A mutant survives if all of them pass, or as many as compute `TEST_SECONDS` together; a
+test that computes far longer than without the mutant has noticed it.
+
 The core in C is a twin of some of the code in Python, so it is switched off, but for the files
 that call it. Survivors that change nothing stand in `tests/data/equivalent_mutants.toml`, with
 the reason, and are counted apart.
 """
 
 import ast
+import builtins
+import ctypes
 import faulthandler
 import gc
 import importlib.abc
@@ -29,14 +33,13 @@ import pickle
 import signal
 import sys
 import tempfile
-import threading
 import tomllib
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from random import Random
-from time import perf_counter
+from time import process_time
 from types import CodeType, FunctionType
 
 import attrs
@@ -55,8 +58,18 @@ ROOMS = {
             *("tests/plugins/test_named_blocks.py", PROPERTIES),
         ],
     ),
-    "tiers": (["plugins/kvcore_tiers"], ["tests/tiers"]),
-    "serving": (["kvcore/serving"], ["tests/core/serving", PROPERTIES]),
+    "tiers": (
+        ["plugins/kvcore_tiers"],
+        [
+            *("tests/tiers", "tests/engine/test_tiers_on_tensors.py"),
+            *("tests/engine/test_tier_faults.py", "tests/replay/test_trace_tiers.py"),
+            *("tests/replay/test_explain_tiers.py", "tests/replay/test_whatif_tiers.py"),
+        ],
+    ),
+    "serving": (
+        ["kvcore/serving"],
+        ["tests/core/serving", "tests/plugins/test_schedulers.py", PROPERTIES],
+    ),
     "online": (["plugins/kvcore_online"], ["tests/online"]),
 }
 """The folders of each room, and its tests."""
@@ -65,10 +78,16 @@ CALLS_C = "native.py"
 C_TESTS = ["tests/core/native"]
 """The name of the files that call the core in C, and the tests of these."""
 
-PATIENCE = 20
-"""Times as long as without a mutant that a test may take, and half as many seconds more."""
+TEST_SECONDS = 20.0
+"""Seconds that the tests of a mutant compute without it; of slower tests, few notice more."""
 
-COLLECTION_SECONDS = 120
+PATIENCE = 20
+"""Times as long as it computes without a mutant, and a second more, that a test may compute."""
+
+END_WITH_PARENT = 1
+"""Linux' name of the signal that a process gets when the one that has started it ends."""
+
+COLLECTION_SECONDS = 100
 LONGEST_TEST_SECONDS = 600
 """Limits of the collection of tests, and of a test without a mutant."""
 
@@ -117,6 +136,11 @@ class Mutant:
         text = self.path.read_text()
         changed = _Mutator(self.index).visit(ast.parse(text))
         return ast.parse(text), ast.fix_missing_locations(changed)
+
+    def functions(self):
+        """Return the code of the functions with `def` that it changes, outer ones first."""
+        codes = (compile(tree, str(self.path), "exec") for tree in self.trees())
+        return [code for code in _changed(*codes) if _is_named(code)]
 
 
 class _Mutator(ast.NodeTransformer):
@@ -199,12 +223,16 @@ class _Mutator(ast.NodeTransformer):
         return node
 
 
+def files(room):
+    """Return the files of a room."""
+    folders = [ROOT / folder for folder in ROOMS[room][0]]
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
 def mutants(room):
     """Return all mutants of a room."""
     made = []
-    for path in sorted(
-        path for folder in ROOMS[room][0] for path in (ROOT / folder).rglob("*.py")
-    ):
+    for path in files(room):
         mutator = _Mutator()
         mutator.visit(ast.parse(path.read_text()))
         made += [Mutant(path, index, *change) for index, change in enumerate(mutator.changes)]
@@ -219,6 +247,60 @@ def equivalent():
 
 # Code of functions, replaced where they are.
 
+RUN = "_functions_that_run"
+"""The name of a set among the builtins."""
+
+
+class _Marker(ast.NodeTransformer):
+    """Has each function add its name, by `_identity`, to the set `RUN` when it is called."""
+
+    def __init__(self, file):
+        self._file = file
+
+    def visit_FunctionDef(self, node):
+        self.generic_visit(node)
+        first = min(child.lineno for child in [node, *node.decorator_list])
+        mark = ast.parse(f"{RUN}.add(({self._file!r}, {node.name!r}, {first}))").body
+        node.body[bool(ast.get_docstring(node)) : 0] = mark
+        return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815 - the name that `ast` calls
+
+
+def _identity(code):
+    """Return what names the function of a code object."""
+    return code.co_filename, code.co_name, code.co_firstlineno
+
+
+def _is_named(code):
+    """Return True if a code object is that of a function with `def`.
+
+    A lambda or a comprehension is made anew when the function runs in which it is.
+    """
+    return bool(code.co_flags & inspect.CO_OPTIMIZED) and not code.co_name.startswith("<")
+
+
+def _functions(code):
+    """Yield the code objects of functions with `def` in a code object."""
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            if _is_named(inner):
+                yield inner
+            yield from _functions(inner)
+
+
+def _mark(files):
+    """Have the functions of files tell that they run; return the set that they tell it."""
+    marked = []
+    for path in files:
+        tree = _Marker(str(path)).visit(ast.parse(path.read_text()))
+        code = compile(ast.fix_missing_locations(tree), str(path), "exec")
+        marked += _functions(code)
+    _replace(marked)
+    run = set()
+    setattr(builtins, RUN, run)
+    return run
+
 
 def _own(code):
     """Return what a code object runs, without the code objects in it."""
@@ -227,37 +309,27 @@ def _own(code):
 
 
 def _changed(before, after):
-    """Return pairs of code objects of functions that differ, outer ones first.
+    """Return the code objects of functions that differ, outer ones first, as they are after.
 
     There are none where that of a module or a class differs: it runs at import.
     """
     in_function = before.co_flags & inspect.CO_OPTIMIZED
     if _own(before) != _own(after):
-        return [(before, after)] if in_function else []
+        return [after] if in_function else []
     for old, new in zip(before.co_consts, after.co_consts, strict=True):
-        if isinstance(old, CodeType) and (pairs := _changed(old, new)):
-            return [(before, after), *pairs] if in_function else pairs
+        if isinstance(old, CodeType) and (codes := _changed(old, new)):
+            return [after, *codes] if in_function else codes
     return []
 
 
-def _changes(mutant):
-    """Return `_changed` of the file of a mutant."""
-    return _changed(*(compile(tree, str(mutant.path), "exec") for tree in mutant.trees()))
-
-
-def _identity(code):
-    """Return what names the function of a code object."""
-    return code.co_filename, code.co_qualname, code.co_firstlineno
-
-
-def _replace(pairs):
-    """Give all functions with one of the old codes the new one; return True if any has one."""
-    codes = {_identity(old): new for old, new in pairs}
+def _replace(changed):
+    """Give functions changed code, by `_identity`; return True if there are such functions."""
+    codes = {_identity(code): code for code in changed}
     gc.unfreeze()
     functions = [
         function
         for function in gc.get_objects()
-        if isinstance(function, FunctionType) and _identity(function.__code__) in codes
+        if type(function) is FunctionType and _identity(function.__code__) in codes
     ]
     try:
         for function in functions:
@@ -299,6 +371,7 @@ def _forked(run, *arguments):
         child = os.fork()
         if not child:
             os.setpgid(0, 0)
+            ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)
             with suppress(BaseException):
                 pickle.dump(run(*arguments), answer)
                 answer.flush()
@@ -323,7 +396,7 @@ class _Session:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
         """Call the function, if all tests could be collected."""
-        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_PROF, 0)
         if not session.testsfailed:
             self.answer = self.run(session.items)
         return True
@@ -338,19 +411,18 @@ class _Session:
         loaded = "ignore::pytest.PytestAssertRewriteWarning"
         options = ["-q", "-n0", "-p", "no:cacheprovider", "-W", loaded]
         session = cls(run)
-        _end_after(COLLECTION_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, COLLECTION_SECONDS)
         pytest.main([*options, "-m", "not network and not slow", *tests], plugins=[session])
         return session.answer
 
 
-def _end_after(seconds):
-    """End this process after so many seconds, unless another time is set before."""
-    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
-
-
 def _passes(item, following, seconds):
-    """Return True if a test passes; end the process if it takes more than these seconds."""
-    _end_after(seconds)
+    """Return True if a test passes; end the process if it computes more than these seconds.
+
+    The clock on the wall ends tests that only wait, later: other programs run beside them.
+    """
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    faulthandler.dump_traceback_later(30 + 2 * seconds, exit=True, file=sys.__stderr__)
     failures = item.session.testsfailed
     item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
     return item.session.testsfailed == failures
@@ -361,86 +433,85 @@ class Coverage:
     """What a run of the tests without a mutant shows.
 
     Attributes:
-        seconds: those that each test takes, by its name; tests that fail are left out.
+        seconds: those that each test computes, by its name; tests that fail are left out.
         tests: names of the tests that run each function, by `_identity`.
     """
 
     seconds: dict[str, float] = attrs.field(factory=dict)
     tests: dict[tuple[str, str, int], set[str]] = attrs.field(factory=dict)
 
-    def of(self, items):
-        """Return the coverage of tests, which are run one after another."""
+    def of(self, items, files):
+        """Return the coverage of files by tests, which are run one after another."""
+        run = _mark(files)
         for item, following in pairwise([*items, None]):
-            codes = set()
-
-            def trace(frame, _event, _argument, codes=codes):
-                codes.add(frame.f_code)
-
-            threading.settrace(trace)
-            sys.settrace(trace)
-            began = perf_counter()
-            passes = _passes(item, following, LONGEST_TEST_SECONDS)
-            seconds = perf_counter() - began
-            sys.settrace(None)
-            threading.settrace(None)
-            if passes:
-                self.seconds[item.nodeid] = seconds
-                for code in codes:
-                    self.tests.setdefault(_identity(code), set()).add(item.nodeid)
+            run.clear()
+            began = process_time()
+            if _passes(item, following, LONGEST_TEST_SECONDS):
+                self.seconds[item.nodeid] = process_time() - began
+                for identity in run:
+                    self.tests.setdefault(identity, set()).add(item.nodeid)
         return self
 
-    def all_pass(self, items, first=frozenset()):
-        """Return True if tests pass, those named `first` before others, the fastest first."""
-        known = [item for item in items if item.nodeid in self.seconds]
-        known.sort(key=lambda item: (item.nodeid not in first, self.seconds[item.nodeid]))
+    def all_pass(self, items, names):
+        """Return True if tests with these names pass, the fastest first, in `TEST_SECONDS`."""
+        known = [item for item in items if item.nodeid in names]
+        known.sort(key=lambda item: self.seconds[item.nodeid])
+        spent = accumulate(self.seconds[item.nodeid] for item in known)
+        known = [item for item, until in zip(known, spent, strict=True) if until < TEST_SECONDS]
         return all(
-            _passes(item, following, PATIENCE * (self.seconds[item.nodeid] + 0.5))
+            _passes(item, following, PATIENCE * (self.seconds[item.nodeid] + 1))
             for item, following in pairwise([*known, None])
         )
 
 
-def _may_survive(mutant, items, coverage):
-    """Return True if no test notices a mutant in a function, or the mutant is none in one."""
-    pairs = _changes(mutant)
-    if not pairs or not _replace(pairs):
-        return True
-    names = coverage.tests.get(_identity(pairs[-1][0]), ())
-    return coverage.all_pass([item for item in items if item.nodeid in names])
-
-
-def _survives(mutant, tests, coverage):
-    """Return True if all tests pass in a process that loads a mutant's file with its change."""
-    sys.meta_path.insert(0, _Finder(mutant))
-    of_file = [
-        names for identity, names in coverage.tests.items() if identity[0] == str(mutant.path)
-    ]
-    first = frozenset().union(*of_file)
-    return _Session.start(tests, lambda items: coverage.all_pass(items, first))
-
-
-def _warmed(drawn, tests, tell):
-    """Return the coverage of tests, and the mutants that they may not notice."""
+def _warmed(drawn, tests, files, tell):
+    """Return the coverage of files by tests, and the mutants in functions that survive."""
 
     def run(items):
-        coverage = _forked(Coverage().of, items)
-        assert coverage is not None, "the tests do not end without a mutant"
-        assert _forked(coverage.all_pass, items), "tests fail in another order"
-        remaining = []
+        coverage = _forked(Coverage().of, items, files)
+        if coverage is None or not _forked(coverage.all_pass, items, coverage.seconds):
+            return None
+        tell(f"{len(coverage.seconds)} tests, {sum(coverage.seconds.values()):.0f} s")
+        survived = []
         for count, mutant in enumerate(drawn, 1):
-            if _forked(_may_survive, mutant, items, coverage):
-                remaining.append(mutant)
+            if _forked(_survives, mutant, items, coverage):
+                survived.append(mutant)
+                tell(f"survived: {mutant.file}:{mutant.line}: {mutant.change}")
             if count % 20 == 0:
-                tell(f"{len(remaining)} of {count} are to be tested again")
-        return coverage, remaining
+                tell(f"{len(survived)} of {count} in functions survived")
+        return coverage, survived
 
     return _Session.start(tests, run)
 
 
-def survivors(drawn, tests, tell):
-    """Return those of some mutants that tests do not notice."""
-    coverage, remaining = _forked(_warmed, drawn, tests, tell)
-    tell(f"{len(coverage.seconds)} tests, {sum(coverage.seconds.values()):.0f} s of them")
-    return [mutant for mutant in remaining if _forked(_survives, mutant, tests, coverage)]
+def _survives(mutant, items, coverage):
+    """Return True if no test notices a mutant in a function."""
+    changed = mutant.functions()
+    return _replace(changed) and coverage.all_pass(
+        items, coverage.tests.get(_identity(changed[-1]), ())
+    )
+
+
+def _survives_import(mutant, coverage):
+    """Return True if no test notices a mutant of code that runs at import."""
+    sys.meta_path.insert(0, _Finder(mutant))
+    of_file = [tests for name, tests in coverage.tests.items() if name[0] == str(mutant.path)]
+    names = set().union(*of_file)
+    tests = sorted({name.partition("::")[0] for name in names})
+    return not tests or _Session.start(tests, lambda items: coverage.all_pass(items, names))
+
+
+def survivors(drawn, tests, files, tell):
+    """Return those of some mutants of files that tests do not notice."""
+    inside = [mutant for mutant in drawn if mutant.functions()]
+    warmed = _forked(_warmed, inside, tests, files, tell)
+    assert warmed is not None, "tests cannot be collected, do not end, or fail in another order"
+    coverage, survived = warmed
+    for mutant in drawn:
+        if mutant not in inside and _forked(_survives_import, mutant, coverage):
+            survived.append(mutant)
+            tell(f"survived: {mutant.file}:{mutant.line}: {mutant.change}")
+    return survived
 
 
 def main(room, count="200", seed="0"):
@@ -452,7 +523,7 @@ def main(room, count="200", seed="0"):
     def tell(line):
         print(line, file=terminal, flush=True)
 
-    made, known = mutants(room), equivalent()
+    made, known, tests = mutants(room), equivalent(), ROOMS[room][1]
     drawn = Random(int(seed)).sample(made, min(int(count), len(made)))
     survived, same = [], 0
     for pure in ("1", "0"):
@@ -461,9 +532,7 @@ def main(room, count="200", seed="0"):
         same += sum(mutant.key() in known for mutant in part)
         part = [mutant for mutant in part if mutant.key() not in known]
         if part:
-            survived += survivors(part, ROOMS[room][1] + C_TESTS * (pure == "0"), tell)
-    for mutant in survived:
-        tell(f"survived: {mutant.file}:{mutant.line}: {mutant.change}")
+            survived += survivors(part, tests + C_TESTS * (pure == "0"), files(room), tell)
     tell(
         f"{room}: of {len(drawn)} mutants ({len(made)} are possible) "
         f"{len(drawn) - same - len(survived)} were noticed, {same} change nothing, "
