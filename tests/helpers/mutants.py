@@ -37,6 +37,7 @@ import tomllib
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import accumulate, pairwise
+from math import inf
 from pathlib import Path
 from random import Random
 from time import process_time
@@ -452,16 +453,24 @@ class Coverage:
                     self.tests.setdefault(identity, set()).add(item.nodeid)
         return self
 
+    def passing(self, items):
+        """Return the names of the tests that pass, the fastest first."""
+        return {name for name, passes in self._run(items, self.seconds) if passes}
+
     def all_pass(self, items, names):
-        """Return True if tests with these names pass, the fastest first, in `TEST_SECONDS`."""
+        """Return True if tests with these names pass, as many as fit into `TEST_SECONDS`."""
+        return all(passes for _, passes in self._run(items, names, TEST_SECONDS))
+
+    def _run(self, items, names, limit=inf):
+        """Yield name and outcome of tests, the fastest first, up to a limit of seconds."""
+        names = self.seconds.keys() & names
         known = [item for item in items if item.nodeid in names]
         known.sort(key=lambda item: self.seconds[item.nodeid])
         spent = accumulate(self.seconds[item.nodeid] for item in known)
-        known = [item for item, until in zip(known, spent, strict=True) if until < TEST_SECONDS]
-        return all(
-            _passes(item, following, PATIENCE * (self.seconds[item.nodeid] + 1))
-            for item, following in pairwise([*known, None])
-        )
+        known = [item for item, until in zip(known, spent, strict=True) if until < limit]
+        for item, following in pairwise([*known, None]):
+            seconds = self.seconds[item.nodeid]
+            yield item.nodeid, _passes(item, following, PATIENCE * (seconds + 1))
 
 
 def _warmed(drawn, tests, files, tell):
@@ -469,8 +478,12 @@ def _warmed(drawn, tests, files, tell):
 
     def run(items):
         coverage = _forked(Coverage().of, items, files)
-        if coverage is None or not _forked(coverage.all_pass, items, coverage.seconds):
+        steady = coverage and _forked(coverage.passing, items)
+        if steady is None:
             return None
+        for name in coverage.seconds.keys() - steady:
+            tell(f"left out, as it fails in another order: {name}")
+            del coverage.seconds[name]
         tell(f"{len(coverage.seconds)} tests, {sum(coverage.seconds.values()):.0f} s")
         survived = []
         for count, mutant in enumerate(drawn, 1):
@@ -505,7 +518,7 @@ def survivors(drawn, tests, files, tell):
     """Return those of some mutants of files that tests do not notice."""
     inside = [mutant for mutant in drawn if mutant.functions()]
     warmed = _forked(_warmed, inside, tests, files, tell)
-    assert warmed is not None, "tests cannot be collected, do not end, or fail in another order"
+    assert warmed is not None, "the tests cannot be collected, or do not end"
     coverage, survived = warmed
     for mutant in drawn:
         if mutant not in inside and _forked(_survives_import, mutant, coverage):
