@@ -11,9 +11,9 @@ Changes are drawn from a seed, and each is tested in a process of its own:
      └── a process for each mutant of code that runs at import, which loads the changed file
          in place of the one on disk
 
-Each runs the tests that run the function, or one of the file, the fastest first, until one
-fails. A mutant survives if all of them pass, or as many as compute `TEST_SECONDS` together; a
-test that computes far longer than without the mutant has noticed it.
+Each runs the tests that run the function, or all of them, the fastest first, until one fails.
+A mutant survives if all of them pass, or as many as compute `TEST_SECONDS` together; a test
+that computes far longer than without the mutant has noticed it.
 
 The core in C is a twin of some of the code in Python, so it is switched off, but for the files
 that call it. Survivors that change nothing stand in `tests/data/equivalent_mutants.toml`, with
@@ -505,13 +505,10 @@ def _survives(mutant, items, coverage):
     )
 
 
-def _survives_import(mutant, coverage):
+def _survives_import(mutant, tests, coverage):
     """Return True if no test notices a mutant of code that runs at import."""
     sys.meta_path.insert(0, _Finder(mutant))
-    of_file = [tests for name, tests in coverage.tests.items() if name[0] == str(mutant.path)]
-    names = set().union(*of_file)
-    tests = sorted({name.partition("::")[0] for name in names})
-    return not tests or _Session.start(tests, lambda items: coverage.all_pass(items, names))
+    return _Session.start(tests, lambda items: coverage.all_pass(items, coverage.seconds))
 
 
 def survivors(drawn, tests, files, tell):
@@ -521,7 +518,7 @@ def survivors(drawn, tests, files, tell):
     assert warmed is not None, "the tests cannot be collected, or do not end"
     coverage, survived = warmed
     for mutant in drawn:
-        if mutant not in inside and _forked(_survives_import, mutant, coverage):
+        if mutant not in inside and _forked(_survives_import, mutant, tests, coverage):
             survived.append(mutant)
             tell(f"survived: {mutant.file}:{mutant.line}: {mutant.change}")
     return survived
