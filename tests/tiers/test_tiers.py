@@ -1,5 +1,7 @@
 """Moves of blocks between a pool and its tiers, with times exact to the nanosecond."""
 
+from types import SimpleNamespace
+
 import orjson
 import pytest
 from helpers.serving import BLOCK, SLOT, Slow, Tally, ask, serve
@@ -10,6 +12,7 @@ from kvcore.cache.tiers import Tier
 from kvcore.models.catalogue import MODELS
 from kvcore.models.memory import KVLayout
 from kvcore_tiers.hierarchy import Tiers
+from kvcore_tiers.level import path_ids
 from kvcore_tiers.tier import Host
 
 FAST = "read_bandwidth=64GB,write_bandwidth=64GB,latency=0"
@@ -55,6 +58,44 @@ def test_evicted_blocks_are_loaded_again():
     # 16 tokens load in 4 ns, after 16 tokens of victims were stored in 4; one is computed.
     waits = [row["first_token"] - row["arrival"] for row in run.rows.values()]
     assert waits == [1700, 1700, 1700, 108, 108, 104]
+    # None of them had been admitted before.
+    assert stats(run, "loaded", "returned", "prefetched") == (12, 0, 0)
+
+
+def test_policies_know_how_long_a_block_takes_to_load():
+    """The layout has the seconds that a block takes to load from the nearest level."""
+    run = serve(shared((1, 4)), blocks=9, tiers=(f"host:memory=1MB,{FAST}",))
+    assert run.result.cache.geometry.reload_seconds == pytest.approx(1e-9)
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "ids"),
+    [
+        (0, 6, [10, 11, 12, 13, 20, 21]),
+        (2, 5, [12, 13, 20]),
+        (4, 6, [20, 21]),
+        (1, 3, [11, 12]),
+    ],
+)
+def test_the_ids_of_a_path_are_those_between_two_positions(first, end, ids):
+    """The ids of blocks of a path are found over its spans, from one position to another."""
+    root = SimpleNamespace(parent=None)
+    upper = SimpleNamespace(parent=root, start=0, end=4, ids=[10, 11, 12, 13])
+    lower = SimpleNamespace(parent=upper, start=4, end=6, ids=[20, 21])
+    assert path_ids(lower, first, end) == ids
+
+
+def test_a_discarded_path_leaves_no_hit_on_the_rest():
+    """Blocks before damaged ones stay, and have no more hits than before."""
+    tiers = (f"host:memory=1MB,{FAST}",)
+    run = serve(shared((1, 4), (2, 8)), blocks=9, trace=False, tiers=tiers)
+    level = level_of(run)
+    (span,) = level.tree.spans()
+    hits, keys = span.hit_count, span.path_keys
+    holder = level._holder("damaged", None, keys, 4)
+    level.discard(holder, 2, 10**9, "damaged")
+    assert (level.tree.cached_blocks, level.tree.match(keys, 4, 10**9).blocks) == (2, 2)
+    assert [span.hit_count for span in level.tree.spans()] == [hits]
 
 
 @pytest.mark.parametrize("traced", [True, False])
