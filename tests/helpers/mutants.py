@@ -56,7 +56,8 @@ ROOMS = {
         [
             *("tests/core/cache", "tests/plugins/test_cache_groups.py"),
             *("tests/plugins/test_cache_groups_serving.py", "tests/plugins/test_checkpoint.py"),
-            *("tests/plugins/test_named_blocks.py", PROPERTIES),
+            *("tests/plugins/test_named_blocks.py", "tests/engine/test_compaction.py"),
+            PROPERTIES,
         ],
     ),
     "tiers": (
