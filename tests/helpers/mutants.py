@@ -15,9 +15,9 @@ Each runs the tests that run the function, or all of them, the fastest first, un
 A mutant survives if all of them pass, or as many as compute `TEST_SECONDS` together; a test
 that computes far longer than without the mutant has noticed it.
 
-The core in C is a twin of some of the code in Python, so it is switched off, but for the files
-that call it. Survivors that change nothing stand in `tests/data/equivalent_mutants.toml`, with
-the reason, and are counted apart.
+The core in C is a twin of some of the code in Python, so it is switched off, except for the
+files that call it. Survivors that change nothing stand, with the reason, in
+`tests/data/equivalent_mutants.toml`, and are counted apart.
 """
 
 import ast
@@ -277,7 +277,7 @@ def _identity(code):
 def _is_named(code):
     """Return True if a code object is that of a function with `def`.
 
-    A lambda or a comprehension is made anew when the function runs in which it is.
+    A lambda or a comprehension is made again by each run of the function around it.
     """
     return bool(code.co_flags & inspect.CO_OPTIMIZED) and not code.co_name.startswith("<")
 
@@ -432,7 +432,7 @@ def _passes(item, following, seconds):
 
 @attrs.define
 class Coverage:
-    """What a run of the tests without a mutant shows.
+    """The tests of each function and their times, by a run without a mutant.
 
     Attributes:
         seconds: those that each test computes, by its name; tests that fail are left out.
