@@ -246,29 +246,29 @@ class Level(TierLevel):
             if span.parent is not None:
                 self.store(span, span.end, now, source)
 
-    def store(self, span: Span, end: int, now: int, source: Level | None) -> bool:
+    def store(self, span: Span, end: int, now: int, source: Level | None) -> None:
         """Write the blocks of the path down to `span`, up to position `end`, that are missing.
 
-        Returns True if the whole path is here afterwards. O(spans on the path + victims); O(1)
-        if the same path is stored again, as when the blocks of a span leave one by one.
+        O(spans on the path + victims); O(1) if the same path is stored again, as when the
+        blocks of a span leave one by one.
         """
         tree = self.tree
         if self._held is not None and self._held[0] is span and end <= self._held[1]:
-            return True
+            return
         match = tree.match(span.path_keys, end, now)
         need = end - match.blocks
         if not need:
             self._remember(span, end)
-            return True
+            return
         if self.is_busy(now) or not self.is_ready:
             self.stats.skipped += need
-            return False
+            return
         room = self.pool.free_blocks + tree.unpinned_blocks - match.unpinned_blocks
         if need > room:
             self.stats.refused += need - room
             end -= need - room
             if end <= match.blocks:
-                return False
+                return
         holder = self._holder(span.last_request, span.tenant, span.path_keys, end)
         holder.hit_blocks = match.blocks
         holder.priorities = _priorities(span, match.blocks, now)
@@ -280,10 +280,8 @@ class Level(TierLevel):
         self._wrote(holder.request.id, match.blocks, end - match.blocks, now, source)
         tree.commit(holder, end, now)
         tree.close(holder.span, now)
-        if need > room:
-            return False
-        self._remember(span, end)
-        return True
+        if need <= room:
+            self._remember(span, end)
 
     def _remember(self, span: Span, end: int) -> None:
         """Record that the path down to `span`, up to `end`, is here until any block leaves."""

@@ -50,6 +50,14 @@ def request(serial, keys, **options):
     )  # fmt: skip
 
 
+def test_the_last_token_of_a_prompt_is_left_to_compute():
+    """By default a state is wanted below the end of a prompt, and at the junction."""
+    whole = Request(
+        id=0, prompt_tokens=4 * SIZE, output_tokens=1, keys=range(4), key_tokens=SIZE
+    )
+    assert [*CheckpointPolicy().boundaries(whole, 0, 16)] == [4 * SIZE - 1, 16]
+
+
 def hits(policy, prompts, blocks=1000):
     """Return the blocks that each of `prompts` hits, computed one after the other."""
     cache = new_cache(policy, blocks)
