@@ -1,12 +1,13 @@
 """Decode steps that are captured once and replayed: the host launches a graph, not each kernel.
 
-A step is planned on the host as ever, but what it uploads goes into buffers that stay where they
-are. All that is computed from them is captured once for each shape of the buffers:
+A step is planned on the host, but what it uploads goes into buffers that stay where they are.
+All that is computed from them is captured once for each shape of the buffers:
 
     plan, token ids   ->   kept buffers   ->   embedding, layers, logits   ->   next tokens
     by the host            changed ids         one graph                        by the host
 
-So that shapes stay, block tables, work lists and partial outputs are rounded up to powers of two.
+So that shapes recur, rows of block tables, work lists and partial outputs are rounded up to
+powers of two.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class KeptBuffers:
         self.shapes: list[Hashable] = []
 
     def upload(self, tensor: Tensor) -> Tensor:
-        """Return the buffer with the numbers of `tensor`, of which only changed ones are sent."""
+        """Return the buffer with the numbers of a tensor; only changed ones are sent."""
         shape = len(self.shapes), tuple(tensor.shape), tensor.dtype
         self.shapes.append(shape)
         if shape not in self._buffers:
@@ -106,7 +107,7 @@ class CapturedStep:
 class StepGraphs:
     """Captures decode steps of a generator on a backend, and replays them.
 
-    The first step of a shape is launched kernel by kernel, which compiles the kernels; the second
+    The first step of a shape is launched kernel by kernel, which compiles the kernels; the next
     one is captured.
 
     Attributes:
@@ -127,7 +128,7 @@ class StepGraphs:
 
     @classmethod
     def of(cls, generator: Generator, backend: Backend) -> StepGraphs | None:
-        """Return the graphs of a generator on a backend; None if either is not made for them."""
+        """Return the graphs of a generator on a backend; None if one is not made for them."""
         if not isinstance(backend, TorchBackend) or backend.new_graph() is None:
             return None
         if not isinstance(generator, SamplingGenerator) or not generator.capturable:
@@ -149,31 +150,29 @@ class StepGraphs:
             attend: the function that attends: the backend's, or one in its place.
             through: returns the `Attend` of a plan of the backend.
         """
-        generator, backend = self._generator, self._backend
+        generator = self._generator
         reason = self._failure or self._refusal(batch, attend)
-        plan: StepPlan | None = None
         if reason is None and self._kinds:
             plan, inputs = self._inputs(batch)
             constants = plan.constants
-            reason = BY_BLOCK if plan.writes is not None else BY_TORCH if constants is None else None
-        if plan is None or reason is not None:
-            if reason is not None:
-                self._refuse(reason)
-            plan = backend.plan(batch)
-            tokens = generator.forward(batch, through(plan))
-            if reason is None:
-                self._kinds = plan.kinds
-            return tokens
-        shape = tuple(self._kept.shapes), constants
+            if plan.writes is None and constants is not None:
+                shape = tuple(self._kept.shapes), constants
 
-        def run() -> Tensor:
-            logits: Tensor = generator.logits(inputs, through(plan))
-            return logits
+                def run() -> Tensor:
+                    logits: Tensor = generator.logits(inputs, through(plan))
+                    return logits
 
-        if shape not in self._shapes:
-            self._shapes.add(shape)
-            return generator.sampled(run(), batch)
-        return generator.sampled(self._replayed(shape, run), batch)
+                logits = self._replayed(shape, run) if shape in self._shapes else run()
+                self._shapes.add(shape)
+                return generator.sampled(logits, batch)
+            reason = BY_TORCH if plan.writes is None else BY_BLOCK
+        plan = self._backend.plan(batch)
+        tokens = generator.forward(batch, through(plan))
+        if reason is None:
+            self._kinds = plan.kinds
+        else:
+            self._refuse(reason)
+        return tokens
 
     def _replayed(self, shape: Hashable, run: Callable[[], Tensor]) -> Tensor:
         """Return the logits of a step by its graph, which is captured if there is none yet."""
@@ -223,7 +222,6 @@ class StepGraphs:
             plan = backend.plan(batch)
             for kind in self._kinds:
                 plan.parts(kind)
-        ids, positions = (
-            kept.upload(torch.tensor(numbers)) for numbers in (batch.token_ids, batch.positions)
-        )
+        ids: Any = kept.upload(torch.tensor(batch.token_ids))
+        positions: Any = kept.upload(torch.tensor(batch.positions))
         return plan, attrs.evolve(batch, token_ids=ids, positions=positions)

@@ -82,7 +82,11 @@ class Compiler:
                 even &= not parameter.do_not_specialize_on_alignment
             elif parameter.do_not_specialize:
                 types[name] = "i32"
-            elif parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            elif (
+                parameter.is_constexpr
+                or value is None
+                or (isinstance(value, int) and value == 1)
+            ):
                 constants[name] = value
             elif isinstance(value, float):
                 types[name] = "fp32"
@@ -132,12 +136,14 @@ def compiled(source, capability, warps):
     )
 
 
-def launches(*, capability, numbers, new, group=4, block_size=16, window=None, width=128):
+def launches(*, numbers, new, capability, group, block_size, window, stages):
     """Return what a step launches, by name, and the pipeline of its attention.
 
     `numbers` is the dtype of K/V, or a codec. The step has `new` tokens of one sequence; if it
-    is one in large blocks without a window, attention weights are summed up, too.
+    is one in large blocks without a window, attention weights are summed up, too. `stages` are
+    those that the pipeline is chosen from.
     """
+    width, _triton_attention.STAGES = 128, stages
     kv_heads, launched = 8, {}
     dtype, codec = "bf16", None
     if numbers in {"fp32", "fp16", "bf16"}:

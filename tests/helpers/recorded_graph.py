@@ -1,6 +1,6 @@
 """A stand-in for graphs of a GPU: the operations of a step, recorded and replayed on a CPU.
 
-It refuses what a GPU refuses: to read a number, or to bring one from the host, while it records.
+It refuses what a GPU refuses: to read a number on the host, or to bring one from there.
 Launches of Triton's interpreter are recorded as kernels are.
 """
 
@@ -14,7 +14,8 @@ from kvcore_engine.backend import TorchCPU
 from kvcore_engine.backend.kernels import attention
 
 READS = {
-    "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero", "item",
+    "_local_scalar_dense", "_unique2", "equal", "is_nonzero", "item", "masked_select",
+    "nonzero",
 }  # fmt: skip
 """Operations whose result, or its shape, the host waits for."""
 
@@ -58,7 +59,9 @@ class Launches(TorchDispatchMode):
 
     def __enter__(self):
         """Record launches of Triton's kernels, too."""
-        self._kernels = {name: getattr(attention, name) for name in ("attend_chunks", "combine_chunks")}
+        self._kernels = {
+            name: getattr(attention, name) for name in ("attend_chunks", "combine_chunks")
+        }
         for name, kernel in self._kernels.items():
             setattr(attention, name, Kernel(name, kernel, self.launched))
         return super().__enter__()

@@ -25,6 +25,7 @@ large language model serving with PagedAttention", SOSP 2023, for blocks.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,no-untyped-call"
+# mypy: disable-error-code="assignment"
 # ruff: noqa: ANN001, ANN201, ANN202 - Triton takes annotations for types of its own
 # ruff: noqa: C901, FBT003, PLR0912, PLR0915, PLR2004, SIM102 - a kernel is one function, with numbers
 # ruff: noqa: RUF005 - Triton adds tuples, and does not unpack them
