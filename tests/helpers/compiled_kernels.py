@@ -55,10 +55,10 @@ made = {}
 
 
 class Compiler:
-    """Stands in for a kernel: compiles what would be launched, and records it."""
+    """Stands in for a kernel: compiles the launches of a case, and records them."""
 
     def __init__(self, kernel, capability, launched):
-        """Store the kernel; names and resources of what is launched go into `launched`."""
+        """Store the kernel; names and resources of launched kernels go into `launched`."""
         self.kernel, self.capability, self.launched = kernel, capability, launched
 
     def __getitem__(self, grid):
@@ -104,10 +104,10 @@ class Compiler:
 
 
 def compiled(source, capability, warps):
-    """Compile a kernel; return what the backend reads of it, with its `resources`.
+    """Compile a kernel; return the attributes that the backend reads, and its `resources`.
 
-    `copies` are the bytes of asynchronous copies, the others those of a thread's accesses, how
-    often there are accesses of each width.
+    `copies` are the bytes of asynchronous copies, `widths` those of a thread's accesses, with
+    the number of accesses of each width.
     """
     target, log = GPUTarget("cuda", capability, 32), io.StringIO()
     with redirect_stdout(log):
@@ -137,7 +137,7 @@ def compiled(source, capability, warps):
 
 
 def launches(*, numbers, new, capability, group, block_size, window, stages):
-    """Return what a step launches, by name, and the pipeline of its attention.
+    """Return the kernels that a step launches, by name, and the pipeline of its attention.
 
     `numbers` is the dtype of K/V, or a codec. The step has `new` tokens of one sequence; if it
     is one in large blocks without a window, attention weights are summed up, too. `stages` are

@@ -77,7 +77,7 @@ class Kernel:
     """A kernel whose launches are recorded."""
 
     def __init__(self, name, kernel, launched):
-        """Store the kernel, and what its launches are told to."""
+        """Store the kernel, and the function that is called with its launches."""
         self.name, self.kernel, self.launched = name, kernel, launched
 
     def __getitem__(self, grid):

@@ -101,9 +101,9 @@ class AttentionKernel(ABC):
         """
 
     def constants(self, plan: Any) -> Hashable | None:
-        """Return what the launches of a plan have besides tensors, for graphs.
+        """Return the arguments of the launches of a plan, but tensors, for graphs.
 
-        None unless overridden: launches are not the same whatever the tensors hold.
+        None unless overridden: they vary with the contents of the tensors.
         """
         del plan
         return None
@@ -507,7 +507,7 @@ class StepPlan:
 
     @property
     def constants(self) -> Hashable | None:
-        """What the launches of all parts have besides tensors; None: they are not the same."""
+        """Arguments of the launches of all parts, but tensors; None: they vary."""
         kernel, constants = self.divider.kernel, []
         for key, parts in self._parts.items():
             for part in parts:

@@ -57,7 +57,7 @@ PARTS = 16
 CHUNK_ROWS = 64
 """Rows of queries, of several tokens and the query heads of a K/V head, that a program takes.
 
-In fp32 a quarter of them, and of wide heads a half: registers hold no more.
+In fp32 a quarter of them, and of wide heads and of fp8 by head a half: registers hold no more.
 """
 
 NO_WINDOW = 1 << 30
@@ -124,7 +124,7 @@ def _fills_words(pool: Pool) -> bool:
 
 @attrs.frozen
 class Card:
-    """What a multiprocessor of a GPU has, and how many of them there are."""
+    """The multiprocessors of a GPU, and the registers and shared memory of one of them."""
 
     multiprocessors: int
     registers: int
@@ -132,7 +132,7 @@ class Card:
 
     @classmethod
     def of(cls, device: torch.device) -> Card:
-        """Return what a CUDA device has."""
+        """Return the card of a CUDA device."""
         properties: Any = torch.cuda.get_device_properties(device)
         return cls(
             properties.multi_processor_count,
@@ -345,7 +345,8 @@ class TritonAttention(AttentionKernel):
             tile //= 2
         self._tile = tile
         self._rows = CHUNK_ROWS // (4 if pool.dtype == torch.float32 else 1)
-        self._rows //= 1 + (max(padded) > 128)  # noqa: PLR2004
+        self._rows //= 1 + (max(padded) * coding.packed > 128)  # noqa: PLR2004
+        self._rows //= 1 + (coding.way == attention.FP8_BY_HEAD)
         halves = pool.keys[0], pool.values[0]
         self._strides = [
             half.row_stride * layout.block_size * width
@@ -505,7 +506,7 @@ class TritonAttention(AttentionKernel):
         return self._pipelines[key]
 
     def constants(self, plan: AttentionPlan) -> Hashable | None:
-        """Return what launches have besides tensors; None for several tokens of a sequence."""
+        """Return the arguments but tensors; None for several new tokens of a sequence."""
         if plan.tokens > 1:
             return None
         return plan.slots, plan.stages, plan.window, plan.sinks, plan.windowed
