@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from kvcore_engine.api import run
     from kvcore_engine.retention.token_retention import ScoreRetention
     from kvcore_hosting.groups import HostedGroups
-    from kvcore_lab.api import compare, find_capacity, plan, validate
+    from kvcore_lab.api import compare, find_capacity, plan, sweep, validate
     from kvcore_lab.contiguous.fragmentation import MeasuredAllocator, Occupancy
     from kvcore_lab.curves.mrc import curve
     from kvcore_lab.plans.devices import plan_devices
@@ -89,7 +89,7 @@ _MODULES = {
     "kvcore_hosting.groups": "HostedGroups",
     "kvcore_cluster.api": "simulate_cluster",
     "kvcore_engine.api": "run",
-    "kvcore_lab.api": "compare find_capacity plan validate",
+    "kvcore_lab.api": "compare find_capacity plan sweep validate",
     "kvcore_lab.contiguous.fragmentation": "MeasuredAllocator Occupancy",
     "kvcore_lab.curves.mrc": "curve",
     "kvcore_lab.plans.devices": "plan_devices",
@@ -159,6 +159,7 @@ __all__ = [
     "run",
     "simulate",
     "simulate_cluster",
+    "sweep",
     "validate",
     "whatif",
 ]
@@ -176,7 +177,8 @@ def __getattr__(name: str) -> "Any":
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-    msg = f"module 'kvcore' has no attribute {name!r}"
+    near = " or ".join(known for known in __all__ if name in known)
+    msg = f"module 'kvcore' has no attribute {name!r}{near and f'; did you mean {near}?'}"
     raise AttributeError(msg)
 
 

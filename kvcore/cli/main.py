@@ -59,7 +59,7 @@ SYNONYMS = {
         "codec": "kv-cache-dtype dtype kv-dtype",
         "block-size": "page-size",
         "blocks": "num-gpu-blocks-override num-blocks max-total-tokens",
-        "memory": "kv-cache-memory-bytes kv-cache-memory",
+        "memory": "kv-cache-memory-bytes gpu-memory-utilization mem-fraction-static",
         "max-tokens": "max-num-batched-tokens chunked-prefill-size batch-size",
         "max-seqs": "max-num-seqs max-running-requests",
         "scheduler": "schedule-policy scheduling-policy",
@@ -67,6 +67,8 @@ SYNONYMS = {
         "replicas": "dp data-parallel-size dp-size servers",
         "weights-dtype": "quantization",
         "no-chunked": "no-enable-chunked-prefill",
+        "prefix": "enable-prefix-caching",
+        "drafter": "speculative-config speculative-algorithm num-speculative-tokens",
         "prefix none": "no-enable-prefix-caching disable-radix-cache",
         "out": "output output-dir result-dir",
     }.items()

@@ -187,7 +187,7 @@ static inline i64 ceil_div(i64 value, i64 by) { return (value + by - 1) / by; }
 
 /* residency.c */
 
-typedef struct { i64 *weights; i128 weight, total, high; } Histogram;
+typedef struct { i64 *weights, bucket; i128 weight, total, high; } Histogram; /* the last bucket */
 
 int histogram_borders(PyObject *list);
 int histogram_init(Histogram *histogram);
@@ -198,13 +198,14 @@ typedef struct {
     PyObject *object, *refaults, *young, *old;
     Histogram age_at_hit, age_at_eviction, lifetime, hits_at_eviction;
     i64 window, turn, clock, refaulted, stored, evicted;
+    PyObject *path; i64 start, end, ratio; /* the blocks that left last; NULL: none */
 } Residency;
 
 int residency_init(Residency *residency, PyObject *object);
 int residency_store(Residency *residency);
 void residency_clear(Residency *residency);
 int residency_stored(Residency *residency, PyObject *keys, i64 start, i64 end, i64 ratio);
-int residency_evicted(Residency *residency, PyObject *span, i64 count, i64 now, PyObject *times,
+int residency_evicted(Residency *residency, PyObject *span, i64 count, i64 now, const i64 *times,
                       i64 ratio);
 
 /* tree.c */
@@ -251,7 +252,7 @@ int tree_publish(Tree *tree, Job *job, i64 tokens, i64 now);
 int tree_keep_generated(Tree *tree, Job *job, i64 tokens, i64 now);
 int tree_close(Tree *tree, Job *job, i64 now, int ended);
 int tree_take_one(Tree *tree, Job *job, i64 now);
-int tree_free_ahead(Tree *tree, i64 blocks, PyObject *requester, i64 now, PyObject *times);
+int tree_free_ahead(Tree *tree, i64 blocks, PyObject *requester, i64 now, const i64 *times);
 
 /* decode_batch.c */
 

@@ -371,30 +371,26 @@ static i64 next_growth(const Batch *b, Growth *g, i64 first, i64 end)
 /* Evict the last `missing` of the `need` blocks of `steps` steps, in a fixed order. */
 static int evict_ahead(Batch *b, i64 missing, i64 need, i64 steps, i128 clock, const Times *times)
 {
-    PyObject *at = NULL;
+    i64 *moments = NULL; /* when each of them leaves */
     if (b->tree->residency.object) {
-        Growth growth = {0};
-        i64 step, skipped = need - missing;
-        at = PyList_New(0);
-        while (at && (step = next_growth(b, &growth, b->steps + 1, b->steps + steps)) >= 0) {
-            i64 count = growth.count, less = count < skipped ? count : skipped;
-            skipped -= less;
-            if (count == less)
-                continue;
-            PyObject *now = big_int((clock + total_of(times, step - b->steps)) / 1000);
-            for (i64 n = less; now && n < count; n++)
-                if (PyList_Append(at, now) < 0)
-                    Py_CLEAR(now);
-            if (!now)
-                Py_CLEAR(at);
-            Py_XDECREF(now);
-        }
-        if (!at)
+        moments = PyMem_New(i64, missing);
+        if (!moments) {
+            PyErr_NoMemory();
             return -1;
+        }
+        Growth growth = {0};
+        i64 step, done = missing - need; /* below 0: for blocks that are free */
+        while ((step = next_growth(b, &growth, b->steps + 1, b->steps + steps)) >= 0) {
+            i64 now = (i64)((clock + total_of(times, step - b->steps)) / 1000);
+            for (i64 n = 0; n < growth.count; n++, done++)
+                if (done >= 0)
+                    moments[done] = now;
+        }
     }
     PyObject *id = FIELD(b->jobs.first->request, id);
-    int failed = id ? tree_free_ahead(b->tree, missing, id, (i64)(clock / 1000), at) : -1;
-    Py_XDECREF(id), Py_XDECREF(at);
+    int failed = id ? tree_free_ahead(b->tree, missing, id, (i64)(clock / 1000), moments) : -1;
+    Py_XDECREF(id);
+    PyMem_Free(moments);
     return failed;
 }
 

@@ -152,12 +152,13 @@ static void free_jobs(List *list)
 
 static void clear(Core *c)
 {
-    free_jobs(&c->waiting);
-    free_jobs(&c->running);
-    free_jobs(&c->unseen);
+    /* Those that have not left are in a list. */
     for (i64 n = 0; n < c->late_count; n++)
         if (c->late[n]->has_left)
             free_job(c->late[n]);
+    free_jobs(&c->waiting);
+    free_jobs(&c->running);
+    free_jobs(&c->unseen);
     tree_clear(&c->tree);
     batch_clear(&c->batch);
     Py_XDECREF(c->log), Py_XDECREF(c->cache), Py_XDECREF(c->arrivals), Py_XDECREF(c->slo);

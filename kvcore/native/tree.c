@@ -392,27 +392,23 @@ static PyObject *next_victim(Tree *t, i64 *count)
 }
 
 /* Evict blocks, victim by victim, each from its tail; they belong to the caller. */
-static int evict(Tree *t, i64 blocks, PyObject *requester, PyObject *times)
+static int evict(Tree *t, i64 blocks, PyObject *requester, const i64 *times)
 {
     if (PyObject_SetAttrString(t->policy, "requester", requester) < 0)
         return -1;
     for (i64 missing = blocks; missing > 0;) {
         i64 count;
-        PyObject *span = next_victim(t, &count), *part = NULL;
+        PyObject *span = next_victim(t, &count);
         if (!span)
             return -1;
         if (count > missing)
             count = missing;
-        missing -= count;
         int failed = watch(t, WATCH_LEAVING, span, count, t->capacity);
         t->evicted += count;
-        if (!failed && t->residency.object) {
-            i64 done = blocks - missing;
-            part = times ? PyList_GetSlice(times, done - count, done) : NULL;
-            failed = (times && !part)
-                || residency_evicted(&t->residency, span, count, t->now, part, t->ratio) < 0;
-            Py_XDECREF(part);
-        }
+        if (!failed && t->residency.object)
+            failed = residency_evicted(&t->residency, span, count, t->now,
+                                       times ? times + blocks - missing : NULL, t->ratio) < 0;
+        missing -= count;
         if (!failed)
             failed = count == SPAN_INT(span, end) - SPAN_INT(span, start) ? remove_leaf(t, span)
                                                                           : trim(t, span, count);
@@ -446,7 +442,7 @@ int tree_take_one(Tree *t, Job *job, i64 now)
 }
 
 /* Evict `blocks` blocks, which become free. */
-int tree_free_ahead(Tree *t, i64 blocks, PyObject *requester, i64 now, PyObject *times)
+int tree_free_ahead(Tree *t, i64 blocks, PyObject *requester, i64 now, const i64 *times)
 {
     i64 before = t->evicted;
     if (tree_at(t, now) < 0 || evict(t, blocks, requester, times) < 0)

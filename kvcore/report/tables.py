@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 from kvcore.plugins.options import Spec, as_text
-from kvcore.units import NS_PER_S
+from kvcore.units import BINARY, NS_PER_S
 
 NONE = "–"
 """The cell of a missing value."""
@@ -37,9 +37,11 @@ def share(part: float | None) -> str:
 
 def plugin_text(name: str, options: Mapping[str, Any]) -> str:
     """Format a plugin with its options as on the command line; options of None are left out."""
-    return str(
-        Spec(name, {key: as_text(value) for key, value in options.items() if value is not None})
-    )
+    texts = {key: as_text(value) for key, value in options.items() if value is not None}
+    memory, gib = options.get("memory"), BINARY["GiB"]
+    if isinstance(memory, int) and memory and memory % gib == 0:
+        texts["memory"] = f"{memory // gib}GiB"
+    return str(Spec(name, texts))
 
 
 CLOCKS = {"model": "by the model's clock", "wall": "by the wall clock"}

@@ -104,6 +104,11 @@ class Workload(Plugin):
         """
         return ()
 
+    @property
+    def served_model(self) -> str | None:
+        """The model that the file says has served its requests; None: it does not say."""
+        return None
+
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
         """Return True if a file that starts with `first_line` is of this format.

@@ -334,6 +334,11 @@ class WorkloadSample(Workload):
         """The notes of the source."""
         return self.source.notes
 
+    @property
+    def served_model(self) -> str | None:
+        """The model that the source names."""
+        return self.source.served_model
+
     def options(self) -> dict[str, Any]:
         """Return the options of the source, `limit`, `scale` as `shrink`, and the window."""
         own: dict[str, Any] = {"limit": self.limit, "shrink": self.scale}

@@ -12,7 +12,6 @@ in this order::
     sweep/          sweep: the runs of a grid, where they run, and their journal
     workers.py      processes that share the work; a task whose process dies runs again
     plans/          plan, --search: the load that a server takes, the servers for a load
-    gpu_cost.py     prices of GPU hours, and what a deployment costs by them
     router_comparison.py   routers: hits and latency under each, beside one cache of all memory
     quality.py      quality: what bounded or quantised K/V costs
     measured/       calibrate, validate: latency models and simulations beside real servers

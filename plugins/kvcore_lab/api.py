@@ -1,4 +1,4 @@
-"""Calls of experiments: compare, plan, validate, find_capacity, from names."""
+"""Calls of experiments: compare, plan, sweep, validate, find_capacity, from names."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvcore.config import RunConfig, RunParts, SimulateOptions
 from kvcore.config.options import check_names
 from kvcore.config.values import PluginChoice, TierChoices
 from kvcore.errors import InputError
+from kvcore.files import as_path
 from kvcore.models.cost import PrefillCost
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugins
@@ -26,8 +27,10 @@ from kvcore_lab.measured.validation import validate as compare_rows
 from kvcore_lab.plans.capacity import find_capacity as search_capacity
 from kvcore_lab.plans.planning import FleetPlan
 from kvcore_lab.plans.planning import plan as search_plan
-from kvcore_lab.sweep import Journal
+from kvcore_lab.sweep import Grid, Journal, Mode, Plan, Sweep
+from kvcore_lab.sweep import sweep as run_sweep
 from kvcore_lab.sweep.executors import executor_for
+from kvcore_lab.sweep.grid import SweepFile
 from kvcore_plugins.cache_groups import LayerGroup
 from kvcore_plugins.cache_groups.plan import groups_of
 from kvcore_replay.pricing import PriceModel
@@ -259,6 +262,54 @@ def plan(
             executor=executor_for(executor, jobs),
             progress=progress,
             **flat_options(options),
+        )
+
+
+def sweep(
+    file: str | PathLike[str] | None = None,
+    *,
+    mode: Mode = "simulate",
+    journal: str | PathLike[str] | None = None,
+    jobs: int = 1,
+    executor: str = "local",
+    progress: Progress | None = None,
+    gpu_price: Mapping[str, float] | None = None,
+    **axes: Any,
+) -> Sweep:
+    """Run every combination of options, and return a row of each.
+
+    `kvcore.sweep(workload=["mooncake", "zipf"], eviction=["lru", "arc"], limit=1000)` runs four
+    simulations, as `kvcore sweep FILE` does with these lines in TOML; so does
+    `kvcore.sweep("grid.toml")`.
+
+    Args:
+        file: a sweep in TOML, whose `out`, `jobs` and `executor` are those of the command
+            line; None: `mode` and `axes` say what to run.
+        mode: `simulate`, under a clock, or `compare`, without one.
+        journal: file with the finished runs, from which an interrupted sweep goes on.
+        jobs: runs at a time; 1: in this process. More need a script with
+            `if __name__ == "__main__":`, as processes are started afresh.
+        executor: machines to run on: `local`, `ray` or `ray:HOST:PORT`.
+        progress: shows the number of runs that have ended; None: shows nothing.
+        gpu_price: dollars an hour by device, in place of those of a table.
+        axes: options of `RunConfig`, each with a value or a list of values; plugins by name.
+
+    Raises:
+        InputError: an option that does not exist, or a value that is not valid.
+        PluginError: the executor cannot be used here.
+        StorageError: the journal cannot be written.
+    """
+    if file is not None and axes:
+        msg = f"{fspath(file)} has the options of the sweep: leave {', '.join(axes)} out"
+        raise InputError(msg)
+    grid = Grid(mode, **axes) if file is None else SweepFile.read(as_path(file)).grid
+    with nullcontext() if journal is None else Journal(journal) as opened:
+        return run_sweep(
+            Plan.of(grid),
+            opened,
+            executor=executor_for(executor, jobs),
+            progress=progress,
+            gpu_price=gpu_price,
         )
 
 

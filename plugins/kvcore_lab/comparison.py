@@ -122,6 +122,8 @@ class Infinite:
         distinct_blocks: blocks in the cache at the end; a pool of that size hits as much.
         lookup_blocks, hit_blocks, hit_ratio: the same as in `Row`.
         prefill_s: seconds of prefill of all prompts without a cache, as `saved_s` of a row.
+        answers_left_out: requests whose answers have keys, which `keys` accounting leaves out;
+            under a clock their blocks are cached too.
     """
 
     distinct_blocks: int
@@ -129,6 +131,7 @@ class Infinite:
     hit_blocks: int
     hit_ratio: dict[str, float | None]
     prefill_s: float | None = None
+    answers_left_out: int = 0
 
 
 @attrs.frozen(kw_only=True)
@@ -498,6 +501,7 @@ class _RowMaker:
     future: Future | None = attrs.field(init=False, default=None)
     requests: list[Request] = attrs.field(init=False, factory=list, repr=False)
     prefill_s: float = attrs.field(init=False, default=0.0)
+    answers: int = attrs.field(init=False, default=0)
 
     def infinite(self, *, bounded: bool) -> tuple[int, Infinite]:
         """Return the number of requests, and the hits of a cache without bounds.
@@ -523,6 +527,7 @@ class _RowMaker:
             hit_blocks=stats.hit_blocks,
             hit_ratio=stats.ratios(),
             prefill_s=round(self.prefill_s, 3),
+            answers_left_out=self.answers if self.setup.geometry.accounting == "keys" else 0,
         )
 
     def _read(self, requests: Iterable[Request]) -> Iterator[Request]:
@@ -530,6 +535,7 @@ class _RowMaker:
         cost = self.setup.recompute
         for request in keeping(requests, self.requests):
             self.prefill_s += cost(0, request.prompt_tokens)
+            self.answers += bool(request.output_keys)
             yield request
 
     @property

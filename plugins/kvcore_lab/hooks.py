@@ -86,7 +86,7 @@ def kvcore_options(verb: str) -> list[Any]:
 
     if verb == "run":
         return [prometheus_option]
-    from kvcore_lab.cli.lab_options import gpu_price_option  # noqa: PLC0415 - as above
+    from kvcore_replay.cli.trace_options import gpu_price_option  # noqa: PLC0415 - as above
 
     return [prometheus_option, search_option, gpu_price_option]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
@@ -25,11 +25,11 @@ from kvcore.workloads import Workload, check_keys, given_workload
 from kvcore_cluster.config import ClusterParts
 from kvcore_cluster.options import ReplicaChoices, replicas_text
 from kvcore_lab.comparison import SHARING, Source, types_of
-from kvcore_lab.gpu_cost import Cost, gpus_of
 from kvcore_lab.sweep import Executor, Grid, Plan
 from kvcore_lab.sweep.cells import WorkloadCache
 from kvcore_lab.sweep.executors import ThisProcess, known_to
 from kvcore_replay.belady import Future, belady
+from kvcore_replay.gpu_cost import Cost, gpus_of
 from kvcore_replay.untimed import replay, replay_groups
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ class RouterComparison(Shown):
         rows: for each number of replicas, one per router in the order of the arguments.
         shared: one cache for each number of replicas.
         gpu_prices: the prices of the GPUs in words; None without prices.
+        notes: what the workload says of its requests.
     """
 
     workload: Source
@@ -134,6 +135,7 @@ class RouterComparison(Shown):
     rows: list[RouterRow]
     shared: list[SharedCache]
     gpu_prices: str | None = None
+    notes: Sequence[str] = ()
 
     def to_frame(self) -> Any:
         """Return a polars DataFrame of the rows.
@@ -194,7 +196,7 @@ def compare_routers(
     plan = Plan.of(grid)
     executor = executor or ThisProcess()
     shares = _Shares(plan, known_to(executor))
-    results = {}
+    results, notes = {}, dict[str, None]()
     tasks = {task.digest: task for task in plan.tasks}
     steps = len(tasks) + len(shares.parts)
     name = shares.source.name
@@ -208,6 +210,7 @@ def compare_routers(
                 msg = f"the simulation with router {router} failed: {outcome.error}"
                 raise PluginError(msg)
             results[outcome.digest] = outcome.result
+            notes |= dict.fromkeys(outcome.notes)
             tick(1)
         shared = {}
         for text, cache in shares:
@@ -230,6 +233,7 @@ def compare_routers(
         rows=rows,
         shared=list(shared.values()),
         gpu_prices=prices,
+        notes=[*notes],
     )
 
 

@@ -56,6 +56,7 @@ class RunSummary:
         slo_met: share of the requests with an SLO that met it; None without SLOs.
         offered_load, saturation: the load, and the queue, as in a simulation's summary; None
             if unknown.
+        cost: what its GPUs cost, as in a simulation's summary; None if unknown.
         bill: the bill of an API that caches prompts; None without prices.
     """
 
@@ -80,6 +81,7 @@ class RunSummary:
     slo_met: float | None
     offered_load: float | None = None
     saturation: dict[str, Any] | None = None
+    cost: dict[str, Any] | None = None
     bill: Bills | None = None
 
     @property

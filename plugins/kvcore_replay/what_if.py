@@ -32,6 +32,7 @@ from kvcore.trace.fields import version
 from kvcore.trace.reader import TraceReader, read_keys, read_request
 from kvcore.units import NS_PER_S
 from kvcore_plugins.workload.recorded import TraceWorkload
+from kvcore_replay.gpu_cost import Cost, gpus_of_config, read_gpu_prices
 from kvcore_replay.recorded.config import ROUTED, replica_groups
 from kvcore_replay.recorded.parts import RecordedParts
 from kvcore_replay.recorded_run import RunSummary, bills_of, verified_log
@@ -248,6 +249,7 @@ def whatif(
     *,
     export: str | os.PathLike[str] | None = None,
     price: PriceModel | str | None = None,
+    gpu_price: Mapping[str, float] | str | None = None,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
     **options: Unpack[ClusterOptions],
@@ -270,6 +272,8 @@ def whatif(
             clock; or the recording of an engine, whose calls are made again at their times.
         export: the file to which the trace of the new run is written.
         price: the prices of an API that caches prompts, or their text; None: no bills.
+        gpu_price: dollars an hour by device, or their text, such as `h100=2.5`, in place of
+            those of `gpu_cost.PRICES`.
         plugins: the plugins by which names are resolved; None: those installed.
         progress: shows the bytes of the trace that are checked, then the requests that have
             been run again; None: no progress.
@@ -285,6 +289,7 @@ def whatif(
         TraceError: the trace is damaged, or cut.
     """
     changes = _changes(options)
+    prices = read_gpu_prices(gpu_price) if isinstance(gpu_price, str) else gpu_price or {}
     workload = TraceWorkload(file)
     header = workload.header
     parts = _parts(workload, header, changes, plugins)
@@ -303,6 +308,10 @@ def whatif(
         shown = f"running {workload.name} again", len(recorded.log.ids)
         log = rerun.run(stack.enter_context(progress(*shown)))
     before, after = bills_of(workload, price, recorded.log, log)
+    was = RunSummary.of(
+        parts.recorded(), recorded.log, recorded.stats, recorded.evicted, timed=parts.timed
+    )
+    now = rerun.summary(log)
     return WhatIf(
         file=str(workload.file),
         header=header.as_dict(),
@@ -311,19 +320,21 @@ def whatif(
         workload=workload.name,
         timed=parts.timed,
         recorded=attrs.evolve(
-            RunSummary.of(
-                parts.recorded(),
-                recorded.log,
-                recorded.stats,
-                recorded.evicted,
-                timed=parts.timed,
-            ),
+            was,
             bill=before,
+            cost=_cost(was, recorded.log, prices),
             **_load(workload, changes.get("slo"), plugins, recorded.log),
         ),
-        rerun=attrs.evolve(rerun.summary(log), bill=after),
+        rerun=attrs.evolve(now, bill=after, cost=_cost(now, log, prices)),
         changes=list(changed_requests(recorded.log, log)),
     )
+
+
+def _cost(run: RunSummary, log: RunLog, prices: Mapping[str, float]) -> dict[str, Any] | None:
+    """Return the cost of a run; None without a device or a price, or with a planner."""
+    gpus = gpus_of_config(run.config)
+    cost = Cost.of_log(gpus, prices, log, run.simulated_s or 0.0) if gpus else None
+    return None if cost is None else cost.as_dict()
 
 
 def _load(

@@ -53,6 +53,7 @@ def main(folder, examples="500"):
         "-m",
         "pytest",
         "-q",
+        "-s",  # a sanitizer that ends the process has its say on stderr
         "-p",
         "no:cacheprovider",
         "-c",

@@ -7,8 +7,8 @@ from helpers.commands import run_here
 
 from kvcore import InputError, simulate, simulate_cluster
 from kvcore.models.catalogue import DEVICES
-from kvcore_lab.gpu_cost import PRICES, Cost, read_gpu_prices
 from kvcore_lab.router_comparison import compare_routers
+from kvcore_replay.gpu_cost import PRICES, Cost, read_gpu_prices
 
 ZIPF = "zipf:requests=60,prefixes=5,rate=20"
 

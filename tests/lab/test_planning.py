@@ -70,6 +70,29 @@ def test_an_slo_that_any_fleet_meets_has_no_limit():
     assert found.best.fleet == Fleet(replicas=1, devices=1, blocks=1)
 
 
+def test_a_fleet_whose_queue_grows_is_told():
+    """A short burst meets its SLO on a fleet that is no server for it; a plan says so."""
+    zipf = "zipf:requests=300,rate=300"
+    options = {"tensor_parallel": 1, "max_gpus": 1, "tier": "none", "policies": []}
+    found = plan(zipf, slo="ttft=30", **options)
+    served = found.best.served
+    assert served.attainment == 1.0
+    assert served.saturated
+    assert served.offered_load > 1
+    assert found.as_dict()["plans"][0]["saturation"]["why"] in " ".join(str(found).split())
+    assert str(found).startswith("SATURATED, 1 replica on 1 x h100, with ")
+    assert " s *" in str(found)
+
+
+def test_a_fleet_that_keeps_up_has_no_warning():
+    """A fleet whose queue does not grow has no warning, and no marked times."""
+    options = {"tensor_parallel": 1, "max_gpus": 1, "tier": "none", "policies": []}
+    found = plan("zipf:requests=300,rate=5", slo="ttft=0.3", **options)
+    assert not found.best.served.saturated
+    assert "SATURATED" not in str(found)
+    assert " s *" not in str(found)
+
+
 def test_a_plan_has_only_degrees_that_engines_run(served):
     """Degrees that do not divide the heads are left out with a note, and no plan has them."""
     options = {"model": "phi-4", "latency": "roofline", "max_gpus": 8, "slo": "ttft=0.5"}

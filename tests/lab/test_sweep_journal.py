@@ -151,3 +151,17 @@ def test_a_journal_in_a_missing_directory_is_refused(tmp_path):
     """A journal in a missing directory raises InputError that names its path."""
     with pytest.raises(InputError, match="nowhere/j: cannot be written"):
         read(tmp_path / "nowhere" / "j")
+
+
+def test_a_journal_works_where_files_have_no_locks(tmp_path):
+    """Without `fcntl`, as on Windows, a journal is written and read all the same."""
+    code = (
+        "import importlib, sys, kvcore_lab.sweep.journal as module\n"
+        "sys.platform = 'win32'; sys.modules['fcntl'] = None; del module.fcntl\n"
+        "Journal = importlib.reload(module).Journal\n"
+        "with Journal(sys.argv[1]) as journal: journal.add('00', {}, {'a': 1}, 0.0)\n"
+        "with Journal(sys.argv[1]) as journal: print(journal.results)\n"
+    )
+    command = [sys.executable, "-c", code, tmp_path / "journal.jsonl"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "{'00': {'a': 1}}\n", done.stderr

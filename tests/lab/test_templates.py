@@ -94,3 +94,10 @@ def test_a_class_does_not_hide_the_one_that_it_derives_from():
         compile(source, name, "exec")
         assert "Tier(Tier)" not in source
         assert "ScoreEviction(ScoreEviction)" not in source
+
+
+def test_the_help_names_every_kind():
+    """`kvcore new --help` has the name of each kind of plugin."""
+    text = " ".join(run_here("new", "--help").stdout.split())
+    named = text.partition("KIND is ")[2].partition(".")[0]
+    assert set(named.replace(" or", ",").split(", ")) == KITS.keys()

@@ -299,3 +299,9 @@ def test_find_capacity_refuses_a_drafter():
     """`find_capacity` refuses a drafter, because runs with drafts go step by step."""
     with pytest.raises(InputError, match="leave it out"):
         find_capacity(ZIPF, drafter="acceptance:accept=0.5")
+
+
+def test_the_error_for_a_name_that_is_none_has_one_that_is_like_it():
+    """A verb whose call has a longer name is not found without that name."""
+    with pytest.raises(AttributeError, match="did you mean compare_routers"):
+        kvcore.routers  # noqa: B018 - it raises

@@ -1,5 +1,7 @@
 """What-if: another model, device, number of GPUs or memory."""
 
+import re
+
 import pytest
 from helpers.recordings import PLUGINS, timed, untimed
 from helpers.serving import ask
@@ -47,6 +49,32 @@ def test_weights_keep_their_number_format(tmp_path):
     whatif(tmp_path / "trace.jsonl", device="b200", export=tmp_path / "new.jsonl")
     simulate(ZIPF, weights_dtype="fp8", device="b200", trace=tmp_path / "fresh.jsonl")
     assert (tmp_path / "new.jsonl").read_bytes() == (tmp_path / "fresh.jsonl").read_bytes()
+
+
+def test_both_runs_have_the_cost_of_their_gpus(path):
+    """A day on two GPUs at 3 dollars an hour costs 144, beside 192 on four at 2."""
+    found = whatif(path, device="b200", tensor_parallel=2, gpu_price="h100=2,b200=3")
+    days = [run.cost["usd_per_day"] for run in (found.recorded, found.rerun)]
+    assert days == [192, 144]
+    for run in (found.recorded, found.rerun):
+        day_tokens = run.throughput_tokens_s * 86400 / 1e6
+        a_million = run.cost["usd_per_million_output_tokens"]
+        assert a_million == pytest.approx(run.cost["usd_per_day"] / day_tokens)
+    text = str(found)
+    assert re.search(r"cost a day, \$ +192\.00 +144\.00 +-25\.0%", text)
+    assert "GPUs: h100 at $2.00 an hour, given; b200 at $3.00 an hour, given." in text
+
+
+def test_costs_of_clusters_are_those_of_all_replicas(path):
+    """Three replicas cost three times as much; without a price there is no cost."""
+    found = whatif(path, replicas=3, gpu_price={"h100": 1})
+    assert (found.recorded.cost["usd_per_hour"], found.rerun.cost["usd_per_hour"]) == (4, 12)
+    several = [{"count": 2, "tensor_parallel": 2}, {"device": "b200", "tensor_parallel": 1}]
+    found = whatif(path, replicas=several, gpu_price={"h100": 1, "b200": 3})
+    assert found.rerun.cost["usd_per_hour"] == 2 * 2 + 3
+    found = whatif(path, device="memory=141GB,bandwidth=4.8TB,flops=989T")
+    assert found.rerun.cost is None
+    assert "cost a day, $" in str(found)
 
 
 def test_a_pool_of_a_size_that_was_given_keeps_its_blocks(tmp_path):

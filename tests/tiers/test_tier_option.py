@@ -191,6 +191,6 @@ def test_kvcore_compare_prints_the_hits_of_pool_and_tiers():
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"^lru \+ tiers +[0-9.]+% \([0-9]+%\)$", done.stdout, re.MULTILINE)
     assert re.search(r"^optimum \+ tiers +[0-9.]+%$", done.stdout, re.MULTILINE)
-    assert "tier host:memory=1073741824" in done.stdout.replace("\n", " ")
+    assert "tier host:memory=1GiB" in done.stdout.replace("\n", " ")
     (row,) = json.loads(run_here(*command, "--eviction", "lru", "--json").stdout)["rows"]
     assert row["reused_blocks"] == row["hit_blocks"] + row["tiers"][0]["hit_blocks"]

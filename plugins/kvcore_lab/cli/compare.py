@@ -39,6 +39,7 @@ from kvcore_lab.cli.lab_options import (
     plan_groups,
     policies_option,
     print_report,
+    tell_model,
     tokens_of,
 )
 from kvcore_lab.cli.metrics import metrics_file, prometheus_option
@@ -220,6 +221,7 @@ def compare(workload: str | None, **given: Any) -> None:
     elif prometheus != STDOUT:
         print_report(report.sections, given["markup"], compact=True)
     print_notes(source)
+    tell_model(source, spec.name)
 
 
 def _document(comparison: Comparison) -> dict[str, Any]:

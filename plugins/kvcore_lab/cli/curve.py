@@ -36,6 +36,7 @@ from kvcore_lab.cli.lab_options import (
     plan_groups,
     policies_option,
     print_report,
+    tell_model,
     tokens_of,
 )
 from kvcore_lab.curves.mrc import POINTS
@@ -158,6 +159,7 @@ def curve(workload: str | None, **given: Any) -> None:
     elif out is None:
         print_report(report.sections, given["markup"], compact=given["tier"] is None)
     print_notes(source)
+    tell_model(source, spec.name)
 
 
 def _one_tier(given: Sequence[str]) -> Spec | None:

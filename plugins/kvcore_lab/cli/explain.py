@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -23,13 +23,19 @@ from kvcore.cli.verb import Count, complete_workload, flag_of, plugin_completion
 from kvcore.config import find_workload
 from kvcore.errors import InputError
 from kvcore.files import input_path
+from kvcore.models.catalogue import find_device, find_model
+from kvcore.models.cost import PrefillCost
 from kvcore.plugins.manager import Plugins
-from kvcore.workloads import part_of
+from kvcore.workloads import Workload, part_of
 from kvcore.workloads.files import first_json
+from kvcore_lab.cli.compare import DEVICE, MODEL
+from kvcore_lab.cli.lab_options import known_model
 from kvcore_lab.comparison import SHARING, compare
+from kvcore_plugins.workload._tables import row_ids
+from kvcore_plugins.workload.rows import FileWorkload
 from kvcore_replay.cli.trace_options import price_option, replica_option
 from kvcore_replay.misses.explain import explain as explain_trace
-from kvcore_replay.misses.reasons import Explanation
+from kvcore_replay.misses.reasons import Explanation, Id
 from kvcore_replay.report.misses import RequestReport, SummaryReport
 
 if TYPE_CHECKING:
@@ -37,6 +43,9 @@ if TYPE_CHECKING:
 
 EVICTION = "lru"
 ACCOUNTING = "keys"
+
+SHOWN = 3
+"""The most ids that an error names, beside the last."""
 
 
 @verb(
@@ -98,7 +107,8 @@ def explain(
     SOURCE is a trace, as --trace of compare, simulate and run writes it, or the directory that
     --out of simulate or run wrote, or a workload as for compare (by default the trace that
     comes with kvcore), which is then replayed in --blocks blocks, one request after another.
-    An unfinished trace is explained up to its cut.
+    An unfinished trace is explained up to its cut. REQUEST is an id of kvcore, mostly the row
+    from 0; of a log also an id that its row has, in any field whose name ends in "id".
 
     With --price, SOURCE is a workload, such as the log of a chat API; the command explains why
     the API did not read more from its own cache: lapsed TTLs, edited prompts, evictions.
@@ -112,6 +122,7 @@ def explain(
     plugins = Plugins()
     source = trace_in(source)
     is_trace = price is None and _is_trace(source, plugins)
+    workload: Workload | None = None
     if replica is not None and not is_trace:
         msg = f"{source} is a workload, which has no replicas: leave --replica out"
         raise InputError(msg)
@@ -124,12 +135,48 @@ def explain(
         with reading("explaining", path) as tick:
             explanation = explain_trace(path, replica=replica, tick=tick)
     else:
-        explanation = _replayed(source, plugins, given)
+        workload = find_workload(source, plugins, given["seed"])
+        explanation = _replayed(workload, source, plugins, given)
     if summary:
         _summary(explanation, top, as_json=as_json)
     else:
         assert request is not None
+        request = _named(request, explanation.requests, workload)
         _request(explanation, request, as_json=as_json)
+
+
+def _named(request: str, ids: Iterable[Id], source: Workload | None) -> str:
+    """Return the id of the request that has the id `request`, or has it in its log.
+
+    Raises:
+        InputError: it is that of several, or of none.
+    """
+    names = [str(name) for name in ids]
+    if request in names or not isinstance(source, FileWorkload):
+        return request
+    rows, some = set[str](), dict[str, str]()
+    for row, own in row_ids(source):
+        some = some or own
+        if request in own.values():
+            rows.add(str(row))
+    parts = [(name, *name.partition("/")[::2]) for name in names]
+    matches = [name for name, row, turn in parts if row in rows or (turn and row == request)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        why = f"{len(matches)} requests have this id: give one of {', '.join(matches[:SHOWN])}"
+    elif rows:
+        why = (
+            f"row {', '.join(sorted(rows))} of {source.path}, from 0, was left out, or is not "
+            "within --limit and --window"
+        )
+    else:
+        examples = [f"{field} such as {name}" for field, name in some.items()]
+        few = names if len(names) <= SHOWN else [*names[:SHOWN], "...", names[-1]]
+        shown = "; or ".join([", ".join(few), *examples])
+        why = f"{source.path} has none. Its {len(names):,} ids: {shown}"
+    msg = f"request {request!r}: {why}"
+    raise InputError(msg)
 
 
 def _request(explanation: Explanation, request: str, *, as_json: bool) -> None:
@@ -166,12 +213,14 @@ def _billed(
         options = ", ".join(map(flag_of, needless))
         msg = f"--price explains the cache of an API, which has no {options}: leave it out"
         raise InputError(msg)
-    workload = part_of(
-        find_workload(source, plugins, given["seed"]), given["limit"], given["window"]
-    )
+    whole = find_workload(source, plugins, given["seed"])
+    workload = part_of(whole, given["limit"], given["window"])
     with progress(f"explaining {workload.name}", workload.size) as tick:
         found = explain_prompts(workload, price, source=workload.name, tick=tick)
-    chosen = None if request is None else found.of(request)
+    chosen = None
+    if request is not None:
+        ids = [prompt.request for prompt in found.prompts]
+        chosen = found.of(_named(request, ids, whole))
     if as_json:
         emit_json(found.as_dict() | ({} if chosen is None else chosen.as_dict()))
     else:
@@ -203,14 +252,17 @@ def _refuse(source: str, given: Mapping[str, object]) -> None:
         raise InputError(msg)
 
 
-def _replayed(source: str, plugins: Plugins, given: Mapping[str, Any]) -> Explanation:
+def _replayed(
+    whole: Workload, source: str, plugins: Plugins, given: Mapping[str, Any]
+) -> Explanation:
     """Replay a workload into a temporary trace, and explain that."""
-    found = find_workload(source, plugins, given["seed"])
-    workload = part_of(found, given["limit"], given["window"])
+    workload = part_of(whole, given["limit"], given["window"])
     if given["blocks"] is None:
         msg = f"{source} is a workload: say how large the pool is, such as --blocks 1000"
         msg += ", or what an API charges, such as --price openai"
         raise InputError(msg)
+    # The seconds are those of the model in the log, if the catalogue has it.
+    model = find_model(known_model(workload) or MODEL)
     with TemporaryDirectory(prefix="kvcore-") as folder:
         trace = Path(folder) / "trace.jsonl"
         compare(
@@ -220,6 +272,7 @@ def _replayed(source: str, plugins: Plugins, given: Mapping[str, Any]) -> Explan
             block_size=given["block_size"],
             accounting=given["accounting"] or ACCOUNTING,
             prefix=given["prefix"] or SHARING,
+            recompute=PrefillCost.of(model, find_device(DEVICE)),
             seed=given["seed"],
             trace=trace,
             plugins=plugins,

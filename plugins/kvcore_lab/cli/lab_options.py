@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 import kvcore
 from kvcore.cli.options import Command, all_of, shared
-from kvcore.cli.output import print_sections, print_table
+from kvcore.cli.output import print_sections
 from kvcore.cli.verb import Count, echo, option, plugin_completion
 from kvcore.errors import InputError
 from kvcore.files import STDIN, is_copy
 from kvcore.hookspecs import OUTPUT, POLICIES
+from kvcore.models.catalogue import MODELS
 from kvcore.models.memory import KVLayout, check_pool
 from kvcore.sections import Section
-from kvcore.units import format_dollars
 from kvcore.workloads import Workload
 
 if TYPE_CHECKING:
@@ -61,35 +63,6 @@ def plan_groups(layout: KVLayout, given: Mapping[str, Any]) -> GroupPlan | None:
     return None
 
 
-def _gpu_price(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
-    """Return the prices that `--gpu-price` gives; for `list` print those known, and exit."""
-    if value is None or ctx.resilient_parsing:
-        return {}
-    from kvcore_lab.gpu_cost import PRICES, read_gpu_prices  # noqa: PLC0415 - if any are given
-
-    if value == "list":
-        rows = [
-            (name, format_dollars(price.usd), price.source) for name, price in PRICES.items()
-        ]
-        print_table(("device", "USD an hour", "source"), rows, right=("USD an hour",))
-        ctx.exit()
-    try:
-        return read_gpu_prices(value)
-    except InputError as error:
-        raise click.BadParameter(str(error), ctx, param) from None
-
-
-gpu_price_option = option(
-    "--gpu-price",
-    heading=OUTPUT,
-    callback=_gpu_price,
-    is_eager=True,
-    metavar="PRICES",
-    help="Dollars for an hour of a GPU, such as h100=2.5,b200=5, or 2.5 for every device.  "
-    "[default: those of a table, which `list` shows]",
-)
-"""The option of the prices by which a deployment is costed."""
-
 markup_options = all_of(
     option(
         "--markdown",
@@ -119,6 +92,32 @@ def print_report(
     from kvcore_lab.report.markup import MARKUPS  # noqa: PLC0415 - few reports
 
     echo(MARKUPS[markup](sections))
+
+
+def known_model(workload: Workload) -> str | None:
+    """Return the model of the catalogue that the file of `workload` names; None: none."""
+    name = (workload.served_model or "").rpartition("/")[2].lower().replace("_", "-")
+    name = re.sub(r"^meta-|-(instruct|chat|it|hf|base)(?=-|$).*", "", name)
+    return name if name in MODELS else None
+
+
+def tell_model(workload: Workload, model: str, option: str = "--model") -> None:
+    """Say on stderr that the file of `workload` names another model than the default `model`.
+
+    `option` is how another one is given.
+    """
+    chosen = click.get_current_context().get_parameter_source("model")
+    named = None if chosen not in (None, ParameterSource.DEFAULT) else workload.served_model
+    if named is None:
+        return
+    known = known_model(workload)
+    if model not in (named, known):
+        remedy = f"{known} takes it" if known else "takes a name, or the path of a config.json"
+        echo(
+            f"kvcore: {workload.name}: the file names the model {named}, and times and memory "
+            f"are those of {model}: {option} {remedy}",
+            err=True,
+        )
 
 
 executor_options = all_of(

@@ -29,7 +29,7 @@ def new(kind: str, name: str, folder: Path) -> None:
 
     The package has a module with the plugin, which works, its entry point, and a test that
     runs the conformance kit of kvcore. KIND is eviction, prefix, retention, scheduler, rules,
-    latency, backend, codec, tier, generator, workload, router or drafter.
+    checkpoint, latency, backend, codec, tier, generator, workload, router or drafter.
     """
     files = package_files(kind, name)
     if name in Plugins().names(kind):

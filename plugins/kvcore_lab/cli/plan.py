@@ -32,10 +32,10 @@ from kvcore.files import atomic_file, make_directory, refuse_overwrite
 from kvcore.hookspecs import OUTPUT
 from kvcore_lab.cli.lab_options import (
     executor_options,
-    gpu_price_option,
     markup_options,
     print_report,
     search_executor,
+    tell_model,
 )
 from kvcore_lab.plans.devices import devices_of, plan_devices
 from kvcore_lab.plans.planning import DEGREES, HOST, MOST_GPUS
@@ -43,6 +43,7 @@ from kvcore_lab.plans.planning import plan as make_plan
 from kvcore_lab.report.plan import DevicePlansReport, PlanReport
 from kvcore_lab.sweep import Journal
 from kvcore_replay.cli.plot_option import plot_file, plot_option
+from kvcore_replay.cli.trace_options import gpu_price_option
 
 NONE_FOUND = 1
 """The exit code if no fleet meets the SLO."""
@@ -175,7 +176,8 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
         emit_json(document)
     else:
         print_report(report.sections, given["markup"])
-    for note in found.notes:
+    for note in (*found.notes, *found.workload_notes):
         echo(f"kvcore: {note}", err=True)
+    tell_model(source, str(given["model"]))
     if found.best is None:
         ctx.exit(NONE_FOUND)

@@ -20,18 +20,19 @@ from kvcore.cli.options import (
     workload_argument,
 )
 from kvcore.cli.output import emit_json, json_option, progress
-from kvcore.cli.verb import option, plugin_completion, verb
+from kvcore.cli.verb import echo, option, plugin_completion, verb
 from kvcore_cluster.options import CLUSTER
 from kvcore_lab.cli.lab_options import (
     executor_options,
-    gpu_price_option,
     markup_options,
     print_report,
     search_executor,
+    tell_model,
 )
 from kvcore_lab.report.routers import RoutersReport
 from kvcore_lab.router_comparison import compare_routers
 from kvcore_replay.cli.plot_option import plot_file, plot_option
+from kvcore_replay.cli.trace_options import gpu_price_option
 
 
 @verb(
@@ -92,3 +93,6 @@ def routers(ctx: click.Context, /, **given: Any) -> None:
         emit_json(report.document())
     else:
         print_report(report.sections, given["markup"])
+    for note in found.notes:
+        echo(f"kvcore: {note}", err=True)
+    tell_model(source, found.config["model"])

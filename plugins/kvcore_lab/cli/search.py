@@ -14,8 +14,9 @@ from kvcore.serving.load import finished_work
 from kvcore.serving.stats import RunLog
 from kvcore.units import NS_PER_S, format_number
 from kvcore.workloads import Workload
-from kvcore_lab.gpu_cost import Cost, gpus_of
+from kvcore_lab.cli.lab_options import tell_model
 from kvcore_plugins.workload.turns import overlapping
+from kvcore_replay.gpu_cost import Cost, gpus_of
 
 search_option = option(
     "--search/--no-search",
@@ -57,14 +58,14 @@ def _searched(parts: RunParts, result: Any) -> Ran:
 
 def ran_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran:
     """Return cost and search for a simulation, and paged memory beside contiguous memory."""
+    tell_model(parts.workload, parts.model.name)
     ran = search_of(parts, result, given) or Ran()
     if not parts.traced:
         return ran._replace(fields=paged_fields(parts, residency=given["residency"]))
     seconds = result.simulated_s
     gpus = gpus_of(parts, seconds, getattr(result, "replica_s", None))
     rates = Rates.of(result, sum(gpus.values()))
-    tokens_s = rates.total_token_throughput if seconds else None
-    cost = Cost.of(gpus, given["gpu_price"], result.throughput_tokens_s, tokens_s)
+    cost = Cost.of_log(gpus, given["gpu_price"], result.log, seconds)
     sections = [str(rates)] if cost is None else [f"{rates}\n{cost}"]
     fields: dict[str, Any] = {"rates": rates._asdict()}
     fields["cost"] = None if cost is None else cost.as_dict()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import click
@@ -15,15 +16,17 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.cli.verb import echo, verb
+from kvcore.config.options import option_default
 from kvcore.errors import InputError, PluginError
 from kvcore.files import make_directory, refuse_overwrite
 from kvcore.plugins.manager import Plugins
 from kvcore.report.tables import counted
+from kvcore.workloads import Workload
 from kvcore_lab.cli.lab_options import (
     executor_options,
-    gpu_price_option,
     markup_options,
     print_report,
+    tell_model,
 )
 from kvcore_lab.report.sweep import (
     WRITERS,
@@ -37,6 +40,7 @@ from kvcore_lab.sweep import Grid, Journal, Plan, Sweep, executor_named
 from kvcore_lab.sweep import sweep as run_sweep
 from kvcore_lab.sweep.grid import SweepFile
 from kvcore_replay.cli.plot_option import plot_file, plot_option
+from kvcore_replay.cli.trace_options import gpu_price_option
 
 JOURNAL = "journal.jsonl"
 """The name of the journal in a directory."""
@@ -127,6 +131,7 @@ def sweep(
         *sections, setup = SweepReport(result, intervals=intervals).sections
         places = f"All rows: {', '.join(map(str, tables))}."
         print_report([*sections, f"{setup}\n{places}"], markup)
+    _print_notes(result)
     if result.failed:
         _report_failures(result)
         ctx.exit(FAILED)
@@ -157,11 +162,23 @@ def _places(out: Path) -> tuple[Path, list[Path]]:
 
 def _refuse_overwrite(grid: Grid, written: list[Path]) -> None:
     """Refuse to write over files that the workloads read."""
-    plugins = Plugins()
-    for spec in grid.axes.get("workload", ()):
-        workload = plugins.build("workload", spec)
+    for workload in _workloads(grid):
         for path in written:
             refuse_overwrite(path, workload.options().values())
+
+
+def _workloads(grid: Grid) -> Iterator[Workload]:
+    """Yield the workloads that the grid names."""
+    return map(partial(Plugins().build, "workload"), grid.axes.get("workload", ()))
+
+
+def _print_notes(result: Sweep) -> None:
+    """Print on stderr what the workloads say of their requests and their models."""
+    for note in result.notes:
+        echo(f"kvcore: {note}", err=True)
+    if "model" not in result.grid.axes:
+        for workload in _workloads(result.grid):
+            tell_model(workload, str(option_default("model")), "model =")
 
 
 def _report_failures(result: Sweep) -> None:

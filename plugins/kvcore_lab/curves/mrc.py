@@ -96,6 +96,7 @@ class Curves(Shown):
         distinct_blocks: the footprint: the blocks that a cache which never evicts holds in the
             end.
         hit_blocks: the blocks that this cache hits: the bound for all sizes.
+        answers_left_out: as in `Infinite`.
         curves: one per policy, in the order of the arguments.
     """
 
@@ -106,6 +107,7 @@ class Curves(Shown):
     distinct_blocks: int
     hit_blocks: int
     curves: list[Curve]
+    answers_left_out: int = 0
 
     def ratio(self, hit_blocks: int) -> float | None:
         """Return hits as a share of the blocks looked up; None if no block was looked up."""
@@ -218,6 +220,7 @@ class _CurveMaker:
     progress: Progress
     jobs: int
     requests: int = attrs.field(init=False, default=0)
+    answers: int = attrs.field(init=False, default=0)
     kept: list[Request] = attrs.field(init=False, factory=list)
 
     def curves(
@@ -255,6 +258,7 @@ class _CurveMaker:
             distinct_blocks=distinct,
             hit_blocks=hits,
             curves=[known or next(replayed) for known in exact],
+            answers_left_out=self.answers if geometry.accounting == "keys" else 0,
         )
 
     def _in_one_pass(self, policy: Candidate) -> bool:
@@ -325,7 +329,13 @@ class _CurveMaker:
                 self.requests += done
                 tick(done)
 
-            yield ticked(keeping(check_keys(workload), self.kept), count)
+            yield ticked(self._counted(keeping(check_keys(workload), self.kept)), count)
+
+    def _counted(self, requests: Iterable[Request]) -> Iterator[Request]:
+        """Yield `requests`, and count those whose answers have keys."""
+        for request in requests:
+            self.answers += bool(request.output_keys)
+            yield request
 
 
 def compiled_reuse() -> type[Reuse]:

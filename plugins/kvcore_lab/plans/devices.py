@@ -28,6 +28,11 @@ class DevicePlans(Shown):
     notes: list[str]
 
     @property
+    def workload_notes(self) -> list[str]:
+        """Remarks of the workload about its requests."""
+        return [*dict.fromkeys(note for plan in self.plans for note in plan.workload_notes)]
+
+    @property
     def fleets(self) -> list[dict[str, Any]]:
         """The fleets of all devices that meet the SLO, the cheapest first.
 
@@ -36,7 +41,7 @@ class DevicePlans(Shown):
         """
         fleets = [
             {"device": each.setup["device"]}
-            | {name: value for name, value in fleet.items() if not isinstance(value, dict)}
+            | {name: value for name, value in fleet.items() if name not in ("ttft_s", "tpot_s")}
             | {"ttft_p99_s": (fleet["ttft_s"] or {}).get("p99")}
             | {"tpot_p99_s": (fleet["tpot_s"] or {}).get("p99")}
             for each in self.plans
@@ -69,7 +74,11 @@ class DevicePlans(Shown):
         Raises:
             PluginError: polars is not installed.
         """
-        return data_frame(self.fleets, "`plans.fleets`")
+        rows = [
+            fleet | {"saturated": bool((fleet.pop("saturation") or {}).get("saturated"))}
+            for fleet in self.fleets
+        ]
+        return data_frame(rows, "`plans.fleets`", {"offered_load": "float"})
 
 
 def plan_devices(devices: Iterable[Any], workload: Any, **options: Any) -> DevicePlans:

@@ -17,7 +17,7 @@ from kvcore.plugins.options import Spec
 from kvcore.request import Request
 from kvcore.serving.latency import SimulatedExecutor
 from kvcore.serving.loop import ServingLoop
-from kvcore.serving.result import Outcome
+from kvcore.serving.result import Outcome, Result
 from kvcore.serving.speculation import SpeculativeSimulator
 from kvcore.serving.stats import MET, MISSED, UNJUDGED, RunLog
 from kvcore.workloads import Workload, check_keys
@@ -82,6 +82,8 @@ class Served:
             pool, and those loaded from tiers.
         busiest: share of the prompt tokens that the busiest replica received.
         throughput_tokens_s: tokens that all replicas generate a second; None: none.
+        offered_load, saturation: the load, and the queue, of the replica with the highest load
+            of those whose queue grows, or of all, from `Saturation.as_dict()`; None: unknown.
     """
 
     requests: int
@@ -96,11 +98,18 @@ class Served:
     loaded_tokens: int
     busiest: float
     throughput_tokens_s: float | None
+    offered_load: float | None = None
+    saturation: dict[str, Any] | None = None
 
     @property
     def attainment(self) -> float:
         """Share of the judged requests that met their SLO."""
         return self.met / self.judged
+
+    @property
+    def saturated(self) -> bool:
+        """Whether the queue of a replica grew until the last arrival."""
+        return self.saturation is not None and self.saturation["saturated"]
 
     @property
     def hit_ratio(self) -> float | None:
@@ -219,20 +228,26 @@ class FleetTask(Task):
         self.check(self.named(cell))
         traffic = known.kept(cell.parts, Traffic.of)
         left = len(traffic.requests) * (1 - Fraction(str(self.percentile)) / 100)
-        logs, complete = [], True
+        runs, complete = [], True
         for part in traffic.split(self.fleet.replicas):
-            log, complete = _served(cell.parts, part, self.fleet.grant, left)
-            logs.append(log)
-            left -= log.verdict.count(MISSED)
+            run, complete = _served(cell.parts, part, self.fleet.grant, left)
+            runs.append(run)
+            left -= run.log.verdict.count(MISSED)
             if not complete:
                 break
-        merged = RunLog(0)
+        logs, merged = [run.log for run in runs], RunLog(0)
         for log in logs:
             for name, column in merged.columns().items():
                 column.extend(log.columns()[name])
         outcome, verdicts = Outcome(merged), merged.verdict
         prompts = [sum(log.prompt) for log in logs]
         judged = len(verdicts) - verdicts.count(UNJUDGED)
+        queues = [(run.saturation, run.offered_load) for run in runs] if complete else []
+        saturation, load = max(
+            queues,
+            key=lambda queue: (queue[0] is not None and queue[0].saturated, queue[1] or 0),
+            default=(None, None),
+        )
         served = Served(
             requests=len(traffic.requests),
             complete=complete,
@@ -246,6 +261,8 @@ class FleetTask(Task):
             loaded_tokens=sum(sum(log.loaded) for log in logs),
             busiest=max(prompts, default=0) / (sum(prompts) or 1),
             throughput_tokens_s=outcome.throughput_tokens_s,
+            offered_load=load,
+            saturation=None if saturation is None else saturation.as_dict(),
         )
         return attrs.asdict(served)
 
@@ -266,8 +283,8 @@ def _resized(tiers: Any, host_bytes: int) -> tuple[Any, ...]:
 
 def _served(
     parts: RunParts, requests: list[Request], grant: Grant, most_missed: Fraction
-) -> tuple[RunLog, bool]:
-    """Simulate one replica; return its log, and whether all its requests were served."""
+) -> tuple[Result, bool]:
+    """Simulate one replica; return its result, and whether all its requests were served."""
     config = parts.config
     if grant == "foresight":
         config = config.changed(eviction=Foresight(requests, parts.geometry))
@@ -288,7 +305,7 @@ def _served(
         executor = SpeculativeSimulator(latency, parts.built("drafter"))
     loop = loop_of(_Judge(most_missed), parts, requests, cache, executor)
     complete = run_until_decided(loop)
-    return loop.log, complete
+    return Result(loop.log, cache, parts.batching, latency, None), complete
 
 
 class _Judge(EarlyEnd):

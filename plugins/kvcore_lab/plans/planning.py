@@ -33,14 +33,14 @@ from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, Tick, silent, unseen
 from kvcore.request import SLO
 from kvcore.workloads import given_workload
-from kvcore_lab.gpu_cost import COLUMNS as COSTS
-from kvcore_lab.gpu_cost import Cost
 from kvcore_lab.plans.fleet import GRANTS, Fleet, FleetTask, Served
 from kvcore_lab.plans.start import start_command
 from kvcore_lab.sweep.cells import CellRun, Outcome, WorkloadCache
 from kvcore_lab.sweep.executors import Executor, ThisProcess, known_to
 from kvcore_lab.sweep.grid import CLUSTER, Grid
 from kvcore_lab.sweep.journal import Journal
+from kvcore_replay.gpu_cost import COLUMNS as COSTS
+from kvcore_replay.gpu_cost import Cost
 
 T = TypeVar("T")
 
@@ -124,6 +124,7 @@ class FleetPlan(Shown):
             misses it.
         simulations: number of fleets that were simulated or found in the journal.
         notes: GPUs and policies that were left out, with the reason.
+        workload_notes: what the workload says of its requests, if it was read for this plan.
         gpu_price: dollars an hour by device, in place of those of `gpu_cost.PRICES`.
     """
 
@@ -136,6 +137,7 @@ class FleetPlan(Shown):
     limit: Limit
     simulations: int
     notes: list[str]
+    workload_notes: Sequence[str] = ()
     gpu_price: Mapping[str, float] = attrs.field(factory=dict)
 
     @property
@@ -212,6 +214,7 @@ class FleetPlan(Shown):
                 "ttft_s_p99": (option.served.ttft_s or {}).get("p99"),
                 "tpot_s_p99": (option.served.tpot_s or {}).get("p99"),
                 "busiest": option.served.busiest,
+                "saturated": option.served.saturated,
                 **self._costs(option),
             }
             for option in self.options
@@ -315,6 +318,7 @@ class _Planner:
         served: the outcome of each fleet that was simulated.
         failed: why a fleet with another policy could not be simulated.
         notes: GPUs and policies that were left out, with the reason.
+        told: what the workload says of its requests, in the order in which it was told.
         left: simulations that progress still expects.
     """
 
@@ -332,6 +336,7 @@ class _Planner:
     served: dict[Fleet, Served] = attrs.field(factory=dict)
     failed: dict[Fleet, str] = attrs.field(factory=dict)
     notes: list[str] = attrs.field(factory=list)
+    told: dict[str, None] = attrs.field(factory=dict)
     tick: Tick = unseen
     left: int = 0
 
@@ -392,6 +397,7 @@ class _Planner:
             limit=limit,
             simulations=len(self.served),
             notes=self.notes,
+            workload_notes=[*self.told],
         )
 
     def _phases(
@@ -646,6 +652,7 @@ class _Planner:
         if self.journal is not None:
             row = attrs.asdict(fleet)
             self.journal.add(outcome.digest, row, outcome.result, outcome.wall_s)
+        self.told |= dict.fromkeys(outcome.notes)
         self._record(fleet, outcome.result)
 
     def _together(self, searches: list[Search[T]]) -> Phases[list[T]]:

@@ -19,6 +19,7 @@ from kvcore_lab.comparison import SHARING, Comparison, Infinite, Row
 from kvcore_lab.report.policies import (
     block_bytes,
     enumerated,
+    left_out,
     looked_up,
     named,
     option_texts,
@@ -198,7 +199,8 @@ class ComparisonReport:
         lines = (
             f"infinite: a cache that never evicts ({blocks} in the end)."
             # What windows and states keep depends on what hits.
-            + ("" if self.grouped and self._unit == "block" else " No pool hits more."),
+            + ("" if self.grouped and self._unit == "block" else " No pool hits more.")
+            + left_out(infinite.answers_left_out),
             self._bound(),
             self._tiers(),
             self._most_hits(),
@@ -256,10 +258,13 @@ class ComparisonReport:
         )
 
     def _nothing(self) -> str:
-        keys = "The requests have no keys"
         if self.comparison.accounting != "keys":
-            keys += ", or none that fills a block"
-        return f"{keys}: there is nothing to look up."
+            why = "The requests have no keys, or none that fills a block"
+            return f"{why}: there is nothing to look up."
+        return (
+            "The requests have no keys: there is nothing to look up. Lengths do not tell what "
+            "prompts share; texts, token ids and hashes of blocks do."
+        )
 
     def _size(self, blocks: int) -> str:
         return f"{blocks:,}" if self.memory is None else self.memory[blocks]

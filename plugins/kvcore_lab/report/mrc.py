@@ -17,6 +17,7 @@ from kvcore_lab.comparison import SHARING
 from kvcore_lab.curves.mrc import Curve, Curves
 from kvcore_lab.report.policies import (
     block_bytes,
+    left_out,
     looked_up,
     memory_fields,
     named,
@@ -111,7 +112,7 @@ class CurvesReport:
         text = (
             f"A cache that never evicts holds {counted(curves.distinct_blocks, 'block')} in "
             f"the end and hits {curves.ratio(curves.hit_blocks):.1%}."
-        )
+        ) + left_out(curves.answers_left_out)
         if self.layout is not None:
             text += f"\n{block_bytes(self.layout, self.groups)}"
         return text
@@ -152,6 +153,7 @@ class CurvesReport:
                 "distinct_blocks": curves.distinct_blocks,
                 "hit_blocks": curves.hit_blocks,
                 "hit_ratio": curves.ratio(curves.hit_blocks),
+                "answers_left_out": curves.answers_left_out,
             },
             "curves": [
                 {

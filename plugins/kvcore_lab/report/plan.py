@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from kvcore.plugins.options import as_text
+from kvcore.report.simulation import overload
 from kvcore.report.tables import NONE, cell, counted, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import version
@@ -42,6 +43,7 @@ class PlanReport:
         """The whole report on the plan."""
         chart = [self.chart()] if self.plan["plans"] else []
         return [
+            saturated(self.plan["plans"], self.plan["setup"]),
             self.headline,
             self.table,
             *chart,
@@ -152,7 +154,8 @@ class DevicePlansReport:
     def sections(self) -> list[Section]:
         """The whole report on the plans."""
         fleets = self.plans["fleets"]
-        return [self.headline, self.table, start_lines(fleets), self.reading]
+        warning = saturated(fleets, self.plans["plans"][0]["setup"])
+        return [warning, self.headline, self.table, start_lines(fleets), self.reading]
 
     @property
     def headline(self) -> str:
@@ -178,7 +181,7 @@ class DevicePlansReport:
                 *_sizes(fleet),
                 *cost_cells(fleet, COSTS),
                 cell(fleet["throughput_tokens_s"], format_number),
-                *(cell(fleet[f"{name}_p99_s"], format_seconds) for name in ("ttft", "tpot")),
+                *(_time(fleet[f"{name}_p99_s"], fleet) for name in ("ttft", "tpot")),
                 {True: "*", False: "", None: NONE}[fleet["pareto"]],
             ]
             for fleet in self.plans["fleets"]
@@ -226,6 +229,32 @@ def cost_cells(fleet: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     return [cell(fleet[name], format_dollars) for name in names]
 
 
+def saturated(fleets: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
+    """Return a warning if the queue of fleets grows: the figures of the first one of them."""
+    growing = [fleet for fleet in fleets if _grows(fleet)]
+    if not growing:
+        return ""
+    first, device = growing[0], growing[0].get("device", setup["device"])
+    able = f"{first['tensor_parallel']} x {device}"
+    if first["replicas"] > 1:
+        able = f"one of {first['replicas']} replicas of {able}"
+    times = "times of every fleet"
+    if len(growing) < len(fleets):
+        times = f"times marked * ({len(growing)} of {counted(len(fleets), 'fleet')})"
+    text = overload(first["saturation"], first["offered_load"], first["slo_met"], able, times)
+    return f"SATURATED, {fleet_text(first, device)}: {setup['workload']} {text}"
+
+
+def _grows(fleet: Mapping[str, Any]) -> bool:
+    """Return True if the queue of a fleet grew until the last arrival."""
+    return bool((fleet.get("saturation") or {}).get("saturated"))
+
+
+def _time(seconds: float | None, fleet: Mapping[str, Any]) -> str:
+    """Return the cell of a time of a fleet, marked if its queue grows."""
+    return cell(seconds, format_seconds) + " *" * _grows(fleet)
+
+
 def start_lines(fleets: Sequence[Mapping[str, Any]]) -> str:
     """Return the commands that start a replica of each fleet, with the fleet in words."""
     lines = [
@@ -242,7 +271,7 @@ def _cells(fleet: Mapping[str, Any]) -> list[str]:
     return [
         *_sizes(fleet),
         share(fleet["slo_met"]),
-        *(cell(time["p99"] if time else None, format_seconds) for time in times),
+        *(_time(time["p99"] if time else None, fleet) for time in times),
         share(fleet["hit_ratio"]),
         share(fleet["busiest"]),
     ]

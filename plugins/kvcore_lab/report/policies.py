@@ -104,3 +104,13 @@ def option_texts(options: Mapping[str, Any]) -> Iterable[str]:
             yield f"{key}={value:.15g}"
         elif value is not None:
             yield f"{key}={as_text(value)}"
+
+
+def left_out(answers: int) -> str:
+    """Return a sentence, after a space, on answers that a replay by keys leaves out, if any."""
+    if not answers:
+        return ""
+    return (
+        f" It holds prompts alone: {counted(answers, 'answer')} with keys would be cached too "
+        "under a clock, and hit by what continues them. --accounting tokens counts them."
+    )

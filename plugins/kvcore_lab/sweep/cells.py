@@ -140,12 +140,14 @@ class Outcome:
         result: the columns of the result; None if the task failed.
         error: the reason of a failure.
         wall_s: seconds that the task took.
+        notes: what its workload says of the requests that were read, after its name.
     """
 
     digest: str
     result: dict[str, Any] | None
     error: str | None = None
     wall_s: float = 0.0
+    notes: Sequence[str] = ()
 
 
 class WorkloadCache:
@@ -190,6 +192,11 @@ class WorkloadCache:
         """
         with suppress(*FAILURES):
             cast("KeptWorkload", self.parts(cell).workload).hold()
+
+    def notes(self, cell: RunConfig) -> list[str]:
+        """Return the notes of the workload of a cell, each after its name."""
+        workload = self._workloads[_workload_key(cell)]
+        return [f"{workload.name}: {note}" for note in workload.notes]
 
     def digest(self, parts: RunParts) -> str:
         """Return the digest of a workload, which is computed once."""
@@ -425,7 +432,8 @@ class CellRunner:
             result = task.run(self._known)
         except FAILURES as error:  # It is reported, and the sweep fails in the end.
             return Outcome(task.digest, None, _reason(error))
-        return Outcome(task.digest, result, wall_s=round(perf_counter() - begin, 6))
+        wall_s, notes = round(perf_counter() - begin, 6), self._known.notes(task.cell)
+        return Outcome(task.digest, result, wall_s=wall_s, notes=notes)
 
 
 def _optimum(parts: RunParts) -> Belady:

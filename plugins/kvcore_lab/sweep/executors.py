@@ -18,8 +18,6 @@ from kvcore.errors import InputError, PluginError
 from kvcore.lazy import import_extra
 from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, silent
-from kvcore_lab.gpu_cost import COLUMNS as COSTS
-from kvcore_lab.gpu_cost import row_cost
 from kvcore_lab.sweep.cells import (
     CLUSTER_COLUMNS,
     HIDDEN,
@@ -36,6 +34,8 @@ from kvcore_lab.sweep.journal import Journal
 from kvcore_lab.workers import ATTEMPTS, WorkerDied, can_fork, queue_of, work_all
 from kvcore_plugins.host import cpus
 from kvcore_replay.belady import Belady
+from kvcore_replay.gpu_cost import COLUMNS as COSTS
+from kvcore_replay.gpu_cost import row_cost
 
 Row: TypeAlias = dict[str, Any]
 """A row of the results, by the names of its columns."""
@@ -305,6 +305,7 @@ class Sweep(Shown):
         ran: number of distinct cells that were run.
         shares: of each row, what parts of the requests add to its figures; None of a row that
             failed; empty: unknown.
+        notes: what the workloads of the cells that were run say of their requests.
     """
 
     grid: Grid
@@ -312,6 +313,7 @@ class Sweep(Shown):
     found: int
     ran: int
     shares: Sequence[Mapping[str, list[float] | None] | None] = ()
+    notes: Sequence[str] = ()
 
     @property
     def failed(self) -> list[Row]:
@@ -329,7 +331,7 @@ class Sweep(Shown):
 
 def sweep(
     plan: Plan,
-    journal: Journal,
+    journal: Journal | None = None,
     *,
     executor: Executor | None = None,
     progress: Progress | None = None,
@@ -343,7 +345,7 @@ def sweep(
 
     Args:
         plan: the cells.
-        journal: the finished cells; it is open.
+        journal: the finished cells; it is open. None: they are not kept.
         executor: runs the cells; None: `Processes()`.
         progress: shows the number of cells that have ended; None: no progress.
         gpu_price: dollars an hour by device, in place of those of `gpu_cost.PRICES`.
@@ -356,11 +358,12 @@ def sweep(
     columns = dict.fromkeys(RESULTS[plan.grid.mode])
     known = {
         digest: result
-        for digest, result in journal.results.items()
+        for digest, result in (journal.results if journal else {}).items()
         if result.keys() == columns.keys()
     }
     missing = {task.digest: task for task in plan.tasks if task.digest not in known}
     errors: dict[str, str] = {}
+    notes: dict[str, None] = {}
     with (
         (progress or silent)("sweeping", len(missing)) as tick,
         closing((executor or Processes()).run(missing.values())) as outcomes,
@@ -370,8 +373,10 @@ def sweep(
             if outcome.result is None:
                 errors[digest] = str(outcome.error)
             else:
-                journal.add(digest, axes[digest], outcome.result, outcome.wall_s)
+                if journal is not None:
+                    journal.add(digest, axes[digest], outcome.result, outcome.wall_s)
                 known[digest] = outcome.result
+            notes |= dict.fromkeys(outcome.notes)
             tick(1)
     hidden = {HIDDEN, *(() if plan.grid.axes.keys() & set(CLUSTER) else CLUSTER_COLUMNS)}
     shown = [name for name in columns if name not in hidden]
@@ -387,7 +392,7 @@ def sweep(
     for task, row in zip(plan.tasks, rows, strict=True):
         row["error"] = errors.get(task.digest)
     parts = [known.get(task.digest, columns)[HIDDEN] for task in plan.tasks]
-    return Sweep(plan.grid, rows, len(axes) - len(missing), len(missing), parts)
+    return Sweep(plan.grid, rows, len(axes) - len(missing), len(missing), parts, [*notes])
 
 
 def _add_shares(rows: list[Row]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
+import sys
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
@@ -12,6 +12,9 @@ import orjson
 
 from kvcore.errors import InputError
 from kvcore.files import storage_errors, unreadable_reason
+
+if sys.platform != "win32":
+    import fcntl
 
 SCHEMA = 2
 
@@ -27,8 +30,8 @@ class Journal:
     A line is written at once and synced, so that a killed sweep loses at most the cells that
     were running. A last line that is incomplete is cut off when the journal is opened. Each
     line ends with a digest of itself; a line whose digest is wrong is skipped, so that its cell
-    is run again. A kernel lock allows one sweep at a time; it ends with its process, so that no
-    stale lock remains. Use it as a context manager.
+    is run again. A kernel lock allows one sweep at a time (not on Windows, which has none); it
+    ends with its process, so that no stale lock remains. Use it as a context manager.
 
     Attributes:
         path: the file; it is created if it does not exist.
@@ -50,7 +53,8 @@ class Journal:
     def __enter__(self) -> Self:
         """Lock the file, read it, and write the id of this process into it."""
         try:
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+            self._file = os.open(self.path, flags, 0o666)
         except OSError as error:
             msg = f"{self.path}: cannot be written: {unreadable_reason(self.path, error)}"
             raise InputError(msg) from error
@@ -83,6 +87,8 @@ class Journal:
             os.fsync(self._file)
 
     def _lock(self) -> None:
+        if sys.platform == "win32":  # no locks: two sweeps must not share a journal there
+            return
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -24,6 +24,7 @@ class ChatFile(TimedFile):
     """A file of prompts and chats, and how it is to be read: the options of `Chat`."""
 
     later_options = _LATER
+    by_line = True
 
     tokenizer: Path | None = attrs.field(default=None, converter=optional(as_path))
     tokens: str = attrs.field(default="words", validator=in_(("words", "bytes")))

@@ -465,6 +465,18 @@ class Reading:
 _LIKELY = re.compile(r"time|date|stamp|created|_at$|(^|_)ts$", re.IGNORECASE)
 
 
+def models_in_head(chat: ChatFile) -> list[str]:
+    """Return the models that the first rows of a file name."""
+    head = islice(exchanges(chat, LeftOut(strict=False), chat.field_names), HEAD)
+    named = (
+        holder.fields["model"]
+        for row, body, response in head
+        for holder in (body, response, row)
+        if type(holder.fields.get("model")) is str
+    )
+    return list(named)
+
+
 def exchanges(
     chat: ChatFile, left_out: LeftOut, names: Mapping[str, str]
 ) -> Iterator[Exchange]:

@@ -14,7 +14,7 @@ import attrs
 
 from kvcore import InputError
 from kvcore.workloads import lines
-from kvcore_plugins.workload.rows import Row, parse_row
+from kvcore_plugins.workload.rows import FileWorkload, Row, parse_row
 from kvcore_plugins.workload.times import HEAD, find_times
 
 COLUMNAR = ("input_lens", "output_lens")
@@ -96,6 +96,33 @@ def read_table(path: Path) -> Table:
     return Table(
         number, names, lambda _: chain(head, rows), is_flat, objects=True, in_memory=in_memory
     )
+
+
+def row_ids(workload: FileWorkload) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the numbers of the rows of a file, each with its ids: fields that end in `id`."""
+    if workload.by_line:
+        rows = _readable(workload.path)
+    else:
+        table = read_table(workload.path)
+        rows = table.rows([name for name in table.names if _is_id(name)])
+    for index, row in enumerate(rows):
+        known = ((name, value) for name, value in row.fields.items() if value is not None)
+        ids = {name: str(value) for name, value in known if _is_id(name)}
+        yield row.line - 1 if workload.by_line else index, ids
+
+
+def _is_id(name: str) -> bool:
+    return normal(name).endswith("id")
+
+
+def _readable(path: Path) -> Iterator[Row]:
+    """Yield the rows of JSON that can be read: chats leave out the others."""
+    for number, line in lines(path):
+        try:
+            fields = parse_row(path, number, line).fields
+        except InputError:
+            continue
+        yield Row(path, number, flat(fields))
 
 
 def _csv(path: Path, number: int, line: bytes, source: Iterator[tuple[int, bytes]]) -> Table:

@@ -126,6 +126,13 @@ class Chat(ChatFile):
         return file_digest(options.pop("path"), **options)
 
     @property
+    def served_model(self) -> str | None:
+        """The model that most of the first rows name."""
+        from kvcore_plugins.workload._chat_rows import models_in_head  # noqa: PLC0415 - as above
+
+        return max(names := models_in_head(self), key=names.count, default=None)
+
+    @property
     def notes(self) -> Sequence[str]:
         """Assumptions about the rows that were read last, and the rows that were left out."""
         return () if self._reading is None else self._reading.notes()

@@ -80,6 +80,13 @@ class Jsonl(FileWorkload):
             return next(requests).natural("key_tokens", 1)
 
     @property
+    def served_model(self) -> str | None:
+        """The model of a trace's header."""
+        with closing(self._rows()) as found:
+            model = next(found).fields.get("model")
+        return model.get("name") if type(model) is dict else None
+
+    @property
     def digest(self) -> str:
         """The digest of the file's bytes, and of `chain` if it is set."""
         names = ("chain", "turns")

@@ -81,6 +81,12 @@ class LMCache(FileWorkload):
         with closing(self._rows()) as found:
             return next(found).natural("chunk_size", 1)
 
+    @property
+    def served_model(self) -> str:
+        """The model of the first row."""
+        with closing(self._rows()) as found:
+            return next(found).text("model_name")
+
     def _rows(self) -> Generator[Row, None, None]:
         empty = True
         for row in rows(self.path):

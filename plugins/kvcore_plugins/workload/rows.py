@@ -9,7 +9,7 @@ from functools import partial
 from heapq import heappop, heappush, heapreplace
 from pathlib import Path
 from random import Random
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 import attrs
 import orjson
@@ -51,7 +51,10 @@ class FileWorkload(Workload):
 
     Attributes:
         path: path of the file.
+        by_line: whether ids are numbers of lines, from 0; else of rows, without blank lines.
     """
+
+    by_line: ClassVar[bool] = False
 
     path: Path = attrs.field(converter=as_path)
 

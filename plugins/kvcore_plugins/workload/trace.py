@@ -60,6 +60,12 @@ class Recording(Workload):
         return self._recorded.key_tokens
 
     @property
+    def served_model(self) -> str | None:
+        """The model of the recorded run."""
+        model = self._recorded.header.model
+        return model.get("name") if isinstance(model, dict) else None
+
+    @property
     def digest(self) -> str:
         """The digest of the recorded workload, or of the file. Reads the file."""
         if self.turns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from kvcore.config import RunParts
 from kvcore.config.options import option_named, option_names
 from kvcore.errors import InputError
 from kvcore.hookspecs import OUTPUT, Ran
+from kvcore.units import format_dollars
 
 
 def what_if_options(command: Command) -> Command:
@@ -60,21 +61,33 @@ PRICED = ("anthropic", "openai", "gemini", "deepseek", "xai")
 """Providers of `kvcore_replay.pricing`, which is imported with `--price` alone."""
 
 
+def _read_prices(
+    ctx: click.Context,
+    param: click.Parameter,
+    value: str,
+    read: Callable[[str], Any],
+    table: tuple[Sequence[str], Iterable[Sequence[str]], Sequence[str]],
+) -> Any:
+    """Return the prices that a text names; for `list` print a table of all, and exit."""
+    if value == "list":
+        headers, rows, right = table
+        print_table(headers, rows, right=right)
+        ctx.exit()
+    try:
+        return read(value)
+    except InputError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+
+
 def _price(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
-    """Return the prices that the text of `--price` names; for `list` print all, and exit."""
+    """Return the prices that the text of `--price` names."""
     if value is None or ctx.resilient_parsing:
         return None
     from kvcore_replay.pricing import PRICES, find_price  # noqa: PLC0415 - for prices alone
+    from kvcore_replay.report.billing import PRICE_HEADERS, price_rows  # noqa: PLC0415 - as above
 
-    if value == "list":
-        from kvcore_replay.report.billing import PRICE_HEADERS, price_rows  # noqa: PLC0415 - as above
-
-        print_table(PRICE_HEADERS, price_rows(PRICES.values()), right=PRICE_HEADERS[1:6])
-        ctx.exit()
-    try:
-        return find_price(value)
-    except InputError as error:
-        raise click.BadParameter(str(error), ctx, param) from None
+    table = PRICE_HEADERS, price_rows(PRICES.values()), PRICE_HEADERS[1:6]
+    return _read_prices(ctx, param, value, find_price, table)
 
 
 price_option = click.option(
@@ -87,6 +100,29 @@ price_option = click.option(
     "seconds, such as input=3.00,cached=0.30,write=3.75,write_1h=6.00,ttl=300.",
 )
 """The option that bills a workload by the prices of an API."""
+
+
+def _gpu_price(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
+    """Return the prices that the text of `--gpu-price` names."""
+    if value is None or ctx.resilient_parsing:
+        return {}
+    from kvcore_replay.gpu_cost import PRICES, read_gpu_prices  # noqa: PLC0415 - if any are given
+
+    rows = [(name, format_dollars(price.usd), price.source) for name, price in PRICES.items()]
+    table = ("device", "USD an hour", "source"), rows, ("USD an hour",)
+    return _read_prices(ctx, param, value, read_gpu_prices, table)
+
+
+gpu_price_option = option(
+    "--gpu-price",
+    heading=OUTPUT,
+    callback=_gpu_price,
+    is_eager=True,
+    metavar="PRICES",
+    help="Dollars for an hour of a GPU, such as h100=2.5,b200=5, or 2.5 for every device.  "
+    "[default: those of a table, which `list` shows]",
+)
+"""The option of the prices by which a deployment is costed."""
 
 
 def billed(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran:

@@ -17,7 +17,12 @@ from kvcore.cli.output import (
 )
 from kvcore.cli.verb import option, verb
 from kvcore.hookspecs import OUTPUT
-from kvcore_replay.cli.trace_options import price_option, refuse_recording, what_if_options
+from kvcore_replay.cli.trace_options import (
+    gpu_price_option,
+    price_option,
+    refuse_recording,
+    what_if_options,
+)
 
 
 @verb(
@@ -35,6 +40,7 @@ from kvcore_replay.cli.trace_options import price_option, refuse_recording, what
     help="JSONL file for the trace of the second run.",
 )
 @price_option
+@gpu_price_option
 @json_option
 def whatif(*, file: Path, as_json: bool, **changes: Any) -> None:
     """Run the requests of the trace FILE again, with other options, beside the recorded run.

@@ -607,4 +607,7 @@ class Explanation(Shown):
         if len(ids) > len(ids[:3]):
             some += f", ..., {ids[-1]}"
         near = "" if wanted.isdigit() else nearest(wanted, ids)  # No number is near another.
-        return f"{near}. Its {len(ids):,} ids: {some}"
+        rows, workload = "", self.header.get("workload") or {}
+        if ids[0].isdigit() and (log := workload.get("options", {}).get("path")):
+            rows = f"; rows of {log}, which `kvcore explain {log} ID --blocks N` takes ids of"
+        return f"{near}. Its {len(ids):,} ids: {some}{rows}"

@@ -22,7 +22,7 @@ from kvcore.report.tables import (
     slo_times,
 )
 from kvcore.sections import Chart, Panel, Section, Table
-from kvcore.units import BINARY, NS_PER_S, format_number, format_seconds
+from kvcore.units import NS_PER_S, format_dollars, format_number, format_seconds
 from kvcore_replay.recorded_run import RunSummary
 from kvcore_replay.what_if import Change, WhatIf
 
@@ -30,6 +30,12 @@ SAME, ABOUT = "=", "≈"
 
 MANY = 10
 """The factor above which a change is reported as a factor."""
+
+COSTS = (
+    ("usd_per_day", "cost a day, $"),
+    ("usd_per_million_output_tokens", "$ per million generated tokens"),
+    ("usd_per_million_tokens", "$ per million tokens in all"),
+)
 
 TIMES = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("e2e_s", "E2E"), ("queue_s", "queueing"))
 
@@ -60,6 +66,7 @@ class WhatIfReport:
             self.headline,
             self.table,
             self.verdict,
+            self.prices,
             self.chart(),
             *self.tables,
             self.setup,
@@ -131,6 +138,13 @@ class WhatIfReport:
         return text
 
     @property
+    def prices(self) -> str:
+        """A sentence with the prices of the GPUs of both runs; empty without costs."""
+        costs = [run.cost for run in (self.whatif.recorded, self.whatif.rerun) if run.cost]
+        prices = dict.fromkeys("; ".join(cost["prices"] for cost in costs).split("; "))
+        return f"GPUs: {'; '.join(prices)}." if costs else ""
+
+    @property
     def tables(self) -> Iterator[Table]:
         """Tables of the requests that gained and lost most."""
         whatif = self.whatif
@@ -194,6 +208,10 @@ def run_rows(runs: Sequence[RunSummary], *, timed: bool) -> Iterator[TableRow]: 
     if any(run.goodput is not None for run in runs):
         yield _row("goodput, requests/s", [run.goodput for run in runs], format_number)
         yield _row("within the SLO", [run.slo_met for run in runs], share)
+    costs = [run.cost or {} for run in runs]
+    if any(costs):
+        for key, name in COSTS:
+            yield _row(name, [cost.get(key) for cost in costs], format_dollars)
     for how, name in (("pause", "paused"), ("recompute", "recomputed")):
         yield _row(f"preempted, {name}", [run.preemptions[how] for run in runs], _count)
     if any(run.config.get("tiers") for run in runs):
@@ -306,11 +324,7 @@ def config_text(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(config_text, value))
     if isinstance(value, Mapping) and value.keys() == {"name", "options"}:
-        options = dict(value["options"])
-        memory = options.get("memory")
-        if isinstance(memory, int) and memory and memory % BINARY["GiB"] == 0:
-            options["memory"] = f"{memory // BINARY['GiB']}GiB"
-        return plugin_text(value["name"], options)
+        return plugin_text(value["name"], value["options"])
     if isinstance(value, Mapping):
         return plugin_text("", value).removeprefix(":") or "none"
     return f"{value:,}" if type(value) is int else as_text(value)

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from helpers import serving
-from helpers.commands import stdout_of
+from helpers.commands import run_here, stdout_of
 from helpers.traces import record, serve
 
 from kvcore_lab.comparison import compare
@@ -122,3 +122,66 @@ def test_without_a_source_the_trace_of_kvcore_is_explained():
     """`explain --summary` alone is about the trace that comes with kvcore, as `compare` is."""
     printed = run("--summary", "--limit", "50", "--blocks", "500")
     assert printed.startswith("mooncake: 50 requests in 500 blocks")
+
+
+@pytest.fixture
+def log(tmp_path):
+    """Return the path of a log of four chats, of which the third has failed."""
+    rows = (
+        {
+            "ts": 1_763_600_000 + index,
+            "user_id": f"user-{index % 2}",
+            "request": {"messages": [{"role": "user", "content": f"Question {index}. " * 9}]},
+            "response": {"id": f"chatcmpl-{index}", "choices": []},
+            "status": 429 if index == 2 else 200,
+        }
+        for index in range(4)
+    )
+    path = tmp_path / "log.jsonl"
+    first, *others = map(json.dumps, rows)
+    # A blank line is a row, and so is one that cannot be read.
+    path.write_text("\n".join(["", first, "{", *others]) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("options", [("--blocks", 99), ("--price", "openai")])
+def test_a_request_may_have_the_id_of_its_log(log, options):
+    """An id in a row of the log names the request of this row, by its number in JSON."""
+    shown = json.loads(run_here("explain", log, "chatcmpl-3", *options, "--json").stdout)
+    assert str(shown["request"]) == "5"
+    assert json.loads(run_here("explain", log, "5", *options, "--json").stdout) == shown
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("user-1", "request 'user-1': 2 requests have this id: give one of 3, 5"),
+        ("chatcmpl-2", "row 4 of {log}, from 0, was left out"),
+        (
+            "42",
+            "Its 3 ids: 1, 3, 5; or user_id such as user-0; or response.id such as chatcmpl-0",
+        ),
+    ],
+)
+def test_an_id_that_names_no_request_is_an_error_with_the_ids(log, asked, words):
+    """An id of several rows, of a row that was left out, or of none is an error."""
+    done = run_here("explain", log, asked, "--blocks", 99)
+    assert done.returncode == 2
+    assert words.format(log=log) in " ".join(done.stderr.split())
+
+
+def test_a_table_has_ids_too(tmp_path):
+    """In a table of lengths a row is named by its column of ids."""
+    rows = "".join(f"{index},call-{index},900,5\n" for index in range(4))
+    (tmp_path / "log.csv").write_text("time,request_id,input,output\n" + rows)
+    done = run_here("explain", tmp_path / "log.csv", "call-2", "--blocks", 99, "--json")
+    assert json.loads(done.stdout)["request"] == 2
+
+
+def test_a_trace_says_where_its_numbers_are_from(log, tmp_path):
+    """A trace has no ids of its log: the error says which file has them, and how to ask."""
+    run_here("simulate", log, "--trace", tmp_path / "run.jsonl")
+    done = run_here("explain", tmp_path / "run.jsonl", "chatcmpl-3")
+    assert f"rows of {log}, which `kvcore explain {log} ID --blocks N` takes ids of" in (
+        " ".join(done.stderr.split())
+    )

@@ -6,7 +6,7 @@ import os
 import threading
 from functools import partial
 
-from helpers.commands import as_process, json_of, stdout_of
+from helpers.commands import as_process, json_of, run_here, stdout_of
 
 from kvcore.plugins import Plugins
 
@@ -85,8 +85,8 @@ def test_a_file_may_name_the_workload(tmp_path):
     (tmp_path / "few.jsonl").write_text('{"prompt": "a b c", "output_tokens": 3}\n' * 3)
     path = tmp_path / "routers.toml"
     path.write_text('workload = "few.jsonl"\nreplicas = [2]\nrouters = "round-robin"\n')
-    printed = stdout_of("routers", "--config", path, "--jobs", 1)
-    assert printed.startswith("chat: 3 requests to llama-3-8b on 2 replicas")
+    done = run_here("routers", "--config", path, "--jobs", 1)
+    assert done.stdout.startswith("chat: 3 requests to llama-3-8b on 2 replicas")
 
 
 def test_the_report_says_what_served():

@@ -39,6 +39,9 @@ frobnicate | there is no verb 'frobnicate'
 help demo cash | kvcore demo has no 'cash'
 demo cahce | No such command 'cahce'. Did you mean 'cache'?; try `kvcore demo --help`
 simulate --evictoin lru | '--evictoin' (did you mean '--eviction'?)
+simulate --gpu-memory-utilization 0.9 | what comes nearest is --memory
+simulate --mem-fraction-static 0.8 | what comes nearest is --memory
+simulate --enable-prefix-caching | what comes nearest is --prefix
 simulate --tp 2 | has no option '--tp'; what comes nearest is --tensor-parallel
 simulate --max-num-batched-tokens 4096 | what comes nearest is --max-tokens
 simulate --no-enable-prefix-caching | what comes nearest is --prefix none

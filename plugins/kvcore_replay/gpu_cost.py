@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from kvcore.errors import InputError
 from kvcore.models.catalogue import find_device
+from kvcore.serving.load import finished_work
 from kvcore.units import format_dollars
 
 if TYPE_CHECKING:
     from kvcore.config import RunParts
+    from kvcore.serving.stats import RunLog
 
 HOURS_OF_DAY, SECONDS_OF_HOUR = 24, 3600
 
@@ -126,6 +129,17 @@ class Cost(NamedTuple):
 
         return cls(usd, per_million(output_tokens_s), per_million(tokens_s), "; ".join(words))
 
+    @classmethod
+    def of_log(
+        cls, gpus: Mapping[str, float], given: Mapping[str, float], log: RunLog, seconds: float
+    ) -> Self | None:
+        """Return the cost of the GPUs that served the requests of a log in `seconds`."""
+        seconds = seconds or inf
+        prompts = outputs = 0
+        for _, lengths, _, generated in finished_work(log):
+            prompts, outputs = prompts + sum(lengths), outputs + sum(generated)
+        return cls.of(gpus, given, outputs / seconds, (prompts + outputs) / seconds)
+
     @property
     def usd_per_day(self) -> float:
         """Dollars a day."""
@@ -173,6 +187,25 @@ def gpus_of(
     gpus = dict.fromkeys((member.device.name for member in members), 0.0)
     for member in members:
         gpus[member.device.name] += up * member.deployment.devices
+    return gpus
+
+
+def gpus_of_config(config: Mapping[str, Any]) -> dict[str, float]:
+    """Return the number of GPUs of each device in the configuration of a `RunSummary`.
+
+    Empty: it names no device, or a planner started and stopped replicas.
+    """
+    device, replicas = config.get("device"), config.get("replicas", 1)
+    gpus: dict[str, float] = {}
+    if device is not None and not config.get("autoscale"):
+        groups: list[dict[str, Any]]
+        groups = [{"count": replicas}] if isinstance(replicas, int) else replicas
+        for group in groups:
+            # A header has the device with its number; options of a replica have the name.
+            own = group.get("device", device)
+            own = own if isinstance(own, Mapping) else {**device, "name": str(own)}
+            count = group.get("count", 1) * group.get("tensor_parallel", own["count"])
+            gpus[own["name"]] = gpus.get(own["name"], 0.0) + count
     return gpus
 
 

@@ -1,0 +1,74 @@
+"""Words of every verb on the log that it reads: rows left out, and the model of the log."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers.commands import run_here
+
+VERBS = {
+    "simulate": (),
+    "compare": ("--blocks", 99),
+    "curve": (),
+    "routers": ("--replicas", 2, "--routers", "random", "--jobs", 1),
+    "plan": ("--max-gpus", 1, "--tensor-parallel", 1, "--tier", "none", "--jobs", 1),
+}
+HUB_ID = "meta-llama/Llama-3.1-8B-Instruct"
+
+
+@pytest.fixture
+def log(tmp_path):
+    """Return the path of a log of chats with a model, of which one has failed."""
+    path = tmp_path / "log.jsonl"
+    with path.open("w") as file:
+        for index in range(4):
+            messages = [{"role": "user", "content": f"Question {index}. " * 20}]
+            row = {"ts": index, "model": HUB_ID, "messages": messages, "max_tokens": 9}
+            row["response"] = {"choices": [{"message": {"content": "An answer."}}]}
+            file.write(json.dumps(row | {"status": 500 if index == 1 else 200}) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_log_is_told_of(log, tmp_path, verb):
+    """The rows that are left out are noted, and the model that the log names."""
+    done = run_here(verb, log, *VERBS[verb], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "kvcore: chat: left out: 1 (1 failed)" in done.stderr
+    named = f"names the model {HUB_ID}, and times and memory are those of llama-3-8b"
+    assert f"{named}: --model llama-3.1-8b takes it" in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["simulate", "compare"])
+def test_a_model_that_was_chosen_is_not_told_of(log, verb):
+    """With `--model` the model of the log is not mentioned."""
+    done = run_here(verb, log, *VERBS[verb], "--model", "qwen3-8b")
+    assert "left out: 1" in done.stderr
+    assert HUB_ID not in done.stderr
+
+
+def test_a_sweep_tells_of_each_log(log, tmp_path):
+    """A sweep has the notes of a log that another process has read, and its model."""
+    grid = tmp_path / "grid.toml"
+    grid.write_text(f'workload = ["zipf:requests=9", "{log}"]\nblocks = 99\n')
+    done = run_here("sweep", grid, "--jobs", 1)
+    assert done.stderr.count("kvcore: chat: left out: 1 (1 failed)") == 1
+    assert "model = llama-3.1-8b takes it" in done.stderr
+
+
+def test_explain_takes_the_model_of_a_log(log):
+    """The seconds of prefill of a log's misses are those of the model that it names."""
+    done = run_here("explain", log, "--summary", "--blocks", 99, "--json")
+    assert json.loads(done.stdout)["recompute"]["model"] == "llama-3.1-8b"
+
+
+@pytest.mark.parametrize("named", ["trace:{}", "{}"])
+def test_a_trace_is_told_of(tmp_path, named):
+    """The model in the header of a trace is told of, unless it is that of the new run."""
+    path = tmp_path / "run.jsonl"
+    run_here("simulate", "zipf:requests=9", "--model", "llama-3-70b", "--trace", path)
+    again = run_here("simulate", named.format(path))
+    assert "names the model llama-3-70b" in again.stderr
+    same = run_here("simulate", named.format(path), "--model", "llama-3-70b")
+    assert "names the model" not in same.stderr

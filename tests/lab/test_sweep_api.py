@@ -1,0 +1,32 @@
+"""`kvcore.sweep`: the cells of a file, or of options, with and without a journal."""
+
+import pytest
+
+import kvcore
+
+GRID = {"workload": "zipf:requests=40,prefixes=4", "eviction": ["lru", "mru"], "blocks": 60}
+
+
+def test_options_and_a_file_give_the_same_rows(tmp_path):
+    """The options of a sweep may be arguments, or stand in its file."""
+    (tmp_path / "grid.toml").write_text(
+        f'mode = "compare"\nworkload = "{GRID["workload"]}"\neviction = ["lru", "mru"]\n'
+        "blocks = 60\n"
+    )
+    found = kvcore.sweep(mode="compare", **GRID)
+    assert [row["eviction"] for row in found.rows] == ["lru", "mru"]
+
+    def figures(result):
+        return [(row["eviction"], row["hit_blocks"]) for row in result.rows]
+
+    assert figures(kvcore.sweep(tmp_path / "grid.toml")) == figures(found)
+    with pytest.raises(kvcore.InputError, match="leave blocks out"):
+        kvcore.sweep(tmp_path / "grid.toml", blocks=60)
+
+
+def test_a_journal_keeps_finished_cells(tmp_path):
+    """With a journal, a second sweep runs nothing."""
+    options = {"mode": "compare", "journal": tmp_path / "journal.jsonl", **GRID}
+    assert kvcore.sweep(**options).ran == 2
+    again = kvcore.sweep(**options)
+    assert (again.found, again.ran) == (2, 0)
