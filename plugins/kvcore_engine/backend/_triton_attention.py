@@ -465,18 +465,23 @@ class TritonAttention(AttentionKernel):
             windowed=windowed,
         )
 
-    def _shape(self, group: int, tokens: int) -> tuple[dict[str, Any], int]:
-        """Return the constants of all kernels, for a group and new tokens, and the warps."""
+    def _shape(self, group: int, tokens: int, *, windowed: bool) -> tuple[dict[str, Any], int]:
+        """Return the constants of all kernels, for a group and new tokens, and the warps.
+
+        With a window, more warps hold the masked tiles at both ends of a chunk in registers.
+        """
         rows = max(16, triton.next_power_of_2(group) * tokens)
         share = 256 if self._pool.dtype == torch.float32 else 1024
         numbers = rows * self._values["value_padded"] * self._coding.packed
-        return {"group": group, "rows": rows, **self._keys}, min(8, max(2, numbers // share))
+        return {"group": group, "rows": rows, **self._keys}, min(
+            8, max(4 if windowed else 2, numbers // share)
+        )
 
     def _pipeline(self, group: int, tokens: int, card: Card, *, windowed: bool) -> Pipeline:
         """Compile the kernel with each number of stages, once; return the one that is best."""
         key = group, tokens, windowed
         if key not in self._pipelines:
-            shape, warps = self._shape(group, tokens)
+            shape, warps = self._shape(group, tokens, windowed=windowed)
             keys, key_grids = self._coding.read(self._pool.keys[0])
             values, value_grids = self._coding.read(self._pool.values[0])
             stored = [
@@ -548,7 +553,7 @@ class TritonAttention(AttentionKernel):
             totals = queries.new_empty(len(queries), heads, dtype=torch.float32)
         scale = 1 / sqrt(width) if scale is None else scale
         scale *= coding.keys / log(2)
-        shape, warps = self._shape(group, plan.tokens)
+        shape, warps = self._shape(group, plan.tokens, windowed=plan.windowed)
         grid = kv_heads, len(plan.work)
         grid_stride = kv_heads * size
         attention.attend_chunks[grid](
