@@ -35,7 +35,7 @@ from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
 from kvcore.models.codec import Codec
 from kvcore.models.cost import PrefillCost, cost_fields
-from kvcore.models.memory import Deployment, KVLayout, check_pool
+from kvcore.models.memory import Deployment, KVLayout, check_pool, is_pooled
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin, Plugins, describe, resolve
 from kvcore.plugins.manager import installed
@@ -218,9 +218,10 @@ class RunParts:
             )
 
     def _layers_refusal(self, plan: LayerPlan) -> str:
+        one = ", or serve the model as one group (disable_hybrid_kv_cache_manager)"
         return (
             f"the K/V of {self.model.name} is in {plan.where}, which this does not know: leave "
-            "it out, or serve the model as one group (disable_hybrid_kv_cache_manager)"
+            f"it out{one if is_pooled(self.model) else ''}"
         )
 
     def cache(self, trace: Recorder | None = None) -> KVCache:

@@ -120,7 +120,7 @@ class GroupedCache:
         checkpoint = checkpoint or CheckpointPolicy
         self.checkpoint: CheckpointPolicy = resolve("checkpoint", checkpoint)
         self.checkpoint.bind()
-        self.checkpoint.attach(size)
+        self.checkpoint.unit = size
         self._interval = interval = self.checkpoint.interval
         if interval is not None and (type(interval) is not int or interval % size):
             msg = (
