@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from kvcore_replay.misses.explain import explain
     from kvcore_replay.recorded.config import recorded_config
     from kvcore_replay.what_if import whatif
+    from kvcore_tiers.grouped import GroupTiers
     from kvcore_tiers.hierarchy import Tiers
 
 _MODULES = {
@@ -85,6 +86,7 @@ _MODULES = {
     "kvcore_replay.misses.explain": "explain",
     "kvcore_engine.retention.token_retention": "ScoreRetention",
     "kvcore_lab.report.notebook": "report_html report_on report_text",
+    "kvcore_tiers.grouped": "GroupTiers",
     "kvcore_tiers.hierarchy": "Tiers",
     "kvcore_hosting.groups": "HostedGroups",
     "kvcore_cluster.api": "simulate_cluster",
@@ -107,6 +109,7 @@ __all__ = [
     "Drafter",
     "EvictionPolicy",
     "Generator",
+    "GroupTiers",
     "GroupedCache",
     "HostedGroups",
     "InputError",

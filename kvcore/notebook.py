@@ -72,7 +72,7 @@ def data_frame(
         data: a list of rows, or columns by name.
         instead: the name of an attribute with the same data, for the error without polars.
         types: `str`, `int`, `float` or `bool` by name of columns that may have no value at all,
-            so that frames of several results go together.
+            so that frames of several results go together; a frame without rows has these.
 
     Raises:
         PluginError: polars is not installed.
@@ -81,5 +81,9 @@ def data_frame(
     pl = import_extra("polars", needed, "lab", f", or make a frame of {instead} yourself")
     kinds = {"str": pl.String, "int": pl.Int64, "float": pl.Float64, "bool": pl.Boolean}
     names = data if isinstance(data, Mapping) else next(iter(data), {})
-    known = {name: kinds[kind] for name, kind in (types or {}).items() if name in names}
+    known = {
+        name: kinds[kind] for name, kind in (types or {}).items() if name in names or not data
+    }
+    if not data:
+        return pl.DataFrame(schema=known)
     return pl.DataFrame(data, infer_schema_length=None, schema_overrides=known)

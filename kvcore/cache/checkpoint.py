@@ -7,7 +7,7 @@ shares the text resumes at the last of them, and computes what follows again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 import attrs
@@ -25,6 +25,7 @@ class Segment:
         resumable: whether its windows and states are cached, so that a request can resume at
             `end`. If not, it follows the last boundary of a text.
         last_use: serial number of the last admission that stored it, or resumed at its end.
+        order: rises from segment to segment as they are stored, or resumed at.
         children: number of boundaries that come next after its own, in different texts.
         below: number of boundaries after its own in the same text, up to where texts part.
         blocks: number of its blocks: those of full attention, and of windows and states.
@@ -39,6 +40,7 @@ class Segment:
     below: int = 0
     blocks: int = 0
     seconds: float = 0.0
+    order: int = 0
 
 
 class CheckpointPolicy(Plugin):
@@ -52,7 +54,9 @@ class CheckpointPolicy(Plugin):
         interval: windows and states are kept at multiples of so many tokens too, if a chunk
             ends there; 0: they are not; None: they are wherever a chunk ends.
         output: whether they are kept at each block of the output.
-        unit: tokens of a block that is whole in all groups; set by `attach`.
+        unit: tokens of a block that is whole in all groups; set by the cache, as `replay`.
+        replay: returns the tokens that the prompts of requests hit, one by one, in an empty
+            cache like this under another policy; for a policy with a `victim`.
     """
 
     kind: ClassVar[str] = "checkpoint"
@@ -61,10 +65,7 @@ class CheckpointPolicy(Plugin):
     output: ClassVar[bool] = False
 
     unit: int = 0
-
-    def attach(self, unit: int) -> None:
-        """Store the unit; called once, before any other method."""
-        self.unit = unit
+    replay: Callable[[CheckpointPolicy, Iterable[Request]], int]
 
     def boundaries(self, request: Request, hit: int, junction: int) -> Iterable[int]:
         """Return the lengths, in tokens, at which a later request shall be able to resume.
@@ -85,12 +86,15 @@ class CheckpointPolicy(Plugin):
     def on_admitted(self, request: Request, hit: int, junction: int) -> None:
         """Called at the first admission of `request`, with the arguments of `boundaries`."""
 
+    def on_changed(self, segment: Segment) -> None:
+        """Called when `segment` is new or has changed; one that has left has no blocks."""
+
     def victim(self, segments: Sequence[Segment]) -> Segment:
         """Return the segment that leaves, of those of which a block can be evicted.
 
         It loses its windows and states first; and then, if it has no children, its blocks of
-        full attention, from the end on. `segments` are in the order of their last use. Those
-        with two children or more are not among them.
+        full attention, from the end on. `segments` are sorted by `order`, and looked up as they
+        are asked for; `in` is O(1). Those with two children or more are not among them.
         """
         return segments[0]
 

@@ -264,9 +264,8 @@ class KVCache:
 
         Returns None if nothing was recorded.
         """
-        levels = () if self.tiers is None else self.tiers.levels
-        trees = (self.tree, *(level.tree for level in levels))
-        tiers = (tree.residency.by_tier() for tree in trees if tree.residency is not None)
+        below = () if self.tiers is None else self.tiers.residencies()
+        tiers = (each.by_tier() for each in (self.tree.residency, *below) if each is not None)
         return {name: value for tier in tiers if tier for name, value in tier.items()} or None
 
     def check_integrity(self) -> None:

@@ -468,11 +468,13 @@ class Recorder(ABC):
         done: int,
         source: str | None = None,
         parked: bool = False,
+        group: int | None = None,
     ) -> None:
         """Write OFFLOAD: blocks of the prompt of `request` are written into `tier`.
 
         They can be used from `done` (ns) on. `source` is the tier that they come from; None
         stands for the pool, and is left out. `parked`: they belong to a preempted sequence.
+        `group` is that of cache groups.
         """
         line = {
             "n": 0, "t": now, "event": "OFFLOAD",
@@ -482,34 +484,40 @@ class Recorder(ABC):
             line["from"] = source
         if parked:
             line["parked"] = True
-        self.write(line)
+        self.write(line | _of_group(group))
 
     def load_start(
-        self, now: int, *, tier: str, request: Id, seq: int, first: int, blocks: int, done: int
-    ) -> None:
-        """Write LOAD_START: `seq` waits for blocks from `tier`, which arrive at `done` (ns)."""
+        self, now: int, *, tier: str, request: Id, seq: int, first: int, blocks: int, done: int,
+        group: int | None = None, hit: int | None = None,
+    ) -> None:  # fmt: skip
+        """Write LOAD_START: `seq` waits for blocks from `tier`, which arrive at `done` (ns).
+
+        Of cache groups, `hit` is the length of the prefix that it has after all its loads.
+        """
         self.write({
             "n": 0, "t": now, "event": "LOAD_START", "tier": tier, "request": request,
             "seq": seq, "first": first, "blocks": blocks, "done": done,
-        })  # fmt: skip
+        } | _of_group(group, hit))  # fmt: skip
 
     def load(
-        self, now: int, *, tier: str, request: Id, seq: int, first: int, blocks: int
-    ) -> None:
+        self, now: int, *, tier: str, request: Id, seq: int, first: int, blocks: int,
+        group: int | None = None, hit: int | None = None,
+    ) -> None:  # fmt: skip
         """Write LOAD: blocks from `tier` were loaded into private blocks of `seq`."""
         self.write({
             "n": 0, "t": now, "event": "LOAD", "tier": tier, "request": request,
             "seq": seq, "first": first, "blocks": blocks,
-        })  # fmt: skip
+        } | _of_group(group, hit))  # fmt: skip
 
     def drop_from_tier(
-        self, now: int, *, tier: str, request: Id, first: int, blocks: int, reason: str
-    ) -> None:
+        self, now: int, *, tier: str, request: Id, first: int, blocks: int, reason: str,
+        group: int | None = None,
+    ) -> None:  # fmt: skip
         """Write DROP: blocks of the prompt of `request` are no longer in `tier`."""
         self.write({
             "n": 0, "t": now, "event": "DROP", "tier": tier, "request": request,
             "first": first, "blocks": blocks, "reason": reason,
-        })  # fmt: skip
+        } | _of_group(group))  # fmt: skip
 
     def keys(self, now: int, *, request: Id, keys: Iterable[Key]) -> None:
         """Write KEYS: keys of generated blocks, which continue the keys of `request`."""
@@ -570,3 +578,9 @@ def check_admission(request: Request, admitted: set[Id], *, resumed: bool) -> No
             why = "was admitted before: give another id, or resumed=True if it returns"
         msg = f"request {request.id!r} {why}"
         raise InputError(msg)
+
+
+def _of_group(group: int | None, hit: int | None = None) -> dict[str, int]:
+    """Return the fields that a line about a tier has of cache groups alone."""
+    fields = {"group": group, "hit": hit}
+    return {name: value for name, value in fields.items() if value is not None}

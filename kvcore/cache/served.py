@@ -147,10 +147,12 @@ class LayerPlan(Protocol):
 
     Attributes:
         where: where these layers are kept, for messages.
+        takes_tiers: whether there may be tiers below the pool.
         bytes_per_block: bytes of a block, and of what goes with it, on all devices together.
     """
 
     where: ClassVar[str]
+    takes_tiers: ClassVar[bool]
 
     @property
     def bytes_per_block(self) -> int:

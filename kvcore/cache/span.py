@@ -26,6 +26,7 @@ class Span:
         created, last_access: times in ns. Several spans may have the same; the serial numbers
             below order them.
         created_order: serial number of its creation.
+        created_by: id of the request that stored it; None for the root.
         last_hit_order: serial number of the last admission that hit it, or that stored it.
         last_request: id of the request of that admission.
         released_order: serial number of the release that last made `ref_count` 0. A path is
@@ -45,10 +46,10 @@ class Span:
     """
 
     __slots__ = (
-        "children", "created", "created_order", "creator", "data", "end", "expires", "geometry",
-        "hit_count", "id", "ids", "last_access", "last_hit_order", "last_request", "parent",
-        "path_keys", "priority", "priority_until", "ref_count", "released_order", "start",
-        "tenant",
+        "children", "created", "created_by", "created_order", "creator", "data", "end",
+        "expires", "geometry", "hit_count", "id", "ids", "last_access", "last_hit_order",
+        "last_request", "parent", "path_keys", "priority", "priority_until", "ref_count",
+        "released_order", "start", "tenant",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +79,7 @@ class Span:
         self.created_order = created_order
         self.last_hit_order = last_hit_order
         self.last_request = last_request
+        self.created_by: int | str | None = last_request
         self.released_order = 0
         self.hit_count = 0
         self.priority = DEFAULT_PRIORITY
@@ -100,6 +102,7 @@ class Span:
             self.created_order, self.last_hit_order, self.last_request, self.tenant,
         )  # fmt: skip
         span.children = {key: self}
+        span.created_by = self.created_by
         span.ref_count = self.ref_count + 1
         span.last_access, span.released_order = self.last_access, self.released_order
         span.hit_count = self.hit_count
@@ -121,6 +124,15 @@ class Span:
     def depth(self) -> int:
         """Number of tokens before it."""
         return self.start * self.geometry.block_size
+
+    @property
+    def turn(self) -> int:
+        """Number of requests that stored its path, each after the last. O(spans above)."""
+        span, turn = self, 0
+        while span.parent is not None:
+            turn += span.created_by != span.parent.created_by
+            span = span.parent
+        return turn
 
     @property
     def is_leaf(self) -> bool:

@@ -9,9 +9,8 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 import attrs
 
 from kvcore.cache.eviction import EvictionPolicy
-from kvcore.cache.residency import CacheStats
+from kvcore.cache.residency import CacheStats, Residency
 from kvcore.cache.sequence import Sequence as Holder
-from kvcore.cache.tree import SpanTree
 from kvcore.errors import InputError
 from kvcore.plugins.base import Plugin
 from kvcore.plugins.options import spec_of
@@ -233,13 +232,17 @@ class TierLoad(Protocol):
 
 
 class LowerTier(Protocol):
-    """A tier in use; `tree` is the directory of its blocks."""
+    """A tier in use, with its eviction policy."""
 
-    tree: SpanTree
+    eviction: EvictionPolicy
 
     @property
     def tier(self) -> Plugin:
         """The plugin, with its options."""
+
+
+class ParkingTier(LowerTier, Protocol):
+    """A tier in use, in which preempted sequences can rest."""
 
     def park(self, seq: Holder, tokens: int, now: int) -> None:
         """Write the private blocks of a preempted sequence with `tokens` tokens."""
@@ -270,11 +273,14 @@ class LowerTiers(Protocol):
 
     def can_swap(
         self, seq: Holder, tokens: int, now: int, prefill_ns: PrefillTime
-    ) -> LowerTier | None:
+    ) -> ParkingTier | None:
         """Return the tier that parks `seq` in less time than computing it again takes."""
 
     def record_residency(self) -> None:
         """Start to measure how long blocks stay in each tier."""
+
+    def residencies(self) -> Iterable[Residency | None]:
+        """Return what is measured of each tier; None: nothing is."""
 
     def hit_stats(self) -> CacheStats:
         """Return the statistics of the cache with the hits of all tiers."""

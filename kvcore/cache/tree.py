@@ -50,7 +50,7 @@ def root_span(geometry: BlockLayout) -> Span:
         0, 0, 0, None, geometry, (), None, now=0, created_order=0, last_hit_order=0,
         last_request="",
     )  # fmt: skip
-    root.children = {}
+    root.children, root.created_by = {}, None
     return root
 
 

@@ -35,7 +35,7 @@ from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
 from kvcore.models.codec import Codec
 from kvcore.models.cost import PrefillCost, cost_fields
-from kvcore.models.memory import Deployment, KVLayout, check_pool
+from kvcore.models.memory import Deployment, KVLayout, check_pool, is_pooled
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin, Plugins, describe, resolve
 from kvcore.plugins.manager import installed
@@ -201,13 +201,14 @@ class RunParts:
         plan, config = self.layers, self.config
         if plan is None:
             return self.cache(trace)
-        for name in ("tier", "retention", "drafter"):
+        takes_tiers = plan.takes_tiers and not self.ids  # they move no bytes of groups
+        for name in ("retention", "drafter", *([] if takes_tiers else ["tier"])):
             if getattr(config, name):
                 with self._about(name):
                     raise InputError(self._layers_refusal(plan))
         eviction = self.built("eviction")
         with self._about("checkpoint" if eviction.name == "lru" else "eviction"):
-            return plan.cache(
+            cache = plan.cache(
                 self.blocks if blocks is None else blocks,
                 eviction=eviction,
                 prefix=self.built("prefix"),
@@ -216,11 +217,15 @@ class RunParts:
                 key_tokens=self.workload.key_tokens,
                 trace=trace,
             )
+        if config.tier:
+            self.add_tiers(cache)
+        return cache
 
     def _layers_refusal(self, plan: LayerPlan) -> str:
+        one = ", or serve the model as one group (disable_hybrid_kv_cache_manager)"
         return (
             f"the K/V of {self.model.name} is in {plan.where}, which this does not know: leave "
-            "it out, or serve the model as one group (disable_hybrid_kv_cache_manager)"
+            f"it out{one if is_pooled(self.model) else ''}"
         )
 
     def cache(self, trace: Recorder | None = None) -> KVCache:
@@ -248,12 +253,13 @@ class RunParts:
             self.add_tiers(cache)
         return cache
 
-    def add_tiers(self, cache: KVCache) -> None:
+    def add_tiers(self, cache: Any) -> None:
         """Build the tiers below `cache` for one run."""
         tiers, size, devices = self.tiers(), self._block_bytes(), self._devices()
         with self._about("tier"):
             # The front door says where the mechanism of tiers is: most runs have none.
-            kvcore.Tiers(cache, tiers, size, devices=devices, ids=self.ids)
+            build = kvcore.GroupTiers if cache.grouped else kvcore.Tiers
+            build(cache, tiers, size, devices=devices, ids=self.ids)
 
     def tiers(self) -> list[Any]:
         """Build the tiers for one run, nearest first, each with its eviction policy."""

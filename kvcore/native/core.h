@@ -35,7 +35,8 @@ typedef __int128 i128; /* picoseconds: their sums pass 2^63 after 106 days */
 #define SPAN_SLOTS(X)                                                                             \
     X(id) X(start) X(end) X(parent) X(ref_count) X(children) X(created) X(last_access)            \
     X(created_order) X(last_hit_order) X(last_request) X(released_order) X(hit_count) X(priority) \
-    X(priority_until) X(expires) X(tenant) X(data) X(geometry) X(path_keys) X(ids) X(creator)
+    X(priority_until) X(expires) X(tenant) X(data) X(geometry) X(path_keys) X(ids) X(creator)     \
+    X(created_by)
 
 #define REQUEST_SLOTS(X)                                                                          \
     X(id) X(arrival) X(prompt_tokens) X(output_tokens) X(keys) X(key_tokens) X(tenant) X(slo)     \

@@ -292,7 +292,7 @@ static PyObject *split(Tree *t, PyObject *lower, i64 at)
         goto done;
 #define COPY(name) SPAN(upper, name) = Py_NewRef(SPAN(lower, name));
     COPY(created) COPY(last_access) COPY(created_order) COPY(last_hit_order) COPY(last_request)
-    COPY(released_order) COPY(hit_count) COPY(tenant)
+    COPY(released_order) COPY(hit_count) COPY(tenant) COPY(created_by)
 #undef COPY
     if (PyDict_SetItem(SPAN(parent, children), first, upper) < 0
         || SPAN_PUT(lower, parent, Py_NewRef(upper)) < 0 || SPAN_PUT_INT(lower, start, at) < 0) {
@@ -772,6 +772,7 @@ static int store(Tree *t, Job *job, i64 upto)
     SPAN(span, last_access) = Py_NewRef(t->now_object);
     SPAN(span, last_hit_order) = Py_NewRef(job->token);
     SPAN(span, last_request) = Py_NewRef(id);
+    SPAN(span, created_by) = Py_NewRef(id);
     SPAN(span, tenant) = FIELD(job->request, tenant);
     if (!SPAN(span, tenant) || SPAN_PUT(span, creator, Py_NewRef(job->token)) < 0
         || SPAN_PUT_INT(span, created_order, ++t->created) < 0

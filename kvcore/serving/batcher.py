@@ -117,7 +117,7 @@ class Batcher:
             server: hits and times of service, for `plan` of the scheduler.
         """
         levels = () if cache.tiers is None else cache.tiers.levels
-        policies = [level.tree.eviction for level in levels]
+        policies = [level.eviction for level in levels]
         self.waiting = WaitingQueue(cache.eviction, *policies)
         self.running: dict[Job, None] = {}
         self.prefilling: dict[Job, None] = {}
@@ -141,7 +141,8 @@ class Batcher:
         self._mixed = batching.steps == "mixed"
         self._in_order = self._mixed and allocator.in_order
         self._rules = rules = batching.rules
-        tiers = cache.tiers is not None
+        # Cache groups allocate what is loaded when a load begins.
+        tiers = cache.tiers is not None and not cache.grouped
         self._decisions = Decisions(rules, chunked=batching.chunked, tiers=tiers)
         self._reserve = batching.reserved_blocks(cache.pool.blocks)
         ratio = rules.new_token_ratio
@@ -673,7 +674,8 @@ class Batcher:
         takes = self._rules.reserve
         if self._decisions.reserved is not None:
             takes = self._decisions.reserved(job, self._state(now))
-        at_once = takes == "prompt" or self._tiers is not None or self.moved is not None
+        loads = self._tiers is not None and not self._cache.grouped
+        at_once = takes == "prompt" or loads or self.moved is not None
         chunk = None
         if not at_once:
             chunk = min(self._step.chunk or self._step.budget, self._most_tokens())

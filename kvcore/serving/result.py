@@ -64,6 +64,11 @@ class Outcome(Shown):
 
     log: RunLog
 
+    def __repr__(self) -> str:
+        """Return the class with the numbers of requests and of simulated seconds."""
+        requests, seconds = len(self.log.ids), self.simulated_s
+        return f"{type(self).__name__}({requests:,} requests, {seconds:,.4g} simulated seconds)"
+
     @cached_property
     def ttft(self) -> Percentiles | None:
         """Times to first token; None if no request has one."""

@@ -566,6 +566,7 @@ class Offload(TierEvent, tag="OFFLOAD"):
     done: Count
     source: Text | UnsetType = msgspec.field(name="from", default=UNSET)
     parked: Again | UnsetType = UNSET
+    group: Count | UnsetType = UNSET
 
 
 class LoadStart(TierEvent, tag="LOAD_START"):
@@ -575,6 +576,8 @@ class LoadStart(TierEvent, tag="LOAD_START"):
     first: Count
     blocks: Size
     done: Count
+    group: Count | UnsetType = UNSET
+    hit: Size | UnsetType = UNSET
 
 
 class Load(TierEvent, tag="LOAD"):
@@ -583,6 +586,8 @@ class Load(TierEvent, tag="LOAD"):
     seq: Count
     first: Count
     blocks: Count
+    group: Count | UnsetType = UNSET
+    hit: Size | UnsetType = UNSET
 
 
 class Discard(TierEvent, tag="DROP"):
@@ -594,6 +599,7 @@ class Discard(TierEvent, tag="DROP"):
         Literal["capacity", "expired", "moved", "parked", "corrupt", "gone", "failed"],
         _one_of("capacity", "expired", "moved", "parked", "corrupt", "gone", "failed"),
     ]
+    group: Count | UnsetType = UNSET
 
 
 class Keys(Event, tag="KEYS"):

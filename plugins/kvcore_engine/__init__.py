@@ -8,6 +8,7 @@ that of the core, with an executor that computes steps. To read, in this order::
     config.py       its parts from these: generator, backend, prompts, pool
     engine.py       serves a workload: the loop, its executor, the result
     executor.py     a step of the loop as a batch for generator and backend
+    graphs.py       decode steps that are captured once, and replayed
     groups.py       the executor of windows and states: a block table a group
     tokens.py       the token ids of a request: of its text, or from its block keys
     generator/      models: K/V and next tokens; sincos.py is the simplest

@@ -24,6 +24,7 @@ from kvcore.serving import Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.latency import SimulatedExecutor
 from kvcore.units import PS_PER_NS, format_bytes
 from kvcore_engine.compaction import Compactor
+from kvcore_engine.graphs import StepGraphs
 from kvcore_engine.retention.token_retention import token_retention
 from kvcore_engine.tokens import TokenStream
 from kvcore_plugins.drafter.measured_acceptance import DraftedStep
@@ -84,6 +85,7 @@ class TensorExecutor:
         streams: token ids of the requests that have run, by request id.
         measured: duration of each step so far, under the wall clock.
         reads: what attention of generated tokens has read.
+        graphs: replays decode steps; None: each kernel is launched.
         drafted: outcome of the drafts of each step of a sequence, in a derived class that
             verifies drafts.
 
@@ -132,6 +134,7 @@ class TensorExecutor:
         generator.load(backend, dtype)
         backend.allocate(layout)
         self._compactor = Compactor.of(cache, backend, generator)
+        self.graphs = StepGraphs.of(generator, backend)
         self.reads = self._compactor.reads
         self._mover: TensorMover | None = None
         if cache.tiers is not None:
@@ -246,9 +249,16 @@ class TensorExecutor:
                 samples, and None for the others.
         """
         generator, batch = self._generator, self._batch(sequences)
-        attend = self._attend(sequences, batch)
+        run: Callable[[], list[Any]]
+        if self.graphs is not None and forward is None:
+            observed = self._compactor.attend([each.seq for each in sequences], batch)
+            run = partial(
+                self.graphs.forward, batch, observed, partial(self._through, observed)
+            )
+        else:
+            run = partial(forward or generator.forward, batch, self._attend(sequences, batch))
         try:
-            outcomes = (forward or generator.forward)(batch, attend)
+            outcomes = run()
         except KvcoreError:
             raise
         except FAILURES as error:
@@ -265,10 +275,14 @@ class TensorExecutor:
 
     def _attend(self, sequences: Sequence[ScheduledSequence], batch: RaggedBatch) -> Attend:
         """Return the function that stores and attends in each layer of a step."""
-        backend = self._backend
         attend = self._compactor.attend([each.seq for each in sequences], batch)
+        return self._through(attend, call(self._backend, self._backend.plan, batch))
+
+    def _through(self, attend: Callable[..., Any], plan: Any) -> Attend:
+        """Return the function that stores and attends by a plan, with `attend`."""
+        backend = self._backend
         return attend_through(
-            call(backend, backend.plan, batch),
+            plan,
             partial(call, backend, backend.store_rotated),
             partial(call, backend, attend),
         )

@@ -289,6 +289,7 @@ class GroupedTensorExecutor(TensorExecutor):
         super().__init__(*arguments, **options)
         windows = attention_windows(self._generator.spec)
         self.reads = AttentionReads(self._backend.layout, windows, None)
+        self.graphs = None  # each group has a plan of its own
 
     def _layout(self, spec: ModelSpec, dtype: str, codec: Codec | None) -> TensorLayout:
         """Return the layout of the pool, and find the layers in the groups."""

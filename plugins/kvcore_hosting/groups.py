@@ -60,7 +60,7 @@ class HostedGroups(GroupedCache):
             msg = f"eviction {self.eviction.name!r} {problem}: give lru, or serve one group"
             raise InputError(msg)
         layout = BlockLayout("tokens", size, key_tokens, recompute)
-        self._layouts, self._hears_names = {size: layout}, True
+        self._layouts, self.hears_names = {size: layout}, True
         self.host = PolicyHost(self.eviction, blocks, size, layout=layout)
         self._resumed = False
 
@@ -88,6 +88,10 @@ class HostedGroups(GroupedCache):
         super()._hold(blocks)
         for block in reversed(blocks):
             self.host.pin(block)
+
+    def _hold_loaded(self, seq: GroupSequence, blocks: list[int]) -> None:
+        super()._hold_loaded(seq, blocks)
+        self.host.hit(blocks, self.now, seq.request.id, again=self._resumed)
 
     def _allocate(self, seq: GroupSequence, tokens: int) -> None:
         """Allocate for `seq`. The hits of its admission count after the evictions for it."""

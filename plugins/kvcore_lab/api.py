@@ -176,6 +176,7 @@ def compare(
         sizes = [memory] if isinstance(memory, int | str) else memory
         if grouped and not parts.model.uniform:
             plan = groups_of(parts.model, parts.geometry.block_size, parts.codec)
+            plan.check_keys(parts.model.name, parts.workload.key_tokens)
             groups = plan.groups
             blocks = [
                 (parse_bytes(size) if isinstance(size, str) else size) // plan.bytes_per_block

@@ -23,6 +23,7 @@ from kvcore_engine.compaction import Compactor
 from kvcore_engine.executor import tensor_layout
 from kvcore_engine.reads import waiting_bytes
 from kvcore_engine.retention.page_selection import PageSelection
+from kvcore_lab.comparison import types_of
 
 __all__ = ["Quality", "QualityRow", "measure"]
 
@@ -120,7 +121,7 @@ class Quality(Shown):
         """
         left_out = attrs.filters.exclude("needle_by_depth")
         rows = [attrs.asdict(row, filter=left_out) for row in self.rows]
-        return data_frame(rows, "`quality.rows`")
+        return data_frame(rows, "`quality.rows`", types_of(QualityRow))
 
 
 @attrs.frozen

@@ -100,6 +100,7 @@ class Listener:
         self._runner = self._web.AppRunner(
             app,
             access_log=None,
+            auto_decompress=False,
             logger=_logger(self._messages, malformed, self._unreadable),
             handler_cancellation=True,
             keepalive_timeout=client_timeout,
@@ -178,12 +179,15 @@ class Listener:
         """Return the body of a request.
 
         Raises:
-            ApiError: the body is not of type JSON, is not encoded as its headers say, or takes
-                longer than `seconds`.
+            ApiError: the body is not of type JSON, is compressed, is not encoded as its headers
+                say, or takes longer than `seconds`.
         """
         # The forms of web pages are of other types: none can post here unasked.
         if http.content_type != "application/json":
             raise ApiError(NOT_JSON, "send application/json")
+        # A few kilobytes expand to gigabytes, and other requests would wait meanwhile.
+        if http.headers.get("Content-Encoding", "identity") != "identity":
+            raise ApiError(NOT_JSON, "send the body without Content-Encoding")
         try:
             async with asyncio.timeout(seconds):
                 return await http.read()

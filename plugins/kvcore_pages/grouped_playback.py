@@ -68,13 +68,18 @@ class GroupedPlayback(Playback):
         """Prepare for the lines after HEADER.
 
         Raises:
-            InputError: blocks of the groups have several sizes.
+            InputError: blocks of the groups have several sizes, or are in tiers too.
         """
         assert isinstance(checker, GroupChecker)
+        problem = "are in tiers too, and a page draws those of the pool"
         if len({group.size for group in checker.state.groups}) > 1:
+            problem = "have several sizes, and a page draws blocks of one"
+        elif not header.tiers:
+            problem = ""
+        if problem:
             msg = (
-                f"{self.file}: blocks of its cache groups have several sizes, and a page "
-                "draws blocks of one; `kvcore watch`, `plot` and `report` show them"
+                f"{self.file}: blocks of its cache groups {problem}; `kvcore watch`, `plot` "
+                "and `report` show them"
             )
             raise InputError(msg)
         # By block, the number of the request that named it, its position, and when.

@@ -241,8 +241,15 @@ class Recorded:
             job.admitted, job.hit = event.t, hit_tokens
 
     def _load(self, event: events.Load) -> None:
-        if event.seq not in self._resumed:
-            self._open[event.seq].loaded += event.blocks * self._geometry.block_size
+        size = self._geometry.block_size
+        if event.seq in self._resumed:
+            return
+        opened = self._open[event.seq]
+        if isinstance(event.hit, int):
+            # Lines of groups say what the sequence has once all of them are done.
+            opened.loaded = event.hit * size - opened.hit
+        else:
+            opened.loaded += event.blocks * size
 
     def _evict(self, event: events.Evict | events.Drop) -> None:
         if event.scope == "sequence":

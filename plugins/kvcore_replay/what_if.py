@@ -210,8 +210,11 @@ class WhatIf(Shown):
             | {f"rerun_{name}": value for name, value in change.rerun.as_dict().items()}
             for change in self.changes
         ]
-        runs = ("recorded", "rerun")
-        return data_frame(rows, "`whatif.changes`", {f"{run}_ttft_s": "float" for run in runs})
+        outcome = {"hit_tokens": "int", "ttft_s": "float", "rejected": "bool"}
+        types = {"request": "str", "prompt": "int"}
+        for run in ("recorded", "rerun"):
+            types |= {f"{run}_{name}": kind for name, kind in outcome.items()}
+        return data_frame(rows, "`whatif.changes`", types)
 
     def gained(self, most: int = 5) -> list[Change]:
         """Return the requests that gained most hit tokens, largest gain first."""

@@ -15,7 +15,7 @@ and use the same eviction policies.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import attrs
 
@@ -27,7 +27,9 @@ from kvcore.cache.tiers import PrefillTime, Tier
 from kvcore.plugins import describe, resolve
 from kvcore.request import Request
 from kvcore.units import NS_PER_S
-from kvcore_tiers.level import Level, Mover, Part
+from kvcore_tiers.level import Level, Mover, Part, TierLevel
+
+LevelT = TypeVar("LevelT", bound=TierLevel)
 
 
 @attrs.define(eq=False)
@@ -53,7 +55,87 @@ class Load:
     awaited: Load | None = None
 
 
-class Tiers:
+class TierStack(Generic[LevelT]):
+    """The tiers below a cache, nearest first: their names and statistics.
+
+    Attributes:
+        cache: the cache.
+        levels: the tiers in use, nearest first.
+    """
+
+    cache: Any
+    levels: list[LevelT]
+    _devices: int
+
+    def describe(self) -> None:
+        """Write the tiers into the header of the trace, with their recovered blocks."""
+        if self.cache.trace is not None:
+            self.cache.trace.describe(
+                tiers=[
+                    {
+                        "tier": level.name,
+                        **describe(level.tier),
+                        "slots": level.pool.blocks,
+                        "slot_bytes": level.slot_bytes,
+                        "devices": self._devices if level.tier.per_device else 1,
+                    }
+                    | ({"recovered": level.stats.recovered} if level.stats.recovered else {})
+                    for level in self.levels
+                ]
+            )
+
+    def hit_stats(self, level: LevelT | None = None) -> CacheStats:
+        """Return the statistics of first admissions with the hits of `level` alone.
+
+        None: the hits of the pool and of all levels.
+        """
+        stats: CacheStats = self.cache.stats
+        size = self.cache.geometry.block_size
+        of = self.levels if level is None else [level]
+        hits, ratios = (
+            sum(getattr(each.stats, n) for each in of) for n in ("hits", "ratio_sum")
+        )
+        pool = stats if level is None else CacheStats()
+        return attrs.evolve(
+            stats,
+            hit_blocks=pool.hit_blocks + hits,
+            hit_tokens=pool.hit_tokens + hits * size,
+            ratio_sum=pool.ratio_sum + ratios,
+        )
+
+    def as_dict(self) -> list[dict[str, Any]]:
+        """Return the JSON object of each level: its size, hits and traffic."""
+        return [
+            {
+                "tier": level.name,
+                "hit_blocks": level.stats.hits,
+                "ratio": self.hit_stats(level).ratios(),
+                "slots": level.pool.blocks,
+                "memory_bytes": level.pool.blocks * level.slot_bytes,
+                "used_blocks": level.pool.blocks - level.pool.free_blocks,
+                **{
+                    f"{name}_blocks": getattr(level.stats, name)
+                    for name in (
+                        "stored", "parked", "found", "loaded", "returned", "prefetched",
+                        "recomputed", "skipped", "refused",
+                    )
+                },
+                "prefetch_hit_blocks": level.stats.prefetch_hits,
+                "recovered_blocks": level.stats.recovered,
+                "errors": level.stats.errors,
+                "loads": level.stats.loads,
+                "dropped_blocks": dict(level.stats.dropped),
+                "read_bytes": level.link.read_bytes,
+                "written_bytes": level.link.written_bytes,
+                "link_busy_s": level.link.busy_ns / NS_PER_S,
+                "load_s": level.stats.load_ns / NS_PER_S,
+                "load_wait_s": level.stats.wait_ns / NS_PER_S,
+            }
+            for level in self.levels
+        ]  # fmt: skip
+
+
+class Tiers(TierStack[Level]):
     """The tiers below a cache, and the transfers between them and the pool.
 
     Args:
@@ -65,9 +147,7 @@ class Tiers:
         ids: whether slots have ids, which only a mover reads.
 
     Attributes:
-        cache: the cache.
         mover: moves the bytes in a run on tensors, set by `move_with`; None in a simulation.
-        levels: the tiers in use, nearest first.
         keeps_ids: whether slots have ids.
 
     Raises:
@@ -83,14 +163,12 @@ class Tiers:
         devices: int = 1,
         ids: bool = False,
     ) -> None:
-        self.cache = cache
+        self.cache: KVCache = cache
         self.mover: Mover | None = None
         self.keeps_ids = ids
-        built = [resolve("tier", tier) for tier in tiers]
-        called = [tier.name for tier in built]
         self.levels = [
-            Level(cache, tier, _numbered(called, at), slot_bytes, devices, ids=ids)
-            for at, tier in enumerate(built)
+            Level(cache, tier, name, slot_bytes, devices, ids=ids)
+            for name, tier in named_tiers(tiers)
         ]
         for level, below in zip(self.levels, self.levels[1:], strict=False):
             level.below = below
@@ -112,23 +190,6 @@ class Tiers:
         self.mover = mover
         for level in self.levels:
             level.mover = mover
-
-    def describe(self) -> None:
-        """Write the tiers into the header of the trace, with their recovered blocks."""
-        if self.cache.trace is not None:
-            self.cache.trace.describe(
-                tiers=[
-                    {
-                        "tier": level.name,
-                        **describe(level.tier),
-                        "slots": level.pool.blocks,
-                        "slot_bytes": level.slot_bytes,
-                        "devices": self._devices if level.tier.per_device else 1,
-                    }
-                    | ({"recovered": level.stats.recovered} if level.stats.recovered else {})
-                    for level in self.levels
-                ]
-            )
 
     def drop_lost(self, now: int) -> None:
         """Drop blocks from the directories whose bytes could not be written."""
@@ -499,54 +560,16 @@ class Tiers:
         for level in self.levels:
             level.tree.residency = Residency(level.pool.blocks, level.name)
 
-    def hit_stats(self, level: Level | None = None) -> CacheStats:
-        """Return the statistics of first admissions with the hits of `level` alone.
+    def residencies(self) -> list[Residency | None]:
+        """Return what is measured of each level; None: nothing is."""
+        return [level.tree.residency for level in self.levels]
 
-        None: the hits of the pool and of all levels.
-        """
-        stats, size = self.cache.stats, self.cache.geometry.block_size
-        of = self.levels if level is None else [level]
-        hits, ratios = (
-            sum(getattr(each.stats, n) for each in of) for n in ("hits", "ratio_sum")
-        )
-        pool = stats if level is None else CacheStats()
-        return attrs.evolve(
-            stats,
-            hit_blocks=pool.hit_blocks + hits,
-            hit_tokens=pool.hit_tokens + hits * size,
-            ratio_sum=pool.ratio_sum + ratios,
-        )
 
-    def as_dict(self) -> list[dict[str, Any]]:
-        """Return the JSON object of each level: its size, hits and traffic."""
-        return [
-            {
-                "tier": level.name,
-                "hit_blocks": level.stats.hits,
-                "ratio": self.hit_stats(level).ratios(),
-                "slots": level.pool.blocks,
-                "memory_bytes": level.pool.blocks * level.slot_bytes,
-                "used_blocks": level.pool.blocks - level.pool.free_blocks,
-                **{
-                    f"{name}_blocks": getattr(level.stats, name)
-                    for name in (
-                        "stored", "parked", "found", "loaded", "returned", "prefetched",
-                        "recomputed", "skipped", "refused",
-                    )
-                },
-                "prefetch_hit_blocks": level.stats.prefetch_hits,
-                "recovered_blocks": level.stats.recovered,
-                "errors": level.stats.errors,
-                "loads": level.stats.loads,
-                "dropped_blocks": dict(level.stats.dropped),
-                "read_bytes": level.link.read_bytes,
-                "written_bytes": level.link.written_bytes,
-                "link_busy_s": level.link.busy_ns / NS_PER_S,
-                "load_s": level.stats.load_ns / NS_PER_S,
-                "load_wait_s": level.stats.wait_ns / NS_PER_S,
-            }
-            for level in self.levels
-        ]  # fmt: skip
+def named_tiers(tiers: Iterable[Tier | str]) -> list[tuple[str, Tier]]:
+    """Return each tier with its name in traces and reports."""
+    built = [resolve("tier", tier) for tier in tiers]
+    called = [tier.name for tier in built]
+    return [(_numbered(called, index), tier) for index, tier in enumerate(built)]
 
 
 def _numbered(names: list[str], at: int) -> str:

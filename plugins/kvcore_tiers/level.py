@@ -140,18 +140,48 @@ class _Requester(NamedTuple):
     tenant: str | None
 
 
-class Level:
-    """A tier in one run: its slots, their content, and its link.
+class TierLevel:
+    """A tier in one run: its slots and its link.
 
     Attributes:
         name: name in traces and reports, unique among the levels of a cache.
         tier: its options.
         link: its link.
         pool: its slots.
-        tree: the directory of the blocks in them.
+        eviction: its eviction policy.
         stats: its traffic.
         slot_bytes: bytes of a slot.
         mover: moves the bytes in a run on tensors; None in a simulation.
+    """
+
+    def __init__(
+        self, tier: Tier, name: str, slot_bytes: int, devices: int, *, ids: bool
+    ) -> None:
+        self.name = name
+        self.mover: Mover | None = None
+        self.pool: CountingPool = (BlockPool if ids else CountingPool)(tier.slots(slot_bytes))
+        links = devices if tier.per_device else 1
+        self.tier = tier
+        self.link = Link(
+            int(tier.read_bandwidth) * links, int(tier.write_bandwidth) * links, tier.latency
+        )
+        self.stats = TierStats()
+        self.slot_bytes = slot_bytes
+        self._max_wait = round(tier.max_wait * NS_PER_S)
+        self.eviction = resolve("eviction", tier.eviction)
+        tier.bind()
+        self.eviction.bind()
+
+    def is_busy(self, now: int) -> bool:
+        """Return True if a write would wait for the link longer than `max_wait`."""
+        return self.link.wait(now) > self._max_wait
+
+
+class Level(TierLevel):
+    """A tier below the pool of a `KVCache`.
+
+    Attributes:
+        tree: the directory of the blocks in its slots.
         below: the next farther level, or None.
         parked: the sequences that hold parked blocks here, by the id of the request.
     """
@@ -159,28 +189,15 @@ class Level:
     def __init__(
         self, cache: KVCache, tier: Tier, name: str, slot_bytes: int, devices: int, *, ids: bool
     ) -> None:
-        self.name = name
-        self.mover: Mover | None = None
-        slots = tier.slots(slot_bytes)
-        links = devices if tier.per_device else 1
-        self.tier = tier
-        self.link = Link(
-            int(tier.read_bandwidth) * links, int(tier.write_bandwidth) * links, tier.latency
-        )
+        super().__init__(tier, name, slot_bytes, devices, ids=ids)
         self.below: Level | None = None
         self.parked: dict[int | str, Holder] = {}
-        self.stats = TierStats()
-        self.slot_bytes = slot_bytes
         self._cache = cache
-        self._max_wait = round(tier.max_wait * NS_PER_S)
         self._serial = 0
         # The last path that was stored, and its end; None after any block has left.
         self._held: tuple[Span, int] | None = None
-        self.pool: CountingPool = (BlockPool if ids else CountingPool)(slots)
-        eviction = resolve("eviction", tier.eviction)
+        slots, eviction = self.pool.blocks, self.eviction
         index = resolve("prefix", None, "radix")
-        tier.bind()
-        eviction.bind()
         try:
             eviction.attach(slots, cache.geometry.block_size)
         except FAILURES as error:
@@ -229,29 +246,29 @@ class Level:
             if span.parent is not None:
                 self.store(span, span.end, now, source)
 
-    def store(self, span: Span, end: int, now: int, source: Level | None) -> bool:
+    def store(self, span: Span, end: int, now: int, source: Level | None) -> None:
         """Write the blocks of the path down to `span`, up to position `end`, that are missing.
 
-        Returns True if the whole path is here afterwards. O(spans on the path + victims); O(1)
-        if the same path is stored again, as when the blocks of a span leave one by one.
+        O(spans on the path + victims); O(1) if the same path is stored again, as when the
+        blocks of a span leave one by one.
         """
         tree = self.tree
         if self._held is not None and self._held[0] is span and end <= self._held[1]:
-            return True
+            return
         match = tree.match(span.path_keys, end, now)
         need = end - match.blocks
         if not need:
             self._remember(span, end)
-            return True
+            return
         if self.is_busy(now) or not self.is_ready:
             self.stats.skipped += need
-            return False
+            return
         room = self.pool.free_blocks + tree.unpinned_blocks - match.unpinned_blocks
         if need > room:
             self.stats.refused += need - room
             end -= need - room
             if end <= match.blocks:
-                return False
+                return
         holder = self._holder(span.last_request, span.tenant, span.path_keys, end)
         holder.hit_blocks = match.blocks
         holder.priorities = _priorities(span, match.blocks, now)
@@ -263,10 +280,8 @@ class Level:
         self._wrote(holder.request.id, match.blocks, end - match.blocks, now, source)
         tree.commit(holder, end, now)
         tree.close(holder.span, now)
-        if need > room:
-            return False
-        self._remember(span, end)
-        return True
+        if need <= room:
+            self._remember(span, end)
 
     def _remember(self, span: Span, end: int) -> None:
         """Record that the path down to `span`, up to `end`, is here until any block leaves."""
@@ -284,10 +299,6 @@ class Level:
         need = blocks - match.blocks
         fits = need <= room and not self.is_busy(now) and self.is_ready
         return need if fits else None
-
-    def is_busy(self, now: int) -> bool:
-        """Return True if a write would wait for the link longer than `max_wait`."""
-        return self.link.wait(now) > self._max_wait
 
     def park(self, seq: Holder, tokens: int, now: int) -> None:
         """Write the first `tokens` tokens of `seq`, and pin them until `unpark`."""

@@ -1,6 +1,7 @@
 """Decode attention by Triton: step plans, refusals, and fallbacks to torch."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,13 +23,31 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_gpus_with_fp8_instructions_load_fp8(monkeypatch):
-    """On a GPU with instructions for fp8, numbers are loaded as fp8, not as bytes."""
-    monkeypatch.setattr(_triton_attention, "_widens_fp8", lambda _: True)
-    for codec in ("fp8-e4m3", "fp8-e5m2:scale=head"):
-        made = Decoding([70, 17], codec=codec, dtype="fp16")
-        assert made.kernel._coding.fp8 is not None
-        made.check()
+def compiled(registers, shared, waits, spills=0):
+    """Return a compiled kernel, as Triton describes it, that waits for copies so."""
+    ptx = "".join(f"cp.async.wait_group {count};\n" for count in waits)
+    return SimpleNamespace(
+        n_regs=registers,
+        n_spills=spills,
+        metadata=SimpleNamespace(shared=shared),
+        asm={"ptx": ptx},
+    )
+
+
+@pytest.mark.parametrize(
+    ("three_stages", "pipeline"),
+    [
+        ((185, 71_680, [0, 2]), (3, 3)),  # 3 programs with two tiles each, not 5 with one
+        ((185, 71_680, [0]), (2, 5)),  # it waits for each tile
+        ((255, 120_000, [0, 2]), (2, 5)),  # 1 program with two tiles
+        ((255, 71_680, [0, 2], 124), (2, 5)),
+    ],
+)
+def test_the_pipeline_has_most_tiles_under_way(three_stages, pipeline):
+    """Stages and programs of a multiprocessor follow from registers, memory and waits."""
+    kernels = {2: compiled(168, 38_912, [0]), 3: compiled(*three_stages)}
+    card = _triton_attention.Card(132, 1 << 16, 228 << 10)
+    assert _triton_attention.deepest(kernels, 2, card) == pipeline
 
 
 def test_a_long_sequence_is_cut_into_chunks():
@@ -96,6 +115,7 @@ def test_prefill_and_decode_in_one_batch():
         ({"head_dim": 264}, "up to 256 numbers"),
         ({"codec": "int8:keys=channel"}, "not int8 as it is set"),
         ({"codec": "kivi"}, "not kivi as it is set"),
+        ({"codec": "int4", "head_dim": 18}, "heads of 18 and 18 numbers do not fill"),
     ],
 )
 def test_unsupported_layouts_are_refused_or_computed_by_torch(fields, reason, caplog):

@@ -9,7 +9,8 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", reason="needs transformers")
 
 from helpers.engine import decided  # noqa: E402
-from helpers.hugging import HYBRIDS, STATES, Poisoned, padded, prompt, tiny  # noqa: E402
+from helpers.hugging import CACHE, HYBRIDS, STATES, Poisoned, padded, prompt, tiny  # noqa: E402
+from transformers import GenerationConfig  # noqa: E402
 
 import kvcore  # noqa: E402
 from kvcore import GroupedCache, InputError, KVCache, groups_of, run  # noqa: E402
@@ -227,23 +228,50 @@ def test_an_attached_model_with_states_needs_groups():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "mode"),
     [
-        ({"num_beams": 3}, "fork no sequences, as beams and repeated rows need"),
-        ({"prompt_lookup_num_tokens": 3}, "take no tokens back, as assisted generation needs"),
+        ({"num_beams": 3}, "beam search"),
+        ({"num_beams": 2, "do_sample": True}, "beam sample"),
+        ({"generation_config": GenerationConfig(num_beams=2)}, "beam search"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
     ],
 )
-def test_beams_and_assisted_generation_are_refused_in_groups(options, message):
-    """Forks of sequences in groups, and tokens that are taken back, are refused."""
+def test_beams_and_assisted_generation_are_refused_in_groups(options, mode):
+    """Forks of sequences, and tokens taken back, are refused before anything is computed."""
     model, ids = tiny("gemma3-mixed"), prompt(20).repeat(1, 2)
     cache = GroupedCache(groups_of(spec_of(model), KEY, "fp32").groups, 200)
-    options |= {"attention_mask": torch.ones_like(ids), "do_sample": False}
-    with (
-        PagedCache(cache, Poisoned()).attached(model),
-        pytest.raises(InputError, match=message),
-    ):
-        model.generate(ids, max_new_tokens=24, **options)
+    with PagedCache(cache, Poisoned()).attached(model):
+        with pytest.raises(InputError, match=f"^{mode} with cache groups, which neither fork"):
+            model.generate(ids, max_new_tokens=24, **options)
+        assert not cache.stats.requests
+    assert "generate" not in vars(model)
+
+
+def test_rows_of_groups_are_neither_repeated_nor_cut():
+    """A loop of one's own that repeats a row, or takes tokens back, is refused as well."""
+    model, ids = tiny("gemma3-mixed"), prompt(20)
+    cache = GroupedCache(groups_of(spec_of(model), KEY, "fp32").groups, 200)
+    with PagedCache(cache, Poisoned()).attached(model) as paged:
+        batch = paged.batch()
+        model(ids, **{CACHE: batch})
+        with pytest.raises(InputError, match="repeated rows with cache groups"):
+            batch.batch_repeat_interleave(2)
+        with pytest.raises(InputError, match="taken back with cache groups"):
+            batch.crop(-1)
     assert not cache.sequences
+
+
+def test_samples_of_one_prompt_go_through_groups():
+    """Parallel samples have the tokens that they have without a cache of ours."""
+    model, ids = tiny("qwen3-next"), prompt(33)
+    options = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": OUTPUT}
+    torch.manual_seed(0)
+    wanted = model.generate(ids, **options)
+    cache = GroupedCache(groups_of(spec_of(model), KEY, "fp32").groups, 200)
+    torch.manual_seed(0)
+    with PagedCache(cache, Poisoned()).attached(model):
+        assert model.generate(ids, **options).equal(wanted)
+    assert cache.stats.hit_tokens == 2 * 32
 
 
 @pytest.mark.parametrize(
@@ -260,6 +288,15 @@ def test_what_groups_do_not_know_is_refused(options, message):
     cache = grouped(generator)
     with pytest.raises(InputError, match=message):
         run([], cache=cache, generator=generator, backend=Poisoned(), **options)
+
+
+def test_a_model_with_states_has_no_other_group():
+    """Where states are kept, the refusal of an option does not advise one group for all."""
+    with pytest.raises(InputError, match=r"which this does not know: leave it out$"):
+        kvcore.run(
+            "mooncake", limit=2, drafter="prompt-lookup",
+            generator=HuggingFace(tiny("qwen3-next", dtype=torch.float32)),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("option", ["tier", "retention", "drafter"])

@@ -1,8 +1,6 @@
-"""Kernels that store, copy and swap: run in Triton's interpreter, and compiled."""
+"""Kernels that store, copy and swap: run in Triton's interpreter."""
 
 import os
-import subprocess
-import sys
 from math import nan
 
 import pytest
@@ -269,75 +267,6 @@ def test_swapped_blocks_come_back_unchanged(monkeypatch, way, together):
     assert all(map(torch.equal, before, after))
 
 
-COMPILED = r"""
-import re, subprocess, sys, tempfile, triton
-from pathlib import Path
-from triton import language as tl
-from triton.backends.compiler import GPUTarget
-from kvcore_engine.backend.kernels import copy, store
-
-programs = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-even = [["tt.divisibility", 16]]
-def check(kernel, signature, constants, widest):
-    names = list(signature) + list(constants)
-    kinds = signature | dict.fromkeys(constants, "constexpr")
-    attributes = {(names.index(n),): even for n in signature if signature[n] != "fp32"}
-    source = triton.compiler.ASTSource(
-        fn=kernel, signature=kinds, constexprs=constants, attrs=attributes
-    )
-    for capability in (80, 90):
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32),
-                              options={"num_warps": 4})
-        ptx = made.asm["ptx"]
-        for access in ("ld.global", "st.global"):
-            assert any(f"{access}.{wide}" in ptx for wide in widest), (capability, access)
-        assert made.metadata.shared <= 49152
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "kernel.ptx"
-            file.write_text(ptx)
-            name = re.search(r"\.target (\w+)", ptx)[1]
-            for program in programs.glob("ptxas*"):  # an older assembler may not know the code
-                done = subprocess.run(
-                    [program, "-v", f"--gpu-name={name}", file, "-o", f"{file}.cubin"],
-                    capture_output=True, text=True, check=False)
-                printed = done.stderr
-                if not done.returncode:
-                    break
-        assert "0 bytes spill stores, 0 bytes spill loads" in printed, printed
-
-check(
-    copy._move,
-    {"matrices": "*i64", "stage": "*i64", "sources": "*i64", "targets": "*i64",
-     "stage_words": "i32"},
-    {"word": tl.int64, "pair": 2, "chunk": 1024, "from_stage": False, "to_stage": False},
-    ("v2.b64",),
-)
-def part(name, out, scales):
-    kinds = {"": "*bf16", "_slots": "*i64", "_out": out, "_scales": scales}
-    kinds |= {"_token_stride": "i32", "_head_stride": "i32", "_factor": "fp32",
-              "_greatest": "fp32"}
-    return {(name if field else name + "s") + field: kind for field, kind in kinds.items()}
-
-# Values are not rotated, so storing without rotation is compiled too.
-for way, width, pairs, adjacent in (
-    (store.PLAIN, 128, 64, False), (store.FP8, 128, 32, False),
-    (store.FP8_BY_HEAD, 128, 64, False), (store.GRID, 128, 32, True),
-    (store.GRID, 256, 128, False),
-):
-    kinds = ("*bf16", "*bf16") if way == store.PLAIN else ("*u8", "*fp16")
-    signature = part("key", *kinds) | part("value", *kinds)
-    signature |= {"cosines": "*fp32", "sines": "*fp32", "places": "*i64", "count": "i32",
-                  "heads": "i32"}
-    constants = {f"{name}_{field}": width for name in ("key", "value")
-                 for field in ("width", "columns")}
-    constants |= {"per_program": store.TURNED // width, "way": way, "precision": 3, "bias": 7,
-                  "pairs": pairs, "adjacent": adjacent, "named": adjacent}
-    check(store._store, signature, constants,
-          ("v4.b32", "v2.b64") if way == store.PLAIN else ("v4.b32", "v2.b64", "v2.b32"))
-"""
-"""A program that compiles the kernels for GPUs, which need not be installed."""
-
-
 @pytest.mark.parametrize("codec", [None, "int8", "int4"])
 def test_kernels_and_torch_generate_the_same_tokens(monkeypatch, codec):
     """A model generates the same tokens whether kernels or torch rotate its keys."""
@@ -357,14 +286,3 @@ def test_kernels_and_torch_generate_the_same_tokens(monkeypatch, codec):
     assert tokens == as_torch
     # With kernels torch rotates only the queries.
     assert fused == (apart // 2 if codec != "int4" else apart)
-
-
-@pytest.mark.slow
-def test_kernels_compile_for_gpus(tmp_path):
-    """Kernels for sm_80 and sm_90 access 16 bytes at a time, and spill no register."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False, env=env
-    )
-    assert done.returncode == 0, done.stderr[-2000:]

@@ -278,9 +278,9 @@ def test_a_late_read_overwrites_no_other_block():
     seq = cache.open(ask(0, 0, 16, 1, keys=[1, 2, 3, 4]))
     cache.commit(seq, 16)
     first, second = tiers.levels
-    assert first.store(seq.span, 4, 0, None)
+    first.store(seq.span, 4, 0, None)
     span = first.tree.root.children[1]
-    assert second.store(span, 4, 0, first)
+    second.store(span, 4, 0, first)
     late = mover._writes[-1].buffer
     mover._wait(lambda: mover._writes[-1].done)
     assert mover._room(mover._channels[second], 1) is not late

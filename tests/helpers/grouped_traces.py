@@ -7,6 +7,7 @@ from kvcore.config.values import as_checkpoint
 from kvcore.request import Hints
 from kvcore.serving import Batching, simulate
 from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
+from kvcore_tiers.grouped import GroupTiers
 
 FULL, STATE, WINDOW = LayerGroup("full", 8), LayerGroup("state", 8), LayerGroup("window", 8, 30)
 
@@ -18,6 +19,19 @@ GROUPS = {
     "three": [FULL, WINDOW, STATE],
     "two sizes": [LayerGroup("full", 16), LayerGroup("window", 8, 20)],
 }
+
+SLOT = 1 << 20
+"""Bytes of a block, and of a slot of a tier."""
+
+TIERS = [
+    [f"host:memory={60 * SLOT},load=always"],
+    [f"host:memory={500 * SLOT},write=through,load=always"],
+    [f"host:memory={80 * SLOT},keep=exclusive", f"disk:memory={300 * SLOT},load=always"],
+    [f"host:memory={40 * SLOT},write=2,load=always,max_wait=0.001"],
+    [f"host:memory={30 * SLOT},write=through", f"disk:memory={900 * SLOT},write=1"],
+    [f"host:memory={200 * SLOT},load=never", f"disk:memory={300 * SLOT},write=through"],
+]
+"""Tiers of random servers, by number."""
 
 RULES = [None, "vllm:lag=0", "vllm", "sglang"]
 
@@ -52,10 +66,10 @@ def requests(rng, count=40):
     return made
 
 
-def grouped_run(seed, path=None, blocks=90, **options):
+def grouped_run(seed, path=None, blocks=90, tiers=(), **options):
     """Serve random requests with random groups and rules; return the result and the cache.
 
-    With a `path` the run writes a trace there.
+    With a `path` the run writes a trace there. `tiers` are below the pool.
     """
     rng = Random(seed)
     groups = GROUPS[rng.choice(list(GROUPS))]
@@ -67,6 +81,8 @@ def grouped_run(seed, path=None, blocks=90, **options):
         cache = GroupedCache(
             groups, blocks, checkpoint=as_checkpoint(interval), key_tokens=8, trace=trace
         )
+        if tiers:
+            GroupTiers(cache, tiers, SLOT)
         batching = Batching(rules=rules, max_tokens=64, max_seqs=16)
         return simulate(served, cache=cache, batching=batching), cache
 

@@ -1,71 +1,97 @@
 """Mutation testing: one change of a room's code at a time, which its tests must notice.
 
-Usage: python tests/helpers/mutants.py ROOM [NUMBER] [SEED]
+Usage: python tests/helpers/mutants.py ROOM [COUNT] [SEED]
 
-Changes are drawn from a seed. Each is tested in a process of its own, in which the changed file
-is compiled in place of the one on disk; tests that pass have let the mutant survive. A process
-that takes too long counts as one that has noticed.
+Changes are drawn from a seed, and each is tested in a process of its own:
 
-Some mutants survive because nothing changes: an exception whose `super().__init__` is left out
-has its text all the same, one byte more than needed is looked at again for the end of an event,
-classes that are never compared may compare by value.
+    this process: libraries are loaded, kvcore is not
+     ├── warmed: kvcore is loaded, the room's tests are collected
+     │    ├── all tests run once: how long each computes, which functions it runs
+     │    └── a process for each mutant in a function, which has the changed code
+     └── a process for each mutant of code that runs at import, which loads the changed file
+         in place of the one on disk
+
+Each runs the tests that run the function, or all of them, the fastest first, until one fails.
+A mutant survives if all of them pass, or as many as compute `TEST_SECONDS` together; a test
+that computes far longer than without the mutant has noticed it.
+
+The core in C is a twin of some of the code in Python, so it is switched off, except for the
+files that call it. Survivors that change nothing stand, with the reason, in
+`tests/data/equivalent_mutants.toml`, and are counted apart.
 """
 
-# ruff: noqa: T201 - survivors are printed
-
 import ast
+import builtins
+import ctypes
+import faulthandler
+import gc
 import importlib.abc
 import importlib.util
+import inspect
 import os
-import resource
+import pickle
 import signal
 import sys
-import time
+import tempfile
+import tomllib
+from collections.abc import Callable
 from contextlib import suppress
+from itertools import accumulate, pairwise
+from math import inf
 from pathlib import Path
 from random import Random
+from time import process_time
+from types import CodeType, FunctionType
 
 import attrs
+import pytest
 
 ROOT = Path(__file__).parents[2]
+EQUIVALENT = ROOT / "tests" / "data" / "equivalent_mutants.toml"
 
+PROPERTIES = "tests/core/properties"
 ROOMS = {
-    "cache": ("kvcore/cache", ["tests/core/cache"]),
-    "tiers": ("plugins/kvcore_tiers", ["tests/tiers"]),
-    "serving": ("kvcore/serving", ["tests/core/serving"]),
-    "online": ("plugins/kvcore_online", ["tests/online"]),
+    "cache": (
+        ["kvcore/cache", "plugins/kvcore_plugins/cache_groups"],
+        [
+            *("tests/core/cache", "tests/plugins/test_cache_groups.py"),
+            *("tests/plugins/test_cache_groups_serving.py", "tests/plugins/test_checkpoint.py"),
+            *("tests/plugins/test_named_blocks.py", "tests/engine/test_compaction.py"),
+            *("tests/tiers/test_tiers.py", "tests/tiers/test_prefetch.py", PROPERTIES),
+        ],
+    ),
+    "tiers": (
+        ["plugins/kvcore_tiers"],
+        [
+            *("tests/tiers", "tests/engine/test_tiers_on_tensors.py"),
+            *("tests/engine/test_tier_faults.py", "tests/replay/test_trace_tiers.py"),
+            *("tests/replay/test_explain_tiers.py", "tests/replay/test_whatif_tiers.py"),
+        ],
+    ),
+    "serving": (
+        ["kvcore/serving"],
+        ["tests/core/serving", "tests/plugins/test_schedulers.py", PROPERTIES],
+    ),
+    "online": (["plugins/kvcore_online"], ["tests/online"]),
 }
-"""The files of each room, and its tests."""
+"""The folders of each room, and its tests."""
 
-SIMULATED = "tests/online/test_simulation.py"
-COVERED = {
-    "engine.py": [SIMULATED, "tests/online/test_server.py"],
-    "fleet.py": [
-        SIMULATED,
-        "tests/online/test_proxy.py",
-        "tests/online/test_followed_events.py",
-    ],
-    "metrics.py": ["tests/online/test_server.py"],
-    "proxy.py": [
-        SIMULATED,
-        "tests/online/test_proxy.py",
-        "tests/online/test_proxy_untrusted.py",
-    ],
-    "prompts.py": ["tests/online/test_proxy.py", "tests/online/test_hostile.py"],
-    "route_config.py": ["tests/online/test_route_config.py", "tests/online/test_proxy.py"],
-    "server.py": [SIMULATED, "tests/online/test_server.py"],
-    "stored.py": ["tests/online/test_stored_blocks.py", "tests/online/test_server.py"],
-    "traffic.py": [
-        SIMULATED,
-        "tests/online/test_proxy.py",
-        "tests/online/test_proxy_untrusted.py",
-    ],
-}
-"""The tests of files whose room has slow ones, those first that notice most."""
+CALLS_C = "native.py"
+C_TESTS = ["tests/core/native"]
+"""The name of the files that call the core in C, and the tests of these."""
 
-CPU_SECONDS = 240
-WALL_SECONDS = 1_200
-"""Limits of the tests of one mutant."""
+TEST_SECONDS = 20.0
+"""Seconds that the tests of a mutant compute without it; of slower tests, few notice more."""
+
+PATIENCE = 20
+"""Times as long as it computes without a mutant, and a second more, that a test may compute."""
+
+END_WITH_PARENT = 1
+"""Linux' name of the signal that a process gets when the one that has started it ends."""
+
+COLLECTION_SECONDS = 100
+LONGEST_TEST_SECONDS = 600
+"""Limits of the collection of tests, and of a test without a mutant."""
 
 SWAPS = {
     ast.Lt: ast.LtE,
@@ -88,14 +114,35 @@ SWAPS = {
 }
 
 
-@attrs.define
+@attrs.frozen
 class Mutant:
     """A change of a file: the node with this index in it, and what is done to it."""
 
     path: Path
     index: int
     line: int
-    what: str
+    change: str
+
+    @property
+    def file(self):
+        """The path of the file in the repository."""
+        return self.path.relative_to(ROOT).as_posix()
+
+    def key(self):
+        """Return what an entry of `EQUIVALENT` has of it."""
+        lines = self.path.read_text().splitlines()
+        return self.file, lines[self.line - 1].strip(), self.change
+
+    def trees(self):
+        """Return the syntax trees of the file as it is and with the change."""
+        text = self.path.read_text()
+        changed = _Mutator(self.index).visit(ast.parse(text))
+        return ast.parse(text), ast.fix_missing_locations(changed)
+
+    def functions(self):
+        """Return the code of the functions with `def` that it changes, outer ones first."""
+        codes = (compile(tree, str(self.path), "exec") for tree in self.trees())
+        return [code for code in _changed(*codes) if _is_named(code)]
 
 
 class _Mutator(ast.NodeTransformer):
@@ -105,12 +152,16 @@ class _Mutator(ast.NodeTransformer):
     """
 
     def __init__(self, wanted=None):
-        self.found, self._wanted = [], wanted
+        self.changes, self._wanted = [], wanted
 
-    def _may(self, node, what):
+    def _may(self, node, change):
         """Record a change; return True if it is to be made."""
-        self.found.append((node.lineno, what))
-        return len(self.found) - 1 == self._wanted
+        same = sum(
+            line == node.lineno and other.removesuffix(" again") == change
+            for line, other in self.changes
+        )
+        self.changes.append((node.lineno, change + " again" * min(same, 1)))
+        return len(self.changes) - 1 == self._wanted
 
     def visit_arg(self, node):
         return node
@@ -121,8 +172,8 @@ class _Mutator(ast.NodeTransformer):
         return node
 
     def visit_FunctionDef(self, node):
-        node.body = [self.visit(each) for each in node.body]
-        node.args.defaults = [self.visit(each) for each in node.args.defaults]
+        node.body = [self.visit(statement) for statement in node.body]
+        node.args.defaults = [self.visit(default) for default in node.args.defaults]
         return node
 
     visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815 - the name that `ast` calls
@@ -146,10 +197,10 @@ class _Mutator(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Compare(self, node):
-        for place, operator in enumerate(node.ops):
+        for index, operator in enumerate(node.ops):
             swap = SWAPS[type(operator)]
             if self._may(node, f"{type(operator).__name__} becomes {swap.__name__}"):
-                node.ops[place] = swap()
+                node.ops[index] = swap()
         return self.generic_visit(node)
 
     def visit_BinOp(self, node):
@@ -174,14 +225,120 @@ class _Mutator(ast.NodeTransformer):
         return node
 
 
+def files(room):
+    """Return the files of a room."""
+    folders = [ROOT / folder for folder in ROOMS[room][0]]
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
 def mutants(room):
     """Return all mutants of a room."""
     made = []
-    for path in sorted((ROOT / ROOMS[room][0]).rglob("*.py")):
+    for path in files(room):
         mutator = _Mutator()
         mutator.visit(ast.parse(path.read_text()))
-        made += [Mutant(path, index, *found) for index, found in enumerate(mutator.found)]
+        made += [Mutant(path, index, *change) for index, change in enumerate(mutator.changes)]
     return made
+
+
+def equivalent():
+    """Return the keys of the mutants that change nothing."""
+    entries = tomllib.loads(EQUIVALENT.read_text())["mutant"]
+    return {(entry["file"], entry["line"], entry["change"]) for entry in entries}
+
+
+# Code of functions, replaced where they are.
+
+RUN = "_functions_that_run"
+"""The name of a set among the builtins."""
+
+
+class _Marker(ast.NodeTransformer):
+    """Has each function add its name, by `_identity`, to the set `RUN` when it is called."""
+
+    def __init__(self, file):
+        self._file = file
+
+    def visit_FunctionDef(self, node):
+        self.generic_visit(node)
+        first = min(child.lineno for child in [node, *node.decorator_list])
+        mark = ast.parse(f"{RUN}.add(({self._file!r}, {node.name!r}, {first}))").body
+        node.body[bool(ast.get_docstring(node)) : 0] = mark
+        return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815 - the name that `ast` calls
+
+
+def _identity(code):
+    """Return what names the function of a code object."""
+    return code.co_filename, code.co_name, code.co_firstlineno
+
+
+def _is_named(code):
+    """Return True if a code object is that of a function with `def`.
+
+    A lambda or a comprehension is made again by each run of the function around it.
+    """
+    return bool(code.co_flags & inspect.CO_OPTIMIZED) and not code.co_name.startswith("<")
+
+
+def _functions(code):
+    """Yield the code objects of functions with `def` in a code object."""
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            if _is_named(inner):
+                yield inner
+            yield from _functions(inner)
+
+
+def _mark(files):
+    """Have the functions of files tell that they run; return the set that they tell it."""
+    marked = []
+    for path in files:
+        tree = _Marker(str(path)).visit(ast.parse(path.read_text()))
+        code = compile(ast.fix_missing_locations(tree), str(path), "exec")
+        marked += _functions(code)
+    _replace(marked)
+    run = set()
+    setattr(builtins, RUN, run)
+    return run
+
+
+def _own(code):
+    """Return what a code object runs, without the code objects in it."""
+    constants = [None if isinstance(value, CodeType) else value for value in code.co_consts]
+    return code.co_code, code.co_names, code.co_varnames, repr(constants)
+
+
+def _changed(before, after):
+    """Return the code objects of functions that differ, outer ones first, as they are after.
+
+    There are none where that of a module or a class differs: it runs at import.
+    """
+    in_function = before.co_flags & inspect.CO_OPTIMIZED
+    if _own(before) != _own(after):
+        return [after] if in_function else []
+    for old, new in zip(before.co_consts, after.co_consts, strict=True):
+        if isinstance(old, CodeType) and (codes := _changed(old, new)):
+            return [after, *codes] if in_function else codes
+    return []
+
+
+def _replace(changed):
+    """Give functions changed code, by `_identity`; return True if there are such functions."""
+    codes = {_identity(code): code for code in changed}
+    gc.unfreeze()
+    functions = [
+        function
+        for function in gc.get_objects()
+        if type(function) is FunctionType and _identity(function.__code__) in codes
+    ]
+    try:
+        for function in functions:
+            function.__code__ = codes[_identity(function.__code__)]
+    except ValueError:  # it has other free variables
+        return False
+    return bool(functions)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -203,86 +360,201 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         )
 
     def exec_module(self, module):
-        tree = ast.parse(self._mutant.path.read_text())
-        tree = ast.fix_missing_locations(_Mutator(self._mutant.index).visit(tree))
+        _, tree = self._mutant.trees()
         exec(compile(tree, str(self._mutant.path), "exec"), module.__dict__)  # noqa: S102
 
 
-def survives(mutant, room):
-    """Return True if the tests of a mutant's file pass with it."""
-    tests = (
-        COVERED.get(mutant.path.name, ROOMS[room][1]) if room == "online" else ROOMS[room][1]
-    )
-    child = os.fork()
-    if not child:
-        os.setpgid(0, 0)
-        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+# Processes and tests.
+
+
+def _forked(run, *arguments):
+    """Return what a function returns in a process of its own; None if that ends otherwise."""
+    with tempfile.TemporaryFile() as answer:
+        child = os.fork()
+        if not child:
+            os.setpgid(0, 0)
+            ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)
+            with suppress(BaseException):
+                pickle.dump(run(*arguments), answer)
+                answer.flush()
+                os._exit(0)
+            os._exit(1)
+        try:
+            _, status = os.waitpid(child, 0)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)  # and what its tests have started
+        answer.seek(0)
+        return pickle.load(answer) if status == 0 else None  # noqa: S301 - our own
+
+
+@attrs.define
+class _Session:
+    """A plugin of pytest: a function takes the place of the run of the collected tests."""
+
+    run: Callable[[list], object]
+    answer: object = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session):
+        """Call the function, if all tests could be collected."""
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        if not session.testsfailed:
+            self.answer = self.run(session.items)
+        return True
+
+    @classmethod
+    def start(cls, tests, run):
+        """Return what `run` returns for the tests in these files and folders."""
         silent = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silent, 1)
-        os.dup2(silent, 2)
-        sys.meta_path.insert(0, _Finder(mutant))
-        os._exit(_run(tests))
-    return _wait(child) == 0
+        for output in (1, 2):
+            os.dup2(silent, output)
+        # Plugins of pytest are loaded before it: that is what the first fork is for.
+        loaded = "ignore::pytest.PytestAssertRewriteWarning"
+        options = ["-q", "-n0", "-p", "no:cacheprovider", "-W", loaded]
+        session = cls(run)
+        signal.setitimer(signal.ITIMER_PROF, COLLECTION_SECONDS)
+        pytest.main([*options, "-m", "not network and not slow", *tests], plugins=[session])
+        return session.answer
 
 
-def _run(tests):
-    """Run tests in order, and return the first exit code that is not 0."""
-    import pytest  # noqa: PLC0415 - loaded before the fork
+def _passes(item, following, seconds):
+    """Return True if a test passes; end the process if it computes more than these seconds.
 
-    os.chdir(ROOT)
-    # Plugins of pytest are loaded before it: that is what the fork is for.
-    loaded = "ignore::pytest.PytestAssertRewriteWarning"
-    options = ["-x", "-q", "-n0", "-p", "no:cacheprovider", "-m", "not network and not slow"]
-    options += ["-W", loaded]
-    try:
-        return int(pytest.main([*options, *tests]))
-    except BaseException:  # noqa: BLE001 - whatever a mutant does
-        return 1
+    The clock on the wall ends tests that only wait, later: other programs run beside them.
+    """
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    faulthandler.dump_traceback_later(30 + 2 * seconds, exit=True, file=sys.__stderr__)
+    failures = item.session.testsfailed
+    item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+    return item.session.testsfailed == failures
 
 
-def _wait(child):
-    """Wait for a process and its children; return its exit code."""
-    until = time.monotonic() + WALL_SECONDS
-    while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if not ended and time.monotonic() < until:
-            time.sleep(0.1)
-            continue
-        with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-        if not ended:
-            os.waitpid(child, 0)
-            return -1
-        return os.waitstatus_to_exitcode(status)
+@attrs.define
+class Coverage:
+    """The tests of each function and their times, by a run without a mutant.
+
+    Attributes:
+        seconds: those that each test computes, by its name; tests that fail are left out.
+        tests: names of the tests that run each function, by `_identity`.
+    """
+
+    seconds: dict[str, float] = attrs.field(factory=dict)
+    tests: dict[tuple[str, str, int], set[str]] = attrs.field(factory=dict)
+
+    def of(self, items, files):
+        """Return the coverage of files by tests, which are run one after another."""
+        run = _mark(files)
+        for item, following in pairwise([*items, None]):
+            run.clear()
+            began = process_time()
+            if _passes(item, following, LONGEST_TEST_SECONDS):
+                self.seconds[item.nodeid] = process_time() - began
+                for identity in run:
+                    self.tests.setdefault(identity, set()).add(item.nodeid)
+        return self
+
+    def passing(self, items):
+        """Return the names of the tests that pass, the fastest first."""
+        return {name for name, passes in self._run(items, self.seconds) if passes}
+
+    def all_pass(self, items, names):
+        """Return True if tests with these names pass, as many as fit into `TEST_SECONDS`."""
+        return all(passes for _, passes in self._run(items, names, TEST_SECONDS))
+
+    def _run(self, items, names, limit=inf):
+        """Yield name and outcome of tests, the fastest first, up to a limit of seconds."""
+        names = self.seconds.keys() & names
+        known = [item for item in items if item.nodeid in names]
+        known.sort(key=lambda item: self.seconds[item.nodeid])
+        spent = accumulate(self.seconds[item.nodeid] for item in known)
+        known = [item for item, until in zip(known, spent, strict=True) if until < limit]
+        for item, following in pairwise([*known, None]):
+            seconds = self.seconds[item.nodeid]
+            yield item.nodeid, _passes(item, following, PATIENCE * (seconds + 1))
 
 
-def main(room, number="200", seed="0"):
+def _warmed(drawn, tests, files, tell):
+    """Return the coverage of files by tests, and the mutants in functions that survive."""
+
+    def run(items):
+        coverage = _forked(Coverage().of, items, files)
+        steady = coverage and _forked(coverage.passing, items)
+        if steady is None:
+            return None
+        for name in coverage.seconds.keys() - steady:
+            tell(f"left out, as it fails in another order: {name}")
+            del coverage.seconds[name]
+        tell(f"{len(coverage.seconds)} tests, {sum(coverage.seconds.values()):.0f} s")
+        survived = []
+        for count, mutant in enumerate(drawn, 1):
+            if _forked(_survives, mutant, items, coverage):
+                survived.append(mutant)
+                tell(f"survived: {mutant.file}:{mutant.line}: {mutant.change}")
+            if count % 20 == 0:
+                tell(f"{len(survived)} of {count} in functions survived")
+        return coverage, survived
+
+    return _Session.start(tests, run)
+
+
+def _survives(mutant, items, coverage):
+    """Return True if no test notices a mutant in a function."""
+    changed = mutant.functions()
+    return _replace(changed) and coverage.all_pass(
+        items, coverage.tests.get(_identity(changed[-1]), ())
+    )
+
+
+def _survives_import(mutant, tests, coverage):
+    """Return True if no test notices a mutant of code that runs at import."""
+    importlib.import_module("kvcore")  # which puts a finder of its own first
+    sys.meta_path.insert(0, _Finder(mutant))
+    return _Session.start(tests, lambda items: coverage.all_pass(items, coverage.seconds))
+
+
+def survivors(drawn, tests, files, tell):
+    """Return those of some mutants of files that tests do not notice."""
+    inside = [mutant for mutant in drawn if mutant.functions()]
+    warmed = _forked(_warmed, inside, tests, files, tell)
+    assert warmed is not None, "the tests cannot be collected, or do not end"
+    coverage, survived = warmed
+    for mutant in drawn:
+        if mutant not in inside and _forked(_survives_import, mutant, tests, coverage):
+            survived.append(mutant)
+            tell(f"survived: {mutant.file}:{mutant.line}: {mutant.change}")
+    return survived
+
+
+def main(room, count="200", seed="0"):
     """Draw mutants of a room, test them, and print those that survive."""
     os.environ.setdefault("KVCORE_SIMULATION", "48")
-    made = mutants(room)
-    drawn = Random(int(seed)).sample(made, min(int(number), len(made)))
-    same = attrs.evolve(drawn[0], index=-1)
-    assert survives(same, room), "the tests fail without a mutant"
-    survivors = 0
-    for count, mutant in enumerate(drawn, 1):
-        if survives(mutant, room):
-            survivors += 1
-            where = mutant.path.relative_to(ROOT)
-            print(f"survived: {where}:{mutant.line}: {mutant.what}", flush=True)
-        if count % 10 == 0 or count == len(drawn):
-            print(
-                f"{room}: {survivors} of {count} survived ({len(made)} are possible)",
-                flush=True,
-            )
-    return survivors
+    os.chdir(ROOT)
+    terminal = os.fdopen(os.dup(1), "w")
+
+    def tell(line):
+        print(line, file=terminal, flush=True)
+
+    made, known, tests = mutants(room), equivalent(), ROOMS[room][1]
+    drawn = Random(int(seed)).sample(made, min(int(count), len(made)))
+    survived, same = [], 0
+    for pure in ("1", "0"):
+        os.environ["KVCORE_PURE"] = pure
+        part = [mutant for mutant in drawn if (mutant.path.name != CALLS_C) == (pure == "1")]
+        same += sum(mutant.key() in known for mutant in part)
+        part = [mutant for mutant in part if mutant.key() not in known]
+        if part:
+            survived += survivors(part, tests + C_TESTS * (pure == "0"), files(room), tell)
+    tell(
+        f"{room}: of {len(drawn)} mutants ({len(made)} are possible) "
+        f"{len(drawn) - same - len(survived)} were noticed, {same} change nothing, "
+        f"{len(survived)} survived; {sum(os.times()[:4]):.0f} s of CPU"
+    )
+    return len(survived)
 
 
 if __name__ == "__main__":
-    import pytest  # noqa: F401 - so that no process has to load them
-
     for _name in ("torch", "aiohttp.web", "zmq", "hypothesis", "openai", "numpy"):
-        try:
-            __import__(_name)
-        except ImportError:
-            continue
+        with suppress(ImportError):
+            importlib.import_module(_name)
     sys.exit(main(*sys.argv[1:]) > 0)

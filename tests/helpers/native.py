@@ -177,6 +177,7 @@ def _plain(span):
     return (
         *(span.id, span.start, span.end, span.ref_count, span.created, span.last_access),
         *(span.created_order, span.last_hit_order, str(span.last_request)),
+        *(span.turn, str(span.created_by)),
         *(span.released_order, span.hit_count, span.priority, span.priority_until),
         *(span.expires, span.tenant, span.creator, span.ids, str(span.keys()), span.parent.id),
         sorted(child.id for child in (span.children or {}).values()),

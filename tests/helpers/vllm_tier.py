@@ -30,12 +30,13 @@ def conversations(requests=None):
     """Yield the first requests of the bundled trace that have a full chunk.
 
     Their keys are those of full chunks. Their ids are texts, as vLLM's are: some policies hash
-    them.
+    them. They have no answers, of which a tier does not hear.
     """
     for request in islice(Mooncake(), requests):
         keys = request.keys[: request.prompt_tokens // SIZE]
         if keys:
-            yield attrs.evolve(request, id=str(request.id), keys=[*map(offload_key, keys)])
+            keys = [*map(offload_key, keys)]
+            yield attrs.evolve(request, id=str(request.id), keys=keys, output_tokens=0)
 
 
 def offload_key(key, group=0):

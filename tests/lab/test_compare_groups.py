@@ -1,9 +1,10 @@
 """Comparisons of policies in the cache groups of a model."""
 
+import re
 from itertools import islice
 
 import pytest
-from helpers.commands import json_of
+from helpers.commands import error_of, json_of
 
 import kvcore
 from kvcore import InputError
@@ -80,3 +81,17 @@ def test_the_curve_of_a_model_counts_its_groups():
     assert document["memory"]["bytes_per_block"] == 512 * 12 * 2048
     assert len(document["memory"]["cache_groups"]) == 2
     assert len(document["curves"][0]["points"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--memory 4GiB", "counted in tokens: give --accounting tokens"),
+        ("--memory 4GiB --accounting tokens --block-size 16", "Give block_size=512"),
+        ("--memory 2MiB --accounting tokens", "A block of any cache group of .* takes 36 MiB"),
+    ],
+)
+def test_a_model_with_states_says_how_it_is_compared(options, message):
+    """The message has what `compare` needs for a model that has cache groups."""
+    command = f"compare --model qwen3-next-80b-a3b --limit 2 --checkpoint default {options}"
+    assert re.search(message, error_of(*command.split()))

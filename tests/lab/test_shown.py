@@ -43,6 +43,11 @@ def test_the_short_form_of_a_result_is_a_line(tmp_path, name):
     assert len(text) < 300
 
 
+def test_the_short_form_of_a_simulation_has_its_size():
+    """`repr` of a simulation has the numbers of its requests and of its simulated seconds."""
+    assert repr(simulate("zipf:requests=40,rate=20")).startswith("Result(40 requests, ")
+
+
 def test_frames_of_comparisons_go_together():
     """Frames of comparisons have equal columns and types, and name their workload."""
     polars = pytest.importorskip("polars")

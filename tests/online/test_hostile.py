@@ -1,17 +1,22 @@
 """Hostile input in bulk: files, lines, frames, bodies, headers and answers, drawn from a seed.
 
 `tox -e hostile` draws 100,000 of them, the other runs few: `KVCORE_HOSTILE` is their number.
+One that is neither read nor refused is written to `tests/data/corpus`, without what may be
+left out; what is there is read before any other.
 """
 
 # ruff: noqa: T201 - the counts are printed
 
 import asyncio
+import gzip
 import json
 import os
 import random
 import resource
 from collections import Counter
 from contextlib import suppress
+from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from time import process_time
 
@@ -32,7 +37,7 @@ from kvcore_events.model import BlockRemoved, BlockStored, EventBatch
 from kvcore_events.recording import RecordingReader, RecordingWriter
 from kvcore_online.fleet import _ReportedBlocks
 from kvcore_online.prompts import Call
-from kvcore_online.proxy import EventStream, UnservedError, take_usage
+from kvcore_online.proxy import EventStream, UnservedError
 from kvcore_online.route_config import RouteConfig
 from kvcore_online.traffic import Flight
 from kvcore_plugins.models.huggingface import read_config
@@ -48,10 +53,14 @@ from kvcore_replay.timeline import TimelineBuilder
 pytest.importorskip("aiohttp", reason="needs aiohttp")
 
 DATA = Path(__file__).parents[1] / "data"
+CORPUS = DATA / "corpus"
 
 INPUTS = int(os.environ.get("KVCORE_HOSTILE", "3000"))
 SHARES = {"frame": 30, "body": 25, "line": 15, "file": 15, "answer": 10, "header": 5}
 """Parts in a hundred of the inputs of each kind."""
+
+SEALED = {"requests", "mooncake"}
+"""Readers for which few damaged files are valid: of some tens, there may be none."""
 
 REFUSALS = (KvcoreError, UnservedError)
 MOST_SECONDS = 10.0
@@ -110,7 +119,11 @@ class Drawn(random.Random):
 
 
 class Hostile:
-    """One input of each kind, and who reads it. Counts what was read and what was refused."""
+    """Draws inputs of each kind, and reads them. Counts what was read and what was refused.
+
+    Attributes:
+        readers: functions that read the bytes of an input, by their folders in `CORPUS`.
+    """
 
     def __init__(self, folder):
         self.drawn = Drawn(20_261_128)
@@ -141,88 +154,147 @@ class Hostile:
         first, *_ = (DATA / "model_configs.jsonl").read_text().splitlines()
         config = folder / "config.json"
         config.write_text(json.dumps(json.loads(first)["config"]))
-        self.files = [
-            (self.trace, check_trace),
-            (self.trace, lambda path: list(TraceWorkload(path))),
-            (folder / "recording.jsonl", lambda path: list(RecordingReader(path))),
-            (toml, RouteConfig.from_toml),
-            (DATA / "azure_2023_conv_head.csv", lambda path: list(Azure(path))),
-            (DATA / "weka_sessions.jsonl.gz", lambda path: list(Weka(path))),
-            (chat, lambda path: list(Chat(path))),
-            (mooncake, lambda path: list(Mooncake(path))),
-            (config, read_config),
-        ]
-        self.files = [(path.read_bytes(), read) for path, read in self.files]
+        files = {
+            "trace": (self.trace, check_trace),
+            "requests": (self.trace, lambda path: list(TraceWorkload(path))),
+            "recording": (folder / "recording.jsonl", lambda path: list(RecordingReader(path))),
+            "toml": (toml, RouteConfig.from_toml),
+            "azure": (DATA / "azure_2023_conv_head.csv", lambda path: list(Azure(path))),
+            "weka": (DATA / "weka_sessions.jsonl.gz", lambda path: list(Weka(path))),
+            "chat": (chat, lambda path: list(Chat(path))),
+            "mooncake": (mooncake, lambda path: list(Mooncake(path))),
+            "config": (config, read_config),
+        }
+        self.files = {name: path.read_bytes() for name, (path, _) in files.items()}
+        of_traces = {
+            "export": lambda path: list(event_batches(path)),
+            "timeline": lambda path: read_events(path).feed(TimelineBuilder),
+        }
+        from_files = {name: read for name, (_, read) in files.items()} | of_traces
+        self.readers = {
+            "frame": read_frame,
+            "body": read_body,
+            "answer": read_answer,
+            **{name: partial(self.read_file, read) for name, read in from_files.items()},
+        }
+
+    def read_file(self, read, data):
+        """Read bytes as those of a file."""
+        path = self.folder / "hostile"
+        path.write_bytes(data)
+        read(path)
 
     def frame(self):
-        """Read a damaged payload of KV events as the follower of a server does."""
-        batch = decode(self.drawn.damaged(self.drawn.choice(self.batches)))
-        tracker, reported = BlockTracker(), _ReportedBlocks(4)
-        tracker.apply(batch, 0, 0)
-        for event in batch.events:
-            if isinstance(event, BlockStored):
-                reported.stored(event)
-        encode(batch)
+        """Return a damaged payload of KV events."""
+        return "frame", self.drawn.damaged(self.drawn.choice(self.batches))
 
     def body(self):
-        """Read the body of a request, and what is sent on and written of it."""
+        """Return the body of a request with other values, which may be damaged."""
         document = self.drawn.changed(prompt(messages=[{"role": "user", "content": "x"}]))
         data = json.dumps(document).encode()
-        if self.drawn.random() < 0.4:
-            data = self.drawn.damaged(data)
-        call = Call.read(self.drawn.choice(["/v1/completions", "/v1/chat/completions"]), data)
+        return "body", self.drawn.damaged(data) if self.drawn.random() < 0.4 else data
+
+    def line(self):
+        """Return a trace in which one line has other values, and a right digest."""
+        changed = list(self.lines)
+        index = self.drawn.randrange(len(changed) - 1)
+        changed[index] = self.drawn.changed(changed[index])
+        changed[index]["event"] = self.lines[index]["event"]
+        changed[index]["t"] = self.lines[index]["t"]
+        data = seal(self.folder / "line.jsonl", changed).read_bytes()
+        return self.drawn.choice(["trace", "export", "timeline"]), data
+
+    def file(self):
+        """Return a damaged file."""
+        name = self.drawn.choice([*self.files])
+        data = self.files[name]
+        # What is in a compressed file is damaged too: else its checksum hides the reader.
+        if data.startswith(b"\x1f\x8b") and self.drawn.random() < 0.8:
+            data = gzip.decompress(data)
+            return name, gzip.compress(self.drawn.damaged(data), 1)
+        return name, self.drawn.damaged(data)
+
+    def answer(self):
+        """Return a server's stream with other counts, which may be damaged."""
+        usage = self.drawn.changed({"prompt_tokens": 5, "completion_tokens": 2})
+        data = b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
+        return "answer", self.drawn.damaged(data * 2) if self.drawn.random() < 0.5 else data
+
+    def fault(self, name, data):
+        """Return the type of the error with which an input is neither read nor refused."""
+        began = process_time()
+        try:
+            self.readers[name](data)
+            refused = False
+        except REFUSALS as error:
+            escaped(str(error)).encode()  # it can be printed
+            refused = True
+        except Exception as error:  # noqa: BLE001 - of any type
+            return type(error)
+        self.counts[name, "refused" if refused else "read"] += 1
+        return None if process_time() - began < MOST_SECONDS else TimeoutError
+
+    def read(self, kind):
+        """Read an input of a kind; one that is not read or refused goes into `CORPUS`."""
+        name, data = getattr(self, kind)()
+        fault = self.fault(name, data)
+        if fault is not None:
+            data = shortened(data, lambda part: self.fault(name, part) is fault)
+            path = CORPUS / name / blake2b(data, digest_size=6).hexdigest()
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(data)
+            self.readers[name](data)  # raises
+            pytest.fail(f"{path} takes more than {MOST_SECONDS} s")
+
+
+def shortened(data, fails):
+    """Return an input that fails as `data` does, of which no part may be left out."""
+    size = len(data) // 2
+    while size:
+        for start in range(0, len(data), size):
+            part = data[:start] + data[start + size :]
+            while len(part) < len(data) and fails(part):
+                data, part = part, part[:start] + part[start + size :]
+        size //= 2
+    return data
+
+
+def read_frame(data):
+    """Read a payload of KV events as the follower of a server does."""
+    batch = decode(data)
+    tracker, reported = BlockTracker(), _ReportedBlocks(4)
+    tracker.apply(batch, 0, 0)
+    for event in batch.events:
+        if isinstance(event, BlockStored):
+            reported.stored(event)
+    encode(batch)
+
+
+def read_body(data):
+    """Read the body of a request, and what is sent on and written of it."""
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        call = Call.read(path, data)
         orjson.dumps(call.question)
         call.body(count=True)
         request = call.request(0, 0, "", tokens=call.tokens, key_tokens=16, key_chars=64)
         assert call.most_output <= 1 << 20
         orjson.dumps([request.session, request.salt])
 
-    def line(self):
-        """Read a trace in which one line has other values, and a right digest."""
-        found = list(self.lines)
-        place = self.drawn.randrange(len(found) - 1)
-        found[place] = self.drawn.changed(found[place])
-        found[place]["event"] = self.lines[place]["event"]
-        found[place]["t"] = self.lines[place]["t"]
-        path = seal(self.folder / "line.jsonl", found)
-        match self.drawn.randrange(3):
-            case 0:
-                check_trace(path)
-            case 1:
-                list(event_batches(path))
-            case _:
-                read_events(path).feed(TimelineBuilder)
 
-    def file(self):
-        """Read a damaged file."""
-        data, read = self.drawn.choice(self.files)
-        path = self.folder / "damaged"
-        path.write_bytes(self.drawn.damaged(data))
-        read(path)
+def read_answer(data):
+    """Read the stream of a server, in pieces."""
+    flight = Flight(Request(id=0, prompt_tokens=1, key_tokens=16))
+    stream = EventStream(flight, counted=False)
+    for start in range(0, len(data), 50):
+        stream.feed(data[start : start + 50])
+    assert 0 <= flight.output <= 2**40
+    assert flight.prompt is None or 0 < flight.prompt <= 2**40
 
-    def answer(self):
-        """Read a server's stream, in pieces."""
-        flight = Flight(Request(id=0, prompt_tokens=1, key_tokens=16))
-        stream = EventStream(flight, counted=False)
-        usage = self.drawn.changed({"prompt_tokens": 5, "completion_tokens": 2})
-        take_usage(flight, usage)
-        data = b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
-        data = self.drawn.damaged(data * 2)
-        for place in range(0, len(data), 50):
-            stream.feed(data[place : place + 50])
-        assert 0 <= flight.output <= 2**40
-        assert flight.prompt is None or 0 < flight.prompt <= 2**40
 
-    def read(self, kind):
-        """Read an input of a kind; it is read, or refused in a sentence without controls."""
-        began = process_time()
-        try:
-            getattr(self, kind)()
-            self.counts[kind, "read"] += 1
-        except REFUSALS as error:
-            escaped(str(error)).encode()
-            self.counts[kind, "refused"] += 1
-        assert process_time() - began < MOST_SECONDS, kind
+@pytest.mark.parametrize("path", sorted(CORPUS.glob("*/*")), ids=lambda path: path.name)
+def test_inputs_that_once_failed_are_read_or_refused(path, tmp_path):
+    """Each input of the corpus, which once had no answer, is read or refused."""
+    assert Hostile(tmp_path).fault(path.parent.name, path.read_bytes()) is None
 
 
 def test_hostile_input_is_read_or_refused(tmp_path):
@@ -234,9 +306,9 @@ def test_hostile_input_is_read_or_refused(tmp_path):
             for _ in range(INPUTS * share // 100):
                 hostile.read(kind)
     print(f"\n{hostile.counts.total():,} inputs:", dict(sorted(hostile.counts.items())))
-    for kind in SHARES.keys() - {"header"}:
-        assert hostile.counts[kind, "refused"] or kind == "answer"
-        assert hostile.counts[kind, "read"]
+    for name in hostile.readers:
+        assert hostile.counts[name, "refused"] or name == "answer"
+        assert hostile.counts[name, "read"] or name in SEALED
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
     assert grown < MOST_MEMORY
 

@@ -70,6 +70,14 @@ def test_a_state_cuts_chunks_at_its_blocks():
     assert GroupedCache([FULL, WINDOW], 100).chunk_tokens(0, 30, 100, 100, (), 64) == 30
 
 
+def test_a_junction_at_the_end_of_a_prompt_is_a_stop_after_a_preemption():
+    """The chunk of a resumed request ends at the junction, and not at its own prompt's end."""
+    cache = GroupedCache([FULL, STATE], 100, key_tokens=8)
+    resumed = {"start": 0, "tokens": 137, "prompt": 57, "target": 137, "largest": 512}
+    assert cache.chunk_tokens(**resumed, boundaries=(56, 56)) == 56
+    assert cache.chunk_tokens(**resumed, boundaries=(56, 0)) == 136
+
+
 def test_a_window_is_free_once_it_has_passed():
     """A running sequence holds the blocks of its window, not those of its whole text."""
     cache, most = GroupedCache([WINDOW], 100), []
@@ -133,7 +141,6 @@ def build(**options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"tier": "host:memory=64GiB"},
         {"retention": "window:tokens=64"},
         {"eviction": "ttl:ttl=5"},
     ],

@@ -16,6 +16,7 @@ from kvcore.trace import Trace
 from kvcore_plugins.cache_groups import GroupPlan, LayerGroup
 from kvcore_plugins.cache_groups.named_blocks import NamedBlocks
 from kvcore_plugins.checkpoint import place
+from kvcore_plugins.checkpoint.marconi import GRID
 from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.check.trace import check_trace
 from kvcore_testing.checkpoint import look_up, stream
@@ -47,6 +48,14 @@ def request(serial, keys, **options):
         id=serial, arrival=serial * 10**9, prompt_tokens=len(keys) * SIZE + 1, keys=keys,
         key_tokens=SIZE, **options,
     )  # fmt: skip
+
+
+def test_the_last_token_of_a_prompt_is_left_to_compute():
+    """By default a state is wanted below the end of a prompt, and at the junction."""
+    whole = Request(
+        id=0, prompt_tokens=4 * SIZE, output_tokens=1, keys=range(4), key_tokens=SIZE
+    )
+    assert [*CheckpointPolicy().boundaries(whole, 0, 16)] == [4 * SIZE - 1, 16]
 
 
 def hits(policy, prompts, blocks=1000):
@@ -124,8 +133,69 @@ def test_a_cap_evicts_what_a_longer_text_has_replaced(policy, hit):
     assert hits(policy, [range(4), *turns, range(4)], blocks=36)[-1] == hit
 
 
+def plain_victim(policy, segments):
+    """Return the victim of a policy with weights, by its rule as it is written down."""
+    if policy.cap is not None:
+        beyond = [s for s in segments if s.resumable and s.below >= policy.cap]
+        if beyond:
+            return beyond[0]
+
+    def scaled(values):
+        span = max(values) - min(values)
+        return [(value - min(values)) / span if span else 0.0 for value in values]
+
+    now = max(s.last_use for s in segments) + 1
+    recencies = scaled([1 / (now - s.last_use) for s in segments])
+    worths = scaled([policy.worth(s) if s.resumable else 0.0 for s in segments])
+    for_recency, for_worth = policy.shares
+    scores = [for_recency * r + for_worth * w for r, w in zip(recencies, worths, strict=True)]
+    return segments[scores.index(min(scores))]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("marconi", "marconi:alpha=0", "marconi:alpha=1e9", "marconi:alpha=0.5,cap=2"),
+        *("seglen", "seglen:weight=1", "seglen:weight=0,cap=1", "seglen:weight=0.3"),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_ranked_segments_leave_as_the_plain_rule_says(spec, seed):
+    """Of requests that run side by side, each victim is that of a look at all segments."""
+    policy = build(spec)
+    ranked, chosen = policy.victim, []
+
+    def victim(segments):
+        chosen.append(ranked(segments))
+        assert chosen[-1] is plain_victim(policy, list(segments))
+        return chosen[-1]
+
+    policy.victim = victim
+    cache = new_cache(policy, 160)
+    simulate(stream(seed), cache=cache, batching=Batching(max_tokens=64, max_seqs=6))
+    assert len(set(chosen)) > 20
+
+
+def test_tuned_alpha_is_that_whose_prompts_hit_most():
+    """Ten times as many requests after the first eviction, the best of all weights is kept."""
+    policy, served, first = build("marconi:alpha=tuned"), [], None
+    cache = new_cache(policy, 60)
+    for each in stream(5):
+        cache.compute(each, CHUNK)
+        served.append(each)
+        if first is None and cache.evicted_blocks:
+            first = len(served)
+        if policy.shares != (1.0, 0.0):
+            break
+    assert len(served) == 10 * first
+    alone = {alpha: new_cache(f"marconi:alpha={alpha}", 60) for alpha in GRID}
+    hit = {a: sum(other.compute(r, CHUNK).tokens for r in served) for a, other in alone.items()}
+    assert len(set(hit.values())) > 2
+    assert policy.shares == (1.0, max(hit, key=hit.get))
+
+
 def test_a_branch_stays():
-    """Segments that can leave come by last use; one behind which texts part is not one."""
+    """Segments that can leave come by their order; one behind which texts part is not one."""
 
     class Watching(CheckpointPolicy):
         """Evicts the least recently used segment, and records what it could evict."""
@@ -136,7 +206,7 @@ def test_a_branch_stays():
         def victim(self, segments):
             """Return the least recently used segment."""
             self.children.update(s.children for s in segments)
-            assert [s.last_use for s in segments] == sorted(s.last_use for s in segments)
+            assert [s.order for s in segments] == sorted(s.order for s in segments)
             return segments[0]
 
     texts = [parting(n, 4, 8) for n in range(1, 30)]
@@ -299,12 +369,23 @@ class Failing(CheckpointPolicy):
         raise ZeroDivisionError
 
 
+class Deaf(Foreign):
+    """Fails when a segment changes."""
+
+    name = "deaf"
+
+    def on_changed(self, segment):
+        """Raise an error."""
+        raise ZeroDivisionError
+
+
 @pytest.mark.parametrize(
     ("policy", "text"),
     [
         (Fractions, r"boundaries\(\) with .*give whole tokens"),
         (Foreign, r"victim\(\) with .*which cannot leave"),
         (Failing, "raised ZeroDivisionError in on_admitted"),
+        (Deaf, "raised ZeroDivisionError in on_changed"),
     ],
 )
 def test_a_wrong_policy_is_named(policy, text):

@@ -9,6 +9,7 @@ from helpers.caches import ask, make, spans
 from helpers.reuse import KEY_TOKENS, flips, recency
 
 from kvcore import InputError, KVCache, Plugins
+from kvcore.testing.hosted import HostedCache
 from kvcore_plugins.eviction import LRU, Hazard, WorkloadAware
 from kvcore_plugins.eviction.survival import indices
 from kvcore_replay.untimed import replay, served
@@ -160,6 +161,17 @@ def test_it_gains_where_leaves_are_evicted_whole(conversation):
     """Where a leaf leaves whole, as in SGLang, its last key takes nothing else with it."""
     requests, prefix = conversation[:6000], "radix:evict=leaf"
     assert hits(FREE(), requests, 2000, prefix) > 1.3 * hits(LRU(), requests, 2000, prefix)
+
+
+def test_a_host_of_single_blocks_hits_what_a_cache_of_them_hits(conversation):
+    """A host evicts spans whole: that of a last key, which is all of it, goes as in a cache."""
+    requests, hosted, hit = conversation[:4000], HostedCache(FREE(), 500, 512, None), 0
+    for request in requests:
+        opened = hosted.open(request, None, request.arrival)
+        hosted.commit(opened, opened.tokens - opened.computed, request.arrival)
+        hosted.close(opened, request.arrival)
+        hit += opened.hit_blocks
+    assert hit == hits(FREE(), requests, 500, "hashed:spans=block")
 
 
 def test_saved_counts_are_where_a_run_goes_on(tmp_path, conversation):

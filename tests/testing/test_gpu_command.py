@@ -23,6 +23,8 @@ def faked(monkeypatch, *, failing=(), wrong=0):
 
     def run(command, limit, *_):
         part = "check" if "--check" in command else "bench"
+        if "kvcore_testing.gpu.steps" in command:
+            part = "steps"
         for name in ("TestConformance", "test_twin"):
             if name in command:
                 part = name
@@ -35,6 +37,9 @@ def faked(monkeypatch, *, failing=(), wrong=0):
             body = ("1", "<failure/>") if part in failing else ("0", "")
             target = next(word for word in command if word.startswith("--junitxml="))
             Path(target.partition("=")[2]).write_text(JUNIT.format(*body))
+        elif part == "steps":
+            row = {"ok": True, "sequences": 1, "replayed_us": 20.0, "launched_us": 300.0}
+            Path(command[4]).write_text(json.dumps({"rows": [row]}))
         else:
             row = {"reached": True}
             document = {"rows": [row, {"reached": None}], "wrong": wrong}
@@ -56,7 +61,7 @@ def test_each_part_is_printed_and_documented(monkeypatch, tmp_path, capsys):
     faked(monkeypatch)
     code, document = outcome(tmp_path)
     assert code == 0
-    assert list(document["parts"]) == ["conformance", "twin", "check", "bench"]
+    assert list(document["parts"]) == ["conformance", "twin", "check", "steps", "bench"]
     assert document["parts"]["twin"]["summary"] == ("2 passed, 0 failed, 1 skipped")
     assert document["parts"]["bench"]["summary"] == ("2 rows, 0 wrong, 1 of 1 targets reached")
     lines = capsys.readouterr().out.splitlines()
@@ -70,7 +75,7 @@ def test_parts_run_after_a_failed_part(monkeypatch, tmp_path):
     code, document = outcome(tmp_path)
     parts = document["parts"]
     assert code == 1
-    assert [part["ok"] for part in parts.values()] == [False, False, False, True]
+    assert [part["ok"] for part in parts.values()] == [False, False, False, True, True]
     assert parts["conformance"]["summary"] == "pytest exited with -11"
     assert parts["conformance"]["details"]["output"] == "a fault"
     assert parts["twin"]["details"]["failed"] == ["K.one"]
@@ -84,6 +89,24 @@ def test_a_wrong_benchmark_row_fails_the_command(monkeypatch, tmp_path):
     code, document = outcome(tmp_path)
     assert code == 1
     assert document["parts"]["check"]["summary"].startswith("2 rows, 1 wrong")
+
+
+def test_a_run_that_is_cut_leaves_the_parts_before(monkeypatch, tmp_path):
+    """If the command is ended in a part, its file has the outcomes of the parts before."""
+    faked(monkeypatch)
+    run = gpu._run
+
+    def cut(command, *arguments):
+        if "kvcore_testing.gpu.steps" in command:
+            raise KeyboardInterrupt
+        return run(command, *arguments)
+
+    monkeypatch.setattr(gpu, "_run", cut)
+    with pytest.raises(KeyboardInterrupt):
+        outcome(tmp_path)
+    document = json.loads((tmp_path / "gpu.json").read_bytes())
+    assert list(document["parts"]) == ["conformance", "twin", "check"]
+    assert not document["ok"]
 
 
 def test_no_part_runs_after_the_deadline(monkeypatch, tmp_path):
@@ -120,6 +143,15 @@ def test_an_unwritable_document_is_refused_before_any_part(monkeypatch, tmp_path
     shown = capsys.readouterr()
     assert str(out) in shown.err
     assert not shown.out
+
+
+@pytest.mark.slow
+def test_decode_steps_are_measured_after_their_tokens_are_compared(tmp_path):
+    """Steps of two batch sizes are measured; a backend without graphs says so."""
+    run = gpu._steps("--quick")
+    ok, summary, details = run("torch-cpu", tmp_path, 60.0)
+    assert (ok, summary) == (True, "2 of 2 batch sizes have equal tokens")
+    assert all("has no option 'graphs'" in row["note"] for row in details["rows"])
 
 
 @pytest.mark.slow

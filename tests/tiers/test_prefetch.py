@@ -71,6 +71,9 @@ def test_a_prompt_prefetched_in_time_is_hit_without_waiting(
     assert (wait(run), prefetch_counts(run)) == (ttft, counts)
     assert (run.result.log.hit[-1], run.result.log.loaded[-1]) == (hit, loaded)
     assert len(run.of("LOAD_START")) == 1
+    tiers = run.result.cache.tiers
+    assert not tiers._ahead
+    assert not tiers._brought, "what a prefetch has loaded is kept for ever"
 
 
 @pytest.mark.parametrize(

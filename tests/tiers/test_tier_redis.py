@@ -95,6 +95,16 @@ def test_blocks_expire_after_their_time_to_live(url, redis_client):
                 assert least <= redis_client.pttl(name) <= most
 
 
+def test_a_closed_store_leaves_no_connection(url, redis_client):
+    """A store has a connection to the server while it is open, and none afterwards."""
+    clients = len(redis_client.client_list())
+    with opened(url) as store:
+        write(store, blocks([0]))
+        assert len(redis_client.client_list()) > clients
+    redis_client.ping()  # in the turn after it, the server has seen the end
+    assert len(redis_client.client_list()) == clients
+
+
 def test_two_runs_share_blocks(url):
     """Two runs of one model share blocks, and both miss a block that one of them drops."""
     path = blocks([5, 6, 7])

@@ -1,5 +1,7 @@
 """Moves of blocks between a pool and its tiers, with times exact to the nanosecond."""
 
+from types import SimpleNamespace
+
 import orjson
 import pytest
 from helpers.serving import BLOCK, SLOT, Slow, Tally, ask, serve
@@ -9,7 +11,9 @@ from kvcore import EvictionPolicy, InputError, KVCache, PolicyError
 from kvcore.cache.tiers import Tier
 from kvcore.models.catalogue import MODELS
 from kvcore.models.memory import KVLayout
-from kvcore_tiers.hierarchy import Tiers
+from kvcore.request import Hints
+from kvcore_tiers.hierarchy import Load, Tiers
+from kvcore_tiers.level import Part, path_ids
 from kvcore_tiers.tier import Host
 
 FAST = "read_bandwidth=64GB,write_bandwidth=64GB,latency=0"
@@ -55,6 +59,44 @@ def test_evicted_blocks_are_loaded_again():
     # 16 tokens load in 4 ns, after 16 tokens of victims were stored in 4; one is computed.
     waits = [row["first_token"] - row["arrival"] for row in run.rows.values()]
     assert waits == [1700, 1700, 1700, 108, 108, 104]
+    # None of them had been admitted before.
+    assert stats(run, "loaded", "returned", "prefetched") == (12, 0, 0)
+
+
+def test_policies_know_how_long_a_block_takes_to_load():
+    """The layout has the seconds that a block takes to load from the nearest level."""
+    run = serve(shared((1, 4)), blocks=9, tiers=(f"host:memory=1MB,{FAST}",))
+    assert run.result.cache.geometry.reload_seconds == pytest.approx(1e-9)
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "ids"),
+    [
+        (0, 6, [10, 11, 12, 13, 20, 21]),
+        (2, 5, [12, 13, 20]),
+        (4, 6, [20, 21]),
+        (1, 3, [11, 12]),
+    ],
+)
+def test_the_ids_of_a_path_are_those_between_two_positions(first, end, ids):
+    """The ids of blocks of a path are found over its spans, from one position to another."""
+    root = SimpleNamespace(parent=None)
+    upper = SimpleNamespace(parent=root, start=0, end=4, ids=[10, 11, 12, 13])
+    lower = SimpleNamespace(parent=upper, start=4, end=6, ids=[20, 21])
+    assert path_ids(lower, first, end) == ids
+
+
+def test_a_discarded_path_leaves_no_hit_on_the_rest():
+    """Blocks before damaged ones stay, and have no more hits than before."""
+    tiers = (f"host:memory=1MB,{FAST}",)
+    run = serve(shared((1, 4), (2, 8)), blocks=9, trace=False, tiers=tiers)
+    level = level_of(run)
+    (span,) = level.tree.spans()
+    hits, keys = span.hit_count, span.path_keys
+    holder = level._holder("damaged", None, keys, 4)
+    level.discard(holder, 2, 10**9, "damaged")
+    assert (level.tree.cached_blocks, level.tree.match(keys, 4, 10**9).blocks) == (2, 2)
+    assert [span.hit_count for span in level.tree.spans()] == [hits]
 
 
 @pytest.mark.parametrize("traced", [True, False])
@@ -201,6 +243,54 @@ def test_the_estimate_of_a_swap_counts_a_busy_link_once():
     level.link.store(50 * SLOT, 0)
     for again, where in ((50 + 3 + 3, level), (50 + 3 + 2, None)):
         assert tiers.can_swap(seq, 3 * BLOCK, 0, lambda *_, ns=again: ns) is where
+
+
+def half_hit(name, prefetch=None):
+    """Return tiers with a level, and a sequence of 17 tokens whose first 8 are in the pool."""
+    tiers = Tiers(KVCache(100, BLOCK), [f"host:memory=1MB,{FAST}"], SLOT)
+    request = SimpleNamespace(id=name, hints=Hints(prefetch=prefetch))
+    seq = SimpleNamespace(id=0, request=request, hit_blocks=2, target=17, keys=[])
+    return tiers, seq
+
+
+def computed(tokens, _):
+    """Return the ns to compute tokens: one each."""
+    return tokens
+
+
+@pytest.mark.parametrize(("left", "waits"), [(8, True), (9, False)])
+def test_a_prefetch_is_awaited_if_that_is_faster_than_computing(left, waits):
+    """A request waits for the rest of its prefetch, and computes one token, or 9 without it."""
+    tiers, seq = half_hit("a", prefetch=10)
+    ahead = Load(seq, [Part(tiers.levels[0], seq, 2, 4)], left, 0, resumed=False, ahead=True)
+    tiers._ahead["a"] = ahead
+    load = tiers._await(seq, 0, computed, resumed=False)
+    assert (load is not None and load.awaited is ahead) == waits
+
+
+@pytest.mark.parametrize(("nanoseconds", "loads"), [(3, True), (2, False)])
+def test_only_blocks_that_the_pool_lacks_count_as_loaded_after_a_swap(nanoseconds, loads):
+    """Two of four parked blocks are loaded, if the rest takes as long to compute as that."""
+    tiers, seq = half_hit("a")
+    (level,) = tiers.levels
+    level.unpark = lambda *_: None
+    holder = SimpleNamespace(blocks=4, tokens=16)
+    load = tiers._load_parked(
+        seq, level, holder, 0, lambda tokens, _: 1 if tokens == 1 else nanoseconds
+    )
+    assert (load is not None) == loads
+
+
+def test_a_mover_is_told_which_slots_are_dropped():
+    """When blocks leave a level, the mover gets the slots of these blocks alone."""
+    cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    (level,) = Tiers(cache, [f"host:memory=1MB,{FAST}"], SLOT, ids=True).levels
+    dropped = []
+    level.mover = SimpleNamespace(dropped=lambda _, slots: dropped.extend(slots))
+    keys, slots = [1, 2, 3, 4], level.pool.allocate(4)
+    level.restore(keys, slots)
+    level.discard(level._holder("damaged", None, keys, 4), 1, 0, "damaged")
+    assert dropped == [*slots[1:]]
 
 
 @pytest.mark.parametrize("forks", [False, True])

@@ -251,6 +251,7 @@ class Pool:
     Attributes:
         layout: layout of the pool.
         upload: returns a host tensor on the device.
+        keeps_shapes: whether shapes of uploaded tensors are rounded up, so that they recur.
         keys, values: a `Half` for each layer.
         matrices: the memory as matrices with one row for each block, `[blocks, numbers]`:
             one matrix together, two for each layer apart.
@@ -259,6 +260,7 @@ class Pool:
     """
 
     by_token = True
+    keeps_shapes = False
     keys: Sequence[Half]
     values: Sequence[Half]
     matrices: list[Tensor]

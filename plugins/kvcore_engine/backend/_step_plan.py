@@ -9,7 +9,7 @@ chunks too if it can.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
@@ -99,6 +99,14 @@ class AttentionKernel(ABC):
 
         The tokens are single ones, or chunks if the kernel takes them.
         """
+
+    def constants(self, plan: Any) -> Hashable | None:
+        """Return the arguments of the launches of a plan, but tensors, for graphs.
+
+        None unless overridden: they vary with the contents of the tensors.
+        """
+        del plan
+        return None
 
     @abstractmethod
     def attend(
@@ -491,6 +499,25 @@ class StepPlan:
             divided = self.divider.divide(self.batch, self.tables, kind, lengths)
             self._parts[key] = [*divided]
         return self._parts[key]
+
+    @property
+    def kinds(self) -> list[LayerKind]:
+        """The kinds of layers that there are parts for."""
+        return [kind for kind, _ in self._parts]
+
+    @property
+    def constants(self) -> Hashable | None:
+        """Arguments of the launches of all parts, but tensors; None: they vary."""
+        kernel, constants = self.divider.kernel, []
+        for key, parts in self._parts.items():
+            for part in parts:
+                fixed = None
+                if isinstance(part, KernelPart) and kernel is not None:
+                    fixed = kernel.constants(part.plan)
+                if fixed is None:
+                    return None
+                constants.append((key, fixed))
+        return tuple(constants)
 
     def mask(self, tile: Tile, layer: int, kind: LayerKind) -> Tensor | None:
         """Return what each token of `tile` attends to; None if no mask is needed.

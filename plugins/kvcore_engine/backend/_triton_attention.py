@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Hashable, Mapping
 from math import gcd, log, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import torch
 import triton
 from torch import Tensor
+from torch.nn.functional import pad
 from triton import language as tl
 
 from kvcore_engine.backend._coded_pool import CodedHalf, CodedPool
@@ -16,13 +19,12 @@ from kvcore_engine.backend._pool import Half, LayerTensor, Pool
 from kvcore_engine.backend._step_plan import AttentionKernel, LayerKind, NewToken
 from kvcore_engine.backend.kernels import attention
 from kvcore_plugins.codec import E4M3, E5M2, INT4, INT8
-from kvcore_plugins.codec.dtypes import PLANE_DTYPES
 
 TILE = 64
 """Tokens that a program reads at a time."""
 
-STAGES = 2
-"""Stages of the pipeline: a tile is computed while the next one is copied."""
+STAGES = 2, 3
+"""Stages that the pipeline may have: tiles that are copied while one is computed, and that."""
 
 TILE_BYTES = 1 << 16
 """Bytes of K and V of a tile, as they are multiplied; wider heads have fewer tokens a tile.
@@ -30,11 +32,15 @@ TILE_BYTES = 1 << 16
 In fp32, which tensor cores do not multiply exactly, registers hold a quarter of that.
 """
 
-PER_MULTIPROCESSOR = 4
-"""Programs that a multiprocessor runs at once, in a full wave of chunks."""
+PROGRAMS = 528
+"""Programs that run at once without a GPU: four on each multiprocessor of an H100."""
 
-MULTIPROCESSORS = 132
-"""Multiprocessors of an H100 or H200, assumed without a GPU."""
+WARP_REGISTERS, RESERVED = 256, 1024
+"""Registers of a warp come in units; of shared memory each program takes some bytes more.
+
+Source: NVIDIA, "CUDA C++ Programming Guide", technical specifications of compute capabilities
+8.0 to 10.0.
+"""
 
 FINER = 4
 """How much shorter chunks are where contexts differ, so that the last ones end together."""
@@ -51,7 +57,7 @@ PARTS = 16
 CHUNK_ROWS = 64
 """Rows of queries, of several tokens and the query heads of a K/V head, that a program takes.
 
-In fp32 a quarter of them, and of wide heads a half: registers hold no more.
+In fp32 a quarter of them, and of wide heads and of fp8 by head a half: registers hold no more.
 """
 
 NO_WINDOW = 1 << 30
@@ -60,8 +66,11 @@ NO_WINDOW = 1 << 30
 MOST_GROUP, MOST_WIDTH = 64, 256
 """Query heads that share a K/V head, and numbers of a head, that kernels are made for."""
 
-CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
-"""Compute capabilities from which on there are kernels, and instructions that widen fp8."""
+CAPABILITY = (8, 0)
+"""Compute capability from which on there are kernels."""
+
+WAITS = re.compile(r"cp\.async\.wait_group\s+(\w+)")
+"""Where compiled code waits until at most so many groups of copies are under way."""
 
 DOTS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -90,6 +99,8 @@ def uncovered(pool: Pool) -> str | None:
         ),
         "Triton's kernels decode fp8, and int8 and int4 by token, but not "
         f"{layout.codec and layout.codec.name} as it is set": not _decodes(pool),
+        "Triton's kernels read codes as words of 16 bits, which heads of "
+        f"{layout.head_dim} and {layout.value_dim} numbers do not fill": not _fills_words(pool),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -102,28 +113,82 @@ def _decodes(pool: Pool) -> bool:
     return type(codec) in {E4M3, E5M2, INT8, INT4} and pool.by_token
 
 
-def _widens_fp8(pool: Pool) -> bool:
-    """Return True if the device has an instruction for it."""
-    if pool.device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(pool.device) >= FP8_CAPABILITY
+def _fills_words(pool: Pool) -> bool:
+    """Return True unless a row of codes ends inside a word of 16 bits."""
+    halves = pool.keys[0], pool.values[0]
+    return not any(
+        isinstance(half, CodedHalf) and half.planes[0].shape[1] // pool.layout.block_size % 2
+        for half in halves
+    )
+
+
+@attrs.frozen
+class Card:
+    """The multiprocessors of a GPU, and the registers and shared memory of one of them."""
+
+    multiprocessors: int
+    registers: int
+    shared: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> Card:
+        """Return the card of a CUDA device."""
+        properties: Any = torch.cuda.get_device_properties(device)
+        return cls(
+            properties.multi_processor_count,
+            properties.regs_per_multiprocessor,
+            properties.shared_memory_per_multiprocessor,
+        )
+
+    def programs(self, registers: int, shared: int, warps: int) -> int:
+        """Return how many programs a multiprocessor runs at once; at least 1."""
+        units = -(-32 * registers // WARP_REGISTERS)
+        by_registers = self.registers // (units * WARP_REGISTERS * warps)
+        return max(1, min(by_registers, self.shared // (shared + RESERVED)))
+
+
+class Pipeline(NamedTuple):
+    """The stages of a kernel, and the programs that a multiprocessor then runs at once."""
+
+    stages: int
+    programs: int
+
+
+def deepest(kernels: Mapping[int, Any], warps: int, card: Card) -> Pipeline:
+    """Return the pipeline that copies most tiles at once; of equals that with fewest stages.
+
+    A kernel that spills registers is worth less than any that does not.
+
+    Args:
+        kernels: compiled kernels by their stages. Stages are worth nothing where a kernel
+            waits for all of its copies before it computes, as some versions of Triton have it.
+        warps: warps of a program.
+        card: the GPU.
+    """
+    tiles = {}
+    for stages, kernel in kernels.items():
+        programs = card.programs(kernel.n_regs, kernel.metadata.shared, warps)
+        waits = {int(count, 0) for count in WAITS.findall(kernel.asm["ptx"])}
+        copied = stages - 1 if max(waits, default=0) else 1
+        tiles[Pipeline(stages, programs)] = -kernel.n_spills, programs * copied, -stages
+    return max(tiles, key=lambda pipeline: tiles[pipeline])
 
 
 @attrs.frozen
 class Coding:
     """How kernels read the numbers of a pool.
 
+    Codes are read as words of 16 bits: matrix units load those transposed, and no bytes.
+
     Attributes:
         way: the coding, a constant of `kernels.attention` such as `PLAIN`.
-        bits: see `attention._widened`.
-        fp8: dtype that numbers are read as; None: as they are, or as bytes.
+        bits: bits of the exponent of fp8; 0 for other codings.
         keys, values: factors of scores and of outputs.
-        packed: numbers in a byte.
+        packed: numbers in a word.
     """
 
     way: int = attention.PLAIN
     bits: int = 0
-    fp8: torch.dtype | None = None
     keys: float = 1.0
     values: float = 1.0
     packed: int = 1
@@ -135,31 +200,26 @@ class Coding:
         if not isinstance(pool.keys[0], CodedHalf):
             return cls()
         if isinstance(codec, INT8):
-            return cls(attention.INT8_BY_TOKEN)
+            return cls(attention.INT8_BY_TOKEN, packed=2)
         if isinstance(codec, INT4):
-            return cls(attention.INT4_BY_TOKEN, packed=2)
+            return cls(attention.INT4_BY_TOKEN, packed=4)
         assert isinstance(codec, (E4M3, E5M2))
-        bits = 4 if isinstance(codec, E4M3) else 5
-        if _widens_fp8(pool):
-            bits = 0
-        shift = 256.0 if bits == 4 else 1.0  # noqa: PLR2004 - a 256th of E4M3
-        dtype = None if bits else PLANE_DTYPES[codec.name]
+        bits, factor = (4, 256.0) if isinstance(codec, E4M3) else (5, 1.0)  # a 256th of E4M3
         if codec.scale == "head":
-            return cls(attention.FP8_BY_HEAD, bits, dtype, keys=shift)
-        factor = shift * codec.factor
-        return cls(attention.FP8, bits, dtype, keys=factor, values=factor)
+            return cls(attention.FP8_BY_HEAD, bits, factor, factor, packed=2)
+        factor *= codec.factor
+        return cls(attention.FP8, bits, factor, factor, packed=2)
 
     def read(self, half: Half) -> tuple[Tensor, Tensor | None]:
-        """Return the numbers of K or V of a layer, and the scales or grids of its tokens."""
+        """Return the words of K or V of a layer, and the scales or grids of its tokens."""
         if isinstance(half, LayerTensor):
             return half.by_token, None
         assert isinstance(half, CodedHalf)
-        numbers, *rest = half.planes
-        if self.fp8 is not None:
-            numbers = numbers.view(self.fp8)
+        codes, *rest = half.planes
+        words = codes.view(torch.int16)
         if not rest:
-            return numbers, None
-        return numbers, rest[0].view(
+            return words, None
+        return words, rest[0].view(
             torch.float16 if self.way == attention.FP8_BY_HEAD else torch.int32
         )
 
@@ -181,6 +241,7 @@ class AttentionPlan:
         tables: block ids of all sequences, one sequence after the other.
         slots: number of partial outputs.
         tokens: the most new tokens of an entry.
+        stages: stages of the pipeline.
         window, sinks: those of the layers.
         windowed: whether a chunk may begin inside a block.
     """
@@ -192,6 +253,7 @@ class AttentionPlan:
     tables: Tensor
     slots: int
     tokens: int
+    stages: int
     window: int
     sinks: int
     windowed: bool
@@ -262,7 +324,8 @@ class TritonAttention(AttentionKernel):
     memory beside the pool: an output in fp32 for each chunk and query head.
 
     Attributes:
-        programs: programs that run at once, one for each chunk and K/V head.
+        programs: programs that run at once, one for each chunk and K/V head; None: as many
+            as the GPU has room for.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -276,13 +339,14 @@ class TritonAttention(AttentionKernel):
             dot = tl.float32  # the interpreter's product of bf16 is wrong
         widths = layout.head_dim // coding.packed, layout.value_dim // coding.packed
         padded = [max(16, triton.next_power_of_2(width)) for width in widths]
-        tile = TILE // 2 if coding.way > attention.FP8 else TILE
+        tile = TILE
         size = 16 if pool.dtype == torch.float32 else 2
         while tile > 16 and tile * sum(padded) * coding.packed * size > TILE_BYTES:  # noqa: PLR2004
             tile //= 2
         self._tile = tile
         self._rows = CHUNK_ROWS // (4 if pool.dtype == torch.float32 else 1)
-        self._rows //= 1 + (max(padded) > 128)  # noqa: PLR2004
+        self._rows //= 1 + (max(padded) * coding.packed > 128)  # noqa: PLR2004
+        self._rows //= 1 + (coding.way == attention.FP8_BY_HEAD)
         halves = pool.keys[0], pool.values[0]
         self._strides = [
             half.row_stride * layout.block_size * width
@@ -294,6 +358,7 @@ class TritonAttention(AttentionKernel):
         # Arguments of all kernels, and further ones of those that read values.
         self._keys = {
             "full": layout.head_dim,
+            "packed": coding.packed,
             "width": widths[0],
             "padded": padded[0],
             "key_unit": units[0],
@@ -304,16 +369,13 @@ class TritonAttention(AttentionKernel):
             "dot": dot,
         }
         self._values = {
+            "value_full": layout.value_dim,
             "value_width": widths[1],
             "value_padded": padded[1],
             "value_unit": units[1],
-            "stages": STAGES,
         }
-        multiprocessors = MULTIPROCESSORS
-        if pool.device.type == "cuda":
-            properties: Any = torch.cuda.get_device_properties(pool.device)
-            multiprocessors = properties.multi_processor_count
-        self.programs = PER_MULTIPROCESSOR * multiprocessors
+        self.programs = None if pool.device.type == "cuda" else PROGRAMS
+        self._pipelines: dict[tuple[int, int, bool], Pipeline] = {}
 
     def refusal(self, kind: LayerKind) -> str | None:
         """Return why the kernels cannot attend in layers of a kind; None if they can."""
@@ -337,12 +399,18 @@ class TritonAttention(AttentionKernel):
             max(1, self._rows // triton.next_power_of_2(kind.group)),
             triton.next_power_of_2(max(token.length for token in tokens)),
         )
+        windowed = kind.window is not None and (part > 1 or most_tokens > 1)
+        stages, programs = STAGES[0], self.programs
+        if programs is None:
+            card = Card.of(self._pool.device)
+            stages, programs = self._pipeline(kind.group, most_tokens, card, windowed=windowed)
+            programs *= card.multiprocessors
         owners, pieces = _pieces(tokens, most_tokens)
         ranges = _attended_ranges(pieces, kind)
         lengths = [0] * len(pieces)
         for place, begin, end in ranges:
             lengths[place] += end - begin
-        most = chunk_of(lengths, self._pool.layout.kv_heads, self.programs)
+        most = chunk_of(lengths, self._pool.layout.kv_heads, programs)
         piece, lows, highs = _cut(ranges, most, tile, part)
         rows, contexts, counts = (
             torch.tensor([getattr(piece, name) for piece in pieces])
@@ -352,13 +420,19 @@ class TritonAttention(AttentionKernel):
         chunks = torch.bincount(piece, minlength=len(pieces))
         divided = chunks > 1
         held = torch.where(divided, chunks * counts, 0)
-        slots = held.cumsum(0) - held
+        firsts = held.cumsum(0) - held
         chunk = torch.arange(len(piece)) - (chunks.cumsum(0) - chunks)[piece]
-        sizes = torch.tensor([len(tables[token.number]) for token in tokens])
+        own = [tables[token.number] for token in tokens]
+        sizes = torch.tensor([*map(len, own)])
         places = sizes.cumsum(0) - sizes
+        if self._pool.keeps_shapes:
+            # Each sequence has a row, so that a new block changes nothing behind it.
+            width = triton.next_power_of_2(int(sizes.max()))
+            places = torch.arange(len(own)) * width
+            own = [pad(table, (0, width - len(table))) for table in own]
         columns = [
             *(rows[piece], places[torch.tensor(owners)][piece], lows, highs),
-            *(torch.where(divided[piece], slots[piece] + chunk, -1), chunks[piece]),
+            *(torch.where(divided[piece], firsts[piece] + chunk, -1), chunks[piece]),
             *(counts[piece], contexts[piece]),
         ]
         work = torch.stack(columns, 1)[(lows - highs).argsort(stable=True)]
@@ -366,10 +440,15 @@ class TritonAttention(AttentionKernel):
         there = torch.repeat_interleave(torch.where(divided, counts, 0))
         before = torch.arange(len(there))
         before -= torch.searchsorted(there, there)
-        firsts = slots[there] + before * chunks[there]
-        splits = torch.stack((rows[there] + before, firsts, firsts + chunks[there]), 1)
-        numbers = [work.flatten(), splits.flatten()]
-        numbers += [tables[token.number] for token in tokens]
+        begins = firsts[there] + before * chunks[there]
+        splits = torch.stack((rows[there] + before, begins, begins + chunks[there]), 1)
+        slots = int(held.sum())
+        if self._pool.keeps_shapes:
+            # Empty entries and splits do nothing.
+            work = pad(work, (0, 0, 0, triton.next_power_of_2(len(work)) - len(work)))
+            splits = pad(splits, (0, 0, 0, len(rows) - len(splits)))
+            slots = triton.next_power_of_2(slots) if slots else 0
+        numbers = [work.flatten(), splits.flatten(), *own]
         sent = self._pool.upload(torch.cat(numbers).to(torch.int32))
         bounds = work.numel(), work.numel() + splits.numel()
         return AttentionPlan(
@@ -378,12 +457,64 @@ class TritonAttention(AttentionKernel):
             work=sent[: bounds[0]].view(-1, work.shape[1]),
             splits=sent[bounds[0] : bounds[1]].view(-1, 3),
             tables=sent[bounds[1] :],
-            slots=int(held.sum()),
+            slots=slots,
             tokens=most_tokens,
+            stages=stages,
             window=NO_WINDOW if kind.window is None else kind.window,
             sinks=kind.sinks,
-            windowed=kind.window is not None and (part > 1 or most_tokens > 1),
+            windowed=windowed,
         )
+
+    def _shape(self, group: int, tokens: int, *, windowed: bool) -> tuple[dict[str, Any], int]:
+        """Return the constants of all kernels, for a group and new tokens, and the warps.
+
+        With a window, more warps hold the masked tiles at both ends of a chunk in registers.
+        """
+        rows = max(16, triton.next_power_of_2(group) * tokens)
+        share = 256 if self._pool.dtype == torch.float32 else 1024
+        numbers = rows * self._values["value_padded"] * self._coding.packed
+        return {"group": group, "rows": rows, **self._keys}, min(
+            8, max(4 if windowed else 2, numbers // share)
+        )
+
+    def _pipeline(self, group: int, tokens: int, card: Card, *, windowed: bool) -> Pipeline:
+        """Compile the kernel with each number of stages, once; return the one that is best."""
+        key = group, tokens, windowed
+        if key not in self._pipelines:
+            shape, warps = self._shape(group, tokens, windowed=windowed)
+            keys, key_grids = self._coding.read(self._pool.keys[0])
+            values, value_grids = self._coding.read(self._pool.values[0])
+            stored = [
+                half if half is None else half.dtype
+                for half in (keys, values, key_grids, value_grids)
+            ]
+            dtype, layout = self._pool.dtype, self._pool.layout
+            kernels = {}
+            # Chunks of prompts compute more than they copy.
+            for stages in STAGES if tokens == 1 else STAGES[:1]:
+                # Dtypes stand for tensors.
+                kernels[stages] = attention.attend_chunks.warmup(
+                    dtype,
+                    *stored,
+                    *(torch.int32, torch.int32, dtype, torch.float32, torch.float32, None),
+                    *(1.5, self._coding.values, *self._strides),
+                    *(layout.kv_heads * layout.block_size, NO_WINDOW, 0, tokens),
+                    **shape,
+                    **self._values,
+                    stages=stages,
+                    windowed=windowed,
+                    num_warps=warps,
+                    grid=(1,),
+                )
+                kernels[stages]._init_handles()  # noqa: SLF001 - which reads its registers
+            self._pipelines[key] = deepest(kernels, warps, card)
+        return self._pipelines[key]
+
+    def constants(self, plan: AttentionPlan) -> Hashable | None:
+        """Return the arguments but tensors; None for several new tokens of a sequence."""
+        if plan.tokens > 1:
+            return None
+        return plan.slots, plan.stages, plan.window, plan.sinks, plan.windowed
 
     def attend(
         self,
@@ -422,12 +553,9 @@ class TritonAttention(AttentionKernel):
             totals = queries.new_empty(len(queries), heads, dtype=torch.float32)
         scale = 1 / sqrt(width) if scale is None else scale
         scale *= coding.keys / log(2)
-        rows = max(16, triton.next_power_of_2(group) * plan.tokens)
-        shape = {"group": group, "rows": rows, **self._keys}
+        shape, warps = self._shape(group, plan.tokens, windowed=plan.windowed)
         grid = kv_heads, len(plan.work)
         grid_stride = kv_heads * size
-        share = 256 if queries.dtype == torch.float32 else 1024
-        warps = min(8, max(2, rows * self._values["value_padded"] * coding.packed // share))
         attention.attend_chunks[grid](
             queries,
             keys,
@@ -449,6 +577,7 @@ class TritonAttention(AttentionKernel):
             plan.tokens,
             **shape,
             **self._values,
+            stages=plan.stages,
             windowed=plan.windowed,
             num_warps=warps,
         )

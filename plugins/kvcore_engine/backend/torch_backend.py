@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from logging import getLogger
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvcore_engine.backend._pool import Pool
     from kvcore_engine.backend._sdpa import Sdpa
     from kvcore_engine.backend._step_plan import AttentionKernel, StepPlan
+    from kvcore_engine.graphs import DeviceGraph
     from kvcore_engine.page_reader import BlockSelection
 else:
     torch = LazyModule("torch", globals())
@@ -82,6 +83,20 @@ class TorchBackend(Backend):
     def upload(self, tensor: Tensor) -> Tensor:
         """Return `tensor` on the device."""
         return tensor
+
+    def new_graph(self) -> DeviceGraph | None:
+        """Return an empty graph of work on the device; None unless overridden: it has none."""
+        return None
+
+    @contextmanager
+    def uploads_into(self, upload: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Upload plans of steps in the body by `upload`, in shapes that recur."""
+        pool = self._pool
+        usual, pool.upload, pool.keeps_shapes = pool.upload, upload, True
+        try:
+            yield
+        finally:
+            pool.upload, pool.keeps_shapes = usual, False
 
     def transfer(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Copy between host and device, `(into, source)`, and wait for the copies."""

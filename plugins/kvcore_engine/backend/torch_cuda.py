@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,6 +17,8 @@ from kvcore_engine.backend.torch_backend import Attention, TorchBackend, attenti
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from kvcore_engine.graphs import DeviceGraph
 else:
     torch = LazyModule("torch", globals())
 
@@ -39,6 +41,8 @@ class TorchCUDA(TorchBackend):
             kernel does not cover the case, which is logged.
         device: number of the GPU.
         pin: whether to stage in pinned memory.
+        graphs: whether decode steps are captured as CUDA graphs, by batch size, and replayed.
+            Off by default: tests run it on a stand-in for graphs, and no GPU has yet.
     """
 
     name: ClassVar[str] = "torch-cuda"
@@ -48,6 +52,7 @@ class TorchCUDA(TorchBackend):
     )
     device: int = attrs.field(default=0, validator=attrs.validators.ge(0), kw_only=True)
     pin: bool = attrs.field(default=True, kw_only=True)
+    graphs: bool = attrs.field(default=False, kw_only=True)
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -87,6 +92,15 @@ class TorchCUDA(TorchBackend):
                 f"{major}.{minor}: use fp16, or fp32"
             )
             raise InputError(msg)
+
+    @cached_property
+    def _graph_memory(self) -> Any:
+        """Memory that graphs share: one of them is replayed at a time."""
+        return torch.cuda.graph_pool_handle()
+
+    def new_graph(self) -> DeviceGraph | None:
+        """Return an empty CUDA graph; None unless `graphs` is on."""
+        return CUDAGraph(self._graph_memory) if self.graphs else None
 
     def upload(self, tensor: Tensor) -> Tensor:
         """Return `tensor` on the GPU, copied in the order of the current stream."""
@@ -145,6 +159,29 @@ class TorchCUDA(TorchBackend):
     def synchronize(self) -> None:
         """Wait for all streams of the GPU."""
         torch.cuda.synchronize(self.torch_device)
+
+
+class CUDAGraph:
+    """A `DeviceGraph` of kernels of the current GPU."""
+
+    def __init__(self, memory: Any) -> None:
+        """Store the pool of memory that the graph shares with others."""
+        self._graph: Any = torch.cuda.CUDAGraph()
+        self._memory = memory
+
+    def capture(self, run: Callable[[], Tensor]) -> Tensor:
+        """Record kernels; other threads, which move blocks, go on meanwhile."""
+        graph: Any = torch.cuda.graph  # which has no types
+        with graph(self._graph, pool=self._memory, capture_error_mode="thread_local"):
+            return run()
+
+    def replay(self) -> None:
+        """Launch the kernels again."""
+        self._graph.replay()
+
+    def reset(self) -> None:
+        """Free the graph and its memory."""
+        self._graph.reset()
 
 
 def _loads(library: str) -> bool:

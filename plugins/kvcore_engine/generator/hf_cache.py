@@ -104,7 +104,10 @@ class PagedCache:
         hooks, switched = [], []
         try:
             if self.cache.grouped:
+                from kvcore_engine.generator.hf_grouped import generate_through_groups  # noqa: PLC0415 - few models need it
+
                 switched = pass_through_blocks(state_layers(model, layer_types(model)))
+                model.generate = generate_through_groups(model)
             if self._compactor is None:
                 rotary = rotary_of(model) if self.cache.retention is not None else ()
                 windows = spec_of(model).windows
@@ -125,6 +128,7 @@ class PagedCache:
                 self._batches.pop().reset()
             for module in switched:
                 del module.forward
+            vars(model).pop("generate", None)
             model.set_attn_implementation(before)
 
     def batch(self) -> PagedBatch:

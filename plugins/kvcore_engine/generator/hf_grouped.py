@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
+from transformers.generation import GenerationMode
 
 from kvcore import Backend, InputError
 from kvcore.cache import Sequence
@@ -30,8 +33,7 @@ class GroupedBatch(PagedBatch):
     """The cache of one batch: row i of the batch is the sequence i of a `GroupedCache`.
 
     Prompts are computed one after the other, in chunks that end where a state can be cached, so
-    that equal ones hit as well. Sequences are not forked, and their tokens not taken back:
-    beams and assisted generation are refused.
+    that equal ones hit as well. Sequences are not forked, and their tokens not taken back.
     """
 
     _cache: GroupedCache  # type: ignore[assignment]
@@ -70,11 +72,7 @@ class GroupedBatch(PagedBatch):
             InputError: a row is repeated.
         """
         if len(set(indices.tolist())) < len(indices):
-            msg = (
-                "cache groups fork no sequences, as beams and repeated rows need: give several "
-                "prompts, or make a KVCache for a model without states"
-            )
-            raise InputError(msg)
+            _refuse("repeated rows")
         super().batch_select_indices(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -84,11 +82,7 @@ class GroupedBatch(PagedBatch):
             InputError: there are some to take.
         """
         if tokens_to_remove:
-            msg = (
-                "cache groups take no tokens back, as assisted generation needs: leave it out, "
-                "or make a KVCache for a model without states"
-            )
-            raise InputError(msg)
+            _refuse("tokens that are taken back")
 
     def _prefill(self, prompts: list[list[int]]) -> None:
         """Compute all but the last token of the prompts, each in its chunks."""
@@ -123,3 +117,34 @@ class GroupedBatch(PagedBatch):
     def _packed_cache(self, sequences: list[Sequence], batch: RaggedBatch) -> PackedCache:
         """Return the cache of a ragged batch of prompts."""
         return PackedCache(self._through(sequences, batch), self._numbers)
+
+
+def generate_through_groups(model: PreTrainedModel) -> Callable[..., Any]:
+    """Return `model.generate`; first of all it refuses what groups cannot do."""
+    generate = model.generate
+
+    @wraps(generate)
+    def checked(
+        inputs: Any = None,
+        generation_config: Any = None,
+        *arguments: Any,
+        assistant_model: Any = None,
+        **options: Any,
+    ) -> Any:
+        config = deepcopy(model.generation_config)
+        own = {} if generation_config is None else generation_config.to_diff_dict()
+        config.update(**own | options)
+        mode = config.get_generation_mode(assistant_model)
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            _refuse(mode.value.replace("_", " "))
+        return generate(inputs, generation_config, *arguments, **options)
+
+    return checked
+
+
+def _refuse(what: str) -> NoReturn:
+    msg = (
+        f"{what} with cache groups, which neither fork sequences nor take tokens back: "
+        "generate greedily or by samples, or make a KVCache for a model without states"
+    )
+    raise InputError(msg)

@@ -31,10 +31,14 @@ class SamplingGenerator(Generator):
     Attributes:
         temperature: divides the logits before sampling; 0: the likeliest token is taken. An
             option where a derived class makes it one, as is `top_k`.
+        capturable: whether `logits` of a step in which each row samples launches the same work
+            whatever the batch holds, and takes `token_ids` and `positions` on the device, so
+            that a graph of it can be replayed.
         top_k: number of the likeliest tokens to sample from; None: all.
     """
 
     takes_sampling: ClassVar[bool] = True
+    capturable: ClassVar[bool] = False
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -61,6 +65,10 @@ class SamplingGenerator(Generator):
 
     def forward(self, batch: RaggedBatch, attend: Attend) -> list[int | None]:
         """Run a step; return the likeliest tokens, or samples."""
+        return self.sampled(self.logits(batch, attend), batch)
+
+    def sampled(self, logits: Tensor, batch: RaggedBatch) -> list[int | None]:
+        """Return the likeliest tokens, or samples, of the logits of a step."""
         own = self._sampling
         sequences = zip(
             batch.output_indices, batch.seeds, batch.samplings or repeat(own), strict=False
@@ -70,7 +78,6 @@ class SamplingGenerator(Generator):
             for index, seed, sampling in sequences
             if index is not None
         ]
-        logits = self.logits(batch, attend)
         marks, samplings = zip(*drawn, strict=True) if drawn else ((), ())
         return batch.spread(sample(logits, marks, samplings))
 

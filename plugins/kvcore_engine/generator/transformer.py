@@ -64,6 +64,7 @@ class Transformer(SamplingGenerator):
     """
 
     name: ClassVar[str] = "transformer"
+    capturable: ClassVar[bool] = True
 
     model: str | ModelSpec | None = attrs.field(default=None)
     layers: int | None = attrs.field(default=None)
@@ -160,7 +161,8 @@ class Transformer(SamplingGenerator):
         tensor = self.backend.tensor
         tokens, positions = tensor(batch.token_ids), tensor(batch.positions)
         states = self._decoder.states(tokens, positions, attend, fused=batch.fuses_rotation)
-        self.states = states[batch.sampled_rows]
+        rows = batch.sampled_rows
+        self.states = states if len(rows) == len(states) else states[rows]
         return self._decoder.logits(self.states)
 
     def _parameters(self, spec: ModelSpec) -> int:

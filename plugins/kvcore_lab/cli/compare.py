@@ -158,7 +158,7 @@ def compare(workload: str | None, **given: Any) -> None:
     if given["memory"] is not None:
         codec = plugins.build("codec", given["codec"] or CODEC)
         layout = KVLayout(spec, codec, tokens_of(source, given))
-        plan = plan_groups(layout, given)
+        plan = plan_groups(layout, given, source.key_tokens)
         budget = Budget(
             layout, [parse_bytes(text) for text in given["memory"].split(",")], plan
         )
@@ -259,7 +259,12 @@ class Budget:
         """Refuse a size below one block."""
         for budget in self.bytes:
             if not self.blocks_in(budget):
-                size = block_bytes(self.layout)
+                size, plan = block_bytes(self.layout), self.plan
+                if plan is not None:
+                    size = (
+                        f"A block of any cache group of {self.layout.model.name} takes "
+                        f"{format_bytes(plan.bytes_per_block)}."
+                    )
                 msg = f"--memory: {format_bytes(budget)} is less than a block. {size}"
                 raise InputError(msg)
 

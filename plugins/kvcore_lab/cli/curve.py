@@ -131,7 +131,7 @@ def curve(workload: str | None, **given: Any) -> None:
     if model is not None or given["tier"] is not None:
         codec = plugins.build("codec", given["codec"] or CODEC)
         layout = KVLayout(spec, codec, tokens_of(source, given))
-        groups = plan_groups(layout, given)
+        groups = plan_groups(layout, given, source.key_tokens)
     if kind in FORMS:
         matplotlib()
     search = {

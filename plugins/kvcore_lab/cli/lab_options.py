@@ -17,7 +17,7 @@ from kvcore.errors import InputError
 from kvcore.files import STDIN, is_copy
 from kvcore.hookspecs import OUTPUT, POLICIES
 from kvcore.models.catalogue import MODELS
-from kvcore.models.memory import KVLayout, check_pool
+from kvcore.models.memory import KVLayout, check_pool, is_pooled
 from kvcore.sections import Section
 from kvcore.workloads import Workload
 
@@ -48,18 +48,30 @@ def tokens_of(source: Workload, given: dict[str, Any]) -> int:
     return source.key_tokens if size is None else size
 
 
-def plan_groups(layout: KVLayout, given: Mapping[str, Any]) -> GroupPlan | None:
+def plan_groups(
+    layout: KVLayout, given: Mapping[str, Any], key_tokens: int
+) -> GroupPlan | None:
     """Return the cache groups of pools of a model, whose blocks are counted in tokens.
 
     None: its layers keep the same, blocks are counted in keys, or one group was asked for.
 
     Raises:
-        InputError: a pool cannot keep the K/V of the model.
+        InputError: a pool cannot keep the K/V of the model, or its blocks do not fit keys of so
+            many tokens.
     """
+    model, in_tokens = layout.model, given["accounting"] == "tokens"
     one = given.get("disable_hybrid_kv_cache_manager")
-    if given["accounting"] == "tokens" and not layout.model.uniform and not one:
-        return kvcore.groups_of(layout.model, layout.block_size, layout.codec)
-    check_pool(layout.model)
+    if in_tokens and not model.uniform and not one:
+        plan = kvcore.groups_of(model, layout.block_size, layout.codec)
+        plan.check_keys(model.name, key_tokens)
+        return plan
+    if not (in_tokens or one or is_pooled(model)):
+        msg = (
+            f"{model.name} keeps more than K/V of tokens, in cache groups whose blocks are "
+            "counted in tokens: give --accounting tokens"
+        )
+        raise InputError(msg)
+    check_pool(model)
     return None
 
 

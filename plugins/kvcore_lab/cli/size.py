@@ -204,16 +204,16 @@ def _memory(layout: KVLayout, tokens: int, batch: int) -> dict[str, Any]:
 
 
 def _plan(layout: KVLayout, devices: int = 1) -> GroupPlan | None:
-    """Return the cache groups of a model; None if there is one, or no rule for its layers."""
+    """Return the cache groups of a model; None if all layers keep all tokens, or no rule."""
     try:
         plan = groups_of(layout.model, layout.block_size, layout.codec, devices)
     except InputError:
         return None
-    return plan if len(plan.groups) > 1 else None
+    return plan if plan.splits else None
 
 
 def _groups(layout: KVLayout, tokens: int) -> dict[str, Any]:
-    """Return the cache groups of a model as JSON, if there are several."""
+    """Return the cache groups of a model as JSON, if its layers are told apart."""
     plan = _plan(layout)
     if plan is None:
         return {}

@@ -121,6 +121,10 @@ class Curves(Shown):
         """
         rows = [
             {
+                "workload": self.workload.name,
+                "digest": self.workload.digest,
+                "accounting": self.accounting,
+                "block_size": self.block_size,
                 "eviction": curve.eviction,
                 "options": ",".join(f"{k}={as_text(v)}" for k, v in curve.options.items()),
                 "blocks": blocks,
@@ -130,7 +134,7 @@ class Curves(Shown):
             for curve in self.curves
             for blocks, hits in zip(curve.blocks, curve.hit_blocks, strict=True)
         ]
-        return data_frame(rows, "`curves.curves`")
+        return data_frame(rows, "`curves.curves`", {"digest": "str", "hit_ratio": "float"})
 
 
 def curve(

@@ -352,9 +352,7 @@ class _Planner:
             InputError: no configuration can be simulated; says why the last one cannot.
         """
         fault: InputError | None = None
-        for each in cells:
-            # Blocks of several cache groups cannot go down to a tier.
-            cell = each.changed(disable_hybrid_kv_cache_manager=True) if each.tier else each
+        for cell in cells:
             devices, least = cell.tensor_parallel, 1 if counts is None else counts[0]
             if devices * least > self.max_gpus:
                 msg = f"{least} x {devices} GPUs are more than {self.max_gpus}"

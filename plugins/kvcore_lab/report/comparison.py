@@ -252,9 +252,9 @@ class ComparisonReport:
         if self._unit == "block":
             return ""
         return (
-            "It keeps windows and states at each block, so it is the optimum where memory is "
-            "enough. bound: Belady's rule for full attention alone in the pool, beside which "
-            "windows and states take room. Who hits as much is optimal."
+            "With a state at each block it is the optimum, where memory is enough. bound: the "
+            "whole pool for full attention, with foreknowledge, and none of it for windows and "
+            "states. No policy hits more; one that hits as much is optimal."
         )
 
     def _nothing(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kvcore.report.tables import counted
 from kvcore.sections import Section, Table
 from kvcore.units import DECIMAL, format_bytes, format_number, format_seconds
 
@@ -115,7 +116,7 @@ def _pool_rows(report: Mapping[str, Any]) -> Iterator[Row]:
     if "grouped_blocks" in fit:  # documents of 0.1.0 have groups without it
         groups = report["groups"]
         blocks, requests = fit["grouped_blocks"], fit["grouped_requests"]
-        what = f"in {len(groups['groups'])} cache groups"
+        what = f"in {counted(len(groups['groups']), 'cache group')}"
         enough = f"{groups['blocks_per_request']:,} blocks each"
     if batch > requests:
         enough = f"the batch of {batch:,} does not"

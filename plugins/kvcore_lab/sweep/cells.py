@@ -104,6 +104,22 @@ RESULTS: dict[Mode, tuple[str, ...]] = {
 """The columns of the result of a cell, by mode."""
 
 
+COUNTS = (
+    *("requests", "completed", "rejected", "step_count", "loaded_tokens", "lost_tokens"),
+    *("retried", "pool_active_peak"),
+)
+
+
+def type_of(column: str) -> str:
+    """Return the type of a column, as `data_frame` takes it, that has no value in any row."""
+    if column == "saturated":
+        return "bool"
+    if column in COUNTS or column.endswith("_blocks") or column.startswith("preemptions_"):
+        return "int"
+    figures = (*TIMED_COLUMNS, *CLUSTER_COLUMNS, *UNTIMED_COLUMNS, "share_of_optimum")
+    return "float" if column in figures or column.startswith("usd_") else "str"
+
+
 @attrs.frozen
 class Task:
     """A cell to run, and its digest."""

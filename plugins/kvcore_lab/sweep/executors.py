@@ -28,6 +28,7 @@ from kvcore_lab.sweep.cells import (
     Task,
     WorkloadCache,
     file_plugins,
+    type_of,
 )
 from kvcore_lab.sweep.grid import CLUSTER, PART, Grid, axes_of
 from kvcore_lab.sweep.journal import Journal
@@ -326,7 +327,8 @@ class Sweep(Shown):
         Raises:
             PluginError: polars is not installed.
         """
-        return data_frame(self.rows, "`sweep.rows`")
+        empty = {name for name in self.rows[0] if all(row[name] is None for row in self.rows)}
+        return data_frame(self.rows, "`sweep.rows`", {name: type_of(name) for name in empty})
 
 
 def sweep(

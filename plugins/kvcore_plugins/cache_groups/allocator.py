@@ -116,6 +116,11 @@ class GroupAllocator(DecodeAllocator):
         tokens = self._chunk(job, match.tokens, min(tokens, most or tokens), match.boundaries)
         if not tokens:
             return None
+        if cache.reach(request, job.target) > match.tokens:
+            # What tiers load is allocated by the load; else the chunk is, which has room.
+            if cache.need(match, match.tokens + tokens) > available:
+                return None
+            tokens = 0
         try:
             return cache.open(
                 request, tokens, now, resumed=target is not None, target=target,

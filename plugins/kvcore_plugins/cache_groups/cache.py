@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 from collections.abc import Sequence as Keys
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from math import inf, lcm
 from operator import ne
 from typing import Any, Final, NoReturn
@@ -51,6 +51,7 @@ from kvcore_plugins.cache_groups.allocator import GroupAllocator
 from kvcore_plugins.cache_groups.groups import (
     BlockNames,
     GroupMatch,
+    GroupsBelow,
     GroupSequence,
     LayerGroup,
     Table,
@@ -64,7 +65,7 @@ class GroupedCache:
 
     It has the calls of `KVCache` that serving makes (`ServedCache`), in `tokens` accounting:
     blocks are allocated chunk by chunk, hits are multiples of `geometry.block_size`. The rest
-    is not known to groups: tiers, retention of tokens, forks, and drafts.
+    is not known to groups: retention of tokens, forks, and drafts.
 
     Args:
         groups: the groups.
@@ -79,6 +80,7 @@ class GroupedCache:
     Attributes:
         groups, checkpoint, trace: the arguments.
         now: the time (ns) of the call under way, or of the last one.
+        tiers: the tiers below the pool, set by `GroupTiers(cache, ...)`; None without tiers.
         has_states: whether a group keeps states.
         pool: the blocks; its free ones have no name.
         geometry: the layout of prompts in blocks of which each is whole in every group.
@@ -94,7 +96,6 @@ class GroupedCache:
     """
 
     retention: Final = None
-    tiers: Final = None
     prefix: Final = None
     pins: Final = None
     counts_only: Final = True
@@ -120,7 +121,7 @@ class GroupedCache:
         checkpoint = checkpoint or CheckpointPolicy
         self.checkpoint: CheckpointPolicy = resolve("checkpoint", checkpoint)
         self.checkpoint.bind()
-        self.checkpoint.attach(size)
+        self.checkpoint.unit = size
         self._interval = interval = self.checkpoint.interval
         if interval is not None and (type(interval) is not int or interval % size):
             msg = (
@@ -144,6 +145,7 @@ class GroupedCache:
         self.pool = BlockPool(blocks)
         self.trace = trace
         self.now = 0
+        self.tiers: GroupsBelow | None = None
         self.sequences: dict[int, GroupSequence] = {}
         self.stats = CacheStats()
         self.evicted_blocks = 0
@@ -155,7 +157,7 @@ class GroupedCache:
         self._blocks = named_blocks(len(self.groups))
         self._cached = self._blocks.cached
         self._fresh: set[tuple[int, Name]] = set()
-        self._hears_names = trace is not None
+        self.hears_names = trace is not None
         # Groups of one kind are looked up together, those with full attention first.
         alike: dict[tuple[Any, ...], list[int]] = {}
         for index, group in enumerate(self.groups):
@@ -231,9 +233,11 @@ class GroupedCache:
 
     def is_computed(self, match: GroupMatch) -> bool:
         """Return True if no state of `match` is one that the planned step computes."""
-        if not self._fresh:
-            return True
-        return self._fresh.isdisjoint(map(self._blocks.place, chain(*match.blocks)))
+        return self._are_computed(chain(*match.blocks))
+
+    def _are_computed(self, blocks: Iterable[int]) -> bool:
+        """Return True if none of `blocks` is a state that the planned step computes."""
+        return not self._fresh or self._fresh.isdisjoint(map(self._blocks.place, blocks))
 
     def most_blocks(self, tokens: int) -> int:
         """Return the most blocks that a sequence holds until it has `tokens` tokens."""
@@ -279,8 +283,12 @@ class GroupedCache:
         stops = [(target - 1) // size * size]
         if start % size:
             stops.append((start // size + 1) * size)
-        # After a preemption the end of the prompt is no stop: the text goes on behind it.
-        stops += [b // size * size for b in boundaries if start < b < end and b != prompt - 1]
+        # After a preemption the end of the prompt is no stop: the text goes on behind it. A
+        # junction there, which comes with it, is one.
+        others = [*boundaries]
+        if prompt - 1 in others:
+            others.remove(prompt - 1)
+        stops += [b // size * size for b in others if start < b < end]
         return max(min((stop for stop in stops if start < stop < end), default=end) - start, 0)
 
     def residency_by_tier(self) -> None:
@@ -356,6 +364,8 @@ class GroupedCache:
         self._allocate(seq, tokens)
         self.sequences[seq.id] = seq
         self.stats.admitted(lookup, hit // size, prompt, hit, resumed)
+        if self.tiers is not None:
+            self.tiers.hit(match.blocks, self.now)
         if self._on_admitted is not None and not resumed:
             try:
                 self._on_admitted(request, hit, match.junction)
@@ -468,7 +478,7 @@ class GroupedCache:
             oldest = self._blocks.name(blocks, names, index)
             if self.groups[index].kind == "state":
                 states += [(index, name) for name in names]
-            if self._hears_names:
+            if self.hears_names:
                 copies = map(ne, oldest, blocks)
                 self._stored(seq, index, dict(zip(positions, copies, strict=True)))
         return states
@@ -497,6 +507,8 @@ class GroupedCache:
         """Called when blocks of a group got names: by position, whether others have it."""
         if self.trace is not None:
             self._trace_names(seq, group, copies, self.trace)
+        if self.tiers is not None:
+            self.tiers.store(seq, group, list(copies), self.now)
 
     def keep_generated(self, seq: GroupSequence, tokens: int, now: int) -> None:
         """Give names to the generated blocks that the first `tokens` tokens of `seq` fill."""
@@ -532,10 +544,87 @@ class GroupedCache:
         if self.trace is not None:
             self.trace.group_free(self.now, seq=seq.id, runs=freed, reason="close")
 
+    def reach(self, request: Request, length: int) -> int:
+        """Return the longest prefix below `length` that the pool and its tiers have."""
+        if self.tiers is None:
+            return 0
+        return self.longest(self._names(request), length, self.tiers.anywhere)[0]
+
+    def block_of(self, group: int, name: Name) -> int | None:
+        """Return the block of that name in the pool that hits; None: there is none."""
+        return self._cached[group].get(name)
+
+    @property
+    def cached(self) -> list[dict[Name, int]]:
+        """By group, the block of each name that hits."""
+        return self._cached
+
+    def can_load(self, tables: list[list[int]]) -> bool:
+        """Return True if a sequence can hold what `begin_load` is given, now."""
+        blocks = [block for table in tables for block in table]
+        held = [block for block in blocks if block != NO_BLOCK]
+        need = len(blocks) - len(held) + self._blocks.count_idle(held)
+        return need <= self.available_blocks and self._are_computed(held)
+
+    def begin_load(
+        self, seq: GroupSequence, tokens: int, tables: list[list[int]], now: int
+    ) -> None:
+        """Let `seq`, just opened, hold what the token after its first `tokens` tokens needs.
+
+        Args:
+            seq: the sequence.
+            tokens: tokens that it has computed when its load is done.
+            tables: by group, the blocks; `NO_BLOCK` stands for each that is loaded.
+            now: the time in ns.
+        """
+        self.now = now
+        self.free_passed(seq, tokens)
+        for group, table, blocks in zip(self.groups, seq.tables, tables, strict=True):
+            own = len(table.blocks)
+            self._hold_loaded(seq, [block for block in blocks[own:] if block != NO_BLOCK])
+            table.first, table.blocks = group.passed(tokens), blocks
+        seq.tokens = seq.settled = seq.room = tokens
+        seq.passes_at = self._next_passed(seq)
+
+    def allocate_loaded(self, seq: GroupSequence) -> list[list[tuple[int, int]]]:
+        """Allocate the blocks of `seq` that are loaded; return, by group, their runs.
+
+        A run is the position of its first block, and the number of blocks.
+        """
+        runs = [list(_runs_of(NO_BLOCK, table)) for table in seq.tables]
+        ids = iter(self._take(sum(count for group in runs for _, count in group), seq))
+        for index, table in enumerate(seq.tables):
+            for first, count in runs[index]:
+                own = list(islice(ids, count))
+                table.blocks[first - table.first : first - table.first + count] = own
+                if self.trace is not None:
+                    self.trace.group_alloc(
+                        self.now, seq=seq.id, group=index, first=first, runs=array("i", own)
+                    )
+        return runs
+
+    def end_load(self, seq: GroupSequence, runs: list[list[tuple[int, int]]], now: int) -> None:
+        """Count the tokens of `seq` as computed: the blocks of `runs` get their names."""
+        self.now = now
+        for index, table in enumerate(seq.tables):
+            names = seq.names[self.groups[index].block_size]
+            for first, count in runs[index]:
+                start = first - table.first
+                blocks = table.blocks[start : start + count]
+                positions = range(first, first + count)
+                oldest = self._blocks.name(blocks, names.at(positions), index)
+                copies = map(ne, oldest, blocks)
+                self._stored(seq, index, dict(zip(positions, copies, strict=True)))
+            table.stored = table.end
+        seq.computed = seq.tokens
+        seq.fills_at = seq.tokens + self._size
+        seq.blocks = -(-seq.tokens // self._size)
+
     def compute(self, request: Request, max_tokens: int) -> GroupMatch:
         """Compute the prompt of `request` in chunks, alone on the server; return its hit.
 
-        For replays without a clock. A prompt that finds no room ends there.
+        For replays without a clock, in which tiers load in no time. A prompt that finds no room
+        ends there.
 
         Args:
             request: the request.
@@ -544,6 +633,10 @@ class GroupedCache:
         match, length = self.match(request), request.prompt_tokens
         computed, seq = match.tokens, None
         self.in_flight_tokens = max_tokens
+        if self.tiers is not None and self.need(match, computed) <= self.available_blocks:
+            seq = self.open(request, 0, match=match)
+            load = self.tiers.load(seq, self.now, _untimed)
+            computed = computed if load is None else self.tiers.finish(load, self.now)
         while computed < length:
             tokens = self.chunk_tokens(
                 computed, min(max_tokens, length - computed), length, length, match.boundaries,
@@ -630,10 +723,30 @@ class GroupedCache:
     def _look_up(
         self, request: Request, names: dict[int, BlockNames], length: int
     ) -> GroupMatch:
-        """Return the longest prefix below `length` that all groups have.
+        """Return the longest prefix below `length` that all groups have."""
+        tokens, longest = self.longest(names, length, self._cached)
+        blocks = [
+            [cached[name] for _, name in self.needed(group, names, tokens)]
+            for group, cached in zip(self.groups, self._cached, strict=True)
+        ]
+        junction = longest if longest > tokens else 0
+        boundaries: tuple[int, ...] = (request.prompt_tokens - 1, junction)
+        if self._boundaries is not None:
+            boundaries = self._ask_boundaries(request, tokens, junction)
+        return GroupMatch(tokens, junction, tuple(blocks), boundaries)
+
+    def longest(
+        self, names: dict[int, BlockNames], length: int, cached: Keys[Container[Name]]
+    ) -> tuple[int, int]:
+        """Return the longest prefix below `length` that all groups have, and a single one.
 
         Each kind of group takes the length that those before it have left, or shortens it,
         until none does.
+
+        Args:
+            names: the names of the blocks, by their size.
+            length: tokens.
+            cached: by group, the names whose blocks there are.
         """
         tokens, longest, before = length - 1, 0, length
         full: dict[int, int] = {}
@@ -641,24 +754,24 @@ class GroupedCache:
             before = tokens
             for group, members in self._alike:
                 own, index = names[group.block_size], members[0]
+                there = [cached[member] for member in members]
                 if group.kind == "chunk":
-                    tokens = self._prefix(group, members, own, tokens)
+                    tokens = self._prefix(group, there, own, tokens)
                 elif group.kind != "full":
-                    tokens = self._last_resume(group, members, own, tokens)
+                    tokens = self._last_resume(group, there, own, tokens)
                 else:
                     if index not in full:
-                        full[index] = self._prefix(group, members, own, tokens)
+                        full[index] = self._prefix(group, there, own, tokens)
                     tokens = min(tokens, full[index])
                 longest = max(longest, tokens)
-        blocks: list[list[int]] = []
-        for group, cached in zip(self.groups, self._cached, strict=True):
-            needed = range(group.passed(tokens), tokens // group.block_size)
-            blocks.append([cached[name] for name in names[group.block_size].at(needed)])
-        junction = longest if longest > tokens else 0
-        boundaries: tuple[int, ...] = (request.prompt_tokens - 1, junction)
-        if self._boundaries is not None:
-            boundaries = self._ask_boundaries(request, tokens, junction)
-        return GroupMatch(tokens, junction, tuple(blocks), boundaries)
+        return tokens, longest
+
+    def needed(
+        self, group: LayerGroup, names: dict[int, BlockNames], tokens: int
+    ) -> Iterable[tuple[int, Name]]:
+        """Return position and name of each block of `group` needed after so many tokens."""
+        positions = range(group.passed(tokens), tokens // group.block_size)
+        return zip(positions, names[group.block_size].at(positions), strict=True)
 
     def _ask_boundaries(self, request: Request, hit: int, junction: int) -> tuple[int, ...]:
         """Return the boundaries of the policy for a request that hits so much."""
@@ -672,7 +785,7 @@ class GroupedCache:
         return boundaries
 
     def _prefix(
-        self, group: LayerGroup, members: list[int], names: BlockNames, tokens: int
+        self, group: LayerGroup, cached: list[Any], names: BlockNames, tokens: int
     ) -> int:
         """Return how many first tokens, at most `tokens`, these groups have without a gap.
 
@@ -681,18 +794,13 @@ class GroupedCache:
         end = min(tokens // group.block_size, names.end)
         end = max(end, start := group.passed(tokens))
         for position, name in names.walk(start, end):
-            if not self._is_cached(name, members):
+            if not _in_all(cached, name):
                 end = position
                 break
         return self._aligned(end * group.block_size)
 
-    def _is_cached(self, name: Name, groups: list[int]) -> bool:
-        """Return True if a block has `name` in each of `groups`."""
-        cached = self._cached
-        return name in cached[groups[0]] and all(name in cached[group] for group in groups)
-
     def _last_resume(
-        self, group: LayerGroup, members: list[int], names: BlockNames, tokens: int
+        self, group: LayerGroup, cached: list[Any], names: BlockNames, tokens: int
     ) -> int:
         """Return the last length, at most `tokens`, at which windows or states can resume.
 
@@ -704,7 +812,7 @@ class GroupedCache:
         for position, name in names.walk(0, min(tokens // size, names.end), -1):
             if not run and (position + 1) * size % aligned:
                 continue
-            if not self._is_cached(name, members):
+            if not _in_all(cached, name):
                 run = 0
                 continue
             if not run:
@@ -796,6 +904,8 @@ class GroupedCache:
         """Return `count` blocks for `seq`: free ones, then those that lose their names."""
         missing = count - self.pool.free_blocks
         victims = self._choose(missing, seq) if missing > 0 else []
+        if self.tiers is not None:
+            self.tiers.leave(victims, self.now)
         if self.trace is not None and victims:
             self._trace_evictions(seq, victims, self.trace)
         self._evict(victims)
@@ -806,6 +916,11 @@ class GroupedCache:
     def _hold(self, blocks: list[int]) -> None:
         """Add a holder to each of `blocks`."""
         self._blocks.hold(blocks)
+
+    def _hold_loaded(self, seq: GroupSequence, blocks: list[int]) -> None:
+        """Add a holder to blocks of the pool that `seq` hits with those that are loaded."""
+        del seq
+        self._hold(blocks)
 
     def _choose(self, count: int, seq: GroupSequence) -> list[int]:
         """Return `count` blocks to evict for `seq`, which no sequence holds, in order."""
@@ -889,3 +1004,24 @@ class GroupedCache:
                 self.now, seq=seq.id, group=group, first=positions[0], blocks=len(positions),
                 how="copy" if is_copy else "new", generated=generated,
             )  # fmt: skip
+
+
+def _untimed(tokens: int, context: int) -> int:
+    """Return the time to prefill `tokens` tokens, in no unit: fewer tokens take less time."""
+    del context
+    return tokens
+
+
+def _in_all(cached: list[Any], name: Name) -> bool:
+    """Return True if `name` is in each of `cached`."""
+    return name in cached[0] and all(name in group for group in cached)
+
+
+def _runs_of(block: int, table: Table) -> Iterator[tuple[int, int]]:
+    """Yield the first position and the length of each run of `block` in a table."""
+    position = table.first
+    for own, run in groupby(table.blocks):
+        count = len(list(run))
+        if own == block:
+            yield position, count
+        position += count

@@ -4,20 +4,22 @@ LayerGroup        what its layers keep of a sequence, and which blocks have pass
 BlockNames        the names by which blocks of a request are found again
 GroupMatch        the cached prefix of a request
 GroupSequence     an open request, with a `Table` of blocks a group
+GroupsBelow       the tiers below the pool
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from collections.abc import Sequence as Keys
 from itertools import chain
 from math import inf
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 import attrs
 
 from kvcore.cache.layout import GENERATED, BlockLayout
 from kvcore.cache.sequence import Sequence
+from kvcore.cache.tiers import LowerTiers
 from kvcore.errors import InputError
 from kvcore.request import Request
 from kvcore_plugins.cache_groups.named_blocks import Name
@@ -250,6 +252,25 @@ class GroupSequence(Sequence):
     room: int
     fills_at: float
     passes_at: float
+
+
+class GroupsBelow(LowerTiers, Protocol):
+    """The tiers below a pool of groups, and what the cache calls of them.
+
+    Attributes:
+        anywhere: by group, the names of the blocks that are in the pool or can be loaded.
+    """
+
+    anywhere: list[Container[Name]]
+
+    def store(self, seq: GroupSequence, group: int, positions: list[int], now: int) -> None:
+        """Called when blocks of `seq` got names in the pool."""
+
+    def hit(self, blocks: Keys[list[int]], now: int) -> None:
+        """Called when an admission hits these blocks of the pool, by group."""
+
+    def leave(self, victims: list[int], now: int) -> None:
+        """Called before blocks leave the pool, in this order."""
 
 
 def name_generated(names: dict[int, BlockNames], request: Request, tokens: int) -> None:

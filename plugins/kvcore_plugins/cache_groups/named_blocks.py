@@ -156,5 +156,4 @@ class NamedBlocks:
 def named_blocks(groups: int) -> NamedBlocks:
     """Return the names of blocks of `groups` groups, in C where the core is used."""
     core = library()
-    core = library()
     return NamedBlocks(groups) if core is None else core.NamedBlocks(groups)

@@ -38,6 +38,7 @@ class GroupPlan:
     """
 
     where: ClassVar[str] = "cache groups"
+    takes_tiers: ClassVar[bool] = True
 
     groups: tuple[LayerGroup, ...]
     bytes_per_block: int

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
 
-from kvcore.cache import BlockLayout, Segment
+from kvcore.cache import BlockLayout, CheckpointPolicy, Segment
 from kvcore.errors import InputError
-from kvcore.plugins import FAILURES, wrong_answer
+from kvcore.plugins import FAILURES, find_override, wrong_answer
 from kvcore.plugins.base import raise_policy_error
 from kvcore.request import Request
 from kvcore_plugins.cache_groups.cache import GroupedCache
@@ -92,10 +92,13 @@ class SegmentedGroups(GroupedCache):
                 "groups keep none: leave it out"
             )
             raise InputError(msg)
+        self._recompute = recompute
         self._seconds = BlockLayout("tokens", self._size, recompute=recompute).recompute_seconds
-        self._hears_names, self._chooser = True, self.checkpoint
-        # The least recently used one first.
-        self._segments: OrderedDict[CachedSegment, None] = OrderedDict()
+        self.hears_names, self._chooser = True, self.checkpoint
+        self._on_changed = find_override(self.checkpoint, "on_changed")
+        self.checkpoint.replay = self._replay
+        self._segments: OrderedDict[CachedSegment, None] = OrderedDict()  # by their order
+        self._order = 0
         self._segment_of: dict[int, CachedSegment] = {}
         self._texts: dict[int, _Text] = {}
         self._leaving: CachedSegment | None = None
@@ -115,7 +118,8 @@ class SegmentedGroups(GroupedCache):
                 above = self._segment_of.get(blocks[-1])
         if above is not None:
             above.last_use = self._admissions
-            self._segments.move_to_end(above)
+            self._put_last(above)
+            self._tell(above)
         self._texts[seq.id] = _Text(self._admissions, above)
         return seq
 
@@ -156,13 +160,21 @@ class SegmentedGroups(GroupedCache):
             # It has lost its boundary since: its blocks go to what follows it.
             full, above.full, above.blocks = above.full + full, [], 0
             self._segments.pop(above, None)
+            self._tell(above)
             above = above.above
         segment = CachedSegment(0, end, bool(kept), text.serial, full=full, kept=kept)
-        self._segments[segment] = None
         self._segment_of.update(dict.fromkeys((*full, *kept), segment))
         segment.blocks = len(full) + len(kept)
+        self._put_last(segment)
         self._put_below(segment, above)
         return segment
+
+    def _put_last(self, segment: CachedSegment) -> None:
+        """Make `segment` the last one in the order."""
+        self._order += 1
+        segment.order = self._order
+        self._segments[segment] = None
+        self._segments.move_to_end(segment)
 
     def _put_below(self, segment: CachedSegment, above: CachedSegment | None) -> None:
         """Let `segment` start where `above` ends."""
@@ -173,14 +185,37 @@ class SegmentedGroups(GroupedCache):
             if above is not None:
                 above.next[segment] = None
                 self._count_below(above)
+        self._tell(segment)
 
     def _count_below(self, segment: CachedSegment | None) -> None:
-        """Count what is below `segment` and those above it."""
+        """Count what is below `segment` and those above it, as far up as that changes."""
         while segment is not None:
+            before = segment.children, segment.below
             segment.children = len(segment.next)
             only = next(iter(segment.next)) if segment.children == 1 else None
             segment.below = 0 if only is None else only.below + 1
+            if before == (segment.children, segment.below):
+                break
+            self._tell(segment)
             segment = segment.above
+
+    def _tell(self, segment: CachedSegment) -> None:
+        """Tell the policy that `segment` has changed."""
+        if self._on_changed is not None:
+            try:
+                self._on_changed(segment)
+            except FAILURES as error:
+                raise_policy_error(self.checkpoint, "on_changed", error)
+
+    def _replay(self, checkpoint: CheckpointPolicy, requests: Iterable[Request]) -> int:
+        """Return the tokens that `requests` hit, one by one, in an empty cache like this."""
+        cache = SegmentedGroups(
+            self.groups, self.pool.blocks, recompute=self._recompute, checkpoint=checkpoint,
+            key_tokens=self.geometry.key_tokens,
+        )  # fmt: skip
+        for request in requests:
+            cache.compute(request, self.in_flight_tokens or request.prompt_tokens)
+        return cache.stats.hit_tokens
 
     # Evictions.
 
@@ -208,8 +243,8 @@ class SegmentedGroups(GroupedCache):
 
     def _ask_victim(self) -> CachedSegment | None:
         """Return the segment that the policy chooses; None if none can leave."""
-        segments = [s for s in self._segments if s.children <= 1 and self._can_leave(s)]
-        if not segments:
+        segments = _Leaving(self._segments, self._can_leave)
+        if next(iter(segments), None) is None:
             return None
         try:
             victim = self.checkpoint.victim(segments)
@@ -221,6 +256,8 @@ class SegmentedGroups(GroupedCache):
 
     def _can_leave(self, segment: CachedSegment) -> bool:
         """Return True if a block of `segment` can leave now."""
+        if segment.children > 1:
+            return False
         holders = self._blocks.holders
         if segment.kept:
             return not all(map(holders, segment.kept))
@@ -251,6 +288,7 @@ class SegmentedGroups(GroupedCache):
             self._dissolve(segment)
         if not segment.blocks:
             del self._segments[segment]
+        self._tell(segment)
 
     def _dissolve(self, segment: CachedSegment) -> None:
         """Let the segments below `segment`, which lost its boundary, start where it starts."""
@@ -270,6 +308,33 @@ class SegmentedGroups(GroupedCache):
             heir.blocks += len(segment.full)
             segment.blocks -= len(segment.full)
             segment.full = []
+            self._tell(heir)
+
+
+class _Leaving(Sequence[CachedSegment]):
+    """The segments that can leave now, by their order; none is copied."""
+
+    def __init__(
+        self,
+        segments: OrderedDict[CachedSegment, None],
+        can_leave: Callable[[CachedSegment], bool],
+    ) -> None:
+        self._segments, self._can_leave = segments, can_leave
+
+    def __contains__(self, segment: object) -> bool:
+        return segment in self._segments and self._can_leave(segment)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[CachedSegment]:
+        return filter(self._can_leave, self._segments)
+
+    def __reversed__(self) -> Iterator[CachedSegment]:
+        return filter(self._can_leave, reversed(self._segments))
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _split(blocks: list[tuple[int, int]], end: int) -> tuple[list[int], list[tuple[int, int]]]:

@@ -14,7 +14,7 @@ from kvcore_plugins.eviction.counts import read_counts, write_counts
 from kvcore_plugins.eviction.ghost import GhostRuns
 from kvcore_plugins.eviction.hazard_guard import Guard
 from kvcore_plugins.eviction.queues import ScannedLeaves
-from kvcore_plugins.eviction.survival import OTHER, ProportionalHazards, WaitClass, octave
+from kvcore_plugins.eviction.survival import OTHER, ProportionalHazards, WaitClass, age_bucket
 
 PARTS = ("turns", "pause", "answer", "tool", "hits", "tenant")
 """The parts of which a class can consist."""
@@ -29,9 +29,8 @@ class Wait:
 
     Attributes:
         above: the wait of the span above; None at the root.
-        turns: the number of requests of the conversation when the span was computed.
+        turn: the number of requests of the conversation when the span was computed.
         pause: the time between the last two uses, in octaves; -1 before there are two.
-        maker: the id of the request that computed the span.
         counts: whether it is counted: of the spans of a request, the first is.
         since: the time in ns at which the use ended.
         kind: its class; None while the span is in use.
@@ -39,9 +38,8 @@ class Wait:
     """
 
     above: Wait | None = None
-    turns: int = 0
+    turn: int = 0
     pause: int = -1
-    maker: int | str | None = None
     counts: bool = False
     since: int = 0
     kind: WaitClass | None = None
@@ -121,7 +119,7 @@ class Hazard(EvictionPolicy):
         self._ghosts: GhostRuns[Wait] = GhostRuns(_GHOSTS * blocks)
         self._guard = Guard[Wait](blocks, self._index) if self.guard else None
         self._is_lru = self.guard
-        # By request: turns and pause of the evicted blocks that it computes again.
+        # By request: turn and pause of the evicted blocks that it computes again.
         self._returned: dict[int | str, tuple[int, int]] = {}
         # When a request last ended, and its answer, tool and tenant.
         self._ended: tuple[int, int, str | None, str | None] = -1, 0, None, None
@@ -135,19 +133,19 @@ class Hazard(EvictionPolicy):
         for wait, start, end in self._ghosts.take(request, hit_blocks):
             if self._guard is not None:
                 self._guard.end(wait, request.id, start, end)
-            self._returned[request.id] = wait.turns, self._count(wait, now)
+            self._returned[request.id] = wait.turn, self._count(wait, now)
             if len(self._returned) > _RETURNED:  # a tier hears of no end of a request
                 del self._returned[next(iter(self._returned))]
 
     def on_insert(self, span: Span, now: int) -> None:
         """Continue the conversation of the span above, or of the evicted blocks."""
-        parent, request = span.parent, span.last_request
+        parent = span.parent
         assert parent is not None
         above: Wait = parent.data or _ROOT
-        turns, pause = self._returned.get(request, (0, above.pause))
-        first = above.maker != request
-        turns = max(turns, above.turns - (not first)) + 1
-        span.data = Wait(above, turns, pause, request, first, end=span.end)
+        turn, pause = self._returned.get(span.last_request, (0, above.pause))
+        first = span.created_by != parent.created_by
+        turn = max(turn, above.turn - (not first)) + 1
+        span.data = Wait(above, turn, pause, first, end=span.end)
         self._spans[span] = None
         siblings = parent.children or {}
         if above is not _ROOT and len(siblings) == 2:  # noqa: PLR2004
@@ -196,9 +194,10 @@ class Hazard(EvictionPolicy):
         ended, answer, tool, tenant = self._ended
         if ended != now:
             answer, tool, tenant = 0, None, None
-        uses = wait.turns + hits
+        uses = wait.turn + hits
         uses = uses if uses < 4 else min(uses.bit_length() + 1, 8)  # noqa: PLR2004
-        values = uses, wait.pause, answer, tool, min(hits.bit_length(), 3), tenant
+        few = hits.bit_length() if hits < 4 else 3  # noqa: PLR2004
+        values = uses, wait.pause, answer, tool, few, tenant
         wait.kind = self.model.kind(self._select(values))
         if self._guard is not None:
             self._guard.add(wait, span.end - span.start, now)
@@ -234,7 +233,7 @@ class Hazard(EvictionPolicy):
     def victim(self, now: int) -> Span:
         """Return the candidate with the lowest index, or the least recent span."""
         self._now = now
-        if self.model.is_due:
+        if self.model.counted >= self.model.fit_at:
             self._fit(now)
             self._leaves.scan(now)
         if self._guard is not None and self._is_lru != self._guard.is_lru:
@@ -247,7 +246,9 @@ class Hazard(EvictionPolicy):
         waits: list[Wait] = [span.data for span in self._spans if not span.ref_count]
         waits += self._ghosts.values()
         self.model.fit(
-            (w.kind, now - w.since) for w in waits if w.counts and w.kind is not None
+            (wait.kind, age_bucket(now - wait.since))
+            for wait in waits
+            if wait.counts and wait.kind is not None
         )
         self._parts_last = self._last_keys[1] > self._last_keys[0] + 4
         if self.save is not None:
@@ -256,10 +257,10 @@ class Hazard(EvictionPolicy):
 
     def _count(self, wait: Wait, now: int, *, ended: bool = True) -> int:
         """Count a wait that ended, or is observed no longer; return its length in octaves."""
-        age = now - wait.since
+        bucket = age_bucket(now - wait.since)
         if wait.counts and wait.kind is not None:
-            self.model.count(wait.kind, age, ended=ended)
-        return octave(age)
+            self.model.count(wait.kind, bucket, ended=ended)
+        return bucket // 2
 
     def _pass_last_key(self, span: Span) -> None:
         """Count the last key of a prompt, if `span` has it, as not used with the rest."""
@@ -269,14 +270,19 @@ class Hazard(EvictionPolicy):
 
     def _index(self, wait: Wait, now: int) -> float:
         """Return the Gittins index of a wait."""
-        assert wait.kind is not None
-        return self.model.index(wait.kind, now - wait.since)
+        kind: WaitClass = wait.kind  # type: ignore[assignment]
+        return (kind.indices or self.model.indices(kind))[age_bucket(now - wait.since)]
 
     def _score(self, leaf: Span, now: int) -> float:
         """Return the index of a leaf, or under LRU the order in which it was released."""
         if self._is_lru:
             return leaf.released_order
         wait: Wait = leaf.data
-        if self._parts_last and self._trims and leaf.end > wait.end:
+        if (
+            leaf.end > wait.end
+            and self._parts_last
+            and (self._trims or leaf.start >= wait.end)  # the last key is all that would leave
+        ):
             return -1.0
-        return self.model.index(wait.kind, now - wait.since)  # type: ignore[arg-type]
+        kind: WaitClass = wait.kind  # type: ignore[assignment]
+        return (kind.indices or self.model.indices(kind))[age_bucket(now - wait.since)]

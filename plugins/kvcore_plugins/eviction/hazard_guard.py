@@ -41,24 +41,24 @@ class Shadow(Generic[Wait]):
         self, blocks: int, order: Callable[[Iterable[Wait], int], Iterable[Wait]]
     ) -> None:
         """Keep nothing."""
-        self._blocks, self._order, self._total = blocks, order, 0
+        slack = blocks // _SLACK
+        self._high, self._low, self._order = blocks + slack, blocks - slack, order
         self._kept: dict[Wait, int] = {}
+        self._total = 0
         self._reach: float = inf
 
     def add(self, wait: Wait, blocks: int, now: int) -> None:
         """Keep the `blocks` blocks of a wait that begins; evict when they are too many."""
         self._total += blocks - self._kept.pop(wait, 0)
         self._kept[wait] = blocks
-        slack = self._blocks // _SLACK
-        if self._total <= self._blocks + slack:
-            return
-        for first in [*self._order(self._kept, now)]:
-            excess = self._total - self._blocks + slack
-            if excess < self._kept[first]:
-                self._kept[first] -= excess
-                self._total -= excess
-                return
-            self._total -= self._kept.pop(first)
+        if self._total > self._high:
+            for first in [*self._order(self._kept, now)]:
+                excess = self._total - self._low
+                if excess < self._kept[first]:
+                    self._kept[first] -= excess
+                    self._total = self._low
+                    return
+                self._total -= self._kept.pop(first)
 
     def split(self, upper: Wait, lower: Wait, blocks: int) -> None:
         """Keep the first `blocks` blocks of `lower` for `upper`."""
@@ -148,11 +148,16 @@ class Guard(Generic[Wait]):
 
     def _by_index(self, waits: Iterable[Wait], now: int) -> Iterable[Wait]:
         """Return waits by their index; what continues a prompt leaves before the prompt."""
-        ranks: dict[object, float] = {}
+        # A running request needs all of its prompt at once.
+        ranks: dict[object, float] = dict.fromkeys(self._path, inf)
+        rank_of, index_of = ranks.get, self._index
         for wait in waits:
-            # A running request needs all of its prompt at once.
-            index = inf if wait in self._path else self._index(wait, now)
-            ranks[wait] = rank = max(index, ranks.get(wait, 0.0))
-            if ranks.get(wait.above, 0.0) < rank:
+            rank = rank_of(wait, 0.0)
+            if rank < inf:
+                index = index_of(wait, now)
+                if index > rank:
+                    rank = index
+                ranks[wait] = rank
+            if rank_of(wait.above, 0.0) < rank:
                 ranks[wait.above] = rank
         return sorted(waits, key=ranks.__getitem__)

@@ -124,13 +124,13 @@ class ScannedLeaves:
         """Return the candidate with the lowest score."""
         if now >= self._scan_at:
             self.scan(now)
+        entry_of = self._leaves.get
         while True:
-            candidates, leaves = self._candidates, self._leaves
-            while candidates:
-                entry = candidates[0]
-                if leaves.get(entry[2]) is entry:
+            while self._candidates:
+                entry = self._candidates[0]
+                if entry_of(entry[2]) is entry:
                     return entry[2]
-                heappop(candidates)
+                heappop(self._candidates)
             self.scan(now)
 
     def scan(self, now: int) -> None:
@@ -141,14 +141,15 @@ class ScannedLeaves:
         score_of = self._score
         scores = [score_of(leaf, now) for leaf in leaves]
         self._limit = limit = sorted(scores)[len(leaves) // _SCANS]
-        ages = len(leaves) * now - sum(leaf.last_access for leaf in leaves)
+        ages = len(leaves) * now - sum([leaf.last_access for leaf in leaves])
         self._scan_at = now + 1 + ages // (_SCANS * len(leaves))
         self._candidates = [
             (score, leaf.released_order, leaf)
             for score, leaf in zip(scores, leaves, strict=True)
             if score <= limit
         ]
-        self._leaves.update((entry[2], entry) for entry in self._candidates)
+        for entry in self._candidates:
+            self._leaves[entry[2]] = entry
         heapify(self._candidates)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
-from math import isqrt
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import accumulate, chain, pairwise
+from math import isqrt, prod
 from operator import add, mul, truediv
 from typing import TypeAlias
 
@@ -21,6 +22,9 @@ _BUCKETS, _GROUP, _GROUPS = 30, 3, 10
 _ENDS = [isqrt(1 << (60 + half)) for half in range(_BUCKETS - 1)]
 _WIDTHS = [(end - start) / NS_PER_S for start, end in pairwise([0, *_ENDS, 2 * _ENDS[-1]])]
 """Ages in ns fall in buckets: to 2^30 (1.1 s), sqrt(2) times that, ..., 2^44 (5 h)."""
+
+age_bucket: Callable[[int], int] = partial(bisect_right, _ENDS)
+"""Return the bucket of an age in ns: half an octave."""
 
 _TAIL, _TAIL_WAITS = [0.5] + [0.15] * len(_ENDS), 16.0
 """Hazards without observations, and the waits that this counts for: a heavy tail, by which
@@ -65,11 +69,11 @@ def indices(hazards: Sequence[float], widths: Sequence[float]) -> list[float]:
     then. `widths` are the seconds of each bucket. O(buckets).
     """
     shares = [hazard if hazard < _CAP else _CAP for hazard in hazards]  # faster than min()
-    chances = [*accumulate(shares, lambda chance, share: chance * (1 - share), initial=1.0)]
-    seconds = (
+    chances = [*accumulate([1 - share for share in shares], mul, initial=1.0)]
+    seconds = [
         (chance + _TINY) * width * (1 - share / 2)
         for chance, width, share in zip(chances, widths, shares, strict=False)
-    )
+    ]
     ages = [*accumulate(seconds, initial=0.0)]
     chance, age = chances[-1], ages[-1]
     # The best slopes are those of the concave hull of chances over ages: from the last bucket
@@ -87,11 +91,6 @@ def indices(hazards: Sequence[float], widths: Sequence[float]) -> list[float]:
     return slopes
 
 
-def octave(age: int) -> int:
-    """Return the number of the octave of an age in ns: below 2^30.5 (1.5 s) 0, and so on."""
-    return bisect_right(_ENDS, age) // 2
-
-
 @attrs.define(eq=False)
 class WaitClass:
     """The waits with the same values of all parts.
@@ -99,7 +98,7 @@ class WaitClass:
     Attributes:
         label: these values.
         counts: by group of ages, waits that ended; then, those observed no longer.
-        indices: by bucket of age, the Gittins index; None until it is needed after a fit.
+        indices: by bucket of age, the Gittins index; None from a fit until it is needed.
     """
 
     label: Label
@@ -118,21 +117,20 @@ class ProportionalHazards:
         prior: waits by which a factor is drawn to 1.
         parts: the number of parts.
 
+    Attributes:
+        counted, fit_at: waits that are counted, of which old ones fade, and those at which the
+            next fit is due.
+
     Source: Cox, "Regression models and life-tables", 1972.
     """
 
     def __init__(self, prior: float, parts: int) -> None:
         """Create a model without observations."""
-        self.prior, self.counted, self._fit_at = prior, 0, 0
+        self.prior, self.counted, self.fit_at = prior, 0, 0
         # By bucket: waits that ended; then, those observed no longer; and the hazards.
         self._counts, self._hazards = [0.0] * 2 * _BUCKETS, _TAIL
         self._classes: dict[Label, WaitClass] = {}
         self._factors: list[dict[int | str | None, Row]] = [{} for _ in range(parts)]
-
-    @property
-    def is_due(self) -> bool:
-        """Whether enough waits have been counted for the next fit."""
-        return self.counted >= self._fit_at
 
     def kind(self, label: Label) -> WaitClass:
         """Return the class of `label`; one for all others where there are too many."""
@@ -143,30 +141,29 @@ class ProportionalHazards:
             kind = self._classes.setdefault(label, WaitClass(label))
         return kind
 
-    def count(self, kind: WaitClass, age: int, *, ended: bool) -> None:
-        """Count a wait that ended at `age` ns, or that is observed no longer."""
-        bucket = bisect_right(_ENDS, age)
-        group = bucket // _GROUP
-        self._counts[bucket if ended else _BUCKETS + bucket] += 1
-        kind.counts[group if ended else _GROUPS + group] += 1
+    def count(self, kind: WaitClass, bucket: int, *, ended: bool) -> None:
+        """Count a wait that ended in a bucket of age, or that is observed no longer."""
+        if not ended:
+            bucket += _BUCKETS  # the second half of both rows: as many groups behind
+        self._counts[bucket] += 1
+        kind.counts[bucket // _GROUP] += 1
         self.counted += 1
 
-    def index(self, kind: WaitClass, age: int) -> float:
-        """Return the Gittins index of a wait at `age` ns."""
-        if kind.indices is None:
-            factors = (factor for factor in self._product(kind.label) for _ in range(_GROUP))
-            kind.indices = indices(list(map(mul, self._hazards, factors)), _WIDTHS)
-        return kind.indices[bisect_right(_ENDS, age)]
+    def indices(self, kind: WaitClass) -> Row:
+        """Return by bucket of age the Gittins index of the waits of a class."""
+        columns = zip(*[self._product(kind.label)] * _GROUP, strict=True)
+        factors = chain.from_iterable(columns)  # each as often as its group has buckets
+        kind.indices = indices(list(map(mul, self._hazards, factors)), _WIDTHS)
+        return kind.indices
 
     def fit(self, running: Iterable[tuple[WaitClass, int]]) -> None:
-        """Fit hazards and factors to all waits; of those that go on, give class and age."""
+        """Fit hazards and factors to all waits; of those that go on, give class and bucket."""
         counts = self._counts[:]
         rows = {kind: kind.counts[:] for kind in self._classes.values()}
-        buckets = Counter((kind, bisect_right(_ENDS, age)) for kind, age in running)
-        for (kind, bucket), count in buckets.items():
+        for (kind, bucket), count in Counter(running).items():
             if kind in rows:
                 counts[_BUCKETS + bucket] += count
-                rows[kind][_GROUPS + bucket // _GROUP] += count
+                rows[kind][(_BUCKETS + bucket) // _GROUP] += count
         self._hazards = hazards(counts[:_BUCKETS], counts[_BUCKETS:], _TAIL, _TAIL_WAITS)
         self._fit_factors(rows)
         step = min(self.counted // 2 + 32, _STEP)
@@ -175,7 +172,7 @@ class ProportionalHazards:
             for fading in (self._counts, *(kind.counts for kind in rows)):
                 fading[:] = [count / 2 for count in fading]
             self._classes = {kind.label: kind for kind, row in rows.items() if sum(row) > 1}
-        self._fit_at = self.counted + step
+        self.fit_at = self.counted + step
 
     def tables(self) -> Tables:
         """Return all counts, for a file."""
@@ -196,26 +193,28 @@ class ProportionalHazards:
 
     def _product(self, label: Label) -> Row:
         """Return the product of the factors of the values of a class."""
-        row: Iterable[float] = [1.0] * _GROUPS
-        for factors, value in zip(self._factors, label, strict=True):
-            if value in factors:
-                row = map(mul, row, factors[value])
-        return list(row)
+        rows = [
+            factors[value]
+            for factors, value in zip(self._factors, label, strict=True)
+            if value in factors
+        ]
+        return list(map(prod, zip([1.0] * _GROUPS, *rows, strict=True)))
 
     def _fit_factors(self, rows: dict[WaitClass, Row]) -> None:
         """Fit factors by value and group: one sweep over the parts, from the latest factors.
 
         A factor is the ratio of the waits that ended to those that were to be expected by the
         other factors, with a gamma prior of mean 1: over all ages, then by group. As in an
-        actuary's table, what ends or stops in a group has gone through half of it.
+        actuary's table, waits pass through a group as the mean of those that reach its ends.
         """
-        expected = {}
+        expected, ended = {}, {}
         for kind, row in rows.items():
-            stops = list(map(add, row[:_GROUPS], row[_GROUPS:]))
-            reached = list(accumulate(reversed(stops)))[::-1]
-            expected[kind] = [r - stop / 2 for r, stop in zip(reached, stops, strict=True)]
-        ended = _sums(kind.counts[:_GROUPS] for kind in rows)
-        rates = [e / (r or 1) for e, r in zip(ended, _sums(expected.values()), strict=True)]
+            stops = map(add, row[_GROUPS - 1 :: -1], row[: _GROUPS - 1 : -1])
+            reached = list(accumulate(stops, initial=0.0))
+            expected[kind] = list(map(add, reached, reached[1:]))[::-1]  # twice the mean
+            ended[kind] = row[:_GROUPS]
+        totals = zip(_sums(ended.values()), _sums(expected.values()), strict=True)
+        rates = [ends / (exposed or 1) for ends, exposed in totals]
         for kind, row in expected.items():
             kind.indices = None
             expected[kind] = list(map(mul, map(mul, row, rates), self._product(kind.label)))
@@ -224,13 +223,13 @@ class ProportionalHazards:
             for kind in rows:
                 classes[kind.label[part]].append(kind)
             for value, kinds in classes.items() if len(classes) > 1 else ():
-                ended = _sums(kind.counts[:_GROUPS] for kind in kinds)
+                ends = _sums([ended[kind] for kind in kinds])
                 old = factors.get(value, [1.0] * _GROUPS)
-                due = list(map(truediv, _sums(expected[kind] for kind in kinds), old))
-                ratio = (sum(ended) + self.prior) / (sum(due) + self.prior)
+                due = list(map(truediv, _sums([expected[kind] for kind in kinds]), old))
+                ratio = (sum(ends) + self.prior) / (sum(due) + self.prior)
                 factors[value] = row = [
                     ratio * (count + self.prior) / (ratio * before + self.prior)
-                    for count, before in zip(ended, due, strict=True)
+                    for count, before in zip(ends, due, strict=True)
                 ]
                 steps = list(map(truediv, row, old))
                 for kind in kinds:

@@ -54,8 +54,8 @@ class WorkloadAware(EvictionPolicy):
     Variant: the published estimates come from samples of the past in the background; here from
     the waits so far, of which older ones fade, and a class with few waits is near all of them.
 
-    `span.data` is (class, turn, id of the maker, ns of the last use). O(classes) for a
-    victim, else O(log leaves).
+    `span.data` is (class, turn, ns of the last use). O(classes) for a victim, else
+    O(log leaves).
 
     Options:
         type: the field of a request that is its type, `tenant` or `tool`; `none`: turns alone.
@@ -113,18 +113,19 @@ class WorkloadAware(EvictionPolicy):
 
     def on_insert(self, span: Span, now: int) -> None:
         """Store the turn: one more than that of the span above, or of what was evicted."""
-        above = span.parent.data if span.parent is not None else None
+        parent = span.parent
+        assert parent is not None
         turn = self._returned.get(span.last_request, 0) + 1
-        if above is not None:
-            turn = max(turn, above[1] + (above[2] != span.last_request))
-        span.data = None, turn, span.last_request, now
+        if parent.data is not None:
+            turn = max(turn, parent.data[1] + (span.created_by != parent.created_by))
+        span.data = None, turn, now
 
     def on_access(self, span: Span, now: int) -> None:
         """Count a reuse."""
-        kind, turn, maker, since = span.data
+        kind, turn, since = span.data
         if kind is not None:
             self._count(kind, reused=1.0, reuse_ns=now - since)
-        span.data = None, turn, maker, now
+        span.data = None, turn, now
 
     def on_split(self, upper: Span, lower: Span) -> None:
         """Copy the data to the upper half; move the lower one, which begins deeper."""
@@ -144,13 +145,12 @@ class WorkloadAware(EvictionPolicy):
 
     def on_release(self, span: Span, now: int) -> None:
         """Begin a wait."""
-        self._now = now
-        _, turn, maker, _ = span.data
+        self._now, turn = now, span.data[1]
         ended, type_ = self._ended
         if ended != now:
             type_ = span.tenant if self.type == "tenant" else None
         kind = type_, min(turn + span.hit_count, self.turns)
-        span.data = kind, turn, maker, now
+        span.data = kind, turn, now
         self._count(kind, begun=1.0)
         if not span.children:
             self._enter(span)
@@ -162,7 +162,7 @@ class WorkloadAware(EvictionPolicy):
     def on_remove(self, span: Span, reason: str) -> None:
         """Remove `span`; count its life, and remember it."""
         self._leave(span)
-        kind, turn, _, since = span.data
+        kind, turn, since = span.data
         self._count(kind, evicted=1.0, life_ns=self._now - since)
         key = span.path_keys[span.start // span.geometry.ratio]
         self._evicted.pop(key, None)
@@ -177,7 +177,7 @@ class WorkloadAware(EvictionPolicy):
         for kind in self._classes.values():
             if kind.leaves:
                 span = kind.leaves.first()
-                chance = self._chance(kind, now - span.data[3])
+                chance = self._chance(kind, now - span.data[2])
                 entry = chance, -span.start, span.released_order, span
                 if lowest is None or entry < lowest:
                     lowest = entry
@@ -207,7 +207,7 @@ class WorkloadAware(EvictionPolicy):
                     setattr(total, name, getattr(total, name) / 2)
 
     def _enter(self, span: Span) -> None:
-        kind, _, _, since = span.data
+        kind, _, since = span.data
         self._classes[kind].leaves.push(
             (since, span.released_order, -span.start, span.id, span)
         )

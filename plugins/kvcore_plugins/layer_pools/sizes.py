@@ -38,6 +38,7 @@ class LayerPools:
     """
 
     where: ClassVar[str] = "pools of their own"
+    takes_tiers: ClassVar[bool] = False
 
     block_size: int
     window: int | None

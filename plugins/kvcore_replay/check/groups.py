@@ -15,8 +15,10 @@ from kvcore.trace import events
 from kvcore.trace.events import methods_by_event, violated
 from kvcore.trace.fields import encode_runs
 from kvcore_replay.check.base import CacheChecker
+from kvcore_replay.check.group_tiers import GroupTierChecker
 from kvcore_replay.state.groups import (
     APPLIED,
+    TIERED,
     GroupedSequence,
     GroupState,
     TracedGroup,
@@ -41,8 +43,8 @@ class GroupChecker(CacheChecker[GroupState]):
         Raises:
             ValueError: the sizes and groups do not fit one another.
         """
-        if header.tiers or header.count != "tokens":
-            violated("a cache of groups counts tokens, and has no tiers")
+        if header.count != "tokens":
+            violated("a cache of groups counts tokens")
         super().__init__(GroupState(header))
         self.pool = BlockPool(header.blocks)
         caps = header.batching or {}
@@ -58,6 +60,8 @@ class GroupChecker(CacheChecker[GroupState]):
         self._next: tuple[str, int] | None = None
         self._due: tuple[str, int] | None = None
         self._checks = methods_by_event(self, *APPLIED, *SERVED, "END")
+        tiers = self.state.tiers
+        self._tiers = None if tiers is None else GroupTierChecker(self.state, tiers)
 
     def apply(self, event: Any) -> None:
         """Check the next event after HEADER, and apply it. O(blocks that it names).
@@ -76,10 +80,13 @@ class GroupChecker(CacheChecker[GroupState]):
             self._must_be_taken()
         elif name not in ("EVICT", "ALLOC"):
             self._must_be_taken()
+        if self._tiers is not None:
+            self._tiers.check(event)
         check = self._checks.get(name)
-        if check is None:
+        if check is not None:
+            check(event)
+        elif self._tiers is None or name not in TIERED:
             violated("a cache of groups has no such line")
-        check(event)
         state.apply(event)
         free, cached, private = self.pool.free_blocks, state.cached, state.private
         if free + len(self._victims) + cached + private != state.header.blocks:
@@ -172,7 +179,7 @@ class GroupChecker(CacheChecker[GroupState]):
             position = tokens // group.size - 1
             if group.kind == "state":
                 block = state.oldest(event.request, group, position)
-                if block.named_at == event.t:
+                if block.computed_at == event.t:
                     violated(f"the state in block {block.id} is computed by this step")
 
     # Blocks.
@@ -180,16 +187,12 @@ class GroupChecker(CacheChecker[GroupState]):
     def _alloc(self, event: events.GroupAlloc) -> None:
         seq, group = self._table_of(event)
         table, ids = seq.tables[group.index], self.state.ids(event.runs)
-        if event.first != table.end and not (group.kind == "state" and event.first > table.end):
-            violated(
-                f"sequence {seq.id} has {table.end} blocks in group {group}: {event.first} is "
-                "not next"
-            )
+        self._must_be_next(event, seq, group, len(ids))
         if not ids or (group.kind == "state" and len(ids) > 1):
             violated(f"{len(ids)} blocks of group {group} are taken")
         held = len(table.blocks) + len(ids)
         if self._in_flight is not None:
-            tokens = (event.first + len(ids)) * group.size
+            tokens = max(event.first + len(ids), table.end) * group.size
             # Under a lag a state is given back a step later.
             most = group.most_blocks(tokens, self._in_flight) + self._lag
             if held > most:
@@ -208,15 +211,32 @@ class GroupChecker(CacheChecker[GroupState]):
         if not self._victims:
             self._evicting = None
 
+    def _must_be_next(
+        self, event: events.GroupAlloc, seq: GroupedSequence, group: TracedGroup, count: int
+    ) -> None:
+        """Check that a sequence takes blocks for its next positions, or those that it loads."""
+        table, first = seq.tables[group.index], event.first
+        if seq.id in self.state.loads:
+            lacks = [p for p in seq.loading[group.index] if p not in table.blocks][:count]
+            if lacks != [*range(first, first + count)]:
+                violated(f"sequence {seq.id} does not load {count} blocks from {first} on")
+        elif first != table.end and not (group.kind == "state" and first > table.end):
+            violated(
+                f"sequence {seq.id} has {table.end} blocks in group {group}: {first} is not "
+                "next"
+            )
+
     def _commit(self, event: events.GroupCommit) -> None:
         seq, group = self._table_of(event)
         table, end = seq.tables[group.index], event.first + event.blocks
         prompt = self.state.prompt_in(group, seq.prompt.id)
         if not self._lag:
             self.lifecycles.grow(seq.prompt.id, seq.id)
-        if event.first < table.stored or (group.kind == "full" and event.first != table.stored):
+        gap = event.first > table.stored and group.kind == "full"
+        is_loaded = self._loads(seq, group, event.first)
+        if (event.first < table.stored or gap) and not is_loaded:
             violated(f"blocks of group {group} have names up to {table.stored}")
-        if prompt.share is not None and end > prompt.share:
+        if prompt.share is not None and end > prompt.share and not is_loaded:
             violated(f"request {prompt.id!r} shares {prompt.share} blocks of group {group}")
         if event.generated is True:
             self._must_be_generated(group, seq, event.first, end)
@@ -234,11 +254,16 @@ class GroupChecker(CacheChecker[GroupState]):
         block = seq.tables[group.index].blocks.get(position)
         if block is None or block.name is not None:
             violated(f"sequence {seq.id} has no private block {position} in group {group}")
-        if not self._is_kept(seq, group, position):
+        if not (self._loads(seq, group, position) or self._is_kept(seq, group, position)):
             violated(f"no request resumes after block {position} of group {group}: it is kept")
         is_copy = self.state.has_name(seq.prompt.id, group, position)
         if (event.how == "copy") is not is_copy:
             violated(f"there is {'a' if is_copy else 'no'} block of the name of {position}")
+
+    def _loads(self, seq: GroupedSequence, group: TracedGroup, position: int) -> bool:
+        """Return True if `seq` has just loaded the block at a position."""
+        done = bool(seq.loading) and seq.id not in self.state.loads
+        return done and position in seq.loading[group.index]
 
     def _is_kept(self, seq: GroupedSequence, group: TracedGroup, position: int) -> bool:
         """Return True if the block at a position is one that a later request may need.
@@ -348,7 +373,7 @@ class GroupChecker(CacheChecker[GroupState]):
 
     def _preempt(self, event: events.Preempt) -> None:
         if event.how == "swap":
-            violated("a cache of groups has no tiers")
+            violated("a sequence with cache groups is parked in no tier")
         self._close_next(event)
 
     def _resume(self, event: events.Resume) -> None:

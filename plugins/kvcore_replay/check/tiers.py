@@ -329,7 +329,7 @@ class TierChecker:
         if event.parked:
             self._park(event, tier, end)
         else:
-            if self._exact and tier.free_at - event.t > _max_wait(tier):
+            if self._exact and tier.free_at - event.t > max_wait(tier):
                 violated(f"the link of tier {tier.name!r} is busy for longer than it may be")
             if source is None:
                 self._must_be_in_pool(event, prompt, end)
@@ -525,12 +525,12 @@ class TierChecker:
         self, event: events.Offload | events.LoadStart, tier: TracedTier, *, write: bool
     ) -> None:
         """Check the end of a transfer, by its place in the queue and its bandwidth."""
-        done = tier.done_at(event.blocks, event.t, write=write)
+        done = tier.done_at(tier.size_of(event), event.t, write=write)
         if event.done != done if self._exact else event.done < event.t:
             violated(f"by the link of tier {tier.name!r} it is done at {done} ns")
 
 
-def _max_wait(tier: TracedTier) -> int:
+def max_wait(tier: TracedTier) -> int:
     """Return the ns that a store may wait in the queue."""
     wait = tier.record.options.get("max_wait")
     return round(wait * 10**9) if type(wait) in (int, float) else 0  # type: ignore[operator]

@@ -11,8 +11,11 @@ there is any. Beyond it that is short itself. What no earlier request sent is ne
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+
+from attrs import evolve
 
 from kvcore.trace import events
 from kvcore_replay.misses.classifier import MissClassifier
@@ -54,6 +57,53 @@ class GroupMisses(MissClassifier):
                 block.hits,
                 expired=False,
             )
+
+    def _below(
+        self, reasons: RequestMisses, prompt: TracedPrompt, hit: int
+    ) -> Iterator[MissSegment]:
+        """Yield what pool and tiers have together beyond the hit, before any load of it."""
+        state, tiers, size = self.state, self.state.tiers, self._size
+        if tiers is None:
+            return
+        tokens = state.reach(prompt.id, state.limit(prompt.id))
+        if tokens <= hit * size:
+            return
+        blocks: dict[str, Counter[int]] = {}
+        for _, (group, name) in state.needed(prompt.id, tokens):
+            level = None if name in state.names[group] else tiers.has((group, name))
+            if level is not None:
+                blocks.setdefault(level, Counter())[group] += 1
+        now, took = reasons.admitted or 0, 0
+        for level, counts in blocks.items():
+            tier = tiers.levels[level]
+            moved = sum(tier.group_bytes[group] * count for group, count in counts.items())
+            took = max(took, tier.done_at(moved, now, write=False) - now)
+        # The farthest, without which there would be no such prefix.
+        last = max(blocks, key=[*tiers.levels].index)
+        yield MissSegment(
+            category="recomputed", first=hit * size, tokens=tokens - hit * size, tier=last,
+            load_ns=took,
+        )  # fmt: skip
+
+    def _load_start(self, event: events.LoadStart) -> None:
+        """Record a load for a first admission, which comes in several lines."""
+        reasons = self.requests.get(event.request)
+        if reasons is None or reasons.seq != event.seq:
+            return
+        for index, loss in enumerate(reasons.losses):
+            if loss.category in ("recomputed", "loaded"):
+                started = loss.load_ns if loss.category == "loaded" else 0
+                took = max(event.done - event.t, started or 0)
+                reasons.losses[index] = evolve(loss, category="loaded", load_ns=took)
+
+    def _load(self, event: Any) -> None:
+        """Do nothing: no block is damaged."""
+
+    def _drop(self, event: Any) -> None:
+        """Do nothing: why blocks left a tier is not told."""
+
+    def _offload(self, event: Any) -> None:
+        """Do nothing: see `_drop`."""
 
     def judge(self) -> None:
         """Do nothing: there is no optimum of cache groups to compare with."""

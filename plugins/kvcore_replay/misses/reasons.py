@@ -480,7 +480,11 @@ class Explanation(Shown):
                     **{f"{name}_tokens": tokens for name, tokens in lost.items()},
                 }
             )
-        return data_frame(rows, "`explanation.requests`")
+        types = dict.fromkeys(("request", "tenant", "salt", "state"), "str")
+        types |= dict.fromkeys(("arrived_s", "admitted_s"), "float")
+        types |= dict.fromkeys(("prompt_tokens", "hit_tokens"), "int")
+        types |= {f"{name}_tokens": "int" for name in self.categories}
+        return data_frame(rows, "`explanation.requests`", types)
 
     def prefill_seconds(self, loss: MissSegment) -> float:
         """Return the least seconds to prefill the tokens of `loss` after those before them."""

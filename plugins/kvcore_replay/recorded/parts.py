@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import attrs
 
-from kvcore.cache import KVCache, LayerPlan, Recorder, RetentionPolicy
+from kvcore.cache import LayerPlan, RetentionPolicy
 from kvcore.config.options import renamed
 from kvcore.config.parts import RunParts
 from kvcore.config.run_config import RunConfig, built_rules
@@ -35,9 +35,6 @@ from kvcore_replay.recorded.config import (
     replica_groups,
     unknown_caps,
 )
-
-if TYPE_CHECKING:
-    from kvcore_tiers.hierarchy import Tiers
 
 DEPLOYMENT = ("model", "device", "tensor_parallel")
 """Options of the deployment, by which the pool and the times of steps follow."""
@@ -101,21 +98,20 @@ class RecordedParts(RunParts):
         groups = tuple(LayerGroup(**group) for group in recorded["groups"])
         return GroupPlan(groups, 0)  # of a pool whose blocks are counted
 
-    def cache(self, trace: Recorder | None = None) -> KVCache:
-        """Build a cache for one run, and the tiers below it, as recorded in the trace too."""
-        cache = super().cache(trace)
-        if trace is not None and cache.tiers is not None and "tier" not in self._changed:
+    def add_tiers(self, cache: Any) -> None:
+        """Build the tiers below `cache` for one run, as recorded in its trace too."""
+        super().add_tiers(cache)
+        if cache.trace is not None and "tier" not in self._changed:
             # Their paths are in the header still, which was not to open them.
-            pairs = zip(self._header["tiers"], cast("Tiers", cache.tiers).levels, strict=True)
+            pairs = zip(self._header["tiers"], cache.tiers.levels, strict=True)
             sizes = (
                 tier | {"slots": level.pool.blocks, "slot_bytes": level.slot_bytes}
                 for tier, level in pairs
             )
             # Blocks that an earlier run had left in them are not there now.
-            trace.describe(
+            cache.trace.describe(
                 tiers=[{k: v for k, v in tier.items() if k != "recovered"} for tier in sizes]
             )
-        return cache
 
     def latency(self, devices: int | None = None) -> LatencyModel:
         """Build the latency model.
@@ -198,6 +194,8 @@ class RecordedParts(RunParts):
             fields.pop("slo", None)
         if not self.config.tier:
             fields.pop("tiers", None)
+        if self.layers:  # tiers come after what they are below
+            fields = {"cache_groups": fields["cache_groups"], **fields}
         if self.redeployed:
             fields |= {n: v for n, v in super().header().items() if n in fields}
         run = {name: self._header[name] for name in ("mode", "workload", "seed")}

@@ -209,7 +209,7 @@ class _ServerTracks:
         args = {
             "request": str(line.request),
             "blocks": line.blocks,
-            "bytes": line.blocks * tier.record.slot_bytes,
+            "bytes": tier.size_of(line),
             "usable_s": line.done / NS_PER_S,
         }
         if tier.untimed:

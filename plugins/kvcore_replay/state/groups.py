@@ -8,6 +8,9 @@ Each block of a sequence is in one of three states:
        |                                                                  |
      free   <----------------------- FREE (private ones) ---- or ---------+
 
+With tiers, LOAD_START gives the sequence what the pool has of a longer prefix, ALLOC private
+blocks for the rest, and COMMIT, after LOAD, the names of these.
+
 The events are trusted, as those of `kvcore_replay.state.cache` are. `check.groups` checks them.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterator
 from math import lcm
 from typing import Any, ClassVar, Final
 
@@ -27,6 +31,7 @@ from kvcore.trace import events
 from kvcore.trace.events import methods_by_event, violated
 from kvcore.untrusted import MOST_BLOCKS, WORK, WORK_OF_LINE
 from kvcore_replay.state.cache import CacheState, TracedState
+from kvcore_replay.state.group_tiers import Place, TracedGroupTiers
 from kvcore_replay.state.layout import TracedPrompt, TraceLayout
 
 MOST_GROUPS = 64
@@ -34,6 +39,9 @@ MOST_GROUPS = 64
 
 _STEPS = 1 << 12
 """Positions of a lookup that are counted as work at once."""
+
+TIERED = ("OFFLOAD", "LOAD_START", "LOAD", "DROP")
+"""Events about the tiers below a cache of groups."""
 
 APPLIED = ("REQUEST", "HIT", "MISS", "ALLOC", "COMMIT", "EVICT", "FREE")
 """Events that change a cache of groups; each is applied by the method of its name."""
@@ -99,7 +107,8 @@ class TracedBlock:
         group: index of its group.
         user: the request for which it was allocated, or which hit it last.
         name: its name in the group; None while it is private.
-        named_at: time (ns) at which it got its name.
+        computed_at: time (ns) at which it got its name, since it is computed; -1: it was
+            loaded.
         last_access: time (ns) at which it was named, hit or given back last.
         holders: number of sequences that hold it.
         hits: number of hits by other requests.
@@ -109,7 +118,7 @@ class TracedBlock:
     group: int
     user: int | str
     name: Any = None
-    named_at: int = 0
+    computed_at: int = 0
     last_access: int = 0
     holders: int = 1
     hits: int = 0
@@ -152,6 +161,7 @@ class GroupedSequence:
         junction: the longest prefix, in tokens, that the first kind of group has, if that is
             longer than the hit; else 0.
         tables: the tables.
+        loading: by group, the positions of the blocks that it loads and that have no name yet.
         has_forgotten: whether it has dropped blocks that it could share; no window is one.
     """
 
@@ -163,6 +173,7 @@ class GroupedSequence:
     resumed: bool
     junction: int
     tables: list[GroupTable]
+    loading: list[list[int]] = attrs.field(factory=list)
 
     def stored(self, groups: list[TracedGroup]) -> int:
         """Return the number of first tokens up to which its blocks got their names."""
@@ -184,7 +195,6 @@ class GroupState(TracedState[GroupedSequence]):
         evictable: the named blocks without a holder, the least recently freed one first.
     """
 
-    tiers: Final = None
     spans: Final[dict[int, Any]] = {}
 
     def __init__(self, header: events.Header) -> None:
@@ -221,7 +231,8 @@ class GroupState(TracedState[GroupedSequence]):
         self._prompts: dict[int | str, list[TracedPrompt]] = {}
         # By request and group, the tokens of a prefix without a gap, until names change.
         self._prefixes: dict[tuple[int | str, int], int] = {}
-        self._apply = methods_by_event(self, *APPLIED)
+        self.tiers = TracedGroupTiers(header) if header.tiers else None
+        self._apply = methods_by_event(self, *APPLIED, *TIERED)
 
     def _group(self, index: int, record: events.GroupRecord) -> TracedGroup:
         if (record.kind in ("window", "chunk")) is (record.window is None):
@@ -317,6 +328,51 @@ class GroupState(TracedState[GroupedSequence]):
         prompt = self._prompts[request][group.index]
         return name_of(prompt, group, position) in self.names[group.index]
 
+    def places(
+        self, event: events.Offload | events.LoadStart | events.Load | events.Discard
+    ) -> list[Place]:
+        """Return the blocks that a line about a tier names, the last one of the text first.
+
+        Raises:
+            ViolationError: it names a request or group that there is not, or too many blocks.
+        """
+        if not isinstance(event.group, int):
+            violated(f"{event.event} has no field 'group', and HEADER has cache groups")
+        prompt, group = self.prompt_in(self.group(event.group), event.request), event.group
+        self.count_work(event.blocks)
+        if self._work > self._most_work:
+            violated(f"it names {event.blocks:,} blocks: too many")
+        positions = range(event.first + event.blocks - 1, event.first - 1, -1)
+        named = self.groups[group]
+        return [(group, name_of(prompt, named, position)) for position in positions]
+
+    def has_anywhere(self, place: Place) -> bool:
+        """Return True if the pool has a block, or a tier from which it can be loaded."""
+        in_tier = self.tiers is not None and self.tiers.has(place) is not None
+        return place[1] in self.names[place[0]] or in_tier
+
+    @property
+    def loads(self) -> dict[int, Any]:
+        """The sequences that wait for loads."""
+        return {} if self.tiers is None else self.tiers.loads
+
+    def needed(self, request: int | str, tokens: int) -> Iterator[tuple[int, Place]]:
+        """Yield position and place of each block that the token after so many needs."""
+        for group in self.groups:
+            prompt = self.prompt_in(group, request)
+            positions = range(group.passed(tokens), tokens // group.size)
+            self.count_work(len(positions))
+            for position in positions:
+                yield position, (group.index, name_of(prompt, group, position))
+
+    def reach(self, request: int | str, limit: int) -> int:
+        """Return the longest prefix, at most `limit`, that pool and tiers have together."""
+        size = self.header.block_size
+        for length in range(limit // size * size, 0, -size):
+            if all(self.has_anywhere(place) for _, place in self.needed(request, length)):
+                return length
+        return 0
+
     def serves(self, request: int | str, tokens: int, group: TracedGroup) -> bool:
         """Return True if `group` has the blocks that the tokens after a prefix need."""
         if group.kind == "full":
@@ -403,11 +459,7 @@ class GroupState(TracedState[GroupedSequence]):
             for position in range(table.first, table.end):
                 block = names[name_of(prompt, group, position)][0]
                 table.blocks[position] = block
-                self.evictable.pop(block.id, None)
-                block.holders += 1
-                block.last_access = event.t
-                block.hits += not seq.resumed
-                block.user = event.request
+                self._hold(block, seq, event.t)
 
     def _miss(self, event: events.Miss) -> None:
         # After a HIT of the same admission the sequence is open already.
@@ -433,7 +485,10 @@ class GroupState(TracedState[GroupedSequence]):
         for position, block in enumerate(ids, event.first):
             made = self.blocks[block] = TracedBlock(block, event.group, seq.prompt.id)
             table.blocks[position] = made
-        table.end = event.first + len(ids)
+        if event.first < table.end:
+            # Between those that the pool had.
+            table.blocks = dict(sorted(table.blocks.items()))
+        table.end = max(table.end, event.first + len(ids))
         self.private_by_group[event.group] += len(ids)
         if len(self.blocks) > MOST_BLOCKS:
             violated(f"more than {MOST_BLOCKS:,} blocks are in use, which is the most")
@@ -443,14 +498,68 @@ class GroupState(TracedState[GroupedSequence]):
         seq, group = self.sequence(event.seq), self.group(event.group)
         table, names = seq.tables[group.index], self.names[group.index]
         prompt, end = self._prompts[seq.prompt.id][group.index], event.first + event.blocks
+        own = seq.loading[group.index] if seq.loading else []
         for position in range(event.first, end):
             block = table.blocks[position]
-            block.name, block.named_at = name_of(prompt, group, position), event.t
+            block.name = name_of(prompt, group, position)
+            block.computed_at = -1 if position in own else event.t
             block.last_access = event.t
             names.setdefault(block.name, []).append(block)
-        table.stored = end
+        table.stored = max(table.stored, end)
+        if own:
+            seq.loading[group.index] = [p for p in own if not event.first <= p < end]
         self.private_by_group[group.index] -= event.blocks
         self.cached_by_group[group.index] += event.blocks
+
+    # Tiers, whose lines a trace without them does not have.
+
+    def _offload(self, event: events.Offload) -> None:
+        self._below().store_places(event, self.places(event))
+
+    def _drop(self, event: events.Discard) -> None:
+        self._below().drop_places(event, self.places(event))
+
+    def _load_start(self, event: events.LoadStart) -> None:
+        seq, tiers = self.sequence(event.seq), self._below()
+        if event.seq not in tiers.loads:
+            self._begin_load(seq, event)
+        tiers.load_start(event)
+        tiers.held[event.tier].update(self.places(event))
+
+    def _begin_load(self, seq: GroupedSequence, event: events.LoadStart) -> None:
+        """Let a sequence hold what the pool has of the prefix that it has after its load."""
+        if not isinstance(event.hit, int):
+            violated("LOAD_START has no field 'hit', and HEADER has cache groups")
+        tokens = event.hit * self.header.block_size
+        seq.loading = [[] for _ in self.groups]
+        for position, (index, name) in self.needed(seq.prompt.id, tokens):
+            table = seq.tables[index]
+            if position in table.blocks:
+                continue
+            copies = self.names[index].get(name)
+            if copies is None:
+                seq.loading[index].append(position)
+                continue
+            self._hold(copies[0], seq, event.t)
+            table.blocks[position] = copies[0]
+        for group, table in zip(self.groups, seq.tables, strict=True):
+            table.end = table.stored = tokens // group.size
+
+    def _load(self, event: events.Load) -> None:
+        tiers = self._below()
+        tiers.load(event)
+        tiers.held[event.tier].subtract(self.places(event))
+
+    def _below(self) -> TracedGroupTiers:
+        return self.tiers or violated("HEADER has no tiers")
+
+    def _hold(self, block: TracedBlock, seq: GroupedSequence, now: int) -> None:
+        """Add `seq` to the holders of a block that it hits."""
+        self.evictable.pop(block.id, None)
+        block.holders += 1
+        block.last_access = now
+        block.hits += not seq.resumed
+        block.user = seq.prompt.id
 
     def _evict(self, event: events.GroupEvict) -> None:
         self._prefixes.clear()

@@ -89,6 +89,7 @@ class TracedTier:
         latency: latency of its link in ns.
         directory: the blocks that requests can find in it.
         untimed: whether the run had no clock, so that every transfer was done at once.
+        group_bytes: by cache group, the bytes that are moved of a block; empty: there is one.
         parked: the blocks `[first, end)` of preempted sequences, by request.
         used: slots in use.
         free_at: time in ns at which the queue of its link is empty.
@@ -106,6 +107,7 @@ class TracedTier:
     latency: int
     directory: TierDirectory
     untimed: bool
+    group_bytes: list[int] = attrs.field(factory=list)
     parked: dict[int | str, tuple[int, int]] = attrs.field(factory=dict)
     used: int = 0
     free_at: int = 0
@@ -128,6 +130,12 @@ class TracedTier:
         """Blocks of preempted sequences."""
         return sum(end - first for first, end in self.parked.values())
 
+    def size_of(self, event: events.Offload | events.LoadStart) -> int:
+        """Return the bytes that a transfer moves."""
+        group = event.group
+        size = self.group_bytes[group] if isinstance(group, int) else self.record.slot_bytes
+        return event.blocks * size
+
     def load_ns(self, blocks: int, now: int) -> int | None:
         """Return the ns from `now` until blocks would be loaded; None: the tier loads none.
 
@@ -136,17 +144,18 @@ class TracedTier:
         if self.record.options.get("load") == "never":
             return None
         wait = max(self.free_at - now, 0)
-        return wait + self._held(blocks, write=False) + self.latency
+        size = blocks * self.record.slot_bytes
+        return wait + self._held(size, write=False) + self.latency
 
-    def done_at(self, blocks: int, now: int, *, write: bool) -> int:
-        """Return the time in ns at which blocks are usable that join the queue at `now`."""
+    def done_at(self, size: int, now: int, *, write: bool) -> int:
+        """Return the time in ns at which bytes are usable that join the queue at `now`."""
         if self.untimed:
             return now
-        return max(self.free_at, now) + self._held(blocks, write=write) + self.latency
+        return max(self.free_at, now) + self._held(size, write=write) + self.latency
 
-    def queue(self, blocks: int, now: int, *, write: bool) -> None:
-        """Add blocks to the queue of the link."""
-        size, held = blocks * self.record.slot_bytes, self._held(blocks, write=write)
+    def queue(self, size: int, now: int, *, write: bool) -> None:
+        """Add bytes to the queue of the link."""
+        held = self._held(size, write=write)
         if not self.untimed:
             self.busy_ns += held
             self.free_at = max(self.free_at, now) + held
@@ -155,9 +164,8 @@ class TracedTier:
         else:
             self.read_bytes += size
 
-    def _held(self, blocks: int, *, write: bool) -> int:
-        """Return the ns that the link takes for blocks."""
-        size = blocks * self.record.slot_bytes
+    def _held(self, size: int, *, write: bool) -> int:
+        """Return the ns that the link takes for bytes."""
         return -(-size * NS_PER_S // (self.write if write else self.read))
 
     def as_dict(self, loading: int) -> dict[str, Any]:
@@ -250,11 +258,12 @@ class TracedTiers:
             self._store(tier, keys, first, end)
         tier.used += event.blocks
         tier.stored += event.blocks
-        tier.queue(event.blocks, event.t, write=True)
+        tier.queue(tier.size_of(event), event.t, write=True)
 
     def load_start(self, event: events.LoadStart) -> None:
         """Apply LOAD_START."""
-        self.tier(event.tier).queue(event.blocks, event.t, write=False)
+        tier = self.tier(event.tier)
+        tier.queue(tier.size_of(event), event.t, write=False)
         self.loads.setdefault(event.seq, []).append(event)
 
     def load(self, event: events.Load) -> None:

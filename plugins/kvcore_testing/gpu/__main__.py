@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,11 +26,14 @@ from kvcore.plugins import Plugins
 from kvcore_plugins.host import cpus
 from kvcore_testing.gpu.device_tests import BACKEND, OTHER
 
-DEADLINE = 600.0
+DEADLINE = 480.0
 """Time limit of the whole run, in seconds."""
 
-SHARES = {"conformance": 0.3, "twin": 0.15, "check": 0.15}
+SHARES = {"conformance": 0.3, "twin": 0.15, "check": 0.15, "steps": 0.15}
 """Shares of the time limit, by part; the benchmark has the rest."""
+
+PARTS = len(SHARES) + 1
+"""Parts of a run."""
 
 WORKERS = 8
 """Most processes that run tests side by side: kernels are compiled for many shapes."""
@@ -71,9 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"kvcore_testing.gpu: {asked.backend} cannot work here: {reason}\n")
         return 3
     try:
-        with nullcontext() if asked.json is None else atomic_file(asked.json) as file:
-            document = _run_parts(asked.backend, asked.deadline, quick=asked.quick)
-            print(json.dumps(document, indent=2), file=file)
+        document = _run_parts(asked.backend, asked.deadline, asked.json, quick=asked.quick)
+        if asked.json is None:
+            print(json.dumps(document, indent=2))  # noqa: T201
     except (InputError, StorageError) as error:
         parser.error(str(error))
     return 0 if document["ok"] else 1
@@ -91,28 +93,49 @@ def _unavailable(backend: str) -> str | None:
     return reason
 
 
-def _run_parts(backend: str, deadline: float, *, quick: bool) -> dict[str, Any]:
-    """Run all parts, print a line for each, and return the document with their outcomes."""
+def _run_parts(
+    backend: str, deadline: float, out: Path | None, *, quick: bool
+) -> dict[str, Any]:
+    """Run all parts, print a line for each, and return the document with their outcomes.
+
+    The file `out` has the outcomes so far after each part, so that a run may be cut.
+    """
     end = monotonic() + deadline
-    parts = []
+    parts: list[Part] = []
+    document = _document(backend, parts, out)
+    brief = ["--quick"] if quick else []
     with TemporaryDirectory() as folder:
         for name, run in (
             ("conformance", _tests("TestConformance")),
             ("twin", _tests("test_twin")),
             ("check", _bench("--check", "--quick")),
-            ("bench", _bench(*(["--quick"] if quick else []))),
+            ("steps", _steps(*brief)),
+            ("bench", _bench(*brief)),
         ):
             limit = min(end - monotonic(), SHARES.get(name, 1.0) * deadline)
             part = _part(name, run, backend, Path(folder), limit)
             parts.append(part)
             outcome = "ok" if part.ok else "FAILED"
             print(f"{name:12} {outcome:7} {part.seconds:5.0f} s  {part.summary}", flush=True)  # noqa: T201
-    return {
+            document = _document(backend, parts, out)
+    return document
+
+
+def _document(backend: str, parts: Sequence[Part], out: Path | None) -> dict[str, Any]:
+    """Return the document of the parts that have run, and write it to the file `out`.
+
+    `ok` is whether all parts have run and passed.
+    """
+    document = {
         "schema": 1,
         "backend": backend,
-        "ok": all(part.ok for part in parts),
+        "ok": len(parts) == PARTS and all(part.ok for part in parts),
         "parts": {part.name: attrs.asdict(part) for part in parts},
     }
+    if out is not None:
+        with atomic_file(out) as file:
+            print(json.dumps(document, indent=2), file=file)
+    return document
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -207,6 +230,36 @@ def _bench(*options: str) -> Run:
         if "--check" not in options:
             print(done.stdout, flush=True)  # noqa: T201
         return done.returncode == 0 and not wrong, summary, {"document": document}
+
+    return run
+
+
+def _steps(*options: str) -> Run:
+    """Return a function that measures decode steps with graphs and without."""
+
+    def run(backend: str, folder: Path, limit: float) -> tuple[bool, str, dict[str, Any]]:
+        out = folder / "steps.json"
+        command = [sys.executable, "-m", "kvcore_testing.gpu.steps", backend, str(out)]
+        try:
+            done = _run([*command, *options], limit, {}, folder)
+        except subprocess.TimeoutExpired:
+            if not out.exists():
+                raise
+            done = None
+        if not out.exists():
+            assert done is not None
+            return False, f"exited with {done.returncode}", {"output": _end(done.stdout)}
+        rows = json.loads(out.read_bytes())["rows"]
+        summary = (
+            f"{sum(row['ok'] for row in rows)} of {len(rows)} batch sizes have equal tokens"
+        )
+        if any("replayed_us" in row for row in rows):
+            first = rows[0]
+            summary += (
+                f"; at {first['sequences']} a step takes {first['replayed_us']:.0f} us with "
+                f"graphs, {first['launched_us']:.0f} without"
+            )
+        return done is not None and not done.returncode, summary, {"rows": rows}
 
     return run
 

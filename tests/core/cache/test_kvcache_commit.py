@@ -290,6 +290,44 @@ def test_a_span_has_the_time_and_request_of_its_first_block():
     assert (span.tokens, span.depth, span.blocks, span.is_leaf) == (3 * BLOCK, 0, 3, True)
 
 
+@pytest.mark.parametrize("prefix", ["radix", "hashed:spans=block"])
+def test_a_turn_counts_the_requests_of_a_path(prefix):
+    """Each request that continues a path has a turn more, however many spans it stores."""
+    cache = make(prefix=prefix)
+    for text in ("ab", "abcd", "abcdef"):
+        seq = cache.open(ask(text))
+        compute(cache, seq, BLOCK)
+        compute(cache, seq)
+        cache.close(seq)
+    turns = {span.end: span.turn for span in cache.tree.spans()}
+    assert {end: turns[end] for end in (2, 4, 6)} == {2: 1, 4: 2, 6: 3}
+
+
+def test_a_split_keeps_turns_and_who_stored_the_span():
+    """Both halves of a split have the turn of the whole, and the request that stored it."""
+    cache = make()
+    serve(cache, "ab")
+    request = ask("abcd")
+    cache.close(compute(cache, cache.open(request)))
+    serve(cache, "abcx")
+    halves = [spans(cache)[text] for text in ("ab|c", "abc|d")]
+    assert [(half.turn, half.created_by) for half in halves] == [(2, request.id)] * 2
+    assert (spans(cache)["abc|x"].turn, cache.tree.root.created_by) == (3, None)
+
+
+def test_a_request_that_resumes_has_the_turn_that_it_had():
+    """The spans that a preempted request stores after its return are of the same turn."""
+    cache = make()
+    request = ask("abcd")
+    seq = cache.open(request)
+    compute(cache, seq, 2 * BLOCK)
+    cache.close(seq, preempted=True)
+    seq = cache.open(request, resumed=True)
+    compute(cache, seq)
+    assert {span.turn for span in cache.tree.spans()} == {1}
+    assert len(spans(cache)) == 2
+
+
 def test_a_split_copies_statistics():
     """Both halves of a split have the statistics of the whole; the lower keeps its id."""
     cache = make()

@@ -6,6 +6,7 @@ import pytest
 from helpers.caches import BLOCK, Mortal, ask, make, serve, start
 
 from kvcore.cache import Residency
+from kvcore.cache.residency import Refaults
 from kvcore.histogram import Histogram
 from kvcore_plugins.prefix import NoPrefix
 
@@ -123,6 +124,15 @@ def test_blocks_stored_again_within_a_pool_of_evictions_are_refaults():
     serve(cache, "ab", "uvwx", "ab")
     seen.settle()
     assert (seen.stored_blocks, seen.restored_blocks) == (8, 2)
+
+
+def test_paths_that_leave_together_are_remembered_apart():
+    """Of two paths that leave before anything is stored, both are known when they return."""
+    refaults = Refaults(8)
+    paths = [1, 2], [3, 4]
+    refaults.record([], [(keys, 0, 2, 1, 0, 0, 0) for keys in paths])
+    refaults.record([(0, keys, 0, 2, 1) for keys in paths], [])
+    assert refaults.blocks == 4
 
 
 def test_blocks_stored_again_after_more_evictions_are_no_refaults():

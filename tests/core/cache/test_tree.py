@@ -1,7 +1,7 @@
 """The tree of spans with every prefix index: its order, its hooks, and pools without ids."""
 
 import pytest
-from helpers.caches import BLOCK, make, serve
+from helpers.caches import BLOCK, make, serve, spell
 from helpers.fake_policies import BookkeepingPolicy
 
 from kvcore import Span
@@ -57,3 +57,10 @@ def test_a_pool_without_ids_decides_as_one_with_ids(seed, any_prefix):
         for ids in (True, False)
     ]
     assert runs[0] == runs[1]
+
+
+def test_spans_of_one_block_are_stored_up_to_the_last():
+    """With spans of one block, all blocks that are computed at once are cached."""
+    cache = make(prefix=Hashed(spans="block"))
+    serve(cache, "abcd")
+    assert [spell(span) for span in cache.tree.spans()] == ["|a", "a|b", "ab|c", "abc|d"]

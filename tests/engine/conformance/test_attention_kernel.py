@@ -1,11 +1,7 @@
-"""Triton's attention of decoding sequences: any shape in its interpreter, and compilation."""
+"""Triton's attention of decoding sequences: any shape in its interpreter."""
 
-import json
 import os
-import subprocess
-import sys
 from math import nan
-from pathlib import Path
 
 import pytest
 from helpers.engine import compute
@@ -129,40 +125,6 @@ def test_kv_beyond_2_to_the_31_numbers_is_read():
     backend.store(0, plan, *rows)
     made.queries = torch.randn(1, 8, 256, generator=draw).half()
     made.check()
-
-
-@pytest.mark.slow
-def test_kernels_compile_for_gpus_without_spills(tmp_path):
-    """Compiled kernels spill no registers, fit into shared memory and make wide copies.
-
-    K and V have a buffer each. Copies of codes, which are widened on the way to the matrix
-    unit, may be narrow.
-    """
-    environment = {
-        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
-    }
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": "."}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "helpers.compiled_kernels"],
-        cwd=Path(__file__).parents[2],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert not done.returncode, done.stderr
-    kernels = json.loads(done.stdout)
-    assert len(kernels) == 17
-    for name, found in kernels.items():
-        assert found["spilled"] == 0, name
-        limit = 163 if name.endswith("sm_80") else 227
-        assert found["shared"] <= limit * 1024, name
-        if name.startswith(("combining", "weighing")):
-            continue
-        assert len(found["buffers"]) >= 2, name
-        assert found["wide"], name
-        if "p8" not in name and "int" not in name:
-            assert not found["narrow"], name
 
 
 def test_the_engine_computes_the_tokens_of_torch():

@@ -5,19 +5,25 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
+from math import lcm
 from pathlib import Path
 
 import pytest
 from helpers.commands import error_of, fields_of, json_of, stdout_of, words_of
 from helpers.configs import LLAMA_3_8B
 
+from kvcore.config import RunConfig
+from kvcore.errors import OutOfBlocks
 from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.models.memory import KVLayout
 from kvcore.plugins import Plugins
+from kvcore.request import Request
 from kvcore_lab.cli.size import size
 from kvcore_lab.report.size import size_sections
+from kvcore_plugins.cache_groups import GroupedCache
 from kvcore_plugins.cache_groups.plan import groups_of
 from kvcore_plugins.models.huggingface import FAMILIES
+from kvcore_plugins.workload import Zipf
 
 run = partial(stdout_of, "size")
 report = partial(json_of, "size")
@@ -277,6 +283,42 @@ def test_requests_fit_into_the_cache_groups_that_an_engine_plans():
     assert fit["grouped_requests"] == blocks // plan.blocks_for(32_768) <= fit["requests"]
     assert "groups" not in report("llama-3-8b")
     assert "groups" not in report("deepseek-v4-flash")
+
+
+def hold(groups, blocks, tokens, count):
+    """Compute `count` requests of `tokens` tokens block by block; all of them stay open."""
+    cache, step = GroupedCache(groups, blocks), min(group.block_size for group in groups)
+    for name in range(count):
+        request = Request(
+            id=name, prompt_tokens=tokens, output_tokens=1, key_tokens=cache.geometry.block_size
+        )
+        seq = cache.open(request, step)
+        cache.commit(seq, seq.tokens)
+        while seq.tokens < tokens:
+            cache.extend(seq, min(step, tokens - seq.tokens))
+            cache.commit(seq, seq.tokens - seq.computed)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "deepseek-v4" not in name])
+def test_as_many_requests_fit_as_the_pool_of_simulate_holds(name):
+    """Blocks are those of the pool of a run, and requests as many as hold their blocks there.
+
+    The length is one at which each group has the most blocks that it ever has.
+    """
+    plan = groups_of(MODELS[name])
+    size = lcm(*(group.block_size for group in plan.groups))
+    chunk = max((g.window for g in plan.groups if g.kind == "chunk"), default=0)
+    tokens = 2 * chunk or 9_000 // size * size + size + 1
+    device = "memory=8TB,bandwidth=3TB,flops=1P"
+    fit = report(name, "--device", device, "--tokens", str(tokens))["fit"]
+    config = RunConfig.of(model=name, device=device, tensor_parallel=1, codec="fp16")
+    parts = config.build(workload=Zipf(requests=1, key_tokens=size))
+    need = plan.blocks_for(tokens)
+    assert fit.get("grouped_blocks", fit["blocks"]) == parts.blocks
+    assert fit.get("grouped_requests", fit["requests"]) == parts.blocks // need
+    hold(plan.groups, 2 * need, tokens, 2)
+    with pytest.raises(OutOfBlocks):
+        hold(plan.groups, 2 * need - 1, tokens, 2)
 
 
 def test_the_model_by_hand_of_the_reference_is_that_of_the_catalogue(tmp_path):

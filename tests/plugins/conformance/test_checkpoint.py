@@ -10,6 +10,7 @@ from kvcore.testing import CheckpointTests
 
 POLICIES = [
     *("default", "chunk", "every:tokens=16", "marconi", "marconi:alpha=0,cap=1"),
+    "marconi:alpha=tuned",
     *("seglen", "seglen:weight=0.1,cap=2", "sparse:budget=3"),
 ]
 

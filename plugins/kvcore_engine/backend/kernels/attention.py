@@ -25,8 +25,10 @@ large language model serving with PagedAttention", SOSP 2023, for blocks.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,no-untyped-call"
+# mypy: disable-error-code="assignment"
 # ruff: noqa: ANN001, ANN201, ANN202 - Triton takes annotations for types of its own
 # ruff: noqa: C901, FBT003, PLR0912, PLR0915, PLR2004, SIM102 - a kernel is one function, with numbers
+# ruff: noqa: RUF005 - Triton adds tuples, and does not unpack them
 
 from __future__ import annotations
 
@@ -38,98 +40,80 @@ PLAIN, FP8, FP8_BY_HEAD, INT8_BY_TOKEN, INT4_BY_TOKEN = range(5)
 
 
 @triton.jit
-def _widened(numbers, bits: tl.constexpr, dot: tl.constexpr):
-    """Return fp8 as a dtype that can be multiplied.
+def _widened(
+    words, part: tl.constexpr, way: tl.constexpr, bits: tl.constexpr, dot: tl.constexpr
+):
+    """Return one of the numbers of each word in a dtype that can be multiplied.
 
-    `bits` is the form of the numbers. 0: numbers of fp8; 5: bytes of E5M2, which are upper
-    bytes of fp16; 4: bytes of E4M3, which become a 256th of the number. NaN stays NaN.
+    Plain numbers are words themselves. Bytes of fp8 become fp16 by their bits: E5M2 (`bits` is
+    5) are upper bytes of fp16, E4M3 become a 256th of the number, and NaN stays NaN. Codes are
+    counted from the middle, so that nothing large cancels; 1024 plus a code is fp16 with the
+    code in its lowest bits.
     """
-    if bits == 0:
-        wide = numbers.to(tl.float16)
-    elif bits == 5:
-        wide = (numbers.to(tl.int16) << 8).to(tl.float16, bitcast=True)
+    if way == 0:
+        wide = words
+    elif way < 3:
+        wide = (words << 8) if part == 0 else (words & -256)
+        if bits == 4:
+            # s eeee mmm becomes s 0eeee mmm0000000. A carry finds NaN, which has all bits set.
+            wide = (wide >> 1) & -0x4001
+            wide = wide | ((wide + 0x80) & 0x4000)
+        wide = wide.to(tl.float16, bitcast=True)
+    elif way == 3:
+        wide = ((words >> (8 * part)) & 255) | 0x6400
+        wide = wide.to(tl.float16, bitcast=True) - 1152.0
     else:
-        # s eeee mmm becomes s 0eeee mmm0000000. A carry finds NaN, which has all bits set.
-        wide = (numbers.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -0x4001
-        wide = (wide | ((wide + 0x80) & 0x4000)).to(tl.float16, bitcast=True)
+        wide = ((words >> (8 * (part % 2) + 4 * (part // 2))) & 15) | 0x6400
+        wide = wide.to(tl.float16, bitcast=True) - 1032.0
     return wide.to(dot)
 
 
 @triton.jit
-def _grid(word):
-    """Return the scale and the zero of a grid, from the two numbers of fp16 in a word."""
-    scale = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-    zero = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    return scale.to(tl.float32), zero.to(tl.float32)
+def _steps(grid, way: tl.constexpr):
+    """Return the scale of each token, and what a code in the middle stands for."""
+    step, middle = grid, grid
+    if way == 2:
+        step = grid.to(tl.float32)
+    elif way > 2:
+        step = (grid & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        middle = (grid >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        middle += (128 if way == 3 else 8) * step
+    return step, middle
 
 
 @triton.jit
 def _scores(
-    low, high, sums, keys, grid, scale, way: tl.constexpr, bits: tl.constexpr, dot: tl.constexpr
-):
-    """Return the scores of queries and a tile of keys, `[heads, tokens]`, in log2.
-
-    `low` are the queries, and with codes of 4 bits the first half of their channels, `high`
-    the second; `sums` their sums. Scales and zeros of a token are applied to its score.
-    """
-    if way == 0:
-        found = tl.dot(low, keys.to(dot), input_precision="ieee") * scale
-    elif way == 1:
-        found = tl.dot(low, _widened(keys, bits, dot), input_precision="ieee") * scale
-    elif way == 2:
-        found = tl.dot(low, _widened(keys, bits, dot), input_precision="ieee")
-        found = found * (grid.to(tl.float32) * scale)[None, :]
-    else:
-        # Steps are counted from the middle, so that nothing large cancels.
-        step, zero = _grid(grid)
-        if way == 3:
-            zero += 128 * step
-            found = tl.dot(low, (keys.to(tl.int16) - 128).to(dot), input_precision="ieee")
-        else:
-            zero += 8 * step
-            found = tl.dot(low, ((keys & 15).to(tl.int16) - 8).to(dot), input_precision="ieee")
-            upper = ((keys >> 4).to(tl.int16) - 8).to(dot)
-            found = tl.dot(high, upper, found, input_precision="ieee")
-        found = (found * step[None, :] + sums[:, None] * zero[None, :]) * scale
-    return found
-
-
-@triton.jit
-def _weighted(
-    weights,
-    values,
+    queries,
+    sums,
+    keys,
     grid,
-    low,
-    high,
+    scale,
+    packed: tl.constexpr,
     way: tl.constexpr,
     bits: tl.constexpr,
     dot: tl.constexpr,
 ):
-    """Add a weighted tile of values to the sums `low`, and `high` of 4-bit codes."""
-    weights = weights.to(dot)
-    if way == 0:
-        low = tl.dot(weights, values.to(dot), low, input_precision="ieee")
-    elif way == 1:
-        low = tl.dot(weights, _widened(values, bits, dot), low, input_precision="ieee")
-    elif way == 2:
-        unit: tl.constexpr = 256.0 if bits == 4 else 1.0
-        step = (grid.to(tl.float32) * unit).to(dot)
-        wide = _widened(values, bits, dot) * step[:, None]
-        low = tl.dot(weights, wide, low, input_precision="ieee")
-    else:
-        step, zero = _grid(grid)
-        half: tl.constexpr = 128 if way == 3 else 8
-        zero = (zero + half * step).to(dot)[:, None]
-        step = step.to(dot)[:, None]
-        if way == 3:
-            wide = (values.to(tl.int16) - half).to(dot) * step + zero
-            low = tl.dot(weights, wide, low, input_precision="ieee")
-        else:
-            wide = ((values & 15).to(tl.int16) - half).to(dot) * step + zero
-            low = tl.dot(weights, wide, low, input_precision="ieee")
-            wide = ((values >> 4).to(tl.int16) - half).to(dot) * step + zero
-            high = tl.dot(weights, wide, high, input_precision="ieee")
-    return low, high
+    """Return the scores of queries and a tile of keys, `[heads, tokens]`, in log2.
+
+    `queries` has a part for each number of a word, and `sums` are the sums of their channels.
+    Scales and zeros of a token are applied to its score.
+    """
+    scores = tl.dot(queries[0], _widened(keys, 0, way, bits, dot), input_precision="ieee")
+    for part in tl.static_range(1, packed):
+        wide = _widened(keys, part, way, bits, dot)
+        scores = tl.dot(queries[part], wide, scores, input_precision="ieee")
+    step, middle = _steps(grid, way)
+    if way >= 2:
+        scores = scores * step[None, :]
+    if way > 2:
+        scores += sums[:, None] * middle[None, :]
+    return scores * scale
+
+
+@triton.jit
+def _channels(column, part: tl.constexpr, full: tl.constexpr, packed: tl.constexpr):
+    """Return the channels of a part of words: of its bytes, or of half of their bits."""
+    return column if packed == 1 else 2 * column + part % 2 + part // 2 * (full // 2)
 
 
 @triton.jit
@@ -228,8 +212,7 @@ def _grids(
 
 @triton.jit
 def _tile(
-    queries_low,
-    queries_high,
+    queries,
     sums,
     keys,
     values,
@@ -244,12 +227,13 @@ def _tile(
     sinks,
     most,
     total,
-    low,
-    high,
+    middles,
+    outs,
     scale,
     key_stride,
     value_stride,
     grid_stride,
+    packed: tl.constexpr,
     tokens: tl.constexpr,
     width: tl.constexpr,
     value_width: tl.constexpr,
@@ -264,8 +248,10 @@ def _tile(
     dot: tl.constexpr,
     whole: tl.constexpr,
 ):
-    """Attend to a tile: return the greatest scores, the sums of weights, and the outputs.
+    """Attend to a tile: return what the next one adds to.
 
+    These are the greatest products of weights, in log2, the sums of weights, those of what
+    codes in the middle stand for, and the outputs, a part for each number of a word.
     `own` are the positions of the queries. All of them attend to all of a `whole` tile.
     """
     token = begin + tl.arange(0, tile)
@@ -273,30 +259,42 @@ def _tile(
     at = _offsets(blocks, begin, key_stride, width, block_size, tile, key_unit)
     read = _columns(keys, at, width, padded, seen, whole)
     at = _offsets(blocks, begin, value_stride, value_width, block_size, tile, value_unit)
-    given = _rows(values, at, value_width, value_padded, seen, whole)
+    stored = _rows(values, at, value_width, value_padded, seen, whole)
     key_grid = _grids(key_grids, blocks, begin, grid_stride, block_size, tile, seen, whole, way)
     value_grid = _grids(
         value_grids, blocks, begin, grid_stride, block_size, tile, seen, whole, way
     )
-    scores = _scores(queries_low, queries_high, sums, read, key_grid, scale, way, bits, dot)
+    scores = _scores(queries, sums, read, key_grid, scale, packed, way, bits, dot)
     attended = seen[None, :]
     if tokens > 1:
         near = (token[None, :] > own[:, None] - window) | (token < sinks)[None, :]
         attended = attended & (token[None, :] <= own[:, None]) & near
+    step, middle = _steps(value_grid, way)
+    products = scores
+    if way >= 2:
+        # Of a token's weight and its scale the greatest product is 1, which fp16 holds.
+        products += tl.log2(tl.maximum(step, 5.9604645e-8))[None, :]
     if not whole:
         scores = tl.where(attended, scores, -1e30)
-    greatest = tl.maximum(most, tl.max(scores, 1))
+        products = tl.where(attended, products, -1e30)
+    greatest = tl.maximum(most, tl.max(products, 1))
     shrunk = tl.exp2(most - greatest)
     weights = tl.exp2(scores - greatest[:, None])
     if tokens > 1 and not whole:
         # A query may attend to nothing in this tile, nor in those before it.
         weights = tl.where(attended, weights, 0.0)
     total = total * shrunk + tl.sum(weights, 1)
-    low = low * shrunk[:, None]
-    if way == 4:
-        high = high * shrunk[:, None]
-    low, high = _weighted(weights, given, value_grid, low, high, way, bits, dot)
-    return greatest, total, low, high
+    if way > 2:
+        middles = middles * shrunk + tl.sum(weights * middle[None, :], 1)
+    if way >= 2:
+        weights = weights * step[None, :]
+    weights = weights.to(dot)
+    added = ()
+    for part in tl.static_range(packed):
+        wide = _widened(stored, part, way, bits, dot)
+        out = outs[part] * shrunk[:, None]
+        added = added + (tl.dot(weights, wide, out, input_precision="ieee"),)
+    return greatest, total, middles, added
 
 
 @triton.jit
@@ -325,25 +323,30 @@ def _queries(
     full: tl.constexpr,
     width: tl.constexpr,
     padded: tl.constexpr,
+    packed: tl.constexpr,
     way: tl.constexpr,
     dot: tl.constexpr,
 ):
-    """Load the queries of `count` tokens that share a K/V head, `[rows, padded]`: `_scores`."""
+    """Load the queries of `count` tokens that share a K/V head: parts `[rows, padded]`."""
     member, column = tl.arange(0, rows), tl.arange(0, padded)
     first = queries + (row * heads + head) * group * full
-    where = first + (_members(1, heads, tokens, group, rows) * full)[:, None] + column[None, :]
+    first += (_members(1, heads, tokens, group, rows) * full)[:, None]
     mask = (member < group * count)[:, None] & (column < width)[None, :]
-    low = tl.load(where, mask=mask, other=0)
-    high, sums = low, tl.zeros([rows], tl.float32)
-    if way == 4:
-        high = tl.load(where + width, mask=mask, other=0)
-        sums = tl.sum(low.to(tl.float32), 1) + tl.sum(high.to(tl.float32), 1)
-    if way == 3:
-        sums = tl.sum(low.to(tl.float32), 1)
-    return low.to(dot), high.to(dot), sums
+    parts = ()
+    sums = tl.zeros([rows], tl.float32)
+    for part in tl.static_range(packed):
+        channel = _channels(column, part, full, packed)
+        loaded = tl.load(first + channel[None, :], mask=mask, other=0)
+        if way > 2:
+            sums += tl.sum(loaded.to(tl.float32), 1)
+        parts = parts + (loaded.to(dot),)
+    return parts, sums
 
 
-@triton.jit
+# Which ids of a step are aligned changes from step to step: no kernel is compiled for it.
+@triton.jit(
+    do_not_specialize=["window", "sinks"], do_not_specialize_on_alignment=["tables", "work"]
+)
 def attend_chunks(
     queries,
     keys,
@@ -367,6 +370,8 @@ def attend_chunks(
     group: tl.constexpr,
     rows: tl.constexpr,
     full: tl.constexpr,
+    value_full: tl.constexpr,
+    packed: tl.constexpr,
     width: tl.constexpr,
     value_width: tl.constexpr,
     padded: tl.constexpr,
@@ -387,9 +392,9 @@ def attend_chunks(
     to `tokens` new tokens, of which each attends to the last `window` tokens, up to itself, and
     to the first `sinks`; a chunk of a single one has no others.
 
-    Of a head of a token, `width` and `value_width` numbers are stored: the `full` width of a
-    query, or half of it if codes have 4 bits. `totals`, if it is given, gets the logarithms of
-    the sums of weights of whole sequences.
+    Of a head of a token, `width` and `value_width` words are stored, each of them `packed`
+    numbers of the `full` width of keys and of the `value_full` width of values. `totals`, if it
+    is given, gets the logarithms of the sums of weights of whole sequences.
     """
     head, heads = tl.program_id(0), tl.num_programs(0)
     entry = work + tl.program_id(1) * 8
@@ -406,13 +411,16 @@ def attend_chunks(
         if way >= 2:
             key_grids += head * block_size
             value_grids += head * block_size
-        low, high, sums = _queries(
-            queries, row, count, head, heads, tokens, group, rows, full, width, padded, way, dot
-        )
+        asked, sums = _queries(
+            queries, row, count, head, heads, tokens, group, rows, full, width, padded, packed,
+            way, dot,
+        )  # fmt: skip
         most = tl.full([rows], -1e30, tl.float32)
         total = tl.zeros([rows], tl.float32)
-        lower = tl.zeros([rows, value_padded], tl.float32)
-        upper = lower
+        middles = total
+        outs = ()
+        for _ in tl.static_range(packed):
+            outs = outs + (tl.zeros([rows, value_padded], tl.float32),)
         part: tl.constexpr = block_size if block_size < tile else tile
         # Ids are of the tile to come: each is loaded while the tile before is computed.
         begin = lo // part * part
@@ -424,10 +432,10 @@ def attend_chunks(
         blocks = _ids(table, begin, hi, block_size, tile)
         if windowed and tokens == 1:
             if (begin < lo) & (begin < end):
-                most, total, lower, upper = _tile(
-                    low, high, sums, keys, values, key_grids, value_grids, blocks, begin,
-                    lo, hi, own, window, sinks, most, total, lower, upper, scale, key_stride,
-                    value_stride, grid_stride, tokens, width, value_width, padded,
+                most, total, middles, outs = _tile(
+                    asked, sums, keys, values, key_grids, value_grids, blocks, begin,
+                    lo, hi, own, window, sinks, most, total, middles, outs, scale, key_stride,
+                    value_stride, grid_stride, packed, tokens, width, value_width, padded,
                     value_padded, key_unit, value_unit, block_size, tile, way, bits, dot, False,
                 )  # fmt: skip
                 begin += tile
@@ -435,60 +443,58 @@ def attend_chunks(
         for first in tl.range(begin, end, tile, num_stages=stages):
             now = blocks
             blocks = _ids(table, first + tile, hi, block_size, tile)
-            most, total, lower, upper = _tile(
-                low, high, sums, keys, values, key_grids, value_grids, now, first, lo, hi,
-                own, window, sinks, most, total, lower, upper, scale, key_stride,
-                value_stride, grid_stride, tokens, width, value_width, padded, value_padded,
-                key_unit, value_unit, block_size, tile, way, bits, dot, True,
+            most, total, middles, outs = _tile(
+                asked, sums, keys, values, key_grids, value_grids, now, first, lo, hi,
+                own, window, sinks, most, total, middles, outs, scale, key_stride,
+                value_stride, grid_stride, packed, tokens, width, value_width, padded,
+                value_padded, key_unit, value_unit, block_size, tile, way, bits, dot, True,
             )  # fmt: skip
         if tokens > 1:
             for first in tl.range(end, hi, tile, num_stages=stages):
                 now = blocks
                 blocks = _ids(table, first + tile, hi, block_size, tile)
-                most, total, lower, upper = _tile(
-                    low, high, sums, keys, values, key_grids, value_grids, now, first, lo,
-                    hi, own, window, sinks, most, total, lower, upper, scale, key_stride,
-                    value_stride, grid_stride, tokens, width, value_width, padded,
+                most, total, middles, outs = _tile(
+                    asked, sums, keys, values, key_grids, value_grids, now, first, lo,
+                    hi, own, window, sinks, most, total, middles, outs, scale, key_stride,
+                    value_stride, grid_stride, packed, tokens, width, value_width, padded,
                     value_padded, key_unit, value_unit, block_size, tile, way, bits, dot, False,
                 )  # fmt: skip
         elif end < hi:
-            most, total, lower, upper = _tile(
-                low, high, sums, keys, values, key_grids, value_grids, blocks, end, lo, hi,
-                own, window, sinks, most, total, lower, upper, scale, key_stride,
-                value_stride, grid_stride, tokens, width, value_width, padded, value_padded,
-                key_unit, value_unit, block_size, tile, way, bits, dot, False,
+            most, total, middles, outs = _tile(
+                asked, sums, keys, values, key_grids, value_grids, blocks, end, lo, hi,
+                own, window, sinks, most, total, middles, outs, scale, key_stride,
+                value_stride, grid_stride, packed, tokens, width, value_width, padded,
+                value_padded, key_unit, value_unit, block_size, tile, way, bits, dot, False,
             )  # fmt: skip
         member, column = tl.arange(0, rows), tl.arange(0, value_padded)
         there = member < group * count
         mask = there[:, None] & (column < value_width)[None, :]
-        broad: tl.constexpr = value_width * 2 if way == 4 else value_width
         if tokens > 1:
             # A query that attends to nothing of this chunk adds nothing to the others.
             total = tl.where(total > 0, total, 1.0)
-        lower = lower * (factor / total)[:, None]
-        upper = upper * (factor / total)[:, None]
         log = most + tl.log2(total)
         if slot < 0:
-            asked = (row * heads + head) * group
-            asked += _members(1, heads, tokens, group, rows)
-            where = out + asked[:, None] * broad + column[None, :]
-            tl.store(where, lower.to(out.dtype.element_ty), mask=mask)
-            if way == 4:
-                tl.store(where + value_width, upper.to(out.dtype.element_ty), mask=mask)
+            base = (row * heads + head) * group + _members(1, heads, tokens, group, rows)
             if totals is not None:
-                tl.store(totals + asked, log, mask=there)
+                tl.store(totals + base, log, mask=there)
         else:
             # The chunks of a new token have one slot after the other.
-            asked = (slot * heads + head) * group
-            asked += _members(tl.load(entry + 5), heads, tokens, group, rows)
-            place = partial + asked[:, None] * broad + column[None, :]
-            tl.store(place, lower, mask=mask)
-            if way == 4:
-                tl.store(place + value_width, upper, mask=mask)
-            tl.store(logs + asked, log, mask=there)
+            base = (slot * heads + head) * group
+            base += _members(tl.load(entry + 5), heads, tokens, group, rows)
+            tl.store(logs + base, log, mask=there)
+        for part in tl.static_range(packed):
+            result = outs[part] * (factor / total)[:, None]
+            if way > 2:
+                result += (middles / total)[:, None]
+            channel = _channels(column, part, value_full, packed)
+            place = base[:, None] * value_full + channel[None, :]
+            if slot < 0:
+                tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
+            else:
+                tl.store(partial + place, result, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["splits"])
 def combine_chunks(
     partial,
     logs,
@@ -534,7 +540,7 @@ def combine_chunks(
             tl.store(totals + asked, most + tl.log2(total))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["tables", "work"])
 def weigh_chunks(
     queries,
     keys,
@@ -550,6 +556,7 @@ def weigh_chunks(
     group: tl.constexpr,
     rows: tl.constexpr,
     full: tl.constexpr,
+    packed: tl.constexpr,
     width: tl.constexpr,
     padded: tl.constexpr,
     key_unit: tl.constexpr,
@@ -571,8 +578,8 @@ def weigh_chunks(
         keys += head * block_size * width
         if way >= 2:
             key_grids += head * block_size
-        low, high, sums = _queries(
-            queries, row, 1, head, heads, 1, group, rows, full, width, padded, way, dot
+        parts, sums = _queries(
+            queries, row, 1, head, heads, 1, group, rows, full, width, padded, packed, way, dot
         )
         member = tl.arange(0, rows)
         asked = (row * heads + head) * group + member
@@ -588,7 +595,7 @@ def weigh_chunks(
             grid = _grids(
                 key_grids, blocks, begin, grid_stride, block_size, tile, seen, False, way
             )
-            scores = _scores(low, high, sums, read, grid, scale, way, bits, dot)
+            scores = _scores(parts, sums, read, grid, scale, packed, way, bits, dot)
             weights = tl.exp2(scores - total[:, None])
             weights = tl.where((member < group)[:, None], weights, 0.0)
             tl.store(masses + token, tl.sum(weights, 0), mask=seen)

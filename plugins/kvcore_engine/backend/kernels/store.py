@@ -25,8 +25,8 @@ from kvcore_plugins.codec import E4M3, E5M2, INT8
 ROWS, WARPS = 32, 4
 """Rows that a program writes, a row being the K or V of a token in a head, and its warps."""
 
-TURNED = 4096
-"""Numbers that a program rotates, at most: it holds them with partners and angles."""
+TURNED_BYTES = 8192
+"""Bytes that a program rotates, at most: it holds them with partners and angles."""
 
 PLAIN, FP8, FP8_BY_HEAD, GRID = range(4)
 """How a row is stored."""
@@ -279,7 +279,8 @@ def store_rows(first: New, second: New | None = None) -> None:
     if not count:
         return
     columns = [triton.next_power_of_2(each[2].shape[2]) for each in (first, second or first)]
-    per_program = min(ROWS, max(1, TURNED // max(columns))) if rotation else ROWS
+    turned = max(1, TURNED_BYTES // (max(columns) * rows.itemsize))
+    per_program = min(ROWS, turned) if rotation else ROWS
     cosines = sines = places = rows
     if rotation is not None:
         # Of the width of the arithmetic; as a rule they are so already.

@@ -1,0 +1,116 @@
+"""Tiers below cache groups: what they take, refuse and give back."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.serving import ask
+
+from kvcore import InputError, Trace
+from kvcore.config.values import as_checkpoint
+from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
+from kvcore_replay.misses.explain import explain
+from kvcore_tiers.grouped import GroupTiers
+
+SLOT = 64
+FULL, WINDOW, STATE = LayerGroup("full", 4), LayerGroup("window", 4, 9), LayerGroup("state", 4)
+
+
+def prefill_ns(tokens, context):
+    """Return the ns to compute tokens: more than any load takes."""
+    del context
+    return tokens * 10**6
+
+
+def below(groups, blocks=12, tier=f"host:memory={100 * SLOT}", **options):
+    """Return a cache of groups and its tiers."""
+    cache = GroupedCache(groups, blocks, key_tokens=4, **options)
+    return cache, GroupTiers(cache, [tier], SLOT)
+
+
+def serve(cache, tiers, name, keys):
+    """Serve a prompt of these keys and a token, alone; return what it hit and loaded."""
+    now = name * 10**6
+    request = ask(name, prompt=4 * len(keys) + 1, keys=keys)
+    seq = cache.open(request, 0, now)
+    load = tiers.load(seq, now, prefill_ns)
+    hit, loaded = seq.computed, 0
+    if load is not None:
+        now = load.ready
+        loaded = tiers.finish(load, now) - hit
+    while seq.computed < request.prompt_tokens:
+        tokens = min(4, request.prompt_tokens - seq.computed)
+        cache.extend(seq, tokens, now)
+        cache.commit(seq, tokens, now)
+    cache.close(seq, now)
+    cache.check_integrity()
+    tiers.check_integrity()
+    return hit, loaded
+
+
+def test_what_stayed_in_the_pool_is_hit_with_what_is_loaded():
+    """Of a prefix that is partly in the pool, a tier gives what has left, and no more."""
+    cache, tiers = below([FULL, WINDOW])
+    keys = [1, 2, 3, 4]
+    assert serve(cache, tiers, 0, keys) == (0, 0)
+    assert serve(cache, tiers, 1, [5, 6, 7]) == (0, 0)
+    (level,) = tiers.levels
+    left = len(dict(level.slots))
+    assert 0 < left < 4 + 2  # all of the attention, and the window of 8 tokens
+    hit, loaded = serve(cache, tiers, 2, [*keys, 8])
+    assert hit + loaded == 16
+    assert level.stats.loaded == left
+    assert level.stats.hits == loaded // 4
+
+
+def test_a_state_is_loaded_with_the_attention_before_it():
+    """A prefix that has left the pool comes back whole: all attention, and one state."""
+    cache, tiers = below([FULL, STATE])
+    keys = [1, 2, 3, 4]
+    serve(cache, tiers, 0, keys)
+    for name in range(1, 5):
+        serve(cache, tiers, name, [10 * name + place for place in range(4)])
+    hit, loaded = serve(cache, tiers, 5, [*keys, 9])
+    assert (hit, loaded) == (0, 16)
+    assert tiers.levels[0].stats.loaded == 4 + 1
+
+
+def test_a_transfer_has_the_bytes_of_its_group():
+    """Of blocks with fewer layers than the widest, fewer bytes are moved."""
+    wide, narrow = LayerGroup("full", 4, layers=4), LayerGroup("window", 4, 9, layers=1)
+    cache, tiers = below([wide, narrow], tier=f"host:memory={100 * SLOT},write=through")
+    serve(cache, tiers, 0, [1, 2, 3, 4])
+    (level,) = tiers.levels
+    assert level.stats.stored == 4 + 2
+    assert level.link.written_bytes == 4 * SLOT + 2 * SLOT // 4
+
+
+@pytest.mark.parametrize(
+    ("tier", "options", "problem"),
+    [
+        (f"host:memory={9 * SLOT},eviction=arc", {}, "leave a tier by lru"),
+        (f"host:memory={SLOT - 1}", {}, "less than a block"),
+        (
+            f"host:memory={9 * SLOT}",
+            {"checkpoint": as_checkpoint("marconi")},
+            "leave one of them out",
+        ),
+    ],
+)
+def test_tiers_that_cannot_be_are_refused(tier, options, problem):
+    """Another order of eviction, a tier without a slot, a chooser of victims are refused."""
+    with pytest.raises(InputError, match=problem):
+        below([FULL, STATE], tier=tier, **options)
+
+
+def test_an_explanation_says_what_was_loaded(tmp_path):
+    """The tokens that tiers have are loaded ones, and none is counted twice."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        cache, tiers = below([FULL, WINDOW], trace=trace)
+        for name, keys in enumerate(([1, 2, 3, 4], [5, 6, 7], [1, 2, 3, 4, 8])):
+            serve(cache, tiers, name, keys)
+    losses = [
+        (loss.category, loss.tokens, loss.tier) for loss in explain(path).requests[2].losses
+    ]
+    assert losses[0] == ("loaded", 16, "host")
+    assert sum(tokens for _, tokens, _ in losses) == 21
