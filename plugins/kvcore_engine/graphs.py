@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from logging import getLogger
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from kvcore import Backend, Generator
 from kvcore.engine import Attend, RaggedBatch
 from kvcore.lazy import LazyModule
-from kvcore_engine.backend.torch_backend import TorchBackend
+from kvcore_engine.backend.torch_backend import DeviceGraph, TorchBackend
 from kvcore_engine.generator.sampling import SamplingGenerator
 
 if TYPE_CHECKING:
@@ -47,23 +47,6 @@ PROMPTS, OBSERVED, LOST, BY_TORCH, BY_BLOCK = (
     "the codec codes whole blocks",
 )
 """Why a step is launched kernel by kernel."""
-
-
-class DeviceGraph(Protocol):
-    """A graph of work on a device."""
-
-    def capture(self, run: Callable[[], Tensor]) -> Tensor:
-        """Record the work that `run` launches; return its result, which replays overwrite.
-
-        Raises:
-            RuntimeError: the work cannot be recorded: `run` waits for the device, say.
-        """
-
-    def replay(self) -> None:
-        """Do the recorded work again, on the same memory."""
-
-    def reset(self) -> None:
-        """Free the graph and its memory."""
 
 
 class KeptBuffers:

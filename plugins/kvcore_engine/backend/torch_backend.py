@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from logging import getLogger
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, Unpack, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, Unpack, get_args
 
 import attrs
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from kvcore_engine.backend._pool import Pool
     from kvcore_engine.backend._sdpa import Sdpa
     from kvcore_engine.backend._step_plan import AttentionKernel, StepPlan
-    from kvcore_engine.graphs import DeviceGraph
     from kvcore_engine.page_reader import BlockSelection
 else:
     torch = LazyModule("torch", globals())
@@ -46,6 +45,23 @@ Attention: TypeAlias = Literal["triton", "sdpa", "flashinfer"]
 
 
 attention_validator = attrs.validators.optional(attrs.validators.in_(get_args(Attention)))
+
+
+class DeviceGraph(Protocol):
+    """A graph of work on a device."""
+
+    def capture(self, run: Callable[[], Tensor]) -> Tensor:
+        """Record the work that `run` launches; return its result, which replays overwrite.
+
+        Raises:
+            RuntimeError: the work cannot be recorded: `run` waits for the device, say.
+        """
+
+    def replay(self) -> None:
+        """Do the recorded work again, on the same memory."""
+
+    def reset(self) -> None:
+        """Free the graph and its memory."""
 
 
 @attrs.define(slots=False, eq=False)

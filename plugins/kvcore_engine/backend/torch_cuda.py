@@ -12,13 +12,16 @@ import attrs
 from kvcore import InputError
 from kvcore.engine import DeviceMemory, TensorLayout
 from kvcore.lazy import LazyModule
-from kvcore_engine.backend.torch_backend import Attention, TorchBackend, attention_validator
+from kvcore_engine.backend.torch_backend import (
+    Attention,
+    DeviceGraph,
+    TorchBackend,
+    attention_validator,
+)
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from kvcore_engine.graphs import DeviceGraph
 else:
     torch = LazyModule("torch", globals())
 
