@@ -49,8 +49,8 @@ def deferred_plugins(
             are not in a module of the package are left out.
     """
     modules: dict[str, str] = {}
-    for place in places.values():
-        module, _, name = place.partition(":")
+    for import_path in places.values():
+        module, _, name = import_path.partition(":")
         parent, _, module = module.rpartition(".")
         if parent == package:
             modules[module] = f"{modules.get(module, '')} {name}"

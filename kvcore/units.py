@@ -49,16 +49,16 @@ def parse_bytes(text: str) -> int:
         InputError: not a number with a known unit, or 2^63 bytes and more.
     """
     match = _SIZE.fullmatch(text)
-    number = Fraction(match[1]) if match else None
+    amount = Fraction(match[1]) if match else None
     unit = match[2].lower() if match else ""
-    factor = _FACTORS.get("b" if number == 0 and not unit else unit)
-    if number is None or factor is None:
+    factor = _FACTORS.get("b" if amount == 0 and not unit else unit)
+    if amount is None or factor is None:
         units = ", ".join(unit for unit in BINARY | DECIMAL if unit != "B")
         hint = "; the decimal mark is a point, as in 1.5GiB" if "," in text else ""
         hint = "; the unit is missing" if match and not unit else hint
         msg = f"size {text!r}: expected a number followed by B, {units}, such as 40GiB{hint}"
         raise InputError(msg)
-    size = int(number * factor)
+    size = int(amount * factor)
     if size >= INT64_LIMIT:
         msg = f"size {text!r}: too large, it must be below 2^63 bytes"
         raise InputError(msg)
@@ -94,11 +94,11 @@ def parse_whole(text: str, least: int = -INT64_LIMIT) -> int:
         InputError: the text is no such number.
     """
     match = _WHOLE.fullmatch(text)
-    number = Fraction(match[1]) * _MULTIPLES[match[2].lower()] if match else None
-    if number is None or number.denominator != 1:
+    amount = Fraction(match[1]) * _MULTIPLES[match[2].lower()] if match else None
+    if amount is None or amount.denominator != 1:
         msg = f"expected a whole number, such as 8192, 8k or 1e5, not {shorten(text)!r}"
         raise InputError(msg)
-    return check_whole(int(number), least)
+    return check_whole(int(amount), least)
 
 
 def check_whole(number: int, least: int = -INT64_LIMIT) -> int:

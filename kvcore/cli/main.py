@@ -165,21 +165,21 @@ def loaded_verb(name: str) -> click.Command:
     Raises:
         PluginError: it cannot be imported, or is no click command.
     """
-    place = known_verbs()[name].command
+    import_path = known_verbs()[name].command
     try:
         # A copy: the command itself stays as it is, for other plugins may add other options.
-        command = copy(imported_place(place))
+        command = copy(imported_place(import_path))
     except FAILURES as error:
         if name in VERBS:
             raise
-        msg = f"verb {name!r} cannot be loaded from {place}: "
+        msg = f"verb {name!r} cannot be loaded from {import_path}: "
         if isinstance(error, KvcoreError):  # such as an option of a package that is skipped
             msg += str(error)
             raise type(error)(msg) from error
         msg += f"{type(error).__name__}: {error}{error_line(error)}"
         raise PluginError(msg) from error
     if not isinstance(command, click.Command):
-        msg = f"verb {name!r}: {place} is {command!r}, which is no click command"
+        msg = f"verb {name!r}: {import_path} is {command!r}, which is no click command"
         raise PluginError(msg)
     from kvcore.cli.options import added_options  # noqa: PLC0415 - the list of verbs does without
 

@@ -357,7 +357,7 @@ def config_of(given: dict[str, Any], mode: str, *others: str) -> RunConfig:
     options = run_options(given, *others)
     if options.get("workload") is None:
         options.pop("workload", None)
-    return RunConfig.of(mode, **options)
+    return RunConfig.for_mode(mode, **options)
 
 
 def naming(path: Path | None, from_file: set[str]) -> Callable[[str], str]:

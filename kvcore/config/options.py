@@ -312,7 +312,7 @@ class SimulateOptions(PoolOptions, StepOptions, total=False):
             optional=True,
         ),
     ]
-    """Its defaults have an effect where a configuration is made by `RunConfig.of`."""
+    """Its defaults have an effect where a configuration is made by `RunConfig.for_mode`."""
     scheduler: Annotated[
         PluginChoice,
         Option(

@@ -346,7 +346,7 @@ class RunParts:
                 **self._weights(),
             },
             "device": {"name": self.device.name, "count": self.deployment.devices},
-            "recompute": cost_fields(PrefillCost.of(self.model, self.device)),
+            "recompute": cost_fields(PrefillCost.for_model(self.model, self.device)),
         }
 
     def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
@@ -398,7 +398,7 @@ class RunParts:
 
     def _recompute(self) -> PrefillCost | None:
         """Return the seconds that it costs to compute a block again; None: unknown."""
-        return PrefillCost.of(self.model, self.device)
+        return PrefillCost.for_model(self.model, self.device)
 
     def _served(self) -> ModelSpec:
         """Return the model that is served, with the weights that are asked for."""

@@ -86,7 +86,9 @@ class RunConfig:
         return sorted({*super().__dir__(), *option_names()})
 
     @classmethod
-    def of(cls, mode: str = "simulate", plugins: Plugins | None = None, **options: Any) -> Self:
+    def for_mode(
+        cls, mode: str = "simulate", plugins: Plugins | None = None, **options: Any
+    ) -> Self:
         """Return the configuration of a mode, with its defaults, or those of rules.
 
         `plugins` has the rules by name; None: those that are installed.
@@ -123,7 +125,7 @@ class RunConfig:
         """
         from kvcore.config.files import read_toml  # noqa: PLC0415 - for files alone
 
-        return cls.of(mode, **read_toml(path))
+        return cls.for_mode(mode, **read_toml(path))
 
     @classmethod
     def from_trace(cls, path: str | os.PathLike[str], plugins: Plugins | None = None) -> Any:

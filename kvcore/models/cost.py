@@ -21,7 +21,7 @@ def default_prefill_cost() -> PrefillCost:
     """Return the cost of Llama 3 8B on one H100: the default where no model is given."""
     from kvcore.models.catalogue import find_device, find_model  # noqa: PLC0415 - a long table
 
-    return PrefillCost.of(find_model("llama-3-8b"), find_device("h100"))
+    return PrefillCost.for_model(find_model("llama-3-8b"), find_device("h100"))
 
 
 def attended_pairs(context: int, tokens: int, window: int | None = None) -> int:
@@ -99,7 +99,7 @@ class PrefillCost:
     device: str = ""
 
     @classmethod
-    def of(cls, model: ModelSpec, device: DeviceSpec) -> PrefillCost:
+    def for_model(cls, model: ModelSpec, device: DeviceSpec) -> PrefillCost:
         """Build the cost of prefilling `model` on `device`."""
         return cls(
             2 * model.active_parameters / device.flops,
@@ -144,7 +144,7 @@ def read_cost(fields: Any) -> PrefillCost:
     try:
         model, device = (fields[name] for name in _NAMES)
         if "token_seconds" not in fields:
-            return PrefillCost.of(find_model(model), find_device(device))
+            return PrefillCost.for_model(find_model(model), find_device(device))
         pairs = tuple((window, float(seconds)) for window, seconds in fields["pair_seconds"])
         return PrefillCost(float(fields["token_seconds"]), pairs, model, device)
     except (TypeError, ValueError, LookupError, AttributeError) as error:

@@ -193,6 +193,6 @@ def merged(caches: list[LayerCache]) -> tuple[LayerCache, ...]:
     """Return one cache for all that differ by their layers alone, in order of the first."""
     counts: dict[Any, int] = {}
     for cache in caches:
-        one = attrs.evolve(cache, layers=1)
-        counts[one] = counts.get(one, 0) + cache.layers
-    return tuple(attrs.evolve(one, layers=layers) for one, layers in counts.items())
+        single_layer = attrs.evolve(cache, layers=1)
+        counts[single_layer] = counts.get(single_layer, 0) + cache.layers
+    return tuple(attrs.evolve(cache, layers=layers) for cache, layers in counts.items())

@@ -165,8 +165,13 @@ class Deployment:
         """Return a sentence with servers on which the model would fit."""
 
         def fits(device: DeviceSpec, devices: int) -> bool:
-            one = attrs.evolve(self, device=device, devices=devices)
-            return one.blocks_in(one.kv_bytes - one.staged_bytes(sequences)) > 0
+            on_this_device = attrs.evolve(self, device=device, devices=devices)
+            return (
+                on_this_device.blocks_in(
+                    on_this_device.kv_bytes - on_this_device.staged_bytes(sequences)
+                )
+                > 0
+            )
 
         servers = servers_that_fit(self.layout.model, self.device, self.devices, fits)
         if servers:
@@ -332,8 +337,8 @@ class KVLayout:
         if cache.kind == "shared":
             return Fraction(0)
         blocks = self.blocks_for(cache.kept(tokens))
-        one = blocks * self.block_size * self.cache_bytes(cache) + cache.state_bytes
-        return cache.layers * one * cache.copies(devices)
+        layer_bytes = blocks * self.block_size * self.cache_bytes(cache) + cache.state_bytes
+        return cache.layers * layer_bytes * cache.copies(devices)
 
     def read_bytes(self, tokens: int, devices: int = 1) -> int:
         """Return the bytes of K/V read to decode one token with `tokens` tokens of context.
@@ -355,8 +360,8 @@ class KVLayout:
         """
         reads: dict[int | None, Fraction] = {}
         for cache in self.model.layer_caches:
-            one = cache.each * self.cache_bytes(cache) + 2 * cache.state_bytes
-            size = cache.layers * one * cache.copies(devices)
+            layer_tokens = cache.each * self.cache_bytes(cache) + 2 * cache.state_bytes
+            size = cache.layers * layer_tokens * cache.copies(devices)
             reads[cache.reach] = reads.get(cache.reach, Fraction(0)) + size
         return reads
 

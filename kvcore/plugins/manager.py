@@ -396,8 +396,8 @@ class Plugins:
         infos = []
         for kind, hook in (("verb", "kvcore_commands"), ("mode", "kvcore_modes")):
             for name, (value, origin) in sorted(self._collected(hook, ()).items()):
-                place = value.command if kind == "verb" else value.parts
-                module = place.partition(":")[0]
+                import_path = value.command if kind == "verb" else value.parts
+                module = import_path.partition(":")[0]
                 about = origin.distribution, origin.version, module
                 infos.append(PluginInfo(kind, name, *about, usable=True, reason=None))
         return infos
@@ -519,8 +519,8 @@ class Plugins:
         claims: dict[str, list[Found]] = {}
         for origin, classes in self._called(hook, _are_classes, expected, kind=kind):
             if isinstance(classes, dict):
-                for name, place in classes.items():
-                    claims.setdefault(name, []).append((place, origin))
+                for name, import_path in classes.items():
+                    claims.setdefault(name, []).append((import_path, origin))
                 continue
             for cls in classes:
                 fault = _fault(cls, kind)
@@ -832,7 +832,8 @@ def _unavailable(cls: type[Plugin]) -> str | None:
 def _are_classes(result: object) -> bool:
     """Return True if `result` is a list, or has places of classes, by the names of plugins."""
     return isinstance(result, list) or (
-        _are_named(str, result) and all(":" in place for place in cast("Any", result).values())
+        _are_named(str, result)
+        and all(":" in import_path for import_path in cast("Any", result).values())
     )
 
 

@@ -167,10 +167,10 @@ class SimulationReport(NamedTuple):
     @property
     def warning(self) -> str:
         """A warning of overload; empty if the load is sustainable."""
-        found, summary = self.summary["saturation"], self.summary
-        if not found or not found["saturated"]:
+        saturation, summary = self.summary["saturation"], self.summary
+        if not saturation or not saturation["saturated"]:
             return ""
-        text = overload(found, summary["offered_load"], summary["slo"]["met"], self._able)
+        text = overload(saturation, summary["offered_load"], summary["slo"]["met"], self._able)
         last = " The search for what would hold is below." if self.searching else ""
         return f"SATURATED: {self.config['workload']['name']} {text}{last}"
 
@@ -372,11 +372,11 @@ class SimulationReport(NamedTuple):
         slo, requests = self.summary["slo"], self.summary["requests"]
         judged = f" of {slo['judged']:,} judged" if slo["judged"] < requests else ""
         expected = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("deadline_s", "E2E"))
-        given = [f"{name} {slo[key]:g} s" for key, name in expected if slo[key] is not None]
+        limits = [f"{name} {slo[key]:g} s" for key, name in expected if slo[key] is not None]
         own = slo["own"]
-        if not given or own == requests:
+        if not limits or own == requests:
             return f"{judged} (their own)"
-        return f"{judged} ({', '.join(given)}{f'; {own:,} by their own' if own else ''})"
+        return f"{judged} ({', '.join(limits)}{f'; {own:,} by their own' if own else ''})"
 
 
 def tier_cells(tier: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, str]:
@@ -421,7 +421,7 @@ def sparkline(times: Sequence[float], shares: Sequence[float], width: int = WIDT
     if not times:
         return ""
     first, step = times[0], (times[-1] - times[0]) / width
-    moments = (first + (place + 0.5) * step for place in range(width))
+    moments = (first + (index + 0.5) * step for index in range(width))
     return bars(shares[bisect_right(times, moment) - 1] for moment in moments)
 
 

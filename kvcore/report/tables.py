@@ -19,7 +19,7 @@ TableRow: TypeAlias = list[str]
 
 def bars(shares: Iterable[float]) -> str:
     """Draw shares as one bar each; a bar of full height is a share of 1."""
-    return "".join(BARS[min(int(each * len(BARS)), len(BARS) - 1)] for each in shares)
+    return "".join(BARS[min(int(ratio * len(BARS)), len(BARS) - 1)] for ratio in shares)
 
 
 Value = TypeVar("Value")
@@ -78,8 +78,12 @@ def setup(header: Mapping[str, Any]) -> str:
     routing: dict[str, Any] = {}
     if header.get("replicas") and header.get("routing"):
         routing = {**header["routing"], **header}
-        given = routing["replicas"]
-        some = given if isinstance(given, int) else sum(each.get("count", 1) for each in given)
+        amounts = routing["replicas"]
+        some = (
+            amounts
+            if isinstance(amounts, int)
+            else sum(group.get("count", 1) for group in amounts)
+        )
         parts.append(f"{counted(some, 'replica')}, the first with {blocks} of {size}")
     else:
         parts.append(f"{blocks} of {size} ({header['count']} counting)")
@@ -93,8 +97,8 @@ def setup(header: Mapping[str, Any]) -> str:
     }
     for kind, plugin in header.get("plugins", {}).items():
         # A model or a device of a file has all its fields.
-        given = plugin["options"].items()
-        options = {n: v.get("name", v) if isinstance(v, Mapping) else v for n, v in given}
+        amounts = plugin["options"].items()
+        options = {n: v.get("name", v) if isinstance(v, Mapping) else v for n, v in amounts}
         if kind == "latency":
             options = {n: v for n, v in options.items() if v != deployment.get(n)}
         parts.append(f"{kind} {_wrappable(plugin['name'], options)}")
@@ -121,7 +125,7 @@ def _routed(routing: Mapping[str, Any]) -> Iterator[str]:
     """Yield the options of a cluster that are no plugins of its servers."""
     if "view" in routing:
         yield f"view {routing['view']}"
-    yield from (f"fail {each}" for each in routing.get("fail", ()))
+    yield from (f"fail {failure}" for failure in routing.get("fail", ()))
     if planner := routing.get("autoscale"):
         yield f"autoscale {_wrappable(planner['name'], planner['options'])}"
     if split := routing.get("disaggregate"):
@@ -145,4 +149,7 @@ def counted(number: int, what: str) -> str:
 
 def printable(text: str) -> str:
     """Return text with a replacement for each character that cannot be printed."""
-    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+    return "".join(
+        character if character.isprintable() else "\N{REPLACEMENT CHARACTER}"
+        for character in text
+    )

@@ -143,8 +143,8 @@ class TraceReader(SealedReader[Event]):
             self._expanded = expanded = self._expansion.expand(event)
         except ValueError as error:
             self.fail(f"{event.event}: {error}")
-        for each in expanded:
-            self._counts[each.event] = self._counts.get(each.event, 0) + 1
+        for grown in expanded:
+            self._counts[grown.event] = self._counts.get(grown.event, 0) + 1
         self._n += len(expanded)
         self._time = expanded[-1].t
 

@@ -53,17 +53,19 @@ def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
             compressed data is damaged or cut off; names the line from which on nothing
             could be read.
     """
-    number, empty = 0, True
+    line_number, empty = 0, True
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(_rows(decompressed(file, WORKLOAD_EXPANSION)), 1):
-                if number == 1:
+            for line_number, line in enumerate(
+                _rows(decompressed(file, WORKLOAD_EXPANSION)), 1
+            ):
+                if line_number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)  # noqa: PLW2901
                 if line and not line.isspace():
                     empty = False
-                    yield number, line
+                    yield line_number, line
     except (CutError, DamageError) as error:
-        msg = f"{path}:{number + 1}: {error}"
+        msg = f"{path}:{line_number + 1}: {error}"
         raise InputError(msg) from error
     except OSError as error:
         raise _unreadable(path, error) from error

@@ -72,18 +72,18 @@ class Failure:
         Raises:
             InputError: another name, or no such number.
         """
-        given: dict[str, str] = {}
+        fields: dict[str, str] = {}
         for piece in text.split(","):
             name, equals, value = piece.partition("=")
-            if not equals or name not in ("replica", "at", "for") or name in given:
+            if not equals or name not in ("replica", "at", "for") or name in fields:
                 msg = f"{text!r} is no failure: write replica=3,at=600,for=120"
                 raise InputError(msg)
-            given[name] = value
-        if not {"replica", "at"} <= given.keys() or not given["replica"].isdecimal():
+            fields[name] = value
+        if not {"replica", "at"} <= fields.keys() or not fields["replica"].isdecimal():
             msg = f"{text!r}: a failure needs replica=, its number, and at=, seconds"
             raise InputError(msg)
-        gone = parse_seconds(given["for"]) if "for" in given else None
-        return cls(parse_seconds(given["at"]), int(given["replica"]), gone)
+        gone = parse_seconds(fields["for"]) if "for" in fields else None
+        return cls(parse_seconds(fields["at"]), int(fields["replica"]), gone)
 
     def __str__(self) -> str:
         """Return the failure as `parse` reads it."""
@@ -93,8 +93,8 @@ class Failure:
 
 def exact_seconds(ns: int) -> str:
     """Return a time in seconds, exactly, as `parse_seconds` reads it."""
-    whole, rest = divmod(ns, NS_PER_S)
-    return f"{whole}.{rest:09d}".rstrip("0").rstrip(".")
+    seconds, rest = divmod(ns, NS_PER_S)
+    return f"{seconds}.{rest:09d}".rstrip("0").rstrip(".")
 
 
 Start = Callable[[Callable[[Request, int], None], Callable[[Request, int], None]], ReplicaLoop]
@@ -142,7 +142,7 @@ class Cluster:
         self._held: list[tuple[int, Request]] = []
         self.refused: list[tuple[int, Request, str]] = []
         self.retried = 0
-        self.servers = [self._server(number, start) for number, start in enumerate(starts)]
+        self.servers = [self._server(index, start) for index, start in enumerate(starts)]
         replicas = [server.loop.replica(server.number) for server in self.servers]
         # Replicas report stores and evictions only to a router that uses hits.
         self._reporting = self._connect(replicas, router, view)
@@ -164,7 +164,7 @@ class Cluster:
         if failures and planner is not None:
             msg = "fail= and autoscale= both start and stop replicas: give one of them"
             raise InputError(msg)
-        self._failures = sorted(failures, key=lambda each: (-each.at, -each.replica))
+        self._failures = sorted(failures, key=lambda failure: (-failure.at, -failure.replica))
         self._check_failures()
         self._next_failure()
 
@@ -178,13 +178,13 @@ class Cluster:
         heap, arrivals, servers = self._heap, self.arrivals, self.servers
         does = self._handlers()
         while True:
-            at = arrivals.next_at
-            if heap and heap[0] < (at, ARRIVAL):
+            next_at = arrivals.next_at
+            if heap and heap[0] < (next_at, ARRIVAL):
                 now, kind, _, number, turn = heappop(heap)
                 server = servers[number]
                 if kind < ARRIVAL or turn == server.turn:
                     does[kind](server, now)
-            elif at < NEVER:
+            elif next_at < NEVER:
                 now, request = arrivals.take()
                 if self._trace is not None:
                     self._record(request, now)
@@ -287,11 +287,11 @@ class Cluster:
 
     def _horizon(self) -> int:
         """Return the time (ns) before which no request comes to any replica, nor a failure."""
-        at = min(self.arrivals.next_at, self._fail_at)
+        horizon = min(self.arrivals.next_at, self._fail_at)
         # The end of a request may cause the next one of its session.
         if self._heap and (self._chained or self.arrivals.following or self._returns):
-            at = min(at, self._heap[0][0])
-        return at
+            horizon = min(horizon, self._heap[0][0])
+        return horizon
 
     def _route(self, request: Request, now: int, arrival: int) -> None:
         """ARRIVAL: send a request to the replica that the router picks."""
@@ -383,8 +383,8 @@ class Cluster:
         if self._trace is not None:
             self._trace.rejoin(now, server.number)
         self._join(server, now)
-        held, self._held = self._held, []
-        for arrival, request in held:
+        waiting, self._held = self._held, []
+        for arrival, request in waiting:
             self._route(request, now, arrival)
 
     def _join(self, server: Server, now: int) -> None:

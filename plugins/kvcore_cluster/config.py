@@ -106,21 +106,21 @@ class ClusterParts(RunParts):
     @property
     def tables(self) -> list[tuple[int, dict[str, Any]]]:
         """The groups of identical replicas, each with its count and its own options."""
-        given = self.config.replicas
-        if self.split is not None and (given == 1 or self._split_anew):
-            given = self.split.replicas
-        if isinstance(given, int):
-            return [(given, {})]
+        replicas = self.config.replicas
+        if self.split is not None and (replicas == 1 or self._split_anew):
+            replicas = self.split.replicas
+        if isinstance(replicas, int):
+            return [(replicas, {})]
         return [
             (table.get("count", 1), {k: v for k, v in table.items() if k != "count"})
-            for table in given
+            for table in replicas
         ]
 
     @cached_property
     def failures(self) -> list[Failure]:
         """The failures, in the order given."""
         with self._about("fail"):
-            return [Failure.parse(each) for each in self.config.fail]
+            return [Failure.parse(text) for text in self.config.fail]
 
     def view(self) -> PrefixView:
         """Build the view that the router has of the caches, for one run."""
@@ -198,7 +198,7 @@ class ClusterParts(RunParts):
         planner = self.planner()
         return {
             "view": self.config.view,
-            "fail": [str(each) for each in self.failures],
+            "fail": [str(failure) for failure in self.failures],
             **({} if planner is None else {"autoscale": plain(describe(planner))}),
             **({} if self.split is None else {"disaggregate": str(self.split)}),
         }
@@ -234,11 +234,11 @@ def _life(parts: RunParts) -> Callable[[Recorder | None], dict[str, Any]]:
     """Return the function that builds the parts of one life of a replica."""
 
     def build(trace: Recorder | None) -> dict[str, Any]:
-        made = parts.arguments(trace)
+        arguments = parts.arguments(trace)
         if trace is not None:
             of_all = ("workload", "seed")
             header = {k: v for k, v in parts.header().items() if k not in of_all}
             trace.describe(**header)
-        return made
+        return arguments
 
     return build

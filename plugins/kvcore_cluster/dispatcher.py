@@ -77,7 +77,7 @@ class Dispatcher:
         """
         router, up = self.router, self.up
         if tried:
-            up = tuple(each for each in up if each.number not in tried)
+            up = tuple(replica for replica in up if replica.number not in tried)
         if not up:
             return None
         if self._uses_hits:
@@ -131,13 +131,13 @@ class Dispatcher:
     def joined(self, replica: Replica, now: int) -> None:
         """Add a replica to those that are up."""
         replica.up = True
-        self.up = tuple(each for each in self.replicas if each.up)
+        self.up = tuple(replica for replica in self.replicas if replica.up)
         self._call("on_joined", self.router.on_joined, replica, now)
 
     def left(self, replica: Replica, now: int) -> None:
         """Remove a replica from those that are up: its K/V is lost."""
         replica.up = False
-        self.up = tuple(each for each in self.replicas if each.up)
+        self.up = tuple(replica for replica in self.replicas if replica.up)
         self.view.lost(replica.number, now)
         self._call("on_left", self.router.on_left, replica, now)
 

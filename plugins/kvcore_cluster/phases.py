@@ -106,22 +106,22 @@ class Split:
         Raises:
             InputError: another name, a value that cannot be, or a pool without replicas.
         """
-        given: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for piece in text.split(","):
             name, equals, value = piece.partition("=")
-            if not equals or name not in _READERS or name in given:
+            if not equals or name not in _READERS or name in fields:
                 known = ", ".join(_READERS)
                 msg = f"{piece!r}{nearest(name, _READERS)}: write one of {known}, = and a value"
                 raise InputError(msg)
             try:
-                given[name] = _READERS[name](value)
+                fields[name] = _READERS[name](value)
             except InputError as error:
                 msg = f"{name}={value}: {error}"
                 raise InputError(msg) from error
-        if not {"prefill", "decode"} <= given.keys():
+        if not {"prefill", "decode"} <= fields.keys():
             msg = f"{text!r}: give how many replicas do what, such as prefill=4,decode=2"
             raise InputError(msg)
-        return cls(**given)
+        return cls(**fields)
 
     @property
     def replicas(self) -> int:
@@ -274,7 +274,7 @@ class PhaseLoop(ReplicaLoop):
             del batcher.running[job]
             batcher.ended(job, now)
         elif not self.inbox.remove(move.request.id):
-            waiting = (each for each in batcher.waiting if each.request.id == move.request.id)
+            waiting = (job for job in batcher.waiting if job.request.id == move.request.id)
             batcher.withdraw(next(waiting), now)
         self._cache.disown(move.request)
         batcher.blocked_job, batcher.changed = None, True
@@ -409,9 +409,9 @@ class PhaseCluster(Cluster):
     def _connect(self, replicas: list[Replica], router: Router, view: PrefixView) -> bool:
         self.pools: dict[str, Dispatcher] = {}
         routers = (router, view), self._decode, (Borrow(), PrefixView())
-        for name, (each, sees) in zip(POOLS, routers, strict=True):
-            own = [one for one in replicas if self.split.pool(one.number) == name]
-            self.pools[name] = Dispatcher(each, own, sees)
+        for name, (chosen, sees) in zip(POOLS, routers, strict=True):
+            own = [replica for replica in replicas if self.split.pool(replica.number) == name]
+            self.pools[name] = Dispatcher(chosen, own, sees)
         self.dispatcher = self.pools["prefill"]
         self._replicas = replicas
         return any(d.view.wants_events and d.router.uses_hits for d in self.pools.values())
@@ -422,7 +422,7 @@ class PhaseCluster(Cluster):
         return [
             Autoscaler(
                 type(planner)(**planner.options()),
-                [each for each in self.servers if self.split.pool(each.number) == phase],
+                [server for server in self.servers if self.split.pool(server.number) == phase],
                 slo,
                 phase,
             )
@@ -464,12 +464,12 @@ class PhaseCluster(Cluster):
         """ARRIVAL: send a request to a replica that prefills, or that does both."""
         name = "prefill"
         pool, mixed = self.pools["prefill"], self.pools["mixed"]
-        least = min((each.waiting_tokens for each in pool.up), default=None)
+        least = min((replica.waiting_tokens for replica in pool.up), default=None)
         if mixed.up and (
             least is None
             or (
                 least >= self.split.queue
-                and min(each.waiting_tokens for each in mixed.up) < least
+                and min(replica.waiting_tokens for replica in mixed.up) < least
             )
         ):
             pool, name = mixed, "mixed"
@@ -497,8 +497,8 @@ class PhaseCluster(Cluster):
         """Send a request to a decode replica, which requests its K/V when it has blocks."""
         self._now = now
         pool, mixed = self.pools["decode"], self.pools["mixed"]
-        if mixed.up and all(each.usage >= FULL for each in pool.up):
-            emptiest = min(mixed.up, key=lambda each: each.usage)
+        if mixed.up and all(replica.usage >= FULL for replica in pool.up):
+            emptiest = min(mixed.up, key=lambda replica: replica.usage)
             if not pool.up or emptiest.usage < FULL:
                 pool = mixed
         if not pool.up and self._returns:
@@ -540,12 +540,13 @@ class PhaseCluster(Cluster):
         """Return the results of the split phases."""
         numbers = range(self.split.replicas)
         pools = {
-            name: [each for each in numbers if self.split.pool(each) == name] for name in POOLS
+            name: [replica for replica in numbers if self.split.pool(replica) == name]
+            for name in POOLS
         }
         links = {
-            f"{way} {number}": link.busy_ns
-            for way, all_ in (("out", self.out), ("into", self.into))
-            for number, link in enumerate(all_)
+            f"{direction} {index}": link.busy_ns
+            for direction, all_ in (("out", self.out), ("into", self.into))
+            for index, link in enumerate(all_)
             if link.read_bytes or link.written_bytes
         }
         moved = sum(link.written_bytes for link in self.into)

@@ -222,8 +222,10 @@ class ThroughputPlanner(Planner):
         if phase != "prefill" and demand.output_tokens > 1:
             tpot_s = None if slo.tpot_ns is None else slo.tpot_ns / NS_PER_S
             context = demand.prompt_tokens + demand.output_tokens / 2
-            held = demand.prompt_tokens + demand.output_tokens
-            need += rate / profile.decode_rps(context, demand.output_tokens, held, tpot_s)
+            sequence_tokens = demand.prompt_tokens + demand.output_tokens
+            need += rate / profile.decode_rps(
+                context, demand.output_tokens, sequence_tokens, tpot_s
+            )
         return max(ceil(need - 1e-9), floor)
 
 
@@ -457,20 +459,20 @@ class Autoscaler:
         times: list[float] = []
         for number, server in self._servers.items():
             loop, row = self._rows[number]
-            for each in server.lives[server.lives.index(loop) :]:
-                log = each.log
-                for at in range(row if each is loop else 0, len(log.ids)):
-                    if log.finish[at] < 0:
+            for life in server.lives[server.lives.index(loop) :]:
+                log = life.log
+                for index in range(row if life is loop else 0, len(log.ids)):
+                    if log.finish[index] < 0:
                         continue
-                    outputs.append(log.output[at])
+                    outputs.append(log.output[index])
                     if self._phase == "decode":
-                        if log.output[at] > 1:
-                            took = log.finish[at] - log.first_token[at]
-                            times.append(took / (log.output[at] - 1) / NS_PER_S)
-                    elif log.first_token[at] >= 0:
-                        times.append((log.first_token[at] - log.arrival[at]) / NS_PER_S)
+                        if log.output[index] > 1:
+                            took = log.finish[index] - log.first_token[index]
+                            times.append(took / (log.output[index] - 1) / NS_PER_S)
+                    elif log.first_token[index] >= 0:
+                        times.append((log.first_token[index] - log.arrival[index]) / NS_PER_S)
             self._rows[number] = server.loop, len(server.loop.log.ids)
-        stats = [each.cache.stats for server in self._servers.values() for each in server.lives]
+        stats = [life.cache.stats for server in self._servers.values() for life in server.lives]
         looked_up = sum(s.lookup_tokens for s in stats), sum(s.hit_tokens for s in stats)
         tokens, hits = (new - old for new, old in zip(looked_up, self._looked_up, strict=True))
         requests, up = self._requests, max(len(self._since), 1)

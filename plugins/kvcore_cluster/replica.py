@@ -37,11 +37,11 @@ class Inbox(Arrivals):
 
     def remove(self, request: int | str) -> bool:
         """Remove the request of this id; return True if it was there."""
-        left = [each for each in self._sent if each[2].id != request]
-        found = len(left) < len(self._sent)
+        left = [entry for entry in self._sent if entry[2].id != request]
+        removed = len(left) < len(self._sent)
         self._sent = deque(left)
         self.next_at = left[0][0] if left else NEVER
-        return found
+        return removed
 
     def ended(self, request: Request, now: int) -> None:
         """Called when a request has ended; calls the cluster."""
@@ -178,12 +178,12 @@ class ReplicaLoop(ServingLoop):
         The blocks that a jump takes while it is under way are counted as its steps begin.
         """
         blocks = self._cache.pool.blocks
-        held = blocks - self._cache.available_blocks
+        used = blocks - self._cache.available_blocks
         elapsed_ps = now * PS_PER_NS - self.clock_ps
         if self._ahead is not None and elapsed_ps > 0:
             steps, times = self._ahead
-            held += self._growth(times.reach(elapsed_ps, steps))
-        return held / blocks
+            used += self._growth(times.reach(elapsed_ps, steps))
+        return used / blocks
 
     def replica(self, number: int) -> Replica:
         """Return this replica as a router sees it."""

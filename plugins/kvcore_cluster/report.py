@@ -36,8 +36,8 @@ class ClusterReport(SimulationReport):
         """Rows of the table of replicas; of many replicas, the means of groups."""
         replicas = self.summary["replicas"]
         if len(replicas) <= MOST_ROWS:
-            return [_row(str(each["replica"]), [each]) for each in replicas]
-        ranked = iter(sorted(replicas, key=lambda each: -(each["busy"] or 0)))
+            return [_row(str(row["replica"]), [row]) for row in replicas]
+        ranked = iter(sorted(replicas, key=lambda row: -(row["busy"] or 0)))
         sizes = [len(replicas) // GROUPS + (n < len(replicas) % GROUPS) for n in range(GROUPS)]
         names = [f"{sizes[0]} busiest", *(f"next {size}" for size in sizes[1:-1])]
         names.append(f"{sizes[-1]} least busy")
@@ -52,7 +52,7 @@ class ClusterReport(SimulationReport):
             lines.append("Replicas by the time they were busy; figures are means of a group.")
         if self.config.get("autoscale"):
             changes, all_replicas = summary["changes"], len(summary["replicas"])
-            starts, mean = sum(each["up"] for each in changes), self._mean_up
+            starts, mean = sum(change["up"] for change in changes), self._mean_up
             decided = "The planner started and stopped no replica"
             if changes:
                 decided = (
@@ -63,9 +63,9 @@ class ClusterReport(SimulationReport):
                 f"{decided}; in the mean {format_number(mean)} of {all_replicas:,} replicas "
                 f"were up ({share(mean / all_replicas)}). One that stops loses its K/V."
             )
-        failed = [each["replica"] for each in summary["replicas"] if each["failures"]]
+        failed = [row["replica"] for row in summary["replicas"] if row["failures"]]
         if failed:
-            times = counted(sum(each["failures"] for each in summary["replicas"]), "time")
+            times = counted(sum(row["failures"] for row in summary["replicas"]), "time")
             which = ", ".join(map(str, failed[:GROUPS])) + (", ..." * (len(failed) > GROUPS))
             again = counted(summary["retried"], "request")
             lines.append(
@@ -87,20 +87,21 @@ class ClusterReport(SimulationReport):
 
     @property
     def _blocks(self) -> int:
-        return sum(each["count"] * each["blocks"] for each in self.config["replicas"])
+        return sum(group["count"] * group["blocks"] for group in self.config["replicas"])
 
     @property
     def _devices(self) -> str:
         groups = self.config["replicas"]
         kinds: dict[str, int] = {}
-        for each in groups:
-            kind = f"{each['tensor_parallel']} x {each['device']}"
-            kinds[kind] = kinds.get(kind, 0) + each["count"]
+        for group in groups:
+            kind = f"{group['tensor_parallel']} x {group['device']}"
+            kinds[kind] = kinds.get(kind, 0) + group["count"]
         count = sum(kinds.values())
-        of = " and ".join(
-            f"{each} of {kind}" if len(kinds) > 1 else kind for kind, each in kinds.items()
+        devices = " and ".join(
+            f"{replicas} of {kind}" if len(kinds) > 1 else kind
+            for kind, replicas in kinds.items()
         )
-        return f"{counted(count, 'replica')}{', ' if len(kinds) > 1 else ' of '}{of}"
+        return f"{counted(count, 'replica')}{', ' if len(kinds) > 1 else ' of '}{devices}"
 
     @property
     def _able(self) -> str:
@@ -124,10 +125,10 @@ class ClusterReport(SimulationReport):
     def _pool(self) -> str:
         groups, size = self.config["replicas"], self.config["block_size"]
         memory = sum(
-            each["count"] * each["blocks"] * each["bytes_per_block"] for each in groups
+            group["count"] * group["blocks"] * group["bytes_per_block"] for group in groups
         )
-        pools = " and ".join(f"{each['count']:,} x {each['blocks']:,}" for each in groups)
-        codecs = " and ".join(dict.fromkeys(each["codec"] for each in groups))
+        pools = " and ".join(f"{group['count']:,} x {group['blocks']:,}" for group in groups)
+        codecs = " and ".join(dict.fromkeys(group["codec"] for group in groups))
         return (
             f"Pools: {pools} blocks of {counted(size, 'token')}, {self._blocks * size:,} "
             f"tokens in all, {format_bytes(memory)} in {codecs}."
@@ -151,20 +152,20 @@ class ClusterReport(SimulationReport):
         for name, label in (("requests", "requests a replica"), ("busy", "busy time of one")):
             uneven = summary["imbalance"][name]
             if uneven is not None:
-                most, deviation = format_number(uneven["most"]), share(uneven["variation"])
-                yield label, f"at most {most} times the mean, deviation {deviation} of it"
+                ratio, deviation = format_number(uneven["most"]), share(uneven["variation"])
+                yield label, f"at most {ratio} times the mean, deviation {deviation} of it"
 
 
 def _row(name: str, replicas: Sequence[Mapping[str, Any]]) -> TableRow:
     """Return the row of a group of replicas: the sum of failures, the mean of other columns."""
 
     def mean(key: str) -> float | None:
-        found = [each[key] for each in replicas if each[key] is not None]
-        return sum(found) / len(found) if found else None
+        values = [row[key] for row in replicas if row[key] is not None]
+        return sum(values) / len(values) if values else None
 
     busy, ttft = mean("busy"), mean("ttft_s")
     looked, hit = (
-        sum(each["hit"][key] for each in replicas) for key in ("lookup_tokens", "hit_tokens")
+        sum(row["hit"][key] for row in replicas) for key in ("lookup_tokens", "hit_tokens")
     )
     return [
         name,
@@ -174,7 +175,7 @@ def _row(name: str, replicas: Sequence[Mapping[str, Any]]) -> TableRow:
         cell(ttft, format_seconds),
         share(hit / looked if looked else None),
         f"{mean('evicted_blocks'):,.0f}",
-        f"{sum(each['failures'] for each in replicas)}",
+        f"{sum(row['failures'] for row in replicas)}",
     ]
 
 

@@ -42,12 +42,12 @@ class Share:
     variation: float
 
     @classmethod
-    def of(cls, amounts: Sequence[float]) -> Share | None:
+    def from_amounts(cls, amounts: Sequence[float]) -> Share | None:
         """Return the balance of `amounts`; None if they are all 0."""
         mean = sum(amounts) / len(amounts)
         if not mean:
             return None
-        deviation = (sum((each - mean) ** 2 for each in amounts) / len(amounts)) ** 0.5
+        deviation = (sum((amount - mean) ** 2 for amount in amounts) / len(amounts)) ** 0.5
         return cls(max(amounts) / mean, deviation / mean)
 
 
@@ -123,12 +123,12 @@ class ClusterResult(Reported):
     @cached_property
     def stats(self) -> CacheStats:
         """The counts of the caches of all replicas."""
-        return CacheStats.sum(each.cache.stats for each in chain.from_iterable(self.lives))
+        return CacheStats.sum(loop.cache.stats for loop in chain.from_iterable(self.lives))
 
     @cached_property
     def reuse_ratio(self) -> HitRatio:
         """Hit ratio that counts blocks loaded from tiers as hits."""
-        caches = [each.cache for each in chain.from_iterable(self.lives)]
+        caches = [loop.cache for loop in chain.from_iterable(self.lives)]
         stats = CacheStats.sum(
             c.stats if c.tiers is None else c.tiers.hit_stats() for c in caches
         )
@@ -141,9 +141,9 @@ class ClusterResult(Reported):
         For one replica this is `offered_load`; for several, the mean over replicas and time.
         """
         spans = [
-            (each.offered_load, max(each.log.arrival) - min(each.log.arrival))
-            for each in chain.from_iterable(self.lives)
-            if each.log.arrival
+            (loop.offered_load, max(loop.log.arrival) - min(loop.log.arrival))
+            for loop in chain.from_iterable(self.lives)
+            if loop.log.arrival
         ]
         came = self.log.arrival
         span = max(came, default=0) - min(came, default=0)
@@ -165,7 +165,7 @@ class ClusterResult(Reported):
     @cached_property
     def busy_s(self) -> list[float]:
         """Seconds in which each replica ran steps."""
-        return [sum(each.log.busy_ps for each in lives) / PS_PER_S for lives in self.lives]
+        return [sum(loop.log.busy_ps for loop in lives) / PS_PER_S for lives in self.lives]
 
     @property
     def replica_s(self) -> float:
@@ -178,7 +178,7 @@ class ClusterResult(Reported):
     def served(self) -> list[int]:
         """Requests that each replica has served."""
         return [
-            sum(len(each.log.ids) - len(each.log.reasons) for each in lives)
+            sum(len(loop.log.ids) - len(loop.log.reasons) for loop in lives)
             for lives in self.lives
         ]
 
@@ -192,8 +192,11 @@ class ClusterResult(Reported):
     def summary(self) -> dict[str, Any]:
         """Return the numbers of the run as JSON has them."""
         log = self.log
-        replicas = [self._replica(number) for number in range(len(self.lives))]
-        shares = {"requests": Share.of(self.served), "busy": Share.of(self.busy_s)}
+        replicas = [self._replica(replica) for replica in range(len(self.lives))]
+        shares = {
+            "requests": Share.from_amounts(self.served),
+            "busy": Share.from_amounts(self.busy_s),
+        }
         return {
             "schema": SCHEMA,
             **self.outcome_fields(),
@@ -201,7 +204,7 @@ class ClusterResult(Reported):
             "saturation": None if self.saturation is None else self.saturation.as_dict(),
             "steps": log.steps,
             "wall_s": self.wall_s,
-            "evicted_blocks": sum(each["evicted_blocks"] for each in replicas),
+            "evicted_blocks": sum(row["evicted_blocks"] for row in replicas),
             "hit": hit_fields(self.stats),
             "lost_tokens": self.stats.lost_tokens,
             "loaded_tokens": sum(log.loaded),
@@ -209,8 +212,8 @@ class ClusterResult(Reported):
             "retried": self.retried,
             "replica_s": self.replica_s,
             "changes": [
-                {"t_s": each.at / NS_PER_S, "replica": each.replica, "up": each.up}
-                for each in self.changes
+                {"t_s": change.at / NS_PER_S, "replica": change.replica, "up": change.up}
+                for change in self.changes
             ],
             "imbalance": {
                 name: None if share is None else attrs.asdict(share)
@@ -248,21 +251,21 @@ class ClusterResult(Reported):
             "pools": pools,
         }
 
-    def _replica(self, number: int) -> dict[str, Any]:
+    def _replica(self, replica: int) -> dict[str, Any]:
         """Return the numbers of a replica, over all its lives."""
-        lives = self.lives[number]
+        lives = self.lives[replica]
         span = self.simulated_s
         return {
-            "replica": number,
+            "replica": replica,
             "blocks": lives[-1].cache.pool.blocks,
-            "requests": self.served[number],
-            "busy": self.busy_s[number] / span if span else None,
-            "steps": sum(each.log.steps for each in lives),
+            "requests": self.served[replica],
+            "busy": self.busy_s[replica] / span if span else None,
+            "steps": sum(loop.log.steps for loop in lives),
             # A planner ends lives too, and beside one no replica fails.
             "failures": len(lives) - 1 if self.rented_ns is None else 0,
-            "ttft_s": self._mean_ttft_s[number],
-            "hit": hit_fields(CacheStats.sum(each.cache.stats for each in lives)),
-            "evicted_blocks": sum(each.cache.evicted_blocks for each in lives),
+            "ttft_s": self._mean_ttft_s[replica],
+            "hit": hit_fields(CacheStats.sum(loop.cache.stats for loop in lives)),
+            "evicted_blocks": sum(loop.cache.evicted_blocks for loop in lives),
         }
 
     @cached_property
@@ -309,7 +312,7 @@ def merge_logs(
         for row, end in enumerate(map(max, log.finish, log.arrival))
         if row not in handed
     )
-    rows = array("q", (each & ((1 << _ROW_BITS) - 1) for each in order))
+    rows = array("q", (entry & ((1 << _ROW_BITS) - 1) for entry in order))
     del order
     merged = RunLog(sum(log.pool.blocks for _, log, _ in logs), slo)
     for name, target in merged.columns().items():
@@ -321,7 +324,9 @@ def merge_logs(
         for row, why in log.reasons.items()
     }
     if reasons:
-        merged.reasons = {at: reasons[row] for at, row in enumerate(rows) if row in reasons}
+        merged.reasons = {
+            index: reasons[row] for index, row in enumerate(rows) if row in reasons
+        }
     merged.last_start = cluster.arrivals.last_start
     for _, log, _ in logs:
         merged.itl.merge(log.itl)
@@ -330,5 +335,5 @@ def merge_logs(
         merged.own_slos += log.own_slos
         if log.drafts is not None:
             merged.drafts = (merged.drafts or DraftStats()).plus(log.drafts)
-    places = list(chain.from_iterable([number] * len(log.ids) for number, log, _ in logs))
-    return merged, list(map(places.__getitem__, rows))
+    replica_of = list(chain.from_iterable([number] * len(log.ids) for number, log, _ in logs))
+    return merged, list(map(replica_of.__getitem__, rows))

@@ -76,17 +76,17 @@ def simulate_cluster(
             on_ended: Callable[[Request, int], None],
         ) -> ReplicaLoop:
             recorder = None if trace is None else trace.recorder(number)
-            made = dict(parts(recorder))
-            cache: ServedCache = made["cache"]
+            part = dict(parts(recorder))
+            cache: ServedCache = part["cache"]
             check_cache(cache, "simulate")
-            made["latency"].bind()
-            drafter = made.get("drafter")
+            part["latency"].bind()
+            drafter = part.get("drafter")
             kind = ReplicaLoop if phases is None else PhaseLoop
             loop = kind(
                 cache,
-                made["scheduler"],
-                made["latency"],
-                made["batching"],
+                part["scheduler"],
+                part["latency"],
+                part["batching"],
                 slo=slo,
                 on_first_token=on_first_token,
                 on_ended=on_ended,
@@ -96,9 +96,9 @@ def simulate_cluster(
                 record_run(
                     recorder,
                     workload,
-                    made["scheduler"],
+                    part["scheduler"],
                     loop.executor,
-                    made["batching"],
+                    part["batching"],
                     rate_scale=rate_scale,
                     slo=slo,
                 )
@@ -108,10 +108,10 @@ def simulate_cluster(
 
         return start
 
-    made = Cluster if phases is None else partial(PhaseCluster, **phases)
-    cluster = made(
+    cluster_type = Cluster if phases is None else partial(PhaseCluster, **phases)
+    cluster = cluster_type(
         Arrivals(check_keys(workload), rate_scale),
-        [starts(number, parts) for number, parts in enumerate(replicas)],
+        [starts(index, parts) for index, parts in enumerate(replicas)],
         router,
         view,
         failures=failures,
@@ -123,7 +123,7 @@ def simulate_cluster(
     if trace is not None:
         routing: dict[str, Any] = {
             "view": str(view),
-            "fail": [str(each) for each in failures],
+            "fail": [str(failure) for failure in failures],
         }
         if phases is not None:
             routing |= {"disaggregate": str(phases["split"])}
@@ -147,14 +147,14 @@ def simulate_cluster(
         for server in cluster.servers
         for loop in server.lives
     ]
-    log, places = merge_logs(logs, cluster, slo)
+    log, replica_of = merge_logs(logs, cluster, slo)
     changes = sorted(
         chain.from_iterable(scaler.changes for scaler in cluster.scalers),
         key=attrgetter("at", "replica"),
     )
     return ClusterResult(
         log,
-        places,
+        replica_of,
         lives,
         router,
         cluster.retried,

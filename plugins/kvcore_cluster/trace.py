@@ -32,9 +32,9 @@ class ReplicaRecorder(JsonRecorder):
         header: fields of HEADER that describe the replica.
     """
 
-    def __init__(self, trace: ClusterTrace, number: int) -> None:
+    def __init__(self, trace: ClusterTrace, replica: int) -> None:
         self.header: dict[str, Any] = {"plugins": {}}
-        self._number = number
+        self._number = replica
         self._put = trace.put
         self.write = self._write
 
@@ -102,14 +102,14 @@ class ClusterTrace:
             if name in first and name not in (*cache, "plugins")
         }
         replicas: list[dict[str, Any]] = []
-        for each in headers:
+        for fields in headers:
             differs = {
                 name: value
-                for name, value in each.items()
+                for name, value in fields.items()
                 if name not in COMMON and value != first.get(name)
             }
             # The only optional field that some replicas may lack.
-            if "tiers" in first and "tiers" not in each:
+            if "tiers" in first and "tiers" not in fields:
                 differs["tiers"] = []
             if replicas and differs == {k: v for k, v in replicas[-1].items() if k != "count"}:
                 replicas[-1]["count"] += 1

@@ -56,9 +56,9 @@ class Holders:
     def discard(self, replica: int, keys: Iterable[Key]) -> None:
         """Record that `replica` no longer holds `keys`, nor any after them. O(keys)."""
         masks = self._masks
-        others = ~(1 << replica)
+        kept = ~(1 << replica)
         for key in keys:
-            left = masks.pop(key, 0) & others
+            left = masks.pop(key, 0) & kept
             if left:
                 masks[key] = left
 
@@ -70,31 +70,31 @@ class Holders:
     def find(self, keys: Keys[Key], size: int, most: int) -> dict[int, int]:
         """Return the tokens of a prompt by holder: `size` for each key, at most `most`."""
         get, end = self._masks.get, len(keys)
-        found: dict[int, int] = {}
-        low, held = 0, get(keys[0], 0) if keys else 0
-        while held:
+        hits: dict[int, int] = {}
+        low, holders = 0, get(keys[0], 0) if keys else 0
+        while holders:
             # The next key with fewer holders: in steps that double, then by bisection.
             step = 1
-            while low + step < end and get(keys[low + step], 0) == held:
+            while low + step < end and get(keys[low + step], 0) == holders:
                 low += step
                 step *= 2
             high = min(low + step, end)
             while high - low > 1:
                 middle = (low + high) // 2
-                if get(keys[middle], 0) == held:
+                if get(keys[middle], 0) == holders:
                     low = middle
                 else:
                     high = middle
             left = get(keys[high], 0) if high < end else 0
             amount = min(high * size, most)
             # Replicas that hold this key and not the next, the last one first.
-            ending = f"{held & ~left:b}"
-            last, at = len(ending) - 1, ending.find("1")
-            while at >= 0:
-                found[last - at] = amount
-                at = ending.find("1", at + 1)
-            low, held = high, left
-        return found
+            ending = f"{holders & ~left:b}"
+            last, index = len(ending) - 1, ending.find("1")
+            while index >= 0:
+                hits[last - index] = amount
+                index = ending.find("1", index + 1)
+            low, holders = high, left
+        return hits
 
 
 _AT_LEAST_1: Any = optional(ge(1))
@@ -159,15 +159,15 @@ class SentIndex(PrefixView):
         last = self._last.pop(replica, {})
         self._holders.discard(replica, last)
         self._entries -= len(last)
-        for place in [place for place in self._sent if place[0] == replica]:
-            del self._sent[place]
+        for entry in [entry for entry in self._sent if entry[0] == replica]:
+            del self._sent[entry]
 
     def _expire(self, now: int) -> None:
         """Remove entries that were sent `ttl` ago or earlier."""
         sent = self._sent
         while self.ttl is not None and sent:
-            at, _, _ = next(iter(sent.values()))
-            if now - at < self.ttl:
+            sent_at, _, _ = next(iter(sent.values()))
+            if now - sent_at < self.ttl:
                 return
             self._forget()
 
@@ -184,12 +184,12 @@ class SentIndex(PrefixView):
     def __str__(self) -> str:
         """Return the view as `parse_view` reads it."""
         default = attrs.fields(SentIndex)
-        given = []
+        texts = []
         if self.ttl != default.ttl.default:
-            given.append(f"ttl={_seconds(self.ttl)}")
+            texts.append(f"ttl={_seconds(self.ttl)}")
         if self.blocks is not None:
-            given.append(f"blocks={self.blocks}")
-        options = ",".join(given)
+            texts.append(f"blocks={self.blocks}")
+        options = ",".join(texts)
         return f"index:{options}" if options else "index"
 
 
@@ -252,8 +252,8 @@ class _Size:
     def find(self, request: Request) -> Mapping[int, int]:
         """Return the tokens of the prompt that would hit in each replica."""
         if self.layout is None:
-            size, most = request.key_tokens, request.prompt_tokens
-            return self.holders.find(request.keys, size, most)
+            size, prompt_tokens = request.key_tokens, request.prompt_tokens
+            return self.holders.find(request.keys, size, prompt_tokens)
         keys, *_, limit = self.layout.lay_out(request)
         size, ratio, parts = self.layout.block_size, self.layout.ratio, self.parts
         keys = keys[: -(-limit // ratio)]
@@ -346,8 +346,8 @@ class EventsView(PrefixView):
             )
             raise InputError(msg)
         layout, tree = cache.geometry, cache.tree
-        place = self._place(replica, layout.block_size, layout)
-        place.below, tree.watcher = tree.watcher, place
+        instance = self._place(replica, layout.block_size, layout)
+        instance.below, tree.watcher = tree.watcher, instance
 
     def find(self, request: Request, now: int) -> Mapping[int, int]:
         """Return the prompt tokens that each replica has, according to its events so far."""
@@ -361,8 +361,8 @@ class EventsView(PrefixView):
         """Apply the events that have arrived by `now`."""
         coming, until = self._coming, now - self.delay
         while coming and coming[0][0] <= until:
-            at, _, place, record, *blocks = heappop(coming)
-            self._record(place, at, record, *blocks)
+            moment, _, instance, record, *blocks = heappop(coming)
+            self._record(instance, moment, record, *blocks)
 
     def stored(self, replica: int, keys: Keys[Key], now: int) -> None:
         """Called when a real replica reports the blocks of `keys` as stored."""
@@ -375,33 +375,33 @@ class EventsView(PrefixView):
     def lost(self, replica: int, now: int) -> None:
         """Remove the blocks of a replica; its delayed events are dropped on arrival."""
         del now
-        place = self._places.pop(replica, None)
-        if place is not None:
-            place.size.drop(replica)
+        instance = self._places.pop(replica, None)
+        if instance is not None:
+            instance.size.drop(replica)
 
     def _place(self, replica: int, size: int | None, layout: BlockLayout | None) -> _Place:
         """Return a new life of a replica, with blocks of `size` tokens."""
         blocks = self._sizes.setdefault(size, _Size(layout))
         # In a simulated cluster all earlier events are reported before a request is routed.
         report = self._expect if self.delay else self._record
-        place = self._places[replica] = _Place(replica, blocks, report)
-        return place
+        instance = self._places[replica] = _Place(replica, blocks, report)
+        return instance
 
     def _reported(self, replica: int, now: int, record: _Record, keys: Keys[Key]) -> None:
         if keys:
-            place = self._places.get(replica) or self._place(replica, None, None)
-            self._expect(place, now, record, keys, 0, len(keys), 1)
+            instance = self._places.get(replica) or self._place(replica, None, None)
+            self._expect(instance, now, record, keys, 0, len(keys), 1)
 
-    def _expect(self, place: _Place, at: int, record: _Record, *blocks: Any) -> None:
+    def _expect(self, instance: _Place, ready_at: int, record: _Record, *blocks: Any) -> None:
         """Queue an event of a replica, to be applied after the delay."""
         self._serial += 1
-        heappush(self._coming, (at, self._serial, place, record, *blocks))
+        heappush(self._coming, (ready_at, self._serial, instance, record, *blocks))
 
-    def _record(self, place: _Place, at: int, record: _Record, *blocks: Any) -> None:
+    def _record(self, instance: _Place, ready_at: int, record: _Record, *blocks: Any) -> None:
         """Record an event, unless its replica has lost its K/V since."""
-        del at
-        if self._places.get(place.replica) is place:
-            record(place.size, place.replica, *blocks)
+        del ready_at
+        if self._places.get(instance.replica) is instance:
+            record(instance.size, instance.replica, *blocks)
 
     def __str__(self) -> str:
         """Return the view as `parse_view` reads it."""
@@ -422,11 +422,11 @@ class ExactView(PrefixView):
 
     def find(self, request: Request, now: int) -> Mapping[int, int]:
         """Return the tokens of the prompt that would hit in each cache."""
-        found = {
+        hits = {
             number: cache.probe(request, now) * cache.geometry.block_size
             for number, cache in self._caches.items()
         }
-        return {number: tokens for number, tokens in found.items() if tokens}
+        return {number: tokens for number, tokens in hits.items() if tokens}
 
     def lost(self, replica: int, now: int) -> None:
         """Stop reading the cache of a replica."""
@@ -467,10 +467,10 @@ def parse_view(text: str) -> PrefixView:
         hint = nearest(name, VIEWS) if len(specs) == 1 else ""
         msg = f"{name!r} is no view{hint}; there are: {', '.join(VIEWS)}"
         raise InputError(msg)
-    name, given = specs[0].name, specs[0].options
+    name, settings = specs[0].name, specs[0].options
     view, options = VIEWS[name]
     read: dict[str, Any] = {}
-    for option, value in given.items():
+    for option, value in settings.items():
         if option not in options:
             known = ", ".join(options) or "none"
             msg = (

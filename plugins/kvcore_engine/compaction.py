@@ -166,7 +166,7 @@ class Compactor:
         cache.on_fork, cache.on_compact = self._fork, self._compact
 
     @classmethod
-    def of(cls, cache: KVCache, backend: Backend, generator: Generator) -> Compactor:
+    def for_run(cls, cache: KVCache, backend: Backend, generator: Generator) -> Compactor:
         """Return the compactor of a run of `generator`.
 
         Raises:
@@ -199,12 +199,12 @@ class Compactor:
 
         def attend(layer: int, plan: Any, queries: Tensor, **options: Any) -> Tensor:
             self._options[layer] = options
-            for record, (rows, places) in zip(records, newest, strict=False):
+            for record, (rows, slots) in zip(records, newest, strict=False):
                 kept = record.queries.get(layer)
                 if kept is None:
                     kept = queries.new_zeros(reads.queries, *queries.shape[1:])
                     record.queries[layer] = kept
-                kept[places] = queries[rows]
+                kept[slots] = queries[rows]
             if not reads.attention:
                 return backend.attend(layer, plan, queries, **options)
             out, sums = backend.attend_weighed(layer, plan, queries, **options)
@@ -230,11 +230,11 @@ class Compactor:
         """Return `RaggedBatch.held_positions` of a step; empty if no layer needs them."""
         if not self._has_windows:
             return []
-        found = [
+        positions = [
             self._positions_of(seq, context)
             for seq, context in zip(sequences, contexts, strict=True)
         ]
-        return found if any(each is not None for each in found) else []
+        return positions if any(positions_of is not None for positions_of in positions) else []
 
     def positions(self, seq: Sequence) -> Tensor:
         """Return the position in the text of each token that `seq` holds.
@@ -278,23 +278,23 @@ class Compactor:
         return record
 
     def _newest(
-        self, records: list[_Record], sequences: list[Sequence], batch: RaggedBatch, most: int
+        self, records: list[_Record], sequences: list[Sequence], batch: RaggedBatch, limit: int
     ) -> list[tuple[slice, Tensor]]:
         """Return which rows of the step's queries are kept, and in which rows of a record."""
-        if not most:
+        if not limit:
             return []
-        found = []
+        rows_and_slots = []
         ends = accumulate(batch.lengths)
-        each = zip(records, sequences, batch.contexts, batch.lengths, ends, strict=True)
-        for record, seq, context, length, end in each:
+        steps = zip(records, sequences, batch.contexts, batch.lengths, ends, strict=True)
+        for record, seq, context, length, end in steps:
             last = seq.dropped_tokens + context + length
-            positions = range(last - min(length, most), last)
-            places = [position % most for position in positions]
-            for place, position in zip(places, positions, strict=True):
-                record.asked[place] = position
-            rows = slice(end - len(places), end)
-            found.append((rows, self._backend.tensor(torch.tensor(places))))
-        return found
+            positions = range(last - min(length, limit), last)
+            slots = [position % limit for position in positions]
+            for slot, position in zip(slots, positions, strict=True):
+                record.asked[slot] = position
+            rows = slice(end - len(slots), end)
+            rows_and_slots.append((rows, self._backend.tensor(torch.tensor(slots))))
+        return rows_and_slots
 
     def _compact(self, seq: Sequence, table: Ids, held: int) -> None:
         """Move the tokens that stay of `seq`, which had `held` tokens in the blocks `table`.
@@ -323,14 +323,14 @@ class Compactor:
         text = self._known(record.positions, held, compacted)
         seen = text if record.turned is None else self._known(record.turned, held, compacted)
         back = _places_before(into, table, backend.layout.block_size, kept, held)
-        places, positions, turned, originals = [], [], [], []
+        tokens_of_layer, positions, turned, originals = [], [], [], []
         with torch.no_grad():
             for layer in range(backend.layout.layers):
                 tokens = self._read(seq, record, layer, text[layer], seen[layer], table)
                 scores = self._ranked(policy, tokens, text[layer], seen[layer])
                 chosen = _choose(scores, text[layer], kept)
                 sources, stays = _assign(chosen, back)
-                places.append(sources)
+                tokens_of_layer.append(sources)
                 positions.append(text[layer].gather(1, sources))
                 if self._merges:
                     reachable = chosen | (scores > -torch.inf)
@@ -349,7 +349,7 @@ class Compactor:
         if policy.rebases:
             record.turned, record.originals = torch.stack(turned), originals
         if record.attention is not None:
-            order = backend.tensor(torch.stack(places))
+            order = backend.tensor(torch.stack(tokens_of_layer))
             record.attention = record.attention.gather(2, order)
 
     def _write(
@@ -388,9 +388,9 @@ class Compactor:
         originals = None
         if shift is not None:
             originals = self._originals(record, layer, table, sources, shift)
-        heads, places = (~stays).nonzero().unbind(1)
+        heads, moved_tokens = (~stays).nonzero().unbind(1)
         if len(heads):
-            moves = torch.stack((heads, sources[heads, places], places))
+            moves = torch.stack((heads, sources[heads, moved_tokens], moved_tokens))
             self._backend.move_tokens(layer, table, into, moves)
         if shift is not None and originals is not None:
             self._write_turned(layer, into, shift, originals[1])
@@ -411,7 +411,7 @@ class Compactor:
         """
         assert self._policy is not None
         backend, reads, held = self._backend, self._policy.reads, positions.shape[1]
-        found: dict[str, Any] = {}
+        contents: dict[str, Any] = {}
         weighs = reads.queries > 0 and reads.weights
         halves: tuple[tuple[Part, bool], ...] = (
             ("keys", reads.keys or weighs or self._merges),
@@ -419,49 +419,53 @@ class Compactor:
         )
         for part, wanted in halves:
             if wanted:
-                found[part] = backend.read_heads(layer, part, table, held, reuse=True)
+                contents[part] = backend.read_heads(layer, part, table, held, reuse=True)
         if reads.attention:
             # A fork may be compacted that has computed nothing.
             sums = record.attention
             if sums is None:
-                found["attention"] = backend.tensor(torch.zeros(positions.shape), "fp32")
+                contents["attention"] = backend.tensor(torch.zeros(positions.shape), "fp32")
             else:
-                found["attention"] = sums[layer, :, :held]
+                contents["attention"] = sums[layer, :, :held]
         scale = self._options.get(layer, {}).get("scale")
         if reads.queries:
-            rows = [(at, row) for row, at in enumerate(record.asked) if 0 <= at < seq.position]
+            rows = [
+                (position, row)
+                for row, position in enumerate(record.asked)
+                if 0 <= position < seq.position
+            ]
             if not rows:
                 msg = (
                     f"sequence {seq.id} has computed no token whose queries "
                     f"{self._policy.name!r} could read: compact it after a step"
                 )
                 raise InputError(msg)
-            asked, order = (torch.tensor(each) for each in zip(*sorted(rows), strict=True))
+            asking, order = (torch.tensor(column) for column in zip(*sorted(rows), strict=True))
             queries = record.queries[layer][backend.tensor(order)].transpose(0, 1)
-            found["queries"] = queries
+            contents["queries"] = queries
             if weighs:
-                reach = backend.tensor(self._reach(layer, seen[:, None], asked[:, None]))
-                found["weights"] = _weights(queries, found["keys"], reach, scale)
+                reach = backend.tensor(self._reach(layer, seen[:, None], asking[:, None]))
+                contents["weights"] = _weights(queries, contents["keys"], reach, scale)
         if not reads.keys and not self._merges:
-            found.pop("keys", None)
+            contents.pop("keys", None)
         return HeldTokens(
             seq=seq,
             layers=range(layer, layer + 1),
             positions=backend.tensor(positions)[None],
-            query_positions=backend.tensor(asked) if reads.queries else None,
+            query_positions=backend.tensor(asking) if reads.queries else None,
             scales=(scale,),
             windows=(self._windows[layer],),
             rotary=self._rotary[layer : layer + 1],
-            **{name: each[None] for name, each in found.items()},
+            **{name: tensor[None] for name, tensor in contents.items()},
         )
 
-    def _reach(self, layer: int, seen: torch.Tensor, asked: Any) -> torch.Tensor:
+    def _reach(self, layer: int, seen: torch.Tensor, query_positions: Any) -> torch.Tensor:
         """Return which tokens at `seen` a query at the positions `asked` attends to, bool."""
         window = self._windows[layer]
-        reach: torch.Tensor = seen <= asked
+        reach: torch.Tensor = seen <= query_positions
         if window is not None:
             sinks = self._options.get(layer, {}).get("sinks", 0)
-            reach &= (seen > asked - window) | (seen < sinks)
+            reach &= (seen > query_positions - window) | (seen < sinks)
         return reach
 
     def _ranked(
@@ -477,14 +481,14 @@ class Compactor:
             PolicyError: there is not one number for each token.
         """
         try:
-            found = policy.score(tokens)
+            answer = policy.score(tokens)
         except FAILURES as error:
             raise policy_error(policy, "score", error) from error
         shape = [1, *positions.shape]
-        if not isinstance(found, torch.Tensor) or list(found.shape) != shape:
-            got = list(found.shape) if hasattr(found, "shape") else type(found).__name__
+        if not isinstance(answer, torch.Tensor) or list(answer.shape) != shape:
+            got = list(answer.shape) if hasattr(answer, "shape") else type(answer).__name__
             raise wrong_answer(policy, "score()", f"{got} where the held tokens are {shape}")
-        scores = found[0].detach().cpu()
+        scores = answer[0].detach().cpu()
         if not scores.is_floating_point():
             scores = scores.double()
         low, high = scores.aminmax()
@@ -535,20 +539,20 @@ class Compactor:
 
         `sources` are their places in `table`, `shift` by how far, `[kv_heads, kept]`.
         """
-        heads, places = shift.nonzero().unbind(1)
-        from_ = sources[heads, places]
+        heads, targets = shift.nonzero().unbind(1)
+        from_ = sources[heads, targets]
         stored = self._backend.layer_blocks(layer)[0]
         rows: torch.Tensor = stored[self._slots(table, heads, from_)]
         before = None if record.originals is None else record.originals[layer]
         if before is not None:
             numbers, kept = before
             known = from_ < numbers.shape[1]
-            number = torch.full_like(from_, -1)
-            number[known] = numbers[heads[known], from_[known]]
-            again = number >= 0
-            rows[self._backend.tensor(again)] = kept[self._backend.tensor(number[again])]
+            row_numbers = torch.full_like(from_, -1)
+            row_numbers[known] = numbers[heads[known], from_[known]]
+            again = row_numbers >= 0
+            rows[self._backend.tensor(again)] = kept[self._backend.tensor(row_numbers[again])]
         numbers = torch.full_like(shift, -1)
-        numbers[heads, places] = torch.arange(len(heads))
+        numbers[heads, targets] = torch.arange(len(heads))
         return numbers, rows
 
     def _write_turned(
@@ -563,19 +567,19 @@ class Compactor:
 
         rotary = self._rotary[layer]
         assert rotary is not None
-        heads, places = shift.nonzero().unbind(1)
-        by = self._backend.tensor(shift[heads, places])
-        turned = rotary.rotate(widened(keys), *rotary.angles(by))
-        index = self._slots(into, heads, places)
+        heads, targets = shift.nonzero().unbind(1)
+        shift_by = self._backend.tensor(shift[heads, targets])
+        turned = rotary.rotate(widened(keys), *rotary.angles(shift_by))
+        index = self._slots(into, heads, targets)
         self._backend.layer_blocks(layer)[0][index] = turned.to(keys.dtype)
 
     def _slots(
-        self, table: Ids, heads: torch.Tensor, places: torch.Tensor
+        self, table: Ids, heads: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the index of `places` of `table` in `Backend.layer_blocks`."""
         size, tensor = self._backend.layout.block_size, self._backend.tensor
-        blocks = torch.tensor(table)[places // size]
-        return tensor(blocks), tensor(heads), tensor(places % size)
+        blocks = torch.tensor(table)[tokens // size]
+        return tensor(blocks), tensor(heads), tensor(tokens % size)
 
 
 def _weights(
@@ -590,9 +594,9 @@ def _weights(
     from kvcore_plugins.codec.dtypes import widened  # noqa: PLC0415 - torch
 
     (heads, count, width), (kv_heads, tokens, _) = queries.shape, keys.shape
-    asked = widened(queries).reshape(kv_heads, -1, width)
-    asked = asked * (width**-0.5 if scale is None else scale)
-    scores = torch.bmm(asked, widened(keys).transpose(1, 2)).view(kv_heads, -1, count, tokens)
+    scaled = widened(queries).reshape(kv_heads, -1, width)
+    scaled = scaled * (width**-0.5 if scale is None else scale)
+    scores = torch.bmm(scaled, widened(keys).transpose(1, 2)).view(kv_heads, -1, count, tokens)
     scores.masked_fill_(~reach[:, None], -torch.inf)
     return scores.softmax(-1).nan_to_num_(0).view(heads, count, tokens)
 
@@ -638,8 +642,8 @@ def _places_before(into: Ids, table: Ids, size: int, kept: int, held: int) -> to
 
     -1 for a place in a new block, or behind the last token.
     """
-    number = {block: place for place, block in enumerate(table)}
-    blocks = torch.tensor([number.get(block, -1) for block in into])
+    index_of = {block: index for index, block in enumerate(table)}
+    blocks = torch.tensor([index_of.get(block, -1) for block in into])
     places = blocks.repeat_interleave(size) * size + torch.arange(size).repeat(len(blocks))
     places[places >= held] = -1
     return places[:kept].clamp(min=-1)
@@ -651,11 +655,11 @@ def _assign(keep: torch.Tensor, back: torch.Tensor) -> tuple[torch.Tensor, torch
     Both `[kv_heads, kept]`. `keep` is True for each place before with a token that stays, and
     `back` has the place before of each place after (`_places_before`).
     """
-    there = back >= 0
+    moved = back >= 0
     stays = torch.zeros(len(keep), len(back), dtype=torch.bool)
-    stays[:, there] = keep[:, back[there]]
+    stays[:, moved] = keep[:, back[moved]]
     moving = keep.clone()
-    moving[:, back[there]] = False
+    moving[:, back[moved]] = False
     # In each head as many tokens move as places are free for them, both in order.
     sources = back.expand(stays.shape).clone()
     sources[~stays] = moving.nonzero()[:, 1]

@@ -140,7 +140,7 @@ class EngineParts(RunParts):
         """Return the prompts, or the first requests of the workload, with lengths divided."""
         size = BLOCK_SIZE if self.config.block_size is None else self.config.block_size
         self.texts: list[TextRequest] = [
-            self._text(number, text, size) for number, text in enumerate(self._prompts)
+            self._text(index, text, size) for index, text in enumerate(self._prompts)
         ]
         if self.texts:
             return PromptWorkload(self.texts, size)
@@ -152,7 +152,7 @@ class EngineParts(RunParts):
         window = cast("Window", self.config.window)
         return WorkloadSample(source, LIMIT if limit is None else limit or None, shrink, window)
 
-    def _text(self, number: int, text: str, block_size: int) -> TextRequest:
+    def _text(self, index: int, text: str, block_size: int) -> TextRequest:
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -163,7 +163,7 @@ class EngineParts(RunParts):
             msg = f"prompt {text!r} has no tokens: give a text"
             raise InputError(msg)
         return text_request(
-            number, tokens, output=self._max_output, block_size=block_size, publish=True
+            index, tokens, output=self._max_output, block_size=block_size, publish=True
         )
 
     def _blocks(self) -> int:

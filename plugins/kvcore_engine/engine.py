@@ -166,7 +166,7 @@ def run(
             executor = tensor_executor(*parts, **options)
         else:
             executor = SpeculativeTensorExecutor(*parts, drafter=built_drafter, **options)
-        whole = False
+        complete = False
         try:
             loop, memory, took = serve(
                 workload,
@@ -179,9 +179,9 @@ def run(
                 fragmentation=fragmentation,
                 residency=residency,
             )
-            whole = True
+            complete = True
         finally:
-            executor.close(whole=whole)
+            executor.close(whole=complete)
     return RunResult(
         log=loop.log,
         cache=cache,

@@ -133,7 +133,7 @@ class TensorExecutor:
         _check_memory(generator, backend, layout)
         generator.load(backend, dtype)
         backend.allocate(layout)
-        self._compactor = Compactor.of(cache, backend, generator)
+        self._compactor = Compactor.for_run(cache, backend, generator)
         self.graphs = StepGraphs.of(generator, backend)
         self.reads = self._compactor.reads
         self._mover: TensorMover | None = None
@@ -216,23 +216,25 @@ class TensorExecutor:
 
     def _batch(self, sequences: Sequence[ScheduledSequence]) -> RaggedBatch:
         """Return the batch of the new tokens of sequences."""
-        contexts = [each.context for each in sequences]
-        samplings = [each.stream.sampling for each in sequences]
+        contexts = [sequence.context for sequence in sequences]
+        samplings = [sequence.stream.sampling for sequence in sequences]
         return RaggedBatch(
-            block_tables=[each.block_table for each in sequences],
+            block_tables=[sequence.block_table for sequence in sequences],
             contexts=contexts,
-            lengths=[len(each.token_ids) for each in sequences],
-            token_ids=[token for each in sequences for token in each.token_ids],
+            lengths=[len(sequence.token_ids) for sequence in sequences],
+            token_ids=[token for sequence in sequences for token in sequence.token_ids],
             positions=[
                 position
-                for each in sequences
-                for position in range(each.position, each.position + len(each.token_ids))
+                for sequence in sequences
+                for position in range(
+                    sequence.position, sequence.position + len(sequence.token_ids)
+                )
             ],
-            output_indices=[each.output_index for each in sequences],
-            seeds=[each.stream.seed for each in sequences],
+            output_indices=[sequence.output_index for sequence in sequences],
+            seeds=[sequence.stream.seed for sequence in sequences],
             samplings=samplings if any(samplings) else (),
             held_positions=self._compactor.held_positions(
-                [each.seq for each in sequences], contexts
+                [sequence.seq for sequence in sequences], contexts
             ),
             fuses_rotation=self._backend.fuses_rotation,
         )
@@ -251,7 +253,7 @@ class TensorExecutor:
         generator, batch = self._generator, self._batch(sequences)
         run: Callable[[], list[Any]]
         if self.graphs is not None and forward is None:
-            observed = self._compactor.attend([each.seq for each in sequences], batch)
+            observed = self._compactor.attend([sequence.seq for sequence in sequences], batch)
             run = partial(
                 self.graphs.forward, batch, observed, partial(self._through, observed)
             )
@@ -263,7 +265,7 @@ class TensorExecutor:
             raise
         except FAILURES as error:
             raise policy_error(generator, "forward", error) from error
-        wanted = [each.output_index is not None for each in sequences]
+        wanted = [sequence.output_index is not None for sequence in sequences]
         if [outcome is not None for outcome in outcomes] != wanted:
             msg = (
                 f"generator plugin {generator.name!r}: forward() returned {outcomes!r} for "
@@ -275,7 +277,7 @@ class TensorExecutor:
 
     def _attend(self, sequences: Sequence[ScheduledSequence], batch: RaggedBatch) -> Attend:
         """Return the function that stores and attends in each layer of a step."""
-        attend = self._compactor.attend([each.seq for each in sequences], batch)
+        attend = self._compactor.attend([sequence.seq for sequence in sequences], batch)
         return self._through(attend, call(self._backend, self._backend.plan, batch))
 
     def _through(self, attend: Callable[..., Any], plan: Any) -> Attend:
@@ -297,10 +299,10 @@ class TensorExecutor:
         """
         ended: list[tuple[Job, int]] = []
         named: list[tuple[Job, Sequence[Key]]] = []
-        for each, token in zip(sequences, tokens, strict=True):
+        for sequence, token in zip(sequences, tokens, strict=True):
             if token is None:
                 continue
-            job, stream = each.job, each.stream
+            job, stream = sequence.job, sequence.stream
             # An output key of the request may stand for another token than the sampled one.
             appended = stream.append(token)
             output = job.output_tokens
@@ -320,10 +322,10 @@ class TensorExecutor:
         Decoding sequences are the last of the step.
         """
         decoding = sequences[len(sequences) - work.decode :]
-        context = sum(each.context for each in decoding) + work.decode
+        context = sum(sequence.context for sequence in decoding) + work.decode
         pairs = sum(
-            attended_pairs(each.context, len(each.token_ids))
-            for each in sequences[: len(sequences) - work.decode]
+            attended_pairs(sequence.context, len(sequence.token_ids))
+            for sequence in sequences[: len(sequences) - work.decode]
         )
         line = len(self.measured) + 2
         counts = work.prefill, work.decode, context

@@ -62,7 +62,7 @@ class GroupedLayers:
     states: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, spec: ModelSpec, groups: Sequence[LayerGroup]) -> GroupedLayers:
+    def from_groups(cls, spec: ModelSpec, groups: Sequence[LayerGroup]) -> GroupedLayers:
         """Return the places of the layers of a model.
 
         Raises:
@@ -76,23 +76,23 @@ class GroupedLayers:
         for index, group in enumerate(groups):
             members.setdefault((group.kind, group.window), []).append(index)
         dealt = dict.fromkeys(members, 0)
-        counts, places = [0] * len(groups), []
+        counts, positions = [0] * len(groups), []
         for kind in kinds:
             own = members.get(kind, [])
             if not own:
                 break
             index = own[dealt[kind] % len(own)]
             dealt[kind] += 1
-            places.append((index, counts[index]))
+            positions.append((index, counts[index]))
             counts[index] += 1
-        if len(places) < len(kinds) or counts != [group.layers for group in groups]:
+        if len(positions) < len(kinds) or counts != [group.layers for group in groups]:
             layers = "; ".join(map(str, spec.layer_caches))
             msg = (
                 f"cache groups {', '.join(map(str, groups))} are not those of model "
                 f"{spec.name!r}, which has {layers}"
             )
             raise InputError(msg)
-        return cls(tuple(places[: len(windows)]), tuple(places[len(windows) :]))
+        return cls(tuple(positions[: len(windows)]), tuple(positions[len(windows) :]))
 
 
 def attention_windows(spec: ModelSpec) -> Sequence[int | None]:
@@ -133,7 +133,7 @@ def group_layout(
         InputError: the groups are not those of the model, have blocks of several sizes, or a
             block cannot hold a state.
     """
-    GroupedLayers.of(spec, groups)
+    GroupedLayers.from_groups(spec, groups)
     sizes = sorted({group.block_size for group in groups})
     if len(sizes) > 1:
         msg = (
@@ -294,7 +294,7 @@ class GroupedTensorExecutor(TensorExecutor):
     def _layout(self, spec: ModelSpec, dtype: str, codec: Codec | None) -> TensorLayout:
         """Return the layout of the pool, and find the layers in the groups."""
         groups, blocks = self._cache.groups, self._cache.pool.blocks
-        self._layers = GroupedLayers.of(spec, groups)
+        self._layers = GroupedLayers.from_groups(spec, groups)
         return group_layout(spec, groups, blocks, dtype, codec)
 
     def _blocks(self, seq: HeldSequence, tokens: int) -> Ids:
@@ -311,8 +311,8 @@ class GroupedTensorExecutor(TensorExecutor):
 
     def _attend(self, sequences: Sequence[ScheduledSequence], batch: RaggedBatch) -> Attend:
         """Return the function that stores and attends in the groups of each layer."""
-        self.reads.add((each.seq for each in sequences), batch)
-        tables = [cast("GroupSequence", each.seq).tables for each in sequences]
+        self.reads.add((sequence.seq for sequence in sequences), batch)
+        tables = [cast("GroupSequence", sequence.seq).tables for sequence in sequences]
         return grouped_attend(self._backend, self._layers, tables, batch)
 
 

@@ -165,10 +165,10 @@ class _Channel:
         """Yield each run of slots in a row: the place of its first slot, and its memory."""
         assert self.memory is not None
         first = 0
-        for at in range(1, len(slots) + 1):
-            if at == len(slots) or slots[at] != slots[at - 1] + 1:
-                yield first, self.memory[slots[first] : slots[first] + at - first]
-                first = at
+        for index in range(1, len(slots) + 1):
+            if index == len(slots) or slots[index] != slots[index - 1] + 1:
+                yield first, self.memory[slots[first] : slots[first] + index - first]
+                first = index
 
     def has_long_runs(self, slots: Ids) -> bool:
         """Return True if copying each run of slots by itself is fastest."""
@@ -233,15 +233,15 @@ class _Channel:
             return task.known
         else:
             # A slot whose write has failed may hold anything.
-            wrong = (at for at, block in enumerate(blocks) if block.slot in self._bad)
+            wrong = (index for index, block in enumerate(blocks) if block.slot in self._bad)
             known = next(wrong, len(blocks))
             if not known:
                 return 0
-            asked = blocks[:known]
+            wanted = blocks[:known]
             if task.what == "present":
-                right = store.present(asked)
+                right = store.present(wanted)
             else:
-                right = store.read(asked, task.buffer[:known])
+                right = store.read(wanted, task.buffer[:known])
             if type(right) is not int or not 0 <= right <= known:
                 msg = f"returned {right!r} for {known} blocks"
                 raise ValueError(msg)
@@ -299,13 +299,13 @@ class TensorMover:
         direct = find_override(backend, "host_buffer") is None
         try:
             for level in tiers.levels:
-                store, found = _opened(level, identity)
+                store, blocks = _opened(level, identity)
                 channel = self._channels[level] = _Channel(level, store, self._changed)
                 direct = direct and store.memory is not None
                 if direct:
                     channel.memory = store.memory
                 else:
-                    channel.table.update(_recover(level, store, found))
+                    channel.table.update(_recover(level, store, blocks))
         except BaseException:
             self.close(whole=False)
             raise
@@ -360,23 +360,23 @@ class TensorMover:
     def _put(self, channel: _Channel, slots: Ids, above: _Channel | None, ids: Ids) -> None:
         """Copy blocks of the pool (None), or slots of `above`, into slots in memory."""
         if above is not None or channel.has_long_runs(slots):
-            for at, run in channel.runs(slots):
-                self._copy(above, ids[at : at + len(run)], run)
+            for index, run in channel.runs(slots):
+                self._copy(above, ids[index : index + len(run)], run)
             return
         size, buffer = channel.level.slot_bytes, self._buffer()
         for first in range(0, len(slots), self._chunk):
             part = slots[first : first + self._chunk]
             self._copy(None, ids[first : first + len(part)], buffer[: len(part)])
             rows = buffer.cast("B")
-            for at, run in channel.runs(part):
-                run.cast("B")[:] = rows[at * size : (at + len(run)) * size]
+            for index, run in channel.runs(part):
+                run.cast("B")[:] = rows[index * size : (index + len(run)) * size]
         self._free.append(buffer)
 
     def _take(self, channel: _Channel, slots: Ids, ids: Ids) -> None:
         """Copy slots in memory into the blocks `ids` of the pool."""
         if channel.has_long_runs(slots):
-            for at, run in channel.runs(slots):
-                self._backend.write_blocks(ids[at : at + len(run)], run)
+            for index, run in channel.runs(slots):
+                self._backend.write_blocks(ids[index : index + len(run)], run)
             return
         buffer = self._buffer()
         for first in range(0, len(slots), self._chunk):
@@ -390,10 +390,10 @@ class TensorMover:
         if above is None:
             self._backend.read_blocks(ids, into)
             return
-        rows, at = into.cast("B"), 0
+        rows, offset = into.cast("B"), 0
         for _, run in above.runs(ids):
-            rows[at : at + run.nbytes] = run.cast("B")
-            at += run.nbytes
+            rows[offset : offset + run.nbytes] = run.cast("B")
+            offset += run.nbytes
 
     def park(self, level: Level, ids: Ids, holder: Holder) -> None:
         """Copy the private blocks of a preempted sequence, and queue their write.
@@ -413,14 +413,14 @@ class TensorMover:
         else:
             first = holder.blocks - len(ids)
             blocks = [
-                StoredBlock(slot, first + at, None, token_bytes(16), token_bytes(16))
-                for at, slot in enumerate(slots[:full])
+                StoredBlock(slot, first + index, None, token_bytes(16), token_bytes(16))
+                for index, slot in enumerate(slots[:full])
             ]
             channel.table.update((block.slot, block) for block in blocks)
-            for at in range(0, full, self._chunk):
-                part = blocks[at : at + self._chunk]
+            for index in range(0, full, self._chunk):
+                part = blocks[index : index + self._chunk]
                 buffer = self._room(channel, len(part))
-                self._copy(None, ids[at : at + len(part)], buffer[: len(part)])
+                self._copy(None, ids[index : index + len(part)], buffer[: len(part)])
                 self._write(channel, _Task("write", part, buffer))
         self.spent_ns += perf_counter_ns() - began
 
@@ -530,9 +530,9 @@ class TensorMover:
 
     def _room(self, channel: _Channel, blocks: int) -> memoryview:
         """Return a buffer once a tier has written enough of its queue."""
-        most = max(QUEUED_BYTES // channel.level.slot_bytes - blocks, 0)
-        if channel.queued_blocks > most:
-            self._wait(lambda: channel.is_idle or channel.queued_blocks <= most)
+        limit = max(QUEUED_BYTES // channel.level.slot_bytes - blocks, 0)
+        if channel.queued_blocks > limit:
+            self._wait(lambda: channel.is_idle or channel.queued_blocks <= limit)
         while self._writes and self._writes[0].done:
             task = self._writes.popleft()
             self._recycle(task)
@@ -606,7 +606,7 @@ def _opened(level: Level, identity: bytes) -> tuple[TierStore, list[StoredBlock]
         StorageError: there is too little room for it.
     """
     tier, pool = level.tier, level.pool
-    found: list[StoredBlock] = []
+    blocks: list[StoredBlock] = []
     opened: list[TierStore] = []
     failed: list[BaseException] = []
 
@@ -615,15 +615,15 @@ def _opened(level: Level, identity: bytes) -> tuple[TierStore, list[StoredBlock]
             opened.append(tier.open(pool.blocks, level.slot_bytes, identity))
             for block in opened[0].recover():
                 if block.slot < pool.blocks and block.key is not None:
-                    found.append(block)  # noqa: PERF401 - it is looked at meanwhile
+                    blocks.append(block)  # noqa: PERF401 - it is looked at meanwhile
         except BaseException as error:  # noqa: BLE001 - it is raised again, or reported
             failed.append(error)
 
     thread = Thread(target=work, name=f"kvcore-open-{level.name}", daemon=True)
     thread.start()
     seen = -1
-    while thread.is_alive() and seen < len(found):
-        seen = len(found)
+    while thread.is_alive() and seen < len(blocks):
+        seen = len(blocks)
         thread.join(tier.call_timeout)
     if thread.is_alive():
         msg = (
@@ -637,12 +637,12 @@ def _opened(level: Level, identity: bytes) -> tuple[TierStore, list[StoredBlock]
         level.stats.errors += 1
         text = "kvcore: tier %s: what it holds cannot be found: %s"
         getLogger("kvcore").warning(text, level.name, failed[0])
-        found.clear()
-    return opened[0], found
+        blocks.clear()
+    return opened[0], blocks
 
 
 def _recover(
-    level: Level, store: TierStore, found: list[StoredBlock]
+    level: Level, store: TierStore, blocks: list[StoredBlock]
 ) -> dict[int, StoredBlock]:
     """Insert the blocks `found` in `store` into the directory of `level`.
 
@@ -651,13 +651,13 @@ def _recover(
     """
     pool, ratio = level.pool, level.tree.geometry.ratio
     right: dict[bytes, StoredBlock] = {}
-    for block in sorted(found, key=lambda block: block.position):
+    for block in sorted(blocks, key=lambda block: block.position):
         above = right.get(block.parent)
         follows = above.position + 1 if above else 0 if block.parent == b"" else -1
         named = chained(block.parent, block.position, block.key) == block.chain
         if named and follows == block.position:
             right.setdefault(block.chain, block)
-    wrong = [block.slot for block in found if right.get(block.chain) is not block]
+    wrong = [block.slot for block in blocks if right.get(block.chain) is not block]
     if wrong:
         with suppress(*FAILURES):  # they are not in the directory, so nothing reads them
             store.drop(wrong)
@@ -669,7 +669,7 @@ def _recover(
         pool.free(free, len(free))
         parents = {block.parent for block in right.values()}
         watcher, level.tree.watcher = level.tree.watcher, None
-        for last in found:
+        for last in blocks:
             if last.chain in parents or right.get(last.chain) is not last:
                 continue
             path = [last]

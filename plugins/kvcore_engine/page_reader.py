@@ -163,8 +163,8 @@ class PageReader:
         blocks = newest.expand(layout.kv_heads, -1)
         if wanted:
             summaries = self._summaries(layer, rows, pages)
-            asked = queries[row].unflatten(0, (layout.kv_heads, -1))
-            chosen = self._scored(summaries, asked).topk(wanted, 1).indices.sort(1).values
+            query = queries[row].unflatten(0, (layout.kv_heads, -1))
+            chosen = self._scored(summaries, query).topk(wanted, 1).indices.sort(1).values
             inside = torch.arange(by_page, device=chosen.device)
             columns = (chosen[:, :, None] * by_page + inside).flatten(1)
             blocks = torch.cat((rows.table[columns], blocks), 1)

@@ -85,7 +85,7 @@ class SpeculativeTensorExecutor(TensorExecutor):
         drafts = self._drafts(newest, limits)
         counts = [len(draft.tokens) for draft in drafts]
         if prefilled:
-            ids = [each.job.request.id for each in prefilled]
+            ids = [sequence.job.request.id for sequence in prefilled]
             call(self.drafter, self.drafter.on_prefill, ids, self._batch(prefilled))
         behind = [
             self._behind(first, draft) for first, draft in zip(newest, drafts, strict=True)
@@ -101,7 +101,7 @@ class SpeculativeTensorExecutor(TensorExecutor):
             for row, outcome in zip(prefilled, outcomes, strict=False)
         ]
         ended, named = self._append(prefilled, tokens)
-        of_drafts = [[next(outcomes) for _ in each] for each in behind]
+        of_drafts = [[next(outcomes) for _ in sequences_behind] for sequences_behind in behind]
         verified = [
             (len(later), self._verify(job, draft, [outcome, *later], ended, named))
             for job, draft, outcome, later in zip(
@@ -109,8 +109,8 @@ class SpeculativeTensorExecutor(TensorExecutor):
             )
         ]
         self.drafted += [
-            (job.request.id, job.generated, *each)
-            for job, each, limit in zip(decoding, verified, limits, strict=True)
+            (job.request.id, job.generated, *outcome)
+            for job, outcome, limit in zip(decoding, verified, limits, strict=True)
             if limit
         ]
         lasts = [
@@ -119,8 +119,8 @@ class SpeculativeTensorExecutor(TensorExecutor):
         ]
         self._pass_states(sequences, [*prefilled, *lasts])
         if self._wall:
-            whole = with_drafts(work, decoding, counts, self.latency.windows)
-            took_ps = self._spent_ps(began_ns, sequences, whole)
+            complete = with_drafts(work, decoding, counts, self.latency.windows)
+            took_ps = self._spent_ps(began_ns, sequences, complete)
         else:
             took_ps = step_ps(self.latency, self.drafter, work, decoding, counts)
         return StepResult(took_ps, ended, named, verified)
@@ -130,13 +130,13 @@ class SpeculativeTensorExecutor(TensorExecutor):
         return [
             attrs.evolve(
                 first,
-                block_table=self._blocks(first.seq, first.context + place + 1),
-                context=first.context + place,
-                position=first.position + place,
+                block_table=self._blocks(first.seq, first.context + index + 1),
+                context=first.context + index,
+                position=first.position + index,
                 token_ids=[token],
-                output_index=first.job.generated + place,
+                output_index=first.job.generated + index,
             )
-            for place, token in enumerate(draft.tokens, 1)
+            for index, token in enumerate(draft.tokens, 1)
         ]
 
     def _drafts(
@@ -147,29 +147,29 @@ class SpeculativeTensorExecutor(TensorExecutor):
         Raises:
             PolicyError: the drafter failed, or drafted too many tokens, or ids that are none.
         """
-        asked = {
-            number: DraftSequence(
-                each.job.request.id,
-                each.stream,
-                each.position,
-                each.job.generated,
+        asking = {
+            index: DraftSequence(
+                sequence.job.request.id,
+                sequence.stream,
+                sequence.position,
+                sequence.job.generated,
                 limit,
-                self._blocks(each.seq, each.context + 1 + limit),
+                self._blocks(sequence.seq, sequence.context + 1 + limit),
             )
-            for number, (each, limit) in enumerate(zip(newest, limits, strict=True))
+            for index, (sequence, limit) in enumerate(zip(newest, limits, strict=True))
             if limit
         }
-        found = [Draft()] * len(newest)
-        if not asked:
-            return found
-        drafts = call(self.drafter, self.drafter.drafts, [*asked.values()])
+        drafts_of = [Draft()] * len(newest)
+        if not asking:
+            return drafts_of
+        drafts = call(self.drafter, self.drafter.drafts, [*asking.values()])
         known = range(self._generator.vocabulary)
-        for (number, each), draft in zip(asked.items(), drafts, strict=True):
-            if len(draft.tokens) > each.most or any(t not in known for t in draft.tokens):
-                asked_for = f"drafts() of up to {each.most} tokens of {len(known)}"
+        for (index, sequence), draft in zip(asking.items(), drafts, strict=True):
+            if len(draft.tokens) > sequence.most or any(t not in known for t in draft.tokens):
+                asked_for = f"drafts() of up to {sequence.most} tokens of {len(known)}"
                 raise wrong_answer(self.drafter, asked_for, f"{draft.tokens!r}")
-            found[number] = draft
-        return found
+            drafts_of[index] = draft
+        return drafts_of
 
     def _verify(
         self,
@@ -218,11 +218,11 @@ class SpeculativeTensorExecutor(TensorExecutor):
 
         These are the states of `lasts`, some of the `sequences` of the step.
         """
-        sampled = [each for each in sequences if each.output_index is not None]
-        row_of = {id(each): row for row, each in enumerate(sampled)}
-        drawn_from = [each for each in lasts if id(each) in row_of]
-        ids = [each.job.request.id for each in drawn_from]
-        rows = [row_of[id(each)] for each in drawn_from]
+        sampled = [sequence for sequence in sequences if sequence.output_index is not None]
+        row_of = {id(sequence): row for row, sequence in enumerate(sampled)}
+        drawn_from = [sequence for sequence in lasts if id(sequence) in row_of]
+        ids = [sequence.job.request.id for sequence in drawn_from]
+        rows = [row_of[id(sequence)] for sequence in drawn_from]
         call(self.drafter, self.drafter.on_drawn, ids, rows)
 
 

@@ -95,8 +95,8 @@ class TokenStream:
         self._vocabulary = vocabulary
         self._chain: Sequence[Key] = request.keys
         if request.output_keys:
-            whole = request.prompt_tokens // request.key_tokens
-            self._chain = [*request.keys[:whole], *request.output_keys]
+            full_blocks = request.prompt_tokens // request.key_tokens
+            self._chain = [*request.keys[:full_blocks], *request.output_keys]
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Return the token ids at the positions `[start, stop)`. O(stop - start) in C."""
@@ -134,12 +134,12 @@ class TokenStream:
         size = request.key_tokens
         # The K/V of the last token is never computed.
         known = request.prompt_tokens + min(len(self.output), output - 1)
-        whole = request.prompt_tokens // size
-        first = whole + self._published_keys
+        full_blocks = request.prompt_tokens // size
+        first = full_blocks + self._published_keys
         if known // size <= first:
             return []
-        if whole and self._last_key is None:
-            prompt = request.tokens[: whole * size]
+        if full_blocks and self._last_key is None:
+            prompt = request.tokens[: full_blocks * size]
             self._last_key = block_keys(prompt, size, salt=request.salt)[-1]
         keys = block_keys(
             self.token_ids(first * size, known),

@@ -148,11 +148,11 @@ class BlockTracker:
         if seq is not None and not self._advance(publisher, seq, batch.time):
             self.replayed += 1
             return False
-        number = self.batches if seq is None else seq
+        batch_number = self.batches if seq is None else seq
         self.batches += 1
-        for place, event in enumerate(batch.events):
+        for index, event in enumerate(batch.events):
             self.events[type(event).__name__] += 1
-            where = f"batch {number}, event {place}"
+            where = f"batch {batch_number}, event {index}"
             self._apply_event(event, (publisher, batch.dp_rank), where)
         return True
 

@@ -74,9 +74,9 @@ def unpack(payload: bytes) -> tuple[Any, str]:
         msg = f"{len(payload):,} bytes; more than {PAYLOAD_BYTES:,} are not read"
         raise DecodeError(msg)
     packed = bool(payload) and payload[0] in _CONTAINERS
-    most = PAYLOAD_OBJECTS
-    if len(payload) > most and _most_objects(payload, packed=packed) > most:
-        msg = f"too many values; more than {most:,} texts, lists and maps are not read"
+    limit = PAYLOAD_OBJECTS
+    if len(payload) > limit and _most_objects(payload, packed=packed) > limit:
+        msg = f"too many values; more than {limit:,} texts, lists and maps are not read"
         raise DecodeError(msg)
     if packed:
         try:
@@ -159,13 +159,13 @@ def _fault(value: Any, depth: int = 0) -> tuple[str, str] | None:
             if type(name) is not str:
                 shown = brief(name) if type(name) in _SCALARS else type(name).__name__
                 return "", f"must have texts as names, not {shown}"
-            if type(item) not in _SCALARS and (found := _fault(item, depth + 1)):
-                return f".{name}{found[0]}", found[1]
+            if type(item) not in _SCALARS and (fault := _fault(item, depth + 1)):
+                return f".{name}{fault[0]}", fault[1]
     elif type(value) is not list:
         # Not its text, which may have a memory address.
         return "", f"must be plain data, not {type(value).__name__}"
     elif not set(map(type, value)) <= _SCALARS:
-        for place, item in enumerate(value):
-            if type(item) not in _SCALARS and (found := _fault(item, depth + 1)):
-                return f"[{place}]{found[0]}", found[1]
+        for index, item in enumerate(value):
+            if type(item) not in _SCALARS and (fault := _fault(item, depth + 1)):
+                return f"[{index}]{fault[0]}", fault[1]
     return None

@@ -333,10 +333,10 @@ def check_tokens(tokens: Sequence[Token], field: str) -> None:
     # Nearly all lists are integers only, which are checked in C.
     if set(map(type, tokens)) == {int} and min(cast("Sequence[int]", tokens)) >= 0:
         return
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         low = min(token) if isinstance(token, tuple) else token
         if isinstance(low, int) and low < 0:
-            msg = f"{field}[{place}]: expected token ids from 0 on, got {token}"
+            msg = f"{field}[{index}]: expected token ids from 0 on, got {token}"
             raise DecodeError(msg)
 
 

@@ -134,12 +134,12 @@ class Publisher(Endpoint):
 
     def _bound(self, kind: int, address: str, queue: int) -> tuple[Any, str]:
         """Return a bound socket and its address."""
-        at = rank_address(address, 0)
+        first_address = rank_address(address, 0)
         socket = self._context.socket(kind)
         self._sockets.append(socket)
-        socket.sndhwm, socket.ipv6 = queue, "[" in at
-        with using(at, "publish at"):
-            socket.bind(at)
+        socket.sndhwm, socket.ipv6 = queue, "[" in first_address
+        with using(first_address, "publish at"):
+            socket.bind(first_address)
         self._poller.register(socket, self._zmq.POLLIN)
         return socket, socket.last_endpoint.decode().rstrip("\0")
 

@@ -277,8 +277,8 @@ class RecordingWriter(SealedWriter):
         if self._closed:
             msg = f"{kind} after the end: the recording {self.name} is closed"
             raise InputError(msg)
-        given = {name: value for name, value in fields.items() if value is not None}
-        line = orjson.dumps({"n": sum(self.lines.values()), "kind": kind, **given})
+        present = {name: value for name, value in fields.items() if value is not None}
+        line = orjson.dumps({"n": sum(self.lines.values()), "kind": kind, **present})
         if fault := line_fault(line):
             msg = f"{kind} cannot be read again: {fault}"
             raise InputError(msg)
@@ -303,8 +303,8 @@ def _next_piece(file: Path) -> Path:
     """Return the path of the piece after the last one that is a file or a `.part`."""
     stem, suffixes = map(re.escape, _split_name(file))
     names = re.compile(rf"{stem}-(\d{{6,}}){suffixes}(?:\.part.*)?")
-    found = (names.fullmatch(other.name) for other in file.parent.glob("*"))
-    return piece_path(file, 1 + max((int(match[1]) for match in found if match), default=0))
+    matches = (names.fullmatch(other.name) for other in file.parent.glob("*"))
+    return piece_path(file, 1 + max((int(match[1]) for match in matches if match), default=0))
 
 
 def _count_batches(part: Path) -> int:
@@ -418,9 +418,9 @@ class RecordingReader(SealedReader["RecordedItem | None"]):
         kind = value.get("kind")
         if type(kind) is not str or kind not in _LINES:
             self.fail(f"unknown kind of line {kind!r}; there are: {', '.join(_LINES)}")
-        number = value.pop("n", None)
-        if number != self.line - 1:
-            self.fail(f"this line has n = {number}; {self.line - 1} stand before it")
+        n = value.pop("n", None)
+        if n != self.line - 1:
+            self.fail(f"this line has n = {n}; {self.line - 1} stand before it")
         try:
             line = parse(value, _LINES[kind], kind)
         except DecodeError as error:

@@ -213,9 +213,9 @@ class _Queue:
         """Return the number of messages."""
         return len(self._messages)
 
-    def __getitem__(self, place: int) -> list[bytes]:
+    def __getitem__(self, index: int) -> list[bytes]:
         """Return the frames of a message; place 0 is the next."""
-        return self._messages[place]
+        return self._messages[index]
 
     def append(self, frames: list[bytes]) -> None:
         """Add a message."""
@@ -350,8 +350,11 @@ class Subscriber(Endpoint):
         socket.rcvhwm, socket.maxmsgsize = _ZMQ_QUEUE, _LARGEST_MESSAGE
         # Only for IPv6 addresses: else `localhost` might be ::1, where no engine listens.
         socket.ipv6 = "[" in address
-        most = max(1, int(self._server.reconnect * 1000))
-        socket.reconnect_ivl, socket.reconnect_ivl_max = min(_FIRST_RETRY_MS, most), most
+        longest_ms = max(1, int(self._server.reconnect * 1000))
+        socket.reconnect_ivl, socket.reconnect_ivl_max = (
+            min(_FIRST_RETRY_MS, longest_ms),
+            longest_ms,
+        )
         # Not ZMQ's own heartbeats: they end a connection that waits for room, upon which libzmq
         # 4.3.5 may abort the process (its issue 3937).
         beat = math.ceil(self._server.heartbeat)

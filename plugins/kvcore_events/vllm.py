@@ -124,8 +124,8 @@ def read_events(value: Any, read_event: Callable[[Any, str], Event]) -> EventBat
         msg = f"batch.events: {len(batch.events):,}; more than {PAYLOAD_EVENTS:,} are not read"
         raise DecodeError(msg)
     events = tuple(
-        read_or_keep(read_event, event, f"events[{number}]")
-        for number, event in enumerate(batch.events)
+        read_or_keep(read_event, event, f"events[{index}]")
+        for index, event in enumerate(batch.events)
     )
     more = other_fields(fields, _Batch)
     return EventBatch(batch.ts, events, batch.data_parallel_rank, more=more)
@@ -177,7 +177,7 @@ def _event_by_name(value: list[Any]) -> dict[str, Any]:
 
 def _by_name(names: tuple[str, ...], items: list[Any], first: int = 0) -> dict[str, Any]:
     """Return items by name; those beyond the names by `#` and their place, from `first` on."""
-    others = (f"#{first + place}" for place in range(len(names), len(items)))
+    others = (f"#{first + index}" for index in range(len(names), len(items)))
     return dict(zip((*names, *others), items, strict=False))
 
 

@@ -206,10 +206,10 @@ class KvEvents(Workload):
             yield item, now
 
     def _check_size(self, event: BlockStored | PagesStored, size: int) -> None:
-        found = getattr(event, "block_size", None)
-        if found not in (None, size):
+        other = getattr(event, "block_size", None)
+        if other not in (None, size):
             msg = (
-                f"{self.path}: blocks of {found} tokens, before of {size}: choose a 'group' of "
+                f"{self.path}: blocks of {other} tokens, before of {size}: choose a 'group' of "
                 "layers that has one size"
             )
             raise InputError(msg)

@@ -135,8 +135,8 @@ class HostedGroups(GroupedCache):
         a copy of them.
         """
         host, victims = self.host, list[Any]()
-        if found := min(count, host.evictable):
-            victims += host.victims(found, now=self.now, requester=seq.request.id) or ()
+        if count_now := min(count, host.evictable):
+            victims += host.victims(count_now, now=self.now, requester=seq.request.id) or ()
         for block in victims:
             self._blocks.remove(block)
         while len(victims) < count:

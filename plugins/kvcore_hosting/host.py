@@ -197,15 +197,15 @@ class PolicyHost:
         order = self._order(request)
         geometry, serial = self._geometry, self._last_id
         self._last_id += len(blocks)
-        place = start
+        index = start
         for block, key in zip(blocks, keys, strict=True):
             serial += 1
             span = _BlockSpan(
-                serial, place, place + 1, above, geometry, path, None, now, serial, order, name,
+                serial, index, index + 1, above, geometry, path, None, now, serial, order, name,
                 tenant,
             )  # fmt: skip
             span.priority, span.priority_until, span.block = priority, priority_until, block
-            place += 1
+            index += 1
             spans[block] = span
             if above.children is None:
                 above.children = {key: span}
@@ -384,17 +384,17 @@ class PolicyHost:
                 return block
         self.eviction.requester = requester
         unusable: list[_BlockSpan] = []
-        found: Block | None = None
-        while found is None and self.evictable:
+        freed: Block | None = None
+        while freed is None and self.evictable:
             span = self._victim(now)
             if usable(span.block):
-                found = self._remove(span, "capacity")
+                freed = self._remove(span, "capacity")
             else:
                 self._pin(span)
                 unusable.append(span)
         for span in unusable:
             self._unpin(span, now)
-        return found
+        return freed
 
     def dropped(self, block: Block, now: int, reason: str = "gone") -> None:
         """Remove a block that the engine has lost. O(blocks cached below it).
@@ -709,12 +709,12 @@ def _path(above: Span, keys: Sequence[Key]) -> list[Key]:
 
 def _unpinned_above(spans: Iterable[Span]) -> int:
     """Return the number of spans that pins of `spans` would pin. O(those)."""
-    found: set[Span] = set()
+    counted: set[Span] = set()
     for span in spans:
-        while not span.ref_count and span not in found:
-            found.add(span)
+        while not span.ref_count and span not in counted:
+            counted.add(span)
             span = span.parent  # type: ignore[assignment]  # noqa: PLW2901
-    return len(found)
+    return len(counted)
 
 
 def _closed(path: list[Span]) -> list[Span]:
@@ -724,10 +724,10 @@ def _closed(path: list[Span]) -> list[Span]:
     """
     if all(below.parent is span for span, below in pairwise(path)):
         return path
-    found: dict[Span, None] = {}
+    spans: dict[Span, None] = {}
     for span in path:
         above: Span | None = span
-        while above is not None and above.parent is not None and above not in found:
-            found[above] = None
+        while above is not None and above.parent is not None and above not in spans:
+            spans[above] = None
             above = above.parent
-    return sorted(found, key=attrgetter("start"))
+    return sorted(spans, key=attrgetter("start"))

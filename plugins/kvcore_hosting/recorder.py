@@ -58,10 +58,10 @@ class _FollowedIndex(PrefixIndex):
         """Return the span of the last cached block, and its end. O(blocks)."""
         end, span = after.end, after
         for key in keys[end : limit if self.limit is None else min(limit, self.limit)]:
-            found = self.spans.get(key)
-            if found is None:
+            span_of_key = self.spans.get(key)
+            if span_of_key is None:
                 break
-            span, end = found, end + 1
+            span, end = span_of_key, end + 1
         return span, end
 
     def insert(self, span: Span, first: int) -> None:
@@ -245,22 +245,22 @@ class EngineRecorder:
             evicted: keys of the blocks that were evicted for it, in order.
             now: time in ns.
         """
-        each = self._of(request_id, running=False)
-        if each is None:
+        recorded = self._of(request_id, running=False)
+        if recorded is None:
             return
         now = self._at(now)
-        self._evict(evicted, each.request.id, now)
-        cache, request, size = self._cache, each.request, self._size
-        target = max(request.prompt_tokens, hit * size + 1) if each.admitted else None
+        self._evict(evicted, recorded.request.id, now)
+        cache, request, size = self._cache, recorded.request, self._size
+        target = max(request.prompt_tokens, hit * size + 1) if recorded.admitted else None
         self._index.limit = hit
         match = cache.match(request, now, target)
         more = hit - match.blocks
         self._make_room(blocks + more, match, request.id, now)
-        each.seq = seq = cache.open(
-            request, (blocks + more) * size, now, resumed=each.admitted, target=target
+        recorded.seq = seq = cache.open(
+            request, (blocks + more) * size, now, resumed=recorded.admitted, target=target
         )
         self._index.limit = None
-        each.admitted = True
+        recorded.admitted = True
         if more:
             for key in seq.keys[seq.span.end : hit]:
                 copies = self._orphans.pop(key, 0)
@@ -275,13 +275,13 @@ class EngineRecorder:
         self, request_id: Id, *, blocks: int, evicted: Iterable[Key] = (), now: int
     ) -> None:
         """Record that `blocks` more were allocated for a running request; see `opened`."""
-        each = self._of(request_id)
-        if each is not None and each.seq is not None:
+        recorded = self._of(request_id)
+        if recorded is not None and recorded.seq is not None:
             now = self._at(now)
-            self._evict(evicted, each.request.id, now)
+            self._evict(evicted, recorded.request.id, now)
             nothing = PrefixMatch(self._cache.tree.root, 0, 0, None)
-            self._make_room(blocks, nothing, each.request.id, now)
-            self._cache.extend(each.seq, blocks * self._size, now)
+            self._make_room(blocks, nothing, recorded.request.id, now)
+            self._cache.extend(recorded.seq, blocks * self._size, now)
 
     @_guarded
     def committed(
@@ -291,16 +291,16 @@ class EngineRecorder:
 
         `keys` are the keys of the blocks that its output has filled since the last call.
         """
-        each = self._of(request_id)
-        if each is None or each.seq is None:
+        recorded = self._of(request_id)
+        if recorded is None or recorded.seq is None:
             return
-        now, seq, named = self._at(now), each.seq, list(keys)
+        now, seq, named = self._at(now), recorded.seq, list(keys)
         if named:
-            request, trace = each.request, self._cache.trace
+            request, trace = recorded.request, self._cache.trace
             assert trace is not None
             trace.keys(now, request=request.id, keys=named)
             output = [*request.output_keys, *named]
-            each.request = attrs.evolve(request, output_keys=output)
+            recorded.request = attrs.evolve(request, output_keys=output)
             seq.keys = [*seq.keys, *named]
             seq.cacheable += len(named)
         new = seq.keys[seq.span.end : blocks]
@@ -318,9 +318,13 @@ class EngineRecorder:
 
         Without this call, the first token of a request is at its end.
         """
-        each = self._of(request_id)
-        if each is not None and each.seq is not None and self._most_output(each) > 0:
-            self._answer(each, each.seq, self._at(now))
+        recorded = self._of(request_id)
+        if (
+            recorded is not None
+            and recorded.seq is not None
+            and self._most_output(recorded) > 0
+        ):
+            self._answer(recorded, recorded.seq, self._at(now))
 
     @_guarded
     def closed(self, request_id: Id, now: int, *, output: int | None = None) -> None:
@@ -328,11 +332,11 @@ class EngineRecorder:
 
         A request may end in any state, as when its client has left.
         """
-        each = self._requests.get(request_id)
-        if each is None:
+        recorded = self._requests.get(request_id)
+        if recorded is None:
             self._disagree("request", f"request {request_id!r} is not known")
             return
-        self._close(request_id, each, self._at(now), output)
+        self._close(request_id, recorded, self._at(now), output)
 
     @_guarded
     def dropped(self, key: Key, now: int, reason: Lost = "gone") -> None:
@@ -431,9 +435,9 @@ class EngineRecorder:
         if more > 0:
             self._cache.commit(seq, more, now)
 
-    def _close(self, name: Id, each: _Recorded, now: int, output: int | None) -> None:
+    def _close(self, name: Id, recorded: _Recorded, now: int, output: int | None) -> None:
         """Close the sequence of a request, if it has one, and record its end."""
-        trace, cache, seq, request = self._trace, self._cache, each.seq, each.request
+        trace, cache, seq, request = self._trace, self._cache, recorded.seq, recorded.request
         assert trace is not None
         if output is None:
             if seq is None:
@@ -441,20 +445,20 @@ class EngineRecorder:
                 return
             trace.preempt(now, request=request.id, seq=seq.id, how="recompute")
             cache.close(seq, now, preempted=True)
-            each.seq = None
+            recorded.seq = None
         else:
             del self._requests[name]
-            if not each.admitted:
+            if not recorded.admitted:
                 trace.reject(now, request=request.id, why="it left before it was admitted")
                 return
             if seq is None:
                 # It ends while it is preempted; only a sequence can end in a trace.
                 self._index.limit = 0
-                each.seq = seq = cache.open(request, 0, now, resumed=True)
+                recorded.seq = seq = cache.open(request, 0, now, resumed=True)
                 self._index.limit = None
-            output = max(min(output, self._most_output(each)), int(each.answered))
+            output = max(min(output, self._most_output(recorded)), int(recorded.answered))
             if output:
-                self._answer(each, seq, now)
+                self._answer(recorded, seq, now)
             trace.finish(now, request=request.id, seq=seq.id, output=output)
             cache.close(seq, now)
         # Deepest first: in the order in which they were inserted.
@@ -466,16 +470,16 @@ class EngineRecorder:
                 del self._late[key]
                 self._lose(span, now)
 
-    def _answer(self, each: _Recorded, seq: Sequence, now: int) -> None:
+    def _answer(self, recorded: _Recorded, seq: Sequence, now: int) -> None:
         """Write FIRST_TOKEN, once a request."""
-        if not each.answered:
-            each.answered = True
+        if not recorded.answered:
+            recorded.answered = True
             assert self._trace is not None
-            self._trace.first_token(now, request=each.request.id, seq=seq.id)
+            self._trace.first_token(now, request=recorded.request.id, seq=seq.id)
 
-    def _most_output(self, each: _Recorded) -> int:
+    def _most_output(self, recorded: _Recorded) -> int:
         """Return the most tokens that a request can have generated in the blocks it has."""
-        request, seq = each.request, each.seq
+        request, seq = recorded.request, recorded.seq
         assert seq is not None
         if not request.output_tokens:
             return 0
@@ -485,12 +489,12 @@ class EngineRecorder:
 
     def _of(self, request_id: Id, *, running: bool = True) -> _Recorded | None:
         """Return a request that runs, or waits; None, and a disagreement, if it does not."""
-        each = self._requests.get(request_id)
-        if each is None or (each.seq is not None) is not running:
+        recorded = self._requests.get(request_id)
+        if recorded is None or (recorded.seq is not None) is not running:
             how = "does not run" if running else "does not wait"
             self._disagree("request", f"request {request_id!r} {how}")
             return None
-        return each
+        return recorded
 
     def _at(self, now: int) -> int:
         """Return a time of the engine as a time of the trace; flush the file now and then."""
@@ -531,8 +535,8 @@ class EngineRecorder:
     def _seal(self) -> None:
         """Write the ends of open requests, and END."""
         assert self._trace is not None
-        for name, each in [*self._requests.items()]:
-            self._close(name, each, self._now, 0)
+        for name, recorded in [*self._requests.items()]:
+            self._close(name, recorded, self._now, 0)
         self._trace.close()
 
     def _stop(self, error: Exception) -> None:

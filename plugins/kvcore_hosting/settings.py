@@ -46,13 +46,13 @@ class HostSettings:
         eviction = environment.get(EVICTION, "").strip()
         settings = _read(eviction) if eviction.endswith(".toml") else {"eviction": eviction}
         trace = environment.get(TRACE) or settings.get("trace")
-        found = cls(settings.get("eviction") or "lru", Path(trace) if trace else None)
+        settings_read = cls(settings.get("eviction") or "lru", Path(trace) if trace else None)
         try:
-            found.build()
+            settings_read.build()
         except InputError as error:
             msg = f"{EVICTION}={eviction!r}: {error}"
             raise InputError(msg) from error
-        return found
+        return settings_read
 
     def build(self) -> EvictionPolicy:
         """Return a new policy."""
@@ -67,7 +67,7 @@ def _read(path: str) -> dict[str, str]:
     except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
         msg = f"{EVICTION}={path!r} cannot be read: {error}"
         raise InputError(msg) from error
-    known = [each.name for each in attrs.fields(HostSettings)]
+    known = [field.name for field in attrs.fields(HostSettings)]
     for name, value in settings.items():
         if name not in known or not isinstance(value, str):
             msg = (

@@ -121,7 +121,7 @@ def _under_clock(cell: Cell) -> dict[str, int] | None:
     """
     stream = read_stream(cell.stream)
     blocks = stream.pool(cell.share)
-    longest = max(each.prompt_tokens + each.output_tokens for each in stream.requests)
+    longest = max(request.prompt_tokens + request.output_tokens for request in stream.requests)
     if blocks * stream.key_tokens < longest:
         return None
     cache = KVCache(blocks, stream.key_tokens, eviction=cell.entry.build())

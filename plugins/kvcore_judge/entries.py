@@ -66,13 +66,13 @@ def source_files(kind: type) -> list[Path]:
     Theirs count too. The file of the class comes first, the others by the names of modules.
     """
     package = f"{kind.__module__.rpartition('.')[0]}."
-    found, unread = {kind.__module__}, [kind.__module__]
+    modules, unread = {kind.__module__}, [kind.__module__]
     while unread:
         values = vars(sys.modules[unread.pop()]).values()
         names = {getattr(value, "__module__", None) for value in values}
-        new = {str(name) for name in names if str(name).startswith(package)} - found
+        new = {str(name) for name in names if str(name).startswith(package)} - modules
         unread += new
-        found |= new
-    others = sorted(found - {kind.__module__})
+        modules |= new
+    others = sorted(modules - {kind.__module__})
     files = [getsourcefile(kind), *(sys.modules[name].__file__ for name in others)]
     return [Path(file) for file in files if file is not None]

@@ -104,12 +104,13 @@ def regression(name: str, now: Hits, before: Mapping[str, Any], tolerance: float
     )
     lines = [told]
     for reason in sorted({*now.missed, *base.missed}):
-        here, there = (
-            each.missed.get(reason, 0) / max(each.prompt_tokens, 1) for each in (now, base)
+        here, earlier = (
+            gate_run.missed.get(reason, 0) / max(gate_run.prompt_tokens, 1)
+            for gate_run in (now, base)
         )
-        if here > there:
+        if here > earlier:
             lines.append(
-                f"  {here:6.1%} missed as {reason}: {meaning(reason)} ({there:.1%} before)"
+                f"  {here:6.1%} missed as {reason}: {meaning(reason)} ({earlier:.1%} before)"
             )
     return "\n".join(lines)
 

@@ -109,8 +109,8 @@ class Leaderboard:
 
     def _cpu(self, entry: Entry) -> float:
         results = [self.results[entry.text, column.name] for column in self.columns]
-        work = sum(each.evicted + each.lookups for each in results)
-        return sum(each.cpu_ns for each in results) / max(work, 1)
+        work = sum(result.evicted + result.lookups for result in results)
+        return sum(result.cpu_ns for result in results) / max(work, 1)
 
     def document(self) -> dict[str, Any]:
         """Return the leaderboard as a JSON object, which is the same on every machine."""
@@ -120,9 +120,9 @@ class Leaderboard:
             "panel": self.panel.name,
             "streams": [{"name": name, **about} for name, about in self.streams.items()],
             "cells": [
-                {"stream": each.stream.name, "share": each.share, "blocks": each.blocks,
-                 "optimum": each.optimum}
-                for each in self.columns
+                {"stream": column.stream.name, "share": column.share, "blocks": column.blocks,
+                 "optimum": column.optimum}
+                for column in self.columns
             ],
             "policies": [self._policy(text) for text in self.scores],
         }  # fmt: skip
@@ -202,8 +202,8 @@ def make_leaderboard(
     }
     todo = [pair for pair in pairs if (pair[0].text, pair[1].name) not in results]
     with progress("judging", len(todo)) as tick, closing(log):
-        for place, result in call_all([_call(*pair) for pair in todo], jobs):
-            entry, column = todo[place]
+        for index, result in call_all([_call(*pair) for pair in todo], jobs):
+            entry, column = todo[index]
             results[entry.text, column.name] = result
             log.append(entry, column, result)
             tick(1)
@@ -313,7 +313,7 @@ def check_leaderboard(
     streams = {stream.name: stream for stream in panel.streams}
     try:
         every = [(policy, cell) for policy in document["policies"] for cell in policy["cells"]]
-        digests = {each["name"]: each["digest"] for each in document["streams"]}
+        digests = {stream["name"]: stream["digest"] for stream in document["streams"]}
         drawn = Random(seed).sample(every, min(cells, len(every)))  # noqa: S311 - no secret
         for policy, cell in drawn:
             stream = streams[cell["stream"]]

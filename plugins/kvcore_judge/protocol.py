@@ -179,7 +179,7 @@ def _panel_of_file(path: Path) -> Panel:
         msg = f"--panel {path}: {error}"
         raise InputError(msg) from error
     try:
-        streams = tuple(Stream(**each) for each in document.pop("stream"))
+        streams = tuple(Stream(**stream) for stream in document.pop("stream"))
         shares = tuple(document.pop("shares", SHARES))
         sound = not document and streams and shares and all(type(s) is int for s in shares)
         sound = sound and all(0 < share <= 1000 for share in shares)  # noqa: PLR2004

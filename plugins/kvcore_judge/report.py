@@ -73,7 +73,7 @@ class LeaderboardReport:
         board = self.board
         rows = []
         for text, score in board.scores.items():
-            entry = next(each for each in board.entries if each.text == text)
+            entry = next(entry for entry in board.entries if entry.text == text)
             worst = NONE if score.worst is None else f"{score.worst[0]} {score.worst[1]}"
             rows.append(
                 [
@@ -144,7 +144,7 @@ def leaderboard_page(board: Leaderboard) -> str:
     report = LeaderboardReport(board)
     parts = [f"<h1>Eviction policies: panel {escape(board.panel.name)}</h1>"]
     parts += [f"<p>{escape(report.headline)}</p>", _table(report.table)]
-    parts += [_picture(each) for each in report.curves]
+    parts += [_picture(curves) for curves in report.curves]
     if report.times.rows:
         parts.append(_table(report.times))
     parts += [f"<p>{escape(line)}</p>" for line in report.reading.splitlines()]
@@ -158,7 +158,7 @@ def leaderboard_page(board: Leaderboard) -> str:
 
 
 def _table(table: Table) -> str:
-    head = "".join(f"<th>{escape(str(each))}</th>" for each in table.headers)
+    head = "".join(f"<th>{escape(str(header))}</th>" for header in table.headers)
     rows = "".join(
         f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>\n"
         for row in table.rows
@@ -169,16 +169,16 @@ def _table(table: Table) -> str:
 def _picture(curves: HitCurves) -> str:
     """Return a picture of hit ratios by pool size: the best policies between the bounds."""
     drawn = [
-        f'<polyline class="l{place}" points="{_points(line, curves.top)}"/>'
-        for place, line in enumerate(curves.lines.values())
+        f'<polyline class="l{index}" points="{_points(line, curves.top)}"/>'
+        for index, line in enumerate(curves.lines.values())
     ]
     names = "".join(
-        f'<span class="l{place}">{escape(name)}</span> '
-        for place, name in enumerate(curves.lines)
+        f'<span class="l{index}">{escape(name)}</span> '
+        for index, name in enumerate(curves.lines)
     )
     ticks = "".join(
-        f'<text x="{_x(len(curves.sizes), place)}" y="{HEIGHT - 8}">{size}</text>'
-        for place, size in enumerate(curves.sizes)
+        f'<text x="{_x(len(curves.sizes), index)}" y="{HEIGHT - 8}">{size}</text>'
+        for index, size in enumerate(curves.sizes)
     )
     label = escape(curves.label)
     return (
@@ -188,15 +188,15 @@ def _picture(curves: HitCurves) -> str:
     )
 
 
-def _x(count: int, place: int) -> int:
-    return MARGIN + place * (WIDTH - 2 * MARGIN) // max(count - 1, 1)
+def _x(count: int, index: int) -> int:
+    return MARGIN + index * (WIDTH - 2 * MARGIN) // max(count - 1, 1)
 
 
 def _points(line: list[float], top: float) -> str:
     height = HEIGHT - 2 * MARGIN
     return " ".join(
-        f"{_x(len(line), place)},{MARGIN + height - round(height * value / top)}"
-        for place, value in enumerate(line)
+        f"{_x(len(line), index)},{MARGIN + height - round(height * value / top)}"
+        for index, value in enumerate(line)
     )
 
 

@@ -197,8 +197,8 @@ def _attempt(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     os.setsid()
     resource.setrlimit(resource.RLIMIT_CPU, (limits.seconds, limits.seconds + 1))
-    most = _address_space() + limits.memory
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    address_space = _address_space() + limits.memory
+    resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if not unsafe:
         _lock()

@@ -59,13 +59,13 @@ def ratio_of(cell: str, hits: int, lru: int, optimum: int, *, tuned: bool = Fals
 
 def score_of(ratios: Sequence[Ratio]) -> Score:
     """Return the score of a policy from its cells."""
-    known = [(each.ratio, each.cell) for each in ratios if each.ratio is not None]
+    known = [(ratio.ratio, ratio.cell) for ratio in ratios if ratio.ratio is not None]
     worst = min(known, default=None)
     return Score(
-        headline=_mean(each.ratio for each in ratios if not each.tuned),
-        all_cells=_mean(each.ratio for each in ratios),
+        headline=_mean(ratio.ratio for ratio in ratios if not ratio.tuned),
+        all_cells=_mean(ratio.ratio for ratio in ratios),
         worst=None if worst is None else (_digits(worst[0]), worst[1]),
-        of_optimum=_mean(each.of_optimum for each in ratios),
+        of_optimum=_mean(ratio.of_optimum for ratio in ratios),
     )
 
 
@@ -77,13 +77,13 @@ def _mean(ratios: Iterable[Decimal | None]) -> str | None:
     # Decimal logarithms are rounded correctly, so that machines agree on every digit.
     logs = [_EXACT.ln(ratio) for ratio in known]
     total = Decimal(0)
-    for each in logs:
-        total = _EXACT.add(total, each)
+    for log in logs:
+        total = _EXACT.add(total, log)
     return _digits(_EXACT.exp(_EXACT.divide(total, Decimal(len(logs)))))
 
 
-def _digits(number: Decimal) -> str:
-    return str(number.quantize(Decimal("0.0001")))
+def _digits(value: Decimal) -> str:
+    return str(value.quantize(Decimal("0.0001")))
 
 
 def interval(hits: Sequence[int], lru: Sequence[int]) -> tuple[str, str] | None:
@@ -96,10 +96,10 @@ def interval(hits: Sequence[int], lru: Sequence[int]) -> tuple[str, str] | None:
     draw = Random(0)  # noqa: S311 - a bootstrap, not a secret
     count, ratios = len(hits), []
     for _ in range(_DRAWS):
-        places = [draw.randrange(count) for _ in range(count)]
-        base = sum(lru[place] for place in places)
+        draws = [draw.randrange(count) for _ in range(count)]
+        base = sum(lru[index] for index in draws)
         if base:
-            ours = sum(hits[place] for place in places)
+            ours = sum(hits[index] for index in draws)
             ratios.append(_EXACT.divide(Decimal(ours), Decimal(base)))
     if not ratios:
         return None

@@ -136,17 +136,17 @@ def _installed_files() -> dict[str, bytes]:
         msg = "kvcore is not installed, so that it cannot be packed; run `pip install -e .`"
         raise PluginError(msg)
     packages = ["kvcore", *sorted({point.value.partition(".")[0] for point in points})]
-    found: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     for package in packages:
-        found |= _package_files(package)
+        files |= _package_files(package)
     for name in PURE:
-        found |= _distribution_files(name)
+        files |= _distribution_files(name)
     group = "".join(f"{point.name} = {point.value}\n" for point in points)
     about = f"Metadata-Version: 2.1\nName: kvcore\nVersion: {version('kvcore')}\n"
-    found["kvcore.dist-info/METADATA"] = about.encode()
-    found["kvcore.dist-info/entry_points.txt"] = f"[kvcore]\n{group}".encode()
-    found["orjson.py"] = _static("json_for_orjson.py").encode()
-    return found
+    files["kvcore.dist-info/METADATA"] = about.encode()
+    files["kvcore.dist-info/entry_points.txt"] = f"[kvcore]\n{group}".encode()
+    files["orjson.py"] = _static("json_for_orjson.py").encode()
+    return files
 
 
 def _package_files(package: str) -> Iterator[tuple[str, bytes]]:

@@ -114,8 +114,8 @@ class Agents(Workload):
             )
             count += 1
             if tool is not None:
-                least, most = _TOOLS[tool]
-                wait = draw.randint(least, most)
+                least, longest = _TOOLS[tool]
+                wait = draw.randint(least, longest)
                 heappush(coming, (arrival + 20 * output * _MS + wait, session, keys, calls - 1))
             elif draw.randrange(3):
                 wait = draw.randint(20 * NS_PER_S, 600 * NS_PER_S)

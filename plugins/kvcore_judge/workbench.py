@@ -44,7 +44,9 @@ _OPTIONS = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
 
 def choices() -> dict[str, str]:
     """Return what a policy can be run on, each with its description."""
-    streams = {each.name: f"{each.name}: one stream" for each in find_panel("public").streams}
+    streams = {
+        stream.name: f"{stream.name}: one stream" for stream in find_panel("public").streams
+    }
     return PANELS | streams
 
 
@@ -57,7 +59,7 @@ def panel_of(choice: str, limit: int | None) -> Panel:
     """
     if choice in PANELS:
         return find_panel(choice)
-    named = {each.name: each for each in find_panel("public").streams}
+    named = {stream.name: stream for stream in find_panel("public").streams}
     stream = named.get(choice) or Stream(Path(choice).name, choice)
     return Panel(stream.name, (attrs.evolve(stream, limit=limit, timed=True),))
 
@@ -113,8 +115,8 @@ def work(
             if table.rows
         ],
         "curves": [
-            {"label": each.label, "sizes": each.sizes, "lines": each.lines}
-            for each in report.curves
+            {"label": curves.label, "sizes": curves.sizes, "lines": curves.lines}
+            for curves in report.curves
         ],
         "reading": report.reading,
         "document": orjson.dumps(board.document(), option=_OPTIONS).decode(),
@@ -148,8 +150,10 @@ def _misses(stream: Stream, entry: Entry, progress: Progress) -> dict[str, Table
     blocks, size = read.pool(MISSES_SHARE), read.key_tokens
     missed, tokens = [], 1
     with progress("explaining misses", 2) as tick:
-        for each in (BASE, entry):
-            cache = partial(KVCache, blocks, size, eviction=each.build(), accounting="keys")
+        for policy_entry in (BASE, entry):
+            cache = partial(
+                KVCache, blocks, size, eviction=policy_entry.build(), accounting="keys"
+            )
             summary = replay_summary(read.requests, cache)
             missed.append({"hit": summary.hit_tokens} | missed_tokens(summary))
             tokens = max(summary.prompt_tokens, 1)
@@ -157,7 +161,10 @@ def _misses(stream: Stream, entry: Entry, progress: Progress) -> dict[str, Table
     rows = [
         [
             reason if reason == "hit" else f"{reason}: {meaning(reason)}",
-            *(f"{each[reason] / tokens:.1%}" if reason in each else NONE for each in missed),
+            *(
+                f"{shares_of[reason] / tokens:.1%}" if reason in shares_of else NONE
+                for shares_of in missed
+            ),
         ]
         for reason in dict.fromkeys([*missed[0], *missed[1]])
     ]

@@ -59,7 +59,7 @@ def find_capacity(
     Raises:
         InputError, PluginError, PolicyError: as for `simulate`.
     """
-    config = RunConfig.of("simulate", plugins, workload=workload, **flat_options(options))
+    config = RunConfig.for_mode("simulate", plugins, workload=workload, **flat_options(options))
     if config.drafter is not None:
         msg = "drafter: what would hold is searched without drafts: leave it out"
         raise InputError(msg)
@@ -164,7 +164,7 @@ def compare(
     uniform = kept.pop("disable_hybrid_kv_cache_manager", False)
     prefix: Any = kept.pop("prefix", SHARING)
     # Of no pool here: the sizes are those of the rows.
-    config = RunConfig.of("compare", workload=workload, blocks=1, **kept)
+    config = RunConfig.for_mode("compare", workload=workload, blocks=1, **kept)
     accounting = options.get("accounting", "keys")
     grouped = accounting == "tokens" and memory is not None and not uniform
     parts = (_GroupedParts if grouped else RunParts)(config, plugins)
@@ -306,7 +306,7 @@ def sweep(
     grid = Grid(mode, **axes) if file is None else SweepFile.read(as_path(file)).grid
     with nullcontext() if journal is None else Journal(journal) as opened:
         return run_sweep(
-            Plan.of(grid),
+            Plan.from_grid(grid),
             opened,
             executor=executor_for(executor, jobs),
             progress=progress,

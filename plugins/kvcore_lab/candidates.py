@@ -96,17 +96,19 @@ def with_checkpoints(
     if has_bound(candidates):
         msg = "the optimum comes by itself with checkpoint policies: leave it out"
         raise InputError(msg)
-    made: list[Candidate] = []
+    limited: list[Candidate] = []
     for text in [policies] if isinstance(policies, str) else policies:
         for spec in parse(text):
             make = partial(plugins.build, "checkpoint", spec, {})
             make()
-            made += [
-                attrs.evolve(each, checkpoint=str(spec), make_checkpoint=make)
-                for each in candidates
+            limited += [
+                attrs.evolve(candidate, checkpoint=str(spec), make_checkpoint=make)
+                for candidate in candidates
             ]
-    made = [one for index, one in enumerate(made) if one not in made[:index]]
-    return [*made, Candidate.bound(Belady(bypass=True))]
+    limited = [
+        candidate for index, candidate in enumerate(limited) if candidate not in limited[:index]
+    ]
+    return [*limited, Candidate.bound(Belady(bypass=True))]
 
 
 def candidates_of(
@@ -122,24 +124,28 @@ def candidates_of(
     """
     if isinstance(policies, str) or not isinstance(policies, Iterable):
         policies = [policies]
-    found: list[Candidate] = []
+    found_candidates: list[Candidate] = []
     for policy in policies:
         if isinstance(policy, str):
-            found.extend(_named(spec, plugins, seed) for spec in parse(policy))
+            found_candidates.extend(_named(spec, plugins, seed) for spec in parse(policy))
         elif isinstance(policy, Belady):
-            found.append(Candidate.bound(policy))
+            found_candidates.append(Candidate.bound(policy))
         elif callable(policy):
-            found.append(Candidate.building(policy))
+            found_candidates.append(Candidate.building(policy))
         else:
             msg = (
                 f"{policy!r} cannot be compared: give a name, a policy class, or a function "
                 "that builds a policy, since every pool needs one of its own"
             )
             raise InputError(msg)
-    if not found:
+    if not found_candidates:
         msg = "there is nothing to compare: name at least one eviction policy"
         raise InputError(msg)
-    candidates = [one for index, one in enumerate(found) if one not in found[:index]]
+    candidates = [
+        candidate
+        for index, candidate in enumerate(found_candidates)
+        if candidate not in found_candidates[:index]
+    ]
     for first, second in combinations(candidates, 2):
         if (first.name, first.options) == (second.name, second.options):
             msg = (

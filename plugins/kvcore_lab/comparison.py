@@ -145,7 +145,7 @@ class Source:
     options: dict[str, Any]
 
     @classmethod
-    def of(cls, workload: Workload) -> Source:
+    def from_workload(cls, workload: Workload) -> Source:
         """Describe `workload`; its requests are not read, and `requests` is 0."""
         return cls(
             name=workload.name,
@@ -251,7 +251,7 @@ def compare(
     """
     plugins = plugins or Plugins()
     requested: Workload = as_workload(workload, plugins)
-    setup = ReplaySetup.of(requested, plugins, **options)
+    setup = ReplaySetup.from_workload(requested, plugins, **options)
     if setup.groups:
         alone = options.get("prefix", SHARING) == SHARING and setup.put_tiers is None
         if setup.geometry.accounting != "tokens" or residency or price or trace or not alone:
@@ -275,7 +275,7 @@ def compare(
     check_jobs(jobs)
     if trace is not None:
         refuse_overwrite(trace, requested.options().values())
-    source = Source.of(requested)
+    source = Source.from_workload(requested)
     if isinstance(price, str):
         from kvcore_replay.pricing import find_price  # noqa: PLC0415 - for prices alone
 
@@ -333,7 +333,7 @@ class ReplaySetup:
     groups: tuple[LayerGroup, ...] = ()
 
     @classmethod
-    def of(
+    def from_workload(
         cls, workload: Workload, plugins: Plugins, **options: Unpack[ReplayOptions]
     ) -> ReplaySetup:
         """Return the setup of a workload.
@@ -551,17 +551,17 @@ class _RowMaker:
         # The future that the bound needs is read in this process: it takes more memory than a
         # row.
         sent = [pair for pair in pairs if pair[0].kind is not Belady]
-        made = iter(self.in_processes(sent, jobs))
-        return [self.row(*pair) if pair[0].kind is Belady else next(made) for pair in pairs]
+        computed = iter(self.in_processes(sent, jobs))
+        return [self.row(*pair) if pair[0].kind is Belady else next(computed) for pair in pairs]
 
     def in_processes(self, pairs: list[tuple[Candidate, int]], jobs: int) -> list[Row]:
         """Return the row of each policy and size, made by `jobs` processes."""
         calls = [self._call(policy, size) for policy, size in pairs]
-        made: dict[int, Row] = {}
-        for number, row in call_all(calls, jobs):
-            made[number] = row
+        rows: dict[int, Row] = {}
+        for index, row in call_all(calls, jobs):
+            rows[index] = row
             self.tick(row.requests)
-        return [made[number] for number in range(len(calls))]
+        return [rows[index] for index in range(len(calls))]
 
     def _call(self, policy: Candidate, blocks: int) -> Call[Row]:
         """Return the call that makes the row of a policy, in this process or another."""
@@ -675,7 +675,9 @@ class _RowMaker:
         size = self.setup.geometry.block_size
         assert self.price is not None
         price = self.price
-        return Bill.of(price, (hit_charge(price, each, hit * size) for each, hit in hits))
+        return Bill.from_charges(
+            price, (hit_charge(price, charge, hit * size) for charge, hit in hits)
+        )
 
     def traced_row(
         self, policy: Candidate, blocks: int, file: str | os.PathLike[str], seed: int | None
@@ -716,8 +718,8 @@ def pool_sizes(blocks: int | Iterable[int], purpose: str) -> list[int]:
         blocks = [blocks]
     sizes: list[Any] = list(dict.fromkeys(blocks))
     for size in sizes:
-        whole = isinstance(size, Integral) and not isinstance(size, bool)
-        if not whole or not 0 < size <= MOST_BLOCKS:
+        is_whole = isinstance(size, Integral) and not isinstance(size, bool)
+        if not is_whole or not 0 < size <= MOST_BLOCKS:
             msg = (
                 f"a pool of {size!r} blocks was asked for; give 1 or more, at most "
                 f"{MOST_BLOCKS}"
@@ -748,10 +750,10 @@ def _check(
     if trace is None:
         return
     if sizes is None or len(candidates) * len(sizes) > 1:
-        number = "none" if sizes is None else len(sizes)
+        count = "none" if sizes is None else len(sizes)
         msg = (
             "a trace is of one policy in a pool of one size: "
-            f"policies given: {len(candidates)}, sizes given: {number}"
+            f"policies given: {len(candidates)}, sizes given: {count}"
         )
         raise InputError(msg)
     if optimum:

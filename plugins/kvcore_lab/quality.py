@@ -219,21 +219,21 @@ def measure(
     finder: Generator = built
     if samples.needles and needle_generator is not built:
         finder = _built(plugins, needle_generator, defaults)
-    generators = {id(one): one for one in (built, finder)}.values()
-    for one in generators:
-        if one.positions is not None and one.positions < samples.length:
+    generators = {id(model): model for model in (built, finder)}.values()
+    for model in generators:
+        if model.positions is not None and model.positions < samples.length:
             msg = (
                 f"{samples.prompt_tokens} prompt tokens and {samples.tokens} after them: "
-                f"generator {one.name!r} has {one.positions} positions; give fewer tokens"
+                f"generator {model.name!r} has {model.positions} positions; give fewer tokens"
             )
             raise InputError(msg)
     parts_of_text = samples.divided(built)
     haystacks = samples.haystacks(finder.vocabulary)
-    codecs, policies = _specs(codec), [one for one in _specs(retention) if str(one) != FULL]
+    codecs, policies = _specs(codec), [spec for spec in _specs(retention) if str(spec) != FULL]
     parts = _Parts(plugins, backend, dtype, block_size, samples.seed)
-    for one in generators:
-        parts.load(one)
-    cells = [_Cell(Spec(FULL), one) for one in codecs]
+    for model in generators:
+        parts.load(model)
+    cells = [_Cell(Spec(FULL), codec) for codec in codecs]
     for policy in policies:
         cells += parts.cells(built, policy, codecs, shares)
     # Errors in options are raised before anything is computed.
@@ -326,11 +326,11 @@ class _Samples:
         keys, values, others = ids[:needles], ids[needles : 2 * needles], ids[2 * needles :]
         prompt = list(islice(cycle(others), hay))
         questions = []
-        for place in reversed(range(needles)):
-            depth = (place + 0.5) / needles
-            at = int(depth * hay)
-            prompt[at:at] = [keys[place], values[place]]
-            questions.append((keys[place], values[place], depth))
+        for needle in reversed(range(needles)):
+            depth = (needle + 0.5) / needles
+            offset = int(depth * hay)
+            prompt[offset:offset] = [keys[needle], values[needle]]
+            questions.append((keys[needle], values[needle], depth))
         random.shuffle(questions)
         if self.announced:
             prompt += [token for key, _, _ in questions for token in (key, BLANK)]
@@ -352,7 +352,7 @@ def _check(shares: list[float], block_size: int, samples: _Samples) -> None:
 
 def _specs(text: str) -> list[Spec]:
     """Return the plugins that a text names, without repetitions."""
-    return list({str(each): each for each in parse(text)}.values())
+    return list({str(spec): spec for spec in parse(text)}.values())
 
 
 def _order(row: QualityRow) -> tuple[float, float]:
@@ -362,10 +362,10 @@ def _order(row: QualityRow) -> tuple[float, float]:
 
 def _built(plugins: Plugins, generator: Generator | str, defaults: dict[str, Any]) -> Generator:
     if isinstance(generator, str):
-        made: Generator = plugins.build("generator", generator, defaults)
-        return made
-    found: Generator = resolve("generator", generator)
-    return found
+        built: Generator = plugins.build("generator", generator, defaults)
+        return built
+    resolved: Generator = resolve("generator", generator)
+    return resolved
 
 
 @attrs.define
@@ -392,8 +392,8 @@ class _Parts:
     def layout(self, generator: Generator, codec: Spec | None, blocks: int = 1) -> TensorLayout:
         """Return the layout of `blocks` blocks in a codec; None: in the dtype of a run."""
         layout = tensor_layout(generator.spec, blocks, self.block_size, self.dtype)
-        made: Codec | None = None if codec is None else self.plugins.build("codec", codec)
-        return attrs.evolve(layout, codec=made)
+        built: Codec | None = None if codec is None else self.plugins.build("codec", codec)
+        return attrs.evolve(layout, codec=built)
 
     def cells(
         self, generator: Generator, policy: Spec, codecs: Sequence[Spec], shares: list[float]
@@ -466,7 +466,7 @@ class _Run:
         self._backend.allocate(
             parts.layout(generator, None if cell is None else cell.codec, blocks)
         )
-        self._compactor = Compactor.of(self._cache, self._backend, generator)
+        self._compactor = Compactor.for_run(self._cache, self._backend, generator)
         self._seqs = [
             self._cache.open(Request(id=index, prompt_tokens=len(prompt), key_tokens=size))
             for index, prompt in enumerate(prompts)
@@ -477,7 +477,7 @@ class _Run:
         self.read_per_token: list[float] = []
         chunk = max(1, STEP_TOKENS // len(prompts))
         for start in range(0, len(prompts[0]), chunk):
-            self.logits = self._compute([each[start : start + chunk] for each in prompts])
+            self.logits = self._compute([prompt[start : start + chunk] for prompt in prompts])
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Append a token to each text; return the logits of the next, `[texts, vocabulary]`."""
@@ -493,10 +493,10 @@ class _Run:
     def _held_bytes(self) -> int:
         """Return the bytes of used blocks, summaries, and tokens that wait to be coded."""
         pool, layout = self._cache.pool, self._backend.layout
-        held = (pool.blocks - pool.free_blocks) * layout.bytes_per_block
-        held += self._compactor.summary_bytes(self._seqs)
+        held_bytes = (pool.blocks - pool.free_blocks) * layout.bytes_per_block
+        held_bytes += self._compactor.summary_bytes(self._seqs)
         tokens = sum(seq.held % layout.block_size for seq in self._seqs)
-        return held + tokens * waiting_bytes(layout) * layout.layers
+        return held_bytes + tokens * waiting_bytes(layout) * layout.layers
 
     def _compute(self, tokens: list[list[int]]) -> Tensor:
         """Compute more tokens of each text; return the logits after the last of each."""
@@ -607,8 +607,8 @@ class _Full:
         divergences, agreed = [], []
         for new, wanted, attended in zip(self.outputs, self.logits, self.attended, strict=True):
             logits = run.step(new)
-            for layer, (found, right) in enumerate(zip(run.attended, attended, strict=True)):
-                errors[layer, 0] += (found.double() - right.double()).square().sum().cpu()
+            for layer, (computed, right) in enumerate(zip(run.attended, attended, strict=True)):
+                errors[layer, 0] += (computed.double() - right.double()).square().sum().cpu()
                 errors[layer, 1] += right.double().square().sum().cpu()
             divergences.append(divergence(wanted, logits).cpu())
             agreed.append((wanted.argmax(-1) == logits.argmax(-1)).cpu())
@@ -635,9 +635,9 @@ def divergence(full: Tensor, bounded: Tensor) -> Tensor:
 
     Computed in fp64; equal logits have exactly 0.
     """
-    right, found = (logits.double().log_softmax(-1) for logits in (full, bounded))
+    right, bounded_log = (logits.double().log_softmax(-1) for logits in (full, bounded))
     # Rounding can make a sum negative.
-    return (right.exp() * (right - found)).sum(-1).clamp_min(0)
+    return (right.exp() * (right - bounded_log)).sum(-1).clamp_min(0)
 
 
 @attrs.frozen
@@ -652,14 +652,19 @@ def _with_answers(
     parts: _Parts, finder: Generator, cell: _Cell, hay: list[_Haystack], row: QualityRow
 ) -> QualityRow:
     """Return `row` with the share of the questions about `hay` that are answered."""
-    asked = list(zip(*(each.questions for each in hay), strict=True))
-    run = _Run(parts, finder, cell, [each.prompt for each in hay], 2 * len(asked))
-    found: dict[float, list[bool]] = {}
-    for questions in asked:
+    questions_asked = list(zip(*(haystack.questions for haystack in hay), strict=True))
+    run = _Run(
+        parts, finder, cell, [haystack.prompt for haystack in hay], 2 * len(questions_asked)
+    )
+    by_depth_found: dict[float, list[bool]] = {}
+    for questions in questions_asked:
         answers = run.step([key for key, _, _ in questions]).argmax(-1).tolist()
         for (_, value, depth), answer in zip(questions, answers, strict=True):
-            found.setdefault(depth, []).append(value == answer)
+            by_depth_found.setdefault(depth, []).append(value == answer)
         run.step([value for _, value, _ in questions])
-    by_depth = tuple((depth, sum(each) / len(each)) for depth, each in sorted(found.items()))
+    by_depth = tuple(
+        (depth, sum(answers) / len(answers))
+        for depth, answers in sorted(by_depth_found.items())
+    )
     accuracy = sum(share for _, share in by_depth) / len(by_depth)
     return attrs.evolve(row, needle=accuracy, needle_by_depth=by_depth)

@@ -179,8 +179,8 @@ def compare_routers(
         InputError: no router, or an option or workload that is not valid.
         PluginError: a plugin cannot be used here, or a simulation failed.
     """
-    if (given := given_workload(workload)) is not None:
-        workload = given  # to a grid, a list is one of alternatives
+    if (workload_given := given_workload(workload)) is not None:
+        workload = workload_given  # to a grid, a list is one of alternatives
     if routers is None:
         routers = map(Spec, Plugins().names("router"))
     elif isinstance(routers, str):
@@ -193,7 +193,7 @@ def compare_routers(
         clusters = [clusters]
     one = {name: [value] for name, value in options.items()}
     grid = Grid("simulate", workload=workload, replicas=clusters, router=[*routers], **one)
-    plan = Plan.of(grid)
+    plan = Plan.from_grid(grid)
     executor = executor or ThisProcess()
     shares = _Shares(plan, known_to(executor))
     results, notes = {}, dict[str, None]()
@@ -220,7 +220,7 @@ def compare_routers(
     for task, axes in zip(plan.tasks, plan.rows, strict=True):
         result, text = results[task.digest], axes["replicas"]
         gpus = gpus_of(shares.parts[text], result["simulated_s"], result["replica_s"])
-        cost = Cost.of(gpus, gpu_price or {}, result["throughput_tokens_s"])
+        cost = Cost.for_gpus(gpus, gpu_price or {}, result["throughput_tokens_s"])
         prices = None if cost is None else cost.prices
         rows.append(_row(axes, result, shared[text], cost))
     return RouterComparison(
@@ -246,11 +246,11 @@ def _row(
     axes: Mapping[str, Any], result: Mapping[str, Any], shared: SharedCache, cost: Cost | None
 ) -> RouterRow:
     values = {name: result[column] for name, column in COLUMNS.items()}
-    hits, most = values["hit_ratio"], shared.optimum
+    hits, optimum = values["hit_ratio"], shared.optimum
     return RouterRow(
         replicas=axes["replicas"],
         router=_name(axes["router"]),
-        share_of_optimum=hits / most if hits is not None and most else None,
+        share_of_optimum=hits / optimum if hits is not None and optimum else None,
         **values,
         **({} if cost is None else cost.columns()),
     )
@@ -273,7 +273,7 @@ class _Shares:
                 workload = known.parts(task.cell).workload
                 self.parts[text] = ClusterParts(task.cell, workload=workload)
         first = next(iter(self.parts.values()))
-        self.source = Source.of(first.workload)
+        self.source = Source.from_workload(first.workload)
         cache = first.served_cache()
         plugins = first.scheduler(), cache.eviction, cache.prefix, cache.retention
         self.config = first.describe(*plugins, first.latency(), *first.tiers())

@@ -41,7 +41,7 @@ class Interval(NamedTuple):
     runs: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Interval:
+    def from_values(cls, values: Sequence[float]) -> Interval:
         """Return the interval of one value or more."""
         runs = len(values)
         mean = fsum(values) / runs
@@ -77,10 +77,10 @@ def session_groups(requests: Iterable[Request]) -> dict[int | str, int]:
     groups = {}
     for request in requests:
         name = request.session
-        number = next(numbers) if name is None else sessions.get(name, -1)
-        if number < 0:
-            number = sessions[str(name)] = next(numbers)
-        groups[request.id] = number % SESSIONS
+        group = next(numbers) if name is None else sessions.get(name, -1)
+        if group < 0:
+            group = sessions[str(name)] = next(numbers)
+        groups[request.id] = group % SESSIONS
     return groups if next(numbers) > STRETCHES else {}
 
 
@@ -100,7 +100,7 @@ def shares(
     sums = [0.0] * max(STRETCHES, 1 + max(groups, default=0))
     for group, value in zip(groups, values, strict=True):
         sums[group] += value
-    return [each / total for each in sums]
+    return [count / total for count in sums]
 
 
 def bootstrap(parts: Sequence[float]) -> tuple[float, float]:

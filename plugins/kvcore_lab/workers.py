@@ -132,26 +132,26 @@ def call_all(calls: Sequence[Call[OutcomeT]], jobs: int) -> Iterator[tuple[int, 
         Exception: the first exception that a call has raised.
     """
     if jobs == 1 or len(calls) < 2:  # noqa: PLR2004
-        for place, call in enumerate(calls):
-            yield place, call.function()
+        for index, call in enumerate(calls):
+            yield index, call.function()
         return
     numbered: Generator[tuple[Any, Any]]
     if can_fork():
-        places = [(place, b"") for place in range(len(calls))]
+        numbered_calls = [(index, b"") for index in range(len(calls))]
         numbered = work_all(
-            lambda: lambda task: _outcome(calls[task[0]].function), places, jobs, "fork"
+            lambda: lambda task: _outcome(calls[task[0]].function), numbered_calls, jobs, "fork"
         )
     else:
-        packed = [(place, _packed(call)) for place, call in enumerate(calls)]
+        packed = [(index, _packed(call)) for index, call in enumerate(calls)]
         numbered = work_all(_calling, packed, jobs)
     with closing(numbered):
-        for (place, _), outcome in numbered:
+        for (index, _), outcome in numbered:
             if isinstance(outcome, WorkerDied):
-                msg = f"{calls[place].name} failed: {outcome}"
+                msg = f"{calls[index].name} failed: {outcome}"
                 raise PluginError(msg)
             if isinstance(outcome, Exception):
                 raise outcome
-            yield place, outcome
+            yield index, outcome
 
 
 def can_fork() -> bool:
@@ -275,17 +275,21 @@ def _interrupts_delayed() -> Iterator[None]:
     caught: list[int] = []
     handlers = {}
     if current_thread() is main_thread():
-        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers_before = {
+            signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)
+        }
         # A default action ends the process, which takes its workers along.
-        handlers = {number: handler for number, handler in found.items() if callable(handler)}
+        handlers = {
+            signum: handler for signum, handler in handlers_before.items() if callable(handler)
+        }
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    for number in handlers:
-        signal.signal(number, lambda number, _: caught.append(number))
+    for signum in handlers:
+        signal.signal(signum, lambda signum, _: caught.append(signum))
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         if caught:
             signal.raise_signal(caught[0])

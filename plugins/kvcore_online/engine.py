@@ -111,9 +111,9 @@ class LiveInbox(Arrivals):
     def take(self) -> tuple[int, Request]:
         """Remove and return the next request, with its time of arrival (ns)."""
         with self.changed:
-            at, request = self._coming.popleft()
+            arrival, request = self._coming.popleft()
             self.next_at = self._coming[0][0] if self._coming else NEVER
-        return at, request
+        return arrival, request
 
     def ended(self, request: Request, now: int) -> None:
         """Called when a request has ended, in any way."""
@@ -229,14 +229,14 @@ class LiveLoop(ServingLoop):
             self._sleep(-behind_ns / NS_PER_S / self._speed)
         streams = self._tokens.streams
         for name in list(streams):
-            each = self.open[name]
-            new = streams[name].output[each.sent :]
+            opened = self.open[name]
+            new = streams[name].output[opened.sent :]
             if new:
-                each.sent += len(new)
-                each.listener(Tokens(new, cached=each.cached))
-            if each.ended:
+                opened.sent += len(new)
+                opened.listener(Tokens(new, cached=opened.cached))
+            if opened.ended:
                 del streams[name], self.open[name]
-                each.listener(Tokens(end=FINISHED, cached=each.cached))
+                opened.listener(Tokens(end=FINISHED, cached=opened.cached))
 
     def _take_arrivals(self, now: int) -> None:
         inbox = self.inbox
@@ -302,23 +302,23 @@ class LiveLoop(ServingLoop):
             left, inbox.left = {**inbox.left, **self._leaving}, {}
         self._leaving = {}
         for name, end in left.items():
-            each = self.open.get(name)
+            opened = self.open.get(name)
             # A request that is not open is in the inbox, or has ended.
-            if each is not None and self._abort(each, end):
+            if opened is not None and self._abort(opened, end):
                 continue
-            if each is not None or name in self.listeners:
+            if opened is not None or name in self.listeners:
                 self._leaving[name] = end
 
-    def _abort(self, each: OpenRequest, end: str) -> bool:
+    def _abort(self, opened: OpenRequest, end: str) -> bool:
         """Abort a request; return False if it cannot be aborted before it runs again."""
-        name = each.job.request.id
+        name = opened.job.request.id
         if end == CANCELLED:
             self.log.cancelled = name
-        if not self.abort(each.job, GONE):
+        if not self.abort(opened.job, GONE):
             return False
         self._tokens.streams.pop(name, None)
         del self.open[name]
-        each.listener(Tokens(end=end, cached=each.cached))
+        opened.listener(Tokens(end=end, cached=opened.cached))
         return True
 
 
@@ -374,7 +374,7 @@ class LiveEngine:
         self.failure = error
         ended = Tokens(end=FAILED, reason=str(error))
         for listener in (
-            *(each.listener for each in self.loop.open.values()),
+            *(opened.listener for opened in self.loop.open.values()),
             *self.loop.listeners.values(),
         ):
             listener(ended)

@@ -126,9 +126,9 @@ class FollowedEvents(EventsView):
             PluginError: pyzmq is not installed.
         """
         loop = asyncio.get_running_loop()
-        for number, server in enumerate(self._servers):
+        for index, server in enumerate(self._servers):
             self._subscribers.append(Subscriber(server))
-            thread = Thread(target=self._follow, args=(number, loop), daemon=True)
+            thread = Thread(target=self._follow, args=(index, loop), daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -286,12 +286,15 @@ class Fleet:
         self.metrics = Metrics()
         router = _router(config)
         self.servers = [
-            LiveServer(each, Replica(at, each.blocks, each.block_size, each.max_seqs))
-            for at, each in enumerate(config.replicas)
+            LiveServer(
+                upstream,
+                Replica(index, upstream.blocks, upstream.block_size, upstream.max_seqs),
+            )
+            for index, upstream in enumerate(config.replicas)
         ]
         self._view = _view(config, self.now, self._lost_batches, self._restarted)
         self.dispatcher = Dispatcher(
-            router, [each.replica for each in self.servers], self._view
+            router, [server.replica for server in self.servers], self._view
         )
         self.log: TrafficLog | None = None
         self.log_error: StorageError | None = None
@@ -316,8 +319,8 @@ class Fleet:
     async def watch(self, session: ClientSession) -> None:
         """Check all servers at the interval of the options, until cancelled."""
         jobs: dict[str, Callable[[], Awaitable[None]]] = {
-            f"the check of {each.options.name}": partial(self._watch, each, session)
-            for each in self.servers
+            f"the check of {server.options.name}": partial(self._watch, server, session)
+            for server in self.servers
         }
         jobs["the flush of the trace"] = self._sync
         async with asyncio.TaskGroup() as tasks:
@@ -340,8 +343,8 @@ class Fleet:
                     f"{server.options.url}/metrics", allow_redirects=False
                 ) as answer:
                     if healthy and answer.status == 200:  # noqa: PLR2004
-                        found = _USAGE.search(await answer.content.read(LONGEST_METRICS))
-                        usage = float(found[1]) if found else 0.0
+                        match = _USAGE.search(await answer.content.read(LONGEST_METRICS))
+                        usage = float(match[1]) if match else 0.0
                         server.usage = usage if 0 <= usage <= 1 else 0.0
         except Exception:  # noqa: BLE001 - any error is the server's
             healthy = False
@@ -479,10 +482,10 @@ class Fleet:
 
 
 def _router(config: RouteConfig) -> Router:
-    given: Any = config.router
-    if isinstance(given, Spec) and config.seed is not None:
-        given = Plugins().build("router", given, {"seed": config.seed})
-    router: Router = resolve("router", given)
+    named: Any = config.router
+    if isinstance(named, Spec) and config.seed is not None:
+        named = Plugins().build("router", named, {"seed": config.seed})
+    router: Router = resolve("router", named)
     return router
 
 
@@ -494,8 +497,8 @@ def _view(
 ) -> PrefixView:
     if config.view == "events":
         servers = [
-            Server(address=each.kv_events or "", replay=each.kv_replay)
-            for each in config.replicas
+            Server(address=upstream.kv_events or "", replay=upstream.kv_replay)
+            for upstream in config.replicas
         ]
         return FollowedEvents(servers, config.key_tokens, clock, lost_batches, failed)
     view = parse_view(config.view)

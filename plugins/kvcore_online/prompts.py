@@ -76,7 +76,7 @@ class Call:
     def tokens(self) -> list[int] | None:
         """The token ids of the prompt; None if the client sent text."""
         prompt = self.document.get("prompt")
-        if isinstance(prompt, list) and prompt and all(type(each) is int for each in prompt):
+        if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
             return prompt
         return None
 
@@ -84,8 +84,8 @@ class Call:
     def most_output(self) -> int:
         """Largest number of output tokens that the client asks for."""
         for name in ("max_completion_tokens", "max_tokens"):
-            if type(most := self.document.get(name)) is int and most > 0:
-                return min(most, 1 << 20)
+            if type(tokens := self.document.get(name)) is int and tokens > 0:
+                return min(tokens, 1 << 20)
         return ASKED_OUTPUT
 
     def request(

@@ -114,16 +114,16 @@ class EventStream:
         # again with each piece would take time with the square of an event's length.
         start = max(0, len(rest) - 2)
         rest += data
-        end = max((found.end() for found in _EVENT_ENDS(rest, start)), default=0)
-        whole = bytes(rest[:end])
+        end = max((match.end() for match in _EVENT_ENDS(rest, start)), default=0)
+        answers = bytes(rest[:end])
         del rest[:end]
         if len(rest) > LONGEST_EVENT:
             msg = "an event of its stream is too long"
             raise UnservedError(msg)
-        self._flight.output += whole.count(b'"choices":[{') + whole.count(b'"choices": [{')
-        if b'"usage"' not in whole:
-            return whole
-        events = whole.splitlines(keepends=True)
+        self._flight.output += answers.count(b'"choices":[{') + answers.count(b'"choices": [{')
+        if b'"usage"' not in answers:
+            return answers
+        events = answers.splitlines(keepends=True)
         return b"".join(line for line in _paired(events) if not self._take(line))
 
     def _take(self, event: bytes) -> bool:
@@ -256,10 +256,10 @@ class Proxy:
     async def _health(self, http: web.Request) -> web.Response:
         """Return how many servers are up; with none, or when closing, the status is 503."""
         del http
-        up, of = len(self.fleet.dispatcher.up), len(self.fleet.servers)
+        up, servers = len(self.fleet.dispatcher.up), len(self.fleet.servers)
         healthy = up > 0 and not self._closing
         status = "ok" if healthy else "unavailable"
-        document = {"status": status, "up": up, "replicas": of}
+        document = {"status": status, "up": up, "replicas": servers}
         return self._listener.json(document, OK if healthy else NO_SERVER)
 
     async def _metrics(self, http: web.Request) -> web.Response:
@@ -346,8 +346,8 @@ class Proxy:
             return None
         if not isinstance(tokens, list):
             return None
-        whole = all(type(each) is int and each >= 0 for each in tokens)
-        return tokens if whole else None
+        valid = all(type(token) is int and token >= 0 for token in tokens)
+        return tokens if valid else None
 
     async def _serve(
         self, http: web.Request, call: Call, request: Request
@@ -471,8 +471,8 @@ class Proxy:
                 await self._give(out, http, stream.feed(answer.data))
                 try:
                     while data := await self._part(response):
-                        if whole := stream.feed(data):
-                            await self._give(out, http, whole)
+                        if events := stream.feed(data):
+                            await self._give(out, http, events)
                     last = bytes(stream.rest)
                 except (UnservedError, self._aiohttp.ClientError, TimeoutError) as error:
                     self.fleet.failed(server)

@@ -62,10 +62,12 @@ class Upstream:
         msg = f"url {self.url!r}: expected one such as http://127.0.0.1:8001"
         try:
             parts = urlsplit(self.url)
-            found = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1)
+            complete = (
+                parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1)
+            )
         except ValueError as error:  # brackets or a port that no address has
             raise InputError(msg) from error
-        if not found or parts.query or parts.fragment or parts.username is not None:
+        if not complete or parts.query or parts.fragment or parts.username is not None:
             raise InputError(msg)
         url = self.url.rstrip("/").removesuffix("/v1")
         object.__setattr__(self, "url", url)
@@ -155,17 +157,17 @@ class RouteConfig:
 
     def __attrs_post_init__(self) -> None:
         """Check the options against one another, and numbers against their range."""
-        names = [each.name for each in self.replicas]
+        names = [replica.name for replica in self.replicas]
         if not 0 < len(names) <= MOST_REPLICAS:
             msg = f"replicas: {len(names)} servers were given; expected 1 to {MOST_REPLICAS:,}"
             raise InputError(msg)
         if twice := {name for name in names if names.count(name) > 1}:
             msg = f"replicas: two are called {min(twice)!r}; give each a name of its own"
             raise InputError(msg)
-        if self.view == "events" and not all(each.kv_events for each in self.replicas):
+        if self.view == "events" and not all(replica.kv_events for replica in self.replicas):
             msg = "view: events need the address kv_events of each replica"
             raise InputError(msg)
-        sizes = {each.block_size for each in self.replicas}
+        sizes = {replica.block_size for replica in self.replicas}
         if self.view == "events" and sizes != {self.key_tokens}:
             msg = "view: events need the block_size of each replica to be key_tokens"
             raise InputError(msg)
@@ -185,7 +187,7 @@ class RouteConfig:
         return self.prefixes == "tokens" or self.view == "events"
 
     @classmethod
-    def of(cls, replicas: list[Any], **options: Any) -> Self:
+    def from_options(cls, replicas: list[Any], **options: Any) -> Self:
         """Return a configuration of values in the form of TOML and of the command line.
 
         Args:
@@ -198,10 +200,10 @@ class RouteConfig:
         if not isinstance(replicas, list):
             msg = "replicas: expected tables, each under a heading [[replicas]]"
             raise InputError(msg)
-        tables = [{"url": each} if isinstance(each, str) else each for each in replicas]
+        tables = [{"url": item} if isinstance(item, str) else item for item in replicas]
         servers = tuple(
-            Upstream(**_read(table, Upstream, f"replicas[{place}]."))
-            for place, table in enumerate(tables)
+            Upstream(**_read(table, Upstream, f"replicas[{index}]."))
+            for index, table in enumerate(tables)
         )
         return cls(replicas=servers, **_read(options, cls, ""))
 
@@ -214,22 +216,22 @@ class RouteConfig:
                 invalid value; the message names the file and the key.
         """
         try:
-            given = load_toml(path)
+            fields = load_toml(path)
         except OSError as error:
             msg = f"{path}: cannot be read: {unreadable_reason(path, error)}"
             raise InputError(msg) from error
         except ValueError as error:
             msg = f"{path}: is not TOML: {error}"
             raise InputError(msg) from error
-        given = {key.replace("-", "_"): value for key, value in given.items()}
-        if "servers" in given and "replicas" not in given:
-            given["replicas"] = given.pop("servers")  # the word of the help
-        if isinstance(given.get("trace"), str) and given["trace"]:
-            given["trace"] = path.parent / given["trace"]
-        if isinstance(given.get("trace_key"), str):
-            given["trace_key"] = path.parent / given["trace_key"]
+        fields = {key.replace("-", "_"): value for key, value in fields.items()}
+        if "servers" in fields and "replicas" not in fields:
+            fields["replicas"] = fields.pop("servers")  # the word of the help
+        if isinstance(fields.get("trace"), str) and fields["trace"]:
+            fields["trace"] = path.parent / fields["trace"]
+        if isinstance(fields.get("trace_key"), str):
+            fields["trace_key"] = path.parent / fields["trace_key"]
         try:
-            return cls.of(**{"replicas": [], **given, **options})
+            return cls.from_options(**{"replicas": [], **fields, **options})
         except InputError as error:
             msg = f"{path}: {error}"
             raise InputError(msg) from error
@@ -251,15 +253,15 @@ def _read(table: Any, cls: type, where: str) -> dict[str, Any]:
     if not isinstance(table, Mapping):
         msg = f"{where.rstrip('.')}: expected a table, not {table!r:.80}"
         raise InputError(msg)
-    given = {str(key).replace("-", "_"): value for key, value in table.items()}
+    fields = {str(key).replace("-", "_"): value for key, value in table.items()}
     types = {field.name: field.type for field in attrs.fields(attrs.resolve_types(cls))}
     try:
-        check_names(given, types)
+        check_names(fields, types)
     except InputError as error:
         msg = f"{where[:-1]}: {error}" if where else str(error)
         raise InputError(msg) from None
     read = {}
-    for name, value in given.items():
+    for name, value in fields.items():
         try:
             read[name] = convert(value, types[name])
         except InputError as error:

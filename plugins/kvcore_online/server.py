@@ -122,10 +122,10 @@ class Text:
         last |= self.stopped
         self._ids += shown
         before = self._decode(self._ids[self._begin : self._read_to])
-        whole = self._decode(self._ids[self._begin :])
-        if last or not whole.endswith("\N{REPLACEMENT CHARACTER}"):
+        text = self._decode(self._ids[self._begin :])
+        if last or not text.endswith("\N{REPLACEMENT CHARACTER}"):
             self._begin, self._read_to = self._read_to, len(self._ids)
-            self._held += whole[len(before) :]
+            self._held += text[len(before) :]
         held = self._held
         ends = [held.index(text) for text in self._stop if text in held]
         if ends:

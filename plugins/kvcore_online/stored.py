@@ -74,18 +74,18 @@ class StoredBlocks:
     def opened(self, request: TextRequest) -> None:
         """Remember the tokens of a prompt."""
         size, tokens = self._size, request.tokens
-        for place, key in enumerate(request.keys):
+        for index, key in enumerate(request.keys):
             self._open[key] += 1
             if key not in self._tokens:
-                self._remember(key, place, tokens[place * size : (place + 1) * size], request)
+                self._remember(key, index, tokens[index * size : (index + 1) * size], request)
 
     def generated(self, job: Job, keys: Sequence[Key], stream: TokenStream) -> None:
         """Remember the tokens of blocks that `job` has generated."""
         first = job.request.prompt_tokens // self._size + len(job.named_keys)
-        for place, key in enumerate(keys, first):
+        for index, key in enumerate(keys, first):
             if key not in self._tokens:
-                ids = stream.token_ids(place * self._size, (place + 1) * self._size)
-                self._remember(key, place, ids, job.request)
+                ids = stream.token_ids(index * self._size, (index + 1) * self._size)
+                self._remember(key, index, ids, job.request)
 
     def closed(self, request: TextRequest) -> None:
         """Called when a request closes; forgets tokens of its prompt that are not stored."""
@@ -133,9 +133,9 @@ class StoredBlocks:
         if self._below is not None:
             self._below.leaving(span, blocks, now, reason)
 
-    def _remember(self, key: Key, place: int, ids: Sequence[int], request: Request) -> None:
+    def _remember(self, key: Key, index: int, ids: Sequence[int], request: Request) -> None:
         self._tokens[key] = tuple(ids)
-        if request.salt is not None and not place:
+        if request.salt is not None and not index:
             self._salts[key] = request.salt
 
     def _forget(self, key: Key) -> None:

@@ -66,12 +66,14 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print the line of a record."""
-        at = datetime.fromtimestamp(record.created).astimezone().isoformat(" ", "milliseconds")
+        time = (
+            datetime.fromtimestamp(record.created).astimezone().isoformat(" ", "milliseconds")
+        )
         sentence = record.getMessage()
-        line = f"{at} kvcore: {escaped(sentence)}\n"
+        line = f"{time} kvcore: {escaped(sentence)}\n"
         if self.as_json:
             level = record.levelname.lower()
-            fields = {"time": at.replace(" ", "T", 1), "level": level, "message": sentence}
+            fields = {"time": time.replace(" ", "T", 1), "level": level, "message": sentence}
             line = f"{escaped_json(orjson.dumps(fields)).decode()}\n"
         with suppress(OSError):
             sys.stderr.write(line)
@@ -176,12 +178,12 @@ def signalled() -> Iterator[asyncio.Event]:
     # Signals come to the main thread alone.
     in_main = threading.current_thread() is threading.main_thread()
     numbers = end_signals() if in_main else []
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        loop.add_signal_handler(number, event.set)
+    before = {signum: signal.getsignal(signum) for signum in numbers}
+    for signum in numbers:
+        loop.add_signal_handler(signum, event.set)
     try:
         yield event
     finally:
-        for number, handler in before.items():
-            loop.remove_signal_handler(number)
-            signal.signal(number, handler)
+        for signum, handler in before.items():
+            loop.remove_signal_handler(signum)
+            signal.signal(signum, handler)

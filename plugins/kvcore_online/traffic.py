@@ -97,12 +97,12 @@ class TrafficLog:
         self._unlogged = unlogged
         self._file = LiveTrace(path, mode="wall")
         self._trace = ClusterTrace(self._file)
-        for each in replicas:
-            self._trace.recorder(each.number).begin(
+        for replica in replicas:
+            self._trace.recorder(replica.number).begin(
                 count="tokens",
-                block_size=each.block_size,
+                block_size=replica.block_size,
                 key_tokens=key_tokens,
-                blocks=each.blocks,
+                blocks=replica.blocks,
                 plugins={},
             )
         self._trace.begin(router, routing=routing)
@@ -163,9 +163,9 @@ class TrafficLog:
         except InputError as error:
             self._unlogged(error)
             return
-        most = len(request.keys) * request.key_tokens
+        prompt_tokens = len(request.keys) * request.key_tokens
         for now, replica, tokens in flight.routes:
-            self._trace.route(now, request, replica, min(tokens, most))
+            self._trace.route(now, request, replica, min(tokens, prompt_tokens))
         if flight.refused:
             self._trace.refuse(request.arrival, request, flight.refused)
 
@@ -207,37 +207,45 @@ class Metrics:
 
     def __init__(self) -> None:
         needed = "the metrics of a proxy need prometheus_client"
-        made = import_extra("prometheus_client", needed, "serve")
-        self._registry = registry = made.CollectorRegistry()
-        self._text = made.generate_latest
+        client = import_extra("prometheus_client", needed, "serve")
+        self._registry = registry = client.CollectorRegistry()
+        self._text = client.generate_latest
 
         def counter(name: str, text: str, *labels: str) -> Any:
-            return _quick(made.Counter(f"kvcore_route_{name}", text, labels, registry=registry))
+            return _quick(
+                client.Counter(f"kvcore_route_{name}", text, labels, registry=registry)
+            )
 
-        one = "replica"
+        by_replica = "replica"
         self.requests = counter(
-            "requests", "Requests by how they were answered.", one, "status"
+            "requests", "Requests by how they were answered.", by_replica, "status"
         )
-        self.retries = counter("retries", "Requests sent again elsewhere.", one)
-        self.hit_tokens = counter("hit_tokens", "Prompt tokens expected to hit.", one)
-        self.cached_tokens = counter("cached_tokens", "Prompt tokens that hit.", one)
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens, as estimated.", one)
+        self.retries = counter("retries", "Requests sent again elsewhere.", by_replica)
+        self.hit_tokens = counter("hit_tokens", "Prompt tokens expected to hit.", by_replica)
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens that hit.", by_replica)
+        self.prompt_tokens = counter(
+            "prompt_tokens", "Prompt tokens, as estimated.", by_replica
+        )
         self.unlogged = counter("unlogged", "Requests left out of the trace.")
-        self.lost_batches = counter("lost_batches", "Batches of KV events not read.", one)
+        self.lost_batches = counter(
+            "lost_batches", "Batches of KV events not read.", by_replica
+        )
         self.restarts = counter("restarts", "Background work started again.", "what")
         self.first_byte = _quick(
-            made.Histogram(
+            client.Histogram(
                 "kvcore_route_first_byte_seconds",
                 "From arrival to the first byte of the answer.",
-                [one],
+                [by_replica],
                 buckets=FIRST_BYTE,
                 registry=registry,
             )
         )
-        gauge, text = made.Gauge, "Requests that a server has."
-        self.in_flight = _quick(gauge("kvcore_route_in_flight", text, [one], registry=registry))
+        gauge, text = client.Gauge, "Requests that a server has."
+        self.in_flight = _quick(
+            gauge("kvcore_route_in_flight", text, [by_replica], registry=registry)
+        )
         self.up = gauge(
-            "kvcore_route_up", "1 if it is sent requests.", [one], registry=registry
+            "kvcore_route_up", "1 if it is sent requests.", [by_replica], registry=registry
         )
 
     def text(self) -> bytes:

@@ -52,7 +52,7 @@ class GroupedPlayback(Playback):
     _state: Any
 
     @classmethod
-    def of(
+    def read(
         cls,
         file: str | os.PathLike[str],
         tick: Tick = unseen,
@@ -119,13 +119,13 @@ class GroupedPlayback(Playback):
             self._row_ends.append(len(self._ids))
 
     def _hit(self, event: Any) -> None:
-        number = self._numbers[event.request]
-        self._of_sequence[event.seq], self._opened[event.seq] = number, event.t
+        request = self._numbers[event.request]
+        self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
         if not event.again:
-            self.prompts.admit(number, event.n, event.t)
+            self.prompts.admit(request, event.n, event.t)
         tables = self._state.sequences[event.seq].tables
         ids = [block.id for table in tables for block in table.blocks.values()]
-        self._moves(event, ids, number, event.seq, event.blocks, NONE, bool(event.again))
+        self._moves(event, ids, request, event.seq, event.blocks, NONE, bool(event.again))
 
     def _alloc(self, event: Any) -> None:
         ids, owner = self._state.ids(event.runs).tolist(), self._of_sequence[event.seq]

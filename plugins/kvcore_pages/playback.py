@@ -54,7 +54,7 @@ KINDS = (
 )
 """The kinds of rows. EVICT of scope `sequence` is FORGET, so that each kind has one meaning."""
 
-KIND = {name: number for number, name in enumerate(KINDS)}
+KIND = {name: index for index, name in enumerate(KINDS)}
 
 WHY = ("absent", "partial", "expired", "no keys")
 COMMITTED = ("new", "grown", "same", "shared")
@@ -499,8 +499,8 @@ class Playback:
         span, end = victim
         row = len(self._flat) // WIDTH
         if self._stage == "inside":
-            place = span.keys, span.end, end
-            self.evicted.append(EvictedContent(row, event.requester, *place))
+            content = span.keys, span.end, end
+            self.evicted.append(EvictedContent(row, event.requester, *content))
         if not span.ids:
             del self._stored[span.id]
         requester = self._numbers[event.requester]
@@ -606,19 +606,21 @@ class Playback:
     def document(self) -> dict[str, Any]:
         """Return the JSON part of the playback: the run, and its requests."""
         prompts, explanation = self.prompts, self.explanation
-        found = [explanation.requests.get(request) for request in prompts.ids]
+        explained = [explanation.requests.get(request) for request in prompts.ids]
         last = self.first_line + len(self.rows["kind"])
         lost = {
-            index: sum(loss.tokens for loss in each.losses if loss.eviction is not None)
-            for index, (each, line) in enumerate(zip(found, prompts.admitted, strict=True))
-            if each is not None and (line == NONE or self.first_line <= line < last)
+            index: sum(loss.tokens for loss in request.losses if loss.eviction is not None)
+            for index, (request, line) in enumerate(
+                zip(explained, prompts.admitted, strict=True)
+            )
+            if request is not None and (line == NONE or self.first_line <= line < last)
         }
         told = set(nlargest(MOST_REASONS, lost, key=lost.__getitem__))
         whys = [
-            str(RequestReport(explanation, each))
-            if each is not None and index in told
+            str(RequestReport(explanation, request))
+            if request is not None and index in told
             else NOT_TOLD
-            for index, each in enumerate(found)
+            for index, request in enumerate(explained)
         ]
         return {
             "file": self.file,
@@ -644,11 +646,15 @@ class Playback:
     def columns(self) -> dict[str, bytes]:
         """Return the rows, and numbers of the requests, as planes of bytes: see `pack`."""
         prompts, requests = self.prompts, self.explanation.requests
-        found = [requests.get(request) for request in prompts.ids]
+        explained = [requests.get(request) for request in prompts.ids]
         size = self.header["block_size"]
         columns = {name: getattr(prompts, name) for name in PROMPT_COLUMNS}
-        columns["hit"] = array("q", [each.hit // size if each else 0 for each in found])
-        columns["optimum"] = array("q", [each.optimum // size if each else 0 for each in found])
+        columns["hit"] = array(
+            "q", [request.hit // size if request else 0 for request in explained]
+        )
+        columns["optimum"] = array(
+            "q", [request.optimum // size if request else 0 for request in explained]
+        )
         return {"rows": pack(self.rows), "requests": pack(columns)}
 
 

@@ -93,8 +93,8 @@ def report_page(
     """
     charting_library()  # That it is missing is told before traces are read.
     paths = [as_path(path) for path in results]
-    found = [read_result(path, progress, replica) for path in paths]
-    document = _document(found, [str(path) for path in paths], title)
+    read_results = [read_result(path, progress, replica) for path in paths]
+    document = _document(read_results, [str(path) for path in paths], title)
     body = '<main id="report"></main>'
     data = {"report": document}
     return Page(document["title"], body, ["report.js"], ["report.css"], data).render()
@@ -139,7 +139,7 @@ def read_result(
 
 def _folder(folder: Path, progress: Progress) -> Result:
     """Read the result in a folder."""
-    known = next((folder / each for each in IN_FOLDERS if (folder / each).is_file()), None)
+    known = next((folder / name for name in IN_FOLDERS if (folder / name).is_file()), None)
     if known is None:
         msg = f"{folder}: a folder without any of {', '.join(IN_FOLDERS)}; {NEEDED}"
         raise InputError(msg)
@@ -285,19 +285,19 @@ def _swept(rows: list[dict[str, Any]]) -> Document:
     return {"schema": SCHEMA, "mode": mode, "cells": len(rows), "rows": rows}
 
 
-def _document(found: Sequence[Result], paths: Sequence[str], title: str | None) -> Document:
+def _document(results: Sequence[Result], paths: Sequence[str], title: str | None) -> Document:
     """Return the data of the page for its script."""
     labels = _labels(paths)
     parts = []
-    for result, path in zip(found, paths, strict=True):
+    for result, path in zip(results, paths, strict=True):
         with _naming(path):
             parts.append([*result.parts()])
     kinds: dict[str, list[int]] = {}
-    for index, result in enumerate(found):
+    for index, result in enumerate(results):
         kinds.setdefault(result.kind, []).append(index)
     told: list[dict[str, Any]] = []
     for kind, indices in kinds.items():
-        alike, names = [found[n] for n in indices], [labels[n] for n in indices]
+        alike, names = [results[n] for n in indices], [labels[n] for n in indices]
         side: list[Part] = []
         if len(indices) > 1:
             with _naming(", ".join(paths[index] for index in indices)):
@@ -310,8 +310,8 @@ def _document(found: Sequence[Result], paths: Sequence[str], title: str | None) 
         title = f"Report: {' and '.join(labels) if few else counted(len(labels), 'result')}"
     return {
         "title": title,
-        "about": f"Of {counted(len(found), 'result')}: {', '.join(labels)}.",
-        "sections": [{"id": f"result-{n}", **each} for n, each in enumerate(told, 1)],
+        "about": f"Of {counted(len(results), 'result')}: {', '.join(labels)}.",
+        "sections": [{"id": f"result-{n}", **section} for n, section in enumerate(told, 1)],
         "command": command("report", *paths),
     }
 
@@ -321,12 +321,12 @@ def _labels(paths: Sequence[str]) -> list[str]:
     parts = [Path(path).parts or (path,) for path in paths]
     labels = [*paths]
     for length in range(1, max(map(len, parts), default=0) + 1):
-        ends = [str(Path(*each[-length:])) for each in parts]
+        ends = [str(Path(*path[-length:])) for path in parts]
         if len(set(ends)) == len(set(paths)):
             labels = ends
             break
-    given = [labels[: index + 1].count(label) for index, label in enumerate(labels)]
+    times = [labels[: index + 1].count(label) for index, label in enumerate(labels)]
     return [
         label if time == 1 else f"{label} ({time})"
-        for label, time in zip(labels, given, strict=True)
+        for label, time in zip(labels, times, strict=True)
     ]

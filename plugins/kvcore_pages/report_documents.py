@@ -150,10 +150,10 @@ class DocumentResult(Result):
 
 def _first(kind: type[T], documents: Iterable[DocumentResult]) -> list[T]:
     """Return the first section of a class in each document that has one."""
-    found = [
+    first_parts = [
         [part for part in document.content if isinstance(part, kind)] for document in documents
     ]
-    return [parts[0] for parts in found if parts]
+    return [parts[0] for parts in first_parts if parts]
 
 
 def _side_by_side(panels: Sequence[Panel], labels: Sequence[str]) -> Iterator[Part]:
@@ -301,12 +301,12 @@ def _regret(comparison: Comparison) -> Iterator[Part]:
     for name, row in named(comparison.rows):
         if row.eviction == Belady.name or row.blocks not in best:
             continue
-        most = best[row.blocks]
-        less = most - row.hit_blocks
-        counts = row.blocks, row.hit_blocks, most, less, less * row.block_size
+        best_hits = best[row.blocks]
+        less = best_hits - row.hit_blocks
+        counts = row.blocks, row.hit_blocks, best_hits, less, less * row.block_size
         part = share(less / row.lookup_blocks if row.lookup_blocks else None)
         cells = [f"{count:,}" for count in counts]
-        rows.append([name, *cells, part, f"{infinite.hit_blocks - most:,}"])
+        rows.append([name, *cells, part, f"{infinite.hit_blocks - best_hits:,}"])
     headers = ["eviction", "blocks", "hits", "optimum", "less", "less in tokens"]
     headers += ["of all", "no pool has"]
     yield from table("Blocks that hit, against the optimum in the same pool", headers, rows)
@@ -398,7 +398,7 @@ class SeenGrid:
     axes: Mapping[str, Sequence[Any]]
 
     @classmethod
-    def of(cls, mode: str, rows: Sequence[Mapping[str, Any]]) -> SeenGrid:
+    def from_rows(cls, mode: str, rows: Sequence[Mapping[str, Any]]) -> SeenGrid:
         """Return the axes of rows; `blocks` is none if the others distinguish all cells."""
         seen = {
             name: [*dict.fromkeys(row[name] for row in rows)]
@@ -420,7 +420,7 @@ class SeenGrid:
 @_form("mode cells rows", "Sweep", "The best of each contest", plural="Sweeps")
 def _sweep(document: Document) -> Content:
     rows = document["rows"]
-    grid = cast("Any", SeenGrid.of(document["mode"], rows))
+    grid = cast("Any", SeenGrid.from_rows(document["mode"], rows))
     report = SweepReport(Sweep(grid, rows, 0, 0))
     yield from (report.headline, report.setup, *report.tables, report.reading)
     for name in grid.varied:

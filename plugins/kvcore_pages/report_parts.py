@@ -46,7 +46,7 @@ PERCENTS = (1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
 WRITERS: Mapping[str, Callable[[float], str]] = {
     "s": format_seconds,
     "%": lambda share: f"{share:.1f}%",
-    "": lambda number: f"{number:,}" if type(number) is int else format_number(number),
+    "": lambda value: f"{value:,}" if type(value) is int else format_number(value),
 }
 """How a value is written, by its unit."""
 
@@ -121,7 +121,7 @@ def again(lines: str) -> Iterator[Part]:
 def against(labels: Sequence[str]) -> list[str]:
     """Return the headers of results side by side, each but the first with its difference."""
     first, *others = labels
-    return [first, *(header for each in others for header in (each, f"against {first}"))]
+    return [first, *(header for label in others for header in (label, f"against {first}"))]
 
 
 def table(
@@ -180,7 +180,7 @@ def chart(
             "y": attrs.asdict(y),
             "lines": drawn,
             "top": top,
-            "marks": [{"at": at, "text": text} for at, text in marks],
+            "marks": [{"at": x, "text": text} for x, text in marks],
             "numbers": numbers,
         }
     ]
@@ -222,17 +222,17 @@ def distributions(
         # Names stand at different heights, so that similar lines do not hide them.
         height = (index + 1) / (len(ordered) + 1)
         colour = COLOURS[index % len(COLOURS)]
-        at = min(int(height * steps), steps - 1)
+        label_at = min(int(height * steps), steps - 1)
         xs = [values[rank - 1] for rank in ranks]
-        lines.append(Line(name, xs, shares, colour, step=True, label_at=at))
+        lines.append(Line(name, xs, shares, colour, step=True, label_at=label_at))
     write = WRITERS[x.unit]
     rows = [
         [f"{percent}%", *(write(v[-(-percent * len(v) // 100) - 1]) for v in ordered.values())]
         for percent in PERCENTS
     ]
-    found = table("", ["requests at or below", *ordered], rows)
+    numbers_table = table("", ["requests at or below", *ordered], rows)
     y = Axis("requests at or below", "%")
-    return chart(title, about, x, y, lines, top=100, numbers=found[0], **more)
+    return chart(title, about, x, y, lines, top=100, numbers=numbers_table[0], **more)
 
 
 def panel_lines(
@@ -290,26 +290,30 @@ def panels(drawn: Chart, title: str) -> Iterator[Part]:
 def _positive(line: Line) -> Line:
     """Return a line without the points that a logarithmic axis cannot show."""
     points = [(x, y) for x, y in zip(line.x, line.y, strict=True) if x > 0]
-    at = line.label_at
-    if at >= 0:
-        at = max(at - len(line.x) + len(points), 0)
-    return attrs.evolve(line, x=[x for x, _ in points], y=[y for _, y in points], label_at=at)
+    label_at = line.label_at
+    if label_at >= 0:
+        label_at = max(label_at - len(line.x) + len(points), 0)
+    return attrs.evolve(
+        line, x=[x for x, _ in points], y=[y for _, y in points], label_at=label_at
+    )
 
 
 def _numbers(x: Axis, y: Axis, lines: Sequence[Line]) -> Part | None:
     """Return the table of a chart: the values at points, and of steps those that hold."""
-    places = sorted({value for line in lines for value in line.x})
-    if len(places) > MOST_ROWS:
-        last = len(places) - 1
-        places = [places[last * row // (MOST_ROWS - 1)] for row in range(MOST_ROWS)]
+    xs = sorted({value for line in lines for value in line.x})
+    if len(xs) > MOST_ROWS:
+        last = len(xs) - 1
+        xs = [xs[last * row // (MOST_ROWS - 1)] for row in range(MOST_ROWS)]
 
     def cell(line: Line, place: float) -> str:
-        at = bisect_right(line.x, place) - 1
-        if at < 0 or (line.x[at] != place and not line.step) or line.y[at] is None:
+        index = bisect_right(line.x, place) - 1
+        if index < 0 or (line.x[index] != place and not line.step) or line.y[index] is None:
             return ""
-        return WRITERS[y.unit](line.y[at])  # type: ignore[arg-type]  # as above
+        return WRITERS[y.unit](line.y[index])  # type: ignore[arg-type]  # as above
 
-    rows = [[WRITERS[x.unit](at), *(cell(line, at) for line in lines)] for at in places]
+    rows = [
+        [WRITERS[x.unit](x_value), *(cell(line, x_value) for line in lines)] for x_value in xs
+    ]
     return next(iter(table("", [x.title, *(line.name for line in lines)], rows)), None)
 
 
@@ -369,7 +373,9 @@ def settings(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, _wrappable({name: value[name] for name in ("name", "options")})
             yield "workload digest", str(value["digest"])
         elif name == "slo" and isinstance(value, Mapping):
-            times = {each: time / NS_PER_S for each, time in value.items() if time}
+            times = {
+                name_of_slo: time / NS_PER_S for name_of_slo, time in value.items() if time
+            }
             yield name, ", ".join(f"{each}={time:g} s" for each, time in times.items())
         else:
             yield name.replace("_", " "), _wrappable(value)
@@ -397,17 +403,19 @@ def command(verb: str, *subjects: Any, **options: Any) -> str:
             continue
         part = {name: subject["options"].get(name) for name in ("limit", "window")}
         left_out = (*part, "shrink")
-        given = {
-            name: each for name, each in subject["options"].items() if name not in left_out
+        named = {
+            name: value_of
+            for name, value_of in subject["options"].items()
+            if name not in left_out
         }
-        words.append(plugin_text(subject["name"], given))
+        words.append(plugin_text(subject["name"], named))
         options = part | options
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
             words += [flag] if value else [] if name in FLAGS else [f"--no-{flag[2:]}"]
         elif name == "tier" and isinstance(value, list):
-            words += [word for each in value for word in (flag, config_text(each))]
+            words += [word for value_item in value for word in (flag, config_text(value_item))]
         elif value is not None:
             words += [flag, _option(name, value)]
     return shlex.join(words)

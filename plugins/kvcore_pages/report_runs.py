@@ -156,14 +156,16 @@ class Run(Result):
             )
             raise InputError(msg)
         requests, trace = folder / REQUESTS, folder / TRACE
-        found = Latencies.read(folder) if requests.is_file() else None
+        latencies = Latencies.read(folder) if requests.is_file() else None
         refusal = None
-        if summary["rejected"] and found is not None:
+        if summary["rejected"] and latencies is not None:
             rows = map(parse_json, requests.read_bytes().splitlines())
             refusal = next((row["reason"] for row in rows if row["reason"]), None)
         recorded = RecordedTrace.read(trace, progress) if trace.is_file() else None
         name = str(folder)
-        return cls(name=name, summary=summary, refusal=refusal, latencies=found, trace=recorded)
+        return cls(
+            name=name, summary=summary, refusal=refusal, latencies=latencies, trace=recorded
+        )
 
     @classmethod
     def of_trace(
@@ -171,7 +173,7 @@ class Run(Result):
     ) -> Run:
         """Read a trace. Raises InputError and TraceError as `RecordedTrace.read` does."""
         trace = RecordedTrace.read(file, progress, replica)
-        latencies = Latencies.of(trace.timeline) if trace.timed else None
+        latencies = Latencies.from_timeline(trace.timeline) if trace.timed else None
         name = str(file) if replica is None else f"{file}, replica {replica}"
         return cls(name=name, latencies=latencies, trace=trace)
 
@@ -240,8 +242,8 @@ class Run(Result):
             return ""
         holds = (self.summary["saturation"] or {}).get("holds")
         many = "replicas" in self.summary
-        held = holding(holds, many=many) if holds is not None else ""
-        return "\n".join(filter(None, (report.warning, held, report.thrashing)))
+        holding_text = holding(holds, many=many) if holds is not None else ""
+        return "\n".join(filter(None, (report.warning, holding_text, report.thrashing)))
 
     def parts(self) -> Iterator[Part]:
         """Yield the parts of a report on one run."""
@@ -250,7 +252,9 @@ class Run(Result):
         if report is not None:
             yield from sentences(report.headline)
         elif trace is not None:
-            yield from sentences(SummaryReport.of(trace.explanation, trace.misses).headline)
+            yield from sentences(
+                SummaryReport.from_explanation(trace.explanation, trace.misses).headline
+            )
         yield heading("What was run")
         if report is None and self.summary is not None:
             told = "The summary does not say: `kvcore simulate --out` writes what was run too."
@@ -313,7 +317,7 @@ class Run(Result):
     def _over_time(self) -> Iterator[Part]:
         yield heading("Over time")
         times, used, cached, blocks = self.pool()
-        both = [one + other for one, other in zip(used, cached, strict=True)]
+        both = [used_share + other for used_share, other in zip(used, cached, strict=True)]
         # A trace counts blocks of one sequence alone, a summary those of any running sequence.
         names = ("of one request alone", "shared or cached")
         if self.trace is None:
@@ -345,7 +349,7 @@ class Run(Result):
             )
             return
         summary, explanation = trace.misses, trace.explanation
-        report = SummaryReport.of(explanation, summary)
+        report = SummaryReport.from_explanation(explanation, summary)
         yield heading("Regret")
         yield from sentences(_regret(explanation, summary))
         names, values = _shares(summary)
@@ -356,26 +360,28 @@ class Run(Result):
             {"tokens": values},
             lambda tokens: f"{tokens:,.0f} ({share(tokens / (summary.prompt_tokens or 1))})",
         )
-        ranked = sorted(explanation.requests.values(), key=lambda each: each.hit - each.optimum)
+        ranked = sorted(
+            explanation.requests.values(), key=lambda request: request.hit - request.optimum
+        )
         yield from table(
             "Requests that lost most against the optimum",
             ["request", "prompt tokens", "hit", "in the optimum", "less"],
             [
                 (
-                    each.request,
-                    *(f"{n:,}" for n in (each.tokens, each.hit, each.optimum)),
-                    f"{each.optimum - each.hit:,}",
+                    request.request,
+                    *(f"{n:,}" for n in (request.tokens, request.hit, request.optimum)),
+                    f"{request.optimum - request.hit:,}",
                 )
-                for each in ranked[:5]
-                if each.optimum > each.hit
+                for request in ranked[:5]
+                if request.optimum > request.hit
             ],
         )
         yield heading("Why prompts missed")
         yield from sentences(report.headline.splitlines()[-1])
         groups = (report.groups,) if explanation.groups else ()
-        found = report.table, *groups, report.places, report.requests, report.notes
+        lines = report.table, *groups, report.places, report.requests, report.notes
         titles = ("Tokens that a cache group was short for",) if explanation.groups else ()
-        yield from shown(found, REASONS[0], *titles, *REASONS[1:])
+        yield from shown(lines, REASONS[0], *titles, *REASONS[1:])
 
     def _commands(self) -> Iterator[Part]:
         lines = [_simulation(self.header)] if self._simulated else []
@@ -410,8 +416,10 @@ class Run(Result):
         if len(known) == len(runs):
             yield from sentences("\n".join(_verdicts(known, labels)))
         settled = [dict(settings(run.header)) for run in runs]
-        names = dict.fromkeys(name for each in settled for name in each)
-        columns = [[each.get(name, "") for each in settled] for name in names]
+        names = dict.fromkeys(name for settings_of_run in settled for name in settings_of_run)
+        columns = [
+            [settings_of_run.get(name, "") for settings_of_run in settled] for name in names
+        ]
         differ = [
             [name, *cells]
             for name, cells in zip(names, columns, strict=True)
@@ -523,7 +531,7 @@ def _regret(explanation: Explanation, summary: Summary) -> str:
     lost = summary.categories["policy"]
     room = summary.categories["capacity"]
     whose = f"{explanation.cost.model} on one {explanation.cost.device}"
-    ideal, real = (share(each / tokens if tokens else None) for each in (best, hit))
+    ideal, real = (share(hits / tokens if tokens else None) for hits in (best, hit))
     told = (
         "With the same pool, perfect foresight, and one request after another, "
         f"{counted(best, 'token')} would have hit ({ideal}), in place of {hit:,} ({real})."
@@ -544,9 +552,9 @@ def _regret(explanation: Explanation, summary: Summary) -> str:
 
 def _shares(summary: Summary) -> tuple[list[str], list[float]]:
     """Return the numbers of prompt tokens that hit, and that missed by the reason."""
-    found = {"hit": summary.hit_tokens}
-    found |= {spaced(name): lost.tokens for name, lost in summary.categories.items()}
-    kept = {name: tokens for name, tokens in found.items() if tokens}
+    tokens_by_reason = {"hit": summary.hit_tokens}
+    tokens_by_reason |= {spaced(name): lost.tokens for name, lost in summary.categories.items()}
+    kept = {name: tokens for name, tokens in tokens_by_reason.items() if tokens}
     return [*kept], [*map(float, kept.values())]
 
 
@@ -578,20 +586,24 @@ def _hits(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
 
 def _reasons(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
     """Yield hits and misses by the reason of several traces, side by side."""
-    found = {
+    explanations = {
         label: run.trace.misses
         for label, run in zip(labels, runs, strict=True)
         if run.trace is not None
     }
-    if not found:
+    if not explanations:
         return
-    names = [name for name in OF_GROUPS if any(_tokens(each, name) for each in found.values())]
+    names = [
+        name
+        for name in OF_GROUPS
+        if any(_tokens(explanation, name) for explanation in explanations.values())
+    ]
     tokens = {
-        label: [each.hit_tokens, *(_tokens(each, name) for name in names)]
-        for label, each in found.items()
+        label: [explanation.hit_tokens, *(_tokens(explanation, name) for name in names)]
+        for label, explanation in explanations.items()
     }
     shares = {
-        label: [100 * n / (found[label].prompt_tokens or 1) for n in numbers]
+        label: [100 * n / (explanations[label].prompt_tokens or 1) for n in numbers]
         for label, numbers in tokens.items()
     }
     headers = ["hit", *map(spaced, names)]
@@ -607,7 +619,7 @@ def _reasons(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
         for header, *numbers in zip(headers, *tokens.values(), strict=True)
     ]
     yield from table(
-        "Prompt tokens that hit, and that missed by the reason", ["", *found], rows
+        "Prompt tokens that hit, and that missed by the reason", ["", *explanations], rows
     )
 
 

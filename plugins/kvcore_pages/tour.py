@@ -88,7 +88,7 @@ def _caching() -> dict[str, Any]:
     """Generate the same tokens without a cache and with two kinds of it."""
     generator = resolve("generator", "transformer")
     prompt, output = 5, 8
-    found = with_and_without_cache(
+    generations = with_and_without_cache(
         generator,
         resolve("backend", "torch-cpu"),
         prompt_tokens=prompt,
@@ -107,15 +107,15 @@ def _caching() -> dict[str, Any]:
         "number_bytes": BYTES_PER_NUMBER[DTYPE],
         "caches": [
             {
-                "cache": each.cache,
-                "projections": each.step_projections,
-                "kv_bytes": each.step_kv_bytes,
+                "cache": generation.cache,
+                "projections": generation.step_projections,
+                "kv_bytes": generation.step_kv_bytes,
                 "flop": [
                     prefill_flop(spec, new, prompt + step - new)
-                    for step, new in enumerate(each.step_projections)
+                    for step, new in enumerate(generation.step_projections)
                 ],
             }
-            for each in found
+            for generation in generations
         ],
     }
 
@@ -486,13 +486,13 @@ def _evicting(policy: str, prompts: str) -> dict[str, Any]:
     """Replay prompts of one letter each under a policy; return its trace and its frames."""
     requests = [
         Request(
-            id=f"{prompt} ({number})",
-            arrival=number,
+            id=f"{prompt} ({index})",
+            arrival=index,
             prompt_tokens=_PROMPT_BLOCKS * CALCULATOR_BLOCK,
-            keys=[ord(prompt) * 100 + place for place in range(1, _PROMPT_BLOCKS + 1)],
+            keys=[ord(prompt) * 100 + index for index in range(1, _PROMPT_BLOCKS + 1)],
             key_tokens=CALCULATOR_BLOCK,
         )
-        for number, prompt in enumerate(prompts, 1)
+        for index, prompt in enumerate(prompts, 1)
     ]
 
     def work(trace: Trace) -> None:
@@ -520,9 +520,9 @@ def _evicting(policy: str, prompts: str) -> dict[str, Any]:
             frame["evicted"] += [before[block] for block in _ids(event.runs)]
         before = [None] * _EVICTION_POOL
         for span in state.spans.values():
-            for place, block in enumerate(span.ids, span.start):
-                letter, number = divmod(span.keys[place], 100)
-                before[block] = f"{chr(letter)}{number}"
+            for offset, block in enumerate(span.ids, span.start):
+                letter, index = divmod(span.keys[offset], 100)
+                before[block] = f"{chr(letter)}{index}"
         frame["pool"] = before
     # An eviction costs the next request for its block, if there is one.
     for turn, frame in enumerate(frames):
@@ -610,8 +610,8 @@ def _forgetting(name: str, retention: str | None) -> dict[str, Any]:
     model, recorded = _attended("induction", [*ids, *output[:-1]], 1)
     heads, layer = model.spec.query_heads, model.spec.layers - 1
     looks = [
-        [recorded.head(layer, head, place).weights for head in range(heads)]
-        for place in range(len(ids) + _STORY_OUTPUT - 1)
+        [recorded.head(layer, head, position).weights for head in range(heads)]
+        for position in range(len(ids) + _STORY_OUTPUT - 1)
     ]
     return {
         "name": name,
@@ -622,7 +622,8 @@ def _forgetting(name: str, retention: str | None) -> dict[str, Any]:
         # Of the last layer, as a mean over its heads, if this text were read with nothing
         # forgotten: `[token][token that it attends to]`.
         "attention": [
-            [round(sum(each) / heads, 4) for each in zip(*row, strict=True)] for row in looks
+            [round(sum(weights) / heads, 4) for weights in zip(*row, strict=True)]
+            for row in looks
         ],
         "answer": [spelt.get(token, "?") for token in output],
     }
@@ -643,7 +644,7 @@ def _attention() -> dict[str, Any]:
     scaled = recorded.head(layer, head, len(prompt))
     width = len(scaled.query)
     unscaled = OneHead(
-        [number * width**0.5 for number in scaled.query], scaled.keys, scaled.values
+        [component * width**0.5 for component in scaled.query], scaled.keys, scaled.values
     )
     return {
         "words": _SENTENCE.split(),

@@ -64,7 +64,7 @@ def view_page(
     sides = []
     for file in files:
         with progress(f"reading {Path(file).name}", file_bytes(Path(file))) as tick:
-            sides.append(GroupedPlayback.of(file, tick, window, replica))
+            sides.append(GroupedPlayback.read(file, tick, window, replica))
     title = " and ".join(names)
     note = ""
     if len(sides) > 1:
@@ -93,10 +93,10 @@ def _left_out(name: str, side: Playback) -> Iterator[str]:
     if rows == side.lines:
         return
     begin, end, first = times[0], sum(times), side.first_line
-    whole = f"{side.lines:,}; the trace ends at {side.ended / NS_PER_S:,.3f} s"
+    total = f"{side.lines:,}; the trace ends at {side.ended / NS_PER_S:,.3f} s"
     yield (
         f"{name}: this page plays lines {first + 1:,} to {first + rows:,}, from "
-        f"{begin / NS_PER_S:,.3f} s to {end / NS_PER_S:,.3f} s, of {whole}. The pool at their "
+        f"{begin / NS_PER_S:,.3f} s to {end / NS_PER_S:,.3f} s, of {total}. The pool at their "
         "begin is exact; curves, timeline and events show these lines alone. --window "
         "START:END (seconds) makes a page of another part, --events N one of more lines."
     )
@@ -162,8 +162,12 @@ def find_differences(left: Playback, right: Playback) -> Differences:
         _mark(len(left.rows["kind"]), evicted[0], evicted[1], ratio),
         _mark(len(right.rows["kind"]), evicted[1], evicted[0], ratio),
     )
-    most = max(len(one_ids), len(other_ids))
-    note = f"Only {common:,} of {most:,} requests are in both traces." if common < most else ""
+    more_ids = max(len(one_ids), len(other_ids))
+    note = (
+        f"Only {common:,} of {more_ids:,} requests are in both traces."
+        if common < more_ids
+        else ""
+    )
     return Differences(blocks, note)
 
 
@@ -173,10 +177,10 @@ def _prompts(side: Playback) -> dict[int | str, Any]:
 
 
 def _by_requester(side: Playback) -> ByRequester:
-    found: ByRequester = defaultdict(list)
-    for each in side.evicted:
-        found[each.requester].append(each)
-    return found
+    by_requester: ByRequester = defaultdict(list)
+    for content in side.evicted:
+        by_requester[content.requester].append(content)
+    return by_requester
 
 
 def _mark(rows: int, evicted: ByRequester, other: ByRequester, ratio: int) -> array[int]:
@@ -184,18 +188,22 @@ def _mark(rows: int, evicted: ByRequester, other: ByRequester, ratio: int) -> ar
     marks = array("i", bytes(4 * rows))
     for requester, lines in evicted.items():
         left_over = Counter(
-            content for each in other.get(requester, ()) for content in _contents(each, ratio)
+            content
+            for evicted in other.get(requester, ())
+            for content in _contents(evicted, ratio)
         )
-        for each in lines:
-            for content in _contents(each, ratio):
+        for lost_content in lines:
+            for content in _contents(lost_content, ratio):
                 if left_over[content]:
                     left_over[content] -= 1
                 else:
-                    marks[each.row] += 1
+                    marks[lost_content.row] += 1
     return marks
 
 
 def _contents(evicted: EvictedContent, ratio: int) -> Iterator[tuple[Any, int]]:
     """Yield the key of each block, and which of the key's blocks it is."""
     keys = evicted.keys
-    return ((keys[at // ratio], at % ratio) for at in range(evicted.first, evicted.end))
+    return (
+        (keys[index // ratio], index % ratio) for index in range(evicted.first, evicted.end)
+    )

@@ -295,8 +295,8 @@ class Foresight(ScoreEviction):
         serial = self._serials[span.last_request]
         if not self._passed[serial]:
             self._passed[serial] = True
-            for each in self._awaiting.pop(serial, ()):
-                self.rescore(each)
+            for waiting in self._awaiting.pop(serial, ()):
+                self.rescore(waiting)
 
 
 def _contradiction(request: Request, key: Key) -> InputError:

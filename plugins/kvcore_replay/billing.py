@@ -56,7 +56,7 @@ class Bill:
     usd: float
 
     @classmethod
-    def of(cls, price: PriceModel, charges: Iterable[Charge]) -> Self:
+    def from_charges(cls, price: PriceModel, charges: Iterable[Charge]) -> Self:
         """Add up `charges`. O(requests), and no memory."""
         requests, sums = 0, [0] * len(Charge._fields)
         for charge in charges:
@@ -116,7 +116,7 @@ class PromptSize(NamedTuple):
     key: int
 
     @classmethod
-    def of(cls, request: Request, price: PriceModel) -> Self:
+    def from_request(cls, request: Request, price: PriceModel) -> Self:
         """Return the lengths of a prompt: by content blocks if entries of `price` end there."""
         if price.breakpoints and isinstance(request, LoggedRequest) and request.parts:
             return cls.of_text(request)
@@ -178,7 +178,7 @@ class PromptCache:
 
     def charge(self, request: Request, now: int) -> Charge:
         """Return the charge of a request that arrives at `now` (ns), and store its prompt."""
-        size, output = PromptSize.of(request, self._price), request.output_tokens
+        size, output = PromptSize.from_request(request, self._price), request.output_tokens
         serve = self._entry if self._price.breakpoints else self._prefix
         return serve(request, size, now, output)
 
@@ -199,9 +199,9 @@ class PromptCache:
         ends, path, marks, lookback = self._path(request, size)
         read = reached = 0
         for mark, _ in marks:
-            for place in range(mark, max(-1, mark - lookback), -1):
-                if self._lives(path[place], now):
-                    read, reached = max((read, reached), (ends[place], place + 1))
+            for index in range(mark, max(-1, mark - lookback), -1):
+                if self._lives(path[index], now):
+                    read, reached = max((read, reached), (ends[index], index + 1))
                     break
         for key in path[:reached]:
             if self._lives(key, now):
@@ -257,7 +257,7 @@ def live_keys(keys: Any, used: Mapping[Key, int], since: int) -> int:
     A prompt uses all of its keys at once, so no key is used later than the one before it.
     """
     return bisect_left(
-        range(len(keys)), 1, key=lambda place: used.get(keys[place], _NEVER) <= since
+        range(len(keys)), 1, key=lambda index: used.get(keys[index], _NEVER) <= since
     )
 
 
@@ -293,9 +293,9 @@ def bill(
     arrived = requests
     if log is not None:
         rows = {id_: row for row, id_ in enumerate(log.ids) if row not in log.reasons}
-        served = (each for each in requests if each.id in rows)
+        served = (request for request in requests if request.id in rows)
         came, hits = list(log.arrival), list(map(add, log.hit, log.loaded))
-        arrived = sorted(served, key=lambda each: came[rows[each.id]])
+        arrived = sorted(served, key=lambda request: came[rows[request.id]])
     uncached, api, reported, run = (list[Charge]() for _ in range(4))
     for request in arrived:
         now, output = request.arrival, request.output_tokens
@@ -310,8 +310,8 @@ def bill(
     all_reported = len(reported) == len(uncached) > 0
     return Bills(
         price=price,
-        uncached=Bill.of(price, uncached),
-        api=Bill.of(price, api),
-        reported=Bill.of(price, reported) if all_reported else None,
-        run=None if log is None else Bill.of(price, run),
+        uncached=Bill.from_charges(price, uncached),
+        api=Bill.from_charges(price, api),
+        reported=Bill.from_charges(price, reported) if all_reported else None,
+        run=None if log is None else Bill.from_charges(price, run),
     )

@@ -65,7 +65,7 @@ class ExportSize:
     tokens: int
 
     @classmethod
-    def of(
+    def from_trace(
         cls,
         trace: str | os.PathLike[str],
         tick: Tick = unseen,
@@ -157,7 +157,7 @@ def dynamo_batches(
     A trace does not have the hash of the tokens of a block: it is replaced by the block's hash.
     Raises as `event_batches`.
     """
-    number = 0
+    sequence = 0
     for batch in event_batches(trace, tick, replica):
         for event in batch.events:
             assert isinstance(event, BlockStored | BlockRemoved)
@@ -167,11 +167,11 @@ def dynamo_batches(
                 events=(_routed(event, tier),),
                 dp_rank=0,
                 format="dynamo",
-                seq=number,
+                seq=sequence,
                 source=worker,
                 more={"storage_tier": tier, "residency_domain": "worker"},
             )
-            number += 1
+            sequence += 1
 
 
 @attrs.define
@@ -274,7 +274,7 @@ class _EventMaker:
         self._most_blocks = max(1, _EVENT_VALUES // (self._size + 1))
         count = min(self._size, _HASH_TOKENS)
         self._token_bits = min(_TOKEN_BITS, -(-64 // count))
-        self._shifts = [place * self._token_bits for place in range(count)]
+        self._shifts = [index * self._token_bits for index in range(count)]
         self._zeros = [0] * (self._size - count)
         self._mediums: dict[str, str] = {}
         for tier in header.tiers or ():
@@ -324,8 +324,8 @@ class _EventMaker:
     ) -> Iterator[BlockRemoved]:
         """Yield events that remove blocks, the deepest first."""
         gone = range(end - 1, first - 1, -1)
-        for place in range(0, len(gone), _EVENT_VALUES):
-            part = gone[place : place + _EVENT_VALUES]
+        for begin in range(0, len(gone), _EVENT_VALUES):
+            part = gone[begin : begin + _EVENT_VALUES]
             hashes = tuple(self._hash(keys, block) for block in part)
             yield BlockRemoved(hashes=hashes, medium=medium)
 
@@ -345,8 +345,8 @@ class _EventMaker:
             )
 
     def _hash(self, keys: list[Any], block: int) -> int:
-        whole, place = divmod(block, self._ratio)
-        return block_hash(keys[whole], place, self._ratio)
+        index, offset = divmod(block, self._ratio)
+        return block_hash(keys[index], offset, self._ratio)
 
     def _tokens(self, value: int) -> list[int]:
         """Return placeholders for token ids: the block's hash in the first few, then zeros.

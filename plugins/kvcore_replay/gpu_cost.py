@@ -99,7 +99,7 @@ class Cost(NamedTuple):
     prices: str
 
     @classmethod
-    def of(
+    def for_gpus(
         cls,
         gpus: Mapping[str, float],
         given: Mapping[str, float],
@@ -138,7 +138,7 @@ class Cost(NamedTuple):
         prompts = outputs = 0
         for _, lengths, _, generated in finished_work(log):
             prompts, outputs = prompts + sum(lengths), outputs + sum(generated)
-        return cls.of(gpus, given, outputs / seconds, (prompts + outputs) / seconds)
+        return cls.for_gpus(gpus, given, outputs / seconds, (prompts + outputs) / seconds)
 
     @property
     def usd_per_day(self) -> float:
@@ -219,4 +219,4 @@ def row_cost(row: Mapping[str, Any], given: Mapping[str, float]) -> Cost | None:
         return None
     up = (row.get("replica_s") or seconds) / seconds
     gpus = {row["device"]: up * row["tensor_parallel"]}
-    return Cost.of(gpus, given, row["throughput_tokens_s"])
+    return Cost.for_gpus(gpus, given, row["throughput_tokens_s"])

@@ -136,32 +136,32 @@ def find_price(text: str) -> PriceModel:
     if "=" in first:
         rest = [first, *rest]
     else:
-        found = PRICES.get(PROVIDERS.get(first, first))
-        if found is None:
+        price = PRICES.get(PROVIDERS.get(first, first))
+        if price is None:
             names = [*PROVIDERS, *PRICES]
             msg = (
                 f"price {first!r} is not known{nearest(first, names)}. There are: "
                 f"{', '.join(names)}; or give figures: input=3.00,cached=0.30,write=3.75"
             )
             raise InputError(msg)
-        known = attrs.asdict(found)
-    given: dict[str, Any] = {}
+        known = attrs.asdict(price)
+    figures: dict[str, Any] = {}
     for piece in rest:
         key, equals, value = (part.strip() for part in piece.partition("="))
-        if key not in KEYS or not equals or key in given:
-            why = "is given twice" if key in given else f"is no figure{nearest(key, KEYS)}"
+        if key not in KEYS or not equals or key in figures:
+            why = "is given twice" if key in figures else f"is no figure{nearest(key, KEYS)}"
             msg = f"price: {piece!r} {why}. There are: {', '.join(KEYS)}, each as KEY=NUMBER"
             raise InputError(msg)
         try:
-            given[key] = KEYS[key](value)
+            figures[key] = KEYS[key](value)
         except (ValueError, InputError) as error:
             why = str(error) if isinstance(error, InputError) else "give a number, such as 3.00"
             msg = f"price: {piece!r}: {why}"
             raise InputError(msg) from None
-    if not known and "input" not in given:
+    if not known and "input" not in figures:
         msg = f"price {text!r} lacks input=, the USD per million tokens of prompts"
         raise InputError(msg)
-    return PriceModel(**known | given)
+    return PriceModel(**known | figures)
 
 
 def _models(rule: Mapping[str, Any], *rows: Mapping[str, Any]) -> list[PriceModel]:

@@ -90,7 +90,7 @@ class RunSummary:
         return self.saturation is not None and self.saturation["saturated"]
 
     @classmethod
-    def of(
+    def from_log(
         cls,
         config: dict[str, Any],
         log: RunLog,
@@ -344,11 +344,11 @@ class RecordedLives:
         request = self._placed.requests.get(getattr(event, "request", ""))
         placed = self._placed.place(event)
         if placed is not None:
-            number, line = placed
+            replica, line = placed
             if event.event == "FAIL":
-                self._lives[number].append(self._make(self._placed.headers[number]))
+                self._lives[replica].append(self._make(self._placed.headers[replica]))
                 return
-            life = self._lives[number][-1]
+            life = self._lives[replica][-1]
             if event.event == "FINISH" and self._hands_over(life, event):  # type: ignore[arg-type]
                 return
             if getattr(event, "leg", None) == "prefill":
@@ -394,9 +394,9 @@ def bill_trace(
     """
     workload = TraceWorkload(file)
     recorded = verified_log(workload.file, workload.header, None, tick)
-    (found,) = bills_of(workload, price, recorded.log)
-    assert found is not None
-    return found
+    (only_bill,) = bills_of(workload, price, recorded.log)
+    assert only_bill is not None
+    return only_bill
 
 
 def recorded_run(
@@ -417,7 +417,9 @@ def recorded_run(
     slo = slo_of(header["slo"]) if header.get("slo") else None
     recorded = verified_log(workload.file, workload.header, slo, tick, replica)
     timed = header["mode"] != "untimed"
-    return RunSummary.of(header, recorded.log, recorded.stats, recorded.evicted, timed=timed)
+    return RunSummary.from_log(
+        header, recorded.log, recorded.stats, recorded.evicted, timed=timed
+    )
 
 
 def bills_of(
@@ -443,10 +445,12 @@ def verified_log(
     Raises:
         InputError, TraceError: as `whatif` does.
     """
-    whole = replica is None
-    reader = TraceReader(file) if whole else ServerReader(file, replica)
+    is_cluster = replica is None
+    reader = TraceReader(file) if is_cluster else ServerReader(file, replica)
     checker: Checker | None = None
-    recorded = (RecordedLives if header.replicas and whole else Recorded)(reader, header, slo)
+    recorded = (RecordedLives if header.replicas and is_cluster else Recorded)(
+        reader, header, slo
+    )
     for event in ticked(reader, tick):
         checker = check_event(reader, checker, event)
         recorded.take(event)

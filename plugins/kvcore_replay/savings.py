@@ -45,7 +45,7 @@ class Savings(NamedTuple):
     device: str
 
     @classmethod
-    def of(
+    def from_lengths(
         cls, cost: PrefillCost, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]
     ) -> Self:
         """Sum the lengths of prompts and of their hits, some requests at a time."""
@@ -76,5 +76,7 @@ def savings_of(parts: RunParts, result: Any) -> Ran:
     if parts.recompute is None:
         return Ran()
     work = finished_work(result.log)
-    savings = Savings.of(parts.recompute, ((prompts, hits) for _, prompts, hits, _ in work))
+    savings = Savings.from_lengths(
+        parts.recompute, ((prompts, hits) for _, prompts, hits, _ in work)
+    )
     return Ran({"savings": savings._asdict()}, [str(savings)])

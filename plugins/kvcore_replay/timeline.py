@@ -215,11 +215,11 @@ class Series:
             high = bisect_left(self.time, first + -(-span * bucket // buckets), low)
             if high > low:
                 within = range(low, high)
-                found = {low, high - 1}
+                chosen = {low, high - 1}
                 for gauge in gauges:
-                    found.add(min(within, key=gauge.__getitem__))
-                    found.add(max(within, key=gauge.__getitem__))
-                kept += sorted(found)
+                    chosen.add(min(within, key=gauge.__getitem__))
+                    chosen.add(max(within, key=gauge.__getitem__))
+                kept += sorted(chosen)
             low = high
         return self._rows(kept)
 
@@ -242,11 +242,11 @@ class Series:
         """
         lookups, hits = self.lookup_blocks, self.hit_blocks
         ratios = array("d")
-        at, looked, hit = 0, 0, 0
-        for now, lookup, found in zip(self.time, lookups, hits, strict=True):
-            while window_ns is not None and self.time[at] <= now - window_ns:
-                looked, hit, at = lookups[at], hits[at], at + 1
-            ratios.append((found - hit) / (lookup - looked) if lookup > looked else nan)
+        oldest, looked, hit = 0, 0, 0
+        for now, lookup, hits_now in zip(self.time, lookups, hits, strict=True):
+            while window_ns is not None and self.time[oldest] <= now - window_ns:
+                looked, hit, oldest = lookups[oldest], hits[oldest], oldest + 1
+            ratios.append((hits_now - hit) / (lookup - looked) if lookup > looked else nan)
         return ratios
 
 

@@ -311,7 +311,7 @@ def whatif(
         shown = f"running {workload.name} again", len(recorded.log.ids)
         log = rerun.run(stack.enter_context(progress(*shown)))
     before, after = bills_of(workload, price, recorded.log, log)
-    was = RunSummary.of(
+    was = RunSummary.from_log(
         parts.recorded(), recorded.log, recorded.stats, recorded.evicted, timed=parts.timed
     )
     now = rerun.summary(log)
@@ -464,8 +464,10 @@ class _ClusterRerun:
         result, parts = self._result, self._parts
         life = result.lives[0][0]
         used = plugins_of(life.cache, parts.scheduler(), life.latency, result.router)
-        evicted = sum(each.cache.evicted_blocks for each in chain(*result.lives))
-        summary = RunSummary.of(parts.rerun(used), log, result.stats, evicted, timed=True)
+        evicted = sum(
+            cache_of_life.cache.evicted_blocks for cache_of_life in chain(*result.lives)
+        )
+        summary = RunSummary.from_log(parts.rerun(used), log, result.stats, evicted, timed=True)
         max_seqs = sum(member.batching.max_seqs for member in parts.members)
         return attrs.evolve(summary, **_load_fields(None, log, max_seqs))
 
@@ -518,7 +520,7 @@ class _Rerun:
         """Return the summary of the second run."""
         cache, parts = self._cache, self._parts
         config = parts.rerun(plugins_of(cache, *(self._server or ()), self._drafter))
-        summary = RunSummary.of(
+        summary = RunSummary.from_log(
             config, log, cache.stats, cache.evicted_blocks, timed=parts.timed
         )
         if self._server is None:
@@ -630,8 +632,8 @@ class _EngineCalls:
         # A resumed request computes the last of its earlier tokens again.
         end = max(request.prompt_tokens, (blocks - 1) * size + 1)
         target = end if record.resumed else None
-        found = cache.match(request, event.t, target).blocks
-        first = max(0, blocks - found) * size
+        match = cache.match(request, event.t, target).blocks
+        first = max(0, blocks - match) * size
         seq = cache.open(request, first, event.t, resumed=record.resumed, target=target)
         if not record.resumed:
             record.job.admitted, record.job.hit = event.t, seq.hit_blocks * size

@@ -137,7 +137,7 @@ class BackendTests(PluginTests):
         random = Random(seed)  # noqa: S311
         tokens = random.randint(40, 120)
         batch = self.batch(seed, contexts=[0], lengths=[tokens], room=0)
-        whole = batch.attend(0, batch.stored())
+        at_once = batch.attend(0, batch.stored())
         cuts = sorted(random.sample(range(1, tokens), random.randint(1, 12)))
         batch.backend.fill(nan)
         parts = []
@@ -145,7 +145,7 @@ class BackendTests(PluginTests):
             plan = batch.store([begin], [end - begin])
             parts.append(batch.attend(0, plan, [begin], [end - begin]))
         close: Any = {"atol": batch.tolerance, "rtol": batch.tolerance}
-        torch.testing.assert_close(torch.cat(parts), whole, **close)
+        torch.testing.assert_close(torch.cat(parts), at_once, **close)
 
     def test_a_reused_block_leaks_nothing(self, seed: int) -> None:
         """The earlier content of a reused block is not read."""
@@ -177,7 +177,7 @@ class BackendTests(PluginTests):
         """`read` returns exactly the stored numbers of each layer."""
         batch = self.batch(2, dtype, together=together)
         batch.stored()
-        assert all(batch.holds(number, table) for number, table in enumerate(batch.tables))
+        assert all(batch.holds(sequence, table) for sequence, table in enumerate(batch.tables))
 
     @_adjacent
     @_dtypes
@@ -187,11 +187,11 @@ class BackendTests(PluginTests):
 
         batch = self.batch(7, dtype, head_dim=24)
         for layer, exact in enumerate(self._store_rotated(batch, adjacent=adjacent)):
-            for number, table in enumerate(batch.tables):
-                keys, values = batch.read(layer, table, batch.tokens(number))
+            for sequence, table in enumerate(batch.tables):
+                keys, values = batch.read(layer, table, batch.tokens(sequence))
                 close: Any = {"atol": batch.tolerance, "rtol": batch.tolerance}
-                torch.testing.assert_close(keys, exact[number], **close)
-                assert values.equal(batch.values[layer][number].double())
+                torch.testing.assert_close(keys, exact[sequence], **close)
+                assert values.equal(batch.values[layer][sequence].double())
 
     @pytest.mark.parametrize("codec", ["fp8-e4m3", "int8", "int4"])
     @_adjacent
@@ -202,15 +202,16 @@ class BackendTests(PluginTests):
         """
         if not self.make().takes_codecs:
             pytest.skip("supports no codecs: takes_codecs is False")
-        made = Plugins().build("codec", codec)
-        batch, plain = (self.batch(7, "fp32", head_dim=24, codec=made) for _ in range(2))
+        built = Plugins().build("codec", codec)
+        batch, plain = (self.batch(7, "fp32", head_dim=24, codec=built) for _ in range(2))
         rotated = self._store_rotated(batch, adjacent=adjacent)
         plain = attrs.evolve(plain, keys=[[x.float() for x in rows] for rows in rotated])
         plain.stored()
         for layer in range(LAYERS):
-            for number, table in enumerate(batch.tables):
+            for sequence, table in enumerate(batch.tables):
                 (keys, values), (other, same) = (
-                    each.read(layer, table, batch.tokens(number)) for each in (batch, plain)
+                    batch_read.read(layer, table, batch.tokens(sequence))
+                    for batch_read in (batch, plain)
                 )
                 assert ((keys - other).abs() > _TIPPED).double().mean() <= _TIPPED
                 assert values.equal(same)
@@ -223,15 +224,15 @@ class BackendTests(PluginTests):
         """
         import torch  # noqa: PLC0415 - as above
 
-        backend, held = batch.backend, [batch.tokens(n) for n in range(len(batch.tables))]
+        backend, lengths = batch.backend, [batch.tokens(n) for n in range(len(batch.tables))]
         pairs = batch.layout.head_dim // 3
         rotary = Rotary(tuple(0.7**i for i in range(pairs)), adjacent)
-        spans = [torch.arange(tokens) + 5 for tokens in held]
+        spans = [torch.arange(tokens) + 5 for tokens in lengths]
         positions = torch.cat(spans)
         wide = "fp64" if "fp64" in self.dtypes else "fp32"
-        plan = backend.plan(RaggedBatch(batch.tables, [0] * len(held), held))
+        plan = backend.plan(RaggedBatch(batch.tables, [0] * len(lengths), lengths))
         for layer, places in enumerate((None, backend.tensor(positions))):
-            rows = positions if places is None else torch.arange(max(held) + 5)
+            rows = positions if places is None else torch.arange(max(lengths) + 5)
             cos, sin = (backend.tensor(table, wide) for table in rotary.angles(rows))
             keys, values = (
                 backend.tensor(torch.cat(part[layer]), batch.layout.dtype)
@@ -239,9 +240,12 @@ class BackendTests(PluginTests):
             )
             turn = Rotation(cos, sin, places, adjacent=adjacent)
             backend.store_rotated(layer, plan, keys, values, turn)
-        angles = [[each[:, None] for each in rotary.angles(span)] for span in spans]
+        angles = [[angle[:, None] for angle in rotary.angles(span)] for span in spans]
         return [
-            [rotary.rotate(rows.double(), *at) for rows, at in zip(layer, angles, strict=True)]
+            [
+                rotary.rotate(rows.double(), *angles_of_layer)
+                for rows, angles_of_layer in zip(layer, angles, strict=True)
+            ]
             for layer in batch.keys
         ]
 
@@ -283,20 +287,20 @@ class BackendTests(PluginTests):
         (table,), heads = batch.tables, range(batch.layout.kv_heads)
         turn = [torch.randperm(50, generator=torch.Generator().manual_seed(h)) for h in heads]
         moves = [
-            (head, int(source), place)
+            (head, int(source), index)
             for head, order in enumerate(turn)
-            for place, source in enumerate(order)
-            if place != source
+            for index, source in enumerate(order)
+            if index != source
         ]
         batch.backend.move_tokens(1, table, table, torch.tensor(moves).T)
-        for part, whole in zip(
+        for part, stored in zip(
             batch.read(1, table, 50), (batch.keys, batch.values), strict=True
         ):
             for head, order in enumerate(turn):
-                assert part[:, head].equal(whole[1][0][order, head].double())
+                assert part[:, head].equal(stored[1][0][order, head].double())
         assert all(
-            part.equal(whole[0][0].double())
-            for part, whole in zip(
+            part.equal(stored[0][0].double())
+            for part, stored in zip(
                 batch.read(0, table, 50), (batch.keys, batch.values), strict=True
             )
         )
@@ -328,16 +332,16 @@ class BackendTests(PluginTests):
         size = batch.layout.bytes_per_block * (1, 5, 1000)[seed % 3]
         monkeypatch.setattr(type(batch.backend), "moved_bytes", size)
         batch.stored()
-        places = [*range(batch.layout.blocks)]
-        Random(f"moves {seed}").shuffle(places)  # noqa: S311
+        blocks = [*range(batch.layout.blocks)]
+        Random(f"moves {seed}").shuffle(blocks)  # noqa: S311
         moved = [block for table in batch.tables for block in table]
         stay = {block for block in moved if block % 4 == 0}  # so chains have ends
-        free = [place for place in places if place not in stay]
+        free = [block for block in blocks if block not in stay]
         to = {block: block if block in stay else free.pop() for block in moved}
         batch.backend.move_blocks([pair for pair in to.items() if pair[0] not in stay])
         batch.backend.move_blocks([])
-        for number, table in enumerate(batch.tables):
-            assert batch.holds(number, [to[block] for block in table])
+        for sequence, table in enumerate(batch.tables):
+            assert batch.holds(sequence, [to[block] for block in table])
 
     def test_refuses_moves_to_one_place(self) -> None:
         """Two moves that share a source or a target are refused, and change nothing."""
@@ -436,8 +440,8 @@ class BackendTests(PluginTests):
 
     def test_equal_steps_are_equal(self, seed: int) -> None:
         """Equal steps have equal bits, wherever in the pool their blocks are."""
-        one, other = (self.batch(seed, shuffle=shuffle) for shuffle in (1, 2))
-        assert one.attend(0, one.stored()).equal(other.attend(0, other.stored()))
+        first, other = (self.batch(seed, shuffle=shuffle) for shuffle in (1, 2))
+        assert first.attend(0, first.stored()).equal(other.attend(0, other.stored()))
 
     @property
     def _wide(self) -> str:
@@ -540,8 +544,8 @@ class RandomBatch:
         if contexts is None:
             contexts = [random.choice([0, random.randint(1, 200)]) for _ in lengths]
         total = [context + length for context, length in zip(contexts, lengths, strict=True)]
-        held = [-(-tokens // sizes.block_size) for tokens in total]
-        layout = attrs.evolve(sizes, blocks=sum(held) + room)
+        blocks_of = [-(-tokens // sizes.block_size) for tokens in total]
+        layout = attrs.evolve(sizes, blocks=sum(blocks_of) + room)
         order = [*range(layout.blocks)]
         Random(f"{seed} {shuffle}").shuffle(order)  # noqa: S311
         backend.allocate(layout)
@@ -560,7 +564,7 @@ class RandomBatch:
         return cls(
             backend=backend,
             layout=layout,
-            tables=[[order.pop() for _ in range(blocks)] for blocks in held],
+            tables=[[order.pop() for _ in range(blocks)] for blocks in blocks_of],
             spare=order,
             contexts=contexts,
             lengths=lengths,
@@ -591,22 +595,23 @@ class RandomBatch:
         """
         import torch  # noqa: PLC0415 - as above
 
-        chosen = [number for number, count in enumerate(counts) if count]
+        chosen = [sequence for sequence, count in enumerate(counts) if count]
         if not chosen:
             return None
         plan = self.backend.plan(
             RaggedBatch(
-                [self.tables[number] for number in chosen],
-                [begins[number] for number in chosen],
-                [counts[number] for number in chosen],
+                [self.tables[sequence] for sequence in chosen],
+                [begins[sequence] for sequence in chosen],
+                [counts[sequence] for sequence in chosen],
             )
         )
         spans = {
-            number: slice(begins[number], begins[number] + counts[number]) for number in chosen
+            sequence: slice(begins[sequence], begins[sequence] + counts[sequence])
+            for sequence in chosen
         }
         for layer in range(LAYERS):
             rows = (
-                torch.cat([part[layer][number][span] for number, span in spans.items()])
+                torch.cat([part[layer][sequence][span] for sequence, span in spans.items()])
                 for part in (self.keys, self.values)
             )
             keys, values = (self.backend.tensor(part, self.layout.dtype) for part in rows)
@@ -632,8 +637,8 @@ class RandomBatch:
                 for rows, begin, count in zip(self.queries[layer], begins, counts, strict=True)
             ]
         )
-        given = self.backend.tensor(queries, self.layout.dtype)
-        return self.numbers(self.backend.attend(layer, plan, given, **options))
+        stored_queries = self.backend.tensor(queries, self.layout.dtype)
+        return self.numbers(self.backend.attend(layer, plan, stored_queries, **options))
 
     def compare(
         self, plan: Any, begins: Sequence[int], counts: Sequence[int], **options: Any
@@ -645,15 +650,15 @@ class RandomBatch:
 
         for layer in range(LAYERS):
             expected = []
-            for number, (begin, count) in enumerate(zip(begins, counts, strict=True)):
+            for sequence, (begin, count) in enumerate(zip(begins, counts, strict=True)):
                 queries, keys, values = (
-                    part[layer][number][: begin + count].double()
+                    part[layer][sequence][: begin + count].double()
                     for part in (self.queries, self.keys, self.values)
                 )
                 expected.append(attention(queries[begin:], keys, values, **options))
-            found = self.attend(layer, plan, begins, counts, **options)
+            computed = self.attend(layer, plan, begins, counts, **options)
             torch.testing.assert_close(
-                found, torch.cat(expected), atol=self.tolerance, rtol=self.tolerance
+                computed, torch.cat(expected), atol=self.tolerance, rtol=self.tolerance
             )
 
     def check_weighed(self, **options: Any) -> None:
@@ -666,20 +671,22 @@ class RandomBatch:
         close: Any = {"atol": 8 * self.tolerance, "rtol": 8 * self.tolerance}
         for layer in range(LAYERS):
             new = [rows[n:] for rows, n in zip(self.queries[layer], self.contexts, strict=True)]
-            given = self.backend.tensor(torch.cat(new), self.layout.dtype)
+            stored_queries = self.backend.tensor(torch.cat(new), self.layout.dtype)
             try:
-                out, sums = self.backend.attend_weighed(layer, plan, given, **options)
+                out, sums = self.backend.attend_weighed(layer, plan, stored_queries, **options)
             except InputError as error:
                 pytest.skip(str(error))
             expected = self.attend(layer, plan, **options)
             torch.testing.assert_close(self.numbers(out), expected, **close)
-            for queries, keys, found in zip(new, self.keys[layer], sums, strict=True):
+            for queries, keys, sums_of_sequence in zip(
+                new, self.keys[layer], sums, strict=True
+            ):
                 # Attention over values of which each has a dimension of its own.
                 tokens, heads = keys.shape[:2]
                 apart = torch.eye(tokens).double()[:, None].expand(-1, heads, -1)
                 weights = attention(queries.double(), keys, apart, **options)
                 summed = weights.reshape(len(queries), heads, -1, tokens).sum((0, 2))
-                torch.testing.assert_close(self.numbers(found), summed, **close)
+                torch.testing.assert_close(self.numbers(sums_of_sequence), summed, **close)
 
     def check_by_position(self, seed: int, *, window: int, sinks: int, alike: bool) -> None:
         """Compare attention within a window where tokens have random positions, in no order.
@@ -690,7 +697,7 @@ class RandomBatch:
 
         draw, lost = torch.Generator().manual_seed(seed), 40
         shape = (1, 1) if alike else (LAYERS, self.layout.kv_heads)
-        held = [
+        held_positions = [
             torch.rand(*shape, n + lost, generator=draw).argsort(2)[..., :n]
             for n in self.contexts
         ]
@@ -705,7 +712,10 @@ class RandomBatch:
             self.contexts,
             self.lengths,
             positions=torch.cat(positions).tolist(),
-            held_positions=[at[0, 0] if alike else at for at in held],
+            held_positions=[
+                positions_held[0, 0] if alike else positions_held
+                for positions_held in held_positions
+            ],
         )
         try:
             plan = self.backend.plan(batch)
@@ -713,16 +723,20 @@ class RandomBatch:
             pytest.skip(str(error))
         for layer in range(LAYERS):
             expected = []
-            for number, own in enumerate(positions):
+            for sequence, own in enumerate(positions):
                 queries, keys, values = (
-                    part[layer][number].double()
+                    part[layer][sequence].double()
                     for part in (self.queries, self.keys, self.values)
                 )
                 group = queries.shape[1] // keys.shape[1]
-                old = held[number][layer % len(held[number])].expand(keys.shape[1], -1)
-                at = torch.cat((old, own.expand(len(old), -1)), 1)[:, None]
+                old = held_positions[sequence][layer % len(held_positions[sequence])].expand(
+                    keys.shape[1], -1
+                )
+                positions_held = torch.cat((old, own.expand(len(old), -1)), 1)[:, None]
                 here = own[:, None]
-                seen = (at <= here) & ((at > here - window) | (at < sinks))
+                seen = (positions_held <= here) & (
+                    (positions_held > here - window) | (positions_held < sinks)
+                )
                 scores = torch.einsum(
                     "qhd,khd->hqk",
                     queries[-len(own) :],
@@ -731,17 +745,17 @@ class RandomBatch:
                 weights = scores.masked_fill(~seen.repeat_interleave(group, 0), -inf).softmax(2)
                 shared = values.repeat_interleave(group, 1)
                 expected.append(torch.einsum("hqk,khd->qhd", weights, shared))
-            found = self.attend(layer, plan, window=window, sinks=sinks)
+            computed = self.attend(layer, plan, window=window, sinks=sinks)
             torch.testing.assert_close(
-                found, torch.cat(expected), atol=self.tolerance, rtol=self.tolerance
+                computed, torch.cat(expected), atol=self.tolerance, rtol=self.tolerance
             )
 
     def holds(self, number: int, table: Sequence[int]) -> bool:
         """Return True if the blocks hold exactly the K/V of a sequence, in all layers."""
         return all(
-            found.equal(whole[layer][number].double())
+            read.equal(stored[layer][number].double())
             for layer in range(LAYERS)
-            for found, whole in zip(
+            for read, stored in zip(
                 self.read(layer, table, self.tokens(number)),
                 (self.keys, self.values),
                 strict=True,

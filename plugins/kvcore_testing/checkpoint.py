@@ -112,9 +112,13 @@ class CheckpointTests(PluginTests):
     def test_the_future_is_not_known(self, seed: int, groups: tuple[LayerGroup, ...]) -> None:
         """Decisions depend neither on lengths of outputs nor on requests that come later."""
         requests = stream(seed)
-        longer = [attrs.evolve(each, output_tokens=each.output_tokens * 7) for each in requests]
+        longer = [
+            attrs.evolve(request, output_tokens=request.output_tokens * 7)
+            for request in requests
+        ]
         first, second = (
-            list(look_up(self.make(), each, groups)) for each in (requests, longer)
+            list(look_up(self.make(), stream_of_requests, groups))
+            for stream_of_requests in (requests, longer)
         )
         assert first == second, "it decided otherwise for requests with longer outputs"
         half = list(look_up(self.make(), requests[: _REQUESTS // 2], groups))
@@ -123,9 +127,10 @@ class CheckpointTests(PluginTests):
     def test_decisions_do_not_depend_on_ids(self, seed: int) -> None:
         """Requests with other ids are served as these."""
         requests = stream(seed)
-        renamed = [attrs.evolve(each, id=f"request {each.id}") for each in requests]
+        renamed = [attrs.evolve(request, id=f"request {request.id}") for request in requests]
         first, second = (
-            list(look_up(self.make(), each, _GROUPS["states"])) for each in (requests, renamed)
+            list(look_up(self.make(), stream_of_requests, _GROUPS["states"]))
+            for stream_of_requests in (requests, renamed)
         )
         assert first == second, "it decided otherwise for requests with other ids"
 
@@ -155,14 +160,14 @@ def stream(seed: int) -> list[Request]:
     """Return random requests: sessions whose prompts grow, behind four system prompts."""
     dice = Random(seed)  # noqa: S311
     sessions: list[list[int]] = []
-    made: list[Request] = []
+    requests: list[Request] = []
     for serial in range(_REQUESTS):
         if not sessions or dice.random() < 1 / 3:
             first = 1000 * dice.randrange(4)
             sessions.append(list(range(first, first + dice.randrange(1, 16))))
         keys = dice.choice(sessions[-6:])
         keys += range(10**6 + 100 * serial, 10**6 + 100 * serial + dice.randrange(1, 6))
-        made.append(
+        requests.append(
             Request(
                 id=serial,
                 arrival=serial * 10**6,
@@ -172,7 +177,7 @@ def stream(seed: int) -> list[Request]:
                 keys=keys[:],
             )
         )
-    return made
+    return requests
 
 
 def _cache(policy: CheckpointPolicy, groups: tuple[LayerGroup, ...]) -> GroupedCache:

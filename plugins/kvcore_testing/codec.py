@@ -97,15 +97,15 @@ class CodecTests(PluginTests):
         spiked = normal.clone()
         spiked[:, :, 3] *= 20  # as keys have it
         for rows in (normal, normal / 100, normal * 50, normal + 10, spiked):
-            given = rows.to(TORCH_DTYPES[dtype])
-            before = given.clone()
-            found = codec.decode(part, codec.encode(part, given))
-            assert found.is_floating_point()
-            assert found.shape == given.shape
-            assert given.equal(before), "encode() changed its argument"
-            over = (found.double() - given.double()).abs() - self.bound(part, given)
+            rows_given = rows.to(TORCH_DTYPES[dtype])
+            before = rows_given.clone()
+            decoded = codec.decode(part, codec.encode(part, rows_given))
+            assert decoded.is_floating_point()
+            assert decoded.shape == rows_given.shape
+            assert rows_given.equal(before), "encode() changed its argument"
+            over = (decoded.double() - rows_given.double()).abs() - self.bound(part, rows_given)
             assert over.max() <= 0, f"an error is {over.max():.3g} above the bound"
-            assert not torch.isnan(found).any()
+            assert not torch.isnan(decoded).any()
 
     @_parts
     def test_heads_do_not_mix(self, part: Part) -> None:
@@ -113,14 +113,14 @@ class CodecTests(PluginTests):
         codec = self.make()
         rows = _rows(self.block_size, self.width)
         together = codec.encode(part, rows)
-        for number in range(HEADS):
-            one = slice(number, number + 1)
-            alone = codec.encode(part, rows[one])
-            assert all(_same(x[one], y) for x, y in zip(together, alone, strict=True)), (
-                f"head {number} has other codes alone than with other heads"
+        for head in range(HEADS):
+            only = slice(head, head + 1)
+            alone = codec.encode(part, rows[only])
+            assert all(_same(x[only], y) for x, y in zip(together, alone, strict=True)), (
+                f"head {head} has other codes alone than with other heads"
             )
-            assert _same(codec.decode(part, together)[one], codec.decode(part, alone)), (
-                f"head {number} decodes otherwise alone than with other heads"
+            assert _same(codec.decode(part, together)[only], codec.decode(part, alone)), (
+                f"head {head} decodes otherwise alone than with other heads"
             )
 
     @_parts
@@ -134,14 +134,14 @@ class CodecTests(PluginTests):
         assert all(plane.shape[0] == self.block_size for plane in planes), (
             "with by_token, the first dimension of each plane is the token"
         )
-        whole = codec.encode(part, rows)
+        together = codec.encode(part, rows)
         for token in range(self.block_size):
-            one = slice(token, token + 1)
-            alone = codec.encode(part, rows[:, one])
-            assert all(_same(x[:, one], y) for x, y in zip(whole, alone, strict=True)), (
+            only = slice(token, token + 1)
+            alone = codec.encode(part, rows[:, only])
+            assert all(_same(x[:, only], y) for x, y in zip(together, alone, strict=True)), (
                 f"token {token} has other codes alone than with other tokens"
             )
-            assert _same(codec.decode(part, whole)[:, one], codec.decode(part, alone)), (
+            assert _same(codec.decode(part, together)[:, only], codec.decode(part, alone)), (
                 f"token {token} decodes otherwise alone than with other tokens"
             )
 
@@ -151,12 +151,12 @@ class CodecTests(PluginTests):
         """Rows of a constant decode to a constant within the bound; zeros to zeros."""
         rows = _rows(self.block_size, self.width) * 0 + constant
         codec = self.make()
-        found = codec.decode(part, codec.encode(part, rows)).double()
-        assert found.min() == found.max(), f"rows of {constant} do not decode to a constant"
-        assert ((found - rows).abs() <= self.bound(part, rows)).all(), (
-            f"rows of {constant} decode to {found.min()}, above the bound"
+        decoded = codec.decode(part, codec.encode(part, rows)).double()
+        assert decoded.min() == decoded.max(), f"rows of {constant} do not decode to a constant"
+        assert ((decoded - rows).abs() <= self.bound(part, rows)).all(), (
+            f"rows of {constant} decode to {decoded.min()}, above the bound"
         )
-        assert constant or not found.any(), "zeros do not decode to zeros"
+        assert constant or not decoded.any(), "zeros do not decode to zeros"
 
     @_parts
     def test_nan_is_not_lost(self, part: Part) -> None:
@@ -164,9 +164,9 @@ class CodecTests(PluginTests):
         rows = _rows(self.block_size, self.width)
         rows[1, 2, 3] = nan
         codec = self.make()
-        found = codec.decode(part, codec.encode(part, rows))
-        assert found[1, 2, 3].isnan(), f"a NaN decodes to {found[1, 2, 3]}"
-        assert not found[[0, *range(2, HEADS)]].isnan().any(), "other heads decode to NaN"
+        decoded = codec.decode(part, codec.encode(part, rows))
+        assert decoded[1, 2, 3].isnan(), f"a NaN decodes to {decoded[1, 2, 3]}"
+        assert not decoded[[0, *range(2, HEADS)]].isnan().any(), "other heads decode to NaN"
 
     @_parts
     @pytest.mark.parametrize("sign", [1, -1])
@@ -175,9 +175,9 @@ class CodecTests(PluginTests):
         rows = _rows(self.block_size, self.width)
         rows[1, 2, 3] = sign * inf
         codec = self.make()
-        found = codec.decode(part, codec.encode(part, rows)) * sign
-        assert found[1, 2, 3].isnan() or found[1, 2, 3] == found[1, 2].max() > 0, (
-            f"{sign * inf} decodes to {found[1, 2, 3] * sign}, not the greatest of its token"
+        decoded = codec.decode(part, codec.encode(part, rows)) * sign
+        assert decoded[1, 2, 3].isnan() or decoded[1, 2, 3] == decoded[1, 2].max() > 0, (
+            f"{sign * inf} decodes to {decoded[1, 2, 3] * sign}, not the greatest of its token"
         )
 
     def test_attends_to_decoded_rows(self, seed: int) -> None:
@@ -204,19 +204,19 @@ class CodecTests(PluginTests):
         plan = batch.stored()
         for layer in range(LAYERS):
             exact, allowed = [], []
-            for number, context in enumerate(batch.contexts):
+            for sequence, context in enumerate(batch.contexts):
                 queries, keys, values = (
-                    part[layer][number].double()
+                    part[layer][sequence].double()
                     for part in (batch.queries, batch.keys, batch.values)
                 )
-                asked = queries[context:]
-                exact.append(attention(asked, keys, values))
+                new_queries = queries[context:]
+                exact.append(attention(new_queries, keys, values))
                 group = queries.shape[1] // keys.shape[1]
                 key_errors, value_errors = (
                     self._errors(part, rows).repeat_interleave(group, 1)
                     for (part, _), rows in zip(_halves(batch), (keys, values), strict=True)
                 )
-                shift = torch.einsum("qhd,khd->qhk", asked.abs(), key_errors).amax(-1)
+                shift = torch.einsum("qhd,khd->qhk", new_queries.abs(), key_errors).amax(-1)
                 change = (shift * queries.shape[2] ** -0.5 / 2).tanh()[..., None]
                 spread = (values.amax(0) - values.amin(0)).repeat_interleave(group, 0)
                 allowed.append(change * spread + value_errors.amax(0) + batch.tolerance)
@@ -242,7 +242,7 @@ class CodecTests(PluginTests):
             counts = [int(token < length) for length in lengths]
             batch.store([min(token, length) for length in lengths], counts)
         coded = self.coded(batch)
-        assert all(coded.holds(number, table) for number, table in enumerate(batch.tables))
+        assert all(coded.holds(sequence, table) for sequence, table in enumerate(batch.tables))
 
     def test_a_block_is_written_again(self) -> None:
         """After a rollback into a full block, kept tokens are near, and later ones new."""
@@ -253,12 +253,12 @@ class CodecTests(PluginTests):
         batch.stored()
         back = size + size // 2
         batch.store([back], [size - size // 2 + 1])
-        found = batch.read(0, batch.tables[0], 2 * size)
-        for (part, half), rows in zip(_halves(batch), found, strict=True):
-            whole = half[0][0][: 2 * size]
-            near = 2 * self._errors(part, whole) + batch.tolerance
-            assert ((rows - whole).abs() <= near).all()
-            first = self._coded_rows(part, whole)[:size]
+        rows_read = batch.read(0, batch.tables[0], 2 * size)
+        for (part, half), rows in zip(_halves(batch), rows_read, strict=True):
+            stored = half[0][0][: 2 * size]
+            near = 2 * self._errors(part, stored) + batch.tolerance
+            assert ((rows - stored).abs() <= near).all()
+            first = self._coded_rows(part, stored)[:size]
             torch.testing.assert_close(rows[:size], first, atol=0, rtol=0)
 
     def test_copies_part_in_two(self) -> None:
@@ -274,7 +274,7 @@ class CodecTests(PluginTests):
         batch.backend.copy_blocks([])
         batch.store([shared, shared], [size - 5, size - 5])
         coded = self.coded(batch)
-        assert all(coded.holds(number, table) for number, table in enumerate(batch.tables))
+        assert all(coded.holds(sequence, table) for sequence, table in enumerate(batch.tables))
 
     def test_moves(self) -> None:
         """Blocks that move keep their K/V, full or not, and can be filled up after it."""
@@ -355,15 +355,15 @@ class CodecTests(PluginTests):
         for head in range(batch.layout.kv_heads):
             stay = random.sample(range(size), size // 2)
             come = random.sample(range(size, tokens), kept - len(stay))
-            free = [place for place in range(kept) if place not in stay]
+            free = [index for index in range(kept) if index not in stay]
             chosen[stay, head] = torch.tensor(stay)
             chosen[free, head] = torch.tensor(come)
             moves += [(head, *pair) for pair in zip(come, free, strict=True)]
         batch.backend.move_tokens(0, table, into, torch.tensor(moves).t())
-        found = batch.read(0, into, kept)
-        for (part, _), rows, held in zip(_halves(batch), found, before, strict=True):
-            index = chosen[..., None].expand(-1, -1, held.shape[2])
-            expected = held.gather(0, index)
+        rows_read = batch.read(0, into, kept)
+        for (part, _), rows, rows_before in zip(_halves(batch), rows_read, before, strict=True):
+            index = chosen[..., None].expand(-1, -1, rows_before.shape[2])
+            expected = rows_before.gather(0, index)
             near = torch.zeros(())
             if not self.make().by_token(part):
                 near = 2 * self._errors(part, expected) + batch.tolerance
@@ -412,19 +412,19 @@ class CodecTests(PluginTests):
             tokens = 1 if codec.by_token(part) else self.block_size
             # [blocks * heads, tokens of a block, width]
             blocks = rows[:done].view(-1, tokens, *rows.shape[1:]).transpose(1, 2)
-            found = codec.decode(part, codec.encode(part, blocks.flatten(0, 1)))
-            found = found.to(rows.dtype).view(blocks.shape)
-            out[:done] = found.transpose(1, 2).flatten(0, 1)
+            decoded = codec.decode(part, codec.encode(part, blocks.flatten(0, 1)))
+            decoded = decoded.to(rows.dtype).view(blocks.shape)
+            out[:done] = decoded.transpose(1, 2).flatten(0, 1)
         return out
 
     def _errors(self, part: Part, rows: Tensor) -> Tensor:
         """Return the largest error of each number of `[tokens, heads, width]`."""
         count = -(-len(rows) // self.block_size) * self.block_size
-        padded = rows[[min(place, len(rows) - 1) for place in range(count)]]
+        padded = rows[[min(index, len(rows) - 1) for index in range(count)]]
         blocks = padded.view(-1, self.block_size, *rows.shape[1:]).transpose(1, 2)
         bounds = self.bound(part, blocks.flatten(0, 1)).expand(-1, *blocks.shape[2:])
-        found = bounds.reshape(blocks.shape).transpose(1, 2).flatten(0, 1)
-        return found[: len(rows)]
+        errors = bounds.reshape(blocks.shape).transpose(1, 2).flatten(0, 1)
+        return errors[: len(rows)]
 
 
 def _halves(batch: RandomBatch) -> list[tuple[Part, list[list[Tensor]]]]:
@@ -440,6 +440,6 @@ def _rows(tokens: int, width: int) -> Tensor:
     return torch.randn(HEADS, tokens, width, generator=draws, dtype=torch.float64)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(first: Tensor, other: Tensor) -> bool:
     """Return True if two tensors are equal, a NaN to a NaN."""
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return bool(((first == other) | (first.isnan() & other.isnan())).all())

@@ -37,9 +37,9 @@ class HostTensors:
 
     def tensor(self, data: Any, dtype: str | None = None) -> Tensor:
         """Return `data` as a tensor, as `Backend.tensor` does."""
-        found = torch.as_tensor(data)
-        if dtype is None and not found.is_floating_point():
-            return found
+        tensor = torch.as_tensor(data)
+        if dtype is None and not tensor.is_floating_point():
+            return tensor
         return torch.as_tensor(data, dtype=TORCH_DTYPES[dtype or self.dtype])
 
 
@@ -150,11 +150,11 @@ def attention(
     k, v = (x.double().repeat_interleave(group, dim=1) for x in (keys, values))
     scale = queries.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.einsum("qhd,khd->hqk", queries.double(), k) * scale
-    there = torch.arange(len(keys))
-    here = there[len(keys) - len(queries) :, None]
-    seen = there <= here
+    positions = torch.arange(len(keys))
+    here = positions[len(keys) - len(queries) :, None]
+    seen = positions <= here
     if window is not None:
-        seen &= (there > here - window) | (there < sinks)
+        seen &= (positions > here - window) | (positions < sinks)
     scores = scores.masked_fill(~seen, float("-inf"))
     if sink_logits is not None:
         column = sink_logits.double()[:, None, None].expand(*scores.shape[:2], 1)

@@ -58,16 +58,16 @@ class DrafterTests(PluginTests):
     def test_accepts_no_more_than_is_drafted(self) -> None:
         """In a simulation, 0 <= accepted <= drafted <= the limit, in any order of calls."""
         first, other = (self._attached() for _ in range(2))
-        asked = [(name, index) for name in (7, "x") for index in range(1, _MANY)]
+        questions = [(name, index) for name in (7, "x") for index in range(1, _MANY)]
         limits = range(1, first.tokens + 1)
         answers = {}
-        for name, index in asked:
-            for most in limits:
-                drafted, accepted = first.accepted(_request(name), index, most)
-                assert 0 <= accepted <= drafted <= most
-                answers[name, index, most] = drafted, accepted
-        for (name, index, most), answer in reversed(answers.items()):
-            assert other.accepted(_request(name), index, most) == answer
+        for name, index in questions:
+            for limit in limits:
+                drafted, accepted = first.accepted(_request(name), index, limit)
+                assert 0 <= accepted <= drafted <= limit
+                answers[name, index, limit] = drafted, accepted
+        for (name, index, limit), answer in reversed(answers.items()):
+            assert other.accepted(_request(name), index, limit) == answer
 
     def test_costs_whole_picoseconds(self) -> None:
         """The duration of a step with drafts is an integer of picoseconds, and not negative."""
@@ -107,13 +107,13 @@ class DrafterTests(PluginTests):
         """Serve texts with shared prefixes; return the generated tokens, and the trace."""
         texts = [
             text_request(
-                number,
-                [1 + place % (3 + number) for place in range(9 + number)],
-                output=12 + number,
+                index,
+                [1 + token % (3 + index) for token in range(9 + index)],
+                output=12 + index,
                 block_size=4,
-                arrival=number * 10**6,
+                arrival=index * 10**6,
             )
-            for number in range(5)
+            for index in range(5)
         ]
         out = BytesIO()
         trace = Trace(out)

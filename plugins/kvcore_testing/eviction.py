@@ -113,8 +113,8 @@ class EvictionPolicyTests(PluginTests):
             if at_once:
                 tree.evict(blocks, "r", driver.now)
             else:
-                for number in range(blocks):
-                    tree.evict(1, f"r{number}", driver.now + number * 10**12)
+                for index in range(blocks):
+                    tree.evict(1, f"r{index}", driver.now + index * 10**12)
             orders.append(policy.evicted[:])
         assert orders[0] == orders[1], "one by one, other blocks left than at once"
         assert orders[0], "nothing was evicted"
@@ -207,7 +207,7 @@ class EvictionPolicyTests(PluginTests):
 
     def test_requests_without_shared_keys_have_no_hits(self) -> None:
         """Requests that share no key have no hits."""
-        requests = [_request(number, range(5 * number, 5 * number + 5)) for number in range(40)]
+        requests = [_request(index, range(5 * index, 5 * index + 5)) for index in range(40)]
         hits = [decision.hit for decision in self.replay(requests)]
         assert not any(hits), f"blocks hit by each request: {hits}"
 
@@ -250,7 +250,7 @@ class EvictionPolicyTests(PluginTests):
     def test_forgets_evicted_spans(self) -> None:
         """Its references to evicted spans are bounded by the pool, not by the run."""
         hint = (Retention(0, None, 60, 10**18),)
-        requests = [_request(number, [number], hint) for number in range(600)]
+        requests = [_request(index, [index], hint) for index in range(600)]
         driver = self.driver(blocks=8)
         replay(driver.cache, requests)
         kept = len(_recording(driver).removed)
@@ -303,10 +303,10 @@ def _recording(driver: Driver) -> RecordingPolicy:
     return policy
 
 
-def _request(number: int, keys: Any, retention: tuple[Retention, ...] = ()) -> Request:
+def _request(index: int, keys: Any, retention: tuple[Retention, ...] = ()) -> Request:
     return Request(
-        id=number,
-        arrival=number,
+        id=index,
+        arrival=index,
         prompt_tokens=len(keys) * _KEY,
         keys=list(keys),
         key_tokens=_KEY,

@@ -113,11 +113,13 @@ class GeneratorTests:
 
         generator = self._loaded()
         texts = _texts(generator, 1)
-        counts = [max(1, text.left - number % 2) for number, text in enumerate(texts)]
-        asked = [count == text.left for count, text in zip(counts, texts, strict=True)]
+        counts = [max(1, text.left - index % 2) for index, text in enumerate(texts)]
+        wanted = [count == text.left for count, text in zip(counts, texts, strict=True)]
         attend = DenseCache().attend(range(len(texts)), counts)
         drawn = advance(generator, texts, counts, attend)
-        assert [token is not None for token in drawn] == asked, f"{drawn}, expected at {asked}"
+        assert [token is not None for token in drawn] == wanted, (
+            f"{drawn}, expected at {wanted}"
+        )
         tokens = [token for token in drawn if token is not None]
         assert all(type(token) is int for token in tokens), tokens
         assert all(0 <= token < generator.vocabulary for token in tokens), tokens
@@ -140,29 +142,29 @@ class GeneratorTests:
             texts = _texts(generator, seed)
             rows = _by_text(texts, self._watched(generator, texts))
             runs.append((rows, [text.tokens for text in texts]))
-        (first, tokens), (second, others) = runs
-        assert tokens == others, "run again, it generated other tokens"
-        for one, two in zip(first, second, strict=True):
-            _close(one, two, 0)
+        (first, tokens), (second, tokens_again) = runs
+        assert tokens == tokens_again, "run again, it generated other tokens"
+        for run, two in zip(first, second, strict=True):
+            _close(run, two, 0)
 
     def test_does_not_depend_on_the_batch(self, seed: int) -> None:
         """The K/V and the output of a text are the same alone and in a batch."""
         generator = self._loaded()
         together, alone = _texts(generator, seed), _texts(generator, seed)
         rows = _by_text(together, self._watched(generator, together))
-        for number, text in enumerate(alone):
+        for index, text in enumerate(alone):
             (mine,) = _by_text([text], self._watched(generator, [text]))
-            assert text.tokens == together[number].tokens, f"text {number}"
-            _close(mine, rows[number], self.tolerance)
+            assert text.tokens == together[index].tokens, f"text {index}"
+            _close(mine, rows[index], self.tolerance)
 
     @pytest.mark.parametrize("chunk", [1, 3, 8])
     def test_does_not_depend_on_chunks(self, chunk: int, seed: int) -> None:
         """The K/V and the output of a prompt are the same in chunks and at once."""
         generator = self._loaded()
-        whole, parts = _texts(generator, seed), _texts(generator, seed)
-        expected = _by_text(whole, self._watched(generator, whole))
+        at_once, parts = _texts(generator, seed), _texts(generator, seed)
+        expected = _by_text(at_once, self._watched(generator, at_once))
         rows = _by_text(parts, self._watched(generator, parts, chunk=chunk))
-        assert [text.tokens for text in parts] == [text.tokens for text in whole]
+        assert [text.tokens for text in parts] == [text.tokens for text in at_once]
         for mine, others in zip(rows, expected, strict=True):
             _close(mine, others, self.tolerance)
 
@@ -286,24 +288,24 @@ def _texts(generator: Generator, seed: int) -> list[Text]:
 
 def _by_text(texts: Sequence[Text], steps: list[list[_Call]]) -> list[dict[Any, list[Tensor]]]:
     """Return the rows of each text, in order, by layer and name of the tensor."""
-    found: list[dict[Any, list[Tensor]]] = [{} for _ in texts]
+    rows_of_texts: list[dict[Any, list[Tensor]]] = [{} for _ in texts]
     for call in (call for step in steps for call in step):
-        for row, number in enumerate(call.texts):
+        for row, text in enumerate(call.texts):
             for name in ("queries", "keys", "values"):
-                of = found[number].setdefault((call.layer, name), [])
-                of.append(getattr(call, name)[row])
-    return found
+                rows = rows_of_texts[text].setdefault((call.layer, name), [])
+                rows.append(getattr(call, name)[row])
+    return rows_of_texts
 
 
 def _close(
-    found: dict[Any, list[Tensor]], expected: dict[Any, list[Tensor]], tolerance: float
+    computed: dict[Any, list[Tensor]], expected: dict[Any, list[Tensor]], tolerance: float
 ) -> None:
     import torch  # noqa: PLC0415
 
-    assert found.keys() == expected.keys()
-    for place, rows in found.items():
-        one, two = torch.stack(rows), torch.stack(expected[place])
-        torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
+    assert computed.keys() == expected.keys()
+    for key, rows in computed.items():
+        got, two = torch.stack(rows), torch.stack(expected[key])
+        torch.testing.assert_close(got, two, rtol=tolerance, atol=tolerance)
 
 
 def _tables(

@@ -133,18 +133,18 @@ def draw_step(draw: Draw, traffic: Traffic, action: str | None = None) -> Step:
     if action is None:
         actions = [name for name, often in traffic.mix.items() for _ in range(often)]
         action = actions[draw(0, len(actions) - 1)]
-    most = {
+    limit = {
         "open": traffic.most_keys * traffic.key_tokens,
         "commit": 2 * traffic.key_tokens,
         "extend": 2 * traffic.key_tokens,
         "rollback": traffic.key_tokens,
         "compact": 3 * traffic.key_tokens,
     }.get(action)
-    some = most is not None and draw(1, 4) <= {"open": 1, "commit": 3}.get(action, 4)
+    some = limit is not None and draw(1, 4) <= {"open": 1, "commit": 3}.get(action, 4)
     return Step(
         action=action,
         which=draw(0, 7),
-        tokens=draw(0, most) if some and most is not None else None,
+        tokens=draw(0, limit) if some and limit is not None else None,
         wait=draw(0, traffic.longest_wait),
         request=draw_request(draw, traffic) if action in ("open", "serve") else None,
         again=action == "open" and draw(0, 9) == 0,
@@ -154,10 +154,10 @@ def draw_step(draw: Draw, traffic: Traffic, action: str | None = None) -> Step:
 def numbered(steps: Iterable[Step]) -> list[Step]:
     """Return `steps` with unique ids of requests: the positions of their steps."""
     return [
-        attrs.evolve(step, request=attrs.evolve(step.request, id=number))
+        attrs.evolve(step, request=attrs.evolve(step.request, id=index))
         if step.request is not None
         else step
-        for number, step in enumerate(steps)
+        for index, step in enumerate(steps)
     ]
 
 
@@ -175,10 +175,10 @@ def random_requests(
     """Return `count` requests drawn from `seed`, in order of arrival."""
     draw, traffic = _drawn_from(seed), traffic or Traffic()
     requests, now = [], 0
-    for number in range(count):
+    for index in range(count):
         now += draw(0, traffic.longest_wait)
         request = draw_request(draw, traffic)
-        requests.append(attrs.evolve(request, id=number, arrival=now))
+        requests.append(attrs.evolve(request, id=index, arrival=now))
     return tuple(requests)
 
 
@@ -228,8 +228,8 @@ def _drawn_by(draw: Any) -> Draw:
 def _in_order(drawn: list[tuple[Request, int]]) -> list[Request]:
     arrivals = accumulate(wait for _, wait in drawn)
     return [
-        attrs.evolve(request, id=number, arrival=arrival)
-        for number, ((request, _), arrival) in enumerate(zip(drawn, arrivals, strict=True))
+        attrs.evolve(request, id=index, arrival=arrival)
+        for index, ((request, _), arrival) in enumerate(zip(drawn, arrivals, strict=True))
     ]
 
 
@@ -274,7 +274,7 @@ T = TypeVar("T")
 def living(cls: type[T]) -> list[T]:
     """Return all objects of the class `cls` that are still referred to. O(all objects)."""
     gc.collect()
-    return [each for each in gc.get_objects() if type(each) is cls]
+    return [instance for instance in gc.get_objects() if type(instance) is cls]
 
 
 class RecordingPolicy(EvictionPolicy):

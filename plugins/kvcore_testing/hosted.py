@@ -102,8 +102,8 @@ class HostedCache:
 
     def extend(self, running: Running, tokens: int, now: int) -> None:
         """Allocate blocks for `tokens` more tokens."""
-        held = -(-running.tokens // self._size)
-        need = -(-(running.tokens + tokens) // self._size) - held
+        blocks = -(-running.tokens // self._size)
+        need = -(-(running.tokens + tokens) // self._size) - blocks
         if need > self.pool.free_blocks + self.host.evictable:
             msg = f"{need} blocks are more than there is room for"
             raise OutOfBlocks(msg)

@@ -68,7 +68,7 @@ class LatencyModelTests(PluginTests):
                 assert len(line) == 1 + len(model.windows), (
                     f"pieces() has {line}, not a constant and a slope for each window"
                 )
-                assert all(type(number) is int for number in line), (
+                assert all(type(value) is int for value in line), (
                     f"pieces() has {line}, not integers (ps), for {work}"
                 )
                 assert min(line[1:]) >= 0, (
@@ -88,13 +88,13 @@ class LatencyModelTests(PluginTests):
 
     def test_asking_changes_nothing(self, seed: int) -> None:
         """Equal work takes equal time in any order of calls, and no call changes the work."""
-        one, other = self.make(), self.make()
-        works = list(_works(seed, one.windows))
+        first, other = self.make(), self.make()
+        works = list(_works(seed, first.windows))
         copies = [*map(copy, works)]
-        times = [one.duration(work) for work in works]
+        times = [first.duration(work) for work in works]
         again = [other.duration(work) for work in reversed(works)][::-1]
         assert times == again, "in another order of calls, equal work took another time"
-        assert times == [one.duration(work) for work in works], (
+        assert times == [first.duration(work) for work in works], (
             "the second time, equal work took another time"
         )
         assert works == copies, "duration() changed the work"
@@ -167,11 +167,11 @@ _Load = tuple[list[tuple[int, int]], list[int]]
 def _loads(seed: int) -> Iterator[_Load]:
     """Yield the load of steps: (tokens, context) of prefill chunks, lengths of sequences."""
     random = Random(seed)  # noqa: S311
-    for number in range(40):
+    for index in range(40):
         chunks, sequences = random.randint(0, 3), random.randint(0, 2 ** random.randint(0, 8))
         yield (
-            [(_some(random), _some(random) - 1) for _ in range(chunks if number % 3 else 0)],
-            [_some(random) for _ in range(sequences if number % 4 else 0)],
+            [(_some(random), _some(random) - 1) for _ in range(chunks if index % 3 else 0)],
+            [_some(random) for _ in range(sequences if index % 4 else 0)],
         )
 
 

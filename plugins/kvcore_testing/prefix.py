@@ -119,8 +119,8 @@ class PrefixIndexTests:
         _serve(cache, "abc", key_tokens=_RATIO * BLOCK)
         cache.close(cache.open(_ask("xy", 5 * BLOCK, key_tokens=_RATIO * BLOCK)))
         cache.check_integrity()
-        found = cache.probe(_ask("abcd", key_tokens=_RATIO * BLOCK))
-        assert (cache.tree.evicted_blocks, found) == (2, 7)
+        tokens = cache.probe(_ask("abcd", key_tokens=_RATIO * BLOCK))
+        assert (cache.tree.evicted_blocks, tokens) == (2, 7)
 
     def test_probe_is_pure(self) -> None:
         """`probe` changes nothing."""
@@ -135,9 +135,9 @@ class PrefixIndexTests:
         """`match` finds all cached blocks, up to every limit and after every span of a path."""
         self._needs_shares()
         driver = Driver(self._cache(14, key_tokens=2 * BLOCK, **layout))
-        for number, step in enumerate(random_steps(seed, 60, _TRAFFIC)):
+        for index, step in enumerate(random_steps(seed, 60, _TRAFFIC)):
             driver.step(step)
-            if step.request is not None and number % 3 == 0:
+            if step.request is not None and index % 3 == 0:
                 prompt = driver.cache.geometry.prompt(step.request)
                 for limit in range(prompt.cacheable + 1):
                     self._check_matches(driver.cache, prompt.keys, limit)
@@ -161,8 +161,8 @@ class PrefixIndexTests:
     def test_forgets_evicted_spans(self) -> None:
         """The index does not refer to evicted spans."""
         cache = self._cache(8)
-        for number in range(_MANY):
-            _serve(cache, chr(ord("a") + number) + "xyz")
+        for index in range(_MANY):
+            _serve(cache, chr(ord("a") + index) + "xyz")
         spans = {cache.tree.root, *cache.tree.spans()}
         gone = (span for span in living(Span) if span not in spans)
         kept = sum(span.geometry is cache.geometry for span in gone)
@@ -180,8 +180,8 @@ class PrefixIndexTests:
         for after in path:
             if after is path[-1]:
                 continue
-            found = cache.prefix.match(keys, limit, after)
-            assert found == (path[-1], end), f"{keys} up to {limit} after {after!r}: {found}"
+            match = cache.prefix.match(keys, limit, after)
+            assert match == (path[-1], end), f"{keys} up to {limit} after {after!r}: {match}"
 
     def _cache(self, blocks: int = 12, block_size: int = BLOCK, **options: Any) -> KVCache:
         options = {"ids": True} | options

@@ -76,7 +76,8 @@ class RetentionPolicyTests(PluginTests):
         for seq in _grow(policy, prompt, 5):
             before = repr(seq), seq.computed, seq.holes
             answers = [
-                (list(each.droppable(seq)), each.keeps(seq)) for each in (policy, policy, other)
+                (list(policy_asked.droppable(seq)), policy_asked.keeps(seq))
+                for policy_asked in (policy, policy, other)
             ]
             assert answers[0] == answers[1] == answers[2], f"called again for {seq!r}"
             assert (repr(seq), seq.computed, seq.holes) == before, f"{seq!r} has changed"
@@ -99,15 +100,15 @@ class RetentionPolicyTests(PluginTests):
             for retention in (None, self.make)
             for request, hit in ((1, False), ("other", False), (2, True))
         ]
-        asked = 0
+        asked_count = 0
         for run in runs:
             for seq in run:
-                asked += 1
+                asked_count += 1
                 lengths = seq.held, seq.position, seq.target, seq.compacted
                 kept = policy.keeps(seq)
                 assert kept is None or kept >= 1
                 assert answers.setdefault(lengths, kept) == kept, f"lengths {lengths}"
-        assert len(answers) < asked, "no lengths came twice"
+        assert len(answers) < asked_count, "no lengths came twice"
 
     def test_forgets(self) -> None:
         """Tokens of a long sequence are dropped, unless `forgets` is False."""
@@ -129,9 +130,9 @@ class RetentionPolicyTests(PluginTests):
     def test_decisions_do_not_depend_on_block_ids(self) -> None:
         """With and without block ids, a cache has the same blocks after every token."""
         runs = (_grow(self.make(), 64, 5, ids=ids) for ids in (True, False))
-        for one, other in zip(*runs, strict=True):
-            assert one.private_blocks == other.private_blocks
-            assert one.held == other.held
+        for first, other in zip(*runs, strict=True):
+            assert first.private_blocks == other.private_blocks
+            assert first.held == other.held
 
     @pytest.mark.parametrize("ids", [False, True])
     def test_serves_many_at_once(self, *, ids: bool) -> None:
@@ -182,8 +183,8 @@ class RetentionPolicyTests(PluginTests):
         for head in range(len(keys)):
             for page in range(keys.shape[1]):
                 alone = policy.summarise(keys[head : head + 1, page : page + 1])
-                found = policy.score(alone, queries[head : head + 1])
-                assert found[0, 0].allclose(score[head, page], rtol=1e-4)
+                computed = policy.score(alone, queries[head : head + 1])
+                assert computed[0, 0].allclose(score[head, page], rtol=1e-4)
 
     def test_summaries_take_what_is_declared(self) -> None:
         """The summary of a page takes as many numbers as `summary_keys` keys."""
@@ -238,10 +239,10 @@ class RetentionPolicyTests(PluginTests):
     def test_scores_are_repeatable(self) -> None:
         """Scores depend on the tokens alone, and `score` leaves these unchanged."""
         policy, held = self._held()
-        before = {name: each.clone() for name, each in _tensors(held).items()}
+        before = {name: tensor.clone() for name, tensor in _tensors(held).items()}
         first = policy.score(held).clone()
-        for name, each in _tensors(held).items():
-            assert each.equal(before[name]), f"score() changed {name}"
+        for name, tensor in _tensors(held).items():
+            assert tensor.equal(before[name]), f"score() changed {name}"
         twin = self.make()
         assert isinstance(twin, TokenRetention)
         assert first.equal(policy.score(held)), "called again, it scored otherwise"
@@ -262,10 +263,10 @@ class RetentionPolicyTests(PluginTests):
         _, other = self._held(seed=1)
         score = policy.score(held)
         # The last K/V head, and the last half of the query heads, which read it.
-        for name, each in _tensors(held).items():
+        for name, tensor in _tensors(held).items():
             if name not in {"query_positions", "positions"}:
-                heads = each.shape[1] // 2
-                each[:, heads:] = getattr(other, name)[:, heads:]
+                heads = tensor.shape[1] // 2
+                tensor[:, heads:] = getattr(other, name)[:, heads:]
         assert policy.score(held)[:, 0].allclose(score[:, 0], rtol=1e-4)
 
     def test_scores_tokens_in_any_order(self) -> None:
@@ -292,18 +293,20 @@ class RetentionPolicyTests(PluginTests):
         own = inside.new_tensor(range(stays.shape[-1])).expand(stays.shape)
         assert into[stays].equal(own[stays]), "a token that stays is merged into another"
         sums = (weights.double() * 0).scatter_add(-1, inside, weights.double() * merged)
-        whole = sums.new_ones(()).expand(sums[stays].shape)
-        assert sums[stays].allclose(whole, atol=1e-3), "weights of a mean whose sum is not 1"
+        ones = sums.new_ones(()).expand(sums[stays].shape)
+        assert sums[stays].allclose(ones, atol=1e-3), "weights of a mean whose sum is not 1"
 
     def test_merges_are_repeatable(self) -> None:
         """Merges depend on the tokens alone, which `merge` leaves unchanged."""
         policy, held, stays = self._merging()
-        before = {name: each.clone() for name, each in _tensors(held).items()}
+        before = {name: tensor.clone() for name, tensor in _tensors(held).items()}
         first = [part.clone() for part in policy.merge(held, stays)]
-        for name, each in _tensors(held).items():
-            assert each.equal(before[name]), f"merge() changed {name}"
+        for name, tensor in _tensors(held).items():
+            assert tensor.equal(before[name]), f"merge() changed {name}"
         again = policy.merge(held, stays)
-        assert all(one.equal(other) for one, other in zip(first, again, strict=True))
+        assert all(
+            first_part.equal(other) for first_part, other in zip(first, again, strict=True)
+        )
 
     def test_merges_a_layer_alone_as_with_others(self) -> None:
         """The merges of a layer are the same with and without other layers in the call."""
@@ -320,8 +323,8 @@ class RetentionPolicyTests(PluginTests):
         into, weights = policy.merge(held, stays)
         order = _shuffled(held)
         moved, heavy = policy.merge(_reordered(held, order), stays[..., order])
-        places = into.new_tensor(order)
-        assert places[moved.clamp_min(0)].where(moved >= 0, -1).equal(into[..., order])
+        index = into.new_tensor(order)
+        assert index[moved.clamp_min(0)].where(moved >= 0, -1).equal(into[..., order])
         assert heavy.allclose(weights[..., order], rtol=1e-4)
 
     def _merging(
@@ -447,8 +450,8 @@ def _shuffled(held: HeldTokens) -> list[int]:
 def _reordered(held: HeldTokens, order: list[int]) -> HeldTokens:
     """Return the same tokens in another order."""
     moved: dict[str, Any] = {
-        name: each[..., order, :] if name in ("keys", "values") else each[..., order]
-        for name, each in _tensors(held).items()
+        name: tensor[..., order, :] if name in ("keys", "values") else tensor[..., order]
+        for name, tensor in _tensors(held).items()
         if not name.startswith("quer")
     }
     return attrs.evolve(held, **moved)
@@ -457,7 +460,7 @@ def _reordered(held: HeldTokens, order: list[int]) -> HeldTokens:
 def _layer(held: HeldTokens, row: int) -> HeldTokens:
     """Return one layer of `held`."""
     part = slice(row, row + 1)
-    tensors: dict[str, Any] = {name: each[part] for name, each in _tensors(held).items()}
+    tensors: dict[str, Any] = {name: tensor[part] for name, tensor in _tensors(held).items()}
     if held.query_positions is not None:
         tensors["query_positions"] = held.query_positions
     return attrs.evolve(

@@ -80,8 +80,10 @@ class RouterTests(PluginTests):
 
     def test_requests_go_to_replicas_that_are_up(self, seed: int) -> None:
         """While replicas fail and return, a request goes to one that is up, or is refused."""
-        for each in drive(self.make(), _stream(seed), faults=seed):
-            assert each.replica is None or each.replica in each.up, f"{each}: it is down"
+        for routed in drive(self.make(), _stream(seed), faults=seed):
+            assert routed.replica is None or routed.replica in routed.up, (
+                f"{routed}: it is down"
+            )
 
     def test_equal_streams_are_routed_equally(self, seed: int) -> None:
         """Two routers with equal options make the same decisions."""
@@ -91,8 +93,11 @@ class RouterTests(PluginTests):
     def test_the_future_is_not_known(self, seed: int) -> None:
         """Decisions do not depend on output lengths, nor on requests that arrive later."""
         requests = _stream(seed)
-        longer = [attrs.evolve(each, output_tokens=each.output_tokens * 7) for each in requests]
-        first, second = (list(drive(self.make(), each)) for each in (requests, longer))
+        longer = [
+            attrs.evolve(request, output_tokens=request.output_tokens * 7)
+            for request in requests
+        ]
+        first, second = (list(drive(self.make(), stream)) for stream in (requests, longer))
         assert first == second, "it decided otherwise for requests with longer outputs"
         half = list(drive(self.make(), requests[: _REQUESTS // 2]))
         assert first[: len(half)] == half, "it decided otherwise without the later requests"
@@ -100,31 +105,35 @@ class RouterTests(PluginTests):
     def test_routes_do_not_depend_on_request_ids(self, seed: int) -> None:
         """Decisions do not depend on the ids of requests, unless `draws` is True."""
         requests = _stream(seed)
-        renamed = [attrs.evolve(each, id=f"request {each.id}") for each in requests]
-        first, second = (list(drive(self.make(), each)) for each in (requests, renamed))
+        renamed = [attrs.evolve(request, id=f"request {request.id}") for request in requests]
+        first, second = (list(drive(self.make(), stream)) for stream in (requests, renamed))
         assert self.draws or first == second, "it decided otherwise for requests with other ids"
 
     def test_loads_stay_within_the_bound(self, seed: int) -> None:
         """A replica that gets a request has at most `bound` times the mean load, rounded up."""
         if self.bound is None:
             return
-        for each in drive(self.make(), _stream(seed), faults=seed):
-            if each.replica is not None:
-                most = ceil(self.bound * sum(each.loads) / len(each.up))
-                assert each.loads[each.up.index(each.replica)] <= most, f"{each}: above {most}"
+        for routed in drive(self.make(), _stream(seed), faults=seed):
+            if routed.replica is not None:
+                limit = ceil(self.bound * sum(routed.loads) / len(routed.up))
+                assert routed.loads[routed.up.index(routed.replica)] <= limit, (
+                    f"{routed}: above {limit}"
+                )
 
     def test_one_replica_gets_all(self, seed: int) -> None:
         """With a single replica, every request goes there or is refused."""
-        for each in drive(self.make(), _stream(seed), replicas=1):
-            assert each.replica in (0, None)
+        for routed in drive(self.make(), _stream(seed), replicas=1):
+            assert routed.replica in (0, None)
 
     def test_an_idle_cluster_refuses_nothing(self, seed: int) -> None:
         """A request without an SLO is not refused when no other is in flight."""
         apart = [
-            attrs.evolve(each, arrival=place * 10**12)
-            for place, each in enumerate(_stream(seed)[:20])
+            attrs.evolve(request, arrival=index * 10**12)
+            for index, request in enumerate(_stream(seed)[:20])
         ]
-        refused = [each.request for each in drive(self.make(), apart) if each.replica is None]
+        refused = [
+            routed.request for routed in drive(self.make(), apart) if routed.replica is None
+        ]
         assert not refused, f"it refused requests {refused} of an idle cluster"
 
     def test_replicas_are_left_as_they_are(self) -> None:
@@ -133,9 +142,9 @@ class RouterTests(PluginTests):
         dispatcher = Dispatcher(router, seen, parse_view("index"))
         for replica in seen:
             dispatcher.joined(replica, 0)
-        before = [_counts(each) for each in seen]
+        before = [_counts(replica) for replica in seen]
         router.route(_stream(0)[0], dispatcher.up, 0)
-        assert [_counts(each) for each in seen] == before, "route() changed a replica"
+        assert [_counts(replica) for replica in seen] == before, "route() changed a replica"
 
 
 def drive(
@@ -162,14 +171,14 @@ def drive(
     for serial, request in enumerate(requests):
         now = request.arrival
         while events and events[0][0] <= now:
-            at, ends, _, other, replica = heappop(events)
+            moment, ends, _, other, replica = heappop(events)
             if flying.get(other.id) is not replica:
                 continue
             if ends:
                 del flying[other.id]
-                dispatcher.ended(other, replica, at)
+                dispatcher.ended(other, replica, moment)
             else:
-                dispatcher.first_token(other, replica, at)
+                dispatcher.first_token(other, replica, moment)
         if faults is not None:
             _break(dispatcher, dice, flying, requests, now)
         up = tuple(replica.number for replica in dispatcher.up)
@@ -221,25 +230,25 @@ def _counts(replica: Replica) -> tuple[int, ...]:
 
 def _replicas(count: int) -> list[Replica]:
     """Return replicas that prefill 10,000 tokens a second, and use no blocks."""
-    made = [Replica(number, 1000, _KEY_TOKENS, 32) for number in range(count)]
-    for replica in made:
+    replicas = [Replica(index, 1000, _KEY_TOKENS, 32) for index in range(count)]
+    for replica in replicas:
         replica.connect(float, lambda tokens, context: (tokens + context / 100) / 10_000)
-    return made
+    return replicas
 
 
 def _stream(seed: int) -> list[Request]:
     """Return random requests: shared prefixes, sessions, tenants, bursts."""
     dice = Random(seed)  # noqa: S311
-    now, made = 0, []
-    for number in range(_REQUESTS):
+    now, requests = 0, []
+    for index in range(_REQUESTS):
         now += dice.choice([0, 0, 10**6, 10**8, 3 * 10**9])
         prefix = dice.randrange(6)
-        shared = [prefix * 1000 + place for place in range(dice.randrange(20))]
-        own = [10**6 + number * 1000 + place for place in range(dice.randrange(1, 20))]
+        shared = [prefix * 1000 + key for key in range(dice.randrange(20))]
+        own = [10**6 + index * 1000 + key for key in range(dice.randrange(1, 20))]
         keys = [*shared, *own]
-        made.append(
+        requests.append(
             Request(
-                id=number,
+                id=index,
                 arrival=now,
                 prompt_tokens=len(keys) * _KEY_TOKENS,
                 output_tokens=dice.randint(1, 200),
@@ -249,4 +258,4 @@ def _stream(seed: int) -> list[Request]:
                 tenant=dice.choice([None, "x", "y"]),
             )
         )
-    return made
+    return requests

@@ -69,7 +69,7 @@ class RulesTests(PluginTests):
     def test_defaults_are_options_of_a_run(self) -> None:
         """`defaults` has options of a run, with values that these may have."""
         rules = self.make()
-        config = RunConfig.of(like=rules)
+        config = RunConfig.for_mode(like=rules)
         assert config.batching.rules is rules
         assert rules.defaults.keys() <= config.options.keys()
 

@@ -483,7 +483,7 @@ class SchedulerTests(PluginTests):
 def _request(
     name: int | str, arrival: int = 0, *, prompt: int = 4 * _KEY, **fields: Any
 ) -> Request:
-    keys = [f"{name}/{place}" for place in range(prompt // _KEY)]
+    keys = [f"{name}/{index}" for index in range(prompt // _KEY)]
     return Request(
         id=name, arrival=arrival, prompt_tokens=prompt, keys=keys, key_tokens=_KEY, **fields
     )

@@ -121,10 +121,10 @@ class TierStoreTests:
         """A slot is read only for the block that was written to it."""
         blocks = _path(3)
         others: dict[str, Any] = {"chain": b"x" * 16, "position": 7}
-        asked = [blocks[0], attrs.evolve(blocks[1], **{what: others[what]}), blocks[2]]
+        blocks_asked = [blocks[0], attrs.evolve(blocks[1], **{what: others[what]}), blocks[2]]
         with self.open() as store:
             _write(store, blocks)
-            assert _read(store, asked) == _data(blocks[:1])
+            assert _read(store, blocks_asked) == _data(blocks[:1])
             moved = [attrs.evolve(block, slot=block.slot + 1) for block in blocks[:2]]
             assert _read(store, moved) == b""
 
@@ -175,16 +175,16 @@ class TierStoreTests:
             store.drop([3])
         kept = [old[0], old[2], old[4], old[5], *new]
         with self.open() as store:
-            found = list(store.recover())
+            recovered = list(store.recover())
             if not self.survives:
-                assert not found
+                assert not recovered
                 return
-            _check_same(found, kept)
-            for block in found:
+            _check_same(recovered, kept)
+            for block in recovered:
                 assert _read(store, [block]) == _data([block])
-            store.drop([block.slot for block in found[:3]])
+            store.drop([block.slot for block in recovered[:3]])
         with self.open() as store:
-            _check_same(list(store.recover()), found[3:])
+            _check_same(list(store.recover()), recovered[3:])
 
     def test_keys_come_back_as_they_were(self) -> None:
         """Integers, bytes and strings are recovered as keys of their type, if at all."""
@@ -208,9 +208,9 @@ class TierStoreTests:
             _write(store, blocks)
             assert _read(store, blocks) == _data(blocks)
         with self.open(len(keys)) as store:
-            found = list(store.recover())
+            recovered = list(store.recover())
             if self.survives:
-                _check_same(found, blocks)
+                _check_same(recovered, blocks)
 
     def test_any_key_serves_its_run(self) -> None:
         """A block with a key that cannot be stored is read in this run at least."""
@@ -238,10 +238,10 @@ class TierStoreTests:
             assert store.read(blocks, into) == 0
             store.drop([0, 1, 2])
         with self.open() as store:
-            found = list(store.recover())
+            recovered = list(store.recover())
             if self.survives:
-                _check_same(found, blocks)
-                assert _read(store, found[:1]) == _data(found[:1])
+                _check_same(recovered, blocks)
+                assert _read(store, recovered[:1]) == _data(recovered[:1])
 
     @pytest.mark.parametrize("closed", [False, True], ids=["open", "reopened"])
     def test_flipped_bits_are_found(self, *, closed: bool) -> None:
@@ -268,45 +268,47 @@ class TierStoreTests:
         block = _path(1)[0]
         with self.open() as store:
             _write(store, [block])
-            for whole, put in list(self.pieces(block)):
-                put(whole[:kept])
+            for piece, put in list(self.pieces(block)):
+                put(piece[:kept])
                 assert _read(store, [block]) in {b"", _data([block])}
-                put(whole)
+                put(piece)
 
     def _recovered(self, only: StoredBlock) -> list[bytes]:
         """Return the bytes that a new store reads of the one block that was stored."""
         with self.open() as store:
-            found = list(store.recover())
-            assert _texts(found) <= _texts([only]), "another block was recovered"
-            return [_read(store, [block]) for block in found]
+            recovered = list(store.recover())
+            assert _texts(recovered) <= _texts([only]), "another block was recovered"
+            return [_read(store, [block]) for block in recovered]
 
     @pytest.mark.parametrize("seed", range(5))
     def test_random_calls(self, seed: int) -> None:
         """Through random writes, drops and reopenings, blocks are those written last."""
         random = Random(seed)  # noqa: S311
-        held: dict[int, StoredBlock] = {}
+        stored: dict[int, StoredBlock] = {}
         once, serial = self.open, 0
         while serial < 60:  # noqa: PLR2004 - some seconds at most
             with once() as store:
-                found = {block.slot: block for block in store.recover()}
-                _check_same(list(found.values()), list(held.values()) if self.survives else [])
-                held = found
+                recovered = {block.slot: block for block in store.recover()}
+                _check_same(
+                    list(recovered.values()), list(stored.values()) if self.survives else []
+                )
+                stored = recovered
                 for _ in range(random.randrange(12)):
                     slots = random.sample(range(_SLOTS), random.randint(1, 4))
                     if random.random() < 0.3:  # noqa: PLR2004
                         store.drop(slots)
                         for slot in slots:
-                            held.pop(slot, None)
+                            stored.pop(slot, None)
                     blocks = [
                         attrs.evolve(_path(1, text=serial + n)[0], slot=slot)
                         for n, slot in enumerate(slots)
                     ]
                     serial += len(blocks)
                     _write(store, blocks)
-                    held.update(zip(slots, blocks, strict=True))
-                    asked = random.sample(sorted(held), len(held))
-                    assert _read(store, [held[slot] for slot in asked]) == _data(
-                        [held[slot] for slot in asked]
+                    stored.update(zip(slots, blocks, strict=True))
+                    asked_slots = random.sample(sorted(stored), len(stored))
+                    assert _read(store, [stored[slot] for slot in asked_slots]) == _data(
+                        [stored[slot] for slot in asked_slots]
                     )
                 serial += 1
 
@@ -315,10 +317,16 @@ def _path(
     blocks: int, *, text: int = 0, slots: Sequence[int] | None = None
 ) -> list[StoredBlock]:
     """Return the first blocks of a prompt, in slots from 0 on if none are given."""
-    chains = [b"", *(b"%8d%8d" % (text, at) for at in range(blocks))]
+    chains = [b"", *(b"%8d%8d" % (text, index) for index in range(blocks))]
     return [
-        StoredBlock(slots[at] if slots else at, at, f"{text}-{at}", chains[at + 1], chains[at])
-        for at in range(blocks)
+        StoredBlock(
+            slots[index] if slots else index,
+            index,
+            f"{text}-{index}",
+            chains[index + 1],
+            chains[index],
+        )
+        for index in range(blocks)
     ]
 
 
@@ -337,10 +345,10 @@ def _read(store: TierStore, blocks: Sequence[StoredBlock]) -> bytes:
     return bytes(into[: store.read(blocks, into) * _BYTES])
 
 
-def _check_same(found: list[StoredBlock], kept: list[StoredBlock]) -> None:
+def _check_same(recovered: list[StoredBlock], kept: list[StoredBlock]) -> None:
     """Check that two lists have the same blocks, each once; their slots may differ."""
-    assert len({block.slot for block in found}) == len(found)
-    assert _texts(found) == _texts(kept)
+    assert len({block.slot for block in recovered}) == len(recovered)
+    assert _texts(recovered) == _texts(kept)
 
 
 def _texts(blocks: list[StoredBlock]) -> set[tuple[Any, ...]]:
@@ -349,15 +357,15 @@ def _texts(blocks: list[StoredBlock]) -> set[tuple[Any, ...]]:
 
 def _flip(pieces: list[Piece], read: Callable[[], list[bytes]]) -> None:
     """Flip bits of each piece, one at a time; check the blocks that are read then."""
-    for whole, put in pieces:
-        last = 8 * len(whole) - 1
+    for piece, put in pieces:
+        last = 8 * len(piece) - 1
         for bit in {*range(0, last, 97), *range(8), last}:
-            wrong = bytearray(whole)
+            wrong = bytearray(piece)
             wrong[bit // 8] ^= 1 << bit % 8
             put(bytes(wrong))
             right = {b"", _data(_path(1, slots=[5]))}
-            assert set(read()) <= right, f"bit {bit} of {len(whole)} bytes was not noticed"
-            put(whole)
+            assert set(read()) <= right, f"bit {bit} of {len(piece)} bytes was not noticed"
+            put(piece)
 
 
 class TierTests(TierStoreTests, PluginTests):
@@ -443,13 +451,13 @@ class TierTests(TierStoreTests, PluginTests):
         tier = self.make()
         link = Tiers(KVCache(4), [tier], _SLOT).levels[0].link
         size, latency = blocks * 10**6, round(tier.latency * NS_PER_S)
-        for rate, asked, queued in (
+        for rate, duration_of, queued in (
             (int(tier.read_bandwidth), link.load_ns, link.load),
             (int(tier.write_bandwidth), link.store_ns, link.store),
         ):
             now = link.free_at
             took = -(-size * NS_PER_S // rate) + latency
-            assert asked(size, now) == took
+            assert duration_of(size, now) == took
             assert queued(size, now) == now + took
 
     @pytest.mark.parametrize(
@@ -472,8 +480,8 @@ class TierTests(TierStoreTests, PluginTests):
             )
             for n in (1, 2, 3, 4, 1)
         ]
-        for number, request in enumerate(prompts):
-            traffic.serve(attrs.evolve(request, id=number))
+        for index, request in enumerate(prompts):
+            traffic.serve(attrs.evolve(request, id=index))
         loaded = traffic.level.stats.loaded
         assert (loaded, traffic.level.link.read_bytes) == (4, 4 * _SLOT)
 

@@ -42,9 +42,9 @@ class WorkloadTests:
 
     def test_yields_requests(self) -> None:
         """Iteration yields at least one item, and only instances of Request."""
-        found = {type(request) for request in self.make()}
-        assert found, "it has no requests"
-        assert all(issubclass(each, Request) for each in found)
+        kinds = {type(request) for request in self.make()}
+        assert kinds, "it has no requests"
+        assert all(issubclass(kind, Request) for kind in kinds)
 
     def test_starts_again_from_the_beginning(self) -> None:
         """Iterating a second time yields equal requests."""

@@ -239,12 +239,12 @@ class Tiers(TierStack[Level]):
             load = self._load_parked(seq, *parked, now, prefill_ns)
             if load is not None:
                 return load
-        found = self._find(seq, now, resumed=resumed)
-        if not found:
+        run_found = self._find(seq, now, resumed=resumed)
+        if not run_found:
             return None
-        end = self._cheapest(seq, found, now, prefill_ns)
+        end = self._cheapest(seq, run_found, now, prefill_ns)
         parts = []
-        for level, first, upto in found:
+        for level, first, upto in run_found:
             last = min(upto, max(first, end))
             if not resumed:
                 level.stats.recomputed += upto - last
@@ -262,7 +262,7 @@ class Tiers(TierStack[Level]):
         limit, end = min(seq.cacheable, seq.blocks), seq.hit_blocks
         if geometry.accounting == "tokens":
             limit = min(limit, (seq.target - 1) // geometry.block_size)
-        found: list[tuple[Level, int, int]] = []
+        runs: list[tuple[Level, int, int]] = []
         for level in self.levels:
             if end >= limit:
                 break
@@ -275,14 +275,14 @@ class Tiers(TierStack[Level]):
                 if not resumed:
                     level.stats.found += upto - end
                 if level.tier.load != "never":
-                    found.append((level, end, upto))
+                    runs.append((level, end, upto))
                     end = upto
-        return found
+        return runs
 
     def _cheapest(
         self,
         seq: Holder,
-        found: list[tuple[Level, int, int]],
+        runs: list[tuple[Level, int, int]],
         now: int,
         prefill_ns: PrefillTime,
         lead: int = 0,
@@ -305,7 +305,7 @@ class Tiers(TierStack[Level]):
         best = seq.hit_blocks
         computing = least = rest(best)
         ready = 0
-        for level, first, upto in found:
+        for level, first, upto in runs:
             link, slot = level.link, level.slot_bytes
             loading = ready
             ready = max(loading, link.load_ns((upto - first) * slot, now) - lead)
@@ -374,15 +374,15 @@ class Tiers(TierStack[Level]):
         self._loading.remove(load)
         seq, trace = load.seq, self.cache.trace
         size = self.cache.geometry.block_size
-        end, whole = load.parts[0].first, True
+        end, complete = load.parts[0].first, True
         for part in load.parts:
             blocks = part.end - part.first
-            right = blocks if whole else None
-            if self.mover is not None and seq.private is not None and whole:
-                at = part.first - seq.span.end
-                right = self.mover.finish(part, seq.private[at : at + blocks])
+            right = blocks if complete else None
+            if self.mover is not None and seq.private is not None and complete:
+                offset = part.first - seq.span.end
+                right = self.mover.finish(part, seq.private[offset : offset + blocks])
             end += right or 0
-            whole = whole and right == blocks
+            complete = complete and right == blocks
             if right and not (load.resumed or load.ahead):
                 part.level.stats.hits += right
                 part.level.stats.ratio_sum += right / seq.lookup_blocks
@@ -399,7 +399,7 @@ class Tiers(TierStack[Level]):
                 (part.level, part.first, part.end) for part in load.parts
             ]
             return 0
-        tokens = load.tokens if whole else end * size
+        tokens = load.tokens if complete else end * size
         if tokens > seq.computed:
             self.cache.commit(seq, tokens - seq.computed, now)
         return max(tokens, seq.hit_blocks * size)
@@ -421,10 +421,10 @@ class Tiers(TierStack[Level]):
             return None
         self.drop_lost(now)
         planned = cache.plan_ahead(request, now)
-        found = self._find(planned, now, resumed=True)
-        busy = (at for at, (level, *_) in enumerate(found) if level.is_busy(now))
-        found = found[: next(busy, None)]
-        end = self._cheapest(planned, found, now, prefill_ns, arrival - now)
+        runs = self._find(planned, now, resumed=True)
+        busy = (index for index, (level, *_) in enumerate(runs) if level.is_busy(now))
+        runs = runs[: next(busy, None)]
+        end = self._cheapest(planned, runs, now, prefill_ns, arrival - now)
         if end <= planned.hit_blocks:
             return None
         seq = cache.open_ahead(planned, end, now, reserve)
@@ -572,7 +572,7 @@ def named_tiers(tiers: Iterable[Tier | str]) -> list[tuple[str, Tier]]:
     return [(_numbered(called, index), tier) for index, tier in enumerate(built)]
 
 
-def _numbered(names: list[str], at: int) -> str:
+def _numbered(names: list[str], index: int) -> str:
     """Return the name at position `at`, with a number if it occurs several times."""
-    name = names[at]
-    return name if names.count(name) == 1 else f"{name}-{names[:at].count(name) + 1}"
+    name = names[index]
+    return name if names.count(name) == 1 else f"{name}-{names[:index].count(name) + 1}"

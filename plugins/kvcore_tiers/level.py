@@ -370,10 +370,10 @@ class Level(TierLevel):
         slots = None if mover is None else path_ids(span, first, end)
         if mover is None or slots is None:
             return end
-        there = first + mover.present(self, slots)
-        if there < end and self.is_ready:
-            self.discard(seq, there, now, "gone")
-        return there
+        present = first + mover.present(self, slots)
+        if present < end and self.is_ready:
+            self.discard(seq, present, now, "gone")
+        return present
 
     def take(
         self, request: Request, keys: Sequence[Key], first: int, end: int, now: int,

@@ -49,9 +49,9 @@ class Link:
         self.written_bytes += size
         return self._queue(-(-size * NS_PER_S // self._write), now)
 
-    def _queue(self, held: int, now: int) -> int:
-        self.busy_ns += held
-        self.free_at = max(self.free_at, now) + held
+    def _queue(self, duration: int, now: int) -> int:
+        self.busy_ns += duration
+        self.free_at = max(self.free_at, now) + duration
         return self.free_at + self._latency
 
 
@@ -68,6 +68,6 @@ class InstantLink(Link):
         del size, now
         return 0
 
-    def _queue(self, held: int, now: int) -> int:
-        del held
+    def _queue(self, duration: int, now: int) -> int:
+        del duration
         return now

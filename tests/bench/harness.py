@@ -86,7 +86,7 @@ def flat_lru(requests: Sequence[Request], ratio: int, blocks: int) -> tuple[floa
     order: OrderedDict[int, None] = OrderedDict()
     start, first = 0.0, -1
     hits = 0
-    for number, request in enumerate(requests):
+    for index, request in enumerate(requests):
         prefix = True
         for key in request.keys:
             for part in range(ratio):
@@ -98,7 +98,7 @@ def flat_lru(requests: Sequence[Request], ratio: int, blocks: int) -> tuple[floa
                     prefix = False
                     if len(order) >= blocks:
                         if first < 0:
-                            start, first = perf_counter(), number
+                            start, first = perf_counter(), index
                         order.popitem(last=False)
                     order[block] = None
     return perf_counter() - start, len(requests) - first
@@ -120,14 +120,14 @@ def cache_lru(
     )
     tree = cache.tree
     start, first = 0.0, -1
-    for number, request in enumerate(requests):
+    for index, request in enumerate(requests):
         now = request.arrival
         begun = perf_counter() if first < 0 else 0.0
         seq = cache.open(request, None, now)
         cache.commit(seq, seq.tokens - seq.computed, now)
         cache.close(seq, now)
         if first < 0 and tree.evicted_blocks:
-            start, first = begun, number
+            start, first = begun, index
     return perf_counter() - start, len(requests) - first
 
 

@@ -42,7 +42,7 @@ from kvcore_cluster.config import ClusterParts
 from kvcore_plugins.workload import Zipf
 replicas, requests = int(sys.argv[1]), int(sys.argv[2])
 workload = Zipf(requests=requests, rate=4.0 * replicas, prefixes=20_000, key_tokens=256)
-config = RunConfig.of(
+config = RunConfig.for_mode(
     "simulate", workload="zipf", replicas=replicas, router=sys.argv[3], block_size=256,
     blocks=1_000,
 )
@@ -76,7 +76,7 @@ def test_eight_replicas_cost_little_more_than_separate_runs():
     Each separate run serves the requests of one replica.
     """
     requests = bundled()
-    shares = [requests[place::REPLICAS] for place in range(REPLICAS)]
+    shares = [requests[index::REPLICAS] for index in range(REPLICAS)]
 
     steps = set()
 

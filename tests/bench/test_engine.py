@@ -43,9 +43,9 @@ def test_engine_overhead(monkeypatch):
     monkeypatch.setattr(Transformer, "forward", inside(Transformer.forward))
     monkeypatch.setattr(TorchCPU, "plan", inside(TorchCPU.plan))
     requests = []
-    for number in range(SEQUENCES):
-        tokens = range(7 * number, 7 * number + PROMPT)
-        requests.append(text_request(number, tokens, output=OUTPUT, block_size=16))
+    for index in range(SEQUENCES):
+        tokens = range(7 * index, 7 * index + PROMPT)
+        requests.append(text_request(index, tokens, output=OUTPUT, block_size=16))
     result = run(
         requests,
         cache=KVCache(SEQUENCES * 8, 16, ids=True),

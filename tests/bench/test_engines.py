@@ -85,5 +85,5 @@ def test_print_hits_and_costs_of_all_policies():
     # The optimum is that of requests served one after the other.
     future = Future.read(conversations(), BlockLayout("keys", SIZE, SIZE, None))
     stats = (Belady().replay(future, blocks, SIZE)[0] for blocks in POOLS)
-    cells = (f"{100 * each.hit_tokens / found[0].tokens:.2f} %" for each in stats)
+    cells = (f"{100 * stat.hit_tokens / found[0].tokens:.2f} %" for stat in stats)
     print("| optimum |", " | ".join(cells), "| |")

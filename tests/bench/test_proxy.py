@@ -75,21 +75,21 @@ def test_the_proxy_adds_a_bounded_latency(stream, traced, tmp_path):
         ):
             clients = dict(zip(times, (direct, bare, client), strict=True))
             gc.collect()
-            for number in range(WARM + REQUESTS):
+            for index in range(WARM + REQUESTS):
                 for name, each in clients.items():
-                    times[name].append(await timed(each, number, stream=stream))
+                    times[name].append(await timed(each, index, stream=stream))
                 for each in servers:
                     each.calls.clear()
                     each.headers.clear()
-        return {name: each[WARM:] for name, each in times.items()}
+        return {name: time[WARM:] for name, time in times.items()}
 
     found = asyncio.run(run())
     marks = {name: quantiles(each, n=100) for name, each in found.items()}
     kind = f"{'stream' if stream else 'whole'}, {'traced' if traced else 'not traced'}"
-    for name, each in marks.items():
-        above = [each[at] - marks["direct"][at] for at in (49, 98)]
+    for name, mark in marks.items():
+        above = [mark[at] - marks["direct"][at] for at in (49, 98)]
         print(
-            f"{kind}, {name}: p50 {each[49]:,.0f} us, p99 {each[98]:,.0f} us; above direct "
+            f"{kind}, {name}: p50 {mark[49]:,.0f} us, p99 {mark[98]:,.0f} us; above direct "
             f"{above[0]:,.0f} and {above[1]:,.0f} us"
         )
     assert marks["kvcore route"][49] < 4 * marks["bare"][49]

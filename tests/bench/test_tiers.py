@@ -36,14 +36,19 @@ BLOCKS = {
 
 def path(size: int) -> list[StoredBlock]:
     """Return blocks of `size` bytes that fill all slots."""
-    chains = [b"", *(at.to_bytes(16, "little") for at in range(TOTAL // size))]
-    return [StoredBlock(at, at, at, chains[at + 1], chains[at]) for at in range(TOTAL // size)]
+    chains = [b"", *(index.to_bytes(16, "little") for index in range(TOTAL // size))]
+    return [
+        StoredBlock(index, index, index, chains[index + 1], chains[index])
+        for index in range(TOTAL // size)
+    ]
 
 
 def calls(size: int) -> list[tuple[int, int]]:
     """Return [start, end) of the blocks of each call."""
     step = CALL // size
-    return [(at, min(at + step, TOTAL // size)) for at in range(0, TOTAL // size, step)]
+    return [
+        (index, min(index + step, TOTAL // size)) for index in range(0, TOTAL // size, step)
+    ]
 
 
 def share(
@@ -69,16 +74,16 @@ def nothing() -> None:
 
 def plain_write(file: int, data: memoryview, how: str) -> None:
     """Write the data to a file without a store."""
-    for at in range(0, len(data), PLAIN):
-        os.pwrite(file, data[at : at + PLAIN], at)
-        if how == "synced" and (at + PLAIN) % CALL == 0:
+    for index in range(0, len(data), PLAIN):
+        os.pwrite(file, data[index : index + PLAIN], index)
+        if how == "synced" and (index + PLAIN) % CALL == 0:
             os.fdatasync(file)
 
 
 def plain_read(file: int, into: memoryview) -> None:
     """Read the data from a file without a store."""
-    for at in range(0, len(into), PLAIN):
-        os.preadv(file, [into[at : at + PLAIN]], at)
+    for index in range(0, len(into), PLAIN):
+        os.preadv(file, [into[index : index + PLAIN]], index)
 
 
 @pytest.mark.parametrize("how", ["buffered", "synced", "cold"])
@@ -129,8 +134,8 @@ def test_a_host_tier_is_nearly_as_fast_as_memcpy(block):
     data, into, plain = (memoryview(bytearray(b"x") * total) for _ in range(3))
 
     def copy(source: memoryview, target: memoryview) -> None:
-        for at in range(0, total, PLAIN):
-            target[at : at + PLAIN] = source[at : at + PLAIN]
+        for index in range(0, total, PLAIN):
+            target[index : index + PLAIN] = source[index : index + PLAIN]
 
     with closing(Host(memory=TOTAL).open(len(blocks), block, b"bench")) as store:
         written = share(lambda: copy(data, plain), lambda: store.write(blocks, data), nothing)
@@ -191,8 +196,8 @@ def test_kv_moves_to_a_host_tier_nearly_as_fast_as_memcpy(codec, least, how):
 
     def copy() -> None:
         for source, target in ((data, into), (into, data)):
-            for at in range(0, len(source), PLAIN):
-                target[at : at + PLAIN] = source[at : at + PLAIN]
+            for index in range(0, len(source), PLAIN):
+                target[index : index + PLAIN] = source[index : index + PLAIN]
 
     found = share(copy, there_and_back, compute)
     mover.close(whole=True)

@@ -33,7 +33,7 @@ class Wave(kvcore.Workload):
         for minute, count in enumerate((2, BUSY, 2, 2, 2)):
             for each in range(count):
                 at = minute * 60 * SECOND + each * 60 * SECOND // count
-                keys = [*range(32), *(1000 * (number + 1) + place for place in range(32))]
+                keys = [*range(32), *(1000 * (number + 1) + index for index in range(32))]
                 yield Request(
                     id=number,
                     arrival=at,
@@ -51,7 +51,7 @@ class Wave(kvcore.Workload):
 
 def serve(trace=None, autoscale="throughput:interval=20,start_up=10,cool_down=0", **options):
     """Serve the wave with at most four replicas that prefill 1,000 tokens a second."""
-    config = RunConfig.of(
+    config = RunConfig.for_mode(
         "simulate",
         workload=Wave(),
         router="least-requests",
@@ -74,14 +74,16 @@ def test_the_number_of_replicas_follows_the_load():
     """
     result = serve()
     assert result.summary()["completed"] == len(list(Wave()))
-    changes = [(each.at // (60 * SECOND), each.replica, each.up) for each in result.changes]
+    changes = [
+        (change.at // (60 * SECOND), change.replica, change.up) for change in result.changes
+    ]
     assert changes == [(1, 1, True), (1, 2, True), (2, 1, False), (2, 2, False)]
 
 
 def test_only_running_replicas_are_paid_for():
     """One replica is paid for during the run, the others from their start to their stop."""
     result = serve()
-    extra = sum(-each.at if each.up else each.at for each in result.changes) / SECOND
+    extra = sum(-change.at if change.up else change.at for change in result.changes) / SECOND
     assert extra == 2 * 60
     assert result.replica_s == pytest.approx(result.simulated_s + extra)
 
@@ -163,7 +165,7 @@ def test_prefill_and_decode_pools_scale_independently(tmp_path, latency, replica
     result = serve(tmp_path / "trace.jsonl", latency=latency, replicas=5,
                    disaggregate="prefill=3,decode=2")  # fmt: skip
     assert result.summary()["completed"] == len(list(Wave()))
-    changes = [(each.replica, each.up) for each in result.changes]
+    changes = [(change.replica, change.up) for change in result.changes]
     assert changes == [(replica, True), (replica, False)]
     assert result.replica_s == pytest.approx(2 * result.simulated_s + 60)
     report = replay(tmp_path / "trace.jsonl")

@@ -258,7 +258,7 @@ def test_events_at_one_time_have_a_fixed_order():
     seen = []
 
     def first(request, replicas, _):
-        seen.append((request.id, [(each.number, each.requests) for each in replicas]))
+        seen.append((request.id, [(replica.number, replica.requests) for replica in replicas]))
         return replicas[0]
 
     run = serve_cluster(requests, 3, router=Answers(first), failures=fail)
@@ -286,7 +286,8 @@ def test_prefetch_hints_have_no_effect_in_a_cluster():
     """Prefetch hints have no effect in a cluster, as a request is routed when it arrives."""
     requests = [shared(0), shared(1, 100)]
     hinted = [
-        attrs.evolve(each, hints=attrs.evolve(each.hints, prefetch=50)) for each in requests
+        attrs.evolve(request, hints=attrs.evolve(request.hints, prefetch=50))
+        for request in requests
     ]
     tiers = ("host:memory=6400",)
     run = serve_cluster(hinted, 1, tiers=tiers)

@@ -74,10 +74,10 @@ def draw(quantiles, u):
 def requests(count, rate):
     """Yield requests that arrive at random, `rate` a second."""
     random, at = Random(1), 0.0
-    for number in range(count):
+    for index in range(count):
         at += random.expovariate(rate)
         yield Request(
-            id=number,
+            id=index,
             arrival=round(at * 1e9),
             prompt_tokens=draw(PROMPTS, random.random()),
             output_tokens=draw(OUTPUTS, random.random()),

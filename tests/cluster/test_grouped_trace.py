@@ -32,12 +32,12 @@ def recorded(tmp_path):
     with Trace(path, mode="model") as trace:
         cluster = ClusterTrace(trace)
         caches = [
-            GroupedCache(GROUPS, 40, key_tokens=4, trace=cluster.recorder(number))
-            for number in range(2)
+            GroupedCache(GROUPS, 40, key_tokens=4, trace=cluster.recorder(index))
+            for index in range(2)
         ]
         cluster.begin({"name": "round-robin", "options": {}}, routing={"view": "exact"})
         for name in range(8):
-            keys = [10 * (name % 4) + place for place in range(4)]
+            keys = [10 * (name % 4) + index for index in range(4)]
             request = keyed(name, keys, more=1, output_tokens=1)
             number = name % 2
             hit = caches[number].match(request).tokens
@@ -98,7 +98,7 @@ def test_misses_are_explained_for_one_replica(recorded):
     """The misses of one replica are explained; those of all in one are refused."""
     with pytest.raises(TraceError, match="explained for one replica: give --replica N"):
         explain(recorded)
-    assert [each.hit for each in explain(recorded, replica=1).requests.values()] == [
+    assert [request.hit for request in explain(recorded, replica=1).requests.values()] == [
         0,
         0,
         16,

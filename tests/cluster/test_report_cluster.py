@@ -20,7 +20,7 @@ def reported():
     """Return a function that simulates a cluster and returns its report."""
 
     def report(**options):
-        parts = ClusterParts(RunConfig.of(workload=SMALL, tensor_parallel=1, **options))
+        parts = ClusterParts(RunConfig.for_mode(workload=SMALL, tensor_parallel=1, **options))
         result = simulate_cluster(parts.workload, **parts.cluster())
         document = parts.document(result)
         return ClusterReport(document, document["config"])
@@ -31,7 +31,7 @@ def reported():
 def test_few_replicas_have_a_row_each(reported):
     """Up to 16 replicas have a row each with the requests that they served."""
     rows = reported(replicas=16).replicas
-    assert [row[0] for row in rows] == [str(number) for number in range(16)]
+    assert [row[0] for row in rows] == [str(index) for index in range(16)]
     assert {row[2] for row in rows} == {"6", "7"}
 
 

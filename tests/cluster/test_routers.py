@@ -28,9 +28,9 @@ def build(spec):
 
 def seen(*replicas, usage=None):
     """Return replicas with these counts; `hit` is the cached part of the prompt in tokens."""
-    hits = [each.pop("hit", 0) for each in replicas]
+    hits = [replica.pop("hit", 0) for replica in replicas]
     made = [
-        Replica(number, 1000, SIZE, 64, up=True, **each) for number, each in enumerate(replicas)
+        Replica(index, 1000, SIZE, 64, up=True, **each) for index, each in enumerate(replicas)
     ]
     for replica, replica.hit_tokens in zip(made, hits, strict=True):
         share = 0.0 if usage is None else usage[replica.number]
@@ -55,7 +55,7 @@ def choose(spec, replicas, request=None):
 
 def prompt(name, blocks, **fields):
     """Return a request with a number of blocks, or with a list of keys."""
-    keys = [(name, place) for place in range(blocks)] if isinstance(blocks, int) else blocks
+    keys = [(name, index) for index in range(blocks)] if isinstance(blocks, int) else blocks
     fields = {"arrival": 0, "output_tokens": 8} | fields
     return keyed(name, keys, SIZE, **fields)
 
@@ -114,8 +114,8 @@ class TestFormulas:
         router, count = build("power-of-two"), Counter()
         for n in range(6000):
             count[router.route(prompt(n, 1), replicas, 0).number] += 1
-        for number, pairs in enumerate((3, 2, 1, 0)):
-            assert count[number] == pytest.approx(6000 * pairs / 6, abs=200)
+        for index, pairs in enumerate((3, 2, 1, 0)):
+            assert count[index] == pytest.approx(6000 * pairs / 6, abs=200)
         assert choose("power-of-two", seen({})) == 0
 
     def test_prefix_affinity_takes_the_least_loaded_of_the_best(self):
@@ -298,12 +298,12 @@ def stream():
 def test_a_request_without_an_answer_tries_each_replica_once(name):
     """A request that no replica answers is routed to each replica once."""
     dispatcher = Served(name, 3).dispatcher
-    for number in range(20):
+    for index in range(20):
         tried = set()
         for _ in range(3):
-            replica = dispatcher.route(prompt(number, 4), 0, tried)
+            replica = dispatcher.route(prompt(index, 4), 0, tried)
             tried.add(replica.number)
-            dispatcher.ended(prompt(number, 4), replica, 0)
+            dispatcher.ended(prompt(index, 4), replica, 0)
         assert tried == {0, 1, 2}
 
 
@@ -314,8 +314,8 @@ def test_every_router_differs_from_round_robin(name):
     def routed(spec):
         served = Served(spec, 3)
         return [
-            (served.send if place % 2 else served.serve)(each).number
-            for place, each in enumerate(stream())
+            (served.send if index % 2 else served.serve)(each).number
+            for index, each in enumerate(stream())
         ]
 
     assert routed(name) != routed("round-robin")

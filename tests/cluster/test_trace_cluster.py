@@ -72,8 +72,10 @@ class TestCheck:
             assert document["hit"][key] == sum(part["hit"][key] for part in parts)
         # Evictions: their digests are hashed together, those of ended lives included.
         evictions = [part["evictions"] for part in parts]
-        assert document["evictions"]["blocks"] == sum(each["blocks"] for each in evictions)
-        digests = b"".join(bytes.fromhex(each["digest"]) for each in evictions)
+        assert document["evictions"]["blocks"] == sum(
+            eviction["blocks"] for eviction in evictions
+        )
+        digests = b"".join(bytes.fromhex(eviction["digest"]) for eviction in evictions)
         assert document["evictions"]["digest"] == sha256(digests).hexdigest()
 
     def test_the_hits_of_a_trace_are_those_of_its_run(self, tmp_path):
@@ -179,7 +181,7 @@ class TestForgeries:
 
         It cannot be left out, repeated, or given to a replica.
         """
-        fail = [f"replica={number},at=0.2" for number in range(3)]
+        fail = [f"replica={index},at=0.2" for index in range(3)]
         events = lines(record_cluster(tmp_path / "trace.jsonl", fail=fail))
         (n, *_) = places(events, "REJECT")
         line, before, after = events[n], events[:n], events[n + 1 :]

@@ -33,7 +33,7 @@ def swept(folder):
     """Return a small sweep."""
     with Journal(folder / "journal") as journal:
         grid = Grid("compare", workload=SMALL, eviction=["lru", "lfu"], blocks=[160, 400])
-        return sweep(Plan.of(grid), journal, executor=ThisProcess())
+        return sweep(Plan.from_grid(grid), journal, executor=ThisProcess())
 
 
 def traced(folder):
@@ -115,10 +115,10 @@ def test_results_give_their_sections(make, tmp_path):
     first, *others = make(tmp_path).sections()
     assert isinstance(first, str)
     widths = {
-        (len(row), len(each.headers), len(set(each.headers)))
-        for each in others
-        if isinstance(each, Table)
-        for row in each.rows
+        (len(row), len(other.headers), len(set(other.headers)))
+        for other in others
+        if isinstance(other, Table)
+        for row in other.rows
     }
     assert widths
     assert all(len(set(width)) == 1 for width in widths)

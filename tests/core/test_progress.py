@@ -23,8 +23,8 @@ class Located(list):
 
     def __iter__(self):
         """Yield the items, 10 bytes each, read in pieces of 4,000 bytes."""
-        for number, item in enumerate(super().__iter__(), 1):
-            self.position = -(-number // 400) * 4000
+        for index, item in enumerate(super().__iter__(), 1):
+            self.position = -(-index // 400) * 4000
             yield item
 
 

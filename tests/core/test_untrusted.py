@@ -102,7 +102,7 @@ def test_toml_that_is_too_deep_or_too_long_is_a_value_error(tmp_path, text):
 def test_toml_is_what_tomllib_reads(tmp_path_factory, tables):
     """TOML within the limits is read as `tomllib` reads it."""
     path = tmp_path_factory.mktemp("toml") / "a.toml"
-    path.write_text("".join(f"{key} = {json.dumps(each)}\n" for key, each in tables.items()))
+    path.write_text("".join(f"{key} = {json.dumps(table)}\n" for key, table in tables.items()))
     assert load_toml(path) == tomllib.loads(path.read_text("utf-8")) == tables
 
 

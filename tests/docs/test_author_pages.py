@@ -16,9 +16,11 @@ def methods(cls):
     for name, method in vars(cls).items():
         if isfunction(method) and not name.startswith("_"):
             parameters = ", ".join(
-                f"*, {each.name}" if each.kind is each.KEYWORD_ONLY else each.name
-                for each in signature(method).parameters.values()
-                if each.name != "self"
+                f"*, {parameter.name}"
+                if parameter.kind is parameter.KEYWORD_ONLY
+                else parameter.name
+                for parameter in signature(method).parameters.values()
+                if parameter.name != "self"
             )
             yield f"`{name}({parameters})`"
 

@@ -128,8 +128,8 @@ def run_python(page, capsys):
     The expected output of a block is the text block right below it, if there is one.
     """
     space = {"__name__": "__snippet__"}
-    for number, (body, shown) in enumerate(SNIPPET.findall(page.read_text())):
-        exec(compile(body, f"{name(page)}[{number}]", "exec", dont_inherit=True), space)  # noqa: S102
+    for index, (body, shown) in enumerate(SNIPPET.findall(page.read_text())):
+        exec(compile(body, f"{name(page)}[{index}]", "exec", dont_inherit=True), space)  # noqa: S102
         printed = capsys.readouterr().out
         assert not shown or printed == shown
 

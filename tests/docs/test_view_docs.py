@@ -63,9 +63,9 @@ def test_the_quoted_numbers_are_those_of_the_trace(folder):
     side = TraceBlocks(folder / "lru.jsonl.gz")
     explanation = explain(folder / "lru.jsonl.gz")
     (eviction,) = [
-        each
-        for each in side.evictions
-        if each.line["for"] == 3003 and len(each.contents) == 215  # the quoted eviction
+        eviction
+        for eviction in side.evictions
+        if eviction.line["for"] == 3003 and len(eviction.contents) == 215  # the quoted eviction
     ]
     line, users = eviction.line, side.users(eviction.row)
     assert (line["t"], line["age"]) == (990 * 10**9, 81 * 10**9)

@@ -151,8 +151,8 @@ def test_a_run_on_texts_can_be_simulated(tmp_path, blocks, scheduler):
     With nine blocks jobs are preempted and computed again, generated blocks included.
     """
     requests = [
-        text(number, 4 + number % 9, 5 + 3 * number % 17, publish=True, arrival=number * 9)
-        for number in range(12)
+        text(index, 4 + index % 9, 5 + 3 * index % 17, publish=True, arrival=index * 9)
+        for index in range(12)
     ]
     ran = compute(requests, blocks=blocks, scheduler=scheduler)
     path = tmp_path / "run.jsonl"
@@ -172,7 +172,7 @@ def test_a_run_on_texts_can_be_simulated(tmp_path, blocks, scheduler):
 
 def test_stop_at_eos_ends_a_text_early():
     """With `stop_at_eos` a text ends at the first end token, and FINISH has its length."""
-    requests = [text(number, 3 + number, 40) for number in range(12)]
+    requests = [text(index, 3 + index, 40) for index in range(12)]
     run = compute(
         requests, generator=Exact(ending=4), clock="wall", stop_at_eos=True, chunked=False
     )
@@ -291,7 +291,7 @@ def test_the_header_has_executor_generator_and_backend():
 
 def test_equal_runs_write_equal_traces():
     """Two equal runs write the same trace."""
-    requests = [text(number, 3 + number) for number in range(6)]
+    requests = [text(index, 3 + index) for index in range(6)]
     assert compute(requests).trace == compute(requests).trace
 
 

@@ -48,15 +48,15 @@ def requests(count=14):
     """Return requests that share prefixes and need more blocks than a small pool has."""
     return [
         ask(
-            number,
-            number * 5,
-            9 + 5 * number % 23,
-            4 + 3 * number % 11,
-            keys=[*range(1 + number % 3), *range(100 * number + 9, 100 * number + 14)][
-                : (9 + 5 * number % 23) // 4
+            index,
+            index * 5,
+            9 + 5 * index % 23,
+            4 + 3 * index % 11,
+            keys=[*range(1 + index % 3), *range(100 * index + 9, 100 * index + 14)][
+                : (9 + 5 * index % 23) // 4
             ],
         )
-        for number in range(count)
+        for index in range(count)
     ]
 
 
@@ -114,8 +114,8 @@ def test_a_preempted_short_prompt_misses_its_full_block_as_partial(tmp_path, len
     It was preempted when it had generated the rest of the block.
     """
     texts = [
-        " ".join(f"word{number}{place}" for place in range(length))
-        for number, length in enumerate(lengths)
+        " ".join(f"word{index}{place}" for place in range(length))
+        for index, length in enumerate(lengths)
     ]
     path = tmp_path / "trace.jsonl"
     kvcore.run(prompts=texts, max_output=9, block_size=4, blocks=4, watermark=0, trace=path)

@@ -143,7 +143,7 @@ def test_sample_frequencies_are_the_probabilities():
     """Over many positions of one sequence, the share of each token is its probability."""
     chances = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
     logits = chances.log().expand(4000, 4) * 2
-    tokens = sample(logits, [(7, place) for place in range(4000)], [Sampling(2.0)] * 4000)
+    tokens = sample(logits, [(7, index) for index in range(4000)], [Sampling(2.0)] * 4000)
     shares = torch.bincount(torch.tensor(tokens), minlength=4) / 4000
     assert (shares - chances).abs().max() < 0.03
 
@@ -151,7 +151,7 @@ def test_sample_frequencies_are_the_probabilities():
 def test_top_k_samples_only_the_k_likeliest_tokens():
     """With `top_k`, only the k likeliest tokens are sampled."""
     logits = torch.tensor([0.3, 0.1, 0.2, 0.0], dtype=torch.float64).expand(500, 4)
-    drawn = set(sample(logits, [(1, place) for place in range(500)], [Sampling(1.0, 2)] * 500))
+    drawn = set(sample(logits, [(1, index) for index in range(500)], [Sampling(1.0, 2)] * 500))
     assert drawn == {0, 2}
 
 
@@ -161,7 +161,7 @@ def test_top_p_samples_only_the_likeliest_tokens_that_have_it_together():
     for top_p, tokens in ((0.5, {1, 3}), (1e-9, {1}), (0.9, {0, 1, 3}), (1.0, {0, 1, 2, 3})):
         drawn = sample(
             chances.expand(500, 4),
-            [(1, place) for place in range(500)],
+            [(1, index) for index in range(500)],
             [Sampling(1.0, top_p=top_p)] * 500,
         )
         assert set(drawn) == tokens
@@ -177,11 +177,11 @@ def test_rows_that_are_drawn_in_other_ways_do_not_change_a_sample():
         Sampling(2, 9),
     ]
     logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(1))
-    rows = [ways[place % len(ways)] for place in range(50)]
-    marks = [(place, place) for place in range(50)]
+    rows = [ways[index % len(ways)] for index in range(50)]
+    marks = [(index, index) for index in range(50)]
     alone = [
-        sample(logits[place : place + 1], [marks[place]], [rows[place]])[0]
-        for place in range(50)
+        sample(logits[index : index + 1], [marks[index]], [rows[index]])[0]
+        for index in range(50)
     ]
     assert sample(logits, marks, rows) == alone
 

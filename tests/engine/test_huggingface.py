@@ -294,7 +294,7 @@ def test_layers_that_do_not_rotate_have_no_speeds(monkeypatch):
     """Layers without positions have a rotary embedding without speeds."""
     monkeypatch.setitem(FAMILIES, "cohere2", ROTARY["cohere2"])
     speeds = [each.speeds for each in loaded(HuggingFace(model=tiny("cohere2"))).rotary]
-    assert [len(each) for each in speeds] == [4, 0, 4]
+    assert [len(speed) for speed in speeds] == [4, 0, 4]
 
 
 def test_learned_or_length_dependent_positions_have_no_rotary(monkeypatch):
@@ -411,8 +411,8 @@ def test_a_table_of_positions_bounds_a_sequence(family, positions):
     generator = HuggingFace(tiny(family, dtype=torch.float32))
     assert generator.positions == positions
     texts = [
-        text_request(number, [1 + number] * length, output=20, block_size=16)
-        for number, length in enumerate((4, 245, 256, 300))
+        text_request(index, [1 + index] * length, output=20, block_size=16)
+        for index, length in enumerate((4, 245, 256, 300))
     ]
     result = run(
         texts, cache=KVCache(100, 16, ids=True), generator=generator, backend="torch-cpu"

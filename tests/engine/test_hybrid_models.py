@@ -351,7 +351,7 @@ def test_layers_of_a_kind_are_dealt_out_to_its_groups():
     windows = (6, None, 6, 6, None, 6)
     spec = attrs.evolve(generator.spec, layers=6, windows=windows)
     groups = groups_of(spec, KEY, "fp32").groups
-    places = GroupedLayers.of(spec, groups).attention
+    places = GroupedLayers.from_groups(spec, groups).attention
     for layer, (group, _) in enumerate(places):
         assert groups[group].window == windows[layer]
     assert len(set(places)) == len(places)

@@ -57,7 +57,7 @@ def test_stored_codes_equal_those_of_the_codec(spec, dtype):
     rows[3], rows[4, 1, 3], rows[5, 0, 7] = 0, 1e9, nan
     planes = [torch.zeros(50, p.bytes, dtype=torch.uint8) for p in codec.planes("keys", 1, 80)]
     slots = torch.randperm(50)[:18]
-    store_rows((Target.of(codec, "keys", dtype, planes), slots, rows, None))
+    store_rows((Target.from_codec(codec, "keys", dtype, planes), slots, rows, None))
     coded = codec.encode("keys", rows.flatten(0, 1)[:, None])
     lost = rows.flatten(0, 1).isnan()
     if len(planes) > 1:  # a NaN makes the scale NaN, and the codes mean nothing
@@ -122,7 +122,7 @@ def test_stored_codes_are_those_of_rotated_keys(spec, adjacent):
     codec, keys = Plugins().build("codec", spec), drawn(9, 2, 80).half()
     rotation = Rotary(tuple(0.8**i for i in range(30)), adjacent).rotation(torch.arange(9))
     planes = [torch.zeros(18, p.bytes, dtype=torch.uint8) for p in codec.planes("keys", 1, 80)]
-    target = Target.of(codec, "keys", torch.float16, planes)
+    target = Target.from_codec(codec, "keys", torch.float16, planes)
     store_rows((target, torch.arange(18), keys, rotation))
     coded = codec.encode("keys", rotation.rotate(keys).flatten(0, 1)[:, None])
     codes = planes[0].int(), coded[0].view(torch.uint8).flatten(1).int()
@@ -134,8 +134,12 @@ def test_stored_codes_are_those_of_rotated_keys(spec, adjacent):
 def test_codecs_without_a_kernel_have_no_target():
     """Codecs without a kernel, and int8 of float64 rows, have no target for a kernel."""
     for spec in ("int4", "int8:keys=channel", "kivi:bits=2"):
-        assert Target.of(Plugins().build("codec", spec), "keys", torch.float32, []) is None
-    assert Target.of(Plugins().build("codec", "int8"), "keys", torch.float64, []) is None
+        assert (
+            Target.from_codec(Plugins().build("codec", spec), "keys", torch.float32, []) is None
+        )
+    assert (
+        Target.from_codec(Plugins().build("codec", "int8"), "keys", torch.float64, []) is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,17 +154,17 @@ def test_codecs_without_a_kernel_have_no_target():
 def test_row_mover_moves_rows_of_all_matrices(dtype, widths):
     """`RowMover` moves rows of all matrices, whatever their alignment, and no others."""
     matrices = [drawn(20, width, seed=width).mul(50).to(dtype) for width in widths]
-    expected = [each.clone() for each in matrices]
+    expected = [matrix.clone() for matrix in matrices]
     mover, sources, targets = RowMover(matrices), torch.tensor([3, 5]), torch.tensor([0, 19])
     mover.copy(sources, targets)
     for each in expected:
         each[targets] = each[sources]
     assert all(map(torch.equal, matrices, expected))
     stage = mover.gather(sources)
-    held = [each[sources].view(torch.uint8) for each in matrices]
+    held = [matrix[sources].view(torch.uint8) for matrix in matrices]
     assert stage.equal(torch.cat(held, 1))
     mover.scatter(stage, torch.tensor([11, 10]))
-    assert all(each[[11, 10]].equal(each[[3, 5]]) for each in matrices)
+    assert all(matrix[[11, 10]].equal(matrix[[3, 5]]) for matrix in matrices)
 
 
 OVERLAPS = {

@@ -269,13 +269,13 @@ def requests(count=8):
     """Return texts of several lengths, some with a common beginning."""
     return [
         text_request(
-            number,
-            [*range(12 + number % 3), *(7 * number % 31 for _ in range(number % 9))],
-            output=16 + 7 * number % 23,
+            index,
+            [*range(12 + index % 3), *(7 * index % 31 for _ in range(index % 9))],
+            output=16 + 7 * index % 23,
             block_size=4,
-            arrival=number,
+            arrival=index,
         )
-        for number in range(count)
+        for index in range(count)
     ]
 
 
@@ -365,14 +365,14 @@ def test_traces_with_outputs_that_are_not_shared_are_consistent(tmp_path):
     """A trace in which outputs with keys are not shared passes its check; prompts hit."""
     texts = [
         text_request(
-            number,
-            [*range(12), number],
+            index,
+            [*range(12), index],
             output=20,
             block_size=4,
-            arrival=10**9 * number,
+            arrival=10**9 * index,
             publish=True,
         )
-        for number in range(4)
+        for index in range(4)
     ]
     policy = Quest(budget=12, page=4, dense_layers=1)
     run = compute(

@@ -167,7 +167,7 @@ def test_random_draws_depend_on_seed_request_layer_and_head():
     one = Random().score(held(layers=(3, 4), kv_heads=2))
     others = [one[0, 1], one[1, 0], Random(seed=1).score(held(layers=(3,)))[0, 0]]
     others.append(Random().score(held(layers=(3,), request="0"))[0, 0])
-    assert all((each != one[0, 0]).all() for each in others)
+    assert all((other != one[0, 0]).all() for other in others)
     assert Random().score(held(layers=(3,)))[0, 0].equal(one[0, 0])
 
 
@@ -307,7 +307,7 @@ def test_a_share_is_written_with_a_point():
     """A budget of 1.0 is the whole prompt, 1 is one token, and 1.5k are 1,500 tokens."""
     budgets = [instantiate(KNorm, {"budget": text}).budget for text in ("1.0", "1", "1.5k")]
     assert budgets == [1.0, 1, 1500]
-    assert [type(each) for each in budgets] == [float, int, int]
+    assert [type(budget) for budget in budgets] == [float, int, int]
 
 
 @pytest.mark.parametrize("reads", ["keys", Reads(queries=-3), Reads(queries=0.5)])

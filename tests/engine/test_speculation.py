@@ -30,13 +30,13 @@ def requests(count=10):
     """Return texts with common beginnings, several of which run at a time."""
     return [
         text_request(
-            number,
-            [*range(3 + number % 4), *(7 * number % 31 for _ in range(number % 9))],
-            output=5 + 7 * number % 23,
+            index,
+            [*range(3 + index % 4), *(7 * index % 31 for _ in range(index % 9))],
+            output=5 + 7 * index % 23,
             block_size=4,
-            arrival=number * 400,
+            arrival=index * 400,
         )
-        for number in range(count)
+        for index in range(count)
     ]
 
 

@@ -51,8 +51,8 @@ def files(path):
 def flip(path, step):
     """Flip a bit of every `step`th byte of a file."""
     data = bytearray(path.read_bytes())
-    for at in range(step // 2, len(data), step):
-        data[at] ^= 1 << at % 8
+    for index in range(step // 2, len(data), step):
+        data[index] ^= 1 << index % 8
     path.write_bytes(data)
 
 

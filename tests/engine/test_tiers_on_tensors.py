@@ -26,7 +26,7 @@ def sessions(turns=3, users=4, prompt=40, output=9, gap=400):
     for turn in range(turns):
         for user in range(users):
             blocks = (prompt * (turn + 1)) // 4
-            keys = [user * 1000 + at for at in range(blocks)]
+            keys = [user * 1000 + index for index in range(blocks)]
             at = (turn * users + user) * gap
             found.append(ask(len(found), at, 4 * blocks, output, keys=keys))
     return found
@@ -128,9 +128,9 @@ def test_slots_in_memory_are_copied_without_a_thread(how, write, tmp_path, monke
     monkeypatch.setattr(engine_tiers._Channel, "has_long_runs", has_long_runs)
     monkeypatch.setattr(engine_tiers, "CHUNK_BYTES", 3 * slot_bytes_of(SPEC, 4))
     tiers = [
-        tier(name, 45 + 30 * at, write=write, latency=2e-6)
+        tier(name, 45 + 30 * index, write=write, latency=2e-6)
         + (f",path={tmp_path}" if name == "disk" else "")
-        for at, name in enumerate(names)
+        for index, name in enumerate(names)
     ]
     requests, options = sessions(output=20, gap=100), {"blocks": 45, "max_seqs": 3}
     run = compute(requests, tiers=tiers, backend=backend(), **options)
@@ -183,8 +183,8 @@ class FaultyStore(TierStore):
         if self._meet("hangs in write"):
             self.go_on.wait(20)
         rows = bytes(data)
-        for at, block in enumerate(blocks):
-            self.held[block.slot] = block, rows[at * self.size : (at + 1) * self.size]
+        for index, block in enumerate(blocks):
+            self.held[block.slot] = block, rows[index * self.size : (index + 1) * self.size]
 
     def read(self, blocks, into):
         """Return how many blocks were read."""
@@ -196,11 +196,11 @@ class FaultyStore(TierStore):
             return "yes"
         if self._meet("counts too many"):
             return len(blocks) + 1
-        for at, block in enumerate(blocks):
+        for index, block in enumerate(blocks):
             found, data = self.held.get(block.slot, (None, b""))
-            if found != block or (self._meet("short") and at >= len(blocks) // 2):
-                return at
-            into.cast("B")[at * self.size : (at + 1) * self.size] = data
+            if found != block or (self._meet("short") and index >= len(blocks) // 2):
+                return index
+            into.cast("B")[index * self.size : (index + 1) * self.size] = data
         return len(blocks)
 
     def present(self, blocks):
@@ -338,7 +338,7 @@ def test_threads_end_and_stores_close_when_a_run_fails(error, raised):
         compute(sessions(), tiers=[faulty], blocks=40, max_seqs=2, generator=Stops())
     assert faulty.opened.held
     assert faulty.opened.closed
-    assert not [each for each in threads() if each.name.startswith("kvcore tier")]
+    assert not [thread for thread in threads() if thread.name.startswith("kvcore tier")]
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,9 @@ def test_pauses_grow_up_to_a_limit(caplog):
     mover._wait(lambda: task.done and channel._running is None)
     channel._fail("test")
     mover.close(whole=True)
-    pauses = [float(each.getMessage().split(" for ")[1].split()[0]) for each in caplog.records]
+    pauses = [
+        float(record.getMessage().split(" for ")[1].split()[0]) for record in caplog.records
+    ]
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 1]
 
 
@@ -492,5 +494,5 @@ def test_a_refused_tier_closes_the_tiers_before_it(tmp_path):
     one = tier("disk", 40, path=tmp_path)
     with pytest.raises(InputError, match="is in use by this process: each tier needs its own"):
         compute(sessions(), tiers=[one, one])
-    assert not [each for each in threads() if each.name.startswith("kvcore tier")]
+    assert not [thread for thread in threads() if thread.name.startswith("kvcore tier")]
     assert compute(sessions(), tiers=[one]).result.outputs

@@ -99,7 +99,7 @@ def test_collisions_are_anomalies():
     other = stored(1, size=2)
     tracker = follow(batch(stored(1, 2)), batch(stored(2)), batch(other))
     assert tracker.anomalies["collision"] == 2
-    assert [each.what for each in tracker.examples] == [
+    assert [example.what for example in tracker.examples] == [
         "block 2: parent None, before 1",
         "block 1: other tokens than before",
     ]

@@ -176,7 +176,7 @@ def test_an_invalid_event_is_kept_with_its_place(event, reason):
     good = {"type": "AllBlocksCleared"}
     payload = pack([1.0, [good, event, good]])
     found = decode(payload)
-    kinds = [isinstance(each, UnparsedEvent) for each in found.events]
+    kinds = [isinstance(event, UnparsedEvent) for event in found.events]
     assert kinds == [False, True, False]
     assert re.search(reason, found.events[1].reason)
     assert encode(found) == payload

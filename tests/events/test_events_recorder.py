@@ -85,7 +85,7 @@ def test_pieces_are_whole_and_continue_after_a_kill(tmp_path):
     """
     part = tmp_path / "a.b-000004.jsonl.gz.part"
     for run in range(2):
-        turns = ([Delivery(0, number, PAYLOAD)] for number in range(2))
+        turns = ([Delivery(0, index, PAYLOAD)] for index in range(2))
         with RecordingWriter(tmp_path / "a.b.jsonl.gz", rotate_seconds=1e-9) as writer:
             record(Played(*turns), writer)
         assert writer.pieces == 2
@@ -146,9 +146,9 @@ def test_memory_does_not_grow_with_time(tmp_path):
     sequencer, held = BatchSequencer(0), []
 
     def stream():
-        for number in range(4000):
-            yield from sequencer.receive(number % 700 + number % 7, PAYLOAD + b"")
-            if number in (2000, 3999):
+        for index in range(4000):
+            yield from sequencer.receive(index % 700 + index % 7, PAYLOAD + b"")
+            if index in (2000, 3999):
                 gc.collect()
                 held.append(sys.getallocatedblocks())
 

@@ -27,10 +27,10 @@ def logged(id_, seconds, *blocks, **more):
     """
     text = "".join(letters for letters, _ in blocks)
     parts, end = [], 0
-    for number, (letters, ttl) in enumerate(blocks):
+    for index, (letters, ttl) in enumerate(blocks):
         pieces = tuple((ord(letter), end + n + 1) for n, letter in enumerate(letters))
         end += len(letters)
-        parts.append(PromptPart(f"messages[{number}]", end, letters.encode(), pieces, ttl))
+        parts.append(PromptPart(f"messages[{index}]", end, letters.encode(), pieces, ttl))
     fields = {name: getattr(request(id_, seconds, text), name) for name in FIELDS}
     if (usage := more.get("usage")) is not None:
         fields |= {"prompt_tokens": usage.prompt_tokens, "output_tokens": usage.output_tokens}
@@ -47,11 +47,11 @@ def prefixes_read(rows, ttl, least, step):
     if none is shared.
     """
     read = []
-    for place, (now, text) in enumerate(rows):
+    for index, (now, text) in enumerate(rows):
         lengths = [
             length
             for length in range(least, len(text) + 1, step)
-            for then, other in rows[:place]
+            for then, other in rows[:index]
             if length and len(other) >= least and now - then < ttl
             if other[:length] == text[:length]
         ]
@@ -63,7 +63,9 @@ def entries_read(rows, ttl, least):
     """Return the tokens that each prompt reads from entries, which are earlier prompts."""
     expiries, read = {}, []
     for now, text in rows:
-        found = [each for each in expiries if text.startswith(each) and expiries[each] > now]
+        found = [
+            expiry for expiry in expiries if text.startswith(expiry) and expiries[expiry] > now
+        ]
         read.append(max(map(len, found), default=0))
         for each in found:
             expiries[each] = now + ttl

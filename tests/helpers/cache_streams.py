@@ -41,8 +41,8 @@ class Stream:
     def requests(self):
         """Yield the requests of the workload, up to `limit`."""
         workload = Plugins().build("workload", self.workload)
-        for number, request in enumerate(workload):
-            if number == self.limit:
+        for index, request in enumerate(workload):
+            if index == self.limit:
                 return
             yield request
 

@@ -31,7 +31,13 @@ class Longest(Router):
     def route(self, request, replicas, now):
         """Record all replicas, and return the least busy of those that cache the most."""
         self.saw.setdefault(request.id, []).append(
-            (now, [(each.number, each.hit_tokens, round(each.usage, 9)) for each in replicas])
+            (
+                now,
+                [
+                    (replica.number, replica.hit_tokens, round(replica.usage, 9))
+                    for replica in replicas
+                ],
+            )
         )
         return min(
             replicas,
@@ -154,7 +160,10 @@ def serve_cluster(
         [parts] * replicas,
         Longest() if router is None else router,
         parse_view(view) if isinstance(view, str) else view,
-        failures=[Failure.parse(each) if isinstance(each, str) else each for each in failures],
+        failures=[
+            Failure.parse(failure) if isinstance(failure, str) else failure
+            for failure in failures
+        ],
         rate_scale=rate_scale,
         phases=phases,
         planner=planner,

@@ -117,21 +117,21 @@ def count_calls_of_request():
     own = PROMPT // BLOCK - shared
     requests = [
         Request(
-            id=number,
-            arrival=number * 10**12,
+            id=index,
+            arrival=index * 10**12,
             prompt_tokens=PROMPT,
             output_tokens=OUTPUT,
-            keys=[*range(shared), *range(1000 * number, 1000 * number + own)],
+            keys=[*range(shared), *range(1000 * index, 1000 * index + own)],
             key_tokens=BLOCK,
         )
-        for number in range(1, SERVED)
+        for index in range(1, SERVED)
     ]
 
     def read():
-        for number, request in enumerate(requests):
-            if number == MEASURED:
+        for index, request in enumerate(requests):
+            if index == MEASURED:
                 way.start()
-            elif number == MEASURED + 1:
+            elif index == MEASURED + 1:
                 sys.setprofile(None)
             yield request
 

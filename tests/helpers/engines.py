@@ -66,7 +66,7 @@ class _Unused(MetaPathFinder, Loader):
 
     def find_spec(self, name, path=None, target=None):
         """Return an empty module if `name` is an unused module or lies in one."""
-        known = any(name == each or name.startswith(f"{each}.") for each in self.modules)
+        known = any(name == module or name.startswith(f"{module}.") for module in self.modules)
         return ModuleSpec(name, self, is_package=True) if known else None
 
     def create_module(self, spec):

@@ -52,7 +52,7 @@ class TraceBlocks:
     def cached(self, evicted=id):
         """Yield the cached contents after each line; `evicted` is called for each eviction."""
         owner, table, content = {}, {}, {}
-        for number, line in enumerate(self.lines):
+        for index, line in enumerate(self.lines):
             kind = line["event"]
             if kind == "REQUEST":
                 self.keys[line["id"]] = line["keys"]
@@ -63,7 +63,7 @@ class TraceBlocks:
             elif kind in ("HIT", "MISS"):
                 owner[line["seq"]] = line["request"]
                 if not line.get("again"):
-                    self.admissions.setdefault(line["request"], number)
+                    self.admissions.setdefault(line["request"], index)
                     self.hit.setdefault(line["request"], line.get("blocks", 0))
             elif kind == "ALLOC":
                 places = table.setdefault(line["seq"], {})
@@ -74,7 +74,7 @@ class TraceBlocks:
                     content[table[line["seq"]][place]] = prompt[place]
             elif kind == "EVICT" and line["scope"] == "cache":
                 gone = [content.pop(block) for block in blocks_of(line["runs"])]
-                evicted(Eviction(number, gone, line))
+                evicted(Eviction(index, gone, line))
             yield content.values()
 
     def users(self, row):
@@ -84,8 +84,8 @@ class TraceBlocks:
             users = self._users[len(later)] = {}
             for request in later:
                 prompt = self.prompt(request)
-                for place in range(self.lookup[request]):
-                    users.setdefault(prompt[place], (request, place))
+                for index in range(self.lookup[request]):
+                    users.setdefault(prompt[index], (request, index))
         return self._users[len(later)]
 
 
@@ -95,14 +95,16 @@ def differing(left, right):
     An eviction of `right` counts if it is of the same content, for the same request.
     """
     theirs = Counter(
-        (each.line["for"], content) for each in right.evictions for content in each.contents
+        (eviction.line["for"], content)
+        for eviction in right.evictions
+        for content in eviction.contents
     )
     marks = Counter()
-    for each in left.evictions:
-        for content in each.contents:
-            loss = each.line["for"], content
+    for eviction in left.evictions:
+        for content in eviction.contents:
+            loss = eviction.line["for"], content
             if theirs[loss]:
                 theirs[loss] -= 1
             else:
-                marks[each.row] += 1
+                marks[eviction.row] += 1
     return marks

@@ -84,9 +84,9 @@ class Forgetful:
             self.queries[layer] = torch.cat((self.queries[layer], queries))
             group = queries.shape[1] // keys.shape[1]
             out = []
-            for number, head in enumerate(self.heads[layer]):
-                head.append(at, keys[:, number], values[:, number])
-                some = queries[:, number * group : (number + 1) * group]
+            for index, head in enumerate(self.heads[layer]):
+                head.append(at, keys[:, index], values[:, index])
+                some = queries[:, index * group : (index + 1) * group]
                 weights = self.weights(layer, head, some, at)
                 head.mass = head.mass + weights.sum((0, 1))
                 out.append(weights @ head.values)

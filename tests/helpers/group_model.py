@@ -30,10 +30,10 @@ class GroupModel:
     def look_up(self, names, tokens):
         """Return the longest prefix of fewer than `tokens` tokens, and the junction."""
         lengths = range((tokens - 1) // self.size * self.size, -1, -self.size)
-        hit = next(each for each in lengths if self._serve(names, each, self.groups))
+        hit = next(length for length in lengths if self._serve(names, length, self.groups))
         kinds = sorted(self.groups, key=lambda group: group.kind != "full")
         alike = [group for group in self.groups if group == kinds[0]]
-        alone = next(each for each in lengths if self._serve(names, each, alike))
+        alone = next(length for length in lengths if self._serve(names, length, alike))
         return hit, alone if alone > hit else 0
 
     def _serve(self, names, length, groups):
@@ -157,7 +157,7 @@ class GroupModel:
                 far = end + (_need(group) + 1) * group.block_size + self.interval
                 resumes.update(range(self.interval, far, self.interval))
         last = _need(group) * group.block_size
-        return any(end <= each < end + last for each in resumes)
+        return any(end <= resume < end + last for resume in resumes)
 
     # What is given back.
 

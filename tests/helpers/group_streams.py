@@ -65,7 +65,7 @@ class Pool:
         """Return a random one."""
         shape = rng.choice(list(SHAPES))
         size, window = rng.choice((4, 8, 16)), rng.choice((2, 5, 9, 17, 33, 64, 100))
-        groups = [_group(each, size, window) for each in SHAPES[shape]]
+        groups = [_group(shape, size, window) for shape in SHAPES[shape]]
         size = lcm(*(group.block_size for group in groups))
         interval = rng.choice((None, 0, 0, 2 * size, 4 * size))
         if all(group.kind in ("full", "chunk") for group in groups):
@@ -188,8 +188,8 @@ def drive(seed, make_side, requests=60):
         agree(one.evicted, other.evicted)
         return answers[0]
 
-    for number in range(requests):
-        prompt = _prompt(rng, pool, number, prompts)
+    for index in range(requests):
+        prompt = _prompt(rng, pool, index, prompts)
         length = prompt.request.prompt_tokens
         computed, junction = both("look_up", prompt)
         hits += computed > 0

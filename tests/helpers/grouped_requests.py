@@ -22,7 +22,7 @@ def grouped_requests(seed, count=40):
     rng, made, known, now = Random(seed), [], [], 0
     for number in range(count):
         now += rng.randrange(30_000_000)
-        keys = [f"{number}/{place}" for place in range(rng.randint(1, 20))]
+        keys = [f"{number}/{index}" for index in range(rng.randint(1, 20))]
         if known and rng.random() < 0.6:
             earlier = rng.choice(known)
             keys = earlier[: rng.randint(1, len(earlier))] + keys[:6]
@@ -36,7 +36,7 @@ def grouped_requests(seed, count=40):
                 prompt_tokens=prompt,
                 output_tokens=output,
                 keys=keys,
-                output_keys=[f"o{number}/{place}" for place in range(generated)]
+                output_keys=[f"o{number}/{index}" for index in range(generated)]
                 if rng.random() < 0.3
                 else [],
                 key_tokens=8,

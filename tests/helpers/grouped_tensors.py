@@ -101,10 +101,10 @@ class Sums(Generator):
                 kept = [0.0] * len(sequences)
                 if attend.states.begins[sequences[0]]:
                     kept = attend.states.read(layer, sequences, 1)[:, 0].tolist()
-                for place, sequence in enumerate(sequences):
+                for index, sequence in enumerate(sequences):
                     for token in parts[sequence].tolist():
-                        kept[place] = follow(kept[place], token, layer)
-                    read[sequence].append(int(kept[place]))
+                        kept[index] = follow(kept[index], token, layer)
+                    read[sequence].append(int(kept[index]))
                 new = torch.tensor(kept, dtype=torch.float64)[:, None]
                 attend.states.write(layer, sequences, new)
         return batch.spread(

@@ -41,7 +41,7 @@ def requests(rng, count=40):
     made, known, now = [], [], 0
     for number in range(count):
         now += rng.randrange(30_000_000)
-        keys = [number * 100 + place for place in range(rng.randint(1, 20))]
+        keys = [number * 100 + index for index in range(rng.randint(1, 20))]
         if known and rng.random() < 0.6:
             earlier = rng.choice(known)
             keys = earlier[: rng.randint(1, len(earlier))] + keys[:6]
@@ -59,7 +59,7 @@ def requests(rng, count=40):
                 output_tokens=output,
                 keys=keys,
                 hints=Hints() if share is None else Hints(share=share),
-                output_keys=[5_000 + number * 100 + place for place in range(generated)],
+                output_keys=[5_000 + number * 100 + index for index in range(generated)],
                 key_tokens=8,
             )
         )

@@ -87,7 +87,7 @@ class CPU:
 
         In a `batch`, room is made for all of it first, as LMCache's engine does.
         """
-        backend, keys, hits = self.backend, [key_of(each) for each in chunks], 0
+        backend, keys, hits = self.backend, [key_of(chunk) for chunk in chunks], 0
         for key in keys:
             if not backend.contains(key, pin=True):
                 break
@@ -135,7 +135,7 @@ class Replay:
 
     def serve(self, chunks):
         """Hit the cached start of a prompt, the last chunk first, and store the rest."""
-        cached = [self.cached(each) for each in chunks]
+        cached = [self.cached(chunk) for chunk in chunks]
         hits = next((n for n, each in enumerate(cached) if not each), len(chunks))
         self.now += 1
         self.hits += hits

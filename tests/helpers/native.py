@@ -47,7 +47,7 @@ def random_requests(chance, count):
     now, fresh, paths, requests = 0, 0, [[]], []
     named, offline = chance.random() < 0.2, chance.random() < 0.1
     in_sessions = chance.random() < 0.3
-    for number in range(count):
+    for index in range(count):
         if not offline and chance.random() < 0.9:
             now += int(chance.expovariate(1 / chance.choice((1e6, 2e8, 2e9))))
         path = chance.choice(paths)[: chance.randrange(40)]
@@ -63,16 +63,16 @@ def random_requests(chance, count):
                 deadline_ns=chance.choice((None, 10**9, 10**10)),
             )
         closed = {}
-        if in_sessions and number > count // 3:
-            name = f"session {number % 4}"
+        if in_sessions and index > count // 3:
+            name = f"session {index % 4}"
             before = [r.id for r in requests if r.session == name]
             closed = {"session": name, "think_time": chance.choice((0, 10**6, 10**9))}
-            closed |= {"after": chance.choice(before)} if before and number % 3 else {}
+            closed |= {"after": chance.choice(before)} if before and index % 3 else {}
         empty = chance.random() < 0.02
         tokens = (len(path) - 1) * KEY_TOKENS + chance.randrange(1, KEY_TOKENS + 1)
         requests.append(
             Request(
-                id=f"request {number}" if named else number,
+                id=f"request {index}" if named else index,
                 arrival=now,
                 prompt_tokens=0 if empty else tokens,
                 output_tokens=chance.choice((0, 1, 2, 3, 20, 200, 900)),

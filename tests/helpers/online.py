@@ -80,7 +80,7 @@ def wait_for(url, process):
 
 def parts(block_size=16, **options):
     """Return the engine parts of a small model."""
-    config = RunConfig.of(
+    config = RunConfig.for_mode(
         "run",
         workload=ClientWorkload(block_size),
         generator=options.pop("generator", SMALL),
@@ -95,7 +95,7 @@ def parts(block_size=16, **options):
 def simulated_parts(**options):
     """Return the parts of a simulated model, by default of a large one."""
     options = {"model": "llama-3-70b", "device": "h100", **options}
-    return RunParts(RunConfig.of("simulate", workload=ClientWorkload(16), **options))
+    return RunParts(RunConfig.for_mode("simulate", workload=ClientWorkload(16), **options))
 
 
 def metrics(server):

@@ -56,7 +56,7 @@ class Paged:
             ids=True,
             on_copy=self._copied,
         )
-        self.compactor = Compactor.of(self.cache, self.backend, generator)
+        self.compactor = Compactor.for_run(self.cache, self.backend, generator)
         self.texts = {}
         self.copies = []
         self._serials = count(1)

@@ -161,8 +161,8 @@ def drive(  # noqa: C901 - a stream, from its first request to its last
     def close_oldest(*, complete):
         call("close", running.pop(next(iter(running))), complete=complete)
 
-    for number in range(requests):
-        prompt = _prompt(rng, pools, number, prompts)
+    for index in range(requests):
+        prompt = _prompt(rng, pools, index, prompts)
         while not _fits(one.cache, prompt, pools.chunk):
             close_oldest(complete=rng.random() < 0.7)
         counts[1] += call("open", prompt) > 0

@@ -114,8 +114,8 @@ async def bad_day(folder, servers, requests, kills):
             await victim.start()
 
     try:
-        await asyncio.gather(*(each.start() for each in programs))
-        tables = [f'[[replicas]]\nurl = "{each.url}"' for each in programs]
+        await asyncio.gather(*(program.start() for program in programs))
+        tables = [f'[[replicas]]\nurl = "{program.url}"' for program in programs]
         path.write_text("\n".join([CONFIG, *tables]))
         proxy = await Program("route", "--config", path).start()
         programs.append(proxy)
@@ -125,11 +125,11 @@ async def bad_day(folder, servers, requests, kills):
         await work
         await settled(proxy.url)
         memory, lost = proxy.memory(), proxy.stderr.count(b" is down")
-        codes = await asyncio.gather(*(each.stop() for each in programs))
+        codes = await asyncio.gather(*(program.stop() for program in programs))
     finally:
-        for each in programs:
-            if each.process is not None:
-                await each.kill()
+        for program in programs:
+            if program.process is not None:
+                await program.kill()
     print(  # noqa: T201 - what benchmarks show
         f"{dict(found)} in {seconds:.0f} s; {kills} kills, a server was lost {lost} times; the "
         f"proxy has {memory / 1e6:.0f} MB"
@@ -138,7 +138,7 @@ async def bad_day(folder, servers, requests, kills):
     assert found["answered"] > 0.9 * requests
     assert lost >= 1
     assert memory < MOST_MEMORY
-    assert codes == [0] * (servers + 1), [each.stderr.decode() for each in programs]
+    assert codes == [0] * (servers + 1), [program.stderr.decode() for program in programs]
     arrivals = [each.arrival for each in TraceWorkload(folder / "day.jsonl.gz")]
     assert len(arrivals) >= found["answered"] + found["cut"]
     assert arrivals == sorted(arrivals)

@@ -41,10 +41,10 @@ FIXED = Service(lambda _: 1, None, 1)
 def arrivals(service, *, seed=1, load=LOAD, servers=1):
     """Yield requests whose work is `load` of the capacity of the servers."""
     random, now = Random(seed), 0.0
-    for number in range(REQUESTS):
+    for index in range(REQUESTS):
         now += random.expovariate(load * servers / SERVICE)
         output = max(ceil(service.draw(random) * TOKENS), 1)
-        yield ask(number, int(now), prompt=1, output=output, key_tokens=1 << 20)
+        yield ask(index, int(now), prompt=1, output=output, key_tokens=1 << 20)
 
 
 def check(samples, expected):

@@ -28,7 +28,7 @@ def untimed(path, texts, blocks=4, **cache):
     """Record a replay of a request per text, with a block per letter, all arriving at once."""
     with Trace(path) as trace:
         cache = KVCache(blocks, 4, eviction=LRU(), accounting="keys", trace=trace, **cache)
-        replay([ask_for(place, text) for place, text in enumerate(texts)], cache)
+        replay([ask_for(index, text) for index, text in enumerate(texts)], cache)
     return path
 
 

@@ -247,8 +247,8 @@ def serve(
     columns = [getattr(log, column) for column in COLUMNS]
     rows = {
         name: dict(zip(COLUMNS, row, strict=True))
-        for number, (name, *row) in enumerate(zip(log.ids, *columns, strict=True))
-        if number not in log.reasons
+        for index, (name, *row) in enumerate(zip(log.ids, *columns, strict=True))
+        if index not in log.reasons
     }
     assert len(rows) + len(log.reasons) == len(log.ids)
     return Run(result, out.getvalue() if trace else None, rows)
@@ -340,17 +340,17 @@ def _requests(draw, count, key_tokens, followers):
     requests: list[Request] = []
     longest, spread = (8, 30, 90)[draw(0, 2)], (3, 30, 300)[draw(0, 2)]
     now, hinted = 0, draw(0, 2) == 2
-    for number in range(count):
+    for index in range(count):
         now += draw(0, spread) * draw(0, 1)
         prompt, output = (
             draw(min(draw(0, 20), 1), longest),
             draw(0, 40) * draw(0, 1) + draw(0, 2),
         )
-        follows = number and draw(0, 4) < followers
-        prompt_keys, output_keys = _keys(draw, number, prompt, output, key_tokens)
+        follows = index and draw(0, 4) < followers
+        prompt_keys, output_keys = _keys(draw, index, prompt, output, key_tokens)
         requests.append(
             ask(
-                number,
+                index,
                 now,
                 prompt,
                 output,
@@ -362,7 +362,7 @@ def _requests(draw, count, key_tokens, followers):
                 slo=SLO(deadline_ns=draw(1, 900)) if draw(0, 1) else None,
                 tenant=f"tenant {draw(0, 2)}",
                 session="session" if followers else None,
-                after=draw(0, number - 1) if follows else None,
+                after=draw(0, index - 1) if follows else None,
                 think_time=draw(0, 300) if follows else 0,
                 hints=_hints(draw, prompt) if hinted else NO_HINTS,
             )
@@ -384,9 +384,9 @@ def _keys(draw, number, prompt, output, key_tokens):
     full = prompt // key_tokens
     count = full if generated else -(-prompt // key_tokens)
     own, shared, root = (number + 1) * 10_000, draw(0, 2) * draw(0, 8), draw(0, 1) * 1000
-    keys = [root + place if place < shared else own + place for place in range(count)]
+    keys = [root + index if index < shared else own + index for index in range(count)]
     end = (prompt + max(output - 1, 0)) // key_tokens if generated else full
-    return keys, [own + place for place in range(full, end)]
+    return keys, [own + index for index in range(full, end)]
 
 
 def random_tiers(draw):
@@ -418,8 +418,8 @@ def random_tiered_server(draw):
     for request in server.requests:
         branch, shared = draw(1, 2), draw(0, 40)
         keys = [
-            1000 * branch + place if place < shared else (request.id + 1) * 10_000 + place
-            for place in range(len(request.keys))
+            1000 * branch + index if index < shared else (request.id + 1) * 10_000 + index
+            for index in range(len(request.keys))
         ]
         prefetch = draw(1, 300) if draw(0, 2) == 2 else None
         requests.append(early(attrs.evolve(request, keys=keys), prefetch))
@@ -443,7 +443,7 @@ def random_talks(draw):
                     0,
                     length + draw(0, 1),
                     draw(0, 6),
-                    keys=[1000 * user + place for place in range(length // unit)],
+                    keys=[1000 * user + index for index in range(length // unit)],
                     key_tokens=unit,
                     session=f"user {user}",
                     after=last,

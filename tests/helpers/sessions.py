@@ -20,15 +20,15 @@ def write_sessions(path, sessions, seed=0):
     with gzip.open(path, "wb", compresslevel=1) as file:
         for name in range(sessions):
             turns, keys, last = [], [], 0
-            for number in range(TURNS):
+            for index in range(TURNS):
                 if random.random() < 0.03:
                     keys = keys[: random.randint(0, len(keys) // 2)]
-                new = random.randint(15, 115) if number else random.randint(200, 900)
+                new = random.randint(15, 115) if index else random.randint(200, 900)
                 keys = [*keys, *map(str, range(last + 1, last + new + 1))]
                 last += new
                 references += len(keys)
                 turns.append(
-                    f'{{"t":{number * 30.5},"type":"n","model":"m","in":{64 * len(keys) + 9},'
+                    f'{{"t":{index * 30.5},"type":"n","model":"m","in":{64 * len(keys) + 9},'
                     f'"out":200,"hash_ids":[{",".join(keys)}],"api_time":6.25,"stop":"tool_use"}}'
                 )
             head = f'{{"id":"s{name}","block_size":64,"hash_id_scope":"local","requests":['

@@ -283,9 +283,9 @@ class _Connection(asyncio.Protocol):
             self._whole(self._text(call, 0, usage), call=call)
             return
         self._head(call)
-        for place in range(words):
+        for index in range(words):
             await asyncio.sleep(pause)
-            self._event(call, self._text(call, place))
+            self._event(call, self._text(call, index))
         if (document.get("stream_options") or {}).get("include_usage"):
             self._event(call, json.dumps({"choices": [], "usage": usage}).encode())
         self._event(call, b"[DONE]")
@@ -389,8 +389,8 @@ class _Connection(asyncio.Protocol):
 
     async def _do_large(self, call, streams, document):
         self._head(call)
-        for place in range(50):
-            self._event(call, self._text(call, place, more="x" * 20_000))
+        for index in range(50):
+            self._event(call, self._text(call, index, more="x" * 20_000))
             await self._writable.wait()
             await asyncio.sleep(0.1)
         self._event(call, b"[DONE]")

@@ -233,7 +233,7 @@ class RouteSimulation(Simulation):
     def start(self):
         """Make the servers and the proxy."""
         world, calls = self.world, count()
-        self.servers = [Upstream(self.loop, place, calls) for place in range(world.servers)]
+        self.servers = [Upstream(self.loop, index, calls) for index in range(world.servers)]
         self.publishers = [Publisher() for _ in self.servers]
         # Times at which a server was told to be anything but well.
         self._changes = [[] for _ in self.servers]
@@ -243,10 +243,10 @@ class RouteSimulation(Simulation):
         options = {"trace": self.path, "trace_key": key} if world.traced else {}
         options |= {"view": "events"} if world.follows else {}
         replicas = [
-            {"url": f"http://127.0.0.1:{server.port}", "kv_events": f"tcp://127.0.0.1:{place}"}
-            for place, server in enumerate(self.servers, 9000)
+            {"url": f"http://127.0.0.1:{server.port}", "kv_events": f"tcp://127.0.0.1:{index}"}
+            for index, server in enumerate(self.servers, 9000)
         ]
-        self.config = RouteConfig.of(
+        self.config = RouteConfig.from_options(
             replicas,
             port=0,
             router=PLUGINS.build("router", Spec(world.router), {"seed": 0}),
@@ -339,7 +339,7 @@ class RouteSimulation(Simulation):
         assert 0 <= sum(first_bytes) <= most, "a first byte came at another time"
         answers = sum(asked.answer() is not None for asked in self.asked)
         (family,) = fleet.metrics.requests.collect()
-        total = sum(each.value for each in family.samples if each.name.endswith("_total"))
+        total = sum(sample.value for sample in family.samples if sample.name.endswith("_total"))
         assert answers <= total <= len(self.asked), "requests are not counted once each"
         self._check_trace()
         if self.world.follows and len(self.signals) == 1:
@@ -419,9 +419,9 @@ class RouteSimulation(Simulation):
         if (self.signals and ended >= self.signals[0]) or self.config.concurrency < MANY:
             return
         if self.config.retries >= self.world.servers - 1:
-            for place, changes in enumerate(self._changes):
+            for index, changes in enumerate(self._changes):
                 changed = any(time <= ended for time in changes)
-                assert changed, f"{asked.name}: {why}, though server {place} is well"
+                assert changed, f"{asked.name}: {why}, though server {index} is well"
 
     def _served(self):
         """Return the hashed names of the requests that servers have answered."""
@@ -457,12 +457,12 @@ class RouteSimulation(Simulation):
     def _check_view(self):
         """Check that the router knows the blocks that the servers have reported."""
         view = self.proxy.fleet.dispatcher.view
-        for place, publisher in enumerate(self.publishers):
+        for index, publisher in enumerate(self.publishers):
             for block in range(3):
                 keys = block_keys([block] * 16, 16)
                 request = Request(id=0, prompt_tokens=16, key_tokens=16, keys=keys)
-                known = place in view.find(request, 0)
-                if publisher.exact and not self._changes[place]:
-                    assert known == (publisher.known[block] > 0), (place, block)
+                known = index in view.find(request, 0)
+                if publisher.exact and not self._changes[index]:
+                    assert known == (publisher.known[block] > 0), (index, block)
                     self.counts["known" if known else "unknown"] += 1
                 assert not known or block in publisher.stored

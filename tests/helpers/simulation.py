@@ -221,11 +221,11 @@ class Simulation:
         """Let a client send requests."""
         number, requests = len(self.clients), []
         client = Client(self.loop, requests, event.manner, event.seconds)
-        for place in range(event.copies):
-            name = f"{number}.{place}"
+        for index in range(event.copies):
+            name = f"{number}.{index}"
             body = json.dumps(self.document(event, name)).encode()
             requests.append(request_bytes(body, name, chunked=number % 5 == 4))
-            self.asked.append(Asked(name, event, client, place))
+            self.asked.append(Asked(name, event, client, index))
         client.began = self.loop.time()
         self.clients.append(client)
         self.tasks.append(self.loop.create_task(client.connect(self.port)))
@@ -267,7 +267,9 @@ class Simulation:
             return
         self.counts["no answer"] += 1
         assert client.closed is not None, f"{asked.name} waits"
-        ends = any(each.headers.get("connection") == "close" for each in answers[: asked.place])
+        ends = any(
+            answer.headers.get("connection") == "close" for answer in answers[: asked.place]
+        )
         if asked.ask.manner == "plain" and not ends:
             ended = self.signals and client.closed >= self.signals[0] - 0.5
             assert ended or self.error is not None, f"{asked.name} has no answer"

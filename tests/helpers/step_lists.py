@@ -151,7 +151,7 @@ def random_server(seed: int, requests: int = 150, **options: Any) -> Server:
     made: list[Request] = []
     prompts: list[list[int]] = []
     arrival = fresh = 0
-    for number in range(requests):
+    for index in range(requests):
         shared: list[int] = []
         if prompts and rng.random() < 3 / 4:
             earlier = prompts[below(len(prompts))]
@@ -170,7 +170,7 @@ def random_server(seed: int, requests: int = 150, **options: Any) -> Server:
             arrival += int(rng.random() * 3 * apart * STEP_NS)
         made.append(
             Request(
-                id=number,
+                id=index,
                 arrival=arrival,
                 prompt_tokens=tokens,
                 output_tokens=1 + below(2 * outputs * rng.random()),
@@ -294,7 +294,7 @@ def kvcore_steps(server: Server, eviction: EvictionPolicy | None = None) -> list
     """
     choices = {"lag": server.lag, **server.options}
     longest = choices.pop("max_model_len", None)
-    config = RunConfig.of(
+    config = RunConfig.for_mode(
         like=VLLM(**choices),
         max_model_len=longest,
         scheduler="priority" if server.by_priority else "fcfs",
@@ -428,7 +428,7 @@ def encode(steps: Iterable[Step]) -> dict[str, Any]:
         changed |= {name: n for name, n in step.tokens.items() if before.get(name) != n}
         runs.append([1, _flat(changed), _flat(step.admitted), step.preempted])
         before = step.tokens
-    parts = (frees[at : at + FREE_STEPS] for at in range(0, len(frees), FREE_STEPS))
+    parts = (frees[index : index + FREE_STEPS] for index in range(0, len(frees), FREE_STEPS))
     return {"runs": runs, "free": [crc32(orjson.dumps(part)) for part in parts]}
 
 
@@ -440,7 +440,7 @@ def decode(
     tokens: dict[int, int] = {}
     for count, changed, admitted, preempted in runs:
         tokens = tokens | _pairs(changed)
-        tokens = {name: each for name, each in tokens.items() if each}
+        tokens = {name: token for name, token in tokens.items() if token}
         steps.append((tokens, _pairs(admitted), preempted))
         steps += [(tokens, {}, [])] * (count - 1)
     return steps
@@ -469,14 +469,14 @@ def first_difference(
 
 def write(path: Path, servers: dict[str, dict[str, Any]]) -> None:
     """Write encoded step lists by the name of their server, one per line, compressed."""
-    lines = (orjson.dumps({"server": name, **each}) for name, each in servers.items())
+    lines = (orjson.dumps({"server": name, **server}) for name, server in servers.items())
     path.write_bytes(lzma.compress(b"\n".join(lines), preset=9 | lzma.PRESET_EXTREME))
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
     """Return the encoded step lists in a file by the name of their server."""
     lines = map(orjson.loads, lzma.decompress(path.read_bytes()).splitlines())
-    return {each.pop("server"): each for each in lines}
+    return {line.pop("server"): line for line in lines}
 
 
 def _flat(pairs: dict[int, int]) -> list[int]:

@@ -39,13 +39,13 @@ async def storm(url, requests, *, at_once=16, seed=0, rude=0.1, body=None, clien
                 free.release()
 
         async with asyncio.TaskGroup() as tasks:
-            for number in range(requests):
+            for index in range(requests):
                 kinds = [random.choice(GOOD)]
                 if random.random() < rude:
                     kinds.append(random.choice(RUDE))
                 for kind in kinds:
                     await free.acquire()
-                    tasks.create_task(one(number, kind))
+                    tasks.create_task(one(index, kind))
     return found
 
 
@@ -71,7 +71,7 @@ async def good(session, body, kind):
     if last == "data: [DONE]":
         assert events
         assert "data: [DONE]" not in events
-        assert all("choices" in json.loads(each.removeprefix("data: ")) for each in events)
+        assert all("choices" in json.loads(event.removeprefix("data: ")) for event in events)
         return "answered"
     assert "error" in json.loads(last.removeprefix("data: ")), data
     return "cut"

@@ -30,7 +30,7 @@ def sessions():
     found = []
     for turn in range(3):
         for user in range(3):
-            keys = [user * 1000 + at for at in range(10 * (turn + 1))]
+            keys = [user * 1000 + index for index in range(10 * (turn + 1))]
             found.append(ask(len(found), 400 * len(found), 4 * len(keys), 9, keys=keys))
     return found
 

@@ -9,10 +9,10 @@ SIZE = 3000
 
 def blocks(slots, *, text=0):
     """Return the first blocks of a prompt, placed in `slots`."""
-    chains = [b"", *(b"%8d%8d" % (text, at) for at in range(len(slots)))]
+    chains = [b"", *(b"%8d%8d" % (text, index) for index in range(len(slots)))]
     return [
-        StoredBlock(slot, at, f"{text}-{at}", chains[at + 1], chains[at])
-        for at, slot in enumerate(slots)
+        StoredBlock(slot, index, f"{text}-{index}", chains[index + 1], chains[index])
+        for index, slot in enumerate(slots)
     ]
 
 

@@ -110,7 +110,7 @@ class ToyEngine:
         self.recorder.extended(name, blocks=need, evicted=evicted, now=now)
         job.output += tokens
         full = length // self._size
-        new = [hash((name, place)) % 2**62 for place in range(len(job.keys), full)]
+        new = [hash((name, index)) % 2**62 for index in range(len(job.keys), full)]
         job.keys += new
         self._store(job, full, now)
         self.recorder.committed(name, blocks=job.stored, now=now, keys=new)
@@ -174,15 +174,15 @@ class ToyEngine:
 
     def _store(self, job: Job, upto: int, now: int) -> None:
         """Store the blocks of a job up to position `upto`, duplicates included."""
-        for place in range(job.stored, min(upto, len(job.keys))):
-            block, key = job.blocks[place], job.keys[place]
-            parent = job.blocks[place - 1] if place else None
+        for index in range(job.stored, min(upto, len(job.keys))):
+            block, key = job.blocks[index], job.keys[index]
+            parent = job.blocks[index - 1] if index else None
             self.host.stored(block, parent, now, key=key, request=job.request.id)
             self._keys[block] = key
             self.blocks_of.setdefault(key, []).append(block)
-            self._parents[key] = job.keys[place - 1] if place else None
+            self._parents[key] = job.keys[index - 1] if index else None
             self._lost.discard(key)
-            job.stored = place + 1
+            job.stored = index + 1
 
 
 def random_request(rng: Random, name: int) -> Request:
@@ -190,8 +190,8 @@ def random_request(rng: Random, name: int) -> Request:
     blocks = rng.randint(0, 7)
     family, part, variant = rng.randrange(3), rng.randint(0, 7), rng.randrange(3)
     keys = [
-        1 + place + 100 * family + (1000 * variant + 10_000 * (part + 1)) * (place >= part)
-        for place in range(blocks)
+        1 + index + 100 * family + (1000 * variant + 10_000 * (part + 1)) * (index >= part)
+        for index in range(blocks)
     ]
     tokens = blocks * SIZE + rng.randint(0 if blocks else 1, SIZE - 1)
     return Request(id=name, prompt_tokens=tokens, output_tokens=100, keys=keys, key_tokens=SIZE)

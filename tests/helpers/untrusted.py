@@ -77,7 +77,7 @@ class Poisoner:
                 if places is None or (event, field) in places
             }
             made.append(
-                line | {name: each for name, each in values.items() if each is not None}
+                line | {name: value for name, value in values.items() if value is not None}
             )
         return made
 
@@ -141,8 +141,8 @@ def filled(kind, value):
         value = known | {EVIL: 0 if more is None else more}
     elif isinstance(kind, StructType):
         made = {
-            each.encode_name: filled(each.type, known.get(each.encode_name))
-            for each in kind.fields
+            field.encode_name: filled(field.type, known.get(field.encode_name))
+            for field in kind.fields
         }
         more = {name: each for name, each in made.items() if each is not None}
         value = known | more if more else value

@@ -110,9 +110,9 @@ class Upstream:
         while self.script == "flood":
             await out.write(event({"choices": [{"text": "x" * 50_000}]}))
             self.flooded += 50_000
-        for place, word in enumerate(WORDS):
+        for index, word in enumerate(WORDS):
             await out.write(event({"choices": [{"index": 0, "text": word}]}))
-            if self.script == "break" and place == 1:
+            if self.script == "break" and index == 1:
                 await out.write(b'data: {"choi')
                 await _cut(http)
             if self.script == "pause":
@@ -155,9 +155,9 @@ async def routed(servers=2, **options):
         upstreams = [await Upstream().start() for _ in range(servers)]
     defaults = {"port": 0, "health_interval": 0.05, "shutdown_timeout": 0.2}
     options = {**defaults, **options}
-    replicas = options.pop("replicas", [each.url for each in upstreams])
+    replicas = options.pop("replicas", [upstream.url for upstream in upstreams])
     try:
-        proxy = Proxy(RouteConfig.of(replicas, **options))
+        proxy = Proxy(RouteConfig.from_options(replicas, **options))
         await proxy.start()
         try:
             async with aiohttp.ClientSession(proxy.url) as client:
@@ -165,8 +165,8 @@ async def routed(servers=2, **options):
         finally:
             await proxy.stop()
     finally:
-        for each in upstreams:
-            await each.stop()
+        for upstream in upstreams:
+            await upstream.stop()
 
 
 async def until(true, seconds=10):

@@ -173,7 +173,9 @@ class Driver:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.pool.cached_block_hash_to_block = self.hashes
         longest = server.options.get("max_model_len") or LONG  # vLLM's front end refuses others
-        self.arrivals = deque(each for each in server.requests if each.prompt_tokens < longest)
+        self.arrivals = deque(
+            request for request in server.requests if request.prompt_tokens < longest
+        )
         self.lost = []
         self.steps, self.duplicates, self.over = [], [], 0
 
@@ -236,7 +238,7 @@ class Driver:
             self.steps.append(Step(named, admitted, lost, free))
         prefills = (scheduler.requests[name].is_prefill_chunk for name in tokens)
         sampled = [[] if prefill else [0] for prefill in prefills]
-        places = {name: place for place, name in enumerate(tokens)}
+        places = {name: index for index, name in enumerate(tokens)}
         return plan, ModelRunnerOutput([*tokens], places, sampled)
 
 

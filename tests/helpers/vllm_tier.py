@@ -74,8 +74,8 @@ class VllmTier:
     def context(self, request):
         """Return vLLM's context of a request, which begins."""
         context = ReqContext(req_id=request.id)
-        for place, key in enumerate(request.keys, 1):
-            context.set_offload_key_position(key, place * SIZE)
+        for index, key in enumerate(request.keys, 1):
+            context.set_offload_key_position(key, index * SIZE)
         self.manager.on_new_request(context)
         return context
 

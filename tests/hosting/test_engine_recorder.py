@@ -310,7 +310,7 @@ def test_a_disagreement_is_counted_and_logged_once(path, caplog, kind, wrong):
     assert recorder.disagreements[kind]
     assert recorder.failure is None
     assert check_trace(path).complete
-    (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "the engine and its recording disagree" in record.getMessage()
 
 

@@ -178,7 +178,7 @@ def test_verb_writes_and_checks(tmp_path):
     options = ["--panel", str(tmp_path / "panel.toml"), "--jobs", "1"]
     made = CliRunner().invoke(leaderboard, [*options, "--policy", "lfu", "--out", str(out)])
     assert made.exit_code == 0, made.output
-    assert {each["name"] for each in orjson.loads(out.read_bytes())["policies"]} == {
+    assert {policy["name"] for policy in orjson.loads(out.read_bytes())["policies"]} == {
         "lru",
         "lfu",
     }
@@ -212,7 +212,8 @@ def test_generated_streams_are_equal_everywhere():
     for stream in (TOOLS, RECENT):
         requests = read_stream(stream).requests
         rows = [
-            (each.arrival, list(each.keys), each.output_tokens, each.tool) for each in requests
+            (request.arrival, list(request.keys), request.output_tokens, request.tool)
+            for request in requests
         ]
         found[stream.name] = hashlib.blake2b(repr(rows).encode(), digest_size=8).hexdigest()
     assert found == {"tools": "80c5132c2b0f4f00", "recency": "18e0b86df9577dc2"}

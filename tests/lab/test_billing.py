@@ -38,15 +38,15 @@ def test_a_bill_equals_one_made_by_hand():
 def test_entries_end_at_breakpoints():
     """With breakpoints a common prefix is read only if an entry ends there; without, always."""
     rows = requests((0, "abcd"), (1, "abce"))
-    assert [each.read for each in charges(*rows)] == [0, 0]
+    assert [charge.read for charge in charges(*rows)] == [0, 0]
     automatic = find_price("input=4,cached=1,write=5")
-    assert [each.read for each in charges(*rows, price=automatic)] == [0, 3]
+    assert [charge.read for charge in charges(*rows, price=automatic)] == [0, 3]
 
 
 def test_each_use_renews_the_ttl():
     """An entry with a TTL of 300 s that is read every 200 s does not expire."""
     used = requests((0, "ab"), (200, "ab"), (400, "ab"))
-    assert [each.read for each in charges(*used)] == [0, 2, 2]
+    assert [charge.read for charge in charges(*used)] == [0, 2, 2]
 
 
 def test_logged_entries_end_at_marked_blocks():

@@ -63,7 +63,7 @@ def test_the_errors_of_a_fit_by_hand(fit):
     relative = [residual.relative for residual in found.residuals]
     assert relative == pytest.approx([0.2, -0.6, 0, 0, 0])
     prefill, decode, whole = found.errors
-    assert [each.steps for each in found.errors] == ["prefill", "decode", "all"]
+    assert [error.steps for error in found.errors] == ["prefill", "decode", "all"]
     assert (prefill.rows, prefill.p90) == (1, pytest.approx(0))
     assert (decode.rows, decode.median, whole.median) == pytest.approx((4, 0.1, 0))
     assert whole.p90 == pytest.approx(0.44)

@@ -134,7 +134,7 @@ def swept(tmp_path, mode, **axes):
     """Return the result of a small sweep."""
     with Journal(tmp_path / "journal") as journal:
         grid = Grid(mode, workload=SMALL, **axes)
-        return sweep(Plan.of(grid), journal, executor=ThisProcess())
+        return sweep(Plan.from_grid(grid), journal, executor=ThisProcess())
 
 
 def test_a_sweep_of_compare_has_a_line_for_each_other_value(tmp_path):

@@ -77,8 +77,8 @@ def test_pieces_and_holes_tile_the_space(turns):
     """After any allocations no slot is lost or allocated twice, and no two holes touch."""
     allocator, jobs = memory(25, 0), []
     cache = allocator._cache
-    for number, (length, leaving) in enumerate(turns):
-        request = ask(number, prompt=length, output=0)
+    for index, (length, leaving) in enumerate(turns):
+        request = ask(index, prompt=length, output=0)
         fits = allocator.space.largest >= length
         job = opened(allocator, request)
         assert (job.seq is not None) == fits
@@ -225,7 +225,7 @@ def test_every_request_ends_once(server, scheduler):
 
 def test_paging_starts_more_requests_at_once():
     """Of 16 requests contiguous allocation starts with 3 and paging with 8; both serve all."""
-    requests = [ask(number, output=4 if number % 4 else 28) for number in range(16)]
+    requests = [ask(index, output=4 if index % 4 else 28) for index in range(16)]
     pieces = run(requests, blocks=24)
     pages = run(requests, blocks=24, allocation="paged", fragmentation=True)
     assert sorted(pieces.log.ids) == sorted(pages.log.ids) == list(range(16))

@@ -111,7 +111,7 @@ def test_plots_of_equal_curves_have_equal_bytes(form, layout):
     [
         example_curves(curve_of(blocks=[5], hits=[3])),
         example_curves(curve_of(blocks=[1], hits=[0]), looked_up=0, distinct=0),
-        example_curves(*(curve_of(f"policy-{number}") for number in range(12))),
+        example_curves(*(curve_of(f"policy-{index}") for index in range(12))),
         example_curves(curve_of(blocks=[1, 1000], hits=[0, 100])),
     ],
     ids=["one size", "nothing", "many policies", "beyond the footprint"],

@@ -84,7 +84,7 @@ def test_all_three_caches_generate_the_same_tokens(default):
 def test_projections_of_a_long_output():
     """Without a cache, 200 new tokens take 104 times the projections, 1,000 take 505 times."""
     small = Plugins().build("generator", "transformer:layers=1,hidden=8,heads=1,kv_heads=1")
-    counts = [each.token_projections for each in generations(small, output=200)]
+    counts = [generation.token_projections for generation in generations(small, output=200)]
     assert counts == [21_900, 209, 209]
     assert [token_projections(10, 1_000, cached=cached) for cached in (False, True)] == [
         509_500,
@@ -97,7 +97,9 @@ def test_projections_are_the_rows_of_the_matrix_products():
     generator = Plugins().build("generator", "transformer:layers=3")
     # 4 query heads and 2 + 2 of keys and values, 16 wide.
     with Products(columns=128) as products:
-        counts = [each.token_projections for each in generations(generator, output=7)]
+        counts = [
+            generation.token_projections for generation in generations(generator, output=7)
+        ]
     warm_up = 10
     assert products.rows == 3 * (sum(counts) + warm_up)
 
@@ -164,7 +166,9 @@ def test_grouped_windowed_attention_equals_one_head(window, sinks):
     for row in range(4):
         place = 5 + row
         seen = [
-            at for at in range(place + 1) if window is None or at > place - window or at < sinks
+            index
+            for index in range(place + 1)
+            if window is None or index > place - window or index < sinks
         ]
         for head in range(6):
             one = OneHead(

@@ -45,7 +45,7 @@ def test_text_that_is_no_price_is_refused(text):
 
 def test_costs_follow_from_prices_and_rates():
     """Two GPUs at 1.80 dollars, at 1,000 tokens a second, cost a dollar a million."""
-    cost = Cost.of({"h100": 2}, {"h100": 1.8}, 1000.0, 4000.0)
+    cost = Cost.for_gpus({"h100": 2}, {"h100": 1.8}, 1000.0, 4000.0)
     assert cost.usd_per_hour == 3.6
     assert cost.usd_per_day == pytest.approx(86.4)
     assert cost.usd_per_million_output_tokens == pytest.approx(1.0)

@@ -37,12 +37,12 @@ def served(tmp_path):
     def invoke(prompts, *, gap=1000, output=1, **options):
         rows = (
             {
-                "timestamp": gap * number,
+                "timestamp": gap * index,
                 "input_length": KEY * len(keys),
                 "output_length": output,
                 "hash_ids": keys,
             }
-            for number, keys in enumerate(prompts)
+            for index, keys in enumerate(prompts)
         )
         path = tmp_path / "requests.jsonl"
         path.write_text("\n".join(map(json.dumps, rows)))
@@ -332,14 +332,14 @@ def test_a_workload_that_is_no_plugin_is_planned_for():
     once, again = traffic(20), traffic(40)
     again.name = "zipf"
     assert [plan(each, slo="ttft=1", **ONE).requests for each in (once, again)] == [20, 40]
-    tasks = Plan.of(Grid("compare", workload=[once, again], blocks=100)).tasks
+    tasks = Plan.from_grid(Grid("compare", workload=[once, again], blocks=100)).tasks
     assert [each.result["requests"] for each in ThisProcess().run(tasks)] == [20, 40]
 
 
 def test_sessions_stay_together_whatever_their_prompts():
     """All requests of a session go to one replica."""
     requests = [asked(n, [10 * n, 10 * n + 1], f"s{n % 5}") for n in range(40)]
-    for part in Traffic.of(Requests(requests)).split(3):
+    for part in Traffic.from_workload(Requests(requests)).split(3):
         for each in {request.session for request in part}:
             assert sum(request.session == each for request in part) == 8
 
@@ -347,7 +347,7 @@ def test_sessions_stay_together_whatever_their_prompts():
 def test_a_common_first_key_does_not_keep_conversations_together():
     """Conversations with a common first key are divided; each stays on one replica."""
     requests = [asked(n, [0, 100 + n % 10, 200 + n]) for n in range(100)]
-    parts = Traffic.of(Requests(requests)).split(4)
+    parts = Traffic.from_workload(Requests(requests)).split(4)
     assert len(parts) > 1
     where = Counter(key for part in parts for key in {request.keys[1] for request in part})
     assert set(where.values()) == {1}
@@ -370,7 +370,7 @@ def test_foresight_hits_as_many_blocks_as_the_optimum(pool):
     draw = Random(pool)
     prompts = [[0, *(10 * draw.randrange(6) + n for n in range(1, 5))] for _ in range(80)]
     prompts = [[str(keys[: n + 1]) for n in range(5)] for keys in prompts]
-    requests = [asked(number, keys) for number, keys in enumerate(prompts)]
+    requests = [asked(index, keys) for index, keys in enumerate(prompts)]
     layout = BlockLayout("keys", 4, 4)
     cache = KVCache(pool, 4, accounting="keys", eviction=Foresight(requests, layout))
     found = replay(requests, cache).hit_blocks

@@ -22,7 +22,7 @@ from kvcore_engine.generator import Transformer  # noqa: E402
 from kvcore_lab.quality import FULL, divergence, measure  # noqa: E402
 
 SMALL = {"prompt_tokens": 96, "tokens": 12, "texts": 2, "needles": 0, "block_size": 4}
-WORDS = " ".join(f"word{number % 37}" for number in range(400))
+WORDS = " ".join(f"word{index % 37}" for index in range(400))
 
 
 class Oracle(ScoreRetention):
@@ -195,7 +195,7 @@ def test_every_needle_is_found_if_all_tokens_are_kept():
         (row,) = rows(FULL, needles=6, announced=announced)
         assert row.needle == 1
         assert [depth for depth, _ in row.needle_by_depth] == pytest.approx(
-            [(place + 0.5) / 6 for place in range(6)]
+            [(index + 0.5) / 6 for index in range(6)]
         )
 
 
@@ -210,7 +210,7 @@ def test_an_oracle_finds_all_needles_and_its_opposite_none(monkeypatch):
     plugins = Plugins(extra=[Hooks()])
     options = SMALL | {"needles": 4, "announced": False, "prompt_tokens": 100, "texts": 3}
     # 92 other tokens, with needles inserted at one eighth, three eighths, and so on.
-    values = [int(92 * (place + 0.5) / 4) + 2 * place + 1 for place in range(4)]
+    values = [int(92 * (index + 0.5) / 4) + 2 * index + 1 for index in range(4)]
     for places, share in ((values, 1), (set(range(100)) - {*values}, 0)):
         monkeypatch.setattr(Oracle, "places", [*places])
         found = measure(

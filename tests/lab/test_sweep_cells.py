@@ -53,7 +53,9 @@ def swept(tmp_path):
 
     def run(mode, executor=None, **axes):
         with Journal(tmp_path / "journal") as journal:
-            return sweep(Plan.of(Grid(mode, **axes)), journal, executor=executor or Here())
+            return sweep(
+                Plan.from_grid(Grid(mode, **axes)), journal, executor=executor or Here()
+            )
 
     return run
 
@@ -227,7 +229,7 @@ def test_worker_processes_give_the_rows_of_one_process(swept, tmp_path):
     axes = {"workload": ZIPF, "eviction": ["lru", "fifo", "optimum"], "blocks": [20, 40]}
     here = swept("compare", **axes)
     with Journal(tmp_path / "other") as journal:
-        there = sweep(Plan.of(Grid("compare", **axes)), journal, executor=Processes(2))
+        there = sweep(Plan.from_grid(Grid("compare", **axes)), journal, executor=Processes(2))
     assert here.rows == there.rows
     assert there.ran == 6
 
@@ -270,7 +272,7 @@ def test_what_a_script_has_made_is_a_cell_too(tmp_path):
     grid = Grid("compare", workload=requests, eviction=policies, blocks=[2])
     for found in 0, 2:
         with Journal(tmp_path / "journal") as journal:
-            done = sweep(Plan.of(grid), journal, executor=ThisProcess())
+            done = sweep(Plan.from_grid(grid), journal, executor=ThisProcess())
         assert done.found == found
         assert [row["eviction"] for row in done.rows] == ["deepest", "lru"]
         assert {row["workload"] for row in done.rows} == {"requests:requests=9"}

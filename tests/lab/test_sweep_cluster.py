@@ -21,7 +21,9 @@ def swept(tmp_path):
 
     def run(executor=None, **axes):
         with Journal(tmp_path / "journal") as journal:
-            return sweep(Plan.of(Grid(**axes)), journal, executor=executor or ThisProcess())
+            return sweep(
+                Plan.from_grid(Grid(**axes)), journal, executor=executor or ThisProcess()
+            )
 
     return run
 

@@ -69,7 +69,7 @@ def test_an_impossible_cell_is_refused_before_any_cell_runs(mode, axes, reason):
     The error begins with the name of the field.
     """
     with pytest.raises(InputError) as refused:
-        Plan.of(Grid(mode, workload="zipf", **axes))
+        Plan.from_grid(Grid(mode, workload="zipf", **axes))
     assert reason in str(refused.value)
 
 
@@ -83,13 +83,13 @@ def test_an_impossible_cell_is_refused_before_any_cell_runs(mode, axes, reason):
 def test_the_optimum_is_refused_in_modes_where_it_is_no_bound(axes, reason):
     """A sweep refuses the optimum with accounting by tokens and without a prefix index."""
     with pytest.raises(InputError, match=reason):
-        Plan.of(Grid("compare", workload="zipf", blocks=9, eviction="optimum", **axes))
+        Plan.from_grid(Grid("compare", workload="zipf", blocks=9, eviction="optimum", **axes))
 
 
 def test_a_row_has_the_options_of_its_cell():
     """A row has the pool in blocks and in bytes, and the options and plugins as text."""
     grid = Grid(workload="zipf", memory="1GiB", slo=[SLO(ttft_ns=10**9), None])
-    first, second = Plan.of(grid).rows
+    first, second = Plan.from_grid(grid).rows
     assert (first["blocks"], first["pool_bytes"]) == (512, 2**30)
     assert (first["slo"], second["slo"]) == ("ttft=1", "none")
     assert (first["scheduler"], first["block_size"]) == ("fcfs", 16)
@@ -97,9 +97,9 @@ def test_a_row_has_the_options_of_its_cell():
 
 def test_a_row_has_the_pool_that_was_asked_for():
     """With the block that an engine never uses: a run of the row is the same run again."""
-    (row,) = Plan.of(Grid(workload="zipf", blocks=800, like="vllm")).rows
+    (row,) = Plan.from_grid(Grid(workload="zipf", blocks=800, like="vllm")).rows
     assert (row["blocks"], row["pool_bytes"]) == (800, 800 * 2**21)
-    (row,) = Plan.of(Grid(workload="zipf", memory="1GiB", like="vllm")).rows
+    (row,) = Plan.from_grid(Grid(workload="zipf", memory="1GiB", like="vllm")).rows
     assert row["pool_bytes"] == 2**30
 
 
@@ -130,8 +130,8 @@ class Mine(ScoreEviction):
     for path in (first, second):
         path.write_text(source)
     values = [f"{first}", f"{first}:Mine:weight=2", "lru"]
-    rows = Plan.of(Grid("compare", workload="zipf", blocks=9, eviction=values)).rows
+    rows = Plan.from_grid(Grid("compare", workload="zipf", blocks=9, eviction=values)).rows
     assert [row["eviction"] for row in rows] == ["mine", "mine:weight=2", "lru"]
     values = [f"{first}", f"{second}"]
-    rows = Plan.of(Grid("compare", workload="zipf", blocks=9, eviction=values)).rows
+    rows = Plan.from_grid(Grid("compare", workload="zipf", blocks=9, eviction=values)).rows
     assert [row["eviction"] for row in rows] == values

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvcore import InputError
 from kvcore_lab.sweep import Journal
 
-CELLS = {f"{number:032x}": {"hit_blocks": number, "ratio": number / 7} for number in range(5)}
+CELLS = {f"{index:032x}": {"hit_blocks": index, "ratio": index / 7} for index in range(5)}
 
 
 def write(path, cells):

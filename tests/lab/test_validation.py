@@ -220,8 +220,10 @@ def test_a_file_that_is_no_table_is_refused(path, text, reason):
 
 def test_errors_are_medians_and_a_nearest_rank():
     """Errors are medians, signed and absolute, and the 90th percentile by nearest rank."""
-    assert Errors.of([0.2, -0.1, -0.5, 0.3]) == Errors(4, pytest.approx(0.05), 0.25, 0.5)
-    assert Errors.of([]) is None
+    assert Errors.from_errors([0.2, -0.1, -0.5, 0.3]) == Errors(
+        4, pytest.approx(0.05), 0.25, 0.5
+    )
+    assert Errors.from_errors([]) is None
 
 
 def test_silicon_samples_are_read(path):
@@ -247,8 +249,8 @@ def test_samples_of_fixed_lengths_have_no_spread(path):
 def samples(*changes):
     """Return samples with these changes, each with times of its own."""
     return [
-        SILICON | {"silicon_ttft_ms": str(20 + number / 8)} | change
-        for number, change in enumerate(changes)
+        SILICON | {"silicon_ttft_ms": str(20 + index / 8)} | change
+        for index, change in enumerate(changes)
     ]
 
 

@@ -83,10 +83,10 @@ def test_no_payload_ends_the_follower_of_a_server():
     with Publisher("tcp://127.0.0.1:*") as publisher:
 
         async def scene(proxy, view):
-            for number, payload in enumerate(HOSTILE, 100):
+            for index, payload in enumerate(HOSTILE, 100):
                 publisher.publish(payload)
-                publisher.publish(stored(number))
-                await until(lambda number=number: holds(view, number))
+                publisher.publish(stored(index))
+                await until(lambda number=index: holds(view, number))
             assert [thread.is_alive() for thread in view._threads] == [True]
             assert sample(proxy, "lost_batches_total") > len(HOSTILE) // 2
             assert sample(proxy, "restarts_total") == 0

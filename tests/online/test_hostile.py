@@ -140,8 +140,8 @@ class Hostile:
             orjson.dumps({"worker_id": 1, "event": {"event_id": 1, "data": {"stored": {}}}}),
         ]
         with RecordingWriter(folder / "recording.jsonl") as recording:
-            for number, payload in enumerate(self.batches[:2]):
-                recording.batch(decode(payload), seq=number)
+            for index, payload in enumerate(self.batches[:2]):
+                recording.batch(decode(payload), seq=index)
         toml = folder / "route.toml"
         toml.write_text('port = 0\n[[replicas]]\nurl = "http://127.0.0.1:1"\nblocks = 9\n')
         chat = folder / "chat.jsonl"

@@ -91,7 +91,11 @@ def test_a_stream_is_passed_on_unchanged(traced, tmp_path):
     async def scene(proxy, servers, client):
         _, headers, text = await ask(client, stream=True)
         assert headers["content-type"] == "text/event-stream"
-        assert [each["choices"][0]["text"] for each in events(text)] == ["one", "two", "three"]
+        assert [event["choices"][0]["text"] for event in events(text)] == [
+            "one",
+            "two",
+            "three",
+        ]
         assert text.endswith("data: [DONE]\n\n")
         asked = servers[0].calls[0].get("stream_options")
         assert asked == ({"include_usage": True} if traced else None)
@@ -132,7 +136,7 @@ async def test_a_request_without_a_response_is_sent_to_another_server(
     servers[0].script = script
     status, headers, _ = await ask(client)
     assert (status, headers["x-kvcore-replica"]) == (200, servers[1].url[7:])
-    assert [len(each.calls) for each in servers] == [1, 1]
+    assert [len(server.calls) for server in servers] == [1, 1]
     assert sample(proxy, "retries_total", replica=servers[0].url[7:]) == 1
     assert sample(proxy, "in_flight") == 0
 
@@ -143,7 +147,7 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_event(proxy, servers,
     servers[0].script = "break"
     status, _, text = await ask(client, stream=True)
     *words, error = events(text)
-    assert (status, [each["choices"][0]["text"] for each in words]) == (200, ["one", "two"])
+    assert (status, [word["choices"][0]["text"] for word in words]) == (200, ["one", "two"])
     assert error["error"]["code"] == 503
     assert "[DONE]" not in text
     assert not servers[1].calls
@@ -161,8 +165,8 @@ async def test_a_response_500_is_passed_on_and_not_retried(proxy, servers, clien
 @played()
 async def test_without_a_server_requests_are_refused(proxy, servers, client):
     """With all servers down, requests and health checks get 503, with an error of the API."""
-    for each in servers:
-        await each.stop()
+    for server in servers:
+        await server.stop()
     await until(lambda: not proxy.fleet.dispatcher.up)
     status, headers, text = await ask(client)
     assert (status, headers["retry-after"]) == (503, "1")
@@ -212,7 +216,7 @@ async def test_a_request_that_waits_at_a_lost_server_is_sent_to_another(proxy, s
     servers[0].healthy = False
     status, headers, _ = await asked
     assert (status, headers["x-kvcore-replica"]) == (200, servers[1].url[7:])
-    assert [each.replica.requests for each in proxy.fleet.servers] == [0, 0]
+    assert [server.replica.requests for server in proxy.fleet.servers] == [0, 0]
 
 
 @played(first_byte_timeout=0.1)
@@ -311,7 +315,7 @@ async def test_a_large_request_is_passed_on(proxy, servers, client):
     "headers",
     [
         ["X-Huge: " + "x" * 100_000],
-        [f"X-{number}: x" for number in range(1_000)],
+        [f"X-{index}: x" for index in range(1_000)],
         ["Transfer-Encoding: chunked"],
         ["Content-Length: 3"],
         ["Bad Header: x"],
@@ -428,8 +432,13 @@ def test_a_callback_of_a_router_that_raises_leaves_the_counts_right(method, stat
 
     async def scene(proxy, servers, client):
         assert (await ask(client))[0] == status
-        for each in proxy.fleet.dispatcher.replicas:
-            counts = (each.requests, each.waiting, each.waiting_tokens, each.prompt_tokens)
+        for replica in proxy.fleet.dispatcher.replicas:
+            counts = (
+                replica.requests,
+                replica.waiting,
+                replica.waiting_tokens,
+                replica.prompt_tokens,
+            )
             assert counts == (0, 0, 0, 0)
 
     play(scene, router=FailingCallback(method))
@@ -543,7 +552,7 @@ def test_the_trace_has_requests_and_routes(tmp_path):
         await until(lambda: len(servers[0].calls) == 2)
         servers[0].gate.set()
         await asyncio.gather(first, second)
-        return [each.url for each in servers]
+        return [server.url for server in servers]
 
     play(scene, trace=path)
     found = list(read_events(path))
@@ -568,7 +577,7 @@ def test_the_trace_of_a_killed_proxy_can_be_read(tmp_path):
         (part,) = tmp_path.iterdir()
         copy = tmp_path / "copy.gz"
         copy.write_bytes(part.read_bytes())
-        assert [each.event for each in read_events(copy)] == ["HEADER", "REQUEST", "ROUTE"]
+        assert [event.event for event in read_events(copy)] == ["HEADER", "REQUEST", "ROUTE"]
 
     play(scene, trace=path)
 
@@ -581,7 +590,12 @@ def test_a_request_refused_by_the_router_is_in_the_trace(tmp_path):
         assert (await ask(client, max_tokens=7))[0] == 503
 
     play(scene, router=Refusing(), trace=path)
-    assert [each.event for each in read_events(path)] == ["HEADER", "REQUEST", "REJECT", "END"]
+    assert [event.event for event in read_events(path)] == [
+        "HEADER",
+        "REQUEST",
+        "REJECT",
+        "END",
+    ]
     assert [each.output_tokens for each in TraceWorkload(path)] == [7]
 
 
@@ -606,7 +620,7 @@ def test_a_stream_is_passed_on_in_whole_lines():
     flight = Flight(Request(id=0, prompt_tokens=1, key_tokens=16))
     for size in range(1, len(data)):
         stream = EventStream(flight, counted=True)
-        parts = [stream.feed(data[at : at + size]) for at in range(0, len(data), size)]
+        parts = [stream.feed(data[index : index + size]) for index in range(0, len(data), size)]
         assert b"".join(parts) == data
         assert all(part.endswith(b"\n") for part in parts if part)
         assert flight.prompt == 5
@@ -640,8 +654,8 @@ def test_the_openai_client_reads_responses_streams_and_errors():
             stream = await user.completions.create(model="tiny", prompt="a", stream=True)
             with pytest.raises(openai.APIError, match="ended within its answer"):
                 [each async for each in stream]
-            for each in servers:
-                each.script = "die"
+            for server in servers:
+                server.script = "die"
             with pytest.raises(openai.InternalServerError):
                 await user.completions.create(model="tiny", prompt="a")
 
@@ -667,8 +681,8 @@ def test_kv_events_of_servers_update_the_replicas_of_a_prefix():
             return dict(view.find(request, proxy.fleet.now()))
 
         view = proxy.fleet.dispatcher.view
-        for each in publishers:
-            assert await asyncio.to_thread(each.wait_for, 1, 10)
+        for publisher in publishers:
+            assert await asyncio.to_thread(publisher.wait_for, 1, 10)
         publish_batch(publishers[1], stored, salted)
         publish_batch(publishers[1], later)
         await until(lambda: found("abcdefghiiii") == {1: 12})
@@ -754,7 +768,7 @@ def test_a_full_disk_leaves_the_trace_up_to_it(tmp_path, monkeypatch, capsys):
     play(scene, trace=path)
     (part,) = tmp_path.iterdir()
     assert part.name == "day.jsonl.part"
-    assert [each.event for each in read_events(part)] == ["HEADER", "REQUEST", "ROUTE"]
+    assert [event.event for event in read_events(part)] == ["HEADER", "REQUEST", "ROUTE"]
     assert f"{part} keeps what was written before; the proxy goes on" in capsys.readouterr().err
 
 
@@ -773,8 +787,8 @@ def test_the_trace_tells_nobody_what_was_asked(tmp_path):
         assert servers[0].calls[0]["cache_salt"] == secret["cache_salt"]
 
     found = []
-    for number, trace_key in enumerate([key, key, None, None]):
-        path = tmp_path / f"{number}.jsonl"
+    for index, trace_key in enumerate([key, key, None, None]):
+        path = tmp_path / f"{index}.jsonl"
         play(scene, count=1, trace=path, trace_key=trace_key)
         text = path.read_text()
         assert not [word for word in (*secret.values(), "Alice") if word in text]
@@ -782,7 +796,7 @@ def test_the_trace_tells_nobody_what_was_asked(tmp_path):
             0, 0, None, tokens=None, key_tokens=16, key_chars=64
         )
         requests = list(TraceWorkload(path))
-        assert not set(known.keys) & {each for request in requests for each in request.keys}
-        found.append([(each.salt, each.session, each.keys) for each in requests])
+        assert not set(known.keys) & {key for request in requests for key in request.keys}
+        found.append([(request.salt, request.session, request.keys) for request in requests])
     assert found[0] == found[1]
     assert len({str(each) for each in found}) == 3

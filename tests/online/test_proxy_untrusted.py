@@ -82,8 +82,8 @@ def test_a_request_that_cannot_be_written_is_left_out_of_the_trace(tmp_path, cap
     path = tmp_path / "day.jsonl"
 
     async def scene(proxy, servers, client):
-        for number in range(-3, 0):
-            wrong = Request(id=f"\ud800{number}", prompt_tokens=1, key_tokens=16)
+        for index in range(-3, 0):
+            wrong = Request(id=f"\ud800{index}", prompt_tokens=1, key_tokens=16)
             flight = Flight(wrong)
             proxy.fleet.begin(flight)
             await ask(client)

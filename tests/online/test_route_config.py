@@ -65,7 +65,7 @@ def test_a_wrong_file_is_refused(text, wrong, tmp_path):
 
 def test_a_seed_may_be_negative():
     """A negative seed is accepted."""
-    assert RouteConfig.of(["http://a"], seed=-5).seed == -5
+    assert RouteConfig.from_options(["http://a"], seed=-5).seed == -5
 
 
 def test_a_file_gives_servers_and_options(tmp_path):

@@ -35,7 +35,7 @@ from kvcore_online.server import ServeConfig, Text
 from kvcore_online.tally import CANCELLED
 from kvcore_replay.check.trace import replay
 
-PROMPT = " ".join(f"word{place}" for place in range(40))
+PROMPT = " ".join(f"word{index}" for index in range(40))
 
 
 CLIENTS = {}
@@ -131,7 +131,7 @@ def test_a_repeated_prompt_reports_cached_tokens():
             client(server).completions.create(model="tiny", prompt=PROMPT, max_tokens=2).usage
             for _ in range(2)
         ]
-    assert [each.prompt_tokens_details.cached_tokens for each in usages] == [0, 32]
+    assert [usage.prompt_tokens_details.cached_tokens for usage in usages] == [0, 32]
 
 
 def test_a_hybrid_model_is_served_in_cache_groups():
@@ -164,10 +164,10 @@ def test_a_salt_keeps_prompts_apart(server):
 
 def test_concurrent_requests_have_the_texts_of_serial_ones(server):
     """Concurrent requests with shared prefixes return the same texts as serial ones."""
-    prompts = [f"{PROMPT} and {number % 4}" for number in range(16)]
+    prompts = [f"{PROMPT} and {index % 4}" for index in range(16)]
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda each: complete(server, each), prompts))
-    assert together == [complete(server, each) for each in prompts]
+    assert together == [complete(server, prompt) for prompt in prompts]
 
 
 def test_the_sequence_of_a_disconnected_client_is_cancelled():
@@ -292,12 +292,12 @@ def test_equal_seeds_draw_equal_tokens_whatever_else_runs(server):
     ways = [{"temperature": 0.0}, {"seed": 6}, {"top_p": 0.3, "seed": 7}, {"temperature": 2.0}]
     with ThreadPoolExecutor(12) as pool:
         others = [
-            pool.submit(sampled, server, f"{PROMPT} {place % 3}", **ways[place % 4])
-            for place in range(12)
+            pool.submit(sampled, server, f"{PROMPT} {index % 3}", **ways[index % 4])
+            for index in range(12)
         ]
         beside = [pool.submit(sampled, server, seed=5) for _ in range(4)]
         assert all(each.result() == alone for each in beside)
-        assert all(each.result() for each in others)
+        assert all(other.result() for other in others)
     assert sampled(server, seed=6) != alone
     assert sampled(server, seed=5, temperature=0.0) == [complete(server)]
 
@@ -445,8 +445,8 @@ def test_times_are_histograms_under_the_names_of_vllm():
     The first token comes within the time to the last, and the buckets are vLLM's.
     """
     with serving() as server:
-        for number in range(3):
-            complete(server, f"{number} {PROMPT}", tokens=5)
+        for index in range(3):
+            complete(server, f"{index} {PROMPT}", tokens=5)
         loop = server.engine.loop
         asyncio.run(until(lambda: loop.log.requests["finished"] == 3))
         found = metrics(server)
@@ -469,7 +469,7 @@ def test_times_are_histograms_under_the_names_of_vllm():
 
 def test_hits_and_bytes_of_tiers_are_metrics():
     """Tokens that a tier gave back and bytes that were moved are counted by its name."""
-    prompts = [" ".join(f"{name}{place}" for place in range(200)) for name in "abcd"]
+    prompts = [" ".join(f"{name}{index}" for index in range(200)) for name in "abcd"]
     with serving(blocks=20, memory=None, tier=["host:memory=4MiB,load=always"]) as server:
         for prompt in prompts * 2:
             complete(server, prompt, tokens=2)
@@ -510,8 +510,8 @@ def test_blocks_stored_and_not_removed_by_events_are_cached():
         while not socket_.poll(200):
             complete(server, f"start {unseen} " * 20, tokens=1)
             unseen += 1
-        for number in range(12):
-            complete(server, f"{number} {PROMPT}", tokens=20)
+        for index in range(12):
+            complete(server, f"{index} {PROMPT}", tokens=20)
         while socket_.poll(500):
             *_, payload = socket_.recv_multipart()
             for event in decode(payload).events:
@@ -537,7 +537,7 @@ def test_sigterm_finishes_the_requests_and_the_trace(tmp_path):
     trace = tmp_path / "day.jsonl.gz"
     server = ServerProcess("--trace", str(trace)).wait()
     try:
-        texts = [complete(server, f"{PROMPT} {number}", 4) for number in range(3)]
+        texts = [complete(server, f"{PROMPT} {index}", 4) for index in range(3)]
         stream = client(server).completions.create(
             model="tiny", prompt="left behind", max_tokens=2000, stream=True
         )
@@ -598,7 +598,7 @@ def test_the_trace_can_be_read_after_sigkill(tmp_path):
 
 def events_of(path):
     """Return the events of a trace that may be cut off."""
-    return [each.event for each in read_events(path)] if path.stat().st_size else []
+    return [event.event for event in read_events(path)] if path.stat().st_size else []
 
 
 def test_open_requests_get_503_if_the_engine_fails():
@@ -841,7 +841,7 @@ def test_a_port_in_use_leaves_an_older_trace(server, tmp_path):
 def test_what_a_tier_gives_back_is_cached():
     """Tokens loaded from a tier were not computed: `cached_tokens` counts them."""
     tier = "host:memory=4MiB,load=always"
-    prompts = [" ".join(f"{name}{place}" for place in range(200)) for name in "abcd"]
+    prompts = [" ".join(f"{name}{index}" for index in range(200)) for name in "abcd"]
     with serving(blocks=20, memory=None, tier=[tier]) as server:
         ask_ = client(server).completions.create
         cached = [
@@ -879,10 +879,10 @@ def test_a_server_with_a_trace_keeps_nothing_of_ended_requests(tmp_path):
     """
     trace = tmp_path / "day.jsonl"
     with serving(ServeConfig(port=0, grace=2, trace=trace)) as server:
-        for number in range(20):
-            body = {"prompt": f"{number} a b c", "max_tokens": 2, "cache_salt": "TOP-SECRET"}
+        for index in range(20):
+            body = {"prompt": f"{index} a b c", "max_tokens": 2, "cache_salt": "TOP-SECRET"}
             assert ask(server, "/v1/completions", json.dumps(body))[0] == 200
-            body = {"prompt": f"{number} d e", "max_tokens": 3, "stop": ["a", "b"]}
+            body = {"prompt": f"{index} d e", "max_tokens": 3, "stop": ["a", "b"]}
             assert ask(server, "/v1/completions", json.dumps(body))[0] == 200
         cache, loop = server.cache, server.engine.loop
         # A request is answered just before the loop has let go of it.

@@ -101,13 +101,13 @@ def drawn(count=40, gap_s=0.3):
     model = SimulatedModel()
     return [
         text_request(
-            number,
-            model.encode(" ".join([WORDS[number // 2 % 3]] * 300 + [str(number)])),
-            output=5 + number % 7,
+            index,
+            model.encode(" ".join([WORDS[index // 2 % 3]] * 300 + [str(index)])),
+            output=5 + index % 7,
             block_size=16,
-            arrival=round(number * gap_s * NS_PER_S) + number % 5 * 1_300_001,
+            arrival=round(index * gap_s * NS_PER_S) + index % 5 * 1_300_001,
         )
-        for number in range(count)
+        for index in range(count)
     ]
 
 
@@ -125,11 +125,11 @@ def test_tokens_come_at_the_times_of_a_simulation(like, gap_s):
     tokens, loop = played(drawn(gap_s=gap_s), **options)
     result = simulated_parts(**options).run(requests=drawn(gap_s=gap_s))
     rows = result.requests
-    for place, name in enumerate(rows["id"]):
-        arrived = rows["arrival_s"][place]
-        first = rows["ttft_s"][place] + arrived
+    for index, name in enumerate(rows["id"]):
+        arrived = rows["arrival_s"][index]
+        first = rows["ttft_s"][index] + arrived
         assert tokens[name][0] == pytest.approx(first * NS_PER_S, abs=50_000)
-        assert tokens[name][-1] == pytest.approx(rows["finish_s"][place] * NS_PER_S, abs=50_000)
+        assert tokens[name][-1] == pytest.approx(rows["finish_s"][index] * NS_PER_S, abs=50_000)
     stats = result.cache.stats
     assert loop._cache.stats.hit_tokens == stats.hit_tokens > 0
     assert loop._cache.tree.evicted_blocks == result.cache.tree.evicted_blocks > 0
@@ -289,10 +289,8 @@ def test_the_trace_of_a_simulated_server_is_whole(tmp_path):
         serving(config, simulated=True, **options) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client,
     ):
-        for number in range(12):
-            ask(
-                client, [{"role": "user", "content": f"{number % 6} word " * 100}], max_tokens=9
-            )
+        for index in range(12):
+            ask(client, [{"role": "user", "content": f"{index % 6} word " * 100}], max_tokens=9)
     report = replay(path)
     assert (report.complete, report.finished) == (True, 12)
     assert kvcore.simulate(f"trace:{path}", model="llama-3-8b").summary()["completed"] == 12

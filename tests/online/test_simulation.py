@@ -91,7 +91,7 @@ def test_the_shortest_form_of_a_failure_has_no_event_too_many(tmp_path):
     def fails(world):
         return str(failure(Failing, world, tmp_path)).startswith("full")
 
-    asks = [Ask(place / 10) for place in range(5)]
+    asks = [Ask(index / 10) for index in range(5)]
     world = routed(*asks, Disk(0.6, 0), Ask(0.7), Signal(2.0), traced=True)
     assert fails(world)
     assert [type(event) for event in shortest(world, fails).events] == [Disk]

@@ -107,7 +107,7 @@ def test_dropped_batches_leave_a_gap_in_the_numbers(publisher, monkeypatch):
     """Batches dropped for lack of room are counted, and leave a gap in the numbers."""
     monkeypatch.setattr(room, "_QUEUED", 2)
     cache, stored = make(publisher, blocks=100)
-    prompts = [ask(number, range(4 * number, 4 * number + 4)) for number in range(6)]
+    prompts = [ask(index, range(4 * index, 4 * index + 4)) for index in range(6)]
     serve(cache, stored, *prompts[:5])
     assert stored.dropped == 3
     publisher.gate.clear()
@@ -130,7 +130,7 @@ def test_a_batch_that_cannot_be_sent_is_a_gap(publisher, capsys):
         raise ZeroDivisionError
 
     publisher.publish = fail
-    prompts = [ask(number, range(4 * number, 4 * number + 4)) for number in range(3)]
+    prompts = [ask(index, range(4 * index, 4 * index + 4)) for index in range(3)]
     serve(cache, stored, *prompts)
     stored.start()
     stored.close()
@@ -154,8 +154,8 @@ def test_tokens_and_salts_are_kept_for_cached_blocks_only(publisher):
     """Tokens and salts are kept only for the blocks that are cached."""
     cache, stored = make(publisher, blocks=4)
     stored.start()
-    for number in range(20):
-        serve(cache, stored, ask(number, range(number, number + 16), salt=str(number)))
+    for index in range(20):
+        serve(cache, stored, ask(index, range(index, index + 16), salt=str(index)))
     stored.close()
     assert len(stored._tokens) == cache.tree.cached_blocks == 4
     assert len(stored._salts) == 1

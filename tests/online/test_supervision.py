@@ -35,8 +35,8 @@ def test_each_kind_of_message_is_printed_at_its_first_tenth_and_hundredth_time(c
 def test_messages_of_ever_new_kinds_are_bounded(capsys):
     """Of kinds beyond the first ones, few messages are printed, and nothing is kept."""
     messages = Messages()
-    for number in range(_MOST_KINDS + 1_000):
-        messages.warn(f"error {number}")
+    for index in range(_MOST_KINDS + 1_000):
+        messages.warn(f"error {index}")
     assert len(messages._counts) == _MOST_KINDS + 1
     assert len(capsys.readouterr().err.splitlines()) == _MOST_KINDS + 4
 

@@ -102,7 +102,9 @@ def test_only_the_second_of_two_equal_evictions_is_marked(tmp_path):
     again = [*once, ("three", "ab"), ("two", "wxyz")]
     left = play(tmp_path / "left.jsonl", 4, again)
     right = play(tmp_path / "right.jsonl", 4, once)
-    first, second = [each for each in TraceBlocks(left).evictions if each.line["for"] == "two"]
+    first, second = [
+        eviction for eviction in TraceBlocks(left).evictions if eviction.line["for"] == "two"
+    ]
     assert first.contents == second.contents
     marks, _ = found(left, right)
     assert marks[0][second.row] == 2

@@ -101,9 +101,9 @@ def test_pool_sizes_that_follow_from_other_options_are_no_axis():
     rows = [
         {"codec": codec, "blocks": blocks} for codec, blocks in (("fp16", 10), ("int8", 20))
     ]
-    assert SeenGrid.of("simulate", rows).varied == ["codec"]
+    assert SeenGrid.from_rows("simulate", rows).varied == ["codec"]
     rows += [row | {"blocks": 99} for row in rows]
-    assert SeenGrid.of("simulate", rows).varied == ["codec", "blocks"]
+    assert SeenGrid.from_rows("simulate", rows).varied == ["codec", "blocks"]
 
 
 def test_labels_of_files_are_the_shortest_distinct_path_ends():

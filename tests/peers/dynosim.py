@@ -63,8 +63,8 @@ class Recorded:
 
 
 RECORDED = [
-    Recorded(**each)
-    for each in orjson.loads(Path(__file__).with_name("dynosim.json").read_bytes())
+    Recorded(**load)
+    for load in orjson.loads(Path(__file__).with_name("dynosim.json").read_bytes())
 ]
 
 

@@ -33,7 +33,7 @@ def ask(draw, number, stems):
     """Return a request that begins with a part of one of `stems`, with a key per token."""
     stem = stems[draw.randrange(len(stems))]
     shared = stem[: draw.randint(0, len(stem))]
-    keys = [*shared, *((number, place) for place in range(draw.randint(1, TOKENS // 2)))]
+    keys = [*shared, *((number, index) for index in range(draw.randint(1, TOKENS // 2)))]
     return keyed(number, keys, 1, output_tokens=1)
 
 
@@ -72,9 +72,9 @@ def test_lpm_orders_a_queue_as_sglang_does(seed):
     of arrival; below it they do not.
     """
     draw = Random(seed)
-    stems = [[("stem", name, place) for place in range(TOKENS)] for name in range(12)]
+    stems = [[("stem", name, index) for index in range(TOKENS)] for name in range(12)]
     waiting = draw.choice((30, 128, 129, 200))
-    requests = [ask(draw, number, stems) for number in range(waiting + waiting // 3)]
+    requests = [ask(draw, index, stems) for index in range(waiting + waiting // 3)]
     served, queue = requests[:-waiting], requests[-waiting:]
     options = Plugins().get("rules", "sglang").defaults
     ours = KvcoreCache(20_000, 1, options["eviction"], options["prefix"])

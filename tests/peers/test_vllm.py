@@ -201,8 +201,10 @@ def apart(server):
     would have two copies of all blocks that two of them share.
     """
     requests = [
-        attrs.evolve(each, keys=[(each.id << 20) + place for place in range(len(each.keys))])
-        for each in server.requests
+        attrs.evolve(
+            request, keys=[(request.id << 20) + index for index in range(len(request.keys))]
+        )
+        for request in server.requests
     ]
     return attrs.evolve(server, requests=requests)
 

@@ -107,7 +107,7 @@ class Device:
         for name in (name for name, done in zip(names, ready, strict=True) if done):
             self.lengths[name] += 1
             self.generated.add(name)
-        places = {name: place for place, name in enumerate(names)}
+        places = {name: index for index, name in enumerate(names)}
         return ModelRunnerOutput(names, places, [[0] if done else [] for done in ready])
 
 
@@ -148,8 +148,8 @@ def record(server, latency, path, monkeypatch, *, ahead):
     monkeypatch.setenv("KVCORE_STEPS", str(path))
     device = Device(latency)
     bursts = [
-        attrs.evolve(each, arrival=each.arrival + each.id // 50 * HOUR_NS)
-        for each in server.requests
+        attrs.evolve(request, arrival=request.arrival + request.id // 50 * HOUR_NS)
+        for request in server.requests
     ]
     server = attrs.evolve(server, lag=int(ahead), requests=bursts)
     scheduler = vllm_engine.make_scheduler(server)
@@ -184,8 +184,8 @@ def test_the_file_has_the_steps_that_ran_without_a_pause(tmp_path, monkeypatch, 
     gap = 0 if ahead else HOST
     expected = [
         (*each.work, each.end - before.end)
-        for place, (before, each) in enumerate(pairwise(ran), 1)
-        if place >= WARM_UP and each.start - before.end == pytest.approx(gap, abs=1e-9)
+        for index, (before, each) in enumerate(pairwise(ran), 1)
+        if index >= WARM_UP and each.start - before.end == pytest.approx(gap, abs=1e-9)
     ]
     assert 0 < len(expected) < len(ran) - WARM_UP  # some came after idle time
     assert [(*each.counts, each.pairs) for each in found] == [row[:4] for row in expected]

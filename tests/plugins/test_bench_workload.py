@@ -29,7 +29,7 @@ def test_an_open_loop_arrives_at_its_rate():
     """Of 2,000 Poisson arrivals at 10/s the mean gap is 0.1 s within 10 %, without sessions."""
     requests = list(Bench(requests=2_000, rate=10))
     assert requests[-1].arrival / 1999 == pytest.approx(1e8, rel=0.1)
-    assert {each.session for each in requests} == {None}
+    assert {request.session for request in requests} == {None}
 
 
 def test_lengths_vary_by_the_spread():

@@ -67,8 +67,8 @@ def test_untimed_replay_reads_no_further_than_the_lookahead():
     read = []
 
     def requests():
-        for number in range(4):
-            read.append(number)
+        for index in range(4):
+            read.append(index)
             yield ask("a")
 
     next(served(requests(), make(8, Listening(2))))

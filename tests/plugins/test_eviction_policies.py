@@ -29,8 +29,8 @@ SECOND = 10**9
 def kept(eviction, blocks, *texts):
     """Return the spans that are cached after serving `texts`, as requests 0, 1 and so on."""
     cache = make(blocks, eviction)
-    for number, text in enumerate(texts):
-        request = attrs.evolve(ask(text), id=number)
+    for index, text in enumerate(texts):
+        request = attrs.evolve(ask(text), id=index)
         cache.close(compute(cache, cache.open(request)))
     return set(spans(cache))
 
@@ -205,12 +205,10 @@ def test_an_order_is_fixed_by_the_class_itself():
 def test_free_ahead_evicts_the_least_recent_blocks():
     """`free_ahead` evicts the least recent blocks, and residency counts them at their times."""
     cache = KVCache(4, 16, eviction=LRU(), accounting="tokens", key_tokens=16)
-    for number in range(2):
-        keys = [10 * number, 10 * number + 1]
-        request = Request(
-            id=number, prompt_tokens=32, output_tokens=1, keys=keys, key_tokens=16
-        )
-        seq = cache.open(request, now=number)
+    for index in range(2):
+        keys = [10 * index, 10 * index + 1]
+        request = Request(id=index, prompt_tokens=32, output_tokens=1, keys=keys, key_tokens=16)
+        seq = cache.open(request, now=index)
         cache.commit(seq, 32)
         cache.close(seq)
     residency = cache.record_residency()

@@ -76,8 +76,8 @@ def test_a_tombstone_is_no_hit():
     cache = pooled(blocks=9000, window=9, window_slots=170)
     assert serve(cache, 0, text(0)) == 0
     assert serve(cache, 1, (*text(0), "more")) == 100
-    for number in range(2, 9):
-        serve(cache, number, text(number, 150))
+    for index in range(2, 9):
+        serve(cache, index, text(index, 150))
     windows = cache.tree.windows
     spans = {span.path_keys[0]: span for span in cache.tree.spans()}
     assert spans[0, 0] not in windows
@@ -146,7 +146,7 @@ def test_a_retention_policy_is_refused():
 def test_a_trace_is_refused(tmp_path):
     """A trace has no lines for windows and states of spans: the error says to leave it out."""
     options = {"model": "gemma-3-12b", "like": "sglang", "device": "h200"}
-    parts = RunConfig.of(**options).build(workload=Zipf(requests=5, rate=20))
+    parts = RunConfig.for_mode(**options).build(workload=Zipf(requests=5, rate=20))
     trace = Trace(tmp_path / "trace.jsonl")
     with pytest.raises(InputError, match="no lines for them; leave it out"):
         parts.run(trace)
@@ -157,7 +157,7 @@ def test_a_trace_is_refused(tmp_path):
 def test_pools_take_the_memory_that_there_is(name):
     """The pools of a model take all of the memory but what rounding leaves."""
     layout = KVLayout(MODELS[name], "bf16", 16)
-    pools = LayerPools.of(layout, 1)
+    pools = LayerPools.from_layout(layout, 1)
     kinds = {cache.kind for cache in MODELS[name].layer_caches}
     if pools is None:
         assert kinds != {"full", "window"} or name.startswith("gemma-4")
@@ -178,7 +178,7 @@ def test_pools_take_the_memory_that_there_is(name):
 def test_like_sglang_serves_a_hybrid_model_in_pools(model):
     """Rules of SGLang give a hybrid model its pools, which a run and its document show."""
     workload = Zipf(requests=150, rate=20, key_tokens=16)
-    parts = RunConfig.of(
+    parts = RunConfig.for_mode(
         model=model, like="sglang", device="h200", tensor_parallel=2, block_size=16
     ).build(workload=workload)
     result = parts.run()
@@ -198,11 +198,11 @@ def test_jumps_change_no_decision(kind):
     runs = []
     for jumps in (True, False):
         rng, served = Random(kind), []
-        for number in range(60):
-            keys = (*text(rng.randrange(4), rng.randint(1, 40)), *text(number + 9, 20))
+        for index in range(60):
+            keys = (*text(rng.randrange(4), rng.randint(1, 40)), *text(index + 9, 20))
             served.append(
                 Request(
-                    id=number, arrival=number * 10**7, prompt_tokens=len(keys) * 4,
+                    id=index, arrival=index * 10**7, prompt_tokens=len(keys) * 4,
                     output_tokens=rng.choice((1, 30, 400)), keys=keys, key_tokens=4,
                 )
             )  # fmt: skip

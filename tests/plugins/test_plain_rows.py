@@ -62,10 +62,10 @@ def test_lines_of_json_are_read_alike(seed, tmp_path, monkeypatch):
     """A changed line is the same request, or the same error, by the core and in Python."""
     rng = random.Random(seed)
     path = tmp_path / "trace.jsonl"
-    for number in range(8):
+    for index in range(8):
         keys = [rng.randrange(10**18) for _ in range(rng.randrange(5))]
         fields = {
-            "timestamp": 1000 + number,
+            "timestamp": 1000 + index,
             "input_length": rng.randrange(1, 2049),
             "output_length": rng.randrange(9),
             "hash_ids": keys,
@@ -83,9 +83,9 @@ def test_rows_of_csv_are_read_alike(seed, tmp_path, monkeypatch):
     rng = random.Random(seed)
     path = tmp_path / "trace.csv"
     columns = rng.sample(["TIMESTAMP", "ContextTokens", "GeneratedTokens"], 3)
-    for number in range(8):
+    for index in range(8):
         cells = {
-            "TIMESTAMP": f"2023-11-16 18:15:{number:02}.{rng.randrange(10**7):07}",
+            "TIMESTAMP": f"2023-11-16 18:15:{index:02}.{rng.randrange(10**7):07}",
             "ContextTokens": str(rng.randrange(1, 9999)),
             "GeneratedTokens": str(rng.randrange(999)),
         }

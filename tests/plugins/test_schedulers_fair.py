@@ -19,7 +19,7 @@ def counters(scheduler, requests, max_seqs=1):
 def test_weights_are_exact():
     """Counters are exact integers on the common scale of both weights."""
     scheduler = Fair(prefill_weight=0.1, decode_weight=0.3)
-    requests = [ask(f"{number}", output=3, tenant="x") for number in range(100)]
+    requests = [ask(f"{index}", output=3, tenant="x") for index in range(100)]
     prefill, decode = scheduler._weights
     assert prefill / decode == pytest.approx(1 / 3)
     assert counters(scheduler, requests) == {"x": 100 * (PROMPT * prefill + 3 * decode)}

@@ -19,8 +19,8 @@ def call(text, now, tool, session="s"):
 def rounds(tool, seconds, count, start=0):
     """Return sessions that call a tool once and return after some seconds."""
     return [
-        call("zy"[:length], start + 1000 * number + after, tool, f"{tool} {number}")
-        for number in range(count)
+        call("zy"[:length], start + 1000 * index + after, tool, f"{tool} {index}")
+        for index in range(count)
         for length, after in ((1, 0), (2, seconds))
     ]
 
@@ -46,7 +46,7 @@ def test_a_prefix_that_waits_for_a_slow_tool_outlives_an_overdue_one():
 
 def test_a_prefix_of_a_tool_that_never_returned_is_evicted_first():
     """A prefix whose tool has never returned is evicted before an older one."""
-    lessons = [call("z", 1000 * number, "quit", f"quit {number}") for number in range(20)]
+    lessons = [call("z", 1000 * index, "quit", f"quit {index}") for index in range(20)]
     lessons += rounds("build", 100, 20, 500)
     waiting = [
         call("ab", 30_000, "build", "slow"),

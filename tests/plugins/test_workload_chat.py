@@ -267,7 +267,7 @@ def folder(tmp_path):
     def save(template):
         words = {text for m in CHAT for text in m["content"].split()}
         marks = ["<unk>", "<s>", "<system>", "<user>", "<assistant>", "<end>"]
-        known = {word: number for number, word in enumerate([*marks, *sorted(words)])}
+        known = {word: index for index, word in enumerate([*marks, *sorted(words)])}
         unknown = {"unk_token": marks[0]}
         model = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, **unknown))
         model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()

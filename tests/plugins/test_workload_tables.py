@@ -35,7 +35,7 @@ def read(tmp_path, text, name="rows", **options):
 
 def figures(requests):
     """Return what a simulation uses of requests: arrivals in ms, lengths, and waits in ms."""
-    ids = {request.id: place for place, request in enumerate(requests)}
+    ids = {request.id: index for index, request in enumerate(requests)}
     return [
         (
             request.arrival / 10**6,

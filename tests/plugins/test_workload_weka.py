@@ -166,7 +166,7 @@ def test_all_sessions_start_at_once_without_a_stagger(read):
 
 def test_starts_of_sessions_depend_on_the_seed(read):
     """Another seed gives other starts, except for the first session's at 0."""
-    sessions = [session(str(number), turn(0)) for number in range(5)]
+    sessions = [session(str(index), turn(0)) for index in range(5)]
     one, same, other = (
         [request.arrival for request in read(*sessions, seed=seed)] for seed in (1, 1, 2)
     )

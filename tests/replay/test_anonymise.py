@@ -77,7 +77,7 @@ def test_a_key_in_a_file_gives_the_same_hashes_again(trace, tmp_path):
     """With one key two traces have equal hashes; with a drawn one none does."""
     key = tmp_path / "key"
     key.write_bytes(bytes(range(32)))
-    outs = [tmp_path / f"{number}.jsonl" for number in range(4)]
+    outs = [tmp_path / f"{index}.jsonl" for index in range(4)]
     given = (["--key", key], ["--key", key], [], [])
     for out, more in zip(outs, given, strict=True):
         done = run_here("export", trace, "--anonymise", "--out", out, *more)

@@ -69,7 +69,7 @@ def test_an_eviction_has_time_policy_and_request(file):
     assert (eviction.time, eviction.age, eviction.blocks) == (2, 1, 1)
     assert (late.hit, late.admitted - eviction.time) == (BLOCK, 7)
     assert losses_of(late)[-1] == ("compulsory", 3, 1)
-    assert sum(each.tokens for each in late.losses) == 3 * BLOCK
+    assert sum(loss.tokens for loss in late.losses) == 3 * BLOCK
 
 
 def test_expired_blocks_count_as_expired(file):

@@ -62,12 +62,12 @@ def test_elsewhere_losses_were_held_by_the_fullest_other_replica(path):
     reader = read_events(path)
     for event in reader:
         if event.event == "ROUTE":
-            prompt = next(each for each in checker._placed.requests.values()
-                          if each.id == event.request)  # fmt: skip
+            prompt = next(request for request in checker._placed.requests.values()
+                          if request.id == event.request)  # fmt: skip
             best[event.request] = max(
                 each.life.cached_tokens(prompt)
-                for number, each in enumerate(checker.replicas)
-                if number != event.replica
+                for index, each in enumerate(checker.replicas)
+                if index != event.replica
             )
         checker = check_event(reader, checker, event)
     lost = 0
@@ -98,12 +98,12 @@ def test_json_and_text_have_the_replica(path):
     """The JSON and the text of a request name its replica and the one that had its blocks."""
     found = explain(path)
     reasons = next(
-        each
-        for each in found.requests.values()
-        if any(loss.category == "elsewhere" for loss in each.losses)
+        request
+        for request in found.requests.values()
+        if any(loss.category == "elsewhere" for loss in request.losses)
     )
     document = found.request_dict(reasons)
-    (loss,) = [each for each in document["losses"] if each["category"] == "elsewhere"]
+    (loss,) = [loss for loss in document["losses"] if loss["category"] == "elsewhere"]
     assert document["replica"] != loss["replica"]
     text = str(RequestReport(found, reasons))
     assert f"of replica {document['replica']}" in text
@@ -116,9 +116,11 @@ def test_refused_requests_are_rejected_with_the_reason(tmp_path):
     Their replica is that of the last ROUTE. Request 7 was routed to replica 2, the last one to
     fail; the requests after request 8 were never routed.
     """
-    fail = [f"replica={number},at=0.2" for number in range(3)]
+    fail = [f"replica={index},at=0.2" for index in range(3)]
     found = explain(record_cluster(tmp_path / "trace.jsonl", fail=fail))
-    refused = {name: each for name, each in found.requests.items() if each.state == "rejected"}
+    refused = {
+        name: request for name, request in found.requests.items() if request.state == "rejected"
+    }
     replicas = {name: each.replica for name, each in refused.items()}
     assert replicas == {7: 2} | dict.fromkeys(range(9, 30))
     assert {each.rejected for each in refused.values()} == {"all replicas have failed"}
@@ -127,7 +129,7 @@ def test_refused_requests_are_rejected_with_the_reason(tmp_path):
 
 def test_reject_of_an_unknown_request_is_refused(tmp_path):
     """REJECT of an unknown request raises TraceError."""
-    fail = [f"replica={number},at=0.2" for number in range(3)]
+    fail = [f"replica={index},at=0.2" for index in range(3)]
     path = record_cluster(tmp_path / "trace.jsonl", fail=fail)
     events = lines(path)
     refused = next(
@@ -165,8 +167,8 @@ def test_holders_equals_a_search_of_every_other_replica(calls, ratio):
             end = 0
         elif end < has:
             holders.remove(replica, keys, end, has)
-        for place, key in enumerate(keys):
-            mine[key] = max(0, min(ratio, end - place * ratio))
+        for index, key in enumerate(keys):
+            mine[key] = max(0, min(ratio, end - index * ratio))
         for me in range(3):
             for prompt in PROMPTS:
                 best = max(

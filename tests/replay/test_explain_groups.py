@@ -105,9 +105,9 @@ def test_a_summary_adds_up_what_each_group_was_short_for(tmp_path):
     found = explain(path)
     summary = found.summary()
     for index, short in enumerate(summary.groups):
-        segments = [loss for each in found.requests.values() for loss in each.losses]
+        segments = [loss for request in found.requests.values() for loss in request.losses]
         assert short.tokens == sum(loss.tokens for loss in segments if index in loss.groups)
-    report = SummaryReport.of(found, summary)
+    report = SummaryReport.from_explanation(found, summary)
     document = json.loads(json.dumps(report.summary))
     assert len(document["groups"]) == len(document["cache_groups"]) == len(report.groups.rows)
     assert document["optimum"] is None

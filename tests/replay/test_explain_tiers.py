@@ -142,7 +142,7 @@ def test_the_summary_sums_loads_and_saved_prefill(tmp_path):
     saved = explanation.cost(0, 4) + explanation.cost(4, 12)
     assert (loaded.tokens, loaded.seconds, summary.load_s) == (16, pytest.approx(saved), 32e-9)
     note = "Lower tiers: 16 tokens were loaded in 32 ns in all, queues included, instead of"
-    assert note in SummaryReport.of(explanation, summary).notes
+    assert note in SummaryReport.from_explanation(explanation, summary).notes
     assert summary.as_dict()["load_s"] == 32e-9
 
 

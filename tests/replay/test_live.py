@@ -106,9 +106,9 @@ def cache_lines(path, asks):
     """Record the trace of prompts that a cache serves in turn, at the given seconds."""
     with Trace(path) as trace:
         cache = KVCache(8, traces.BLOCK, trace=trace, accounting="keys")
-        for number, (second, name) in enumerate(asks):
+        for index, (second, name) in enumerate(asks):
             now = second * NS_PER_S
-            seq = cache.open(traces.ask(number, name), None, now)
+            seq = cache.open(traces.ask(index, name), None, now)
             cache.commit(seq, seq.request.prompt_tokens - seq.hit_blocks * traces.BLOCK, now)
             cache.close(seq, now)
 

@@ -63,10 +63,10 @@ class Document:
             assert all(event[name] for name in ("name", "cat") if name in event)
             self.take(event)
         assert not any(self._open.values()), "slices that do not end"
-        for pid, tid in {(each["pid"], each["tid"]) for each in self.events}:
+        for pid, tid in {(event["pid"], event["tid"]) for event in self.events}:
             assert pid in self.names
             assert pid == tid or (pid, tid) in self.names
-        tracks = [tid for _, tid in (each for each in self.names if isinstance(each, tuple))]
+        tracks = [tid for _, tid in (name for name in self.names if isinstance(name, tuple))]
         assert len(tracks) == len(set(tracks)), "a track's number in two processes"
 
     def take(self, event):
@@ -243,7 +243,7 @@ def test_counters_are_the_state_of_the_trace(server, recorded):
         ]
         changes = [row for before, row in itertools.pairwise(rows) if before[1] != row[1]]
         found = [
-            (now, {name: float(each) for name, each in values.items()})
+            (now, {name: float(value) for name, value in values.items()})
             for now, values in document.counters[2, counter]
         ]
         assert found == [rows[0], *changes], counter

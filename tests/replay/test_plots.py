@@ -190,7 +190,7 @@ def test_a_trace_without_a_clock_has_no_timeline_or_latencies(tmp_path):
     ):
         plots.timeline(timeline, "png")
     with pytest.raises(InputError, match="it has no clock"):
-        plots.Latencies.of(timeline)
+        plots.Latencies.from_timeline(timeline)
 
 
 def test_a_trace_and_its_result_have_the_same_latencies(tmp_path):
@@ -201,7 +201,10 @@ def test_a_trace_and_its_result_have_the_same_latencies(tmp_path):
     file, out = tmp_path / "run.jsonl", tmp_path / "out"
     result = simulate("zipf:requests=60,prefixes=4,rate=40", slo="ttft=0.5", trace=file)
     result.write(out)
-    traced, kept = plots.Latencies.of(Timeline.read(file)), plots.Latencies.of_result(result)
+    traced, kept = (
+        plots.Latencies.from_timeline(Timeline.read(file)),
+        plots.Latencies.of_result(result),
+    )
     read = plots.Latencies.read(out)
     assert read.samples == kept.samples
     for name, times in kept.samples.items():
@@ -213,7 +216,7 @@ def test_a_trace_and_its_result_have_the_same_latencies(tmp_path):
 
 def test_an_slo_outside_the_axis_is_a_label(served):
     """An SLO outside of the axis is a label, not a line."""
-    found = plots.Latencies.of(served)
+    found = plots.Latencies.from_timeline(served)
     for limit, wanted in ((1.0, "SLO 1 s, beyond this axis"), (1e-12, "before this axis")):
         texts = drawn(plots.latency, attrs.evolve(found, expected={"E2E": limit}))
         assert any(wanted in text for text in texts)
@@ -225,7 +228,9 @@ def test_latencies_without_an_admission_are_a_sentence(tmp_path):
         KVCache(8, traces.BLOCK, trace=trace)
         trace.request(traces.ask("huge", "h", 99), 0)
         trace.reject(0, request="huge", why="too long")
-    found = drawn(plots.latency, plots.Latencies.of(Timeline.read(tmp_path / "run.jsonl")))
+    found = drawn(
+        plots.latency, plots.Latencies.from_timeline(Timeline.read(tmp_path / "run.jsonl"))
+    )
     assert "No request was admitted." in found
 
 
@@ -262,8 +267,8 @@ def test_a_window_without_lookups_at_any_point_has_no_line(tmp_path):
     times = [0, *[1] * 100, 3000, 4000]
     with Trace(tmp_path / "run.jsonl") as trace:
         cache = KVCache(8, traces.BLOCK, trace=trace)
-        for number, now in enumerate(times):
-            seq = cache.open(traces.ask(number, "ab" if now == 1 else ""), None, now)
+        for index, now in enumerate(times):
+            seq = cache.open(traces.ask(index, "ab" if now == 1 else ""), None, now)
             cache.commit(seq, seq.tokens - seq.computed, now)
             cache.close(seq, now)
     found = drawn(plots.hits, Timeline.read(tmp_path / "run.jsonl"))

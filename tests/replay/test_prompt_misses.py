@@ -155,17 +155,17 @@ def test_every_token_has_one_reason():
     ]
     for price in (AUTOMATIC, EXPLICIT, f"{EXPLICIT},min_tokens=6"):
         found = explain_prompts(rows, price)
-        for each in found.prompts:
-            ends = [part.first + part.tokens for part in each.unread]
-            starts = [part.first for part in each.unread]
-            assert starts == [each.read, *ends[:-1]][: len(starts)]
-            assert [each.read, *ends][-1] == each.tokens
+        for prompt in found.prompts:
+            ends = [part.first + part.tokens for part in prompt.unread]
+            starts = [part.first for part in prompt.unread]
+            assert starts == [prompt.read, *ends[:-1]][: len(starts)]
+            assert [prompt.read, *ends][-1] == prompt.tokens
         sums = found.sums()
         assert set(sums) == set(REASONS)
-        unread_tokens = sum(each.tokens - each.read for each in found.prompts)
+        unread_tokens = sum(prompt.tokens - prompt.read for prompt in found.prompts)
         assert sum(row["tokens"] for row in sums.values()) == unread_tokens
         assert sum(row["stopped"] for row in sums.values()) == sum(
-            each.tokens > each.read for each in found.prompts
+            prompt.tokens > prompt.read for prompt in found.prompts
         )
 
 

@@ -108,7 +108,7 @@ def test_each_cause_of_a_compulsory_miss_has_a_sentence(explained):
 def test_a_trace_without_requests_has_an_empty_summary(explained):
     """The summary of a trace without requests has no rows."""
     explanation = explained()
-    report = SummaryReport.of(explanation, explanation.summary())
+    report = SummaryReport.from_explanation(explanation, explanation.summary())
     assert [each.rows for each in (report.table, report.places, report.requests)] == [[]] * 3
     assert "Of 0 prompt tokens, 0 hit (0.0%) and 0 missed." in report.headline
 
@@ -116,7 +116,7 @@ def test_a_trace_without_requests_has_an_empty_summary(explained):
 def test_the_summary_counts_tokens_that_other_salts_may_hold(explained):
     """The summary names the number of tokens that may be cached under other salts."""
     explanation = explained(ask("a", "ab", salt="x"), ask("b", "pq", salt="y"))
-    report = SummaryReport.of(explanation, explanation.summary())
+    report = SummaryReport.from_explanation(explanation, explanation.summary())
     assert "8 tokens came after requests of other salts" in report.notes
 
 
@@ -128,6 +128,6 @@ def test_rankings_of_different_lengths_are_side_by_side(explained):
         *(ask(name.upper(), name, 5) for name in "abc"),
         blocks=6,
     )
-    rows = SummaryReport.of(explanation, explanation.summary()).requests.rows
+    rows = SummaryReport.from_explanation(explanation, explanation.summary()).requests.rows
     assert [row[0] for row in rows] == ["A", "B", "C"]
     assert [row[2:] for row in rows] == [["thief", "12"], ["", ""], ["", ""]]

@@ -146,7 +146,7 @@ def test_requests_with_better_or_worse_results_are_listed():
         "1 request hit more, 1 less. The first token comes earlier for 1, later for 1. Served "
         "only now: 1; rejected only now: 0."
     )
-    tables = {each.headers[0]: each.rows for each in compared.tables}
+    tables = {table.headers[0]: table.rows for table in compared.tables}
     assert tables == {
         "gained hits": [["a", "64", "16", "48", "2 ms", "1 ms"]],
         "lost hits": [["b", "64", "32", "0", "1 ms", "3 ms"]],

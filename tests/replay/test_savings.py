@@ -16,7 +16,7 @@ ZIPF = "zipf:requests=60,prefixes=5,rate=20"
 @pytest.mark.parametrize("model", ["llama-3-8b", "gemma-3-4b"])
 def test_seconds_are_the_sum_of_those_of_each_prompt(model):
     """The seconds of prompts are the sum of the costs of each, with windows too."""
-    cost = PrefillCost.of(find_model(model), find_device("h100"))
+    cost = PrefillCost.for_model(find_model(model), find_device("h100"))
     lengths = [1, 17, 5000, 5000, 0]
     each = sum(cost(0, length) for length in lengths)
     assert prefill_seconds(cost, lengths) == pytest.approx(each)

@@ -448,8 +448,8 @@ def test_blocks_equal_to_parked_ones_may_be_dropped(tmp_path):
     """Blocks that equal a parked sequence's own blocks may be dropped while it returns."""
     shapes = [(0, 8, 7, 1), (1, 4, 9, 1), (2, 4, 11, 2)]
     requests = [
-        arrive(at, time, prompt, output, keys=[key], key_tokens=8)
-        for at, (time, prompt, output, key) in enumerate(shapes)
+        arrive(index, time, prompt, output, keys=[key], key_tokens=8)
+        for index, (time, prompt, output, key) in enumerate(shapes)
     ]
     tier = "host:memory=320,write=through,load=always,latency=1e-7"
     shape = {"blocks": 7, "block_size": 2, "key_tokens": 8, "max_seqs": 3}
@@ -510,8 +510,8 @@ class Watching(Trace):
         """Return the blocks by key, the parked blocks, used slots and link of a level."""
         blocks = {}
         for span in level.tree.spans():
-            for at in range(span.start, span.end):
-                name = span.path_keys[at // span.geometry.ratio]
+            for index in range(span.start, span.end):
+                name = span.path_keys[index // span.geometry.ratio]
                 blocks[name] = blocks.get(name, 0) + 1
         parked = {name: holder.blocks for name, holder in level.parked.items()}
         used = level.pool.blocks - level.pool.free_blocks

@@ -78,7 +78,7 @@ class TestAnotherPolicy:
         whatif(path, eviction="mru", export=tmp_path / "new.jsonl")
         with Trace(tmp_path / "fresh.jsonl") as trace:
             cache = KVCache(2, 4, eviction=MRU(), accounting="keys", trace=trace)
-            replay([ask_for(place, text) for place, text in enumerate("abcabc")], cache)
+            replay([ask_for(index, text) for index, text in enumerate("abcabc")], cache)
         assert (tmp_path / "new.jsonl").read_bytes() == (tmp_path / "fresh.jsonl").read_bytes()
 
     def test_an_option_may_be_infinite(self, tmp_path):
@@ -193,7 +193,7 @@ class TestUnderAClock:
 
     def test_another_rate_is_relative_to_the_workload(self, tmp_path):
         """`rate_scale` is relative to the workload, whatever the rate of the recorded run."""
-        requests = [ask(place, place * 1000) for place in range(4)]
+        requests = [ask(index, index * 1000) for index in range(4)]
         path = timed(tmp_path / "trace.jsonl", requests, rate_scale=4)
         whatif(path, rate_scale=2, export=tmp_path / "new.jsonl", plugins=PLUGINS)
         arrivals = [e["t"] for e in lines(tmp_path / "new.jsonl") if e["event"] == "REQUEST"]
@@ -259,8 +259,8 @@ class TestUnderAClock:
 @pytest.mark.parametrize(
     "cost",
     [
-        PrefillCost.of(find_model("gemma-2-2b"), find_device("a100-80g")),
-        PrefillCost.of(
+        PrefillCost.for_model(find_model("gemma-2-2b"), find_device("a100-80g")),
+        PrefillCost.for_model(
             attrs.evolve(find_model("llama-3-8b"), name="mine"), find_device("h100")
         ),
         PrefillCost(0.25, ((None, 0.5), (8, 1e-9))),

@@ -20,7 +20,7 @@ TWO_SIZES = [{"count": 2}, {"blocks": 60}]
 
 RECORDED = {
     "failures": {"fail": ["replica=1,at=0.3,for=0.1", "replica=0,at=0.350000001"]},
-    "all fail": {"fail": [f"replica={number},at=0.2" for number in range(3)]},
+    "all fail": {"fail": [f"replica={index},at=0.2" for index in range(3)]},
     "unlike": {"replicas": UNLIKE, "tier": "host:memory=1GiB"},
     "refused": {"blocks": 6, "fail": ()},
     "planned": {

@@ -40,7 +40,7 @@ def test_given_tiers_replace_the_recorded_ones(path, tmp_path, tier):
     found = whatif(path, tier=tier, export=tmp_path / "new.jsonl")
     asked = [] if tier == "none" else [tier] if isinstance(tier, str) else tier
     names = [each.partition(":")[0] for each in asked]
-    assert [each["name"] for each in found.rerun.config["tiers"]] == names
+    assert [tier["name"] for tier in found.rerun.config["tiers"]] == names
     assert len(check_trace(tmp_path / "new.jsonl").tiers) == len(names)
 
 

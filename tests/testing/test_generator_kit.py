@@ -128,7 +128,7 @@ class Hasty(Mine):
 
     def numbers(self, step):
         """Return the position of each token in its chunk."""
-        return [place for length in step.lengths for place in range(length)]
+        return [index for length in step.lengths for index in range(length)]
 
 
 class Forgetful(Mine):

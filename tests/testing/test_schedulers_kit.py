@@ -40,7 +40,7 @@ class Turns(Mine):
     def plan(self, state):
         """Return a plan that admits all waiting jobs."""
         waiting = list(state.waiting)
-        return StepPlan([waiting.pop(-1 if place % 2 else 0) for place in range(len(waiting))])
+        return StepPlan([waiting.pop(-1 if index % 2 else 0) for index in range(len(waiting))])
 
 
 class TestTurns(SchedulerTests):

@@ -24,7 +24,7 @@ class Made(Workload):
     name = "made"
     key_tokens = 16
 
-    make: object = lambda: [request(number) for number in range(8)]
+    make: object = lambda: [request(index) for index in range(8)]
     digests: object = "0123456789abcdef"
     length: int | None = None
 
@@ -61,7 +61,7 @@ def kit(workload, **options):
 
 def consumed():
     """Return a `make` that returns requests only the first time."""
-    left = [request(number) for number in range(8)]
+    left = [request(index) for index in range(8)]
     return lambda: (left.pop() for _ in range(len(left)))
 
 

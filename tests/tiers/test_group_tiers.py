@@ -68,7 +68,7 @@ def test_a_state_is_loaded_with_the_attention_before_it():
     keys = [1, 2, 3, 4]
     serve(cache, tiers, 0, keys)
     for name in range(1, 5):
-        serve(cache, tiers, name, [10 * name + place for place in range(4)])
+        serve(cache, tiers, name, [10 * name + index for index in range(4)])
     hit, loaded = serve(cache, tiers, 5, [*keys, 9])
     assert (hit, loaded) == (0, 16)
     assert tiers.levels[0].stats.loaded == 4 + 1

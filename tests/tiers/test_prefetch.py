@@ -140,8 +140,8 @@ def test_a_request_without_free_blocks_is_admitted_after_a_prefetch():
 def test_arrivals_read_ahead_by_the_longest_prefetch_hint():
     """`Arrivals` reads ahead by the longest `prefetch` hint so far, and else by one request."""
     requests = [
-        ask(number, 100 * number, hints=Hints(prefetch=250 if number > 2 else None))
-        for number in range(8)
+        ask(index, 100 * index, hints=Hints(prefetch=250 if index > 2 else None))
+        for index in range(8)
     ]
     arrivals, known = Arrivals(requests, prefetches=True), []
     for request in requests:

@@ -30,8 +30,13 @@ def served(*tiers, max_seqs=1):
     if tiers:
         Tiers(cache, tiers, SLOT)
     requests = [
-        ask(name + str(at), at=at * 10**6, prompt=4 * BLOCK, keys=[name + k for k in "0123"])
-        for at, name in enumerate("aba")
+        ask(
+            name + str(index),
+            at=index * 10**6,
+            prompt=4 * BLOCK,
+            keys=[name + k for k in "0123"],
+        )
+        for index, name in enumerate("aba")
     ]
     return simulate(requests, cache=cache, latency=Even(), batching=Batching(max_seqs=max_seqs))
 

@@ -200,7 +200,7 @@ def test_only_whole_slots_of_a_truncated_file_are_used(tmp_path, suffix, size):
             read(store, [block])
     # The file of headers has one of its own first; only the beginning of each is used.
     whole = size // SIZE if suffix == "slots" else -(-size // disk.HEADER_BYTES) - 1
-    assert found(tmp_path) == [f"0-{at}" for at in range(whole)]
+    assert found(tmp_path) == [f"0-{index}" for index in range(whole)]
 
 
 def test_damaged_headers_are_counted(tmp_path, caplog):
@@ -281,7 +281,7 @@ def test_blocks_survive_a_change_of_memory(tmp_path, slots):
     """More memory keeps all blocks; less memory keeps those whose slots remain."""
     filled(tmp_path)
     there = found(tmp_path, slots=slots)
-    assert there == [f"0-{at}" for at in range(min(slots, SLOTS))]
+    assert there == [f"0-{index}" for index in range(min(slots, SLOTS))]
     assert file_of(tmp_path, "slots").stat().st_size == slots * SIZE
 
 

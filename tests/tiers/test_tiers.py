@@ -22,7 +22,7 @@ FAST = "read_bandwidth=64GB,write_bandwidth=64GB,latency=0"
 
 def prompt(branch, blocks):
     """Return the keys of a prompt."""
-    return [100 * branch + place for place in range(blocks)]
+    return [100 * branch + index for index in range(blocks)]
 
 
 def shared(*rows, spaced=10**6):
@@ -31,8 +31,8 @@ def shared(*rows, spaced=10**6):
     Each row is a branch and its number of blocks; the prompt has one token more.
     """
     return [
-        ask(number, number * spaced, blocks * BLOCK + 1, keys=prompt(branch, blocks))
-        for number, (branch, blocks) in enumerate(rows)
+        ask(index, index * spaced, blocks * BLOCK + 1, keys=prompt(branch, blocks))
+        for index, (branch, blocks) in enumerate(rows)
     ]
 
 
@@ -335,8 +335,8 @@ def test_parked_blocks_are_not_evicted():
     assert tiers.can_swap(seq, 12, 0, lambda tokens, _: 10**6 * tokens) is level
     level.park(seq, 12, 0)
     cache.close(seq)
-    for number in range(3):
-        other = cache.open(ask(number, prompt=9, keys=prompt(number, 2)))
+    for index in range(3):
+        other = cache.open(ask(index, prompt=9, keys=prompt(index, 2)))
         cache.commit(other, 9)
         cache.close(other)
         cache.check_integrity()

@@ -140,8 +140,8 @@ class KvcorePolicy(BaseCachePolicy):
             for key in self._offered:
                 if key in cache_dict:  # it was not evicted, after all
                     self._tell("stored", key)
-            found: list[Any] = []
-            self._offered = found
+            keys: list[Any] = []
+            self._offered = keys
             hosted = sum(map(_counts, cache_dict)) if self.host is None else 0
             if self.host is None and hosted:
                 self._begin(hosted)
@@ -152,16 +152,16 @@ class KvcorePolicy(BaseCachePolicy):
                 entry = cache_dict.get(key)
                 return entry is not None and bool(entry.can_evict)
 
-            while self.host is not None and len(found) < num_candidates:
+            while self.host is not None and len(keys) < num_candidates:
                 key = self.host.victim(usable, now=now)
                 if key is None:
                     break
-                found.append(key)
+                keys.append(key)
                 if hasattr(key, "layer_id"):
                     break  # LMCache evicts all layers of one chunk, however many it asked for
             if self._recorder is not None:
-                self._evicted += found
-            return list(found)
+                self._evicted += keys
+            return list(keys)
 
     # Methods that the mapping calls.
 
@@ -205,10 +205,10 @@ class KvcorePolicy(BaseCachePolicy):
         """Drop the older half of the hits."""
         hits = 0
         kept = []
-        for each in self._early:
-            hits += each[0] == "hit"
-            if each[0] != "hit" or hits > EARLY // 2:
-                kept.append(each)
+        for call in self._early:
+            hits += call[0] == "hit"
+            if call[0] != "hit" or hits > EARLY // 2:
+                kept.append(call)
         self._early, self._early_hits = kept, hits - EARLY // 2
 
     def _apply(self, what: str, key: Any, now: int) -> None:

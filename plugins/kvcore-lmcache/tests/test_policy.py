@@ -395,7 +395,7 @@ def test_a_failed_policy_is_replaced_by_lmcaches_lru(monkeypatch, caplog):
             hosted.serve([random.randrange(30)])
     host = hosted.policy.host
     assert (host.failures, host.eviction.name) == (1, LRU.name)
-    assert [each.levelname for each in caplog.records] == ["WARNING"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "VictimError" in caplog.text
     own = CPU("LRU", 10)
     for key in sorted(hosted.backend.hot_cache, key=lambda key: host.span(key).released_order):

@@ -71,13 +71,13 @@ class Path(Sequence[Key]):
     def __getitem__(self, index: int | slice) -> Key | list[Key]:
         """Return the key of a page, or a list of keys."""
         if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
+            return [self[offset] for offset in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(index)
-        place, path = index % len(self), self
-        while place < path._start:
+        offset, path = index % len(self), self
+        while offset < path._start:
             path = path._above  # type: ignore[assignment]
-        return path._own()[place - path._start]  # noqa: SLF001
+        return path._own()[offset - path._start]  # noqa: SLF001
 
 
 @attrs.define(eq=False)
@@ -203,7 +203,9 @@ class TreeHost:
                 if span.ref_count == 1:
                     self.eviction.on_pin(span)
             span = span.parent  # type: ignore[assignment]
-        admission = next((each for each in self._matched.values() if each.node is node), None)
+        admission = next(
+            (admission for admission in self._matched.values() if admission.node is node), None
+        )
         if admission is not None:
             del self._matched[admission.request]
             self._admitted.append(admission)
@@ -233,16 +235,16 @@ class TreeHost:
     def split(self, upper: Any, lower: Any) -> None:
         """Called when the head of the node `lower` became the node `upper`."""
         span = self._spans[lower]
-        at = span.start + len(upper.key) // self.page_size
+        middle = span.start + len(upper.key) // self.page_size
         parent: Span = span.parent  # type: ignore[assignment]
         siblings: Any = parent.children
         self._last_id += 1
         first = upper.key.child_key(self.page_size)
-        head = span.head(self._last_id, at, lower.key.child_key(self.page_size))
+        head = span.head(self._last_id, middle, lower.key.child_key(self.page_size))
         head.ref_count = max(span.ref_count, 1)
         siblings[first] = head
         span.parent = head
-        span.start = at
+        span.start = middle
         self._spans[upper], self._nodes[head] = head, upper
         if not span.ref_count or span in self._held:
             self._held[head] = None
@@ -371,8 +373,8 @@ class TreeHost:
     def _release(self) -> None:
         """Release the held spans."""
         self._unlocked = False
-        held, self._held = self._held, {}
-        for span in held:
+        spans, self._held = self._held, {}
+        for span in spans:
             self._end(span)
 
     def _end(self, span: Span) -> None:
@@ -384,7 +386,10 @@ class TreeHost:
 
     def _admission_at(self, node: Any) -> _Admission | None:
         """Count an admission; call `on_miss` of the policy unless the whole prompt hits."""
-        return next((each for each in reversed(self._admitted) if each.node is node), None)
+        return next(
+            (admission for admission in reversed(self._admitted) if admission.node is node),
+            None,
+        )
 
     def _miss(self, admission: _Admission, now: int) -> None:
         """Count an admission, and call `on_miss` of the policy unless the whole prompt hits."""
@@ -398,22 +403,22 @@ class TreeHost:
         hit = self._spans.get(admission.node, self._root).end
         missed = self._on_miss is not None and hit < len(admission.prompt) // self.page_size
         if missed or self.recorder is not None:
-            asked = self._asked(admission)
+            asking = self._asked(admission)
             if self.recorder is not None:
-                self.recorder.request(asked, now)
+                self.recorder.request(asking, now)
             if missed and self._on_miss is not None:
-                self._on_miss(asked, hit, now)
+                self._on_miss(asking, hit, now)
 
     def _asked(self, admission: _Admission) -> Request:
         """Return a request as policies and traces see it. O(tokens of its prompt)."""
-        whole, request = admission.prompt, admission.request
-        units = type(whole)(
-            whole.token_ids, whole.extra_key, whole.is_bigram, None, whole.cache_salt
+        prompt, request = admission.prompt, admission.request
+        units = type(prompt)(
+            prompt.token_ids, prompt.extra_key, prompt.is_bigram, None, prompt.cache_salt
         )
         sampling = getattr(request, "sampling_params", None)
         return Request(
             id=request.rid,
-            prompt_tokens=len(whole.token_ids),
+            prompt_tokens=len(prompt.token_ids),
             output_tokens=max(1, getattr(sampling, "max_new_tokens", None) or 1),
             keys=self._keys(None, units.page_aligned(self.page_size)),
             key_tokens=self.page_size,

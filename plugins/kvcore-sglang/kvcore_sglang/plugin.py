@@ -124,16 +124,16 @@ class KvcoreStrategy:
         Once the policy has failed, by the time of its last access.
         """
         if self.host is not None and self.host.scores:
-            place = self.tell("priority", node)
-            if place is not None:
-                return 0, *place
+            priority = self.tell("priority", node)
+            if priority is not None:
+                return 0, *priority
         return 1, node.last_access_time
 
 
 def _strategy(owner: Any) -> KvcoreStrategy | None:
     """Return the strategy of a cache or of a tree core, if it is a `KvcoreStrategy`."""
-    found = getattr(owner, "eviction_strategy", None)
-    return found if isinstance(found, KvcoreStrategy) else None
+    strategy = getattr(owner, "eviction_strategy", None)
+    return strategy if isinstance(strategy, KvcoreStrategy) else None
 
 
 def _after(method: Callable[..., None]) -> tuple[str, Callable[..., None]]:
@@ -179,7 +179,7 @@ def _made_radix(strategy: KvcoreStrategy, _result: None, cache: Any, params: Any
 def _made_core(
     strategy: KvcoreStrategy, _result: None, core: Any, params: Any, components: Any
 ) -> None:
-    others = [each.name for each in components if each.name != "FULL"]
+    others = [component.name for component in components if component.name != "FULL"]
     if others:
         _refuse(f"{' and '.join(others)} layers", "they evict parts of a node by themselves")
     if params.enable_session_radix_cache:

@@ -73,10 +73,10 @@ def test_a_policy_decides_as_in_a_replay(policy, core):
 def requests(seed):
     """Yield requests that share prefixes, with one key for each token."""
     draw = Random(seed)
-    stems = [[1000 * name + place for place in range(40)] for name in range(1, 8)]
+    stems = [[1000 * name + index for index in range(40)] for name in range(1, 8)]
     for number in range(200):
         stem = draw.choice(stems)
-        own = [10_000 + 100 * number + place for place in range(draw.randint(1, 20))]
+        own = [10_000 + 100 * number + index for index in range(draw.randint(1, 20))]
         keys = [*stem[: draw.randint(0, len(stem))], *own]
         yield Request(
             id=number, prompt_tokens=len(keys), output_tokens=draw.randint(1, 12), keys=keys,

@@ -253,7 +253,7 @@ def test_a_policy_that_fails_leaves_sglang_its_own_order(policy, core, named, ca
     with caplog.at_level(logging.WARNING, "kvcore"):
         found = hosted(STREAM, core, named(policy))
     assert found == in_sglang(STREAM, core, "lru")
-    [record] = [each for each in caplog.records if each.levelname == "WARNING"]
+    [record] = [record for record in caplog.records if record.levelname == "WARNING"]
     assert policy().name in record.message
     assert "least recently used" in record.message
 

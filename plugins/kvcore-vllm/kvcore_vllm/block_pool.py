@@ -69,8 +69,8 @@ class PolicyQueue:
         """Return the next `n` blocks; at least `n` are free."""
         self.num_free_blocks -= n
         empty, host = self._empty, self.host
-        found = [empty.popleft() for _ in range(min(n, len(empty)))]
-        if missing := n - len(found):
+        blocks = [empty.popleft() for _ in range(min(n, len(empty)))]
+        if missing := n - len(blocks):
             count = min(missing, host.evictable)
             ids = host.victims(count, now=self.clock(), requester=self.requester) or []
             victims = [self._blocks[block] for block in ids]
@@ -78,8 +78,8 @@ class PolicyQueue:
                 victims += self._last_resort(missing - len(ids))
             if self.left is not None:
                 self.left += [_key(block.block_hash) for block in victims if block.block_hash]
-            found += victims
-        return found
+            blocks += victims
+        return blocks
 
     def _last_resort(self, n: int) -> list[Any]:
         """Return `n` blocks that are free for vLLM, and not evictable for the policy.
@@ -87,14 +87,14 @@ class PolicyQueue:
         They are read after their release, or have a block in use below them: a request has hit
         it below a duplicate of them. O(blocks).
         """
-        found = [self._read.popleft() for _ in range(min(n, len(self._read)))]
+        blocks = [self._read.popleft() for _ in range(min(n, len(self._read)))]
         for block in self._blocks:
-            if len(found) == n:
+            if len(blocks) == n:
                 break
             if not block.ref_cnt and block.block_id in self.host:
                 self.host.dropped(block.block_id, self.clock(), "capacity")
-                found.append(block)
-        return found
+                blocks.append(block)
+        return blocks
 
     def prepend_n(self, blocks: list[Any]) -> None:
         """Free blocks without content; the first of them is allocated first."""
@@ -232,16 +232,16 @@ class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
         queue, new = self.free_block_queue, slice(num_cached_blocks, num_full_blocks)
         name, now, hashes = request.request_id, queue.clock(), request.block_hashes
         ids = [block.block_id for block in blocks[new]]
-        keys = [each[:KEY_BYTES] for each in hashes[new]]
+        keys = [name[:KEY_BYTES] for name in hashes[new]]
         parent = blocks[num_cached_blocks - 1].block_id if num_cached_blocks else None
         tenant, known = request.cache_salt, self.known.get(name)
         if known is None or not known.request.retention:
             queue.host.stored_run(ids, parent, now, keys=keys, request=name, tenant=tenant)
         else:
             steps = priority_steps(known.request, self.hash_block_size)
-            for place, block, key in zip(count(num_cached_blocks), ids, keys, strict=False):
-                asked = [step[1:] for step in steps if place < step[0]]
-                priority, duration = asked[0] if asked else (DEFAULT_PRIORITY, None)
+            for index, block, key in zip(count(num_cached_blocks), ids, keys, strict=False):
+                retained = [step[1:] for step in steps if index < step[0]]
+                priority, duration = retained[0] if retained else (DEFAULT_PRIORITY, None)
                 queue.host.stored(
                     block, parent, now, key=key, request=name, tenant=tenant, priority=priority,
                     priority_until=None if duration is None else now + duration,
@@ -249,7 +249,7 @@ class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
                 parent = block
         if self.recorder is not None:
             named = self.named.get(name, request.num_prompt_tokens // self.hash_block_size)
-            keys = [each[:KEY_BYTES] for each in hashes[named:num_full_blocks]]
+            keys = [name[:KEY_BYTES] for name in hashes[named:num_full_blocks]]
             self.named[name] = named + len(keys)
             self.recorder.committed(name, blocks=num_full_blocks, now=now, keys=keys)
 
@@ -295,16 +295,16 @@ class ExpiringPool(HostedPool):
 
     def get_cached_block(self, block_hash: Any, kv_cache_group_ids: list[int]) -> Any:
         """Return the cached block of a hash; drop it and return None if it has expired."""
-        found = super().get_cached_block(block_hash, kv_cache_group_ids)
-        if not found:
-            return found
-        queue, block = self.free_block_queue, found[0]
+        blocks = super().get_cached_block(block_hash, kv_cache_group_ids)
+        if not blocks:
+            return blocks
+        queue, block = self.free_block_queue, blocks[0]
         if not queue.host.expired(block.block_id, queue.clock()):
-            return found
+            return blocks
         below = queue.host.branch(block.block_id)
-        for each in below:
-            self._maybe_evict_cached_block(self.blocks[each])
-            queue.lose(self.blocks[each], "expired")
+        for block_id in below:
+            self._maybe_evict_cached_block(self.blocks[block_id])
+            queue.lose(self.blocks[block_id], "expired")
         return None
 
 
@@ -399,7 +399,7 @@ def kvcore_request(request: Any, block_size: int, now: int, *, keys: bool = True
         arrival=now,
         prompt_tokens=tokens,
         output_tokens=request.max_tokens,
-        keys=[each[:KEY_BYTES] for each in hashes],
+        keys=[name[:KEY_BYTES] for name in hashes],
         key_tokens=block_size,
         salt=request.cache_salt,
         tenant=request.cache_salt,
@@ -427,7 +427,7 @@ def host_blocks(
         InputError: the cache is not one group of full attention; says what to do.
     """
     pool = manager.block_pool
-    kinds = [type(each).__name__ for each in manager.coordinator.single_type_managers]
+    kinds = [type(manager).__name__ for manager in manager.coordinator.single_type_managers]
     if not manager.enable_caching:
         _refuse("prefix caching is off", "with it (--enable-prefix-caching)")
     if kinds != [FullAttentionManager.__name__] or type(pool) is not BlockPool:
@@ -443,7 +443,7 @@ def host_blocks(
     manager.known = pool.known = {}
     hooks = "on_miss", "on_queued", "on_dequeued", "on_end"
     pool.hears = settings.trace is not None or any(
-        find_override(policy, each) for each in hooks
+        find_override(policy, hook) for hook in hooks
     )
     manager.tables = manager.coordinator.single_type_managers[0].req_to_blocks
     if settings.trace is not None:

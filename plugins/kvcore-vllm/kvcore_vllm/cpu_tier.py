@@ -294,21 +294,23 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
 
 def _sorted(keys: Iterable[OffloadKey], use: _Use) -> list[OffloadKey]:
     """Return `keys` in the order of their ends in the prompt."""
-    place = {key: number for number, key in enumerate(use.order)}
-    return sorted(keys, key=lambda key: place.get(key, len(place)))
+    order = {key: index for index, key in enumerate(use.order)}
+    return sorted(keys, key=lambda key: order.get(key, len(order)))
 
 
 def _priority(use: _Use, end: int, now: int) -> tuple[int, int | None]:
     """Return the highest priority that hints give a chunk with this end, and its limit."""
     start = end - use.request.key_tokens
-    found = [
+    retained = [
         (hint.priority, hint.duration)
         for hint in use.request.retention
         if hint.start < end and (hint.end is None or hint.end > start)
     ]
-    if not found:
+    if not retained:
         return DEFAULT_PRIORITY, None
-    priority, duration = max(found, key=lambda each: (each[0], each[1] is None, each[1] or 0))
+    priority, duration = max(
+        retained, key=lambda entry: (entry[0], entry[1] is None, entry[1] or 0)
+    )
     return priority, None if duration is None else now + duration
 
 
@@ -366,8 +368,8 @@ class _Recording:
         """Record room for a chunk, and the evictions for it."""
         self.opened(use, now)
         request = use.request
-        place = request.keys.index(key) if key in request.keys else -1
-        more = place + 1 - self._table[request.id]
+        index = request.keys.index(key) if key in request.keys else -1
+        more = index + 1 - self._table[request.id]
         left, self._left = self._left, []
         if more > 0:
             self._recorder.extended(request.id, blocks=more, evicted=left, now=now)
@@ -378,8 +380,8 @@ class _Recording:
         """Record that a chunk is written."""
         use = self._writing.pop(key, None)
         if use is not None and use.request.id in self._table:
-            held = self._table[use.request.id]
-            blocks = min(held, self._cached(use, 0))
+            blocks_held = self._table[use.request.id]
+            blocks = min(blocks_held, self._cached(use, 0))
             self._recorder.committed(use.request.id, blocks=blocks, now=now)
 
     def dropped(self, key: OffloadKey, now: int) -> None:

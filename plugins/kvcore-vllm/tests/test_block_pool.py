@@ -108,7 +108,9 @@ def test_steps_are_those_of_vllm(server, monkeypatch):
     host = pool.free_block_queue.host
     assert host.failures == 0
     assert (
-        host.evictable == len(host) == sum(each.block_hash is not None for each in pool.blocks)
+        host.evictable
+        == len(host)
+        == sum(block.block_hash is not None for block in pool.blocks)
     )
     assert not driver.scheduler.kv_cache_manager.known
 
@@ -401,8 +403,8 @@ def test_hints_of_a_request_set_priorities(pool, caplog):
     payloads = ("kvcore:retain", retain), ("kvcore:session", {"session": "s", "tool": 3})
     payloads += ("kvcore:session", {"session": "s", "tool": "search"}), ("other", {})
     actions = [
-        SimpleNamespace(action_id=str(place), action_type=kind, payload=payload)
-        for place, (kind, payload) in enumerate(payloads)
+        SimpleNamespace(action_id=str(index), action_type=kind, payload=payload)
+        for index, (kind, payload) in enumerate(payloads)
     ]
     request.kv_hints = SimpleNamespace(actions=actions)
     pool.open(request, 5)

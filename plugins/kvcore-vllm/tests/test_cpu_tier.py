@@ -151,8 +151,8 @@ def test_the_parent_of_a_chunk_is_in_its_group(tier):
     each = tier("lru", 4)
     keys = [*chain(1, 2), *chain(1, 2, group=1)]
     context = ReqContext(req_id="1")
-    for place, key in enumerate(keys):
-        context.set_offload_key_position(key, (place % 2 + 1) * SIZE)
+    for index, key in enumerate(keys):
+        context.set_offload_key_position(key, (index % 2 + 1) * SIZE)
     each.manager.on_new_request(context)
     each.manager.prepare_store(keys, context)
     each.manager.complete_store(keys, context)
@@ -168,9 +168,9 @@ def test_a_tier_keeps_to_its_size_under_random_calls(tier, eviction, seed):
     """Under random loads and stores a tier keeps to its size, and evicts no chunk in use."""
     random, each, running = Random(seed), tier(eviction, 12), []
     cached, busy = set(), []
-    for number in range(150):
-        keys = chain(*(random.choice((1, 2, 3)) * 10**place for place in range(5)))
-        context = ask(each, number, keys)
+    for index in range(150):
+        keys = chain(*(random.choice((1, 2, 3)) * 10**index for index in range(5)))
+        context = ask(each, index, keys)
         found = [key for key in keys if each.manager.lookup(key, context) == LookupResult.HIT]
         if found and random.random() < 0.5:
             each.manager.prepare_load(found, context)
@@ -233,8 +233,8 @@ class TestHints:
         """Return the context of a request with hints."""
         context = ask(tier, number, keys)
         actions = [
-            kv_hints.protocol.KvHintAction(str(place), kind, "1", payload)
-            for place, (kind, payload) in enumerate(actions)
+            kv_hints.protocol.KvHintAction(str(index), kind, "1", payload)
+            for index, (kind, payload) in enumerate(actions)
         ]
         context.kv_hints = kv_hints.protocol.KvHintsEnvelope("1", "m", actions)
         return context

@@ -53,8 +53,8 @@ class PrefixAffinity(Router):
         del now
         if self.bound:
             flying = sum(replica.requests for replica in replicas)
-            most = ceil(self.bound * (flying + 1) / len(replicas))
-            replicas = [replica for replica in replicas if replica.requests < most]
+            limit = ceil(self.bound * (flying + 1) / len(replicas))
+            replicas = [replica for replica in replicas if replica.requests < limit]
         best = max(replica.hit_tokens for replica in replicas)
         enough = best - self.tolerance * request.prompt_tokens
         near = [replica for replica in replicas if replica.hit_tokens >= enough]

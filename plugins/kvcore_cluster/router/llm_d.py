@@ -39,10 +39,10 @@ class LLMD(Router):
         """Return the replica with the highest score."""
         del now
         waiting = [replica.waiting for replica in replicas]
-        most, fewest = max(waiting), min(waiting)
+        longest, fewest = max(waiting), min(waiting)
         costs = []
         for replica, queued in zip(replicas, waiting, strict=True):
-            idle = (most - queued) / (most - fewest) if most > fewest else 1.0
+            idle = (longest - queued) / (longest - fewest) if longest > fewest else 1.0
             blocks = -(-request.prompt_tokens // replica.block_size) or 1
             hit = replica.hit_tokens // replica.block_size / blocks
             score = self.queue * idle + self.kv * (1 - replica.usage) + self.prefix * hit

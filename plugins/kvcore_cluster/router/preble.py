@@ -61,9 +61,10 @@ class Preble(Router):
     def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica:
         """Return the replica with the prefix, or with the least work."""
         work = {replica.number: self._load(replica, now) for replica in replicas}
-        idlest = min(replicas, key=lambda each: (work[each.number], each.number))
+        idlest = min(replicas, key=lambda replica: (work[replica.number], replica.number))
         best = min(
-            replicas, key=lambda each: (-each.hit_tokens, work[each.number], each.number)
+            replicas,
+            key=lambda replica: (-replica.hit_tokens, work[replica.number], replica.number),
         )
         hit, least = best.hit_tokens, work[idlest.number]
         overloaded = work[best.number] > self.imbalance * least and sum(

@@ -58,5 +58,5 @@ class PowerOfTwo(Router):
         second = int(draw(self.seed, self.name, (request.id, 2)) * (count - 1))
         # An index into the others, so that both differ.
         second += second >= first
-        one, other = replicas[first], replicas[second]
-        return other if other.requests < one.requests else one
+        first_drawn, other = replicas[first], replicas[second]
+        return other if other.requests < first_drawn.requests else first_drawn

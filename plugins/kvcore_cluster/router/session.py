@@ -63,13 +63,13 @@ class SessionAffinity(Router):
                 for point in range(self.points)
             )
             self._changed = False
-        most = ceil(self.bound * (self._in_flight + 1) / len(replicas))
+        limit = ceil(self.bound * (self._in_flight + 1) / len(replicas))
         ring = self._ring
-        place = bisect_right(ring, (draw(self.seed, self.name, _hashed(request)), -1))
+        start = bisect_right(ring, (draw(self.seed, self.name, _hashed(request)), -1))
         for step in range(len(ring)):
-            replica = self._members[ring[(place + step) % len(ring)][1]]
+            replica = self._members[ring[(start + step) % len(ring)][1]]
             # A proxy leaves out replicas that it has tried.
-            if replica.requests < most and replica in replicas:
+            if replica.requests < limit and replica in replicas:
                 return replica
         msg = "some replica has at most the mean"
         raise AssertionError(msg)

@@ -38,8 +38,8 @@ class SGLang(Router):
         """Return the replica of the longest match, or of the shortest queue."""
         del now
         shortest = min(replicas, key=by_load)
-        fewest, most = shortest.requests, max(replica.requests for replica in replicas)
-        if most - fewest > self.absolute and most > self.relative * fewest:
+        fewest, longest = shortest.requests, max(replica.requests for replica in replicas)
+        if longest - fewest > self.absolute and longest > self.relative * fewest:
             return shortest
-        best = min(replicas, key=lambda each: (-each.hit_tokens, *by_load(each)))
+        best = min(replicas, key=lambda replica: (-replica.hit_tokens, *by_load(replica)))
         return best if best.hit_tokens > self.threshold * request.prompt_tokens else shortest

@@ -62,10 +62,10 @@ class Stage:
         row = self._row_of.get(block)
         if row is None:
             if not self._free:
-                held = len(self.rows)
-                more = self.rows.new_empty((max(4, held // 4), *self.rows.shape[1:]))
+                rows = len(self.rows)
+                more = self.rows.new_empty((max(4, rows // 4), *self.rows.shape[1:]))
                 self.rows = torch.cat((self.rows, more))
-                self._free = [*range(held, len(self.rows))]
+                self._free = [*range(rows, len(self.rows))]
             row = self._row_of[block] = self._free.pop()
         return row
 
@@ -123,9 +123,9 @@ class CodedHalf(Half):
         out = self._decoded([gathered(plane, index) for plane in self.planes])
         out = out.view(heads.stop - heads.start, len(blocks), *self.shape[2:])
         if not self.by_token:
-            for place, block in enumerate(blocks.tolist()):
+            for slot, block in enumerate(blocks.tolist()):
                 if block in self.stage:
-                    out[:, place] = self.stage[block][heads]
+                    out[:, slot] = self.stage[block][heads]
         return out.flatten(1, 2)
 
     def tokens(self, index: Tensor, gather: Gather) -> Tensor:
@@ -141,15 +141,15 @@ class CodedHalf(Half):
             return
         assert writes is not None
         if writes.full:
-            whole = rows[self._upload(writes.full_rows)]  # [blocks, tokens, kv_heads, width]
-            self._put(writes.full, whole.transpose(1, 2))
+            full = rows[self._upload(writes.full_rows)]  # [blocks, tokens, kv_heads, width]
+            self._put(writes.full, full.transpose(1, 2))
         if writes.part:
             again = [block for block, begin, _ in writes.part if begin]
             self._unpack([block for block in again if block not in self.stage])
             _, kv_heads, size, _ = self.shape
             owners = torch.tensor([self.stage.row(block) for block, _, _ in writes.part])
-            places = owners[writes.owners][:, None] * kv_heads + torch.arange(kv_heads)
-            index = self._upload((places * size + writes.offsets[:, None]).flatten())
+            flat = owners[writes.owners][:, None] * kv_heads + torch.arange(kv_heads)
+            index = self._upload((flat * size + writes.offsets[:, None]).flatten())
             new = rows[self._upload(writes.part_rows)].flatten(0, 1)
             self.stage.rows.flatten(0, 2).index_copy_(0, index, new)
             ended = [block for block, _, end in writes.part if end == size]
@@ -164,15 +164,15 @@ class CodedHalf(Half):
         from kvcore_engine.backend.kernels.store import Target  # noqa: PLC0415 - Triton's
 
         dtype = self.stage.rows.dtype
-        return Target.of(self._codec, self._part, dtype, self._token_planes)
+        return Target.from_codec(self._codec, self._part, dtype, self._token_planes)
 
     def content(self, blocks: Sequence[int]) -> Tensor:
         """Return the content of `blocks`, `[blocks, kv_heads, block_size, width]`."""
         ids = torch.tensor([*blocks], dtype=torch.int64)
         _, kv_heads, size, width = self.shape
         rows = ids * kv_heads + torch.arange(kv_heads)[:, None]
-        found = self.heads(self._upload(rows.flatten()), ids, slice(0, kv_heads), gathered)
-        return found.view(kv_heads, len(ids), size, width).transpose(0, 1)
+        content = self.heads(self._upload(rows.flatten()), ids, slice(0, kv_heads), gathered)
+        return content.view(kv_heads, len(ids), size, width).transpose(0, 1)
 
     def move(self, table: Sequence[int], into: Sequence[int], moves: Tensor) -> None:
         """Move tokens, as `Backend.move_tokens` does.
@@ -186,8 +186,8 @@ class CodedHalf(Half):
         old, new = (torch.tensor([*blocks], dtype=torch.int64) for blocks in (table, into))
         if self.by_token:
             read, written = (
-                self._upload((ids[at // size] * kv_heads + heads) * size + at % size)
-                for ids, at in ((old, sources), (new, targets))
+                self._upload((ids[index // size] * kv_heads + heads) * size + index % size)
+                for ids, index in ((old, sources), (new, targets))
             )
             for plane in self._token_planes:
                 plane.index_copy_(0, written, gathered(plane, read))
@@ -195,22 +195,22 @@ class CodedHalf(Half):
         moved = self.stage.rows.new_empty(len(heads), self.shape[3])
         for head in range(kv_heads):  # whole blocks are decoded: one head at a time
             which = (heads == head).nonzero()[:, 0]
-            places, token_of = torch.unique(sources[which] // size, return_inverse=True)
-            ids = old[places]
-            found = self.heads(
+            used, token_of = torch.unique(sources[which] // size, return_inverse=True)
+            ids = old[used]
+            moving = self.heads(
                 self._upload(ids * kv_heads + head), ids, slice(head, head + 1), gathered
             )
             index = token_of * size + sources[which] % size
-            moved[self._upload(which)] = found[0, self._upload(index)]
+            moved[self._upload(which)] = moving[0, self._upload(index)]
         # All blocks but the last are full when this is done, also those on the stage.
         changed = {*(targets // size).tolist()}
-        changed |= {at for at, block in enumerate(into[:-1]) if block in self.stage}
-        blocks = [block for at, block in enumerate(into) if at in changed]
+        changed |= {index for index, block in enumerate(into[:-1]) if block in self.stage}
+        blocks = [block for index, block in enumerate(into) if index in changed]
         content = self.content(blocks)
         place_of = torch.zeros(len(into), dtype=torch.int64)
         place_of[sorted(changed)] = torch.arange(len(blocks))
-        where = place_of[targets // size], heads, targets % size
-        content[tuple(map(self._upload, where))] = moved
+        address = place_of[targets // size], heads, targets % size
+        content[tuple(map(self._upload, address))] = moved
         if changed and max(changed) == len(into) - 1 and targets.max() < len(into) * size - 1:
             self.put_on_stage(blocks.pop(), content[-1])
         self._put(blocks, content[: len(blocks)])
@@ -277,16 +277,16 @@ class CodedHalf(Half):
         """Return the planes of `[n, tokens, width]` as bytes, `[n, bytes]`."""
         try:
             coded = self._codec.encode(self._part, rows)
-            found = [(tuple(data.shape), data.dtype) for data in coded]
+            planes = [(tuple(data.shape), data.dtype) for data in coded]
         except FAILURES as error:
             raise policy_error(self._codec, "encode", error) from error
         wanted = [
             ((len(rows), *self._shape(plane, rows.shape[1])), PLANE_DTYPES[plane.dtype])
             for plane in self._described
         ]
-        if found != wanted:
-            asked = f"encode() of {self._part}, {list(rows.shape)},"
-            raise wrong_answer(self._codec, asked, f"{found}, where its planes are {wanted}")
+        if planes != wanted:
+            request = f"encode() of {self._part}, {list(rows.shape)},"
+            raise wrong_answer(self._codec, request, f"{planes}, where its planes are {wanted}")
         return [data.contiguous().flatten(1).view(torch.uint8) for data in coded]
 
     def _decoded(self, planes: list[Tensor]) -> Tensor:
@@ -301,10 +301,10 @@ class CodedHalf(Half):
         except FAILURES as error:
             raise policy_error(self._codec, "decode", error) from error
         wanted = len(planes[0]), tokens, self.shape[3]
-        found = getattr(rows, "shape", type(rows).__name__)
-        if found != wanted:
-            asked = f"decode() of {self._part}"
-            raise wrong_answer(self._codec, asked, f"{found}, where it coded {wanted}")
+        shape = getattr(rows, "shape", type(rows).__name__)
+        if shape != wanted:
+            request = f"decode() of {self._part}"
+            raise wrong_answer(self._codec, request, f"{shape}, where it coded {wanted}")
         return rows.to(self.stage.rows.dtype).contiguous()
 
 
@@ -388,13 +388,13 @@ class CodedPool(Pool):
     ) -> SwappedBlocks:
         """Copy blocks to the host, into `[len(blocks), bytes]`, with those on the stage."""
         staged = [
-            [place for place, block in enumerate(blocks) if block in half.stage]
+            [index for index, block in enumerate(blocks) if block in half.stage]
             for half in self.halves
         ]
         content = [
-            half.stage[blocks[place]].flatten()
-            for half, places in zip(self.halves, staged, strict=True)
-            for place in places
+            half.stage[blocks[index]].flatten()
+            for half, indices in zip(self.halves, staged, strict=True)
+            for index in indices
         ]
         packed = torch.cat([self.halves[0].stage.rows.new_empty(0), *content])
         kept = torch.empty_like(packed, device=host.device)
@@ -405,12 +405,12 @@ class CodedPool(Pool):
         """Write the content that `swap_out` returned into `blocks`."""
         super().swap_in(host.planes, blocks, transfer)
         content, begin = self.upload(host.content), 0
-        for half, places in zip(self.halves, host.staged, strict=True):
+        for half, indices in zip(self.halves, host.staged, strict=True):
             half.stage.drop(blocks)
-            for place in places:
+            for index in indices:
                 shape = half.shape[1:]
                 end = begin + shape[0] * shape[1] * shape[2]
-                half.put_on_stage(blocks[place], content[begin:end].view(shape))
+                half.put_on_stage(blocks[index], content[begin:end].view(shape))
                 begin = end
 
     def read_bytes(self, blocks: Sequence[int], into: Tensor, transfer: Transfer) -> None:

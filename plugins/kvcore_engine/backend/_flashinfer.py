@@ -92,12 +92,12 @@ class FlashInferDecode(AttentionKernel):
     ) -> FlashInferPlan:
         """List the blocks of the sequences. O(blocks)."""
         size = self._pool.layout.block_size
-        held = [tables[single.number][: single.context // size + 1] for single in singles]
-        counts = torch.tensor([0, *map(len, held)], dtype=torch.int32)
+        attended = [tables[single.number][: single.context // size + 1] for single in singles]
+        counts = torch.tensor([0, *map(len, attended)], dtype=torch.int32)
         last = [single.context % size + 1 for single in singles]
         table = (
             counts.cumsum(0, dtype=torch.int32),
-            torch.cat(held).to(torch.int32),
+            torch.cat(attended).to(torch.int32),
             torch.tensor(last, dtype=torch.int32),
         )
         rows = torch.tensor([single.row for single in singles])
@@ -115,9 +115,9 @@ class FlashInferDecode(AttentionKernel):
         """Compute the rows of the plan."""
         assert sums is None
         wrapper = self._planned(plan, queries.shape[2], scale)
-        asked = queries.index_select(0, plan.rows)
-        found = wrapper.run(asked.flatten(1, 2), self._pool.layer_blocks(layer))
-        out.index_copy_(0, plan.rows, found.view_as(asked))
+        rows = queries.index_select(0, plan.rows)
+        output = wrapper.run(rows.flatten(1, 2), self._pool.layer_blocks(layer))
+        out.index_copy_(0, plan.rows, output.view_as(rows))
 
     def _planned(self, plan: FlashInferPlan, group: int, scale: float | None) -> Any:
         """Return the wrapper for `group` query heads a K/V head and a scale, with the plan.
@@ -127,8 +127,8 @@ class FlashInferDecode(AttentionKernel):
         kind = group, plan.window, scale
         kept = self._wrappers.get(kind)
         if kept is None:
-            made = self._make(self._workspace, "HND", use_tensor_cores=True)
-            kept = self._wrappers[kind] = [made, None]
+            planned = self._make(self._workspace, "HND", use_tensor_cores=True)
+            kept = self._wrappers[kind] = [planned, None]
         wrapper, known = kept
         if known is not plan:
             layout = self._pool.layout

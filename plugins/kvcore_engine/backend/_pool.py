@@ -35,8 +35,8 @@ Transfer: TypeAlias = Callable[[Iterable[tuple[Tensor, Tensor]]], None]
 
 def _memory(numbers: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the host: not a copy."""
-    held: Any = numbers.numpy()  # no buffer to type checkers
-    return memoryview(held).cast("B")
+    buffer: Any = numbers.numpy()  # no buffer to type checkers
+    return memoryview(buffer).cast("B")
 
 
 def kernels_for(device: torch.device) -> bool:
@@ -93,17 +93,17 @@ class Writes:
     offsets: Tensor
 
     @classmethod
-    def of(cls, batch: RaggedBatch, tables: list[Tensor], size: int) -> Writes:
+    def from_batch(cls, batch: RaggedBatch, tables: list[Tensor], size: int) -> Writes:
         """Divide the new tokens of a batch. O(blocks written + new tokens)."""
         full, part, row = [], [], 0
         firsts, starts = [], []
         for context, length, table in zip(batch.contexts, batch.lengths, tables, strict=True):
             end = context + length
             written = range(context // size, -(-end // size))
-            for place, block in zip(written, table[written.start :].tolist(), strict=True):
-                begin = max(context - place * size, 0)
-                stop = min(end - place * size, size)
-                first = row + place * size + begin - context
+            for index, block in zip(written, table[written.start :].tolist(), strict=True):
+                begin = max(context - index * size, 0)
+                stop = min(end - index * size, size)
+                first = row + index * size + begin - context
                 if stop - begin == size:
                     full.append(block)
                     firsts.append(first)
@@ -233,8 +233,11 @@ class LayerTensor(Half):
         """Move tokens, row by row."""
         size, (heads, sources, targets) = self.shape[2], moves
         read, written = (
-            ((torch.tensor(blocks)[at // size] * self.row_stride + heads) * size + at % size)
-            for blocks, at in ((table, sources), (into, targets))
+            (
+                (torch.tensor(blocks)[index // size] * self.row_stride + heads) * size
+                + index % size
+            )
+            for blocks, index in ((table, sources), (into, targets))
         )
         moved = self.by_token.index_select(0, read.to(self.by_token.device))
         self.by_token.index_copy_(0, written.to(self.by_token.device), moved)
@@ -334,12 +337,14 @@ class Pool:
         """
         halves = self.keys[layer], self.values[layer]
         new = []
-        for half, at, part, turn in zip(halves, slots, rows, (rotation, None), strict=True):
+        for half, slot_of, part, turn in zip(
+            halves, slots, rows, (rotation, None), strict=True
+        ):
             target = half.target
             if target is not None:
-                new.append((target, at, part, turn))
+                new.append((target, slot_of, part, turn))
             else:
-                half.store(at, part if turn is None else turn.rotate(part), writes)
+                half.store(slot_of, part if turn is None else turn.rotate(part), writes)
         if new:
             from kvcore_engine.backend.kernels.store import store_rows  # noqa: PLC0415 - Triton's
 
@@ -363,8 +368,8 @@ class Pool:
             for rows, size in self._rows:
                 kept = [bytes(rows[source * size : (source + 1) * size]) for source, _ in aside]
                 for source, target in straight:
-                    place = target * size
-                    rows[place : place + size] = rows[source * size : (source + 1) * size]
+                    begin = target * size
+                    rows[begin : begin + size] = rows[source * size : (source + 1) * size]
                 for (_, target), content in zip(aside, kept, strict=True):
                     rows[target * size : (target + 1) * size] = content
         else:
@@ -379,14 +384,14 @@ class Pool:
         straight: Sequence[tuple[int, int]],
     ) -> None:
         """Copy the pairs `straight` by a kernel, and the pairs `aside` through a stage."""
-        held = None
+        staged = None
         if aside:
-            held = mover.gather(self._ids([source for source, _ in aside]))
+            staged = mover.gather(self._ids([source for source, _ in aside]))
         if straight:
             sources, targets = zip(*straight, strict=True)
             mover.copy(self._ids(sources), self._ids(targets))
-        if held is not None:
-            mover.scatter(held, self._ids([target for _, target in aside]))
+        if staged is not None:
+            mover.scatter(staged, self._ids([target for _, target in aside]))
 
     def layer_blocks(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the memory of K and of V of a layer."""
@@ -439,11 +444,11 @@ class Pool:
                 return
             transfer([(into, self._gathered(self._ids(blocks), into))])
         elif self._has_long_rows:
-            memory, at = _memory(into), 0
+            memory, offset = _memory(into), 0
             for block in blocks:
                 for rows, size in self._rows:
-                    memory[at : at + size] = rows[block * size : (block + 1) * size]
-                    at += size
+                    memory[offset : offset + size] = rows[block * size : (block + 1) * size]
+                    offset += size
         else:
             ids = self._ids(blocks)
             for matrix, columns in self._columns:
@@ -463,11 +468,11 @@ class Pool:
             for matrix, columns in self._columns:
                 matrix.index_copy_(0, ids, stage[:, columns])
         elif self._has_long_rows:
-            memory, at = _memory(data), 0
+            memory, offset = _memory(data), 0
             for block in blocks:
                 for rows, size in self._rows:
-                    rows[block * size : (block + 1) * size] = memory[at : at + size]
-                    at += size
+                    rows[block * size : (block + 1) * size] = memory[offset : offset + size]
+                    offset += size
         else:
             # numpy copies rows; index_copy_ of torch goes byte by byte, six times slower.
             index = torch.tensor(blocks, dtype=torch.int64).numpy()
@@ -485,9 +490,9 @@ class Pool:
 
     def _runs(self, blocks: Sequence[int], host: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each row of blocks: the part on the host, and the part of the pool."""
-        for place, block in enumerate(blocks):
+        for index, block in enumerate(blocks):
             for matrix, columns in self._columns:
-                yield host[place, columns], matrix[block]
+                yield host[index, columns], matrix[block]
 
     @cached_property
     def _mover(self) -> RowMover | None:
@@ -506,21 +511,21 @@ class Pool:
     @cached_property
     def _columns(self) -> list[tuple[Tensor, slice]]:
         """The matrices as bytes, without padding, each with its columns in a whole block."""
-        layout, begin, found = self.layout, 0, []
+        layout, begin, halves = self.layout, 0, []
         for matrix in self.matrices:
             rows = matrix.view(torch.uint8)
             if layout.together:
                 rows = rows[:, : layout.bytes_per_block]
-            found.append((rows, slice(begin, begin + rows.shape[1])))
+            halves.append((rows, slice(begin, begin + rows.shape[1])))
             begin += rows.shape[1]
-        return found
+        return halves
 
     @cached_property
     def _has_long_rows(self) -> bool:
         """Whether rows lie one after the other, and are best copied one by one."""
         size = self.layout.bytes_per_block
-        whole = all(rows.is_contiguous() for rows, _ in self._columns)
-        return whole and size >= LONG_ROW * len(self._columns)
+        contiguous = all(rows.is_contiguous() for rows, _ in self._columns)
+        return contiguous and size >= LONG_ROW * len(self._columns)
 
     @cached_property
     def _rows(self) -> list[tuple[memoryview, int]]:
@@ -548,7 +553,7 @@ class Pool:
             raise InputError(msg)
         size, blocks = self.layout.block_size, self.layout.blocks
         tables = []
-        for number, (table, context, length) in enumerate(
+        for index, (table, context, length) in enumerate(
             zip(batch.block_tables, batch.contexts, batch.lengths, strict=True)
         ):
             needed = -(-(context + length) // size)
@@ -561,13 +566,13 @@ class Pool:
                     f"tokens: {needed} are needed"
                 )
             if msg:
-                msg = f"sequence {number} has {msg}"
+                msg = f"sequence {index} has {msg}"
                 raise InputError(msg)
             ids = torch.frombuffer(array("q", table[:needed]), dtype=torch.int64)
             low, high = torch.aminmax(ids)
             if low < 0 or high >= blocks:
                 wrong = int(low if low < 0 else high)
-                msg = f"sequence {number} has block {wrong}: there are 0 to {blocks - 1}"
+                msg = f"sequence {index} has block {wrong}: there are 0 to {blocks - 1}"
                 raise InputError(msg)
             tables.append(ids)
         return tables
@@ -576,7 +581,7 @@ class Pool:
         """Return the new tokens by block, for codecs that code blocks; None: by `slots`."""
         if self.by_token:
             return None
-        return Writes.of(batch, tables, self.layout.block_size)
+        return Writes.from_batch(batch, tables, self.layout.block_size)
 
     def slots(self, batch: RaggedBatch, tables: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the slots of K and V of the new tokens: rows of `LayerTensor.by_token`.
@@ -588,12 +593,12 @@ class Pool:
         # For each row its sequence, and its place in that sequence's blocks.
         sequence = torch.repeat_interleave(lengths)
         starts = lengths.cumsum(0) - lengths - torch.tensor(batch.contexts)
-        places = torch.arange(len(sequence)) - starts[sequence]
+        offsets = torch.arange(len(sequence)) - starts[sequence]
         # All tables are laid end to end; `firsts` has the beginning of each.
         firsts = torch.tensor([0, *accumulate(map(len, tables[:-1]))])
-        blocks = torch.cat(tables)[firsts[sequence] + places // size]
+        blocks = torch.cat(tables)[firsts[sequence] + offsets // size]
         keys, values = (
-            self.upload(parts[0].token_rows(blocks, places % size).t().flatten())
+            self.upload(parts[0].token_rows(blocks, offsets % size).t().flatten())
             for parts in (self.keys, self.values)
         )
         return keys, values

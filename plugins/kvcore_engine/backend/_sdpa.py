@@ -185,19 +185,21 @@ class _LayerAttention:
         keys = self.pool.keys[self.layer].tokens(group.keys, self.gather("keys"))
         values = self.pool.values[self.layer].tokens(group.values, self.gather("values"))
         keys, values = keys.view(*shape, layout.head_dim), values.view(*shape, layout.value_dim)
-        asked = self.queries.index_select(0, group.rows)
+        queries = self.queries.index_select(0, group.rows)
         if not self._weighs:
-            found = scaled_dot_product_attention(
-                asked, keys, values, attn_mask=group.mask, scale=self.scale
+            output = scaled_dot_product_attention(
+                queries, keys, values, attn_mask=group.mask, scale=self.scale
             )
         else:
-            weights = _weights(asked, keys, self.scale, group.mask, self.sink_logits)
-            found = weights.to(values.dtype) @ values
+            weights = _weights(queries, keys, self.scale, group.mask, self.sink_logits)
+            output = weights.to(values.dtype) @ values
         if self.sums is not None:
-            places = self.pool.upload(group.places)
-            for number, there, got in zip(group.sequences, places, weights.sum(2), strict=True):
-                self.sums[number].index_add_(1, there, got)
-        self.out.index_copy_(0, group.rows, found)
+            positions = self.pool.upload(group.places)
+            for sequence, attended, got in zip(
+                group.sequences, positions, weights.sum(2), strict=True
+            ):
+                self.sums[sequence].index_add_(1, attended, got)
+        self.out.index_copy_(0, group.rows, output)
 
     def tile(self, tile: Tile, mask: Tensor | None) -> None:
         """Compute consecutive tokens of one sequence, in the heads of the tile."""
@@ -226,35 +228,35 @@ class _LayerAttention:
             )[:, :tokens]
             for parts, name in zip(halves, ("keys", "values"), strict=True)
         )
-        asked = self.queries[row]
+        query = self.queries[row]
         if self.sink_logits is not None:
-            weights = _weights(asked, keys, self.scale, None, self.sink_logits)
+            weights = _weights(query, keys, self.scale, None, self.sink_logits)
             self.out[row] = weights.to(values.dtype) @ values
             return
         self.out[row] = scaled_dot_product_attention(
-            asked[None], keys[None], values[None], scale=self.scale
+            query[None], keys[None], values[None], scale=self.scale
         )[0]
 
     def _single(self, tile: Tile, mask: Tensor | None, sums: Tensor | None) -> None:
         """Compute one token in some heads, without gathering V if the tile has bags."""
-        asked = self.queries[tile.row, tile.heads]
+        query = self.queries[tile.row, tile.heads]
         keys = self._keys(tile)
         if tile.bags is None and not self._weighs:
-            found = scaled_dot_product_attention(
-                asked[None],
+            output = scaled_dot_product_attention(
+                query[None],
                 keys[None],
                 self._values(tile)[None],
                 attn_mask=mask,
                 scale=self.scale,
             )
         else:
-            weights = _weights(asked, keys, self.scale, mask, self._sinks(tile))
+            weights = _weights(query, keys, self.scale, mask, self._sinks(tile))
             if tile.bags is None:
-                found = weights.to(keys.dtype) @ self._values(tile)
+                output = weights.to(keys.dtype) @ self._values(tile)
             else:
                 stored = self.pool.values[self.layer]
                 assert isinstance(stored, LayerTensor)
-                found = embedding_bag(
+                output = embedding_bag(
                     tile.bags[0],
                     stored.by_token,
                     tile.bags[1],
@@ -263,23 +265,23 @@ class _LayerAttention:
                 )
             if sums is not None:
                 tile.reach.add(sums, weights.sum(1), self.pool.layout.block_size)
-        place = self.out[tile.row, tile.heads]
-        place.copy_(found.view(place.shape))
+        target = self.out[tile.row, tile.heads]
+        target.copy_(output.view(target.shape))
 
     def _chunk(self, tile: Tile, mask: Tensor | None) -> None:
         """Compute several tokens of one sequence, with K/V expanded to the query heads."""
         rows = slice(tile.row, tile.row + tile.reach.length)
-        asked = self.queries[rows].permute(1, 2, 0, 3)  # [kv_heads, group, length, head_dim]
-        shared = -1, asked.shape[1], -1, -1
-        found = scaled_dot_product_attention(
-            asked,
+        queries = self.queries[rows].permute(1, 2, 0, 3)  # [kv_heads, group, length, head_dim]
+        shared = -1, queries.shape[1], -1, -1
+        output = scaled_dot_product_attention(
+            queries,
             self._keys(tile)[:, None].expand(shared),
             self._values(tile)[:, None].expand(shared),
             attn_mask=mask[:, None] if tile.by_position and mask is not None else mask,
             is_causal=mask is None and tile.reach.causal,
             scale=self.scale,
         )
-        self.out[rows] = found.permute(2, 0, 1, 3)
+        self.out[rows] = output.permute(2, 0, 1, 3)
 
     def _weighed_chunk(self, tile: Tile, mask: Tensor | None, sums: Tensor | None) -> None:
         """Compute a chunk as `_chunk` does, some tokens at a time, by their weights."""
@@ -297,14 +299,14 @@ class _LayerAttention:
                 part = torch.arange(seen, device=keys.device) <= here[:, None]
             else:
                 part = mask[..., first:end, :seen]
-            asked = self.queries[rows].transpose(0, 1)  # [kv_heads, rows, group, head_dim]
+            queries = self.queries[rows].transpose(0, 1)  # [kv_heads, rows, group, head_dim]
             part = part.repeat_interleave(group, -2)
             # Rows are the query heads of a token, then those of the next one.
             sinks = self._sinks(tile)
             sinks = None if sinks is None else sinks.repeat(1, end - first)
-            weights = _weights(asked.flatten(1, 2), keys[:, :seen], self.scale, part, sinks)
-            found = weights.to(values.dtype) @ values[:, :seen]
-            self.out[rows] = found.view(*asked.shape[:3], -1).transpose(0, 1)
+            weights = _weights(queries.flatten(1, 2), keys[:, :seen], self.scale, part, sinks)
+            output = weights.to(values.dtype) @ values[:, :seen]
+            self.out[rows] = output.view(*queries.shape[:3], -1).transpose(0, 1)
             if sums is not None:
                 reach.add(sums, weights.sum(1), self.pool.layout.block_size)
 

@@ -151,7 +151,7 @@ class Reach:
     total: int
 
     @classmethod
-    def of(
+    def from_lengths(
         cls, context: int, length: int, window: int | None, sinks: int, block_size: int
     ) -> Reach:
         """Return the reach of `length` new tokens after `context` tokens."""
@@ -304,20 +304,20 @@ class Divider:
         chunks: list[NewToken] = []
         kernel = self._kernel_for(kind)
         takes_chunks = kernel is not None and kernel.takes_chunks(kind)
-        for number, (context, length) in enumerate(
+        for index, (context, length) in enumerate(
             zip(batch.contexts, batch.lengths if lengths is None else lengths, strict=True)
         ):
             if not length:
                 continue
-            new = NewToken(number, firsts[number], context, length)
-            by_position = kind.window is not None and batch.has_lost_tokens(number)
+            new = NewToken(index, firsts[index], context, length)
+            by_position = kind.window is not None and batch.has_lost_tokens(index)
             in_place = length == 1 or takes_chunks
             if in_place and not by_position:
                 (singles if length == 1 else chunks).append(new)
                 continue
             if in_place and kernel is not None:
                 self.on_fallback(BY_POSITION)
-            yield from self._chunk(new, tables[number], kind, by_position=by_position)
+            yield from self._chunk(new, tables[index], kind, by_position=by_position)
         if chunks:
             assert kernel is not None
             yield KernelPart(kernel.plan(chunks, tables, kind))
@@ -329,19 +329,19 @@ class Divider:
             self.on_fallback(reason)
         # Longest contexts first, so that those of a group are next to one another.
         ordered = sorted(
-            ((kind.attended(each.context), each) for each in singles), reverse=True
+            ((kind.attended(token.context), token) for token in singles), reverse=True
         )
         while ordered:
             count = self._group_size([tokens for tokens, _ in ordered])
-            members = [each for _, each in ordered[:count]]
+            members = [token for _, token in ordered[:count]]
             del ordered[:count]
             if count > 1:
-                yield self._group(members, [tables[each.number] for each in members], kind)
+                yield self._group(members, [tables[token.number] for token in members], kind)
             else:
-                (one,) = members
+                (single,) = members
                 size = self.pool.layout.block_size
-                reach = Reach.of(one.context, 1, kind.window, kind.sinks, size)
-                yield from self._tiles(one, reach, tables[one.number], kind.group)
+                reach = Reach.from_lengths(single.context, 1, kind.window, kind.sinks, size)
+                yield from self._tiles(single, reach, tables[single.number], kind.group)
 
     def _kernel_for(self, kind: LayerKind) -> AttentionKernel | None:
         """Return the kernel, which no layer with learned sinks has."""
@@ -362,15 +362,15 @@ class Divider:
         size = self.pool.layout.block_size
         # Positions are in no order, so that nothing is left out by its place.
         window, sinks = (None, 0) if by_position else (kind.window, kind.sinks)
-        number, row, context, length = chunk
-        whole = Reach.of(context, length, window, sinks, size)
+        sequence, row, context, length = chunk
+        full_reach = Reach.from_lengths(context, length, window, sinks, size)
         masks = self.pool.layout.kv_heads if by_position else 1
-        causal = whole.causal and not by_position
-        step = length if causal else max(1, MAX_MASK_PAIRS // whole.total // masks)
+        causal = full_reach.causal and not by_position
+        step = length if causal else max(1, MAX_MASK_PAIRS // full_reach.total // masks)
         for done in range(0, length, step):
             part = min(step, length - done)
-            reach = Reach.of(context + done, part, window, sinks, size)
-            begin = NewToken(number, row + done, context + done, part)
+            reach = Reach.from_lengths(context + done, part, window, sinks, size)
+            begin = NewToken(sequence, row + done, context + done, part)
             yield from self._tiles(begin, reach, table, kind.group, by_position=by_position)
 
     @property
@@ -387,10 +387,10 @@ class Divider:
         if not self.pool.by_token:
             return 1
         longest = tokens[0]
-        most = self.group_bytes // (longest * self.pool.layout.kv_heads * self._token_bytes)
+        limit = self.group_bytes // (longest * self.pool.layout.kv_heads * self._token_bytes)
         least = longest - max(GROUP_SPREAD, longest // 8)
         similar = sum(1 for count in tokens if count >= least)
-        return max(1, min(most, similar))
+        return max(1, min(limit, similar))
 
     def _tiles(
         self,
@@ -414,11 +414,11 @@ class Divider:
         keys, values = (
             blocks * parts[0].row_stride + heads for parts in (pool.keys, pool.values)
         )
-        held = reach.total * pool.layout.value_dim * pool.dtype.itemsize
-        with_bags = self.bags and single and held <= BAG_BYTES
+        value_bytes = reach.total * pool.layout.value_dim * pool.dtype.itemsize
+        with_bags = self.bags and single and value_bytes <= BAG_BYTES
         if with_bags:
-            places = torch.arange(reach.total)
-            tokens = pool.values[0].token_rows(blocks[places // size], places % size)
+            positions = torch.arange(reach.total)
+            tokens = pool.values[0].token_rows(blocks[positions // size], positions % size)
         for first in range(0, count, step):
             some = slice(first, min(first + step, count))
             bags = None
@@ -443,24 +443,24 @@ class Divider:
     ) -> DecodeGroup:
         """Return the group of the new tokens `members`, with the tables of their sequences."""
         pool, size = self.pool, self.pool.layout.block_size
-        own = torch.tensor([each.context for each in members])[:, None]
-        counts = torch.tensor([kind.attended(each.context) for each in members])[:, None]
-        places = torch.arange(int(counts.max())).expand(len(members), -1)
-        mask = places < counts
+        own = torch.tensor([token.context for token in members])[:, None]
+        counts = torch.tensor([kind.attended(token.context) for token in members])[:, None]
+        positions = torch.arange(int(counts.max())).expand(len(members), -1)
+        mask = positions < counts
         # Tokens between the sinks and the window are left out. Places past the end of a
         # sequence are its new token again: they are masked, but must have been stored.
-        places = torch.where(places < kind.sinks, places, places + own + 1 - counts)
-        places = places.minimum(own)
+        positions = torch.where(positions < kind.sinks, positions, positions + own + 1 - counts)
+        positions = positions.minimum(own)
         firsts = torch.tensor([0, *accumulate(map(len, tables[:-1]))])[:, None]
-        blocks = torch.cat(tables)[firsts + places // size]
+        blocks = torch.cat(tables)[firsts + positions // size]
         keys, values = (
-            pool.upload(parts[0].token_rows(blocks, places % size).flatten())
+            pool.upload(parts[0].token_rows(blocks, positions % size).flatten())
             for parts in (pool.keys, pool.values)
         )
         return DecodeGroup(
-            [each.number for each in members],
-            pool.upload(torch.tensor([each.row for each in members])),
-            places,
+            [token.number for token in members],
+            pool.upload(torch.tensor([token.row for token in members])),
+            positions,
             keys,
             values,
             None if bool(mask.all()) else pool.upload(mask[:, None, None]),
@@ -527,24 +527,28 @@ class StepPlan:
         if tile.by_position:
             return self._mask_by_position(tile, layer, kind)
         pool, reach = self.divider.pool, tile.reach
-        found = self._masks.get(reach)
-        if found is None:
-            found = reach.mask(pool.layout.block_size, pool.device)
+        mask = self._masks.get(reach)
+        if mask is None:
+            mask = reach.mask(pool.layout.block_size, pool.device)
             kept = sum(mask.nbytes for mask in self._masks.values())
-            if found is not None and kept + found.nbytes <= KEPT_MASK_BYTES:
-                self._masks[reach] = found
-        return found
+            if mask is not None and kept + mask.nbytes <= KEPT_MASK_BYTES:
+                self._masks[reach] = mask
+        return mask
 
     def _mask_by_position(self, tile: Tile, layer: int, kind: LayerKind) -> Tensor:
         """Return the mask of a tile by the positions of the held tokens."""
-        batch, number, end = self.batch, tile.sequence, tile.row + tile.reach.length
-        held = torch.as_tensor(batch.held_positions[number])
+        batch, sequence, end = self.batch, tile.sequence, tile.row + tile.reach.length
+        held_positions = torch.as_tensor(batch.held_positions[sequence])
         # Where whole blocks were dropped, all layers and heads hold the same tokens.
-        held = held[layer, tile.heads] if held.dim() > 1 else held[None]
-        first = tile.row - (tile.reach.context - batch.contexts[number])
+        held_positions = (
+            held_positions[layer, tile.heads]
+            if held_positions.dim() > 1
+            else held_positions[None]
+        )
+        first = tile.row - (tile.reach.context - batch.contexts[sequence])
         new = torch.tensor(batch.positions[first:end])
-        there = torch.cat((held, new.expand(len(held), -1)), 1)[:, None]
+        positions = torch.cat((held_positions, new.expand(len(held_positions), -1)), 1)[:, None]
         here = new[tile.row - first :, None]
         assert kind.window is not None
-        near = (there > here - kind.window) | (there < kind.sinks)
-        return self.divider.pool.upload((there <= here) & near)
+        near = (positions > here - kind.window) | (positions < kind.sinks)
+        return self.divider.pool.upload((positions <= here) & near)

@@ -194,7 +194,7 @@ class Coding:
     packed: int = 1
 
     @classmethod
-    def of(cls, pool: Pool) -> Coding:
+    def from_pool(cls, pool: Pool) -> Coding:
         """Return the coding of a pool."""
         codec = pool.layout.codec
         if not isinstance(pool.keys[0], CodedHalf):
@@ -276,30 +276,30 @@ def chunk_of(lengths: list[int], heads: int, programs: int) -> int:
 def _pieces(new: list[NewToken], tokens: int) -> tuple[list[int], list[NewToken]]:
     """Cut new tokens into pieces of up to `tokens`; return the place in `new` of each, too."""
     owners, pieces = [], []
-    for place, (number, row, context, length) in enumerate(new):
+    for index, (sequence, row, context, length) in enumerate(new):
         for done in range(0, length, tokens):
             count = min(tokens, length - done)
-            owners.append(place)
-            pieces.append(NewToken(number, row + done, context + done, count))
+            owners.append(index)
+            pieces.append(NewToken(sequence, row + done, context + done, count))
     return owners, pieces
 
 
 def _attended_ranges(pieces: list[NewToken], kind: LayerKind) -> list[tuple[int, int, int]]:
     """Return the ranges of tokens that new tokens attend to: place in `pieces`, begin, end."""
     ranges = []
-    for place, piece in enumerate(pieces):
+    for index, piece in enumerate(pieces):
         end = piece.context + piece.length
         begin = 0 if kind.window is None else max(0, piece.context + 1 - kind.window)
         if begin <= kind.sinks:
             begin = 0
         elif kind.sinks:
-            ranges.append((place, 0, kind.sinks))
-        ranges.append((place, begin, end))
+            ranges.append((index, 0, kind.sinks))
+        ranges.append((index, begin, end))
     return ranges
 
 
 def _cut(
-    ranges: list[tuple[int, int, int]], most: int, tile: int, part: int
+    ranges: list[tuple[int, int, int]], longest: int, tile: int, part: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the chunks of ranges, of up to `most` tokens in tiles: places, begins and ends.
 
@@ -307,13 +307,13 @@ def _cut(
     """
     owners, begins, ends = torch.tensor(ranges).unbind(1)
     firsts = begins // part * part
-    counts = -(-(ends - firsts) // most)
+    counts = -(-(ends - firsts) // longest)
     steps = (ends - firsts + counts * tile - 1) // (counts * tile) * tile
     counts = -(-(ends - firsts) // steps)
     which = torch.repeat_interleave(counts)
-    number = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
-    lows = torch.maximum(firsts[which] + number * steps[which], begins[which])
-    highs = torch.minimum(firsts[which] + (number + 1) * steps[which], ends[which])
+    index = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
+    lows = torch.maximum(firsts[which] + index * steps[which], begins[which])
+    highs = torch.minimum(firsts[which] + (index + 1) * steps[which], ends[which])
     return owners[which], lows, highs
 
 
@@ -331,7 +331,7 @@ class TritonAttention(AttentionKernel):
     def __init__(self, pool: Pool) -> None:
         """Choose tiles and strides for a pool for which `uncovered` is None."""
         self._pool, layout = pool, pool.layout
-        self._coding = coding = Coding.of(pool)
+        self._coding = coding = Coding.from_pool(pool)
         dot = DOTS[pool.dtype]
         if coding.way and dot != tl.float32:
             dot = tl.float16  # which holds codes exactly
@@ -408,10 +408,10 @@ class TritonAttention(AttentionKernel):
         owners, pieces = _pieces(tokens, most_tokens)
         ranges = _attended_ranges(pieces, kind)
         lengths = [0] * len(pieces)
-        for place, begin, end in ranges:
-            lengths[place] += end - begin
-        most = chunk_of(lengths, self._pool.layout.kv_heads, programs)
-        piece, lows, highs = _cut(ranges, most, tile, part)
+        for index, begin, end in ranges:
+            lengths[index] += end - begin
+        longest = chunk_of(lengths, self._pool.layout.kv_heads, programs)
+        piece, lows, highs = _cut(ranges, longest, tile, part)
         rows, contexts, counts = (
             torch.tensor([getattr(piece, name) for piece in pieces])
             for name in ("row", "context", "length")
@@ -419,30 +419,32 @@ class TritonAttention(AttentionKernel):
         # A piece in several chunks has a slot for each of them and each of its new tokens.
         chunks = torch.bincount(piece, minlength=len(pieces))
         divided = chunks > 1
-        held = torch.where(divided, chunks * counts, 0)
-        firsts = held.cumsum(0) - held
+        slot_counts = torch.where(divided, chunks * counts, 0)
+        firsts = slot_counts.cumsum(0) - slot_counts
         chunk = torch.arange(len(piece)) - (chunks.cumsum(0) - chunks)[piece]
         own = [tables[token.number] for token in tokens]
         sizes = torch.tensor([*map(len, own)])
-        places = sizes.cumsum(0) - sizes
+        table_starts = sizes.cumsum(0) - sizes
         if self._pool.keeps_shapes:
             # Each sequence has a row, so that a new block changes nothing behind it.
             width = triton.next_power_of_2(int(sizes.max()))
-            places = torch.arange(len(own)) * width
+            table_starts = torch.arange(len(own)) * width
             own = [pad(table, (0, width - len(table))) for table in own]
         columns = [
-            *(rows[piece], places[torch.tensor(owners)][piece], lows, highs),
+            *(rows[piece], table_starts[torch.tensor(owners)][piece], lows, highs),
             *(torch.where(divided[piece], firsts[piece] + chunk, -1), chunks[piece]),
             *(counts[piece], contexts[piece]),
         ]
         work = torch.stack(columns, 1)[(lows - highs).argsort(stable=True)]
         # The rows of divided pieces, and how many rows of the piece are before each of them.
-        there = torch.repeat_interleave(torch.where(divided, counts, 0))
-        before = torch.arange(len(there))
-        before -= torch.searchsorted(there, there)
-        begins = firsts[there] + before * chunks[there]
-        splits = torch.stack((rows[there] + before, begins, begins + chunks[there]), 1)
-        slots = int(held.sum())
+        divided_rows = torch.repeat_interleave(torch.where(divided, counts, 0))
+        before = torch.arange(len(divided_rows))
+        before -= torch.searchsorted(divided_rows, divided_rows)
+        begins = firsts[divided_rows] + before * chunks[divided_rows]
+        splits = torch.stack(
+            (rows[divided_rows] + before, begins, begins + chunks[divided_rows]), 1
+        )
+        slots = int(slot_counts.sum())
         if self._pool.keeps_shapes:
             # Empty entries and splits do nothing.
             work = pad(work, (0, 0, 0, triton.next_power_of_2(len(work)) - len(work)))
@@ -453,7 +455,7 @@ class TritonAttention(AttentionKernel):
         bounds = work.numel(), work.numel() + splits.numel()
         return AttentionPlan(
             new=tokens,
-            firsts=places.tolist(),
+            firsts=table_starts.tolist(),
             work=sent[: bounds[0]].view(-1, work.shape[1]),
             splits=sent[bounds[0] : bounds[1]].view(-1, 3),
             tables=sent[bounds[1] :],

@@ -205,9 +205,9 @@ class TorchBackend(Backend):
         from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - see the module
 
         if dtype is None:
-            found = torch.as_tensor(data)
-            if not found.is_floating_point():
-                return self.upload(found)
+            tensor = torch.as_tensor(data)
+            if not tensor.is_floating_point():
+                return self.upload(tensor)
             dtype = self.layout.dtype if self.layout else "fp32"
         elif dtype not in TORCH_DTYPES:
             msg = f"dtype {dtype!r} is not known; there are: {', '.join(TORCH_DTYPES)}"
@@ -436,11 +436,11 @@ class TorchBackend(Backend):
         Raises:
             InputError: `count` is not 1 to that number.
         """
-        before, most = torch.get_num_threads(), cpus()
+        before, cpu_count = torch.get_num_threads(), cpus()
         if count is None:
-            count = 1 if model.active_parameters <= ONE_THREAD else min(before, most)
-        if not 1 <= count <= most:
-            msg = f"threads must be 1 to {most}, the CPUs of this process, not {count}"
+            count = 1 if model.active_parameters <= ONE_THREAD else min(before, cpu_count)
+        if not 1 <= count <= cpu_count:
+            msg = f"threads must be 1 to {cpu_count}, the CPUs of this process, not {count}"
             raise InputError(msg)
         torch.set_num_threads(count)
         try:
@@ -473,12 +473,12 @@ def without_triton() -> str | None:
 
 def _too_little(layout: TensorLayout, free: int | None, device: str) -> StorageError:
     """Return an error with the requested and the free bytes, and the blocks that would fit."""
-    asked = (
+    request = (
         f"{layout.blocks:,} blocks of {format_bytes(layout.bytes_per_block)} are "
         f"{format_bytes(layout.bytes)}"
     )
     if free is None:
-        return StorageError(f"{asked}, which {device} does not have: ask for fewer")
+        return StorageError(f"{request}, which {device} does not have: ask for fewer")
     fit = free // layout.bytes_per_block
     left = f"{device} has {format_bytes(free)} free"
-    return StorageError(f"{asked}, and {left}: {fit:,} blocks would fit")
+    return StorageError(f"{request}, and {left}: {fit:,} blocks would fit")

@@ -22,18 +22,18 @@ SHAPES = ((4, 2048, 8), (8, 2048, 4), (16, 1024, 4), (2, 4096, 16))
 def _combined(words, out, count, step: tl.constexpr) -> None:
     """Combine all words with XOR, so that none can be left out."""
     program = tl.program_id(0).to(tl.int64)
-    found = tl.zeros([step], tl.int32)
-    at = tl.arange(0, step)
+    combined = tl.zeros([step], tl.int32)
+    offset = tl.arange(0, step)
     for begin in tl.range(program * step, count, tl.num_programs(0) * step):
-        found ^= tl.load(words + begin + at)
-    tl.store(out + program, tl.xor_sum(found, 0))
+        combined ^= tl.load(words + begin + offset)
+    tl.store(out + program, tl.xor_sum(combined, 0))
 
 
 def readers(source: Tensor) -> list[Callable[[], Any]]:
     """Return calls that read a tensor of 4-byte numbers, a multiple of 4,096 of them."""
     words = source.view(torch.int32)
     count = torch.cuda.get_device_properties(source.device).multi_processor_count
-    out = torch.empty(count * max(each for each, _, _ in SHAPES), dtype=torch.int32)
+    out = torch.empty(count * max(size for size, _, _ in SHAPES), dtype=torch.int32)
     out = out.to(source.device)
     return [
         partial(

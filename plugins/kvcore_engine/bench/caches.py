@@ -69,7 +69,7 @@ def of_cache(settings: Settings) -> Iterator[Row]:
             "amount": blocks,
             "unit": "blocks",
         }
-        found: list[tuple[str, list[float], dict[str, Any]]] = []
+        measured: list[tuple[str, list[float], dict[str, Any]]] = []
         hits: list[int] = []
         runs: list[tuple[str, Callable[[], tuple[float, int]]]] = [
             ("OrderedDict", partial(_flat, requests, ratio, pool)),
@@ -85,10 +85,10 @@ def of_cache(settings: Settings) -> Iterator[Row]:
             # A flat loop drops the beginnings of prompts first, and hits a little less. The
             # cache makes the same decisions with ids and without.
             right = {} if by != "KVCache with ids" else {"error": float(abs(counted - hits[1]))}
-            found.append((by, times, right))
-        yield from _beside(row, found, settings)
+            measured.append((by, times, right))
+        yield from _beside(row, measured, settings)
         if not settings.check:
-            yield _libcachesim(row, requests, ratio, pool, median(found[0][1]))
+            yield _libcachesim(row, requests, ratio, pool, median(measured[0][1]))
 
 
 def of_sim(settings: Settings) -> Iterator[Row]:
@@ -124,24 +124,24 @@ def _bundled(settings: Settings) -> list[Request]:
 
 def _beside(
     row: dict[str, Any],
-    found: Sequence[tuple[str, list[float], dict[str, Any]]],
+    measured: Sequence[tuple[str, list[float], dict[str, Any]]],
     settings: Settings,
 ) -> Iterator[Row]:
     """Yield rows with their speed as a share of the first row's."""
-    base = median(found[0][1])
-    for number, (by, times, right) in enumerate(found):
+    base = median(measured[0][1])
+    for index, (by, times, right) in enumerate(measured):
         if settings.check:
             yield Row(**row, by=by, **right)
             continue
         seconds = median(times)
-        one, other = median(times[::2]), median(times[1::2] or times)
+        even, other = median(times[::2]), median(times[1::2] or times)
         yield Row(
             **row,
             by=by,
             seconds=seconds,
-            spread=2 * abs(one - other) / (one + other),
-            of=found[0][0] if number else None,
-            share=base / seconds if number else None,
+            spread=2 * abs(even - other) / (even + other),
+            of=measured[0][0] if index else None,
+            share=base / seconds if index else None,
             **right,
         )
 
@@ -240,7 +240,7 @@ def _dynamo(row: dict[str, Any], requests: Sequence[Request], size: int, base: f
             }
             for request in requests
         ]
-        trace.write_bytes(b"".join(orjson.dumps(each) + b"\n" for each in rows))
+        trace.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
         options = {
             "extra_engine_args": {
                 "engine": {"block_size": size, "num_gpu_blocks": POOL_TOKENS // size}

@@ -30,7 +30,7 @@ def measure_ceilings(device: torch.device, seconds: float) -> dict[str, float]:
     )
 
     def fastest(*calls: Call) -> float:
-        return min(each.seconds for each in clock([[call] for call in calls], seconds))
+        return min(timing.seconds for timing in clock([[call] for call in calls], seconds))
 
     rates = {
         COPY: 2 * size / fastest(lambda: target.copy_(source)),

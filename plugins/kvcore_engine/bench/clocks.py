@@ -86,13 +86,13 @@ def _sampled(
     samples: list[list[float]] = [[] for _ in measures]
     end = perf_counter() + seconds * len(measures)
     while len(samples[0]) < LEAST or (perf_counter() < end and len(samples[0]) < MOST):
-        for (measure, _), found in zip(measures, samples, strict=True):
-            found.append(measure())
+        for (measure, _), times in zip(measures, samples, strict=True):
+            times.append(measure())
     timings = []
-    for (_, how), found in zip(measures, samples, strict=True):
-        one, other = median(found[::2]), median(found[1::2])
-        spread = 2 * abs(one - other) / max(one + other, 1e-12)
-        timings.append(Timing(median(found), spread, how))
+    for (_, how), times in zip(measures, samples, strict=True):
+        even, other = median(times[::2]), median(times[1::2])
+        spread = 2 * abs(even - other) / max(even + other, 1e-12)
+        timings.append(Timing(median(times), spread, how))
     return timings
 
 

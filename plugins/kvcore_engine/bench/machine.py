@@ -23,7 +23,7 @@ def describe_machine(*, gpu: bool = False) -> dict[str, Any]:
 
     Nothing that identifies the machine. `gpu` needs torch, and a GPU that it can use.
     """
-    found: dict[str, Any] = {
+    machine: dict[str, Any] = {
         "kvcore": version(),
         "date": datetime.now(UTC).date().isoformat(),
         "python": platform.python_version(),
@@ -33,7 +33,7 @@ def describe_machine(*, gpu: bool = False) -> dict[str, Any]:
         "memory_bytes": memory()[1],
         "packages": {name: known for name in PACKAGES if (known := _version(name))},
     }
-    return found | {"gpu": _gpu()} if gpu else found
+    return machine | {"gpu": _gpu()} if gpu else machine
 
 
 def _cpu() -> str:
@@ -54,12 +54,12 @@ def _version(package: str) -> str | None:
 def _gpu() -> dict[str, Any]:
     import torch  # noqa: PLC0415 - for this alone
 
-    held = torch.cuda.get_device_properties(torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
-        "name": held.name,
-        "memory_bytes": held.total_memory,
-        "multiprocessors": held.multi_processor_count,
-        "capability": f"{held.major}.{held.minor}",
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
         "driver": _driver(),
     }
@@ -70,7 +70,7 @@ def _driver() -> str | None:
     program = which("nvidia-smi")
     if program is None:
         return None
-    asked = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)  # noqa: S603
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     lines = done.stdout.split()
     return lines[0] if lines else None

@@ -139,8 +139,8 @@ class Bed:
     @property
     def device(self) -> torch.device:
         """The device of the K/V."""
-        found: torch.device = self.backend.tensor([0]).device
-        return found
+        torch_device: torch.device = self.backend.tensor([0]).device
+        return torch_device
 
     @property
     def token_bytes(self) -> float:
@@ -183,37 +183,37 @@ class Bed:
         They hold numbers; the blocks that no table has are NaN.
         """
         size = self.backend.layout.block_size
-        held = [-(-tokens // size) for tokens in lengths]
-        wanted = -(-COLD_BYTES // max(int(sum(held) * size * self.token_bytes), 1))
-        room = self.backend.layout.blocks // sum(held)
+        counts = [-(-tokens // size) for tokens in lengths]
+        wanted = -(-COLD_BYTES // max(int(sum(counts) * size * self.token_bytes), 1))
+        room = self.backend.layout.blocks // sum(counts)
         if not room:
-            msg = f"{sum(held):,} blocks are needed, and the pool has {len(self._order):,}"
+            msg = f"{sum(counts):,} blocks are needed, and the pool has {len(self._order):,}"
             raise InputError(msg)
-        sets, at = [], 0
+        sets, begin = [], 0
         for _ in range(1 if self.settings.check else min(max(wanted, 3), COLD_SETS, room)):
             tables = []
-            for blocks in held:
-                tables.append(self._order[at : at + blocks])
-                at += blocks
+            for blocks in counts:
+                tables.append(self._order[begin : begin + blocks])
+                begin += blocks
             sets.append(tables)
-        if at > self._good:
+        if begin > self._good:
             self.fill()
-        self._good = at
-        self.backend.fill(nan, self._order[at:])
+        self._good = begin
+        self.backend.fill(nan, self._order[begin:])
         return sets
 
     def poisoned(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return block tables of sequences that are stored in a pool of NaN, token by token."""
-        size, at = self.backend.layout.block_size, 0
+        size, begin = self.backend.layout.block_size, 0
         self._good = 0
         self.backend.fill(nan)
         tables = []
-        for number, tokens in enumerate(lengths):
+        for index, tokens in enumerate(lengths):
             blocks = -(-tokens // size)
-            table = self._order[at : at + blocks]
-            at += blocks
+            table = self._order[begin : begin + blocks]
+            begin += blocks
             rows = (
-                self.random(tokens, KV_HEADS, WIDTH, seed=2 * number + part) for part in (0, 1)
+                self.random(tokens, KV_HEADS, WIDTH, seed=2 * index + part) for part in (0, 1)
             )
             self._store(table, 0, *rows)
             tables.append(table)
@@ -265,12 +265,12 @@ class Bed:
         self._good = 0
         backend.fill(nan)
         keys, values = (self.random(tokens, KV_HEADS, WIDTH, seed=seed) for seed in (3, 4))
-        turn, given = None, keys
+        turn, expected = None, keys
         if rotated:
             positions = torch.arange(tokens, device=self.device)
             turn = ROTARY.rotation(positions)
             exact = Rotation(*ROTARY.angles(positions)).rotate(keys.double())
-            given = exact.to(keys.dtype)
+            expected = exact.to(keys.dtype)
         theirs: list[Call] = []
         for table in sets:
             plan = backend.plan(RaggedBatch([table], [0], [tokens]))
@@ -278,9 +278,9 @@ class Bed:
             if turn is not None:
                 theirs.append(partial(_rotate_and_store, backend, plan, keys, values, turn))
         calls[0]()
-        error = self._stored_error((given, values), sets[0], tokens)
-        number = TORCH_DTYPES[backend.layout.dtype].itemsize
-        read = tokens * 2 * KV_HEADS * WIDTH * number
+        error = self._stored_error((expected, values), sets[0], tokens)
+        itemsize = TORCH_DTYPES[backend.layout.dtype].itemsize
+        read = tokens * 2 * KV_HEADS * WIDTH * itemsize
         codec = backend.layout.codec
         eps = torch.finfo(TORCH_DTYPES[backend.layout.dtype]).eps
         allowed = 0.0 if codec is None else 2 * eps
@@ -310,7 +310,7 @@ class Bed:
         tables = self.sets([2 * count * backend.layout.block_size])
         self._good = 0
         pairs = [list(zip(t[:count], t[count:], strict=True)) for (t,) in tables]
-        calls = [partial(backend.copy_blocks, each) for each in pairs]
+        calls = [partial(backend.copy_blocks, pairs_of_call) for pairs_of_call in pairs]
         sources, targets = (list(side) for side in zip(*pairs[0], strict=True))
         before = self._content(sources)
         calls[0]()
@@ -328,8 +328,12 @@ class Bed:
                 (
                     "torch index_copy_",
                     [
-                        partial(_copy, parts, *(ids(side) for side in zip(*each, strict=True)))
-                        for each in pairs
+                        partial(
+                            _copy,
+                            parts,
+                            *(ids(side) for side in zip(*pairs_of_call, strict=True)),
+                        )
+                        for pairs_of_call in pairs
                     ],
                     {},
                 )
@@ -344,7 +348,7 @@ class Bed:
         order = _shuffled(count)
         pairs = [[(t[a], t[b]) for a, b in enumerate(order)] for t in tables]
         before = self._content([source for source, _ in pairs[0]])
-        calls = [partial(backend.move_blocks, each) for each in pairs]
+        calls = [partial(backend.move_blocks, pairs_of_call) for pairs_of_call in pairs]
         calls[0]()
         right = {"error": _difference(self._content([to for _, to in pairs[0]]), before)}
         row = {
@@ -399,20 +403,20 @@ class Bed:
     ) -> list[Row]:
         """Time versions side by side; a text in place of calls is the reason for none."""
         common: dict[str, Any] = {"suite": self.suite, "unit": "bytes", **row}
-        there = [calls for _, calls, _ in versions if not isinstance(calls, str)]
+        calls_of = [calls for _, calls, _ in versions if not isinstance(calls, str)]
         timings = None
         if not self.settings.check:
-            timings = iter(clock_of(self.device)(there, self.seconds, graph=graph))
+            timings = iter(clock_of(self.device)(calls_of, self.seconds, graph=graph))
         rows = []
-        for number, (by, calls, right) in enumerate(versions):
-            found = {**common, **right, "by": by, "target": None if number else target}
+        for index, (by, calls, right) in enumerate(versions):
+            fields = {**common, **right, "by": by, "target": None if index else target}
             if isinstance(calls, str):
-                found |= {"note": calls}
+                fields |= {"note": calls}
             elif timings is not None:
                 timing = next(timings)
-                found |= {"seconds": timing.seconds, "spread": timing.spread}
-                found |= {"note": timing.how}
-            rows.append(Row(**found))
+                fields |= {"seconds": timing.seconds, "spread": timing.spread}
+                fields |= {"note": timing.how}
+            rows.append(Row(**fields))
         return rows
 
     def _peers(
@@ -423,12 +427,12 @@ class Bed:
         layout, total = self.backend.layout, sum(case.lengths)
         if layout.codec is not None or case.window is not None:
             return []
-        found: list[Version] = []
+        peers: list[Version] = []
         if len({*case.lengths}) > 1:
-            found = [(plain, "not for unequal lengths", {})]
+            peers = [(plain, "not for unequal lengths", {})]
         elif total * self.token_bytes * len(sets) > PEER_BYTES:
             why = f"not measured: copies of more than {PEER_BYTES >> 30} GiB"
-            found = [(plain, why, {}), (gathered, why, {})]
+            peers = [(plain, why, {}), (gathered, why, {})]
         else:
             keys, values = self.backend.layer_blocks(0)
             group = queries.view(len(queries), KV_HEADS, HEADS // KV_HEADS, WIDTH)
@@ -437,21 +441,25 @@ class Bed:
             for tables in sets:
                 index = self._ids(tables)
                 tokens = case.lengths[0]
-                dense, held = (_gathered(part, index, tokens) for part in (keys, values))
-                contiguous.append(partial(scaled_dot_product_attention, group, dense, held))
+                dense, dense_values = (
+                    _gathered(part, index, tokens) for part in (keys, values)
+                )
+                contiguous.append(
+                    partial(scaled_dot_product_attention, group, dense, dense_values)
+                )
                 gathering.append(
                     partial(_gather_and_attend, group, keys, values, index, tokens)
                 )
-            found = [(plain, contiguous, {}), (gathered, gathering, {})]
+            peers = [(plain, contiguous, {}), (gathered, gathering, {})]
         if self.device.type == "cuda":
-            found.append(("FlashInfer", self._flashinfer(case, sets, queries), {}))
-        return found
+            peers.append(("FlashInfer", self._flashinfer(case, sets, queries), {}))
+        return peers
 
     def _chunk_peers(
         self, case: DecodeCase, sets: Sequence[Sequence[Sequence[int]]], queries: Tensor
     ) -> list[Version]:
         """Return other ways to compute several new tokens: by torch, FlashInfer."""
-        found: list[Version] = []
+        peers: list[Version] = []
         if isinstance(self.backend, TorchBackend) and self.backend.attention != "sdpa":
             plain = Sdpa(self.backend._pool, None, _pass)  # noqa: SLF001 - the same K/V
             by_torch: list[Call] = []
@@ -460,10 +468,10 @@ class Bed:
                 plan = plain.plan(RaggedBatch(tables, contexts, [case.new] * len(contexts)))
                 options = None, case.window, case.sinks
                 by_torch.append(partial(plain.attend, 0, plan, queries, *options))
-            found.append(("torch SDPA, gathered", by_torch, {}))
+            peers.append(("torch SDPA, gathered", by_torch, {}))
         if self.device.type == "cuda" and case.window is None:
-            found.append(("FlashInfer", self._flashinfer(case, sets, queries), {}))
-        return found
+            peers.append(("FlashInfer", self._flashinfer(case, sets, queries), {}))
+        return peers
 
     def _flashinfer(
         self, case: DecodeCase, sets: Sequence[Sequence[Sequence[int]]], queries: Tensor
@@ -518,18 +526,18 @@ class Bed:
         every = self.settings.check or len(lengths) <= CHECKED
         chosen = range(len(lengths)) if every else {0, longest, len(lengths) - 1}
         worst = library = 0.0
-        for number in chosen:
-            keys, values = self.backend.read(0, tables[number], lengths[number])
-            kept = _kept(lengths[number], case)
-            asked = queries[number].view(KV_HEADS, -1, WIDTH)
+        for sequence in chosen:
+            keys, values = self.backend.read(0, tables[sequence], lengths[sequence])
+            kept = _kept(lengths[sequence], case)
+            query = queries[sequence].view(KV_HEADS, -1, WIDTH)
             # [tokens, kv_heads, width] to [kv_heads, tokens, width]
             keys, values = (part[kept].transpose(0, 1) for part in (keys, values))
-            scores = asked.double() @ keys.double().transpose(1, 2) / sqrt(WIDTH)
+            scores = query.double() @ keys.double().transpose(1, 2) / sqrt(WIDTH)
             exact = scores.softmax(2) @ values.double()
-            theirs = scaled_dot_product_attention(asked[None], keys[None], values[None])[0]
+            theirs = scaled_dot_product_attention(query[None], keys[None], values[None])[0]
             scale = float(exact.abs().max())
             worst = _greater(
-                worst, _difference(out[number].view_as(exact).double(), exact) / scale
+                worst, _difference(out[sequence].view_as(exact).double(), exact) / scale
             )
             library = _greater(library, _difference(theirs.double(), exact) / scale)
         return worst, library
@@ -538,8 +546,8 @@ class Bed:
         """Return the greatest difference of stored K/V from given K/V, coded and decoded."""
         codec = self.backend.layout.codec
         worst = 0.0
-        found = self.backend.read(0, table, tokens)
-        for part, given, read in zip(("keys", "values"), rows, found, strict=True):
+        stored = self.backend.read(0, table, tokens)
+        for part, given, read in zip(("keys", "values"), rows, stored, strict=True):
             expected = given
             if codec is not None:
                 heads = given.transpose(0, 1).cpu()
@@ -554,8 +562,8 @@ class Bed:
             scale = float(given.abs().max())
             worst = _greater(worst, _difference(read.double(), expected.double()) / scale)
         # Nothing else was written: as many other blocks are still NaN.
-        held = {*table}
-        others = [block for block in self._order if block not in held][: len(table)]
+        in_table = {*table}
+        others = [block for block in self._order if block not in in_table][: len(table)]
         if others and self.backend.layout.codec is None:
             size = self.backend.layout.block_size
             clean = self.backend.read_heads(0, "keys", others, len(others) * size)
@@ -621,28 +629,28 @@ def _seen(tokens: int, case: DecodeCase) -> int:
 
 def _kept(tokens: int, case: DecodeCase) -> Tensor:
     """Return the places of the tokens that the last of `tokens` tokens attends to."""
-    places = torch.arange(tokens)
+    positions = torch.arange(tokens)
     if case.window is None:
-        return places
-    return places[(places >= tokens - case.window) | (places < case.sinks)]
+        return positions
+    return positions[(positions >= tokens - case.window) | (positions < case.sinks)]
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
+def _difference(computed: Tensor, expected: Tensor) -> float:
     """Return the greatest difference; NaN if there is one in either."""
-    return float((found - expected).abs().max()) if found.numel() else 0.0
+    return float((computed - expected).abs().max()) if computed.numel() else 0.0
 
 
-def _greater(one: float, other: float) -> float:
+def _greater(first: float, other: float) -> float:
     """Return the greater number; NaN if `other` is NaN."""
-    return other if other != other or other > one else one  # noqa: PLR0124 - NaN
+    return other if other != other or other > first else first  # noqa: PLR0124 - NaN
 
 
 def _gathered(part: Tensor, index: Tensor, tokens: int) -> Tensor:
     """Return the blocks of sequences, `[sequences, kv_heads, tokens, width]`."""
     heads = torch.arange(KV_HEADS, device=index.device)[:, None]
     rows = (index[:, None] * KV_HEADS + heads).flatten()
-    held = part.flatten(0, 1).index_select(0, rows)
-    return held.view(len(index), KV_HEADS, -1, part.shape[3])[:, :, :tokens]
+    gathered = part.flatten(0, 1).index_select(0, rows)
+    return gathered.view(len(index), KV_HEADS, -1, part.shape[3])[:, :, :tokens]
 
 
 def _rotate_and_store(

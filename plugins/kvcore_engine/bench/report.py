@@ -52,11 +52,11 @@ class BenchReport:
         """The rates of memory."""
         rows = [
             [
-                each.name,
-                _bytes_rate(each.first),
-                "" if each.last is None else _bytes_rate(each.last),
+                ceiling.name,
+                _bytes_rate(ceiling.first),
+                "" if ceiling.last is None else _bytes_rate(ceiling.last),
             ]
-            for each in self.result.ceilings
+            for ceiling in self.result.ceilings
         ]
         return Table(("ceiling", "first", "last"), rows)
 

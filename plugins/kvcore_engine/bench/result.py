@@ -181,7 +181,7 @@ class BenchResult:
             "schema": 1,
             "machine": self.machine,
             "settings": settings,
-            "ceilings": [attrs.asdict(each) for each in self.ceilings],
+            "ceilings": [attrs.asdict(ceiling) for ceiling in self.ceilings],
             "rows": [row.document() for row in self.rows],
             "wrong": len(self.wrong),
             "seconds": self.seconds,
@@ -191,9 +191,9 @@ class BenchResult:
 def with_shares(rows: Sequence[Row], ceilings: Sequence[Ceiling]) -> list[Row]:
     """Return rows with their shares of the ceilings that they name."""
     rates = {ceiling.name: ceiling.rate for ceiling in ceilings}
-    found = []
+    shared = []
     for row in rows:
         rate, ceiling = row.rate, rates.get(row.of or "")
         share = row.share if rate is None or not ceiling else rate / ceiling
-        found.append(attrs.evolve(row, share=share))
-    return found
+        shared.append(attrs.evolve(row, share=share))
+    return shared

@@ -45,11 +45,11 @@ SUITES: Mapping[str, Suite] = {
 
 def available_suites(plugins: Plugins | None = None) -> list[str]:
     """Return the suites that can run here: without torch, or without a GPU, fewer."""
-    found = plugins or Plugins()
+    known_plugins = plugins or Plugins()
     return [
         name
         for name, suite in SUITES.items()
-        if suite.backend is None or not _unavailable(suite.backend, found)
+        if suite.backend is None or not _unavailable(suite.backend, known_plugins)
     ]
 
 
@@ -71,7 +71,7 @@ def run_suites(
     """
     plugins = plugins or Plugins()
     _check(names, settings)
-    begun, rows, found = monotonic(), [], []
+    begun, rows, all_ceilings = monotonic(), [], []
     specs = {
         name: settings.backend or SUITES[name].backend
         for name in names
@@ -85,10 +85,12 @@ def run_suites(
         if spec is not None:
             from kvcore_engine.bench.tensors import run_tensor_suite  # noqa: PLC0415 - torch
 
-            measured, ceilings, place = run_tensor_suite(name, spec, settings, plugins, tell)
+            measured, ceilings, machine_facts = run_tensor_suite(
+                name, spec, settings, plugins, tell
+            )
             rows += measured
-            found += ceilings
-            machine |= place
+            all_ceilings += ceilings
+            machine |= machine_facts
             continue
         from kvcore_engine.bench.caches import of_cache, of_sim  # noqa: PLC0415 - reads a trace
 
@@ -99,7 +101,7 @@ def run_suites(
     return BenchResult(
         machine=machine,
         settings=settings,
-        ceilings=found,
+        ceilings=all_ceilings,
         rows=rows,
         seconds=monotonic() - begun,
     )
@@ -116,10 +118,10 @@ def _check(names: Sequence[str], settings: Settings) -> None:
         ("operation", settings.only, known),
         ("dtype", settings.dtypes, TENSOR_DTYPES),
     ):
-        for each in asked:
-            if each not in there:
+        for wanted in asked:
+            if wanted not in there:
                 listed = ", ".join(dict.fromkeys(there))
-                msg = f"bench {' '.join(names)}: no {what} {each!r}; there are: {listed}"
+                msg = f"bench {' '.join(names)}: no {what} {wanted!r}; there are: {listed}"
                 raise InputError(msg)
 
 

@@ -71,8 +71,10 @@ def run_tensor_suite(
                     last = measure_ceilings(device, brief)
     finally:
         torch.set_num_threads(threads)
-    found = [Ceiling(each, rate, last.get(each)) for each, rate in first.items()]
-    return with_shares(rows, found), found, machine
+    ceilings = [
+        Ceiling(operation, rate, last.get(operation)) for operation, rate in first.items()
+    ]
+    return with_shares(rows, ceilings), ceilings, machine
 
 
 def _device(spec: str, plugins: Plugins) -> torch.device:
@@ -143,10 +145,10 @@ class _Suite:
         ways = [self.spec]
         if self.name == "gpu" and "attention=" not in self.spec:
             joint = "," if ":" in self.spec else ":"
-            ways += [f"{self.spec}{joint}attention={way}" for way in ATTENTION]
+            ways += [f"{self.spec}{joint}attention={attention}" for attention in ATTENTION]
         checks = attrs.evolve(self.settings, check=True)
-        for way in ways:
-            suite = attrs.evolve(self, spec=way, settings=checks)
+        for attention in ways:
+            suite = attrs.evolve(self, spec=attention, settings=checks)
             pool = suite.pool(sum(POISON) + 16 * len(POISON), dtype, codec)
             for case in cases:
                 yield from pool.rows(case.operation, case.name, Bed.decode, case, poisoned=True)
@@ -350,10 +352,10 @@ def _moved(suite: _Suite, dtype: str) -> Iterator[Row]:
         pool = suite.pool(count * 16 * 4, dtype)
         yield from pool.rows("move", f"{count:,} blocks", Bed.move, count)
     for block_size in (16, 64, 128, 1024) if wants("swap") else ():
-        held = max(2, total // (block_size * 4096))
-        pool = suite.pool(2 * held * block_size, dtype, block_size=block_size)
-        case = f"{held:,} blocks of {block_size:,}"
-        yield from pool.rows("swap", case, Bed.swap, held, aim(0.93))
+        blocks = max(2, total // (block_size * 4096))
+        pool = suite.pool(2 * blocks * block_size, dtype, block_size=block_size)
+        case = f"{blocks:,} blocks of {block_size:,}"
+        yield from pool.rows("swap", case, Bed.swap, blocks, aim(0.93))
 
 
 def _grid(suite: _Suite, dtype: str) -> Iterator[Row]:
@@ -382,7 +384,7 @@ def _grid(suite: _Suite, dtype: str) -> Iterator[Row]:
             return
 
 
-def _ragged(count: int, least: int, most: int) -> list[int]:
+def _ragged(count: int, least: int, greatest: int) -> list[int]:
     """Return fixed lengths that are evenly distributed on a logarithmic scale."""
     random = Random(0)  # noqa: S311 - chance, no secret
-    return [round(least * (most / least) ** random.random()) for _ in range(count)]
+    return [round(least * (greatest / least) ** random.random()) for _ in range(count)]

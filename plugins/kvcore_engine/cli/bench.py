@@ -112,4 +112,4 @@ def bench(ctx: click.Context, /, suites: tuple[str, ...], **given: Any) -> None:
 
 
 def _listed(text: str) -> list[str]:
-    return [each.strip() for each in text.split(",") if each.strip()]
+    return [name.strip() for name in text.split(",") if name.strip()]

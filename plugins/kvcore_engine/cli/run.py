@@ -163,24 +163,24 @@ def run(ctx: click.Context, /, **given: Any) -> None:
     run.report(document, lambda _: _sections(engine, result, document))
 
 
-def _check(given: dict[str, Any], from_file: set[str]) -> None:
+def _check(options: dict[str, Any], from_file: set[str]) -> None:
     """Refuse options without an effect; ignore them if they come from the config file.
 
     Raises:
         InputError: an option of the command line has no effect beside the others.
     """
-    texts = bool(given["prompts"])
+    texts = bool(options["prompts"])
     for name in from_file.intersection(("workload", *OF_WORKLOADS) if texts else OF_PROMPTS):
-        given[name] = None
+        options[name] = None
     msg = ""
-    if texts and given["workload"] is not None:
+    if texts and options["workload"] is not None:
         msg = "WORKLOAD and --prompt both say what is served: give one of them"
     others, needed = (OF_WORKLOADS, "a WORKLOAD") if texts else (OF_PROMPTS, "--prompt")
     for name in others:
-        if given[name] is not None:
+        if options[name] is not None:
             msg = f"{flag_of(name)} is for {needed} alone: leave it out"
     for name in OF_WALL:
-        if given[name] and given["clock"] != "wall":
+        if options[name] and options["clock"] != "wall":
             msg = f"{flag_of(name)} needs --clock wall"
     if msg:
         raise InputError(msg)
@@ -248,9 +248,9 @@ def _computed(engine: EngineParts, part: dict[str, Any], requests: int) -> str:
     """Return a sentence on the run: the model, the hardware, and the part of the workload."""
     limit, shrink = part["limit"], part["shrink"]
     lengths = f"lengths divided by {shrink}" if shrink > 1 else "in full length"
-    whole = limit is None or requests < limit
+    complete = limit is None or requests < limit
     first = "the first request" if limit == 1 else f"the first {limit or 0:,} requests"
-    which = "all requests" if whole else first
+    which = "all requests" if complete else first
     return (
         f"Computed: {engine.generator.name} on {engine.backend.name} in "
         f"{engine.config.dtype}; {which}, {lengths}."

@@ -121,19 +121,19 @@ class DraftModel(TokenDrafter):
         # Tokens that were accepted since, and the newest one, are computed first.
         starts = [min(self._known.get(s.request, 0), s.position) for s in sequences]
         news = [
-            each.stream.token_ids(start, each.position + 1)
-            for each, start in zip(sequences, starts, strict=True)
+            sequence.stream.token_ids(start, sequence.position + 1)
+            for sequence, start in zip(sequences, starts, strict=True)
         ]
-        for place in range(max(each.most for each in sequences)):
-            going = [n for n, each in enumerate(sequences) if each.most > place]
-            batch = self._batch([(sequences[n], starts[n], news[n]) for n in going], place)
+        for step in range(max(sequence.most for sequence in sequences)):
+            going = [n for n, sequence in enumerate(sequences) if sequence.most > step]
+            batch = self._batch([(sequences[n], starts[n], news[n]) for n in going], step)
             for n, (token, row) in zip(going, self._next(batch), strict=True):
                 texts[n].append(token)
                 weights[n].append(row)
                 starts[n] += len(news[n])
                 news[n] = [token]
-        for each in sequences:
-            self._known[each.request] = each.position + each.most
+        for sequence in sequences:
+            self._known[sequence.request] = sequence.position + sequence.most
         if not self.temperature:
             return [Draft(text) for text in texts]
         import torch  # noqa: PLC0415 - the generator has imported it
@@ -147,20 +147,25 @@ class DraftModel(TokenDrafter):
         return self._cost.duration(work, drafts)
 
     def _batch(
-        self, parts: Sequence[tuple[DraftSequence, int, list[int]]], place: int
+        self, parts: Sequence[tuple[DraftSequence, int, list[int]]], step: int
     ) -> RaggedBatch:
         """Return the batch of a pass: of each sequence some tokens, from a position on."""
         size = self._pool.layout.block_size
         return RaggedBatch(
             block_tables=[
-                each.block_table[: -(-(start + len(new)) // size)] for each, start, new in parts
+                sequence.block_table[: -(-(start + len(new)) // size)]
+                for sequence, start, new in parts
             ],
             contexts=[start for _, start, _ in parts],
             lengths=[len(new) for _, _, new in parts],
             token_ids=[token for _, _, new in parts for token in new],
-            positions=[at for _, start, new in parts for at in range(start, start + len(new))],
-            output_indices=[each.index + place for each, _, _ in parts],
-            seeds=[each.stream.seed for each, _, _ in parts],
+            positions=[
+                position
+                for _, start, new in parts
+                for position in range(start, start + len(new))
+            ],
+            output_indices=[sequence.index + step for sequence, _, _ in parts],
+            seeds=[sequence.stream.seed for sequence, _, _ in parts],
         )
 
     def _next(self, batch: RaggedBatch) -> list[tuple[int, Tensor]]:

@@ -94,13 +94,14 @@ class Medusa(TokenDrafter):
 
     def drafts(self, sequences: Sequence[DraftSequence]) -> list[Draft]:
         """Return the likeliest token of each head."""
-        states = torch.stack([self._states[each.request] for each in sequences])
+        states = torch.stack([self._states[sequence.request] for sequence in sequences])
         states = states.to(self._heads.dtype)
-        heads = self._heads[: max(each.most for each in sequences)]
+        heads = self._heads[: max(sequence.most for sequence in sequences)]
         # Head by head: the scores of all heads and sequences may be a large tensor.
         ahead = torch.stack([(states @ head).argmax(-1) for head in heads], 1).tolist()
         return [
-            Draft(tokens[: each.most]) for each, tokens in zip(sequences, ahead, strict=True)
+            Draft(tokens[: sequence.most])
+            for sequence, tokens in zip(sequences, ahead, strict=True)
         ]
 
     def on_drawn(self, requests: Sequence[int | str], rows: Sequence[int]) -> None:
@@ -129,7 +130,7 @@ class Medusa(TokenDrafter):
         """Return states, `[texts, length, hidden]`, and the tokens drawn from them."""
         generator, count = self._generator, len(texts)
         tables = [range(n * blocks, (n + 1) * blocks) for n in range(count)]
-        newest = [(seed + 1 + 7919 * number) % generator.vocabulary for number in texts]
+        newest = [(seed + 1 + 7919 * text) % generator.vocabulary for text in texts]
         states, tokens = [], []
         for position in range(self.length):
             batch = RaggedBatch(

@@ -74,8 +74,10 @@ class TokenDrafter(Drafter):
     def drafts(self, sequences: Sequence[DraftSequence]) -> Sequence[Draft]:
         """Return a draft for each sequence of a step. The full tier: by `draft` by default."""
         return [
-            Draft(self.draft(each.stream.token_ids(0, each.position + 1), each.most))
-            for each in sequences
+            Draft(
+                self.draft(sequence.stream.token_ids(0, sequence.position + 1), sequence.most)
+            )
+            for sequence in sequences
         ]
 
     def on_prefill(self, requests: Sequence[int | str], batch: RaggedBatch) -> None:

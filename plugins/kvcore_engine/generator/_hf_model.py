@@ -296,13 +296,13 @@ def positions_of(model: PreTrainedModel) -> int | None:
     A rotary embedding is computed for any position, and is no table.
     """
     config = model.config.get_text_config(decoder=True)
-    most = getattr(config, "max_position_embeddings", None)
-    if not isinstance(most, int):
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int):
         return None
     for name, table in chain(model.named_parameters(), model.named_buffers()):
         named = "wpe" in name or "position" in name
-        if named and table.dim() == MATRIX and most <= len(table) <= most + PADDING_ROWS:
-            return most
+        if named and table.dim() == MATRIX and limit <= len(table) <= limit + PADDING_ROWS:
+            return limit
     return None
 
 
@@ -322,20 +322,20 @@ def rotary_of(model: PreTrainedModel) -> tuple[Rotary | None, ...]:
         if name.endswith("inv_freq") and "original" not in name
     ]
     candidates = [
-        Rotary(tuple(each.tolist()), adjacent)
-        for each in (torch.empty(0), *frequencies)
+        Rotary(tuple(frequency.tolist()), adjacent)
+        for frequency in (torch.empty(0), *frequencies)
         for adjacent in (False, True)
     ]
     config = model.config.get_text_config(decoder=True)
     far = min(1000, getattr(config, "max_position_embeddings", None) or 1000) - 1
     positions = torch.tensor([0, 1, min(11, far), far], device=model.device)
-    found: list[Rotary | None] = []
+    rotaries: list[Rotary | None] = []
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, **_: Any) -> Tensor:
         """Record the rotation of the layer's keys; each token attends to itself alone."""
         del layer
         tolerance = max(1e-4, 4 * torch.finfo(keys.dtype).eps) * keys.abs().max()
-        found.append(
+        rotaries.append(
             next(
                 (
                     rotary
@@ -356,7 +356,7 @@ def rotary_of(model: PreTrainedModel) -> tuple[Rotary | None, ...]:
         paged=packed,
         **{cache_argument(model): packed},
     )
-    return tuple(found)
+    return tuple(rotaries)
 
 
 def cache_argument(model: Module | type[Module]) -> str:
@@ -414,7 +414,7 @@ def attention_numbers(kinds: list[str]) -> dict[int, int]:
     attention = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     if "linear_attention" not in kinds:
         return {}
-    return {layer: number for number, layer in enumerate(attention)}
+    return {layer: index for index, layer in enumerate(attention)}
 
 
 def _refuse(model: PreTrainedModel, why: str) -> NoReturn:

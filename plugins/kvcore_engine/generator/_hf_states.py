@@ -46,7 +46,7 @@ class StateLayer:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, module: Module, width: int) -> StateLayer:
+    def from_module(cls, module: Module, width: int) -> StateLayer:
         """Return the layer of a module that takes tokens of `width` numbers; it is tried."""
         weight = next(module.parameters())
         tokens = torch.linspace(-1, 1, 2 * width, device=weight.device, dtype=weight.dtype)
@@ -104,14 +104,14 @@ def state_layers(model: PreTrainedModel, kinds: list[str]) -> list[StateLayer]:
         InputError: transformers computes them in another way.
     """
     wanted = [index for index, kind in enumerate(kinds) if kind == "linear_attention"]
-    found = {
+    layers_by_index = {
         module.layer_idx: module
         for module in model.modules()
         if getattr(module, "layer_idx", None) in wanted and hasattr(module, "conv1d")
     }
     width = model.config.get_text_config(decoder=True).hidden_size
     try:
-        return [StateLayer.of(found[index], width) for index in wanted]
+        return [StateLayer.from_module(layers_by_index[index], width) for index in wanted]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         msg = (
             f"{type(model).__name__} cannot go through a paged cache: its layers of "

@@ -164,14 +164,14 @@ class PagedBatch(AttentionCache):
                 or a row ends in padding.
         """
         tokens = inputs.get("input_ids")
-        given = inputs["inputs_embeds"] if tokens is None else tokens
-        batch, columns = given.shape[:2]
+        embedded = inputs["inputs_embeds"] if tokens is None else tokens
+        batch, columns = embedded.shape[:2]
         if self.sequences and batch != len(self.sequences):
             msg = f"a step of {batch} rows for a paged cache that holds {len(self.sequences)}"
             raise InputError(msg)
         mask = inputs.get("attention_mask")
         if mask is None:
-            return torch.ones((batch, columns), dtype=torch.bool, device=given.device)
+            return torch.ones((batch, columns), dtype=torch.bool, device=embedded.device)
         if mask.shape != (batch, self._columns + columns):
             msg = (
                 f"attention mask of shape {list(mask.shape)} for {columns} tokens after "
@@ -272,8 +272,8 @@ class PagedBatch(AttentionCache):
             missing = sequence.computed + length - sequence.tokens
             self._cache.extend(sequence, max(0, missing))
         self._begin_attention(self._ragged_batch(self.sequences, self._lengths))
-        whole = sum(self._lengths) == real.numel()
-        self._rows = None if whole else real.flatten().nonzero().squeeze(1)
+        dense = sum(self._lengths) == real.numel()
+        self._rows = None if dense else real.flatten().nonzero().squeeze(1)
 
     def _begin_attention(self, batch: RaggedBatch) -> None:
         """Make the backend's plan of a step."""

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from kvcore_plugins.cache_groups import GroupedCache
 
 
-def _backend(given: Backend | type[Backend] | str) -> Backend:
+def _backend(backend_or_name: Backend | type[Backend] | str) -> Backend:
     """Return the backend that is given, or that a class or a text stands for."""
-    backend: Backend = resolve("backend", given)
+    backend: Backend = resolve("backend", backend_or_name)
     return backend
 
 
@@ -166,11 +166,11 @@ class PagedCache:
         if not isinstance(model, PreTrainedModel):
             msg = f"{type(model).__name__} is no transformers model: give one to attach"
             raise InputError(msg)
-        place = self.backend.tensor([0]).device
-        if place.type != model.device.type:
+        device = self.backend.tensor([0]).device
+        if device.type != model.device.type:
             msg = (
                 f"{type(model).__name__} is on {model.device}, the blocks of backend "
-                f"{self.backend.name!r} on {place}: move one to the other"
+                f"{self.backend.name!r} on {device}: move one to the other"
             )
             raise InputError(msg)
         blocks, block_size = self.cache.pool.blocks, self.cache.geometry.block_size

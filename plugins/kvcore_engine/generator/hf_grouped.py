@@ -48,7 +48,7 @@ class GroupedBatch(PagedBatch):
         model: PreTrainedModel,
     ) -> None:
         super().__init__(cache, backend, model.base_model, serials, compactor)  # type: ignore[arg-type]
-        self._layers = GroupedLayers.of(spec_of(model), cache.groups)
+        self._layers = GroupedLayers.from_groups(spec_of(model), cache.groups)
         self._numbers = attention_numbers(layer_types(model))
 
     def update(

@@ -139,9 +139,9 @@ class HuggingFace(SamplingGenerator):
     def _tokenizer(self) -> PreTrainedTokenizerBase | None:
         source = self.tokenizer
         if source is None and isinstance(self.model, str | Path):
-            place, is_folder = _place(self.model)
-            if not is_folder or any(Path(place).glob("tokenizer*")):
-                source = place
+            source_path, is_folder = _place(self.model)
+            if not is_folder or any(Path(source_path).glob("tokenizer*")):
+                source = source_path
         if isinstance(source, str | Path):
             source = _read("AutoTokenizer", source, "tokenizer")
         return source
@@ -150,9 +150,9 @@ class HuggingFace(SamplingGenerator):
         """Return the files of the model with sizes and times, or a digest of its weights."""
         spec = f"{type(self).__qualname__} {self.spec!r}"
         if isinstance(self.model, str | Path):
-            place, is_folder = _place(self.model)
+            path, is_folder = _place(self.model)
             if is_folder:
-                files = sorted(file for file in Path(place).iterdir() if file.is_file())
+                files = sorted(file for file in Path(path).iterdir() if file.is_file())
                 stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
                 return f"{spec} {stats!r}"
             commit = getattr(self.network.config, "_commit_hash", None)
@@ -260,7 +260,7 @@ def _read(auto: str, source: str | Path, what: str) -> Any:
     Raises:
         InputError: transformers cannot read it, or not without running code.
     """
-    place, is_folder = _place(source)
+    path, is_folder = _place(source)
 
     import transformers  # noqa: PLC0415
 
@@ -270,12 +270,12 @@ def _read(auto: str, source: str | Path, what: str) -> Any:
         logging.disable_progress_bar()
     try:
         try:
-            return _pretrained(auto, place, what, local=True)
+            return _pretrained(auto, path, what, local=True)
         except OSError:
             if is_folder:
                 raise
-        _announce_download(place, what)
-        return _pretrained(auto, place, what, local=False)
+        _announce_download(path, what)
+        return _pretrained(auto, path, what, local=False)
     except InputError:
         raise
     except Exception as error:
@@ -291,7 +291,7 @@ def _read(auto: str, source: str | Path, what: str) -> Any:
             logging.enable_progress_bar()
 
 
-def _pretrained(auto: str, place: str, what: str, *, local: bool) -> Any:
+def _pretrained(auto: str, path: str, what: str, *, local: bool) -> Any:
     """Return what transformers reads, with `local` without a look at the hub."""
     import transformers  # noqa: PLC0415
 
@@ -299,10 +299,10 @@ def _pretrained(auto: str, place: str, what: str, *, local: bool) -> Any:
     # for attention, which is replaced anyway.
     safely: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
     if what == "model":
-        config = transformers.AutoConfig.from_pretrained(place, **safely)
+        config = transformers.AutoConfig.from_pretrained(path, **safely)
         config._attn_implementation = "eager"  # noqa: SLF001 - it has no other name
         safely["config"] = config
-    return getattr(transformers, auto).from_pretrained(place, **safely)
+    return getattr(transformers, auto).from_pretrained(path, **safely)
 
 
 def _announce_download(name: str, what: str) -> None:

@@ -144,14 +144,14 @@ class Induction(SamplingGenerator):
         code, is_first = codes[tokens], (positions == 0)[:, None]
         # Layer 0: from every position to the one before. The first has none.
         here, before = self._places(positions), self._places(positions - 1)
-        found = attend(
+        attended = attend(
             0,
             _each(before * BEFORE * self.head_dim**0.5, spec.query_heads),
             _each(here, spec.kv_heads),
             _each(code, spec.kv_heads),
             window=None,
         )
-        previous = found.mean(1).masked_fill(is_first, 0)
+        previous = attended.mean(1).masked_fill(is_first, 0)
         # Layer 1: from every token to the one that followed it before, else to the first
         # position, by the last number of queries and keys.
         key, value = previous.clone(), code.masked_fill(is_first, 0)

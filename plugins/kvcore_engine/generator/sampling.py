@@ -139,18 +139,20 @@ def probabilities(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
         return scores.new_tensor(list(values)).unsqueeze(-1)
 
     # The likeliest token has 0, so that no quotient is infinite but where nothing is drawn.
-    scores = (scores - scores.amax(-1, keepdim=True)) / column(each[0] for each in samplings)
-    most = [min(each.top_k or vocabulary, vocabulary) for each in samplings]
-    if min(most, default=vocabulary) < vocabulary:
-        ranked = scores.topk(max(most)).values
-        least = ranked.gather(-1, column(most).long() - 1)
+    scores = (scores - scores.amax(-1, keepdim=True)) / column(
+        sampling[0] for sampling in samplings
+    )
+    ranks = [min(sampling.top_k or vocabulary, vocabulary) for sampling in samplings]
+    if min(ranks, default=vocabulary) < vocabulary:
+        ranked = scores.topk(max(ranks)).values
+        least = ranked.gather(-1, column(ranks).long() - 1)
         scores = scores.masked_fill(scores < least, float("-inf"))
     chances = scores.softmax(dim=-1)
-    if any(each.top_p < 1 for each in samplings):
+    if any(sampling.top_p < 1 for sampling in samplings):
         ranked = chances.sort(descending=True).values
         likelier = ranked.cumsum(dim=-1) - ranked
         # Rounding may lift a sum above 1, which must cut off nothing of other rows.
-        limits = column(each.top_p if each.top_p < 1 else 2.0 for each in samplings)
+        limits = column(sampling.top_p if sampling.top_p < 1 else 2.0 for sampling in samplings)
         least = ranked.masked_fill(likelier >= limits, 2.0).amin(dim=-1, keepdim=True)
         chances = scores.masked_fill(chances < least, float("-inf")).softmax(dim=-1)
     return chances

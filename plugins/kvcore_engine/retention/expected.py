@@ -105,7 +105,7 @@ def future_queries(
     centred = queries - mean[:, None]
     covariance = centred.mT @ centred / queries.shape[1]
     if rotary is not None:
-        turn = [each.mean(0) for each in rotary.angles(future)]
+        turn = [part.mean(0) for part in rotary.angles(future)]
         mean = rotary.rotate(mean, *turn)
         covariance = rotary.rotate(rotary.rotate(covariance, *turn).mT, *turn)
     return mean, covariance
@@ -121,7 +121,7 @@ def log_expected(keys: Tensor, mean: Tensor, covariance: Tensor, scale: float) -
 
     heads = keys.shape[0]
     keys = keys[:, None] * scale
-    mean, covariance = (each.unflatten(0, (heads, -1)) for each in (mean, covariance))
+    mean, covariance = (part.unflatten(0, (heads, -1)) for part in (mean, covariance))
     # In parts: the products are as large as the keys of all query heads.
     squares = [((part @ covariance) * part).sum(-1) for part in keys.split(_TOKENS, 2)]
     return (keys @ mean[..., None])[..., 0] + torch.cat(squares, -1) / 2

@@ -89,8 +89,8 @@ class KVMerger(ScoreRetention):
         return pivots.where(merged, -1), weights / of_run(weights).clamp_min(1)
 
 
-def _cosine(keys: Tensor, others: Tensor) -> Tensor:
+def _cosine(keys: Tensor, neighbours: Tensor) -> Tensor:
     """Return the cosine similarity of keys to others, -1 to 1; 0 for a key of zeros."""
     from torch.nn.functional import cosine_similarity  # noqa: PLC0415 - not in a simulation
 
-    return cosine_similarity(keys, others, dim=-1).clamp(-1, 1)
+    return cosine_similarity(keys, neighbours, dim=-1).clamp(-1, 1)

@@ -43,7 +43,7 @@ class Quest(PageSelection):
         from kvcore_plugins.codec.dtypes import widened  # noqa: PLC0415 - torch: see `summarise`
 
         least, greatest = widened(summaries).unbind(2)
-        asked = widened(queries).mT  # [kv_heads, width, group]
+        query = widened(queries).mT  # [kv_heads, width, group]
         # Of both products the greater has the greatest number where the query is positive.
-        bounds = greatest @ asked.clamp_min(0) + least @ asked.clamp_max(0)
+        bounds = greatest @ query.clamp_min(0) + least @ query.clamp_max(0)
         return bounds.amax(-1)

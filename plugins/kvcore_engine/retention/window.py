@@ -69,8 +69,8 @@ class Window(TokenRetention):
 
     def keeps(self, seq: Sequence) -> int | None:
         """Return the number of sinks and window tokens, if a block more than these is full."""
-        held = self.sinks + self.tokens
-        return held if self.rebases and has_spare_block(seq, held) else None
+        length = self.sinks + self.tokens
+        return length if self.rebases and has_spare_block(seq, length) else None
 
     def score(self, held: HeldTokens) -> Tensor:
         """Return the position of each token: the newest stay."""

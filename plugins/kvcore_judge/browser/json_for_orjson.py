@@ -69,8 +69,8 @@ def _as_orjson(match: re.Match[str]) -> str:
         return text
     if int(exponent) != -5:  # noqa: PLR2004 - from there on `orjson` writes no exponent
         return f"{digits}e{int(exponent):+d}"
-    sign, number = ("-", digits[1:]) if digits.startswith("-") else ("", digits)
-    return f"{sign}0.0000{number.replace('.', '')}"
+    sign, digits_left = ("-", digits[1:]) if digits.startswith("-") else ("", digits)
+    return f"{sign}0.0000{digits_left.replace('.', '')}"
 
 
 def loads(data: bytes | bytearray | memoryview | str, /) -> Any:
@@ -101,5 +101,5 @@ def _refuse(constant: str) -> NoReturn:
 
 def _integer(text: str) -> int | float:
     """Return an integer; beyond 64 bits the nearest float, as `orjson` does."""
-    number = int(text) if len(text) < len(str(_MOST)) + 2 else float(text)
-    return number if _LEAST <= number <= _MOST else float(text)
+    value = int(text) if len(text) < len(str(_MOST)) + 2 else float(text)
+    return value if _LEAST <= value <= _MOST else float(text)

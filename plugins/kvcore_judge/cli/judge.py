@@ -75,7 +75,7 @@ def _sections(verdict: Verdict, panel: Panel, *, kit: bool) -> list[Section]:
         [
             [
                 cell_name(cell["stream"], cell["share"]),
-                *(f"{cell[each]:,}" for each in ("hits", "lru", "optimum")),
+                *(f"{cell[column]:,}" for column in ("hits", "lru", "optimum")),
             ]
             for cell in verdict.cells
         ],

@@ -109,8 +109,8 @@ def calibrate(
         _compose(out, Deployment(**deployment), as_json=as_json)
         return
     assert steps is not None
-    found = fit_latency(steps, _model(latency))
-    report = _report(steps, found)
+    calibration = fit_latency(steps, _model(latency))
+    report = _report(steps, calibration)
     if as_json:
         emit_json(report)
         return
@@ -122,10 +122,12 @@ def calibrate(
             [
                 (
                     name,
-                    f"{value:.1%}" if name in found.shares else format_seconds(value),
-                    "at its bound: other values fit worse" if name in found.at_bound else "",
+                    f"{value:.1%}" if name in calibration.shares else format_seconds(value),
+                    "at its bound: other values fit worse"
+                    if name in calibration.at_bound
+                    else "",
                 )
-                for name, value in found.fitted.items()
+                for name, value in calibration.fitted.items()
             ],
             ["fitted"],
         ),
@@ -135,7 +137,7 @@ def calibrate(
             ["steps", "rows", *errors],
             [
                 [kind, f"{rows:,}", *(f"{error:.1%}" for error in rest)]
-                for kind, rows, *rest in map(attrs.astuple, found.errors)
+                for kind, rows, *rest in map(attrs.astuple, calibration.errors)
             ],
         ),
         "The steps that are furthest off, as a share of their time:",
@@ -160,12 +162,12 @@ def _compose(out: Path, deployment: Deployment, *, as_json: bool) -> None:
     """Write the composed step times of a deployment."""
     from kvcore_lab.measured.aic import compose_steps  # noqa: PLC0415 - imports a large package
 
-    found = list(compose_steps(deployment).steps())
+    steps = list(compose_steps(deployment).steps())
     with atomic_file(out) as file:
-        write_steps(file, found)
+        write_steps(file, steps)
     latency = f"table:path={out}"
     if as_json:
-        emit_json({"schema": 1, "rows": len(found), "latency": latency})
+        emit_json({"schema": 1, "rows": len(steps), "latency": latency})
     else:
         echo(f"--latency {latency}")
 
@@ -182,15 +184,15 @@ def _model(text: str) -> Any:
     return model
 
 
-def _report(steps: Path, found: Calibration) -> dict[str, Any]:
+def _report(steps: Path, calibration: Calibration) -> dict[str, Any]:
     return {
         "schema": 1,
         "steps": str(steps),
-        "rows": len(found.residuals),
-        "latency": found.spec,
-        "fitted": found.fitted,
-        "at_bound": found.at_bound,
-        "errors": [attrs.asdict(errors) for errors in found.errors],
+        "rows": len(calibration.residuals),
+        "latency": calibration.spec,
+        "fitted": calibration.fitted,
+        "at_bound": calibration.at_bound,
+        "errors": [attrs.asdict(errors) for errors in calibration.errors],
         "worst": [
             {
                 "line": residual.step.line,
@@ -199,6 +201,6 @@ def _report(steps: Path, found: Calibration) -> dict[str, Any]:
                 "fitted_seconds": residual.fitted / PS_PER_S,
                 "relative": residual.relative,
             }
-            for residual in found.worst()
+            for residual in calibration.worst()
         ],
     }

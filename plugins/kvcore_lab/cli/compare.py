@@ -153,7 +153,7 @@ def compare(workload: str | None, **given: Any) -> None:
     source = part_of(find_workload(workload, plugins), given["limit"], given["window"])
     _refuse(source, given)
     spec = load_model(MODEL if given["model"] is None else given["model"])
-    recompute = PrefillCost.of(spec, find_device(DEVICE))
+    recompute = PrefillCost.for_model(spec, find_device(DEVICE))
     sizes, budget, plan = given["blocks"], None, None
     if given["memory"] is not None:
         codec = plugins.build("codec", given["codec"] or CODEC)
@@ -307,7 +307,7 @@ def _below(source: Workload, given: dict[str, Any], plugins: Plugins) -> RunPart
     names = ("model", "codec", "block_size", "accounting", "seed", "tier")
     options = {name: given[name] for name in names if given[name] is not None}
     # The pool has a block here: the sizes are those of the rows.
-    config = RunConfig.of("compare", blocks=1, **options)
+    config = RunConfig.for_mode("compare", blocks=1, **options)
     return RunParts(config, plugins, workload=source, naming=naming(None, set()))
 
 

@@ -135,7 +135,7 @@ def curve(workload: str | None, **given: Any) -> None:
     if kind in FORMS:
         matplotlib()
     search = {
-        "recompute": PrefillCost.of(spec, find_device(DEVICE)),
+        "recompute": PrefillCost.for_model(spec, find_device(DEVICE)),
         "seed": given["seed"],
         "jobs": cpus() if given["jobs"] is None else given["jobs"],
         "plugins": plugins,
@@ -196,7 +196,7 @@ def _curves(
     policies = given["eviction"]
     if policies is None:  # the optimum where it is known
         policies = f"{POLICIES},optimum" if given["accounting"] == "keys" else POLICIES
-    found = make_curves(
+    curves = make_curves(
         source,
         policies,
         blocks,
@@ -206,7 +206,7 @@ def _curves(
         groups=() if groups is None else groups.groups,
         **search,
     )
-    return CurvesReport(found, layout, groups)
+    return CurvesReport(curves, layout, groups)
 
 
 def _plane(
@@ -215,7 +215,7 @@ def _plane(
     """Return the report on the plane over the sizes of a pool and a tier."""
     drawn = given["picture"] is not None or _kind(given["out"]) in FORMS
     points, pools = _sizes(given["sizes"], FINE if drawn else SIDE)
-    found = make_plane(
+    plane_of_sizes = make_plane(
         source,
         given["tier"],
         layout,
@@ -225,7 +225,7 @@ def _plane(
         exact=given["exact"],
         **search,
     )
-    return PlaneReport(found, layout)
+    return PlaneReport(plane_of_sizes, layout)
 
 
 def _kind(out: Path | None) -> str:

@@ -192,7 +192,7 @@ def _summary(explanation: Explanation, top: int, *, as_json: bool) -> None:
     if as_json:
         emit_json(explanation.as_dict() | sums.as_dict())
     else:
-        print_sections(*SummaryReport.of(explanation, sums).sections)
+        print_sections(*SummaryReport.from_explanation(explanation, sums).sections)
 
 
 def _billed(
@@ -216,17 +216,17 @@ def _billed(
     whole = find_workload(source, plugins, given["seed"])
     workload = part_of(whole, given["limit"], given["window"])
     with progress(f"explaining {workload.name}", workload.size) as tick:
-        found = explain_prompts(workload, price, source=workload.name, tick=tick)
+        explanation = explain_prompts(workload, price, source=workload.name, tick=tick)
     chosen = None
     if request is not None:
-        ids = [prompt.request for prompt in found.prompts]
-        chosen = found.of(_named(request, ids, whole))
+        ids = [prompt.request for prompt in explanation.prompts]
+        chosen = explanation.of(_named(request, ids, whole))
     if as_json:
-        emit_json(found.as_dict() | ({} if chosen is None else chosen.as_dict()))
+        emit_json(explanation.as_dict() | ({} if chosen is None else chosen.as_dict()))
     else:
         from kvcore_replay.report.billing import PromptReport  # noqa: PLC0415 - as above
 
-        report = PromptReport(found)
+        report = PromptReport(explanation)
         print_sections(*(report.sections if chosen is None else [report.about(chosen)]))
     print_notes(workload)
 
@@ -253,11 +253,11 @@ def _refuse(source: str, given: Mapping[str, object]) -> None:
 
 
 def _replayed(
-    whole: Workload, source: str, plugins: Plugins, given: Mapping[str, Any]
+    whole: Workload, source: str, plugins: Plugins, named: Mapping[str, Any]
 ) -> Explanation:
     """Replay a workload into a temporary trace, and explain that."""
-    workload = part_of(whole, given["limit"], given["window"])
-    if given["blocks"] is None:
+    workload = part_of(whole, named["limit"], named["window"])
+    if named["blocks"] is None:
         msg = f"{source} is a workload: say how large the pool is, such as --blocks 1000"
         msg += ", or what an API charges, such as --price openai"
         raise InputError(msg)
@@ -267,13 +267,13 @@ def _replayed(
         trace = Path(folder) / "trace.jsonl"
         compare(
             workload,
-            given["eviction"] or EVICTION,
-            given["blocks"],
-            block_size=given["block_size"],
-            accounting=given["accounting"] or ACCOUNTING,
-            prefix=given["prefix"] or SHARING,
-            recompute=PrefillCost.of(model, find_device(DEVICE)),
-            seed=given["seed"],
+            named["eviction"] or EVICTION,
+            named["blocks"],
+            block_size=named["block_size"],
+            accounting=named["accounting"] or ACCOUNTING,
+            prefix=named["prefix"] or SHARING,
+            recompute=PrefillCost.for_model(model, find_device(DEVICE)),
+            seed=named["seed"],
             trace=trace,
             plugins=plugins,
             progress=progress,

@@ -60,12 +60,12 @@ def plan_groups(
             many tokens.
     """
     model, in_tokens = layout.model, given["accounting"] == "tokens"
-    one = given.get("disable_hybrid_kv_cache_manager")
-    if in_tokens and not model.uniform and not one:
+    disabled = given.get("disable_hybrid_kv_cache_manager")
+    if in_tokens and not model.uniform and not disabled:
         plan = kvcore.groups_of(model, layout.block_size, layout.codec)
         plan.check_keys(model.name, key_tokens)
         return plan
-    if not (in_tokens or one or is_pooled(model)):
+    if not (in_tokens or disabled or is_pooled(model)):
         msg = (
             f"{model.name} keeps more than K/V of tokens, in cache groups whose blocks are "
             "counted in tokens: give --accounting tokens"
@@ -156,14 +156,14 @@ def search_executor(given: Mapping[str, Any], source: Workload) -> Executor:
     """
     from kvcore_lab.sweep.executors import executor_for  # noqa: PLC0415 - for searches alone
 
-    where, jobs = given["executor"], given["jobs"]
+    place_to_run, jobs = given["executor"], given["jobs"]
     pipes = [str(value) for value in source.options().values() if is_copy(value)]
     if any(name != STDIN for name in pipes):
         msg = f"WORKLOAD {pipes[0]}: a pipe is read from {STDIN} alone: name that, or a file"
         raise InputError(msg)
     if pipes:
-        if where not in (None, "local") or jobs not in (None, 1):
+        if place_to_run not in (None, "local") or jobs not in (None, 1):
             msg = "WORKLOAD -: other processes cannot read it: name a file, or give --jobs 1"
             raise InputError(msg)
         jobs = 1
-    return executor_for(where, jobs)
+    return executor_for(place_to_run, jobs)

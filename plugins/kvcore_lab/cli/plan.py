@@ -157,14 +157,14 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
             )
             report: PlanReport | DevicePlansReport
             if len(devices) == 1:
-                found = search(device=devices[0])
-                report = PlanReport(found.as_dict())
+                plans = search(device=devices[0])
+                report = PlanReport(plans.as_dict())
                 document = {"schema": 1, **report.plan}
                 limit = document["limit"]
                 document["limit"] = {"verdict": limit["verdict"], "why": report.limit} | limit
             else:
-                found = search()
-                report = DevicePlansReport(found.as_dict())
+                plans = search()
+                report = DevicePlansReport(plans.as_dict())
                 document = {"schema": 1, **report.plans}
             with atomic_file(written) as file:
                 file.buffer.write(json_bytes(document))
@@ -176,8 +176,8 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
         emit_json(document)
     else:
         print_report(report.sections, given["markup"])
-    for note in (*found.notes, *found.workload_notes):
+    for note in (*plans.notes, *plans.workload_notes):
         echo(f"kvcore: {note}", err=True)
     tell_model(source, str(given["model"]))
-    if found.best is None:
+    if plans.best is None:
         ctx.exit(NONE_FOUND)

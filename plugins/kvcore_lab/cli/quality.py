@@ -154,7 +154,7 @@ def _read(path: Path) -> str:
 
 def _budgets(text: str) -> list[float]:
     try:
-        return [float(each) for each in text.split(",")]
+        return [float(share) for share in text.split(",")]
     except ValueError:
         msg = f"--budget {text}: expected shares of the full bytes, such as 0.1,0.25"
         raise InputError(msg) from None

@@ -78,7 +78,7 @@ def routers(ctx: click.Context, /, **given: Any) -> None:
     source = named_workload(given)
     options = run_options(given, "workload", "replicas")
     with plot_file(given["picture"], source.options().values()) as write_plot:
-        found = compare_routers(
+        comparison = compare_routers(
             source,
             given["routers"],
             given["replicas"],
@@ -87,12 +87,12 @@ def routers(ctx: click.Context, /, **given: Any) -> None:
             gpu_price=given["gpu_price"],
             **{name: value for name, value in options.items() if value is not None},
         )
-        report = RoutersReport(found)
+        report = RoutersReport(comparison)
         write_plot(report.chart())
     if given["as_json"]:
         emit_json(report.document())
     else:
         print_report(report.sections, given["markup"])
-    for note in found.notes:
+    for note in comparison.notes:
         echo(f"kvcore: {note}", err=True)
-    tell_model(source, found.config["model"])
+    tell_model(source, comparison.config["model"])

@@ -64,7 +64,7 @@ def ran_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran:
         return ran._replace(fields=paged_fields(parts, residency=given["residency"]))
     seconds = result.simulated_s
     gpus = gpus_of(parts, seconds, getattr(result, "replica_s", None))
-    rates = Rates.of(result, sum(gpus.values()))
+    rates = Rates.from_result(result, sum(gpus.values()))
     cost = Cost.of_log(gpus, given["gpu_price"], result.log, seconds)
     sections = [str(rates)] if cost is None else [f"{rates}\n{cost}"]
     fields: dict[str, Any] = {"rates": rates._asdict()}
@@ -100,7 +100,7 @@ class Rates(NamedTuple):
     running: float
 
     @classmethod
-    def of(cls, result: Any, gpus: float) -> Self:
+    def from_result(cls, result: Any, gpus: float) -> Self:
         """Return the figures of a simulation on `gpus` GPUs, in the mean over time."""
         log, seconds = result.log, result.simulated_s or 1.0
         prompts = sum(sum(prompts) for _, prompts, _, _ in finished_work(log))

@@ -343,7 +343,7 @@ class _Server:
             "prefill": {
                 # A float, since JSON for other programs has no integers past 64 bits.
                 "flop": float(prefill_flop(model, tokens)),
-                "seconds": PrefillCost.of(model, gpu)(0, tokens) / self.devices,
+                "seconds": PrefillCost.for_model(model, gpu)(0, tokens) / self.devices,
                 "load_seconds": float(load_bytes / (gpu.host_link * self.devices)),
             },
         }

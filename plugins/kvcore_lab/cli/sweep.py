@@ -104,7 +104,7 @@ def sweep(
     with _naming(None if out else file):
         journal, tables = _places(out or source.out or file.with_name(f"{file.stem}-results"))
     with _naming(file):
-        plan = Plan.of(source.grid)
+        plan = Plan.from_grid(source.grid)
     written = [journal, *tables, *([] if picture is None else [picture])]
     _refuse_overwrite(plan.grid, written)
     axis = None if picture is None else chart_axis(plan.grid, plot_axis)
@@ -112,8 +112,8 @@ def sweep(
         make_directory(journal.parent)
     try:
         with Journal(journal) as opened, plot_file(picture) as write_plot:
-            for number in opened.damaged:
-                text = f"{journal}:{number}: does not match its digest: its cell is run again"
+            for line in opened.damaged:
+                text = f"{journal}:{line}: does not match its digest: its cell is run again"
                 echo(f"kvcore: {text}, unless a later line has it", err=True)
             result = run_sweep(
                 plan, opened, executor=runner, progress=progress, gpu_price=gpu_price

@@ -30,11 +30,11 @@ def _conditions(
     ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, str]:
     """Return the values that rows must have, by column."""
-    found = dict(text.partition("=")[::2] for text in values)
-    if not all(found.values()):
+    conditions = dict(text.partition("=")[::2] for text in values)
+    if not all(conditions.values()):
         msg = "write NAME=VALUE, such as device=h100,h200"
         raise click.BadParameter(msg, ctx, param)
-    return found
+    return conditions
 
 
 @verb("kvcore validate aic --where weights_dtype=fp8", "kvcore validate rows.csv -o errors.png")

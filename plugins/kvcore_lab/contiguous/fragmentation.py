@@ -162,14 +162,14 @@ class Occupancy:
         """Return the shares."""
         self._end_state()
         time, slots = max(self._time_ps, 1), self._slots
-        whole = time * slots
+        slot_time = time * slots
         waited = self._waited
         return Fragmentation(
             running=self._ran / time,
-            used=(self._holds - self._idles) / (2 * whole),
-            cached=self._caches / (2 * whole),
-            internal=self._idles / (2 * whole),
-            uncomputed=self._ahead / whole,
+            used=(self._holds - self._idles) / (2 * slot_time),
+            cached=self._caches / (2 * slot_time),
+            internal=self._idles / (2 * slot_time),
+            uncomputed=self._ahead / slot_time,
             internal_peak=self._peak / slots,
             external=waited / time,
             external_free=self._frees / (2 * waited * slots) if waited else None,
@@ -177,20 +177,20 @@ class Occupancy:
 
     def _end_state(self) -> None:
         """Add the time since the last event, in which slots were taken and filled evenly."""
-        took_ps, (held, cached, idle) = self._took_ps, self._last
+        took_ps, (used, cached, idle) = self._took_ps, self._last
         if not took_ps:
             return
         # A step's tokens are there after it: those of the last one do not count yet.
         idle -= self._filled - self._filled // max(self._steps, 1)
-        held += self._held
+        used += self._held
         self._time_ps += took_ps
         self._ran += took_ps * self._running
         self._ahead += took_ps * self._uncomputed
-        self._holds += took_ps * held
+        self._holds += took_ps * used
         self._caches += took_ps * (self._cached + cached)
         self._idles += took_ps * (self._idle + idle)
         self._peak = max(self._peak, self._idle, idle)
         if self._blocked:
             self._waited += took_ps
-            self._frees += took_ps * (2 * self._slots - held)
+            self._frees += took_ps * (2 * self._slots - used)
         self._took_ps = self._steps = self._filled = 0

@@ -77,20 +77,20 @@ def follow(
     """
     owners, wanted, ends = runs
     parent = owner = FREE
-    for place in range(begin, end):
-        slot = slot_of(table, keys, keys[place])
+    for index in range(begin, end):
+        slot = slot_of(table, keys, keys[index])
         first = table[slot]
         if first == FREE:
-            first = table[slot] = place
-            parents[place] = parent
+            first = table[slot] = index
+            parents[index] = parent
         elif parents[first] != parent:
-            return found, place
+            return found, index
         else:
             if latest[first] != owner:
                 owner = latest[first]
                 owners[found], wanted[found] = owner, serial
                 found += 1
-            ends[found - 1] = place + 1 - begin
+            ends[found - 1] = index + 1 - begin
         latest[first] = serial
         parent = first
     return found, FREE
@@ -116,16 +116,18 @@ def find_runs(keys: Array, lengths: Array) -> tuple[Array, Array, Array, int]:
     table = np.full(slots, FREE, np.int32)
     parents, latest = np.empty(keys.size, np.int32), np.empty(keys.size, np.int32)
     runs = (np.empty_like(keys), np.empty_like(keys), np.empty_like(keys))
-    found = begin = 0
+    runs_found = begin = 0
     wrong = FREE
     for serial in range(lengths.size):
         end = begin + lengths[serial]
-        found, wrong = follow(table, keys, parents, latest, runs, found, serial, begin, end)
+        runs_found, wrong = follow(
+            table, keys, parents, latest, runs, runs_found, serial, begin, end
+        )
         if wrong != FREE:
             break
         begin = end
     owners, wanted, ends = runs
-    return owners[:found], wanted[:found], ends[:found], wrong
+    return owners[:runs_found], wanted[:runs_found], ends[:runs_found], wrong
 
 
 @compiled("void(i8[:], i8, i8)")
@@ -151,7 +153,7 @@ def reuse_depths(lengths: Array, owners: Array, wanted: Array, ends: Array) -> A
     """
     tree = np.zeros(lengths.size + 1, np.int64)
     depths = np.empty_like(owners)
-    held = run = 0
+    total = run = 0
     for serial in range(lengths.size):
         begin = 0
         while run < owners.size and wanted[run] == serial:
@@ -161,13 +163,13 @@ def reuse_depths(lengths: Array, owners: Array, wanted: Array, ends: Array) -> A
                 older += tree[index]
                 index &= index - 1
             # The `begin` blocks of more recent owners have left the tree, but count.
-            depths[run] = held - older + begin
+            depths[run] = total - older + begin
             add(tree, owners[run], begin - ends[run])
-            held -= ends[run] - begin
+            total -= ends[run] - begin
             begin = ends[run]
             run += 1
         add(tree, serial, lengths[serial])
-        held += lengths[serial]
+        total += lengths[serial]
     return depths
 
 

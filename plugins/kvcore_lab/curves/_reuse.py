@@ -114,10 +114,10 @@ class Reuse:
         depths = self._depths
         # From its depth on, each run adds one hit per block of the pool, up to its size.
         borders = np.concatenate([[0], depths, depths + self._sizes])
-        blocks, place = np.unique(borders, return_inverse=True)
+        blocks, block = np.unique(borders, return_inverse=True)
         ones = np.ones(depths.size, np.int64)
         bends = np.zeros(blocks.size, np.int64)
-        np.add.at(bends, place[1:], np.concatenate([ones, -ones]))
+        np.add.at(bends, block[1:], np.concatenate([ones, -ones]))
         hits = np.zeros(blocks.size, np.int64)
         np.cumsum(bends.cumsum()[:-1] * np.diff(blocks), out=hits[1:])
         return array("q", blocks.tobytes()), array("q", hits.tobytes())

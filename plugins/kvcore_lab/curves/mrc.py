@@ -180,7 +180,7 @@ def curve(
         PolicyError: a policy failed.
     """
     plugins = plugins or Plugins()
-    setup = ReplaySetup.of(
+    setup = ReplaySetup.from_workload(
         as_workload(workload, plugins),
         plugins,
         accounting=accounting,
@@ -233,7 +233,7 @@ class _CurveMaker:
         """Return one curve for each of `candidates`."""
         geometry = self.setup.geometry
         refuse_bound(candidates, geometry.accounting)
-        source = Source.of(self.setup.workload)
+        source = Source.from_workload(self.setup.workload)
         reuse = None
         if any(self._in_one_pass(policy) for policy in candidates):
             reuse = self._reuse()
@@ -250,10 +250,10 @@ class _CurveMaker:
             else None
             for policy in candidates
         ]
-        others = [
+        replaying = [
             policy for policy, known in zip(candidates, exact, strict=True) if known is None
         ]
-        replayed = iter(self._replayed(others, sizes))
+        replayed = iter(self._replayed(replaying, sizes))
         return Curves(
             workload=attrs.evolve(source, requests=self.requests),
             accounting=geometry.accounting,
@@ -303,8 +303,8 @@ class _CurveMaker:
         calls = [self._replay(policy.build(), size) for policy, size in pairs]
         hits = [0] * len(pairs)
         with self.progress(f"replaying {self.setup.workload.name} by size", len(pairs)) as tick:
-            for place, found in call_all(calls, self.jobs):
-                hits[place] = found
+            for index, curve in call_all(calls, self.jobs):
+                hits[index] = curve
                 tick(1)
         starts = range(0, len(pairs), len(sizes))
         return [

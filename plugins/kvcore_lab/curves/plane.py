@@ -154,7 +154,7 @@ def plane(
     plugins = plugins or Plugins()
     if isinstance(tier, str | Spec):
         tier = cast("Tier", plugins.build("tier", tier))
-    setup = ReplaySetup.of(
+    setup = ReplaySetup.from_workload(
         as_workload(workload, plugins),
         plugins,
         block_size=layout.block_size,
@@ -195,19 +195,21 @@ class _PlaneMaker:
         """Return the plane."""
         import numpy as np  # noqa: PLC0415 - an extra
 
-        workload, source = self.setup.workload, Source.of(self.setup.workload)
+        workload, source = self.setup.workload, Source.from_workload(self.setup.workload)
         reuse_class = compiled_reuse()
         with self.progress(f"reading {workload.name}", workload.size) as tick:
             reuse = reuse_class.read(ticked(check_keys(workload), tick), self.setup.geometry)
         pools = sorted(pools or spread_sizes(reuse.distinct_blocks, points))
-        most = self.tier.slots(self.layout.bytes_per_block)
-        tiers = [0, *spread_sizes(most, points)]
+        largest = self.tier.slots(self.layout.bytes_per_block)
+        tiers = [0, *spread_sizes(largest, points)]
         size = self.setup.geometry.block_size
         longest = int(reuse.lengths.max(initial=0))
         seconds = np.array([self.setup.recompute(0, n * size) for n in range(longest + 1)])
         grid = list(product(tiers, pools))
         hits = self._replayed(grid) if exact else self._one_pass(reuse, grid)
-        made = {point: self._point(*point, *each, seconds) for point, each in hits}
+        by_sizes = {
+            point: self._point(*point, *hits_of_sizes, seconds) for point, hits_of_sizes in hits
+        }
         return Plane(
             workload=attrs.evolve(source, requests=len(reuse.lengths)),
             tier=self.tier,
@@ -220,7 +222,7 @@ class _PlaneMaker:
             prefill_s=float(seconds[reuse.lengths].sum()),
             pools=pools,
             tiers=tiers,
-            points=[[made[below, above] for above in pools] for below in tiers],
+            points=[[by_sizes[below, above] for above in pools] for below in tiers],
         )
 
     def _point(
@@ -232,17 +234,17 @@ class _PlaneMaker:
         `seconds[n]` is the time to prefill n blocks.
         """
         tier = self.tier
-        found = in_all - in_pool
+        in_tier = in_all - in_pool
         block_s = self.layout.bytes_per_block / int(tier.read_bandwidth)
-        load = found * block_s + tier.latency
-        gain = (seconds[in_all] - seconds[in_pool] - load) * (found > 0)
-        loaded = {"cost": gain > 0, "always": found > 0, "never": found < 0}[tier.load]
+        load = in_tier * block_s + tier.latency
+        gain = (seconds[in_all] - seconds[in_pool] - load) * (in_tier > 0)
+        loaded = {"cost": gain > 0, "always": in_tier > 0, "never": in_tier < 0}[tier.load]
         return PlanePoint(
             pool_blocks=above,
             tier_blocks=below,
             hit_blocks=int(in_pool.sum()),
-            found_blocks=int(found.sum()),
-            loaded_blocks=int(found[loaded].sum()),
+            found_blocks=int(in_tier.sum()),
+            loaded_blocks=int(in_tier[loaded].sum()),
             saved_s=float(seconds[in_pool].sum() + gain[loaded].sum()),
         )
 
@@ -266,9 +268,9 @@ class _PlaneMaker:
             for point in grid
         ]
         with self.progress("replaying by size", len(grid)) as tick:
-            for place, hits in call_all(calls, self.jobs):
+            for index, hits in call_all(calls, self.jobs):
                 tick(1)
-                yield grid[place], hits
+                yield grid[index], hits
 
 
 def _hits(

@@ -147,10 +147,10 @@ class DenseSequenceCache(SequenceCache):
         if layer not in self._layers:
             self._layers[layer] = (self._reserved(keys), self._reserved(values))
         end = self.cached_tokens + len(keys)
-        held = self._layers[layer]
-        for tensor, rows in zip(held, (keys, values), strict=True):
+        stored = self._layers[layer]
+        for tensor, rows in zip(stored, (keys, values), strict=True):
             tensor[self.cached_tokens : end] = rows
-        return causal_attention(queries, *(tensor[:end] for tensor in held), **options)
+        return causal_attention(queries, *(tensor[:end] for tensor in stored), **options)
 
     def _reserved(self, rows: Tensor) -> Tensor:
         return rows.new_empty((self._capacity, *rows.shape[1:]))
@@ -188,7 +188,7 @@ class RecordingCache(DenseSequenceCache):
         query = self._queries[layer][position]
         keys, values = self._layers[layer]
         kv_head = head // (len(query) // keys.shape[1])
-        seen = (each[: position + 1, kv_head].tolist() for each in (keys, values))
+        seen = (tensor[: position + 1, kv_head].tolist() for tensor in (keys, values))
         return OneHead(query[head].tolist(), *seen)
 
 
@@ -274,9 +274,9 @@ def generate(
     Raises:
         PluginError: the generator returned no token.
     """
-    tokens, seconds, held = list(prompt), [], []
+    tokens, seconds, kept_bytes = list(prompt), [], []
     projected = [0]
-    for place in range(output):
+    for step in range(output):
         started = perf_counter()
         cached = cache.cached_tokens
         new = tokens[cached:]
@@ -285,16 +285,16 @@ def generate(
             lengths=[len(new)],
             token_ids=new,
             positions=list(range(cached, len(tokens))),
-            output_indices=[place],
+            output_indices=[step],
             seeds=[seed],
         )
         (token,) = generator.forward(batch, cache)
         cache.end(len(new))
         seconds.append(perf_counter() - started)
-        held.append(cache.bytes)
+        kept_bytes.append(cache.bytes)
         projected.append(max(cache.projected.values(), default=0))
         if token is None:
-            msg = f"generator {generator.name!r} gave no token for place {place} of its output"
+            msg = f"generator {generator.name!r} gave no token for place {step} of its output"
             raise PluginError(msg)
         tokens.append(token)
         if done is not None:
@@ -304,7 +304,7 @@ def generate(
         tuple(tokens[len(prompt) :]),
         projected[-1],
         tuple(seconds),
-        tuple(held),
+        tuple(kept_bytes),
         tuple(after - before for before, after in pairwise(projected)),
     )
 
@@ -394,7 +394,9 @@ def causal_attention(
     tokens, heads, width = queries.shape
     context = len(keys) - tokens
     group = heads // keys.shape[1]
-    keys, values = (each.repeat_interleave(group, 1).transpose(0, 1) for each in (keys, values))
+    keys, values = (
+        tensor.repeat_interleave(group, 1).transpose(0, 1) for tensor in (keys, values)
+    )
     # A triangle, moved right by the context; a window cuts off its lower left, except sinks.
     seen = queries.new_ones(tokens, context + tokens).tril(context)
     if window is not None:
@@ -481,7 +483,7 @@ class CachingReport:
         """Explanation of the counts."""
         steps, first = len(self.generations[0].tokens), self.prompt_tokens
         naive, *cached = (generation.token_projections for generation in self.generations)
-        sums = [f"{first + place:,}" for place in range(min(steps, 3))]
+        sums = [f"{first + index:,}" for index in range(min(steps, 3))]
         if steps > len(sums):
             sums[2:] = ["...", f"{first + steps - 1:,}"]
         fewer = f", {naive / cached[0]:,.0f} times fewer" if steps > 1 else ""
@@ -507,7 +509,7 @@ class CachingReport:
             sizes[generation.cache] = [(end, generation.step_kv_bytes[end - 1]) for end in ends]
         panels = [
             Panel("time of a step, median", times, format_seconds),
-            Panel("K/V held", sizes, lambda held: format_bytes(int(held))),
+            Panel("K/V held", sizes, lambda size: format_bytes(int(size))),
         ]
         title, across = self.headline.partition(".\n")[0], "generated token"
         return Chart(title, self.headline, across, panels, logarithmic=False)
@@ -525,8 +527,12 @@ class CachingReport:
             for line in lines
         ]
         rows = [
-            [each.cache, *map(format_seconds, _medians(each.step_seconds, _TIME_RANGES)), bar]
-            for each, bar in zip(self.generations, bars, strict=True)
+            [
+                generation.cache,
+                *map(format_seconds, _medians(generation.step_seconds, _TIME_RANGES)),
+                bar,
+            ]
+            for generation, bar in zip(self.generations, bars, strict=True)
         ]
         return Table(["time of a step", *spans, ""], rows)
 

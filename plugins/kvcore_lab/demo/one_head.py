@@ -71,13 +71,13 @@ class OneHead:
     def weights(self) -> list[float]:
         """The exponentials divided by their sum: the softmax of the scores."""
         total = self.total
-        return [number / total for number in self.exponentials]
+        return [exponential / total for exponential in self.exponentials]
 
     @property
     def output(self) -> list[float]:
         """The weighted mean of the values."""
         weighted = zip(self.weights, self.values, strict=True)
-        parts = [[weight * number for number in value] for weight, value in weighted]
+        parts = [[weight * value_of for value_of in value] for weight, value in weighted]
         return [sum(column) for column in zip(*parts, strict=True)]
 
 
@@ -126,7 +126,7 @@ class OneHeadReport:
                 f"{exponential:.3f}",
                 f"{weight:.3f}",
                 _vector(value),
-                _vector([weight * number for number in value]),
+                _vector([weight * component for component in value]),
             ]
             for index, (key, score, exponential, weight, value) in enumerate(tokens)
         ]
@@ -157,4 +157,4 @@ class OneHeadReport:
 
 def _vector(numbers: Sequence[float]) -> str:
     """Return numbers as text, rounded to three digits."""
-    return f"[{', '.join(f'{round(number, 3):g}' for number in numbers)}]"
+    return f"[{', '.join(f'{round(component, 3):g}' for component in numbers)}]"

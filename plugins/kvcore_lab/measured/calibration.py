@@ -110,7 +110,7 @@ class Calibration:
         """The errors by kind of step, as far as there are such, and of all steps."""
         import numpy as np  # noqa: PLC0415
 
-        found = []
+        rows = []
         for kind in (*KINDS, "all"):
             of = [
                 residual for residual in self.residuals if kind in (residual.step.kind, "all")
@@ -118,8 +118,8 @@ class Calibration:
             if of:
                 fits = [[abs(r.relative) for r in of], [abs(r.held_out) for r in of]]
                 spread = np.quantile(fits, (0.5, 0.9), axis=1).T.ravel()
-                found.append(StepErrors(kind, len(of), *map(float, spread)))
-        return found
+                rows.append(StepErrors(kind, len(of), *map(float, spread)))
+        return rows
 
     def worst(self, most: int = 5) -> list[Residual]:
         """Return the steps that are furthest off, as a share of their time."""
@@ -181,14 +181,14 @@ def fit_latency(path: Path, model: LatencyModel) -> Calibration:
         name: float(f"{1 / value:.6g}") if name in shares else round(float(value), 12)
         for name, value in zip(names, best, strict=True)
     }
-    found = type(model)(**model.options() | fitted)
+    fitted_model = type(model)(**model.options() | fitted)
     return Calibration(
-        found,
+        fitted_model,
         fitted,
         shares,
         tuple(name for name in names if fitted[name] == (name in shares)),
         [
-            Residual(step, found.duration(work), float(without))
+            Residual(step, fitted_model.duration(work), float(without))
             for step, work, without in zip(steps, works, held_out, strict=True)
         ],
     )
@@ -242,17 +242,17 @@ def _check_rank(path: Path, terms: Any, names: Sequence[str]) -> None:
 
     scaled = terms / np.maximum(terms.max(axis=0), np.finfo(float).tiny)
     known: list[int] = []
-    for place in range(len(names)):
-        column = scaled[:, place]
+    for index in range(len(names)):
+        column = scaled[:, index]
         weights = np.linalg.lstsq(scaled[:, known], column, rcond=None)[0]
         if np.abs(column - scaled[:, known] @ weights).max() > _DEPENDENT:
-            known.append(place)
+            known.append(index)
             continue
         mixed = [names[known[i]] for i in np.flatnonzero(np.abs(weights) > _DEPENDENT)]
         if mixed:
-            problem = f"{', '.join(mixed)} and {names[place]} cannot be told apart"
+            problem = f"{', '.join(mixed)} and {names[index]} cannot be told apart"
         else:
-            problem = f"{names[place]} cannot be known: no step takes longer by it"
+            problem = f"{names[index]} cannot be known: no step takes longer by it"
         msg = (
             f"{path}: {problem}; measure more kinds of steps: without and with many prompt "
             "tokens, few and many sequences, short and long contexts, each by itself"

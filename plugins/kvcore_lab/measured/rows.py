@@ -105,31 +105,31 @@ def check_columns(names: Iterable[str]) -> None:
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number of each line and its fields: of a JSON object, or of a table."""
     header: list[str] = []
-    for number, line in lines(path):
+    for line_number, line in lines(path):
         if line.lstrip().startswith(b"{"):
             try:
-                yield number, orjson.loads(line)
+                yield line_number, orjson.loads(line)
             except orjson.JSONDecodeError as error:
-                msg = f"{path}:{number}: not a JSON object: {error}"
+                msg = f"{path}:{line_number}: not a JSON object: {error}"
                 raise InputError(msg) from error
             continue
         try:
             (cells,) = csv.reader([line.decode().rstrip("\r\n")], strict=True)
         except (csv.Error, UnicodeDecodeError) as error:
-            msg = f"{path}:{number}: not a row of a table: {error}"
+            msg = f"{path}:{line_number}: not a row of a table: {error}"
             raise InputError(msg) from error
         cells = [cell.strip() for cell in cells]
         if not header:
             header = cells
             twice = [name for name, times in Counter(header).items() if times > 1]
             if twice:
-                msg = f"{path}:{number}: two columns are called {twice[0]!r}"
+                msg = f"{path}:{line_number}: two columns are called {twice[0]!r}"
                 raise InputError(msg)
         elif len(cells) != len(header):
-            msg = f"{path}:{number}: {len(cells)} cells under {len(header)} columns"
+            msg = f"{path}:{line_number}: {len(cells)} cells under {len(header)} columns"
             raise InputError(msg)
         else:
-            yield number, dict(zip(header, cells, strict=True))
+            yield line_number, dict(zip(header, cells, strict=True))
 
 
 def _own(line: int, fields: Mapping[str, Any]) -> Measured:

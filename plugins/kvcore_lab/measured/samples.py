@@ -47,9 +47,9 @@ def samples_path() -> Path:
     Raises:
         PluginError: the package is not installed.
     """
-    found = find_spec("aiconfigurator_core")
-    for place in (found and found.submodule_search_locations) or ():
-        path = Path(place) / "systems" / "silicon_sample.csv"
+    package = find_spec("aiconfigurator_core")
+    for folder in (package and package.submodule_search_locations) or ():
+        path = Path(folder) / "systems" / "silicon_sample.csv"
         if path.is_file():
             return path
     msg = (
@@ -89,8 +89,8 @@ def read_samples(
 
 def _columns(fields: Mapping[str, str]) -> dict[str, Any] | str:
     """Return the columns of a sample under kvcore's names, or why it cannot be simulated."""
-    found = _CONCURRENCY.search(fields.get("silicon_data_source", ""))
-    concurrency = found[1] if found else ""
+    match = _CONCURRENCY.search(fields.get("silicon_data_source", ""))
+    concurrency = match[1] if match else ""
     model = _VARIANT.sub("", fields["model_path"].rpartition("/")[2].lower())
     device = fields["system"].removesuffix("_sxm")
     weights = fields.get("gemm_quant_mode") or fields.get("precision", "")
@@ -143,7 +143,7 @@ class _Server:
     output_tokens: int
 
     @classmethod
-    def of(cls, row: Measured) -> _Server:
+    def from_row(cls, row: Measured) -> _Server:
         """Return the server of a sample, and the lengths of its requests."""
         options, load = row.options, row.load
         return cls(
@@ -164,7 +164,7 @@ def _doubtful(rows: Iterable[Measured]) -> dict[int, str]:
     copies: dict[Any, list[tuple[_Server, Measured]]] = defaultdict(list)
     servers: dict[_Server, list[Measured]] = defaultdict(list)
     for row in rows:
-        server = _Server.of(row)
+        server = _Server.from_row(row)
         if server.devices > DEVICES[server.device].server_size:
             reasons[row.line] = "more devices than a server has"
             continue
@@ -172,8 +172,8 @@ def _doubtful(rows: Iterable[Measured]) -> dict[int, str]:
         times = ((name, round(time, 5)) for name, time in row.values.items())
         copies[server.engine, *times].append((server, row))
         servers[server].append(row)
-    for found in copies.values():
-        _refuse_copies(found, reasons)
+    for same in copies.values():
+        _refuse_copies(same, reasons)
     for of_server in servers.values():
         _refuse_contradictions(of_server, reasons)
     return reasons

@@ -54,7 +54,7 @@ class Errors:
     p90: float
 
     @classmethod
-    def of(cls, errors: Sequence[float]) -> Errors | None:
+    def from_errors(cls, errors: Sequence[float]) -> Errors | None:
         """Return the statistics of errors; None if there are none."""
         if not errors:
             return None
@@ -106,22 +106,22 @@ class Validation:
 
     def errors(self, measure: str, of: Iterable[Compared] | None = None) -> Errors | None:
         """Return the errors of a measure over rows (None: all rows); None without any."""
-        found = (each.error(measure) for each in (self.compared if of is None else of))
-        return Errors.of([error for error in found if error is not None])
+        errors = (compared.error(measure) for compared in (self.compared if of is None else of))
+        return Errors.from_errors([error for error in errors if error is not None])
 
     def groups(self, by: str) -> dict[str, list[Compared]]:
         """Return the rows by the value of a column, or of several: `model+engine`."""
         check_columns(by.split("+"))
-        found: dict[str, list[Compared]] = {}
-        for each in self.compared:
-            found.setdefault(each.row.label(by), []).append(each)
-        return dict(sorted(found.items(), key=_natural))
+        by_label: dict[str, list[Compared]] = {}
+        for compared in self.compared:
+            by_label.setdefault(compared.row.label(by), []).append(compared)
+        return dict(sorted(by_label.items(), key=_natural))
 
     def worst(self, measure: str, most: int = 5) -> list[Compared]:
         """Return the rows with the largest absolute errors of a measure, largest first."""
-        off = {id(each): each.error(measure) for each in self.compared}
-        rows = [each for each in self.compared if off[id(each)] is not None]
-        return sorted(rows, key=lambda each: -abs(off[id(each)] or 0))[:most]
+        off = {id(compared): compared.error(measure) for compared in self.compared}
+        rows = [compared for compared in self.compared if off[id(compared)] is not None]
+        return sorted(rows, key=lambda compared: -abs(off[id(compared)] or 0))[:most]
 
 
 def validate(
@@ -166,7 +166,7 @@ def validate(
                 left_out[str(error)] += 1
             tick(1)
     if not compared:
-        reason = next((f"; the first: {each}" for each in left_out), "")
+        reason = next((f"; the first: {row}" for row in left_out), "")
         if where and not left_out:
             labels = ", ".join(f"{name}={values}" for name, values in where.items())
             reason = f": no row has {labels}"
@@ -192,11 +192,11 @@ def _compare(
             known["like"] = engine
     if engine in get_args(EngineName):
         known["latency"] = f"roofline:engine={engine}"
-    given = {**known, **options, **row.options}
-    config = RunConfig.of("simulate", plugins, **given, workload=workload)
+    options_of_row = {**known, **options, **row.options}
+    config = RunConfig.for_mode("simulate", plugins, **options_of_row, workload=workload)
     parts = RunParts(config, plugins)
     result = simulate(parts.workload, residency=False, **parts.arguments())
-    return Compared(row, given, config, _values(result))
+    return Compared(row, options_of_row, config, _values(result))
 
 
 def _values(result: Result) -> dict[str, float]:

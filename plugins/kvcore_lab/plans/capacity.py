@@ -68,12 +68,12 @@ def find_capacity(
     if result.saturation is None or not result.saturation.saturated:
         return {}
     search = _Search(parts, result, tick, list(parts.workload))
-    found = {
+    figures = {
         "rate_scale": search.rate(),
         "blocks": search.blocks(),
         "tensor_parallel": search.devices(),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def can_find_replicas(parts: ClusterParts) -> bool:
@@ -99,21 +99,21 @@ def find_replicas(
     """
     from kvcore_cluster.simulate import simulate_cluster  # noqa: PLC0415 - one server does without it
 
-    found = result.saturation
-    if found is None or not found.saturated or not can_find_replicas(parts):
+    saturation = result.saturation
+    if saturation is None or not saturation.saturated or not can_find_replicas(parts):
         return {}
-    number = cast("int", parts.config.replicas)
+    count = cast("int", parts.config.replicas)
     load = result.offered_load or 0
-    needed = number * max(found.arrivals_per_s / found.served_per_s, load)
+    needed = count * max(saturation.arrivals_per_s / saturation.served_per_s, load)
     for _ in range(MOST_RATES):
-        number = max(ceil(needed), number + 1)
-        config = parts.config.changed(replicas=number)
+        count = max(ceil(needed), count + 1)
+        config = parts.config.changed(replicas=count)
         again = type(parts)(config, parts.plugins, workload=parts.workload)
         tried = simulate_cluster(again.workload, **again.cluster(), residency=False).saturation
         tick(1)
         if tried is None or not tried.saturated:
-            return {"replicas": number}
-        needed = number * MORE
+            return {"replicas": count}
+        needed = count * MORE
     return {}
 
 
@@ -135,12 +135,12 @@ class _Search:
         """
         saturation, load = self.result.saturation, self.result.offered_load or 0
         assert saturation is not None
-        given = self.parts.config.rate_scale
+        asked_rate = self.parts.config.rate_scale
         # Above an offered load of 1 every queue grows.
-        high, low = given / max(load, 1), 0.0
-        served = given * saturation.served_per_s / saturation.arrivals_per_s
+        high, low = asked_rate / max(load, 1), 0.0
+        served = asked_rate * saturation.served_per_s / saturation.arrivals_per_s
         rate = _two_digits(min(high, served), ROUND_FLOOR)
-        for number in range(MOST_RATES):
+        for step in range(MOST_RATES):
             if not low < rate < high:
                 break
             if self._holds(rate_scale=rate):
@@ -150,7 +150,7 @@ class _Search:
             above = _two_digits(CLOSE * low, ROUND_CEILING)
             if low and high <= above:
                 break
-            if low and not number:
+            if low and not step:
                 rate = above
             else:
                 rate = _two_digits((low + high) / 2 if low else 0.8 * high, ROUND_FLOOR)
@@ -162,8 +162,8 @@ class _Search:
             return None
         sizes = [self.parts.blocks << doubling for doubling in range(1, DOUBLINGS + 1)]
         able = [blocks for blocks in sizes if self._may(blocks, None)]
-        found = (blocks for blocks in able if self._holds(blocks=blocks, memory=None))
-        return next(found, None)
+        enough = (blocks for blocks in able if self._holds(blocks=blocks, memory=None))
+        return next(enough, None)
 
     def devices(self) -> int | None:
         """Return the smallest number of GPUs of a server with which the queue does not grow."""
@@ -224,12 +224,12 @@ class _Search:
         served = [
             request for request in self.requests if request.prompt_tokens and not fits(request)
         ]
-        if not served or any(each.session is not None for each in served):
+        if not served or any(request.session is not None for request in served):
             return []
         scale = Fraction(str(parts.config.rate_scale))
-        came = [int(each.arrival / scale) for each in served]
-        prompts = [each.prompt_tokens for each in served]
-        outputs = [each.output_tokens for each in served]
+        came = [int(request.arrival / scale) for request in served]
+        prompts = [request.prompt_tokens for request in served]
+        outputs = [request.output_tokens for request in served]
         misses_alone = [(came, prompts, [0] * len(served), outputs)]
         tokens = parts.blocks * parts.geometry.block_size
         forgetting = parts.config.retention is not None
@@ -277,10 +277,10 @@ class _QueueJudge(EarlyEnd):
             if loop.arrivals.last_start is None:  # a closed loop is judged as a whole
                 self._look(loop)
 
-    def _waits(self, jobs: Batcher, at: int) -> bool:
+    def _waits(self, jobs: Batcher, now: int) -> bool:
         """Return True if a job waited at the time `at`, which lies before the clock."""
-        return any(job.arrival < at for job in jobs.waiting) or any(
-            job.arrival < at < (job.admitted or 0) for job in jobs.running
+        return any(job.arrival < now for job in jobs.waiting) or any(
+            job.arrival < now < (job.admitted or 0) for job in jobs.running
         )
 
     def _look(self, loop: ServingLoop) -> None:
@@ -300,6 +300,6 @@ class _QueueJudge(EarlyEnd):
             raise DecidedError
 
 
-def _two_digits(number: float, rounding: str) -> float:
+def _two_digits(value: float, rounding: str) -> float:
     """Round a number to two digits."""
-    return float(Context(prec=2, rounding=rounding).create_decimal(number))
+    return float(Context(prec=2, rounding=rounding).create_decimal(value))

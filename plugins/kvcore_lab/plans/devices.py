@@ -40,12 +40,12 @@ class DevicePlans(Shown):
         first tokens, one of them being better; None without a price.
         """
         fleets = [
-            {"device": each.setup["device"]}
+            {"device": plan.setup["device"]}
             | {name: value for name, value in fleet.items() if name not in ("ttft_s", "tpot_s")}
             | {"ttft_p99_s": (fleet["ttft_s"] or {}).get("p99")}
             | {"tpot_p99_s": (fleet["tpot_s"] or {}).get("p99")}
-            for each in self.plans
-            for fleet in each.as_dict()["plans"]
+            for plan in self.plans
+            for fleet in plan.as_dict()["plans"]
         ]
         fleets.sort(key=lambda fleet: (fleet["usd_per_day"] or float("inf"), fleet["gpus"]))
         costs = [_objectives(fleet) for fleet in fleets]
@@ -120,5 +120,5 @@ def _objectives(fleet: Mapping[str, Any]) -> list[float] | None:
     return None if any(value is None for value, _ in values) else [v * s for v, s in values]
 
 
-def _beats(one: list[float], other: list[float]) -> bool:
-    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+def _beats(first: list[float], other: list[float]) -> bool:
+    return first != other and all(a <= b for a, b in zip(first, other, strict=True))

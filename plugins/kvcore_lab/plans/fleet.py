@@ -132,7 +132,7 @@ class Traffic:
     groups: list[int]
 
     @classmethod
-    def of(cls, workload: Workload) -> Self:
+    def from_workload(cls, workload: Workload) -> Self:
         """Read a workload.
 
         Requests of a session form a group. Requests without a session form a group if their
@@ -142,19 +142,19 @@ class Traffic:
         """
         known: dict[Any, Any] = {}
         requests = [
-            attrs.evolve(each, keys=[known.setdefault(key, key) for key in each.keys])
-            for each in check_keys(workload)
+            attrs.evolve(request, keys=[known.setdefault(key, key) for key in request.keys])
+            for request in check_keys(workload)
         ]
-        alone = [each for each in requests if each.session is None]
-        uses = Counter(key for each in alone for key in each.keys)
-        most = isqrt(len(requests))
+        alone = [request for request in requests if request.session is None]
+        uses = Counter(key for request in alone for key in request.keys)
+        limit = isqrt(len(requests))
 
         def group(request: Request) -> Any:
             if request.session is not None:
                 return request.session
-            return next((key for key in request.keys if uses[key] <= most), request.id)
+            return next((key for key in request.keys if uses[key] <= limit), request.id)
 
-        return cls(requests, [_hashed(group(each)) for each in requests])
+        return cls(requests, [_hashed(group(request)) for request in requests])
 
     def split(self, replicas: int) -> list[list[Request]]:
         """Return the requests of each replica, in order, without replicas that get none."""
@@ -198,7 +198,9 @@ class FleetTask(Task):
     percentile: float
 
     @classmethod
-    def of(cls, cell: RunConfig, fleet: Fleet, percentile: float, known: WorkloadCache) -> Self:
+    def from_cell(
+        cls, cell: RunConfig, fleet: Fleet, percentile: float, known: WorkloadCache
+    ) -> Self:
         """Name the simulation of a fleet.
 
         Raises:
@@ -226,7 +228,7 @@ class FleetTask(Task):
         """Return the fields of `Served`."""
         cell = CellRun(self.cell, known)
         self.check(self.named(cell))
-        traffic = known.kept(cell.parts, Traffic.of)
+        traffic = known.kept(cell.parts, Traffic.from_workload)
         left = len(traffic.requests) * (1 - Fraction(str(self.percentile)) / 100)
         runs, complete = [], True
         for part in traffic.split(self.fleet.replicas):

@@ -148,7 +148,7 @@ class FleetPlan(Shown):
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
         limit = self.limit
-        price = Cost.of({self.setup["device"]: 1}, self.gpu_price, None)
+        price = Cost.for_gpus({self.setup["device"]: 1}, self.gpu_price, None)
         return {
             "setup": self.setup,
             "requests": self.requests,
@@ -182,7 +182,7 @@ class FleetPlan(Shown):
     def _costs(self, option: Option) -> dict[str, Any]:
         """Return the cost of a fleet as columns; None without a price."""
         gpus = {self.setup["device"]: option.fleet.gpus}
-        cost = Cost.of(gpus, self.gpu_price, option.served.throughput_tokens_s)
+        cost = Cost.for_gpus(gpus, self.gpu_price, option.served.throughput_tokens_s)
         return dict.fromkeys(COSTS) if cost is None else cost.columns()
 
     def _sizes(self, fleet: Fleet) -> dict[str, int]:
@@ -253,8 +253,8 @@ def plan(
         raise InputError(msg)
     degrees = _numbers("tensor_parallel", tensor_parallel)
     counts = None if replicas is None else _numbers("replicas", replicas)
-    if (given := given_workload(workload)) is not None:
-        workload = given  # to a grid, a list is one of alternatives
+    if (workload_given := given_workload(workload)) is not None:
+        workload = workload_given  # to a grid, a list is one of alternatives
     grid = Grid("simulate", workload=workload, tensor_parallel=degrees, **options)
     _check_options(grid)
     tiers = read_option("tier", tier)
@@ -265,8 +265,8 @@ def plan(
     executor = executor or ThisProcess()
     planner = _Planner(percentile, max_gpus, journal, executor, known_to(executor))
     planner.add(cells, counts)
-    found = planner.plan(counts, policies, progress or silent)
-    return attrs.evolve(found, gpu_price=gpu_price or {})
+    plans = planner.plan(counts, policies, progress or silent)
+    return attrs.evolve(plans, gpu_price=gpu_price or {})
 
 
 def _check_options(grid: Grid) -> None:
@@ -404,15 +404,15 @@ class _Planner:
         """Return the least fleets, best first, and what limits smaller ones."""
         start = self._ladder() if counts is None else self._each(counts)
         (starts,) = yield from self._together([start])
-        fewer = [self._least(self._replicas(*each)) for each in starts]
+        fewer = [self._least(self._replicas(*start)) for start in starts]
         fleets = _worthwhile((yield from self._together(fewer)))
         less = [self._least(self._memories(fleet)) for fleet in fleets]
-        found = yield from self._together(less)
-        fewest = min((each.gpus for each in found), default=0)
-        smaller = [self._small(each) for each in found if each.gpus == fewest]
+        candidates = yield from self._together(less)
+        fewest = min((fleet.gpus for fleet in candidates), default=0)
+        smaller = [self._small(fleet) for fleet in candidates if fleet.gpus == fewest]
         small = yield from self._together(smaller)
-        found += [each for each in small if each is not None]
-        options = sorted(map(self._option, dict.fromkeys(found)), key=_rank)
+        candidates += [fleet for fleet in small if fleet is not None]
+        options = sorted(map(self._option, dict.fromkeys(candidates)), key=_rank)
         (limit,) = yield from self._together([self._limit(options, tried)])
         return options, limit
 
@@ -446,7 +446,7 @@ class _Planner:
 
         The number of GPUs is doubled until a fleet meets the SLO, and then once more.
         """
-        found: dict[tuple[int, int], tuple[Fleet, int]] = {}
+        fleets: dict[tuple[int, int], tuple[Fleet, int]] = {}
         missed: dict[tuple[int, int], int] = {}
         gpus, last = min(self.cells), self.max_gpus
         while True:
@@ -455,18 +455,18 @@ class _Planner:
                 for devices in self.cells
                 if devices <= gpus
                 for fleet in self._full(devices, gpus // devices)
-                if (devices, fleet.host_bytes) not in found
+                if (devices, fleet.host_bytes) not in fleets
             ]
             yield rung
             for fleet in rung:
                 kind = fleet.devices, fleet.host_bytes
                 if self._meets(fleet):
-                    found[kind] = fleet, missed.get(kind, 0)
+                    fleets[kind] = fleet, missed.get(kind, 0)
                 else:
                     missed[kind] = fleet.replicas
             if gpus == last:
-                return list(found.values())
-            if found and last == self.max_gpus:
+                return list(fleets.values())
+            if fleets and last == self.max_gpus:
                 last = min(2 * gpus, last)
             gpus = min(2 * gpus, last)
 
@@ -478,9 +478,9 @@ class _Planner:
         fleets = [
             fleet
             for devices in self.cells
-            for number in counts
-            if number * devices <= self.max_gpus
-            for fleet in self._full(devices, number)
+            for replicas in counts
+            if replicas * devices <= self.max_gpus
+            for fleet in self._full(devices, replicas)
         ]
         yield fleets
         return [(fleet, fleet.replicas - 1) for fleet in fleets if self._meets(fleet)]
@@ -535,20 +535,20 @@ class _Planner:
             low, high = (middle, high) if self._meets(fleets[middle]) else (low, middle)
         while True:
             below = range(low + 2, min(low + 2 + NEIGHBOURS, len(fleets)))
-            yield [fleets[place] for place in below]
-            lower = [place for place in below if self._meets(fleets[place])]
+            yield [fleets[index] for index in below]
+            lower = [index for index in below if self._meets(fleets[index])]
             if not lower:
                 return fleets[low]
             low = lower[-1]
 
-    def _policies(self, given: Iterable[tuple[str, str]] | None) -> list[tuple[str, str]]:
+    def _policies(self, pairs: Iterable[tuple[str, str]] | None) -> list[tuple[str, str]]:
         """Return the policies that the verdict tries: all but those of the configuration."""
         config = next(iter(self.cells.values()))
         plugins = self.known.plugins
-        if given is None:
-            given = [(kind, name) for kind in POLICY_KINDS for name in plugins.names(kind)]
+        if pairs is None:
+            pairs = [(kind, name) for kind in POLICY_KINDS for name in plugins.names(kind)]
         own = {(kind, str(getattr(config, kind))) for kind in POLICY_KINDS}
-        tried = [each for each in given if each not in own]
+        tried = [pair for pair in pairs if pair not in own]
         for kind, name in tried:
             if kind not in POLICY_KINDS:
                 known = ", ".join(POLICY_KINDS)
@@ -563,35 +563,35 @@ class _Planner:
             return Limit(verdict="none")
         granted = [attrs.evolve(fleet, grant=grant, to_the_end=True) for grant in ("", *GRANTS)]
         yield granted
-        asked, *granted = granted
+        reference, *granted = granted
         foresight, endless, seen = map(self._meets, granted)
         # If even a pool that never evicts misses the SLO, and foresight too, it is unlikely
         # that another eviction policy meets it.
         kinds = POLICY_KINDS if endless or foresight else ("scheduler",)
-        others = [attrs.evolve(fleet, policy=each) for each in tried if each[0] in kinds]
-        yield others
+        variants = [attrs.evolve(fleet, policy=pair) for pair in tried if pair[0] in kinds]
+        yield variants
         verdict: Verdict = "compute"
-        if any(map(self._meets, others)):
+        if any(map(self._meets, variants)):
             verdict = "policy"
         elif foresight or endless:
             verdict = "capacity"
         elif seen and not options:
             verdict = "content"
         shares = {
-            each.policy: self.served[each].attainment
-            for each in others
-            if each.policy is not None and self._meets(each)
+            fleet.policy: self.served[fleet].attainment
+            for fleet in variants
+            if fleet.policy is not None and self._meets(fleet)
         }
         self.notes += [
-            f"{each.policy[1]} was not tried: {why}"
-            for each, why in self.failed.items()
-            if each.policy is not None
+            f"{fleet.policy[1]} was not tried: {why}"
+            for fleet, why in self.failed.items()
+            if fleet.policy is not None
         ]
         return Limit(
             verdict=verdict,
             fleet=fleet,
-            attainment=self.served[asked].attainment,
-            grants={each.grant: self.served[each].attainment for each in granted},
+            attainment=self.served[reference].attainment,
+            grants={fleet.grant: self.served[fleet].attainment for fleet in granted},
             policies=dict(sorted(shares.items(), key=lambda item: -item[1])),
         )
 
@@ -603,18 +603,18 @@ class _Planner:
         fewer GPUs than the best plan, or all if there is no plan. If there is none, it is the
         best plan with the most memory that was too little.
         """
-        misses = [each for each in self.served if not self._meets(each)]
+        misses = [fleet for fleet in self.served if not self._meets(fleet)]
         full = [
             miss
             for miss in misses
             if (miss.blocks, miss.host_bytes) == (self.full[miss.devices], self.host)
         ]
         if not options:
-            return max(full, key=lambda each: (self.served[each].attainment, -each.gpus))
+            return max(full, key=lambda fleet: (self.served[fleet].attainment, -fleet.gpus))
         best = options[0].fleet
-        fewer = [each for each in full if each.gpus < best.gpus]
+        fewer = [fleet for fleet in full if fleet.gpus < best.gpus]
         if fewer:
-            return max(fewer, key=lambda each: (self.served[each].attainment, -each.gpus))
+            return max(fewer, key=lambda fleet: (self.served[fleet].attainment, -fleet.gpus))
         less = [
             miss
             for miss in misses
@@ -622,7 +622,7 @@ class _Planner:
             and miss.blocks <= best.blocks
             and miss.host_bytes <= best.host_bytes
         ]
-        return max(less, key=lambda each: (each.host_bytes, each.blocks), default=None)
+        return max(less, key=lambda fleet: (fleet.host_bytes, fleet.blocks), default=None)
 
     def _run(self, phases: Phases[T]) -> T:
         """Simulate the fleets that phases queue until they end; return their result.
@@ -656,19 +656,19 @@ class _Planner:
     def _together(self, searches: list[Search[T]]) -> Phases[list[T]]:
         """Run searches to their ends, all at the same time; return their results in order."""
         results: dict[int, T] = {}
-        asked: dict[int, list[Fleet]] = {place: [] for place in range(len(searches))}
+        wanted: dict[int, list[Fleet]] = {index: [] for index in range(len(searches))}
         while True:
-            for place, search in enumerate(searches):
-                while place not in results and all(map(self._done, asked[place])):
+            for index, search in enumerate(searches):
+                while index not in results and all(map(self._done, wanted[index])):
                     try:
-                        asked[place] = next(search)
+                        wanted[index] = next(search)
                     except StopIteration as end:
-                        results[place] = end.value
+                        results[index] = end.value
                     else:
-                        for fleet in asked[place]:
+                        for fleet in wanted[index]:
                             self._ask(fleet)
             if len(results) == len(searches):
-                return [results[place] for place in range(len(searches))]
+                return [results[index] for index in range(len(searches))]
             yield
 
     def _done(self, fleet: Fleet) -> bool:
@@ -680,7 +680,7 @@ class _Planner:
             return
         try:
             percentile = 0 if fleet.to_the_end else self.percentile
-            task = FleetTask.of(self.cells[fleet.devices], fleet, percentile, self.known)
+            task = FleetTask.from_cell(self.cells[fleet.devices], fleet, percentile, self.known)
         except (InputError, PluginError) as error:
             if fleet.policy is None:
                 raise
@@ -737,5 +737,5 @@ def _worthwhile(fleets: list[Fleet]) -> list[Fleet]:
 
 def _rank(option: Option) -> tuple[int, ...]:
     fleet = option.fleet
-    each = fleet.replicas
-    return fleet.gpus, each * fleet.host_bytes, each * option.pool_bytes, each
+    replicas = fleet.replicas
+    return fleet.gpus, replicas * fleet.host_bytes, replicas * option.pool_bytes, replicas

@@ -242,8 +242,8 @@ class ComparisonReport:
     def _reuse_cell(self, row: Row) -> str:
         """Return the hits of pool and tiers as a share of lookups, and of the most possible."""
         rows, reused = self.comparison.rows, row.reused_blocks
-        most = {each.blocks: each.reused_blocks for each in rows if _is_optimum(each)}
-        bound = None if _is_optimum(row) else most.get(row.blocks)
+        optima = {row.blocks: row.reused_blocks for row in rows if _is_optimum(row)}
+        bound = None if _is_optimum(row) else optima.get(row.blocks)
         ratio = None if row.reuse_ratio is None else row.reuse_ratio["block"]
         return _reused(ratio, reused / bound if bound and reused is not None else None)
 

@@ -184,8 +184,8 @@ class CurvesReport:
         for curve in curves.curves:
             policy = curve.eviction, json.dumps(curve.options)
             for blocks, hits in zip(curve.blocks, curve.hit_blocks, strict=True):
-                found = blocks, self.bytes_of(blocks), hits, curves.ratio(hits)
-                writer.writerow([*about, *policy, *found])
+                figures = blocks, self.bytes_of(blocks), hits, curves.ratio(hits)
+                writer.writerow([*about, *policy, *figures])
 
     def _size(self, blocks: float) -> str:
         """Return a size of the pool as text: in bytes, if a layout says what a block takes."""

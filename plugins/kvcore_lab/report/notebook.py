@@ -154,7 +154,9 @@ class RunReport:
 REPORTS: Mapping[type, Callable[[Any], Any]] = {
     Comparison: ComparisonReport,
     Curves: CurvesReport,
-    Explanation: lambda explanation: SummaryReport.of(explanation, explanation.summary()),
+    Explanation: lambda explanation: SummaryReport.from_explanation(
+        explanation, explanation.summary()
+    ),
     DevicePlans: lambda plans: DevicePlansReport(plans.as_dict()),
     FleetPlan: lambda plan: PlanReport(plan.as_dict()),
     Quality: QualityReport,

@@ -56,11 +56,11 @@ class PlanReport:
     def headline(self) -> str:
         """Sentences about the workload, the SLO and the best fleet."""
         plan = self.plan
-        asked = _asked(plan, plan["setup"]["device"])
+        request = _asked(plan, plan["setup"]["device"])
         if not plan["plans"]:
-            return f"{asked}\nNo fleet of up to {counted(plan['max_gpus'], 'GPU')} does."
+            return f"{request}\nNo fleet of up to {counted(plan['max_gpus'], 'GPU')} does."
         best = plan["plans"][0]
-        return f"{asked}\nTake {self.fleet(best)}: {best['slo_met']:.1%} do."
+        return f"{request}\nTake {self.fleet(best)}: {best['slo_met']:.1%} do."
 
     @property
     def table(self) -> Table:
@@ -69,7 +69,7 @@ class PlanReport:
         headers += ["TTFT p99", "TPOT p99", "hits", "busiest"]
         priced = self.plan.get("gpu_prices") is not None
         costs = list(COSTS) if priced else []
-        rows = [[*_cells(each), *cost_cells(each, costs)] for each in self.plan["plans"]]
+        rows = [[*_cells(fleet), *cost_cells(fleet, costs)] for fleet in self.plan["plans"]]
         headers += [COSTS[name] for name in costs]
         return Table(headers, rows, headers)
 
@@ -81,7 +81,8 @@ class PlanReport:
         if limit["fleet"] is None:
             return text
         policies = [
-            f"{each['kind']} {each['name']} {each['slo_met']:.1%}" for each in limit["policies"]
+            f"{policy['kind']} {policy['name']} {policy['slo_met']:.1%}"
+            for policy in limit["policies"]
         ]
         if len(policies) > SHOWN:
             policies[SHOWN:] = [f"{len(policies) - SHOWN} more"]
@@ -122,12 +123,12 @@ class PlanReport:
         pools = bars(lambda fleet: fleet["pool_bytes"] * fleet["replicas"] / gib)
         hosts = bars(lambda fleet: fleet["host_bytes"] * fleet["replicas"] / gib)
         within = bars(lambda fleet: fleet["slo_met"])
-        asked = ("asked for", plan["percentile"] / 100)
+        target = ("asked for", plan["percentile"] / 100)
         panels = [
             Panel("GPUs", bars(lambda fleet: fleet["gpus"]), "{:g}".format),
             Panel("K/V memory in all, GiB", pools, format_number),
             Panel("host RAM in all, GiB", hosts, format_number),
-            Panel("within the SLO", within, as_percent, asked),
+            Panel("within the SLO", within, as_percent, target),
         ]
         title = self.headline.splitlines()[-1]
         if fleets:
@@ -161,14 +162,14 @@ class DevicePlansReport:
     def headline(self) -> str:
         """Sentences about the workload, the SLO, and the cheapest fleet."""
         first = self.plans["plans"][0]
-        devices = [each["setup"]["device"] for each in self.plans["plans"]]
-        asked = _asked(first, " or ".join(devices))
+        devices = [plan["setup"]["device"] for plan in self.plans["plans"]]
+        request = _asked(first, " or ".join(devices))
         if not self.plans["fleets"]:
-            return f"{asked}\nNo fleet of up to {counted(first['max_gpus'], 'GPU')} does."
+            return f"{request}\nNo fleet of up to {counted(first['max_gpus'], 'GPU')} does."
         best = self.plans["fleets"][0]
         cost = best["usd_per_day"]
         day = "" if cost is None else f", ${format_dollars(cost)} a day"
-        return f"{asked}\nTake {fleet_text(best, best['device'])}{day}."
+        return f"{request}\nTake {fleet_text(best, best['device'])}{day}."
 
     @property
     def table(self) -> Table:
@@ -288,13 +289,13 @@ def _sizes(fleet: Mapping[str, Any]) -> list[str]:
 
 def fleet_text(fleet: Mapping[str, Any], device: str) -> str:
     """Return a fleet of a device in words."""
-    each = " each" if fleet["replicas"] > 1 else ""
+    per_replica = " each" if fleet["replicas"] > 1 else ""
     host = ""
     if fleet["host_bytes"]:
         host = f" and {format_bytes(fleet['host_bytes'])} of host RAM"
     return (
         f"{counted(fleet['replicas'], 'replica')} on {fleet['tensor_parallel']} x "
-        f"{device},{each} with {format_bytes(fleet['pool_bytes'])} of K/V{host}"
+        f"{device},{per_replica} with {format_bytes(fleet['pool_bytes'])} of K/V{host}"
     )
 
 

@@ -165,9 +165,9 @@ class PlaneReport:
             for point in points:
                 pool, tier = point.pool_blocks, point.tier_blocks
                 sizes = pool, self._bytes(pool), tier, self._bytes(tier)
-                found = point.hit_blocks, point.found_blocks, point.loaded_blocks
+                figures = point.hit_blocks, point.found_blocks, point.loaded_blocks
                 shares = plane.ratio(point), point.saved_s, plane.saved(point)
-                writer.writerow([*about, *sizes, *found, *shares])
+                writer.writerow([*about, *sizes, *figures, *shares])
 
     def contours(self, form: str) -> bytes:
         """Return contours of hits and saved time over both sizes, as `png` or `svg` bytes.
@@ -206,9 +206,11 @@ class PlaneReport:
         # A label for each line, where it crosses the diagonal.
         middle = [(shares[n][n], (across[n], up[n])) for n in range(min(len(across), len(up)))]
         inside = [level for level in lines.levels if middle[0][0] < level < middle[-1][0]]
-        places = [min(middle, key=lambda at: abs(at[0] - each))[1] for each in inside]
+        positions = [
+            min(middle, key=lambda point: abs(point[0] - level))[1] for level in inside
+        ]
         for label in axes.clabel(
-            lines, inside, fmt="%g%%", fontsize=8, inline=False, manual=places
+            lines, inside, fmt="%g%%", fontsize=8, inline=False, manual=positions
         ):
             label.set_rotation(0)
             label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8})

@@ -113,15 +113,15 @@ def _of_cluster(config: Mapping[str, Any]) -> Labels:
 
 def _add_replicas(families: _Families, document: Mapping[str, Any]) -> None:
     """Add the lookups, hits, requests, failures and busy time of each replica of a cluster."""
-    for each in document["replicas"]:
-        labels = _of_cluster(document["config"]) | {"replica": str(each["replica"])}
-        _add_lookups(families, each["hit"], labels)
+    for replica in document["replicas"]:
+        labels = _of_cluster(document["config"]) | {"replica": str(replica["replica"])}
+        _add_lookups(families, replica["hit"], labels)
         says = "Requests that a replica has served."
-        families.counter("replica_requests", says, each["requests"], labels)
-        families.counter("replica_failures", "Times it failed.", each["failures"], labels)
-        if each["busy"] is not None:
+        families.counter("replica_requests", says, replica["requests"], labels)
+        families.counter("replica_failures", "Times it failed.", replica["failures"], labels)
+        if replica["busy"] is not None:
             says = "Share of the time of the run in which it ran steps."
-            families.gauge("replica_busy", says, each["busy"], labels)
+            families.gauge("replica_busy", says, replica["busy"], labels)
 
 
 def comparison_metrics(comparison: Comparison) -> str:
@@ -226,8 +226,8 @@ def _add_tiers(families: _Families, document: Mapping[str, Any], labels: Labels)
         says = "Those of them that were loaded."
         families.counter("external_prefix_cache_hits", says, hits, about)
         missed -= hits
-        for way, key in (("load", "read_bytes"), ("store", "written_bytes")):
-            moved = about | {"transfer_type": way}
+        for direction, key in (("load", "read_bytes"), ("store", "written_bytes")):
+            moved = about | {"transfer_type": direction}
             families.counter("kv_offload_total_bytes", "Bytes moved.", tier[key], moved)
         says = "Seconds that loads took, those spent waiting for the link among them."
         moved = about | {"transfer_type": "load"}

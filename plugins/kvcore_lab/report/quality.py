@@ -123,12 +123,12 @@ class QualityReport:
         title = f"{quality.generator}, {texts} + {counted(quality.tokens, 'token')}"
         return Chart(title, self.setup, "bytes held, a token of context", panels)
 
-    def _best(self, what: str, of: Callable[[QualityRow], float]) -> str:
+    def _best(self, what: str, key: Callable[[QualityRow], float]) -> str:
         """Return a sentence about the best row at each budget; empty without one."""
         won: dict[str, list[str]] = {}
         for budget in sorted({row.budget or 0.0 for row in self.quality.rows} - {0.0}):
-            rows = sorted((r for r in self.quality.rows if r.budget == budget), key=of)
-            if len(rows) > 1 and of(rows[-1]) > of(rows[-2]):
+            rows = sorted((r for r in self.quality.rows if r.budget == budget), key=key)
+            if len(rows) > 1 and key(rows[-1]) > key(rows[-2]):
                 name = f"{rows[-1].retention} in {rows[-1].codec}"
                 won.setdefault(name, []).append(percent(budget))
         winners = (f"{name} at {' and '.join(budgets)}" for name, budgets in won.items())

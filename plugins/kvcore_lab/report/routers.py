@@ -59,7 +59,7 @@ class RoutersReport:
         for shared in self.comparison.shared:
             first = [str(shared.replicas)] if self._several else []
             rows = map(_cells, self._ranked(shared))
-            cells.extend([*first, *each] for each in (*rows, *_bounds(shared)))
+            cells.extend([*first, *row] for row in (*rows, *_bounds(shared)))
         return Table([*replicas, "router", *numbers], cells, [*replicas, *numbers])
 
     def _ranked(self, shared: SharedCache) -> list[RouterRow]:
@@ -123,10 +123,10 @@ class RoutersReport:
                 f"({self.comparison.gpu_prices})"
             )
             if rates:  # none where nothing is generated
-                (least, cheap), (most, dear) = min(rates), max(rates)
+                (least, cheap), (highest, dear) = min(rates), max(rates)
                 text += f", and a million generated tokens ${format_dollars(least)}"
-                if format_dollars(least) != format_dollars(most):
-                    text += f" with {cheap} to ${format_dollars(most)} with {dear}"
+                if format_dollars(least) != format_dollars(highest):
+                    text += f" with {cheap} to ${format_dollars(highest)} with {dear}"
             yield f"{text}."
 
     @property
@@ -143,7 +143,7 @@ class RoutersReport:
             "blocks": config["replicas"][0]["blocks"],
             "slo": self.comparison.slo,
         }
-        failures = [f"fail {each}" for each in config["fail"]]
+        failures = [f"fail {failure}" for failure in config["fail"]]
         return f"{'; '.join([setup(header).removesuffix('.'), *failures])}."
 
     def document(self) -> dict[str, Any]:
@@ -153,24 +153,24 @@ class RoutersReport:
     def chart(self) -> Chart:
         """Return a chart of hits, latency and balance over the number of replicas."""
         shared, rows = self.comparison.shared, self.comparison.rows
-        places = {each.replicas: index for index, each in enumerate(shared)}
-        numbers = all(isinstance(each.replicas, int) for each in shared)
+        place_of = {fleet.replicas: index for index, fleet in enumerate(shared)}
+        numbers = all(isinstance(fleet.replicas, int) for fleet in shared)
 
         def at(replicas: int | str) -> float:
-            return float(replicas) if numbers else places[replicas]
+            return float(replicas) if numbers else place_of[replicas]
 
         def lines(name: str) -> dict[str, list[tuple[float, float]]]:
-            found: dict[str, list[tuple[float, float]]] = {}
+            lines: dict[str, list[tuple[float, float]]] = {}
             for row in rows:
-                points, value = found.setdefault(row.router, []), getattr(row, name)
+                points, value = lines.setdefault(row.router, []), getattr(row, name)
                 if value is not None:
                     points.append((at(row.replicas), value))
-            return found
+            return lines
 
         hits = lines("hit_ratio")
         for name, part in ((SHARED, "hit_ratio"), (OPTIMUM, "optimum")):
-            known = [each for each in shared if getattr(each, part) is not None]
-            hits |= {name: [(at(each.replicas), getattr(each, part)) for each in known]}
+            known = [fleet for fleet in shared if getattr(fleet, part) is not None]
+            hits |= {name: [(at(fleet.replicas), getattr(fleet, part)) for fleet in known]}
         panels = [
             Panel("hits, share of prompt tokens", hits, share),
             Panel("TTFT, mean", lines("ttft_mean_s"), format_seconds),
@@ -203,8 +203,8 @@ def _cells(row: RouterRow) -> Iterator[str]:
 
 def _bounds(shared: SharedCache) -> Iterator[list[str]]:
     """Yield the rows of one cache for all replicas."""
-    most = shared.optimum
-    for name, hits in ((SHARED, shared.hit_ratio), (OPTIMUM, most)):
+    best = shared.optimum
+    for name, hits in ((SHARED, shared.hit_ratio), (OPTIMUM, best)):
         if hits is not None:
-            part = share(hits / most if most else None)
+            part = share(hits / best if best else None)
             yield [name, share(hits), part, *[NONE] * 6]

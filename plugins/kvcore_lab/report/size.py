@@ -96,9 +96,9 @@ def _rows(report: Mapping[str, Any]) -> Iterator[Row]:
     if not fit["weights_fit"]:
         return
     decode, prefill = report["decode"], report["prefill"]
-    each = format_number(decode["tokens_per_second_per_request"])
+    rate = format_number(decode["tokens_per_second_per_request"])
     total = format_number(decode["tokens_per_second"])
-    yield "decode, at most", f"{each} tokens/s each", f"{total} tokens/s in all"
+    yield "decode, at most", f"{rate} tokens/s each", f"{total} tokens/s in all"
     took = format_seconds(prefill["seconds"])
     yield (
         "prefill of a request, at least",
@@ -124,5 +124,5 @@ def _pool_rows(report: Mapping[str, Any]) -> Iterator[Row]:
     yield "requests that fit", f"{requests:,}", enough
 
 
-def _bytes(what: str, number: int) -> Row:
-    return what, format_bytes(number), format_bytes(number, DECIMAL)
+def _bytes(what: str, count: int) -> Row:
+    return what, format_bytes(count), format_bytes(count, DECIMAL)

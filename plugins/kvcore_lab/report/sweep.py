@@ -165,7 +165,9 @@ class SweepReport:
             first = firsts.setdefault(key, own)
             change = [NONE, NONE]
             if first is not own:
-                apart = [here - there for here, there in zip(own, first, strict=True)]
+                apart = [
+                    here - first_value for here, first_value in zip(own, first, strict=True)
+                ]
                 low, high = (_signed(measure, end) for end in bootstrap(apart))
                 change = [_signed(measure, fsum(apart)), _between(low, high)]
             interval = _between(*map(measure.figure, bootstrap(own)))
@@ -209,7 +211,7 @@ class SweepReport:
         for key, policies in contests.items():
             first = next(iter(policies.values()))
             for name, values in policies.items():
-                mean = Interval.of([*values.values()])
+                mean = Interval.from_values([*values.values()])
                 half = cell(mean.half, measure.change)
                 cells = [measure.figure(mean.mean), half, str(mean.runs)]
                 if paired:
@@ -282,7 +284,7 @@ class SweepReport:
             for row in sweep.rows:
                 if source is not None and row["workload"] != source:
                     continue
-                name = ", ".join(written(each, row) for each in names) or measure.title
+                name = ", ".join(written(column, row) for column in names) or measure.title
                 value, size = row[measure.column], row[column]
                 points = values.setdefault(name, {})
                 if value is not None and size is not None:
@@ -294,11 +296,11 @@ class SweepReport:
             panels.append(_panel(label, values, measure))
         if not panels:
             panels = [Panel(MEASURES[grid.mode][0].title, {}, format_number)]
-        place: Callable[[float], str] = format_number
+        write_x: Callable[[float], str] = format_number
         if axis == "memory":
-            place = _bytes
+            write_x = _bytes
         across = "pool, tokens" if axis == "blocks" and sized else axis
-        return Chart(self.headline.partition(". ")[0], self.setup, across, panels, place)
+        return Chart(self.headline.partition(". ")[0], self.setup, across, panels, write_x)
 
     @property
     def _competing(self) -> list[str]:
@@ -308,11 +310,11 @@ class SweepReport:
     def _given(self) -> list[str]:
         """The axes that tell rows apart in which no policies compete, without seeds."""
         varied = self.sweep.grid.varied
-        given = [name for name in varied if name not in (*POLICIES, "seed")]
+        shown = [name for name in varied if name not in (*POLICIES, "seed")]
         sizes = {row.get("block_size") for row in self.sweep.rows}
         if len(sizes) > 1 and "block_size" not in varied:
-            given.append("block_size")  # that of the keys of each workload
-        return given
+            shown.append("block_size")  # that of the keys of each workload
+        return shown
 
     def _policy(self, row: Row) -> str:
         """Return the policies of a row that compete."""
@@ -378,9 +380,9 @@ def _panel(
     """Return a panel with the mean of the values at each place, and a band of several."""
     lines: dict[str, list[tuple[float, float]]] = {}
     bands: dict[str, list[tuple[float, float]]] = {}
-    for name, places in values.items():
-        means = {place: Interval.of(found) for place, found in places.items()}
-        lines[name] = [(place, mean.mean) for place, mean in means.items()]
+    for name, values_at in values.items():
+        means = {x: Interval.from_values(values) for x, values in values_at.items()}
+        lines[name] = [(x, mean.mean) for x, mean in means.items()]
         if any(mean.half is not None for mean in means.values()):
             bands[name] = [
                 (mean.mean - (mean.half or 0), mean.mean + (mean.half or 0))
@@ -396,8 +398,8 @@ def _signed(measure: Measure, change: float) -> str:
 
 def _between(low: str, high: str) -> str:
     """Return an interval, with a unit of both ends at its end."""
-    number, space, unit = low.partition(" ")
-    return f"{number if high.endswith(space + unit) else low} to {high}"
+    amount, space, unit = low.partition(" ")
+    return f"{amount if high.endswith(space + unit) else low} to {high}"
 
 
 def _difference(
@@ -409,7 +411,7 @@ def _difference(
     pairs = [(values[seed], first[seed]) for seed in values if seed in first]
     if not pairs:
         return [NONE] * 3
-    mean = Interval.of([own - other for own, other in pairs])
+    mean = Interval.from_values([own - other for own, other in pairs])
     better = sum(own != other and measure.best(own, other) == own for own, other in pairs)
     return [
         _signed(measure, mean.mean),

@@ -84,9 +84,9 @@ class ValidationReport:
         rows = [
             self._cells("all", every),
             *(
-                self._cells(f"{by} {name}", of)
-                for by, name, of in self._groups()
-                if SMALL * len(every) <= len(of) < len(every)
+                self._cells(f"{column} {name}", rows)
+                for column, name, rows in self._groups()
+                if SMALL * len(every) <= len(rows) < len(every)
             ),
         ]
         return Table(headers, rows)
@@ -98,15 +98,15 @@ class ValidationReport:
         rows = [
             [
                 NAMES[measure],
-                f"{each.row.line:,}",
-                _server(each),
-                _load(each),
-                _written(measure, each.row.values[measure]),
-                _written(measure, each.values[measure]),
-                f"{each.error(measure):+.1%}",
+                f"{row.row.line:,}",
+                _server(row),
+                _load(row),
+                _written(measure, row.row.values[measure]),
+                _written(measure, row.values[measure]),
+                f"{row.error(measure):+.1%}",
             ]
             for measure in self.validation.measures
-            for each in self.validation.worst(measure, WORST)
+            for row in self.validation.worst(measure, WORST)
         ]
         return Table(names, rows, [names[1], *names[4:]])
 
@@ -119,16 +119,16 @@ class ValidationReport:
             "rows": len(validation.compared),
             "errors": self._errors(validation.compared),
             "groups": [
-                {"by": by, "value": name, "errors": self._errors(of)}
-                for by, name, of in self._groups()
+                {"by": column, "value": name, "errors": self._errors(rows)}
+                for column, name, rows in self._groups()
             ],
             "left_out": [{"reason": why, "rows": n} for why, n in validation.left_out.items()],
-            "compared": [_fields(each) for each in validation.compared],
+            "compared": [_fields(row) for row in validation.compared],
         }
 
     def write_csv(self, file: TextIO) -> None:
         """Write a line for each row: the measured and the simulated values, and the errors."""
-        rows = [_fields(each) for each in self.validation.compared]
+        rows = [_fields(row) for row in self.validation.compared]
         every = {name for row in rows for name in row}
         order = ["line", *LABELS, *OPTIONS, *LOAD]
         for measure in MEASURES:
@@ -151,16 +151,16 @@ class ValidationReport:
 
     def _draw(self, figure: Figure) -> None:
         measures, of_all = self.validation.measures, self.validation.compared
-        by, found = self.by[0], self.validation.groups(self.by[0])
+        column, groups = self.by[0], self.validation.groups(self.by[0])
         panels = figure.subplots(1, len(measures), squeeze=False)[0]
         looks = list(zip(cycle(COLOURS[:-1]), MARKERS * 2, strict=False))[:MOST_GROUPS]
         for axes, measure in zip(panels, measures, strict=True):
             points: list[tuple[float, float]] = []
-            for index, (name, of) in enumerate(found.items()):
+            for index, (name, rows) in enumerate(groups.items()):
                 pairs = [
-                    (each.row.values[measure], each.values[measure])
-                    for each in of
-                    if each.error(measure) is not None
+                    (row.row.values[measure], row.values[measure])
+                    for row in rows
+                    if row.error(measure) is not None
                 ]
                 colour, marker = looks[index] if index < len(looks) else (COLOURS[-1], ".")
                 axes.plot(
@@ -172,20 +172,20 @@ class ValidationReport:
             _frame(axes, measure, points, self.validation.errors(measure))
         figure.legend(
             *panels[0].get_legend_handles_labels(), loc="outside right upper",
-            title=by.replace("_", " "), frameon=False, fontsize=8,
+            title=column.replace("_", " "), frameon=False, fontsize=8,
         )  # fmt: skip
         title = f"{Path(self.validation.source).name}: {counted(len(of_all), 'row')}"
         add_title(figure, printable(title))
 
     def _groups(self) -> Iterator[tuple[str, str, list[Compared]]]:
-        for by in self.by:
-            for name, of in self.validation.groups(by).items():
-                yield by, name, of
+        for column in self.by:
+            for name, rows in self.validation.groups(column).items():
+                yield column, name, rows
 
-    def _cells(self, name: str, of: list[Compared]) -> list[str]:
-        cells = [name, f"{len(of):,}"]
+    def _cells(self, name: str, rows: list[Compared]) -> list[str]:
+        cells = [name, f"{len(rows):,}"]
         for measure in self.validation.measures:
-            errors = self.validation.errors(measure, of)
+            errors = self.validation.errors(measure, rows)
             cells += (
                 [NONE] * 3
                 if errors is None
@@ -193,10 +193,11 @@ class ValidationReport:
             )
         return cells
 
-    def _errors(self, of: list[Compared]) -> dict[str, Any]:
-        found = {name: self.validation.errors(name, of) for name in self.validation.measures}
+    def _errors(self, rows: list[Compared]) -> dict[str, Any]:
+        errors = {name: self.validation.errors(name, rows) for name in self.validation.measures}
         return {
-            name: None if each is None else attrs.asdict(each) for name, each in found.items()
+            name: None if error is None else attrs.asdict(error)
+            for name, error in errors.items()
         }
 
 
@@ -240,9 +241,9 @@ def _frame(
 def _fields(compared: Compared) -> dict[str, Any]:
     """Return a row and its simulation as one mapping."""
     row = compared.row
-    given = {name: _plain(value) for name, value in row.options.items()}
+    options = {name: _plain(value) for name, value in row.options.items()}
     load = {name: _plain(value) for name, value in row.load.items()}
-    fields: dict[str, Any] = {"line": row.line, **row.labels, **given, **load}
+    fields: dict[str, Any] = {"line": row.line, **row.labels, **options, **load}
     for measure in MEASURES:
         if measure in row.values:
             fields[measure] = row.values[measure]

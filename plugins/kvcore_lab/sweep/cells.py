@@ -346,8 +346,8 @@ class CellRun:
             hits, evicted = optimum.hits(future, parts.blocks)
             stats = reused = future.stats(hits, size)
             if parts.tier_blocks:
-                most = Belady(bypass=True)
-                reused, _ = most.replay(future, parts.blocks + parts.tier_blocks, size)
+                bound = Belady(bypass=True)
+                reused, _ = bound.replay(future, parts.blocks + parts.tier_blocks, size)
         else:
             tiers = self.cache.tiers
             hits = hits_of(parts.workload, cast("KVCache", self.cache))
@@ -410,9 +410,9 @@ class CellRun:
             "autoscale": None,
             "disaggregate": None,
         }
-        configs = [(n, each.config.changed(**alone)) for n, each in parts.groups]
+        configs = [(n, group.config.changed(**alone)) for n, group in parts.groups]
         return {
-            "replicas": [[n, CellRun(each, self._known).digest] for n, each in configs],
+            "replicas": [[n, CellRun(config, self._known).digest] for n, config in configs],
             "router": self._described(parts.router()),
             "view": str(parts.view()),
             "fail": [str(failure) for failure in parts.failures],
@@ -460,8 +460,8 @@ def _optimum(parts: RunParts) -> Belady:
         msg = f"eviction: {error}"
         raise InputError(msg) from error
     if parts.geometry.accounting != "keys":
-        given = parts.geometry.accounting
-        msg = f"accounting: the optimum is known in `keys` alone, not in {given!r}"
+        accounting = parts.geometry.accounting
+        msg = f"accounting: the optimum is known in `keys` alone, not in {accounting!r}"
         raise InputError(msg)
     prefix = parts.built("prefix").name
     if prefix != SHARING:

@@ -99,8 +99,8 @@ class RayCluster:
                 (done, *_), _ = ray.wait(list(running))
                 yield _outcome(ray, done, running.pop(done))
         finally:
-            for one in running:
-                ray.cancel(one, force=True)
+            for reference in running:
+                ray.cancel(reference, force=True)
             if ours:
                 ray.shutdown()
 
@@ -190,11 +190,11 @@ class Processes:
         No process outlives the generator.
         """
         jobs, tasks = cpus() if self.jobs is None else self.jobs, queue_of(tasks)
-        made = work_all(_runner_anew, tasks, jobs)
+        results = work_all(_runner_anew, tasks, jobs)
         if can_fork() and tasks:
             self.known.hold(tasks[0].cell)
-            made = work_all(lambda: CellRunner(self.known).attempt, tasks, jobs, "fork")
-        with closing(made) as done:
+            results = work_all(lambda: CellRunner(self.known).attempt, tasks, jobs, "fork")
+        with closing(results) as done:
             for task, outcome in done:
                 if isinstance(outcome, WorkerDied):
                     yield Outcome(task.digest, None, str(outcome))
@@ -268,7 +268,7 @@ class Plan:
     rows: list[Row]
 
     @classmethod
-    def of(cls, grid: Grid) -> Self:
+    def from_grid(cls, grid: Grid) -> Self:
         """Build the parts of every cell once, and compute its digest.
 
         Reads each workload for its digest; runs no cell.
@@ -406,5 +406,5 @@ def _add_shares(rows: list[Row]) -> None:
 
     best = {contest(row): row["hit_blocks"] for row in rows if row["eviction"] in Belady.names}
     for row in rows:
-        most, hits = best.get(contest(row)), row["hit_blocks"]
-        row["share_of_optimum"] = None if not most or hits is None else hits / most
+        optimum, hits = best.get(contest(row)), row["hit_blocks"]
+        row["share_of_optimum"] = None if not optimum or hits is None else hits / optimum

@@ -100,7 +100,7 @@ class Grid:
     def __iter__(self) -> Iterator[RunConfig]:
         """Yield the cells, the last axis changing fastest."""
         for values in product(*self.axes.values()):
-            yield RunConfig.of(self.mode, **dict(zip(self.axes, values, strict=True)))
+            yield RunConfig.for_mode(self.mode, **dict(zip(self.axes, values, strict=True)))
 
     @property
     def varied(self) -> list[str]:
@@ -139,7 +139,7 @@ class SweepFile:
             single = {
                 name: _single(name, values[name]) for name in ("mode", *OWN) if name in values
             }
-            axes = {name: each for name, each in values.items() if name in (*AXES, *CHOICES)}
+            axes = {name: value for name, value in values.items() if name in (*AXES, *CHOICES)}
             mode: Mode = single.pop("mode", "simulate")
             return cls(Grid(mode, **axes), **single)
         except (InputError, PluginError) as error:
@@ -174,7 +174,7 @@ def _with_rules(axes: Mapping[str, Any]) -> dict[str, Any]:
     if not former:
         return dict(axes)
     lists = [axes[name] for name in former]
-    lists = [each if isinstance(each, list | tuple) else [each] for each in lists]
+    lists = [value if isinstance(value, list | tuple) else [value] for value in lists]
     rules = [
         renamed({"like": like} | dict(zip(former, values, strict=True)))["like"]
         for like, *values in product(_values("like", axes.get("like")), *lists)
@@ -182,13 +182,15 @@ def _with_rules(axes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: axes[name] for name in axes.keys() - former} | {"like": rules}
 
 
-def _values(name: str, given: Any) -> tuple[Any, ...]:
+def _values(name: str, axis_values: Any) -> tuple[Any, ...]:
     """Return the values of an axis in the form of a cell, without repetitions."""
     values: list[Any] = []
-    if hasattr(given, "tolist"):
-        given = given.tolist()  # of NumPy
-    several = isinstance(given, (list, tuple, range)) and not _is_window(name, given)
-    for value in given if several else [given]:
+    if hasattr(axis_values, "tolist"):
+        axis_values = axis_values.tolist()  # of NumPy
+    several = isinstance(axis_values, (list, tuple, range)) and not _is_window(
+        name, axis_values
+    )
+    for value in axis_values if several else [axis_values]:
         read = _resolved(name, read_option(name, value))
         if read not in values:
             values.append(read)
@@ -198,10 +200,10 @@ def _values(name: str, given: Any) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _is_window(name: str, given: Any) -> bool:
+def _is_window(name: str, value: Any) -> bool:
     """Return True if `given` is one window in ns: start and end, not two windows."""
     return (
-        name == "window" and isinstance(given, tuple) and type(next(iter(given), None)) is int
+        name == "window" and isinstance(value, tuple) and type(next(iter(value), None)) is int
     )
 
 
@@ -220,17 +222,19 @@ def _resolved(name: str, value: Any) -> Any:
     return float(value) if option_named(name).type is float else value
 
 
-def _workload(given: str | Path | Workload) -> Spec | Workload:
+def _workload(workload: str | Path | Workload) -> Spec | Workload:
     """Return a workload as a plugin with options, or an instance that no name would build."""
     plugins = Plugins()
     known = plugins.names("workload")
-    if isinstance(given, Workload):
-        registered = given.name in known and plugins.get("workload", given.name) is type(given)
-        return spec_of(given) if registered else given
-    if isinstance(given, str) and given.partition(":")[0].strip() in known:
+    if isinstance(workload, Workload):
+        registered = workload.name in known and plugins.get("workload", workload.name) is type(
+            workload
+        )
+        return spec_of(workload) if registered else workload
+    if isinstance(workload, str) and workload.partition(":")[0].strip() in known:
         with suppress(InputError):  # `trace:FILE` is short for a path
-            return read_plugin(given)
-    return spec_of(find_workload(str(given), plugins))
+            return read_plugin(workload)
+    return spec_of(find_workload(str(workload), plugins))
 
 
 def _unknown(name: str, mode: Mode, known: list[str]) -> str:

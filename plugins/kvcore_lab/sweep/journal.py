@@ -123,9 +123,9 @@ class Journal:
                 "--out"
             )
             raise InputError(msg)
-        for number, entry in enumerate(entries, 1):
+        for line, entry in enumerate(entries, 1):
             if entry is None:
-                self.damaged.append(number)
+                self.damaged.append(line)
             elif "cell" in entry:
                 self.results[entry["cell"]] = entry["result"]
         if torn:

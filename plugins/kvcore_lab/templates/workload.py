@@ -36,12 +36,12 @@ class Example(Workload):
         """Yield the requests in order of arrival."""
         random = Random(self.seed)  # noqa: S311 - no secret
         arrivals = islice(poisson_arrivals(random.random, self.rate), self.requests)
-        for number, arrival in enumerate(arrivals):
+        for index, arrival in enumerate(arrivals):
             document = random.randrange(self.documents)
             first = document * self.blocks
-            question = self.documents * self.blocks + number
+            question = self.documents * self.blocks + index
             yield Request(
-                id=number,
+                id=index,
                 arrival=arrival,
                 prompt_tokens=(self.blocks + 1) * self.key_tokens,
                 output_tokens=random.randint(10, 100),

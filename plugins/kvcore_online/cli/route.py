@@ -71,20 +71,20 @@ def route(
     from kvcore_online.route_config import RouteConfig  # noqa: PLC0415 - as above
     from kvcore_online.supervision import announce, log_as_json  # noqa: PLC0415 - as above
 
-    given = {name: value for name, value in options.items() if value is not None}
+    fields = {name: value for name, value in options.items() if value is not None}
     if urls:
-        given["replicas"] = list(urls)
+        fields["replicas"] = list(urls)
     if config is not None:
-        made = RouteConfig.from_toml(config, **given)
+        route_config = RouteConfig.from_toml(config, **fields)
     elif urls:
-        made = RouteConfig.of(**given)
+        route_config = RouteConfig.from_options(**fields)
     else:
         msg = "name the servers: kvcore route http://127.0.0.1:8001 http://127.0.0.1:8002"
         raise InputError(msg)
 
     def ready(proxy: Proxy) -> None:
-        servers = counted(len(made.replicas), "server")
-        announce(f"{servers} at {proxy.url}", made.host)
+        servers = counted(len(route_config.replicas), "server")
+        announce(f"{servers} at {proxy.url}", route_config.host)
 
     log_as_json(as_json=log_json)
-    run(made, ready)
+    run(route_config, ready)

@@ -82,8 +82,12 @@ class GroupAllocator(DecodeAllocator):
     def never_fits(self, request: Request) -> str:
         """Return why `request` can never have all its blocks, or "" if it can."""
         length = request.prompt_tokens + max(request.output_tokens - 1, 0)
-        blocks, most = self._groups.most_blocks(length), self._groups.pool.blocks
-        return f"it needs {blocks:,} blocks; the pool has {most:,}" if blocks > most else ""
+        blocks, pool_blocks = self._groups.most_blocks(length), self._groups.pool.blocks
+        return (
+            f"it needs {blocks:,} blocks; the pool has {pool_blocks:,}"
+            if blocks > pool_blocks
+            else ""
+        )
 
     def fits(self, job: Job, now: int, reserve: int) -> bool:
         """Return True if there are blocks for the whole prompt of `job`. Pure."""
@@ -242,7 +246,9 @@ class GroupAllocator(DecodeAllocator):
             key=itemgetter(0),
         )
         for step, entries in groupby(events, key=itemgetter(0)):
-            jobs = sorted({job for _, each in entries for job in each}, key=admission_of)
+            jobs = sorted(
+                {job for _, admitted in entries for job in admitted}, key=admission_of
+            )
             self._groups.now = (clock_ps + times.total(step - start)) // PS_PER_NS
             if not self._serve(jobs, step) or (self.freed and self.waiting):
                 # The step is planned; those that are served already have their blocks then.

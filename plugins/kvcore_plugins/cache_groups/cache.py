@@ -141,7 +141,7 @@ class GroupedCache:
             raise InputError(msg)
         self._chooser: Plugin = self.eviction  # of what leaves, for traces
         self.geometry = BlockLayout("tokens", size, key_tokens)
-        self._layouts = {each: BlockLayout("tokens", each, key_tokens) for each in sizes}
+        self._layouts = {size: BlockLayout("tokens", size, key_tokens) for size in sizes}
         self.pool = BlockPool(blocks)
         self.trace = trace
         self.now = 0
@@ -168,8 +168,12 @@ class GroupedCache:
         )
         # By group, the place of its kind in `_alike`. The tables of a sequence begin and end at
         # the same positions in groups of one kind.
-        places = {index: at for at, (_, members) in enumerate(self._alike) for index in members}
-        self._kinds = [places[index] for index in range(len(self.groups))]
+        kind_of = {
+            index: index_of_kind
+            for index_of_kind, (_, members) in enumerate(self._alike)
+            for index in members
+        }
+        self._kinds = [kind_of[index] for index in range(len(self.groups))]
         if trace is not None:
             self._begin_trace(trace)
 
@@ -682,13 +686,13 @@ class GroupedCache:
         bare = [block for block in holders if block not in named]
         shared = [block for block in bare if holders.pop(block) > 1]
         idle = 0
-        for block, place in named.items():
-            known, held = self._blocks.holders(block), holders.pop(block, 0)
-            idle += not held
-            if self._blocks.place(block) != place or known != held:
+        for block, name in named.items():
+            known, holders_in_tables = self._blocks.holders(block), holders.pop(block, 0)
+            idle += not holders_in_tables
+            if self._blocks.place(block) != name or known != holders_in_tables:
                 msg = (
-                    f"block {block}, {self._blocks.place(block)!r}, is found as {place!r}; it "
-                    f"has {known} holders and is in {held} tables"
+                    f"block {block}, {self._blocks.place(block)!r}, is found as {name!r}; it "
+                    f"has {known} holders and is in {holders_in_tables} tables"
                 )
                 raise AssertionError(msg)
         total = self.pool.free_blocks + len(bare) + len(named)
@@ -974,7 +978,7 @@ class GroupedCache:
         self._admitted.add(request.id)
         if hit:
             trace.group_hit(self.now, request=request.id, seq=seq.id, blocks=hit, again=resumed)
-        named = min(names.end * of for of, names in seq.names.items())
+        named = min(names.end * ratio for ratio, names in seq.names.items())
         limit = min(seq.target - 1, named) // size
         blocks = -(-request.prompt_tokens // size)
         trace.missed(self.now, seq, blocks, limit, expired=False, again=resumed)

@@ -189,12 +189,12 @@ class BlockNames:
             return [keys[position] for position in positions]
         if self._numbered and type(positions) is range:
             first, end = positions[0], positions[-1] + 1
-            whole = (
+            ids = (
                 range(key * ratio, (key + 1) * ratio)
                 for key in keys[first // ratio : -(-end // ratio)]
             )
             skipped = first // ratio * ratio
-            return list(chain.from_iterable(whole))[first - skipped : end - skipped]
+            return list(chain.from_iterable(ids))[first - skipped : end - skipped]
         if self._numbered:
             return [keys[p // ratio] * ratio + p % ratio for p in positions]
         return [self[position] for position in positions]

@@ -169,14 +169,14 @@ def _equal_pages(
     tokens = block_size * max(1, ceil(state / (block_size * most)))
     sizes = {}
     for cache in caches:
-        each = most / per_token[cache] if cache.grows else Fraction(1)
-        if each.denominator != 1:
+        tokens_of_page = most / per_token[cache] if cache.grows else Fraction(1)
+        if tokens_of_page.denominator != 1:
             msg = (
                 f"{model.name}: blocks of its layers cannot be made equal: {cache} take "
                 f"{float(per_token[cache]):g} bytes a token and layer, others {float(most):g}"
             )
             raise InputError(msg)
-        sizes[cache] = tokens * int(each)
+        sizes[cache] = tokens * int(tokens_of_page)
     return sizes, tokens * most
 
 

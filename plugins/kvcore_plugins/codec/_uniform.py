@@ -73,8 +73,8 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
         return codes
     parts = codes.chunk(8 // bits, -1)
     out = parts[0].clone()
-    for place, part in enumerate(parts[1:], 1):
-        out |= part << bits * place
+    for index, part in enumerate(parts[1:], 1):
+        out |= part << bits * index
     return out
 
 
@@ -84,8 +84,8 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
         return packed.float()
     width, count = packed.shape[-1], 8 // bits
     out = packed.new_empty((*packed.shape[:-1], width * count), dtype=torch.float32)
-    for place in range(count):
-        part = packed >> bits * place if place else packed
-        last = place == count - 1
-        out[..., place * width : (place + 1) * width] = part if last else part & 2**bits - 1
+    for index in range(count):
+        part = packed >> bits * index if index else packed
+        last = index == count - 1
+        out[..., index * width : (index + 1) * width] = part if last else part & 2**bits - 1
     return out

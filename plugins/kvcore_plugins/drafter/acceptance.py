@@ -75,14 +75,14 @@ class Acceptance(Drafter):
                 raise InputError(msg)
             self._shares, self._steps = read_acceptance(self.file)
             return
-        given = 0.7 if self.probability is None else self.probability
+        shares = 0.7 if self.probability is None else self.probability
         try:
-            self._shares = [float(part) for part in str(given).split("/")]
+            self._shares = [float(part) for part in str(shares).split("/")]
         except ValueError:
             self._shares = []
         if not self._shares or not all(0 <= share <= 1 for share in self._shares):
             msg = (
-                f"acceptance: probability={given!r}: give numbers from 0 to 1, one for each "
+                f"acceptance: probability={shares!r}: give numbers from 0 to 1, one for each "
                 "position, such as 0.8/0.7/0.6"
             )
             raise InputError(msg)
@@ -106,10 +106,10 @@ class Acceptance(Drafter):
         shares, drafted = self._shares, min(most, self.tokens)
         if self.file is not None and not shares:
             return 0, 0
-        for place in range(drafted):
-            share = shares[min(place, len(shares) - 1)]
-            if self._drawn(request.id, index + place) >= share:
-                return drafted, place
+        for step in range(drafted):
+            share = shares[min(step, len(shares) - 1)]
+            if self._drawn(request.id, index + step) >= share:
+                return drafted, step
         return drafted, drafted
 
     def duration(self, work: StepWork, drafts: Sequence[int]) -> int:
@@ -118,11 +118,11 @@ class Acceptance(Drafter):
 
     def _drawn(self, name: int | str, index: int) -> float:
         """Return the number in [0, 1) of an output token; a digest has nine numbers."""
-        block, place = divmod(index, 9)
+        block, slot = divmod(index, 9)
         known = self._digests.get(name)
         if known is None or known[0] != block:
             if len(self._digests) > KEPT:
                 self._digests.clear()
             text = self._key + f"{name!r} {block}".encode()
             known = self._digests[name] = block, blake2b(text, digest_size=63).digest()
-        return int.from_bytes(known[1][7 * place : 7 * place + 7], "little") / 2**56
+        return int.from_bytes(known[1][7 * slot : 7 * slot + 7], "little") / 2**56

@@ -44,13 +44,13 @@ def read_acceptance(
     Raises:
         InputError: the file cannot be read, or is none of measured acceptance.
     """
-    number = 1
+    row = 1
     try:
         head, *lines = path.read_bytes().splitlines()
         shares = [float(share) for share in orjson.loads(head)["acceptance"]]
         sound = all(0 <= share <= 1 for share in shares)
         steps = {}
-        for number, line in enumerate(lines, 2):  # noqa: B007 - for the error
+        for row, line in enumerate(lines, 2):  # noqa: B007 - for the error
             step = orjson.loads(line)
             drafts, accepted = step["drafts"], step["accepted"]
             sound = sound and type(drafts) is int and 0 <= accepted <= drafts
@@ -64,7 +64,7 @@ def read_acceptance(
         sound = False
     if not sound:
         msg = (
-            f"acceptance: {path}, line {number}, is none of measured acceptance: give a file "
+            f"acceptance: {path}, line {row}, is none of measured acceptance: give a file "
             "that `kvcore run --drafter NAME --acceptance FILE` wrote"
         )
         raise InputError(msg)

@@ -102,7 +102,7 @@ class GhostTree:
         if not self.tokens:
             return 0
         keys, ratio = _keys_of(request, self._block_size), self._ratio
-        end, found = len(keys) * ratio, 0
+        end, hit_blocks = len(keys) * ratio, 0
         run = self._ring
         while run.end < end:
             child = run.children.get(keys[run.end // ratio])
@@ -111,10 +111,10 @@ class GhostTree:
             run = child
             stop = common_prefix(run.keys, keys, run.start, min(run.end, end), ratio)
             if run.newer is not None:
-                found += stop - run.start
+                hit_blocks += stop - run.start
             if stop < run.end:
                 break
-        return found * self._block_size
+        return hit_blocks * self._block_size
 
     def forget(self, span: Span) -> int:
         """Drop the blocks of `span`, and return how many of its tokens were stored.
@@ -159,11 +159,11 @@ class GhostTree:
 
     def _begin(self, keys: Keys[Key], start: int, end: int) -> None:
         """Store `[start, end)` of a path whose first key is new: no run is cut or joined."""
-        at = ring = self._ring
+        first = ring = self._ring
         if start:
-            at = ring.children[keys[0]] = _Run(0, start, keys, ring)
-        run = _Run(start, end, keys, at)
-        at.children[keys[start // self._ratio]] = run
+            first = ring.children[keys[0]] = _Run(0, start, keys, ring)
+        run = _Run(start, end, keys, first)
+        first.children[keys[start // self._ratio]] = run
         self.tokens += (end - start) * self._block_size
         assert ring.older is not None
         run.link(ring.older)
@@ -177,15 +177,15 @@ class GhostTree:
         are put into new ones with `create`, and left out otherwise.
         """
         ratio = self._ratio
-        runs, at = [], self._ring
-        while at.end < end:
-            child = at.children.get(keys[at.end // ratio])
+        runs, run = [], self._ring
+        while run.end < end:
+            child = run.children.get(keys[run.end // ratio])
             if child is None:
                 if not create:
                     break
-                stop = start if at.end < start else end
-                child = _Run(at.end, stop, keys, at)
-                at.children[keys[at.end // ratio]] = child
+                stop = start if run.end < start else end
+                child = _Run(run.end, stop, keys, run)
+                run.children[keys[run.end // ratio]] = child
             else:
                 stop = common_prefix(child.keys, keys, child.start, min(child.end, end), ratio)
                 if child.start < start < stop:
@@ -194,16 +194,18 @@ class GhostTree:
                     child = self._cut(child, stop)
             if child.start >= start:
                 runs.append(child)
-            at = child
-        return runs, at
+            run = child
+        return runs, run
 
-    def _cut(self, lower: _Run, at: int) -> _Run:
+    def _cut(self, lower: _Run, position: int) -> _Run:
         """Cut `lower` at block position `at`; return the new upper half."""
         assert lower.parent is not None
         ratio, keys = self._ratio, lower.keys
-        upper = _Run(lower.start, at, keys, lower.parent, {keys[at // ratio]: lower})
+        upper = _Run(
+            lower.start, position, keys, lower.parent, {keys[position // ratio]: lower}
+        )
         lower.parent.children[keys[lower.start // ratio]] = upper
-        lower.parent, lower.start = upper, at
+        lower.parent, lower.start = upper, position
         if lower.newer is not None:
             upper.link(lower)
         return upper
@@ -217,8 +219,8 @@ class GhostTree:
     def _shrink(self) -> None:
         """Drop the oldest content, tail first, until the rest fits into the capacity."""
         size, ratio = self._block_size, self._ratio
-        most = self.capacity // (size * ratio) * ratio
-        while (excess := self.tokens // size - most) > 0:
+        limit = self.capacity // (size * ratio) * ratio
+        while (excess := self.tokens // size - limit) > 0:
             oldest = self._ring.newer
             assert oldest is not None
             if excess < oldest.end - oldest.start:

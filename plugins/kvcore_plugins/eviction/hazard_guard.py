@@ -132,8 +132,8 @@ class Guard(Generic[Wait]):
         gain = self._own.hits(self._end) - self._lru.hits(self._end)
         keep = 1 - 1 / _WINDOW
         if self._differences >= _KNOWN:
-            most = _CLIP * sqrt(self._squares / self._differences)
-            gain = max(-most, min(gain, most))
+            clip = _CLIP * sqrt(self._squares / self._differences)
+            gain = max(-clip, min(gain, clip))
         self._squares = self._squares * keep * keep + gain * gain
         self._differences = self._differences * keep + (gain != 0)
         unsure = _UNSURE / sqrt(max(self._differences, 1.0))

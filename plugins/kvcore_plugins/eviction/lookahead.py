@@ -87,7 +87,7 @@ class Lookahead(ScoreEviction):
         # A request that needs a block needs those before it: turns only rise along a path.
         indices = range(span.start // ratio, last)
         index = bisect_left(
-            indices, self._next_turn(keys[last]), key=lambda at: self._next_turn(keys[at])
+            indices, self._next_turn(keys[last]), key=lambda index: self._next_turn(keys[index])
         )
         return span.end - max(span.start, (indices.start + index) * ratio)
 

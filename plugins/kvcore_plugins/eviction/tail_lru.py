@@ -79,11 +79,13 @@ class TailLRU(ScoreEviction):
 
     def _store_length(self, span: Span) -> None:
         end: int = span.end
-        at: Span | None = span
+        ancestor: Span | None = span
         # The root has no parent. If one span extends as far, so do all above it.
-        while at is not None and at.parent is not None and (at.data or 0) < end:
-            at.data = end
-            at = at.parent
+        while (
+            ancestor is not None and ancestor.parent is not None and (ancestor.data or 0) < end
+        ):
+            ancestor.data = end
+            ancestor = ancestor.parent
 
     def _surplus_start(self, span: Span) -> int:
         """Return the first position in `span` from which on its blocks are surplus."""

@@ -234,14 +234,14 @@ class FrequencySketch:
         """Count a use of `key`."""
         first, step = _hashes(key)
         stored, bits = self._doorkeeper, self._bits(first, step)
-        if all(stored[place >> 3] >> (place & 7) & 1 for place in bits):
+        if all(stored[bit >> 3] >> (bit & 7) & 1 for bit in bits):
             counts = self._counts
             for cell in self._cells(first, step):
                 if counts[cell] < MAX_COUNT:
                     counts[cell] += 1
         else:
-            for place in bits:
-                stored[place >> 3] |= 1 << (place & 7)
+            for bit in bits:
+                stored[bit >> 3] |= 1 << (bit & 7)
         self._uses += 1
         if self._uses == self.period:
             self._uses //= 2
@@ -254,7 +254,7 @@ class FrequencySketch:
         counts, stored = self._counts, self._doorkeeper
         least = min([counts[cell] for cell in self._cells(first, step)])
         bits = self._bits(first, step)
-        return least + all(stored[place >> 3] >> (place & 7) & 1 for place in bits)
+        return least + all(stored[bit >> 3] >> (bit & 7) & 1 for bit in bits)
 
     def _cells(self, first: int, step: int) -> tuple[int, int, int, int]:
         """Return the place of a key's count in each row."""

@@ -88,8 +88,8 @@ class ToolTTL(ScoreEviction):
         if waits:
             keys, going = request.keys, []
             for wait in waits:
-                place, key, tool, since = wait
-                if place < len(keys) and keys[place] == key:
+                index, key, tool, since = wait
+                if index < len(keys) and keys[index] == key:
                     self._counts(self._ended, tool)[_bucket(now - since)] += 1
                     self._seen += 1
                 else:
@@ -102,9 +102,9 @@ class ToolTTL(ScoreEviction):
         if request.session is None or not request.keys:
             return
         self._tool = tool = request.tool or ""
-        place = len(request.keys) * 15 // 16
+        index = len(request.keys) * 15 // 16
         waits = self._waits.setdefault(request.session, [])
-        waits.append((place, request.keys[place], tool, now))
+        waits.append((index, request.keys[index], tool, now))
         self._seen += 1
         self._waits.move_to_end(request.session)
         if len(waits) > _MOST_WAITS:

@@ -96,23 +96,23 @@ def read_steps(path: Path) -> list[MeasuredStep]:
             cannot be read; the error names file, line and column.
     """
     source = lines(path)
-    number, line = next(source)
-    header = [name.strip() for name in _cells(path, number, line)]
+    line_number, line = next(source)
+    header = [name.strip() for name in _cells(path, line_number, line)]
     columns = [*COUNTS, *([PAIRS] if PAIRS in header else []), SECONDS]
-    places = {name: _place(path, number, header, name) for name in columns}
+    columns_at = {name: _place(path, line_number, header, name) for name in columns}
     steps = []
-    for number, line in source:
-        cells = _cells(path, number, line)
+    for line_number, line in source:
+        cells = _cells(path, line_number, line)
         if len(cells) != len(header):
             expected = f"expected {len(header)} cells, as in the header"
-            msg = f"{path}:{number}: {expected}, got {len(cells)}"
+            msg = f"{path}:{line_number}: {expected}, got {len(cells)}"
             raise InputError(msg)
-        row = {name: cells[place].strip() for name, place in places.items()}
+        row = {name: cells[place].strip() for name, place in columns_at.items()}
         prefill, decode, context, *pairs = (
-            _count(f"{path}:{number}: {name}", row[name]) for name in columns[:-1]
+            _count(f"{path}:{line_number}: {name}", row[name]) for name in columns[:-1]
         )
-        time = picoseconds(_seconds(f"{path}:{number}: {SECONDS}", row[SECONDS]), SECONDS)
-        steps.append(MeasuredStep(number, prefill, decode, context, time, *pairs))
+        time = picoseconds(_seconds(f"{path}:{line_number}: {SECONDS}", row[SECONDS]), SECONDS)
+        steps.append(MeasuredStep(line_number, prefill, decode, context, time, *pairs))
     if not steps:
         msg = f"{path}: no rows after the header"
         raise InputError(msg)
@@ -128,11 +128,11 @@ def write_steps(file: TextIO, steps: Iterable[MeasuredStep]) -> None:
         file.write(f"{counts},{seconds}.{rest:09d}\n")
 
 
-def _cells(path: Path, number: int, line: bytes) -> list[str]:
+def _cells(path: Path, line_number: int, line: bytes) -> list[str]:
     try:
         return next(csv.reader([line.decode().rstrip("\r\n")], strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
-        msg = f"{path}:{number}: not CSV in UTF-8: {error}"
+        msg = f"{path}:{line_number}: not CSV in UTF-8: {error}"
         raise InputError(msg) from error
 
 

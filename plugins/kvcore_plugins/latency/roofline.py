@@ -348,7 +348,7 @@ class Roofline(LatencyModel):
     def terms(self, works: Sequence[StepWork]) -> list[list[list[float]]]:
         """Return the seconds of overhead, computing and reading at full rates, for a fit."""
         kernels, experts = self._kernels, self._kernels.experts
-        found = []
+        terms = []
         for work in works:
             tokens = work.prefill + work.decode
             pairs = sum(map(mul, self._pairs, work.attended_pairs))
@@ -360,18 +360,18 @@ class Roofline(LatencyModel):
                 (0.0, _seconds(experts.product * tokens)),
                 (_seconds(experts.weights(tokens)), 0.0),
             )
-            found.append(
+            terms.append(
                 [
                     [
                         self._layers,
-                        attention + (one + other) * self.compute,
+                        attention + (read_bytes + other) * self.compute,
                         moved + (read + more) * self.bandwidth,
                     ]
-                    for read, one in shared
+                    for read, read_bytes in shared
                     for more, other in (routed if experts.product else routed[:1])
                 ]
             )
-        return found
+        return terms
 
     def fixed(self, works: Sequence[StepWork]) -> list[float]:
         """Return the seconds that no fitted option changes: host, routing, all-reduces."""
@@ -468,9 +468,9 @@ class Roofline(LatencyModel):
             return f"attended={self.attended!r} must be a number of tokens; 0 stands for all"
         for name in ("selection", "missed", "dense_layers"):
             value = getattr(self, name)
-            most = model.layers if name == "dense_layers" else 1
-            if not 0 <= value <= most:
-                return f"{name}={value} must be from 0 to {most}"
+            greatest = model.layers if name == "dense_layers" else 1
+            if not 0 <= value <= greatest:
+                return f"{name}={value} must be from 0 to {greatest}"
             if value and not self.attended:
                 return f"{name}={value} needs attended=TOKENS, of sparse attention"
         if self.attended and None not in model.windows:

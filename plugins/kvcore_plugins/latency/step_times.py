@@ -109,20 +109,20 @@ def shipped_grid(
     spec = find_model(model) if isinstance(model, str) else model
     gpu = find_device(device) if isinstance(device, str) else device
     dtype = dtype or ("fp8" if spec.dtype.startswith("fp8") else "bf16")
-    asked = Deployment(spec.name, gpu.name, tensor_parallel, engine, dtype)
+    wanted = Deployment(spec.name, gpu.name, tensor_parallel, engine, dtype)
     grids = shipped_grids()
     for name, grid in grids.items():
-        if name[1:] == asked[1:] and _shape(find_model(name.model)) == _shape(spec):
+        if name[1:] == wanted[1:] and _shape(find_model(name.model)) == _shape(spec):
             return grid
 
     def apart(name: Deployment) -> tuple[bool, int]:
         same_model = _shape(find_model(name.model)) == _shape(spec)
-        others = (a == b for a, b in zip(name[1:], asked[1:], strict=True))
+        others = (a == b for a, b in zip(name[1:], wanted[1:], strict=True))
         return not same_model, -sum(others)
 
     near = "; ".join(map(str, sorted(grids, key=apart)[:3]))
     msg = (
-        f"no step times of {asked}; the nearest are {near}. "
+        f"no step times of {wanted}; the nearest are {near}. "
         f"`kvcore calibrate --from aic` makes others, a file for table:path=FILE"
     )
     raise InputError(msg)

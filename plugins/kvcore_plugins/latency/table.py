@@ -66,7 +66,9 @@ class Table(LatencyModel):
         # The context last, as its cells lie side by side.
         self._names = tuple(sorted(columns, key=COUNTS[2].__eq__))
         order = [columns.index(name) for name in self._names]
-        steps = {tuple(counts[at] for at in order): step for counts, step in steps.items()}
+        steps = {
+            tuple(counts[index] for index in order): step for counts, step in steps.items()
+        }
         self._axes = [sorted(set(values)) for values in zip(*steps, strict=True)]
         grid = list(product(*self._axes))
         missing = next((counts for counts in grid if counts not in steps), None)
@@ -110,20 +112,20 @@ class Table(LatencyModel):
         if not self.jumps:
             inner, width, more = self._corners(work.context, len(counts))
             time = sum(
-                self._times[at + shift] * weight * share
-                for at, weight in corners
+                self._times[index + shift] * weight * share
+                for index, weight in corners
                 for shift, share in inner
             )
             return ((time // (scale * width) + beyond + more, 0),)
-        first = sum(self._times[at] * weight for at, weight in corners) // scale + beyond
+        first = sum(self._times[index] * weight for index, weight in corners) // scale + beyond
         lines = [(first, 0)]
         for index, (start, end) in enumerate(pairwise(axis)):
             rise = sum(
-                (self._times[at + index + 1] - self._times[at + index]) * weight
-                for at, weight in corners
+                (self._times[corner + index + 1] - self._times[corner + index]) * weight
+                for corner, weight in corners
             )
-            whole = scale * (end - start)
-            lines.append(_bend(lines[-1], start, (2 * rise + whole) // (2 * whole)))
+            span = scale * (end - start)
+            lines.append(_bend(lines[-1], start, (2 * rise + span) // (2 * span)))
         lines.append(_bend(lines[-1], axis[-1], max(-(-self._beyond[-1] // 1), lines[-1][1])))
         return lines if axis[0] else lines[1:]
 
@@ -139,19 +141,21 @@ class Table(LatencyModel):
         Also the sum of the weights, and the time that lies beyond the last points.
         """
         beyond, scale, corners = 0, 1, [(0, 1)]
-        for place, count in enumerate(counts, first):
-            axis, stride, slope = self._axes[place], self._strides[place], self._beyond[place]
+        for index, count in enumerate(counts, first):
+            axis, stride, slope = self._axes[index], self._strides[index], self._beyond[index]
             if count >= axis[-1]:
                 beyond += (count - axis[-1]) * slope.numerator // slope.denominator
-                corners = [(at + stride * (len(axis) - 1), weight) for at, weight in corners]
+                corners = [
+                    (index + stride * (len(axis) - 1), weight) for index, weight in corners
+                ]
             elif count > axis[0]:
                 below = bisect_right(axis, count) - 1
-                part, whole = count - axis[below], axis[below + 1] - axis[below]
-                scale *= whole
+                part, width = count - axis[below], axis[below + 1] - axis[below]
+                scale *= width
                 corners = [
-                    (at + stride * (below + side), weight * share)
-                    for at, weight in corners
-                    for side, share in ((0, whole - part), (1, part))
+                    (index + stride * (below + side), weight * share)
+                    for index, weight in corners
+                    for side, share in ((0, width - part), (1, part))
                 ]
         return corners, scale, beyond
 
@@ -162,19 +166,19 @@ class Table(LatencyModel):
             return False
         slopes = [
             [
-                Fraction(times[at + place + 1] - times[at + place], end - start)
-                for place, (start, end) in enumerate(pairwise(axis))
+                Fraction(times[index + offset + 1] - times[index + offset], end - start)
+                for offset, (start, end) in enumerate(pairwise(axis))
             ]
-            for at in range(0, len(times), len(axis))
+            for index in range(0, len(times), len(axis))
         ]
         if any(row != sorted(row) for row in slopes):
             return False
         for stride, values in zip(self._strides[:-1], self._axes[:-1], strict=True):
             rows = stride // len(axis)
-            for at, row in enumerate(slopes):
-                is_last = at // rows % len(values) == len(values) - 1
+            for index, row in enumerate(slopes):
+                is_last = index // rows % len(values) == len(values) - 1
                 if not is_last and any(
-                    a > b for a, b in zip(row, slopes[at + rows], strict=True)
+                    a > b for a, b in zip(row, slopes[index + rows], strict=True)
                 ):
                     return False
         return True
@@ -206,9 +210,9 @@ class Table(LatencyModel):
         return _named({name: by_name[name] for name in (*COUNTS, PAIRS) if name in by_name})
 
 
-def _bend(line: tuple[int, int], at: int, slope: int) -> tuple[int, int]:
+def _bend(line: tuple[int, int], start: int, slope: int) -> tuple[int, int]:
     """Return the line that goes on from `line` at a context with another slope."""
-    return line[0] + (line[1] - slope) * at, slope
+    return line[0] + (line[1] - slope) * start, slope
 
 
 def _by_counts(

@@ -115,7 +115,7 @@ class SidePool(ABC):
     def _push(self, span: Span) -> None:
         if len(self._oldest) > 64 + 4 * len(self._used):
             kept = self._used.items()
-            self._oldest = [(used, each.start, each.id, each) for each, used in kept]
+            self._oldest = [(used, span.start, span.id, span) for span, used in kept]
             heapify(self._oldest)
         heappush(self._oldest, (self._used[span], span.start, span.id, span))
 

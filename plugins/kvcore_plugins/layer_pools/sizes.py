@@ -46,7 +46,7 @@ class LayerPools:
     states_per_block: Fraction | None
 
     @classmethod
-    def of(cls, layout: KVLayout, devices: int) -> LayerPools | None:
+    def from_layout(cls, layout: KVLayout, devices: int) -> LayerPools | None:
         """Return the pools of a model; None if SGLang has none for what its layers keep."""
         full = windows = state = Fraction(0)
         sizes: set[int] = set()

@@ -72,8 +72,8 @@ class Config:
         own = self.names.get(name)
         keys = (*((own,) if own else ()), name, *ALIASES.get(name, ()))
         self.known.update(keys)
-        found = (self.fields[key] for key in keys if self.fields.get(key) is not None)
-        return next(found, self.defaults.get(name, default))
+        values = (self.fields[key] for key in keys if self.fields.get(key) is not None)
+        return next(values, self.defaults.get(name, default))
 
     def count(self, name: str, default: int | None = None, least: int = 1) -> int:
         """Return an integer field, from `least` up to the largest that a model may have."""
@@ -85,9 +85,9 @@ class Config:
             self.refuse(
                 name, f"must be an integer of at least {least}, not {shorten(repr(value))}"
             )
-        most = _MOST.get(name, MAX_WIDTH)
-        if value > most:
-            self.refuse(name, f"must be at most {most:,}, not {shorten(repr(value))}")
+        greatest = _MOST.get(name, MAX_WIDTH)
+        if value > greatest:
+            self.refuse(name, f"must be at most {greatest:,}, not {shorten(repr(value))}")
         return value
 
     def flag(self, name: str, *, default: bool = False) -> bool:
@@ -125,10 +125,10 @@ class Config:
 
     def of_layer(self, index: int) -> Config:
         """Return the config with the fields that `per_layer_config` has for a layer."""
-        given = self.table("per_layer_config")
-        if not all(str(key).isdecimal() for key in given):
+        tables = self.table("per_layer_config")
+        if not all(str(key).isdecimal() for key in tables):
             self.refuse("per_layer_config", "must have numbers of layers as names")
-        own: Any = next((fields for key, fields in given.items() if int(key) == index), {})
+        own: Any = next((fields for key, fields in tables.items() if int(key) == index), {})
         if not isinstance(own, dict) or own.keys() - _BY_LAYER:
             self.refuse("per_layer_config", f"has {shorten(repr(own))} for layer {index}")
         return attrs.evolve(self, fields={**self.fields, **own}) if own else self

@@ -21,12 +21,12 @@ from kvcore_plugins.models.parts import attention, in_mixer
 # Types of layers, where `layer_types` does not list them.
 
 
-def _every(field: str, number: int, other: str) -> Callable[[Config, Family], list[str]]:
+def _every(field: str, default: int, other: str) -> Callable[[Config, Family], list[str]]:
     """Return a function: each `number`-th layer has full attention, by a field of that name."""
 
     def kinds(config: Config, family: Family) -> list[str]:
         del family
-        every = config.count(field, number)
+        every = config.count(field, default)
         layers = config.count("num_hidden_layers")
         return ["full_attention" if (i + 1) % every == 0 else other for i in range(layers)]
 
@@ -86,7 +86,9 @@ def _deepseek_v4(config: Config, family: Family) -> list[str]:
     """Return the types of layers by the ratio of each; those of further layers are left out."""
     del family
     ratios = config.items("compress_ratios")[: config.count("num_hidden_layers")]
-    if not ratios or any(type(each) is not int or each not in _COMPRESSED for each in ratios):
+    if not ratios or any(
+        type(ratio) is not int or ratio not in _COMPRESSED for ratio in ratios
+    ):
         config.refuse("compress_ratios", "must have 0, 4 or 128 for each layer")
     return [_COMPRESSED[ratio] for ratio in ratios]
 
@@ -102,7 +104,7 @@ def _mimo(config: Config, family: Family) -> list[str]:
     del family
     kinds = {"0": "full_attention", "1": "sliding_attention"}
     pattern = map(str, config.of_layers("hybrid_layer_pattern"))
-    return [kinds.get(each, each) for each in pattern]
+    return [kinds.get(pattern_kind, pattern_kind) for pattern_kind in pattern]
 
 
 def _renamed(names: Mapping[str, str], build: Build) -> Build:

@@ -111,7 +111,7 @@ def _by_hand(path: Path) -> ModelSpec:
         raise InputError(msg) from None
     fields.setdefault("name", path.stem)
     try:
-        caches = [_made(LayerCache, each) for each in fields.pop("caches", ())]
+        caches = [_made(LayerCache, cache) for cache in fields.pop("caches", ())]
         model: ModelSpec = _made(ModelSpec, fields | {"caches": merged(caches)})
     except InputError as error:
         msg = f"{path}: {error}"
@@ -134,9 +134,9 @@ def _made(cls: Any, fields: Any) -> Any:
         msg = f"{what} {problem}; its fields are {', '.join(set(known) - {'windows'})}"
         raise InputError(msg)
     for name, value in fields.items():
-        whole = name not in ("name", "kind", "dtype", "expert_dtype", "caches")
-        if type(value) is not (int if whole else type(value) if name == "caches" else str):
-            kind = "a whole number" if whole else "text"
+        is_count = name not in ("name", "kind", "dtype", "expert_dtype", "caches")
+        if type(value) is not (int if is_count else type(value) if name == "caches" else str):
+            kind = "a whole number" if is_count else "text"
             msg = f"{what}: {name} must be {kind}, not {shorten(repr(value))}"
             raise InputError(msg)
     return cls(**fields)
@@ -173,7 +173,7 @@ def model_of(
     if full is not None:
         heads = {"kv_heads": full.kv_heads, "head_dim": full.key_dim}
         shape |= {**heads, "value_dim": full.value_dim}
-    given = {"dtype": dtype} if dtype else _stored(config, blocks, outside, experts)
+    stored = {"dtype": dtype} if dtype else _stored(config, blocks, outside, experts)
     positions = _positions(config)
     _check_known(config, family)
     try:
@@ -187,7 +187,7 @@ def model_of(
             experts=experts,
             experts_per_token=taken,
             positions=positions,
-            **given,
+            **stored,
         )
         windows = [None if layer.shares else layer.window for layer in layers]
         plain = attrs.evolve(model, windows=tuple(windows))
@@ -280,7 +280,7 @@ def _by_window(config: Config, family: Family) -> list[str]:
         limited = "chunked_attention"
         # Llama 4 attends in chunks in the layers that have rotary positions.
         if rotary := config.items("no_rope_layers"):
-            return [limited if each else "full_attention" for each in rotary]
+            return [limited if is_limited else "full_attention" for is_limited in rotary]
     first = config.count("max_window_layers", 0, least=0)
     every = config.count(
         "sliding_window_pattern",
@@ -402,8 +402,8 @@ def _stored(
 ) -> dict[str, Any]:
     """Return the dtypes of the weights and of the experts, and what they take beside that."""
     dtype = _DTYPES.get(str(config.get("torch_dtype")).removeprefix("torch."))
-    given = config.get("quantization_config")
-    if given is None:
+    quantisation = config.get("quantization_config")
+    if quantisation is None:
         if dtype is None:
             written = config.fields.get("torch_dtype", config.fields.get("dtype"))
             what = "is missing" if written is None else f"is {written!r}"
@@ -411,9 +411,9 @@ def _stored(
                 "torch_dtype", f"{what}; give --weights-dtype, or use one of {_NAMES}"
             )
         return {"dtype": dtype}
-    if not isinstance(given, dict):
-        config.refuse("quantization_config", f"must be an object, not {given!r}")
-    formats = read_quantisation(given, partial(config.refuse, "quantization_config"))
+    if not isinstance(quantisation, dict):
+        config.refuse("quantization_config", f"must be an object, not {quantisation!r}")
+    formats = read_quantisation(quantisation, partial(config.refuse, "quantization_config"))
     shared = list(_modules(blocks, expert=False))
     if not config.flag("tie_word_embeddings"):
         shared.append(("lm_head", config.count("hidden_size"), config.count("vocab_size")))
@@ -421,14 +421,16 @@ def _stored(
     every = [part for block in blocks for part in block]
     numbers = outside + sum(part.parameters for part in every if not part.expert)
     of_experts = sum(part.parameters for part in every if part.expert)
-    whole = dtype or "bf16"
-    dtype, extra = _format(formats, shared, numbers, whole)
+    dtype_of_rest = dtype or "bf16"
+    dtype, extra = _format(formats, shared, numbers, dtype_of_rest)
     if not expert:
         return {"dtype": dtype, "extra_bytes": extra}
     # DeepSeek V4 keeps experts in MXFP4 where other weights are in fp8.
     narrow = config.get("expert_dtype") == "fp4"
-    fp4 = Scheme("mxfp4", 32, 1, 8) if narrow and not given.get("config_groups") else None
-    expert_dtype, more = _format(formats, expert, of_experts, whole, fp4)
+    fp4 = (
+        Scheme("mxfp4", 32, 1, 8) if narrow and not quantisation.get("config_groups") else None
+    )
+    expert_dtype, more = _format(formats, expert, of_experts, dtype_of_rest, fp4)
     return {
         "dtype": dtype,
         "expert_dtype": expert_dtype,
@@ -451,17 +453,17 @@ def _format(
     formats: Quantisation,
     modules: list[tuple[str, int, int]],
     parameters: int,
-    whole: str,
+    dtype_of_rest: str,
     fixed: Scheme | None = None,
 ) -> tuple[str, int]:
     """Return the dtype of most of some parameters, and what they take beside it, in bytes."""
-    numbers, size = Counter({whole: parameters}), 0
+    numbers, size = Counter({dtype_of_rest: parameters}), 0
     for name, inputs, outputs in modules:
         scheme = fixed or formats.scheme_of(name)
         if scheme is not None:
             numbers[scheme.dtype] += inputs * outputs
-            numbers[whole] -= inputs * outputs
+            numbers[dtype_of_rest] -= inputs * outputs
             size += scheme.matrix_bytes(inputs, outputs)
     dtype = max(numbers, key=lambda each: numbers[each])
-    size += bytes_of(numbers[whole], whole)
+    size += bytes_of(numbers[dtype_of_rest], dtype_of_rest)
     return dtype, size - bytes_of(parameters, dtype)

@@ -78,8 +78,8 @@ def attention(config: Config, family: Family, layer: Layer) -> list[Part]:
 
 def head_width(config: Config) -> int:
     """Return the width of a query or key head."""
-    given = config.get("head_dim")
-    if given is not None:
+    width = config.get("head_dim")
+    if width is not None:
         return config.count("head_dim")
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
     if hidden % heads:
@@ -175,13 +175,13 @@ def compressed_attention(config: Config, family: Family, layer: Layer) -> list[P
         "o_a_proj": (heads * width // groups, groups * outputs),
         "o_b_proj": (groups * outputs, hidden),
     }
-    one = {"kv_heads": 1, "key_dim": width, "pair_flop": 4 * heads * width}
+    shape = {"kv_heads": 1, "key_dim": width, "pair_flop": 4 * heads * width}
     window = config.count("sliding_window")
-    caches = [LayerCache(kind="window", layers=1, window=window, **one)]
+    caches = [LayerCache(kind="window", layers=1, window=window, **shape)]
     parts = [Part("self_attn", matrices, heads + rank + width, tuple(caches))]
     ratio = RATIOS.get(layer.kind)
     index_heads, index_width = config.count("index_n_heads"), config.count("index_head_dim")
-    most = config.count("index_topk")
+    selected = config.count("index_topk")
     if ratio is None:
         return parts
     # Where the indexer selects entries, these overlap.
@@ -190,8 +190,8 @@ def compressed_attention(config: Config, family: Family, layer: Layer) -> list[P
         kind="compressed",
         layers=1,
         ratio=ratio,
-        attended=most * ratio if selects else None,
-        **one,
+        attended=selected * ratio if selects else None,
+        **shape,
     )
     parts.append(_compressor(hidden, width, entries, overlaps=selects))
     if selects:
@@ -263,11 +263,11 @@ def gated_delta_net(config: Config, family: Family, layer: Layer) -> list[Part]:
 def delta_attention(config: Config, family: Family, layer: Layer) -> list[Part]:
     """Build Kimi delta attention (KDA), whose gates are of low rank."""
     del family, layer
-    hidden, given = config.count("hidden_size"), config.table("linear_attn_config")
-    width = given.get("head_dim") or config.count("linear_head_dim", 128)
-    heads = given.get("num_heads") or config.count("linear_num_heads", 32)
-    kernel = given.get("short_conv_kernel_size") or config.count("linear_conv_kernel_dim", 4)
-    unknown = given.keys() - _KDA_FIELDS
+    hidden, table = config.count("hidden_size"), config.table("linear_attn_config")
+    width = table.get("head_dim") or config.count("linear_head_dim", 128)
+    heads = table.get("num_heads") or config.count("linear_num_heads", 32)
+    kernel = table.get("short_conv_kernel_size") or config.count("linear_conv_kernel_dim", 4)
+    unknown = table.keys() - _KDA_FIELDS
     if unknown:
         config.refuse("linear_attn_config", f"has {min(unknown)!r}, which is not known")
     inner = heads * width
@@ -454,7 +454,7 @@ def nas_layer(config: Config, family: Family, layer: Layer) -> list[Part]:
     blocks = config.of_layers("block_configs")
     if not blocks:
         config.refuse("block_configs", "is missing")
-    heads, ffn = (_nas_part(config, blocks[layer.index], *each) for each in _NAS_PARTS)
+    heads, ffn = (_nas_part(config, blocks[layer.index], *part) for part in _NAS_PARTS)
     hidden, parts = config.count("hidden_size"), list[Part]()
     if heads is not None:
         shared = max(1, config.count("num_attention_heads") // int(heads))

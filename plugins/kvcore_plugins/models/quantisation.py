@@ -109,19 +109,19 @@ def read_quantisation(
             schemes.sort(key=lambda scheme: not scheme[0].pattern)
         elif alone and fields.get("quant_algo") == "MIXED_PRECISION":
             schemes = [
-                (_pattern([name]), _scheme(str(method), {**fields, **given}))
-                for name, given in alone.items()
+                (_pattern([name]), _scheme(str(method), {**fields, **options}))
+                for name, options in alone.items()
             ]
         else:
             targets = _targets(fields)
             schemes = [(_pattern(targets), _scheme(str(method), fields))]
             # The output layer is quantised if a config says so, and no router is.
             excluded += [] if fields.get("lm_head") is True else ["lm_head"]
-            for name, given in dict(fields.get("dynamic") or {}).items():
+            for name, options in dict(fields.get("dynamic") or {}).items():
                 if name.startswith("-:"):
                     excluded.append(f"re:{name[2:]}")
                 else:
-                    scheme = _scheme(str(method), {**fields, **given})
+                    scheme = _scheme(str(method), {**fields, **options})
                     schemes.insert(0, (_pattern([f"re:{name.removeprefix('+:')}"]), scheme))
         return Quantisation(schemes, _pattern(excluded or ["re:(?!)"]))
     except _UnknownSizeError:

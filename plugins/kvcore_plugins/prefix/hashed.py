@@ -57,13 +57,13 @@ class Hashed(PrefixIndex):
             else:
                 low, last = middle + 1, span
         # The other blocks of that key may be in spans below.
-        most = min(limit, low * ratio)
-        position = after.end if last is after else min(last.end, most)
-        while position < most and last.children:
+        end_of_limit = min(limit, low * ratio)
+        position = after.end if last is after else min(last.end, end_of_limit)
+        while position < end_of_limit and last.children:
             child = last.children.get(keys[low - 1])
             if child is None:
                 break
-            last, position = child, min(child.end, most)
+            last, position = child, min(child.end, end_of_limit)
         return last, position
 
     def insert(self, span: Span, first: int) -> None:

@@ -44,4 +44,4 @@ class SGLang(Rules):
             return None
         from kvcore_plugins.layer_pools import LayerPools  # noqa: PLC0415 - few models have any
 
-        return LayerPools.of(layout, devices)
+        return LayerPools.from_layout(layout, devices)

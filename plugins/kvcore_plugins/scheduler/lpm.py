@@ -79,12 +79,12 @@ class LPM(Scheduler):
         deferred: set[Job] = set()
         for job, hit in hits.items():
             request = job.request
-            place = -(-self.defer_shared // request.key_tokens) - 1
+            index = -(-self.defer_shared // request.key_tokens) - 1
             if hit > self.defer_shared or request.prompt_tokens < self.defer_shared:
                 continue
-            if place < len(request.keys):
+            if index < len(request.keys):
                 # Keys are chained: equal ones mean that all before them are equal.
-                key = request.keys[place]
+                key = request.keys[index]
                 if key in first:
                     deferred.add(job)
                 first.add(key)

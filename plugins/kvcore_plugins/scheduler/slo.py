@@ -87,7 +87,7 @@ class LeastSlack(Estimating):
         return min(starts)
 
 
-def _or_option(slo: SLO, given: int | None, seconds: float) -> int | None:
-    if given is None and slo.deadline_ns is None:
+def _or_option(slo: SLO, option: int | None, seconds: float) -> int | None:
+    if option is None and slo.deadline_ns is None:
         return round(seconds * NS_PER_S)
-    return given
+    return option

@@ -65,13 +65,13 @@ def message_blocks(body: Row) -> Iterator[list[Block]]:
         yield list(_blocks(body, "system", "system"))
     for n, message in enumerate(body.inner("messages")):
         role = f"{message.fields.get('role')}"
-        found = list(_blocks(message, "content", f"messages[{n}]", role, ".content"))
+        blocks = list(_blocks(message, "content", f"messages[{n}]", role, ".content"))
         if calls := message.fields.get("tool_calls"):
             text = orjson.dumps(calls).decode()
-            found.append(Block(f"messages[{n}].tool_calls", text, None))
-        if message.fields.get(MARK) is not None and found:
-            found[-1] = found[-1]._replace(ttl_ns=_ttl(message))
-        yield found
+            blocks.append(Block(f"messages[{n}].tool_calls", text, None))
+        if message.fields.get(MARK) is not None and blocks:
+            blocks[-1] = blocks[-1]._replace(ttl_ns=_ttl(message))
+        yield blocks
 
 
 def _blocks(
@@ -121,12 +121,12 @@ def prompt_parts(
 @remembered
 def _sentences(text: str) -> tuple[bytes, list[int], list[int]]:
     """Return the digest of a text, and the hash and the length of each of its sentences."""
-    found = _SENTENCE.findall(text)
+    sentences = _SENTENCE.findall(text)
     digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-    return digest, list(map(hash, found)), list(map(len, found))
+    return digest, list(map(hash, sentences)), list(map(len, sentences))
 
 
 def _divided(lengths: Sequence[int], start: int, end: int) -> list[int]:
     """Return the ends of consecutive texts of these lengths, from `start` to `end`."""
-    whole = sum(lengths) or 1
-    return [start + (end - start) * length // whole for length in accumulate(lengths)]
+    total = sum(lengths) or 1
+    return [start + (end - start) * length // total for length in accumulate(lengths)]

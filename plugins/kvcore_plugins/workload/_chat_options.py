@@ -51,8 +51,8 @@ class ChatFile(TimedFile):
             InputError: the file `fields` cannot be read, or has other names.
         """
         names = {} if self.fields is None else _read_names(self.fields)
-        given = {name: getattr(self, name) for name in _NAMES}
-        return names | {name: field for name, field in given.items() if field is not None}
+        fields = {name: getattr(self, name) for name in _NAMES}
+        return names | {name: field for name, field in fields.items() if field is not None}
 
 
 def _read_names(path: Path) -> dict[str, str]:

@@ -211,10 +211,10 @@ class Reading:
 
     def _timed(self) -> Iterator[tuple[int | None, Exchange]]:
         """Yield each row that may be a request, in order of time; without times as they are."""
-        chat, asked = self._chat, self._names.get("time")
+        chat, time_field = self._chat, self._names.get("time")
         source = exchanges(chat, self.left_out, self._names)
         head = list(islice(source, HEAD))
-        samples = [times_of(exchange.row, asked) for exchange in head]
+        samples = [times_of(exchange.row, time_field) for exchange in head]
         names = list(dict.fromkeys(name for times in samples for name in times))
         field = finest(names, samples, chat.unit) or next(
             (name for name in names if 2 * sum(name in times for times in samples) > len(head)),
@@ -228,8 +228,8 @@ class Reading:
                 for name, value in first.items()
                 if _LIKELY.search(name) and type(value) in (int, float, str)
             ]
-            if asked is not None and head:
-                msg = f"{chat.path}: no field {asked!r} in most of the first rows"
+            if time_field is not None and head:
+                msg = f"{chat.path}: no field {time_field!r} in most of the first rows"
                 msg += f"; there are: {', '.join(self._likely)}" if self._likely else ""
                 raise InputError(msg)
             yield from ((None, exchange) for exchange in map(self._untimed, rows))
@@ -371,11 +371,11 @@ class Reading:
         is that of as much text as has the tokens of a block in the reported lengths. So equal
         prefixes have equal keys, and as many keys as the server had blocks.
         """
-        head, held = [], 0
+        head, tokens_held = [], 0
         for time, tokens in islice(source, HEAD):
             head.append((time, tokens))
-            held += sum(map(len, tokens.prompts))
-            if held > _HEAD_TOKENS:
+            tokens_held += sum(map(len, tokens.prompts))
+            if tokens_held > _HEAD_TOKENS:
                 break
         ratios = [
             tokens.usage.prompt_tokens / len(tokens.prompts[0])
@@ -411,11 +411,11 @@ class Reading:
                 self._other_outputs += answer is not None and output != len(generated)
             # Reported lengths and those of the text differ by some blocks. Of a prompt with
             # many more tokens than its text, such as those of an image, the rest is unknown.
-            known, whole = len(prompt) // self._key_text, prompt_tokens // size
+            known, full_blocks = len(prompt) // self._key_text, prompt_tokens // size
             last = (prompt_tokens + output) // size
-            if tokens.hidden or whole - known > max(1, whole // 10):
+            if tokens.hidden or full_blocks - known > max(1, full_blocks // 10):
                 self._hidden += answer is not None
-                whole, generated = min(whole, known), []
+                full_blocks, generated = min(full_blocks, known), []
             keys = block_keys([*prompt, *generated], self._key_text, salt=salt)
             arrival = start + turn * think
             build = partial(
@@ -424,13 +424,13 @@ class Reading:
                 arrival=arrival,
                 prompt_tokens=prompt_tokens,
                 output_tokens=output,
-                keys=keys[:whole],
+                keys=keys[:full_blocks],
                 key_tokens=size,
                 salt=salt,
                 session=None if alone else str(serial),
                 after=f"{serial}/{turn - 1}" if turn else None,
                 think_time=think if turn else 0,
-                output_keys=keys[whole:last] if generated and output else (),
+                output_keys=keys[full_blocks:last] if generated and output else (),
             )
             turns.append((arrival, build))
         turns.reverse()
@@ -485,9 +485,9 @@ def exchanges(
     Raises:
         InputError: the file cannot be read, or with `strict` the first other row.
     """
-    for number, line in lines(chat.path):
+    for line_number, line in lines(chat.path):
         try:
-            row = parse_row(chat.path, number, line)
+            row = parse_row(chat.path, line_number, line)
         except InputError as error:
             left_out.add("not readable", error)
             continue

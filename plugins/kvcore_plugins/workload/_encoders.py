@@ -59,13 +59,13 @@ class Encoder:
             tokens += self.encode(orjson.dumps(tools).decode())
             ends.append(len(tokens))
         done = 0
-        for place in places:
-            for message in messages[done:place]:
+        for end in places:
+            for message in messages[done:end]:
                 # Encoded apart, so that a prompt starts with the prompt and answer before it.
                 for text in (f"{message['role']}\n", text_of(message), "\n"):
                     tokens += self.encode(text)
                 ends.append(len(tokens))
-            done = place
+            done = end
             yield [*tokens, *self.encode(f"{ANSWER}\n")]
 
     def ends(self, lengths: Sequence[int], total: int) -> Iterable[int]:
@@ -94,10 +94,10 @@ class _Tokenizer(Encoder):
             yield from super().prompts(messages, places, body)
             return
         images = any("\0" in message["content"] for message in messages)
-        for place in places:
+        for end in places:
             try:
                 tokens = self._tokenizer.apply_chat_template(
-                    messages[:place],
+                    messages[:end],
                     tools=tools_of(body),
                     add_generation_prompt=True,
                     tokenize=not images,

@@ -126,12 +126,12 @@ class KeyTexts:
         return len(self._path)
 
 
-def _common(one: bytes, other: bytes) -> int:
+def _common(first: bytes, other: bytes) -> int:
     """Return the length of the common beginning. O(bytes), in some 15 comparisons of memory."""
-    low, high = 0, min(len(one), len(other))
+    low, high = 0, min(len(first), len(other))
     while low < high:
         middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
+        if first[low:middle] == other[low:middle]:
             low = middle
         else:
             high = middle - 1

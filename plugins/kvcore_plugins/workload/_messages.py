@@ -139,7 +139,11 @@ def _translated(fields: dict[str, Any]) -> dict[str, Any] | None:
         message = {"role": "user", "content": entries}
         return {"messages": [message], "system": fields.get("instructions")}
     contents = fields.get("contents")
-    if type(contents) is list and contents and all(type(each) is dict for each in contents):
+    if (
+        type(contents) is list
+        and contents
+        and all(type(content) is dict for content in contents)
+    ):
         system = fields.get("systemInstruction") or fields.get("system_instruction") or {}
         return {
             "messages": [

@@ -125,8 +125,8 @@ class SessionChain:
         path = session.path[:kept]
         path.extend(islice(self._new_keys, session.context // size - kept))
         session.path = path
-        whole = turn.prompt // size
-        return KeyPrefix(path, whole), path[whole:].tolist()
+        full_blocks = turn.prompt // size
+        return KeyPrefix(path, full_blocks), path[full_blocks:].tolist()
 
 
 def in_order(pending: Iterable[tuple[int, Pending]]) -> Iterator[Request]:

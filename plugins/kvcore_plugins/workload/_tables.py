@@ -77,10 +77,10 @@ def read_table(path: Path) -> Table:
         InputError: the file cannot be read, or its first line is neither.
     """
     source = lines(path)
-    number, line = next(source)
+    line_number, line = next(source)
     if not line.lstrip().startswith(b"{"):
-        return _csv(path, number, line, source)
-    first = parse_row(path, number, line)
+        return _csv(path, line_number, line, source)
+    first = parse_row(path, line_number, line)
     if first.fields.keys() >= set(COLUMNAR):
         return _columnar(first, source)
     in_memory = "benchmarks" in first.fields
@@ -94,7 +94,12 @@ def read_table(path: Path) -> Table:
     names = list(dict.fromkeys(name for row in head for name in row.fields))
     is_flat = all("." not in name for name in names)
     return Table(
-        number, names, lambda _: chain(head, rows), is_flat, objects=True, in_memory=in_memory
+        line_number,
+        names,
+        lambda _: chain(head, rows),
+        is_flat,
+        objects=True,
+        in_memory=in_memory,
     )
 
 
@@ -125,30 +130,32 @@ def _readable(path: Path) -> Iterator[Row]:
         yield Row(path, number, flat(fields))
 
 
-def _csv(path: Path, number: int, line: bytes, source: Iterator[tuple[int, bytes]]) -> Table:
+def _csv(
+    path: Path, line_number: int, line: bytes, source: Iterator[tuple[int, bytes]]
+) -> Table:
     mark = _delimiter(line)
-    header = _cells(path, number, line, mark)
+    header = _cells(path, line_number, line, mark)
     columns = len(header)
 
     def rows() -> Iterator[Row]:
-        for place, line in source:  # noqa: PLR1704 - the header is done with
+        for line_number, line in source:  # noqa: PLR1704 - the header is done with
             if b'"' in line:
-                cells = _cells(path, place, line, mark)
+                cells = _cells(path, line_number, line, mark)
             else:
                 text = line.decode(errors="replace")
                 cells = [cell.strip() for cell in text.split(mark)]
-            row = Row(path, place, dict(zip(header, cells, strict=False)))
+            row = Row(path, line_number, dict(zip(header, cells, strict=False)))
             if len(cells) > columns:
                 raise row.error(field=header[-1], expected="the last column", got=cells)
             yield row
 
-    return Table(number, header, lambda _: rows())
+    return Table(line_number, header, lambda _: rows())
 
 
 def _columnar(result: Row, source: Iterator[tuple[int, bytes]]) -> Table:
     """Return the table of a JSON object whose fields are the columns."""
-    for number, _ in source:
-        msg = f"{result.path}:{number}: a second result: give a file for each"
+    for line_number, _ in source:
+        msg = f"{result.path}:{line_number}: a second result: give a file for each"
         raise InputError(msg)
     lists = {name: value for name, value in result.fields.items() if type(value) is list}
 
@@ -269,11 +276,11 @@ def _delimiter(header: bytes) -> str:
     return next((mark for mark in "\t;" if mark.encode() in header), ",")
 
 
-def _cells(path: Path, number: int, line: bytes, delimiter: str) -> list[str]:
+def _cells(path: Path, line_number: int, line: bytes, delimiter: str) -> list[str]:
     try:
         return _split(line, delimiter)
     except csv.Error as error:
-        msg = f"{path}:{number}: not a row of a table: {error}"
+        msg = f"{path}:{line_number}: not a row of a table: {error}"
         raise InputError(msg) from error
 
 

@@ -46,10 +46,10 @@ class Azure(FileWorkload):
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each row. Keeps some rows in memory."""
         source = lines(self.path)
-        number, line = next(source)
+        line_number, line = next(source)
         if not self.recognises(line):
             expected, got = _HEADER, as_json(_text(line))
-            msg = f"{self.path}:{number}: expected the header {expected}, got {got}"
+            msg = f"{self.path}:{line_number}: expected the header {expected}, got {got}"
             raise InputError(msg)
         header = _text(line).split(",")
         self._order = order = time_order(_COLUMNS[0], partial(self._row, header))
@@ -89,22 +89,22 @@ class Azure(FileWorkload):
         """Yield the rows with their times; those that the core reads as requests."""
         time, prompt, output = map(header.index, _COLUMNS)
         read = csv_reader((time, prompt, output), self.key_tokens)
-        for serial, (number, line) in enumerate(source):
+        for serial, (line_number, line) in enumerate(source):
             request = None if read is None else read(line, serial)
             if request is not None:
                 yield request.arrival, serial, request
                 continue
-            row = self._parsed(header, number, line)
+            row = self._parsed(header, line_number, line)
             yield _nanoseconds(row), serial, row
 
     def _row(self, header: list[str], request: Request) -> Row:
         """Return the row of a request that the core has read, for an error."""
-        place = cast("int", request.id) + 1
-        return self._parsed(header, *next(islice(lines(self.path), place, None)))
+        index = cast("int", request.id) + 1
+        return self._parsed(header, *next(islice(lines(self.path), index, None)))
 
-    def _parsed(self, header: list[str], number: int, line: bytes) -> Row:
+    def _parsed(self, header: list[str], line_number: int, line: bytes) -> Row:
         cells = _text(line).split(",")
-        row = Row(self.path, number, dict(zip(header, cells, strict=False)))
+        row = Row(self.path, line_number, dict(zip(header, cells, strict=False)))
         if len(cells) > len(header):
             rest = ",".join(cells[2:])
             raise row.error(field=header[2], expected="the last column", got=rest)

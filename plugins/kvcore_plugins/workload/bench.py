@@ -83,6 +83,8 @@ class Bench(Workload):
         """The number of requests."""
         return self.requests
 
-    def _drawn(self, most: int, variate: float) -> int:
+    def _drawn(self, longest: int, variate: float) -> int:
         """Return a length of at least (1 - `spread`) x `most`, and 1 if that is not 0."""
-        return most - int(variate * (most - max(round(most * (1 - self.spread)), most > 0) + 1))
+        return longest - int(
+            variate * (longest - max(round(longest * (1 - self.spread)), longest > 0) + 1)
+        )

@@ -68,9 +68,12 @@ class Jsonl(FileWorkload):
             if request.key_tokens != key_tokens:
                 raise row.error(field="key_tokens", expected=f"{key_tokens}, as before")
             if self.chain:
-                whole = request.prompt_tokens // key_tokens
-                chained = chain_keys([*request.keys[:whole], *request.output_keys])
-                request.keys, request.output_keys = chain_keys(request.keys), chained[whole:]
+                full_blocks = request.prompt_tokens // key_tokens
+                chained = chain_keys([*request.keys[:full_blocks], *request.output_keys])
+                request.keys, request.output_keys = (
+                    chain_keys(request.keys),
+                    chained[full_blocks:],
+                )
             yield request
 
     @property
@@ -104,8 +107,8 @@ class Jsonl(FileWorkload):
 
         FINISH of a run on texts has all of a request, each KEYS of an engine further ones.
         """
-        with closing(self._rows()) as found:
-            header = next(found).fields
+        with closing(self._rows()) as rows:
+            header = next(rows).fields
             if header.get("executor") == "run":
                 event, field = "FINISH", "output_keys"
             elif header.get("engine"):
@@ -113,7 +116,7 @@ class Jsonl(FileWorkload):
             else:
                 return {}
             recorded: dict[int | str, list[Any]] = {}
-            for row in found:
+            for row in rows:
                 if row.fields.get("event") == event and field in row.fields:
                     known = recorded.setdefault(row.identifier("request"), [])
                     known.extend(row.keys(field, digests=True))
@@ -137,9 +140,9 @@ class Jsonl(FileWorkload):
         traced = ended = False
         last = 0
         try:
-            for number, line in lines(self.path):
+            for line_number, line in lines(self.path):
                 try:
-                    row = parse_row(self.path, number, line)
+                    row = parse_row(self.path, line_number, line)
                 except InputError:
                     if traced and not line.endswith(b"\n"):
                         break
@@ -147,7 +150,7 @@ class Jsonl(FileWorkload):
                 event = row.fields.get("event")
                 traced = traced or event == "HEADER"
                 ended = event == "END"
-                last = number
+                last = line_number
                 yield row
         except InputError as error:
             if not (traced and isinstance(error.__cause__, CutError)):

@@ -144,7 +144,7 @@ class Lengths(TimedFile):
             return
         columns, key_tokens = reading.columns, self.key_tokens
         session, tenant = columns.get("session"), columns.get("tenant")
-        given, generated = columns["input"], columns["output"]
+        input_column, generated = columns["input"], columns["output"]
         first = None
         for time, serial, row in reading.sorted():
             first = time if first is None else first
@@ -152,7 +152,7 @@ class Lengths(TimedFile):
             yield Request(
                 id=serial,
                 arrival=reading.arrival(time, first, row),
-                prompt_tokens=_tokens(row, given, 1),
+                prompt_tokens=_tokens(row, input_column, 1),
                 output_tokens=_tokens(row, generated, 0),
                 keys=keys,
                 output_keys=output_keys,
@@ -172,8 +172,8 @@ class Lengths(TimedFile):
         if names := json_fields(first_line):
             if names >= set(COLUMNAR):
                 return True
-            found = requests_of(parse_row(Path(), 1, first_line).fields)
-            request = flat(next(found, {}))
+            requests = requests_of(parse_row(Path(), 1, first_line).fields)
+            request = flat(next(requests, {}))
             if has_texts(request):
                 return False
             failed_by_aiperf = {"metadata.request_start_ns", "metrics", "error"}
@@ -211,8 +211,8 @@ class Lengths(TimedFile):
     def _has_lengths(request: Mapping[str, Any]) -> bool:
         """Return True if a flat row has numbers under usual names of both lengths."""
         numbers = [name for name, value in request.items() if type(value) in (int, float, str)]
-        found = [_usual(role, numbers) for role in ("input", "output")]
-        return all(name and _COUNT.fullmatch(str(request[name])) for name in found)
+        columns = [_usual(role, numbers) for role in ("input", "output")]
+        return all(name and _COUNT.fullmatch(str(request[name])) for name in columns)
 
     def columns(
         self, table: Table, time: str | None, *, closed: bool = False
@@ -229,23 +229,23 @@ class Lengths(TimedFile):
         """
         header, columns = table.names, {}
         for role in ("time", *USUAL):
-            given = getattr(self, role) if role in ("time", *_NAMED) else None
-            found = (
-                (time if role == "time" else _found(role, header)) if given is None else given
+            named = getattr(self, role) if role in ("time", *_NAMED) else None
+            column = (
+                (time if role == "time" else _found(role, header)) if named is None else named
             )
-            if found is not None and header.count(found) > 1:
+            if column is not None and header.count(column) > 1:
                 msg = (
-                    f"{self.path}:{table.line}: {header.count(found)} columns are called "
-                    f"{found!r}"
+                    f"{self.path}:{table.line}: {header.count(column)} columns are called "
+                    f"{column!r}"
                 )
                 raise InputError(msg)
             needed = role in ("input", "output") or (
                 role == "time" and self.rate is None and not closed
             )
-            if found in header:
-                columns[role] = found
-            elif given is not None or needed:
-                wanted = f"called {given!r}" if given else f"that looks like {role!r}"
+            if column in header:
+                columns[role] = column
+            elif named is not None or needed:
+                wanted = f"called {named!r}" if named else f"that looks like {role!r}"
                 msg = (
                     f"{self.path}:{table.line}: no column {wanted}; name it by the option "
                     f"{role}=COLUMN"
@@ -298,15 +298,17 @@ class _Reading:
         # In a table in which requests generate, one that did not generate has failed.
         self._zeros = any(not _is_zero(row.fields.get(base["output"])) for row in head)
         self._added = self.closed and "prefix" in base and self._is_added(head)
-        given = normal(base["input"])
+        input_name = normal(base["input"])
         # A turn of AIPerf's traces without ids is sent with all that its session said before.
         turns = (
-            table.objects and given == "inputlength" and normal(base.get("wait", "")) == "delay"
+            table.objects
+            and input_name == "inputlength"
+            and normal(base.get("wait", "")) == "delay"
         )
         self._grows = (
             self.closed
             and "prefix" not in base
-            and (turns or given.startswith(("new", "append")))
+            and (turns or input_name.startswith(("new", "append")))
         )
         self._wait_factor = UNITS["ms"] if turns else None
         self._chain = SessionChain(options.key_tokens)
@@ -345,13 +347,16 @@ class _Reading:
         first = self._first = time if self._first is None else self._first
         columns, fields = self.columns, row.fields
         label = _label(row, columns.get("session"))
-        given, output = _tokens(row, columns["input"], 1), _tokens(row, columns["output"], 0)
+        input_tokens, output = (
+            _tokens(row, columns["input"], 1),
+            _tokens(row, columns["output"], 0),
+        )
         shared = None
         if "prefix" in columns:
             shared = _tokens(row, columns["prefix"], 0)
         elif self._grows:
             shared = self._chain.session(label).context
-        prompt = given + (shared or 0) if self._added or self._grows else given
+        prompt = input_tokens + (shared or 0) if self._added or self._grows else input_tokens
         end = None if self._end is None else self._end.read(fields.get(self._end.name))
         wait = self._wait(row)
         after = "wait" in columns and bool({"after", "tool"} & _words(columns["wait"]))
@@ -378,8 +383,8 @@ class _Reading:
         more = row.fields.get(self.columns.get("generated", "")) or []
         size = self._options.key_tokens
         keys = block_keys([*ids, *more], size)
-        whole = len(ids) // size
-        return keys[:whole], keys[whole:]
+        full_blocks = len(ids) // size
+        return keys[:full_blocks], keys[full_blocks:]
 
     def notes(self) -> list[str]:
         """Return what was assumed of the rows so far, and how many were left out."""
@@ -454,9 +459,9 @@ class _Reading:
         name, wait = self.columns.get("time", ""), self.columns.get("wait")
         clock = Clock(name, unit)
         factor = None if wait is None else name_and_unit(wait)[1]
-        found = next((unit for unit, size in UNITS.items() if size == factor), None)
-        if self.closed and found is not None:
-            clock.assumed, clock.reason = found, f"as {wait!r} is"
+        wait_unit = next((unit for unit, size in UNITS.items() if size == factor), None)
+        if self.closed and wait_unit is not None:
+            clock.assumed, clock.reason = wait_unit, f"as {wait!r} is"
         return clock
 
     def _wait(self, row: Row) -> int | None:
@@ -466,11 +471,11 @@ class _Reading:
         if wait is None or value in (None, ""):
             return None
         factor = name_and_unit(wait)[1] or self._wait_factor or self._clock.factor
-        found = Clock(wait, "ns").read(value)
-        number = float(value) if found is not None else -1.0
-        if number < 0:
+        clock = Clock(wait, "ns").read(value)
+        value_read = float(value) if clock is not None else -1.0
+        if value_read < 0:
             raise row.error(field=wait, expected="a time to wait, 0 or more")
-        return round(number * factor)
+        return round(value_read * factor)
 
     def _is_added(self, head: Sequence[Row]) -> bool:
         """Return True if the prefix of a row is not part of its input.
@@ -483,15 +488,15 @@ class _Reading:
         told = False
         for row in head:
             label = _label(row, columns.get("session"))
-            prefix, given = (
+            prefix, input_tokens = (
                 _tokens(row, columns["prefix"], 0),
                 _tokens(row, columns["input"], 0),
             )
             earlier, total = before.get(label, (0, 0))
-            if prefix > given or (total and prefix > total):
+            if prefix > input_tokens or (total and prefix > total):
                 return True
             told = told or earlier > 0
-            before[label] = prefix, given + _tokens(row, columns["output"], 0)
+            before[label] = prefix, input_tokens + _tokens(row, columns["output"], 0)
         return not told
 
 
@@ -512,9 +517,11 @@ def _usual(role: str, header: Iterable[str]) -> str | None:
     named = {
         name: name_and_unit(name)[0] if role == "wait" else normal(name) for name in header
     }
-    found = [name for name, base in named.items() if base in known]
+    matching = [name for name, base in named.items() if base in known]
     return min(
-        found, key=lambda name: (known.index(named[name]), name.count("."), name), default=None
+        matching,
+        key=lambda name: (known.index(named[name]), name.count("."), name),
+        default=None,
     )
 
 

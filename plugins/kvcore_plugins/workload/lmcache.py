@@ -78,8 +78,8 @@ class LMCache(FileWorkload):
     @property
     def key_tokens(self) -> int:
         """Tokens of a chunk, read from the first row."""
-        with closing(self._rows()) as found:
-            return next(found).natural("chunk_size", 1)
+        with closing(self._rows()) as rows:
+            return next(rows).natural("chunk_size", 1)
 
     @property
     def served_model(self) -> str:

@@ -95,9 +95,11 @@ class Mooncake(Workload):
             if self.path is not None:
                 # What is wrong with the file is for its readers to say.
                 with suppress(InputError):
-                    found = _key_tokens(islice(_requests(self.path, lines(self.path)), HEAD))
-                    self.found_key_tokens = found not in (None, PUBLISHED_KEY_TOKENS)
-                    self.key_tokens = found or PUBLISHED_KEY_TOKENS
+                    tokens_found = _key_tokens(
+                        islice(_requests(self.path, lines(self.path)), HEAD)
+                    )
+                    self.found_key_tokens = tokens_found not in (None, PUBLISHED_KEY_TOKENS)
+                    self.key_tokens = tokens_found or PUBLISHED_KEY_TOKENS
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle it by its options."""
@@ -142,8 +144,8 @@ class Mooncake(Workload):
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
         """Return True if the line is one of the format, or of Dynamo's traces."""
-        found = json_fields(first_line)
-        return found == {"timestamp", "event"} or any(found >= fields for fields in _RECOGNISED)
+        names = json_fields(first_line)
+        return names == {"timestamp", "event"} or any(names >= fields for fields in _RECOGNISED)
 
     @property
     def _file(self) -> Path:
@@ -223,8 +225,8 @@ class _Reading:
         if read is None:
             yield from source
             return
-        for serial, (number, line) in enumerate(self._lines, HEAD):
-            yield read(line, serial) or parse_row(self._path, number, line)
+        for serial, (line_number, line) in enumerate(self._lines, HEAD):
+            yield read(line, serial) or parse_row(self._path, line_number, line)
 
     def _row(self, request: Request) -> Row:
         """Return the row of a request that the core has read, for an error."""
@@ -366,10 +368,10 @@ def _too_long(row: Row) -> InputError:
 
 def _requests(path: Path, found: Iterator[tuple[int, bytes]]) -> Iterator[Row]:
     """Return the rows of requests, those of Dynamo's traces as rows of Mooncake's format."""
-    source = (parse_row(path, number, line) for number, line in found)
+    source = (parse_row(path, line_number, line) for line_number, line in found)
     first = next(source)
-    whole = joined([first], source)
-    return _of_dynamo(whole) if first.fields.keys() & {"event", "event_type"} else whole
+    rows = joined([first], source)
+    return _of_dynamo(rows) if first.fields.keys() & {"event", "event_type"} else rows
 
 
 def _of_dynamo(events: Iterable[Row]) -> Iterator[Row]:
@@ -418,10 +420,10 @@ def _key_tokens(head: Iterable[Row]) -> int | None:
         length, ids = fields.get("input_length"), fields.get("hash_ids")
         if type(length) is not int or length < 1 or type(ids) is not list or not ids:
             continue
-        number = len(ids)
-        most = (length - 1) // (number - 1) if number > 1 else INT64_LIMIT
-        partial_last = max(partial_last[0], -(-length // number)), min(partial_last[1], most)
-        full = max(full[0], length // (number + 1) + 1), min(full[1], length // number)
+        count = len(ids)
+        longest = (length - 1) // (count - 1) if count > 1 else INT64_LIMIT
+        partial_last = max(partial_last[0], -(-length // count)), min(partial_last[1], longest)
+        full = max(full[0], length // (count + 1) + 1), min(full[1], length // count)
     for low, high in (partial_last, full):
         usual = next((size for size in _SIZES if low <= size <= high), None)
         if usual is not None or low == high:

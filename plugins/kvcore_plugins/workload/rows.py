@@ -172,10 +172,10 @@ class Row:
             raise self.error(field=name, expected="a list of objects")
         rows = []
         for index, fields in enumerate(value):
-            where = f"{name}[{index}]"
+            item = f"{name}[{index}]"
             if type(fields) is not dict:
-                raise self.error(field=where, expected="an object", got=fields)
-            rows.append(Row(self.path, self.line, fields, f"{self.prefix}{where}."))
+                raise self.error(field=item, expected="an object", got=fields)
+            rows.append(Row(self.path, self.line, fields, f"{self.prefix}{item}."))
         return rows
 
     def keys(
@@ -229,8 +229,8 @@ class Row:
             keys = self.keys(name, below, digests=digests, wide=wide)
         if (len(keys) - 1) * key_tokens < prompt:
             return keys
-        most = -(-prompt // key_tokens)
-        keys_at_most = "1 key" if most == 1 else f"{most} keys"
+        limit = -(-prompt // key_tokens)
+        keys_at_most = "1 key" if limit == 1 else f"{limit} keys"
         expected = f"at most {keys_at_most} ({prompt} tokens, {key_tokens} a key{hint})"
         raise self.error(field=name, expected=expected, got=len(keys))
 
@@ -245,9 +245,9 @@ class Row:
     def error(self, *, field: str, expected: str, got: Any = _FIELD) -> InputError:
         """Return the error which reports that `field` (or `got`, a part of it) is wrong."""
         value = self.fields.get(field, _FIELD) if got is _FIELD else got
-        found = "nothing: the field is missing" if value is _FIELD else as_json(value)
+        shown = "nothing: the field is missing" if value is _FIELD else as_json(value)
         where = f"{self.path}:{self.line}: field '{self.prefix}{field}'"
-        return InputError(f"{where}: expected {expected}, got {found}")
+        return InputError(f"{where}: expected {expected}, got {shown}")
 
 
 def _wide_key(key: Any) -> Any:
@@ -297,10 +297,10 @@ def merged(sessions: Iterable[tuple[int, Callable[[], list[Turn]]]]) -> Iterator
 def _before(time: float, running: list[tuple[int, int, list[Turn]]]) -> Iterator[Request]:
     """Yield the requests that running sessions send until `time`."""
     while running and running[0][0] <= time:
-        _, number, turns = running[0]
+        _, session, turns = running[0]
         yield turns.pop()[1]()
         if turns:
-            heapreplace(running, (turns[-1][0], number, turns))
+            heapreplace(running, (turns[-1][0], session, turns))
         else:
             heappop(running)
 
@@ -311,8 +311,8 @@ def rows(path: Path) -> Generator[Row, None, None]:
     Raises:
         InputError: the file cannot be read, or a line is not a JSON object.
     """
-    for number, line in lines(path):
-        yield parse_row(path, number, line)
+    for line_number, line in lines(path):
+        yield parse_row(path, line_number, line)
 
 
 def parse_row(path: Path, number: int, line: bytes) -> Row:

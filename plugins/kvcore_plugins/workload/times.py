@@ -94,8 +94,8 @@ def find_times(names: tuple[str, ...], usual: str = STARTS) -> list[str]:
     """
     order = usual.split()
     known = ((name_and_unit(name)[0], name) for name in names)
-    found = sorted((order.index(base), name) for base, name in known if base in order)
-    return [name for _, name in found]
+    ordered = sorted((order.index(base), name) for base, name in known if base in order)
+    return [name for _, name in ordered]
 
 
 def finest(names: Sequence[str], rows: Sequence[Any], unit: str | None) -> str | None:
@@ -162,22 +162,22 @@ class Clock:
         if kind is not str and kind is not float:
             return None
         text = str(value).strip()
-        whole, _, part = text.partition(".")
-        if whole.isdecimal() and len(whole) <= 2 * _DIGITS:
-            number = int(whole)
-            factor = self._factor or self._guess(number)
+        digits, _, part = text.partition(".")
+        if digits.isdecimal() and len(digits) <= 2 * _DIGITS:
+            integer = int(digits)
+            factor = self._factor or self._guess(integer)
             if not part:
-                return self._in_range(number * factor)
+                return self._in_range(integer * factor)
             if factor == NS_PER_S and len(part) <= _DIGITS and part.isdecimal():
-                return self._in_range(number * factor + int(part.ljust(_DIGITS, "0")))
+                return self._in_range(integer * factor + int(part.ljust(_DIGITS, "0")))
         if _NUMBER.fullmatch(text):
             decimal = Decimal(text)
             factor = self._factor or self._guess(int(decimal))
             return self._in_range(int((decimal * factor).to_integral_value()))
         return moment(text)
 
-    def _guess(self, number: int) -> int:
-        size = next((unit for least, unit in _SIZES if abs(number) >= least), None)
+    def _guess(self, integer: int) -> int:
+        size = next((unit for least, unit in _SIZES if abs(integer) >= least), None)
         unit, reason = (size, "by their size") if size else (self.assumed, self.reason)
         if reason:
             self.guess = (
@@ -202,9 +202,9 @@ def moment(text: str) -> int | None:
             parsed, fraction = datetime.fromisoformat(text), 0
             fraction = parsed.microsecond * UNITS["us"]
         else:
-            whole, part, zone = match.groups()
+            date, part, zone = match.groups()
             zone = "+00:00" if zone is None or zone.isalpha() else zone
-            parsed = datetime.fromisoformat(whole + zone)
+            parsed = datetime.fromisoformat(date + zone)
             fraction = int((part or "0")[:_DIGITS].ljust(_DIGITS, "0"))
         parsed = parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)
         since = parsed - _EPOCH

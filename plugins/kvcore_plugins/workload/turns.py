@@ -73,10 +73,10 @@ class Turns:
 
     def add(self, request: Request, session: str) -> None:
         """Record a request, which later ones may continue."""
-        whole = min(request.prompt_tokens // request.key_tokens, len(request.keys))
+        full = min(request.prompt_tokens // request.key_tokens, len(request.keys))
         last = request.output_keys[-1] if request.output_keys else None
-        if last is None and whole:
-            last = request.keys[whole - 1]
+        if last is None and full:
+            last = request.keys[full - 1]
         known = None if last is None else self._ends.get(last)
         if last is None or (known is None and last in self._ends):
             return

@@ -173,8 +173,8 @@ def usage_of(*holders: Row) -> tuple[Usage | None, bool]:
         return None, explicit
     long = counts.largest(_WRITTEN_1H)
     if read + written > prompt or long > written:
-        whole = Row(counts.row.path, counts.row.line, {"usage": counts.row.fields})
-        raise whole.error(field="usage", expected="no part larger than the whole")
+        usage_row = Row(counts.row.path, counts.row.line, {"usage": counts.row.fields})
+        raise usage_row.error(field="usage", expected="no part larger than the whole")
     prompt += counts.largest(_TOOL_RESULTS)
     uncached = prompt - read - written
     return Usage(uncached, read, written - long, long, output, reasoning), explicit

@@ -64,8 +64,8 @@ class Weka(FileWorkload):
         draw = Random(self.seed).random  # noqa: S311 - a workload, not a secret
         start = 0
         ids: set[str] = set()
-        for number, line in lines(self.path):
-            yield start, partial(_session, self.path, number, line, start, ids)
+        for line_number, line in lines(self.path):
+            yield start, partial(_session, self.path, line_number, line, start, ids)
             start += round(exponential(draw) * self.stagger * NS_PER_S)
 
 
@@ -100,11 +100,13 @@ def _request(turn: _Turn, session: str, start: int) -> Request:
     )
 
 
-def _session(path: Path, number: int, line: bytes, start: int, ids: set[str]) -> list[Turn]:
+def _session(
+    path: Path, line_number: int, line: bytes, start: int, ids: set[str]
+) -> list[Turn]:
     # Imported late: every command imports this module, and msgspec takes a while.
     from kvcore_plugins.workload._key_texts import parse_session  # noqa: PLC0415
 
-    row = parse_session(path, number, line)
+    row = parse_session(path, line_number, line)
     name = row.text("id")
     if name in ids:
         raise row.error(field="id", expected="a session that is not on an earlier line")
@@ -139,19 +141,19 @@ def _turns(
     for index, row in enumerate(agent.inner("requests")):
         t = row.nanoseconds("t")
         earliest = row.in_order("t", t, earliest)
-        at, turn_id = start + t, f"{name}/{index}"
+        sent, turn_id = start + t, f"{name}/{index}"
         if row.fields.get("type") == "subagent":
             if last is not None and last is not parent and last.tool:
                 last.tool = "subagent"
-            yield from _turns(row, turn_id, at, last, namespace)
+            yield from _turns(row, turn_id, sent, last, namespace)
             continue
-        gap = 0 if last is None else max(0, at - last.end)
+        gap = 0 if last is None else max(0, sent - last.end)
         first = last is parent
         prompt = row.natural("in", 1)
         path, keys = texts.read(row, "hash_ids", prompt)
         last = _Turn(
-            offset=at,
-            end=at + row.optional(row.nanoseconds, "api_time", 0),
+            offset=sent,
+            end=sent + row.optional(row.nanoseconds, "api_time", 0),
             id=turn_id,
             after=None if last is None else last.id,
             think=gap if first else row.optional(row.nanoseconds, "think_time", gap),

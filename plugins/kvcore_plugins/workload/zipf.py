@@ -102,8 +102,8 @@ class Zipf(Workload):
     @property
     def _shared_keys(self) -> int:
         """Number of keys of a prompt that its prefix alone determines."""
-        whole, rest = divmod(self.prefix_tokens, self.key_tokens)
-        return whole + (rest > 0 and self.suffix_tokens == 0)
+        full, rest = divmod(self.prefix_tokens, self.key_tokens)
+        return full + (rest > 0 and self.suffix_tokens == 0)
 
     def _prefix_keys(self, prefix: int) -> list[int]:
         """Return the keys that a prefix determines: a block's level is its last token's."""

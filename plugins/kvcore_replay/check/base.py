@@ -30,7 +30,7 @@ class Caps:
     in_one: int | None
 
     @classmethod
-    def of(cls, header: events.Header) -> Caps:
+    def from_header(cls, header: events.Header) -> Caps:
         """Return the limits that HEADER gives; None: there is no such limit."""
         caps = header.batching or {}
         longest, waits = caps.get("max_model_len"), caps.get("unchunked") == "wait"
@@ -68,7 +68,7 @@ class CacheChecker(Generic[State]):
         self.state: State = state
         self.lifecycles = Lifecycles(header.mode)
         self.evictions = EvictionDigest()
-        self._caps = Caps.of(header)
+        self._caps = Caps.from_header(header)
         self._lag = bool((header.batching or {}).get("lag"))
         self._size = header.block_size
         eviction = header.plugins.get("eviction")

@@ -160,20 +160,20 @@ class ClusterChecker:
         if placed is None:
             self._apply_unplaced(event)
             return
-        number, line = placed
-        replica = self.replicas[number]
+        index, line = placed
+        replica = self.replicas[index]
         if event.event in CHANGES:
-            self._change(event, number)
+            self._change(event, index)
             return
-        if not self._up[number]:
-            violated(f"replica {number} is not up")
+        if not self._up[index]:
+            violated(f"replica {index} is not up")
         if isinstance(event, events.Route) and isinstance(line, events.Request):
-            self._route(event, line, number)
+            self._route(event, line, index)
         replica.life.apply(line)
         if isinstance(event, (events.Finish, events.Reject)):
-            self._finish(event, number)
+            self._finish(event, index)
         elif isinstance(event, (*HITS, events.Route, events.Miss, events.FirstToken)):
-            self._arrived(event, number)
+            self._arrived(event, index)
         elif isinstance(event, events.Keys):
             replica.sent.update(event.keys)
 
@@ -194,10 +194,10 @@ class ClusterChecker:
             "tiers": [],
             "header": self._header.as_dict(),
             "replicas": [
-                {"replica": index, "up": self._up[index], "failures": each.failures}
-                | {"routed": each.routed}
+                {"replica": index, "up": self._up[index], "failures": replica.failures}
+                | {"routed": replica.routed}
                 | {name: value for name, value in part.items() if name != "header"}
-                for index, (each, part) in enumerate(zip(self.replicas, parts, strict=True))
+                for index, (replica, part) in enumerate(zip(self.replicas, parts, strict=True))
             ],
         }
 
@@ -260,19 +260,19 @@ class ClusterChecker:
         """Record that a request has ended at a replica, or goes on elsewhere."""
         request, moving = event.request, self._moving.get(event.request)
         if moving is not None and moving.source == replica:
-            at = self._replica_of.get(request)
-            if at not in (replica, None) and moving.blocks != moving.missing:
+            current = self._replica_of.get(request)
+            if current not in (replica, None) and moving.blocks != moving.missing:
                 violated(
                     f"{moving.blocks} blocks of request {request!r} are moved, "
                     f"{moving.missing} were missing"
                 )
-            if at not in (replica, None) and event.t != moving.due:
+            if current not in (replica, None) and event.t != moving.due:
                 violated(f"request {request!r} goes on at {moving.due} ns")
             del self._moving[request]
             if event.event == "FINISH":
                 self._handed += 1
                 self.replicas[replica].handed.add(request)
-                if at == replica:
+                if current == replica:
                     self._since[request] = self._replica_of.pop(request)
                 return
         del self._replica_of[request]
@@ -333,9 +333,9 @@ class ClusterChecker:
         self, tokens: int, request: events.Request, replica: CheckedReplica
     ) -> None:
         """Check that a router may think that `replica` has `tokens` tokens of a prompt."""
-        most = count_known(request.keys, replica.sent) * request.key_tokens
-        if tokens > most:
-            violated(f"the router expects {tokens} cached tokens; {most} were ever sent")
+        sent = count_known(request.keys, replica.sent) * request.key_tokens
+        if tokens > sent:
+            violated(f"the router expects {tokens} cached tokens; {sent} were ever sent")
         if tokens and self._exact:
             cached = replica.life.cached_tokens(request)
             if tokens != cached:
@@ -369,7 +369,7 @@ class ClusterChecker:
 
     def _lost(self, replica: int) -> list[int | str]:
         """Return the requests that begin again, since a replica fails."""
-        lost = [id_ for id_, at in self._replica_of.items() if at == replica]
+        lost = [id_ for id_, current in self._replica_of.items() if current == replica]
         for id_, moving in [*self._moving.items()]:
             if moving.source == replica:
                 del self._moving[id_]
@@ -382,7 +382,9 @@ class ClusterChecker:
                 # Its prefill replica still has it, and sends it to another one.
                 lost.remove(id_)
                 self._replica_of[id_], self._moving[id_] = moving.source, Moving(moving.source)
-        self._dropped = {id_: at for id_, at in self._dropped.items() if at != replica}
+        self._dropped = {
+            id_: current for id_, current in self._dropped.items() if current != replica
+        }
         return lost
 
     def _end(self, event: events.End) -> None:
@@ -404,17 +406,17 @@ def _schedule(failures: Any) -> list[tuple[int, bool, int]]:
     Raises:
         ViolationError: HEADER has a text that is no failure.
     """
-    found: list[tuple[int, bool, int]] = []
+    changes: list[tuple[int, bool, int]] = []
     try:
         for text in failures:
-            given = dict(piece.split("=") for piece in text.split(","))
-            at, replica = parse_seconds(given["at"]), int(given["replica"])
-            found.append((at, False, replica))
-            if "for" in given:
-                found.append((at + parse_seconds(given["for"]), True, replica))
+            fields = dict(piece.split("=") for piece in text.split(","))
+            time, replica = parse_seconds(fields["at"]), int(fields["replica"])
+            changes.append((time, False, replica))
+            if "for" in fields:
+                changes.append((time + parse_seconds(fields["for"]), True, replica))
     except (AttributeError, InputError, LookupError, TypeError, ValueError):
         violated(f"HEADER has failures that cannot be: {failures!r:.80}")
-    return sorted(found, reverse=True)
+    return sorted(changes, reverse=True)
 
 
 def _pools(text: Any) -> tuple[int, int]:
@@ -424,8 +426,8 @@ def _pools(text: Any) -> tuple[int, int]:
         ViolationError: HEADER has a text that gives no pools.
     """
     try:
-        given = dict(piece.split("=") for piece in text.split(","))
-        return int(given["prefill"]), int(given["decode"])
+        fields = dict(piece.split("=") for piece in text.split(","))
+        return int(fields["prefill"]), int(fields["decode"])
     except (AttributeError, LookupError, ValueError):
         violated(f"HEADER has pools that cannot be: {text!r:.80}")
 

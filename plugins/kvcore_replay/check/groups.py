@@ -143,8 +143,8 @@ class GroupChecker(CacheChecker[GroupState]):
         if hit < limit:
             reasons = ["absent"]
         else:
-            most = max(prompt.tokens - 1, 0) // self._size
-            reasons = ["no keys" if limit < most or not prompt.keys else "partial"]
+            prefix_limit = max(prompt.tokens - 1, 0) // self._size
+            reasons = ["no keys" if limit < prefix_limit or not prompt.keys else "partial"]
         if resumed:
             # It looks up what it has generated, too.
             reasons += ["absent", "partial", "no keys"]
@@ -164,9 +164,9 @@ class GroupChecker(CacheChecker[GroupState]):
         for group in state.groups:
             if not state.serves(event.request, tokens, group):
                 violated(f"{hit} blocks hit; group {group} lacks what is needed there")
-        most = state.longest(event.request, state.limit(event.request))
-        if tokens < most or (tokens > most and not resumed):
-            violated(f"{hit} blocks hit; all groups have {most // self._size}")
+        longest = state.longest(event.request, state.limit(event.request))
+        if tokens < longest or (tokens > longest and not resumed):
+            violated(f"{hit} blocks hit; all groups have {longest // self._size}")
         self.lifecycles.admit(prompt.id, event.seq, resumed=resumed)
         self._must_open(event.seq)
         if hit and self._is_planned:
@@ -190,13 +190,15 @@ class GroupChecker(CacheChecker[GroupState]):
         self._must_be_next(event, seq, group, len(ids))
         if not ids or (group.kind == "state" and len(ids) > 1):
             violated(f"{len(ids)} blocks of group {group} are taken")
-        held = len(table.blocks) + len(ids)
+        count = len(table.blocks) + len(ids)
         if self._in_flight is not None:
             tokens = max(event.first + len(ids), table.end) * group.size
             # Under a lag a state is given back a step later.
-            most = group.most_blocks(tokens, self._in_flight) + self._lag
-            if held > most:
-                violated(f"sequence {seq.id} holds {held} blocks of group {group}; {most} fit")
+            limit = group.most_blocks(tokens, self._in_flight) + self._lag
+            if count > limit:
+                violated(
+                    f"sequence {seq.id} holds {count} blocks of group {group}; {limit} fit"
+                )
         if self._evicting not in (None, seq.prompt.id):
             self._must_be_taken()
         self.lifecycles.grow(seq.prompt.id, seq.id)
@@ -294,8 +296,8 @@ class GroupChecker(CacheChecker[GroupState]):
         """Check that blocks of `seq` are of output without keys, which may be cached."""
         state, prompt = self.state, self.state.prompt_in(group, seq.prompt.id)
         self._must_cache_output()
-        most = state.layout.tokens_of(prompt, self.lifecycles.output(prompt.id))
-        if first < prompt.cacheable or end * group.size > most or prompt.share is not None:
+        longest = state.layout.tokens_of(prompt, self.lifecycles.output(prompt.id))
+        if first < prompt.cacheable or end * group.size > longest or prompt.share is not None:
             violated(f"blocks {first} to {end} of request {prompt.id!r} are not generated")
         if prompt.cacheable < prompt.tokens // group.size:
             violated(f"request {prompt.id!r} has no keys for all of its prompt")

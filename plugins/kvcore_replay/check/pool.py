@@ -43,16 +43,16 @@ class CachedKeys:
 
     def begin(self, keys: list[Any], first: int) -> None:
         """Insert the first key of a run that starts at block `first`, perhaps inside it."""
-        whole, part = divmod(first, self._ratio)
-        self._blocks.setdefault(keys[whole], part)
+        index, part = divmod(first, self._ratio)
+        self._blocks.setdefault(keys[index], part)
 
     def remove(self, keys: list[Any], first: int, end: int) -> None:
         """Remove the blocks `[first, end)` of a prompt, after which none is stored."""
-        whole, part = divmod(first, self._ratio)
-        for key in keys[whole : (end - 1) // self._ratio + 1]:
+        index, part = divmod(first, self._ratio)
+        for key in keys[index : (end - 1) // self._ratio + 1]:
             self._blocks.pop(key, None)
         if part:
-            self._blocks[keys[whole]] = part
+            self._blocks[keys[index]] = part
 
 
 class AllocationOrder:

@@ -253,11 +253,15 @@ class TraceChecker(CacheChecker[CacheState]):
         prompt, layout = seq.prompt, self.state.layout
         first = prompt.tokens // layout.block_size
         self._must_cache_output()
-        most = layout.tokens_of(prompt, self.lifecycles.output(prompt.id))
-        if seq.span.end < first or end * layout.block_size > most or prompt.share is not None:
+        longest = layout.tokens_of(prompt, self.lifecycles.output(prompt.id))
+        if (
+            seq.span.end < first
+            or end * layout.block_size > longest
+            or prompt.share is not None
+        ):
             violated(
                 f"the blocks that request {prompt.id!r} generates are {first} to "
-                f"{most // layout.block_size}, after all of its prompt"
+                f"{longest // layout.block_size}, after all of its prompt"
             )
         layout.name_generated(prompt, end)
         self._cached_keys.begin(prompt.generated, first)
@@ -305,8 +309,8 @@ class TraceChecker(CacheChecker[CacheState]):
         first, ratio = span.end - len(ids), self._ratio
         self._cached_keys.remove(span.keys, first, span.end)
         if event.reason == "capacity":
-            for place in range(span.end - 1, first - 1, -1):
-                self.evictions.add(span.keys[place // ratio])
+            for index in range(span.end - 1, first - 1, -1):
+                self.evictions.add(span.keys[index // ratio])
             if not self._of_engine:
                 self._evict_for(event.requester)
                 self._order.evict(ids, event.requester)
@@ -350,20 +354,20 @@ class TraceChecker(CacheChecker[CacheState]):
         self._order.pool.release(freed)
 
     def _compact(self, event: events.Compact) -> None:
-        seq, tokens, held = self.state.sequence(event.seq), event.tokens, event.held
+        seq, tokens, kept = self.state.sequence(event.seq), event.tokens, event.held
         layout, pool, ahead = self.state.layout, self._order.pool, event.ahead or 0
         self._expired_for = None
         self.lifecycles.grow(seq.prompt.id, seq.id)
         dropped = sum(end - first for first, end in seq.holes)
-        computed = held + dropped * layout.block_size
-        if layout.blocks_for(held + ahead) != seq.blocks - dropped or held < seq.kept:
+        computed = kept + dropped * layout.block_size
+        if layout.blocks_for(kept + ahead) != seq.blocks - dropped or kept < seq.kept:
             violated(
                 f"sequence {seq.id} has {seq.blocks - dropped} blocks, and kept {seq.kept} "
-                f"tokens before: they are not for {held} tokens and {ahead} to come"
+                f"tokens before: they are not for {kept} tokens and {ahead} to come"
             )
-        if tokens >= held or computed < seq.span.end * layout.block_size:
+        if tokens >= kept or computed < seq.span.end * layout.block_size:
             violated(
-                f"of {held} tokens {tokens} stay: it must be fewer, and sequence {seq.id} "
+                f"of {kept} tokens {tokens} stay: it must be fewer, and sequence {seq.id} "
                 f"must have computed the {seq.span.end} blocks that it shares"
             )
         if self.state.header.mode != "untimed":
@@ -395,9 +399,9 @@ class TraceChecker(CacheChecker[CacheState]):
             violated("HEADER has no retention policy that asks for it")
         layout, prompt = self.state.layout, seq.prompt
         text = computed + ahead + seq.compacted
-        most = layout.tokens_of(prompt, self.lifecycles.output(prompt.id))
-        asked = text == prompt.tokens or not (ahead or computed % layout.block_size)
-        if not prompt.tokens <= text <= most or not (asked or seq.resumed):
+        longest = layout.tokens_of(prompt, self.lifecycles.output(prompt.id))
+        as_asked = text == prompt.tokens or not (ahead or computed % layout.block_size)
+        if not prompt.tokens <= text <= longest or not (as_asked or seq.resumed):
             violated(
                 f"sequence {seq.id} has room for {text} tokens of its text, {ahead} of them to "
                 "come: it is compacted after a chunk of its prompt, and when a block is full"
@@ -439,13 +443,13 @@ class TraceChecker(CacheChecker[CacheState]):
         if self._tiers is not None and self._tiers.close(seq.id):
             return
         prompt, end = seq.prompt, seq.span.end
-        least, most = self._limits(prompt, resumed=True)
+        least, greatest = self._limits(prompt, resumed=True)
         # Blocks that it does not share itself may have been cached by others meanwhile.
         partly = seq.has_forgotten or prompt.share is not None
-        most = max(most, prompt.cacheable if partly else end)
+        greatest = max(greatest, prompt.cacheable if partly else end)
         if self.state.header.mode != "untimed" and not self._of_engine:
             least = max(least, end)
-        self._returning[prompt.id] = least, most
+        self._returning[prompt.id] = least, greatest
 
     def _fork(self, event: events.Fork) -> None:
         seq = self.state.sequence(event.seq)
@@ -486,9 +490,9 @@ class TraceChecker(CacheChecker[CacheState]):
         match = self._cached_keys.match(prompt.keys)
         if resumed and prompt.generated and match >= prompt.tokens // self._size:
             match = self._cached_keys.match(prompt.generated)
-        least, most = (min(match, end) for end in self._limits(prompt, resumed=resumed))
-        if not least <= hit <= most:
-            violated(f"{hit} blocks hit; {most} are cached and may hit")
+        least, greatest = (min(match, end) for end in self._limits(prompt, resumed=resumed))
+        if not least <= hit <= greatest:
+            violated(f"{hit} blocks hit; {greatest} are cached and may hit")
         self.lifecycles.admit(prompt.id, event.seq, resumed=resumed)
         self._must_open(event.seq)
         return prompt

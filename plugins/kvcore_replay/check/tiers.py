@@ -245,9 +245,9 @@ class TierChecker:
             ViolationError: it has not, or not so early, or it has another prompt.
         """
         early = event.hints.get("prefetch") if event.hints else None
-        at = self._announced.get(event.id)
-        if at is None or type(early) is not int or at < event.t - early:
-            violated(f"request {event.id!r} has not asked for a prefetch at {at} ns")
+        asks_at = self._announced.get(event.id)
+        if asks_at is None or type(early) is not int or asks_at < event.t - early:
+            violated(f"request {event.id!r} has not asked for a prefetch at {asks_at} ns")
         keys = self._state.layout.prompt(event).keys
         if keys[: len(known.keys)] != known.keys:
             violated(f"request {event.id!r} has other keys than its PREFETCH")
@@ -318,8 +318,8 @@ class TierChecker:
         # Swapped blocks come from the pool, whatever the tier, and all go to the same one.
         swaps = swap is not None and source is None and swap.tier in (None, tier)
         if (source != tier.above or (event.parked and source)) and not swaps:
-            place = repr(tier.above) if tier.above else "the pool"
-            violated(f"tier {tier.name!r} takes blocks from {place}")
+            above = repr(tier.above) if tier.above else "the pool"
+            violated(f"tier {tier.name!r} takes blocks from {above}")
         used, slots = tier.used + event.blocks, tier.record.slots
         if used > slots:
             violated(f"{used} slots of tier {tier.name!r} would be in use; it has {slots}")
@@ -447,17 +447,17 @@ class TierChecker:
         told = event.tier, event.request, event.first
         if told != (start.tier, start.request, start.first):
             violated(f"sequence {event.seq} loads {start.first} from {start.tier!r} next")
-        done = max(each.done for each in waiting)
+        done = max(load.done for load in waiting)
         if self._exact and event.t < done:
             violated(f"what sequence {event.seq} loads is there at {done} ns")
         # Blocks after a part that is not whole are of no use.
-        whole = self._arriving == -1 or self._come == start.first
-        useful = start.blocks if whole else 0
+        complete = self._arriving == -1 or self._come == start.first
+        useful = start.blocks if complete else 0
         if event.blocks > useful or (event.blocks < useful and not self._moves_bytes):
             violated(f"{useful} blocks are loaded, not {event.blocks}")
         end = event.first + event.blocks
         self._loaded = tier, seq.prompt.keys, end
-        if whole:
+        if complete:
             self._come = end
         self._arriving = event.seq if len(waiting) > 1 else -1
         # The last block of a parked sequence may have room for more tokens.
@@ -507,7 +507,7 @@ class TierChecker:
 
         A parked sequence needs its shared blocks: the others have slots of their own.
         """
-        at = first // self._ratio
+        index = first // self._ratio
         needed = [
             (start.request, start.first + start.blocks)
             for loads in self._tiers.loads.values()
@@ -518,7 +518,7 @@ class TierChecker:
         self._state.count_work(len(needed))
         for request, upto in needed:
             keys = self._state.prompt(request).keys
-            if first < upto and at < len(keys) and keys[at] == prompt.keys[at]:
+            if first < upto and index < len(keys) and keys[index] == prompt.keys[index]:
                 violated(f"request {request!r} needs block {first} in tier {tier.name!r}")
 
     def _must_be_done(

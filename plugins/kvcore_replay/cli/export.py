@@ -55,21 +55,21 @@ def _announce(trace: Path, out: Path, replica: str | None, *, force: bool) -> No
     from kvcore_replay.export import ExportSize  # noqa: PLC0415 - as above
 
     with reading("counting", trace) as tick:
-        size = ExportSize.of(trace, tick, replica)
-    asked = size.bytes(compressed=compressor(out) is not None)
+        size = ExportSize.from_trace(trace, tick, replica)
+    needed = size.bytes(compressed=compressor(out) is not None)
     about = (
-        f"about {format_bytes(asked, DECIMAL)}: {size.tokens:,} stand-ins for the token ids "
+        f"about {format_bytes(needed, DECIMAL)}: {size.tokens:,} stand-ins for the token ids "
         f"of {size.blocks:,} blocks"
     )
     if part_path(out) != out and out.parent.is_dir():  # not a device or a pipe
         free = disk_usage(out.parent).free
-        if asked > free and not force:
+        if needed > free and not force:
             msg = (
                 f"{out} takes {about}, and its disk has {format_bytes(free, DECIMAL)} free: "
                 "name a file that ends in .gz, or one on another disk, or give --force"
             )
             raise StorageError(msg)
-    if asked >= ANNOUNCED:
+    if needed >= ANNOUNCED:
         echo(f"kvcore: writing {about}", err=True)
 
 
@@ -103,8 +103,8 @@ def _requests(trace: Path, out: Path, tick: Tick, replica: str | None) -> dict[s
 
     _refuse(replica, "mooncake has the requests of all replicas")
     rows = MooncakeRows(trace, tick)
-    found: dict[str, Any] = {"requests": write_lines(out, rows)}
-    return found | {"key_tokens": rows.key_tokens, "left_out": dict(rows.left_out)}
+    written: dict[str, Any] = {"requests": write_lines(out, rows)}
+    return written | {"key_tokens": rows.key_tokens, "left_out": dict(rows.left_out)}
 
 
 def _tracks(trace: Path, out: Path, tick: Tick, replica: str | None) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def export(
             raise click.UsageError(msg)
         refuse_overwrite(out, [trace, key])
         with reading("exporting", trace) as tick:
-            found = _anonymised(trace, out, key, tick)
+            document = _anonymised(trace, out, key, tick)
     elif key is not None:
         msg = "--key is for --anonymise alone: leave it out"
         raise click.UsageError(msg)
@@ -228,34 +228,34 @@ def export(
         if kind == "vllm":
             _announce(trace, out, replica, force=force)
         with reading("exporting", trace) as tick:
-            found = FORMATS[kind](trace, out, tick, replica)
+            document = FORMATS[kind](trace, out, tick, replica)
     elif out is None and zmq is not None and kind == "vllm":
-        found = _publish(trace, zmq, replay, replica)
+        document = _publish(trace, zmq, replay, replica)
     else:
         msg = "give --out FILE, or with --to vllm --zmq ADDRESS and perhaps --replay"
         raise click.UsageError(msg)
     to = out or zmq
-    for note in _notes(found):
+    for note in _notes(document):
         echo(f"kvcore: {note}", err=True)
     if as_json:
-        emit_json({"schema": SCHEMA, "format": kind or "kvcore", "out": str(to), **found})
+        emit_json({"schema": SCHEMA, "format": kind or "kvcore", "out": str(to), **document})
     else:
-        name, count = next(iter(found.items()))
+        name, count = next(iter(document.items()))
         echo(f"{to}: {count:,} {name}")
 
 
-def _notes(found: dict[str, Any]) -> list[str]:
+def _notes(about: dict[str, Any]) -> list[str]:
     """Return sentences on the parts of a trace that the format cannot express."""
     from kvcore.report.tables import counted  # noqa: PLC0415 - most exports have no notes
 
     notes = []
-    if found.get("key_tokens", USUAL_KEY_TOKENS) not in (0, USUAL_KEY_TOKENS):
+    if about.get("key_tokens", USUAL_KEY_TOKENS) not in (0, USUAL_KEY_TOKENS):
         notes.append(
-            f"a key is {found['key_tokens']} tokens, which the format cannot say: its readers "
+            f"a key is {about['key_tokens']} tokens, which the format cannot say: its readers "
             f"take {USUAL_KEY_TOKENS} without an option such as that of kvcore, "
-            f"mooncake:path=FILE,key_tokens={found['key_tokens']}"
+            f"mooncake:path=FILE,key_tokens={about['key_tokens']}"
         )
-    for field, count in found.get("left_out", {}).items():
+    for field, count in about.get("left_out", {}).items():
         lost = f"left out: {field!r}"
         if field == "t":
             lost = "rounded down to milliseconds: the times"

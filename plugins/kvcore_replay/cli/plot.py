@@ -49,9 +49,9 @@ def plot(*, source: str, kind: PlotKind, replica: str | None, out: Path) -> None
         raise InputError(msg)
     folder = Path(source) if Path(source).is_dir() else None
     if folder is not None and kind == "latency":
-        found = plots.Latencies.read(folder)
+        latencies = plots.Latencies.read(folder)
         with plot_file(out) as write:
-            write(lambda form: plots.latency(found, form))
+            write(lambda form: plots.latency(latencies, form))
         return
     trace = input_path(source) if folder is None else folder / TRACE
     if folder is not None and not trace.is_file():
@@ -66,7 +66,7 @@ def plot(*, source: str, kind: PlotKind, replica: str | None, out: Path) -> None
             residency = rebuild_residency(trace, replica)
             write(lambda form: plots.ages(residency, timeline.header, form))
         elif kind == "latency":
-            write(lambda form: plots.latency(plots.Latencies.of(timeline), form))
+            write(lambda form: plots.latency(plots.Latencies.from_timeline(timeline), form))
         else:
             draw = {
                 "occupancy": plots.occupancy,

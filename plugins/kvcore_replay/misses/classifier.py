@@ -234,30 +234,30 @@ class MissClassifier:
             sent = end
         reach = min(sent, prompt.limit)
         losses = list(self._below(reasons, prompt, hit))
-        at = losses[-1].end // self._size if losses else hit
+        start = losses[-1].end // self._size if losses else hit
         if self.elsewhere and prompt.id in self.elsewhere:
             blocks, other = self.elsewhere.pop(prompt.id)
-            first, at = at, max(at, min(blocks, prompt.limit))
-            if at > first:
+            first, start = start, max(start, min(blocks, prompt.limit))
+            if start > first:
                 segment = MissSegment(
                     category="elsewhere",
                     first=first * self._size,
-                    tokens=(at - first) * self._size,
+                    tokens=(start - first) * self._size,
                     replica=other,
                 )
                 losses.append(segment)
         reasons.losses = [
             *losses,
-            *self._lost(reasons, prompt, keys, at, reach),
-            *self._rest(reasons, prompt, keys, max(sent, at), max(at, reach)),
+            *self._lost(reasons, prompt, keys, start, reach),
+            *self._rest(reasons, prompt, keys, max(sent, start), max(start, reach)),
         ]
         self._admissions.append(prompt)
         self._runs.append([])
         self._serials[prompt.id] = serial
         self._salts[reasons.salt] += 1
         self._senders.add(keys, 0, prompt.cacheable, serial)
-        whole = len(keys) - (prompt.id in self._partial)
-        self._leaders.update(dict.fromkeys(keys[: max(0, whole - 1)], serial))
+        full = len(keys) - (prompt.id in self._partial)
+        self._leaders.update(dict.fromkeys(keys[: max(0, full - 1)], serial))
 
     def _below(
         self, reasons: RequestMisses, prompt: TracedPrompt, hit: int
@@ -349,16 +349,16 @@ class MissClassifier:
         """Yield the missed segments of blocks that an earlier request contained."""
         if hit >= reach:
             return
-        at, size = hit, self._size
+        start, size = hit, self._size
         if self._shares:
-            at, other = self._in_flight(reasons, prompt, hit, reach)
-            if at > hit:
-                tokens = (at - hit) * size
+            start, other = self._in_flight(reasons, prompt, hit, reach)
+            if start > hit:
+                tokens = (start - hit) * size
                 yield MissSegment(
                     category="in_flight", first=hit * size, tokens=tokens, other=other
                 )
-        held = max(at, min(reach, self._pool))
-        for first, end, eviction in self._evictions.pieces(keys, at, held):
+        upto = max(start, min(reach, self._pool))
+        for first, end, eviction in self._evictions.pieces(keys, start, upto):
             category, other = "unstored", self._sender(keys, end)
             if eviction is not None:
                 category = "expired" if eviction.expired else EVICTED
@@ -372,11 +372,11 @@ class MissClassifier:
                     other=other,
                     drop=drop,
                 )
-        if held < reach:
-            tokens = (reach - held) * size
+        if upto < reach:
+            tokens = (reach - upto) * size
             other = self._sender(keys, reach)
             yield MissSegment(
-                category="truncated", first=held * size, tokens=tokens, other=other
+                category="truncated", first=upto * size, tokens=tokens, other=other
             )
 
     def _rest(
@@ -391,22 +391,22 @@ class MissClassifier:
 
         Earlier prompts have the first `sent` blocks of the prompt.
         """
-        at = first * self._size
-        tokens = reasons.tokens - at
+        start = first * self._size
+        tokens = reasons.tokens - start
         if not tokens:
             return
         if sent < prompt.lookup:
-            yield self._compulsory(reasons, keys, sent, at)
+            yield self._compulsory(reasons, keys, sent, start)
         else:
             category = "no_keys" if prompt.unkeyed else "granularity"
-            yield MissSegment(category=category, first=at, tokens=tokens)
+            yield MissSegment(category=category, first=start, tokens=tokens)
 
     def _compulsory(
         self, reasons: RequestMisses, keys: list[Any], sent: int, first: int
     ) -> MissSegment:
         """Classify a compulsory miss that starts after `sent` blocks of earlier prompts."""
         known = -(-sent // self._ratio)
-        way, other, place, salts = "starts", None, None, 0
+        way, other, point, salts = "starts", None, None, 0
         before = keys[known - 1] if known else None
         leader = self._leaders.get(before)
         if not known:
@@ -421,15 +421,15 @@ class MissClassifier:
         if way in ("starts", "diverges"):
             width = self._ratio * self._size
             new = DivergencePoint(known * width, width, reasons.request, other)
-            place = self._divergences.setdefault(before, new)
-            place.count(reasons.tokens, tokens)
+            point = self._divergences.setdefault(before, new)
+            point.count(reasons.tokens, tokens)
         return MissSegment(
             category="compulsory",
             first=first,
             tokens=tokens,
             other=other,
             way=way,
-            place=place,
+            place=point,
             other_salts=salts,
         )
 
@@ -454,7 +454,7 @@ class MissClassifier:
                 continue
             high = -(-stop // self._ratio)
             parting = bisect_left(
-                range(low, high), 1, key=lambda at: other.keys[at] != keys[at]
+                range(low, high), 1, key=lambda index: other.keys[index] != keys[index]
             )
             end = min(stop, (low + parting) * self._ratio)
             if end > furthest:
@@ -512,23 +512,23 @@ class LastEventIndex(Generic[Note]):
         before = self._of.get(key)
         if not isinstance(before, tuple):
             before = ((0, ratio, before),)
-        earlier = ((a, min(b, start), of) for a, b, of in before if a < start)
-        later = ((max(a, stop), b, of) for a, b, of in before if b > stop)
+        earlier = ((a, min(b, start), note) for a, b, note in before if a < start)
+        later = ((max(a, stop), b, note) for a, b, note in before if b > stop)
         self._of[key] = (*earlier, (start, stop, note), *later)
 
     def _runs(self, keys: Sequence[Any], first: int, end: int) -> Iterator[Piece[Note]]:
         """Yield runs of keys that share one event, and the pieces of keys with several."""
         ratio = self._ratio
         low, high = first // ratio, -(-end // ratio)
-        at = low * ratio
-        for of, run in groupby(map(self._of.get, keys[low:high])):
+        start = low * ratio
+        for owner, run in groupby(map(self._of.get, keys[low:high])):
             many = ratio * sum(1 for _ in run)
-            if isinstance(of, tuple):
-                bases = range(at, at + many, ratio)
-                pieces = [(base + a, base + b, note) for base in bases for a, b, note in of]
+            if isinstance(owner, tuple):
+                bases = range(start, start + many, ratio)
+                pieces = [(base + a, base + b, note) for base in bases for a, b, note in owner]
             else:
-                pieces = [(at, at + many, of)]
+                pieces = [(start, start + many, owner)]
             for a, b, note in pieces:
                 if max(a, first) < min(b, end):
                     yield max(a, first), min(b, end), note
-            at += many
+            start += many

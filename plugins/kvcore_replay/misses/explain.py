@@ -43,14 +43,14 @@ def explain(
         TraceError: the file has no HEADER, or a line is damaged or contradicts earlier ones.
     """
     reader = read_events(file) if replica is None else ServerReader(file, replica)
-    found = reader.feed(_classifier, tick)
-    found.judge()
+    misses = reader.feed(_classifier, tick)
+    misses.judge()
     return Explanation(
         source=str(reader.file) if source is None else source,
-        header=found.header.as_dict(),
+        header=misses.header.as_dict(),
         complete=reader.complete,
         cut_reason=reader.cut_reason,
-        requests=found.requests,
+        requests=misses.requests,
     )
 
 
@@ -76,13 +76,13 @@ class Holders:
 
     def remove(self, replica: int, keys: Sequence[Any], first: int, end: int) -> None:
         """Remove the last stored blocks of a prompt, `[first, end)`. O(keys)."""
-        whole = first // self._ratio
-        for key in keys[whole : -(-end // self._ratio)]:
+        index = first // self._ratio
+        for key in keys[index : -(-end // self._ratio)]:
             holders = self._of.get(key, {})
             holders.pop(replica, None)
             if not holders:
                 self._of.pop(key, None)
-        self._set(replica, keys, whole, first)
+        self._set(replica, keys, index, first)
 
     def lose(self, replica: int) -> None:
         """Remove all blocks of a replica. O(all keys)."""
@@ -96,23 +96,23 @@ class Holders:
         The lowest number of several; None if no other replica holds a block. A replica that
         holds a block holds the blocks before it, so bisection finds the last. O(log keys).
         """
-        of = self._of
+        by_key = self._of
 
         def is_absent(key: Any) -> bool:
-            holders = of.get(key, ())
+            holders = by_key.get(key, ())
             return len(holders) <= (replica in holders)
 
         missing = bisect_left(keys, 1, key=is_absent)
         if not missing:
             return 0, None
-        last = of[keys[missing - 1]].items()
-        blocks, other = max((count, -each) for each, count in last if each != replica)
+        last = by_key[keys[missing - 1]].items()
+        blocks, other = max((count, -holder) for holder, count in last if holder != replica)
         return (missing - 1) * self._ratio + blocks, -other
 
     def _set(self, replica: int, keys: Sequence[Any], low: int, end: int) -> None:
-        for place in range(low, -(-end // self._ratio)):
-            held = min(end - place * self._ratio, self._ratio)
-            self._of.setdefault(keys[place], {})[replica] = held
+        for index in range(low, -(-end // self._ratio)):
+            blocks = min(end - index * self._ratio, self._ratio)
+            self._of.setdefault(keys[index], {})[replica] = blocks
 
 
 class ClusterMisses:

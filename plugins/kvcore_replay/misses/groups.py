@@ -126,14 +126,17 @@ class GroupMisses(MissClassifier):
         assert reasons.seq is not None
         size = self._size
         junction = self.state.sequences[reasons.seq].junction // size
-        at = max(hit, min(junction, reach))
-        if at > hit:
-            yield self._segment(prompt, keys, hit, at)
-        if at < reach:
-            end, other = self._in_flight(reasons, prompt, at, reach)
-            if end > at:
+        start = max(hit, min(junction, reach))
+        if start > hit:
+            yield self._segment(prompt, keys, hit, start)
+        if start < reach:
+            end, other = self._in_flight(reasons, prompt, start, reach)
+            if end > start:
                 yield MissSegment(
-                    category="in_flight", first=at * size, tokens=(end - at) * size, other=other
+                    category="in_flight",
+                    first=start * size,
+                    tokens=(end - start) * size,
+                    other=other,
                 )
             if end < reach:
                 yield self._segment(prompt, keys, end, reach)
@@ -150,11 +153,13 @@ class GroupMisses(MissClassifier):
         ]
         evictions = [self._last_eviction(prompt, group, first, tokens) for group in short]
         other: Id | None
-        gone = max(filter(None, evictions), key=lambda each: each.line, default=None)
+        gone = max(filter(None, evictions), key=lambda event: event.line, default=None)
         if gone is not None:
             category, other = EVICTED, gone.user
             # A group whose blocks were never kept has a cause of its own, which is no eviction.
-            short = [group for group, each in zip(short, evictions, strict=True) if each]
+            short = [
+                group for group, eviction in zip(short, evictions, strict=True) if eviction
+            ]
         else:
             category = "unstored" if any(group.kind == "full" for group in short) else "unkept"
             other = self._sender(keys, end)
@@ -176,6 +181,6 @@ class GroupMisses(MissClassifier):
         if group.kind == "full":
             start = first * self._size // group.size
         self.state.count_work(tokens // group.size - start)
-        names = (name_of(own, group, at) for at in range(start, tokens // group.size))
+        names = (name_of(own, group, index) for index in range(start, tokens // group.size))
         gone = (self._gone[group.index].get(name) for name in names if name not in cached)
-        return max(filter(None, gone), key=lambda each: each.line, default=None)
+        return max(filter(None, gone), key=lambda event: event.line, default=None)

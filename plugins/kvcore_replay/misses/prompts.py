@@ -124,9 +124,9 @@ class PromptExplanation:
         Raises:
             InputError: there is no such request.
         """
-        for each in self.prompts:
-            if str(each.request) == request:
-                return each
+        for prompt in self.prompts:
+            if str(prompt.request) == request:
+                return prompt
         ids = [str(prompt.request) for prompt in self.prompts]
         msg = f"request {request!r} is not in {self.source}{nearest(request, ids)}"
         raise InputError(msg)
@@ -138,15 +138,15 @@ class PromptExplanation:
         between the prices of `input` and `cached`.
         """
         uncached, cached, *_ = self.bills.price.rates
-        found = {reason: {"tokens": 0, "stopped": 0, "usd": 0.0} for reason in REASONS}
+        totals = {reason: {"tokens": 0, "stopped": 0, "usd": 0.0} for reason in REASONS}
         for prompt in self.prompts:
             for part in prompt.unread:
-                row = found[part.reason]
+                row = totals[part.reason]
                 row["tokens"] += part.tokens
                 row["stopped"] += part is prompt.unread[0]
-        for row in found.values():
+        for row in totals.values():
             row["usd"] = row["tokens"] * (uncached - cached) / 1e6
-        return found
+        return totals
 
     def as_dict(self) -> dict[str, Any]:
         """Return the bills and the sums over all requests as a JSON object."""
@@ -207,7 +207,7 @@ class _Classifier:
     def explain(self, request: Request) -> PromptReads:
         """Return the cache reads of the next request, and remember its prompt."""
         price, now = self._price, request.arrival
-        size = PromptSize.of(request, price)
+        size = PromptSize.from_request(request, price)
         expected = self._cache.charge(request, now).read
         unlapsed = self._unlapsed.charge(request, now).read
         usage = request.usage if isinstance(request, LoggedRequest) else None
@@ -265,7 +265,7 @@ class _Classifier:
         ttl = self._ttl(request)
         live = live_keys(keys, self._used, now - ttl)
         known = live_keys(keys, self._used, -1)
-        at, original = read, None
+        start, original = read, None
         text = PromptSize.of_text(request)
         if isinstance(request, LoggedRequest):
             original = self._originals.find(request, known * text.key)
@@ -273,35 +273,35 @@ class _Classifier:
         if original is None:  # Otherwise the entry of the original would be read.
             borders.append(("unmarked", size.scaled(known * unit) - early))
         for reason, end in borders:
-            if end > at:
+            if end > start:
                 # Of lapsed tokens the shortest prefix was used last, of others the longest.
-                place = at if reason == "lapsed" else end - 1
-                place = place * size.counted // size.billed // unit
-                place = max(place, live) if reason == "lapsed" else place
-                key = keys[min(place, known - 1)] if known else None
+                index = start if reason == "lapsed" else end - 1
+                index = index * size.counted // size.billed // unit
+                index = max(index, live) if reason == "lapsed" else index
+                key = keys[min(index, known - 1)] if known else None
                 used = self._used.get(key)
                 yield UnreadTokens(
                     reason=reason,
-                    first=at,
-                    tokens=end - at,
+                    first=start,
+                    tokens=end - start,
                     other=self._users.get(key),
                     gap_ns=None if used is None else now - used,
                 )
-                at = end
+                start = end
         if original is not None:
             other, place_of_edit, kept = original
             gap = now - other.arrival
-            tokens = min(text.scaled(known * text.key + kept), size.billed) - at
+            tokens = min(text.scaled(known * text.key + kept), size.billed) - start
             yield UnreadTokens(
                 reason="edited" if gap < ttl else "undetermined",
-                first=at,
+                first=start,
                 tokens=tokens,
                 other=other.id,
                 gap_ns=gap,
                 place=place_of_edit,
             )
-            at += tokens
-        yield UnreadTokens(reason="new", first=at, tokens=size.billed - at)
+            start += tokens
+        yield UnreadTokens(reason="new", first=start, tokens=size.billed - start)
 
 
 class _Originals:
@@ -331,9 +331,9 @@ class _Originals:
         """
         holders = (self._holders.get(piece) for piece, _ in _pieces(request))
         counts = Counter(id_ for id_ in holders if id_ is not None)
-        others = (self._recent[id_] for id_, _ in counts.most_common(CANDIDATES))
-        found = (self._kept(request, other, known) for other in others)
-        return max(filter(None, found), key=lambda each: each[2], default=None)
+        candidates = (self._recent[id_] for id_, _ in counts.most_common(CANDIDATES))
+        kept = (self._kept(request, other, known) for other in candidates)
+        return max(filter(None, kept), key=lambda match: match[2], default=None)
 
     def _kept(
         self, request: LoggedRequest, other: LoggedRequest, known: int
@@ -341,7 +341,7 @@ class _Originals:
         pieces, theirs = list(_pieces(request)), list(_pieces(other))
         pairs = enumerate(zip(pieces, theirs, strict=False))
         shorter = min(len(pieces), len(theirs))
-        same = next((place for place, (a, b) in pairs if a[0] != b[0]), shorter)
+        same = next((index for index, (a, b) in pairs if a[0] != b[0]), shorter)
         rest = Counter(piece for piece, _ in theirs[same:])
         left, kept, tokens = rest.total(), 0, 0
         token = start = pieces[same - 1][1] if same else 0
@@ -354,8 +354,8 @@ class _Originals:
         if other.salt != request.salt or 2 * kept < left or tokens < EDIT_TOKENS:
             return None
         label = next(part.label for part in request.parts if part.end > token)
-        place = PromptSize.of_text(request).scaled(token)
-        return other, f"{label}, after token {place:,}", tokens
+        token_number = PromptSize.of_text(request).scaled(token)
+        return other, f"{label}, after token {token_number:,}", tokens
 
 
 def _pieces(request: LoggedRequest) -> Iterator[tuple[int, int]]:

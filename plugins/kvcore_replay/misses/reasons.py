@@ -386,7 +386,7 @@ class Summary:
             "load_s": self.load_s,
             "compulsory": {name: lost.as_dict() for name, lost in self.ways.items()},
             "other_salts": self.salted.as_dict(),
-            "places": [place.as_dict() for place in self.places],
+            "places": [point.as_dict() for point in self.places],
             "victims": [{"request": id_, "tokens": lost} for id_, lost in self.victims],
             "beneficiaries": [
                 {"request": id_, "tokens": lost} for id_, lost in self.beneficiaries
@@ -446,15 +446,15 @@ class Explanation(Shown):
         Raises:
             InputError: the trace has no such request.
         """
-        found = self.requests.get(request)
-        if found is None and isinstance(request, str):
-            found = next(
-                (each for id_, each in self.requests.items() if str(id_) == request), None
+        reasons = self.requests.get(request)
+        if reasons is None and isinstance(request, str):
+            reasons = next(
+                (reasons for id_, reasons in self.requests.items() if str(id_) == request), None
             )
-        if found is None:
+        if reasons is None:
             msg = f"request {request!r} is not in {self.source}{self._ids(str(request))}"
             raise InputError(msg)
-        return found
+        return reasons
 
     def to_frame(self) -> Any:
         """Return a polars DataFrame of the requests, with the tokens each missed by reason.
@@ -499,7 +499,7 @@ class Explanation(Shown):
         salted, loads = MissedTokens(), 0
         victims: Counter[Id] = Counter()
         beneficiaries: Counter[Id] = Counter()
-        places: dict[int, DivergencePoint] = {}
+        points: dict[int, DivergencePoint] = {}
         missed = (
             (reasons, loss) for reasons in self.requests.values() for loss in reasons.losses
         )
@@ -512,7 +512,7 @@ class Explanation(Shown):
             if loss.category == "loaded":
                 loads += loss.load_ns or 0
             if loss.place is not None:
-                places[id(loss.place)] = loss.place
+                points[id(loss.place)] = loss.place
             if loss.eviction is not None and not loss.eviction.expired:
                 victims[reasons.request] += loss.tokens
                 beneficiaries[loss.eviction.beneficiary] += loss.tokens
@@ -522,13 +522,16 @@ class Explanation(Shown):
         admitted = [
             request for request in self.requests.values() if request.admitted is not None
         ]
-        prompts, hits = ([each.tokens for each in admitted], [each.hit for each in admitted])
+        prompts, hits = (
+            [reasons.tokens for reasons in admitted],
+            [reasons.hit for reasons in admitted],
+        )
         return Summary(
             admitted=states["admitted"],
             rejected=states["rejected"],
             decoded=states["decoded"],
             waiting=states["waiting"],
-            readmitted=sum(each.again for each in admitted),
+            readmitted=sum(reasons.again for reasons in admitted),
             prompt_tokens=sum(prompts),
             hit_tokens=sum(hits),
             prefill_s=prefill_seconds(self.cost, prompts),
@@ -536,7 +539,7 @@ class Explanation(Shown):
             categories=categories,
             ways=ways,
             salted=salted,
-            places=sorted(places.values(), key=lambda place: (-place.requests, -place.tokens))[
+            places=sorted(points.values(), key=lambda point: (-point.requests, -point.tokens))[
                 :top
             ],
             victims=victims.most_common(top),
@@ -584,7 +587,7 @@ class Explanation(Shown):
         }
 
     def _segment(self, loss: MissSegment, now: int) -> dict[str, Any]:
-        eviction, place, drop = loss.eviction, loss.place, loss.drop
+        eviction, point, drop = loss.eviction, loss.place, loss.drop
         return {
             "category": loss.category,
             "first_token": loss.first,
@@ -593,7 +596,7 @@ class Explanation(Shown):
             "other": loss.other,
             "eviction": None if eviction is None else eviction.as_dict(now),
             "way": loss.way,
-            "place": None if place is None else place.as_dict(),
+            "place": None if point is None else point.as_dict(),
             "other_salts": loss.other_salts,
             "tier": loss.tier,
             "load_s": None if loss.load_ns is None else seconds(loss.load_ns),

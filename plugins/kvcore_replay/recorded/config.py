@@ -152,7 +152,7 @@ def _texts(options: Mapping[str, Any]) -> dict[str, str]:
 def replica_groups(header: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
     """Return the groups of identical replicas in a header: their numbers and their record."""
     alone = {name: value for name, value in header.items() if name not in OF_CLUSTERS}
-    plugins = {kind: each for kind, each in header["plugins"].items() if kind != "router"}
+    plugins = {kind: plugin for kind, plugin in header["plugins"].items() if kind != "router"}
     alone["plugins"] = plugins
     return [
         (record["count"], {**alone, **{k: v for k, v in record.items() if k != "count"}})
@@ -164,14 +164,14 @@ def deployment_options(header: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the deployment in a header."""
     model, device = (_fields(header.get(name)) for name in ("model", "device"))
     recorded = header["plugins"].get("latency", {}).get("options", {})
-    found = {
+    options = {
         "model": _value(recorded.get("model", model.get("name"))),
         "codec": model.get("codec", model.get("kv_dtype")),
         "weights_dtype": model.get("weights_dtype"),
         "device": device.get("name"),
         "tensor_parallel": device.get("count"),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _check_header(file: Path, header: Mapping[str, Any], *, timed: bool) -> None:
@@ -243,8 +243,8 @@ def rebuilt(file: Path, kind: str, recorded: Mapping[str, Any], plugins: Plugins
             options["codec"] = str(plugins.build("codec", options["codec"]))
         # Text is read as the command line is, which knows infinities.
         texts = {key: value for key, value in options.items() if isinstance(value, str)}
-        others = {key: _value(options[key]) for key in options.keys() - texts}
-        plugin: Plugin = plugins.build(kind, Spec(name, texts), others)
+        values = {key: _value(options[key]) for key in options.keys() - texts}
+        plugin: Plugin = plugins.build(kind, Spec(name, texts), values)
     except PluginError:
         raise
     except KvcoreError as error:

@@ -63,12 +63,14 @@ def bill_sections(
     Kinds of tokens that no bill has are left out. `again` is the bill of another run.
     """
     called = {name: bills[key] for key, name in BILLS.items()} | {"what if": again}
-    found = {name: bill for name, bill in called.items() if bill is not None}
-    kinds = [kind for kind in KINDS if any(bill[f"{kind}_tokens"] for bill in found.values())]
+    named_bills = {name: bill for name, bill in called.items() if bill is not None}
+    kinds = [
+        kind for kind in KINDS if any(bill[f"{kind}_tokens"] for bill in named_bills.values())
+    ]
     headers = ["bill", *(kind.replace("_1h", ", 1 h") for kind in kinds), "USD"]
     rows = [
         [name, *(f"{bill[f'{kind}_tokens']:,}" for kind in kinds), format_dollars(bill["usd"])]
-        for name, bill in found.items()
+        for name, bill in named_bills.items()
     ]
     return [Table(headers, rows), setup_of(PriceModel(**bills["price"]))]
 
@@ -99,10 +101,10 @@ class PromptReport:
         prompts = self.explanation.prompts
         tokens, read = (sum(getattr(p, name) for p in prompts) for name in ("tokens", "read"))
         ratio = share(read / tokens if tokens else None)
-        by = "by the API's rule" if self._reported == 0 else "as the log reports"
+        rule = "by the API's rule" if self._reported == 0 else "as the log reports"
         return (
             f"{self.explanation.source}: {counted(len(prompts), 'request')}. Of "
-            f"{counted(tokens, 'prompt token')}, {read:,} were read from the cache {by} "
+            f"{counted(tokens, 'prompt token')}, {read:,} were read from the cache {rule} "
             f"({ratio})."
         )
 
@@ -150,8 +152,8 @@ class PromptReport:
         return "\n".join(self._lines(prompt))
 
     def _lines(self, prompt: PromptReads) -> Iterator[str]:
-        at = format_seconds(prompt.arrived_ns / NS_PER_S)
-        yield f"Request {prompt.request} of {self.explanation.source}, which arrived at {at}:"
+        came = format_seconds(prompt.arrived_ns / NS_PER_S)
+        yield f"Request {prompt.request} of {self.explanation.source}, which arrived at {came}:"
         reported = "" if prompt.reported is None else f", and the log {prompt.reported:,}"
         yield (
             f"Of {counted(prompt.tokens, 'token')}, the API's rule reads "

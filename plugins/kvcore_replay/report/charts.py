@@ -70,15 +70,15 @@ def plot_chart(chart: Chart, form: str, *, small: bool = False) -> bytes:
 
 
 def _draw(
-    figure: Figure, chart: Chart, panels: Sequence[Panel], places: Iterable[Axes]
+    figure: Figure, chart: Chart, panels: Sequence[Panel], axes_of_panels: Iterable[Axes]
 ) -> None:
     """Draw panels, each in its place, with the title and the caption of a chart."""
-    every = [*places]
+    every = [*axes_of_panels]
     for unused in every[len(panels) :]:
         unused.set_axis_off()
     rows = [*dict.fromkeys(name for panel in panels for name in panel.lines)]
     for axes, panel in zip(every, panels, strict=False):
-        points = [at for points in panel.lines.values() for at, _ in points]
+        points = [x for points in panel.lines.values() for x, _ in points]
         if len(set(points)) > 1:
             _lines(axes, panel)
             values = sorted(set(points))
@@ -122,7 +122,7 @@ def _lines(axes: Axes, panel: Panel) -> None:
             axes.plot(*zip(*sorted(points), strict=True), **style)
             if band := panel.bands.get(name):
                 pairs = sorted(zip(points, band, strict=True))
-                across = [place for (place, _), _ in pairs]
+                across = [x for (x, _), _ in pairs]
                 low, high = zip(*(ends for _, ends in pairs), strict=True)
                 axes.fill_between(across, low, high, color=style["color"], alpha=0.15, lw=0)
             ends.append((*max(points), printable(shorten(name, NAME)), style["color"]))
@@ -148,11 +148,11 @@ def end_labels(axes: Axes, ends: Iterable[tuple[float, float, str, str]]) -> Non
     """
     ends = sorted(ends, key=lambda end: end[1])
     low, high = axes.get_ylim()
-    places = spread([y for _, y, _, _ in ends], GAP * (high - low), low, high)
+    ys = spread([y for _, y, _, _ in ends], GAP * (high - low), low, high)
     right = max((x for x, *_ in ends), default=0)
-    for at, (_, _, name, colour) in zip(places, ends, strict=True):
+    for y, (_, _, name, colour) in zip(ys, ends, strict=True):
         axes.annotate(
-            name, (right, at), (8, 0), textcoords="offset points", color=colour,
+            name, (right, y), (8, 0), textcoords="offset points", color=colour,
             fontsize=8, va="center", annotation_clip=False,
         )  # fmt: skip
 
@@ -172,12 +172,12 @@ def spread(values: Sequence[float], gap: float, low: float, high: float) -> list
             sums, count = sums + before, count + size
             groups.pop()
         groups.append((sums, count))
-    places: list[float] = []
+    ys: list[float] = []
     for sums, count in groups:
         first = sums / count - gap * (count - 1) / 2
         first = max(min(first, high - gap * (count - 1)), low)
-        places += [first + gap * place for place in range(count)]
-    return places
+        ys += [first + gap * index for index in range(count)]
+    return ys
 
 
 def is_bound(name: str) -> bool:

@@ -23,7 +23,9 @@ COUNTS = ("routed", "finished", "rejected", "failures")
 def trace_sections(report: Report) -> list[Section]:
     """Return the report on the check of a trace."""
     rows = [(what, f"{count:,}") for what, count in _trace_counts(report)]
-    rows += [(f"hit ratio by {by}", share(ratio)) for by, ratio in report.hit["ratio"].items()]
+    rows += [
+        (f"hit ratio by {unit}", share(ratio)) for unit, ratio in report.hit["ratio"].items()
+    ]
     evicted, replicas = report.evictions, report.replicas or []
     rows.append(("evictions", f"{evicted['blocks']:,} blocks, digest {evicted['digest'][:16]}"))
     cluster: Section = Table(
@@ -46,8 +48,8 @@ def trace_sections(report: Report) -> list[Section]:
 def _trace_counts(report: Report) -> Iterator[tuple[str, int]]:
     yield "lines", report.lines
     yield from ((f"  {event}", count) for event, count in report.events.items())
-    for place in ("free", "cached", "private"):
-        yield f"blocks {place}", report.pool[place]
+    for state in ("free", "cached", "private"):
+        yield f"blocks {state}", report.pool[state]
     if report.groups is None:
         yield "spans", report.pool["spans"]
     for how, count in report.preemptions.items():
@@ -58,9 +60,9 @@ def _trace_counts(report: Report) -> Iterator[tuple[str, int]]:
     yield "own blocks found again", report.hit["self_hit_blocks"]
     for tier in report.tiers:
         yield f"tier {tier['tier']}: blocks of {tier['slots']:,} slots", tier["used_blocks"]
-        for what in ("parked", "loading", "recovered"):
-            if tier[f"{what}_blocks"]:
-                yield f"  {what}", tier[f"{what}_blocks"]
+        for kind in ("parked", "loading", "recovered"):
+            if tier[f"{kind}_blocks"]:
+                yield f"  {kind}", tier[f"{kind}_blocks"]
         yield "  stored so far", tier["stored_blocks"]
         yield "  loaded", tier["loaded_blocks"]
         for reason, blocks in tier["dropped_blocks"].items():
@@ -88,9 +90,9 @@ def _recording_counts(report: RecordingReport) -> Iterator[tuple[str, str]]:
     yield "batches", f"{report.batches:,}"
     for event, count in report.events.items():
         yield f"  {event}", f"{count:,}"
-    for what, count in report.blocks.items():
-        if count or what in ("stored", "removed"):
-            yield f"blocks {what.replace('_', ' ')}", f"{count:,}"
+    for state, count in report.blocks.items():
+        if count or state in ("stored", "removed"):
+            yield f"blocks {state.replace('_', ' ')}", f"{count:,}"
     for medium, count in report.resident.items():
         yield f"resident on {medium}", f"{count:,}"
 
@@ -98,10 +100,10 @@ def _recording_counts(report: RecordingReport) -> Iterator[tuple[str, str]]:
 def _anomalies(report: RecordingReport) -> Iterator[tuple[str, str]]:
     from kvcore_events.block_tracker import KINDS  # noqa: PLC0415 - traces do without it
 
-    for what in ("restarts", "replayed", "garbage"):
-        count = getattr(report, what)
+    for anomaly in ("restarts", "replayed", "garbage"):
+        count = getattr(report, anomaly)
         if count:
-            yield what, f"{count:,}"
+            yield anomaly, f"{count:,}"
     for gap in report.gaps:
         last = gap["first"] + gap["count"] - 1
         yield f"missing from {gap['publisher']}", f"batches {gap['first']:,} to {last:,}"

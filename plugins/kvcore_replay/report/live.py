@@ -104,28 +104,28 @@ class LiveView:
         for (text, part), blocks in zip(explained, pool.values(), strict=True):
             legend += [(text, part), (f" {blocks / self._blocks:.0%}  ", "")]
         history = [*self._samples, now][-max(width - 10, 1) :]
-        most = max(each.running for each in history) or 1
-        found: list[Line] = [
+        most_running = max(sample.running for sample in history) or 1
+        shown: list[Line] = [
             [(f"{clock(self.now)}  {progress}", "")],
             self._bar(pool, width),
             legend,
             [(f"queue     waiting {self._builder.waiting:,}   running {now.running:,}", "")],
             [(f"hits      last {WINDOW_S} s {hits}   in all {total}", "")],
             [(f"evicted   {rate}   in all {now.evicted:,} blocks", "")],
-            [(f"occupied  {bars(each.used for each in history)}", "")],
-            [(f"running   {bars(each.running / most for each in history)}", "")],
+            [(f"occupied  {bars(sample.used for sample in history)}", "")],
+            [(f"running   {bars(sample.running / most_running for sample in history)}", "")],
         ]
         if isinstance(state := self._builder.state, GroupState):
-            found.insert(3, [(_groups(state), "")])
+            shown.insert(3, [(_groups(state), "")])
         if height >= TALL:
-            found.insert(0, [(self._about(), "")])
-            room = height - len(found) - 2
-            found += [
+            shown.insert(0, [(self._about(), "")])
+            room = height - len(shown) - 2
+            shown += [
                 [],
                 [("last events", "")],
                 *([(text, "")] for text in self.last_events(room)),
             ]
-        return found[:height]
+        return shown[:height]
 
     def line(self) -> str:
         """Return the state as one line."""
@@ -228,13 +228,13 @@ def _words(event: events.Event, group: list[Any], state: CacheState | GroupState
 
 def _eviction(event: Any, group: list[Any]) -> str:
     """Return the words for evictions at one time for one request, or by retention."""
-    blocks = counted(sum(run_blocks(each.runs) for each in group), "block")
+    blocks = counted(sum(run_blocks(event.runs) for event in group), "block")
     if isinstance(event, events.Drop):
         return f"{blocks} dropped by the retention policy"
     how = "evicted" if event.reason == "capacity" else event.reason
     if isinstance(event, events.GroupEvict):
-        of = ", ".join(map(str, sorted({each.group for each in group})))
-        return f"{blocks} of cache groups {of} {how} for request {event.requester}"
+        groups = ", ".join(map(str, sorted({event.group for event in group})))
+        return f"{blocks} of cache groups {groups} {how} for request {event.requester}"
     age = format_seconds(event.age / NS_PER_S)
     return f"{blocks} {how} for request {event.requester}, aged {age}"
 

@@ -99,10 +99,10 @@ class RequestReport:
         if reasons.again:
             times = counted(reasons.again, "time")
             again = f" It was preempted, and admitted again {times}; that counts nowhere here."
-        place = "" if reasons.replica is None else f" of replica {reasons.replica}"
+        replica = "" if reasons.replica is None else f" of replica {reasons.replica}"
         return (
             f"{arrived}, admitted at {_moment(reasons.admitted)} as sequence "
-            f"{reasons.seq}{place}.{again}"
+            f"{reasons.seq}{replica}.{again}"
         )
 
     def _sentence(self, losses: list[MissSegment]) -> str:
@@ -177,13 +177,13 @@ class RequestReport:
         if not loss.groups:
             return ""
         short = [f"group {index} ({groups[index]['kind']})" for index in loss.groups]
-        there = [
+        complete = [
             f"{index} ({group['kind']})"
             for index, group in enumerate(groups)
             if index not in loss.groups
         ]
-        has = "have their blocks" if len(there) > 1 else "has its blocks"
-        others = f"; {', '.join(there)} {has}" if there else ""
+        has = "have their blocks" if len(complete) > 1 else "has its blocks"
+        others = f"; {', '.join(complete)} {has}" if complete else ""
         return f" Short at token {loss.end:,}: {', '.join(short)}{others}."
 
     def _in_tier(self, losses: list[MissSegment]) -> str:
@@ -229,7 +229,7 @@ class SummaryReport:
     header: Mapping[str, Any] = attrs.field(factory=dict)
 
     @classmethod
-    def of(cls, explanation: Explanation, summary: Summary) -> SummaryReport:
+    def from_explanation(cls, explanation: Explanation, summary: Summary) -> SummaryReport:
         """Return the report on an explanation."""
         return cls(explanation.as_dict() | summary.as_dict(), explanation.header)
 
@@ -246,18 +246,18 @@ class SummaryReport:
         """Sentences about the trace and its hits."""
         summary, requests = self.summary, self.summary["requests"]
         tokens, hits = summary["prompt_tokens"], summary["hit_tokens"]
-        found = (
+        text = (
             f"Of {counted(tokens, 'prompt token')}, {hits:,} hit "
             f"({hits / tokens if tokens else 0:.1%}) and {tokens - hits:,} missed."
         )
         if hits and "saved_s" in summary:  # earlier releases did not write it
             saved, prefill = summary["saved_s"], summary["prefill_s"]
-            found += (
+            text += (
                 f"\nHits saved at least {format_seconds(saved)} of prefill, of "
                 f"{format_seconds(prefill)} in all."
             )
         if requests["admitted"] and not tokens:
-            found = f"The requests have {NO_KEYS}"
+            text = f"The requests have {NO_KEYS}"
         turned = (
             f"; {requests[name]:,} {what}"
             for name, what in (
@@ -268,13 +268,13 @@ class SummaryReport:
             )
             if requests[name]
         )
-        replicas = sum(each["count"] for each in self.header.get("replicas", ()))
+        replicas = sum(group["count"] for group in self.header.get("replicas", ()))
         pools = f"{counted(replicas, 'replica')} of " if replicas else ""
         return (
             f"{summary['source']}: {counted(requests['admitted'], 'request')} in {pools}"
             f"{counted(summary['blocks'], 'block')} of "
             f"{counted(summary['block_size'], 'token')}, evicted by {summary['eviction']} "
-            f"({summary['count']} counting){''.join(turned)}.\n{found}"
+            f"({summary['count']} counting){''.join(turned)}.\n{text}"
         )
 
     @property
@@ -317,13 +317,13 @@ class SummaryReport:
         """The points at which most requests diverge."""
         headers = ["parting at token", "into prompt", "requests", "tokens", "such as"]
         rows = []
-        for place in self.summary["places"]:
+        for point in self.summary["places"]:
             first, requests, tokens = (
-                f"{place[name]:,}" for name in ("first_token", "requests", "tokens")
+                f"{point[name]:,}" for name in ("first_token", "requests", "tokens")
             )
-            other = "" if place["other"] is None else f" from {place['other']}"
-            example = f"{place['example']}{other}"
-            rows.append([first, f"{place['prompt_share']:.0%}", requests, tokens, example])
+            other = "" if point["other"] is None else f" from {point['other']}"
+            example = f"{point['example']}{other}"
+            rows.append([first, f"{point['prompt_share']:.0%}", requests, tokens, example])
         return Table(headers, rows)
 
     @property
@@ -332,7 +332,7 @@ class SummaryReport:
         headers = ["request", "tokens it lost", "request ", "tokens lost for it"]
         pairs = zip_longest(
             *(
-                [(str(each["request"]), f"{each['tokens']:,}") for each in self.summary[name]]
+                [(str(row["request"]), f"{row['tokens']:,}") for row in self.summary[name]]
                 for name in ("victims", "beneficiaries")
             ),
             fillvalue=("", ""),
@@ -420,17 +420,17 @@ def _new(loss: MissSegment) -> str:
             f"Its last key covers a part of a block: {other} has what comes "
             "before, nobody this."
         )
-    place = loss.place
-    assert place is not None
-    share = place.shares / place.requests
+    point = loss.place
+    assert point is not None
+    share = point.shares / point.requests
     many = (
         "no other request parts here"
-        if place.requests == 1
-        else f"{place.requests:,} requests part here, {share:.0%} into their prompts"
+        if point.requests == 1
+        else f"{point.requests:,} requests part here, {share:.0%} into their prompts"
     )
     return (
-        f"Parts from request {loss.other} between tokens {place.first:,} and "
-        f"{place.first + place.width:,}; {many}."
+        f"Parts from request {loss.other} between tokens {point.first:,} and "
+        f"{point.first + point.width:,}; {many}."
     )
 
 

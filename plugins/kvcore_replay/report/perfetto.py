@@ -133,15 +133,15 @@ def _of_replica(
                 if server.up:
                     yield from server.take(line)
         return
-    number, own = placed
-    life = replicas.lives[number]
-    if (number, life) not in servers:
-        name = f"replica {number}" if life == 1 else f"replica {number}, life {life}"
-        builder = TimelineBuilder(replicas.headers[number])
-        servers[number, life] = _ServerTracks(builder, len(servers), name)
-        yield from servers[number, life].named()
-    server = servers[number, life]
-    server.up = replicas.up[number]
+    replica, own = placed
+    life = replicas.lives[replica]
+    if (replica, life) not in servers:
+        name = f"replica {replica}" if life == 1 else f"replica {replica}, life {life}"
+        builder = TimelineBuilder(replicas.headers[replica])
+        servers[replica, life] = _ServerTracks(builder, len(servers), name)
+        yield from servers[replica, life].named()
+    server = servers[replica, life]
+    server.up = replicas.up[replica]
     if own.event not in CHANGES:
         yield from server.take(own)
 
@@ -172,9 +172,9 @@ class _ServerTracks:
         yield from _process(self._pid(REQUESTS), f"{before}requests")
         yield from _process(self._pid(POOL), f"{before}pool and queue")
         yield from _thread(self._pid(POOL), self._pid(POOL), "evictions")
-        for tier, each in enumerate(self.builder.series.tiers, FIRST_TIER):
+        for tier, name_of_tier in enumerate(self.builder.series.tiers, FIRST_TIER):
             pid = self._pid(tier)
-            yield from _process(pid, f"{before}tier {each}")
+            yield from _process(pid, f"{before}tier {name_of_tier}")
             yield from _thread(pid, pid, "link")
 
     def take(self, line: events.Event) -> Iterator[bytes]:
@@ -247,9 +247,9 @@ class _ServerTracks:
         """Yield the phases of a request, the chunks in them, and its first token."""
         requests, pid = self.builder.requests, self._pid(REQUESTS)
         first, begin = requests.first_token[row], requests.arrival[row]
-        for each in own:
-            kind, requester = Kind(phases.kind[each]), phases.requester[each]
-            start, stop = phases.start[each], phases.end[each]
+        for phase in own:
+            kind, requester = Kind(phases.kind[phase]), phases.requester[phase]
+            start, stop = phases.start[phase], phases.end[phase]
             for_whom = {} if requester == NEVER else {"for": str(requests.ids[requester])}
             yield _event("B", pid, tid, start, kind.name.lower(), for_whom)
             if start == first:
@@ -325,20 +325,20 @@ class _Lanes:
 
 def _grouped(rows: array[int], count: int) -> Iterator[list[int]]:
     """Yield, for each of `count` requests, the places of its row in the column `rows`."""
-    places, at = sorted(range(len(rows)), key=rows.__getitem__), 0
+    order, end = sorted(range(len(rows)), key=rows.__getitem__), 0
     for row in range(count):
-        begin = at
-        while at < len(places) and rows[places[at]] == row:
-            at += 1
-        yield places[begin:at]
+        begin = end
+        while end < len(order) and rows[order[end]] == row:
+            end += 1
+        yield order[begin:end]
 
 
 def _chunks(pid: int, tid: int, start: int, stop: int, times: list[int]) -> Iterator[bytes]:
     """Yield the chunks of a prefill, if there is more than one."""
     ends = sorted({start, stop, *(time for time in times if start < time < stop)})
     if len(ends) > len((start, stop)):
-        for number, (begin, end) in enumerate(pairwise(ends), 1):
-            yield _event("B", pid, tid, begin, f"chunk {number}")
+        for index, (begin, end) in enumerate(pairwise(ends), 1):
+            yield _event("B", pid, tid, begin, f"chunk {index}")
             yield _event("E", pid, tid, end)
 
 

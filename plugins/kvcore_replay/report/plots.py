@@ -91,8 +91,8 @@ def occupancy(timeline: Timeline, form: str) -> bytes:
     def draw(figure: Figure) -> None:
         series = timeline.series.thinned(POINTS)
         unit, times = _times(series)
-        most = max(*series.running, *series.waiting, 0)
-        rows = 2 if most else 1
+        highest = max(*series.running, *series.waiting, 0)
+        rows = 2 if highest else 1
         panels = figure.subplots(
             rows, 1, sharex=True, squeeze=False, height_ratios=(3, 1)[:rows]
         )
@@ -103,15 +103,17 @@ def occupancy(timeline: Timeline, form: str) -> bytes:
         above.yaxis.set_major_formatter("{x:,.0f}")
         below.set_xlabel(f"time, {unit}")
         _plain(above, below)
-        if not most:
+        if not highest:
             return
-        below.set_ylim(0, 1.4 * most)
+        below.set_ylim(0, 1.4 * highest)
         below.set_ylabel("requests")
         for index, (name, colour) in enumerate((("running", BLUE), ("waiting", RED))):
             counts = getattr(series, name)
             below.plot(times, counts, color=colour, linewidth=1, drawstyle="steps-post")
-            peak, at = f"{name} (at most {max(counts):,})", (0.01 + 0.26 * index, 0.97)
-            below.text(*at, peak, color=colour, fontsize=8, va="top", transform=below.transAxes)
+            peak, corner = f"{name} (at most {max(counts):,})", (0.01 + 0.26 * index, 0.97)
+            below.text(
+                *corner, peak, color=colour, fontsize=8, va="top", transform=below.transAxes
+            )
 
     return _framed(form, draw, f"Pool of {_requests(timeline)}", _caption(timeline))
 
@@ -166,11 +168,11 @@ def ages(residency: Residency, header: Mapping[str, Any], form: str) -> bytes:
             (residency.age_at_eviction, "since last use, at eviction", RED, "-"),
             (residency.lifetime, "in the cache, at eviction", BLUE, "--"),
         ):
-            found = histogram.percentiles()
-            if found is None:
+            percentiles = histogram.percentiles()
+            if percentiles is None:
                 continue
             times, shares = _distribution(histogram)
-            figures = ", ".join(f"{p} {_time(found[p])}" for p in ("p50", "p99"))
+            figures = ", ".join(f"{p} {_time(percentiles[p])}" for p in ("p50", "p99"))
             label = f"{name}: {figures} ({counted(histogram.weight, 'block')})"
             line: Any = {"color": colour, "linestyle": dashes, "drawstyle": "steps-post"}
             axes.plot(times, shares, label=label, linewidth=1.6, **line)
@@ -225,7 +227,11 @@ def _rows(figure: Figure, timeline: Timeline) -> None:
         return
     unit, factor = _unit(timeline.end - timeline.begin)
     for kind in map(Kind, sorted(set(phases.kind))):
-        bars = [(row, begin, end) for row, of, begin, end, _ in phases if of is kind]
+        bars = [
+            (row, begin, end)
+            for row, kind_of_phase, begin, end, _ in phases
+            if kind_of_phase is kind
+        ]
         rows, starts, ends = zip(*bars, strict=True)
         widths = [(end - begin) / factor for begin, end in zip(starts, ends, strict=True)]
         left = [begin / factor for begin in starts]
@@ -244,9 +250,11 @@ def _rows(figure: Figure, timeline: Timeline) -> None:
         ("rejected", refused, requests.arrival, "D", GREY),
     ):
         if marked:
-            at = [times[row] / factor for row in marked]
+            times_of_rows = [times[row] / factor for row in marked]
             look: Any = {"marker": marker, "color": colour, "markersize": 3.5}
-            axes.plot(at, marked, label=label, linestyle="", markeredgecolor=INK, **look)
+            axes.plot(
+                times_of_rows, marked, label=label, linestyle="", markeredgecolor=INK, **look
+            )
     if len(requests) <= NAMED:
         names = [printable(shorten(str(name))) for name in requests.ids]
         axes.set_yticks(range(len(requests)), names, fontsize=7)
@@ -283,8 +291,8 @@ def _density(figure: Figure, timeline: Timeline) -> None:
         _time_axis(below.yaxis, min(w for _, w in waits), max(w for _, w in waits), "TTFT", FEW)
     lost = [start for _, kind, start, _, _ in phases if kind is Kind.PREEMPTED]
     if lost:
-        where = {"transform": below.get_xaxis_transform(), "clip_on": False}
-        below.plot([at / factor for at in lost], [0] * len(lost), "x", color=RED, **where)
+        style = {"transform": below.get_xaxis_transform(), "clip_on": False}
+        below.plot([time / factor for time in lost], [0] * len(lost), "x", color=RED, **style)
     tokens, losses = counted(len(waits), "first token"), counted(len(lost), "preemption")
     title = f"{tokens}, dots; {losses}{', crosses' if lost else ''}"
     below.set_title(title, loc="left", fontsize=8)
@@ -295,20 +303,20 @@ def _density(figure: Figure, timeline: Timeline) -> None:
 def _means(timeline: Timeline, begin: int, span: int) -> dict[Kind, list[float]]:
     """Return the mean number of requests in each phase, by bins of time (`BINS`)."""
     wide = span / BINS
-    found: dict[Kind, list[float]] = {}
+    sums: dict[Kind, list[float]] = {}
     changes: dict[Kind, list[int]] = {}
     for _, kind, start, end, _ in timeline.phases:
-        parts = found.setdefault(kind, [0.0] * BINS)
-        whole = changes.setdefault(kind, [0] * (BINS + 1))
+        parts = sums.setdefault(kind, [0.0] * BINS)
+        change = changes.setdefault(kind, [0] * (BINS + 1))
         low, high = (start - begin) / wide, (end - begin) / wide
         first, last = min(int(low), BINS - 1), min(int(high), BINS - 1)
         # The bins at both ends count in part; those between them by the changes of the count.
         parts[last] += high - last
         parts[first] += first - low
-        whole[first] += 1
-        whole[last] -= 1
+        change[first] += 1
+        change[last] -= 1
     return {
-        kind: list(map(add, parts, accumulate(changes[kind]))) for kind, parts in found.items()
+        kind: list(map(add, parts, accumulate(changes[kind]))) for kind, parts in sums.items()
     }
 
 
@@ -330,7 +338,7 @@ class Latencies:
     caption: str
 
     @classmethod
-    def of(cls, timeline: Timeline) -> Latencies:
+    def from_timeline(cls, timeline: Timeline) -> Latencies:
         """Return the latencies of a trace.
 
         Raises:
@@ -500,11 +508,11 @@ def _expected(axes: Axes, limit: float | None) -> None:
     if near:
         axes.set_xlim(low, max(high, 1.3 * limit))
         axes.axvline(limit, color=RED, linewidth=1, linestyle="--")
-    where = "" if near else f", {'beyond' if limit > high else 'before'} this axis"
-    text = f"SLO {format_seconds(limit)}{where}"
-    place = (limit, 4) if near else (low, 4)
+    beyond = "" if near else f", {'beyond' if limit > high else 'before'} this axis"
+    text = f"SLO {format_seconds(limit)}{beyond}"
+    anchor = (limit, 4) if near else (low, 4)
     axes.annotate(
-        text, place, (-3 if near else 3, 0), textcoords="offset points", color=RED,
+        text, anchor, (-3 if near else 3, 0), textcoords="offset points", color=RED,
         fontsize=8, ha="right" if near else "left",
     )  # fmt: skip
 
@@ -620,13 +628,13 @@ def _bands(
         top = [low + part for low, part in zip(bottom, layer, strict=True)]
         band = axes.fill_between(times, bottom, top, step="post", color=colour, linewidth=0)
         band.set_label(f"{name} (at most {format_number(max(layer))})")
-        at, thick = _widest(times, layer)
+        x, thick = _widest(times, layer)
         if thick < THIN * height and any(layer):
             thin.append(band)
         elif any(layer):
             dark = colour in (BLUE, RED)
-            where = at, bottom[_row_at(times, at)] + thick / 2
-            axes.text(*where, name, ha="center", va="center", color="white" if dark else INK)
+            middle = x, bottom[_row_at(times, x)] + thick / 2
+            axes.text(*middle, name, ha="center", va="center", color="white" if dark else INK)
         bottom = top
     axes.set_xlim(times[0], times[-1])
     if thin:
@@ -635,20 +643,20 @@ def _bands(
 
 def _legend(axes: Axes, handles: Sequence[Any], loc: Any) -> None:
     """Draw a legend in one row above the axes."""
-    place: Any = {"bbox_to_anchor": (float("right" in loc), 1), "ncols": len(handles)}
-    axes.legend(handles=handles, loc=loc, frameon=False, fontsize=8, handlelength=1, **place)
+    anchor: Any = {"bbox_to_anchor": (float("right" in loc), 1), "ncols": len(handles)}
+    axes.legend(handles=handles, loc=loc, frameon=False, fontsize=8, handlelength=1, **anchor)
 
 
 def _widest(times: Sequence[float], layer: Sequence[float]) -> tuple[float, float]:
     """Return the middle of the tenth of all times with the thickest layer, and its height."""
     step = (times[-1] - times[0]) / PLACES
-    places = [times[0] + step * place for place in range(PLACES + 1)]
-    parts = [layer[_row_at(times, place)] for place in places]
+    xs = [times[0] + step * index for index in range(PLACES + 1)]
+    parts = [layer[_row_at(times, x)] for x in xs]
     half = PLACES // 20
     middles = range(half, PLACES - half + 1)
-    least = {at: min(parts[at - half : at + half + 1]) for at in middles}
+    least = {index: min(parts[index - half : index + half + 1]) for index in middles}
     best = max(least, key=least.__getitem__)
-    return places[best], least[best]
+    return xs[best], least[best]
 
 
 def _row_at(times: Sequence[float], time: float) -> int:
@@ -660,14 +668,14 @@ def _shares(axes: Axes) -> None:
     axes.set_yticks([0, 25, 50, 75, 99], ["0", "25%", "50%", "75%", "99%"])
 
 
-def _time_axis(axis: Axis, low: float, high: float, label: str, most: int = 8) -> None:
+def _time_axis(axis: Axis, low: float, high: float, label: str, limit: int = 8) -> None:
     """Set a logarithmic axis from `low` to `high` seconds, with a limited number of ticks."""
     low, high = low / 1.15, high * 1.15
     ticks = log_ticks(low, high)
-    if len(ticks) > most:
+    if len(ticks) > limit:
         powers = [tick for tick in ticks if log10(tick).is_integer()]
         ticks = powers if len(powers) > 1 else ticks
-        ticks = ticks[:: ceil(len(ticks) / most)]
+        ticks = ticks[:: ceil(len(ticks) / limit)]
     axes = axis.axes
     across = axis is axes.xaxis
     (axes.set_xscale if across else axes.set_yscale)("log")

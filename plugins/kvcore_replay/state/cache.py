@@ -119,8 +119,8 @@ class TracedSequence:
         dropped = sum(
             max(min(high, start) - max(low, self.span.end), 0) for low, high in self.holes
         )
-        at = start - self.span.end - dropped
-        return slice(at, at + max(end - start, 0))
+        offset = start - self.span.end - dropped
+        return slice(offset, offset + max(end - start, 0))
 
     def drop(self, first: int, end: int) -> None:
         """Drop the blocks `[first, end)`."""
@@ -191,7 +191,7 @@ class TracedState(Generic[Opened]):
 
     def __init__(self, header: events.Header) -> None:
         self.header = header
-        self.layout = TraceLayout.of(header)
+        self.layout = TraceLayout.from_header(header)
         self.sequences: dict[int, Opened] = {}
         self.requests: dict[int | str, TracedPrompt] = {}
         self.hits = Hits()

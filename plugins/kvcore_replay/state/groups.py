@@ -142,12 +142,12 @@ class GroupTable:
 
     def before(self, position: int) -> list[tuple[int, TracedBlock]]:
         """Return the positions before `position` and their blocks, in order."""
-        found = []
+        entries = []
         for entry in self.blocks.items():
             if entry[0] >= position:
                 break
-            found.append(entry)
-        return found
+            entries.append(entry)
+        return entries
 
 
 @attrs.define(eq=False)
@@ -238,7 +238,7 @@ class GroupState(TracedState[GroupedSequence]):
         if (record.kind in ("window", "chunk")) is (record.window is None):
             problem = "a window or a chunk, and no other kind, has a window"
             violated(f"cache group {index}: {problem}")
-        layout = TraceLayout.of(replace(self.header, block_size=record.block_size))
+        layout = TraceLayout.from_header(replace(self.header, block_size=record.block_size))
         return TracedGroup(
             index, record.kind, record.block_size, record.window, record.layers, layout
         )
@@ -393,28 +393,28 @@ class GroupState(TracedState[GroupedSequence]):
     def _prefix(self, request: int | str, tokens: int, groups: list[TracedGroup]) -> int:
         """Return how many first tokens, at most `tokens`, full groups have without a gap."""
         for group in groups:
-            place = request, group.index
-            if place not in self._prefixes:
+            key = request, group.index
+            if key not in self._prefixes:
                 names, prompt = self.names[group.index], self._prompts[request][group.index]
                 position = 0
                 while name_of(prompt, group, position) in names:
                     position += 1
                 self.count_work(position)
-                self._prefixes[place] = position * group.size
-            tokens = min(tokens, self._prefixes[place])
+                self._prefixes[key] = position * group.size
+            tokens = min(tokens, self._prefixes[key])
         return tokens
 
     def _longest(self, request: int | str, tokens: int, groups: list[TracedGroup]) -> int:
         size = self.header.block_size
         full = [group for group in groups if group.kind == "full"]
         # A chunk may need no block, where it begins; it is looked up after the others.
-        others = [group for group in groups if group.kind != "full"]
-        others.sort(key=lambda group: group.kind == "chunk")
+        limited = [group for group in groups if group.kind != "full"]
+        limited.sort(key=lambda group: group.kind == "chunk")
         tokens = self._prefix(request, tokens, full) // size * size
-        if not others:
+        if not limited:
             return tokens
         # Most often the last block is not there: so it is looked up first, without a call.
-        group, steps = others[0], 0
+        group, steps = limited[0], 0
         names, prompt = self.names[group.index], self._prompts[request][group.index]
         for length in range(tokens, 0, -size):
             steps += 1
@@ -423,7 +423,7 @@ class GroupState(TracedState[GroupedSequence]):
                 steps = 0
             last = length // group.size - 1
             is_there = group.kind == "chunk" or name_of(prompt, group, last) in names
-            if is_there and all(self._can_resume(request, length, other) for other in others):
+            if is_there and all(self._can_resume(request, length, other) for other in limited):
                 return length
         return 0
 
@@ -483,8 +483,8 @@ class GroupState(TracedState[GroupedSequence]):
         seq, table = self.sequence(event.seq), self.sequence(event.seq).tables[event.group]
         ids = self.ids(event.runs)
         for position, block in enumerate(ids, event.first):
-            made = self.blocks[block] = TracedBlock(block, event.group, seq.prompt.id)
-            table.blocks[position] = made
+            block_of_trace = self.blocks[block] = TracedBlock(block, event.group, seq.prompt.id)
+            table.blocks[position] = block_of_trace
         if event.first < table.end:
             # Between those that the pool had.
             table.blocks = dict(sorted(table.blocks.items()))

@@ -61,7 +61,7 @@ class TraceLayout:
     stride: int
 
     @classmethod
-    def of(cls, header: events.Header) -> TraceLayout:
+    def from_header(cls, header: events.Header) -> TraceLayout:
         """Return the layout that HEADER gives.
 
         Raises:
@@ -102,7 +102,7 @@ class TraceLayout:
         keys = keys[self.stride - 1 :: self.stride]
         keyed = len(keys) * self.ratio
         # The last token is always computed: its logits are the first step of the output.
-        most = max(0, length - 1) // size
+        limit = max(0, length - 1) // size
         return TracedPrompt(
             request.id,
             length,
@@ -110,18 +110,18 @@ class TraceLayout:
             blocks=-(-length // size),
             cacheable=keyed if output_keys else min(full, keyed),
             lookup=min(full, keyed),
-            limit=min(most, keyed),
-            unkeyed=keyed < most or not keys,
+            limit=min(limit, keyed),
+            unkeyed=keyed < limit or not keys,
             share=share,
         )
 
     def name_generated(self, prompt: TracedPrompt, end: int) -> None:
         """Name the blocks from the end of `prompt` up to position `end`."""
-        whole = prompt.tokens // self.block_size // self.ratio
-        names = [(GENERATED, prompt.id, place) for place in range(whole, -(-end // self.ratio))]
-        if len(names) + whole > len(prompt.generated):
+        first = prompt.tokens // self.block_size // self.ratio
+        names = [(GENERATED, prompt.id, index) for index in range(first, -(-end // self.ratio))]
+        if len(names) + first > len(prompt.generated):
             # In place: spans that grow have this list.
-            prompt.generated[:] = [*prompt.keys[:whole], *names]
+            prompt.generated[:] = [*prompt.keys[:first], *names]
 
     def tokens_of(self, prompt: TracedPrompt, output: int) -> int:
         """Return the number of tokens with K/V of a request with `output` generated tokens.

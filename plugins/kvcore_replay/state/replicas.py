@@ -33,7 +33,7 @@ def replica_headers(header: Header) -> list[Header]:
     records = header.replicas or violated("HEADER has no replicas")
     if sum(record.count for record in records) > MOST_REPLICAS:
         violated(f"HEADER has more than {MOST_REPLICAS:,} replicas, which is the most")
-    plugins = {kind: each for kind, each in header.plugins.items() if kind != "router"}
+    plugins = {kind: plugin for kind, plugin in header.plugins.items() if kind != "router"}
     base = replace(header, replicas=UNSET, routing=UNSET, plugins=plugins)
     headers: list[Header] = []
     for record in records:
@@ -62,12 +62,12 @@ class Replicas:
         self.headers = replica_headers(header)
         routing, count = header.routing or {}, len(self.headers)
         up, fail = routing.get("up", list(range(count))), routing.get("fail", [])
-        if type(up) is not list or any(each not in range(count) for each in up):
+        if type(up) is not list or any(replica not in range(count) for replica in up):
             violated(f"routing says that {up!r:.40} of {count} replicas are up")
-        if type(fail) is not list or not all(type(each) is str for each in fail):
+        if type(fail) is not list or not all(type(text) is str for text in fail):
             violated(f"routing has failures that cannot be: {fail!r:.80}")
-        self.up = [number in up for number in range(count)]
-        self.lives = [int(each) for each in self.up]
+        self.up = [replica in up for replica in range(count)]
+        self.lives = [int(is_up) for is_up in self.up]
         self.requests: dict[int | str, events.Request] = {}
         # The replicas that prefill requests which others decode.
         self.prefills: dict[int | str, int] = {}
@@ -147,14 +147,14 @@ class ServerReader(TraceReader):
         super().__init__(file)
         self._replica = self._life = None
         if replica is not None:
-            number, colon, life = str(replica).partition(":")
-            if not number.isdecimal() or (colon and not life.isdecimal()):
+            index, colon, life = str(replica).partition(":")
+            if not index.isdecimal() or (colon and not life.isdecimal()):
                 msg = (
                     f"{replica!r} is no replica: give its number, such as 1, and if it has "
                     "failed which of its lives, such as 1:2"
                 )
                 raise InputError(msg)
-            self._replica, self._life = int(number), int(life) if colon else None
+            self._replica, self._life = int(index), int(life) if colon else None
 
     def __iter__(self) -> Iterator[Event]:
         """Yield the lines of the server."""
@@ -189,15 +189,15 @@ class ServerReader(TraceReader):
             except ValueError as error:
                 self.fail(f"{event.event}: {error}")
             mine = placed is not None and placed[0] == replica
-            at = replicas.lives[replica]
-            if mine and life is None and event.event == "RETURN" and at > 1:
+            current = replicas.lives[replica]
+            if mine and life is None and event.event == "RETURN" and current > 1:
                 msg = (
                     f"{self.file}: replica {replica} had lost all when it returned at "
                     f"{event.t / NS_PER_S:g} s: give --replica {replica}:1 for what was before "
                     f"that, and --replica {replica}:2 for what followed"
                 )
                 raise InputError(msg)
-            if life not in (None, at):
+            if life not in (None, current):
                 continue
             if placed is not None and mine and event.event not in CHANGES:
                 event = placed[1]  # noqa: PLW2901

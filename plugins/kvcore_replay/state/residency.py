@@ -74,7 +74,7 @@ class _RebuiltResidency:
             return
         span, blocks = self._state.span(event.span), run_blocks(event.runs)
         rested = event.age, event.t - self._stored[span.id], event.hits
-        place = span.keys, span.end - blocks, span.end, self._state.layout.ratio
-        self.residency.record_evict(*place, rested, event.reason)
+        content = span.keys, span.end - blocks, span.end, self._state.layout.ratio
+        self.residency.record_evict(*content, rested, event.reason)
         if blocks == len(span.ids):
             del self._stored[span.id]

@@ -45,9 +45,9 @@ class TierDirectory:
         if here != first:
             violated(f"{here} blocks of the prompt are there already, so {first} is not next")
         low, high = first // ratio, (end - 1) // ratio
-        for at in range(-(-first // ratio), high + 1):
-            if at:
-                before = keys[at - 1]
+        for index in range(-(-first // ratio), high + 1):
+            if index:
+                before = keys[index - 1]
                 self._next[before] = self._next.get(before, 0) + 1
         self._blocks.update(dict.fromkeys(keys[low:high], ratio))
         self._blocks[keys[high]] = end - high * ratio
@@ -60,19 +60,19 @@ class TierDirectory:
         """
         ratio, blocks, after = self._ratio, self._blocks, self._next
         low, high = first // ratio, (end - 1) // ratio
-        whole = -(-first // ratio)
+        lowest = -(-first // ratio)
         if blocks.get(keys[high], 0) != end - high * ratio or after.get(keys[high]):
             violated(f"the blocks up to {end} are not the end of a path that is there")
-        for at in range(high, whole - 1, -1):
-            if after.get(keys[at]):
-                violated(f"what comes after block {at * ratio} of the prompt is there still")
-            del blocks[keys[at]]
-            if at:
-                before = keys[at - 1]
+        for index in range(high, lowest - 1, -1):
+            if after.get(keys[index]):
+                violated(f"what comes after block {index * ratio} of the prompt is there still")
+            del blocks[keys[index]]
+            if index:
+                before = keys[index - 1]
                 after[before] -= 1
                 if not after[before]:
                     del after[before]
-        if whole > low:
+        if lowest > low:
             if after.get(keys[low]):
                 violated(f"what comes after block {first} of the prompt is there still")
             blocks[keys[low]] = first - low * ratio
@@ -155,10 +155,10 @@ class TracedTier:
 
     def queue(self, size: int, now: int, *, write: bool) -> None:
         """Add bytes to the queue of the link."""
-        held = self._held(size, write=write)
+        duration = self._held(size, write=write)
         if not self.untimed:
-            self.busy_ns += held
-            self.free_at = max(self.free_at, now) + held
+            self.busy_ns += duration
+            self.free_at = max(self.free_at, now) + duration
         if write:
             self.written_bytes += size
         else:
@@ -297,7 +297,7 @@ class TracedTiers:
 
 def _link(record: events.TierRecord) -> tuple[int, int, int]:
     """Return bytes a second each way, and the latency in ns, of a tier's link."""
-    rates = [record.options.get(f"{way}_bandwidth") for way in ("read", "write")]
+    rates = [record.options.get(f"{direction}_bandwidth") for direction in ("read", "write")]
     latency: Any = record.options.get("latency")
     known = [rate for rate in rates if type(rate) is int and rate > 0]
     if len(known) < len(rates) or type(latency) not in (int, float) or latency < 0:

@@ -67,14 +67,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Exits with 2 for wrong arguments, and if the document cannot be written.
     """
     parser = _parser()
-    asked = parser.parse_args(arguments)
-    reason = _unavailable(asked.backend)
+    options = parser.parse_args(arguments)
+    reason = _unavailable(options.backend)
     if reason:
-        sys.stderr.write(f"kvcore_testing.gpu: {asked.backend} cannot work here: {reason}\n")
+        sys.stderr.write(f"kvcore_testing.gpu: {options.backend} cannot work here: {reason}\n")
         return 3
     try:
-        document = _run_parts(asked.backend, asked.deadline, asked.json, quick=asked.quick)
-        if asked.json is None:
+        document = _run_parts(
+            options.backend, options.deadline, options.json, quick=options.quick
+        )
+        if options.json is None:
             print(json.dumps(document, indent=2))  # noqa: T201
     except (InputError, StorageError) as error:
         parser.error(str(error))

@@ -59,12 +59,12 @@ def outputs(variable: str, **options: Any) -> dict[Any, Any]:
         block_size=16,
         **options,
     )
-    found: dict[Any, Any] = done.outputs
-    return found
+    outputs_of_run: dict[Any, Any] = done.outputs
+    return outputs_of_run
 
 
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 def test_twin(options: dict[str, Any]) -> None:
     """The engine generates the same tokens on the device as on the other backend."""
-    found, expected = (outputs(variable, **options) for variable in (BACKEND, OTHER))
-    assert found == expected
+    got, expected = (outputs(variable, **options) for variable in (BACKEND, OTHER))
+    assert got == expected

@@ -137,8 +137,8 @@ class DiskStore(TierStore):
                 error.strerror = "it is a link; give the directory that it points into"
             raise
         self._files.append(file)
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             why = "it is no file, or has another name elsewhere (a hard link)"
             msg = f"tier disk: {path} cannot be used: {why}: remove it, or name another path"
             raise InputError(msg)
@@ -148,14 +148,14 @@ class DiskStore(TierStore):
         """Return the files of slots and of headers, whose first header is `first`."""
         paths = path / f"{name}.slots", path / f"{name}.headers"
         data, headers = map(self._file, paths)
-        found = os.pread(headers, HEADER_BYTES, 0)
-        if found and found != first:
-            number = next(n for n in count(1) if not Path(f"{paths[1]}.damaged-{n}").exists())
-            for each in paths:
-                each.rename(f"{each}.damaged-{number}")
-            _warn("%s was damaged: it is kept as %s.damaged-%d", paths[1], paths[1], number)
+        header = os.pread(headers, HEADER_BYTES, 0)
+        if header and header != first:
+            serial = next(n for n in count(1) if not Path(f"{paths[1]}.damaged-{n}").exists())
+            for file in paths:
+                file.rename(f"{file}.damaged-{serial}")
+            _warn("%s was damaged: it is kept as %s.damaged-%d", paths[1], paths[1], serial)
             data, headers = map(self._file, paths)
-        others = [each.stat().st_blocks for each in path.glob("*.slots*") if each != paths[0]]
+        others = [file.stat().st_blocks for file in path.glob("*.slots*") if file != paths[0]]
         if any(others):
             size = format_bytes(512 * sum(others))
             _warn("tier disk: %s also has %s of other models or layouts", path, size)
@@ -187,8 +187,8 @@ class DiskStore(TierStore):
         for start, end in self._runs(blocks):
             # Hashing brings the data into the caches of the CPU, where the write finds it.
             headers += (
-                self._sealer.seal(blocks[at], data[at * size : (at + 1) * size])
-                for at in range(start, end)
+                self._sealer.seal(blocks[index], data[index * size : (index + 1) * size])
+                for index in range(start, end)
             )
             _write(self._data, data[start * size : end * size], blocks[start].slot * size)
         if self._sync:
@@ -196,21 +196,23 @@ class DiskStore(TierStore):
         for start, end in self._runs(blocks):
             first = blocks[start].slot
             self._used[first : first + end - start] = b"\1" * (end - start)
-            whole = b"".join(each.ljust(HEADER_BYTES, b"\0") for each in headers[start:end])
-            self._write_headers(first, whole)
+            joined = b"".join(
+                header.ljust(HEADER_BYTES, b"\0") for header in headers[start:end]
+            )
+            self._write_headers(first, joined)
 
     def read(self, blocks: Sequence[StoredBlock], into: memoryview) -> int:
         """Read blocks, up to the first that does not match its header."""
         into, size = into.cast("B"), self._size
         for start, end in self._runs(blocks):
-            first, number = blocks[start].slot, end - start
-            headers = os.pread(self._headers, number * HEADER_BYTES, self._header_at(first))
+            first, count = blocks[start].slot, end - start
+            headers = os.pread(self._headers, count * HEADER_BYTES, self._header_at(first))
             _read(self._data, into[start * size : end * size], first * size)
-            for at in range(start, end):
-                header = headers[(at - start) * HEADER_BYTES :][:HEADER_BYTES]
-                found = into[at * size : (at + 1) * size]
-                if not self._sealer.matches(blocks[at], header, found):
-                    return at
+            for index in range(start, end):
+                header = headers[(index - start) * HEADER_BYTES :][:HEADER_BYTES]
+                block_bytes = into[index * size : (index + 1) * size]
+                if not self._sealer.matches(blocks[index], header, block_bytes):
+                    return index
         return len(blocks)
 
     def drop(self, slots: Sequence[int]) -> None:
@@ -229,9 +231,9 @@ class DiskStore(TierStore):
         step = CHUNK_BYTES // HEADER_BYTES
         for first in range(0, self._slots, step):
             headers = os.pread(self._headers, CHUNK_BYTES, self._header_at(first))
-            for at in range(0, len(headers), HEADER_BYTES):
-                header = headers[at : at + HEADER_BYTES]
-                slot = first + at // HEADER_BYTES
+            for begin in range(0, len(headers), HEADER_BYTES):
+                header = headers[begin : begin + HEADER_BYTES]
+                slot = first + begin // HEADER_BYTES
                 if not any(header):
                     self._used[slot] = 0
                     continue
@@ -251,16 +253,16 @@ class DiskStore(TierStore):
 
     def _runs(self, blocks: Sequence[StoredBlock]) -> Iterator[tuple[int, int]]:
         """Yield the ranges `[start, end)` of blocks in adjacent slots, up to 1 MiB each."""
-        most = max(1, CHUNK_BYTES // self._size)
+        longest = max(1, CHUNK_BYTES // self._size)
         start = 0
-        for at in range(1, len(blocks) + 1):
+        for index in range(1, len(blocks) + 1):
             if (
-                at == len(blocks)
-                or at - start == most
-                or blocks[at].slot != blocks[at - 1].slot + 1
+                index == len(blocks)
+                or index - start == longest
+                or blocks[index].slot != blocks[index - 1].slot + 1
             ):
-                yield start, at
-                start = at
+                yield start, index
+                start = index
 
     def _header_at(self, slot: int) -> int:
         return HEADER_BYTES * (slot + 1)
@@ -271,28 +273,28 @@ class DiskStore(TierStore):
 
 def _refuse_shared(path: Path) -> None:
     """Raise InputError for a directory in which others may write: they would choose the K/V."""
-    found = path.stat()
-    if found.st_mode & 0o022 or found.st_uid not in (os.geteuid(), 0):
+    mode = path.stat()
+    if mode.st_mode & 0o022 or mode.st_uid not in (os.geteuid(), 0):
         msg = (
-            f"tier disk: {path} can be written by others (mode {found.st_mode & 0o777:o}), who "
+            f"tier disk: {path} can be written by others (mode {mode.st_mode & 0o777:o}), who "
             "could choose the K/V of later runs: `chmod go-w` it, or name another path"
         )
         raise InputError(msg)
 
 
-def _write(file: int, data: memoryview, at: int) -> None:
+def _write(file: int, data: memoryview, offset: int) -> None:
     while data:
-        written = os.pwrite(file, data, at)
-        data, at = data[written:], at + written
+        written = os.pwrite(file, data, offset)
+        data, offset = data[written:], offset + written
 
 
-def _read(file: int, into: memoryview, at: int) -> None:
+def _read(file: int, into: memoryview, offset: int) -> None:
     """Fill `into` from the offset `at`, up to the end of the file."""
     while into:
-        got = os.preadv(file, [into], at)
+        got = os.preadv(file, [into], offset)
         if not got:
             return
-        into, at = into[got:], at + got
+        into, offset = into[got:], offset + got
 
 
 def _sync(file: int) -> None:

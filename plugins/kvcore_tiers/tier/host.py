@@ -74,20 +74,20 @@ class HostStore(TierStore):
     def write(self, blocks: Sequence[StoredBlock], data: memoryview) -> None:
         """Copy blocks into their slots."""
         data, size = data.cast("B"), self._size
-        for at, block in enumerate(blocks):
+        for index, block in enumerate(blocks):
             start = block.slot * size
             self._held.pop(block.slot, None)
-            self._memory[start : start + size] = data[at * size : (at + 1) * size]
+            self._memory[start : start + size] = data[index * size : (index + 1) * size]
             self._held[block.slot] = block.position, block.chain
 
     def read(self, blocks: Sequence[StoredBlock], into: memoryview) -> int:
         """Copy blocks from their slots, up to the first that is not in its slot."""
         into, size = into.cast("B"), self._size
-        for at, block in enumerate(blocks):
+        for index, block in enumerate(blocks):
             if self._held.get(block.slot) != (block.position, block.chain):
-                return at
+                return index
             start = block.slot * size
-            into[at * size : (at + 1) * size] = self._memory[start : start + size]
+            into[index * size : (index + 1) * size] = self._memory[start : start + size]
         return len(blocks)
 
     def drop(self, slots: Sequence[int]) -> None:

@@ -111,7 +111,7 @@ class RedisStore(TierStore):
         self._slots, self._size = slots, slot_bytes
         self._name: bytes = b"kvcore:1:" + self._sealer.owner.hex().encode() + b":"
         self._ttl_ms = None if tier.ttl is None else int(tier.ttl * 1000)
-        self._fields = [b"%d" % at for at in range(-(-slot_bytes // CHUNK_BYTES))]
+        self._fields = [b"%d" % index for index in range(-(-slot_bytes // CHUNK_BYTES))]
         self._held: dict[int, StoredBlock] = {}
         self._pause = self._again = 0.0
         try:
@@ -128,8 +128,8 @@ class RedisStore(TierStore):
         for start, end in self._batches(len(blocks)):
 
             def send(pipe: Any, start: int = start, end: int = end) -> None:
-                for at in range(start, end):
-                    self._send(pipe, blocks[at], data[at * self._size :][: self._size])
+                for index in range(start, end):
+                    self._send(pipe, blocks[index], data[index * self._size :][: self._size])
 
             self._held.update((block.slot, block) for block in blocks[start:end])
             self._ask(send)
@@ -137,9 +137,9 @@ class RedisStore(TierStore):
     def _send(self, pipe: Any, block: StoredBlock, data: memoryview) -> None:
         name = self._key(block)
         pipe.delete(name)
-        for at, field in enumerate(self._fields):
-            pipe.hset(name, field, data[at * CHUNK_BYTES :][:CHUNK_BYTES])
-            if not at:
+        for index, field in enumerate(self._fields):
+            pipe.hset(name, field, data[index * CHUNK_BYTES :][:CHUNK_BYTES])
+            if not index:
                 self._touch(pipe, name)
         sealed = attrs.evolve(block, slot=0)  # each run numbers its own slots
         pipe.hset(name, b"header", self._sealer.seal(sealed, data))
@@ -157,11 +157,11 @@ class RedisStore(TierStore):
                     self._touch(pipe, self._key(block))
 
             answers = self._ask(get)
-            for at in range(start, end):
-                found = into[at * size : (at + 1) * size]
-                block = attrs.evolve(blocks[at], slot=0)
-                if not self._unpack(block, answers[at - start], found):
-                    return at
+            for index in range(start, end):
+                block_bytes = into[index * size : (index + 1) * size]
+                block = attrs.evolve(blocks[index], slot=0)
+                if not self._unpack(block, answers[index - start], block_bytes):
+                    return index
         return known
 
     def _unpack(self, block: StoredBlock, answer: Any, into: memoryview) -> bool:
@@ -169,7 +169,7 @@ class RedisStore(TierStore):
         if not isinstance(answer, list) or len(answer) != 1 + len(self._fields):
             return False
         header, *pieces = answer
-        if not all(isinstance(each, bytes) for each in answer):
+        if not all(isinstance(field, bytes) for field in answer):
             return False
         if sum(map(len, pieces)) != self._size:
             return False
@@ -190,19 +190,19 @@ class RedisStore(TierStore):
 
         Scans all keys of the database, for 30 s at most.
         """
-        found: dict[bytes, StoredBlock] = {}
+        blocks_by_name: dict[bytes, StoredBlock] = {}
         until = monotonic() + SCAN_S
         for names in self._scan():
             headers = self._ask(partial(self._ask_headers, names))
             for name, header in zip(names, headers, strict=True):
                 block = self._sealer.unseal(header) if isinstance(header, bytes) else None
                 if block is not None and self._key(block) == name and block.key is not None:
-                    found[name] = block
-            if len(found) >= 2 * self._slots or monotonic() > until:
+                    blocks_by_name[name] = block
+            if len(blocks_by_name) >= 2 * self._slots or monotonic() > until:
                 text = "kvcore: tier redis: %s has more blocks than were looked at"
                 logging.getLogger("kvcore").warning(text, self._where)
                 break
-        first = sorted(found.values(), key=lambda block: (block.position, block.chain))
+        first = sorted(blocks_by_name.values(), key=lambda block: (block.position, block.chain))
         for slot, block in enumerate(first[: self._slots]):
             self._held[slot] = attrs.evolve(block, slot=slot)
             yield self._held[slot]
@@ -230,8 +230,8 @@ class RedisStore(TierStore):
             for block in blocks[:known]:
                 pipe.exists(self._key(block))
 
-        there = self._ask(ask) if known else []
-        return next((at for at, each in enumerate(there) if each != 1), known)
+        answers = self._ask(ask) if known else []
+        return next((index for index, present in enumerate(answers) if present != 1), known)
 
     def close(self) -> None:
         """Disconnect; blocks stay until their `ttl` has passed."""
@@ -239,10 +239,13 @@ class RedisStore(TierStore):
 
     def _known(self, blocks: Sequence[StoredBlock]) -> int:
         """Return the number of `blocks` before the first that this run has not stored."""
-        for at, block in enumerate(blocks):
-            held = self._held.get(block.slot)
-            if held is None or (held.position, held.chain) != (block.position, block.chain):
-                return at
+        for index, block in enumerate(blocks):
+            block_held = self._held.get(block.slot)
+            if block_held is None or (block_held.position, block_held.chain) != (
+                block.position,
+                block.chain,
+            ):
+                return index
         return len(blocks)
 
     def _key(self, block: StoredBlock) -> bytes:
@@ -254,7 +257,7 @@ class RedisStore(TierStore):
 
     def _batches(self, blocks: int) -> Iterator[tuple[int, int]]:
         step = min(max(1, BATCH_BYTES // self._size), BATCH_KEYS)
-        return ((at, min(at + step, blocks)) for at in range(0, blocks, step))
+        return ((start, min(start + step, blocks)) for start in range(0, blocks, step))
 
     def _ask(self, commands: Callable[[Any], object]) -> list[Any]:
         """Send commands in one pipeline, and return the answers."""
@@ -268,7 +271,7 @@ class RedisStore(TierStore):
         except Exception as error:  # noqa: BLE001 - another kind of server may answer anything
             self._fail(error)
         self._pause = 0.0
-        refusal = next((each for each in answers if isinstance(each, Exception)), None)
+        refusal = next((answer for answer in answers if isinstance(answer, Exception)), None)
         if refusal is not None:
             msg = f"tier redis: {self._where} refused: {refusal}"
             raise OSError(msg) from refusal

@@ -39,7 +39,7 @@ def report(*arguments):
 def test_replicas_share_the_requests():
     """Each request is served by one replica, and round robin divides them evenly."""
     summary = report("--replicas", 4)
-    assert [each["requests"] for each in summary["replicas"]] == [15] * 4
+    assert [replica["requests"] for replica in summary["replicas"]] == [15] * 4
     assert summary["completed"] == 60
     assert summary["imbalance"]["requests"] == {"most": 1, "variation": 0}
 
@@ -63,9 +63,9 @@ def test_replicas_may_have_options_of_their_own(tmp_path):
     path = tmp_path / "fleet.toml"
     path.write_text(UNLIKE)
     summary = report("--config", path)
-    assert [each["blocks"] for each in summary["replicas"]] == [100, 100, 50]
+    assert [replica["blocks"] for replica in summary["replicas"]] == [100, 100, 50]
     groups = summary["config"]["replicas"]
-    assert [(each["count"], each["device"]) for each in groups] == [(2, "h200"), (1, "h100")]
+    assert [(group["count"], group["device"]) for group in groups] == [(2, "h200"), (1, "h100")]
     config = summary["config"]
     assert (config["device"], config["plugins"]["latency"]["options"]["device"]) == (
         "h200",
@@ -91,9 +91,9 @@ def test_files_of_a_cluster_are_written(tmp_path):
     run("--replicas", 2, "--out", out, "--prometheus", tmp_path / "metrics")
     summary = orjson.loads((out / "summary.json").read_bytes())
     rows = [orjson.loads(line) for line in (out / "requests.jsonl").read_text().splitlines()]
-    for each in summary["replicas"]:
-        served = [row for row in rows if row["replica"] == each["replica"]]
-        assert len(served) == each["requests"] == 30
+    for replica in summary["replicas"]:
+        served = [row for row in rows if row["replica"] == replica["replica"]]
+        assert len(served) == replica["requests"] == 30
     assert (out / "trace.jsonl.gz").exists()
     metrics = (tmp_path / "metrics").read_text()
     assert 'kvcore_replica_requests_total{replica="1",router="round-robin"' in metrics

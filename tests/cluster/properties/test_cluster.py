@@ -144,7 +144,7 @@ prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 
 def keys_of(path):
     """Return the chained keys of a path."""
-    return [path[: place + 1] for place in range(len(path))]
+    return [path[: index + 1] for index in range(len(path))]
 
 
 def ask(path, size=4):

@@ -47,12 +47,12 @@ def check(trace):
 def requests_of(drawn):
     """Return the requests, in order of arrival."""
     at, requests = 0, []
-    for number, (gap, keys, tail, output) in enumerate(drawn):
+    for index, (gap, keys, tail, output) in enumerate(drawn):
         at += gap
         prompt = (len(keys) - 1) * BLOCK + tail
         digits = keys.translate(str.maketrans("ab", "12"))
         chained = [int(digits[: n + 1]) for n in range(len(digits))]
-        requests.append(ask(number, at, prompt=prompt, output=output, keys=chained))
+        requests.append(ask(index, at, prompt=prompt, output=output, keys=chained))
     return requests
 
 
@@ -75,13 +75,13 @@ def test_each_request_is_served_once(drawn, split, blocks, max_seqs, chunked, sc
     options["scheduler"] = scheduler
     run = serve_cluster(requests, split=split, **options)
     result, rows = run.result, run.result.phases.transfers
-    assert Counter(result.log.ids) == Counter(each.id for each in requests)
-    by_id = {each.id: each for each in requests}
-    for place, name in enumerate(rows.ids):
+    assert Counter(result.log.ids) == Counter(request.id for request in requests)
+    by_id = {request.id: request for request in requests}
+    for index, name in enumerate(rows.ids):
         prompt = -(-by_id[name].prompt_tokens // BLOCK)
-        assert rows.blocks[place] + rows.reused[place] == prompt
-        assert rows.size[place] == rows.blocks[place] * SLOT
-        assert rows.ended[place] <= rows.done[place]
+        assert rows.blocks[index] + rows.reused[index] == prompt
+        assert rows.size[index] == rows.blocks[index] * SLOT
+        assert rows.ended[index] <= rows.done[index]
     assert result.phases.moved_bytes == sum(rows.size)
     assert sum(line["bytes"] for line in run.of("TRANSFER")) == sum(rows.size)
     check(run.trace)
@@ -98,7 +98,7 @@ def test_failures_lose_no_request(drawn, split, replica, at, gone):
     failures = [f"replica={replica},at={at}ns,for={gone}ns"]
     run = serve_cluster(requests, split=split, failures=failures, blocks=12)
     check(run.trace)
-    assert Counter(run.result.log.ids) == Counter(each.id for each in requests)
+    assert Counter(run.result.log.ids) == Counter(request.id for request in requests)
     assert run.result.phases.moved_bytes >= sum(run.result.phases.transfers.size)
 
 

@@ -217,8 +217,8 @@ def test_a_server_full_of_pins_serves_all_requests(tmp_path):
     """Requests that pin all their blocks are all served, since pins yield."""
     shape = {"prompt": 24, "output": 20, "hints": Hints(pin=10**9)}
     requests = [
-        arrive(number, number, keys=range(6 * number, 6 * number + 6), **shape)
-        for number in range(12)
+        arrive(index, index, keys=range(6 * index, 6 * index + 6), **shape)
+        for index in range(12)
     ]
     run = simulate(requests, blocks=12)
     assert len(run.rows) == 12
@@ -226,5 +226,5 @@ def test_a_server_full_of_pins_serves_all_requests(tmp_path):
     assert summary["pins"]["yielded"] > 0
     (tmp_path / "t.jsonl").write_bytes(run.trace)
     assert check_trace(tmp_path / "t.jsonl").complete
-    free = simulate([attrs.evolve(each, hints=NO_HINTS) for each in requests], blocks=12)
+    free = simulate([attrs.evolve(request, hints=NO_HINTS) for request in requests], blocks=12)
     assert free.result.summary()["pins"] == {"refused_blocks": 0, "yielded": 0}

@@ -39,8 +39,8 @@ def test_a_lazy_heap_is_a_sorted_dict(calls):
 def test_garbage_is_bounded():
     """An item that moves often leaves a bounded number of old entries in the heap."""
     heap = LazyHeap()
-    for place in range(1000):
-        heap.push((place, "a"))
+    for index in range(1000):
+        heap.push((index, "a"))
     assert len(heap._heap) <= 20
     assert heap.first_entry() == (999, "a")
 

@@ -119,7 +119,7 @@ def test_a_file_that_is_not_utf8_is_refused(tmp_path):
 def test_the_documented_file_runs(document):
     """The example file in the reference runs and has the options that it sets."""
     examples = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    (example,) = (each for each in examples if each.startswith("# What arrives"))
+    (example,) = (example for example in examples if example.startswith("# What arrives"))
     config = document(example)["config"]
     assert config["workload"]["name"] == "zipf"
     assert config["plugins"]["scheduler"]["name"] == "srpt"

@@ -107,7 +107,10 @@ def test_output_of_a_plugin_on_import_goes_to_stderr(site):
     install_module(site, "acme", "acme_noisy", "print('on import')\n" + noisy)
     done = run(site, "plugins", "--json")
     assert (done.returncode, done.stderr) == (0, "on import\nin the hook\n")
-    assert {each["name"] for each in json.loads(done.stdout)["plugins"]} == {"plain", "noisy"}
+    assert {plugin["name"] for plugin in json.loads(done.stdout)["plugins"]} == {
+        "plain",
+        "noisy",
+    }
 
 
 @pytest.mark.parametrize("arguments", [["--json"], []])

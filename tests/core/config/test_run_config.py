@@ -54,7 +54,7 @@ def test_the_slo_may_be_left_out(given, slo):
 def test_the_error_for_a_wrong_value_begins_with_the_option(options, reason):
     """The error for a wrong value begins with the name of the option."""
     with pytest.raises(InputError) as refused:
-        RunConfig.of(**options)
+        RunConfig.for_mode(**options)
     assert str(refused.value).startswith(reason)
 
 
@@ -113,8 +113,8 @@ def test_defaults_follow_the_mode():
 
     A simulation defaults to blocks of 16 tokens and `tokens` accounting.
     """
-    replayed = RunParts(RunConfig.of("compare", workload="mooncake", blocks=9))
-    served = RunParts(RunConfig.of("simulate", workload="mooncake", blocks=9))
+    replayed = RunParts(RunConfig.for_mode("compare", workload="mooncake", blocks=9))
+    served = RunParts(RunConfig.for_mode("simulate", workload="mooncake", blocks=9))
     assert (replayed.geometry.block_size, replayed.geometry.accounting) == (512, "keys")
     assert (served.geometry.block_size, served.geometry.accounting) == (16, "tokens")
 
@@ -138,7 +138,7 @@ def test_options_are_read_from_a_toml_file(tmp_path):
 
 def test_an_unknown_mode_is_refused():
     """An unknown mode raises InputError, given to `of` or to the constructor."""
-    for make in (RunConfig.of, lambda mode: RunConfig(mode=mode)):
+    for make in (RunConfig.for_mode, lambda mode: RunConfig(mode=mode)):
         with pytest.raises(InputError, match="mode: 'plan' is not one of 'simulate'"):
             make("plan")
 
@@ -146,7 +146,7 @@ def test_an_unknown_mode_is_refused():
 def test_options_choose_no_mode_beside_a_named_one():
     """A configuration that names its mode refuses options that choose another one."""
     with pytest.raises(InputError, match="replicas: this is for one server"):
-        RunConfig.of("compare", workload=ZIPF, replicas=2).build()
+        RunConfig.for_mode("compare", workload=ZIPF, replicas=2).build()
 
 
 def test_a_trace_gives_the_configuration_of_its_run(tmp_path):

@@ -22,6 +22,6 @@ def test_each_request_hits_as_in_sglang(stream):
 )
 def test_each_rule_of_sglang_changes_the_hits(rule, more):
     """Without SGLang's prefix rule or eviction rule, the pool of 8,192 blocks hits more."""
-    stream = next(each for each in STREAMS[CONVERSATION] if each.blocks == 8192)
+    stream = next(stream for stream in STREAMS[CONVERSATION] if stream.blocks == 8192)
     ours = KvcoreCache.like("sglang", stream.blocks, **rule)
     assert sum(hits_of(stream, ours)) - STREAMS[CONVERSATION][stream][0] == more

@@ -49,15 +49,15 @@ def test_blocks_found_again_after_a_preemption_are_no_hits(scheduler):
     """Blocks that a preempted request finds again are not counted as hits."""
     requests = [
         ask(
-            number,
-            at=3 * number,
-            prompt=20 + number % 30,
-            output=10 + number % 40,
-            keys=[number * 100 + place for place in range(12)],
-            priority=number % 3,
-            tenant=f"tenant {number % 3}",
+            index,
+            at=3 * index,
+            prompt=20 + index % 30,
+            output=10 + index % 40,
+            keys=[index * 100 + place for place in range(12)],
+            priority=index % 3,
+            tenant=f"tenant {index % 3}",
         )
-        for number in range(150)
+        for index in range(150)
     ]
     run = serve(requests, blocks=30, scheduler=scheduler_of(scheduler), max_seqs=8)
     stats = run.result.cache.stats
@@ -71,11 +71,11 @@ def test_hits_are_counted_at_the_first_admission_only():
     """Lookups and hits of a request are counted at its first admission only."""
     shared = [7, 8, 9]
     requests = [
-        ask(number, prompt=12 + number % 5, output=30, keys=shared) for number in range(40)
+        ask(index, prompt=12 + index % 5, output=30, keys=shared) for index in range(40)
     ]
     run = serve(requests, blocks=20, max_seqs=4)
     alone = KVCache(1000, 4, eviction=LRU(), accounting="tokens")
-    bound = replay([attrs.evolve(each, arrival=0) for each in requests], alone)
+    bound = replay([attrs.evolve(request, arrival=0) for request in requests], alone)
     stats = run.result.cache.stats
     assert run.sum("recomputes") > 10
     assert stats.requests == 40

@@ -46,7 +46,7 @@ def test_recorded_steps_cover_all_kinds_of_servers(real):
     preempted = sum(len(lost) for _, _, lost in steps)
     hits = sum(sum(admitted.values()) for _, admitted, _ in steps)
     assert (len(steps), preempted, hits) == COUNTS
-    kinds = {(each.lag, each.chunked, each.by_priority) for each in SERVERS.values()}
+    kinds = {(server.lag, server.chunked, server.by_priority) for server in SERVERS.values()}
     assert len(kinds) == 8
 
 
@@ -76,7 +76,7 @@ def test_recorded_steps_cover_all_kinds_of_groups(grouped):
     assert (len(steps), preempted, hits) == GROUPED_COUNTS
     kinds = {group.kind for each in GROUPS.values() for group in each.groups}
     assert kinds == {"full", "window", "state"}
-    assert {each.lag for each in GROUPS.values()} == {0, 1}
+    assert {group.lag for group in GROUPS.values()} == {0, 1}
 
 
 HOSTED_BY_VLLM = orjson.loads(HOSTED.read_bytes())

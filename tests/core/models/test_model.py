@@ -231,7 +231,7 @@ def test_prefill_flop_by_hand():
 def test_the_prefill_cost_is_flop_over_flops(context, tokens):
     """The prefill cost is the FLOP of the formula divided by the device's FLOP/s."""
     model, gpu = tiny(windows=(None, 4, 4)), device(flops=7919)
-    seconds = PrefillCost.of(model, gpu)(context, tokens)
+    seconds = PrefillCost.for_model(model, gpu)(context, tokens)
     assert seconds == pytest.approx(prefill_flop(model, tokens, context) / 7919)
 
 
@@ -239,7 +239,7 @@ def test_the_default_prefill_cost_is_named():
     """The default prefill cost is that of Llama 3 8B on an H100."""
     cost = default_prefill_cost()
     assert (cost.model, cost.device) == ("llama-3-8b", "h100")
-    assert cost == PrefillCost.of(find_model("llama-3-8b"), find_device("h100"))
+    assert cost == PrefillCost.for_model(find_model("llama-3-8b"), find_device("h100"))
 
 
 def test_the_default_cost_of_a_block_is_constant():

@@ -68,11 +68,11 @@ def test_no_hook_is_called_while_a_cache_works(monkeypatch):
     plugins._manager.add_hookcall_monitoring(lambda *_: calls.append("pluggy"), lambda *_: None)
     monkeypatch.setattr(Plugins, "_collect", lambda *_: calls.append("kvcore"))
     cache = KVCache(blocks=100, block_size=16, eviction=eviction, prefix=prefix)
-    for number in range(500):
-        keys = [(number % 40, block) for block in range(20)]
-        request = Request(id=number, prompt_tokens=320, keys=keys, key_tokens=16)
-        sequence = cache.open(request, now=number)
-        cache.commit(sequence, sequence.tokens - sequence.computed, now=number)
-        cache.close(sequence, now=number)
+    for index in range(500):
+        keys = [(index % 40, block) for block in range(20)]
+        request = Request(id=index, prompt_tokens=320, keys=keys, key_tokens=16)
+        sequence = cache.open(request, now=index)
+        cache.commit(sequence, sequence.tokens - sequence.computed, now=index)
+        cache.close(sequence, now=index)
     assert cache.tree.evicted_blocks > 0
     assert calls == []

@@ -269,12 +269,12 @@ def test_a_policy_of_any_style_works(cls):
     """A policy works in a cache that evicts, whatever makes its constructor."""
     policy = cls(width=8)
     cache = KVCache(blocks=8, block_size=16, eviction=policy)
-    for number in range(6):
-        keys = [(number, block) for block in range(4)]
-        request = Request(id=number, prompt_tokens=64, keys=keys, key_tokens=16)
-        sequence = cache.open(request, now=number)
-        cache.commit(sequence, sequence.tokens - sequence.computed, now=number)
-        cache.close(sequence, now=number)
+    for index in range(6):
+        keys = [(index, block) for block in range(4)]
+        request = Request(id=index, prompt_tokens=64, keys=keys, key_tokens=16)
+        sequence = cache.open(request, now=index)
+        cache.commit(sequence, sequence.tokens - sequence.computed, now=index)
+        cache.close(sequence, now=index)
     cache.check_integrity()
     assert cache.tree.evicted_blocks == 16
     assert policy.options() == {"width": 8}

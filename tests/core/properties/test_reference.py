@@ -52,8 +52,8 @@ def assert_same_decisions(name, blocks, count, size, steps):
     """Check that hits, refusals, free blocks and evictions of both are equal at each step."""
     cache, reference = caches(name, blocks, count, size)
     one, other = Driver(*cache), Driver(*reference)
-    for number, step in enumerate(steps):
-        assert one.step(step) == other.step(step), f"step {number} of {len(steps)}: {step}"
+    for index, step in enumerate(steps):
+        assert one.step(step) == other.step(step), f"step {index} of {len(steps)}: {step}"
 
 
 def traffic(name, **changes):
@@ -129,8 +129,8 @@ def test_decisions_for_any_requests(name, requests):
 def request(number, keys, *hints):
     """Return a request of whole keys, with a retention hint (priority, duration) per key."""
     retention = tuple(
-        Retention(place * KEY, (place + 1) * KEY, *hint)
-        for place, hint in enumerate(hints)
+        Retention(index * KEY, (index + 1) * KEY, *hint)
+        for index, hint in enumerate(hints)
         if hint is not None
     )
     return keyed(number, keys, KEY, retention=retention)
@@ -149,7 +149,7 @@ def test_a_commit_is_shared_with_forks_of_several_lengths():
             fork = Step(action="fork")
             steps += [fork, Step(action="rollback", which=sibling, tokens=keys * KEY)]
         steps += [Step(action="commit"), *[Step(action="close")] * 3]
-        steps += [serve(number, [10 * number] * 3) for number in range(1, 4)]
+        steps += [serve(index, [10 * index] * 3) for index in range(1, 4)]
         assert_same_decisions("fifo", 9, "keys", KEY, steps)
 
 

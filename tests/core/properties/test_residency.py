@@ -141,6 +141,6 @@ class ByBlock:
 
     def stored(self, keys, start, end):
         """Count the blocks that were evicted within the window."""
-        for place in range(start, end):
-            left = self.gone.pop((keys[place // self.ratio], place % self.ratio), None)
+        for index in range(start, end):
+            left = self.gone.pop((keys[index // self.ratio], index % self.ratio), None)
             self.blocks += left is not None and self.clock - left <= self.window

@@ -75,9 +75,9 @@ def test_the_decode_batch_equals_the_model(history, size):
     """Sizes, contexts and growing jobs of the batch equal those of the model."""
     model = Model(size)
     batch = DecodeBatch(model.steps, size, WINDOWS, TokenGaps())
-    for number, (action, *arguments) in enumerate(history):
+    for index, (action, *arguments) in enumerate(history):
         if action == "add":
-            _add(model, batch, number, *arguments)
+            _add(model, batch, index, *arguments)
         elif model.lengths and action == "run":
             _run(model, batch, *arguments)
         elif model.lengths:

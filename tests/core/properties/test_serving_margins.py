@@ -38,13 +38,13 @@ ALL_ALIKE = Class(LONG, 5 * ALONE), Class(SHORT, 5 * ALONE, weight=4)
 def traffic(load, classes, requests=2000):
     """Yield random jobs of `classes` at `load` times the capacity of the server."""
     random, now = Random(0), 0.0
-    weights = [each.weight for each in classes]
-    tokens = sum(each.weight * each.output for each in classes) / sum(weights)
-    for number in range(requests):
+    weights = [cls.weight for cls in classes]
+    tokens = sum(cls.weight * cls.output for cls in classes) / sum(weights)
+    for index in range(requests):
         now += random.expovariate(load * RATE * 1000 / tokens)
         (job,) = random.choices(classes, weights)
         slo = SLO(deadline_ns=int(job.deadline * SECOND))
-        yield ask(number, int(now * SECOND), prompt=10, output=job.output, slo=slo)
+        yield ask(index, int(now * SECOND), prompt=10, output=job.output, slo=slo)
 
 
 def outcome(load, classes, scheduler):
@@ -58,8 +58,10 @@ def outcome(load, classes, scheduler):
         max_seqs=SEATS,
         trace=False,
     )
-    took = [run.rows[each.id]["finish"] - each.arrival for each in requests]
-    met = [time <= each.slo.deadline_ns for time, each in zip(took, requests, strict=True)]
+    took = [run.rows[request.id]["finish"] - request.arrival for request in requests]
+    met = [
+        time <= request.slo.deadline_ns for time, request in zip(took, requests, strict=True)
+    ]
     return mean(met), mean(took) / SECOND
 
 

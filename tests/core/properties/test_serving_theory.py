@@ -31,7 +31,7 @@ def run(requests, **options):
     latency = TokenRate(prefill=1000, decode=1000)
     room = {"blocks": REQUESTS, "block_size": 1 << 20, "key_tokens": 1 << 20}
     done = serve(requests, latency=latency, max_seqs=1, trace=False, **room, **options)
-    return [done.rows[number] for number in range(REQUESTS)]
+    return [done.rows[index] for index in range(REQUESTS)]
 
 
 def waits(rows):

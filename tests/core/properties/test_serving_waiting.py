@@ -20,8 +20,8 @@ histories = st.lists(pushes | st.tuples(st.just("remove"), st.integers(0, JOBS))
 
 def jobs():
     """Return new jobs."""
-    requests = (Request(id=number, prompt_tokens=1, key_tokens=1) for number in range(JOBS))
-    return [Job(request, number, 0, STEPS, 1) for number, request in enumerate(requests)]
+    requests = (Request(id=index, prompt_tokens=1, key_tokens=1) for index in range(JOBS))
+    return [Job(request, index, 0, STEPS, 1) for index, request in enumerate(requests)]
 
 
 @given(histories)

@@ -49,16 +49,16 @@ def test_a_column_reads_as_its_list(cells, typecode, length):
     assert [column[row] for row in range(-length, length)] == cells + cells
     assert column[1:9:2] == cells[1:9:2]
     assert column[::-1] == cells[::-1]
-    for each in cells:
-        assert column.count(each) == cells.count(each)
-        assert column.index(each) == cells.index(each)
+    for cell in cells:
+        assert column.count(cell) == cells.count(cell)
+        assert column.index(cell) == cells.index(cell)
 
 
 def test_appending_cells_equals_extending():
     """Appending one cell at a time gives the same column as `extend`."""
     column = Column("q")
-    for each in NUMBERS:
-        column.append(each)
+    for number in NUMBERS:
+        column.append(number)
     assert column == NUMBERS
     assert len(column.newest) == len(NUMBERS) % ROWS
 
@@ -151,8 +151,8 @@ def test_reports_do_not_depend_on_the_rows_in_memory(monkeypatch, tmp_path):
     Rejected requests are among them.
     """
     requests = [
-        ask(f"r{number}", number * 10, prompt=9000 if number == 7 else 4 + number, output=3)
-        for number in range(40)
+        ask(f"r{index}", index * 10, prompt=9000 if index == 7 else 4 + index, output=3)
+        for index in range(40)
     ]
 
     def outcome(name):

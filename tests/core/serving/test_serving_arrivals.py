@@ -35,9 +35,9 @@ def test_a_streamed_workload_is_read_one_request_ahead():
     read = []
 
     def streamed():
-        for number in range(9):
-            read.append(number)
-            yield ask(number, 10 * number)
+        for index in range(9):
+            read.append(index)
+            yield ask(index, 10 * index)
 
     arrivals = Arrivals(streamed())
     assert len(read) == 1
@@ -88,7 +88,7 @@ def test_the_turn_after_a_rejected_one_arrives_after_its_think_time():
 @pytest.mark.parametrize(("scale", "times"), [(2, [0, 5, 10]), (0.1, [0, 100, 200])])
 def test_rate_scale_divides_the_times_of_arrival(scale, times):
     """Twice the rate halves the times of arrival."""
-    arrivals = Arrivals([ask(number, 10 * number) for number in range(3)], scale)
+    arrivals = Arrivals([ask(index, 10 * index) for index in range(3)], scale)
     assert [at for at, _ in arrived(arrivals)] == times
 
 
@@ -134,7 +134,7 @@ def test_invalid_workloads_are_refused(requests, message):
 
 def test_the_error_for_a_late_arrival_out_of_order_has_its_number():
     """The error for a late arrival out of order has its number in the workload."""
-    requests = [*(ask(number, number) for number in range(1000)), ask("late", 7)]
+    requests = [*(ask(index, index) for index in range(1000)), ask("late", 7)]
     with pytest.raises(InputError, match=r"'late' \(number 1001\) arrives at 7 ns, before 999"):
         serve(requests)
 

@@ -12,7 +12,7 @@ from kvcore import InputError, LatencyModel, PolicyError, Scheduler
 from kvcore.serving import StepPlan
 from kvcore_plugins.scheduler import FCFS, SRPT
 
-REQUESTS = [ask(number, number, output=9) for number in range(6)]
+REQUESTS = [ask(index, index, output=9) for index in range(6)]
 
 
 @attrs.define(slots=False, eq=False)
@@ -58,7 +58,7 @@ def test_livelock_by_pauses():
 @pytest.mark.parametrize("scheduler", [FCFS, Planning])
 def test_much_preemption_is_no_livelock(scheduler):
     """A run with many preemptions is no livelock as long as tokens are generated."""
-    requests = [ask(number, prompt=3, output=80) for number in range(40)]
+    requests = [ask(index, prompt=3, output=80) for index in range(40)]
     run = serve(requests, blocks=21, scheduler=scheduler())
     assert run.sum("recomputes") > 150
 

@@ -103,7 +103,7 @@ def test_conversations_that_begin_in_a_burst_are_no_saturation():
 
 def test_bursts_that_drain_are_no_saturation():
     """Ten bursts of 100 requests that drain before the next one are no saturation."""
-    bursts = [number * 150 * SERVICE for number in range(10) for _ in range(100)]
+    bursts = [index * 150 * SERVICE for index in range(10) for _ in range(100)]
     assert found(bursts) is False
 
 

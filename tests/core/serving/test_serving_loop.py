@@ -170,14 +170,14 @@ def test_a_request_that_can_never_fit_is_rejected():
 def test_simultaneous_requests_are_all_served(scheduler):
     """10,000 simultaneous requests are all served, by `fcfs` in their order."""
     requests = [
-        ask(number, at=7, prompt=1 + number % 50, output=number % 20, tenant=number % 7 * "x")
-        for number in range(10_000)
+        ask(index, at=7, prompt=1 + index % 50, output=index % 20, tenant=index % 7 * "x")
+        for index in range(10_000)
     ]
     options = {"blocks": 400, "max_seqs": 64, "trace": False}
     run = serve(requests, scheduler=scheduler_of(scheduler), **options)
     assert len(run.rows) == 10_000
     if scheduler == "fcfs":
-        admitted = [run.rows[number]["admitted"] for number in range(10_000)]
+        admitted = [run.rows[index]["admitted"] for index in range(10_000)]
         assert admitted == sorted(admitted)
 
 

@@ -240,14 +240,14 @@ def test_the_offered_load_is_a_share_of_the_time_between_arrivals(load, options)
 
     Every 20 ns a request arrives that needs three steps of 10 ns.
     """
-    requests = [ask(number, at=20 * number, output=3) for number in range(4)]
+    requests = [ask(index, at=20 * index, output=3) for index in range(4)]
     assert run(requests, **options).summary()["offered_load"] == load
 
 
 @pytest.mark.parametrize("retention", ["window:tokens=8", "h2o:budget=8"])
 def test_the_offered_load_of_a_bounded_run_is_a_lower_bound_too(retention):
     """With a retention policy, the offered load is no more than the measured busy time."""
-    requests = [ask(number, at=number, output=400) for number in range(50)]
+    requests = [ask(index, at=index, output=400) for index in range(50)]
     result = run(requests, blocks=400, retention=retention, latency=Linear())
     assert 0 < result.offered_load <= result.log.busy_ps / 1000 / 50
 
@@ -255,8 +255,8 @@ def test_the_offered_load_of_a_bounded_run_is_a_lower_bound_too(retention):
 def test_the_offered_load_of_one_sequence_is_that_of_queueing_theory():
     """For one sequence at a time, the load is arrival rate x mean service time (M/G/1)."""
     requests = [
-        ask(number, at=number * 40_000_000, prompt=1 + number * 37 % 100, output=number % 7)
-        for number in range(50)
+        ask(index, at=index * 40_000_000, prompt=1 + index * 37 % 100, output=index % 7)
+        for index in range(50)
     ]
     result = run(requests, latency=Linear(), max_seqs=1, max_tokens=16)
     service = Fraction(result.log.busy_ps, 50)
@@ -267,7 +267,7 @@ def test_the_offered_load_of_one_sequence_is_that_of_queueing_theory():
 @pytest.mark.parametrize("ats", [[0], [0, 0], [7, 7, 7]])
 def test_arrivals_at_one_time_have_no_rate(ats):
     """Requests that all arrive at once have no offered load."""
-    requests = [ask(number, at=at) for number, at in enumerate(ats)]
+    requests = [ask(index, at=at) for index, at in enumerate(ats)]
     assert run(requests).summary()["offered_load"] is None
 
 

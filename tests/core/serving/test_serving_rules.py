@@ -303,7 +303,7 @@ class TestLike:
     @pytest.mark.parametrize("engine", ["kvcore", "sglang", "vllm"])
     def test_the_defaults_of_an_engine_are_options_of_a_run(self, engine):
         """Each default of an engine is valid, and its value is kept."""
-        config = RunConfig.of(like=engine)
+        config = RunConfig.for_mode(like=engine)
         for name, value in type(config.batching.rules).defaults.items():
             got = getattr(config, name)
             assert (got if type(got) is type(value) else str(got)) == value
@@ -313,7 +313,7 @@ class TestLike:
     )
     def test_rules_are_given_as_other_plugins_are(self, like):
         """Rules are a name, a table, a class, an instance, or a function that makes one."""
-        config = RunConfig.of(like=like)
+        config = RunConfig.for_mode(like=like)
         assert type(config.batching.rules) is VLLM
         assert config.max_seqs == 1024
 
@@ -329,7 +329,7 @@ class TestLike:
     def test_an_unknown_engine_is_refused(self, like, message):
         """The error for rules that cannot be says why."""
         with pytest.raises(InputError, match=message):
-            RunConfig.of(like=like)
+            RunConfig.for_mode(like=like)
 
     def test_a_run_with_like_equals_one_with_the_options_of_the_engine(self):
         """A run with `like` equals a run with the options that it stands for."""
@@ -346,12 +346,12 @@ class TestFormerOptions:
     def test_an_option_becomes_one_of_like(self):
         """A choice of rules is an option of `like`; the warning says what to write."""
         with pytest.warns(FutureWarning, match="write like='vllm:lag=0', or --like vllm:lag=0"):
-            config = RunConfig.of(like="vllm", lag=0)
+            config = RunConfig.for_mode(like="vllm", lag=0)
         assert str(config.like) == "vllm:lag=0"
         with pytest.warns(FutureWarning, match="write like='kvcore:null_block=true'"):
-            assert RunConfig.of(null_block=True).batching.rules.null_block
+            assert RunConfig.for_mode(null_block=True).batching.rules.null_block
         with pytest.warns(FutureWarning, match=r"write like=VLLM\("):
-            assert RunConfig.of(like=VLLM(), lag=0).batching.rules.lag == 0
+            assert RunConfig.for_mode(like=VLLM(), lag=0).batching.rules.lag == 0
 
     def test_a_field_of_batching_becomes_one_of_its_rules(self):
         """A choice of rules given to `Batching` is one of its rules."""
@@ -412,7 +412,7 @@ def test_preempts_shortest_preempts_the_job_with_the_longer_prompt(preempts, los
     """
     requests = [ask("a", 0, 12, 12), ask("b", 0, 4, 12)]
     lines = serve(requests, blocks=7, watermark=0, preempts=preempts).lines
-    assert next(each["request"] for each in lines if each["event"] == "PREEMPT") == loser
+    assert next(line["request"] for line in lines if line["event"] == "PREEMPT") == loser
 
 
 def rules_with(**methods):

@@ -146,7 +146,7 @@ def test_a_latest_first_scheduler_finishes_in_reverse_order():
 
     So jobs finish in the reverse order.
     """
-    requests = [ask(number, 20 * number, output=9) for number in range(4)]
+    requests = [ask(index, 20 * index, output=9) for index in range(4)]
     run = serve(requests, scheduler=Latest(), max_seqs=1)
     assert list(run.rows) == [3, 2, 1, 0]
     assert kinds(run) == {3: (0, 0), 2: (1, 0), 1: (1, 0), 0: (1, 0)}

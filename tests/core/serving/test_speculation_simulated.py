@@ -24,7 +24,7 @@ PLUGINS = Plugins()
 @pytest.mark.parametrize("share", [0, 0.3, 0.8, 1])
 def test_tokens_per_step_equal_the_formula_of_the_paper(tokens, share):
     """Tokens per step are (1 - a^(k+1)) / (1 - a) (Leviathan et al., 2023, equation 1)."""
-    asked = [ask(number, 0, 3, 4000) for number in range(4)]
+    asked = [ask(index, 0, 3, 4000) for index in range(4)]
     result = serve(
         asked, blocks=10**5, trace=False, drafter=Acceptance(tokens=tokens, probability=share)
     ).result
@@ -35,7 +35,7 @@ def test_tokens_per_step_equal_the_formula_of_the_paper(tokens, share):
 
 def test_the_last_probability_holds_for_all_later_positions():
     """Acceptance has a probability by position, of which the last holds for all later ones."""
-    asked = [ask(number, 0, 3, 3000) for number in range(4)]
+    asked = [ask(index, 0, 3, 3000) for index in range(4)]
     drafter = Acceptance(tokens=4, probability="0.9/0.5/0.2")
     drafts = serve(asked, blocks=10**5, trace=False, drafter=drafter).result.summary()["drafts"]
     assert drafts["acceptance_by_position"] == pytest.approx([0.9, 0.5, 0.2, 0.2], abs=0.05)
@@ -150,7 +150,7 @@ def test_replicas_sum_up_their_drafts():
     options = {"blocks": 4000, "max_seqs": 16, "drafter": "acceptance:probability=0.8"}
     asked = "zipf:requests=60"
     alone = simulate(asked, **options)
-    one = RunConfig.of("simulate", workload=asked, **options)
+    one = RunConfig.for_mode("simulate", workload=asked, **options)
     parts = ClusterParts(one)
     same = simulate_cluster(parts.workload, **parts.cluster())
     assert same.log.drafts == alone.log.drafts

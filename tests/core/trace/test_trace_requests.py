@@ -98,7 +98,7 @@ def test_a_trace_without_a_workload_is_named_trace(tmp_path):
 def test_requests_run_again_at_one_rate_arrive_at_the_same_times(tmp_path, scale):
     """Requests recorded at any rate arrive at the same times when run again at that rate."""
     arrivals = [0, 1, 2, 7, 1000, 123_456_789]
-    requests = [ask(place, at) for place, at in enumerate(arrivals)]
+    requests = [ask(index, at) for index, at in enumerate(arrivals)]
     path = recorded(tmp_path / "trace.jsonl", requests, rate_scale=scale)
     found = [request.arrival for request in TraceWorkload(path)]
     again = recorded(tmp_path / "again.jsonl", TraceWorkload(path), rate_scale=scale)

@@ -343,9 +343,9 @@ def test_a_full_disk_leaves_what_a_live_run_has_written(tmp_path, monkeypatch, c
 
     def run():
         with trace:
-            for number in range(10_000):
-                trace.request(ask(number, "a"), number)
-                if number % 50 == 0:
+            for index in range(10_000):
+                trace.request(ask(index, "a"), index)
+                if index % 50 == 0:
                     trace.flush()
 
     with pytest.raises(StorageError, match="No space left on device") as caught:

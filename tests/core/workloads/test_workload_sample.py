@@ -178,7 +178,7 @@ def test_a_list_of_requests_has_the_digest_of_its_fields():
     """Equal fields have one digest, in any sequence of keys; other fields have another."""
     path = array("q", [1, 2, 3])
     keys = [1, 2], KeyPrefix(path, 2), path[:2]
-    same = {RequestList([ask("a", key_tokens=8, keys=each)]).digest for each in keys}
+    same = {RequestList([ask("a", key_tokens=8, keys=key)]).digest for key in keys}
     assert len(same) == 1
     others = {"output": 9}, {"at": 1}, {"keys": [1, 3]}, {"tenant": "b"}
     digests = {

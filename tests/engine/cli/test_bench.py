@@ -45,8 +45,8 @@ def test_tensor_operations_are_timed_and_correct():
     """Each operation on tensors reports a time, a share of a ceiling and a correct result."""
     document = bench_document("cpu", *SMALL, "--only", "store,copy,swap")
     assert document["wrong"] == 0
-    assert [each["name"] for each in document["ceilings"]] == ["copy", "read-only sum"]
-    assert all(each["first"] > 0 and each["last"] > 0 for each in document["ceilings"])
+    assert [ceiling["name"] for ceiling in document["ceilings"]] == ["copy", "read-only sum"]
+    assert all(ceiling["first"] > 0 and ceiling["last"] > 0 for ceiling in document["ceilings"])
     assert {row["operation"] for row in document["rows"]} == {"store", "copy", "swap"}
     for row in document["rows"]:
         assert row["seconds"] > 0

@@ -129,7 +129,7 @@ class Pair:
             if seq.compacted != before[seq]:
                 alone.compact(self.policy, seq, seq.held)
             size = self.paged.cache.geometry.block_size
-            alone.forget({at for a, b in seq.holes for at in range(a * size, b * size)})
+            alone.forget({index for a, b in seq.holes for index in range(a * size, b * size)})
             self._compare(seq, alone)
 
     def _compare(self, seq, alone):
@@ -137,13 +137,13 @@ class Pair:
         positions = self.paged.compactor.positions(seq)
         for layer, heads in enumerate(alone.heads):
             kept = self.paged.kept(seq)[layer]
-            for number, head in enumerate(heads):
-                order = positions[layer, number].argsort()
-                assert positions[layer, number][order].tolist() == head.at.tolist()
+            for index, head in enumerate(heads):
+                order = positions[layer, index].argsort()
+                assert positions[layer, index][order].tolist() == head.at.tolist()
                 for found, expected in zip(
                     kept, (alone.turned(layer, head), head.values), strict=True
                 ):
-                    got = found[order, number]
+                    got = found[order, index]
                     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 

@@ -28,8 +28,8 @@ def attended(prompt, output, chunk, reach, policy):
     total = computed = forgotten = 0
     while computed < prompt + output - 1:
         step = min(chunk, prompt - computed) if computed < prompt else 1
-        for place in range(computed, computed + step):
-            seen = place + 1 - forgotten
+        for index in range(computed, computed + step):
+            seen = index + 1 - forgotten
             total += sum(seen if most is None else min(seen, most) for most in reach)
         computed += step
         if computed <= prompt or (computed - forgotten) % BLOCK == 0:

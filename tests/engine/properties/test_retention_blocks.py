@@ -38,8 +38,8 @@ class Slots(Driver):
         """Copy the newest tokens in reverse, the worst order for a late reader."""
         kept = [self.slots[self.place(before, at)] for at in reversed(range(held))]
         table = seq.table()
-        for at in range(seq.computed):
-            self.slots[self.place(table, at)] = kept[at]
+        for index in range(seq.computed):
+            self.slots[self.place(table, index)] = kept[index]
 
     def place(self, table, at):
         """Return the slot of a token in a table."""
@@ -53,9 +53,9 @@ class Slots(Driver):
 
     def _compute(self, seq, tokens):
         table, hidden = seq.table(), seq.dropped * self.size
-        for at in range(seq.computed, seq.computed + tokens):
-            value = TAINTED if seq.holes or seq.compacted else self.value(seq.keys, at)
-            self.slots[self.place(table, at - hidden)] = value
+        for index in range(seq.computed, seq.computed + tokens):
+            value = TAINTED if seq.holes or seq.compacted else self.value(seq.keys, index)
+            self.slots[self.place(table, index - hidden)] = value
 
     def value(self, keys, at):
         """Return the content of a token at a position, by the keys of its prompt."""

@@ -152,8 +152,8 @@ def test_a_full_disk_leaves_the_written_part(engine, tmp_path):
     out = tmp_path / "live.jsonl"
     with recording(engine, out, replay=False) as process:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
-        for number in range(400):
-            engine.publish(stored(number))
+        for index in range(400):
+            engine.publish(stored(index))
         _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 3
     assert [path.name for path in tmp_path.iterdir()] == ["live.jsonl.part"]
@@ -186,8 +186,8 @@ with Subscriber(Server(address=address, replay=replay)) as it, RecordingWriter(o
 def test_a_killed_recording_is_readable(engine, tmp_path):
     """SIGKILL leaves a file that is readable up to the cut, also after the next run."""
     out = tmp_path / "live.jsonl"
-    for number in range(2000):
-        engine.publish(stored(number), sent=False)
+    for index in range(2000):
+        engine.publish(stored(index), sent=False)
     done = subprocess.run(
         [sys.executable, "-c", KILLED, engine.address, engine.replay, out],
         check=False,

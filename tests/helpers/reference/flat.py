@@ -60,8 +60,8 @@ class Counts:
         if self.uses == self.period:
             self.uses //= 2
             self.seen.clear()
-            for each in self.counts:
-                self.counts[each] //= 2
+            for count in self.counts:
+                self.counts[count] //= 2
 
     def estimate(self, key):
         """Return the estimated number of uses of `key`."""

@@ -58,17 +58,17 @@ def test_the_last_of_a_number_of_sizes_is_the_footprint():
     """With a number of sizes, the last is the footprint, with an infinite cache's hits."""
     document = json.loads(run(SMALL, "--sizes", "5", "--json"))
     bound = document["infinite"]
-    for each in document["curves"]:
-        assert each["points"][-1]["blocks"] == bound["distinct_blocks"]
-        assert each["points"][-1]["hit_blocks"] == bound["hit_blocks"]
-        assert each["points"][-1]["hit_ratio"] == bound["hit_ratio"] < 1
+    for curve in document["curves"]:
+        assert curve["points"][-1]["blocks"] == bound["distinct_blocks"]
+        assert curve["points"][-1]["hit_blocks"] == bound["hit_blocks"]
+        assert curve["points"][-1]["hit_ratio"] == bound["hit_ratio"] < 1
 
 
 def test_token_accounting_has_no_optimum():
     """With `--accounting tokens` the default policies are `lru` and `lfu`."""
     document = json.loads(run(SMALL, "--sizes", "4,40", "--accounting", "tokens", "--json"))
-    assert [each["eviction"] for each in document["curves"]] == ["lru", "lfu"]
-    assert not any(each["every_size"] for each in document["curves"])
+    assert [curve["eviction"] for curve in document["curves"]] == ["lru", "lfu"]
+    assert not any(curve["every_size"] for curve in document["curves"])
 
 
 @pytest.mark.parametrize(("name", "magic"), [("c.png", b"\x89PNG"), ("c.SVG", b"<?xml")])
@@ -87,7 +87,7 @@ def test_out_writes_the_numbers(tmp_path):
     curves = json.loads(document.read_bytes())["curves"]
     assert json.loads(printed)["curves"] == curves
     rows = list(csv.DictReader(table.read_text().splitlines()))
-    points = [point for each in curves for point in each["points"]]
+    points = [point for curve in curves for point in curve["points"]]
     assert [int(row["hit_blocks"]) for row in rows] == [p["hit_blocks"] for p in points]
     assert [float(row["hit_ratio"]) for row in rows] == [p["hit_ratio"] for p in points]
 

@@ -32,14 +32,14 @@ def test_json_is_alone_on_stdout_and_complete():
         "torch-cpu",
     )
     assert len(document["tokens"]) == 100
-    caches = {each["cache"]: each for each in document["caches"]}
-    assert {name: each["token_projections"] for name, each in caches.items()} == {
+    caches = {cache["cache"]: cache for cache in document["caches"]}
+    assert {name: cache["token_projections"] for name, cache in caches.items()} == {
         "none": 5_950,
         "dense": 109,
         "paged": 109,
     }
-    for each in caches.values():
-        assert len(each["step_seconds"]) == len(each["step_kv_bytes"]) == 100
+    for cache in caches.values():
+        assert len(cache["step_seconds"]) == len(cache["step_kv_bytes"]) == 100
     assert all(a <= b for a, b in pairwise(caches["paged"]["step_kv_bytes"]))
 
 

@@ -22,12 +22,12 @@ def loop(tmp_path):
     """Return a file of requests in which ten prompts of 3 blocks are repeated six times."""
     rows = (
         {
-            "timestamp": 1000 * number,
+            "timestamp": 1000 * index,
             "input_length": 1536,
             "output_length": 1,
-            "hash_ids": [number % 10 * 10 + place for place in range(3)],
+            "hash_ids": [index % 10 * 10 + place for place in range(3)],
         }
-        for number in range(60)
+        for index in range(60)
     )
     file = tmp_path / "loop.jsonl"
     return write_rows(file, *rows)

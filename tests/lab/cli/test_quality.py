@@ -21,7 +21,7 @@ def test_the_table_has_a_row_for_each_policy_and_budget():
     text = quality_output("--retention", "h2o,random", "--budget", "0.2,0.6")
     lines = text.splitlines()
     assert lines[0].startswith("transformer: 1 text of 64 + 4 tokens, against")
-    (header,) = [at for at, line in enumerate(lines) if line.startswith("retention")]
+    (header,) = [index for index, line in enumerate(lines) if line.startswith("retention")]
     found = [line.split()[:3] for line in lines[header + 2 : header + 7]]
     assert found[0][:2] == ["full", "fp32"]
     assert [row[2] for row in found[1:]] == ["60%", "60%", "20%", "20%"]

@@ -57,7 +57,7 @@ def test_options_come_from_a_file(tmp_path):
 def test_standard_input_is_read_with_one_job_only(tmp_path):
     """Standard input is read with one job; more jobs and other pipes are errors."""
     row = '{"timestamp": %d, "input_length": 600, "output_length": 2, "hash_ids": [1, %d]}\n'
-    text = "".join(row % (number, number + 2) for number in range(9))
+    text = "".join(row % (index, index + 2) for index in range(9))
     os.mkfifo(tmp_path / "pipe")
     found = []
     for words in (["-"], ["-", "--jobs", "2"], [tmp_path / "pipe"]):

@@ -59,7 +59,7 @@ def test_the_printed_command_simulates_the_worst_row():
     rows = [row for row in document["compared"] if "tpot_error" in row]
     worst = max(rows, key=lambda row: abs(row["tpot_error"]))
     words = " ".join(run("rows.csv").split()).partition("kvcore simulate ")[2].split()
-    end = next(place for place, word in enumerate(words) if word == "left")
+    end = next(index for index, word in enumerate(words) if word == "left")
     summary = json.loads(run_here("simulate", *words[:end], "--json").stdout)
     assert summary["tpot_s"]["mean"] == worst["simulated_tpot"]
 
@@ -69,7 +69,7 @@ def test_json_is_one_document_with_every_row():
     document = json.loads(run("rows.csv", "--json", "--by", "engine,model+device"))
     assert (document["schema"], document["source"], document["rows"]) == (1, "rows.csv", 3)
     assert document["errors"]["ttft"].keys() == {"rows", "signed", "absolute", "p90"}
-    groups = [(each["by"], each["value"]) for each in document["groups"]]
+    groups = [(group["by"], group["value"]) for group in document["groups"]]
     assert groups == [
         ("engine", "trtllm"),
         ("engine", "vllm"),

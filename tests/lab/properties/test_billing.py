@@ -74,7 +74,7 @@ def test_more_hits_never_cost_more(rows, rule, hits):
         for n, ((now, text), pair) in enumerate(zip(rows, hits, strict=False))
     ]
     fewer, more = (
-        Bill.of(price, [hit_charge(price, each, pair[place]) for each, pair in pairs])
+        Bill.from_charges(price, [hit_charge(price, each, pair[place]) for each, pair in pairs])
         for place in (0, 1)
     )
     assert more.usd <= fewer.usd

@@ -29,10 +29,10 @@ class Prompts(Workload):
 
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests."""
-        for number, text in enumerate(self.texts):
+        for index, text in enumerate(self.texts):
             yield Request(
-                id=number,
-                arrival=number * 10**9,
+                id=index,
+                arrival=index * 10**9,
                 prompt_tokens=len(text) * 3,
                 keys=[text[: end + 1] for end in range(len(text))],
                 key_tokens=3,
@@ -65,7 +65,7 @@ def test_no_policy_hits_more_than_the_optimum(texts, pool, block_size):
 @settings(max_examples=10, deadline=None)
 def test_requests_without_common_blocks_have_no_hits(lengths, pool):
     """Requests without a common block have 0 hits, whatever the policy."""
-    texts = [chr(ord("a") + number) * length for number, length in enumerate(lengths)]
+    texts = [chr(ord("a") + index) * length for index, length in enumerate(lengths)]
     comparison = compare(Prompts(texts), [*POLICIES, *BOUNDS], [pool])
     assert set(hits(comparison).values()) == {0}
     assert comparison.infinite.hit_blocks == 0

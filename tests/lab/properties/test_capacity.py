@@ -33,7 +33,7 @@ def test_a_run_that_ends_early_is_judged_as_the_whole_one(
     first `held` of them. It carries any rate if it rejects requests or sessions wait.
     """
     workload = workload.replace("examples", str(request.config.rootpath / "examples"))
-    parts = RunConfig.of("simulate", workload=workload, **options).build()
+    parts = RunConfig.for_mode("simulate", workload=workload, **options).build()
     whole = parts.run()
     search = _Search(parts, whole, unseen, list(parts.workload))
     verdicts = []
@@ -42,4 +42,4 @@ def test_a_run_that_ends_early_is_judged_as_the_whole_one(
         saturation = parts.simulate(parts.workload, **made).saturation
         verdicts.append(saturation is None or not saturation.saturated)
         assert search._holds(rate_scale=rate) == verdicts[-1], rate
-    assert verdicts == [place < held for place in range(len(rates))]
+    assert verdicts == [index < held for index in range(len(rates))]

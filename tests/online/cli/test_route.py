@@ -23,14 +23,14 @@ pytestmark = pytest.mark.slow
 async def routing(*arguments, count=2, files=None):
     """Yield a process of `kvcore route` and the upstream servers that it routes to."""
     servers = [await Upstream().start() for _ in range(count)]
-    urls = [each.url for each in servers]
+    urls = [server.url for server in servers]
     program = Program("route", "--port", 0, *arguments, *urls, files=files)
     try:
         yield await program.start(), servers
     finally:
         await program.kill()
-        for each in servers:
-            await each.stop()
+        for server in servers:
+            await server.stop()
 
 
 async def ask(url, **more):
@@ -52,7 +52,7 @@ def test_the_trace_is_complete_after_sigterm(tmp_path):
             for each in servers:
                 each.script = "wait"
             asked = asyncio.create_task(ask(program.url, text="x" * 640))
-            await until(lambda: any(each.calls for each in servers))
+            await until(lambda: any(server.calls for server in servers))
             ending = asyncio.create_task(program.stop())
             await until(lambda: b"ending" in program.stderr)
             for each in servers:
@@ -118,10 +118,10 @@ def test_a_second_signal_does_not_wait_for_requests_in_flight(tmp_path):
 
     async def scene():
         async with routing("--router", "least-requests", "--trace", path) as (program, servers):
-            for each in servers:
-                each.script = "wait"
+            for server in servers:
+                server.script = "wait"
             asked = asyncio.create_task(ask(program.url))
-            await until(lambda: any(each.calls for each in servers))
+            await until(lambda: any(server.calls for server in servers))
             program.process.send_signal(signal.SIGTERM)
             await until(lambda: b"ending" in program.stderr)
             assert await program.stop() == 0
@@ -174,11 +174,11 @@ def test_each_request_is_answered_once_while_servers_fail(tmp_path):
             work = asyncio.create_task(trouble())
             found = await storm(proxy.url, 600)
             await work
-            await until(lambda: not any(each.attempts for each in proxy.fleet.servers))
+            await until(lambda: not any(server.attempts for server in proxy.fleet.servers))
             assert found.total() == 600
             assert found["answered"] > 500
-            for each in proxy.fleet.servers:
-                replica = each.replica
+            for server in proxy.fleet.servers:
+                replica = server.replica
                 counts = (replica.requests, replica.waiting, replica.prompt_tokens)
                 assert (*counts, replica.waiting_tokens, replica.prompt_blocks) == (0,) * 5
             assert not proxy.fleet.dispatcher._sent

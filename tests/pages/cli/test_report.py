@@ -341,7 +341,7 @@ def test_two_runs_are_compared_and_share_charts(results):
     for title in ("TTFT of requests", "TPOT of requests", "The pool", "Hits"):
         assert [line["name"] for line in drawn[title]["lines"]] == ["lru", "lfu"]
     reasons = drawn["Where the prompt tokens went"]["series"]
-    assert [sum(each["values"]) for each in reasons] == [pytest.approx(100)] * 2
+    assert [sum(reason["values"]) for reason in reasons] == [pytest.approx(100)] * 2
 
 
 def test_comparisons_and_curves_share_a_chart_with_their_kind(results, tmp_path):

@@ -139,7 +139,7 @@ def test_the_engine_drops_the_blocks_of_the_frames(data):
     """In part 5, the run on tensors and the cache alone drop the same blocks."""
 
     def drops(lines):
-        return [(each["first"], each["blocks"]) for each in events(lines, "EVICT")]
+        return [(event["first"], event["blocks"]) for event in events(lines, "EVICT")]
 
     everything, *forgetting = data["window"]["variants"]
     assert drops(everything["lines"]) == []
@@ -148,7 +148,7 @@ def test_the_engine_drops_the_blocks_of_the_frames(data):
         assert reported == drops(variant["cache_lines"]) != []
         gone = {p for first, count in reported for p in range(first, first + count)}
         holes = variant["frames"][-1]["gone"]
-        assert gone == {place for first, end in holes for place in range(first, end)}
+        assert gone == {index for first, end in holes for index in range(first, end)}
 
 
 def test_the_code_word_is_answered_only_while_cached(data):

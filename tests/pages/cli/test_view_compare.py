@@ -134,7 +134,7 @@ def test_exactly_the_differing_evictions_are_marked(page, files, sides, marks):
         0 < len(mark) < len(side.evictions) for mark, side in zip(marks, sides, strict=True)
     )
     columns = find_differences(*map(Playback, files)).blocks
-    assert [{at: n for at, n in enumerate(column) if n} for column in columns] == marks
+    assert [{index: n for index, n in enumerate(column) if n} for column in columns] == marks
     assert page.evaluate(MARKED) == [
         {str(row): blocks for row, blocks in mark.items()} for mark in marks
     ]
@@ -174,7 +174,7 @@ def test_both_sides_step_locked_in_time(page, sides):
         assert time == lines[moved][rows[moved]]["t"]
         times.append(time)
     assert times == sorted(times)
-    assert rows == [len(each) - 1 for each in lines]
+    assert rows == [len(line) - 1 for line in lines]
 
 
 def test_figures_are_those_of_the_lines(page, sides, marks):
@@ -186,11 +186,11 @@ def test_figures_are_those_of_the_lines(page, sides, marks):
         for side in sides:
             row = max(n for n, line in enumerate(side.lines) if line["t"] <= time)
             cached.append(set(next(islice(side.cached(), row, None))))
-        for number, side in enumerate(sides):
-            past = [each for each in side.evictions if each.line["t"] <= time]
+        for index, side in enumerate(sides):
+            past = [eviction for eviction in side.evictions if eviction.line["t"] <= time]
             evicted = sum(len(each.contents) for each in past)
-            differ = sum(marks[number][each.row] for each in past)
-            only = len(cached[number] - cached[1 - number])
+            differ = sum(marks[index][each.row] for each in past)
+            only = len(cached[index] - cached[1 - index])
             expected.append([f"{evicted:,}", f"{differ:,}", f"{only:,}"])
         assert [figures[1:] for figures in page.evaluate(FIGURES, time)] == expected
 
@@ -266,8 +266,8 @@ def test_the_summary_adds_up_all_evictions(page, explanations, sides):
     """Evicted blocks and misses in the summary are sums over all evictions."""
     side, explanation = sides[0], explanations[0]
     shown_story = page.evaluate(STORY, [0, side.evictions[0].row])["whole"]
-    all_of = [losses(side, explanation, each) for each in side.evictions]
-    evicted = sum(len(each.contents) for each in side.evictions)
+    all_of = [losses(side, explanation, eviction) for eviction in side.evictions]
+    evicted = sum(len(eviction.contents) for eviction in side.evictions)
     policy = sum(each[2] for each in all_of)
     missed = sum(sum(each[1].values()) for each in all_of)
     again = evicted - sum(each[0] for each in all_of)
@@ -286,9 +286,9 @@ def test_the_page_opens_at_the_costliest_eviction(
     """
     del page  # the fixture has written the file
     costs = [
-        (losses(side, explanation, each)[2], -number, -each.row)
-        for number, (side, explanation) in enumerate(zip(sides, explanations, strict=True))
-        for each in side.evictions
+        (losses(side, explanation, eviction)[2], -index, -eviction.row)
+        for index, (side, explanation) in enumerate(zip(sides, explanations, strict=True))
+        for eviction in side.evictions
     ]
     _, number, row = max(costs)
     with tab(browser) as found:

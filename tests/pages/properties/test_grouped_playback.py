@@ -88,7 +88,7 @@ def state_of(state):
 def check(page, path, seed, window=WHOLE):
     """Compare random rows with a replay, forwards first and then back and forth."""
     draw = Random(seed)
-    playback = GroupedPlayback.of(path, window=window)
+    playback = GroupedPlayback.read(path, window=window)
     length = len(playback.rows["kind"])
     rows = [*sorted(draw.choices(range(length), k=10)), length - 1]
     rows += draw.choices(range(length), k=8)
@@ -146,7 +146,7 @@ def test_the_page_shows_blocks_by_group(tmp_path, browser):
             drawn(page)
         text = page.inner_text("main")
         groups = page.evaluate("() => kvcore.sides[0].playback.header.cache_groups.groups")
-        assert all(f"group {number}, " in text for number in range(len(groups)))
+        assert all(f"group {index}, " in text for index in range(len(groups)))
         assert not errors
 
 

@@ -43,8 +43,8 @@ class Half:
 
     def write(self, table, begin, new):
         """Write `[tokens, heads, width]` to the slots of a table from `begin` on."""
-        for number, row in enumerate(new.unbind()):
-            block, slot = table[(begin + number) // SIZE], (begin + number) % SIZE
+        for index, row in enumerate(new.unbind()):
+            block, slot = table[(begin + index) // SIZE], (begin + index) % SIZE
             if self.codec.by_token(self.part):
                 self.rows[block, :, slot] = self.coded(row[:, None])[:, 0]
                 continue
@@ -75,11 +75,11 @@ class Half:
             return
         changed = {target // SIZE for _, _, target in moves}
         ended = any(target == len(into) * SIZE - 1 for _, _, target in moves)
-        for place, block in enumerate(into):
-            if place == len(into) - 1 and not ended:
-                if place in changed:
+        for index, block in enumerate(into):
+            if index == len(into) - 1 and not ended:
+                if index in changed:
                     self.waiting.add(block)
-            elif place in changed or block in self.waiting:
+            elif index in changed or block in self.waiting:
                 self.seal(block)
 
     def read(self, table, tokens):
@@ -202,9 +202,9 @@ class Run:
         moves = []
         for head in range(self.heads):
             order = torch.randperm(tokens, generator=self.draws).tolist()[:kept]
-            shared = [place for place in range(kept) if into[place // SIZE] in table]
+            shared = [index for index in range(kept) if into[index // SIZE] in table]
             stay = [place for place in order if place in shared]
-            empty = [place for place in range(kept) if place not in stay]
+            empty = [index for index in range(kept) if index not in stay]
             come = [place for place in order if place not in stay]
             moves += [(head, *pair) for pair in zip(come, empty, strict=True)]
         if moves:

@@ -516,7 +516,9 @@ def test_the_list_of_verbs_has_their_first_sentences():
     """The list of verbs has the first sentence of the help page of each."""
     context = click.Context(frame.kvcore)
     commands = {verb: frame.kvcore.get_command(context, verb) for verb in frame.known_verbs()}
-    summaries = {verb: each.get_short_help_str(sys.maxsize) for verb, each in commands.items()}
+    summaries = {
+        verb: command.get_short_help_str(sys.maxsize) for verb, command in commands.items()
+    }
     assert summaries == {name: verb.about for name, verb in frame.known_verbs().items()}
 
 

@@ -292,7 +292,7 @@ CONTROLS = [*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0)), "\u202e", "\u2
 
 def controls(printed):
     """Return the control characters in a printed text, without line ends."""
-    return [each for each in CONTROLS if each in printed and each != "\n"]
+    return [control for control in CONTROLS if control in printed and control != "\n"]
 
 
 @pytest.mark.parametrize("error", [False, True])

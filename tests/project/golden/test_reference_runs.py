@@ -142,15 +142,15 @@ def write_mixed(path):
         return (state >> 33) % limit
 
     arrival, rows = 0, []
-    for number in range(150):
+    for index in range(150):
         arrival += below(40) * 1_000_000
         family, shared = below(5), below(12)
         prompt = BLOCK * shared + below(300) + 1
         keys = [
-            (family + 1) * 1000 + place if place < shared else (number + 10) * 1000 + place
+            (family + 1) * 1000 + place if place < shared else (index + 10) * 1000 + place
             for place in range(-(-prompt // BLOCK))
         ]
-        row = {"event": "REQUEST", "id": number, "prompt": prompt, "output": 1 + below(120)}
+        row = {"event": "REQUEST", "id": index, "prompt": prompt, "output": 1 + below(120)}
         row |= {"t": arrival, "keys": keys, "key_tokens": BLOCK, "priority": below(3)}
         row |= {"tenant": f"tenant {below(3)}", "predicted": 1 + below(120)}
         if below(2):
@@ -314,24 +314,24 @@ def test_trace_of_forks_with_copy_on_write(tmp_path):
     with Trace(path) as trace:
         cache = KVCache(16, 4, eviction=LRU(), prefix=Radix(), trace=trace)
         now = 0
-        for number in range(12):
-            shared, prompt = number % 3 + 1, 9 + number
+        for index in range(12):
+            shared, prompt = index % 3 + 1, 9 + index
             keys = [
-                place if place < shared else 100 * number + place
+                place if place < shared else 100 * index + place
                 for place in range(-(-prompt // 4))
             ]
             root = cache.open(
-                Request(id=number, prompt_tokens=prompt, keys=keys, key_tokens=4), None, now
+                Request(id=index, prompt_tokens=prompt, keys=keys, key_tokens=4), None, now
             )
             cache.commit(root, prompt - root.computed, now + 1)
             family = [root]
-            for branch in range(1 + number % 3):
+            for branch in range(1 + index % 3):
                 family.append(cache.fork(family[branch // 2], now + 2 + branch))
             for step, sequence in enumerate(family):
                 cache.extend(sequence, 2 + step, now + 10 + step)
                 cache.commit(sequence, 2 + step, now + 10 + step)
-            cache.rollback(family[-1], 1 + number % 2, now + 20)
-            for sequence in family if number % 2 else family[::-1]:
+            cache.rollback(family[-1], 1 + index % 2, now + 20)
+            for sequence in family if index % 2 else family[::-1]:
                 cache.close(sequence, now + 21)
             now += 30
     run = read(path)

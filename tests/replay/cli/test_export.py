@@ -40,7 +40,7 @@ def test_the_size_is_estimated_before_the_export(tmp_path, capfd, monkeypatch, e
     assert run([*done, "--trace", str(trace)]) == 0
     capfd.readouterr()
     code, _, err = export(capfd, trace, "--to", "vllm", "--out", out)
-    size = ExportSize.of(trace)
+    size = ExportSize.from_trace(trace)
     assert code == 0
     assert f" {size.tokens:,} stand-ins for the token ids of {size.blocks:,} blocks" in err
     estimate = size.bytes(compressed=ending.endswith("gz"))

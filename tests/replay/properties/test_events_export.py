@@ -33,19 +33,19 @@ def cached(path):
         state.apply(line)
     ratio = max(1, header.key_tokens // header.block_size)
     return {
-        block_hash(span.keys[place // ratio], place % ratio, ratio)
+        block_hash(span.keys[index // ratio], index % ratio, ratio)
         for span in state.spans.values()
-        for place in range(span.start, span.end)
+        for index in range(span.start, span.end)
     }, state.cached
 
 
 def followed(batches):
     """Return a tracker that has applied all batches, each encoded and decoded."""
     tracker = BlockTracker()
-    for number, batch in enumerate(batches):
+    for index, batch in enumerate(batches):
         again = decode(encode(batch))
         assert again == batch
-        tracker.apply(again, number)
+        tracker.apply(again, index)
     return tracker
 
 
@@ -183,8 +183,8 @@ def test_a_long_prompt_is_split_into_several_events(tmp_path):
         cache.commit(seq, tokens, now=1)
         cache.close(seq)
     with RecordingWriter(tmp_path / "events.jsonl") as recording:
-        for number, batch in enumerate(event_batches(tmp_path / "run.jsonl")):
-            recording.batch(batch, seq=number)
+        for index, batch in enumerate(event_batches(tmp_path / "run.jsonl")):
+            recording.batch(batch, seq=index)
     report = check_recording(tmp_path / "events.jsonl")
     assert report.resident == {"GPU": len(keys) * 32}
     assert not any(report.anomalies.values())

@@ -86,7 +86,7 @@ def test_blocks_without_a_prefix_cache_were_never_stored(requests, blocks, layou
     explanation = recorded(requests, blocks, layout, "lru", NoPrefix())
     check_sums(explanation, 0)
     categories = {
-        loss.category for each in explanation.requests.values() for loss in each.losses
+        loss.category for request in explanation.requests.values() for loss in request.losses
     }
     assert categories <= {"compulsory", "unstored", "granularity", "no_keys", "truncated"}
 
@@ -149,7 +149,7 @@ def test_blocks_explained_as_evicted_would_have_hit(policy, requests, blocks, la
 def hit_with_exempt(requests, cache, user, request, end):
     """Return the hit of `request` with its first `end` blocks exempt since `user` closed."""
     size = cache.geometry.block_size
-    before = next(n for n, each in enumerate(requests) if each.id == user) + 1
+    before = next(n for n, request in enumerate(requests) if request.id == user) + 1
     after = next(n for n, each in enumerate(requests) if each is request)
     replay(requests[:before], cache)
     keys = request.keys[: -(-end * size // request.key_tokens)]

@@ -66,13 +66,13 @@ def with_optional_fields(requests):
     return [
         attrs.evolve(
             request,
-            salt=(None, "blue", "a\u2028b")[place % 3],
-            retention=hints[place % 5 % 3],
-            slo=request.slo or (None, SLO(), SLO(ttft_ns=50))[place % 3],
+            salt=(None, "blue", "a\u2028b")[index % 3],
+            retention=hints[index % 5 % 3],
+            slo=request.slo or (None, SLO(), SLO(ttft_ns=50))[index % 3],
             keys=list(map(name_key, request.keys)),
             output_keys=list(map(name_key, request.output_keys)),
         )
-        for place, request in enumerate(requests)
+        for index, request in enumerate(requests)
     ]
 
 
@@ -232,9 +232,9 @@ def test_whatif_repeats_the_keys_of_a_run_on_texts(scheduler, texts, blocks, seq
     """`whatif` repeats the keys that only the run knew, at the steps that filled the blocks."""
     requests = [
         text_request(
-            number, tokens, output=output, block_size=4, arrival=number * 40, publish=True
+            index, tokens, output=output, block_size=4, arrival=index * 40, publish=True
         )
-        for number, (tokens, output) in enumerate(texts)
+        for index, (tokens, output) in enumerate(texts)
     ]
     run = compute(
         requests,

@@ -91,11 +91,11 @@ def test_tiers_of_groups_equal_the_slow_model(shape, rows, rules):
     for memory, below in pairwise(slow):
         memory.below = below
     cache.first, cache.in_flight_tokens, now = slow[0], CHUNK, 0
-    for number, (branch, blocks, more, wait) in enumerate(rows):
+    for index, (branch, blocks, more, wait) in enumerate(rows):
         now += wait
         tokens = blocks * UNIT + more + 1
-        keys = [100 * branch + place for place in range(tokens // UNIT)]
-        now = serve(cache, tiers, slow, ask(number, prompt=tokens, keys=keys), now)
+        keys = [100 * branch + index for index in range(tokens // UNIT)]
+        now = serve(cache, tiers, slow, ask(index, prompt=tokens, keys=keys), now)
         cache.check_integrity()
         tiers.check_integrity()
         for level, memory in zip(tiers.levels, slow, strict=True):

@@ -86,7 +86,7 @@ def test_no_movement_between_two_levels_exceeds_the_bound(prompts, pool, slots):
             total = hits + len(path & (above | below))
             known = above | below | path
             lower = contents(known, slots)
-            for upper in (each for each in contents(known, pool) if must <= each):
+            for upper in (content for content in contents(known, pool) if must <= content):
                 for rest in lower:
                     state = upper, rest
                     after[state] = max(total, after.get(state, 0))

@@ -162,7 +162,9 @@ def test_every_admission_looks_up_every_level(server, write):
 
     These are the blocks of the prompt that may hit. There is no lookup if all hit in the pool.
     """
-    server = attrs.evolve(server, requests=[early(each, None) for each in server.requests])
+    server = attrs.evolve(
+        server, requests=[early(request, None) for request in server.requests]
+    )
     tiers = tuple(f"disk:memory={slots * SLOT},write={write}" for slots in (3, 1000))
     opened, admissions = [], []
     find_all, find_in = Tiers._find, Level.find
@@ -275,13 +277,13 @@ def test_a_tier_without_limits_is_an_endless_pool(rows, write, exclusive):
     """Every computed block hits if a tier of unlimited size and speed is below the pool."""
     requests = [
         ask(
-            number,
-            number * 10**6,
+            index,
+            index * 10**6,
             prompt,
             output,
-            keys=[100 * branch + place for place in range(prompt // BLOCK)],
+            keys=[100 * branch + index for index in range(prompt // BLOCK)],
         )
-        for number, (prompt, branch, output) in enumerate(rows)
+        for index, (prompt, branch, output) in enumerate(rows)
     ]
     keep = "exclusive" if exclusive and write == "evict" else "inclusive"
     tier = (

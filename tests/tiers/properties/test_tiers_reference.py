@@ -52,12 +52,12 @@ def test_tiers_equal_the_slow_model(rows, rules):
     tiers = Tiers(cache, [text(tier) for tier in rules], SLOT)
     slow = Hierarchy(pool, BLOCK, [tier | {"slot": SLOT} for tier in rules], prefill_ns)
     now = 0
-    for number, (branch, blocks, more, wait) in enumerate(rows):
+    for index, (branch, blocks, more, wait) in enumerate(rows):
         now += wait
         tokens = blocks * BLOCK + more + 1
-        keys = [100 * branch + place for place in range(tokens // BLOCK)]
+        keys = [100 * branch + index for index in range(tokens // BLOCK)]
         hit, loaded, ready = slow.serve(keys, tokens, now)
-        seq = cache.open(ask(number, prompt=tokens, keys=keys), now=now)
+        seq = cache.open(ask(index, prompt=tokens, keys=keys), now=now)
         load = tiers.load(seq, now, prefill_ns)
         found = 0 if load is None else load.tokens // BLOCK - seq.hit_blocks
         assert (seq.hit_blocks, found) == (hit, loaded)

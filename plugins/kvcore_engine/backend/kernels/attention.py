@@ -136,8 +136,8 @@ def _offsets(
     if block_size > tile:
         inside += begin % block_size
     firsts = blocks.to(tl.int64) * stride
-    places = firsts[:, None] + (inside * width)[None, :]
-    return tl.multiple_of(tl.reshape(places, [tile]), unit)
+    offsets = firsts[:, None] + (inside * width)[None, :]
+    return tl.multiple_of(tl.reshape(offsets, [tile]), unit)
 
 
 @triton.jit
@@ -150,8 +150,8 @@ def _ids(
 ):
     """Return the ids of the blocks of a tile: one for each block, or for a part of one."""
     part: tl.constexpr = block_size if block_size < tile else tile
-    places = begin + tl.arange(0, tile // part) * part
-    return tl.load(table + places // block_size, mask=places < end, other=0)
+    tokens = begin + tl.arange(0, tile // part) * part
+    return tl.load(table + tokens // block_size, mask=tokens < end, other=0)
 
 
 @triton.jit
@@ -160,14 +160,14 @@ def _rows(
 ):
     """Load `[tile, padded]` numbers; those beyond the width, or not seen, are zero."""
     column = tl.arange(0, padded)
-    where = numbers + offsets[:, None] + column[None, :]
+    address = numbers + offsets[:, None] + column[None, :]
     if whole and padded == width:
-        found = tl.load(where)
+        loaded = tl.load(address)
     elif whole:
-        found = tl.load(where, mask=(column < width)[None, :], other=0.0)
+        loaded = tl.load(address, mask=(column < width)[None, :], other=0.0)
     else:
-        found = tl.load(where, mask=seen[:, None] & (column < width)[None, :], other=0.0)
-    return found
+        loaded = tl.load(address, mask=seen[:, None] & (column < width)[None, :], other=0.0)
+    return loaded
 
 
 @triton.jit
@@ -176,14 +176,14 @@ def _columns(
 ):
     """Load the numbers that `_rows` loads, transposed: `[padded, tile]`."""
     column = tl.arange(0, padded)
-    where = numbers + offsets[None, :] + column[:, None]
+    address = numbers + offsets[None, :] + column[:, None]
     if whole and padded == width:
-        found = tl.load(where)
+        loaded = tl.load(address)
     elif whole:
-        found = tl.load(where, mask=(column < width)[:, None], other=0.0)
+        loaded = tl.load(address, mask=(column < width)[:, None], other=0.0)
     else:
-        found = tl.load(where, mask=seen[None, :] & (column < width)[:, None], other=0.0)
-    return found
+        loaded = tl.load(address, mask=seen[None, :] & (column < width)[:, None], other=0.0)
+    return loaded
 
 
 @triton.jit
@@ -200,14 +200,14 @@ def _grids(
 ):
     """Load the scale or the grid of each token of a tile: one number, or a word."""
     if way < 2:
-        found = 0.0
+        loaded = 0.0
     else:
         offsets = _offsets(blocks, begin, stride, 1, block_size, tile, 1)
         if whole:
-            found = tl.load(grids + offsets)
+            loaded = tl.load(grids + offsets)
         else:
-            found = tl.load(grids + offsets, mask=seen, other=0)
-    return found
+            loaded = tl.load(grids + offsets, mask=seen, other=0)
+    return loaded
 
 
 @triton.jit
@@ -256,10 +256,10 @@ def _tile(
     """
     token = begin + tl.arange(0, tile)
     seen = (token >= lo) & (token < hi)
-    at = _offsets(blocks, begin, key_stride, width, block_size, tile, key_unit)
-    read = _columns(keys, at, width, padded, seen, whole)
-    at = _offsets(blocks, begin, value_stride, value_width, block_size, tile, value_unit)
-    stored = _rows(values, at, value_width, value_padded, seen, whole)
+    offsets = _offsets(blocks, begin, key_stride, width, block_size, tile, key_unit)
+    read = _columns(keys, offsets, width, padded, seen, whole)
+    offsets = _offsets(blocks, begin, value_stride, value_width, block_size, tile, value_unit)
+    stored = _rows(values, offsets, value_width, value_padded, seen, whole)
     key_grid = _grids(key_grids, blocks, begin, grid_stride, block_size, tile, seen, whole, way)
     value_grid = _grids(
         value_grids, blocks, begin, grid_stride, block_size, tile, seen, whole, way
@@ -411,7 +411,7 @@ def attend_chunks(
         if way >= 2:
             key_grids += head * block_size
             value_grids += head * block_size
-        asked, sums = _queries(
+        index, sums = _queries(
             queries, row, count, head, heads, tokens, group, rows, full, width, padded, packed,
             way, dot,
         )  # fmt: skip
@@ -424,16 +424,16 @@ def attend_chunks(
         part: tl.constexpr = block_size if block_size < tile else tile
         # Ids are of the tile to come: each is loaded while the tile before is computed.
         begin = lo // part * part
-        whole = hi
+        unmasked = hi
         if tokens > 1:
             # All of the new tokens attend to what is before the second of them.
-            whole = begin if windowed else tl.maximum(begin, tl.minimum(hi, context + 1))
-        end = begin + (whole - begin) // tile * tile
+            unmasked = begin if windowed else tl.maximum(begin, tl.minimum(hi, context + 1))
+        end = begin + (unmasked - begin) // tile * tile
         blocks = _ids(table, begin, hi, block_size, tile)
         if windowed and tokens == 1:
             if (begin < lo) & (begin < end):
                 most, total, middles, outs = _tile(
-                    asked, sums, keys, values, key_grids, value_grids, blocks, begin,
+                    index, sums, keys, values, key_grids, value_grids, blocks, begin,
                     lo, hi, own, window, sinks, most, total, middles, outs, scale, key_stride,
                     value_stride, grid_stride, packed, tokens, width, value_width, padded,
                     value_padded, key_unit, value_unit, block_size, tile, way, bits, dot, False,
@@ -444,7 +444,7 @@ def attend_chunks(
             now = blocks
             blocks = _ids(table, first + tile, hi, block_size, tile)
             most, total, middles, outs = _tile(
-                asked, sums, keys, values, key_grids, value_grids, now, first, lo, hi,
+                index, sums, keys, values, key_grids, value_grids, now, first, lo, hi,
                 own, window, sinks, most, total, middles, outs, scale, key_stride,
                 value_stride, grid_stride, packed, tokens, width, value_width, padded,
                 value_padded, key_unit, value_unit, block_size, tile, way, bits, dot, True,
@@ -454,21 +454,21 @@ def attend_chunks(
                 now = blocks
                 blocks = _ids(table, first + tile, hi, block_size, tile)
                 most, total, middles, outs = _tile(
-                    asked, sums, keys, values, key_grids, value_grids, now, first, lo,
+                    index, sums, keys, values, key_grids, value_grids, now, first, lo,
                     hi, own, window, sinks, most, total, middles, outs, scale, key_stride,
                     value_stride, grid_stride, packed, tokens, width, value_width, padded,
                     value_padded, key_unit, value_unit, block_size, tile, way, bits, dot, False,
                 )  # fmt: skip
         elif end < hi:
             most, total, middles, outs = _tile(
-                asked, sums, keys, values, key_grids, value_grids, blocks, end, lo, hi,
+                index, sums, keys, values, key_grids, value_grids, blocks, end, lo, hi,
                 own, window, sinks, most, total, middles, outs, scale, key_stride,
                 value_stride, grid_stride, packed, tokens, width, value_width, padded,
                 value_padded, key_unit, value_unit, block_size, tile, way, bits, dot, False,
             )  # fmt: skip
         member, column = tl.arange(0, rows), tl.arange(0, value_padded)
-        there = member < group * count
-        mask = there[:, None] & (column < value_width)[None, :]
+        valid = member < group * count
+        mask = valid[:, None] & (column < value_width)[None, :]
         if tokens > 1:
             # A query that attends to nothing of this chunk adds nothing to the others.
             total = tl.where(total > 0, total, 1.0)
@@ -476,22 +476,22 @@ def attend_chunks(
         if slot < 0:
             base = (row * heads + head) * group + _members(1, heads, tokens, group, rows)
             if totals is not None:
-                tl.store(totals + base, log, mask=there)
+                tl.store(totals + base, log, mask=valid)
         else:
             # The chunks of a new token have one slot after the other.
             base = (slot * heads + head) * group
             base += _members(tl.load(entry + 5), heads, tokens, group, rows)
-            tl.store(logs + base, log, mask=there)
+            tl.store(logs + base, log, mask=valid)
         for part in tl.static_range(packed):
             result = outs[part] * (factor / total)[:, None]
             if way > 2:
                 result += (middles / total)[:, None]
             channel = _channels(column, part, value_full, packed)
-            place = base[:, None] * value_full + channel[None, :]
+            partial_address = base[:, None] * value_full + channel[None, :]
             if slot < 0:
-                tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
+                tl.store(out + partial_address, result.to(out.dtype.element_ty), mask=mask)
             else:
-                tl.store(partial + place, result, mask=mask)
+                tl.store(partial + partial_address, result, mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["splits"])
@@ -516,28 +516,28 @@ def combine_chunks(
     first, end = tl.load(entry + 1), tl.load(entry + 2)
     if first < end:
         column = tl.arange(0, padded)
-        there = column < width
+        inside = column < width
         most = -1e30
         total = 0.0
-        found = tl.zeros([padded], tl.float32)
+        output = tl.zeros([padded], tl.float32)
         for begin in tl.range(first, end, parts):
             slot = begin + tl.arange(0, parts)
-            held = slot < end
-            asked = slot.to(tl.int64) * heads + head
-            log = tl.load(logs + asked, mask=held, other=-1e30)
+            filled = slot < end
+            index = slot.to(tl.int64) * heads + head
+            log = tl.load(logs + index, mask=filled, other=-1e30)
             greatest = tl.maximum(most, tl.max(log, 0))
             shrunk = tl.exp2(most - greatest)
-            weight = tl.where(held, tl.exp2(log - greatest), 0.0)
-            where = partial + asked[:, None] * width + column[None, :]
-            rows = tl.load(where, mask=held[:, None] & there[None, :], other=0.0)
-            found = found * shrunk + tl.sum(rows * weight[:, None], 0)
+            weight = tl.where(filled, tl.exp2(log - greatest), 0.0)
+            address = partial + index[:, None] * width + column[None, :]
+            rows = tl.load(address, mask=filled[:, None] & inside[None, :], other=0.0)
+            output = output * shrunk + tl.sum(rows * weight[:, None], 0)
             total = total * shrunk + tl.sum(weight, 0)
             most = greatest
-        asked = row * heads + head
-        result = (found / total).to(out.dtype.element_ty)
-        tl.store(out + asked * width + column, result, mask=there)
+        index = row * heads + head
+        result = (output / total).to(out.dtype.element_ty)
+        tl.store(out + index * width + column, result, mask=inside)
         if totals is not None:
-            tl.store(totals + asked, most + tl.log2(total))
+            tl.store(totals + index, most + tl.log2(total))
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["tables", "work"])
@@ -582,16 +582,16 @@ def weigh_chunks(
             queries, row, 1, head, heads, 1, group, rows, full, width, padded, packed, way, dot
         )
         member = tl.arange(0, rows)
-        asked = (row * heads + head) * group + member
-        total = tl.load(totals + asked, mask=member < group, other=0.0)
+        index = (row * heads + head) * group + member
+        total = tl.load(totals + index, mask=member < group, other=0.0)
         masses += head.to(tl.int64) * tokens + first.to(tl.int64) * block_size
         part: tl.constexpr = block_size if block_size < tile else tile
         for begin in tl.range(lo // part * part, hi, tile):
             blocks = _ids(tables + first, begin, hi, block_size, tile)
             token = begin + tl.arange(0, tile)
             seen = (token >= lo) & (token < hi)
-            at = _offsets(blocks, begin, key_stride, width, block_size, tile, key_unit)
-            read = _columns(keys, at, width, padded, seen, False)
+            offsets = _offsets(blocks, begin, key_stride, width, block_size, tile, key_unit)
+            read = _columns(keys, offsets, width, padded, seen, False)
             grid = _grids(
                 key_grids, blocks, begin, grid_stride, block_size, tile, seen, False, way
             )

@@ -50,8 +50,8 @@ def _move(
     width = tl.multiple_of(tl.load(entry + 1), pair)
     begin = tl.program_id(1) * chunk
     if begin < width:
-        at = begin + tl.arange(0, chunk)
-        there = at < width
+        offset = begin + tl.arange(0, chunk)
+        inside = offset < width
         base = tl.load(entry).to(tl.pointer_type(word))
         stride = tl.load(entry + 2)
         column = row * stage_words + tl.load(entry + 3)
@@ -65,7 +65,7 @@ def _move(
         else:
             skipped = tl.load(targets + row).to(tl.int64) * stride
             written = tl.multiple_of(base, 8 * pair) + tl.multiple_of(skipped, pair)
-        tl.store(written + at, tl.load(read + at, mask=there), mask=there)
+        tl.store(written + offset, tl.load(read + offset, mask=inside), mask=inside)
 
 
 class RowMover:
@@ -77,16 +77,16 @@ class RowMover:
 
     def __init__(self, matrices: Sequence[Tensor]) -> None:
         """Look at the matrices: numbers of any dtype, `[rows, width]`, each row contiguous."""
-        rows = [(each, each.shape[1] * each.itemsize) for each in matrices]
-        strides = [each.stride(0) * each.itemsize for each in matrices]
+        rows = [(matrix, matrix.shape[1] * matrix.itemsize) for matrix in matrices]
+        strides = [matrix.stride(0) * matrix.itemsize for matrix in matrices]
         self.bytes = sum(width for _, width in rows)
         unit = gcd(16, *(width for _, width in rows), *strides)
-        unit = gcd(unit, *(each.data_ptr() for each in matrices))
+        unit = gcd(unit, *(matrix.data_ptr() for matrix in matrices))
         self._word, self._pair = WORDS[unit], 2 if unit == 16 else 1  # noqa: PLR2004
         size = unit // self._pair
         table, column = [], 0
-        for (each, width), stride in zip(rows, strides, strict=True):
-            table.append([each.data_ptr(), width // size, stride // size, column // size])
+        for (matrix, width), stride in zip(rows, strides, strict=True):
+            table.append([matrix.data_ptr(), width // size, stride // size, column // size])
             column += width
         self._device = matrices[0].device
         self._table = torch.tensor(table, dtype=torch.int64).to(self._device)
@@ -119,13 +119,15 @@ class RowMover:
         assert named is not None
         if not len(named):
             return
-        ids = [named if each is None else each for each in (sources, targets)]
+        ids = [named if blocks is None else blocks for blocks in (sources, targets)]
         view = {tl.int64: torch.int64, tl.int32: torch.int32, tl.int16: torch.int16}
-        held = self._table if stage is None else stage.view(view.get(self._word, torch.int8))
+        sources_table = (
+            self._table if stage is None else stage.view(view.get(self._word, torch.int8))
+        )
         with torch.cuda.device_of(self._table):  # Triton launches on the current GPU
             _move[(len(named), *self._grid)](
                 self._table,
-                held,
+                sources_table,
                 *ids,
                 self._stage_words,
                 word=self._word,

@@ -33,21 +33,21 @@ PLAIN, FP8, FP8_BY_HEAD, GRID = range(4)
 
 
 @triton.jit
-def _above(number):
+def _above(value):
     """Return the least numbers of fp16 that are not less."""
-    half = number.to(tl.float16)
+    half = value.to(tl.float16)
     bits = half.to(tl.int16, bitcast=True)
-    step = tl.where(half < 0, -1, 1) * (number > half.to(tl.float32)).to(tl.int32)
+    step = tl.where(half < 0, -1, 1) * (value > half.to(tl.float32)).to(tl.int32)
     return (bits + step.to(tl.int16)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def _fp8(number, precision: tl.constexpr, bias: tl.constexpr):
+def _fp8(value, precision: tl.constexpr, bias: tl.constexpr):
     """Return the codes of numbers that fp8 can hold; ties go to even.
 
     In integers, since older GPUs convert to neither format, and the interpreter wrongly.
     """
-    bits = number.to(tl.int32, bitcast=True)
+    bits = value.to(tl.int32, bitcast=True)
     sign, bits = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
     dropped: tl.constexpr = 23 - precision
     half: tl.constexpr = (1 << (dropped - 1)) - 1
@@ -56,14 +56,14 @@ def _fp8(number, precision: tl.constexpr, bias: tl.constexpr):
     # Below the least exponent all steps are equal. Adding 1.5 * 2^23 rounds to whole ones.
     small = bits.to(tl.float32, bitcast=True) * (1 << (bias - 1 + precision))
     small = tl.where(small < 1 << precision, small, 0.0)
-    whole = ((small + 12582912.0) - 12582912.0).to(tl.int32)
-    code = tl.where(bits < ((128 - bias) << 23), whole, code)
-    return (tl.where(number != number, 0x7F, code) | sign).to(tl.uint8)
+    rounded = ((small + 12582912.0) - 12582912.0).to(tl.int32)
+    code = tl.where(bits < ((128 - bias) << 23), rounded, code)
+    return (tl.where(value != value, 0x7F, code) | sign).to(tl.uint8)
 
 
 @triton.jit
 def _rotated(
-    number,
+    value,
     rows,
     begin,
     token,
@@ -78,14 +78,14 @@ def _rotated(
     named: tl.constexpr,
 ):
     """Return rows rotated by their angles, computed in the dtype of the tables."""
-    at = tl.load(places + token, mask=live, other=0).to(tl.int64) if named else token
-    at = (at * pairs)[:, None]
+    position = tl.load(places + token, mask=live, other=0).to(tl.int64) if named else token
+    position = (position * pairs)[:, None]
     if adjacent:
         pair = tl.arange(0, columns // 2)
         turns = live[:, None] & (pair < pairs)[None, :]
-        cos = tl.load(cosines + at + pair[None, :], mask=turns, other=1.0)
-        sin = tl.load(sines + at + pair[None, :], mask=turns, other=0.0)
-        apart = tl.reshape(number.to(cos.dtype), (per_program, columns // 2, 2))
+        cos = tl.load(cosines + position + pair[None, :], mask=turns, other=1.0)
+        sin = tl.load(sines + position + pair[None, :], mask=turns, other=0.0)
+        apart = tl.reshape(value.to(cos.dtype), (per_program, columns // 2, 2))
         a, b = tl.split(apart)
         joined = tl.join(a * cos - b * sin, b * cos + a * sin)
         turned = tl.reshape(joined, (per_program, columns))
@@ -96,12 +96,12 @@ def _rotated(
         pair = tl.where(first, column, column - pairs)
         partner = tl.where(first, column + pairs, column - pairs)
         turns = live[:, None] & (column < 2 * pairs)[None, :]
-        cos = tl.load(cosines + at + pair[None, :], mask=turns, other=1.0)
-        sin = tl.load(sines + at + pair[None, :], mask=turns, other=0.0)
+        cos = tl.load(cosines + position + pair[None, :], mask=turns, other=1.0)
+        sin = tl.load(sines + position + pair[None, :], mask=turns, other=0.0)
         other = tl.load(rows + begin[:, None] + partner[None, :], mask=turns, other=0.0)
         sin = tl.where(first[None, :], -sin, sin)
-        turned = number.to(cos.dtype) * cos + other.to(cos.dtype) * sin
-    return turned.to(number.dtype)
+        turned = value.to(cos.dtype) * cos + other.to(cos.dtype) * sin
+    return turned.to(value.dtype)
 
 
 @triton.jit
@@ -133,38 +133,38 @@ def _write(
     row = tl.program_id(0) * per_program + tl.arange(0, per_program)
     column = tl.arange(0, columns)
     live = row < count
-    there = live[:, None] & (column < width)[None, :]
+    inside = live[:, None] & (column < width)[None, :]
     token = (row // heads).to(tl.int64)
     begin = token * token_stride + (row % heads) * head_stride
-    number = tl.load(rows + begin[:, None] + column[None, :], mask=there, other=0.0)
+    value = tl.load(rows + begin[:, None] + column[None, :], mask=inside, other=0.0)
     if pairs > 0:
-        number = _rotated(
-            number, rows, begin, token, cosines, sines, places, live,
+        value = _rotated(
+            value, rows, begin, token, cosines, sines, places, live,
             per_program, columns, pairs, adjacent, named,
         )  # fmt: skip
     slot = tl.load(slots + row, mask=live, other=0).to(tl.int64)
-    place = out + (slot * width)[:, None] + column[None, :]
+    address = out + (slot * width)[:, None] + column[None, :]
     if way == 0:
-        tl.store(place, number, mask=there)
+        tl.store(address, value, mask=inside)
     elif way == 1:
         # Divided in fp32 and rounded to the dtype of K/V, as torch does.
-        scaled = tl.div_rn(number.to(tl.float32), factor).to(number.dtype).to(tl.float32)
+        scaled = tl.div_rn(value.to(tl.float32), factor).to(value.dtype).to(tl.float32)
         cut = tl.clamp(scaled, -greatest, greatest, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(place, _fp8(cut, precision, bias), mask=there)
+        tl.store(address, _fp8(cut, precision, bias), mask=inside)
     else:
-        wide = number.to(tl.float32)
+        wide = value.to(tl.float32)
         wide = tl.clamp(wide, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
         lost = tl.sum((wide != wide).to(tl.int32), 1) > 0
         if way == 2:  # noqa: PLR2004 - `FP8_BY_HEAD`, as a kernel must write it
-            most = tl.max(tl.abs(wide), 1)
-            scale = _above(tl.div_rn(tl.where(lost, float("nan"), most), greatest))
+            greatest_seen = tl.max(tl.abs(wide), 1)
+            scale = _above(tl.div_rn(tl.where(lost, float("nan"), greatest_seen), greatest))
             step = tl.where(scale == 0, 1.0, scale.to(tl.float32))
             coded = tl.div_rn(wide, tl.broadcast_to(step[:, None], wide.shape))
-            tl.store(place, _fp8(coded, precision, bias), mask=there)
+            tl.store(address, _fp8(coded, precision, bias), mask=inside)
             tl.store(scales + slot, scale, mask=live)
         else:
-            low = tl.min(tl.where(there, wide, float("inf")), 1)
-            high = tl.max(tl.where(there, wide, float("-inf")), 1)
+            low = tl.min(tl.where(inside, wide, float("inf")), 1)
+            high = tl.max(tl.where(inside, wide, float("-inf")), 1)
             zero = -_above(-tl.where(lost, float("nan"), low))
             span = tl.where(lost, float("nan"), high) - zero.to(tl.float32)
             scale = _above(tl.div_rn(span, tl.full(span.shape, 255.0, tl.float32)))
@@ -173,7 +173,7 @@ def _write(
             code = tl.div_rn(code, tl.broadcast_to(step[:, None], wide.shape))
             # Rounded to even, as above.
             code = (code + 12582912.0) - 12582912.0
-            tl.store(place, code.to(tl.int32).to(tl.uint8), mask=there)
+            tl.store(address, code.to(tl.int32).to(tl.uint8), mask=inside)
             tl.store(scales + slot * 2, scale, mask=live)
             tl.store(scales + slot * 2 + 1, zero, mask=live)
 
@@ -249,16 +249,16 @@ class Target:
     bias: int = 7
 
     @classmethod
-    def of(
+    def from_codec(
         cls, codec: Codec, part: Part, dtype: torch.dtype, planes: Sequence[Tensor]
     ) -> Target | None:
         """Return the target in the planes of a codec; None: the kernel cannot code so."""
         if dtype == torch.float64:
             return None
         if isinstance(codec, E4M3 | E5M2):
-            way = FP8 if codec.scale == "tensor" else FP8_BY_HEAD
+            form = FP8 if codec.scale == "tensor" else FP8_BY_HEAD
             precision, bias = (2, 15) if isinstance(codec, E5M2) else (3, 7)
-            return cls(way, planes, codec.factor, codec.greatest, precision, bias)
+            return cls(form, planes, codec.factor, codec.greatest, precision, bias)
         if isinstance(codec, INT8) and codec.by_token(part):
             return cls(GRID, planes)
         return None
@@ -278,10 +278,10 @@ def store_rows(first: New, second: New | None = None) -> None:
     count = tokens * heads
     if not count:
         return
-    columns = [triton.next_power_of_2(each[2].shape[2]) for each in (first, second or first)]
+    columns = [triton.next_power_of_2(half[2].shape[2]) for half in (first, second or first)]
     turned = max(1, TURNED_BYTES // (max(columns) * rows.itemsize))
     per_program = min(ROWS, turned) if rotation else ROWS
-    cosines = sines = places = rows
+    cosines = sines = positions = rows
     if rotation is not None:
         # Of the width of the arithmetic; as a rule they are so already.
         wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
@@ -289,14 +289,14 @@ def store_rows(first: New, second: New | None = None) -> None:
             table.to(rows.device, wide).contiguous() for table in (rotation.cos, rotation.sin)
         )
         if rotation.places is not None:
-            places = rotation.places.to(rows.device)
+            positions = rotation.places.to(rows.device)
     with torch.cuda.device_of(target.planes[0]):  # Triton launches on the current GPU
         _store[(triton.cdiv(count, per_program), 1 if second is None else 2)](
             *_arguments(first),
             *_arguments(second or first),
             cosines,
             sines,
-            places,
+            positions,
             count,
             heads,
             key_width=rows.shape[2],
