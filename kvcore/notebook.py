@@ -80,10 +80,9 @@ def data_frame(
     needed = "to_frame needs polars, which cannot be imported"
     pl = import_extra("polars", needed, "lab", f", or make a frame of {instead} yourself")
     kinds = {"str": pl.String, "int": pl.Int64, "float": pl.Float64, "bool": pl.Boolean}
-    names = data if isinstance(data, Mapping) else next(iter(data), {})
-    known = {
-        name: kinds[kind] for name, kind in (types or {}).items() if name in names or not data
-    }
+    known = {name: kinds[kind] for name, kind in (types or {}).items()}
     if not data:
         return pl.DataFrame(schema=known)
+    names = data if isinstance(data, Mapping) else data[0]
+    known = {name: kind for name, kind in known.items() if name in names}
     return pl.DataFrame(data, infer_schema_length=None, schema_overrides=known)

@@ -108,6 +108,7 @@ COUNTS = (
     *("requests", "completed", "rejected", "step_count", "loaded_tokens", "lost_tokens"),
     *("retried", "pool_active_peak"),
 )
+"""Columns of whole numbers, beside those of blocks and preemptions."""
 
 
 def type_of(column: str) -> str:

@@ -327,7 +327,8 @@ class Sweep(Shown):
         Raises:
             PluginError: polars is not installed.
         """
-        empty = {name for name in self.rows[0] if all(row[name] is None for row in self.rows)}
+        names = next(iter(self.rows), {})
+        empty = {name for name in names if all(row[name] is None for row in self.rows)}
         return data_frame(self.rows, "`sweep.rows`", {name: type_of(name) for name in empty})
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvcore.trace import events
 from kvcore.trace.events import methods_by_event, unfit, violated
-from kvcore_replay.check.tiers import max_wait
+from kvcore_replay.check.tiers import max_wait, must_be_done
 from kvcore_replay.state.group_tiers import Place, TracedGroupTiers
 from kvcore_replay.state.groups import TIERED, GroupedSequence, GroupState, name_of
 from kvcore_replay.state.tiers import TracedTier
@@ -184,7 +184,7 @@ class GroupTierChecker:
             self._named.add((tier.name, place))
             if (below := self._takes(tier.name, "through")) is not None:
                 self._owed.add((below, place))
-        self._must_be_done(event, tier, write=True)
+        must_be_done(event, tier, write=True, exact=self._exact)
 
     def _drop(self, event: events.Discard) -> None:
         tier, places = self._tiers.tier(event.tier), self._state.places(event)
@@ -221,7 +221,7 @@ class GroupTierChecker:
                 violated(f"block {place[1]!r} is not to be loaded from {tier.name!r}")
             self._missing.remove(place)
             self._hits.add((tier.name, place))
-        self._must_be_done(event, tier, write=False)
+        must_be_done(event, tier, write=False, exact=self._exact)
 
     def _begin(self, event: events.LoadStart, seq: GroupedSequence) -> set[Place]:
         """Return the blocks that a load must have, whose first line this is."""
@@ -251,11 +251,3 @@ class GroupTierChecker:
             violated(f"what sequence {event.seq} loads is there at {done} ns")
         self._arriving = event.seq
         self._loaded.update((event.tier, place) for place in self._state.places(event))
-
-    def _must_be_done(
-        self, event: events.Offload | events.LoadStart, tier: TracedTier, *, write: bool
-    ) -> None:
-        """Check the end of a transfer, by its turn on the link and its bytes."""
-        done = tier.done_at(tier.size_of(event), event.t, write=write)
-        if event.done != done if self._exact else event.done < event.t:
-            violated(f"by the link of tier {tier.name!r} it is done at {done} ns")
