@@ -3,6 +3,8 @@
 import pytest
 from helpers.engine import compute
 from helpers.serving import ask
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvcore import Plugins
 from kvcore.engine import RaggedBatch, TensorLayout
@@ -15,14 +17,16 @@ from kvcore_engine.graphs import (
     BY_TORCH,
     OBSERVED,
     PROMPTS,
-    KeptBuffers,
     StepGraphs,
+    StepInputs,
 )
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
 pytest.importorskip("triton", reason="needs Triton: pip install 'kvcore[triton]'")
 
 from helpers.recorded_graph import GraphedCPU, counted  # noqa: E402 - needs torch and Triton
+
+from kvcore_engine.backend._step_plan import LayerKind, NewToken  # noqa: E402 - likewise
 
 SIZE = "transformer:layers=2,hidden=32,heads=4,kv_heads=2,head_dim=8,vocab_size=97"
 
@@ -116,7 +120,7 @@ def test_each_batch_size_has_a_graph():
         step(*contexts)
     # The first step of all, and the first of each size, are launched.
     assert graphs.replays == 3
-    assert len(graphs._graphs) == 2
+    assert len(graphs._shapes) == 2
 
 
 def test_tables_that_outgrow_their_rows_have_a_new_graph():
@@ -125,24 +129,29 @@ def test_tables_that_outgrow_their_rows_have_a_new_graph():
     for context in (12, 13, 14, 15, 16, 17, 18):
         step(context)
     assert graphs.replays == 2 + 2
-    assert len(graphs._graphs) == 2
+    assert len(graphs._shapes) == 2
 
 
 def test_a_step_launches_no_more_kernels():
-    """The graph of a step of two layers has 95 launches; the host sends its inputs beside it.
-
-    These are the slots of K and of V, the plan of attention, token ids and positions.
-    """
-    backend, sent = GraphedCPU(attention="triton"), []
-    graphs, step = stepping(backend=backend)
+    """The graph of a step of two layers has 112 launches, which plan it, too."""
+    graphs, step = stepping()
     for context in (8, 9, 10):
         step(context, context)
-    backend._pool.upload = graphs._kept._upload = lambda tensor: sent.append(tensor) or tensor
-    (captured,) = graphs._graphs.values()
-    assert len(captured.graph.again) <= 95
+    (inputs,) = graphs._shapes.values()
+    assert len(inputs.step.graph.again) <= 112
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_the_host_does_as_much_for_any_number_of_sequences(sequences):
+    """Beside the graph the host compares tables, sends one tensor, and draws tokens."""
+    graphs, step = stepping()
+    for context in (8, 9, 10):
+        step(*[context] * sequences)
+    (inputs,) = graphs._shapes.values()
+    inputs.step.graph.again.clear()
     with counted() as launches:
-        step(11, 11)
-    assert len(sent) <= 5
+        step(*[11] * sequences)
+    assert launches.total() <= 15
     assert launches["argmax"] == 1
 
 
@@ -205,26 +214,59 @@ def test_the_oldest_graph_makes_room(monkeypatch):
     graphs, step = stepping()
     for contexts in ([8], [9], [10], [8, 30], [9, 31]):
         step(*contexts)
-    assert [shape[0][-1][1] for shape in graphs._graphs] == [(2,)]
+    assert [*graphs._shapes] == [(2, 8)]
 
 
-@pytest.mark.parametrize(("changed", "sent"), [(0, []), (1, [1, 1]), (40, [64])])
-def test_kept_buffers_send_what_has_changed(changed, sent):
-    """An unchanged buffer sends nothing; a few numbers are sent by index, many as a whole."""
-    sizes = []
+@pytest.mark.parametrize(("changed", "uploads"), [(0, 0), (2, 0), (3, 1)])
+def test_few_changes_of_tables_are_sent_with_the_step(changed, uploads):
+    """A changed block id for each sequence at most is sent by its index, more as all tables."""
+    uploaded, backend = [], GraphedCPU(attention="triton")
+    graphs, _ = stepping(backend=backend)
+    inputs = StepInputs.make(backend, 2, 8)
+    ids = torch.arange(16, dtype=torch.int32)
+    batch = RaggedBatch(contexts=[20, 21], token_ids=[1, 2], positions=[20, 21])
+    def send():
+        inputs.send(batch, ids, lambda tensor: uploaded.append(tensor) or tensor)
+        graphs._planned(batch, inputs, type)
+        return inputs.tables[:-1].flatten()
 
-    def upload(tensor):
-        sizes.append(len(tensor))
-        return tensor
+    assert send().equal(ids)
+    uploaded.clear()
+    ids = ids.clone()
+    ids[:changed] = 40
+    address = inputs.tables.data_ptr()
+    assert send().equal(ids)
+    assert inputs.tables.data_ptr() == address
+    assert len(uploaded) == uploads
 
-    kept, numbers = KeptBuffers(upload), torch.arange(64)
-    buffer = kept.upload(numbers)
-    address = buffer.data_ptr()
-    kept.shapes.clear()
-    sizes.clear()
-    numbers = numbers.clone()
-    numbers[:changed] = -1
-    buffer = kept.upload(numbers)
-    assert buffer.data_ptr() == address
-    assert buffer.equal(numbers)
-    assert sizes == sent
+
+@given(st.data())
+@settings(max_examples=12, deadline=None)
+def test_contexts_are_divided_alike_on_the_device(data):
+    """A plan in shapes of a graph has the chunks of that of the host, and then empty ones."""
+    draw = data.draw
+    count = draw(st.integers(1, 6))
+    top = draw(st.sampled_from([40, 400, 30_000]))
+    contexts = draw(st.lists(st.integers(0, top), min_size=count, max_size=count))
+    window = draw(st.none() | st.integers(1, 500))
+    kind = LayerKind(2, window, draw(st.sampled_from([0, 0, 4, 70])))
+    layout = TensorLayout(
+        blocks=1, block_size=draw(st.sampled_from([1, 16, 128])), layers=1,
+        kv_heads=draw(st.sampled_from([1, 8])), head_dim=16, value_dim=16,
+    )  # fmt: skip
+    backend = TorchCPU(attention="triton")
+    backend.allocate(layout)
+    kernel = backend._kernel._divider.kernel
+    kernel.programs = draw(st.sampled_from([1, 8, 66]))
+    width = top // layout.block_size + 1
+    tables = [torch.zeros(width, dtype=torch.int64)] * count
+    new = [NewToken(index, index, context) for index, context in enumerate(contexts)]
+    host = kernel.plan(new, tables, kind)
+    zeros = torch.zeros(count, width, dtype=torch.int32)
+    plan = kernel.plan_decode(zeros, torch.tensor(contexts), kind)
+    entries = len(host.work)
+    assert plan.work[:entries].equal(host.work)
+    assert (plan.work[entries:, 2] == plan.work[entries:, 3]).all()
+    divided = plan.splits[:, 1] < plan.splits[:, 2]
+    assert plan.splits[divided].equal(host.splits)
+    assert host.slots <= plan.slots

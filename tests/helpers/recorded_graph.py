@@ -11,7 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from kvcore_engine.backend import TorchCPU
-from kvcore_engine.backend.kernels import attention
+from kvcore_engine.backend.kernels import attention, plan
+
+KERNELS = [
+    (attention, "attend_chunks"), (attention, "combine_chunks"), (plan, "divide_contexts"),
+    (plan, "order_chunks"),
+]  # fmt: skip
 
 READS = {
     "_local_scalar_dense", "_unique2", "equal", "is_nonzero", "item", "masked_select",
@@ -59,17 +64,15 @@ class Launches(TorchDispatchMode):
 
     def __enter__(self):
         """Record launches of Triton's kernels, too."""
-        self._kernels = {
-            name: getattr(attention, name) for name in ("attend_chunks", "combine_chunks")
-        }
-        for name, kernel in self._kernels.items():
-            setattr(attention, name, Kernel(name, kernel, self.launched))
+        self._kernels = [(module, name, getattr(module, name)) for module, name in KERNELS]
+        for module, name, kernel in self._kernels:
+            setattr(module, name, Kernel(name, kernel, self.launched))
         return super().__enter__()
 
     def __exit__(self, *error):
         """Put the kernels back."""
-        for name, kernel in self._kernels.items():
-            setattr(attention, name, kernel)
+        for module, name, kernel in self._kernels:
+            setattr(module, name, kernel)
         return super().__exit__(*error)
 
 
@@ -128,7 +131,17 @@ class RecordedGraph:
 
 
 class GraphedCPU(TorchCPU):
-    """A CPU whose decode steps are recorded and replayed; Triton's interpreter attends."""
+    """A CPU whose decode steps are recorded and replayed; Triton's interpreter attends.
+
+    It runs few programs at once: lists of chunks of a graph are as long as those of a step of
+    so many, and an empty entry takes an interpreter as long as a full one.
+    """
+
+    def allocate(self, layout):
+        """Allocate a pool, and let few programs attend to it."""
+        super().allocate(layout)
+        if self._kernel._divider.kernel is not None:
+            self._kernel._divider.kernel.programs = 1
 
     def new_graph(self):
         """Return an empty graph."""

@@ -6,6 +6,7 @@ import mmap
 import sys
 from abc import ABC, abstractmethod
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
@@ -167,10 +168,10 @@ class Half(ABC):
         """Return the rows of tokens in each head, given by block and offset in the block.
 
         `[tokens]` becomes `[kv_heads, tokens]`, `[n, tokens]` becomes
-        `[n, kv_heads, tokens]`. All on the host.
+        `[n, kv_heads, tokens]`.
         """
         _, kv_heads, size, _ = self.shape
-        heads = torch.arange(kv_heads)[:, None]
+        heads = torch.arange(kv_heads, device=blocks.device)[:, None]
         return (blocks[..., None, :] * self.row_stride + heads) * size + offsets[..., None, :]
 
 
@@ -254,7 +255,6 @@ class Pool:
     Attributes:
         layout: layout of the pool.
         upload: returns a host tensor on the device.
-        keeps_shapes: whether shapes of uploaded tensors are rounded up, so that they recur.
         keys, values: a `Half` for each layer.
         matrices: the memory as matrices with one row for each block, `[blocks, numbers]`:
             one matrix together, two for each layer apart.
@@ -263,7 +263,6 @@ class Pool:
     """
 
     by_token = True
-    keeps_shapes = False
     keys: Sequence[Half]
     values: Sequence[Half]
     matrices: list[Tensor]
@@ -545,6 +544,18 @@ class Pool:
         """Return block tables in host memory, cut to the length of their sequences. O(blocks).
 
         Raises:
+            InputError: as for `joined_tables`.
+        """
+        ids, sizes = self.joined_tables(batch)
+        return [*ids.long().split_with_sizes(sizes)]
+
+    def joined_tables(self, batch: RaggedBatch, width: int = 0) -> tuple[Tensor, list[int]]:
+        """Return the block ids of all sequences, and how many each has.
+
+        The ids are int32 on the host, one sequence after the other; each has at least `width`,
+        zeros behind its own. O(blocks).
+
+        Raises:
             InputError: there is no sequence, a sequence computes nothing or has too few
                 blocks, or a block does not exist.
         """
@@ -552,7 +563,7 @@ class Pool:
             msg = "a step computes at least one sequence; there is none"
             raise InputError(msg)
         size, blocks = self.layout.block_size, self.layout.blocks
-        tables = []
+        joined, sizes, zeros = array("i"), [], array("i", bytes(4 * width))
         for index, (table, context, length) in enumerate(
             zip(batch.block_tables, batch.contexts, batch.lengths, strict=True)
         ):
@@ -568,14 +579,17 @@ class Pool:
             if msg:
                 msg = f"sequence {index} has {msg}"
                 raise InputError(msg)
-            ids = torch.frombuffer(array("q", table[:needed]), dtype=torch.int64)
-            low, high = torch.aminmax(ids)
-            if low < 0 or high >= blocks:
-                wrong = int(low if low < 0 else high)
-                msg = f"sequence {index} has block {wrong}: there are 0 to {blocks - 1}"
-                raise InputError(msg)
-            tables.append(ids)
-        return tables
+            joined += array("i", table[:needed])
+            joined += zeros[needed:]
+            sizes.append(max(needed, width))
+        ids = torch.frombuffer(joined, dtype=torch.int32)
+        low, high = map(int, torch.aminmax(ids))
+        if low < 0 or high >= blocks:
+            wrong = low if low < 0 else high
+            index = bisect_right([*accumulate(sizes)], joined.index(wrong))
+            msg = f"sequence {index} has block {wrong}: there are 0 to {blocks - 1}"
+            raise InputError(msg)
+        return ids, sizes
 
     def writes(self, batch: RaggedBatch, tables: list[Tensor]) -> Writes | None:
         """Return the new tokens by block, for codecs that code blocks; None: by `slots`."""
@@ -597,11 +611,17 @@ class Pool:
         # All tables are laid end to end; `firsts` has the beginning of each.
         firsts = torch.tensor([0, *accumulate(map(len, tables[:-1]))])
         blocks = torch.cat(tables)[firsts[sequence] + offsets // size]
-        keys, values = (
-            self.upload(parts[0].token_rows(blocks, offsets % size).t().flatten())
-            for parts in (self.keys, self.values)
-        )
-        return keys, values
+        keys, values = self.rows_of(blocks, offsets % size)
+        sent = self.upload(keys)
+        return sent, sent if values is keys else self.upload(values)
+
+    def rows_of(self, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of K and of V of tokens, by block and offset in it, head by head."""
+        key, value = self.keys[0], self.values[0]
+        keys = key.token_rows(blocks, offsets).t().flatten()
+        if value.row_stride == key.row_stride:
+            return keys, keys
+        return keys, value.token_rows(blocks, offsets).t().flatten()
 
     def _ids(self, blocks: Sequence[int]) -> Tensor:
         """Return block ids as an index on the device."""

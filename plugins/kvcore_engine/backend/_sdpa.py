@@ -88,6 +88,13 @@ class Sdpa:
         slots = self._pool.slots(batch, tables)
         return StepPlan(batch, tables, self._divider, *slots, self._pool.writes(batch, tables))
 
+    def plan_on_device(self, batch: RaggedBatch, tables: Tensor, contexts: Tensor) -> StepPlan:
+        """Return the plan of a step of single tokens, as `TorchBackend.plan_on_device` does."""
+        size = self._pool.layout.block_size
+        blocks = tables.gather(1, (contexts // size)[:, None]).long()
+        slots = self._pool.rows_of(blocks[:, 0], contexts % size)
+        return StepPlan(batch, [], self._divider, *slots, None, (tables, contexts))
+
     def zero_sums(self, plan: StepPlan, queries: Tensor) -> list[Tensor]:
         """Return zeros, `[kv_heads, tokens]` for each sequence, to add attention weights to."""
         dtype = torch.promote_types(queries.dtype, torch.float32)

@@ -9,9 +9,9 @@ chunks too if it can.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import attrs
 import torch
@@ -82,7 +82,13 @@ class NewToken(NamedTuple):
 
 
 class AttentionKernel(ABC):
-    """Computes attention of new tokens over blocks in place, instead of torch."""
+    """Computes attention of new tokens over blocks in place, instead of torch.
+
+    Attributes:
+        plans_on_device: whether there is `plan_decode`.
+    """
+
+    plans_on_device: ClassVar[bool] = False
 
     @abstractmethod
     def refusal(self, kind: LayerKind) -> str | None:
@@ -100,13 +106,13 @@ class AttentionKernel(ABC):
         The tokens are single ones, or chunks if the kernel takes them.
         """
 
-    def constants(self, plan: Any) -> Hashable | None:
-        """Return the arguments of the launches of a plan, but tensors, for graphs.
+    def plan_decode(self, tables: Tensor, contexts: Tensor, kind: LayerKind) -> Any:
+        """Return the plan of a step of single tokens, made on the device, for graphs.
 
-        None unless overridden: they vary with the contents of the tensors.
+        Without reading a number there, and in shapes that do not depend on the contexts. Needs
+        `plans_on_device`.
         """
-        del plan
-        return None
+        raise NotImplementedError
 
     @abstractmethod
     def attend(
@@ -481,6 +487,8 @@ class StepPlan:
         key_slots, value_slots: a row of `LayerTensor.by_token` for each new token and head,
             `[rows * kv_heads]`.
         writes: the new tokens by block, where a codec codes blocks.
+        on_device: tables, `[sequences, blocks]`, and contexts of a step of single tokens that
+            is planned on the device; `tables` is empty then.
     """
 
     batch: RaggedBatch
@@ -489,6 +497,7 @@ class StepPlan:
     key_slots: Tensor
     value_slots: Tensor
     writes: Writes | None
+    on_device: tuple[Tensor, Tensor] | None = None
     _parts: dict[Any, list[Part]] = attrs.field(init=False, factory=dict)
     _masks: dict[Reach, Tensor] = attrs.field(init=False, factory=dict)
 
@@ -496,28 +505,25 @@ class StepPlan:
         """Return the parts of layers of a kind; `lengths` as for `Divider.divide`."""
         key = kind, lengths and tuple(lengths)
         if key not in self._parts:
-            divided = self.divider.divide(self.batch, self.tables, kind, lengths)
-            self._parts[key] = [*divided]
+            kernel = self.divider.kernel
+            if self.on_device is None:
+                divided = self.divider.divide(self.batch, self.tables, kind, lengths)
+                self._parts[key] = [*divided]
+            else:
+                assert kernel is not None
+                self._parts[key] = [KernelPart(kernel.plan_decode(*self.on_device, kind))]
         return self._parts[key]
 
     @property
-    def kinds(self) -> list[LayerKind]:
-        """The kinds of layers that there are parts for."""
-        return [kind for kind, _ in self._parts]
-
-    @property
-    def constants(self) -> Hashable | None:
-        """Arguments of the launches of all parts, but tensors; None: they vary."""
-        kernel, constants = self.divider.kernel, []
-        for key, parts in self._parts.items():
-            for part in parts:
-                fixed = None
-                if isinstance(part, KernelPart) and kernel is not None:
-                    fixed = kernel.constants(part.plan)
-                if fixed is None:
-                    return None
-                constants.append((key, fixed))
-        return tuple(constants)
+    def recordable(self) -> bool:
+        """Whether a kernel that plans on the device has computed all parts so far."""
+        kernel = self.divider.kernel
+        parts = (part for parts in self._parts.values() for part in parts)
+        return (
+            kernel is not None
+            and kernel.plans_on_device
+            and all(isinstance(part, KernelPart) for part in parts)
+        )
 
     def mask(self, tile: Tile, layer: int, kind: LayerKind) -> Tensor | None:
         """Return what each token of `tile` attends to; None if no mask is needed.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from math import gcd, log, sqrt
 from typing import Any, NamedTuple
 
@@ -11,13 +11,12 @@ import attrs
 import torch
 import triton
 from torch import Tensor
-from torch.nn.functional import pad
 from triton import language as tl
 
 from kvcore_engine.backend._coded_pool import CodedHalf, CodedPool
 from kvcore_engine.backend._pool import Half, LayerTensor, Pool
 from kvcore_engine.backend._step_plan import AttentionKernel, LayerKind, NewToken
-from kvcore_engine.backend.kernels import attention
+from kvcore_engine.backend.kernels import attention, plan
 from kvcore_plugins.codec import E4M3, E5M2, INT4, INT8
 
 TILE = 64
@@ -53,6 +52,9 @@ LEAST_CHUNK = 128
 
 PARTS = 16
 """Chunks that are combined at a time."""
+
+ENTRIES, OTHERS = 16, 256
+"""Entries of a work list that a program writes, and others that it compares them with."""
 
 CHUNK_ROWS = 64
 """Rows of queries, of several tokens and the query heads of a K/V head, that a program takes.
@@ -224,39 +226,50 @@ class Coding:
         )
 
 
-@attrs.frozen(eq=False)
+class Launch(NamedTuple):
+    """How the kernel is launched for new tokens of a kind of layers.
+
+    Attributes:
+        tokens: the most new tokens of an entry of the work list.
+        stages: stages of the pipeline.
+        programs: programs that run at once.
+        windowed: whether a chunk may begin inside a block.
+    """
+
+    tokens: int
+    stages: int
+    programs: int
+    windowed: bool
+
+
+@attrs.frozen(eq=False, kw_only=True)
 class AttentionPlan:
     """The work list of programs for new tokens of a step, in layers of a kind.
 
     Attributes:
-        new: the new tokens.
-        firsts: where the blocks of each sequence begin in `tables`.
         work: entries of the work list, on the device, `[entries, 8]` of int32: row of the first
             new token, first block in `tables`, first token of the chunk, the one after its
             last, slot of the partial output; -1: there is one chunk, whose output is that of
             the sequence; slots from one new token to the next, number of new tokens, and
             tokens before them. Longest chunks come first. An empty chunk does nothing.
-        splits: row, first slot, and slot after the last of each new token with several
-            chunks, `[tokens, 3]`.
+        splits: row, first slot, and slot after the last of new tokens with several chunks,
+            `[tokens, 3]`. One without slots is skipped.
         tables: block ids of all sequences, one sequence after the other.
         slots: number of partial outputs.
-        tokens: the most new tokens of an entry.
-        stages: stages of the pipeline.
-        window, sinks: those of the layers.
-        windowed: whether a chunk may begin inside a block.
+        kind: the kind of the layers.
+        launch: how the kernel is launched.
+        new: the new tokens; none where weights are not summed up.
+        firsts: where the blocks of each of them begin in `tables`.
     """
 
-    new: list[NewToken]
-    firsts: list[int]
     work: Tensor
     splits: Tensor
     tables: Tensor
     slots: int
-    tokens: int
-    stages: int
-    window: int
-    sinks: int
-    windowed: bool
+    kind: LayerKind
+    launch: Launch
+    new: list[NewToken] = attrs.field(factory=list)
+    firsts: list[int] = attrs.field(factory=list)
 
 
 def chunk_of(lengths: list[int], heads: int, programs: int) -> int:
@@ -271,6 +284,16 @@ def chunk_of(lengths: list[int], heads: int, programs: int) -> int:
     else:
         chunk = -(-total * heads // (FINER * programs))
     return max(chunk, LEAST_CHUNK)
+
+
+def most_chunks(count: int, heads: int, programs: int, kind: LayerKind) -> int:
+    """Return how many chunks `count` single tokens of any contexts have at most.
+
+    A range of tokens has one chunk more than its share where it ends inside of one, and one
+    where it begins inside a block. A single context is even.
+    """
+    ranges = 2 if kind.window is not None and kind.sinks else 1
+    return 2 * ranges * count + (1 if count == 1 else FINER) * programs // heads
 
 
 def _pieces(new: list[NewToken], tokens: int) -> tuple[list[int], list[NewToken]]:
@@ -317,6 +340,12 @@ def _cut(
     return owners[which], lows, highs
 
 
+def _current(tensor: Tensor) -> Any:
+    """Make the device of a tensor the current one, on which kernels are launched."""
+    device: Any = torch.cuda.device_of  # which has no types
+    return device(tensor)
+
+
 class TritonAttention(AttentionKernel):
     """Launches the kernels of `kernels.attention`.
 
@@ -327,6 +356,8 @@ class TritonAttention(AttentionKernel):
         programs: programs that run at once, one for each chunk and K/V head; None: as many
             as the GPU has room for.
     """
+
+    plans_on_device = True
 
     def __init__(self, pool: Pool) -> None:
         """Choose tiles and strides for a pool for which `uncovered` is None."""
@@ -394,24 +425,15 @@ class TritonAttention(AttentionKernel):
         self, tokens: list[NewToken], tables: list[Tensor], kind: LayerKind
     ) -> AttentionPlan:
         """Divide the contexts of new tokens into chunks. O(blocks), one copy to the device."""
-        part, tile = min(self._tile, self._pool.layout.block_size), self._tile
-        most_tokens = min(
-            max(1, self._rows // triton.next_power_of_2(kind.group)),
-            triton.next_power_of_2(max(token.length for token in tokens)),
-        )
-        windowed = kind.window is not None and (part > 1 or most_tokens > 1)
-        stages, programs = STAGES[0], self.programs
-        if programs is None:
-            card = Card.of(self._pool.device)
-            stages, programs = self._pipeline(kind.group, most_tokens, card, windowed=windowed)
-            programs *= card.multiprocessors
-        owners, pieces = _pieces(tokens, most_tokens)
+        most = triton.next_power_of_2(max(token.length for token in tokens))
+        launch = self._launch_of(kind, most)
+        owners, pieces = _pieces(tokens, launch.tokens)
         ranges = _attended_ranges(pieces, kind)
         lengths = [0] * len(pieces)
         for index, begin, end in ranges:
             lengths[index] += end - begin
-        longest = chunk_of(lengths, self._pool.layout.kv_heads, programs)
-        piece, lows, highs = _cut(ranges, longest, tile, part)
+        longest = chunk_of(lengths, self._pool.layout.kv_heads, launch.programs)
+        piece, lows, highs = _cut(ranges, longest, self._tile, self._part)
         rows, contexts, counts = (
             torch.tensor([getattr(piece, name) for piece in pieces])
             for name in ("row", "context", "length")
@@ -425,11 +447,6 @@ class TritonAttention(AttentionKernel):
         own = [tables[token.number] for token in tokens]
         sizes = torch.tensor([*map(len, own)])
         table_starts = sizes.cumsum(0) - sizes
-        if self._pool.keeps_shapes:
-            # Each sequence has a row, so that a new block changes nothing behind it.
-            width = triton.next_power_of_2(int(sizes.max()))
-            table_starts = torch.arange(len(own)) * width
-            own = [pad(table, (0, width - len(table))) for table in own]
         columns = [
             *(rows[piece], table_starts[torch.tensor(owners)][piece], lows, highs),
             *(torch.where(divided[piece], firsts[piece] + chunk, -1), chunks[piece]),
@@ -444,28 +461,77 @@ class TritonAttention(AttentionKernel):
         splits = torch.stack(
             (rows[divided_rows] + before, begins, begins + chunks[divided_rows]), 1
         )
-        slots = int(slot_counts.sum())
-        if self._pool.keeps_shapes:
-            # Empty entries and splits do nothing.
-            work = pad(work, (0, 0, 0, triton.next_power_of_2(len(work)) - len(work)))
-            splits = pad(splits, (0, 0, 0, len(rows) - len(splits)))
-            slots = triton.next_power_of_2(slots) if slots else 0
         numbers = [work.flatten(), splits.flatten(), *own]
         sent = self._pool.upload(torch.cat(numbers).to(torch.int32))
         bounds = work.numel(), work.numel() + splits.numel()
         return AttentionPlan(
+            work=sent[: bounds[0]].view_as(work),
+            splits=sent[bounds[0] : bounds[1]].view_as(splits),
+            tables=sent[bounds[1] :],
+            slots=int(slot_counts.sum()),
+            kind=kind,
+            launch=launch,
             new=tokens,
             firsts=table_starts.tolist(),
-            work=sent[: bounds[0]].view(-1, work.shape[1]),
-            splits=sent[bounds[0] : bounds[1]].view(-1, 3),
-            tables=sent[bounds[1] :],
-            slots=slots,
-            tokens=most_tokens,
-            stages=stages,
-            window=NO_WINDOW if kind.window is None else kind.window,
-            sinks=kind.sinks,
-            windowed=windowed,
         )
+
+    def plan_decode(self, tables: Tensor, contexts: Tensor, kind: LayerKind) -> AttentionPlan:
+        """Divide contexts on the device, in as many entries as any contexts need."""
+        count, width = tables.shape
+        heads, launch = self._pool.layout.kv_heads, self._launch_of(kind, 1)
+        limit = most_chunks(count, heads, launch.programs, kind)
+        chunks, work = (tables.new_empty(limit, 8) for _ in range(2))
+        splits = tables.new_empty(count, 3)
+        grid = (triton.cdiv(limit, ENTRIES),)
+        with _current(tables):
+            plan.divide_contexts[grid](
+                contexts,
+                chunks,
+                splits,
+                count,
+                limit,
+                width,
+                NO_WINDOW if kind.window is None else kind.window,
+                kind.sinks,
+                max(1, launch.programs // (count * heads)),
+                launch.programs,
+                heads=heads,
+                finer=FINER,
+                even=EVEN,
+                least=LEAST_CHUNK,
+                tile=self._tile,
+                part=self._part,
+                rows=triton.next_power_of_2(count),
+                entries=ENTRIES,
+                num_warps=4,
+            )
+            plan.order_chunks[grid](
+                chunks, work, limit, entries=ENTRIES, others=OTHERS, num_warps=4
+            )
+        return AttentionPlan(
+            work=work,
+            splits=splits,
+            tables=tables.flatten(),
+            slots=limit,
+            kind=kind,
+            launch=launch,
+        )
+
+    @property
+    def _part(self) -> int:
+        """Tokens whose multiples chunks begin at: those of a block, or of a smaller tile."""
+        return min(self._tile, self._pool.layout.block_size)
+
+    def _launch_of(self, kind: LayerKind, longest: int) -> Launch:
+        """Return how the kernel is launched for up to `longest` new tokens of a sequence."""
+        tokens = min(max(1, self._rows // triton.next_power_of_2(kind.group)), longest)
+        windowed = kind.window is not None and (self._part > 1 or tokens > 1)
+        stages, programs = STAGES[0], self.programs
+        if programs is None:
+            card = Card.of(self._pool.device)
+            stages, programs = self._pipeline(kind.group, tokens, card, windowed=windowed)
+            programs *= card.multiprocessors
+        return Launch(tokens, stages, programs, windowed)
 
     def _shape(self, group: int, tokens: int, *, windowed: bool) -> tuple[dict[str, Any], int]:
         """Return the constants of all kernels, for a group and new tokens, and the warps.
@@ -512,12 +578,6 @@ class TritonAttention(AttentionKernel):
             self._pipelines[key] = deepest(kernels, warps, card)
         return self._pipelines[key]
 
-    def constants(self, plan: AttentionPlan) -> Hashable | None:
-        """Return the arguments but tensors; None for several new tokens of a sequence."""
-        if plan.tokens > 1:
-            return None
-        return plan.slots, plan.stages, plan.window, plan.sinks, plan.windowed
-
     def attend(
         self,
         layer: int,
@@ -528,8 +588,7 @@ class TritonAttention(AttentionKernel):
         sums: list[Tensor] | None,
     ) -> None:
         """Compute the rows of the plan's tokens; add their weights to `sums`."""
-        device: Any = torch.cuda.device_of  # which has no types
-        with device(queries):  # kernels are launched on the current one
+        with _current(queries):
             self._launch(layer, plan, queries.contiguous(), out, scale, sums)
 
     def _launch(
@@ -555,7 +614,8 @@ class TritonAttention(AttentionKernel):
             totals = queries.new_empty(len(queries), heads, dtype=torch.float32)
         scale = 1 / sqrt(width) if scale is None else scale
         scale *= coding.keys / log(2)
-        shape, warps = self._shape(group, plan.tokens, windowed=plan.windowed)
+        launch, window = plan.launch, plan.kind.window
+        shape, warps = self._shape(group, launch.tokens, windowed=launch.windowed)
         grid = kv_heads, len(plan.work)
         grid_stride = kv_heads * size
         attention.attend_chunks[grid](
@@ -574,13 +634,13 @@ class TritonAttention(AttentionKernel):
             coding.values,
             *self._strides,
             grid_stride,
-            plan.window,
-            plan.sinks,
-            plan.tokens,
+            NO_WINDOW if window is None else window,
+            plan.kind.sinks,
+            launch.tokens,
             **shape,
             **self._values,
-            stages=plan.stages,
-            windowed=plan.windowed,
+            stages=launch.stages,
+            windowed=launch.windowed,
             num_warps=warps,
         )
         if plan.slots:

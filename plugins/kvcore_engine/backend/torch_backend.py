@@ -104,16 +104,6 @@ class TorchBackend(Backend):
         """Return an empty graph of work on the device; None unless overridden: it has none."""
         return None
 
-    @contextmanager
-    def uploads_into(self, upload: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Upload plans of steps in the body by `upload`, in shapes that recur."""
-        pool = self._pool
-        usual, pool.upload, pool.keeps_shapes = pool.upload, upload, True
-        try:
-            yield
-        finally:
-            pool.upload, pool.keeps_shapes = usual, False
-
     def transfer(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Copy between host and device, `(into, source)`, and wait for the copies."""
         for into, source in copies:
@@ -221,6 +211,26 @@ class TorchBackend(Backend):
             InputError: there is no sequence, or a block table does not hold its sequence.
         """
         return self._kernel.plan(batch)
+
+    def plan_on_device(self, batch: RaggedBatch, tables: Tensor, contexts: Tensor) -> StepPlan:
+        """Return the plan of a step with one new token of each sequence, made on the device.
+
+        What makes it can be recorded in a graph, where the kernel of the backend plans there.
+
+        Args:
+            batch: the step; its tables and contexts are not read.
+            tables: block ids on the device, `[sequences, blocks]` of int32.
+            contexts: number of tokens before the new one on the device, `[sequences]` of int64.
+        """
+        return self._kernel.plan_on_device(batch, tables, contexts)
+
+    def joined_tables(self, batch: RaggedBatch, width: int) -> Tensor:
+        """Return rows of `width` block ids for `plan_on_device`, flat on the host. O(blocks).
+
+        Raises:
+            InputError: a block table does not hold its sequence.
+        """
+        return self._pool.joined_tables(batch, width)[0]
 
     def store(self, layer: int, plan: StepPlan, keys: Tensor, values: Tensor) -> None:
         """Scatter K/V into the slots.
