@@ -22,7 +22,8 @@ from triton.compiler import ASTSource
 from kvcore import Plugins
 from kvcore.engine import RaggedBatch, Rotary, TensorLayout
 from kvcore_engine.backend import TorchCPU, _coded_pool, _pool, _triton_attention
-from kvcore_engine.backend.kernels import attention, copy, store
+from kvcore_engine.backend._step_plan import LayerKind
+from kvcore_engine.backend.kernels import attention, copy, plan, store
 
 CARDS = {
     80: _triton_attention.Card(108, 1 << 16, 164 << 10),
@@ -36,7 +37,7 @@ Source: NVIDIA, "CUDA C++ Programming Guide", technical specifications per compu
 
 KERNELS = [
     (attention, "attend_chunks"), (attention, "combine_chunks"), (attention, "weigh_chunks"),
-    (store, "_store"), (copy, "_move"),
+    (plan, "divide_contexts"), (plan, "order_chunks"), (store, "_store"), (copy, "_move"),
 ]  # fmt: skip
 
 TYPES = {
@@ -49,6 +50,9 @@ ACCESS = re.compile(r"\b(ld|st)\.(shared|global)(?:\.[a-z]\w*)*?(?:\.v(\d))?\.b(
 
 CONTEXT = 600
 """Tokens of the sequence of a case: enough for several chunks."""
+
+SEQUENCES = 256
+"""Sequences of a step that is planned on the device."""
 
 made = {}
 """Compiled kernels of all cases, by all that tells them apart."""
@@ -160,13 +164,17 @@ def launches(*, numbers, new, capability, group, block_size, window, stages):
     kernel.programs, _triton_attention.Card.of = None, lambda _: CARDS[capability]
     for module, name in KERNELS:
         setattr(module, name, Compiler(originals[name], capability, launched))
-    plan = backend.plan(RaggedBatch([[*range(layout.blocks)]], [CONTEXT - new], [new]))
+    step = backend.plan(RaggedBatch([[*range(layout.blocks)]], [CONTEXT - new], [new]))
+    if new == 1:
+        tables = torch.zeros(SEQUENCES, layout.blocks, dtype=torch.int32)
+        contexts = torch.zeros(SEQUENCES, dtype=torch.int64)
+        kernel.plan_decode(tables, contexts, LayerKind(group, window, 4))
     speeds = tuple(0.5**i for i in range(width // 2))
     turn = Rotary(speeds, adjacent=group == 1).rotation(torch.arange(new))
     rows = torch.zeros(new, kv_heads * group, width, dtype=backend._pool.dtype)
-    backend.store_rotated(0, plan, rows[:, :kv_heads], rows[:, :kv_heads], turn)
+    backend.store_rotated(0, step, rows[:, :kv_heads], rows[:, :kv_heads], turn)
     weighed = new == 1 and block_size > 16 and window is None
-    (backend.attend_weighed if weighed else backend.attend)(0, plan, rows, window=window)
+    (backend.attend_weighed if weighed else backend.attend)(0, step, rows, window=window)
     backend.copy_blocks([(0, 1)])
     backend.swap_in(backend.swap_out([0]), [1])
     return {"kernels": launched, "pipeline": next(iter(kernel._pipelines.values()))}

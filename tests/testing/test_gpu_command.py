@@ -1,6 +1,8 @@
 """`python -m kvcore.testing.gpu`: its parts, its output and its exit codes."""
 
 import json
+import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -15,16 +17,16 @@ JUNIT = """<testsuites><testsuite tests="3" failures="{0}" errors="0" skipped="1
 <testcase classname="K" name="three"><skipped/></testcase></testsuite></testsuites>"""
 
 
-def faked(monkeypatch, *, failing=(), wrong=0):
+def faked(monkeypatch, *, failing=(), wrong=0, rows=({"reached": True}, {"reached": None})):
     """Replace the processes of the parts by their results.
 
     Parts in `failing` fail, and a benchmark has `wrong` wrong rows.
     """
 
     def run(command, limit, *_):
-        part = "check" if "--check" in command else "bench"
-        if "kvcore_testing.gpu.steps" in command:
-            part = "steps"
+        part = "check" if "--check" in command else "steps"
+        if "--only" in command:
+            part = command[command.index("--only") + 1].partition(",")[0]
         for name in ("TestConformance", "test_twin"):
             if name in command:
                 part = name
@@ -41,8 +43,7 @@ def faked(monkeypatch, *, failing=(), wrong=0):
             row = {"ok": True, "sequences": 1, "replayed_us": 20.0, "launched_us": 300.0}
             Path(command[4]).write_text(json.dumps({"rows": [row]}))
         else:
-            row = {"reached": True}
-            document = {"rows": [row, {"reached": None}], "wrong": wrong}
+            document = {"rows": rows, "wrong": wrong}
             Path(command[command.index("--out") + 1]).write_text(json.dumps(document))
         return subprocess.CompletedProcess(command, int(part in failing or wrong > 0), "t", "")
 
@@ -61,9 +62,11 @@ def test_each_part_is_printed_and_documented(monkeypatch, tmp_path, capsys):
     faked(monkeypatch)
     code, document = outcome(tmp_path)
     assert code == 0
-    assert list(document["parts"]) == ["conformance", "twin", "check", "steps", "bench"]
+    assert list(document["parts"]) == [
+        *("conformance", "twin", "check", "decode", "chunk", "store", "copy", "swap", "steps")
+    ]
     assert document["parts"]["twin"]["summary"] == ("2 passed, 0 failed, 1 skipped")
-    assert document["parts"]["bench"]["summary"] == ("2 rows, 0 wrong, 1 of 1 targets reached")
+    assert document["parts"]["decode"]["summary"] == ("2 rows, 0 wrong, 1 of 1 targets reached")
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if " ok " in line] == list(document["parts"])
 
@@ -75,7 +78,8 @@ def test_parts_run_after_a_failed_part(monkeypatch, tmp_path):
     code, document = outcome(tmp_path)
     parts = document["parts"]
     assert code == 1
-    assert [part["ok"] for part in parts.values()] == [False, False, False, True, True]
+    assert [name for name, part in parts.items() if not part["ok"]] == [*parts][:3]
+    assert parts["steps"]["summary"].startswith("1 of 1 batch sizes")
     assert parts["conformance"]["summary"] == "pytest exited with -11"
     assert parts["conformance"]["details"]["output"] == "a fault"
     assert parts["twin"]["details"]["failed"] == ["K.one"]
@@ -92,21 +96,43 @@ def test_a_wrong_benchmark_row_fails_the_command(monkeypatch, tmp_path):
 
 
 def test_a_run_that_is_cut_leaves_the_parts_before(monkeypatch, tmp_path):
-    """If the command is ended in a part, its file has the outcomes of the parts before."""
+    """If the command is told to end in a part, its file has the outcomes of those before."""
     faked(monkeypatch)
     run = gpu._run
 
     def cut(command, *arguments):
-        if "kvcore_testing.gpu.steps" in command:
-            raise KeyboardInterrupt
+        if "chunk" in command:
+            signal.raise_signal(signal.SIGTERM)
         return run(command, *arguments)
 
     monkeypatch.setattr(gpu, "_run", cut)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit, match="143"):
         outcome(tmp_path)
     document = json.loads((tmp_path / "gpu.json").read_bytes())
-    assert list(document["parts"]) == ["conformance", "twin", "check"]
+    assert list(document["parts"]) == ["conformance", "twin", "check", "decode"]
     assert not document["ok"]
+
+
+def test_a_part_that_cannot_be_read_does_not_end_the_others(monkeypatch, tmp_path):
+    """A part whose result has another form than expected has failed, with the error."""
+    faked(monkeypatch, rows=None)
+    code, document = outcome(tmp_path)
+    assert code == 1
+    assert document["parts"]["check"]["summary"].startswith("TypeError: ")
+    assert document["parts"]["steps"]["ok"]
+
+
+def test_processes_that_a_part_leaves_are_ended(tmp_path):
+    """What a process of a part has started ends with it."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    script = f"exec 3> {pipe}; sleep 1000 > /dev/null 2>&1 & echo started"
+    done = gpu._run(["sh", "-c", script], 60.0, {}, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "started\n")
+    os.set_blocking(reader, True)
+    assert os.read(reader, 1) == b""  # nobody has the pipe open any more
+    os.close(reader)
 
 
 def test_no_part_runs_after_the_deadline(monkeypatch, tmp_path):
@@ -152,6 +178,16 @@ def test_decode_steps_are_measured_after_their_tokens_are_compared(tmp_path):
     ok, summary, details = run("torch-cpu", tmp_path, 60.0)
     assert (ok, summary) == (True, "2 of 2 batch sizes have equal tokens")
     assert all("has no option 'graphs'" in row["note"] for row in details["rows"])
+
+
+@pytest.mark.slow
+def test_tests_that_would_begin_too_late_are_told(monkeypatch, tmp_path):
+    """Where the time of a part is up, its tests are skipped, and it has not passed."""
+    monkeypatch.setattr(gpu, "time", lambda: 0.0)
+    ok, summary, details = gpu._tests("room")("torch-cpu", tmp_path, 60.0)
+    assert not ok
+    assert summary == "0 passed, 0 failed, 1 skipped, 1 of them since no time was left"
+    assert details["late"] == 1
 
 
 @pytest.mark.slow

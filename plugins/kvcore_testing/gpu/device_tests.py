@@ -6,6 +6,7 @@ Environment variables name the backend, and the one that it is compared with.
 from __future__ import annotations
 
 import os
+from time import time
 from typing import Any
 
 import pytest
@@ -16,6 +17,12 @@ from kvcore_testing.backend import BackendTests
 
 BACKEND, OTHER = "KVCORE_TESTED_BACKEND", "KVCORE_OTHER_BACKEND"
 """Environment variables with the tested backend, and the one that it must agree with."""
+
+UNTIL = "KVCORE_TESTED_UNTIL"
+"""Environment variable with the time, in seconds since 1970, after which no test begins."""
+
+LATE = "no time was left"
+"""Why tests are skipped after that."""
 
 SMALL = "transformer:layers=2,hidden=64,heads=8,kv_heads=2,head_dim=16,vocab_size=97"
 
@@ -32,6 +39,13 @@ ENGINES: dict[str, dict[str, Any]] = {
     "tier": {"blocks": 24, "tier": "host:memory=1GiB"},
 }
 """Options of runs of the engine, by name."""
+
+
+@pytest.fixture(autouse=True)
+def in_time() -> None:
+    """Skip a test that would begin too late, so that the results of the others are told."""
+    if time() > float(os.environ.get(UNTIL, "inf")):
+        pytest.skip(LATE)
 
 
 class TestConformance(BackendTests):
