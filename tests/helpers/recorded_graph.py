@@ -6,7 +6,9 @@ Launches of Triton's interpreter are recorded as kernels are.
 
 from collections import Counter
 from contextlib import contextmanager
+from typing import ClassVar
 
+import attrs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -130,12 +132,17 @@ class RecordedGraph:
         self.again = []
 
 
+@attrs.define(slots=False, eq=False)
 class GraphedCPU(TorchCPU):
     """A CPU whose decode steps are recorded and replayed; Triton's interpreter attends.
 
     It runs few programs at once: lists of chunks of a graph are as long as those of a step of
     so many, and an empty entry takes an interpreter as long as a full one.
     """
+
+    name: ClassVar[str] = "graphed-cpu"
+
+    graphs: bool = attrs.field(default=True, kw_only=True)
 
     def allocate(self, layout):
         """Allocate a pool, and let few programs attend to it."""
@@ -144,8 +151,8 @@ class GraphedCPU(TorchCPU):
             self._kernel._divider.kernel.programs = 1
 
     def new_graph(self):
-        """Return an empty graph."""
-        return RecordedGraph()
+        """Return an empty graph; None unless `graphs` is on."""
+        return RecordedGraph() if self.graphs else None
 
 
 @contextmanager

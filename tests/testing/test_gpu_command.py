@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
 
 from kvcore_testing.gpu import __main__ as gpu
+from kvcore_testing.gpu import steps
 
 JUNIT = """<testsuites><testsuite tests="3" failures="{0}" errors="0" skipped="1">
 <testcase classname="K" name="one">{1}</testcase><testcase classname="K" name="two"/>
@@ -178,6 +179,18 @@ def test_decode_steps_are_measured_after_their_tokens_are_compared(tmp_path):
     ok, summary, details = run("torch-cpu", tmp_path, 60.0)
     assert (ok, summary) == (True, "2 of 2 batch sizes have equal tokens")
     assert all("has no option 'graphs'" in row["note"] for row in details["rows"])
+
+
+@pytest.mark.slow
+def test_steps_with_graphs_have_the_tokens_of_those_without():
+    """Where a backend has graphs, steps are replayed, and counted beside the launched ones."""
+    pytest.importorskip("triton", reason="needs Triton: pip install 'kvcore[triton]'")
+    helper = Path(__file__).parents[1] / "helpers" / "recorded_graph.py"
+    row = steps.row(f"{helper}:GraphedCPU:attention=triton", steps.SMALL, 2, 20, 6)
+    assert row["ok"]
+    assert row["equal_tokens"]
+    assert row["replays"] == 4
+    assert json.dumps(row)
 
 
 @pytest.mark.slow
