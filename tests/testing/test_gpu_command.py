@@ -18,7 +18,10 @@ JUNIT = """<testsuites><testsuite tests="3" failures="{0}" errors="0" skipped="1
 <testcase classname="K" name="three"><skipped/></testcase></testsuite></testsuites>"""
 
 
-def faked(monkeypatch, *, failing=(), wrong=0, rows=({"reached": True}, {"reached": None})):
+ROWS = [{"reached": True, "note": ""}, {"reached": None, "note": ""}]
+
+
+def faked(monkeypatch, *, failing=(), wrong=0, rows=ROWS):
     """Replace the processes of the parts by their results.
 
     Parts in `failing` fail, and a benchmark has `wrong` wrong rows.
@@ -94,6 +97,17 @@ def test_a_wrong_benchmark_row_fails_the_command(monkeypatch, tmp_path):
     code, document = outcome(tmp_path)
     assert code == 1
     assert document["parts"]["check"]["summary"].startswith("2 rows, 1 wrong")
+
+
+def test_a_check_that_is_cut_has_not_passed(monkeypatch, tmp_path):
+    """Rows that were not measured in time fail a check; a measurement has the others."""
+    late = {"reached": None, "note": "not measured: the deadline of 9 s has passed"}
+    faked(monkeypatch, rows=[*ROWS, late])
+    _, document = outcome(tmp_path)
+    parts = document["parts"]
+    assert not parts["check"]["ok"]
+    assert parts["decode"]["ok"]
+    assert parts["check"]["summary"].startswith("3 rows, 0 wrong, 1 not measured in time")
 
 
 def test_a_run_that_is_cut_leaves_the_parts_before(monkeypatch, tmp_path):

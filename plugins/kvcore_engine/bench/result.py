@@ -12,6 +12,9 @@ import attrs
 Unit: TypeAlias = Literal["bytes", "blocks", "requests"]
 """Unit of the amount of a row."""
 
+LATE = "not measured: the deadline"
+"""How the note of a row begins that was not measured in time."""
+
 
 @attrs.frozen(kw_only=True)
 class Settings:

@@ -17,7 +17,7 @@ from kvcore.plugins import Plugins
 from kvcore_engine.bench.ceilings import measure_ceilings
 from kvcore_engine.bench.machine import describe_machine
 from kvcore_engine.bench.paged import BLOCK, Bed, DecodeCase, failed_row
-from kvcore_engine.bench.result import Ceiling, Row, Settings, Target, Tell, with_shares
+from kvcore_engine.bench.result import LATE, Ceiling, Row, Settings, Target, Tell, with_shares
 
 ATTENTION = ("triton", "sdpa", "flashinfer")
 """Ways to attend that a backend may have; each that is available is checked."""
@@ -183,7 +183,7 @@ class _Pool:
         """Return the rows of a method of `Bed`, or a row with the reason why it has none."""
         suite, case = self.suite, f"{self.codec or self.dtype}, {case}"
         if suite.settings.late:
-            why = f"not measured: the deadline of {suite.settings.deadline:g} s has passed"
+            why = f"{LATE} of {suite.settings.deadline:g} s has passed"
             return [
                 Row(suite=suite.name, operation=operation, case=case, by=suite.spec, note=why)
             ]
@@ -285,16 +285,21 @@ def _coded(
 
 
 def _gpu(suite: _Suite) -> Iterator[Row]:
-    """Yield the rows of the GPU suite: checks, then rows with a target, then the grid."""
+    """Yield the rows of the GPU suite: those with a target, further checks, the grid.
+
+    What may be cut comes last: each case is checked before it is timed.
+    """
     settings = suite.settings
     dtypes = settings.dtypes or ("bf16", "fp16")
-    if settings.wants("decode") or settings.wants("chunk"):
+    attends = settings.wants("decode") or settings.wants("chunk")
+    if attends:
+        yield from _named(suite, dtypes[0])
+    yield from _moved(suite, dtypes[0])
+    if attends:
         for dtype in dtypes:
             yield from suite.poisoned(dtype)
         for codec in CODECS[:3]:
             yield from suite.poisoned(dtypes[0], codec)
-        yield from _named(suite, dtypes[0])
-    yield from _moved(suite, dtypes[0])
     if settings.wants("decode") and not suite.short:
         yield from _grid(suite, dtypes[0])
 
