@@ -225,6 +225,7 @@ def test_few_changes_of_tables_are_sent_with_the_step(changed, uploads):
     inputs = StepInputs.make(backend, 2, 8)
     ids = torch.arange(16, dtype=torch.int32)
     batch = RaggedBatch(contexts=[20, 21], token_ids=[1, 2], positions=[20, 21])
+
     def send():
         inputs.send(batch, ids, lambda tensor: uploaded.append(tensor) or tensor)
         graphs._planned(batch, inputs, type)
