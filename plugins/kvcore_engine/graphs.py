@@ -58,7 +58,7 @@ class CapturedStep:
 
 @attrs.define(eq=False)
 class StepInputs:
-    """What decode steps of a shape read, in memory of the device that stays where it is.
+    """Inputs of decode steps of a shape, in memory of the device that stays where it is.
 
     Attributes:
         sent: numbers of each step, `[5, sequences]` of int64: token ids, positions, contexts,

@@ -138,7 +138,7 @@ def test_a_part_that_cannot_be_read_does_not_end_the_others(monkeypatch, tmp_pat
 
 
 def test_processes_that_a_part_leaves_are_ended(tmp_path):
-    """What a process of a part has started ends with it."""
+    """A process that a process of a part has started ends with it."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
