@@ -74,8 +74,8 @@ LIMITS = {
 
 Registers of a thread; bytes of shared memory; bytes of asynchronous copies, those of 4 being
 the grids of tokens; bytes of the narrowest load of shared memory; tiles that are copied while a
-multiprocessor computes, at least. No kernel spills registers. Decode with a window has rows of its
-own: four warps, and so fewer programs, hold its masked tiles in registers.
+multiprocessor computes, at least. No kernel spills registers. Decode with a window has rows of
+its own: four warps, and so fewer programs, hold its masked tiles in registers.
 """
 
 
