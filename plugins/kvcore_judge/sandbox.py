@@ -1,38 +1,67 @@
 """A process for code that is not trusted: no network, no writing, limits of time and memory.
 
 The process is a fork of this one, so that what this one has imported and read is there at
-once. In it, in this order: limits of CPU time and memory; a network namespace without
-interfaces; Landlock, by which the kernel refuses every write to the file system and every
-connection. The audit events of Python then tell which of these the code has tried.
+once. It keeps one file of its parent, the pipe of its answer, which is read as data. In it, in
+this order: limits of CPU time and memory; Landlock, by which the kernel refuses every write to
+the file system; seccomp, by which it refuses sockets, further processes, signals to others, and
+what Landlock does not know of. These hold whatever the code does. The audit events of Python
+tell which of them it has tried, unless it takes care that they do not.
+
+What the code says of itself it can make up: the kernel keeps it from the machine, not from
+the objects of its own process.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import pickle
+import platform
 import resource
 import signal
 import struct
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from select import select
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, NoReturn
 
 import attrs
+import msgspec
 
 from kvcore.errors import InputError
 
-_NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000
-_NO_NEW_PRIVILEGES = 38
+_NO_NEW_PRIVILEGES, _SET_SECCOMP, _FILTER = 38, 22, 2
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_READ = (1 << 0) | (1 << 2) | (1 << 3)
-"""Landlock's rights to execute files, to read them, and to list folders."""
+_READ = (1 << 2) | (1 << 3)
+"""Landlock's rights to read files, and to list folders."""
 _FILE_RIGHTS, _REFER, _TRUNCATE, _IOCTL = (1 << 13) - 1, 1 << 13, 1 << 14, 1 << 15
-_TCP = 3
 _VERSION = 1
+
+_UNKNOWN_CALLS = 452
+"""Number from which on system calls are refused, as if the kernel did not have them."""
+
+_MACHINES = {"x86_64": (0xC000003E, 56, 302), "aarch64": (0xC00000B7, 220, 261)}
+"""By machine: its mark in a filter, and its numbers of `clone` and `prlimit64`."""
+
+_REFUSED = """
+fork 57 -  vfork 58 -  execve 59 221  execveat 322 281  kill 62 129  tkill 200 130
+tgkill 234 131  rt_sigqueueinfo 129 138  rt_tgsigqueueinfo 297 240
+pidfd_send_signal 424 424  setpriority 141 140  sched_setaffinity 203 122
+sched_setscheduler 144 119  sched_setparam 142 118  sched_setattr 314 274
+ioprio_set 251 30  chmod 90 -  fchmod 91 52  fchmodat 268 53  chown 92 -  fchown 93 55
+lchown 94 -  fchownat 260 54  utime 132 -  utimes 235 -  futimesat 261 -
+utimensat 280 88  setxattr 188 5  lsetxattr 189 6  fsetxattr 190 7  removexattr 197 14
+lremovexattr 198 15  fremovexattr 199 16  socket 41 198  io_uring_setup 425 425
+shmget 29 194  msgget 68 186  semget 64 190  mq_open 240 180
+"""
+"""System calls that are refused, each with its number by machine: what Landlock lets pass."""
+
+_CLONE3, _THREAD = 435, 0x10000
+
+MOST_BYTES = 1 << 22
+"""Largest number of bytes of an answer."""
+
+_PAUSE_SECONDS = 0.01
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CODE = (".py", ".pyc", ".so")
@@ -96,22 +125,24 @@ class Ended:
 
 
 def run_in_sandbox(
-    function: Callable[[], Any], limits: Limits, *, unsafe: bool = False
+    function: Callable[[], Any], kind: Any, limits: Limits, *, unsafe: bool = False
 ) -> Ended:
-    """Run `function` in a sandbox; return its result, which is pickled, or the broken rule.
+    """Run `function` in a sandbox; return its result, sent as JSON, or the broken rule.
 
     Args:
-        function: the function. It may raise exceptions of kvcore, which are raised here.
+        function: the function. It may raise InputError, which is raised here.
+        kind: the type of its result, which msgspec checks.
         limits: time and memory.
         unsafe: whether to run it although the kernel cannot refuse writes and connections.
 
     Raises:
-        InputError: this system has no Landlock, and `unsafe` is False.
+        InputError: this system has no Landlock or seccomp, and `unsafe` is False.
     """
-    if not (unsafe or landlock_version()):
+    if not (unsafe or (landlock_version() and platform.machine() in _MACHINES)):
         msg = (
-            "this system has no Landlock (Linux 5.13), so that a policy could write files and "
-            "open connections: run it elsewhere, or with --unsafe if you trust it"
+            "this system has no Landlock (Linux 5.13, x86-64 or ARM64), so that a policy could "
+            "write files and open connections: run it elsewhere, or with --unsafe if you trust "
+            "it"
         )
         raise InputError(msg)
     reader, writer = os.pipe()
@@ -120,18 +151,25 @@ def run_in_sandbox(
         os.close(reader)
         _run_child(function, limits, writer, unsafe=unsafe)
     os.close(writer)
-    data = _read_all(reader, 2 * limits.seconds)
+    until = monotonic() + 2 * limits.seconds
+    data = _read_all(reader, until)
     os.close(reader)
-    if data is None:
-        with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    if data:
-        kind, value = pickle.loads(data)  # noqa: S301 - see `_run_child`
-        if kind == "error":
-            raise value
-        return Ended(*value)
-    return Ended(None, *_how_it_died(status, limits, late=data is None))
+    # It may have closed its end of the pipe, and go on.
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and monotonic() < until:
+        sleep(_PAUSE_SECONDS)
+    if late := ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        ended = os.waitpid(child, 0)
+    if late or ended[1] or not data:
+        return Ended(None, *_how_it_died(ended[1], limits, late=late))
+    try:
+        form: Any = tuple[kind | None, str, str, str | None]
+        result, rule, what, wrong = msgspec.json.decode(data, type=form)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return Ended(None, "contract", f"its process answers what is no verdict: {error}")
+    if wrong is not None:
+        raise InputError(wrong)
+    return Ended(result, rule, what)
 
 
 def _how_it_died(status: int, limits: Limits, *, late: bool) -> tuple[str, str]:
@@ -146,37 +184,41 @@ def _how_it_died(status: int, limits: Limits, *, late: bool) -> tuple[str, str]:
     return "ends the process", f"the process ended by {how}"
 
 
-def _read_all(reader: int, seconds: float) -> bytes | None:
-    """Return what is written to a pipe until its end; None if that does not come in time."""
-    end = monotonic() + seconds
-    parts: list[bytes] = []
-    while (left := end - monotonic()) > 0:
+def _read_all(reader: int, until: float) -> bytearray:
+    """Return what is written to a pipe, until its end, that time, or too many bytes."""
+    data = bytearray()
+    while len(data) <= MOST_BYTES and (left := until - monotonic()) > 0:
         if select([reader], [], [], left)[0]:
             part = os.read(reader, 1 << 16)
             if not part:
-                return b"".join(parts)
-            parts.append(part)
-    return None
+                break
+            data += part
+    return data
 
 
 def _run_child(
     function: Callable[[], Any], limits: Limits, writer: int, *, unsafe: bool
 ) -> NoReturn:
     """Run `function` in this process, the child; write what came of it, and end."""
-    answer: tuple[str, Any]
+    answer: tuple[Any, str, str, str | None]
     try:
-        answer = "ended", _attempt(function, limits, unsafe=unsafe)
-    except BaseException as error:  # noqa: BLE001 - told to the parent
-        answer = ("error", error) if isinstance(error, InputError) else ("ended", _told(error))
-    _state.watching = False
-    try:
-        data = pickle.dumps(answer)
-    except Exception as error:  # noqa: BLE001 - of whatever class the policy has
-        data = pickle.dumps(("ended", (None, "contract", f"{type(error).__name__}: {error}")))
-    view = memoryview(data)
-    while view:
-        view = view[os.write(writer, view) :]
-    os._exit(0)
+        try:
+            answer = *_attempt(function, limits, writer, unsafe=unsafe), None
+        except InputError as error:
+            answer = None, "", "", str(error)
+        except BaseException as error:  # noqa: BLE001 - told to the parent
+            answer = *_told(error), None
+        _state.watching = False
+        try:
+            data = msgspec.json.encode(answer)
+        except Exception as error:  # noqa: BLE001 - of whatever class the policy has
+            what = f"{type(error).__name__}: {error!a}"
+            data = msgspec.json.encode((None, "contract", what, None))
+        view = memoryview(data)
+        while view:
+            view = view[os.write(writer, view) :]
+    finally:
+        os._exit(0)
 
 
 def _told(error: BaseException) -> tuple[Any, str, str]:
@@ -192,19 +234,23 @@ def _told(error: BaseException) -> tuple[Any, str, str]:
 
 
 def _attempt(
-    function: Callable[[], Any], limits: Limits, *, unsafe: bool
+    function: Callable[[], Any], limits: Limits, writer: int, *, unsafe: bool
 ) -> tuple[Any, str, str]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     os.setsid()
     resource.setrlimit(resource.RLIMIT_CPU, (limits.seconds, limits.seconds + 1))
     address_space = _address_space() + limits.memory
     resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for unused in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):  # of files in memory, too
+        resource.setrlimit(unused, (0, 0))
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(null, standard)
+    os.closerange(3, writer)
+    os.closerange(writer + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     if not unsafe:
         _lock()
     sys.dont_write_bytecode = True
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
     sys.addaudithook(_audit)
     _state.watching = True
     result = function()
@@ -237,10 +283,15 @@ _RULES = {
     "os.fork": "processes",
     "os.posix_spawn": "processes",
     "os.spawn": "processes",
+    "os.kill": "processes",
+    "resource": "processes",
     "ctypes": "processes",
     "os.remove": "files",
     "os.rename": "files",
     "os.mkdir": "files",
+    "os.ch": "files",
+    "os.utime": "files",
+    "os.setxattr": "files",
     "shutil": "files",
 }
 """Beginnings of the names of audit events, and the rules that these break."""
@@ -278,23 +329,47 @@ def _syscall(number: int, *arguments: Any) -> int:
 
 
 def _lock() -> None:
-    """Take network and writing from this process for good."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    # Without the right to make namespaces, Landlock still refuses TCP.
-    libc.unshare(_NEW_USER | _NEW_NETWORK)
+    """Take network, writing and other processes from this process for good."""
     version = landlock_version()
     rights = _FILE_RIGHTS
     rights |= _REFER if version >= 2 else 0  # noqa: PLR2004 - versions of Landlock
     rights |= _TRUNCATE if version >= 3 else 0  # noqa: PLR2004
     rights |= _IOCTL if version >= 5 else 0  # noqa: PLR2004
-    rules = struct.pack("QQ", rights, _TCP) if version >= 4 else struct.pack("Q", rights)  # noqa: PLR2004
-    ruleset = _syscall(_CREATE_RULESET, rules, len(rules), 0)
+    ruleset = _syscall(_CREATE_RULESET, struct.pack("Q", rights), 8, 0)
     root = os.open("/", os.O_PATH | os.O_CLOEXEC)
     allowed = struct.pack("=Qi", _READ, root)
+    libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     done = ruleset >= 0 and _syscall(_ADD_RULE, ruleset, 1, allowed, 0) == 0
-    if not done or _syscall(_RESTRICT_SELF, ruleset, 0) != 0:
+    done = done and _syscall(_RESTRICT_SELF, ruleset, 0) == 0
+    code = b"".join(struct.pack("HBBI", *step) for step in _filter())
+    buffer = ctypes.create_string_buffer(code)
+    program = struct.pack("HP", len(code) // 8, ctypes.addressof(buffer))
+    if not done or libc.prctl(_SET_SECCOMP, _FILTER, program, 0, 0) != 0:
         msg = "the kernel refused the sandbox: run the policy elsewhere, or with --unsafe"
         raise InputError(msg)
     os.close(root)
     os.close(ruleset)
+
+
+def _filter() -> Iterator[tuple[int, int, int, int]]:
+    """Yield the steps of the filter of system calls.
+
+    A step is its code, how many steps to skip if it is true and if not, and a number. The
+    filter reads the number of a call at 0, the machine at 4, and the first argument at 16.
+    Threads may be started, and limits of this process read.
+    """
+    column = 1 + list(_MACHINES).index(platform.machine())
+    machine, clone, limits = _MACHINES[platform.machine()]
+    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, refuse, lacking = (answer, 0, 0, 0x7FFF0000), (answer, 0, 0, 0x50001), 0x50026
+    yield from ((load, 0, 0, 4), (equal, 1, 0, machine), refuse, (load, 0, 0, 0))
+    # The C library starts a thread by clone where clone3 is lacking, whose flags none can read.
+    yield from ((equal, 1, 0, _CLONE3), (at_least, 0, 1, _UNKNOWN_CALLS))
+    yield answer, 0, 0, lacking
+    for number in _REFUSED.split()[column::3]:
+        if number != "-":
+            yield from ((equal, 0, 1, int(number)), refuse)
+    yield from ((equal, 0, 4, limits), (load, 0, 0, 16), (equal, 0, 1, 0), allow, refuse)
+    yield from ((equal, 0, 3, clone), (load, 0, 0, 16), (any_bit, 1, 0, _THREAD), refuse)
+    yield allow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import gt
 from typing import Any
 
 import attrs
@@ -100,18 +101,25 @@ class Judge:
         Raises:
             InputError: there is no such file or class, or no sandbox on this system.
         """
-        about = self._sandboxed(entry.describe)
+        about = self._sandboxed(entry.describe, dict[str, Any])
         if about.rule:
             return Verdict({}, about.rule, about.what)
         tests = 0
         if self._kit:
-            kit = self._sandboxed(partial(check_kit, entry))
+            kit = self._sandboxed(partial(check_kit, entry), int)
             if kit.rule:
                 return Verdict(about.result, kit.rule, kit.what)
             tests = kit.result
-        played = self._sandboxed(partial(self._play, entry))
+        played = self._sandboxed(partial(self._play, entry), list[CellResult])
         if played.rule:
             return Verdict(about.result, played.rule, played.what, tests)
+        optima = [column.optimum for column, _ in self._columns]
+        hits = [result.total for result in played.result or ()]
+        if len(hits) != len(optima) or any(map(gt, hits, optima)) or min(hits) < 0:
+            what = (
+                "its hits are none that a policy can have: it changes the cache that it is in"
+            )
+            return Verdict(about.result, "contract", what, tests)
         ratios, cells = [], []
         for (column, base), result in zip(self._columns, played.result, strict=True):
             ratios.append(ratio_of(column.name, result.total, base.total, column.optimum))
@@ -127,8 +135,8 @@ class Judge:
             )
         return Verdict(about.result, tests=tests, score=score_of(ratios), cells=cells)
 
-    def _sandboxed(self, function: Callable[[], Any]) -> Ended:
-        return run_in_sandbox(function, self._limits, unsafe=self._unsafe)
+    def _sandboxed(self, function: Callable[[], Any], kind: Any) -> Ended:
+        return run_in_sandbox(function, kind, self._limits, unsafe=self._unsafe)
 
     def _play(self, entry: Entry) -> list[CellResult]:
         """Check the rules on the panel, and return the result of each cell."""

@@ -18,7 +18,9 @@ HEAD = '''
 """A policy to judge."""
 
 import os
+import pickle
 import random
+import resource
 import socket
 import subprocess
 import sys
@@ -26,6 +28,7 @@ import time
 from collections import OrderedDict
 
 from kvcore import EvictionPolicy
+from kvcore_judge.cells import CellResult
 
 SEEN = []
 
@@ -168,8 +171,64 @@ WRONG = {
         """,
     ),
     "ends-the-process": ("ends the process", "def victim(self, now):\n    os._exit(0)"),
+    "answers-with-code": (
+        "contract",
+        """
+        def __reduce__(self):
+            return os.mkdir, ('left_behind',)
+
+        def victim(self, now):
+            for file in range(3, 256):
+                try:
+                    os.write(file, pickle.dumps(self))
+                except OSError:
+                    pass
+            os._exit(0)
+        """,
+    ),
+    "answers-without-end": (
+        "contract",
+        """
+        def victim(self, now):
+            for file in range(3, 256):
+                try:
+                    while True:
+                        os.write(file, bytes(1 << 16))
+                except OSError:
+                    pass
+        """,
+    ),
+    "makes-up-its-hits": (
+        "contract",
+        """
+        def victim(self, now):
+            sys.modules['kvcore_judge.verdict'].run_cell = lambda cell: CellResult(
+                1, 1, [10**9], 0.0, 0, '')
+            return next(iter(self._order))
+        """,
+    ),
+    "is-late": (
+        "time",
+        """
+        def victim(self, now):
+            os.closerange(3, 256)
+            time.sleep(60)
+        """,
+    ),
 }
 """By name: the rule that it breaks, and the methods in which it differs from LRU."""
+
+HIDDEN = {
+    "forks": "os.fork()",
+    "runs a program": "os.posix_spawn('/bin/true', ['true'], {})",
+    "sends a signal": "os.kill(os.getppid(), 0)",
+    "limits another process": "resource.prlimit(os.getppid(), resource.RLIMIT_CORE, (0, 0))",
+    "opens a socket": "socket.socket(socket.AF_UNIX)",
+    "changes a mode": "os.chmod(__file__, 0)",
+    "changes a time": "os.utime(__file__, (0, 0))",
+    "writes": "open('left_behind', 'w')",
+}
+"""What a policy does that has switched the audit off."""
 
 PANEL = Panel("test", (Stream("tools", "agents:sessions=30"),), (50, 200))
 
@@ -195,6 +254,26 @@ def test_wrong_policy_gets_the_verdict_of_its_rule(name, judge, tmp_path, monkey
     verdict = judge.judge(written(tmp_path, methods))
     assert (verdict.passed, verdict.rule) == (False, rule), verdict.what
     assert sorted(path.name for path in tmp_path.iterdir()) == ["judged.py"]
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_the_kernel_refuses_what_the_audit_does_not_see(name, judge, tmp_path, monkeypatch):
+    """A policy that switches the audit off still cannot reach other processes and files."""
+    monkeypatch.chdir(tmp_path)
+    off = "sys.modules['kvcore_judge.sandbox']._state.watching = False"
+    entry = written(tmp_path, f"def victim(self, now):\n    {off}\n    {HIDDEN[name]}")
+    verdict = judge.judge(entry)
+    assert verdict.rule == "contract"
+    assert "PermissionError" in verdict.what
+
+
+def test_what_a_policy_prints_is_dropped(judge, tmp_path, capfd):
+    """Nothing that it prints stands beside its verdict, which may be read as JSON."""
+    entry = written(
+        tmp_path, "def on_pin(self, span):\n    os.write(1, b'{}')\n    del self._order[span]"
+    )
+    assert judge.judge(entry).passed
+    assert capfd.readouterr() == ("", "")
 
 
 def test_right_policy_passes_and_scores(judge, tmp_path):

@@ -45,10 +45,10 @@ def judge(file: str, **given: Any) -> None:
     """Judge the eviction policy in FILE: its rules, then its score.
 
     The policy is run in a process without network, with a read-only file system and limits of
-    time and memory. The conformance kit comes first; then it must decide the same again, and
-    not look ahead; then it is replayed on the panel. The score that counts is that of the panel
-    `public`. FILE.py:CLASS names one of several
-    classes. The exit code is 1 if the policy breaks a rule.
+    time and memory; what it prints is dropped. The conformance kit comes first; then it must
+    decide the same again, and not look ahead; then it is replayed on the panel. The score that
+    counts is that of the panel `public`. FILE.py:CLASS names one of several classes. The exit
+    code is 1 if the policy breaks a rule.
     """
     limits = Limits(given["seconds"], given["memory"] << 20)
     panel = find_panel(given["panel"])
