@@ -87,6 +87,42 @@ class ServeConfig:
             raise InputError(msg)
 
 
+class StopText:
+    """Finds a text in pieces of another one, as they come: O(1) for a character on average.
+
+    Args:
+        text: the text to find.
+
+    Attributes:
+        begun: number of its characters with which all pieces so far end.
+
+    Source: Knuth, Morris and Pratt, "Fast pattern matching in strings", SIAM Journal on
+    Computing 1977; of the text only what was begun is looked at.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text, self.begun = text, 0
+        # Of the first n + 1 characters: with how many of its own, but not all, that text ends.
+        self._borders = [0]
+
+    def end(self, piece: str) -> int | None:
+        """Return the end of the text in the next piece; None if it does not end there."""
+        for index, character in enumerate(piece, 1):
+            self.begun = self._longer(self.begun, character)
+            if self.begun == len(self.text):
+                return index
+            if self.begun > len(self._borders):
+                border = self._longer(self._borders[-1], character)
+                self._borders.append(border)
+        return None
+
+    def _longer(self, begun: int, character: str) -> int:
+        """Return how much is begun after `character`, if `begun` characters were before it."""
+        while begun and self.text[begun] != character:
+            begun = self._borders[begun - 1]
+        return begun + (self.text[begun] == character)
+
+
 class Text:
     """Turns tokens into text step by step; neither a character nor a stop text is cut in two.
 
@@ -109,7 +145,8 @@ class Text:
         stop: tuple[str, ...] = (),
         eos: frozenset[int] = frozenset(),
     ) -> None:
-        self._decode, self._stop, self._eos = decode, stop, eos
+        self._decode, self._eos = decode, eos
+        self._stops = list(map(StopText, stop))
         self._ids: list[int] = []
         self._begin = self._read_to = 0
         self._held = ""
@@ -123,20 +160,22 @@ class Text:
         self._ids += shown
         before = self._decode(self._ids[self._begin : self._read_to])
         text = self._decode(self._ids[self._begin :])
+        piece = ""
         if last or not text.endswith("\N{REPLACEMENT CHARACTER}"):
             self._begin, self._read_to = self._read_to, len(self._ids)
-            self._held += text[len(before) :]
-        held = self._held
-        ends = [held.index(text) for text in self._stop if text in held]
-        if ends:
+            piece = text[len(before) :]
+        held, self._held = self._held + piece, ""
+        before_piece = len(held) - len(piece)
+        ends = ((stop, stop.end(piece)) for stop in self._stops)
+        starts = [before_piece + end - len(stop.text) for stop, end in ends if end is not None]
+        if starts:
             self.stopped = True
-            return held[: min(ends)]
-        longest = 0 if last else max(map(len, self._stop), default=0)
-        sizes = range(1, min(longest, len(held) + 1))
-        begun = (n for n in sizes if any(text.startswith(held[-n:]) for text in self._stop))
-        end = len(held) - max(begun, default=0)
-        self._held = held[end:]
-        return held[:end]
+            return held[: min(starts)]
+        if last:
+            return held
+        until = len(held) - max((stop.begun for stop in self._stops), default=0)
+        self._held = held[until:]
+        return held[:until]
 
 
 @attrs.define(eq=False)

@@ -22,6 +22,8 @@ pytest.importorskip("prometheus_client", reason="needs it: pip install 'kvcore[s
 from helpers.commands import run_here
 from helpers.online import SMALL, ServerProcess, free_port, metrics, serving
 from helpers.upstreams import until
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kvcore
 from kvcore import Span
@@ -677,20 +679,43 @@ def test_a_stop_text_ends_the_text_however_tokens_split_it(size):
     assert "".join(parts) == "one\nEN two "
 
 
-def test_a_long_stop_text_is_compared_once_per_token():
-    """A long stop text is compared once per token, not once per character of it."""
+def test_a_stop_text_costs_what_the_answer_is_long():
+    """A character of an answer that begins as its stop text does is compared a few times."""
 
-    class Long(str):
+    class Counted(str):
         __slots__ = ()
-        tried = 0
+        read = 0
 
-        def startswith(self, *given):
-            Long.tried += 1
-            return super().startswith(*given)
+        def __getitem__(self, index):
+            Counted.read += 1
+            return super().__getitem__(index)
 
-    text = Text(lambda ids: "a" * len(ids), (Long("x" * 10_000),))
-    assert text.add([1]) == "a"
-    assert Long.tried == 1
+    answer = "ab" * 2_000
+    text = Text(lambda ids: bytes(ids).decode(), (Counted(f"{answer}c"),))
+    parts = [text.add([ord(character)]) for character in answer]
+    assert parts == [""] * len(answer)
+    assert text.add(b"ab") == "ab"
+    assert Counted.read < 8 * len(answer)
+
+
+@given(st.lists(st.text("ab", max_size=4)), st.lists(st.text("ab", min_size=1), max_size=3))
+def test_a_text_ends_before_its_first_stop_text(pieces, stops):
+    """Whatever the pieces, what is returned is the text up to where a stop text first ends."""
+    whole = "".join(pieces)
+    ends = [(whole.find(stop) + len(stop), stop) for stop in stops if stop in whole]
+    text, parts = Text(lambda ids: bytes(ids).decode(), tuple(stops)), []
+    for piece in pieces:
+        parts.append(text.add(piece.encode()))
+        if text.stopped:
+            break
+    else:
+        parts.append(text.add([], last=True))
+    assert text.stopped is bool(ends)
+    assert whole.startswith("".join(parts))
+    if not ends:
+        assert "".join(parts) == whole
+    else:
+        assert not any(stop in "".join(parts) for stop in stops)
 
 
 def test_an_incomplete_stop_text_is_returned_at_the_end():
