@@ -39,6 +39,9 @@ _USAGE = re.compile(
     rb"^(?:vllm:|kvcore_)kv_cache_usage_perc(?:\{[^}\n]*\})? (\S+)$", re.MULTILINE
 )
 
+PART_KEYS = 1 << 12
+"""Largest number of keys of blocks that are applied at a time: about 1 ms."""
+
 MOST_BLOCKS = 1 << 20
 """Entries of the router's own index, if no option gives another number: some 300 MB."""
 
@@ -56,6 +59,40 @@ class _ReportedBlocks:
         self._block_size = block_size
         self._keys: dict[Hash, bytes] = {}
 
+    def changes(
+        self, item: StreamItem, batch: EventBatch | None
+    ) -> Iterator[tuple[list[bytes], list[bytes]]]:
+        """Yield what the next item changes: keys now stored, and keys gone.
+
+        Args:
+            item: the item of the stream.
+            batch: the batch in it, if it has one.
+        """
+        tracker, restarts = self.tracker, self.tracker.restarts
+        events: tuple[Event, ...] = ()
+        if isinstance(item, Restart):
+            tracker.restart(item.rank)
+        elif isinstance(item, Gap):
+            tracker.record_gap(item.rank, item.first, item.batches)
+        elif (
+            isinstance(item, Delivery)
+            and batch
+            and tracker.apply(batch, item.sequence, item.rank)
+        ):
+            events = batch.events
+        tracker.gaps.clear()  # they are counted as they come, and would be kept for ever
+        unclear = tracker.restarts > restarts
+        for event in events:
+            if isinstance(event, BlockStored):
+                yield self.stored(event), []
+            elif isinstance(event, BlockRemoved):
+                yield [], self.gone(event.hashes)
+            else:
+                unclear = True
+        # Once for all events of the batch: it looks at all blocks.
+        if unclear:
+            yield [], self.gone(list(self._keys))
+
     def stored(self, event: BlockStored) -> list[bytes]:
         """Return the keys of blocks that were stored."""
         if event.lora_id is not None or event.lora_name or any(event.extra_keys or ()):
@@ -70,10 +107,6 @@ class _ReportedBlocks:
         keys = block_keys(tokens, size, parent=parent)  # type: ignore[arg-type]  # checked
         self._keys.update(zip(event.hashes, keys, strict=True))
         return keys
-
-    def removed(self) -> list[bytes]:
-        """Return the keys of all blocks that the server no longer has. O(all blocks)."""
-        return self.gone(list(self._keys))
 
     def gone(self, hashes: Sequence[Hash]) -> list[bytes]:
         """Return the keys of `hashes` that the server no longer has."""
@@ -169,13 +202,23 @@ class FollowedEvents(EventsView):
         return None
 
     def _read(self, number: int, item: StreamItem, loop: asyncio.AbstractEventLoop) -> None:
-        """Decode an item here, and wait until the loop has applied it.
+        """Find what an item changes here, and wait until the loop has applied it part by part.
 
         So what is not applied yet stays within ZMQ's bounds, and a large batch delays no
         request.
         """
-        applied = self._apply(number, *self._decoded(number, item))
-        asyncio.run_coroutine_threadsafe(applied, loop).result()
+        for part in self._parts(number, item):
+            asyncio.run_coroutine_threadsafe(self._apply(*part), loop).result()
+
+    def _parts(
+        self, number: int, item: StreamItem
+    ) -> Iterator[tuple[int, _ReportedBlocks, list[bytes], list[bytes]]]:
+        """Yield what an item changes in parts, each the arguments of `_apply`."""
+        life = self._lives[number]
+        for stored, gone in life.changes(*self._decoded(number, item)):
+            for begin in range(0, max(len(stored), len(gone)), PART_KEYS):
+                part = slice(begin, begin + PART_KEYS)
+                yield number, life, stored[part], gone[part]
 
     def _decoded(self, number: int, item: StreamItem) -> tuple[StreamItem, EventBatch | None]:
         """Return an item and the batch in it; a gap in place of one that cannot be read."""
@@ -189,39 +232,22 @@ class FollowedEvents(EventsView):
                     f"replica {number}: batch {item.sequence}: {why}", f"unread {number}"
                 )
                 item = Gap(item.rank, item.sequence, item.sequence, why)
+        if isinstance(item, Gap):
+            self._lost_batches(number, item.batches)
         return item, batch
 
     async def _forget(self, number: int) -> None:
         self.lost(number, self._clock())
 
-    async def _apply(self, number: int, item: StreamItem, batch: EventBatch | None) -> None:
-        """Apply the next item of a server's stream, and the batch in it."""
-        life, now = self._lives[number], self._clock()
-        restarts = life.tracker.restarts
-        if isinstance(item, Restart):
-            life.tracker.restart(item.rank)
-        elif isinstance(item, Gap):
-            life.tracker.record_gap(item.rank, item.first, item.batches)
-            self._lost_batches(number, item.batches)
-        elif (
-            isinstance(item, Delivery)
-            and batch is not None
-            and life.tracker.apply(batch, item.sequence, item.rank)
-        ):
-            for event in batch.events:
-                self._take(number, event, now)
-        if life.tracker.restarts > restarts:
-            self.removed(number, life.removed(), now)
-        self.catch_up(now)
-
-    def _take(self, number: int, event: Event, now: int) -> None:
-        life = self._lives[number]
-        if isinstance(event, BlockStored):
-            self.stored(number, life.stored(event), now)
-        elif isinstance(event, BlockRemoved):
-            self.removed(number, life.gone(event.hashes), now)
-        else:
-            self.removed(number, life.removed(), now)
+    async def _apply(
+        self, number: int, life: _ReportedBlocks, stored: list[bytes], gone: list[bytes]
+    ) -> None:
+        """Record that a server has stored blocks, and has others no longer."""
+        if life is self._lives[number]:  # else all its blocks were lost meanwhile
+            now = self._clock()
+            self.stored(number, stored, now)
+            self.removed(number, gone, now)
+            self.catch_up(now)
 
 
 @attrs.define(eq=False)

@@ -56,8 +56,8 @@ class Listener:
         connections: largest number of open connections; further ones are closed at once. It
             is less if the process may not open as many files.
         files: number of file descriptors that a connection needs.
-        client_timeout: seconds in which a client sends its headers, and seconds between two
-            requests of a connection.
+        client_timeout: seconds in which a client sends its headers, in which it takes an
+            answer that its handler returns whole, and between two requests of a connection.
         shutdown_timeout: seconds that requests in flight may take when the listener stops.
 
     Attributes:
@@ -84,6 +84,7 @@ class Listener:
         self.url = ""
         self._web: Any = import_extra("aiohttp.web", needed, "serve")
         self._address, self._connections, self._files = (host, port), connections, files
+        self._client_timeout = client_timeout
         self._messages = Messages()
         self._refuse = refuse or self.refusal
 
@@ -205,6 +206,19 @@ class Listener:
         return protocol
 
     async def _answered(self, http: web.Request, handler: Handler) -> web.StreamResponse:
+        """Send the answer to a request to its client, which must take it in time; return it."""
+        answer = await self._answer(http, handler)
+        if not answer.prepared:
+            try:
+                async with asyncio.timeout(self._client_timeout):
+                    await answer.prepare(http)
+                    await answer.write_eof()
+            except (TimeoutError, ConnectionError):
+                if http.transport is not None:
+                    http.transport.abort()
+        return answer
+
+    async def _answer(self, http: web.Request, handler: Handler) -> web.StreamResponse:
         """Return the answer to a request, or to its refusal by the handler."""
         try:
             return await handler(http)

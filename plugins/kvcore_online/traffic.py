@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,9 @@ from kvcore_replay.keyed import KeyedNames
 
 MOST_HELD = 1 << 20
 """Largest number of keys of ended requests that wait for a request that arrived before them."""
+
+REQUEST_KEYS = 16
+"""Keys that take as much memory as the other fields of a request that waits: 1 kB."""
 
 FIRST_BYTE = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -107,7 +111,7 @@ class TrafficLog:
             )
         self._trace.begin(router, routing=routing)
         # By id, in order of arrival.
-        self._flights: dict[int | str, Flight] = {}
+        self._flights: OrderedDict[int | str, Flight] = OrderedDict()
         self._held = 0
 
     def begin(self, flight: Flight) -> None:
@@ -119,7 +123,13 @@ class TrafficLog:
         if flight.request.id not in self._flights:
             return  # already written, with the lengths counted by then
         flight.ended = True
-        self._held += _size(flight)
+        # What waits is as it is written: without tokens, and no longer than hashes are.
+        final = self._final(flight)
+        if final is None:
+            del self._flights[flight.request.id]
+        else:
+            flight.request = final
+            self._held += _size(flight)
         while self._flights:
             first = next(iter(self._flights.values()))
             if not first.ended and self._held <= MOST_HELD:
@@ -154,11 +164,19 @@ class TrafficLog:
         """Remove the file."""
         self._file.discard()
 
+    def _final(self, flight: Flight) -> Request | None:
+        """Return a request as it is written; None if it is left out."""
+        try:
+            return None if flight.wrong else flight.final(self._names)
+        except InputError as error:
+            self._unlogged(error)
+            return None
+
     def _write(self, flight: Flight) -> None:
-        if flight.wrong:
+        request = flight.request if flight.ended else self._final(flight)
+        if request is None:
             return
         try:
-            request = flight.final(self._names)
             self._trace.request(request, request.arrival)
         except InputError as error:
             self._unlogged(error)
@@ -176,7 +194,7 @@ class TrafficLog:
 
 
 def _size(flight: Flight) -> int:
-    return 1 + len(flight.request.keys)
+    return REQUEST_KEYS + len(flight.request.keys)
 
 
 def _quick(metric: Any) -> Any:

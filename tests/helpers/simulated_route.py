@@ -169,7 +169,8 @@ class SimulatedEvents(fleets.FollowedEvents):
     async def deliver(self, number, items):
         """Apply items as the thread of a server does."""
         for item in items:
-            await self._apply(number, *self._decoded(number, item))
+            for part in self._parts(number, item):
+                await self._apply(*part)
 
 
 class Publisher:

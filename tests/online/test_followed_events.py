@@ -15,8 +15,10 @@ from kvcore import Request
 from kvcore.errors import InputError
 from kvcore.request import block_keys
 from kvcore_events.formats import encode
-from kvcore_events.model import BlockRemoved, BlockStored, EventBatch
+from kvcore_events.model import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvcore_events.publisher import Publisher
+from kvcore_events.sequencer import Delivery
+from kvcore_events.subscriber import Server
 from kvcore_online import fleet as fleets
 
 pytest.importorskip("zmq", reason="needs pyzmq")
@@ -153,6 +155,55 @@ def test_a_follower_that_fails_starts_again_from_an_empty_cache(monkeypatch, cap
 
         followed(scene, publisher)
     assert "the follower of replica 0 failed, and starts again" in capsys.readouterr().err
+
+
+@pytest.fixture
+def view():
+    """Return a view of one server, which is not connected."""
+    server = Server(address="tcp://127.0.0.1:9")
+    return fleets.FollowedEvents([server], 1, lambda: 0, lambda *_: None, lambda _: None)
+
+
+def blocks(sequence, count):
+    """Return the item of a batch that stores a prompt of that many blocks of a token."""
+    event = BlockStored(
+        hashes=tuple(range(count)), tokens=tuple(range(count)), block_size=1, medium="GPU"
+    )
+    payload = encode(EventBatch(ts=1.0, events=(event,), dp_rank=0))
+    return Delivery(rank=0, sequence=sequence, payload=payload)
+
+
+def test_a_large_batch_is_applied_in_small_parts(view):
+    """The loop, which serves requests, applies few keys at a time, and all in the end."""
+    parts = list(view._parts(0, blocks(0, 3 * fleets.PART_KEYS)))
+    sizes = [len(keys) for *_, keys, _ in parts]
+    assert sizes == [fleets.PART_KEYS] * 3
+
+
+def test_a_batch_of_clears_looks_at_all_blocks_once(view):
+    """Clears of a rank that has no blocks cost no more than one, however many they are."""
+    list(view._parts(0, blocks(0, 4)))
+    clears = EventBatch(ts=2.0, events=(AllBlocksCleared(),) * 1_000, dp_rank=1)
+    item = Delivery(rank=1, sequence=0, payload=encode(clears))
+    assert list(view._lives[0].changes(*view._decoded(0, item))) == [([], [])]
+
+
+def test_gaps_of_a_server_are_counted_and_not_kept(view):
+    """A server that loses batches for ever takes no memory."""
+    for number in range(1_000):
+        assert not list(view._parts(0, Delivery(rank=0, sequence=number, payload=b"garbage")))
+    assert not view._lives[0].tracker.gaps
+
+
+def test_what_is_lost_meanwhile_is_not_applied(view):
+    """Parts of a batch that come after their replica has lost all blocks change nothing."""
+    first, *later = view._parts(0, blocks(0, 2 * fleets.PART_KEYS))
+    asyncio.run(view._apply(*first))
+    view.lost(0, 0)
+    for part in later:
+        asyncio.run(view._apply(*part))
+    request = Request(id=0, prompt_tokens=1, key_tokens=1, keys=block_keys([0], 1))
+    assert not dict(view.find(request, 0))
 
 
 def test_a_removed_block_after_a_gap_is_removed():

@@ -2,7 +2,9 @@
 
 # ruff: noqa: ARG001 - every scene takes all parts
 
+import asyncio
 import json
+import socket
 from time import process_time
 
 import pytest
@@ -21,10 +23,14 @@ from helpers.upstreams import prompt, until
 from kvcore import Request
 from kvcore.errors import StorageError
 from kvcore.files import AtomicFile
+from kvcore.request import TextRequest, block_keys
 from kvcore.untrusted import LONGEST_EVENT
+from kvcore_online.listener import Listener
 from kvcore_online.proxy import EventStream
 from kvcore_online.traffic import Flight
 from kvcore_plugins.workload.recorded import TraceWorkload
+
+web = pytest.importorskip("aiohttp.web", reason="needs aiohttp")
 
 COUNTS = [-1, 0, 2**31, 2**40 + 1, 2**63 - 1, 2**63, 2**64, 1e300, True, "9", None, [], {}]
 HEADERS = [bytes([byte]) * 3 for byte in (*range(9), *range(14, 32), 0x7F, 0x80, 0xC3, 0xFF)]
@@ -93,6 +99,62 @@ def test_a_request_that_cannot_be_written_is_left_out_of_the_trace(tmp_path, cap
     play(scene, trace=path)
     assert [each.id for each in TraceWorkload(path)] == [0, 1, 2]
     assert capsys.readouterr().err.count("a request is left out of the trace") == 1
+
+
+def test_a_request_that_waits_for_the_trace_keeps_no_prompt(tmp_path):
+    """While an older request runs, those that have ended are kept as they will be written."""
+
+    async def scene(proxy, servers, client):
+        proxy.fleet.begin(Flight(Request(id=-2, prompt_tokens=1, key_tokens=16)))
+        tokens = range(1_600)
+        waiting = TextRequest(
+            id=-1,
+            prompt_tokens=1_600,
+            key_tokens=16,
+            keys=block_keys(tokens, 16),
+            tokens=tokens,
+            salt="salt" * 10_000,
+        )
+        flight = Flight(waiting)
+        proxy.fleet.begin(flight)
+        proxy.fleet.finish(flight)
+        assert type(flight.request) is Request
+        assert len(flight.request.salt) == 32
+
+    play(scene, trace=tmp_path / "day.jsonl")
+
+
+def test_a_client_that_does_not_read_its_answer_is_disconnected():
+    """A whole answer is taken in the time of the options, or its connection is closed."""
+
+    async def scene():
+        listener = Listener(
+            {"GET /": answer},
+            "a test",
+            host="127.0.0.1",
+            port=0,
+            body=1,
+            connections=1,
+            client_timeout=0.1,
+            shutdown_timeout=1,
+        )
+
+        await listener.start()
+        client = socket.create_connection(listener._server.sockets[0].getsockname())
+        try:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            await until(lambda: answered and not listener._runner.server.connections)
+        finally:
+            client.close()
+            await listener.stop()
+
+    answered = []
+
+    async def answer(http):
+        answered.append(http)
+        return web.Response(body=bytes(64 << 20))
+
+    asyncio.run(scene())
 
 
 @pytest.mark.parametrize("levels", DEPTHS)
