@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import attrs
 from kvcore.cache import EvictionPolicy
 from kvcore.errors import InputError
 from kvcore.plugins import resolve
+from kvcore.untrusted import load_toml
 
 EVICTION = "KVCORE_EVICTION"
 """Variable with the policy: a name with options, or the path of a TOML file of settings."""
@@ -63,8 +63,8 @@ class HostSettings:
 def _read(path: str) -> dict[str, str]:
     """Return the settings of a TOML file."""
     try:
-        settings = tomllib.loads(Path(path).read_text("utf-8"))
-    except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
+        settings = load_toml(Path(path))
+    except (OSError, ValueError) as error:
         msg = f"{EVICTION}={path!r} cannot be read: {error}"
         raise InputError(msg) from error
     known = [field.name for field in attrs.fields(HostSettings)]

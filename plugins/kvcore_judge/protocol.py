@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
@@ -14,6 +13,7 @@ import attrs
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins
 from kvcore.request import Request
+from kvcore.untrusted import load_toml
 from kvcore.workloads import Workload, check_keys
 from kvcore.workloads.selection import find_workload
 
@@ -171,11 +171,11 @@ def find_panel(name: str) -> Panel:
 
 def _panel_of_file(path: Path) -> Panel:
     try:
-        document = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        document = load_toml(path)
+    except OSError as error:
         msg = f"--panel {path}: {error}; there are public and quick, or give a TOML file"
         raise InputError(msg) from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         msg = f"--panel {path}: {error}"
         raise InputError(msg) from error
     try:

@@ -143,6 +143,13 @@ def test_the_readers_decode_by_the_border_alone():
     assert "orjson.loads(" in Path(untrusted.__file__).read_text()
 
 
+def test_toml_is_decoded_by_the_border_alone():
+    """Only the border imports `tomllib`, and what reads the project of a plugin."""
+    files = [path for room in ("kvcore", "plugins") for path in (ROOT / room).rglob("*.py")]
+    own = {path.name for path in files if "import tomllib" in path.read_text("utf-8")}
+    assert own == {"untrusted.py", "_installation.py"}
+
+
 @given(st.text(st.characters(categories=["Cc", "Cs", "Ll", "Zl"])))
 def test_an_escaped_text_can_be_printed(text):
     """An escaped text has no character that a terminal acts upon, or that UTF-8 lacks."""

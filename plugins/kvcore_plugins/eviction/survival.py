@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate, chain, pairwise
+from math import isqrt, prod
 from operator import add, mul, truediv
 from typing import TypeAlias
 
@@ -16,12 +19,12 @@ from kvcore_plugins.eviction.counts import Label, Tables
 _BUCKETS, _GROUP, _GROUPS = 30, 3, 10
 """Buckets of age; those that share a factor; and groups of these."""
 
-_ENDS = [2 ** (30 + half / 2) for half in range(_BUCKETS - 1)]
+_ENDS = [isqrt(1 << (60 + half)) for half in range(_BUCKETS - 1)]
 _WIDTHS = [(end - start) / NS_PER_S for start, end in pairwise([0, *_ENDS, 2 * _ENDS[-1]])]
 """Ages in ns fall in buckets: to 2^30 (1.1 s), sqrt(2) times that, ..., 2^44 (5 h)."""
 
-_BUCKET_OF = bytes([min(max(bits - 60, 0), _BUCKETS - 1) for bits in range(256)])
-"""By the bits of the square of an age: twice the logarithm of the age."""
+age_bucket: Callable[[int], int] = partial(bisect_right, _ENDS)
+"""Return the bucket of an age in ns: half an octave."""
 
 _TAIL, _TAIL_WAITS = [0.5] + [0.15] * len(_ENDS), 16.0
 """Hazards without observations, and the waits that this counts for: a heavy tail, by which
@@ -41,11 +44,6 @@ Row: TypeAlias = list[float]
 
 _CAP, _TINY = 0.95, 1e-6
 """The maximum of a hazard; a chance that is left in any case, so that seconds go on."""
-
-
-def age_bucket(age: int) -> int:
-    """Return the bucket of an age in ns: half an octave."""
-    return _BUCKET_OF[(age * age).bit_length()]
 
 
 def hazards(
@@ -70,11 +68,11 @@ def indices(hazards: Sequence[float], widths: Sequence[float]) -> list[float]:
     The best over all ages at which to give up; the seconds are those until the end, or until
     then. `widths` are the seconds of each bucket. O(buckets).
     """
-    rests = [1 - (hazard if hazard < _CAP else _CAP) for hazard in hazards]  # not min(): slow
-    chances = [*accumulate(rests, mul, initial=1.0)]
+    shares = [hazard if hazard < _CAP else _CAP for hazard in hazards]  # faster than min()
+    chances = [*accumulate([1 - share for share in shares], mul, initial=1.0)]
     seconds = [
-        (chance + _TINY) * width * (1 + rest) / 2  # waits end in the middle of a bucket
-        for chance, width, rest in zip(chances, widths, rests, strict=False)
+        (chance + _TINY) * width * (1 - share / 2)
+        for chance, width, share in zip(chances, widths, shares, strict=False)
     ]
     ages = [*accumulate(seconds, initial=0.0)]
     chance, age = chances[-1], ages[-1]
@@ -195,11 +193,12 @@ class ProportionalHazards:
 
     def _product(self, label: Label) -> Row:
         """Return the product of the factors of the values of a class."""
-        product: Iterable[float] = [1.0] * _GROUPS
-        for factors, value in zip(self._factors, label, strict=True):
-            if value in factors:
-                product = map(mul, product, factors[value])
-        return list(product)
+        rows = [
+            factors[value]
+            for factors, value in zip(self._factors, label, strict=True)
+            if value in factors
+        ]
+        return list(map(prod, zip([1.0] * _GROUPS, *rows, strict=True)))
 
     def _fit_factors(self, rows: dict[WaitClass, Row]) -> None:
         """Fit factors by value and group: one sweep over the parts, from the latest factors.

@@ -8,7 +8,6 @@ refused: it may change what a layer keeps.
 from __future__ import annotations
 
 import json
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -20,6 +19,7 @@ import attrs
 from kvcore.errors import InputError, shorten
 from kvcore.models.layers import MAX_WIDTH, LayerCache, merged
 from kvcore.models.spec import ModelSpec, bytes_of
+from kvcore.untrusted import load_toml
 from kvcore_plugins.models.config import Config
 from kvcore_plugins.models.families import FAMILIES
 from kvcore_plugins.models.family import Build, Family, Layer, Part
@@ -82,17 +82,12 @@ def read_config(path: Path | str, dtype: str | None = None) -> ModelSpec:
     return model_of(fields, name, path, dtype)
 
 
-def _read(path: Path) -> bytes:
+def _json(path: Path) -> Mapping[str, Any]:
     try:
-        return path.read_bytes()
+        fields = json.loads(path.read_bytes())
     except OSError as error:
         msg = f"{path}: cannot be read: {error.strerror}"
         raise InputError(msg) from None
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    try:
-        fields = json.loads(_read(path))
     except (ValueError, RecursionError) as error:
         msg = f"{path}: not a JSON file: {error}"
         raise InputError(msg) from None
@@ -105,7 +100,10 @@ def _json(path: Path) -> Mapping[str, Any]:
 def _by_hand(path: Path) -> ModelSpec:
     """Read a model from a file of TOML with the fields of a `ModelSpec`."""
     try:
-        fields = tomllib.loads(_read(path).decode())
+        fields = load_toml(path)
+    except OSError as error:
+        msg = f"{path}: cannot be read: {error.strerror}"
+        raise InputError(msg) from None
     except ValueError as error:
         msg = f"{path}: not a TOML file: {error}"
         raise InputError(msg) from None

@@ -13,6 +13,7 @@ from kvcore import InputError
 from kvcore.files import as_path, unreadable_reason
 from kvcore.plugins.options import nearest
 from kvcore.units import as_float
+from kvcore.untrusted import load_toml
 from kvcore_plugins.workload.rows import TimedFile
 
 _NAMES = ("messages", "prompt", "answer", "usage", "model", "time")
@@ -61,10 +62,8 @@ def _read_names(path: Path) -> dict[str, str]:
     Raises:
         InputError: it cannot be read, or has other keys than `_NAMES`, or values than texts.
     """
-    import tomllib  # noqa: PLC0415 - for such a file alone
-
     try:
-        names = tomllib.loads(path.read_text())
+        names = load_toml(path)
     except (OSError, ValueError) as error:
         reason = unreadable_reason(path, error) if isinstance(error, OSError) else error
         msg = f"fields={path}: cannot be read: {reason}"
