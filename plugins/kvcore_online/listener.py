@@ -84,7 +84,7 @@ class Listener:
         self.url = ""
         self._web: Any = import_extra("aiohttp.web", needed, "serve")
         self._address, self._connections, self._files = (host, port), connections, files
-        self._client_timeout = client_timeout
+        self._client_timeout, self._shutdown_timeout = client_timeout, shutdown_timeout
         self._messages = Messages()
         self._refuse = refuse or self.refusal
 
@@ -148,7 +148,11 @@ class Listener:
         """Stop listening, and wait for requests in flight."""
         if self._server is not None:
             self._server.close()
+        # aiohttp would wait as long again for handlers that it has asked to end.
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._shutdown_timeout, self.abort)
         await self._runner.cleanup()
+        timer.cancel()
 
     def abort(self) -> None:
         """Close all connections, which ends the requests in flight."""

@@ -5,6 +5,7 @@
 import asyncio
 import json
 import socket
+from contextlib import asynccontextmanager
 from time import process_time
 
 import pytest
@@ -40,6 +41,22 @@ DEPTHS = [255, 900, 1_000, 1_025, 100_000]
 def deep(levels, start="[", end="]"):
     """Return JSON that is nested so many levels deep, as text."""
     return start * levels + end * levels
+
+
+@asynccontextmanager
+async def listening(answer, **options):
+    """Listen while a client has sent a request, which `answer` answers, and reads nothing."""
+    times = {"client_timeout": 30, "shutdown_timeout": 30, **options}
+    address = {"host": "127.0.0.1", "port": 0}
+    routes = {"GET /": answer}
+    listener = Listener(routes, "a test", **address, body=1, connections=1, **times)
+    await listener.start()
+    with socket.create_connection(listener._server.sockets[0].getsockname()) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        try:
+            yield listener
+        finally:
+            await listener.stop()
 
 
 def test_no_header_of_a_client_ends_the_trace(tmp_path):
@@ -127,34 +144,38 @@ def test_a_request_that_waits_for_the_trace_keeps_no_prompt(tmp_path):
 def test_a_client_that_does_not_read_its_answer_is_disconnected():
     """A whole answer is taken in the time of the options, or its connection is closed."""
 
-    async def scene():
-        listener = Listener(
-            {"GET /": answer},
-            "a test",
-            host="127.0.0.1",
-            port=0,
-            body=1,
-            connections=1,
-            client_timeout=0.1,
-            shutdown_timeout=1,
-        )
-
-        await listener.start()
-        client = socket.create_connection(listener._server.sockets[0].getsockname())
-        try:
-            client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-            await until(lambda: answered and not listener._runner.server.connections)
-        finally:
-            client.close()
-            await listener.stop()
-
     answered = []
 
     async def answer(http):
         answered.append(http)
         return web.Response(body=bytes(64 << 20))
 
+    async def scene():
+        async with listening(answer, client_timeout=0.1) as listener:
+            await until(lambda: answered and not listener._runner.server.connections)
+
     asyncio.run(scene())
+
+
+def test_a_request_without_end_is_ended_after_the_time_for_the_end():
+    """A listener that stops closes what is open after that time, and waits no second time."""
+    begun, ended = [], []
+
+    async def answer(http):
+        begun.append(http)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("the request")
+
+    async def scene():
+        async with listening(answer, shutdown_timeout=0.1) as listener:
+            await until(lambda: begun)
+            abort = listener.abort
+            listener.abort = lambda: (ended.append("the time"), abort())
+
+    asyncio.run(scene())
+    assert ended == ["the time", "the request"]
 
 
 @pytest.mark.parametrize("levels", DEPTHS)
