@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -30,13 +31,15 @@ _REQUEST_FRAMES = 3
 _SUBSCRIBED = b"\x01"
 _QUEUE, _LINGER_MS = 1_000, 5_000
 _RETRY_SECONDS, _POLL_SECONDS = 0.01, 0.1
+_LATE_READS = 8
+"""Reads once the time to serve is over, for what has come by then: a flood has no end."""
 
 
 class Publisher(Endpoint):
     """A publisher of batches over ZMQ, in the frames of vLLM, SGLang and TensorRT-LLM.
 
-    Live batches go to every subscriber. `publish` waits for slow ones, and drops no batch.
-    Requests for replays are answered by `serve`, and by other methods while they wait, on the
+    Live batches go to every subscriber. `publish` waits for slow ones and drops no batch, or
+    drops those of a subscriber with 1,000 batches unread, which finds a gap. Requests for replays are answered by `serve`, and by other methods while they wait, on the
     thread of the caller. Use it in a `with` block; closing waits up to five seconds for
     queued batches.
 
@@ -44,7 +47,8 @@ class Publisher(Endpoint):
         address: address of the PUB socket, such as `tcp://*:5557`.
         replay: address of the ROUTER socket for replays; None: no replays.
         topic: first frame of every batch.
-        buffer: number of batches kept for replays.
+        buffer: number of batches kept for replays, and most that a client may leave unread.
+        waits: whether `publish` waits for slow subscribers.
         context: a ZMQ context of your own (for `inproc` addresses), which stays open.
 
     Attributes:
@@ -63,6 +67,7 @@ class Publisher(Endpoint):
         *,
         topic: str = "",
         buffer: int = BUFFER,
+        waits: bool = True,
         context: zmq.Context[Any] | None = None,
     ) -> None:
         """Bind the sockets."""
@@ -75,12 +80,13 @@ class Publisher(Endpoint):
         try:
             # XPUB is a PUB that also receives subscriptions.
             self._live, self.address = self._bound(self._zmq.XPUB, address, _QUEUE)
-            self._live.xpub_verboser = self._live.xpub_nodrop = True
+            self._live.xpub_verboser, self._live.xpub_nodrop = True, waits
             self._router: Any = None
             self.replay = replay
             if replay is not None:
-                # A ROUTER drops what does not fit into its queue: 0 is without limit.
-                self._router, self.replay = self._bound(self._zmq.ROUTER, replay, 0)
+                # One replay and its end fit into the queue of a client.
+                self._router, self.replay = self._bound(self._zmq.ROUTER, replay, buffer + 1)
+                self._router.router_mandatory = True  # an error tells of what does not fit
         except BaseException:
             self.close()
             raise
@@ -145,11 +151,12 @@ class Publisher(Endpoint):
 
     def _until(self, seconds: float, done: Callable[[], bool]) -> bool:
         """Serve until `done` returns True, or for `seconds`; return True if it did."""
-        deadline = monotonic() + seconds
+        deadline, late = monotonic() + seconds, 0
         while not done():
             left = max(0.0, deadline - monotonic())
             ready = self._poller.poll(left * 1000)
-            if not ready and not left:
+            late += not left
+            if not left and (not ready or late > _LATE_READS):
                 return False
             for socket, _ in ready:
                 frames = socket.recv_multipart()
@@ -160,12 +167,16 @@ class Publisher(Endpoint):
         return True
 
     def _answer(self, request: list[bytes]) -> None:
-        """Send the kept batches from the requested number on; ignore other messages."""
+        """Send the kept batches from the requested number on; ignore other messages.
+
+        What a client leaves unread ends its replay, without an end: it asks again.
+        """
         if len(request) != _REQUEST_FRAMES or number(request[2]) is None:
             return
         who, _, start = request
         kept = (
             [self._topic, frame, payload] for frame, payload in self._kept if frame >= start
         )
-        for frames in chain(kept, [[b"", END, b""]]):
-            self._router.send_multipart([who, b"", *frames])
+        with suppress(self._zmq.ZMQError):  # its queue is full, or it has disconnected
+            for frames in chain(kept, [[b"", END, b""]]):
+                self._router.send_multipart([who, b"", *frames], self._zmq.NOBLOCK)

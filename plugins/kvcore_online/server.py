@@ -282,7 +282,7 @@ class Server:
                         "(--disable-hybrid-kv-cache-manager)"
                     )
                     raise InputError(msg)
-                publisher = Publisher(config.kv_events, config.kv_replay)
+                publisher = Publisher(config.kv_events, config.kv_replay, waits=False)
                 stored = StoredBlocks(cache, publisher)
                 stored.start()
                 stack.callback(stored.close)

@@ -89,6 +89,49 @@ def test_a_slow_subscriber_loses_nothing():
     assert [item.sequence for item in received] == list(range(5_000))
 
 
+def test_a_subscriber_that_reads_nothing_keeps_no_batch_from_others():
+    """Without waiting, a stalled subscriber loses its own batches: the publisher goes on."""
+    with (
+        Publisher(FREE, waits=False) as publisher,
+        zmq.Context() as context,
+        context.socket(zmq.SUB) as stalled,
+    ):
+        stalled.rcvhwm, stalled.rcvbuf = 1, 4_096
+        stalled.connect(publisher.address)
+        stalled.subscribe(b"")
+        assert publisher.wait_for(1, PATIENCE)
+        batches = [b"x" * 1_000] * 20_000
+        thread = Thread(target=deque, args=(map(publisher.publish, batches), 0), daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+def test_replays_that_are_not_read_take_no_memory():
+    """A client that asks and never reads gets what its queue has room for, and no more."""
+    sent = []
+    with Publisher(FREE, FREE, buffer=100) as publisher, zmq.Context() as context:
+        deque(map(publisher.publish, [b"x" * 10_000] * 100), maxlen=0)
+        send = publisher._router.send_multipart
+
+        class Counted:
+            def __getattr__(self, name):
+                return getattr(router, name)
+
+            def send_multipart(self, *message):
+                send(*message)
+                sent.append(message)
+
+        router, publisher._router = publisher._router, Counted()
+        with context.socket(zmq.DEALER) as asking:
+            asking.rcvhwm, asking.rcvbuf, asking.linger = 1, 4_096, 0
+            asking.connect(publisher.replay)
+            for _ in range(400):
+                asking.send_multipart([b"", bytes(8)])
+            publisher.serve(1)
+            assert 0 < len(sent) < 100 * 100
+
+
 def test_a_malformed_replay_request_is_not_answered():
     """A malformed replay request is not answered; the next valid one is."""
     with (

@@ -143,7 +143,6 @@ def test_a_request_that_waits_for_the_trace_keeps_no_prompt(tmp_path):
 
 def test_a_client_that_does_not_read_its_answer_is_disconnected():
     """A whole answer is taken in the time of the options, or its connection is closed."""
-
     answered = []
 
     async def answer(http):
