@@ -22,7 +22,7 @@ MEDIUM = "GPU"
 _POLL_SECONDS = 0.02
 _PATIENCE_SECONDS = 5.0
 _QUEUED = 10_000
-"""Batches that wait for slow subscribers; further ones are dropped and counted: a gap."""
+"""Batches that wait to be published; further ones are dropped and counted: a gap."""
 
 
 class StoredBlocks:
@@ -36,7 +36,7 @@ class StoredBlocks:
         publisher: the publisher; from `start` on only the thread uses it.
 
     Attributes:
-        dropped: number of batches that were not sent, mostly since subscribers are too slow.
+        dropped: number of batches that were not sent, mostly since replays took too long.
     """
 
     def __init__(self, cache: KVCache, publisher: Publisher) -> None:
@@ -65,7 +65,7 @@ class StoredBlocks:
         self._thread.start()
 
     def close(self) -> None:
-        """Publish remaining events, and stop; wait at most 5 s for slow subscribers."""
+        """Publish remaining events, and stop; wait at most 5 s for that."""
         self._ends.set()
         self._thread.join(_PATIENCE_SECONDS)
         if not self._thread.is_alive():
