@@ -700,7 +700,7 @@ def test_a_stop_text_costs_what_the_answer_is_long():
 
 @given(st.lists(st.text("ab", max_size=4)), st.lists(st.text("ab", min_size=1), max_size=3))
 def test_a_text_ends_before_its_first_stop_text(pieces, stops):
-    """What is returned has no stop text, however it comes in pieces; without one it is whole."""
+    """A text has no stop text in it, however it comes in pieces, and is whole without one."""
     whole = "".join(pieces)
     ends = [(whole.find(stop) + len(stop), stop) for stop in stops if stop in whole]
     text, parts = Text(lambda ids: bytes(ids).decode(), tuple(stops)), []
