@@ -43,7 +43,8 @@ class LayerCache:
             - `compressed`: entries that stand for `ratio` tokens each;
             - `shared`: nothing; these layers read what others keep, a window of it if given;
             - `cross`: K/V of `window` tokens of another sequence, such as an image;
-            - `state`: a recurrent state of fixed size.
+            - `state`: a recurrent state of fixed size; with a window, the tokens of it that
+              wait to be compressed into an entry, as they were projected.
         layers: number of layers that keep one.
         kv_heads, key_dim, value_dim: K/V heads, and the width of a key and of a value. A latent
             is the key of one head without a value.
@@ -96,7 +97,7 @@ class LayerCache:
         numbers = self.kv_heads * (self.key_dim + self.value_dim) + self.entry_bytes
         problems = {
             "needs a window": self.kind in ("window", "chunk", "cross") and not self.window,
-            "has no window": self.kind in ("full", "mla", "state") and bool(self.window),
+            "has no window": self.kind in ("full", "mla") and bool(self.window),
             "needs state_bytes": self.kind == "state" and not self.state_bytes,
             "has no state_bytes": self.kind != "state" and bool(self.state_bytes),
             "has no heads and no entries": self.kind == "state" and numbers > 0,
@@ -116,9 +117,10 @@ class LayerCache:
 
         The device with the most heads decides: 8 heads lie on 4 devices once, on 3 devices, of
         which one has 3, as if 9 were held, and on 16 twice. A latent and the key of an indexer
-        are one head, so each device holds all of it; a state is divided by channels.
+        are one head, so each device holds all of it, and of the tokens of a compressor; a
+        recurrent state is divided by channels.
         """
-        if self.kind == "state":
+        if self.kind == "state" and self.window is None:
             return Fraction(1)
         heads = max(self.kv_heads, 1)
         return Fraction(devices * -(-heads // devices), heads)
@@ -132,6 +134,15 @@ class LayerCache:
         if self.kind in FIXED:
             return 1
         return self.window if self.attended is None else self.attended
+
+    @property
+    def moved_bytes(self) -> Fraction:
+        """Bytes of the state of a layer that a token reads and writes: all of it, twice.
+
+        Of a window it writes its own part, and an entry reads all parts: where entries overlap
+        a part is read twice.
+        """
+        return self.state_bytes * (Fraction(3, self.window) if self.window else Fraction(2))
 
     @property
     def each(self) -> int:
@@ -171,7 +182,7 @@ class LayerCache:
             "compressed": f"an entry for {self.ratio:,} tokens",
             "shared": "K/V of other layers",
             "cross": f"{tokens} of another sequence",
-            "state": "a state of fixed size",
+            "state": f"a state of {tokens}" if tokens else "a state of fixed size",
         }[self.kind]
 
 

@@ -356,11 +356,11 @@ class KVLayout:
     def reads(self, devices: int = 1) -> dict[int | None, Fraction]:
         """Return the bytes read for each token in reach, in all layers with that reach.
 
-        A state is read and written, which costs twice its bytes.
+        A state costs the bytes of it that are read and written.
         """
         reads: dict[int | None, Fraction] = {}
         for cache in self.model.layer_caches:
-            layer_tokens = cache.each * self.cache_bytes(cache) + 2 * cache.state_bytes
+            layer_tokens = cache.each * self.cache_bytes(cache) + cache.moved_bytes
             size = cache.layers * layer_tokens * cache.copies(devices)
             reads[cache.reach] = reads.get(cache.reach, Fraction(0)) + size
         return reads

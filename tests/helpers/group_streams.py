@@ -27,8 +27,16 @@ SHAPES = {
     "full, windows of two lengths": [FULL, WINDOW, TRIPLE],
     "full, chunk": [FULL, CHUNK],
     "full, two chunks": [FULL, CHUNK, CHUNK],
+    "compressed": [],
 }
 """The groups of a stream: a kind, or a window as a multiple of another and tokens beside it."""
+
+
+def compressed(size):
+    """Return the groups of DeepSeek V4, whose smallest blocks have 4 tokens, for `size`."""
+    windows = [(16, 32), (16, 32), (1, 2), (2, 32)]
+    groups = [LayerGroup("window", block * size, window * size) for block, window in windows]
+    return [*groups[:2], LayerGroup("full", 64 * size), *groups[2:]]
 
 
 def _group(shape, size, window):
@@ -66,12 +74,14 @@ class Pool:
         shape = rng.choice(list(SHAPES))
         size, window = rng.choice((4, 8, 16)), rng.choice((2, 5, 9, 17, 33, 64, 100))
         groups = [_group(shape, size, window) for shape in SHAPES[shape]]
+        groups = groups or compressed(size // 4)
         size = lcm(*(group.block_size for group in groups))
         interval = rng.choice((None, 0, 0, 2 * size, 4 * size))
         if all(group.kind in ("full", "chunk") for group in groups):
             interval = 0  # vLLM refuses another one
         chunk = rng.choice((1, 3, 8)) * size
-        return cls(shape, groups, rng.choice((120, 250, 900)), interval, chunk)
+        blocks = rng.choice((120, 250, 900)) * (8 if shape == "compressed" else 1)
+        return cls(shape, groups, blocks, interval, chunk)
 
     @property
     def unit(self):

@@ -93,8 +93,8 @@ class Server:
         lag: 1 if a step is planned while the one before it runs, else 0.
         by_priority: whether requests run by priority; else in the order of arrival.
         options: other options of `Batching`, and of its rules, by name.
-        groups: the cache groups, with blocks of `block_size` tokens; empty: full attention in
-            one group, served by a `KVCache`.
+        groups: the cache groups, whose smallest blocks have `block_size` tokens; empty: full
+            attention in one group, served by a `KVCache`.
         interval: the retention interval of the groups.
     """
 
@@ -225,6 +225,24 @@ def grouped_server(seed: int) -> Server:
         blocks=server.blocks * len(groups) + 8,
         groups=groups,
         interval=(0, 0, None, 4 * size)[below(4)],
+    )
+
+
+def compressed_server(seed: int) -> Server:
+    """Return a random server under load with cache groups as those of DeepSeek V4.
+
+    Blocks of several sizes, which are nearer to one another, so that its prompts fill some.
+    """
+    server, rng = random_server(seed), Random(f"compressed/{seed}")
+    size = server.block_size
+    windows = [(4, 8), (4, 8), (1, 2), (2, 8)]
+    groups = [LayerGroup("window", block * size, window * size) for block, window in windows]
+    return attrs.evolve(
+        server,
+        name=f"compressed, seed {seed}",
+        blocks=3 * server.blocks,
+        groups=[*groups[:2], LayerGroup("full", 8 * size), *groups[2:]],
+        interval=(0, 0, None, 16 * size)[int(rng.random() * 4)],
     )
 
 

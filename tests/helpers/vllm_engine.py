@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from hashlib import sha256
+from math import lcm
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -35,12 +36,19 @@ from vllm.config import CacheConfig, DeviceConfig, SchedulerConfig, VllmConfig  
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.core.block_pool import BlockHashToBlockMap  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
+from vllm.v1.core.kv_cache_planning import (  # noqa: E402
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+)
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
@@ -140,6 +148,55 @@ def cache_groups(blocks: int, groups, interval: int | None) -> KVCacheConfig:
         ],
         prefix_cache_retention_interval=interval,
     )
+
+
+def compressed_specs(ratios: list[int], dtype: torch.dtype) -> dict[str, KVCacheSpec]:
+    """Return what vLLM's layers of DeepSeek V4 keep, by the ratio of each, in plain rows.
+
+    Its module needs packages that are not installed: the numbers are those of
+    `CompressorStateCache`, `DeepseekV4SWACache`, `DeepseekV4IndexerCache` and
+    `DeepseekV4Attention`.
+    """
+    one_head = {"num_kv_heads": 1, "max_tp_shards": 1, "alignment": 512}
+
+    def window(size: int, width: int, tokens: int, dtype: torch.dtype) -> KVCacheSpec:
+        return SlidingWindowMLASpec(
+            block_size=size, head_size=width, dtype=dtype, sliding_window=tokens, **one_head
+        )
+
+    def entries(ratio: int, width: int, dtype: torch.dtype) -> KVCacheSpec:
+        return MLAAttentionSpec(
+            block_size=256, head_size=width, dtype=dtype, tokens_per_state=ratio, **one_head
+        )
+
+    specs = {}
+    for layer, ratio in enumerate(ratios):
+        specs[f"{layer} window"] = window(64, 512, 128, dtype)
+        if ratio:
+            specs[f"{layer} entries"] = entries(ratio, 512, dtype)
+        if ratio == 4:
+            specs[f"{layer} index"] = entries(4, 132, torch.uint8)
+            specs[f"{layer} index state"] = window(4, 4 * 128, 8, torch.float32)
+            specs[f"{layer} state"] = window(4, 4 * 512, 8, torch.float32)
+        elif ratio:
+            specs[f"{layer} state"] = window(8, 2 * 512, 128, torch.float32)
+    return specs
+
+
+def planned(specs: dict[str, KVCacheSpec]) -> tuple[list[tuple[int, int]], int]:
+    """Return layers and block size of the groups that vLLM plans, and the bytes of a block."""
+    config = VllmConfig(
+        scheduler_config=SchedulerConfig(max_model_len=LONG, is_encoder_decoder=False),
+        cache_config=CacheConfig(block_size=256),
+        device_config=DeviceConfig("cpu"),
+    )
+    config.scheduler_config.disable_hybrid_kv_cache_manager = False
+    # That of the backends of these layers: blocks outermost.
+    config.cache_config.kv_cache_layout = "BLHNC"
+    groups = get_kv_cache_groups(config, specs)
+    pool = get_kv_cache_config_from_groups(config, groups, 2**40)
+    sizes = [(len(group.layer_names), group.kv_cache_spec.block_size) for group in groups]
+    return sizes, pool.kv_cache_tensors[0].size // pool.num_blocks
 
 
 def cache_manager(blocks: int, block_size: int, **options) -> KVCacheManager:
@@ -281,12 +338,13 @@ def make_scheduler(server, kind=None, **caching):
         multimodal_config=None,
         return_sampling_mask=False,
     )
-    layers = full_attention(server.blocks, server.block_size)
+    layers, size = full_attention(server.blocks, server.block_size), server.block_size
     if server.groups:
         layers = cache_groups(server.blocks, server.groups, server.interval)
+        size = lcm(*(group.block_size for group in server.groups))
     grammar = SimpleNamespace(accept_tokens=lambda *_: True)
     kind = kind or scheduling.get_scheduler_cls()
-    return kind(config, layers, grammar, block_size=server.block_size)
+    return kind(config, layers, grammar, block_size=size, hash_block_size=server.block_size)
 
 
 def make_request(request, server):

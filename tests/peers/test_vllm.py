@@ -22,6 +22,7 @@ from helpers.step_lists import (
     HOSTED_SEEDS,
     POLICIES,
     checksum,
+    compressed_server,
     conversation,
     duplicated_server,
     encode,
@@ -133,6 +134,17 @@ def test_random_servers_with_chunks_make_the_steps_of_vllm():
         server = attrs.evolve(server, groups=groups, interval=0, blocks=2 * server.blocks)
         steps = encode(vllm_engine.run(server).steps)
         assert first_difference(encode(kvcore_steps(server)), steps) is None
+
+
+def test_random_servers_with_compressed_entries_make_the_steps_of_vllm():
+    """Groups as those of DeepSeek V4, with blocks of four sizes, make the steps of vLLM."""
+    counts = Counter()
+    for server in map(compressed_server, range(FIRST, FIRST + max(1, SERVERS // 4))):
+        steps = vllm_engine.run(server).steps
+        found = first_difference(encode(kvcore_steps(server)), encode(steps))
+        assert found is None, f"{server.name}: {found}"
+        counts += Counter(servers=1, steps=len(steps))
+    print("\nrandom servers with compressed entries:", dict(counts))  # noqa: T201
 
 
 def test_random_servers_with_duplicates_make_the_steps_of_vllm():

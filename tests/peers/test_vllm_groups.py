@@ -10,17 +10,28 @@ import os
 from collections import Counter
 from hashlib import sha256
 from math import lcm
+from pathlib import Path
 from warnings import catch_warnings
 
+import orjson
+import pytest
+import torch
 from helpers.group_streams import drive
 
+from kvcore.models.catalogue import find_model
+from kvcore_plugins.cache_groups.plan import groups_of
+
 with catch_warnings(action="ignore"):  # from packages that vLLM imports
-    from helpers.vllm_engine import LONG, cache_groups
+    from helpers.vllm_engine import LONG, cache_groups, compressed_specs, planned
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
     from vllm.v1.request import Request, RequestStatus
 
+DATA = Path(__file__).parents[1] / "data"
+CONFIGS = [
+    orjson.loads(line) for line in (DATA / "model_configs.jsonl").read_bytes().splitlines()
+]
 FIRST = int(os.environ.get("KVCORE_LIKE_FIRST", "1000"))
 STREAMS = int(os.environ.get("KVCORE_LIKE_STREAMS", "60"))
 
@@ -105,6 +116,24 @@ class VllmSide:
     def available(self):
         """Number of free blocks."""
         return self._manager.block_pool.get_num_free_blocks()
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype"), [("fp16", torch.float16), ("fp8-e4m3", torch.float8_e4m3fn)]
+)
+@pytest.mark.parametrize("name", ["deepseek-v4-flash", "deepseek-v4-pro"])
+def test_groups_of_compressed_entries_are_those_of_vllms_planner(name, codec, dtype):
+    """Groups, their blocks and the bytes of a block are those that vLLM plans for the config.
+
+    In tensor parallelism each device has all of it.
+    """
+    config = next(row["config"] for row in CONFIGS if row["name"] == name)
+    ratios = config["compress_ratios"][: config["num_hidden_layers"]]
+    plan = groups_of(find_model(name), 16, codec)
+    sizes, block_bytes = planned(compressed_specs(ratios, dtype))
+    assert [(group.layers, group.block_size) for group in plan.groups] == sizes
+    assert plan.bytes_per_block == block_bytes
+    assert groups_of(find_model(name), 16, codec, 8).bytes_per_block == 8 * block_bytes
 
 
 def test_groups_decide_as_vllms_cache_manager():

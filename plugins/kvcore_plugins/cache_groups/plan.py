@@ -1,15 +1,16 @@
 """The plan of cache groups: which layers of a model share a block table, and their block size.
 
 Any free block can go to any group, since the blocks of all groups have the same bytes: what is
-smaller has more tokens in a block, or is padded.
+smaller has more tokens in a block, or is padded. Of a model that keeps compressed K/V, pages of
+several sizes lie side by side in a block instead (`_packed`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
-from math import ceil
-from typing import Any, ClassVar
+from math import ceil, lcm
+from typing import Any, ClassVar, Final
 
 import attrs
 
@@ -24,6 +25,15 @@ from kvcore.plugins import find_override
 from kvcore_plugins.cache_groups.cache import GroupedCache
 from kvcore_plugins.cache_groups.groups import GroupKind, LayerGroup
 from kvcore_plugins.cache_groups.segments import SegmentedGroups
+
+PACKED_BLOCK: Final = 256
+"""Tokens of a block of compressed entries, which the engine's kernels read whole."""
+
+PACKED_WINDOW: Final = 64
+"""Tokens of a block of a window beside them."""
+
+PACKED_PAGE: Final = 512
+"""Bytes of which a page of one layer has a multiple there."""
 
 
 @attrs.frozen
@@ -112,7 +122,8 @@ def groups_of(
     Layers that keep all tokens alone are one group. Else blocks are made equal: attention
     with fewer bytes a token has more tokens in a block, attention beside a state so many that
     the state fits. Layers of each kind are then split into groups of as many layers as the
-    rarest kind has, or the commonest one where that is less than 1.5 times as much.
+    rarest kind has, or the commonest one where that is less than 1.5 times as much. Compressed
+    entries have blocks of 256 tokens, K/V in fp16 or fp8 as it is.
 
     Args:
         model: the model.
@@ -125,10 +136,15 @@ def groups_of(
     """
     layout = KVLayout(model, codec, block_size)
     caches = [cache for cache in model.layer_caches if cache.kind != "shared"]
-    other = next((cache for cache in caches if cache.kind in ("cross", "compressed")), None)
-    if other is not None:
-        msg = f"{model.name}: there is no rule for the cache group of {other}"
+    packs = any(cache.kind == "compressed" for cache in caches)
+    # Tokens wait for a compressor beside entries alone, recurrent states beside none.
+    unknown = [c for c in caches if (c.kind == "state" and packs != (c.window is not None))]
+    unknown += [c for c in caches if c.kind == "cross" or (packs and c.kind == "chunk")]
+    if unknown:
+        msg = f"{model.name}: there is no rule for the cache group of {unknown[0]}"
         raise InputError(msg)
+    if packs:
+        return _packed(KVLayout(model, codec, lcm(block_size, PACKED_BLOCK)), caches, devices)
     per_token = {cache: layout.cache_bytes(cache) * cache.copies(devices) for cache in caches}
     if all(cache.grows and cache.window is None for cache in caches):
         size = sum((cache.layers * per_token[cache] for cache in caches), Fraction(0))
@@ -144,6 +160,59 @@ def groups_of(
         ceil(max(count for _, count in splits) * page),
         tuple((attrs.evolve(cache, layers=count),) for cache, count in splits),
     )
+
+
+def _packed(layout: KVLayout, caches: list[LayerCache], devices: int) -> GroupPlan:
+    """Return the groups of a model that keeps compressed entries: layers of several page sizes.
+
+    A block is as large as the widest group, which all layers that keep all tokens are::
+
+        full      [ entries | index keys | entries for more tokens ]
+        window    [ pages of 64 tokens                          ]
+        window    [ pages of 64 tokens                        ]
+        state     [ pages of 4 tokens | smaller ones ]
+        state     [ pages of 8 tokens ]
+
+    Layers of two page sizes that occur equally often stay together; kinds with more layers are
+    split into groups of about as many.
+
+    Source: vLLM 0.33, `_get_packed_kv_cache_groups`, with pages of plain rows.
+    """
+    kinds: dict[tuple[int, int | None], list[LayerCache]] = {}
+    for cache in caches:
+        size = layout.block_size if cache.window is None else PACKED_WINDOW
+        if cache.kind == "state" and cache.window is not None:
+            # Pages as large as those of entries: 4 tokens of 8, and 8 of 128.
+            size = min(cache.window // 2, 8)
+        kinds.setdefault((size, cache.window), []).append(cache)
+    regular = [kind for kind in kinds.values() if len({cache.layers for cache in kind}) == 1]
+    counts = [kind[0].layers for kind in regular]
+    least = max((kind[0].layers for kind in regular if len(kind) > 1), default=0)
+    if not least:
+        msg = f"{layout.model.name}: there is no rule for compressed entries without an indexer"
+        raise InputError(msg)
+    layers = min(
+        range(least, max(counts) + 1), key=lambda n: (sum(-count % n for count in counts), -n)
+    )
+    groups, kept, widths = list[LayerGroup](), list[tuple[LayerCache, ...]](), list[int]()
+    for (size, window), kind in kinds.items():
+        split = -(-kind[0].layers // layers) if kind in regular else 1
+        for first in range(split):
+            own = [attrs.evolve(c, layers=len(range(first, c.layers, split))) for c in kind]
+            total = sum(cache.layers for cache in own)
+            groups.append(LayerGroup("window" if window else "full", size, window, total))
+            kept.append(tuple(own))
+            widths.append(sum(c.layers * _page_bytes(layout, c, size, devices) for c in own))
+    return GroupPlan(tuple(groups), max(widths), tuple(kept))
+
+
+def _page_bytes(layout: KVLayout, cache: LayerCache, size: int, devices: int) -> int:
+    """Return the bytes of `size` tokens in one layer, padded on each device, on all of them."""
+    per_token = layout.cache_bytes(cache)
+    if cache.window is not None:
+        per_token += Fraction(cache.state_bytes, cache.window)
+    on_device = size * per_token * cache.copies(devices) / devices
+    return devices * PACKED_PAGE * ceil(on_device / PACKED_PAGE)
 
 
 def _group(cache: LayerCache, block_size: int, layers: int) -> LayerGroup:

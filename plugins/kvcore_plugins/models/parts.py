@@ -162,7 +162,8 @@ def compressed_attention(config: Config, family: Family, layer: Layer) -> list[P
     """Build the attention of DeepSeek V4: a window, and perhaps compressed K/V before it.
 
     Keys and values are one vector. Tokens of an entry that is not full wait as they were
-    projected; where entries overlap, those of the entry before it wait too.
+    projected; where entries overlap, those of the entry before it wait too. That is how vLLM
+    0.33 keeps them, in fp32.
     """
     del family
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
@@ -213,8 +214,9 @@ def compressed_attention(config: Config, family: Family, layer: Layer) -> list[P
 def _compressor(hidden: int, width: int, cache: LayerCache, *, overlaps: bool) -> Part:
     """Build what makes entries of `width` numbers, and keeps the tokens of the next one."""
     wide = 2 * width if overlaps else width
-    waiting = cache.ratio * (2 * wide + 2 * width * overlaps)
-    state = LayerCache(kind="state", layers=1, state_bytes=waiting * CONV_BYTES)
+    window = 2 * cache.ratio if overlaps else cache.ratio
+    waiting = window * 2 * wide * STATE_BYTES["float32"]
+    state = LayerCache(kind="state", layers=1, window=window, state_bytes=waiting)
     matrices = {"kv_proj": (hidden, wide), "gate_proj": (hidden, wide)}
     return Part("self_attn.compressor", matrices, cache.ratio * wide + width, (cache, state))
 

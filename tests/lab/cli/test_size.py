@@ -282,7 +282,6 @@ def test_requests_fit_into_the_cache_groups_that_an_engine_plans():
     blocks = fit["kv_budget_bytes"] // plan.bytes_per_block
     assert fit["grouped_requests"] == blocks // plan.blocks_for(32_768) <= fit["requests"]
     assert "groups" not in report("llama-3-8b")
-    assert "groups" not in report("deepseek-v4-flash")
 
 
 def hold(groups, blocks, tokens, count):
@@ -299,7 +298,7 @@ def hold(groups, blocks, tokens, count):
             cache.commit(seq, seq.tokens - seq.computed)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if "deepseek-v4" not in name])
+@pytest.mark.parametrize("name", MODELS)
 def test_as_many_requests_fit_as_the_pool_of_simulate_holds(name):
     """Blocks are those of the pool of a run, and requests as many as hold their blocks there.
 
