@@ -157,13 +157,14 @@ class ReplicaRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
     tiers: list[TierRecord] | UnsetType = UNSET
 
 
-class GroupRecord(Struct, forbid_unknown_fields=True):
-    """A cache group of a run: the fields of `kvcore.cache.LayerGroup`."""
+class GroupRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A cache group of a run: the fields of `kvcore.LayerGroup`."""
 
     kind: Literal["full", "window", "chunk", "state"]
     block_size: Size
     window: Size | None
     layers: Size
+    block_bytes: Size | None = None
 
 
 class GroupsRecord(Struct, forbid_unknown_fields=True):
@@ -262,7 +263,7 @@ class Header(Event, tag="HEADER", kw_only=True):
             GroupsRecord,
             Meta(
                 description="an object with prefix_cache_retention_interval and groups, each "
-                "with kind, block_size, window and layers"
+                "with kind, block_size, window, layers and perhaps block_bytes"
             ),
         ]
         | UnsetType

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from functools import cached_property
 from os import PathLike, fspath
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -31,8 +32,7 @@ from kvcore_lab.sweep import Grid, Journal, Mode, Plan, Sweep
 from kvcore_lab.sweep import sweep as run_sweep
 from kvcore_lab.sweep.executors import executor_for
 from kvcore_lab.sweep.grid import SweepFile
-from kvcore_plugins.cache_groups import LayerGroup
-from kvcore_plugins.cache_groups.plan import groups_of
+from kvcore_plugins.cache_groups import GroupPlan, LayerGroup, groups_of
 from kvcore_replay.pricing import PriceModel
 
 
@@ -69,11 +69,32 @@ def find_capacity(
         return search_capacity(parts, result, tick)
 
 
-class _GroupedParts(RunParts):
+class GroupedParts(RunParts):
     """The parts of a comparison in cache groups: their sizes are those of a `GroupPlan`."""
+
+    @cached_property
+    def plan(self) -> GroupPlan | None:
+        """The cache groups of the model; None: all layers keep all tokens.
+
+        Raises:
+            InputError: there is no rule for what a layer keeps, or blocks do not fit the keys.
+        """
+        if self.model.uniform:
+            return None
+        plan = groups_of(self.model, self.geometry.block_size, self.codec)
+        plan.check_keys(self.model.name, self.workload.key_tokens)
+        return plan
 
     def _check_deployment(self) -> None:
         """Do nothing: layers that keep other things than tokens have groups."""
+
+    def _block_bytes(self) -> int:
+        """Return the bytes of a block of any group."""
+        return super()._block_bytes() if self.plan is None else self.plan.bytes_per_block
+
+    def _devices(self) -> int:
+        """Return 1: no clock runs."""
+        return 1
 
 
 class CompareOptions(TypedDict, total=False):
@@ -167,16 +188,15 @@ def compare(
     config = RunConfig.for_mode("compare", workload=workload, blocks=1, **kept)
     accounting = options.get("accounting", "keys")
     grouped = accounting == "tokens" and memory is not None and not uniform
-    parts = (_GroupedParts if grouped else RunParts)(config, plugins)
+    parts = (GroupedParts if grouped else RunParts)(config, plugins)
+    plan = parts.plan if isinstance(parts, GroupedParts) else None
     groups: tuple[LayerGroup, ...] = ()
     if memory is not None:
         if blocks is not None:
             msg = "blocks and memory both say how large the pool is: give one of them"
             raise InputError(msg)
         sizes = [memory] if isinstance(memory, int | str) else memory
-        if grouped and not parts.model.uniform:
-            plan = groups_of(parts.model, parts.geometry.block_size, parts.codec)
-            plan.check_keys(parts.model.name, parts.workload.key_tokens)
+        if plan is not None:
             groups = plan.groups
             blocks = [
                 (parse_bytes(size) if isinstance(size, str) else size) // plan.bytes_per_block

@@ -221,9 +221,10 @@ class ReplayOptions(TypedDict, total=False):
     recompute: PrefillCost | None
     """The seconds to compute a block again, for policies that weigh them; None: those of
     Llama 3 8B on an H100."""
-    tiers: Callable[[KVCache], object] | None
-    """Puts tiers below a cache, as `Tiers(cache, ...)` does, new ones for each row; None: no
-    tiers. Loads from them take no time, since no clock runs."""
+    tiers: Callable[[Any], object] | None
+    """Puts tiers below a cache, as `Tiers(cache, ...)` does, and `GroupTiers` below one of
+    cache groups, new ones for each row; None: no tiers. Loads from them take no time, since no
+    clock runs."""
 
 
 def compare(
@@ -253,11 +254,11 @@ def compare(
     requested: Workload = as_workload(workload, plugins)
     setup = ReplaySetup.from_workload(requested, plugins, **options)
     if setup.groups:
-        alone = options.get("prefix", SHARING) == SHARING and setup.put_tiers is None
+        alone = options.get("prefix", SHARING) == SHARING
         if setup.geometry.accounting != "tokens" or residency or price or trace or not alone:
             msg = (
                 "cache groups are compared by their hits, in tokens: give accounting='tokens', "
-                "and leave prefix, tiers, price, trace and residency out"
+                "and leave prefix, price, trace and residency out"
             )
             raise InputError(msg)
     candidates = candidates_of(policies, plugins, seed)
@@ -329,7 +330,7 @@ class ReplaySetup:
     geometry: BlockLayout
     recompute: PrefillCost
     make_prefix: Callable[[], PrefixIndex]
-    put_tiers: Callable[[KVCache], object] | None = None
+    put_tiers: Callable[[Any], object] | None = None
     groups: tuple[LayerGroup, ...] = ()
 
     @classmethod
@@ -390,7 +391,7 @@ class ReplaySetup:
         """Return an empty cache of groups under `eviction`, and a policy of checkpoints."""
         from kvcore_plugins.cache_groups import GroupPlan  # noqa: PLC0415 - hybrid models alone
 
-        return GroupPlan(self.groups, 0).cache(
+        cache = GroupPlan(self.groups, 0).cache(
             blocks,
             eviction=eviction,
             prefix=None,
@@ -398,6 +399,9 @@ class ReplaySetup:
             checkpoint=checkpoint or CheckpointPolicy(),
             key_tokens=self.geometry.key_tokens,
         )
+        if self.put_tiers is not None:
+            self.put_tiers(cache)
+        return cache
 
     def attention_blocks(self, blocks: int) -> int:
         """Return how many blocks of all groups a pool has if it keeps full attention alone."""
@@ -594,32 +598,23 @@ class _RowMaker:
     def row(self, policy: Candidate, blocks: int, trace: Trace | None = None) -> Row:
         """Replay under one policy in a pool of one size."""
         begin = perf_counter()
-        cache: KVCache | None = None
+        cache: KVCache | GroupedCache | None = None
         reused: CacheStats | None = None
-        size, charged = self.setup.geometry.block_size, None
+        charged = None
         if isinstance(policy.make, Belady):
-            assert self.future is not None, "`infinite` has read it"
-            self.tick(len(self.future.lengths))
-            if self.setup.groups:
-                pool = self.setup.attention_blocks(blocks)
-                hits, evicted = policy.make.hits(self.future, pool)
-                hits, stats = self._limited(hits)
-            else:
-                hits, evicted = policy.make.hits(self.future, blocks)
-                stats = self.future.stats(hits, size)
+            hits, stats, evicted = self._optimum(policy.make, blocks)
+            self.tick(len(hits))
             if self.setup.slots:
                 # Pool and tiers hit at most what one cache hits that need not keep its prompts.
-                reused, _ = Belady(bypass=True).replay(
-                    self.future, blocks + self.setup.slots, size
-                )
+                most = blocks + self.setup.slots
+                _, reused, _ = self._optimum(Belady(bypass=True), most)
             lengths = Counter(hits)
             if self.price is not None:
                 charged = self._bill(zip(self._requests, hits, strict=True))
         elif self.setup.groups:
-            groups = self.setup.grouped(policy.make(), blocks, policy.make_checkpoint())
-            lengths = Counter(replay_groups(ticked(self._requests, self.tick), groups))
-            stats = groups.stats
-            evicted = groups.evicted_blocks
+            cache = self.setup.grouped(policy.make(), blocks, policy.make_checkpoint())
+            lengths = Counter(replay_groups(ticked(self._requests, self.tick), cache))
+            stats, evicted = cache.stats, cache.evicted_blocks
         else:
             cache = self.setup.cache(policy.make(), blocks, trace)
             if self.setup.put_tiers is not None:
@@ -630,8 +625,10 @@ class _RowMaker:
             lengths, stats = Counter(hits), cache.stats
             if self.price is not None:
                 charged = self._bill(zip(self._requests, hits, strict=True))
-            reused = None if cache.tiers is None else cache.tiers.hit_stats()
             evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
+        tiers: Any = None if cache is None else cache.tiers
+        if tiers is not None:
+            reused = tiers.hit_stats()
         return Row(
             eviction=policy.name,
             options=policy.options,
@@ -645,12 +642,22 @@ class _RowMaker:
             evicted_blocks=evicted,
             reused_blocks=None if reused is None else reused.hit_blocks,
             reuse_ratio=None if reused is None else reused.ratios(),
-            tiers=None if cache is None or cache.tiers is None else cache.tiers.as_dict(),
+            tiers=None if tiers is None else tiers.as_dict(),
             residency=None if cache is None else cache.residency_by_tier(),
             bill=charged,
             checkpoint=policy.checkpoint,
             wall_s=round(perf_counter() - begin, 6),
         )
+
+    def _optimum(self, bound: Belady, blocks: int) -> tuple[array[int], CacheStats, int]:
+        """Return the hits of a bound in a pool, their statistics, and the evicted blocks."""
+        assert self.future is not None, "`infinite` has read it"
+        if self.setup.groups:
+            pool = self.setup.attention_blocks(blocks)
+            hits, evicted = bound.hits(self.future, pool)
+            return *self._limited(hits), evicted
+        hits, evicted = bound.hits(self.future, blocks)
+        return hits, self.future.stats(hits, self.setup.geometry.block_size), evicted
 
     def _limited(self, hits: Iterable[int]) -> tuple[array[int], CacheStats]:
         """Return `hits` without the blocks of last tokens of prompts, and their statistics."""

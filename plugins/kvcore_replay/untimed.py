@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from kvcore.cache import KVCache, Sequence, native
 from kvcore.cache.pool import MOST_BLOCKS
@@ -17,7 +17,6 @@ from kvcore.request import Request
 
 if TYPE_CHECKING:
     from kvcore_plugins.cache_groups import GroupedCache
-    from kvcore_tiers.hierarchy import Tiers
 
 __all__ = ["hits_of", "replay", "replay_groups", "served"]
 
@@ -41,6 +40,7 @@ def replay_groups(
     """
     if any(find_override(cache.eviction, method) for method in ("on_queued", "on_dequeued")):
         requests = _announced(requests, cache)
+    _stop_clock(cache.tiers)
     hits, size = [], cache.geometry.block_size
     for request in requests:
         cache.now = max(cache.now, request.arrival)
@@ -82,11 +82,7 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     by_key = cache.geometry.accounting == "keys"
     open_, commit, close = cache.open, cache.commit, cache.close
     tiers = cache.tiers
-    if tiers is not None:
-        from kvcore_tiers.link import InstantLink  # noqa: PLC0415 - most replays have no tiers
-
-        for level in cast("Tiers", tiers).levels:
-            level.link = InstantLink()
+    _stop_clock(tiers)
     if any(find_override(cache.eviction, method) for method in ("on_queued", "on_dequeued")):
         requests = _announced(requests, cache)
     for request in requests:
@@ -107,6 +103,15 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
                 commit(seq, answer, now)
         close(seq, now)
         yield seq
+
+
+def _stop_clock(tiers: Any) -> None:
+    """Let transfers of the tiers below a cache, if there are some, take no time."""
+    if tiers is not None:
+        from kvcore_tiers.link import InstantLink  # noqa: PLC0415 - most replays have no tiers
+
+        for level in tiers.levels:
+            level.link = InstantLink()
 
 
 def _computing(tokens: int, context: int) -> int:

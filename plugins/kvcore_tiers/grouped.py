@@ -289,7 +289,9 @@ class GroupTiers(TierStack[GroupLevel]):
         self.cache, self._devices = cache, devices
         most = max(group.layers for group in cache.groups)
         # Of a block, the layers of its group are moved.
-        self._bytes = [-(-slot_bytes * group.layers // most) for group in cache.groups]
+        self._bytes = [
+            group.block_bytes or -(-slot_bytes * group.layers // most) for group in cache.groups
+        ]
         self.levels = [
             GroupLevel(self, tier, name, slot_bytes, devices)
             for name, tier in named_tiers(tiers)

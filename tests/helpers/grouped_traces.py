@@ -17,7 +17,10 @@ GROUPS = {
     "windows alone": [WINDOW, LayerGroup("window", 8, 50)],
     "state": [FULL, STATE, STATE],
     "three": [FULL, WINDOW, STATE],
-    "two sizes": [LayerGroup("full", 16), LayerGroup("window", 8, 20)],
+    "two sizes": [
+        LayerGroup("full", 16, block_bytes=1 << 20),
+        LayerGroup("window", 8, 20, block_bytes=700_001),
+    ],
 }
 
 SLOT = 1 << 20

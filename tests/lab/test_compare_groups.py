@@ -12,6 +12,9 @@ from kvcore_lab.comparison import compare
 from kvcore_lab.curves.mrc import curve
 from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_plugins.workload import Mooncake
+from kvcore_replay.untimed import replay_groups
+from kvcore_tiers.grouped import GroupTiers
+from kvcore_tiers.hierarchy import Tiers
 
 GROUPS = [LayerGroup("full", 512), LayerGroup("window", 512, 1024)]
 
@@ -30,6 +33,50 @@ def test_rows_are_replays_of_groups():
     assert lru.evicted_blocks == cache.evicted_blocks > 0
     assert arc.hit_blocks > 0
     assert comparison.infinite.hit_blocks >= lru.hit_blocks
+
+
+def test_rows_with_tiers_are_replays_above_them():
+    """What the pool or a tier had is that of the same prompts, one by one, above a tier."""
+    source, tier = list(islice(Mooncake(), 300)), "host:memory=4MiB"
+
+    def below(cache):
+        return GroupTiers(cache, [tier], 1024)
+
+    options = {"accounting": "tokens", "block_size": 512, "groups": GROUPS, "tiers": below}
+    (row,) = compare(source, "lru", 300, **options).rows
+    cache = GroupedCache(GROUPS, 300)
+    tiers = below(cache)
+    hits = replay_groups(source, cache)
+    assert row.hit_blocks == sum(hits) < row.reused_blocks == tiers.hit_stats().hit_blocks
+    (document,) = row.tiers
+    assert document["slots"] == 4096
+    assert document["loaded_blocks"] == tiers.levels[0].stats.loaded > 0
+
+
+def test_a_bound_with_tiers_is_that_of_both():
+    """The optimum above a tier is that of full attention in as many blocks as both have."""
+    source = list(islice(Mooncake(), 300))
+
+    def below(cache):
+        kind = GroupTiers if cache.grouped else Tiers
+        return kind(cache, ["host:memory=400KiB"], 1024)
+
+    options = {"accounting": "tokens", "groups": GROUPS, "checkpoint": "default"}
+    lru, best = compare(source, "lru", 300, tiers=below, **options).rows
+    _, both = compare(source, "lru", 700, **options).rows
+    assert lru.reused_blocks <= best.reused_blocks == both.hit_blocks
+    assert best.hit_blocks < best.reused_blocks
+
+
+def test_a_tier_has_slots_as_large_as_blocks_of_the_groups():
+    """On the command line, and in Python, a tier of a model has the slots of its groups."""
+    options = {"memory": "4GiB", "model": "gpt-oss-20b", "accounting": "tokens", "limit": 40}
+    (row,) = kvcore.compare("mooncake", "lru", tier="host:memory=1GiB", **options).rows
+    command = " ".join(f"--{name} {value}" for name, value in options.items())
+    command = f"compare {command} --eviction lru --tier host:memory=1GiB --json"
+    (shown,) = json_of(*command.split())["rows"]
+    assert row.tiers[0]["slots"] == shown["tiers"][0]["slots"] == 2**30 // (512 * 12 * 2048)
+    assert row.reused_blocks == shown["reused_blocks"]
 
 
 def test_memory_in_tokens_is_that_of_the_groups_of_the_model():

@@ -74,14 +74,16 @@ def test_a_state_is_loaded_with_the_attention_before_it():
     assert tiers.levels[0].stats.loaded == 4 + 1
 
 
-def test_a_transfer_has_the_bytes_of_its_group():
-    """Of blocks with fewer layers than the widest, fewer bytes are moved."""
-    wide, narrow = LayerGroup("full", 4, layers=4), LayerGroup("window", 4, 9, layers=1)
+@pytest.mark.parametrize(("block_bytes", "moved"), [(None, SLOT // 4), (50, 50)])
+def test_a_transfer_has_the_bytes_of_its_group(block_bytes, moved):
+    """Of blocks with fewer layers than the widest, or with less in them, less is moved."""
+    wide = LayerGroup("full", 4, layers=4, block_bytes=block_bytes and SLOT)
+    narrow = LayerGroup("window", 4, 9, layers=1, block_bytes=block_bytes)
     cache, tiers = below([wide, narrow], tier=f"host:memory={100 * SLOT},write=through")
     serve(cache, tiers, 0, [1, 2, 3, 4])
     (level,) = tiers.levels
     assert level.stats.stored == 4 + 2
-    assert level.link.written_bytes == 4 * SLOT + 2 * SLOT // 4
+    assert level.link.written_bytes == 4 * SLOT + 2 * moved
 
 
 @pytest.mark.parametrize(

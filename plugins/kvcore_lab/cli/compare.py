@@ -163,7 +163,7 @@ def compare(workload: str | None, **given: Any) -> None:
             layout, [parse_bytes(text) for text in given["memory"].split(",")], plan
         )
         sizes = list(budget.labels)
-    below = _below(source, given, plugins) if given["tier"] else None
+    below = _below(source, given, plugins, plan) if given["tier"] else None
     if given["check"]:
         with progress(f"checking {source.name}", source.size) as tick:
             deque(ticked(checked(source), tick), maxlen=0)
@@ -302,13 +302,20 @@ def _refuse(source: Workload, given: dict[str, Any]) -> None:
         refuse_overwrite(csv, source.options().values())
 
 
-def _below(source: Workload, given: dict[str, Any], plugins: Plugins) -> RunParts:
+def _below(
+    source: Workload, given: dict[str, Any], plugins: Plugins, plan: GroupPlan | None
+) -> RunParts:
     """Return the parts of a run that make the tiers below the cache of each row."""
     names = ("model", "codec", "block_size", "accounting", "seed", "tier")
     options = {name: given[name] for name in names if given[name] is not None}
     # The pool has a block here: the sizes are those of the rows.
     config = RunConfig.for_mode("compare", blocks=1, **options)
-    return RunParts(config, plugins, workload=source, naming=naming(None, set()))
+    parts = RunParts
+    if plan is not None:
+        from kvcore_lab.api import GroupedParts  # noqa: PLC0415 - hybrid models alone
+
+        parts = GroupedParts
+    return parts(config, plugins, workload=source, naming=naming(None, set()))
 
 
 def _candidates(given: dict[str, Any], prefix: str) -> str:

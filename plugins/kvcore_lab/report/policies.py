@@ -39,7 +39,7 @@ def replay_setup(source: Source, block_size: int, accounting: str, **more: Any) 
 def block_bytes(layout: KVLayout, plan: GroupPlan | None = None) -> str:
     """Return a sentence about the bytes of a block, of cache groups if there is a plan."""
     if plan is not None:
-        groups = Counter(group_text(attrs.asdict(group)) for group in plan.groups)
+        groups = Counter(group_text(group.as_dict()) for group in plan.groups)
         listed = "; ".join(f"{count} x {text}" for text, count in groups.items())
         return (
             f"A block of {layout.model.name} in {layout.codec} takes "
@@ -58,7 +58,7 @@ def memory_fields(layout: KVLayout, plan: GroupPlan | None = None) -> dict[str, 
             "model": layout.model.name,
             "codec": str(layout.codec),
             "bytes_per_block": plan.bytes_per_block,
-            "cache_groups": [attrs.asdict(group) for group in plan.groups],
+            "cache_groups": [group.as_dict() for group in plan.groups],
         }
     return {
         "model": layout.model.name,

@@ -32,8 +32,6 @@ from math import inf, lcm
 from operator import ne
 from typing import Any, Final, NoReturn
 
-import attrs
-
 from kvcore.cache.checkpoint import CheckpointPolicy, is_interval
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.layout import BlockLayout
@@ -966,7 +964,7 @@ class GroupedCache:
                 if not is_interval(policy)
             },
         )
-        groups = [attrs.asdict(group) for group in self.groups]
+        groups = [group.as_dict() for group in self.groups]
         interval = self.checkpoint.interval
         trace.describe(
             cache_groups={"prefix_cache_retention_interval": interval, "groups": groups}

@@ -40,6 +40,8 @@ class LayerGroup:
         window: tokens that a token attends to, itself included; None except for a `window`
             and a `chunk`.
         layers: number of layers.
+        block_bytes: bytes of a block of it, where layers of the groups have pages of several
+            sizes; None: blocks of groups have bytes as they have layers.
 
     Raises:
         InputError: an unknown kind, or numbers that do not belong to it.
@@ -49,6 +51,7 @@ class LayerGroup:
     block_size: int
     window: int | None = None
     layers: int = 1
+    block_bytes: int | None = None
 
     def __attrs_post_init__(self) -> None:
         """Check the fields."""
@@ -64,6 +67,13 @@ class LayerGroup:
         if problem:
             msg = f"{self}: {problem}"
             raise InputError(msg)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON, without `block_bytes` of None."""
+        fields = attrs.asdict(self)
+        if self.block_bytes is None:
+            del fields["block_bytes"]
+        return fields
 
     @property
     def kept(self) -> int:

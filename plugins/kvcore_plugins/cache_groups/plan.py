@@ -109,7 +109,7 @@ class GroupPlan:
     def as_dict(self, blocks: int, checkpoint: CheckpointPolicy) -> dict[str, Any]:
         """Return the groups for JSON: `LayerPlan.as_dict`."""
         del blocks
-        groups = [attrs.asdict(group) for group in self.groups]
+        groups = [group.as_dict() for group in self.groups]
         interval = {"prefix_cache_retention_interval": checkpoint.interval}
         return {"cache_groups": {**interval, "groups": groups}}
 
@@ -200,9 +200,12 @@ def _packed(layout: KVLayout, caches: list[LayerCache], devices: int) -> GroupPl
         for first in range(split):
             own = [attrs.evolve(c, layers=len(range(first, c.layers, split))) for c in kind]
             total = sum(cache.layers for cache in own)
-            groups.append(LayerGroup("window" if window else "full", size, window, total))
+            width = sum(c.layers * _page_bytes(layout, c, size, devices) for c in own)
+            groups.append(
+                LayerGroup("window" if window else "full", size, window, total, width)
+            )
             kept.append(tuple(own))
-            widths.append(sum(c.layers * _page_bytes(layout, c, size, devices) for c in own))
+            widths.append(width)
     return GroupPlan(tuple(groups), max(widths), tuple(kept))
 
 

@@ -30,10 +30,13 @@ class TracedGroupTiers(TracedTiers):
         """
         super().__init__(header, 1)
         record = header.cache_groups
-        layers = [group.layers for group in record.groups] if record else []
+        groups = record.groups if record else []
+        most = max((group.layers for group in groups), default=1)
         for tier in self.levels.values():
             slot = tier.record.slot_bytes
-            tier.group_bytes = [-(-slot * count // max(layers)) for count in layers]
+            tier.group_bytes = [
+                group.block_bytes or -(-slot * group.layers // most) for group in groups
+            ]
         self.places: dict[str, set[Place]] = {name: set() for name in self.levels}
         self.held: dict[str, Counter[Place]] = {name: Counter() for name in self.levels}
 
