@@ -1,6 +1,6 @@
 """A trace of cache groups as columns that a browser can play.
 
-Its rows have the columns of `kvcore_pages.playback`, with other values in five kinds:
+Its rows have the columns of `kvcore_pages.playback`, with other values in these kinds:
 
 | kind | a | b | c | d | e | count |
 |---|---|---|---|---|---|---|
@@ -9,10 +9,14 @@ Its rows have the columns of `kvcore_pages.playback`, with other values in five 
 | COMMIT | sequence | first | blocks | how | group | |
 | EVICT | group | | | | | freed |
 | FREE | sequence | reason | group or -1 | | | freed |
+| OFFLOAD | tier | first | blocks | tier it comes from or -1 | group | |
+| LOAD_START, LOAD | tier | first | blocks | sequence | group | |
+| DROP | tier | first | blocks | reason | group | |
 
-The ids of blocks are sent, since any free block can go to any group: those that a HIT holds, an
-ALLOC takes, a COMMIT names and an EVICT removes, and of a FREE first those that are free, then
-the named ones that its sequence held. The browser makes the state from them alone.
+The ids of blocks are sent, since any free block can go to any group: those that a HIT holds,
+or the first LOAD_START of a load, an ALLOC takes, a COMMIT names and an EVICT removes, and of
+a FREE first those that are free, then the named ones that its sequence held. The browser makes
+the state from them alone.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from kvcore.errors import InputError
 from kvcore.progress import Tick, unseen
 from kvcore.trace import events
 from kvcore_pages.playback import (
+    DROPPED,
     FREED,
     KIND,
     NONE,
@@ -68,18 +73,13 @@ class GroupedPlayback(Playback):
         """Prepare for the lines after HEADER.
 
         Raises:
-            InputError: blocks of the groups have several sizes, or are in tiers too.
+            InputError: blocks of the groups have several sizes.
         """
         assert isinstance(checker, GroupChecker)
-        problem = "are in tiers too, and a page draws those of the pool"
         if len({group.size for group in checker.state.groups}) > 1:
-            problem = "have several sizes, and a page draws blocks of one"
-        elif not header.tiers:
-            problem = ""
-        if problem:
             msg = (
-                f"{self.file}: blocks of its cache groups {problem}; `kvcore watch`, `plot` "
-                "and `report` show them"
+                f"{self.file}: blocks of its cache groups have several sizes, and a page draws "
+                "blocks of one; `kvcore watch`, `plot` and `report` show them"
             )
             raise InputError(msg)
         # By block, the number of the request that named it, its position, and when.
@@ -87,14 +87,18 @@ class GroupedPlayback(Playback):
         self._ids = array("i")
         self._row_ends = array("i")
         self._given_back: list[TracedBlock] = []
+        self._before_load: list[TracedBlock] = []
+        self._tiers = {tier.tier: index for index, tier in enumerate(header.tiers or ())}
         self._begin(header, checker, GroupMisses(header, checker.state))
         structs = {**events.EVENTS, **events.OF_GROUPS}
         self._set_kinds({name: structs[name] for name in KIND if name in structs})
         self._row(header)
 
     def _prepare(self, event: Any) -> None:
-        """Record what an event evicts or gives back, before it is applied."""
+        """Record what an event evicts, gives back or adds to, before it is applied."""
         self._inquest.before(event)
+        if event.event == "LOAD_START":
+            self._before_load = self._held_by(event.seq)
         if event.event != "FREE":
             return
         seq, self._given_back = self._state.sequences.get(event.seq), []
@@ -104,6 +108,12 @@ class GroupedPlayback(Playback):
                     self._given_back += table.blocks.values()
                 elif index == event.group:
                     self._given_back += [block for _, block in table.before(event.first)]
+
+    def _held_by(self, serial: int) -> list[TracedBlock]:
+        """Return the blocks in the tables of a sequence; none if it is not open."""
+        seq = self._state.sequences.get(serial)
+        tables = () if seq is None else seq.tables
+        return [block for table in tables for block in table.blocks.values()]
 
     def _moves(
         self, event: Any, ids: list[int], request: int, *values: int, **more: int
@@ -123,8 +133,7 @@ class GroupedPlayback(Playback):
         self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
         if not event.again:
             self.prompts.admit(request, event.n, event.t)
-        tables = self._state.sequences[event.seq].tables
-        ids = [block.id for table in tables for block in table.blocks.values()]
+        ids = [block.id for block in self._held_by(event.seq)]
         self._moves(event, ids, request, event.seq, event.blocks, NONE, bool(event.again))
 
     def _alloc(self, event: Any) -> None:
@@ -171,6 +180,26 @@ class GroupedPlayback(Playback):
         owner = self._of_sequence[event.seq]
         self._moves(event, free + named, owner, *values, count=run_blocks(event.runs))
 
+    def _offload(self, event: Any) -> None:
+        source = self._tiers[event.source] if event.source else NONE
+        self._transfer(event, source, [], event.done - event.t)
+
+    def _load_start(self, event: Any) -> None:
+        before = {block.id for block in self._before_load}
+        held = [block.id for block in self._held_by(event.seq) if block.id not in before]
+        self._transfer(event, event.seq, held, event.done - event.t)
+
+    def _load(self, event: Any) -> None:
+        self._transfer(event, event.seq, [], 0)
+
+    def _drop(self, event: Any) -> None:
+        self._transfer(event, DROPPED.index(event.reason), [], 0)
+
+    def _transfer(self, event: Any, d: int, ids: list[int], age: int) -> None:
+        """Append the row of blocks of a group that go to a tier, or leave it."""
+        values = self._tiers[event.tier], event.first, event.blocks, d, event.group
+        self._moves(event, ids, self._numbers[event.request], *values, age=age)
+
     def _snapshot(self) -> dict[str, Any]:
         """Return the state as a JSON value; a block is a span of its own."""
         state, hits = self._state, self._state.hits
@@ -204,13 +233,17 @@ class GroupedPlayback(Playback):
                 "span": [NONE] * len(private),
                 "ids": private,
                 "opened": [self._opened[seq] for seq in state.sequences],
+                "again": [seq.resumed for seq in state.sequences.values()],
             },
             "freed": [],
             "fresh": self._checker.pool.high_water,
             "owners": [],
             "lookups": hits.lookup_blocks,
             "hits": hits.hit_blocks,
-            "tiers": [],
+            "tiers": [
+                {"used": tier.used, "ends": [], "parked": []}
+                for tier in (state.tiers.levels.values() if state.tiers else ())
+            ],
             "groups": groups,
         }
 

@@ -366,7 +366,7 @@ class Colouring {
     const grouped = groups.some(Boolean);
     return Object.keys(MODES).filter((name) =>
       (name !== "group" || alike(groups)) && !(grouped && name === "next") &&
-      (name !== "next" || all) && (name !== "tier" || (tiers[0] && tiers.every((each) => each === tiers[0]))));
+      (name !== "next" || all) && (name !== "tier" || (!grouped && alike(tiers))));
   }
 
   /** Return the holders of a side's blocks now. */

@@ -28,8 +28,8 @@ function cutSpan(cache, span, wanted) {
 
 /** The contents of a pool of cache groups. */
 class GroupCache extends Cache {
-  constructor(blocks, used) {
-    super(blocks, used, []);
+  constructor(blocks, used, tiers) {
+    super(blocks, used, tiers);
     this.spanOf = new Map(); // by block
     this.groupOf = new Int32Array(used); // by block in use
     this.nextSpan = 0;
@@ -45,7 +45,8 @@ class GroupCache extends Cache {
       this.addRoot(span);
       this.nextSpan = Math.max(this.nextSpan, id + 1);
     });
-    for (const seq of this.sequences.values()) seq.forgot = true;
+    begin.sequences.id.forEach((id, at) =>
+      Object.assign(this.sequences.get(id), { forgot: true, again: begin.sequences.again[at] }));
   }
 
   addRoot(span) {
@@ -78,7 +79,7 @@ class GroupPlayback extends Playback {
 
   reset() {
     this.row = -1;
-    this.cache = new GroupCache(this.header.blocks, this.about.pool);
+    this.cache = new GroupCache(this.header.blocks, this.about.pool, this.header.tiers ?? []);
     if (this.about.begin) this.cache.restore(structuredClone(this.about.begin));
     this.appliers = this.words.kinds.map((name) => GroupPlayback.appliers[name] ?? null);
     this.seen = Infinity; // rows bring their blocks, and need not be run for these
@@ -87,6 +88,22 @@ class GroupPlayback extends Playback {
   /** Return the ids of the blocks that a row takes from the pool or gives back to it. */
   ids(row) {
     return this.members(row).subarray(0, this.columns.count[row]);
+  }
+
+  /** Open the sequence of a HIT or MISS. Its blocks are of several groups: their positions do not follow one another. */
+  _open(row) {
+    return Object.assign(super._open(row), { forgot: true, again: Boolean(this.columns.d[row]) });
+  }
+
+  /** Add a sequence to the holders of the blocks that a row is about. */
+  _hold(seq, row) {
+    for (const span of spansOf(this.cache, this.members(row))) {
+      span.pins += 1;
+      span.last = this.times[row];
+      if (seq.again) continue;
+      span.hits += 1;
+      span.hitters = [...span.hitters, seq.request].slice(-HITTERS);
+    }
   }
 
   /** Return the ids of all blocks that a row is about. */
@@ -98,22 +115,24 @@ class GroupPlayback extends Playback {
 
 GroupPlayback.appliers = {
   HIT(row) {
-    const { b, d } = this.columns;
-    this._count(row, b[row]);
-    const seq = this._open(row);
-    seq.forgot = true; // its blocks are of several groups: their positions do not follow one another
-    for (const span of spansOf(this.cache, this.members(row))) {
-      span.pins += 1;
-      span.last = this.times[row];
-      if (d[row]) continue;
-      span.hits += 1;
-      span.hitters = [...span.hitters, seq.request].slice(-HITTERS);
-    }
+    this._count(row, this.columns.b[row]);
+    this._hold(this._open(row), row);
   },
   MISS(row) {
     if (this.cache.sequences.has(this.columns.a[row])) return;
     this._count(row, 0);
-    this._open(row).forgot = true;
+    this._open(row);
+  },
+  LOAD_START(row) {
+    this._hold(this.cache.sequences.get(this.columns.d[row]), row);
+  },
+  OFFLOAD(row) {
+    const { a, c } = this.columns;
+    this.cache.tiers[a[row]].used += c[row];
+  },
+  DROP(row) {
+    const { a, c } = this.columns;
+    this.cache.tiers[a[row]].used -= c[row];
   },
   ALLOC(row) {
     const { a, c } = this.columns;

@@ -31,6 +31,7 @@ class Teller {
     };
     const who = () => this.request(request);
     const grouped = header.cache_groups;
+    const within = () => (grouped ? ` in ${groupName(header, e)}` : "");
     return {
       HEADER: () => [`the run begins, with a pool of ${blocks(header.blocks)}`],
       END: () => ["the trace ends"],
@@ -67,10 +68,10 @@ class Teller {
       }[words.preempted[b]]}`, ...(c >= 0 ? ["; for request ", this.request(c)] : [])],
       RESUME: () => ["request ", who(), " runs again"],
       RECOVER: () => [`${range(b, b + c)} of `, who(), ` are in ${tier(a)} from an earlier run`],
-      OFFLOAD: () => [`${range(b, b + c)} of request `, who(), ` go${c > 1 ? "" : "es"} to ${tier(a)}${d >= 0 ? ` from ${tier(d)}` : ""}, within ${format.duration(age)}`],
-      LOAD_START: () => ["request ", who(), ` waits for ${range(b, b + c)} from ${tier(a)}: ${format.duration(age)}`],
-      LOAD: () => [`${c ? range(b, b + c) : "no block"} of request `, who(), ` came from ${tier(a)}`],
-      DROP: () => [`${range(b, b + c)} of request `, who(), ` left ${tier(a)}: ${words.dropped[d]}`],
+      OFFLOAD: () => [`${range(b, b + c)} of request `, who(), `${within()} go${c > 1 ? "" : "es"} to ${tier(a)}${d >= 0 ? ` from ${tier(d)}` : ""}, within ${format.duration(age)}`],
+      LOAD_START: () => ["request ", who(), ` waits for ${range(b, b + c)}${within()} from ${tier(a)}: ${format.duration(age)}`],
+      LOAD: () => [`${c ? range(b, b + c) : "no block"} of request `, who(), `${within()} came from ${tier(a)}`],
+      DROP: () => [`${range(b, b + c)} of request `, who(), `${within()} left ${tier(a)}: ${words.dropped[d]}`],
       KEYS: () => ["request ", who(), " shares blocks that it generated"],
       FINISH: () => ["request ", who(), ` is finished: ${format.counted(b, "token")}${since(request)}`],
       REJECT: () => ["request ", who(), " is turned away"],

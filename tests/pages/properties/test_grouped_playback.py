@@ -1,13 +1,14 @@
 """Playback of traces with cache groups in a browser's page, against replays of their lines."""
 
 import gzip
+import re
 from base64 import b64encode
 from random import Random
 
 import orjson
 import pytest
 from helpers.browser import drawn, tab
-from helpers.grouped_traces import grouped_run
+from helpers.grouped_traces import TIERS, grouped_run
 
 from kvcore.errors import InputError
 from kvcore.trace import read_events
@@ -34,6 +35,7 @@ async ({ name, blocks, rows, stride }) => {
       span.ids.map((id) => [id, span.group, span.pins, span.hits, span.last]));
     return {
       counts: [cache.free, cache.cached, cache.private, cache.lookups, cache.hits],
+      tiers: cache.tiers.map(({ used }) => used),
       named: named.sort((a, b) => a[0] - b[0]),
       sequences: [...cache.sequences.values()].map((seq) =>
         [seq.id, seq.ids.map((id) => [id, cache.groupOf[id]]).sort((a, b) => a[0] - b[0])]),
@@ -66,6 +68,7 @@ def state_of(state):
             *(state.free, state.cached, state.private),
             *(hits.lookup_blocks, hits.hit_blocks),
         ],
+        "tiers": [tier.used for tier in state.tiers.levels.values()] if state.tiers else [],
         "named": sorted(
             [block.id, block.group, block.holders, block.hits, block.last_access]
             for block in named
@@ -117,6 +120,16 @@ def test_a_page_plays_the_run(page, tmp_path, seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_page_plays_tiers(page, tmp_path, seed):
+    """With tiers, the blocks that a load holds, and those in each tier, equal a replay."""
+    path = tmp_path / "trace.jsonl"
+    grouped_run(seed, path, tiers=TIERS[seed % len(TIERS)])
+    check(page, path, seed)
+    times = [event.t for event in read_events(path)]
+    check(page, path, seed, Window(Random(seed).choice(times)))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_window_has_the_states_of_the_whole_trace(page, tmp_path, seed):
     """A page of a window has the states of a replay of the whole trace."""
     path = tmp_path / "trace.jsonl"
@@ -130,8 +143,8 @@ def test_a_window_has_the_states_of_the_whole_trace(page, tmp_path, seed):
 
 
 def test_the_page_shows_blocks_by_group(tmp_path, browser):
-    """The pool can be coloured by group, and the log names groups, without an error."""
-    grouped_run(SEEDS[0], tmp_path / "trace.jsonl", count=8)
+    """The pool can be coloured by group, the log names groups, and tiers are drawn."""
+    grouped_run(SEEDS[0], tmp_path / "trace.jsonl", count=30, tiers=TIERS[1])
     file = tmp_path / "page.html"
     file.write_bytes(view_page([tmp_path / "trace.jsonl"]))
     with tab(browser) as opened:
@@ -147,6 +160,12 @@ def test_the_page_shows_blocks_by_group(tmp_path, browser):
         text = page.inner_text("main")
         groups = page.evaluate("() => kvcore.sides[0].playback.header.cache_groups.groups")
         assert all(f"group {index}, " in text for index in range(len(groups)))
+        used = page.evaluate("() => kvcore.sides[0].cache.tiers[0].used")
+        assert used
+        assert f"{used} of 500" in page.inner_text("[data-tier=host]")
+        page.select_option("select[aria-label='Which events']", "tiers")
+        drawn(page)
+        assert re.search(r"block.* in group \d, .* go(es)? to host", page.inner_text("main"))
         assert not errors
 
 
