@@ -36,7 +36,7 @@ def test_rows_are_replays_of_groups():
 
 
 def test_rows_with_tiers_are_replays_above_them():
-    """What the pool or a tier had is that of the same prompts, one by one, above a tier."""
+    """Hits of pool and tiers together are those of the same prompts, one by one."""
     source, tier = list(islice(Mooncake(), 300)), "host:memory=4MiB"
 
     def below(cache):
