@@ -144,7 +144,11 @@ def groups_of(
         msg = f"{model.name}: there is no rule for the cache group of {unknown[0]}"
         raise InputError(msg)
     if packs:
-        return _packed(KVLayout(model, codec, lcm(block_size, PACKED_BLOCK)), caches, devices)
+        # Whole kernel blocks, which may be shorter than the keys of a workload.
+        if block_size % PACKED_BLOCK == 0:
+            block_size = PACKED_BLOCK
+        layout = KVLayout(model, codec, lcm(block_size, PACKED_BLOCK))
+        return _packed(layout, caches, devices)
     per_token = {cache: layout.cache_bytes(cache) * cache.copies(devices) for cache in caches}
     if all(cache.grows and cache.window is None for cache in caches):
         size = sum((cache.layers * per_token[cache] for cache in caches), Fraction(0))

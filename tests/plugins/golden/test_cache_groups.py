@@ -101,6 +101,13 @@ def test_groups_are_those_of_vllm(name, groups, size, blocks, of_request, reques
     assert plan.blocks_in(45 * GIB) == blocks
 
 
+@pytest.mark.parametrize(("block_size", "planned"), [(16, 256), (512, 256), (24, 768)])
+def test_compressed_entries_have_whole_kernel_blocks(block_size, planned):
+    """Entries have blocks of 256 tokens, and more only where keys would not fit these."""
+    plan = groups_of(find_model("deepseek-v4-flash"), block_size)
+    assert max(group.block_size for group in plan.groups) == planned
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_groups_hold_what_layers_keep(name):
     """A request takes no less in groups than its layers keep, and all layers are in a group."""
