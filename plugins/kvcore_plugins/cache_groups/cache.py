@@ -626,7 +626,7 @@ class GroupedCache:
         """Compute the prompt of `request` in chunks, alone on the server; return its hit.
 
         For replays without a clock, in which tiers load in no time. A prompt that finds no room
-        ends there.
+        ends there; one whose first chunk finds none hits nothing.
 
         Args:
             request: the request.
@@ -656,7 +656,10 @@ class GroupedCache:
             computed += tokens
         if seq is not None:
             self.close(seq)
-        return match
+            return match
+        _, _, _, _, lookup, _ = self.geometry.lay_out(request)
+        self.stats.admitted(lookup, 0, length, 0, resumed=False)
+        return match._replace(tokens=0)
 
     def append_keys(self, seq: GroupSequence, keys: Keys[Key]) -> NoReturn:
         """Refuse keys that become known while a request runs, as in runs on tensors."""
