@@ -111,6 +111,9 @@ class Prompt:
 class CacheSide:
     """A stream's calls of a `GroupedCache`, or of a subclass, which may have options.
 
+    It computes as an executor does: each chunk reads what its first token needs in every group,
+    which must be there, and writes its own blocks.
+
     Attributes:
         evicted: group and name of the evicted blocks, in order.
     """
@@ -129,6 +132,7 @@ class CacheSide:
         )  # fmt: skip
         self.cache.in_flight_tokens = pool.chunk
         self._matches, self._open = {}, {}
+        self._memory = {}  # by block: its group, and its name or what it has of one
 
     def look_up(self, prompt):
         """Return the tokens that hit, and the junction."""
@@ -151,8 +155,30 @@ class CacheSide:
             cache.free_passed(seq, computed)
             if not cache.grow(seq, computed + tokens):
                 return False
+        self._compute(seq, prompt, computed, computed + tokens)
         cache.commit(seq, tokens)
         return True
+
+    def _compute(self, seq, prompt, computed, end):
+        """Read what the token after the first `computed` ones needs, and write up to `end`."""
+        names = prompt.names(self.cache.groups)
+        for index, (group, table) in enumerate(zip(self.cache.groups, seq.tables, strict=True)):
+            size, own = group.block_size, names[group.block_size]
+
+            def content(position, tokens, index=index, size=size, own=own):
+                whole = (position + 1) * size <= tokens
+                return index, own[position] if whole else (prompt.request.id, tokens)
+
+            last = -(-computed // size)
+            first = max(last - 1 if group.kind == "state" else 0, group.passed(computed))
+            for position in range(first, last):
+                block = table.blocks[position - table.first]
+                assert self._memory[block] == content(position, computed)
+            last = -(-end // size)
+            first = last - 1 if group.kind == "state" else max(computed // size, table.first)
+            for position in range(first, last):
+                block = table.blocks[position - table.first]
+                self._memory[block] = content(position, end)
 
     def close(self, prompt):
         """Free the blocks of a request, and check all invariants."""
@@ -160,6 +186,7 @@ class CacheSide:
         if seq is not None:
             self.cache.close(seq)
         self.cache.check_integrity()
+        assert all(self._memory[block] == place for block, place in self.cache._blocks)
 
     @property
     def available(self):
