@@ -6,6 +6,7 @@ is its group, its name, and nothing else; a text is a list of names a group.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import attrs
@@ -15,7 +16,10 @@ NS = 10**9
 
 @attrs.define(eq=False)
 class Memory:
-    """The blocks of a tier, each with the time of its last use."""
+    """The blocks of a tier, each with the time of its last use.
+
+    `counts` has what the statistics of a tier count, by their names.
+    """
 
     rules: dict[str, Any]
     sizes: list[int]
@@ -25,8 +29,7 @@ class Memory:
     kept: set[tuple] = attrs.Factory(set)
     free_at: int = 0
     clock: int = 0
-    written: int = 0
-    read: int = 0
+    counts: Counter[str] = attrs.Factory(Counter)
 
     def touch(self, block):
         """Record a use of a block."""
@@ -48,27 +51,36 @@ class Memory:
             if block in self.used:
                 self.touch(block)
         if max(0, self.free_at - now) > self.rules["max_wait"]:
+            self.counts["skipped"] += len(new)
             return
-        new = new[: self.rules["slots"] - len(self.kept)]
+        fits = new[: self.rules["slots"] - len(self.kept)]
+        self.counts["refused"] += len(new) - len(fits)
+        new = fits
         excess = len(self.used) + len(new) - self.rules["slots"]
         victims = sorted(set(self.used) - self.kept, key=self.used.get)[: max(0, excess)]
         if self.below is not None and self.below.rules["write"] == "evict":
             self.below.store(victims, now)
+        self.counts["capacity"] += len(victims)
         for block in victims:
             self.remove(block)
             if self.below is not None:
                 self.below.hits.pop(block, None)
         for block in new:
             self.touch(block)
-        self.written += len(new)
-        if new:
-            self.free_at = max(self.free_at, now) + self.takes(new, "write")
+        self.counts["stored"] += len(new)
+        self.move(new, "write", now)
         if self.below is not None and self.below.rules["write"] == "through":
             self.below.store(new, now)
 
     def remove(self, block):
         """Remove a block."""
         del self.used[block]
+
+    def move(self, blocks, way, now):
+        """Queue the transfer of `blocks`."""
+        if blocks:
+            self.counts["busy_ns"] += self.takes(blocks, way)
+            self.free_at = max(self.free_at, now) + self.takes(blocks, way)
 
     def takes(self, blocks, way):
         """Return the ns for which a transfer of `blocks` occupies the link."""

@@ -6,6 +6,7 @@ fast: LRU on every level, sets of blocks, and a brute-force choice of the blocks
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import attrs
@@ -15,7 +16,10 @@ NS = 10**9
 
 @attrs.define(eq=False)
 class Memory:
-    """The blocks of the pool or of a tier. A block is its path: a tuple of keys."""
+    """The blocks of the pool or of a tier. A block is its path: a tuple of keys.
+
+    `counts` has what the statistics of a tier count, by their names.
+    """
 
     size: int
     rules: dict[str, Any] = attrs.Factory(dict)
@@ -24,8 +28,7 @@ class Memory:
     hits: dict[tuple, int] = attrs.Factory(dict)
     free_at: int = 0
     clock: int = 0
-    written: int = 0
-    read: int = 0
+    counts: Counter[str] = attrs.Factory(Counter)
 
     def found(self, path):
         """Return the number of leading blocks of `path` that are stored here."""
@@ -48,6 +51,7 @@ class Memory:
         block = self.leaf(kept)
         if self.below is not None and self.below.rules["write"] == "evict":
             self.below.store(block, now)
+        self.counts["capacity"] += 1
         self.remove(block)
 
     def remove(self, block):
@@ -58,6 +62,7 @@ class Memory:
     def move_out(self, path):
         """Remove `path` from its end on, up to a block that has another child."""
         while path and not any(b[:-1] == path for b in self.used):
+            self.counts["moved"] += 1
             self.remove(path)
             path = path[:-1]
 
@@ -89,10 +94,15 @@ class Memory:
             return
         while len(self.used) + len(path) - here > self.size:
             self.evict(path[:here], now)
-        self.written += len(path) - here
-        self.free_at = max(self.free_at, now) + self.takes(len(path) - here, "write")
+        self.counts["stored"] += len(path) - here
+        self.move(len(path) - here, "write", now)
         self.add(path, now)
         self.touch(path)
+
+    def move(self, blocks, way, now):
+        """Queue a transfer of `blocks` blocks."""
+        self.counts["busy_ns"] += self.takes(blocks, way)
+        self.free_at = max(self.free_at, now) + self.takes(blocks, way)
 
     def takes(self, blocks, way):
         """Return the ns for which a transfer of `blocks` blocks occupies the link."""
@@ -124,18 +134,15 @@ class Hierarchy:
         parts, end = [], hit
         for tier in tiers:
             upto = tier.found(limit)
+            tier.counts["found"] += max(upto - end, 0)
             if upto > end and tier.rules["load"] != "never":
                 parts.append((tier, end, upto))
                 end = upto
         end = self.fastest(parts, hit, tokens, now)
-        ready = now
-        parts = [(tier, first, min(upto, end)) for tier, first, upto in parts if first < end]
-        for tier, _, upto in parts:
-            tier.hit(path[:upto], now)
         for tier, first, upto in parts:
-            ready = max(ready, tier.ready(upto - first, now))
-            tier.free_at = max(tier.free_at, now) + tier.takes(upto - first, "read")
-            tier.read += upto - first
+            tier.counts["recomputed"] += upto - max(min(end, upto), first)
+        parts = [(tier, first, min(upto, end)) for tier, first, upto in parts if first < end]
+        ready = self.begin(parts, path, tokens, now)
         for tier, _, upto in parts:
             tier.touch(path[:upto])
             if tier.rules["keep"] == "exclusive":
@@ -148,6 +155,22 @@ class Hierarchy:
             pool.add(full, later)
         pool.touch(full)
         return hit, end - hit, ready
+
+    def begin(self, parts, path, tokens, now):
+        """Queue the loads of `parts`; return the time at which all are done."""
+        ready = now
+        for tier, _, upto in parts:
+            tier.hit(path[:upto], now)
+        for tier, first, upto in parts:
+            done = tier.ready(upto - first, now)
+            ready = max(ready, done)
+            tier.counts.update(
+                loads=1, loaded=upto - first, hits=upto - first, load_ns=done - now,
+                wait_ns=max(0, tier.free_at - now),
+                ratio_sum=(upto - first) / (tokens // self.size),
+            )  # fmt: skip
+            tier.move(upto - first, "read", now)
+        return ready
 
     def fastest(self, parts, hit, tokens, now):
         """Return the end of the longest prefix to load among those of the least time."""
