@@ -293,8 +293,9 @@ class Level(TierLevel):
 
         Returns None if there is no room for them, or the link is too busy.
         """
-        blocks = -(-tokens // seq.span.geometry.block_size)
-        match = self.tree.match(seq.keys, seq.span.end, now)
+        shared = _keyed(seq.span)
+        blocks = -(-tokens // shared.geometry.block_size)
+        match = self.tree.match(shared.path_keys, shared.end, now)
         room = self.pool.free_blocks + self.tree.unpinned_blocks - match.unpinned_blocks
         need = blocks - match.blocks
         fits = need <= room and not self.is_busy(now) and self.is_ready
@@ -302,11 +303,11 @@ class Level(TierLevel):
 
     def park(self, seq: Holder, tokens: int, now: int) -> None:
         """Write the first `tokens` tokens of `seq`, and pin them until `unpark`."""
-        shared, tree = seq.span, self.tree
+        shared, tree = _keyed(seq.span), self.tree
         blocks = -(-tokens // shared.geometry.block_size)
         if shared.parent is not None:
             self.store(shared, shared.end, now, None)
-        match = tree.match(seq.keys, shared.end, now)
+        match = tree.match(shared.path_keys, shared.end, now)
         holder = self._holder(seq.request.id, seq.request.tenant, seq.keys, blocks)
         holder.hit_blocks, holder.tokens = match.blocks, tokens
         own = blocks - match.blocks
@@ -460,8 +461,6 @@ class Level(TierLevel):
 def _priorities(span: Span, first: int, now: int) -> list[PriorityStep] | None:
     """Return the retention priorities from position `first` of the path down to `span` on."""
     steps: list[PriorityStep] = []
-    if span.start <= first and span.priority == DEFAULT_PRIORITY:
-        return None
     while span.parent is not None and span.end > first:
         until = span.priority_until
         priority = span.priority_at(now)
@@ -472,6 +471,16 @@ def _priorities(span: Span, first: int, now: int) -> list[PriorityStep] | None:
     if all(priority == DEFAULT_PRIORITY for _, priority, _ in steps):
         return None
     return steps[::-1]
+
+
+def _keyed(span: Span) -> Span:
+    """Return the deepest span of the path down to `span` that is not generated.
+
+    A tier shares no generated blocks: only one request can hit them.
+    """
+    while span.parent is not None and span.is_generated:
+        span = span.parent
+    return span
 
 
 def path_ids(span: Span, first: int, end: int) -> Ids | None:

@@ -520,14 +520,17 @@ class Program:
             self._keep_generated(self._one(ready))
 
     def _keep_generated(self, own):
-        seq, size = own.seq, self.size
-        tokens, ratio = own.upto(seq.position), self.cache.geometry.ratio
-        # A key of the prompt in which it ends has a name of the request in this path.
-        first = seq.request.prompt_tokens // size // ratio * ratio
-        for block in range(first, seq.computed // size):
-            name = "generated", seq.request.id, block // ratio
-            self._contains(name, block, tokens[block * size : (block + 1) * size])
-        self.cache.keep_generated(seq, seq.computed, self.now)
+        self._name_generated(own.seq.request, own.upto(own.seq.position))
+        self.cache.keep_generated(own.seq, own.seq.computed, self.now)
+
+    def _name_generated(self, request, text):
+        """Record what the blocks contain that have names of a request."""
+        size, ratio = self.size, self.cache.geometry.ratio
+        # The key of the prompt inside which it ends has such a name in this path, too.
+        first = request.prompt_tokens // size // ratio * ratio
+        for block in range(first, len(text) // size):
+            name = "generated", request.id, block // ratio
+            self._contains(name, block, text[block * size : (block + 1) * size])
 
     def _is_root(self, own):
         """Return True for the sequence of a request that was never forked nor compacted."""
@@ -551,6 +554,7 @@ class Program:
         cache.close(seq, self.now, preempted=True)
         target = max(request.prompt_tokens, seq.position + self.rnd.randint(0, 1))
         self.texts[request.id] = own.upto(max(len(own.text), target))
+        self._name_generated(request, self.texts[request.id])
         self.waiting.append((request, target))
 
     def _fork(self):

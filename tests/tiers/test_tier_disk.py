@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from helpers import tier_kills
 from helpers.tiers import SIZE, blocks, read, write
 
 from kvcore import InputError, PluginError, StorageError
+from kvcore.units import format_bytes
 from kvcore_tiers.tier import Disk, disk
 
 SLOTS = 8
@@ -271,7 +273,8 @@ def test_files_of_another_format_are_not_changed(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(disk, "SCHEMA", disk.SCHEMA + 1)
     with caplog.at_level(logging.WARNING):
         assert not found(tmp_path)
-    assert "of other models or layouts" in caplog.text
+    taken = sum(file.stat().st_blocks for file in before if file.suffix == ".slots")
+    assert f"also has {format_bytes(512 * taken)} of other models or layouts" in caplog.text
     filled(tmp_path)
     assert all(path.read_bytes() == content for path, content in before.items())
 
@@ -283,6 +286,32 @@ def test_blocks_survive_a_change_of_memory(tmp_path, slots):
     there = found(tmp_path, slots=slots)
     assert there == [f"0-{index}" for index in range(min(slots, SLOTS))]
     assert file_of(tmp_path, "slots").stat().st_size == slots * SIZE
+
+
+@pytest.mark.parametrize("blocks_in_call", [0.2, 1, 2, 2.5, SLOTS])
+def test_a_call_moves_a_bounded_number_of_adjacent_blocks(
+    tmp_path, monkeypatch, blocks_in_call
+):
+    """A call moves up to `CHUNK_BYTES` of K/V in adjacent slots, and a block at least."""
+    sizes = {"pwrite": [], "preadv": []}
+    real = {name: getattr(os, name) for name in sizes}
+
+    def spy(name, file, buffers, offset):
+        size = len(buffers) if name == "pwrite" else len(buffers[0])
+        if Path(f"/proc/self/fd/{file}").readlink().suffix == ".slots":
+            sizes[name].append(size // SIZE)
+        return real[name](file, buffers, offset)
+
+    for name in sizes:
+        monkeypatch.setattr(os, name, partial(spy, name))
+    monkeypatch.setattr(disk, "CHUNK_BYTES", int(blocks_in_call * SIZE))
+    path = blocks([0, 1, 2, 4, 5, 7])
+    with opened(tmp_path) as store:
+        write(store, path)
+        assert read(store, path) == len(path)
+    most = max(1, int(blocks_in_call))
+    runs = {1: [1] * 6, 2: [2, 1, 2, 1]}.get(most, [3, 2, 1])
+    assert sizes == {"pwrite": runs, "preadv": runs}
 
 
 def test_only_the_owner_can_read_the_files(tmp_path):

@@ -275,6 +275,16 @@ def test_recover_ends_on_a_server_whose_scan_never_ends(clock, caplog):
     assert warning.message.endswith(" has more blocks than were looked at")
 
 
+@pytest.mark.parametrize("option", ["ttl", "timeout"])
+def test_times_are_a_millisecond_or_more(option):
+    """The server counts milliseconds: shorter times are refused, and a ttl may be None."""
+    for seconds in (0.001, 1.0):
+        assert getattr(Redis(memory=SIZE, **{option: seconds}), option) == seconds
+    with pytest.raises(InputError, match=f"{option}=0.0009.*0.001 or more"):
+        Redis(memory=SIZE, **{option: 0.0009})
+    assert Redis(memory=SIZE, ttl=None).ttl is None
+
+
 def test_a_tier_without_a_server_is_refused():
     """Opening a tier without a server raises InputError that suggests to start one."""
     with answering(b"") as (url, _):

@@ -233,16 +233,57 @@ def test_a_swap_is_recorded_in_the_trace():
     assert not level_of(run).parked
 
 
-def test_the_estimate_of_a_swap_counts_a_busy_link_once():
-    """The estimated time of a swap counts the queue of its link once, then write and read."""
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("shared", [0, 2])
+def test_a_sequence_is_swapped_if_that_takes_no_longer_than_computing(shared, stored):
+    """The queue of the link counts once, then the write of all that is missing, and the read.
+
+    Of the shared blocks, those that the level has are not written, and none is read.
+    """
     cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
     tiers = Tiers(cache, [f"host:memory=1MB,{FAST}"], SLOT)
     (level,) = tiers.levels
-    seq = cache.open(ask("a", prompt=3 * BLOCK))
-    cache.commit(seq, 3 * BLOCK)
+    tokens = (shared + 2) * BLOCK + 1
+    seq = cache.open(ask("a", prompt=tokens, keys=prompt(1, shared)))
+    cache.commit(seq, tokens)
+    if stored and shared:
+        level.store(seq.span, shared, 0, None)
     level.link.store(50 * SLOT, 0)
-    for again, where in ((50 + 3 + 3, level), (50 + 3 + 2, None)):
-        assert tiers.can_swap(seq, 3 * BLOCK, 0, lambda *_, ns=again: ns) is where
+    written = 3 if stored else shared + 3
+    took, asked = level.link.wait(0) + written + 3, []
+    for again, where in ((took, level), (took - 1, None)):
+        answer = tiers.can_swap(
+            seq, tokens, 0, lambda *work, ns=again: asked.append(work) or ns
+        )
+        assert answer is where
+        assert asked.pop() == (tokens - shared * BLOCK, shared * BLOCK)
+    assert tiers.can_swap(seq, shared * BLOCK, 0, computed) is None
+
+
+@pytest.mark.parametrize("unit", [BLOCK, 3 * BLOCK])
+def test_a_swapped_output_is_in_no_tier_afterwards(unit):
+    """Generated blocks are parked and loaded, and leave; those of the prompt stay.
+
+    No other request can hit them. The prompt ends inside a key of three blocks, or at its end.
+    """
+    cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=unit)
+    (level,) = Tiers(cache, [ALWAYS], SLOT).levels
+    seq = cache.open(ask("a", prompt=7 * BLOCK, keys=prompt(1, 7), key_tokens=unit))
+    cache.extend(seq, 3 * BLOCK)
+    cache.commit(seq, 10 * BLOCK)
+    cache.keep_generated(seq, 9 * BLOCK, 0)
+    assert cache.tiers.can_swap(seq, 10 * BLOCK, 0, computed) is level
+    level.park(seq, 10 * BLOCK, 0)
+    cache.close(seq, preempted=True)
+    assert (level.stats.stored, level.stats.parked) == (10, 3)
+    cache.tree.discard(next(cache.tree.spans()), 0, "expired")
+    seq = cache.open(seq.request, resumed=True, target=10 * BLOCK + 1)
+    load = cache.tiers.load(seq, 0, computed, resumed=True)
+    assert cache.tiers.finish(load, load.ready) == 10 * BLOCK
+    cache.check_integrity()
+    assert level.stats.dropped == {"parked": 3}
+    assert level.pool.blocks - level.pool.free_blocks == 7
+    assert not any(span.is_generated for span in level.tree.spans())
 
 
 def half_hit(name, prefetch=None):
@@ -258,14 +299,24 @@ def computed(tokens, _):
     return tokens
 
 
-@pytest.mark.parametrize(("left", "waits"), [(8, True), (9, False)])
-def test_a_prefetch_is_awaited_if_that_is_faster_than_computing(left, waits):
-    """A request waits for the rest of its prefetch, and computes one token, or 9 without it."""
+@pytest.mark.parametrize(
+    ("end", "left", "waits"), [(4, 8, True), (4, 9, False), (3, 4, True), (2, 0, False)]
+)
+def test_a_prefetch_is_awaited_if_that_is_faster_than_computing(end, left, waits):
+    """A request waits for the rest of its prefetch, if that and computing take no longer.
+
+    Its prefetch must have more than the request hits.
+    """
     tiers, seq = half_hit("a", prefetch=10)
-    ahead = Load(seq, [Part(tiers.levels[0], seq, 2, 4)], left, 0, resumed=False, ahead=True)
+    ahead = Load(seq, [Part(tiers.levels[0], seq, 1, end)], left, 0, resumed=False, ahead=True)
     tiers._ahead["a"] = ahead
-    load = tiers._await(seq, 0, computed, resumed=False)
+    asked = []
+    load = tiers._await(
+        seq, 0, lambda *work: asked.append(work) or computed(*work), resumed=False
+    )
     assert (load is not None and load.awaited is ahead) == waits
+    assert asked == ([] if end == 2 else [(17 - 4 * end, 4 * end), (9, 8)])
+    assert load is None or load.tokens == 4 * end
 
 
 @pytest.mark.parametrize(("nanoseconds", "loads"), [(3, True), (2, False)])
@@ -274,11 +325,13 @@ def test_only_blocks_that_the_pool_lacks_count_as_loaded_after_a_swap(nanosecond
     tiers, seq = half_hit("a")
     (level,) = tiers.levels
     level.unpark = lambda *_: None
-    holder = SimpleNamespace(blocks=4, tokens=16)
+    holder, asked = SimpleNamespace(blocks=4, tokens=16), []
     load = tiers._load_parked(
-        seq, level, holder, 0, lambda tokens, _: 1 if tokens == 1 else nanoseconds
-    )
+        seq, level, holder, 0,
+        lambda *work: asked.append(work) or (1 if work[0] == 1 else nanoseconds),
+    )  # fmt: skip
     assert (load is not None) == loads
+    assert asked == [(1, 16), (9, 8)]
 
 
 def test_a_mover_is_told_which_slots_are_dropped():

@@ -92,7 +92,7 @@ class Sealer:
 def _encoded(key: Key) -> tuple[int, bytes]:
     """Return the type of a key and its bytes; 0 and no bytes if it does not fit a header."""
     kind, text = 0, b""
-    if type(key) is int and key.bit_length() < 8 * _LONGEST_KEY // 3:
+    if type(key) is int and key.bit_length() < 8 * _LONGEST_KEY:  # else it is slow to write
         kind, text = 1, b"%d" % key
     elif isinstance(key, bytes):
         kind, text = 2, key

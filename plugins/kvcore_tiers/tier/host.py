@@ -76,7 +76,6 @@ class HostStore(TierStore):
         data, size = data.cast("B"), self._size
         for index, block in enumerate(blocks):
             start = block.slot * size
-            self._held.pop(block.slot, None)
             self._memory[start : start + size] = data[index * size : (index + 1) * size]
             self._held[block.slot] = block.position, block.chain
 

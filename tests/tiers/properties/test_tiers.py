@@ -140,8 +140,16 @@ def test_a_request_waits_for_its_load(scheduler, server):
         elif line["event"] in {"LOAD", "FIRST_TOKEN", "FINISH"}:
             assert line["t"] >= due.get(line["seq"], 0)
     # What is loaded ahead of a request counts only if the request waits for it.
-    hits = sum(level.stats.hits for level in run.result.cache.tiers.levels)
-    assert sum(run.result.log.loaded) == hits * run.result.cache.geometry.block_size
+    cache, log = run.result.cache, run.result.log
+    size, stats = cache.geometry.block_size, [level.stats for level in cache.tiers.levels]
+    assert sum(log.loaded) == size * sum(each.hits for each in stats)
+    looked_up = {r.id: cache.geometry.prompt(r).lookup for r in server.requests}
+    ratios = (
+        loaded / size / looked_up[name]
+        for name, loaded in zip(log.ids, log.loaded, strict=True)
+        if loaded
+    )
+    assert sum(each.ratio_sum for each in stats) == pytest.approx(sum(ratios))
 
 
 @few
