@@ -57,12 +57,13 @@ def assert_same_decisions(name, blocks, count, size, steps):
 
 
 def traffic(name, **changes):
-    """Return traffic, with retention hints except for SLRU.
+    """Return traffic, with hints for retention and pins except for SLRU.
 
-    There a hint cuts a span where nothing else distinguishes the halves, and SLRU demotes whole
+    There these cut a span where nothing else distinguishes the halves, and SLRU demotes whole
     spans.
     """
-    return Traffic(key_tokens=KEY, hints=not name.startswith("slru"), **changes)
+    cuts = not name.startswith("slru")
+    return Traffic(key_tokens=KEY, hints=cuts, pins=cuts, **changes)
 
 
 @seeded_layouts
@@ -108,8 +109,8 @@ def test_decisions_for_requests_longer_than_the_pool(name, blocks, count, size):
 
 @pytest.mark.parametrize("name", ["fifo", "lfu:half_life=inf", "priority", "ttl:ttl=2e-8"])
 @given(
-    steps=step_lists(Traffic(key_tokens=KEY, hints=True))
-    | step_lists(Traffic(key_tokens=KEY, hints=True, mix=COMPACTIONS))
+    steps=step_lists(Traffic(key_tokens=KEY, hints=True, pins=True))
+    | step_lists(Traffic(key_tokens=KEY, hints=True, pins=True, mix=COMPACTIONS))
 )
 def test_decisions_for_any_steps(name, steps):
     """Decisions are those of the reference for any steps that hypothesis draws."""

@@ -101,6 +101,8 @@ class BlockCache:
         self.cached: dict[Block, None] = {}
         self.sequences: dict[int, Table] = {}
         self.serial = self.admissions = self.births = self.releases = 0
+        self.pins: list[tuple[int, int, list[Block]]] = []  # (end, serial, path)
+        self.demoted: dict[Block, int] = {}  # with the release that it was demoted after
         policy.attach(self)
 
     # --- the prompt of a request ---
@@ -143,6 +145,53 @@ class BlockCache:
         ]
         return max(hints, default=(DEFAULT_PRIORITY, FOREVER))
 
+    # --- pins of clients ---
+
+    def pin(self, path, until, serial):
+        """Pin the blocks of `path`, as many first ones as the pool has room for pins."""
+        room = self.blocks // 2 - len(self._pinned())
+        pinned = []
+        for block in path:
+            block.creator = None
+            room -= block not in self._pinned()
+            if room >= 0 and len(pinned) == block.position:
+                pinned.append(block)
+        if pinned:
+            self.pins.append((until, serial, pinned))
+            for block in pinned:
+                block.holders.add(("pin", serial))
+
+    def unpin(self, now):
+        """End the pin that ends first."""
+        pin = min(self.pins, key=lambda pin: pin[:2])
+        self.pins.remove(pin)
+        self._release(("pin", pin[1]), pin[2], now)
+
+    def end_pins(self, now):
+        """End the pins whose time is over."""
+        while self.pins and min(pin[0] for pin in self.pins) <= now:
+            self.unpin(now)
+
+    def make_way(self, blocks, now):
+        """End pins until `blocks` blocks are available, if there are as many without pins."""
+        held = {b for t in self.sequences.values() for b in t.blocks}
+        alone = [block for block in self._pinned() if block not in held]
+        if blocks > self.available + len(alone):
+            return
+        while blocks > self.available:
+            self.unpin(now)
+
+    def make_room(self, blocks, now):
+        """End pins for an open sequence that needs so many blocks, if there are too few."""
+        if self.pins and blocks > self.available:
+            self.end_pins(now)
+            if len(self.sequences) == 1:
+                self.make_way(blocks, now)
+        return blocks <= self.available
+
+    def _pinned(self):
+        return {block for _, _, path in self.pins for block in path}
+
     # --- the methods of KVCache ---
 
     def probe(self, request, now=0):
@@ -151,12 +200,17 @@ class BlockCache:
 
     def open(self, request, first_tokens=None, now=0, *, resumed=False, target=None):
         """Admit a request, if the blocks it needs are free or can be evicted."""
+        self.end_pins(now)
         hit, expired = self._match(request, now, target)
         tokens = self.length(request) if target is None else target
         if first_tokens is not None:
             tokens = len(hit) * self.block_size + first_tokens
         need = self._blocks_for(tokens) - len(hit)
-        if need > self.free_blocks + sum(not b.holders and b not in hit for b in self.cached):
+        if need > self.available - sum(not block.holders for block in hit):
+            if self.pins and not self.sequences:
+                self.make_way(self._blocks_for(tokens), now)
+                if self._blocks_for(tokens) <= self.available:
+                    return self.open(request, first_tokens, now, resumed=resumed, target=target)
             raise OutOfBlocks(request.id)
         self.serial += 1
         self.admissions += 1
@@ -194,8 +248,7 @@ class BlockCache:
         need = self._blocks_for(table.tokens + tokens) - len(table.blocks)
         partial = tokens and table.tokens % self.block_size
         copied = bool(partial) and not self._writable(table.blocks[-1])
-        evictable = sum(not block.holders for block in self.cached)
-        if need + copied > self.free_blocks + evictable:
+        if not self.make_room(need + copied, now):
             raise OutOfBlocks(table.request.id)
         tail = table.blocks[-1] if copied else None
         self._allocate(table, need + copied, now)
@@ -215,9 +268,14 @@ class BlockCache:
         self._share_with_siblings(table)
 
     def close(self, table, now=0):
-        """Release all blocks, the last first."""
+        """Release all blocks, the last first; pin or demote the shared ones if asked to."""
         del self.sequences[table.id]
-        self._release(table, table.blocks, now)
+        hints, shared = table.request.hints, table.blocks[: table.shared]
+        if hints.pin is not None:
+            self.pin(shared, now + hints.pin, table.id)
+        self._release(table.id, table.blocks, now)
+        if hints.demote:
+            self._demote(shared)
 
     def compact(self, table, tokens, now=0):
         """Continue with `tokens` tokens, in blocks that no other table holds."""
@@ -226,30 +284,37 @@ class BlockCache:
             raise InputError(table.id)
         count = self._blocks_for(tokens + ahead)
         own = [b for b in table.blocks[table.shared :] if len(b.holders) == 1][:count]
-        evictable = sum(not block.holders for block in self.cached)
-        if count - len(own) > self.free_blocks + evictable:
+        if not self.make_room(count - len(own), now):
             raise OutOfBlocks(table.request.id)
         before = list(table.blocks)
         self._allocate(table, count - len(own), now)
         new = table.blocks[len(before) :]
-        self._release(table, [block for block in before if block not in own], now)
+        self._release(table.id, [block for block in before if block not in own], now)
         table.blocks, table.shared, table.kept = own + new, 0, tokens
         table.tokens, table.computed = tokens + ahead, tokens
         table.compacted += held - tokens
 
-    def _release(self, table, blocks, now):
+    def _release(self, holder, blocks, now):
         """Release `blocks`, the last first."""
         released = []
         for block in reversed(blocks):
-            block.holders.remove(table.id)
+            block.holders.remove(holder)
             block.creator = None
             if block.place is not None and not block.holders:
                 self.releases += 1
                 block.released_order = self.releases
-                block.history += (("released", table.id),)
+                block.history += (("released", holder),)
                 released.append(block)
         self.policy.on_release(released, now)
         self._raise_expiry(released)
+
+    def _demote(self, path):
+        """Let the blocks of `path` that nothing else continues leave before all others."""
+        for block in reversed(path):
+            if block.holders or any(child not in path for child in block.children.values()):
+                return
+            self.demoted.pop(block, None)
+            self.demoted[block] = block.released_order
 
     def fork(self, table, _now=0):
         """Return a new sequence that shares every block."""
@@ -280,6 +345,11 @@ class BlockCache:
         private = {b for t in self.sequences.values() for b in t.blocks if b.place is None}
         return self.blocks - len(self.cached) - len(private)
 
+    @property
+    def available(self):
+        """Return the number of blocks that are free or can be evicted."""
+        return self.free_blocks + sum(not block.holders for block in self.cached)
+
     def check_integrity(self):
         """Check that tables are paths of the tree, and that no block is counted twice."""
         assert self.free_blocks >= 0
@@ -293,6 +363,7 @@ class BlockCache:
             assert all(block.place is None for block in table.blocks[table.shared :])
         for block in self.cached:
             held = {t.id for t in self.sequences.values() if block in t.blocks}
+            held |= {("pin", serial) for _, serial, path in self.pins if block in path}
             assert block.holders == held
 
     # --- details ---
@@ -303,7 +374,9 @@ class BlockCache:
 
     def _shareable(self, table):
         """Return the number of blocks that a table may share: none after a compaction."""
-        return 0 if table.compacted else self.cacheable(table.request)
+        share, most = table.request.hints.share, self.cacheable(table.request)
+        shareable = most if share is None else min(most, share // self.block_size)
+        return 0 if table.compacted else shareable
 
     def _blocks_for(self, tokens):
         return -(-tokens // self.block_size)
@@ -332,13 +405,25 @@ class BlockCache:
             table.blocks.append(Block({table.id}))
 
     def _evict(self, now):
-        leaves = [b for b in self.cached if not b.holders and not b.children]
-        victim = min(leaves, key=lambda b: (self.policy.score(b, now), b.released_order))
+        victim = self._first_demoted()
+        if victim is None:
+            leaves = [b for b in self.cached if not b.holders and not b.children]
+            victim = min(leaves, key=lambda b: (self.policy.score(b, now), b.released_order))
+            self.policy.chosen(victim, now)
         self.policy.leaves(victim, now)
         self._take_out(victim, "capacity")
 
+    def _first_demoted(self):
+        """Return the leaf that was demoted first and not used since; None without one."""
+        for block, released in [*self.demoted.items()]:
+            if not block.holders and not block.children and block.released_order == released:
+                return block
+            del self.demoted[block]
+        return None
+
     def _take_out(self, block, reason):
         del self.cached[block]
+        self.demoted.pop(block, None)
         del block.parent.children[block.place]
         self.evicted.append((reason, *block.place))
 

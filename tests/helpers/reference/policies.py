@@ -35,8 +35,11 @@ class LRU:
     def on_release(self, blocks, now):
         """Called when `blocks` lost their last pin, in this order."""
 
+    def chosen(self, block, now):
+        """Called when `block` is about to be evicted, as its score is the lowest."""
+
     def leaves(self, block, now):
-        """Called when `block` is about to be evicted."""
+        """Called when `block` is about to be evicted, by its score or since it is demoted."""
 
     def score(self, block, _now):
         """Return the sort key of a leaf, the lowest first; equals in the order of release."""
@@ -196,7 +199,7 @@ class Cost(LRU):
         del now
         block.data = self.age
 
-    def leaves(self, block, now):
+    def chosen(self, block, now):
         """Raise the age to the score of the victim."""
         self.age = max(self.age, self.score(block, now))
 
