@@ -3,16 +3,17 @@
 import attrs
 import pytest
 from helpers.engine import SPEC, compute, slot_bytes_of
-from helpers.serving import BLOCK, Slow, ask, serve
+from helpers.serving import BLOCK, SLOT, Slow, ask, serve
 from helpers.traces import lines, seal
 
-from kvcore import TraceError
-from kvcore.request import Hints
+from kvcore import KVCache, TraceError
+from kvcore.request import NO_HINTS, Hints
 from kvcore.serving import StepPlan
 from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.job import LOADING
 from kvcore_plugins.scheduler import FCFS
 from kvcore_replay.check.trace import check_trace
+from kvcore_tiers.hierarchy import Tiers
 
 SLOW_LINK = "host:memory=1MB,read_bandwidth=1GB,write_bandwidth=64GB,latency=0"
 """A block of 64 bytes takes 64 ns to read, and 1 ns to write."""
@@ -123,6 +124,42 @@ def test_no_request_is_preempted_for_a_prefetch(blocks, prefetched):
     run = serve_slowly([*session(50_000), long], blocks=blocks, watermark=0)
     assert run.rows["long"]["first_token"] < 51_700 < run.rows["long"]["finish"]
     assert (prefetch_counts(run)[0], run.of("PREEMPT")) == (prefetched, [])
+
+
+def ahead(hints, slots=20, pool=8):
+    """Return tiers with 4 blocks of a request that the pool has lost, and the request."""
+    cache = KVCache(pool, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    tiers = Tiers(cache, [f"host:memory={slots * SLOT},load=always"], SLOT)
+    request = ask("a", prompt=4 * BLOCK + 1, keys=[*range(4)], hints=hints)
+    first = attrs.evolve(request, prompt_tokens=4 * BLOCK, hints=NO_HINTS)
+    for other in (first, ask("b", prompt=pool * BLOCK, keys=[*range(10, 10 + pool)])):
+        seq = cache.open(other)
+        cache.commit(seq, seq.tokens)
+        cache.close(seq)
+    return tiers, request
+
+
+@pytest.mark.parametrize("hints", [{"pin": 10**9}, {"demote": True}])
+def test_hints_take_effect_after_the_request_not_after_its_prefetch(hints):
+    """What is prefetched is neither pinned nor demoted before its request has come."""
+    tiers, request = ahead(Hints(prefetch=1, **hints))
+    cache = tiers.cache
+    load = tiers.prefetch(request, 0, 10**9, lambda *_: 10**9, 0)
+    assert tiers.finish(load, load.ready) == 0
+    assert cache.probe(request) == 4
+    assert not cache.pins
+    cache.open(ask("c", prompt=BLOCK))
+    assert cache.probe(request) == 4
+
+
+def test_a_prefetch_ends_if_its_blocks_leave_for_what_it_evicts():
+    """If the victims of a prefetch take the slots of its own blocks, nothing is loaded."""
+    tiers, request = ahead(Hints(prefetch=1), slots=4, pool=4)
+    cache = tiers.cache
+    assert tiers.levels[0].find([*range(4)], 4, 0) == 4
+    assert tiers.prefetch(request, 0, 10**9, lambda *_: 10**9, 0) is None
+    cache.check_integrity()
+    assert (cache.pool.free_blocks, len(cache.sequences)) == (4, 0)
 
 
 def test_a_request_without_free_blocks_is_admitted_after_a_prefetch():

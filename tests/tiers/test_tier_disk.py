@@ -406,6 +406,22 @@ def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
         opened(tmp_path)
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "damaged"), StorageError("too large")])
+def test_a_refused_store_leaves_no_file_open(tmp_path, monkeypatch, error):
+    """A store that is refused closes its files, and the directory can be used."""
+
+    def refuse(*_):
+        raise error
+
+    before = len([*Path("/proc/self/fd").iterdir()])
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.DiskStore, "_fit", refuse)
+        with pytest.raises((InputError, StorageError)):
+            opened(tmp_path)
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    filled(tmp_path)
+
+
 def test_a_read_error_of_the_disk_raises_oserror(tmp_path, monkeypatch):
     """A read error of the disk raises OSError, as the contract of stores allows."""
 
