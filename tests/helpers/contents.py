@@ -15,7 +15,9 @@ left a tier, is empty, so that nobody reads what was there before.
 from __future__ import annotations
 
 from collections import Counter
+from io import BytesIO
 from random import Random
+from tempfile import NamedTemporaryFile
 
 import attrs
 from helpers.policies import POLICIES, build
@@ -23,11 +25,13 @@ from helpers.retention import Eager
 from helpers.serving import SLOT, TIER_EVICTIONS
 from hypothesis import settings
 
-from kvcore import InputError, KVCache, OutOfBlocks, Request
+from kvcore import InputError, KVCache, OutOfBlocks, Request, Trace
 from kvcore.cache import RetentionPolicy
 from kvcore.request import Hints
 from kvcore.testing import Traffic
 from kvcore.testing.harness import draw_request
+from kvcore_replay.check.trace import check_trace
+from kvcore_replay.state.residency import rebuild_residency
 from kvcore_tiers.hierarchy import Tiers
 
 KEY = 6
@@ -234,6 +238,9 @@ class Program:
         self.rnd = rnd = Random(f"contents/{seed}/{accounting}/{size}/{tiered}")
         self.size, self.now, self.serial, self.counts = size, 0, 0, Counter()
         blocks = rnd.randint(4, 16) * max(1, KEY // size)
+        # A trace would need the lines of a server about what it swaps and what it publishes.
+        self.file = None if tiered or rnd.random() < 1 / 2 else BytesIO()
+        self.trace = None if self.file is None else Trace(self.file)
         # Retention makes many sequences private, which then neither share nor swap.
         retention = rnd.choice([None] * 6 + [Middle(), Eager(9)])
         self.cache = cache = KVCache(
@@ -241,7 +248,11 @@ class Program:
             eviction=build(rnd.choice([*POLICIES, *["lru"] * len(POLICIES)])),
             prefix=rnd.choice(("radix", "radix", "hashed")), retention=retention,
             on_copy=self._copied, on_fork=self._forked, on_compact=self._compacted,
+            trace=self.trace,
         )  # fmt: skip
+        cache.record_residency()
+        if self.trace is not None:
+            self.trace.describe(batching={"generated": "cached"})
         levels = ()
         if tiered:
             tiers = [tier(rnd) for _ in range(rnd.randint(1, 2))]
@@ -253,7 +264,7 @@ class Program:
         self.traffic = Traffic(key_tokens=KEY, width=3, hints=True, pins=rnd.random() < 0.5)
         self.most = rnd.choice((1, 3, 6))
         self.open, self.waiting, self.expected, self.loads = [], [], [], []
-        self.texts, self.meaning, self.in_blocks = {}, {}, {}
+        self.texts, self.meaning, self.in_blocks, self.published = {}, {}, {}, {}
 
     def run(self, calls):
         """Make so many random calls, end all sequences, and return the counts."""
@@ -271,8 +282,21 @@ class Program:
         for level in cache.tiers.levels if cache.tiers else ():
             assert not level.parked
             assert not any(span.ref_count for span in level.tree.spans())
+        if self.trace is not None:
+            self._check_trace()
         self.counts["damaged blocks"] = self.memory.damaged
         return self.counts
+
+    def _check_trace(self):
+        """Check that the trace makes the states that it was made by."""
+        self.trace.close()
+        with NamedTemporaryFile(suffix=".jsonl") as copy:
+            copy.write(self.file.getvalue())
+            copy.flush()
+            report = check_trace(copy.name)
+            assert report.pool["free"] == self.cache.pool.free_blocks
+            assert rebuild_residency(copy.name).as_dict() == self.cache.tree.residency.as_dict()
+        self.counts["traces"] += 1
 
     def call(self, index, name):
         """Make one call of a name, unless nothing is there for it, and check all contents."""
@@ -364,24 +388,33 @@ class Program:
     def _request(self):
         """Return a new request: one that is known before, or which continues another's text."""
         rnd, self.serial = self.rnd, self.serial + 1
-        request = attrs.evolve(draw_request(rnd.randint, self.traffic), id=self.serial)
+        request = draw_request(rnd.randint, self.traffic)
+        request = attrs.evolve(request, id=self.serial, output_tokens=10**6)
         if self.cache.geometry.accounting == "keys" or rnd.random() < 2 / 3:
             return request
         whole = request.prompt_tokens // KEY
         if len(request.keys) < whole:
             return request
         # Keys of a run are those of blocks.
-        if self.cache.geometry.ratio > 1 or rnd.random() < 1 / 2:
+        if self.trace is not None or self.cache.geometry.ratio > 1 or rnd.random() < 1 / 2:
             drawn = draw_request(rnd.randint, self.traffic)
             return attrs.evolve(
                 request,
                 output_keys=drawn.keys
-                and [(*request.keys[:whole][-1:], key) for key in drawn.keys],
+                and [1000 * sum(request.keys[:whole][-1:], 1000) + key for key in drawn.keys],
             )
         return Published(
             **{
                 name: getattr(request, name)
-                for name in ("id", "prompt_tokens", "keys", "key_tokens", "retention", "hints")
+                for name in (
+                    "id",
+                    "prompt_tokens",
+                    "output_tokens",
+                    "keys",
+                    "key_tokens",
+                    "retention",
+                    "hints",
+                )
             }
         )
 
@@ -489,7 +522,7 @@ class Program:
         keys = []
         for block in range(len(seq.keys), tokens // self.size):
             text = own.text[block * self.size : (block + 1) * self.size]
-            keys.append(("published", text[-1]))
+            keys.append(self.published.setdefault(text[-1], 10**9 + len(self.published)))
             self._contains(keys[-1], block, text)
         self.cache.append_keys(seq, keys)
 

@@ -11,10 +11,13 @@ from helpers.contents import LAYOUTS, run_programs
 def test_what_is_read_is_what_was_written(count, size):
     """Whatever calls are made, each sequence reads its own text, and each span has its own.
 
+    A trace of the calls makes the same states, and the same statistics.
+
     Sequences hit all that is cached of their text, share, fork, generate, are compacted, drop
     ranges, are preempted and return; clients pin, demote and keep blocks to themselves.
     """
     counts = run_programs(count, size, tiered=False)
     assert counts["hit blocks"]
+    assert counts["traces"]
     assert counts["compacted"]
     assert counts["copied"]
