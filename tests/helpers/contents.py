@@ -27,7 +27,6 @@ from hypothesis import settings
 
 from kvcore import InputError, KVCache, OutOfBlocks, Request, Trace
 from kvcore.cache import RetentionPolicy
-from kvcore.request import Hints
 from kvcore.testing import Traffic
 from kvcore.testing.harness import draw_request
 from kvcore_replay.check.trace import check_trace
@@ -44,7 +43,6 @@ CALLS = {
     "compact": 2, "keep": 2, "preempt": 4, "resume": 4, "prefetch": 3, "finish": 8,
 }  # fmt: skip
 """Relative frequencies of calls."""
-
 
 PROGRAMS, LENGTH = max(10, settings.default.max_examples // 10), 200
 """Programs of a layout, 500 in the profile `thorough`, and their calls."""
@@ -377,13 +375,11 @@ class Program:
 
     # Calls.
 
-    def _ready(self):
-        """Return the open sequences that wait for no load."""
+    def _pick(self, fits=None):
+        """Return an open sequence that waits for no load, and fits; None: there is none."""
         loading = [load.seq for load in self.loads]
-        return [own for own in self.open if own.seq not in loading]
-
-    def _one(self, among=None):
-        return self.rnd.choice(self._ready() if among is None else among)
+        ready = [own for own in self.open if own.seq not in loading]
+        return self.rnd.choice([own for own in ready if fits is None or fits(own)] or [None])
 
     def _request(self):
         """Return a new request: one that is known before, or which continues another's text."""
@@ -397,26 +393,11 @@ class Program:
             return request
         # Keys of a run are those of blocks.
         if self.trace is not None or self.cache.geometry.ratio > 1 or rnd.random() < 1 / 2:
-            drawn = draw_request(rnd.randint, self.traffic)
-            return attrs.evolve(
-                request,
-                output_keys=drawn.keys
-                and [1000 * sum(request.keys[:whole][-1:], 1000) + key for key in drawn.keys],
-            )
-        return Published(
-            **{
-                name: getattr(request, name)
-                for name in (
-                    "id",
-                    "prompt_tokens",
-                    "output_tokens",
-                    "keys",
-                    "key_tokens",
-                    "retention",
-                    "hints",
-                )
-            }
-        )
+            above = 10**6 + 1000 * sum(request.keys[:whole][-1:])
+            keys = draw_request(rnd.randint, self.traffic).keys
+            return attrs.evolve(request, output_keys=[above + key for key in keys])
+        fields = {field.name: getattr(request, field.name) for field in attrs.fields(Request)}
+        return Published(**fields)
 
     def _open(self):
         known = self.expected and self.rnd.random() < 1 / 2
@@ -470,8 +451,9 @@ class Program:
         cache = self.cache
         if cache.tiers is None:
             return
-        hints = Hints(prefetch=self.rnd.randint(1, 300))
-        request = attrs.evolve(self._request(), hints=hints)
+        request = self._request()
+        hints = attrs.evolve(request.hints, prefetch=self.rnd.randint(1, 300))
+        request = attrs.evolve(request, hints=hints)
         self._text(request)
         arrival = self.now + hints.prefetch
         reserve = self.rnd.choice((0, 0, 2))
@@ -497,16 +479,13 @@ class Program:
                 own.rows = own.rows if own.seq.compacted else text
 
     def _commit(self):
-        ready = [own for own in self._ready() if own.seq.computed < own.seq.tokens]
-        if not ready:
-            return
-        own = self._one(ready)
-        left = own.seq.tokens - own.seq.computed
-        tokens = left if self.rnd.random() < 2 / 3 else self.rnd.randint(0, left)
-        self._write(own, tokens)
-        own.rows += own.upto(own.seq.position + tokens)[own.seq.position :]
-        self._name_output(own, own.seq.position + tokens)
-        self.cache.commit(own.seq, tokens, self.now)
+        if own := self._pick(lambda own: own.seq.computed < own.seq.tokens):
+            left, first = own.seq.tokens - own.seq.computed, own.seq.position
+            tokens = left if self.rnd.random() < 2 / 3 else self.rnd.randint(0, left)
+            self._write(own, tokens)
+            own.rows += own.upto(first + tokens)[first:]
+            self._name_output(own, first + tokens)
+            self.cache.commit(own.seq, tokens, self.now)
 
     def _write(self, own, tokens):
         """Write the next tokens of a sequence, as its executor does."""
@@ -527,30 +506,26 @@ class Program:
         self.cache.append_keys(seq, keys)
 
     def _publish(self):
-        if ready := [own for own in self._ready() if own.seq.computed < own.seq.tokens]:
-            own = self._one(ready)
+        if own := self._pick(lambda own: own.seq.computed < own.seq.tokens):
             tokens = self.rnd.randint(1, own.seq.tokens - own.seq.computed)
             self._write(own, tokens)
             self.cache.publish(own.seq, tokens, self.now)
 
     def _extend(self):
-        if ready := self._ready():
-            seq = self._one(ready).seq
-            before = [*self.cache.block_table(seq)]
-            self.cache.extend(seq, self.rnd.randint(0, 2 * KEY), self.now)
-            table = self.cache.block_table(seq)
-            self.memory.clear(table[len(before) :])
+        if own := self._pick():
+            before = len(self.cache.block_table(own.seq))
+            self.cache.extend(own.seq, self.rnd.randint(0, 2 * KEY), self.now)
+            self.memory.clear(self.cache.block_table(own.seq)[before:])
 
     def _close(self):
-        if ready := self._ready():
-            own = self._one(ready)
+        if own := self._pick():
             self.cache.close(own.seq, self.now)
             self.open.remove(own)
 
     def _keep(self):
-        ready = [own for own in self._ready() if self._is_root(own)]
-        if ready and self.cache.geometry.accounting == "tokens":
-            self._keep_generated(self._one(ready))
+        own = self._pick(self._is_root)
+        if own and self.cache.geometry.accounting == "tokens":
+            self._keep_generated(own)
 
     def _keep_generated(self, own):
         self._name_generated(own.seq.request, own.upto(own.seq.position))
@@ -571,10 +546,9 @@ class Program:
 
     def _preempt(self):
         cache = self.cache
-        ready = [own for own in self._ready() if self._is_root(own)]
-        if not ready:
+        own = self._pick(self._is_root)
+        if own is None:
             return
-        own = self._one(ready)
         seq, request, level = own.seq, own.seq.request, None
         if cache.tiers is not None and cache.geometry.accounting == "tokens":
             level = cache.tiers.can_swap(seq, seq.computed, self.now, prefill_ns)
@@ -591,8 +565,7 @@ class Program:
         self.waiting.append((request, target))
 
     def _fork(self):
-        if ready := self._ready():
-            own = self._one(ready)
+        if own := self._pick():
             count = len(self.open)
             self.cache.fork(own.seq, self.now)
             assert len(self.open) == count + 1
@@ -602,15 +575,13 @@ class Program:
         self.open.append(Open(child, [*own.text], child.id, [*own.rows]))
 
     def _rollback(self):
-        if ready := self._ready():
-            own = self._one(ready)
+        if own := self._pick():
             tokens = self.rnd.randint(0, min(KEY, own.seq.tokens))
             self.cache.rollback(own.seq, tokens, self.now)
             del own.rows[own.seq.computed :]
 
     def _compact(self):
-        if ready := [own for own in self._ready() if own.seq.held > 1]:
-            own = self._one(ready)
+        if own := self._pick(lambda own: own.seq.held > 1):
             self.cache.compact(own.seq, self.rnd.randint(1, own.seq.held - 1), self.now)
             self.counts["compacted"] += 1
 

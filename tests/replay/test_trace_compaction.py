@@ -183,6 +183,21 @@ def test_blocks_dropped_before_a_compaction_count_as_removed(tmp_path):
     assert check_trace(path).complete
 
 
+def test_a_window_may_drop_what_a_compaction_kept(tmp_path):
+    """Between two compactions a window drops whole blocks, of the tokens that were kept too."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        cache = KVCache(8, BLOCK, retention=Window(tokens=2 * BLOCK), trace=trace)
+        seq = cache.open(ask("a", "abcd"))
+        cache.commit(seq, 3 * BLOCK - 1)
+        cache.compact(seq, 3 * BLOCK - 2)
+        cache.commit(seq, 2)
+        assert (seq.held, seq.kept) == (2 * BLOCK, 3 * BLOCK - 2)
+        cache.compact(seq, BLOCK)
+        cache.close(seq)
+    assert check_trace(path).complete
+
+
 def test_a_compaction_does_not_free_blocks_of_a_fork(tmp_path):
     """A compaction does not free blocks that a fork shares.
 

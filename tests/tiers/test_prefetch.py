@@ -71,6 +71,8 @@ def test_a_prompt_prefetched_in_time_is_hit_without_waiting(
     run = serve_slowly(session(prefetch))
     assert (wait(run), prefetch_counts(run)) == (ttft, counts)
     assert (run.result.log.hit[-1], run.result.log.loaded[-1]) == (hit, loaded)
+    (level,) = run.result.cache.tiers.levels
+    assert level.stats.ratio_sum == level.stats.hits / 4  # blocks that are looked up
     assert len(run.of("LOAD_START")) == 1
     tiers = run.result.cache.tiers
     assert not tiers._ahead

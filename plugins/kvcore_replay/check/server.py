@@ -360,7 +360,7 @@ class TraceChecker(CacheChecker[CacheState]):
         self.lifecycles.grow(seq.prompt.id, seq.id)
         dropped = sum(end - first for first, end in seq.holes)
         computed = kept + dropped * layout.block_size
-        if layout.blocks_for(kept + ahead) != seq.blocks - dropped or kept < seq.kept:
+        if layout.blocks_for(kept + ahead) != seq.blocks - dropped or computed < seq.kept:
             violated(
                 f"sequence {seq.id} has {seq.blocks - dropped} blocks, and kept {seq.kept} "
                 f"tokens before: they are not for {kept} tokens and {ahead} to come"
