@@ -242,9 +242,9 @@ def test_an_invalid_answer_returns_no_block(answer, clock):
 
 @pytest.mark.parametrize("greets", [True, False])
 def test_a_server_that_never_answers_raises_after_the_time_out(greets, clock):
-    """Calls to a server that never answers raise an error after the time-out."""
+    """Calls to a server that never answers raise an error after the time-out, and ask once."""
     path = blocks([0])
-    with answering(None, greets=greets) as (url, _):
+    with answering(None, greets=greets) as (url, asked):
         if not greets:
             with pytest.raises(InputError, match="does not answer as it should: Timeout"):
                 opened(url, timeout=0.2)
@@ -255,6 +255,7 @@ def test_a_server_that_never_answers_raises_after_the_time_out(greets, clock):
                 clock[0] += 100
                 with pytest.raises(OSError, match="Timeout"):
                     call()
+            assert max(asked.count("DEL"), asked.count("SCAN")) < 2
 
 
 def test_recover_ends_on_a_server_whose_scan_never_ends(clock, caplog):

@@ -14,6 +14,7 @@ from kvcore.models.memory import KVLayout
 from kvcore.request import Hints
 from kvcore_tiers.hierarchy import Load, Tiers
 from kvcore_tiers.level import Part, path_ids
+from kvcore_tiers.link import InstantLink
 from kvcore_tiers.tier import Host
 
 FAST = "read_bandwidth=64GB,write_bandwidth=64GB,latency=0"
@@ -84,6 +85,14 @@ def test_the_ids_of_a_path_are_those_between_two_positions(first, end, ids):
     upper = SimpleNamespace(parent=root, start=0, end=4, ids=[10, 11, 12, 13])
     lower = SimpleNamespace(parent=upper, start=4, end=6, ids=[20, 21])
     assert path_ids(lower, first, end) == ids
+
+
+def test_an_instant_link_takes_no_time_and_counts_bytes():
+    """In a replay without a clock a transfer is done when it begins, and its bytes count."""
+    link = InstantLink()
+    assert (link.load_ns(SLOT, 7), link.store(SLOT, 7), link.load(2 * SLOT, 7)) == (0, 7, 7)
+    assert (link.written_bytes, link.read_bytes, link.wait(0)) == (SLOT, 2 * SLOT, 0)
+    assert (link.busy_ns, link.free_at) == (0, 0)
 
 
 def test_a_discarded_path_leaves_no_hit_on_the_rest():
