@@ -52,8 +52,14 @@ def test_a_freed_slot_has_no_block():
 def test_a_tier_larger_than_the_free_memory_is_refused(monkeypatch):
     """A tier larger than the free memory of the host is refused when it is opened."""
     monkeypatch.setattr(host, "host_memory", lambda: (SIZE, None))
-    with pytest.raises(InputError, match="give it less"):
+    reason = (
+        r"memory=23\.4 KiB is more than the 2\.93 KiB that this host has free: give it less"
+    )
+    with pytest.raises(InputError, match=reason):
         opened()
+    monkeypatch.setattr(host, "host_memory", lambda: (SLOTS * SIZE, None))
+    with opened() as store:
+        write(store, blocks(range(SLOTS)))
 
 
 def test_memory_that_cannot_be_mapped_is_refused(monkeypatch):

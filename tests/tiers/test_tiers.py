@@ -12,6 +12,7 @@ from kvcore.cache.tiers import Tier
 from kvcore.models.catalogue import MODELS
 from kvcore.models.memory import KVLayout
 from kvcore.request import Hints
+from kvcore_plugins.eviction import LRU
 from kvcore_tiers.hierarchy import Load, Tiers
 from kvcore_tiers.level import Part, path_ids
 from kvcore_tiers.link import InstantLink
@@ -471,6 +472,33 @@ def test_a_failing_policy_of_a_tier_is_named_in_every_later_call():
         cache.commit(two, 5)
     with pytest.raises(PolicyError, match="broken"):
         cache.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "resumed", "missed"),
+    [(4, False, []), (6, False, [4]), (4, True, []), (6, True, [])],
+)
+def test_a_miss_is_a_first_admission_that_finds_less_than_it_could(blocks, resumed, missed):
+    """A tier's policy is told how many blocks are here, unless these are all, or it returns."""
+    misses = []
+
+    class Curious(LRU):
+        """An eviction policy that records the misses."""
+
+        def on_miss(self, request, hit_blocks, now):
+            """Record the blocks that hit."""
+            misses.append(hit_blocks)
+
+    cache = KVCache(30, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    tiers = Tiers(cache, [Host(memory="1MB", eviction=Curious)], SLOT)
+    seq = cache.open(ask("a", prompt=4 * BLOCK, keys=prompt(1, 4)))
+    cache.commit(seq, 4 * BLOCK)
+    tiers.levels[0].store(seq.span, 4, 0, None)
+    cache.close(seq)
+    cache.tree.discard(next(cache.tree.spans()), 0, "expired")
+    request = ask("b", prompt=blocks * BLOCK + 1, keys=prompt(1, blocks))
+    tiers.load(cache.open(request, resumed=resumed), 0, computed, resumed=resumed)
+    assert misses == missed
 
 
 def test_the_policy_of_a_tier_is_called_for_queues_and_misses():
