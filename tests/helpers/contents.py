@@ -9,7 +9,7 @@
 
 After each call all that can be read is checked against the texts: the blocks of each open
 sequence, of each cached span, and of each block in a tier. A block that is allocated, or has
-left a tier, is empty, so that nobody reads what was there before.
+left a tier, is empty, so that no call reads what was there before.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def ahead(hints, slots=20, pool=8):
 
 @pytest.mark.parametrize("hints", [{"pin": 10**9}, {"demote": True}])
 def test_hints_take_effect_after_the_request_not_after_its_prefetch(hints):
-    """What is prefetched is neither pinned nor demoted before its request has come."""
+    """Prefetched blocks are neither pinned nor demoted before their request has come."""
     tiers, request = ahead(Hints(prefetch=1, **hints))
     cache = tiers.cache
     load = tiers.prefetch(request, 0, 10**9, lambda *_: 10**9, 0)

@@ -424,7 +424,7 @@ class TraceChecker(CacheChecker[CacheState]):
                 first = event.first if isinstance(event.first, int) else seq.blocks - len(ids)
                 keep = first - seq.span.end - seq.freed
                 fixed = seq.span.end or self.state.layout.blocks_for(seq.kept)
-                if not fixed - seq.span.end <= keep < len(seq.private):
+                if first < fixed or not 0 <= keep < len(seq.private):
                     violated(f"blocks {fixed} to {seq.blocks} can be rolled back")
             dropped = seq.private[keep:]
         self._must_free(seq.id, event.runs, self._order.pool.release(dropped[::-1]))

@@ -9,7 +9,7 @@ from helpers.contents import LAYOUTS, run_programs
 
 @pytest.mark.parametrize(("count", "size"), LAYOUTS)
 def test_what_is_read_is_what_was_written(count, size):
-    """Whatever calls are made, each sequence reads its own text, and each span has its own.
+    """After any calls each sequence reads its own text, and each span has its own.
 
     A trace of the calls makes the same states, and the same statistics.
 

@@ -6,7 +6,7 @@ from helpers.contents import LAYOUTS, run_programs
 
 @pytest.mark.parametrize(("count", "size"), LAYOUTS)
 def test_what_tiers_load_is_what_was_written(count, size):
-    """Whatever moves between pool and tiers, each sequence reads its own text.
+    """After any moves between pool and tiers each sequence reads its own text.
 
     Blocks are loaded for requests and ahead of them, sequences are swapped, stores lose blocks
     and pause.
