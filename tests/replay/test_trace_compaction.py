@@ -184,7 +184,7 @@ def test_blocks_dropped_before_a_compaction_count_as_removed(tmp_path):
 
 
 def test_a_window_may_drop_what_a_compaction_kept(tmp_path):
-    """Between two compactions a window drops blocks of kept tokens, and newer ones roll back."""
+    """Between compactions a window drops blocks of kept tokens, and newer ones roll back."""
     path = tmp_path / "trace.jsonl"
     with Trace(path) as trace:
         cache = KVCache(8, BLOCK, retention=Window(tokens=2 * BLOCK), trace=trace)
