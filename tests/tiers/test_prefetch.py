@@ -73,6 +73,7 @@ def test_a_prompt_prefetched_in_time_is_hit_without_waiting(
     assert (run.result.log.hit[-1], run.result.log.loaded[-1]) == (hit, loaded)
     (level,) = run.result.cache.tiers.levels
     assert level.stats.ratio_sum == level.stats.hits / 4  # blocks that are looked up
+    assert level.stats.returned == 0
     assert len(run.of("LOAD_START")) == 1
     tiers = run.result.cache.tiers
     assert not tiers._ahead
@@ -152,6 +153,16 @@ def test_hints_take_effect_after_the_request_not_after_its_prefetch(hints):
     assert not cache.pins
     cache.open(ask("c", prompt=BLOCK))
     assert cache.probe(request) == 4
+
+
+def test_a_prefetch_without_room_opens_no_sequence():
+    """If no block is left beside its hit and the reserve, the planned sequence is returned."""
+    tiers, request = ahead(Hints(prefetch=1))
+    cache = tiers.cache
+    planned = cache.plan_ahead(request, 0)
+    assert cache.open_ahead(planned, 4, 0, cache.available_blocks) is planned
+    assert not cache.sequences
+    assert cache.open_ahead(planned, 4, 0, cache.available_blocks - 1).blocks == 1
 
 
 def test_a_prefetch_ends_if_its_blocks_leave_for_what_it_evicts():

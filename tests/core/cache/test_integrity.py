@@ -3,7 +3,7 @@
 from array import array
 
 import pytest
-from helpers.caches import BLOCK, Mortal, ask, make, serve, spans, start
+from helpers.caches import BLOCK, Mortal, ask, compute, make, serve, spans, start
 
 
 def used_cache(**options):
@@ -138,6 +138,15 @@ def test_a_parent_older_than_its_child(cache):
         cache.close(seq)
     spans(cache)["ab|c"].released_order = 0
     assert_found(cache, "is less recent than its child")
+
+
+def test_a_compacted_sequence_that_shares(cache):
+    """A compacted sequence that may share blocks, or shares some, is found."""
+    seq = compute(cache, cache.open(ask("rs")))
+    cache.compact(seq, BLOCK)
+    cache.check_integrity()
+    seq.cacheable = 1
+    assert_found(cache, "was compacted, and shares blocks")
 
 
 def test_a_sound_cache_passes(cache):
