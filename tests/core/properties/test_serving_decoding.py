@@ -1,9 +1,10 @@
 """The batch of decoding jobs, counted by residue class, against a model that counts each."""
 
+from collections import Counter
 from itertools import count
 
 import attrs
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore import Job, KVCache, Request
@@ -15,22 +16,31 @@ from kvcore.serving.stats import TokenGaps
 WINDOWS = (None, 1, 7)
 EMPTY = KVCache(1, 1)
 
+some = st.integers(0, 99)
 actions = st.one_of(
-    st.tuples(st.just("add"), st.integers(1, 20), st.integers(2, 30), st.booleans()),
-    st.tuples(st.just("run"), st.integers(1, 9)),
-    st.tuples(st.just("remove"), st.integers(0, 99)),
-    st.tuples(st.just("forget"), st.integers(0, 99), st.integers(0, 3)),
+    st.tuples(
+        st.just("add"), st.integers(1, 20), st.integers(2, 30), st.booleans(), st.integers(0, 1)
+    ),
+    st.tuples(st.just("run"), st.integers(1, 9), *[st.integers(0, 2)] * 3),
+    st.tuples(st.just("remove"), some),
+    st.tuples(st.just("forget"), some, st.integers(0, 3), st.booleans()),
+    st.tuples(st.just("gain"), some, st.integers(1, 3)),
+    st.tuples(st.just("end"), some),
 )
 histories = st.lists(actions, max_size=25) | st.lists(actions, min_size=12, max_size=25)
 
 
 @attrs.define
 class Model:
-    """A model of the batch that holds each job with its length."""
+    """A model of the batch that holds each job with its length and its newest token's time."""
 
     size: int
+    ahead: int
     steps: DecodeSteps = attrs.field(factory=DecodeSteps)
     lengths: dict = attrs.field(factory=dict)
+    newest: dict = attrs.field(factory=dict)
+    gaps: Counter = attrs.field(factory=Counter)
+    clock: int = 0
     removed: bool = False
 
     def context(self, after=0):
@@ -51,30 +61,43 @@ class Model:
     def growing(self, step):
         """Return the jobs whose last block is full at `step`, in order of admission."""
         ahead = step - self.steps.count
-        full = [job for job, n in self.lengths.items() if (n + ahead) % self.size == 0]
+        tables = {job: n - job.seq.compacted for job, n in self.lengths.items()}
+        full = [job for job, n in tables.items() if (n + ahead) % self.size == 0]
         return sorted(full, key=lambda job: job.seq.admission)
 
-    def committers(self):
-        """Return the growing jobs of this step whose output has keys."""
-        return [job for job in self.growing(self.steps.count) if job.request.output_keys]
+    def committers(self, after=0):
+        """Return the jobs with keys for their output that fill a block `ahead` steps later."""
+        full = self.growing(self.steps.count + after + self.ahead)
+        return [job for job in full if job.request.output_keys]
 
     def until_change(self):
         """Return the steps until a job is done, a window is full or a keyed block is full."""
-        keyed = [n for job, n in self.lengths.items() if job.request.output_keys]
         return next(
             steps
             for steps in count(1)
             if min(job.output_left for job in self.lengths) <= steps
             or self.rise(steps) != self.rise(steps - 1)
-            or any((length + steps) % self.size == 0 for length in keyed)
+            or self.committers(steps)
         )
 
+    def run(self, segments):
+        """Give each job a token in each step of segments (ps of the first, more, steps)."""
+        for first, slope, steps in segments:
+            for step in range(steps):
+                self.clock += first + slope * step
+                for job in self.lengths:
+                    self.lengths[job] += 1
+                    self.gaps[self.clock - self.newest[job]] += 1
+                    self.newest[job] = self.clock
 
-@given(histories, st.integers(1, 5))
-def test_the_decode_batch_equals_the_model(history, size):
-    """Sizes, contexts and growing jobs of the batch equal those of the model."""
-    model = Model(size)
-    batch = DecodeBatch(model.steps, size, WINDOWS, TokenGaps())
+
+@settings(max_examples=max(settings.default.max_examples, 40))
+@given(histories, st.integers(1, 5), st.integers(0, 1))
+def test_the_decode_batch_equals_the_model(history, size, ahead):
+    """Sizes, contexts, growing jobs and times between tokens equal those of the model."""
+    model, gaps = Model(size, ahead), TokenGaps()
+    batch = DecodeBatch(model.steps, size, WINDOWS, gaps, ahead=ahead)
+    changes = {"remove": _remove, "forget": _forget, "gain": _gain, "end": _end}
     for index, (action, *arguments) in enumerate(history):
         if action == "add":
             _add(model, batch, index, *arguments)
@@ -82,11 +105,16 @@ def test_the_decode_batch_equals_the_model(history, size):
             _run(model, batch, *arguments)
         elif model.lengths:
             job = list(model.lengths)[arguments[0] % len(model.lengths)]
-            (_remove if action == "remove" else _forget)(model, batch, job, *arguments[1:])
+            changes[action](model, batch, job, *arguments[1:])
         _check(model, batch)
+        recorded = Counter()
+        for first, slope, steps, jobs in gaps.pending:
+            for step in range(steps):
+                recorded[first + slope * step] += jobs
+        assert recorded == model.gaps
 
 
-def _add(model, batch, number, prompt, output, keyed):
+def _add(model, batch, number, prompt, output, keyed, paused):
     keys = (1,) if keyed else ()
     request = Request(
         id=number, prompt_tokens=prompt, output_tokens=output, key_tokens=1, output_keys=keys
@@ -107,15 +135,21 @@ def _add(model, batch, number, prompt, output, keyed):
         prompt,
         EMPTY.tree.root,
     )
+    # The newest token may have come long before, if it was paused since.
+    job.last_token_ps = model.newest[job] = model.clock - 100 * paused
     batch.add(job, 1)
     model.lengths[job] = prompt
 
 
-def _run(model, batch, most):
+def _run(model, batch, most, slope, waited, cut):
     steps = min(most, batch.until_change())
-    assert batch.advance(0, ((10, 0, steps),)) == (steps, 10 * steps)
-    for job in model.lengths:
-        model.lengths[job] += steps
+    model.clock += 1000 * waited
+    second = steps * cut // 3
+    segments = [(10, slope, steps - second), (30, 0, second)][: 2 if second else 1]
+    began = model.clock
+    model.run(segments)
+    assert batch.advance(began, segments) == (steps, model.clock - began)
+    assert batch.last_step_ps == model.clock
     assert batch.committers() == model.committers()
     done = [job for job in model.lengths if not job.output_left]
     assert sorted(batch.pop_finished(), key=id) == sorted(done, key=id)
@@ -126,17 +160,36 @@ def _run(model, batch, most):
 
 def _remove(model, batch, job):
     batch.remove(job)
+    assert job.last_token_ps == model.newest[job]
     del model.lengths[job]
     model.removed = True
 
 
-def _forget(model, batch, job, most):
-    left = model.lengths[job] - job.seq.dropped_tokens
-    tokens = min(left // model.size, most) * model.size
-    job.seq.tokens = model.lengths[job]
-    job.seq.dropped_tokens += tokens
+def _forget(model, batch, job, most, compacts):
+    """Drop whole blocks, or compact to fewer tokens of any number."""
+    seq, left = job.seq, model.lengths[job] - job.seq.dropped_tokens
+    tokens = min(left, most) if compacts else min(left // model.size, most) * model.size
+    seq.dropped_tokens += tokens
+    if compacts:
+        seq.compacted = seq.dropped_tokens
+    seq.tokens = model.lengths[job] - seq.compacted
     batch.forgot(job, tokens)
     model.removed = True
+
+
+def _gain(model, batch, job, most):
+    """Accept drafts, as many as leave a token to generate."""
+    tokens = min(most, job.output_left - 1)
+    batch.gain(job, tokens)
+    model.lengths[job] += tokens
+    model.removed = True
+
+
+def _end(model, batch, job):
+    """End the text of a job with the next token."""
+    job.output_tokens = job.generated + 1
+    batch.end(job)
+    assert batch.until_change() == 1
 
 
 def _check(model, batch):

@@ -14,6 +14,8 @@ from helpers.serving import (
     batching_of,
     random_ruled_server,
     random_server,
+    random_talks,
+    random_tiered_server,
     ruled_servers,
     servers,
     talks,
@@ -32,11 +34,36 @@ together = settings(max_examples=max(settings.default.max_examples // len(SCHEDU
 """As many servers for all schedulers together as another property has for one."""
 
 
-def assert_same_decisions(server, scheduler, make_cache):
-    """Check that the naive loop, with the cache of `make_cache`, decides as kvcore does."""
-    # Where prompts get blocks chunk by chunk, such plans may preempt in circles.
+MAKES = (random_server, random_ruled_server, random_tiered_server, random_talks)
+PARTS = 32
+FIXED = 6 * PARTS
+"""Servers of fixed seeds: each scheduler has three of each kind."""
+
+
+def may_circle(server, scheduler):
+    """Return True for plans that may preempt in circles: prompts get blocks by the chunk."""
     has_plan = scheduler.partition(":")[0] in ("lpm", "planning")
-    assume(not has_plan or server.options.get("reserve") != "first-chunk")
+    return has_plan and server.options.get("reserve") == "first-chunk"
+
+
+def span_cache(server):
+    """Return a function that makes the cache of a server, with its tiers."""
+
+    def make_cache(blocks, block_size, key_tokens):
+        eviction = build(server.eviction)
+        cache = KVCache(blocks, block_size, eviction=eviction, key_tokens=key_tokens)
+        if server.tiers:
+            Tiers(cache, server.tiers, SLOT)
+        return cache
+
+    return make_cache
+
+
+def assert_same_decisions(server, scheduler, make_cache):
+    """Check that the naive loop, with the cache of `make_cache`, decides as kvcore does.
+
+    Return the run of kvcore; None if both end in a livelock.
+    """
     options = dict(server.options)
     cache = make_cache(*(options.pop(name) for name in ("blocks", "block_size", "key_tokens")))
     latency, batching = Bent(reach=server.windows), batching_of(**options)
@@ -46,7 +73,7 @@ def assert_same_decisions(server, scheduler, make_cache):
     except PolicyError:
         with pytest.raises(PolicyError, match="livelock"):
             naive.run()
-        return
+        return None
     naive.run()
     cache.check_integrity()
     assert not cache.sequences
@@ -70,6 +97,10 @@ def assert_same_decisions(server, scheduler, make_cache):
     evicted = run.result.cache.tree.evicted_blocks
     totals = naive.steps, naive.busy, naive.cache.tree.evicted_blocks
     assert (log.steps, log.busy_ps, evicted) == totals
+    gaps = log.itl.percentiles(1)
+    assert log.itl.count == len(naive.gaps)
+    assert gaps is None or gaps.mean == sum(naive.gaps) / len(naive.gaps)
+    return run
 
 
 def _time(time):
@@ -87,15 +118,28 @@ def _time(time):
 @example(server=random_ruled_server(Random(630).randint))
 def test_decisions_are_those_of_the_naive_loop(scheduler, server):
     """Each request has the times, hits and preemptions of the naive loop, to the ns."""
+    assume(not may_circle(server, scheduler))
+    assert_same_decisions(server, scheduler, span_cache(server))
 
-    def make_cache(blocks, block_size, key_tokens):
-        eviction = build(server.eviction)
-        cache = KVCache(blocks, block_size, eviction=eviction, key_tokens=key_tokens)
-        if server.tiers:
-            Tiers(cache, server.tiers, SLOT)
-        return cache
 
-    assert_same_decisions(server, scheduler, make_cache)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_fixed_servers_decide_as_the_naive_loop(part):
+    """Servers of fixed seeds decide as the naive loop: with jumps, step by step, and traced.
+
+    A server takes some milliseconds, so that tests of mutants can afford all of them.
+    """
+    for seed in range(part, FIXED, PARTS):
+        scheduler = SCHEDULERS[seed % len(SCHEDULERS)]
+        server = MAKES[seed // len(SCHEDULERS) % len(MAKES)](Random(seed).randint)
+        if may_circle(server, scheduler):
+            continue
+        run = assert_same_decisions(server, scheduler, span_cache(server))
+        if run is not None:
+            steps, traced = (
+                server.run(scheduler, trace=False, jumps=False),
+                server.run(scheduler),
+            )
+            assert steps.decisions == traced.decisions == run.decisions
 
 
 @given(
@@ -114,4 +158,5 @@ def test_decisions_are_those_of_a_naive_loop_over_single_blocks(server, schedule
         for request in server.requests
     ]
     server = attrs.evolve(server, requests=requests, eviction=eviction)
+    assume(not may_circle(server, scheduler))
     assert_same_decisions(server, scheduler, make_cache)

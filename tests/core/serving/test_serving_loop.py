@@ -241,3 +241,23 @@ def test_keys_of_another_length_are_refused():
     odd = Request(id="odd", prompt_tokens=6, output_tokens=1, keys=[1, 2], key_tokens=3)
     with pytest.raises(InputError, match="request odd has keys of 3 tokens; this cache was"):
         serve([odd])
+
+
+@attrs.define(slots=False, eq=False)
+class Pairs(Even):
+    """A latency model of a picosecond for each (query, key) pair of prompts."""
+
+    def pieces(self, work):
+        """Return one flat piece."""
+        return [(sum(work.attended_pairs), 0)]
+
+
+def test_a_chunk_attends_to_what_is_left_of_the_prompt():
+    """A chunk of a prompt attends to itself and to the tokens that were not dropped."""
+    busy = []
+    for retention in (None, "window:tokens=4"):
+        run = serve(
+            [ask("a", 0, 12, 1)], retention=retention, latency=Pairs(), max_tokens=4, max_seqs=1
+        )
+        busy.append(run.result.log.busy_ps)
+    assert busy == [10 + 26 + 42, 10 + 26 + 26]

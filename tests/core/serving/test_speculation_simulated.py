@@ -91,6 +91,35 @@ def test_requests_with_drafts_are_served_in_full(
     assert check_trace(path).complete
 
 
+def drafted(requests, share=1, **options):
+    """Return the statistics of up to 3 drafts a step, and the times at which requests end."""
+    run = serve(requests, drafter=Acceptance(tokens=3, probability=share), **options)
+    return run.result.log.drafts, {name: row["finish"] for name, row in run.rows.items()}
+
+
+def test_drafts_leave_the_last_token_to_the_model():
+    """A sequence drafts no more than it needs beside the model's token; at its last, nothing.
+
+    The same tokens would have taken a step each.
+    """
+    stats, ends = drafted([ask("a", 0, 4, 6)])
+    assert stats.outcomes == {(3, 3): 1, (0, 0): 1}
+    assert (stats.plain_ps, stats.took_ps) == (50_000, 20_000)
+    assert ends == {"a": 30}
+    stats, _ = drafted([ask("a", 0, 4, 4)], share=0)
+    assert stats.outcomes == {(2, 0): 1, (1, 0): 1, (0, 0): 1}
+
+
+def test_drafts_fit_into_a_step_and_into_the_pool():
+    """The drafts of all sequences are at most the rest of a step, and preempt nobody."""
+    pair = [ask("a", 0, 2, 9), ask("b", 0, 2, 9)]
+    stats, _ = drafted(pair, max_tokens=4, max_seqs=2, share=0)
+    assert stats.outcomes == {(2, 0): 6, (1, 0): 2, (0, 0): 8}
+    run = serve(pair, blocks=6, drafter=Acceptance(tokens=9, probability=0))
+    assert run.sum("recomputes") == 0
+    assert run.result.log.drafts.drafted > 0
+
+
 def test_drafts_count_as_prompt_tokens_of_a_step():
     """Drafts count as prompt tokens after their sequence, whose K/V is read once."""
 

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from fractions import Fraction
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore.serving import stats
 from kvcore.serving.stats import MAX_SAMPLES, PoolTimeline
 
 
@@ -35,19 +44,20 @@ def test_a_span_without_length_has_no_mean():
     assert timeline.summary(0, 0)["active"] == {"mean": None, "peak": 0}
 
 
-def test_samples_are_bounded_and_means_are_exact():
+@pytest.mark.parametrize("first", [0, 10**6])
+def test_samples_are_bounded_and_means_are_exact(first):
     """100,000 events leave a bounded number of samples and exact means.
 
     The first and the last sample are those of the first and the last event.
     """
     timeline = PoolTimeline(100)
     for now in range(100_001):
-        timeline.pending.append((now, 100 - now % 10, 0))
-    summary = timeline.summary(0, 100_000)
+        timeline.pending.append((first + now, 100 - now % 10, 0))
+    summary = timeline.summary(first, first + 100_000)
     times = summary["timeline"]["t_s"]
     assert MAX_SAMPLES // 4 < len(times) <= MAX_SAMPLES
     assert times == sorted(set(times))
-    assert (times[0], times[-1]) == (0, 100_000 / 10**9)
+    assert (times[0], times[-1]) == (first / 10**9, (first + 100_000) / 10**9)
     assert summary["active"] == {"mean": 4.5, "peak": 9}
 
 
@@ -58,3 +68,36 @@ def test_samples_lie_evenly_in_time():
         timeline.pending.append((now, 50, 0))
     times = [round(time * 10**9) for time in timeline.summary(0, 10**6)["timeline"]["t_s"]]
     assert sum(time >= 500_000 for time in times) > len(times) / 3
+
+
+states = st.tuples(st.integers(0, 5), st.integers(0, 4), st.integers(0, 4), st.booleans())
+
+
+@given(st.lists(states, min_size=1, max_size=60), st.integers(0, 9))
+def test_a_timeline_equals_a_sum_over_its_events(drawn, later):
+    """Means and peak are those of all events, and each sample is the state at one of them."""
+    times = list(accumulate((gap for gap, *_ in drawn), initial=3))[1:]
+    events = [(now, 8 - a - b, b) for now, (_, a, b, _) in zip(times, drawn, strict=True)]
+    end = times[-1] + later
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(stats, "MAX_SAMPLES", 8)
+        timeline = PoolTimeline(8)
+        for event, (*_, settles) in zip(events, drawn, strict=True):
+            timeline.pending.append(event)
+            if settles:
+                timeline.settle()
+        summary = timeline.summary(3, end)
+    lasts = [after - now for now, after in zip(times, [*times[1:], end], strict=True)]
+    for name, column in (("active", 1), ("cached", 2)):
+        area = sum(time * state[column] for time, state in zip(lasts, drawn, strict=True))
+        mean = None if end == 3 else float(Fraction(area, end - 3))
+        assert summary[name]["mean"] == mean
+    assert summary["active"]["peak"] == max(active for _, active, _, _ in drawn)
+    columns = summary["timeline"]
+    times, *others = (columns[name] for name in ("t_s", "free", "cached", "active"))
+    samples = [(round(t * 10**9), *state) for t, *state in zip(times, *others, strict=True)]
+    assert len(samples) <= 8
+    whole = Counter((*event, 8 - event[1] - event[2]) for event in events)
+    assert Counter(samples) <= whole
+    assert samples == sorted(samples, key=lambda sample: sample[0])
+    assert samples[-1][0] == events[-1][0]

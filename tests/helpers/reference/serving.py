@@ -53,6 +53,7 @@ class Job:
     data: Any = None
     admitted: int | None = None
     first_token: int | None = None
+    last_token: int = 0
     finish: int = -1
     hit: int = 0
     loaded: int = 0
@@ -239,6 +240,8 @@ class Server:
         self.jobs, self.reasons = [], {}
         # (ns, serial, job) of priorities that change by themselves, and of loads from tiers.
         self.timers, self.loads = [], []
+        # The times between two tokens of a request, ps.
+        self.gaps = []
         # Jobs are offered slots only if something but growth has happened since the last plan.
         self.changed = True
         # Preemptions since the last token: many are a livelock.
@@ -808,7 +811,7 @@ class Server:
         self.steps += 1
         self.decode_steps += bool(decoding)
         for job in decoding:
-            job.generated += 1
+            self.generate(job)
         self.take_arrivals()
         for job, tokens in self.chunks:
             job.computed += tokens
@@ -821,14 +824,22 @@ class Server:
         for job in prefilled:
             self.prefilling.remove(job)
             if job.output_left:
-                job.first_token = self.now if job.first_token is None else job.first_token
-                job.generated += 1
+                self.generate(job)
                 job.stage = DECODE
         if prefilled or decoding:
             self.fruitless = 0
         ended = [job for job in prefilled + decoding if not job.output_left]
         for job in sorted(ended, key=admission):
             self.end(job)
+
+    def generate(self, job):
+        """Give `job` its next token, now."""
+        if job.first_token is None:
+            job.first_token = self.now
+        else:
+            self.gaps.append(self.clock - job.last_token)
+        job.last_token = self.clock
+        job.generated += 1
 
     def commit_generated(self, job):
         """Share the generated block that `job` has filled, for which the workload has a key."""
