@@ -583,7 +583,7 @@ class DecodeAllocator:
         batch = self._batch
         times = StepTimes(lines, batch.context, batch.growth)
         steps = batch.until_change()
-        if steps > 1 and event < INT64_LIMIT:
+        if steps > 1 and event != INT64_LIMIT:
             steps = times.reach(event * PS_PER_NS - clock_ps, steps)
         return steps, times
 

@@ -360,10 +360,9 @@ class StepTimes:
                 )
                 for piece in pieces
             ]
-        if len(lines) > 1:
-            top, steepest = max(lines), max(line[1] for line in lines)
-            if top[1] == steepest:
-                lines = [top]
+        top, steepest = max(lines), max(line[1] for line in lines)
+        if top[1] == steepest:
+            lines = [top]
         self._lines, self.line = lines, lines[0] if len(lines) == 1 else None
 
     def segments(self, steps: int) -> Iterable[tuple[int, int, int]]:

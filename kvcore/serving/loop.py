@@ -232,8 +232,8 @@ class ServingLoop:
 
     def _queue_seen(self, now: int) -> None:
         """Queue the jobs that could be planned at the time at which this step was planned."""
-        lag, unseen = self._lag, self._unseen
-        seen = lag.began_ps // PS_PER_NS if lag is not None and lag.stepped else now
+        unseen, began_ps = self._unseen, None if self._lag is None else self._lag.began_ps
+        seen = now if began_ps is None else began_ps // PS_PER_NS
         while unseen and unseen[0][0] <= seen:
             self.batcher.queue(unseen.popleft()[1], now)
 
@@ -243,7 +243,7 @@ class ServingLoop:
         Under a lag that is after the plan of the next one. Return False if nothing has run
         since the plan before, so that another plan would be the same.
         """
-        stepped, lag.stepped = lag.stepped, False
+        stepped, lag.began_ps = lag.began_ps is not None, None
         filled, lag.filled = lag.filled, []
         for job, seq, length in filled:
             if job.seq is seq and seq.is_open:
@@ -541,7 +541,6 @@ class ServingLoop:
         """
         log = self.log
         if self._lag is not None:
-            self._lag.stepped = True
             self._lag.began_ps = self.clock_ps
             if steps > 1:
                 self._lag.began_ps += took_ps - self._last_step_ps()
@@ -685,17 +684,15 @@ class Lag:
     Under asynchronous scheduling a step is planned while the one before runs.
 
     Attributes:
-        began_ps: when the last step began.
-        stepped: whether a step has run since the last plan.
+        began_ps: when the last step began; None: none has run since the last plan.
         late: the jobs that the step has finished.
         filled: the blocks that it has filled: job, sequence, and length in tokens.
     """
 
-    __slots__ = ("began_ps", "filled", "late", "stepped")
+    __slots__ = ("began_ps", "filled", "late")
 
     def __init__(self) -> None:
-        self.began_ps = 0
-        self.stepped = False
+        self.began_ps: int | None = None
         self.late: list[Job] = []
         self.filled: list[tuple[Job, CacheSequence, int]] = []
 

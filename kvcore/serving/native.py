@@ -179,7 +179,7 @@ def _continue(loop: Loop, state: Mapping[str, Any]) -> None:
     for fields in state["unseen"]:
         loop._unseen.append((fields["visible"], jobs[fields["serial"]]))
     if lag is not None:
-        lag.stepped, lag.began_ps = bool(state["stepped"]), state["began_ps"]
+        lag.began_ps = state["began_ps"] if state["stepped"] else None
         lag.filled = [(jobs[n], jobs[n].seq, length) for n, length in state["filled"]]
         lag.late = [job for job in batcher.running if job.stage == DONE]
 

@@ -146,7 +146,7 @@ class Column(Sequence[Cell]):
         self.newest: Any = array(typecode) if typecode else []
         # Each part as its file, offset and size; or as bytes.
         self._parts: list[tuple[Spool, int, int] | bytes] = []
-        self._loaded = -1
+        self._loaded: int | None = None
         self._loaded_part: Any = None
 
     def store(self) -> None:

@@ -16,8 +16,9 @@ A mutant survives if all of them pass, or as many as compute `TEST_SECONDS` toge
 that computes far longer than without the mutant has noticed it.
 
 The core in C is a twin of some of the code in Python, so it is switched off, except for the
-files that call it. Survivors that change nothing stand, with the reason, in
-`tests/data/equivalent_mutants.toml`, and are counted apart.
+files that call it, and for functions that no test runs without it: those that it calls.
+Survivors that change nothing stand, with the reason, in `tests/data/equivalent_mutants.toml`,
+and are counted apart.
 """
 
 import ast
@@ -454,6 +455,11 @@ class Coverage:
                     self.tests.setdefault(identity, set()).add(item.nodeid)
         return self
 
+    def of_mutant(self, mutant):
+        """Return the names of the tests that run the code of a mutant; all, if at import."""
+        changed = mutant.functions()
+        return self.tests.get(_identity(changed[-1]), ()) if changed else self.seconds
+
     def passing(self, items):
         """Return the names of the tests that pass, the fastest first."""
         return {name for name, passes in self._run(items, self.seconds) if passes}
@@ -500,21 +506,19 @@ def _warmed(drawn, tests, files, tell):
 
 def _survives(mutant, items, coverage):
     """Return True if no test notices a mutant in a function."""
-    changed = mutant.functions()
-    return _replace(changed) and coverage.all_pass(
-        items, coverage.tests.get(_identity(changed[-1]), ())
-    )
+    return _replace(mutant.functions()) and coverage.all_pass(items, coverage.of_mutant(mutant))
 
 
 def _survives_import(mutant, tests, coverage):
     """Return True if no test notices a mutant of code that runs at import."""
     importlib.import_module("kvcore")  # which puts a finder of its own first
     sys.meta_path.insert(0, _Finder(mutant))
-    return _Session.start(tests, lambda items: coverage.all_pass(items, coverage.seconds))
+    names = coverage.of_mutant(mutant)
+    return _Session.start(tests, lambda items: coverage.all_pass(items, names))
 
 
 def survivors(drawn, tests, files, tell):
-    """Return those of some mutants of files that tests do not notice."""
+    """Return those of some mutants of files that tests do not notice, and run or do not run."""
     inside = [mutant for mutant in drawn if mutant.functions()]
     warmed = _forked(_warmed, inside, tests, files, tell)
     assert warmed is not None, "the tests cannot be collected, or do not end"
@@ -523,7 +527,8 @@ def survivors(drawn, tests, files, tell):
         if mutant not in inside and _forked(_survives_import, mutant, tests, coverage):
             survived.append(mutant)
             tell(f"survived: {mutant.file}:{mutant.line}: {mutant.change}")
-    return survived
+    unrun = [mutant for mutant in survived if not coverage.of_mutant(mutant)]
+    return [mutant for mutant in survived if mutant not in unrun], unrun
 
 
 def main(room, count="200", seed="0"):
@@ -537,14 +542,17 @@ def main(room, count="200", seed="0"):
 
     made, known, tests = mutants(room), equivalent(), ROOMS[room][1]
     drawn = Random(int(seed)).sample(made, min(int(count), len(made)))
-    survived, same = [], 0
+    left = [mutant for mutant in drawn if mutant.key() not in known]
+    survived, same = [], len(drawn) - len(left)
     for pure in ("1", "0"):
         os.environ["KVCORE_PURE"] = pure
-        part = [mutant for mutant in drawn if (mutant.path.name != CALLS_C) == (pure == "1")]
-        same += sum(mutant.key() in known for mutant in part)
-        part = [mutant for mutant in part if mutant.key() not in known]
+        part = [mutant for mutant in left if pure == "0" or mutant.path.name != CALLS_C]
         if part:
-            survived += survivors(part, tests + C_TESTS * (pure == "0"), files(room), tell)
+            files_of_c = C_TESTS * (pure == "0")
+            run, unrun = survivors(part, tests + files_of_c, files(room), tell)
+            left = [mutant for mutant in left if mutant in unrun or mutant not in part]
+            survived += run
+    survived += left
     tell(
         f"{room}: of {len(drawn)} mutants ({len(made)} are possible) "
         f"{len(drawn) - same - len(survived)} were noticed, {same} change nothing, "

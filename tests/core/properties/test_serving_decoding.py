@@ -187,7 +187,7 @@ def _gain(model, batch, job, most):
 
 def _end(model, batch, job):
     """End the text of a job with the next token."""
-    job.output_tokens = job.generated + 1
+    job.output_tokens = model.lengths[job] - job.request.prompt_tokens + 2
     batch.end(job)
     assert batch.until_change() == 1
 

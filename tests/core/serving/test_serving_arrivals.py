@@ -92,6 +92,13 @@ def test_rate_scale_divides_the_times_of_arrival(scale, times):
     assert [at for at, _ in arrived(arrivals)] == times
 
 
+@pytest.mark.parametrize("scale", [0, -1, float("inf"), float("nan")])
+def test_a_rate_scale_is_a_finite_number_above_0(scale):
+    """Requests cannot come infinitely fast, nor never."""
+    with pytest.raises(InputError, match="a finite number above 0"):
+        Arrivals([ask("a")], scale)
+
+
 def test_rate_scale_is_exact():
     """A decimal rate is exact, not its binary neighbour, and times are rounded down."""
     arrivals = Arrivals([ask("a", 3), ask("b", 10**18 + 1)], 0.3)

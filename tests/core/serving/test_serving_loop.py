@@ -9,6 +9,7 @@ from helpers.serving import STEP, Bent, Even, ask, serve
 
 from kvcore import InputError, KVCache, Request
 from kvcore.serving import simulate
+from kvcore.serving.stats import PENDING_EVENTS
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import TokenRate
 
@@ -241,6 +242,14 @@ def test_keys_of_another_length_are_refused():
     odd = Request(id="odd", prompt_tokens=6, output_tokens=1, keys=[1, 2], key_tokens=3)
     with pytest.raises(InputError, match="request odd has keys of 3 tokens; this cache was"):
         serve([odd])
+
+
+def test_what_is_not_added_up_yet_is_bounded():
+    """Events of the pool and times between tokens are added up some hundred at a time."""
+    requests = [ask(index, 40 * index, 1, 2) for index in range(2 * PENDING_EVENTS)]
+    log = serve(requests, max_seqs=3, jumps=False, trace=False).result.log
+    assert max(len(log.pool.pending), len(log.itl.pending)) <= PENDING_EVENTS
+    assert log.itl.count == len(requests)
 
 
 @attrs.define(slots=False, eq=False)
