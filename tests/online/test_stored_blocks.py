@@ -3,9 +3,11 @@
 from threading import Event
 
 import pytest
+from helpers.jobs import job
 
 from kvcore import KVCache
 from kvcore.request import text_request
+from kvcore_engine.tokens import TokenStream
 from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved, BlockStored
 from kvcore_online import stored as room
@@ -183,3 +185,42 @@ def test_what_lies_below_hears_of_blocks_too(publisher):
     serve(cache, stored, ask(0, range(8)), ask(1, range(9)), ask(2, range(100, 116)))
     assert calls == [("stored", 2), ("hit", 2), ("leaving", 2), ("stored", 4)]
     stored.close()
+
+
+def test_generated_blocks_come_with_the_tokens_that_were_generated(publisher):
+    """A block of an answer has its tokens, the last ones of the prompt before them included."""
+    _, stored = make(publisher)
+    request = ask(0, range(10))
+    stored.opened(request)
+    served = job(request)
+    stream = TokenStream(request, 1000, 0)
+    for token in range(100, 107):
+        stream.append(token)
+    stored.generated(served, [b"k" * 16, b"l" * 16], stream)
+    served.named_keys = (b"k" * 16, b"l" * 16)
+    assert stored._tokens[b"k" * 16] == (8, 9, 100, 101)
+    assert stored._tokens[b"l" * 16] == (102, 103, 104, 105)
+    for token in range(107, 110):
+        stream.append(token)
+    stored.generated(served, [b"m" * 16], stream)
+    assert stored._tokens[b"m" * 16] == (106, 107, 108, 109)
+    # A key that is known keeps its tokens.
+    stored.generated(served, [b"k" * 16], stream)
+    assert stored._tokens[b"k" * 16] == (8, 9, 100, 101)
+
+
+def test_blocks_of_an_open_prompt_keep_their_tokens_while_they_are_evicted(publisher):
+    """A prompt that is open stores its blocks with their tokens again after an eviction."""
+    cache, stored = make(publisher, blocks=4)
+    first, other = ask(0, range(8)), ask(1, range(50, 66))
+    serve(cache, stored, first)
+    stored.opened(first)
+    stored.opened(first)
+    serve(cache, stored, other)  # evicts the blocks of the first one
+    stored.closed(first)
+    serve(cache, stored, first)
+    stored.closed(first)
+    stored.start()
+    stored.close()
+    told = [event.tokens for _, event in publisher.got if isinstance(event, BlockStored)]
+    assert told == [tuple(range(8)), tuple(range(50, 66)), tuple(range(8))]

@@ -1,0 +1,205 @@
+"""The calls of `kvcore serve` as they are read, without a server: limits, what is passed on."""
+
+from itertools import count
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'kvcore[serve]'")
+
+from kvcore.engine import Sampling
+from kvcore_online.calls import OUTPUT, CallReader
+from kvcore_online.listener import ApiError
+from kvcore_online.simulated import VOCABULARY, SimulatedModel
+
+HUGE = 1 << 63
+
+
+class Recorded(SimulatedModel):
+    """A model that records the chats that it encodes."""
+
+    def encode_chat(self, *chat):
+        """Record messages and tools."""
+        self.chat = chat
+        return super().encode_chat(*chat)
+
+
+def read(body, *, longest=1_000, answers=8, model=None):
+    """Return the call of a body: a chat if it has messages, else a completion of `a`."""
+    reader = CallReader(model or SimulatedModel(), "tiny", longest, "the cache", answers)
+    chat = "messages" in body
+    return reader.read(body if chat else {"prompt": "a", **body}, chat=chat)
+
+
+def user(content="a", **fields):
+    """Return a message of a chat."""
+    return {"role": "user", "content": content, **fields}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        *(
+            ({"prompt": prompt}, "prompt")
+            for prompt in (None, "", [], [[]], [5, "a"], ["a", 5])
+        ),
+        *(({"prompt": prompt}, "prompt") for prompt in ([True], [1, True], [-1], [VOCABULARY])),
+        *(({"prompt": prompt}, "prompt") for prompt in (["a", ""], [[1], [VOCABULARY]], 5)),
+        *(({"max_tokens": tokens}, "max_tokens") for tokens in (0, -1, 1.0, True, "5")),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        *(({"n": choices}, "n") for choices in (0, 9, 129, 1.0, True)),
+        ({"prompt": ["a"] * 9}, "prompt"),
+        ({"prompt": ["a"] * 3, "n": 3}, "n"),
+        *(({"cache_salt": salt}, "cache_salt") for salt in ("", 5, ["a"])),
+        *(({"stream": stream}, "stream") for stream in ("yes", 1)),
+        *(({"seed": seed}, "seed") for seed in (HUGE + 1, -HUGE - 1, 1.5, True)),
+        *(({"top_p": share}, "top_p") for share in (0, 1.001, -0.5, "1")),
+        *(({"top_k": tokens}, "top_k") for tokens in (-2, 1.5)),
+        *(({"temperature": heat}, "temperature") for heat in (-0.1, float("inf"), True)),
+        *(({"stop": stop}, "stop") for stop in (["a"] * 5, ["a", ""], ["a", 5], 5, {"a": 1})),
+        ({"tools": [{}]}, "tools"),
+        *(({"tool_choice": choice}, "tool_choice") for choice in ("required", {})),
+        *(({name: 2}, name) for name in ("best_of", "presence_penalty", "frequency_penalty")),
+        *(({name: 2}, name) for name in ("repetition_penalty", "min_p")),
+        *(({name: value}, name) for name in ("logprobs", "echo") for value in (True, 0, 1)),
+        ({"suffix": "x"}, "suffix"),
+        ({"functions": [{}]}, "functions"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        *(({"messages": messages}, "messages") for messages in (None, "hi", [], [3], [[]])),
+        *(({"messages": [message]}, "messages") for message in ({}, {"content": "a"})),
+        *(({"messages": [user(content)]}, "messages") for content in (None, 5, [5], [{}])),
+        ({"messages": [user(role=5)]}, "messages"),
+        ({"messages": [user()], "tools": "all"}, "tools"),
+        ({"messages": [user()], "tools": [5]}, "tools"),
+        ({"messages": [user(tool_calls=[{"function": {}}])]}, "messages"),
+        ({"messages": [user(tool_calls=5)]}, "messages"),
+        ({"messages": [user(tool_calls=[{"function": {"arguments": "{"}}])]}, "messages"),
+    ],
+)
+def test_a_wrong_field_is_named(fields, param):
+    """A body with a value that the API does not allow is a 400 that names the field."""
+    with pytest.raises(ApiError) as caught:
+        read(fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_another_model_is_not_found():
+    """A call for a model of another name is a 404; no name is that of the server's model."""
+    with pytest.raises(ApiError) as caught:
+        read({"model": "gpt"})
+    assert (caught.value.status, caught.value.param) == (404, "model")
+    assert read({"model": "tiny"}) == read({"model": None}) == read({})
+
+
+def test_options_that_change_nothing_are_taken():
+    """Values that say what this server does in any case make the same call as no values."""
+    neutral = {
+        "best_of": 1,
+        "logprobs": False,
+        "functions": [],
+        "response_format": {"type": "text"},
+        "suffix": "",
+        "echo": False,
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "repetition_penalty": 1,
+        "min_p": 0,
+        "logit_bias": {},
+        "tools": [],
+        "tool_choice": "none",
+        "stop": [],
+        "temperature": 0,
+        "top_p": 1,
+        "top_k": -1,
+        "n": 1,
+        "stream": False,
+        "max_tokens": OUTPUT,
+    }
+    for fields in (neutral, dict.fromkeys(neutral), {"top_k": 0, "tool_choice": "auto"}):
+        assert read(fields) == read({})
+
+
+def test_prompts_are_texts_or_tokens_or_lists_of_these():
+    """A prompt is a text or token ids; a list of prompts may have both kinds."""
+    encode = SimulatedModel().encode
+    ids = [0, VOCABULARY - 1]
+    assert read({"prompt": "a b"}).prompts == [encode("a b")]
+    assert read({"prompt": ids}).prompts == [ids]
+    assert read({"prompt": ["a b", ids]}).prompts == [encode("a b"), ids]
+
+
+def test_the_lengths_and_answers_of_a_call_are_limited_to_the_last_one():
+    """The longest prompt with its output, and all answers, may be as many as the limit."""
+    body = {"prompt": [[1], [1, 2, 3, 4]], "max_tokens": 6, "n": 4}
+    call = read(body, longest=10, answers=8)
+    assert (call.output, call.answers) == (6, 8)
+    for limits, param in ({"longest": 9}, "prompt"), ({"answers": 7}, "n"):
+        with pytest.raises(ApiError) as caught:
+            read(body, **limits)
+        assert caught.value.param == param
+    assert read({"prompt": [1] * 4}, longest=4 + OUTPUT).output == OUTPUT
+    with pytest.raises(ApiError, match="do not fit into the 19 tokens of the cache"):
+        read({"prompt": [1] * 4}, longest=3 + OUTPUT)
+    with pytest.raises(ApiError) as caught:
+        read({"messages": [user("a b c")]}, longest=OUTPUT)
+    assert caught.value.param == "messages"
+    assert read({"n": 128}, answers=128).choices == 128
+    assert read({"max_tokens": 3, "max_completion_tokens": 5}).output == 5
+
+
+def test_a_call_says_how_its_tokens_are_drawn():
+    """Sampling is that of the call where it differs from the generator's own."""
+    assert read({"temperature": 0.5, "top_p": 0.25, "top_k": 1}).sampling == Sampling(
+        0.5, 1, 0.25
+    )
+    assert read({"temperature": 2}).sampling == Sampling(2, None, 1.0)
+    assert read({}).sampling is None
+    for seed in (HUGE, -HUGE, 0, None):
+        assert read({"seed": seed}).seed == seed
+
+
+def test_a_call_says_how_it_is_answered():
+    """Stop texts, salt, stream and the usage at its end are those of the body."""
+    assert read({"stop": "x"}).stop == ("x",)
+    assert read({"stop": ["a", "b", "c", "d"]}).stop == ("a", "b", "c", "d")
+    assert read({"cache_salt": "mine"}).salt == "mine"
+    call = read({"stream": True, "stream_options": {"include_usage": True}})
+    assert (call.stream, call.counted, call.chat) == (True, True, False)
+    for options in (None, {}, {"include_usage": False}, {"include_usage": 1}, 5):
+        assert not read({"stream": True, "stream_options": options}).counted
+    assert read({"messages": [user()]}).chat
+
+
+def test_messages_reach_the_chat_template_with_calls_of_tools_as_objects():
+    """A template gets roles, texts, names and calls; the parts of a text are joined."""
+    model = Recorded()
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    read({"messages": [user([{"text": "a"}, {"text": "b"}], name="me", more=1)]}, model=model)
+    assert model.chat == ([user("ab", name="me")],)
+    assistant = {"role": "assistant", "content": None, "tool_calls": [call]}
+    tool = {"role": "tool", "content": "2", "tool_call_id": "1", "tool_calls": []}
+    read({"messages": [assistant, tool], "tools": [{"name": "f"}]}, model=model)
+    known = {"id": "1", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert model.chat == (
+        [
+            {"role": "assistant", "content": "", "tool_calls": [known]},
+            {"role": "tool", "content": "2", "tool_call_id": "1"},
+        ],
+        [{"name": "f"}],
+    )
+
+
+def test_each_answer_is_a_request_with_a_seed_of_its_own():
+    """The answers to a prompt share its keys, and differ in id and seed."""
+    call = read({"prompt": [[*range(9)], [5]], "n": 2, "seed": 7, "max_tokens": 3})
+    first, second, third, fourth = call.requests(count(5), 4, "x", publish=True)
+    assert [made.id for made in (first, second, third, fourth)] == [5, 6, 7, 8]
+    assert first.keys == second.keys
+    assert (len(first.keys), third.keys, first.prompt_tokens) == (2, [], 9)
+    assert first.seed != second.seed
+    assert (first.seed, second.seed) == (third.seed, fourth.seed)
+    assert {(made.output_tokens, made.salt, made.publish) for made in (first, fourth)} == {
+        (3, "x", True)
+    }
+    (drawn,) = read({}).requests(count(), 4, None, publish=False)
+    assert (drawn.seed, drawn.publish) == (None, False)

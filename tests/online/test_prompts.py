@@ -1,0 +1,152 @@
+"""The calls that `kvcore route` passes on, and the requests that its router gets for them."""
+
+import json
+
+import orjson
+import pytest
+
+from kvcore.errors import InputError
+from kvcore.request import TextRequest, block_keys
+from kvcore.untrusted import LONGEST_SESSION
+from kvcore_online import prompts
+from kvcore_online.prompts import ASKED_OUTPUT, Call
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
+
+def read(body):
+    """Return the call of a body: of a chat if it has messages."""
+    return Call.read(CHATS if "messages" in body else COMPLETIONS, json.dumps(body).encode())
+
+
+def request(body, session=None, tokens=None):
+    """Return the request of a body, in blocks of 4 tokens or 8 bytes."""
+    options = {"tokens": tokens, "key_tokens": 4, "key_chars": 8}
+    return read(body).request(5, 9, session, **options)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *(
+            (COMPLETIONS, body)
+            for body in ("{", "[]", "{}", '{"prompt": 5}', '{"messages": []}')
+        ),
+        *((CHATS, body) for body in ('{"messages": "hi"}', '{"prompt": "a"}')),
+    ],
+)
+def test_a_body_without_a_prompt_is_refused(path, body):
+    """A body must be a JSON object with a prompt, or with a list of messages for a chat."""
+    with pytest.raises(InputError, match="the body"):
+        Call.read(path, body.encode())
+
+
+def test_a_body_is_passed_on_as_it_came_unless_its_usage_is_needed():
+    """A stream is asked for its usage where it is counted; all else of the body stays."""
+    usage = {"include_usage": True}
+    for more in ({}, {"stream_options": {"a": 1}}, {"stream_options": 5}):
+        body = {"prompt": "a", "stream": True, **more}
+        call = read(body)
+        assert (call.stream, call.counted) == (True, False)
+        assert call.body(count=False) == call.raw
+        kept = (
+            more.get("stream_options") if isinstance(more.get("stream_options"), dict) else {}
+        )
+        expected = body | {"stream_options": {**(kept or {}), **usage}}
+        assert orjson.loads(call.body(count=True)) == expected
+    call = read({"prompt": "a", "stream": True, "stream_options": usage})
+    assert call.counted
+    assert call.body(count=True) == call.raw
+    for stream in (False, None, 1):
+        call = read({"prompt": "a", "stream": stream})
+        assert not call.stream
+        assert call.body(count=True) == call.raw
+
+
+@pytest.mark.parametrize(
+    ("fields", "output"),
+    [
+        ({}, ASKED_OUTPUT),
+        ({"max_tokens": 1}, 1),
+        ({"max_tokens": 5, "max_completion_tokens": 7}, 7),
+        ({"max_tokens": 5, "max_completion_tokens": 0}, 5),
+        ({"max_tokens": True}, ASKED_OUTPUT),
+        ({"max_tokens": "5"}, ASKED_OUTPUT),
+        ({"max_tokens": 2**40}, 2**20),
+    ],
+)
+def test_the_output_of_a_call_is_what_it_asks_for(fields, output):
+    """The output is at most what a client asks for, if that is a number above 0."""
+    assert read({"prompt": "a", **fields}).most_output == output
+
+
+def test_token_ids_of_a_client_are_those_of_the_prompt():
+    """A prompt of token ids needs no tokenizer; a list of texts or prompts does."""
+    assert read({"prompt": [1, 2]}).tokens == [1, 2]
+    for prompt in ([], [True], [1, "a"], ["a"], [[1]], "a"):
+        assert read({"prompt": prompt}).tokens is None
+    body = {"prompt": "a", "model": "m", "tools": [], "stream": True}
+    assert read(body).question == {"prompt": "a", "model": "m", "tools": []}
+
+
+def test_the_session_is_that_of_the_header_or_of_the_body():
+    """A header goes before the key of the prompt cache, and that before the user."""
+    body = {"prompt": "a", "user": "u", "prompt_cache_key": "p"}
+    assert request(body, "h").session == "h"
+    assert request(body).session == "p"
+    for key in ("", 5, None):
+        assert request(body | {"prompt_cache_key": key}).session == "u"
+    assert request({"prompt": "a"}, "").session is None
+    assert request(body, "h" * 500).session == "h" * LONGEST_SESSION
+
+
+def test_keys_of_tokens_are_those_of_any_other_request(monkeypatch):
+    """The keys of token ids depend on them and on the salt alone, up to a number of blocks."""
+    tokens = [*range(11)]
+    made = request({"prompt": "a", "cache_salt": "s"}, tokens=tokens)
+    assert isinstance(made, TextRequest)
+    assert (made.id, made.arrival, made.salt, made.prompt_tokens) == (5, 9, "s", 11)
+    assert made.keys == block_keys(tokens, 4, salt="s")
+    assert request({"prompt": "a", "cache_salt": 5}, tokens=tokens).keys == block_keys(
+        tokens, 4
+    )
+    monkeypatch.setattr(prompts, "MOST_KEYS", 1)
+    assert request({"prompt": "a"}, tokens=tokens).keys == block_keys(tokens[:4], 4)
+    # Ids that no key can have are left to the server, which refuses them.
+    wrong = request({"prompt": "a" * 16}, tokens=[2**64])
+    assert not isinstance(wrong, TextRequest)
+    assert wrong.prompt_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("size", "keys", "tokens"),
+    [(0, 0, 1), (1, 0, 1), (7, 0, 3), (8, 1, 4), (15, 1, 7), (16, 2, 8)],
+)
+def test_a_text_has_a_key_for_each_full_block_of_its_bytes(size, keys, tokens):
+    """Each 8 bytes of a text have a key, and each 2 count as a token, of which there is one."""
+    made = request({"prompt": "é" * (size // 2) + "a" * (size % 2)})
+    assert (len(made.keys), made.prompt_tokens) == (keys, tokens)
+
+
+def test_keys_of_texts_are_shared_up_to_the_first_difference(monkeypatch):
+    """Texts share the keys of their common beginning, in one model and under one salt."""
+
+    def keys(**body):
+        return request(body).keys
+
+    one, other = keys(prompt="a" * 8 + "b" * 8), keys(prompt="a" * 8 + "c" * 8)
+    assert one[0] == other[0]
+    assert not {one[1]} & set(other)
+    assert keys(prompt="b" * 8) != [one[1]]
+    apart = [keys(prompt="a" * 8, **more) for more in ({}, {"model": "m"}, {"cache_salt": "m"})]
+    assert len({str(each) for each in apart}) == 3
+    tools = [{"function": {"name": "f" * 20}}]
+    plain, armed = (
+        keys(messages=[{"content": "a" * 40}], **more) for more in ({}, {"tools": tools})
+    )
+    assert not set(plain) & set(armed)
+    assert keys(messages=[{"content": "a" * 40}], tools=[]) == plain
+    listed = keys(prompt=["a" * 20, "b"])
+    assert listed == keys(prompt=json.dumps(["a" * 20, "b"], separators=(",", ":")))
+    monkeypatch.setattr(prompts, "MOST_KEYS", 1)
+    assert keys(prompt="a" * 8 + "b" * 8) == one[:1]

@@ -1,0 +1,139 @@
+"""The trace of the proxy: which requests it has, in which order, and what waits for others."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore import Request
+from kvcore.errors import InputError
+from kvcore.serving.router import Replica
+from kvcore.trace import read_events
+from kvcore_online import traffic
+from kvcore_online.traffic import Flight, TrafficLog
+from kvcore_replay.keyed import KeyedNames
+
+KEYS = 4
+"""Keys of each request, which count with one more towards `MOST_HELD`."""
+
+
+def flown(number, **fields):
+    """Return the flight of a request of 9 tokens, which was sent to replica 1."""
+    keys = [f"{number:02}{index}".encode() * 4 for index in range(KEYS)]
+    request = Request(
+        id=number, arrival=10 * number, prompt_tokens=9, keys=keys, key_tokens=2, session="s"
+    )
+    flight = Flight(request, [(10 * number + 1, 1, 6)], output=number)
+    for name, value in fields.items():
+        setattr(flight, name, value)
+    return flight
+
+
+def make_log(path, unlogged=None):
+    """Return a log of two replicas."""
+    replicas = [Replica(index, 8, 2, 4) for index in range(2)]
+    key = path.with_name("key")
+    key.write_bytes(b"k" * 32)
+    names = KeyedNames.from_file(key)
+    router = {"name": "round-robin", "options": {}}
+    return TrafficLog(path, router, {"view": "index"}, replicas, 2, names, unlogged)
+
+
+def lines(path):
+    """Return (event, id of its request) of the lines of a trace between HEADER and END."""
+    read = list(read_events(path))
+    assert (read[0].event, read[-1].event) == ("HEADER", "END")
+    return [
+        (line.event, line.id if line.event == "REQUEST" else line.request)
+        for line in read[1:-1]
+    ]
+
+
+@given(st.permutations(range(7)), st.sets(st.integers(0, 6)), st.integers(0, 4))
+def test_requests_are_written_in_order_of_arrival(tmp_path_factory, ends, wrong, held):
+    """Each request is written once those before it have ended, or too many wait for them.
+
+    Those that their server refused as invalid are left out; those that no server took are
+    refused in the trace as well.
+    """
+    path = tmp_path_factory.mktemp("traffic") / "day.jsonl"
+    flights = [flown(number, wrong=number in wrong) for number in range(7)]
+    outputs, open_, waiting = {}, list(range(7)), set()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(traffic, "MOST_HELD", held * (1 + KEYS))
+        log = make_log(path)
+        for flight in flights:
+            log.begin(flight)
+        for turn, number in enumerate(ends):
+            flights[number].output = 100 + turn
+            if number in open_:
+                waiting.add(number)
+            log.end(flights[number])
+            while open_ and (open_[0] in waiting or len(waiting) > held):
+                outputs[open_[0]] = flights[open_[0]].output
+                waiting.discard(open_.pop(0))
+        assert not log._flights
+        assert log._held == 0
+        log.close(1_000)
+    expected = [
+        line
+        for number in range(7)
+        if number not in wrong
+        for line in (("REQUEST", number), ("ROUTE", number))
+    ]
+    assert lines(path) == expected
+    written = {line.id: line.output for line in read_events(path) if line.event == "REQUEST"}
+    assert written == {number: outputs[number] for number in written}
+
+
+def test_a_request_has_its_routes_and_counted_lengths(tmp_path):
+    """Lengths are those that the server counted, and hits are at most the keys' tokens."""
+    path = tmp_path / "day.jsonl"
+    log = make_log(path)
+    counted = flown(1, prompt=5, routes=[(11, 0, 99), (12, 1, 2)])
+    refused = flown(2, refused="no server", routes=[], output=3)
+    for flight in (counted, refused):
+        log.begin(flight)
+        log.end(flight)
+    log.close(50)
+    request, left, right, other, rejected = list(read_events(path))[1:-1]
+    assert (request.prompt, request.output, len(request.keys)) == (5, 1, 2)
+    assert [(line.t, line.replica, line.tokens) for line in (left, right)] == [
+        (11, 0, 4),
+        (12, 1, 2),
+    ]
+    assert (other.prompt, other.output, len(other.keys)) == (9, 3, KEYS)
+    assert (rejected.event, rejected.t) == ("REJECT", 20)
+    assert request.session == other.session != "s"
+
+
+def test_an_unfinished_log_has_all_lines_that_do_not_wait(tmp_path):
+    """After a sync the file has each request that has ended before the first open one."""
+    log = make_log(tmp_path / "day.jsonl")
+    flights = [flown(number) for number in range(3)]
+    for flight in flights:
+        log.begin(flight)
+    log.end(flights[0])
+    log.end(flights[2])
+    log.sync(1_000)
+    log._file._sink._wait()
+    (part,) = tmp_path.glob("*.part")
+    assert [line.event for line in read_events(part)] == ["HEADER", "REQUEST", "ROUTE"]
+    log.close(1_000)
+    assert [name for event, name in lines(tmp_path / "day.jsonl") if event == "REQUEST"] == [
+        0,
+        1,
+        2,
+    ]
+
+
+def test_a_request_that_cannot_be_written_is_told_and_left_out(tmp_path):
+    """The error of a request that the trace cannot hold is passed on; the others are in it."""
+    errors = []
+    log = make_log(tmp_path / "day.jsonl", errors.append)
+    wrong = Flight(Request(id="\ud800", prompt_tokens=1, key_tokens=2))
+    for flight in (wrong, flown(1)):
+        log.begin(flight)
+        log.end(flight)
+    log.close(50)
+    assert [type(error) for error in errors] == [InputError]
+    assert lines(tmp_path / "day.jsonl") == [("REQUEST", 1), ("ROUTE", 1)]
