@@ -67,6 +67,55 @@ def followed(scene, publisher):
     asyncio.run(run())
 
 
+TOKENS = (0, 1, 2, 3, 4, 5, 6, 7)
+
+
+def block(**fields):
+    """Return an event that stores two blocks of 4 tokens."""
+    return BlockStored(**{"hashes": (1, 2), "tokens": TOKENS, "block_size": 4, **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"lora_id": 0},
+        {"lora_name": "sql"},
+        {"extra_keys": (("salt",), None)},
+        {"extra_keys": (None, ("image",))},
+        {"block_size": 8},
+        {"block_size": 2},
+        {"tokens": TOKENS[:4]},
+        {"tokens": None},
+        {"tokens": (*TOKENS[:7], -1)},
+        {"tokens": (*TOKENS[:7], True)},
+        {"tokens": (*TOKENS[:7], "a")},
+        {"parent": 9},
+    ],
+)
+def test_blocks_that_tokens_alone_do_not_name_have_no_keys(fields):
+    """Blocks of adapters, salts, other sizes or unknown parents are none that a prompt hits."""
+    assert fleets._ReportedBlocks(4).stored(block(**fields)) == []
+
+
+def test_reported_blocks_have_the_keys_of_their_tokens():
+    """A block has the key of its tokens after its parent's, until its server has removed it."""
+    blocks = fleets._ReportedBlocks(4)
+    first = blocks.stored(block(extra_keys=(None, None)))
+    assert first == block_keys(TOKENS, 4)
+    later = blocks.stored(block(hashes=(3,), parent=2, tokens=(9,) * 4))
+    assert later == block_keys([*TOKENS, 9, 9, 9, 9], 4)[2:]
+    events = (block(), block(hashes=(3,), parent=2, tokens=(9,) * 4))
+    blocks.tracker.apply(EventBatch(ts=1.0, events=events), 0, 0)
+    assert blocks.gone([1, 2, 3]) == blocks.removed() == []
+    blocks.tracker.apply(EventBatch(ts=2.0, events=(BlockRemoved(hashes=(2,)),)), 1, 0)
+    assert blocks.gone([1, 2, 7]) == first[1:]
+    assert blocks.gone([2]) == []
+    blocks.tracker.apply(EventBatch(ts=3.0, events=(BlockRemoved(hashes=(1, 3)),)), 2, 0)
+    assert blocks.removed() == [first[0], *later]
+    # Its parent is unknown by now.
+    assert blocks.stored(block(hashes=(4,), parent=3, tokens=(9,) * 4)) == []
+
+
 def stored(number):
     """Return the payload of a batch that stores one block."""
     event = BlockStored(hashes=(number,), tokens=(number,) * 4, block_size=4, medium="GPU")

@@ -1,6 +1,5 @@
-"""The configuration of the proxy, and the requests that it makes of prompts."""
+"""The configuration of the proxy: its file, its defaults and the ranges of its numbers."""
 
-import json
 import re
 from pathlib import Path
 
@@ -8,26 +7,9 @@ import attrs
 import pytest
 
 from kvcore.errors import InputError
-from kvcore_online.prompts import Call
-from kvcore_online.route_config import RouteConfig
+from kvcore_online.route_config import MOST_REPLICAS, RouteConfig
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
-
-
-def test_prompts_with_the_same_beginning_have_the_same_first_keys():
-    """Chats with the same first messages, model and salt share their first keys."""
-
-    def keys(*texts, **more):
-        messages = [{"role": "user", "content": text} for text in texts]
-        body = json.dumps({"messages": messages, **more}).encode()
-        call = Call.read("/v1/chat/completions", body)
-        return call.request(0, 0, None, tokens=None, key_tokens=16, key_chars=64).keys
-
-    short, long = keys("x" * 200), keys("x" * 200, "y" * 200)
-    assert len(short) < len(long)
-    assert long[: len(short)] == short
-    assert not set(short) & set(keys("x" * 200, model="other"))
-    assert not set(short) & set(keys("x" * 200, cache_salt="mine"))
 
 
 @pytest.mark.parametrize(
@@ -108,3 +90,100 @@ def test_servers_of_a_file_are_replicas(tmp_path):
     path.write_text(path.read_text() + 'replicas = ["http://127.0.0.1:8002"]\n')
     with pytest.raises(InputError, match="there is no option 'servers'"):
         RouteConfig.from_toml(path)
+
+
+def taken(**options):
+    """Return whether a proxy of one server takes these options."""
+    try:
+        RouteConfig.from_options(options.pop("replicas", ["http://a"]), **options)
+    except InputError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("name", "default"), NUMBERS)
+def test_numbers_have_ranges(name, default):
+    """Times are above 0 s and at most a day; numbers are 0 or 1 at least, and whole."""
+    if type(default) is float:
+        low, high = 1e-9, 86_400.0
+        assert not taken(**{name: 0.0})
+        assert not taken(**{name: 86_400.5})
+        assert taken(**{name: high})
+    elif name == "seed":
+        low = -(2**40)
+    else:
+        low = name != "retries"
+        assert not taken(**{name: low - 1})
+    assert taken(**{name: int(low) if type(default) is int else low})
+
+
+@pytest.mark.parametrize("name", ["blocks", "block_size", "max_seqs", "prefill_rate"])
+def test_numbers_of_a_server_are_above_0(name):
+    """What the router knows of a server is a number above 0."""
+    for number in (0, -1):
+        assert not taken(replicas=[{"url": "http://a", name: number}])
+    assert taken(replicas=[{"url": "http://a", name: 1}])
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://a", "http://a"),
+        ("https://a:1/", "https://a:1"),
+        ("http://[::1]:8001/v1", "http://[::1]:8001"),
+        ("http://a/b/v1/", "http://a/b"),
+        *((url, None) for url in ("", "a", "ftp://a", "http://", "http://a:x", "http://a?b")),
+        *((url, None) for url in ("http://a#b", "http://u@a", "http://:p@a", "http://[::1")),
+        ("http://a:0", "http://a:0"),
+    ],
+)
+def test_urls_of_servers_are_those_of_their_api(url, shown):
+    """A URL is that of an API with or without `/v1`, and names the server by its address."""
+    if shown is None:
+        assert not taken(replicas=[url])
+        return
+    (server,) = RouteConfig.from_options([url]).replicas
+    assert (server.url, server.name) == (shown, shown.split("/")[2])
+
+
+def test_servers_are_as_many_as_the_proxy_can_check():
+    """There is a server at least, there are at most 1,000, and each has its own name."""
+    urls = [f"http://a{index}" for index in range(MOST_REPLICAS + 1)]
+    assert [taken(replicas=urls[:count]) for count in (0, 1, MOST_REPLICAS, len(urls))] == [
+        *(False, True, True, False)
+    ]
+    assert not taken(replicas=[*urls[:2], urls[0]])
+    assert not taken(replicas="http://a")
+
+
+def test_events_need_an_address_and_the_block_size_of_each_server():
+    """A view by events needs `kv_events` of all servers, and blocks of `key_tokens`."""
+
+    def events(*tables, **options):
+        return taken(replicas=list(tables), view="events", **options)
+
+    left = {"url": "http://a", "kv_events": "tcp://a:1"}
+    right = {"url": "http://b", "kv_events": "tcp://b:1", "block_size": 32}
+    assert events(left)
+    assert not events(left, {"url": "http://b"})
+    assert not events(left, right)
+    assert not events(left, key_tokens=32)
+    assert events(right, key_tokens=32)
+    assert taken(replicas=[left, right])
+    configs = [
+        RouteConfig.from_options([left], **options)
+        for options in ({}, {"view": "events"}, {"prefixes": "tokens"})
+    ]
+    assert [config.by_tokens for config in configs] == [False, True, True]
+
+
+def test_paths_of_a_file_are_relative_to_it(tmp_path):
+    """The trace and its key are found beside the file that names them."""
+    path = tmp_path / "route.toml"
+    path.write_text('replicas = ["http://a"]\ntrace = "t"\ntrace-key = "k"\n')
+    config = RouteConfig.from_toml(path)
+    assert (config.trace, config.trace_key) == (tmp_path / "t", tmp_path / "k")
+    path.write_text('replicas = ["http://a"]\n')
+    assert RouteConfig.from_toml(path, port=5).trace is None
+    with pytest.raises(InputError, match=r"none\.toml: cannot be read: No such file"):
+        RouteConfig.from_toml(tmp_path / "none.toml")

@@ -25,6 +25,9 @@ from kvcore_online.server import ServeConfig
 from kvcore_online.simulated import WORDS, SimulatedModel, SimulatedTokens
 from kvcore_replay.check.trace import replay
 
+TIER = "host:memory=1GiB,load=always,read_bandwidth=50MB"
+"""A tier from which blocks take so long that the loop waits for them."""
+
 FAST = ServeConfig(port=0, grace=2, speed_up=1000)
 
 
@@ -111,17 +114,24 @@ def drawn(count=40, gap_s=0.3):
     ]
 
 
-@pytest.mark.parametrize("like", [None, "vllm:lag=0", "sglang"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"like": "vllm:lag=0"},
+        {"like": "sglang", "block_size": 16},
+        {"tier": [TIER]},
+        {"scheduler": "priority:ageing=0.02", "max_seqs": 2},
+    ],
+)
 @pytest.mark.parametrize("gap_s", [0.3, 0.01])
-def test_tokens_come_at_the_times_of_a_simulation(like, gap_s):
+def test_tokens_come_at_the_times_of_a_simulation(more, gap_s):
     """First and last tokens come when `kvcore.simulate` says of the same requests.
 
-    That holds under load too, where requests are evicted and hit: to within the nanosecond to
-    which a clock is read.
+    That holds under load too, where requests are evicted and hit, loaded from a tier or
+    ranked anew: to within the nanosecond to which a clock is read.
     """
-    options = {"like": like, "blocks": 50, "latency": "roofline:frontend=0"}
-    if like == "sglang":
-        options["block_size"] = 16
+    options = {"blocks": 50, "latency": "roofline:frontend=0", **more}
     tokens, loop = played(drawn(gap_s=gap_s), **options)
     result = simulated_parts(**options).run(requests=drawn(gap_s=gap_s))
     rows = result.requests
@@ -137,11 +147,12 @@ def test_tokens_come_at_the_times_of_a_simulation(like, gap_s):
 
 def test_a_faster_clock_changes_no_decision():
     """At ten times the speed all tokens come in a tenth of the time of the clock."""
-    requests = drawn(count=8, gap_s=0)
+    requests, options = drawn(count=8, gap_s=0), {"blocks": 50, "tier": [TIER]}
     for request in requests:
         request.arrival = 0
-    slow, _ = played(requests)
-    fast, _ = played(requests, speed=10.0)
+    slow, loop = played(requests, **options)
+    fast, _ = played(requests, speed=10.0, **options)
+    assert loop._cache.tiers.as_dict()[0]["hit_blocks"]
     for name, times in slow.items():
         assert [time * 10 for time in fast[name]] == pytest.approx(times, abs=10_000)
 

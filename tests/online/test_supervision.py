@@ -1,6 +1,11 @@
 """Messages and limits of servers: few messages, whatever happens how often."""
 
+import asyncio
+import io
 import json
+import os
+import signal
+import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -12,6 +17,9 @@ from kvcore_online.supervision import (
     announce,
     connection_limit,
     log_as_json,
+    report_errors,
+    signalled,
+    stopped,
     warn,
 )
 
@@ -114,3 +122,79 @@ def test_an_address_that_is_no_loopback_prints_a_warning(host, is_open, capsys):
     said = [sentence(line) for line in capsys.readouterr().err.splitlines()]
     warned = [f"kvcore: {host} is no loopback: whoever reaches it can use it"]
     assert said == [*warned * is_open, "kvcore: tiny; Ctrl-C ends"]
+
+
+class Buffered(io.StringIO):
+    """A stream that shows what was flushed."""
+
+    shown = ""
+
+    def flush(self):
+        """Show all."""
+        self.shown = self.getvalue()
+
+
+def test_a_message_is_shown_at_once(monkeypatch):
+    """A line does not wait in a buffer; a closed stream raises nothing."""
+    stream = Buffered()
+    monkeypatch.setattr(sys, "stderr", stream)
+    warn("it failed")
+    assert sentence(stream.shown) == "kvcore: it failed\n"
+
+    def broken(_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(stream, "write", broken)
+    warn("it failed")
+
+
+def test_errors_of_the_loop_are_lines(capsys):
+    """What asyncio reports is a line, with the error if there is one."""
+
+    async def main():
+        report_errors(Messages())
+        loop = asyncio.get_running_loop()
+        loop.call_exception_handler({"message": "no socket"})
+        loop.call_exception_handler({"message": "no socket", "exception": OSError("full")})
+
+    asyncio.run(main())
+    lines = capsys.readouterr().err.splitlines()
+    assert list(map(sentence, lines)) == ["kvcore: no socket", "kvcore: no socket: full"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_further_signal_ends_what_a_server_waits_for(again):
+    """`stop` is waited for; a signal that comes meanwhile aborts what it waits for."""
+    aborted = []
+
+    async def main():
+        free, signals = asyncio.Event(), asyncio.Event()
+        signals.set()  # by the signal that ends the server
+        asyncio.get_running_loop().call_soon(signals.set if again else free.set)
+
+        def abort():
+            aborted.append(True)
+            free.set()
+
+        await stopped(free.wait(), signals, abort)
+        assert free.is_set()
+        assert len(asyncio.all_tasks()) == 1 + (not again)
+
+    asyncio.run(main())
+    assert aborted == [True] * again
+
+
+def test_signals_set_an_event_and_are_given_back():
+    """Ctrl-C, SIGTERM and SIGHUP set the event; afterwards the handlers before hold again."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+
+    async def main():
+        with signalled() as ending:
+            for number in before:
+                os.kill(os.getpid(), number)
+                async with asyncio.timeout(10):
+                    await ending.wait()
+                ending.clear()
+
+    asyncio.run(main())
+    assert {number: signal.getsignal(number) for number in before} == before

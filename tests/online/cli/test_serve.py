@@ -1,10 +1,12 @@
 """The options of `kvcore serve`."""
 
+import attrs
+import click
 import pytest
 
 from kvcore.config import RunConfig
 from kvcore.config.run_config import built_rules
-from kvcore_online.cli.serve import _planned_late
+from kvcore_online.cli.serve import _planned_late, serve
 
 
 @pytest.mark.parametrize(
@@ -22,3 +24,18 @@ def test_rules_of_an_engine_need_no_lag_to_be_left_out(like, lag):
     """Rules whose default is a lag are taken without it; one that was given is refused."""
     config = _planned_late(RunConfig.for_mode("run", workload="zipf", like=like))
     assert built_rules(config.like).lag == lag
+
+
+def test_a_server_has_the_defaults_of_its_command():
+    """An option of the command and the attribute of its name have one default."""
+    server = pytest.importorskip("kvcore_online.server", reason="needs aiohttp")
+    context = click.Context(serve)
+    options = {option.name: option.get_default(context) for option in serve.params}
+    defaults = {
+        name: field.default
+        for name, field in attrs.fields_dict(server.ServeConfig).items()
+        if name in options and type(field.default) in (int, float, str)
+    }
+    assert set(defaults) == {"host", "port", "requests", "body", "client_timeout", "grace"}
+    for name, default in defaults.items():
+        assert type(default)(options[name]) == default

@@ -1,0 +1,30 @@
+"""The text of an answer as it is made of tokens: whole characters, and stop texts."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'kvcore[serve]'")
+
+from kvcore_online.server import Text
+
+
+@given(
+    st.lists(st.text("ab", max_size=4), max_size=8),
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=1),
+)
+def test_no_more_is_held_back_than_may_be_a_stop_text(parts, stop):
+    """A text is passed on up to the longest beginning of a stop text with which it ends."""
+    text = Text(lambda ids: "".join(map(chr, ids)), tuple(stop))
+    whole = made = ""
+    for part in parts:
+        whole += part
+        made += text.add(list(map(ord, part)))
+        if stop and stop[0] in whole:
+            assert text.stopped
+            assert made == whole[: whole.index(stop[0])]
+            return
+        begun = [n for word in stop for n in range(len(word)) if whole.endswith(word[:n])]
+        assert made == whole[: len(whole) - max(begun, default=0)]
+        assert not text.stopped
+    assert made + text.add([], last=True) == whole
