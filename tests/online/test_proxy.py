@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 from io import BytesIO
+from itertools import accumulate, pairwise
 
 import pytest
 from helpers.online_scenes import (
@@ -19,6 +20,8 @@ from helpers.online_scenes import (
     sample,
 )
 from helpers.upstreams import Upstream, prompt, routed, until
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvcore import Request
 from kvcore.errors import InputError, StorageError
@@ -29,7 +32,7 @@ from kvcore_events.formats import encode
 from kvcore_events.model import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvcore_events.publisher import Publisher
 from kvcore_online.prompts import Call
-from kvcore_online.proxy import EventStream
+from kvcore_online.proxy import EventStream, take_usage
 from kvcore_online.traffic import Flight
 from kvcore_plugins.workload.recorded import TraceWorkload
 
@@ -612,18 +615,71 @@ def test_a_request_refused_by_a_server_is_not_in_the_trace(tmp_path):
     assert [each.id for each in TraceWorkload(tmp_path / "day.jsonl")] == [1]
 
 
-def test_a_stream_is_passed_on_in_whole_lines():
-    """A stream is passed on in whole lines, however its bytes are split."""
-    data = (
-        b'data: {"choices": [{"text": "a"}]}\r\n\r\ndata: {"usage": {"prompt_tokens": 5}}\n\n'
-    )
+USAGE = (
+    b'data: {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 9, '
+    b'"prompt_tokens_details": {"cached_tokens": 4}}}'
+)
+PASSED = [
+    b'data: {"choices":[{"text":"a"}]}',
+    b'data: {"choices": [{"text": "b"}], "usage": null}',
+    b'data: {"choices": [{"text": "c"}], "usage": {}}',
+    b'data: {"usage": nonsense',
+    b'data: ["usage"]',
+    b'data: {"usage": 5, "choices": []}',
+    b': ping of the "usage"',
+    b'event: x\ndata: {"choices":[{}]}',
+]
+ENDS = [b"\n\n", b"\r\n\r\n"]
+
+
+@settings(max_examples=max(settings.default.max_examples, 50))
+@given(
+    st.lists(st.tuples(st.sampled_from([USAGE, *PASSED]), st.sampled_from(ENDS)), max_size=5),
+    st.lists(st.integers(1, 60), max_size=20),
+    st.booleans(),
+)
+def test_a_stream_is_passed_on_in_whole_events(events, sizes, counted):
+    """A stream is passed on in whole events, however its bytes are split.
+
+    Only the usage that the client has not asked for is left out.
+    """
     flight = Flight(Request(id=0, prompt_tokens=1, key_tokens=16))
-    for size in range(1, len(data)):
-        stream = EventStream(flight, counted=True)
-        parts = [stream.feed(data[index : index + size]) for index in range(0, len(data), size)]
-        assert b"".join(parts) == data
-        assert all(part.endswith(b"\n") for part in parts if part)
-        assert flight.prompt == 5
+    stream = EventStream(flight, counted=counted)
+    data = b"".join(event + end for event, end in events) + b"data: [DO"
+    cuts = [*accumulate(sizes, initial=0), len(data)]
+    parts = [stream.feed(data[begin:end]) for begin, end in pairwise(cuts)]
+    kept = [event + end for event, end in events if counted or event != USAGE]
+    assert b"".join(parts) == b"".join(kept)
+    assert stream.rest == b"data: [DO"
+    assert all(part.endswith(b"\n") for part in parts if part)
+    told = USAGE in dict(events)
+    assert flight.prompt == (7 if told else None)
+    assert told or flight.output == b"".join(kept).replace(b" ", b"").count(b'"choices":[{')
+
+
+@pytest.mark.parametrize(
+    ("usage", "prompt", "output", "cached"),
+    [
+        ({}, 5, 6, 0),
+        ({"prompt_tokens": 7, "completion_tokens": 0}, 7, 0, 0),
+        ({"prompt_tokens": 0, "completion_tokens": -1}, 5, 6, 0),
+        ({"prompt_tokens_details": {"cached_tokens": 3}}, 5, 6, 3),
+        ({"prompt_tokens_details": {"cached_tokens": True}}, 5, 6, 0),
+        ({"prompt_tokens_details": 4}, 5, 6, 0),
+    ],
+)
+def test_lengths_are_those_that_a_server_has_counted(usage, prompt, output, cached):
+    """Lengths that a server counts replace those of the proxy, if they are numbers."""
+    flight = Flight(Request(id=0, prompt_tokens=1, key_tokens=16), prompt=5, output=6)
+    assert take_usage(flight, usage) == cached
+    assert (flight.prompt, flight.output) == (prompt, output)
+
+
+@played(count=1)
+async def test_a_proxy_that_starts_has_nothing_to_warn_of(proxy, servers, client, capsys):
+    """Where all connections may be open, no limit is told; that a server is up is."""
+    assert "connections of" not in capsys.readouterr().err
+    assert sample(proxy, "up") == 1
 
 
 def test_a_port_in_use_is_refused(tmp_path):
