@@ -203,7 +203,9 @@ def test_a_follower_that_fails_starts_again_from_an_empty_cache(monkeypatch, cap
             assert sample(proxy, "restarts_total") >= 1
 
         followed(scene, publisher)
-    assert "the follower of replica 0 failed, and starts again" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "the follower of replica 0 failed, and starts again" in printed
+    assert "address: the host cannot be found" in printed
 
 
 @pytest.fixture

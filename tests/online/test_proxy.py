@@ -380,6 +380,17 @@ async def test_requests_above_the_limit_are_refused(proxy, servers, client):
     assert (await ask(client))[0] == 200
 
 
+@played(count=1)
+async def test_requests_are_in_flight_side_by_side(proxy, servers, client):
+    """Requests do not wait for each other at the proxy."""
+    servers[0].script = "wait"
+    asked = [asyncio.create_task(ask(client)) for _ in range(5)]
+    await until(lambda: len(servers[0].calls) == 5)
+    assert sample(proxy, "in_flight") == 5
+    servers[0].gate.set()
+    assert [(await each)[0] for each in asked] == [200] * 5
+
+
 @played(count=1, connections=1)
 async def test_connections_above_the_limit_are_closed(proxy, servers, client):
     """A connection beyond the limit is closed without a response."""
@@ -628,6 +639,7 @@ PASSED = [
     b'data: {"usage": 5, "choices": []}',
     b': ping of the "usage"',
     b'event: x\ndata: {"choices":[{}]}',
+    b"",
 ]
 ENDS = [b"\n\n", b"\r\n\r\n"]
 

@@ -257,6 +257,20 @@ async def test_an_unexpected_error_is_one_line_and_a_500(
 
 
 @played(count=1)
+async def test_an_error_within_an_answer_cuts_it(proxy, servers, client, monkeypatch):
+    """An answer that has begun cannot become another one: its connection is closed."""
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(proxy, "_count_cached", fail)
+    answer = await raw(proxy, http_request(json.dumps(prompt(stream=True)).encode()))
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert not answer.endswith(b"0\r\n\r\n")
+
+
+@played(count=1)
 async def test_checks_that_fail_unexpectedly_start_again(proxy, servers, client, monkeypatch):
     """An unexpected error in one job of the background ends neither that job nor another."""
     monkeypatch.setattr("kvcore_online.supervision.PAUSE_SECONDS", 0.0)

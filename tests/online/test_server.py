@@ -368,6 +368,12 @@ def test_the_server_lists_models_tokenizes_and_exports_metrics(server):
     found = metrics(server)
     assert ("vllm:prefix_cache_hits_total",) in found
     assert found["kvcore:requests_total", "finished"]
+    for name in (
+        *("vllm:kv_cache_usage_perc", "vllm:num_requests_running"),
+        *("vllm:num_requests_waiting", "kvcore:kv_events_dropped_total"),
+        "kvcore:behind_seconds",
+    ):
+        assert found[name,] == 0
 
 
 def test_times_are_histograms_under_the_names_of_vllm():
@@ -820,7 +826,8 @@ def test_a_server_with_a_trace_keeps_nothing_of_ended_requests(tmp_path):
         # A request is answered just before the loop has let go of it.
         asyncio.run(until(lambda: not (loop.open or loop.inbox.left or loop._leaving)))
         kept = [cache._admitted, cache.trace._seen, loop.open, loop.listeners, loop._leaving]
-        assert [len(each) for each in kept] == [0] * 5
+        kept.append(loop._tokens.measured)
+        assert [len(each) for each in kept] == [0] * 6
     assert replay(trace).complete
     assert "TOP-SECRET" not in trace.read_text()
     salts = {event.salt for event in read_events(trace) if event.event == "REQUEST"}

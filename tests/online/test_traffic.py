@@ -137,3 +137,14 @@ def test_a_request_that_cannot_be_written_is_told_and_left_out(tmp_path):
     log.close(50)
     assert [type(error) for error in errors] == [InputError]
     assert lines(tmp_path / "day.jsonl") == [("REQUEST", 1), ("ROUTE", 1)]
+
+
+def test_lines_that_wait_for_the_file_are_bounded(tmp_path, monkeypatch):
+    """Lines are written as requests end, not only when the log is synchronised."""
+    monkeypatch.setattr("kvcore_cluster.trace._LINES", 10)
+    log = make_log(tmp_path / "day.jsonl")
+    for number in range(50):
+        log.begin(flown(number))
+        log.end(log._flights[number])
+        assert len(log._trace._lines) < 40
+    log.close(1_000)
