@@ -71,7 +71,10 @@ ROOMS = {
     ),
     "serving": (
         ["kvcore/serving"],
-        ["tests/core/serving", "tests/plugins/test_schedulers.py", PROPERTIES],
+        [
+            *("tests/core/serving", "tests/plugins/test_schedulers.py", PROPERTIES),
+            "tests/plugins/test_cache_groups_serving.py",
+        ],
     ),
     "online": (["plugins/kvcore_online"], ["tests/online"]),
 }

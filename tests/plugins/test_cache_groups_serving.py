@@ -7,6 +7,7 @@ from typing import get_args
 import attrs
 import pytest
 from helpers.grouped_requests import FULL, GROUPS, STATE, WINDOW, grouped_requests
+from helpers.serving import Even
 
 from kvcore import Request
 from kvcore.cache import KVCache
@@ -68,6 +69,33 @@ def test_a_state_cuts_chunks_at_its_blocks():
     assert cut(0, 64, 100, 40, 63) == 40
     assert cut(0, 5, 100) == 0  # too few tokens for a block: it waits
     assert GroupedCache([FULL, WINDOW], 100).chunk_tokens(0, 30, 100, 100, (), 64) == 30
+
+
+@pytest.mark.parametrize("jumps", [True, False])
+def test_a_sequence_waits_to_which_a_prompt_before_it_leaves_no_token(jumps):
+    """Running requests have the tokens of a step in order of admission, whatever they do.
+
+    The prompt of `a` is cut where it departs from that of `first`, which leaves tokens to `b`;
+    its next chunk takes all 32 of the step, and `b` generates its next token after that.
+    """
+    cache = GroupedCache([FULL, STATE], 100, key_tokens=8)
+    shared, own = list(range(3)), list(range(10, 18))
+
+    def prompt(name, at, keys, output):
+        tokens = {"prompt_tokens": 8 * len(keys), "output_tokens": output}
+        return Request(id=name, arrival=at, keys=keys, key_tokens=8, **tokens)
+
+    served = [
+        prompt("first", 0, [*shared, *range(3, 9)], 1),
+        prompt("a", 100, [*shared, *own], 1),
+        prompt("b", 100, [20], 5),
+    ]
+    batching = Batching(rules="vllm:lag=0", max_tokens=32, max_seqs=4, watermark=0)
+    log = simulate(served, cache=cache, batching=batching, latency=Even(), jumps=jumps).log
+    cache.check_integrity()
+    rows = dict(zip(log.ids, zip(log.first_token, log.finish, strict=True), strict=True))
+    assert rows == {"first": (30, 30), "a": (140, 140), "b": (110, 160)}
+    assert log.steps == 9
 
 
 def test_a_junction_at_the_end_of_a_prompt_is_a_stop_after_a_preemption():
