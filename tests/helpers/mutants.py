@@ -38,7 +38,6 @@ import tomllib
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import accumulate, pairwise
-from math import inf
 from pathlib import Path
 from random import Random
 from time import process_time
@@ -463,21 +462,24 @@ class Coverage:
         changed = mutant.functions()
         return self.tests.get(_identity(changed[-1]), ()) if changed else self.seconds
 
-    def passing(self, items):
-        """Return the names of the tests that pass, the fastest first."""
-        return {name for name, passes in self._run(items, self.seconds) if passes}
+    def fastest(self, names):
+        """Return the fastest of these tests, as many as fit into `TEST_SECONDS`."""
+        known = sorted(self.seconds.keys() & names, key=self.seconds.__getitem__)
+        spent = accumulate(map(self.seconds.__getitem__, known))
+        return [name for name, until in zip(known, spent, strict=True) if until < TEST_SECONDS]
+
+    def passing(self, items, names):
+        """Return the names of those of some tests that pass, the fastest first."""
+        return {name for name, passes in self._run(items, names) if passes}
 
     def all_pass(self, items, names):
-        """Return True if tests with these names pass, as many as fit into `TEST_SECONDS`."""
-        return all(passes for _, passes in self._run(items, names, TEST_SECONDS))
+        """Return True if the fastest tests with these names pass."""
+        return all(passes for _, passes in self._run(items, self.fastest(names)))
 
-    def _run(self, items, names, limit=inf):
-        """Yield name and outcome of tests, the fastest first, up to a limit of seconds."""
-        names = self.seconds.keys() & names
+    def _run(self, items, names):
+        """Yield name and outcome of tests, the fastest first."""
         known = [item for item in items if item.nodeid in names]
         known.sort(key=lambda item: self.seconds[item.nodeid])
-        spent = accumulate(self.seconds[item.nodeid] for item in known)
-        known = [item for item, until in zip(known, spent, strict=True) if until < limit]
         for item, following in pairwise([*known, None]):
             seconds = self.seconds[item.nodeid]
             yield item.nodeid, _passes(item, following, PATIENCE * (seconds + 1))
@@ -488,10 +490,14 @@ def _warmed(drawn, tests, files, tell):
 
     def run(items):
         coverage = _forked(Coverage().of, items, files)
-        steady = coverage and _forked(coverage.passing, items)
+        if coverage is None:
+            return None
+        runs = [coverage.seconds, *map(coverage.of_mutant, drawn)]
+        used = {name for names in runs for name in coverage.fastest(names)}
+        steady = _forked(coverage.passing, items, used)
         if steady is None:
             return None
-        for name in coverage.seconds.keys() - steady:
+        for name in used - steady:
             tell(f"left out, as it fails in another order: {name}")
             del coverage.seconds[name]
         tell(f"{len(coverage.seconds)} tests, {sum(coverage.seconds.values()):.0f} s")
