@@ -11,9 +11,9 @@ Changes are drawn from a seed, and each is tested in a process of its own:
      └── a process for each mutant of code that runs at import, which loads the changed file
          in place of the one on disk
 
-Each runs the tests that run the function, or all of them, the fastest first, until one fails.
-A mutant survives if all of them pass, or as many as compute `TEST_SECONDS` together; a test
-that computes far longer than without the mutant has noticed it.
+Each runs the tests that run the function, or all of them, until one fails. A mutant survives if
+all of them pass, or the fastest of each file, as many as compute `TEST_SECONDS` together; a
+test that computes far longer than without the mutant has noticed it.
 
 The core in C is a twin of some of the code in Python, so it is switched off, except for the
 files that call it, and for functions that no test runs without it: those that it calls.
@@ -35,6 +35,7 @@ import signal
 import sys
 import tempfile
 import tomllib
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import accumulate, pairwise
@@ -462,25 +463,35 @@ class Coverage:
         changed = mutant.functions()
         return self.tests.get(_identity(changed[-1]), ()) if changed else self.seconds
 
-    def fastest(self, names):
-        """Return the fastest of these tests, as many as fit into `TEST_SECONDS`."""
-        known = sorted(self.seconds.keys() & names, key=self.seconds.__getitem__)
+    def chosen(self, names):
+        """Return those of some tests that are run, as many as fit into `TEST_SECONDS`.
+
+        The fastest test of each file is taken first, then the second of each: a file of many
+        quick tests leaves time for one of slow tests, which may notice what those cannot. They
+        are run file by file, so that the tests of a file share its fixtures.
+        """
+        ranks, files, places = Counter(), {}, {}
+        for name in sorted(self.seconds.keys() & names, key=self.seconds.__getitem__):
+            file = name.partition("::")[0]
+            places[name] = ranks[file], self.seconds[name], files.setdefault(file, len(files))
+            ranks[file] += 1
+        known = sorted(places, key=places.__getitem__)
         spent = accumulate(map(self.seconds.__getitem__, known))
-        return [name for name, until in zip(known, spent, strict=True) if until < TEST_SECONDS]
+        known = [name for name, end in zip(known, spent, strict=True) if end < TEST_SECONDS]
+        return sorted(known, key=lambda name: (places[name][2], places[name][0]))
 
     def passing(self, items, names):
-        """Return the names of those of some tests that pass, the fastest first."""
+        """Return the names of those of some tests that pass."""
         return {name for name, passes in self._run(items, names) if passes}
 
     def all_pass(self, items, names):
-        """Return True if the fastest tests with these names pass."""
-        return all(passes for _, passes in self._run(items, self.fastest(names)))
+        """Return True if the tests that are chosen of these pass."""
+        return all(passes for _, passes in self._run(items, self.chosen(names)))
 
     def _run(self, items, names):
-        """Yield name and outcome of tests, the fastest first."""
-        known = [item for item in items if item.nodeid in names]
-        known.sort(key=lambda item: self.seconds[item.nodeid])
-        for item, following in pairwise([*known, None]):
+        """Yield name and outcome of tests, in the order of their names."""
+        known = {item.nodeid: item for item in items}
+        for item, following in pairwise([*map(known.__getitem__, names), None]):
             seconds = self.seconds[item.nodeid]
             yield item.nodeid, _passes(item, following, PATIENCE * (seconds + 1))
 
@@ -493,11 +504,11 @@ def _warmed(drawn, tests, files, tell):
         if coverage is None:
             return None
         runs = [coverage.seconds, *map(coverage.of_mutant, drawn)]
-        used = {name for names in runs for name in coverage.fastest(names)}
-        steady = _forked(coverage.passing, items, used)
+        used = {name: None for names in runs for name in coverage.chosen(names)}
+        steady = _forked(coverage.passing, items, list(used))
         if steady is None:
             return None
-        for name in used - steady:
+        for name in used.keys() - steady:
             tell(f"left out, as it fails in another order: {name}")
             del coverage.seconds[name]
         tell(f"{len(coverage.seconds)} tests, {sum(coverage.seconds.values()):.0f} s")

@@ -47,6 +47,17 @@ def test_generated_blocks_can_be_hit_once_they_are_scheduled(commit, lag, hit, j
     assert serve(requests, commit=commit, lag=lag, jumps=jumps).rows["b"]["hit"] == hit
 
 
+@pytest.mark.parametrize("scheduler", ["priority:preemptive=true", "planning"])
+def test_generated_blocks_are_not_shared_by_plans_that_may_pause(scheduler):
+    """Where a plan may pause the job that fills a block, others hit it once it is computed."""
+    requests = [
+        ask("a", 0, 4, 9, keys=[1], output_keys=[2, 3]),
+        ask("b", 40, 9, 1, keys=[1, 2]),
+    ]
+    run = serve(requests, commit="scheduled", scheduler=scheduler_of(scheduler))
+    assert run.rows["b"]["hit"] == 4
+
+
 @pytest.mark.parametrize("jumps", [True, False])
 @pytest.mark.parametrize(("eviction", "inserted"), [("arc", [1, 1]), ("lru", [2])])
 def test_generated_blocks_are_inserted_as_they_are_scheduled(eviction, inserted, jumps):
