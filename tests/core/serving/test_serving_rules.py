@@ -12,7 +12,8 @@ from hypothesis import given
 import kvcore
 from kvcore import InputError, PluginError, PolicyError
 from kvcore.config import RunConfig
-from kvcore.serving import Batching, Rules, StepPlan
+from kvcore.serving import Batching, Rules, StepPlan, StepState
+from kvcore.serving.job import DECODE, PREFILL, WAITING
 from kvcore.serving.rules import TokenRatio
 from kvcore_events.model import BlockStored
 from kvcore_lab.sweep.grid import Grid
@@ -413,6 +414,45 @@ def test_the_ratio_falls_and_is_set_by_a_preemption():
     assert ratio.at(6001) == 20 / 100
     ratio.restart(7000)
     assert ratio.at(7000) == 0.7
+
+
+def running(output, generated=0, **fields):
+    """Return a job that decodes, or in another stage, with output left to generate."""
+    made = job(ask("r", 0, 8, output))
+    made.stage, made.generated_before = DECODE, generated
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("output", "fields", "blocks"),
+    [
+        # Its own tokens and a block, and half of the 7 + 9 that others generate; one more.
+        (10, {"running": [running(7), running(12, 3)]}, -(-(10 + 4 + 8 + 1) // 4)),
+        (11, {"running": [running(7), running(12, 3)]}, 6),
+        (12, {"running": [running(7), running(12, 3)]}, 7),
+        (10, {"running": [running(16, stage=PREFILL)]}, -(-(10 + 4 + 1) // 4)),
+        # A chunk counts a block, and one that ends its prompt all its output.
+        (10, {"running": [running(0)], "chunks": [(running(6, computed=3), 4)]}, 5),
+        (10, {"running": [running(0)], "chunks": [(running(6, computed=4), 4)]}, 7),
+        (10**6, {"running": [running(10**6)]}, -(-(4096 + 4 + 2048 + 1) // 4)),
+        (10, {"running": [running(0)], "watermark_blocks": 50}, 50),
+        (10, {"running": [running(0)], "token_ratio": None, "watermark_blocks": 2}, 2),
+        (10, {"paused": [running(0)]}, 4),
+        (10, {"preempted": [running(9)], "watermark_blocks": 5}, 0),
+    ],
+)
+def test_the_headroom_has_the_tokens_that_jobs_will_generate(output, fields, blocks):
+    """An admission leaves blocks for the future tokens of all jobs, at most 4,096 each."""
+    state = StepState(**dict.fromkeys(StepState._fields, 0) | {
+        "block_size": 4, "running": (), "paused": (), "chunks": (), "preempted": (),
+        "token_ratio": 0.5, **fields,
+    })  # fmt: skip
+    assert Rules().headroom(running(output, stage=WAITING), state) == blocks
+    refusing = Rules(admit_after_preemption=False)
+    expected = None if state.preempted else blocks
+    assert refusing.headroom(running(output, stage=WAITING), state) == expected
 
 
 @pytest.mark.parametrize(("preempts", "loser"), [("last", "b"), ("shortest", "a")])
