@@ -8,8 +8,11 @@ pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'kvcore[serve]
 
 from kvcore.engine import Sampling
 from kvcore_online.calls import OUTPUT, CallReader
+from kvcore_online.engine import Tokens
 from kvcore_online.listener import ApiError
+from kvcore_online.server import Answer, Text, _check, _deltas, _usage
 from kvcore_online.simulated import VOCABULARY, SimulatedModel
+from kvcore_online.tally import CANCELLED, FAILED, FINISHED, REJECTED
 
 HUGE = 1 << 63
 
@@ -203,3 +206,63 @@ def test_each_answer_is_a_request_with_a_seed_of_its_own():
     }
     (drawn,) = read({}).requests(count(), 4, None, publish=False)
     assert (drawn.seed, drawn.publish) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "words"),
+    [
+        (REJECTED, 400, "the request was rejected"),
+        (FAILED, 503, "the request was failed"),
+        (CANCELLED, 503, "the request was cancelled"),
+    ],
+)
+def test_a_request_that_is_not_served_is_an_error_with_its_reason(end, status, words):
+    """A request that the engine rejects is a 400, one that it cannot serve a 503."""
+    for reason, message in ("the pool is small", "the pool is small"), (None, words):
+        with pytest.raises(ApiError) as caught:
+            _check(Tokens(end=end, reason=reason))
+        assert (caught.value.status, str(caught.value)) == (status, message)
+    for end_ in (None, FINISHED):
+        _check(Tokens(end=end_))
+
+
+def answered(*parts, stop=()):
+    """Return an answer of parts, each of a byte a token."""
+    answer = Answer(Text(lambda ids: bytes(ids).decode(), stop))
+    text = "".join(answer.add(part) for part in parts)
+    return answer, text
+
+
+def test_the_usage_counts_each_prompt_once():
+    """Tokens of all answers add up; those of a prompt that were cached count once."""
+    call = read({"prompt": [[1, 2, 3], [4]], "n": 2})
+    answers = [
+        answered(Tokens(b"ab", cached=cached), Tokens(b"c", end=FINISHED))[0]
+        for cached in (2, 3, 1, 0)
+    ]
+    assert _usage(call, answers) == {
+        "prompt_tokens": 4,
+        "completion_tokens": 12,
+        "total_tokens": 16,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+
+
+def test_new_tokens_of_a_stream_are_a_part_and_its_end():
+    """A part has the text that tokens add, if any; the last one says why the text has ended."""
+    chat, text = read({"messages": [user()]}), read({})
+
+    def parts(call, answer, added):
+        return [
+            (made["index"], made.get("delta", made.get("text")), made["finish_reason"])
+            for made in _deltas(call, 5, answer, added)
+        ]
+
+    goes_on, added = answered(Tokens(b"ab"))
+    assert parts(text, goes_on, added) == [(5, "ab", None)]
+    assert parts(chat, goes_on, added) == [(5, {"content": "ab"}, None)]
+    assert parts(chat, goes_on, "") == []
+    ended, added = answered(Tokens(b"ab"), Tokens(end=FINISHED))
+    assert parts(text, ended, "") == [(5, "", "length")]
+    stopped, added = answered(Tokens(b"abc"), stop=("c",))
+    assert parts(chat, stopped, added) == [(5, {"content": "ab"}, None), (5, {}, "stop")]
