@@ -5,6 +5,8 @@
 import asyncio
 import gzip
 import json
+import os
+import signal
 from io import BytesIO
 from itertools import accumulate, pairwise
 
@@ -32,8 +34,9 @@ from kvcore_events.formats import encode
 from kvcore_events.model import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvcore_events.publisher import Publisher
 from kvcore_online.prompts import Call
-from kvcore_online.proxy import EventStream, take_usage
-from kvcore_online.traffic import Flight
+from kvcore_online.proxy import EventStream, run, take_usage
+from kvcore_online.route_config import RouteConfig
+from kvcore_online.traffic import Flight, TrafficLog
 from kvcore_plugins.workload.recorded import TraceWorkload
 
 web = pytest.importorskip("aiohttp.web", reason="needs aiohttp")
@@ -685,6 +688,28 @@ def test_lengths_are_those_that_a_server_has_counted(usage, prompt, output, cach
     flight = Flight(Request(id=0, prompt_tokens=1, key_tokens=16), prompt=5, output=6)
     assert take_usage(flight, usage) == cached
     assert (flight.prompt, flight.output) == (prompt, output)
+
+
+def test_a_proxy_runs_until_a_signal(tmp_path, monkeypatch):
+    """`run` routes from `ready` on until SIGTERM; it raises what has ended the trace."""
+    served = []
+
+    def ready(proxy):
+        served.append(proxy.url)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    config = RouteConfig.from_options(["http://127.0.0.1:9"], port=0, trace=tmp_path / "day")
+    run(config, ready)
+    assert served[0].startswith("http://127.0.0.1:")
+    assert [line.event for line in read_events(tmp_path / "day")] == ["HEADER", "END"]
+
+    def full(*_):
+        msg = "no space left"
+        raise StorageError(msg)
+
+    monkeypatch.setattr(TrafficLog, "close", full)
+    with pytest.raises(StorageError, match="no space left"):
+        run(config, ready)
 
 
 @played(count=1)

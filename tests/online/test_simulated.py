@@ -1,7 +1,10 @@
 # ruff: noqa: E402 - a missing package skips the module first
 """`kvcore serve --simulate`: the loop of a simulation in real time, behind the API."""
 
+import asyncio
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +24,7 @@ from kvcore.request import text_request
 from kvcore.units import NS_PER_S
 from kvcore_events.formats import decode
 from kvcore_online.engine import LiveLoop
-from kvcore_online.server import ServeConfig
+from kvcore_online.server import ServeConfig, Server, run
 from kvcore_online.simulated import WORDS, SimulatedModel, SimulatedTokens
 from kvcore_replay.check.trace import replay
 
@@ -209,6 +212,32 @@ def test_no_tensor_library_is_imported():
         env={**os.environ, "PYTHONPATH": path},
     )
     assert done.stdout == "set()\n"
+
+
+def test_a_server_that_cannot_listen_is_closed():
+    """If the port is in use, nothing of the server is left: no listener, no thread."""
+
+    async def main(port):
+        server = Server(simulated_parts(), ServeConfig(port=port, speed_up=1.0))
+        with pytest.raises(kvcore.InputError, match=f"port {port} of 127.0.0.1"):
+            await server.start()
+        assert server._listener._runner.server is None
+        assert not server.engine._thread.is_alive()
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        asyncio.run(main(taken.getsockname()[1]))
+
+
+def test_a_server_runs_until_a_signal():
+    """`run` serves from `ready` on until SIGTERM."""
+    served = []
+
+    def ready(server):
+        served.append(server.url)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    run(simulated_parts(), FAST, ready)
+    assert served[0].startswith("http://127.0.0.1:")
 
 
 @pytest.fixture(scope="module")
