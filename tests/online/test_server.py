@@ -675,13 +675,16 @@ def test_a_stop_text_ends_a_response(server):
     assert answer.usage.completion_tokens < 12
 
 
-def test_a_stopped_server_leaves_no_thread():
-    """A server that has stopped leaves no thread running."""
+def test_a_stopped_server_leaves_no_thread(tmp_path):
+    """A server that has stopped leaves no thread running, of its tiers neither."""
     before = set(threading.enumerate())
-    with serving() as server:
-        complete(server, tokens=1)
+    with serving(blocks=20, memory=None, tier=[f"disk:memory=4MiB,path={tmp_path}"]) as server:
+        for index in range(4):
+            complete(server, f"{index} " * 200, tokens=1)
+        started = {thread.name for thread in set(threading.enumerate()) - before}
+    assert {"kvcore-engine", "kvcore tier disk"} <= started
     left = set(threading.enumerate()) - before
-    assert not [each for each in left if each.name.startswith("kvcore-")]
+    assert not [thread for thread in left if thread.name.startswith("kvcore")]
 
 
 @pytest.mark.parametrize("stream", [False, True])
