@@ -540,8 +540,10 @@ class DecodeAllocator:
                 cache = self._cache
                 if self._served:
                     jobs = [job for job in jobs if job not in self._served]
-                if len(jobs) > cache.available_blocks and not cache.make_room(len(jobs), now):
-                    return False
+                if len(jobs) > cache.available_blocks:
+                    if not cache.make_room(len(jobs), now):
+                        return False
+                    self.freed = True  # pins of clients have ended: waiting jobs may fit
                 self._grow(jobs, 0, now)
                 self._served.clear()
             self.allocated_until = step + 1

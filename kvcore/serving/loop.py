@@ -258,7 +258,7 @@ class ServingLoop:
             self.arrivals.ended(job.request, now)
         if late:
             self._planned(now)
-        return stepped or bool(late)
+        return stepped
 
     def end(self) -> None:
         """Run the planned step, or the decode steps up to the next event."""

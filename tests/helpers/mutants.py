@@ -12,8 +12,8 @@ Changes are drawn from a seed, and each is tested in a process of its own:
          in place of the one on disk
 
 Each runs the tests that run the function, or all of them, until one fails. A mutant survives if
-all of them pass, or the fastest of each file, as many as compute `TEST_SECONDS` together; a
-test that computes far longer than without the mutant has noticed it.
+all of them pass, or as many as compute `TEST_SECONDS` together; a test that computes far longer
+than without the mutant has noticed it.
 
 The core in C is a twin of some of the code in Python, so it is switched off, except for the
 files that call it, and for functions that no test runs without it: those that it calls.
@@ -466,19 +466,20 @@ class Coverage:
     def chosen(self, names):
         """Return those of some tests that are run, as many as fit into `TEST_SECONDS`.
 
-        The fastest test of each file is taken first, then the second of each: a file of many
-        quick tests leaves time for one of slow tests, which may notice what those cannot. They
+        Half of the time is that of the fastest. For the rest, the fastest test of each file is
+        taken first, then the second of each: slow tests may notice what quick ones cannot. They
         are run file by file, so that the tests of a file share its fixtures.
         """
-        ranks, files, places = Counter(), {}, {}
+        ranks, files, places, spent = Counter(), {}, {}, 0.0
         for name in sorted(self.seconds.keys() & names, key=self.seconds.__getitem__):
             file = name.partition("::")[0]
+            spent += self.seconds[name]
+            ranks[file] += spent >= TEST_SECONDS / 2
             places[name] = ranks[file], self.seconds[name], files.setdefault(file, len(files))
-            ranks[file] += 1
         known = sorted(places, key=places.__getitem__)
         spent = accumulate(map(self.seconds.__getitem__, known))
         known = [name for name, end in zip(known, spent, strict=True) if end < TEST_SECONDS]
-        return sorted(known, key=lambda name: (places[name][2], places[name][0]))
+        return sorted(known, key=lambda name: (places[name][2], self.seconds[name]))
 
     def passing(self, items, names):
         """Return the names of those of some tests that pass."""

@@ -113,6 +113,7 @@ def test_the_parts_of_a_stream_add_up_to_the_text(server):
     assert text == complete(server)
     assert parts[-1].usage.completion_tokens == 8
     assert parts[-2].choices[0].finish_reason == "length"
+    assert {part.object for part in parts} == {"text_completion"}
 
 
 def test_a_chat_is_answered_equally_with_and_without_streaming(server):

@@ -160,6 +160,15 @@ def test_a_faster_clock_changes_no_decision():
         assert [time * 10 for time in fast[name]] == pytest.approx(times, abs=10_000)
 
 
+def test_a_prompt_of_several_chunks_has_its_first_token_after_the_last():
+    """Chunks of a prompt generate no token but the last one."""
+    tokens, loop = played(
+        [text_request(0, range(3000), output=3, block_size=16)], max_tokens=512
+    )
+    assert len(tokens[0]) == 3
+    assert loop.log.output_tokens == 3
+
+
 def test_a_machine_that_is_too_slow_does_not_slow_the_model():
     """Where a sleep is too long, the next one is shorter: the times of tokens do not drift."""
 

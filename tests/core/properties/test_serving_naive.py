@@ -111,10 +111,11 @@ def _time(time):
 @together
 @given(server=servers() | ruled_servers() | tiered_servers() | talks())
 # The last token comes from a prefill; a second plan at one time preempts; pins end early for a
-# running job, and blocks expire, while another one waits for blocks.
+# running job (twice), and blocks expire, while another one waits for blocks.
 @example(server=random_server(Random(60).randint))
 @example(server=random_ruled_server(Random(358).randint))
 @example(server=random_server(Random(405).randint))
+@example(server=random_ruled_server(Random(453).randint))
 @example(server=random_ruled_server(Random(630).randint))
 def test_decisions_are_those_of_the_naive_loop(scheduler, server):
     """Each request has the times, hits and preemptions of the naive loop, to the ns."""

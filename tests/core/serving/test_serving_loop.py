@@ -7,7 +7,7 @@ import pytest
 from helpers.schedulers import scheduler_of
 from helpers.serving import STEP, Bent, Even, ask, serve
 
-from kvcore import InputError, KVCache, Request
+from kvcore import InputError, KVCache, LatencyModel, Request
 from kvcore.serving import simulate
 from kvcore.serving.stats import PENDING_EVENTS
 from kvcore_plugins.eviction import LRU
@@ -270,3 +270,31 @@ def test_a_chunk_attends_to_what_is_left_of_the_prompt():
         )
         busy.append(run.result.log.busy_ps)
     assert busy == [10 + 26 + 42, 10 + 26 + 26]
+
+
+def test_a_latency_model_of_seconds_alone_is_asked_for_each_step():
+    """Steps are jumped over only where lines say how long each takes."""
+
+    class Easy(LatencyModel):
+        """A model of the easy tier."""
+
+        name = "easy"
+
+        def seconds(self, work):
+            """Return a second."""
+            del work
+            return 1.0
+
+    class Both(Easy):
+        """A model with lines and seconds."""
+
+        name = "both"
+        seconds = Easy.seconds
+        jumps = True
+
+        def pieces(self, work):
+            """Return a flat line."""
+            del work
+            return [(10**12, 0)]
+
+    assert (LatencyModel.jumps, Easy.jumps, Both.jumps, Even.jumps) == (True, False, True, True)

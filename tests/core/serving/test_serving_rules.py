@@ -34,16 +34,22 @@ def test_blocks_can_be_hit_once_they_are_scheduled(commit, hit):
 
 @pytest.mark.parametrize("jumps", [True, False])
 @pytest.mark.parametrize(
-    ("commit", "lag", "hit"), [("computed", 0, 4), ("scheduled", 0, 8), ("scheduled", 1, 4)]
+    ("commit", "lag", "at", "hit"),
+    [
+        ("computed", 0, 40, 4),
+        ("scheduled", 0, 40, 8),
+        ("scheduled", 1, 30, 4),
+        ("scheduled", 1, 40, 8),
+    ],
 )
-def test_generated_blocks_can_be_hit_once_they_are_scheduled(commit, lag, hit, jumps):
+def test_generated_blocks_can_be_hit_once_they_are_scheduled(commit, lag, at, hit, jumps):
     """With `commit=scheduled`, a request hits the answer that its own step completes.
 
     Under a lag the last token of that block is not known yet when the step is planned.
     """
     requests = [
         ask("a", 0, 4, 9, keys=[1], output_keys=[2, 3]),
-        ask("b", 40 - 10 * lag, 9, 1, keys=[1, 2]),
+        ask("b", at, 9, 1, keys=[1, 2]),
     ]
     assert serve(requests, commit=commit, lag=lag, jumps=jumps).rows["b"]["hit"] == hit
 
@@ -414,6 +420,7 @@ def test_the_ratio_falls_and_is_set_by_a_preemption():
     assert ratio.at(6001) == 20 / 100
     ratio.restart(7000)
     assert ratio.at(7000) == 0.7
+    assert ratio.at(7300) == pytest.approx(0.7 - 0.7 * 0.86 / 2)
 
 
 def running(output, generated=0, **fields):

@@ -229,7 +229,8 @@ class Server:
             and not (scheduler.preemptive or self.has_plan)
         )
         ordered = type(cache.eviction).on_insert is not EvictionPolicy.on_insert
-        self.names_output = self.plans_output and ordered
+        keeps = self.rules.generated == "cached"
+        self.names_output = self.plans_output and ordered and keeps
         self.policies = [policy for policy in policies if isinstance(policy, EvictionPolicy)]
         self.estimates = Estimates(cache, latency, batching.max_seqs)
         scheduler.bind()
@@ -251,8 +252,9 @@ class Server:
         # The plan: (job, tokens) of prompts in the step, and which of these are to be
         # published; the tokens that the step has left; the jobs that have lost their blocks.
         self.chunks, self.unpublished, self.budget, self.victims = [], [], 0, []
-        # Whether the rules let the step admit no job any more.
-        self.refuses = False
+        # Whether the rules let the step admit no job any more; whether pins of clients have
+        # ended since jobs were offered slots.
+        self.refuses = self.pins_ended = False
         # Under a lag, what the next plan does not know: arrivals, ends and full blocks. When
         # the last step began (ps); None if none has run since the last plan.
         self.unseen, self.late, self.filled, self.began = [], [], [], None
@@ -422,6 +424,9 @@ class Server:
         """
         if self.mixed:
             self.grow()
+        # Where pins of clients have ended for a running job, waiting ones may fit as well.
+        self.changed |= self.pins_ended
+        self.pins_ended = False
         if self.plans_output:
             self.fill_output()
         if self.changed and (self.prefilling or self.waiting):
@@ -450,7 +455,9 @@ class Server:
         """Allocate the slots of the tokens that decoding jobs compute; preempt for them."""
         while slotless := [job for job in self.decoding if job.seq.tokens == job.length]:
             full = [job for job in slotless if job.length % self.size == 0]
+            pinned = len(full) > self.cache.available_blocks
             if self.has_room(len(full)):
+                self.pins_ended |= pinned
                 for job in slotless:
                     self.extend(job)
                 return
