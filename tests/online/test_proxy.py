@@ -22,7 +22,7 @@ from helpers.online_scenes import (
     sample,
 )
 from helpers.upstreams import Upstream, prompt, routed, until
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvcore import Request
@@ -653,6 +653,7 @@ ENDS = [b"\n\n", b"\r\n\r\n"]
     st.lists(st.integers(1, 60), max_size=20),
     st.booleans(),
 )
+@example([(b"", b"\n\n")], [], False)  # noqa: FBT003 - as hypothesis has it
 def test_a_stream_is_passed_on_in_whole_events(events, sizes, counted):
     """A stream is passed on in whole events, however its bytes are split.
 

@@ -73,11 +73,12 @@ def test_requests_are_counted_by_their_ends():
     """Each request has one end; one whose client has gone is neither finished nor rejected."""
     tally = Tally(8)
     tally.ended(job(ask("a")), 5)
-    tally.rejected(job(ask("b")), "its prompt is empty")
+    for name in "bd":
+        tally.rejected(job(ask(name)), "its prompt is empty")
     assert tally.why == "its prompt is empty"
     tally.cancelled = "c"
     tally.ended(job(ask("c", 0, 100, 100)), 5)
     tally.rejected(job(ask("c")), "its client has gone")
-    assert tally.requests == {FINISHED: 1, REJECTED: 1, CANCELLED: 2}
+    assert tally.requests == {FINISHED: 1, REJECTED: 2, CANCELLED: 2}
     assert (tally.prompt_tokens, tally.output_tokens) == (4, 1)
     assert len(tally.ids) == 0
