@@ -200,6 +200,19 @@ def test_a_hybrid_model_with_a_tier_is_planned_for_in_cache_groups_too():
     assert 0 < sizes[0] <= sizes[1]
 
 
+def test_a_model_with_blocks_of_several_sizes_is_planned_for_without_foresight():
+    """Where no cache can evict with foresight, the limit is found by the other grants."""
+    options = {
+        **ONE, "model": "deepseek-v4-flash", "latency": "roofline", "device": "h200",
+        "tensor_parallel": 2, "max_gpus": 2, "slo": "ttft=0.001", "block_size": 16,
+    }  # fmt: skip
+    found = plan("zipf:requests=20,rate=20,key_tokens=16", **options)
+    assert (found.options, found.limit.grants.keys()) == ([], {"endless", "seen"})
+    assert any(note.startswith("foresight was not tried: ") for note in found.notes)
+    assert "with a pool that never fills" in str(found)
+    assert "foresaw" not in str(found)
+
+
 def test_a_plan_resumed_from_its_journal_is_the_same(served, tmp_path):
     """A plan resumed from its journal, or from a part of it, is the same."""
     parts = [[100 * n + key for key in range(8)] for n in range(3)]

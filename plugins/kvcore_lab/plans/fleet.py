@@ -66,6 +66,11 @@ class Fleet:
         """Number of GPUs of all replicas."""
         return self.replicas * self.devices
 
+    @property
+    def varies_policy(self) -> bool:
+        """Whether another policy than the configured one decides, which may not fit."""
+        return self.policy is not None or self.grant == "foresight"
+
 
 @attrs.frozen(kw_only=True)
 class Served:

@@ -31,6 +31,7 @@ from kvcore.config.options import option_default, read_option
 from kvcore.errors import InputError, PluginError
 from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, Tick, silent, unseen
+from kvcore.report.tables import counted
 from kvcore.request import SLO
 from kvcore.workloads import given_workload
 from kvcore_lab.plans.fleet import GRANTS, Fleet, FleetTask, Served
@@ -96,7 +97,7 @@ class Limit:
             all its prompts had been seen before. `compute`: none of these.
         fleet: the fleet that misses the SLO; None if no fleet does.
         attainment: share of its requests that meet the SLO.
-        grants: the same share with each of `GRANTS`.
+        grants: the same share with each of `GRANTS` that could be simulated.
         policies: the same share by (kind, name) of each policy with which the fleet meets the
             SLO, best first.
     """
@@ -316,7 +317,7 @@ class _Planner:
         queue: the tasks to run next; workers take them from it.
         running: the fleets that are queued or being simulated, by the digest of their task.
         served: the outcome of each fleet that was simulated.
-        failed: why a fleet with another policy could not be simulated.
+        failed: why a fleet with another policy, or with foresight, could not be simulated.
         notes: GPUs and policies that were left out, with the reason.
         told: what the workload says of its requests, in the order in which it was told.
         left: simulations that progress still expects.
@@ -363,7 +364,7 @@ class _Planner:
                 parts = self.known.parts(cell)
             except InputError as error:
                 fault = error
-                self.notes.append(f"{devices} GPUs a replica: {error}")
+                self.notes.append(f"{counted(devices, 'GPU')} a replica: {error}")
                 continue
             self.cells[devices] = cell
             self.full[devices] = parts.blocks + parts.null_blocks
@@ -583,15 +584,18 @@ class _Planner:
             if fleet.policy is not None and self._meets(fleet)
         }
         self.notes += [
-            f"{fleet.policy[1]} was not tried: {why}"
+            f"{fleet.policy[1] if fleet.policy else fleet.grant} was not tried: {why}"
             for fleet, why in self.failed.items()
-            if fleet.policy is not None
         ]
         return Limit(
             verdict=verdict,
             fleet=fleet,
             attainment=self.served[reference].attainment,
-            grants={fleet.grant: self.served[fleet].attainment for fleet in granted},
+            grants={
+                fleet.grant: self.served[fleet].attainment
+                for fleet in granted
+                if fleet in self.served
+            },
             policies=dict(sorted(shares.items(), key=lambda item: -item[1])),
         )
 
@@ -682,7 +686,7 @@ class _Planner:
             percentile = 0 if fleet.to_the_end else self.percentile
             task = FleetTask.from_cell(self.cells[fleet.devices], fleet, percentile, self.known)
         except (InputError, PluginError) as error:
-            if fleet.policy is None:
+            if not fleet.varies_policy:
                 raise
             self._fail(fleet, str(error))
             return
@@ -704,7 +708,7 @@ class _Planner:
 
     def _fail(self, fleet: Fleet, why: str) -> None:
         """Record that a policy cannot serve; raise PluginError for any other fleet."""
-        if fleet.policy is None:
+        if not fleet.varies_policy:
             msg = f"{fleet.replicas} x {fleet.devices} GPUs could not be simulated: {why}"
             raise PluginError(msg)
         self.failed[fleet] = why

@@ -27,6 +27,13 @@ LIMITS = {
 }
 """The meaning of each verdict, in a few words."""
 
+GRANTED = {
+    "foresight": "if eviction foresaw the future",
+    "endless": "with a pool that never fills",
+    "seen": "if every prompt had been there before",
+}
+"""What a fleet has that is simulated with each grant."""
+
 
 @attrs.frozen
 class PlanReport:
@@ -87,13 +94,12 @@ class PlanReport:
         if len(policies) > SHOWN:
             policies[SHOWN:] = [f"{len(policies) - SHOWN} more"]
         others = f"with {', '.join(policies)}; " if policies else ""
-        grants = limit["granted"]
+        granted = "; ".join(
+            f"{GRANTED[grant]}, {met:.1%}" for grant, met in limit["granted"].items()
+        )
         return (
             f"{text} Of {self.fleet(limit['fleet'])}, {share(limit['slo_met'])} of the "
-            f"requests meet the SLO; {others}if eviction foresaw the future, "
-            f"{grants['foresight']:.1%}; with a pool that never fills, "
-            f"{grants['endless']:.1%}; if every prompt had been there before, "
-            f"{grants['seen']:.1%}."
+            f"requests meet the SLO; {others}{granted}."
         )
 
     @property
