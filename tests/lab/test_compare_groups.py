@@ -90,6 +90,13 @@ def test_memory_in_tokens_is_that_of_the_groups_of_the_model():
     assert groups.hit_blocks > 1.1 * one.hit_blocks
 
 
+def test_groups_with_blocks_of_several_sizes_are_compared_by_lru():
+    """Without `--eviction`, a row has the one policy that such groups can have."""
+    options = ("--model", "deepseek-v4-flash", "--memory", "8GiB", "--accounting", "tokens")
+    document = json_of("compare", *options, "--limit", "50", "--json")
+    assert {row["eviction"] for row in document["rows"]} == {"lru"}
+
+
 def test_the_document_has_the_groups():
     """The JSON document has the groups, and the bytes of a block of any of them."""
     command = "compare --memory 8GiB --model gpt-oss-20b --accounting tokens --limit 20 --json"

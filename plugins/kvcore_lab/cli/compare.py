@@ -168,6 +168,9 @@ def compare(workload: str | None, **given: Any) -> None:
         with progress(f"checking {source.name}", source.size) as tick:
             deque(ticked(checked(source), tick), maxlen=0)
     prefix = SHARING if given["prefix"] is None else given["prefix"]
+    policies = given["eviction"]
+    if policies is None:
+        policies = _candidates(given, prefix, plan)
     csv, prometheus, as_json = given["csv"], given["prometheus"], given["as_json"]
     with (
         optional_file(csv) as rows,
@@ -176,7 +179,7 @@ def compare(workload: str | None, **given: Any) -> None:
     ):
         comparison = run_comparison(
             source,
-            _candidates(given, prefix) if given["eviction"] is None else given["eviction"],
+            policies,
             sizes,
             groups=() if plan is None else plan.groups,
             checkpoint=given["checkpoint"],
@@ -318,9 +321,10 @@ def _below(
     return parts(config, plugins, workload=source, naming=naming(None, set()))
 
 
-def _candidates(given: dict[str, Any], prefix: str) -> str:
+def _candidates(given: dict[str, Any], prefix: str, plan: GroupPlan | None) -> str:
     """Return the default policies, with the optimum if it is a bound."""
-    if given["checkpoint"] is not None:
+    sizes = () if plan is None else {group.block_size for group in plan.groups}
+    if given["checkpoint"] is not None or len(sizes) > 1:  # of which others see one alone
         return "lru"
     bounded = given["accounting"] == "keys" and prefix.partition(":")[0].strip() == SHARING
     return f"{POLICIES},optimum" if bounded else POLICIES
