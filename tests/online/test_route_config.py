@@ -119,7 +119,7 @@ def test_numbers_have_ranges(name, default):
 
 @pytest.mark.parametrize("name", ["blocks", "block_size", "max_seqs", "prefill_rate"])
 def test_numbers_of_a_server_are_above_0(name):
-    """What the router knows of a server is a number above 0."""
+    """Each figure of a server that the router knows is above 0."""
     for number in (0, -1):
         assert not taken(replicas=[{"url": "http://a", name: number}])
     assert taken(replicas=[{"url": "http://a", name: 1}])

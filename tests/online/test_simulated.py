@@ -132,7 +132,7 @@ def test_tokens_come_at_the_times_of_a_simulation(more, gap_s):
     """First and last tokens come when `kvcore.simulate` says of the same requests.
 
     That holds under load too, where requests are evicted and hit, loaded from a tier or
-    ranked anew: to within the nanosecond to which a clock is read.
+    ranked again: to within the nanosecond to which a clock is read.
     """
     options = {"blocks": 50, "latency": "roofline:frontend=0", **more}
     tokens, loop = played(drawn(gap_s=gap_s), **options)

@@ -149,7 +149,7 @@ def test_a_message_is_shown_at_once(monkeypatch):
 
 
 def test_errors_of_the_loop_are_lines(capsys):
-    """What asyncio reports is a line, with the error if there is one."""
+    """A report of asyncio is a line, with the error if there is one."""
 
     async def main():
         report_errors(Messages())

@@ -13,7 +13,7 @@ from kvcore_online.traffic import Flight, TrafficLog
 from kvcore_replay.keyed import KeyedNames
 
 KEYS = 4
-"""Keys of each request, which count with one more towards `MOST_HELD`."""
+"""Keys of each request, which count towards `MOST_HELD` beside `REQUEST_KEYS`."""
 
 
 def flown(number, **fields):
@@ -59,13 +59,15 @@ def test_requests_are_written_in_order_of_arrival(tmp_path_factory, ends, wrong,
     flights = [flown(number, wrong=number in wrong) for number in range(7)]
     outputs, open_, waiting = {}, list(range(7)), set()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(traffic, "MOST_HELD", held * (1 + KEYS))
+        patched.setattr(traffic, "MOST_HELD", held * (traffic.REQUEST_KEYS + KEYS))
         log = make_log(path)
         for flight in flights:
             log.begin(flight)
         for turn, number in enumerate(ends):
             flights[number].output = 100 + turn
-            if number in open_:
+            if number in wrong and number in open_:
+                open_.remove(number)
+            elif number in open_:
                 waiting.add(number)
             log.end(flights[number])
             while open_ and (open_[0] in waiting or len(waiting) > held):

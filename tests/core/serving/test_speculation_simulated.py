@@ -111,7 +111,7 @@ def test_drafts_leave_the_last_token_to_the_model():
 
 
 def test_drafts_fit_into_a_step_and_into_the_pool():
-    """The drafts of all sequences are at most the rest of a step, and preempt nobody."""
+    """The drafts of all sequences are at most the rest of a step, and preempt no sequence."""
     pair = [ask("a", 0, 2, 9), ask("b", 0, 2, 9)]
     stats, _ = drafted(pair, max_tokens=4, max_seqs=2, share=0)
     assert stats.outcomes == {(2, 0): 6, (1, 0): 2, (0, 0): 8}

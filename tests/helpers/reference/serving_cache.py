@@ -16,7 +16,7 @@ class ServingCache(BlockCache):
 
     def __init__(self, blocks, block_size, policy, *, key_tokens):
         super().__init__(blocks, block_size, policy, key_tokens=key_tokens, recompute=None)
-        self.tree, self.pins = self, None
+        self.tree = self
         self.shareable: dict[int, int] = {}
 
     @property

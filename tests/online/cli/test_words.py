@@ -1,4 +1,4 @@
-"""What the words of `kvcore route` and `kvcore serve` mean, without a server that runs."""
+"""The words of `kvcore route` and `kvcore serve`, without a server that runs."""
 
 import pytest
 from helpers.commands import error_of, run_here
@@ -10,7 +10,7 @@ from kvcore_online import proxy, server, supervision
 
 
 class Proxy:
-    """What stands for a proxy that listens."""
+    """A proxy that only listens."""
 
     url = "http://here"
     model = "tiny"
