@@ -41,7 +41,8 @@ class Publisher(Endpoint):
     Live batches go to every subscriber. `publish` waits for slow ones and drops no batch, or
     drops those of a subscriber with 1,000 batches unread, which finds a gap. Requests for
     replays are answered by `serve`, and by other methods while they wait, on the thread of the
-    caller. Use it in a `with` block; closing waits up to five seconds for queued batches.
+    caller. Use it in a `with` block; closing waits up to five seconds for queued
+    batches, and for no replay.
 
     Args:
         address: address of the PUB socket, such as `tcp://*:5557`.
@@ -79,13 +80,14 @@ class Publisher(Endpoint):
         self.subscribers = 0
         try:
             # XPUB is a PUB that also receives subscriptions.
-            self._live, self.address = self._bound(self._zmq.XPUB, address, _QUEUE)
+            self._live, self.address = self._bound(self._zmq.XPUB, address, _QUEUE, _LINGER_MS)
             self._live.xpub_verboser, self._live.xpub_nodrop = True, waits
             self._router: Any = None
             self.replay = replay
             if replay is not None:
-                # One replay and its end fit into the queue of a client.
-                self._router, self.replay = self._bound(self._zmq.ROUTER, replay, buffer + 1)
+                # One replay and its end fit into the queue of a client. None is waited for at
+                # the end: for a client that has left that could take for ever.
+                self._router, self.replay = self._bound(self._zmq.ROUTER, replay, buffer + 1, 0)
                 self._router.router_mandatory = True  # an error tells of what does not fit
         except BaseException:
             self.close()
@@ -133,17 +135,17 @@ class Publisher(Endpoint):
     def close(self) -> None:
         """Send the queued messages, and unbind."""
         for socket in self._sockets:
-            socket.close(linger=_LINGER_MS)
+            socket.close()
         self._sockets.clear()
         if not self._lent:
             self._context.term()
 
-    def _bound(self, kind: int, address: str, queue: int) -> tuple[Any, str]:
-        """Return a bound socket and its address."""
+    def _bound(self, kind: int, address: str, queue: int, linger: int) -> tuple[Any, str]:
+        """Return a bound socket, which closes within `linger` ms, and its address."""
         first_address = rank_address(address, 0)
         socket = self._context.socket(kind)
         self._sockets.append(socket)
-        socket.sndhwm, socket.ipv6 = queue, "[" in first_address
+        socket.sndhwm, socket.linger, socket.ipv6 = queue, linger, "[" in first_address
         with using(first_address, "publish at"):
             socket.bind(first_address)
         self._poller.register(socket, self._zmq.POLLIN)
