@@ -41,8 +41,8 @@ class Publisher(Endpoint):
     Live batches go to every subscriber. `publish` waits for slow ones and drops no batch, or
     drops those of a subscriber with 1,000 batches unread, which finds a gap. Requests for
     replays are answered by `serve`, and by other methods while they wait, on the thread of the
-    caller. Use it in a `with` block; closing waits up to five seconds for queued
-    batches, and for no replay.
+    caller. Use it in a `with` block; closing waits up to five seconds for queued batches, and
+    for no replay.
 
     Args:
         address: address of the PUB socket, such as `tcp://*:5557`.

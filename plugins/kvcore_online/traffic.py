@@ -110,7 +110,7 @@ class TrafficLog:
                 plugins={},
             )
         self._trace.begin(router, routing=routing)
-        # By id, in order of arrival.
+        # By id, in order of arrival; a dict looks for its first among all that have gone.
         self._flights: OrderedDict[int | str, Flight] = OrderedDict()
         self._held = 0
 

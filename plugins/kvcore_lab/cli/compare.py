@@ -322,7 +322,7 @@ def _below(
 
 
 def _candidates(given: dict[str, Any], prefix: str, plan: GroupPlan | None) -> str:
-    """Return the default policies, with the optimum if it is a bound."""
+    """Return the default policies that can serve, with the optimum if it is a bound."""
     sizes = () if plan is None else {group.block_size for group in plan.groups}
     if given["checkpoint"] is not None or len(sizes) > 1:  # of which others see one alone
         return "lru"
