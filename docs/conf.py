@@ -36,7 +36,7 @@ from interface import (
 )
 from verbs import mark_options, verb_pages
 
-from kvcore.cli.main import known_verbs
+from kvcore_cli.main import known_verbs
 from kvcore_judge.site import write_site
 
 RUNTIME = ROOT / ".tox" / "pyodide" / "node_modules" / "pyodide"

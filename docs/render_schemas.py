@@ -18,8 +18,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import attrs
 import orjson
 
-from kvcore.cli.main import loaded_verb
-from kvcore.cli.options import toml_types
 from kvcore.config.options import find_option, option_named
 from kvcore.config.values import (
     as_bytes,
@@ -37,6 +35,8 @@ from kvcore.serving.rules import CHOICES
 from kvcore.serving.scheduler import LIMITS
 from kvcore.trace import json_schema
 from kvcore.trace.fields import EXPECTATIONS
+from kvcore_cli.main import loaded_verb
+from kvcore_cli.options import toml_types
 from kvcore_cluster.options import OF_REPLICAS, as_failures, as_replicas
 from kvcore_lab.cli.sweep import sweep
 from kvcore_lab.sweep.grid import sweep_keys

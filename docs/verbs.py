@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from kvcore.cli.main import known_verbs, loaded_verb
+from kvcore_cli.main import known_verbs, loaded_verb
 
 REFERENCE = Path(__file__).parent / "reference"
 

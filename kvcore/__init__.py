@@ -3,7 +3,7 @@
 This package is the core: how a request is served, and the contract (the base class) of every
 kind of plugin. All else is in packages of `plugins/`, which add to the core by hooks. Begin
 with `request.py`, then `cache` and `serving`, the mechanism itself; `plugins` and `config` make
-the parts of a run from options; in `cli` and `api.py` a run begins.
+the parts of a run from options; in `api.py` a run begins, as in `kvcore_cli`, the command line.
 """
 
 import sys

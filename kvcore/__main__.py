@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 
 
 def quit_at_once(*_: object) -> None:
@@ -17,8 +18,16 @@ def main() -> None:
     gc.set_threshold(50_000, 20, 20)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, quit_at_once)
-    from kvcore.cli.main import main as run  # noqa: PLC0415 - what Ctrl-C may interrupt
+    try:
+        from kvcore_cli.main import main as run  # noqa: PLC0415 - what Ctrl-C may interrupt
+    except ModuleNotFoundError as error:
+        if error.name != "kvcore_cli":
+            raise
+        from kvcore.errors import PluginError  # noqa: PLC0415 - for this error alone
+        from kvcore.plugins._installation import missing  # noqa: PLC0415 - as above
 
+        sys.stderr.write(f"kvcore: error: {missing()}\n")
+        sys.exit(PluginError.exit_code)
     run()
 
 

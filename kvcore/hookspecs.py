@@ -71,7 +71,7 @@ class Mode(NamedTuple):
     Attributes:
         parts: the place of its class derived from `RunParts`, whose `run` serves a workload.
         report: the place of the function that makes the report of a result, for people, from
-            the result and its document.
+            the result and its document; empty: that of a run on one server.
         options: the place of a TypedDict of the options that it adds; empty: none.
         chosen_by: those of its options that choose it; empty: it can only be named.
         defaults: defaults of options, where they are others than elsewhere.
@@ -82,7 +82,7 @@ class Mode(NamedTuple):
     """
 
     parts: str = "kvcore.config.parts:RunParts"
-    report: str = "kvcore.report.simulation:report_of"
+    report: str = ""
     options: str = ""
     chosen_by: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = {}
@@ -111,7 +111,7 @@ class Ran(NamedTuple):
 
     Attributes:
         fields: fields of its JSON document; a table is added to one of the same name.
-        sections: sentences and tables below its report: sections of `kvcore.report`.
+        sections: sentences and tables below its report: those of `kvcore.sections`.
         later: returns more, which takes a while to compute; called when files are written and
             the report is printed.
     """

@@ -57,7 +57,7 @@ class Option(NamedTuple):
         default: its value if none is given, as its type has it.
         help: what it is, as help pages and schemas say it.
         heading: the heading of help pages that it is listed under; empty: a keyword of calls,
-            and no flag. A verb has the flags of the groups in `kvcore/cli/options.py`.
+            and no flag. A verb has the flags of the groups in `options.py` of the command line.
         what_if: its help text where a recorded run is made again with another value, True if
             that is `help`; empty if a recorded run cannot have another value.
         metavar: the word for its value on help pages, if it is text that `read` reads; None: a

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, ClassVar
 
-from kvcore.report.simulation import SimulationReport
-from kvcore.report.tables import TableRow, cell, counted, share
 from kvcore.sections import Section, Table
 from kvcore.serving.result import Reported
 from kvcore.units import format_bytes, format_number, format_seconds
+from kvcore_cli.report.simulation import SimulationReport
+from kvcore_cli.report.tables import TableRow, cell, counted, share
 
 MOST_ROWS = 16
 """The most replicas that have a row each; more are summed up in groups."""

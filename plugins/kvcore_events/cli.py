@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from kvcore.cli.output import (
+from kvcore.errors import InputError
+from kvcore.units import NS_PER_S, parse_bytes, parse_seconds
+from kvcore.untrusted import escaped
+from kvcore_cli.output import (
     done_so_far,
     emit_json,
     file_path,
@@ -21,10 +24,7 @@ from kvcore.cli.output import (
     line_seconds,
     print_table,
 )
-from kvcore.cli.verb import Count, Seconds, echo, end_signals, verb
-from kvcore.errors import InputError
-from kvcore.units import NS_PER_S, parse_bytes, parse_seconds
-from kvcore.untrusted import escaped
+from kvcore_cli.verb import Count, Seconds, echo, end_signals, verb
 
 if TYPE_CHECKING:
     from kvcore_events.recording import Tally

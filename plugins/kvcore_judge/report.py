@@ -6,9 +6,9 @@ from html import escape
 
 import attrs
 
-from kvcore.report.tables import NONE
 from kvcore.sections import Section, Table
 from kvcore.units import format_seconds
+from kvcore_cli.report.tables import NONE
 from kvcore_judge.leaderboard import BASE, Leaderboard
 
 WIDTH, HEIGHT, MARGIN = 300, 170, 28

@@ -20,8 +20,8 @@ import orjson
 from kvcore import KVCache
 from kvcore.errors import InputError, KvcoreError
 from kvcore.progress import Progress, Tick, silent
-from kvcore.report.tables import NONE
 from kvcore.sections import Table
+from kvcore_cli.report.tables import NONE
 from kvcore_judge.entries import Entry
 from kvcore_judge.leaderboard import BASE, Leaderboard, make_leaderboard
 from kvcore_judge.misses import meaning, missed_tokens, replay_summary

@@ -97,7 +97,7 @@ def kvcore_running(
 ) -> AbstractContextManager[Running] | None:
     """Write metrics of the run, with `--prometheus`; say where contiguous memory is now."""
     if not parts.traced:
-        from kvcore.cli.verb import echo  # noqa: PLC0415 - few runs are contiguous
+        from kvcore_cli.verb import echo  # noqa: PLC0415 - few runs are contiguous
 
         now = "`kvcore demo paging` now; use that"
         echo(f"kvcore: --allocation contiguous is {now}", err=True)

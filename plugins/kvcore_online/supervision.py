@@ -16,8 +16,8 @@ from typing import Any
 
 import orjson
 
-from kvcore.cli.verb import end_signals
 from kvcore.untrusted import escaped, escaped_json
+from kvcore_cli.verb import end_signals
 
 if sys.platform != "win32":
     import resource

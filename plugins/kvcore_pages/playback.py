@@ -28,10 +28,10 @@ import orjson
 
 from kvcore.errors import InputError, TraceError
 from kvcore.progress import Tick, ticked, unseen
-from kvcore.report.tables import setup
 from kvcore.trace import events
 from kvcore.trace.events import methods_by_event
 from kvcore.units import NS_PER_S, format_seconds
+from kvcore_cli.report.tables import setup
 from kvcore_replay.check.server import TraceChecker
 from kvcore_replay.check.trace import check_event
 from kvcore_replay.misses.classifier import MissClassifier

@@ -21,9 +21,9 @@ from kvcore.files import (
 )
 from kvcore.lazy import import_extra
 from kvcore.progress import Progress, silent
-from kvcore.report.tables import counted
 from kvcore.serving.result import REQUESTS, SUMMARY
 from kvcore.untrusted import WORKLOAD_EXPANSION, parse_json
+from kvcore_cli.report.tables import counted
 from kvcore_pages.report_documents import FORMS, DocumentResult
 from kvcore_pages.report_parts import Document, Part, Result, command
 from kvcore_pages.report_runs import Run

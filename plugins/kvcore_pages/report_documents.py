@@ -17,9 +17,9 @@ import attrs
 
 from kvcore.errors import InputError
 from kvcore.plugins.options import as_text
-from kvcore.report.tables import NONE, counted, plugin_text, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import NS_PER_S, format_bytes, format_seconds
+from kvcore_cli.report.tables import NONE, counted, plugin_text, share
 from kvcore_lab.comparison import Comparison, Infinite, Row, Source
 from kvcore_lab.curves.mrc import Curve, Curves
 from kvcore_lab.curves.plane import Plane, PlanePoint

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 import attrs
 
 from kvcore.plugins.options import as_text
-from kvcore.report.tables import plugin_text, share, slo_times
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import NS_PER_S, format_number, format_seconds
+from kvcore_cli.report.tables import plugin_text, share, slo_times
 from kvcore_replay.report.charts import as_percent, is_bound
 from kvcore_replay.report.whatif import config_text
 

@@ -16,12 +16,12 @@ from kvcore.config.values import as_checkpoint
 from kvcore.errors import InputError, TraceError
 from kvcore.files import file_bytes
 from kvcore.progress import Progress, silent
-from kvcore.report.simulation import SimulationReport
-from kvcore.report.tables import counted, setup, share
 from kvcore.sections import Table
 from kvcore.serving.result import REQUESTS, TRACE
 from kvcore.units import NS_PER_S, format_seconds
 from kvcore.untrusted import parse_json
+from kvcore_cli.report.simulation import SimulationReport
+from kvcore_cli.report.tables import counted, setup, share
 from kvcore_lab.report.capacity import holding
 from kvcore_lab.report.paging import PagingReport
 from kvcore_pages.report_parts import (

@@ -29,7 +29,7 @@ UNIT = 1 if sys.platform == "darwin" else 1024
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "optimum"])
 def test_peak_memory_at_block_16(eviction, blocks):
     """Comparing one policy at block size 16 peaks below 150 MB, even with 100 M blocks."""
-    program = [sys.executable, "-c", "from kvcore.cli.main import main; main()", "compare"]
+    program = [sys.executable, "-c", "from kvcore_cli.main import main; main()", "compare"]
     options = ["--eviction", eviction, "--blocks", str(blocks), "--block-size", "16"]
     measured = subprocess.run(
         [sys.executable, "-c", MEASURE, *program, *options],

@@ -129,7 +129,7 @@ def test_names_of_today_do_not_read_the_table():
     """The list of verbs and a simulation do not load the table of former names."""
     code = """
 import sys
-from kvcore.cli.main import run
+from kvcore_cli.main import run
 assert run(["--help"]) == run(["simulate", "--limit", "1"]) == 0
 assert "kvcore.trace" in sys.modules
 assert "kvcore.moved" not in sys.modules

@@ -12,9 +12,8 @@ from helpers.imports import CORE, ROOTS, module_of
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "interface.py"
 INTERNAL = {
-    "kvcore.cli",
     "kvcore.native",
-    "kvcore.report",
+    "kvcore_cli",
     "kvcore_judge",
     "kvcore_online",
     "kvcore_plugins",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcore.cli.main import known_verbs
+from kvcore_cli.main import known_verbs
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -16,7 +16,7 @@ from urllib.parse import quote_plus, unquote, urldefrag
 import pytest
 from helpers.browser import NARROW, WIDE, tab
 
-from kvcore.cli.main import known_verbs
+from kvcore_cli.main import known_verbs
 
 MIDDLE = (820, 1180)
 """A window of a tablet, in CSS pixels."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.commands import running
 
-from kvcore.cli.main import run
+from kvcore_cli.main import run
 from kvcore_plugins.workload.mooncake import Mooncake
 
 ROOT = Path(__file__).parents[2]

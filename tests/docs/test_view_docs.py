@@ -9,7 +9,7 @@ import pytest
 from helpers.browser import tab
 from helpers.evictions import TraceBlocks
 
-from kvcore.cli.main import run
+from kvcore_cli.main import run
 from kvcore_replay.misses.explain import explain
 
 GUIDE = Path(__file__).parents[2] / "docs/how-to/see-why-a-policy-loses.md"

@@ -7,7 +7,7 @@ from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from subprocess import PIPE, CompletedProcess, Popen, run
 
-from kvcore.cli import main as frame
+from kvcore_cli import main as frame
 
 
 def run_here(*arguments, cwd=None):

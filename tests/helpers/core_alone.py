@@ -1,4 +1,4 @@
-"""Makes a tree of the core and the built-in plugins alone, and compares their runs.
+"""Makes a tree of the core, the built-in plugins and the command line, and compares its runs.
 
     python tests/helpers/core_alone.py FOLDER
 
@@ -29,15 +29,15 @@ ADDED = {"cost", "rates", "savings", "turns", "wall_s"}
 
 
 def copy_core(target):
-    """Copy the files of the core and the built-in plugins, and what builds a wheel of them."""
+    """Copy the files of these, and what builds a wheel of them."""
     unwanted = shutil.ignore_patterns("__pycache__")
-    for folder in ("kvcore", "plugins/kvcore_plugins"):
+    for folder in ("kvcore", "plugins/kvcore_plugins", "plugins/kvcore_cli"):
         shutil.copytree(ROOT / folder, target / folder, ignore=unwanted)
     for name in ("LICENSE", "README.md", "hatch_build.py"):
         shutil.copy(ROOT / name, target)
     project = (ROOT / "pyproject.toml").read_text("utf-8")
     for left_out in (
-        r'^ *(\w+ = )?"(plugins/)?kvcore_(?!plugins)\w+(\.hooks)?",?\n',
+        r'^ *(\w+ = )?"(plugins/)?kvcore_(?!plugins|cli)\w+(\.hooks)?",?\n',
         r"^\[project\.optional-dependencies\].*?(?=^\[)",
     ):
         project = re.sub(left_out, "", project, flags=re.DOTALL | re.MULTILINE)

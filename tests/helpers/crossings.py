@@ -17,7 +17,7 @@ from pathlib import Path
 import kvcore
 import kvcore_plugins
 from kvcore import KVCache, Request
-from kvcore.cli import main as frame
+from kvcore_cli import main as frame
 
 IMPORTING = ("lazy.py", "distributions.py")
 """Files of the package `kvcore` that find and import modules."""

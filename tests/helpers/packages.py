@@ -14,12 +14,11 @@ ORDER = [
     {"serving"},
     {"engine"},
     {"config"},
-    {"report"},
     {"api"},
-    {"cli"},
     {"__init__", "__main__"},
     # So far the rooms of the core.
     {"kvcore_plugins"},
+    {"kvcore_cli"},
     {"kvcore_tiers", "kvcore_events", "kvcore_hosting"},
     {"kvcore_cluster", "kvcore_engine"},
     {"kvcore_replay"},

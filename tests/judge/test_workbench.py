@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from helpers.browser import NARROW
 from helpers.programs import PYODIDE
 
-from kvcore.cli.output import json_bytes
+from kvcore_cli.output import json_bytes
 from kvcore_judge import site as sites
 from kvcore_judge import workbench
 from kvcore_judge.cells import Cell, run_cell

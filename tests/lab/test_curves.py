@@ -240,7 +240,7 @@ def test_only_exact_curves_import_numba():
     """Only an exact curve imports numba and numpy, and no curve imports matplotlib."""
     code = """
 import sys
-import kvcore_lab.cli.curve, kvcore.report
+import kvcore_lab.cli.curve, kvcore_cli.report
 from kvcore_lab.curves.mrc import curve
 from kvcore_plugins.workload import Zipf
 heavy = {"numba", "numpy", "matplotlib"}
@@ -275,7 +275,7 @@ print(stats.cache_path, sum(stats.cache_hits.values()), sum(stats.cache_misses.v
     assert second.endswith(" 1 0\n")
     for index in tmp_path.rglob("*.nbi"):
         index.write_bytes(b"cut")
-    made = in_process("from kvcore.cli.main import run; print(run(['curve']))", tmp_path)
+    made = in_process("from kvcore_cli.main import run; print(run(['curve']))", tmp_path)
     assert made.stdout == "3\n"
     assert "delete what numba has kept of them, the files kernels.* in NUMBA" in made.stderr
 

@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from kvcore.models.cost import default_prefill_cost
-from kvcore.report.tables import setup
+from kvcore_cli.report.tables import setup
 from kvcore_lab.comparison import Comparison, Infinite, Row, Source
 from kvcore_lab.report.comparison import ComparisonReport, write_csv
 

@@ -28,9 +28,9 @@ from helpers.traces import lines, seal, serve_tiers
 from helpers.upstreams import prompt
 
 from kvcore import Request
-from kvcore.cli.verb import escaped
 from kvcore.errors import KvcoreError
 from kvcore.trace import read_events
+from kvcore_cli.verb import escaped
 from kvcore_events.block_tracker import BlockTracker
 from kvcore_events.formats import decode, encode
 from kvcore_events.model import BlockRemoved, BlockStored, EventBatch

@@ -5,7 +5,7 @@ from helpers import traces
 from helpers.evictions import TraceBlocks, differing
 
 from kvcore import KVCache, Trace
-from kvcore.cli import main as frame
+from kvcore_cli import main as frame
 from kvcore_pages.playback import Playback, Window
 from kvcore_pages.view import find_differences
 from kvcore_plugins.eviction import FIFO, LRU

@@ -14,9 +14,9 @@ from kvcore.cache import KVCache
 from kvcore.config import RunConfig
 from kvcore.errors import InputError
 from kvcore.models.catalogue import MODELS
-from kvcore.report.simulation import group_text
 from kvcore.request import Hints
 from kvcore.serving import Batching, Rules, simulate
+from kvcore_cli.report.simulation import group_text
 from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_plugins.cache_groups.groups import GroupKind
 from kvcore_plugins.cache_groups.plan import groups_of

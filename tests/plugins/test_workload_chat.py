@@ -7,9 +7,9 @@ import pytest
 from helpers.rows import write_rows
 
 from kvcore import KVCache, simulate
-from kvcore.cli import main
 from kvcore.errors import InputError
 from kvcore.workloads import WorkloadSample, checked, recognise
+from kvcore_cli import main
 from kvcore_plugins.latency import Linear
 from kvcore_plugins.workload import Chat, Lengths, Mooncake
 

@@ -18,10 +18,10 @@ from kvcore import (
     Workload,
     find_capacity,
 )
-from kvcore.cli import main as frame
 from kvcore.config.options import option_names
 from kvcore.serving import Batching
 from kvcore.trace import read_events
+from kvcore_cli import main as frame
 from kvcore_cluster.options import ClusterOptions
 from kvcore_engine.options import EngineOptions
 from kvcore_lab.comparison import compare

@@ -39,7 +39,7 @@ NAMES = {
     for root, paths in FILES.items()
     for path in paths
 }
-"""Paths of files from the folder of their package on, such as `kvcore/cli/main.py`."""
+"""Paths of files from the folder of their package on, such as `kvcore_cli/main.py`."""
 
 PACKAGES = [path for path in NAMES if path.name == "__init__.py"]
 DEFERRED = [path for path in PACKAGES if "import deferred" in path.read_text("utf-8")]
@@ -96,7 +96,7 @@ def test_files_import_only_packages_above_theirs():
     """A file imports its own room or package, and those above it in `ORDER`.
 
     `kvcore/__init__.py`, the front door, names what packages below it have, and
-    `python -m kvcore` runs the command line.
+    `python -m kvcore` runs the command line, which is one of them.
     """
     wrong = {
         name
@@ -105,7 +105,7 @@ def test_files_import_only_packages_above_theirs():
         if module != "kvcore" and (file := file_of(module))
         if not may_import(name, NAMES[file])
     }
-    assert wrong <= {"kvcore/__init__.py"}
+    assert wrong <= {"kvcore/__init__.py", "kvcore/__main__.py"}
 
 
 FIELDS = {

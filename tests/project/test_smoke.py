@@ -9,8 +9,8 @@ import sys
 from importlib.metadata import version
 
 import kvcore
-from kvcore.cli.main import known_verbs, loaded_verb
 from kvcore.testing import EvictionPolicyTests
+from kvcore_cli.main import known_verbs, loaded_verb
 
 
 def run(*words, **environment):

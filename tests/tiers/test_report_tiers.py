@@ -8,8 +8,8 @@ from helpers.serving import BLOCK, Even, ask
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvcore import KVCache, simulate
-from kvcore.report.simulation import SimulationReport, thrashing
 from kvcore.serving import Batching
+from kvcore_cli.report.simulation import SimulationReport, thrashing
 from kvcore_lab.report.prometheus import run_metrics
 from kvcore_tiers.hierarchy import Tiers
 

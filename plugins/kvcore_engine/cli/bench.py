@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from kvcore.cli.output import (
+from kvcore.errors import InputError
+from kvcore_cli.output import (
     emit_json,
     file_path,
     json_bytes,
@@ -15,8 +16,7 @@ from kvcore.cli.output import (
     print_sections,
     progress,
 )
-from kvcore.cli.verb import Count, plugin_completion, verb
-from kvcore.errors import InputError
+from kvcore_cli.verb import Count, plugin_completion, verb
 from kvcore_engine.bench import SUITES, Settings, available_suites, run_suites
 from kvcore_engine.bench.report import BenchReport
 

@@ -7,7 +7,12 @@ from typing import Any
 
 import click
 
-from kvcore.cli.options import (
+from kvcore.errors import InputError
+from kvcore.files import refuse_overwrite
+from kvcore.hookspecs import OUTPUT, REQUESTS
+from kvcore.sections import Section
+from kvcore.units import format_bytes, format_seconds
+from kvcore_cli.options import (
     batching_options,
     config_of,
     group_options,
@@ -19,16 +24,11 @@ from kvcore.cli.options import (
     traffic_options,
     workload_argument,
 )
-from kvcore.cli.output import file_path, json_option, optional_file
-from kvcore.cli.served import opened
-from kvcore.cli.verb import Count, echo, flag_of, option, verb
-from kvcore.errors import InputError
-from kvcore.files import refuse_overwrite
-from kvcore.hookspecs import OUTPUT, REQUESTS
-from kvcore.report.simulation import report_of
-from kvcore.report.tables import counted
-from kvcore.sections import Section
-from kvcore.units import format_bytes, format_seconds
+from kvcore_cli.output import file_path, json_option, optional_file
+from kvcore_cli.report.simulation import report_of
+from kvcore_cli.report.tables import counted
+from kvcore_cli.served import opened
+from kvcore_cli.verb import Count, echo, flag_of, option, verb
 from kvcore_engine.config import EngineParts
 from kvcore_engine.engine import RunResult
 from kvcore_engine.reads import AttentionReads

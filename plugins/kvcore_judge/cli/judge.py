@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from kvcore.cli.output import emit_json, json_option, print_sections
-from kvcore.cli.verb import Count, verb
-from kvcore.report.tables import NONE
 from kvcore.sections import Section, Table
+from kvcore_cli.output import emit_json, json_option, print_sections
+from kvcore_cli.report.tables import NONE
+from kvcore_cli.verb import Count, verb
 from kvcore_judge.entries import Entry
 from kvcore_judge.protocol import Panel, cell_name, find_panel
 from kvcore_judge.sandbox import Limits

@@ -8,7 +8,10 @@ from typing import Any
 import click
 import orjson
 
-from kvcore.cli.output import (
+from kvcore.errors import InputError
+from kvcore.files import atomic_file
+from kvcore.hookspecs import OUTPUT
+from kvcore_cli.output import (
     emit_json,
     file_path,
     input_file,
@@ -17,10 +20,7 @@ from kvcore.cli.output import (
     print_sections,
     progress,
 )
-from kvcore.cli.verb import Count, echo, option, verb
-from kvcore.errors import InputError
-from kvcore.files import atomic_file
-from kvcore.hookspecs import OUTPUT
+from kvcore_cli.verb import Count, echo, option, verb
 from kvcore_judge.entries import Entry
 from kvcore_judge.leaderboard import (
     Leaderboard,

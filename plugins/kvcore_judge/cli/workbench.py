@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from kvcore.cli.output import file_path
-from kvcore.cli.verb import echo, option, verb
 from kvcore.hookspecs import OUTPUT
 from kvcore.units import DECIMAL, format_bytes
+from kvcore_cli.output import file_path
+from kvcore_cli.verb import echo, option, verb
 
 
 @verb("kvcore workbench --pyodide node_modules/pyodide -o site")

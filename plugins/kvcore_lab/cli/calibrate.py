@@ -8,20 +8,20 @@ from typing import Any, get_args
 import attrs
 import click
 
-from kvcore.cli.output import (
-    emit_json,
-    file_path,
-    input_file,
-    json_option,
-    print_sections,
-)
-from kvcore.cli.verb import Count, echo, plugin_completion, verb
 from kvcore.errors import InputError
 from kvcore.files import atomic_file
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import parse
 from kvcore.sections import Table
 from kvcore.units import PS_PER_S, format_seconds
+from kvcore_cli.output import (
+    emit_json,
+    file_path,
+    input_file,
+    json_option,
+    print_sections,
+)
+from kvcore_cli.verb import Count, echo, plugin_completion, verb
 from kvcore_lab.measured.calibration import FOLDS, Calibratable, Calibration, fit_latency
 from kvcore_plugins.latency.engine_times import EngineName
 from kvcore_plugins.latency.measured_steps import COUNTS, write_steps

@@ -8,17 +8,6 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from kvcore.cli.options import Numbers, naming, part_options, shared, workload_argument
-from kvcore.cli.output import (
-    STDOUT,
-    emit_json,
-    file_path,
-    json_option,
-    optional_file,
-    print_notes,
-    progress,
-)
-from kvcore.cli.verb import Count, option, plugin_completion, verb
 from kvcore.config import RunConfig, RunParts, find_workload
 from kvcore.config.options import option_default
 from kvcore.errors import InputError
@@ -33,6 +22,17 @@ from kvcore.plugins.manager import Plugins
 from kvcore.progress import ticked
 from kvcore.units import format_bytes, parse_bytes
 from kvcore.workloads import Workload, checked, part_of
+from kvcore_cli.options import Numbers, naming, part_options, shared, workload_argument
+from kvcore_cli.output import (
+    STDOUT,
+    emit_json,
+    file_path,
+    json_option,
+    optional_file,
+    print_notes,
+    progress,
+)
+from kvcore_cli.verb import Count, option, plugin_completion, verb
 from kvcore_lab.cli.lab_options import (
     block_size_option,
     markup_options,

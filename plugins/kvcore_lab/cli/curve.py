@@ -8,17 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcore.cli.options import Numbers, part_options, shared, workload_argument
-from kvcore.cli.output import (
-    emit_json,
-    file_path,
-    json_bytes,
-    json_option,
-    optional_file,
-    print_notes,
-    progress,
-)
-from kvcore.cli.verb import Count, option, plugin_completion, verb
 from kvcore.config import find_workload
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
@@ -29,6 +18,17 @@ from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec, parse
 from kvcore.workloads import Workload, part_of
+from kvcore_cli.options import Numbers, part_options, shared, workload_argument
+from kvcore_cli.output import (
+    emit_json,
+    file_path,
+    json_bytes,
+    json_option,
+    optional_file,
+    print_notes,
+    progress,
+)
+from kvcore_cli.verb import Count, option, plugin_completion, verb
 from kvcore_lab.cli.compare import CODEC, DEVICE, MODEL
 from kvcore_lab.cli.lab_options import (
     block_size_option,

@@ -7,7 +7,10 @@ from typing import Any
 
 import click
 
-from kvcore.cli.options import (
+from kvcore.plugins import Plugins, describe
+from kvcore.trace.fields import plain
+from kvcore.units import INT64_LIMIT
+from kvcore_cli.options import (
     all_of,
     batching_options,
     config_of,
@@ -19,12 +22,9 @@ from kvcore.cli.options import (
     traffic_options,
     workload_argument,
 )
-from kvcore.cli.output import emit_json, json_option, print_sections, progress
-from kvcore.cli.served import ServedRun
-from kvcore.cli.verb import SHOWN, Count, VerbCommand
-from kvcore.plugins import Plugins, describe
-from kvcore.trace.fields import plain
-from kvcore.units import INT64_LIMIT
+from kvcore_cli.output import emit_json, json_option, print_sections, progress
+from kvcore_cli.served import ServedRun
+from kvcore_cli.verb import SHOWN, Count, VerbCommand
 from kvcore_lab.cli.search import paged_fields
 from kvcore_lab.demo import (
     WORKED_EXAMPLE,

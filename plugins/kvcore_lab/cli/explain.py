@@ -9,17 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcore.cli.options import part_options, shared
-from kvcore.cli.output import (
-    emit_json,
-    json_option,
-    print_notes,
-    print_sections,
-    progress,
-    reading,
-    trace_in,
-)
-from kvcore.cli.verb import Count, complete_workload, flag_of, plugin_completion, verb
 from kvcore.config import find_workload
 from kvcore.errors import InputError
 from kvcore.files import input_path
@@ -28,6 +17,17 @@ from kvcore.models.cost import PrefillCost
 from kvcore.plugins.manager import Plugins
 from kvcore.workloads import Workload, part_of
 from kvcore.workloads.files import first_json
+from kvcore_cli.options import part_options, shared
+from kvcore_cli.output import (
+    emit_json,
+    json_option,
+    print_notes,
+    print_sections,
+    progress,
+    reading,
+    trace_in,
+)
+from kvcore_cli.verb import Count, complete_workload, flag_of, plugin_completion, verb
 from kvcore_lab.cli.compare import DEVICE, MODEL
 from kvcore_lab.cli.lab_options import known_model
 from kvcore_lab.comparison import SHARING, compare

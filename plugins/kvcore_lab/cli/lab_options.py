@@ -10,9 +10,6 @@ import click
 from click.core import ParameterSource
 
 import kvcore
-from kvcore.cli.options import Command, all_of, shared
-from kvcore.cli.output import print_sections
-from kvcore.cli.verb import Count, echo, option, plugin_completion
 from kvcore.errors import InputError
 from kvcore.files import STDIN, is_copy
 from kvcore.hookspecs import OUTPUT, POLICIES
@@ -20,6 +17,9 @@ from kvcore.models.catalogue import MODELS
 from kvcore.models.memory import KVLayout, check_pool, is_pooled
 from kvcore.sections import Section
 from kvcore.workloads import Workload
+from kvcore_cli.options import Command, all_of, shared
+from kvcore_cli.output import print_sections
+from kvcore_cli.verb import Count, echo, option, plugin_completion
 
 if TYPE_CHECKING:
     from kvcore_lab.sweep.executors import Executor

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvcore.cli.output import STDOUT, file_path
-from kvcore.cli.verb import echo, option
 from kvcore.config import RunParts
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
 from kvcore.hookspecs import OUTPUT, Running
 from kvcore.untrusted import escaped
 from kvcore.workloads import Workload
+from kvcore_cli.output import STDOUT, file_path
+from kvcore_cli.verb import echo, option
 
 prometheus_option = option(
     "--prometheus",

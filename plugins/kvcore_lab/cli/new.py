@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError
 from kvcore.files import make_directory
 from kvcore.plugins import Plugins
+from kvcore_cli.verb import echo, verb
 from kvcore_lab.templates.package import KITS, package_files
 
 

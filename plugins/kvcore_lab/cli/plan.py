@@ -9,7 +9,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from kvcore.cli.options import (
+from kvcore.files import atomic_file, make_directory, refuse_overwrite
+from kvcore.hookspecs import OUTPUT
+from kvcore_cli.options import (
     Numbers,
     batching_options,
     named_workload,
@@ -20,16 +22,14 @@ from kvcore.cli.options import (
     traffic_options,
     workload_argument,
 )
-from kvcore.cli.output import (
+from kvcore_cli.output import (
     emit_json,
     file_path,
     json_bytes,
     json_option,
     progress,
 )
-from kvcore.cli.verb import Count, echo, option, verb
-from kvcore.files import atomic_file, make_directory, refuse_overwrite
-from kvcore.hookspecs import OUTPUT
+from kvcore_cli.verb import Count, echo, option, verb
 from kvcore_lab.cli.lab_options import (
     executor_options,
     markup_options,

@@ -7,17 +7,17 @@ from typing import Any
 
 import click
 
-from kvcore.cli.options import shared
-from kvcore.cli.output import (
+from kvcore.errors import InputError
+from kvcore.hookspecs import MODEL, POLICIES, REQUESTS
+from kvcore_cli.options import shared
+from kvcore_cli.output import (
     emit_json,
     input_file,
     json_option,
     print_sections,
     progress,
 )
-from kvcore.cli.verb import Count, option, plugin_completion, verb
-from kvcore.errors import InputError
-from kvcore.hookspecs import MODEL, POLICIES, REQUESTS
+from kvcore_cli.verb import Count, option, plugin_completion, verb
 from kvcore_lab.quality import measure
 from kvcore_lab.report.quality import QualityReport
 from kvcore_replay.cli.plot_option import plot_file, plot_option

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from kvcore.cli.options import (
+from kvcore_cli.options import (
     Numbers,
     batching_options,
     named_workload,
@@ -19,8 +19,8 @@ from kvcore.cli.options import (
     traffic_options,
     workload_argument,
 )
-from kvcore.cli.output import emit_json, json_option, progress
-from kvcore.cli.verb import echo, option, plugin_completion, verb
+from kvcore_cli.output import emit_json, json_option, progress
+from kvcore_cli.verb import echo, option, plugin_completion, verb
 from kvcore_cluster.options import CLUSTER
 from kvcore_lab.cli.lab_options import (
     executor_options,

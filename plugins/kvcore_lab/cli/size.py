@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from kvcore.cli.output import emit_json, json_option, print_sections
-from kvcore.cli.verb import Count, plugin_completion, verb
 from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
 from kvcore.models.cost import PrefillCost, prefill_flop
 from kvcore.models.memory import SERVER, KVLayout, degree_problem, servers_that_fit
 from kvcore.models.spec import MAX_COUNT, WEIGHT_DTYPES, DeviceSpec
 from kvcore.units import format_bytes, parse_bytes
+from kvcore_cli.output import emit_json, json_option, print_sections
+from kvcore_cli.verb import Count, plugin_completion, verb
 from kvcore_plugins.cache_groups.plan import GroupPlan, groups_of
 
 if TYPE_CHECKING:

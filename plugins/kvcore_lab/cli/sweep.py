@@ -9,19 +9,19 @@ from pathlib import Path
 
 import click
 
-from kvcore.cli.output import (
+from kvcore.config.options import option_default
+from kvcore.errors import InputError, PluginError
+from kvcore.files import make_directory, refuse_overwrite
+from kvcore.plugins.manager import Plugins
+from kvcore.workloads import Workload
+from kvcore_cli.output import (
     emit_json,
     file_path,
     json_option,
     progress,
 )
-from kvcore.cli.verb import echo, verb
-from kvcore.config.options import option_default
-from kvcore.errors import InputError, PluginError
-from kvcore.files import make_directory, refuse_overwrite
-from kvcore.plugins.manager import Plugins
-from kvcore.report.tables import counted
-from kvcore.workloads import Workload
+from kvcore_cli.report.tables import counted
+from kvcore_cli.verb import echo, verb
 from kvcore_lab.cli.lab_options import (
     executor_options,
     markup_options,

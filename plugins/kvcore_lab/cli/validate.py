@@ -7,8 +7,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from kvcore.cli.options import batching_options, run_options, shared
-from kvcore.cli.output import (
+from kvcore.files import input_path, refuse_overwrite
+from kvcore.hookspecs import OUTPUT, REQUESTS
+from kvcore_cli.options import batching_options, run_options, shared
+from kvcore_cli.output import (
     emit_json,
     file_path,
     json_option,
@@ -16,9 +18,7 @@ from kvcore.cli.output import (
     print_sections,
     progress,
 )
-from kvcore.cli.verb import Count, option, verb
-from kvcore.files import input_path, refuse_overwrite
-from kvcore.hookspecs import OUTPUT, REQUESTS
+from kvcore_cli.verb import Count, option, verb
 from kvcore_lab.measured.rows import AIC
 from kvcore_lab.measured.validation import GROUPS, ROUNDS, SPREAD
 from kvcore_lab.measured.validation import validate as compare_rows

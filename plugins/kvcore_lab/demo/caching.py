@@ -30,10 +30,10 @@ from kvcore.engine import (
 from kvcore.errors import PluginError
 from kvcore.models.cost import token_projections
 from kvcore.models.spec import ModelSpec
-from kvcore.report.tables import BARS, counted
 from kvcore.request import Request, block_keys
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import format_bytes, format_seconds
+from kvcore_cli.report.tables import BARS, counted
 from kvcore_lab.demo.one_head import OneHead
 
 DTYPE = "fp64"

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import attrs
 
 from kvcore.errors import InputError
-from kvcore.report.tables import counted
 from kvcore.sections import Section, Table
+from kvcore_cli.report.tables import counted
 
 Vector: TypeAlias = Sequence[float]
 

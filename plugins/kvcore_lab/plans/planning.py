@@ -31,9 +31,9 @@ from kvcore.config.options import option_default, read_option
 from kvcore.errors import InputError, PluginError
 from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, Tick, silent, unseen
-from kvcore.report.tables import counted
 from kvcore.request import SLO
 from kvcore.workloads import given_workload
+from kvcore_cli.report.tables import counted
 from kvcore_lab.plans.fleet import GRANTS, Fleet, FleetTask, Served
 from kvcore_lab.plans.start import start_command
 from kvcore_lab.sweep.cells import CellRun, Outcome, WorkloadCache

@@ -11,10 +11,10 @@ import attrs
 
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
-from kvcore.report.simulation import thrashing
-from kvcore.report.tables import cell, counted, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import format_seconds
+from kvcore_cli.report.simulation import thrashing
+from kvcore_cli.report.tables import cell, counted, share
 from kvcore_lab.comparison import SHARING, Comparison, Infinite, Row
 from kvcore_lab.report.policies import (
     block_bytes,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvcore.report.tables import TableRow
 from kvcore.sections import Section, Table
 from kvcore.units import format_dollars
+from kvcore_cli.report.tables import TableRow
 from kvcore_lab.comparison import Comparison
 from kvcore_lab.report.policies import named
 from kvcore_replay.report.billing import BILLS, setup_of

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 import attrs
 
 from kvcore.models.memory import KVLayout
-from kvcore.report.tables import counted, plugin_text
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import format_bytes, format_number
+from kvcore_cli.report.tables import counted, plugin_text
 from kvcore_lab.comparison import SHARING
 from kvcore_lab.curves.mrc import Curve, Curves
 from kvcore_lab.report.policies import (

@@ -12,13 +12,13 @@ from typing import Any
 
 import attrs
 
-from kvcore.cli.output import print_sections
 from kvcore.errors import PluginError
-from kvcore.report.simulation import COLUMNS, TIMES
-from kvcore.report.tables import cell, counted, share
 from kvcore.sections import Section, Table
 from kvcore.serving import Result
 from kvcore.units import format_number, format_seconds
+from kvcore_cli.output import print_sections
+from kvcore_cli.report.simulation import COLUMNS, TIMES
+from kvcore_cli.report.tables import cell, counted, share
 from kvcore_cluster.result import ClusterResult
 from kvcore_lab.comparison import Comparison
 from kvcore_lab.curves.mrc import Curves

@@ -7,12 +7,12 @@ from typing import Any
 
 import attrs
 
-from kvcore.report.simulation import SimulationReport
-from kvcore.report.simulation import report_of as report_of_run
-from kvcore.report.tables import NONE, cell, share
 from kvcore.sections import Section, Table
 from kvcore.serving import Result
 from kvcore.units import format_number, format_seconds
+from kvcore_cli.report.simulation import SimulationReport
+from kvcore_cli.report.simulation import report_of as report_of_run
+from kvcore_cli.report.tables import NONE, cell, share
 
 
 @attrs.frozen

@@ -8,11 +8,11 @@ from typing import Any
 import attrs
 
 from kvcore.plugins.options import as_text
-from kvcore.report.simulation import overload
-from kvcore.report.tables import NONE, cell, counted, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import version
 from kvcore.units import BINARY, format_bytes, format_dollars, format_number, format_seconds
+from kvcore_cli.report.simulation import overload
+from kvcore_cli.report.tables import NONE, cell, counted, share
 from kvcore_replay.report.charts import as_percent
 
 SHOWN = 3

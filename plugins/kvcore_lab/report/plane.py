@@ -10,10 +10,10 @@ import attrs
 
 from kvcore.errors import InputError
 from kvcore.models.memory import KVLayout
-from kvcore.report.tables import counted, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import plain
 from kvcore.units import BINARY, format_bytes, format_seconds
+from kvcore_cli.report.tables import counted, share
 from kvcore_lab.curves.plane import Plane, PlanePoint
 from kvcore_lab.report.policies import block_bytes, looked_up, memory_fields, replay_setup
 from kvcore_replay.report.figure import INK, log_axis, picture

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import attrs
 
 from kvcore.plugins.options import as_text
-from kvcore.report.simulation import group_text
-from kvcore.report.tables import counted, setup
 from kvcore.trace.fields import version
 from kvcore.units import format_bytes
+from kvcore_cli.report.simulation import group_text
+from kvcore_cli.report.tables import counted, setup
 
 if TYPE_CHECKING:
     from kvcore.models.memory import KVLayout

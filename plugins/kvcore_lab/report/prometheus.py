@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvcore.lazy import import_extra
-from kvcore.report.tables import plugin_text
+from kvcore_cli.report.tables import plugin_text
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

@@ -7,10 +7,10 @@ from typing import Any
 
 import attrs
 
-from kvcore.report.tables import counted
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import version
 from kvcore.units import format_number
+from kvcore_cli.report.tables import counted
 from kvcore_lab.quality import FULL, Quality, QualityRow
 from kvcore_lab.report.mrc import percent
 from kvcore_replay.report.charts import as_percent

@@ -10,9 +10,9 @@ from typing import Any
 
 import attrs
 
-from kvcore.report.tables import NONE, cell, counted, setup, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import format_bytes, format_dollars, format_number, format_seconds
+from kvcore_cli.report.tables import NONE, cell, counted, setup, share
 from kvcore_lab.report.policies import enumerated
 from kvcore_lab.router_comparison import RouterComparison, RouterRow, SharedCache
 

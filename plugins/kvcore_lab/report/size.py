@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvcore.report.tables import counted
 from kvcore.sections import Section, Table
 from kvcore.units import DECIMAL, format_bytes, format_number, format_seconds
+from kvcore_cli.report.tables import counted
 
 Row = tuple[str, str, str]
 

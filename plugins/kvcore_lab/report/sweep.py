@@ -19,10 +19,10 @@ from kvcore.errors import InputError, shorten
 from kvcore.files import atomic_file, part_path
 from kvcore.lazy import import_extra
 from kvcore.plugins.options import as_text
-from kvcore.report.tables import NONE, cell, counted, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import version
 from kvcore.units import format_bytes, format_dollars, format_number, format_seconds
+from kvcore_cli.report.tables import NONE, cell, counted, share
 from kvcore_lab.statistics import SESSIONS, STRETCHES, Interval, bootstrap
 from kvcore_lab.sweep import Grid, Row, Sweep, axes_of
 from kvcore_replay.report.charts import is_bound

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
 
-from kvcore.report.tables import NONE, counted, printable
 from kvcore.sections import Section, Table
 from kvcore.units import format_number, format_seconds
+from kvcore_cli.report.tables import NONE, counted, printable
 from kvcore_lab.measured.rows import LABELS, LOAD, MEASURES, OPTIONS
 from kvcore_lab.measured.validation import GROUPS, Compared, Errors, Validation
 from kvcore_replay.report.figure import COLOURS, GREY, INK, MARKERS, add_title, picture

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcore.cli.output import file_path, input_file
-from kvcore.cli.verb import Count, plugin_completion, verb
 from kvcore.errors import InputError
-from kvcore.report.tables import counted
+from kvcore_cli.output import file_path, input_file
+from kvcore_cli.report.tables import counted
+from kvcore_cli.verb import Count, plugin_completion, verb
 from kvcore_online.cli.options import log_option
 
 if TYPE_CHECKING:

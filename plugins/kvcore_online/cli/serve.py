@@ -8,7 +8,13 @@ import attrs
 import click
 from click.core import ParameterSource
 
-from kvcore.cli.options import (
+from kvcore.config import RunParts
+from kvcore.config.parts import BLOCK_SIZE
+from kvcore.config.run_config import RunConfig, built_rules
+from kvcore.errors import InputError
+from kvcore.hookspecs import MODEL, OUTPUT
+from kvcore.plugins.options import Spec
+from kvcore_cli.options import (
     batching_options,
     config_of,
     config_option,
@@ -17,14 +23,8 @@ from kvcore.cli.options import (
     naming,
     shared,
 )
-from kvcore.cli.output import file_path
-from kvcore.cli.verb import Count, Seconds, flag_of, option, verb
-from kvcore.config import RunParts
-from kvcore.config.parts import BLOCK_SIZE
-from kvcore.config.run_config import RunConfig, built_rules
-from kvcore.errors import InputError
-from kvcore.hookspecs import MODEL, OUTPUT
-from kvcore.plugins.options import Spec
+from kvcore_cli.output import file_path
+from kvcore_cli.verb import Count, Seconds, flag_of, option, verb
 from kvcore_engine.config import EngineParts
 from kvcore_online.cli.options import log_option
 from kvcore_online.clients import ClientWorkload

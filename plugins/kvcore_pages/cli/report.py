@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from kvcore.cli.output import page_option, progress, write_page
-from kvcore.cli.verb import verb
 from kvcore.errors import InputError
 from kvcore.files import input_path, refuse_overwrite
+from kvcore_cli.output import page_option, progress, write_page
+from kvcore_cli.verb import verb
 from kvcore_replay.cli.trace_options import replica_option
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvcore.cli.output import page_option, write_page
-from kvcore.cli.verb import verb
+from kvcore_cli.output import page_option, write_page
+from kvcore_cli.verb import verb
 
 
 @verb("kvcore tour -o tour.html")

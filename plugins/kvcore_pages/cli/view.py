@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from kvcore.cli.output import page_option, progress, trace_file, write_page
-from kvcore.cli.verb import Time, echo, verb
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
 from kvcore.units import parse_window
+from kvcore_cli.output import page_option, progress, trace_file, write_page
+from kvcore_cli.verb import Time, echo, verb
 from kvcore_replay.cli.trace_options import replica_option
 
 

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcore.cli.output import (
+from kvcore.errors import InputError, StorageError
+from kvcore.files import compressor, part_path, refuse_overwrite
+from kvcore.progress import Tick
+from kvcore.units import DECIMAL, format_bytes
+from kvcore_cli.output import (
     emit_json,
     file_path,
     input_file,
@@ -17,11 +21,7 @@ from kvcore.cli.output import (
     reading,
     trace_file,
 )
-from kvcore.cli.verb import echo, verb
-from kvcore.errors import InputError, StorageError
-from kvcore.files import compressor, part_path, refuse_overwrite
-from kvcore.progress import Tick
-from kvcore.units import DECIMAL, format_bytes
+from kvcore_cli.verb import echo, verb
 from kvcore_replay.cli.trace_options import replica_option
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def export(
 
 def _notes(about: dict[str, Any]) -> list[str]:
     """Return sentences on the parts of a trace that the format cannot express."""
-    from kvcore.report.tables import counted  # noqa: PLC0415 - most exports have no notes
+    from kvcore_cli.report.tables import counted  # noqa: PLC0415 - most exports have no notes
 
     notes = []
     if about.get("key_tokens", USUAL_KEY_TOKENS) not in (0, USUAL_KEY_TOKENS):

@@ -16,8 +16,6 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from kvcore.cli.output import done_so_far
-from kvcore.cli.served import trace_path
 from kvcore.config import RunParts
 from kvcore.errors import InputError
 from kvcore.hookspecs import Running
@@ -27,6 +25,8 @@ from kvcore.trace.expansion import Expansion
 from kvcore.trace.jsonl_file import BUFFER_BYTES
 from kvcore.units import NS_PER_S
 from kvcore.untrusted import escaped
+from kvcore_cli.output import done_so_far
+from kvcore_cli.served import trace_path
 from kvcore_replay.report.live import LiveView
 from kvcore_replay.report.live import clock as clock_text
 

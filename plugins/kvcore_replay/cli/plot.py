@@ -7,11 +7,11 @@ from typing import Literal, TypeAlias
 
 import click
 
-from kvcore.cli.output import reading
-from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError
 from kvcore.files import input_path
 from kvcore.serving.result import TRACE
+from kvcore_cli.output import reading
+from kvcore_cli.verb import echo, verb
 from kvcore_replay.cli.plot_option import picture_option, plot_file
 from kvcore_replay.cli.trace_options import replica_option
 from kvcore_replay.report import plots

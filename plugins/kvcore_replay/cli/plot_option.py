@@ -10,12 +10,12 @@ from typing import TypeAlias
 
 import click
 
-from kvcore.cli.output import file_path
-from kvcore.cli.verb import option
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
 from kvcore.hookspecs import OUTPUT
 from kvcore.sections import Chart
+from kvcore_cli.output import file_path
+from kvcore_cli.verb import option
 
 
 def _picture(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from kvcore.cli.output import emit_json, json_option, print_sections, reading, trace_file
-from kvcore.cli.verb import Time, VerbCommand, echo, flags_of, option, verb
 from kvcore.errors import TraceError
 from kvcore.hookspecs import OUTPUT
 from kvcore.sections import Section
+from kvcore_cli.output import emit_json, json_option, print_sections, reading, trace_file
+from kvcore_cli.verb import Time, VerbCommand, echo, flags_of, option, verb
 from kvcore_replay.check.trace import replay as replay_trace
 from kvcore_replay.cli.trace_options import price_option, refuse_recording
 

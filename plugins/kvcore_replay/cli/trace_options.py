@@ -8,14 +8,14 @@ from typing import Any, NoReturn
 
 import click
 
-from kvcore.cli.options import Command, shared
-from kvcore.cli.output import print_table
-from kvcore.cli.verb import option
 from kvcore.config import RunParts
 from kvcore.config.options import option_named, option_names
 from kvcore.errors import InputError
 from kvcore.hookspecs import OUTPUT, Ran
 from kvcore.units import format_dollars
+from kvcore_cli.options import Command, shared
+from kvcore_cli.output import print_table
+from kvcore_cli.verb import option
 
 
 def what_if_options(command: Command) -> Command:

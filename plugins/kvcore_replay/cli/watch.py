@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 import orjson
 
-from kvcore.cli.output import trace_file
-from kvcore.cli.verb import Time, results, verb
 from kvcore.errors import InputError
 from kvcore.files import CutError, DamageError, decompressed, is_being_written, part_path
 from kvcore.units import NS_PER_S
+from kvcore_cli.output import trace_file
+from kvcore_cli.verb import Time, results, verb
 from kvcore_replay.cli.trace_options import replica_option
 from kvcore_replay.state.replicas import ServerReader
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from kvcore.cli.output import (
+from kvcore.hookspecs import OUTPUT
+from kvcore_cli.output import (
     emit_json,
     file_path,
     json_option,
@@ -15,8 +16,7 @@ from kvcore.cli.output import (
     progress,
     trace_file,
 )
-from kvcore.cli.verb import option, verb
-from kvcore.hookspecs import OUTPUT
+from kvcore_cli.verb import option, verb
 from kvcore_replay.cli.trace_options import (
     gpu_price_option,
     price_option,

@@ -7,9 +7,9 @@ from typing import Any
 
 import attrs
 
-from kvcore.report.tables import TableRow, cell, counted, share
 from kvcore.sections import Section, Table
 from kvcore.units import NS_PER_S, format_dollars, format_seconds
+from kvcore_cli.report.tables import TableRow, cell, counted, share
 from kvcore_replay.misses.prompts import REASONS, PromptExplanation, PromptReads, UnreadTokens
 from kvcore_replay.pricing import PriceModel
 

@@ -10,8 +10,8 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import shorten
-from kvcore.report.tables import printable
 from kvcore.sections import Chart, Panel
+from kvcore_cli.report.tables import printable
 from kvcore_replay.belady import Belady
 from kvcore_replay.report.figure import COLOURS, GREY, INK, MARKERS, add_title, picture
 

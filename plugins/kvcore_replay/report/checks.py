@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvcore.report.simulation import group_text
-from kvcore.report.tables import setup, share
 from kvcore.sections import Section, Table
+from kvcore_cli.report.simulation import group_text
+from kvcore_cli.report.tables import setup, share
 
 if TYPE_CHECKING:
     from kvcore_events.block_tracker import RecordingReport

@@ -6,9 +6,9 @@ from collections import deque
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, TypeAlias
 
-from kvcore.report.tables import bars, counted, share
 from kvcore.trace import events
 from kvcore.units import NS_PER_S, format_number, format_seconds
+from kvcore_cli.report.tables import bars, counted, share
 from kvcore_replay.state.cache import CacheState, run_blocks
 from kvcore_replay.state.groups import GroupState
 from kvcore_replay.timeline import TimelineBuilder

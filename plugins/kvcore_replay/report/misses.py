@@ -8,10 +8,10 @@ from typing import Any
 
 import attrs
 
-from kvcore.report.simulation import group_text
-from kvcore.report.tables import TableRow, counted, setup
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import NS_PER_S, format_number, format_seconds
+from kvcore_cli.report.simulation import group_text
+from kvcore_cli.report.tables import TableRow, counted, setup
 from kvcore_replay.misses.reasons import (
     OF_CLUSTERS,
     OF_GROUPS,

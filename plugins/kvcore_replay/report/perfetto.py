@@ -20,9 +20,9 @@ import attrs
 import orjson
 
 from kvcore.progress import Tick, ticked, unseen
-from kvcore.report.tables import printable, setup
 from kvcore.trace import events, read_events
 from kvcore.units import NS_PER_S
+from kvcore_cli.report.tables import printable, setup
 from kvcore_replay.state.cache import run_blocks
 from kvcore_replay.state.replicas import CHANGES, Replicas
 from kvcore_replay.state.tiers import TracedTiers

@@ -21,12 +21,12 @@ import orjson
 from kvcore.cache import Residency
 from kvcore.errors import InputError, shorten
 from kvcore.histogram import Histogram, borders
-from kvcore.report.simulation import SimulationReport
-from kvcore.report.tables import counted, printable, setup
 from kvcore.request import SLO
 from kvcore.serving.result import REQUESTS, SUMMARY, Result
 from kvcore.trace.fields import slo_field
 from kvcore.units import NS_PER_S, format_number, format_seconds
+from kvcore_cli.report.simulation import SimulationReport
+from kvcore_cli.report.tables import counted, printable, setup
 from kvcore_replay.report.charts import end_labels
 from kvcore_replay.report.figure import COLOURS, GREY, INK, PALE, add_title, log_ticks, picture
 from kvcore_replay.timeline import Kind, Series, Timeline

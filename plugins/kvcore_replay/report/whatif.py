@@ -10,8 +10,10 @@ from typing import Any
 import attrs
 
 from kvcore.plugins.options import as_text
-from kvcore.report.simulation import overload
-from kvcore.report.tables import (
+from kvcore.sections import Chart, Panel, Section, Table
+from kvcore.units import NS_PER_S, format_dollars, format_number, format_seconds
+from kvcore_cli.report.simulation import overload
+from kvcore_cli.report.tables import (
     NONE,
     TableRow,
     cell,
@@ -21,8 +23,6 @@ from kvcore.report.tables import (
     share,
     slo_times,
 )
-from kvcore.sections import Chart, Panel, Section, Table
-from kvcore.units import NS_PER_S, format_dollars, format_number, format_seconds
 from kvcore_replay.recorded_run import RunSummary
 from kvcore_replay.what_if import Change, WhatIf
 

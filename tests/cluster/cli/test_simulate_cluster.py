@@ -10,7 +10,7 @@ import pytest
 from helpers.commands import error_of, stdout_of
 
 import kvcore
-from kvcore.cli import main as frame
+from kvcore_cli import main as frame
 
 SMALL = "zipf:requests=60,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tokens=8,rate=50"
 UNLIKE = """

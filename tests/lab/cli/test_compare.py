@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from helpers.commands import error_of, json_of, stdout_of
 
-from kvcore.cli import main as frame
 from kvcore.units import format_seconds
+from kvcore_cli import main as frame
 
 SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=32"
 MIB = 2**20

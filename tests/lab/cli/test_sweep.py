@@ -9,10 +9,10 @@ import subprocess
 import pytest
 from helpers.sweeps import SMALL, command, finished, install_mortal, run, wait_for
 
-from kvcore.cli import main as frame
 from kvcore.config import RunConfig
 from kvcore.config.options import option_named
 from kvcore.config.parts import BLOCK_SIZE
+from kvcore_cli import main as frame
 from kvcore_lab.sweep import axes_of
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,8 @@ from helpers.processes import Program, bad_day
 from helpers.storm import storm
 from helpers.upstreams import Upstream, prompt, routed, until
 
-from kvcore.cli import main as frame
 from kvcore.trace import read_events
+from kvcore_cli import main as frame
 from kvcore_plugins.workload.recorded import TraceWorkload
 
 pytestmark = pytest.mark.slow

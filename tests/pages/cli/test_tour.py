@@ -7,8 +7,8 @@ import pytest
 from helpers.browser import NARROW, WIDE, tab
 from helpers.pages import data_of
 
-from kvcore.cli.main import run
 from kvcore.plugins.manager import Plugins
+from kvcore_cli.main import run
 from kvcore_replay.check.trace import check_trace
 
 if Plugins().get("generator", "transformer").unavailable() is not None:

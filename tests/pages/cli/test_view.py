@@ -14,9 +14,9 @@ from helpers.kv_events import batch, stored
 from helpers.kv_events import record as record_events
 from helpers.untrusted import poison, record_rejection, recovered
 
-from kvcore.cli import main as frame
 from kvcore.errors import InputError
 from kvcore.trace import read_events
+from kvcore_cli import main as frame
 from kvcore_pages.playback import Window
 from kvcore_pages.server import PageServer
 from kvcore_pages.view import view_page

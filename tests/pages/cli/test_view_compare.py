@@ -7,8 +7,8 @@ from helpers.browser import tab, until
 from helpers.commands import run_here
 from helpers.evictions import TraceBlocks, differing
 
-from kvcore.cli import main as frame
 from kvcore.units import NS_PER_S
+from kvcore_cli import main as frame
 from kvcore_pages.playback import Playback
 from kvcore_pages.view import find_differences, view_page
 from kvcore_replay.misses.explain import explain

@@ -6,7 +6,7 @@ import pytest
 from helpers import traces
 from helpers.browser import NARROW, WIDE, drawn, tab, until
 
-from kvcore.cli import main as frame
+from kvcore_cli import main as frame
 from kvcore_pages.playback import Window
 from kvcore_pages.view import view_page
 from kvcore_replay.timeline import NEVER, Timeline

@@ -18,14 +18,14 @@ import pytest
 from helpers.commands import run_here
 
 from kvcore import native
-from kvcore.cli import main as frame
 from kvcore.errors import InputError, OutOfBlocks, PluginError, TraceError
 from kvcore.hookspecs import Verb
+from kvcore_cli import main as frame
 
 IMPORTS = """
 import ctypes, os, signal, sys, types, click
 from pathlib import Path
-from kvcore.cli import main
+from kvcore_cli import main
 from kvcore.trace import Trace
 """
 
@@ -253,7 +253,7 @@ def test_sigterm_while_a_verb_loads_ends_the_process(tmp_path):
     """SIGTERM while a verb loads kills the process, since a module might catch an exception."""
     (tmp_path / "talk.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
     program = (
-        "from kvcore.cli import main; "
+        "from kvcore_cli import main; "
         "main.VERBS['talk'] = main.Verb('talk:talk', 'Talk.'); main.main()"
     )
     done = subprocess.run(

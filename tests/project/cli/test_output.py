@@ -11,12 +11,12 @@ import pytest
 from helpers.commands import run_here
 from helpers.traces import ask, lines, seal, write
 
-from kvcore.cli import output
-from kvcore.cli.output import emit_json, print_sections, print_table, print_text, progress
-from kvcore.cli.verb import echo
 from kvcore.errors import InputError
 from kvcore.sections import Chart, Table
 from kvcore.untrusted import escaped
+from kvcore_cli import output
+from kvcore_cli.output import emit_json, print_sections, print_table, print_text, progress
+from kvcore_cli.verb import echo
 from kvcore_replay.cli import whatif as asking
 
 

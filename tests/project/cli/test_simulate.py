@@ -10,7 +10,7 @@ from helpers.commands import error_of, json_of, stdout_of
 from helpers.rows import write_rows
 
 from kvcore import find_capacity
-from kvcore.cli import main as frame
+from kvcore_cli import main as frame
 
 SMALL = "zipf:requests=40,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tokens=8"
 FIELDS = [

@@ -20,7 +20,7 @@ import pytest
 from helpers.traces import schema_1
 
 from kvcore import KVCache, Request, Trace
-from kvcore.cli import main as frame
+from kvcore_cli import main as frame
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Mooncake

@@ -7,7 +7,7 @@ import pytest
 from helpers.rows import write_rows
 from helpers.traces import BLOCK, ask, lines, record, seal, write
 
-from kvcore.cli.main import run
+from kvcore_cli.main import run
 from kvcore_events.block_tracker import check_recording
 from kvcore_plugins.workload import Mooncake
 from kvcore_replay.check.trace import check_trace

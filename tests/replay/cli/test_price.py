@@ -86,7 +86,7 @@ def test_price_list_prints_all_prices():
 def test_nothing_is_imported_without_prices():
     """A simulation without `--price` does not import the modules of prices and bills."""
     code = (
-        "import sys; from kvcore.cli.main import run; "
+        "import sys; from kvcore_cli.main import run; "
         f"run(['simulate', {SMALL!r}, '--no-search', '--residency']); "
         "print([m for m in sys.modules if 'pricing' in m or 'billing' in m or 'logged' in m "
         "or 'chat_log' in m or 'prompt_misses' in m], file=sys.stderr)"

@@ -9,7 +9,7 @@ import pytest
 from helpers.commands import run_here
 from helpers.traces import lines, record, serve
 
-PROGRAM = "from kvcore.cli.main import main; main()"
+PROGRAM = "from kvcore_cli.main import main; main()"
 
 run = partial(run_here, "replay")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
-from kvcore.cli.output import emit_json, json_option, print_table, terminal_width
-from kvcore.cli.verb import verb
 from kvcore.config.options import known_modes
 from kvcore.plugins.manager import KINDS, installed
+from kvcore_cli.output import emit_json, json_option, print_table, terminal_width
+from kvcore_cli.verb import verb
 
 ROOMY = 100
 """Columns of a terminal from which on the table names modules."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.configs import CONFIG
 
-from kvcore.report.simulation import SimulationReport, sparkline
+from kvcore_cli.report.simulation import SimulationReport, sparkline
 
 SPREAD = {"mean": 1.5, "p50": 1.0, "p90": 2.0, "p95": 2.5, "p99": 0.0125}
 SATURATION = {"saturated": True, "why": "3 requests/s come and 2/s are served"}

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcore.cache import Recorder
-from kvcore.cli.output import emit_json, print_notes, print_sections, progress
-from kvcore.cli.verb import echo
 from kvcore.config import RunParts
 from kvcore.files import make_directory, refuse_overwrite
 from kvcore.hookspecs import Ran, Running
 from kvcore.progress import silent, ticked, unseen
 from kvcore.sections import Section
 from kvcore.serving.result import REQUESTS, SUMMARY, TRACE, Reported
+from kvcore_cli.output import emit_json, print_notes, print_sections, progress
+from kvcore_cli.verb import echo
 
 
 def trace_path(parts: RunParts, given: Mapping[str, Any]) -> Path | None:

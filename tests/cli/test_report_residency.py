@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcore.report.simulation import thrashing
+from kvcore_cli.report.simulation import thrashing
 from kvcore_lab.comparison import compare
 from kvcore_lab.report.comparison import ResidencyReport
 from kvcore_plugins.eviction import LRU, MRU

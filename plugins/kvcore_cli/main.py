@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from kvcore import native
-from kvcore.cli.verb import echo, flags_of
 from kvcore.distributions import version
 from kvcore.errors import KvcoreError, PluginError
 from kvcore.hookspecs import ASK, CHECK, LOOK, PLUMBING, REAL, Verb
 from kvcore.plugins.base import FAILURES
 from kvcore.plugins.manager import error_line, imported_place, installed
 from kvcore.plugins.options import nearest
+from kvcore_cli.verb import echo, flags_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 VERBS = {
     "plugins": Verb(
-        "kvcore.cli.plugins:plugins",
+        "kvcore_cli.plugins:plugins",
         "List the plugins, all or those of a kind, where each is from, and whether it works "
         "here.",
         PLUMBING,
     ),
     "simulate": Verb(
-        "kvcore.cli.simulate:simulate",
+        "kvcore_cli.simulate:simulate",
         "Simulate serving WORKLOAD: latency, throughput, goodput, hits, preemptions.",
         ASK,
     ),
 }
-"""The verbs of the core. Packages add theirs by the hook `kvcore_commands`."""
+"""The verbs that are always there. Packages add theirs by the hook `kvcore_commands`."""
 
 GROUPS = (ASK, LOOK, CHECK, REAL, PLUMBING)
 """The order in which groups of verbs are listed; those of other packages follow."""
@@ -154,7 +154,7 @@ class Verbs(click.Group):
 
 
 def known_verbs() -> Mapping[str, Verb]:
-    """Return all verbs by name. One of the core is never replaced."""
+    """Return all verbs by name. One of the command line itself is never replaced."""
     with redirect_stdout(sys.stderr):  # plugins may print when they are loaded
         return {**installed().verbs({*VERBS, "help"}), **VERBS}
 
@@ -181,7 +181,7 @@ def loaded_verb(name: str) -> click.Command:
     if not isinstance(command, click.Command):
         msg = f"verb {name!r}: {import_path} is {command!r}, which is no click command"
         raise PluginError(msg)
-    from kvcore.cli.options import added_options  # noqa: PLC0415 - the list of verbs does without
+    from kvcore_cli.options import added_options  # noqa: PLC0415 - the list of verbs does without
 
     with redirect_stdout(sys.stderr):
         added = added_options(name, installed(), command)

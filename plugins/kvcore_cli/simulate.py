@@ -10,7 +10,17 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from kvcore.cli.options import (
+from kvcore.config import RunConfig
+from kvcore.config.options import CORE, find_mode, known_modes, mode_options
+from kvcore.config.run_config import built_rules
+from kvcore.errors import InputError
+from kvcore.hookspecs import OUTPUT
+from kvcore.plugins.manager import imported_place
+from kvcore.plugins.options import as_text
+from kvcore.sections import Table
+from kvcore.serving.rules import CHOICES, Rules
+from kvcore.serving.scheduler import LIMITS
+from kvcore_cli.options import (
     batching_options,
     config_of,
     group_options,
@@ -23,19 +33,12 @@ from kvcore.cli.options import (
     traffic_options,
     workload_argument,
 )
-from kvcore.cli.output import json_option, print_sections
-from kvcore.cli.served import opened
-from kvcore.cli.verb import option, verb
-from kvcore.config import RunConfig
-from kvcore.config.options import CORE, find_mode, known_modes, mode_options
-from kvcore.config.run_config import built_rules
-from kvcore.errors import InputError
-from kvcore.hookspecs import OUTPUT
-from kvcore.plugins.manager import imported_place
-from kvcore.plugins.options import as_text
-from kvcore.sections import Table
-from kvcore.serving.rules import CHOICES, Rules
-from kvcore.serving.scheduler import LIMITS
+from kvcore_cli.output import json_option, print_sections
+from kvcore_cli.served import opened
+from kvcore_cli.verb import option, verb
+
+REPORT = "kvcore_cli.report.simulation:report_of"
+"""The report of a run on one server, which JSON does without."""
 
 
 @verb(
@@ -78,7 +81,7 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
         result = run.run("simulating")
         document = parts.document(result)
         run.end(result, document)
-    report_of = imported_place(find_mode(config.mode_of_run).report)
+    report_of = imported_place(find_mode(config.mode_of_run).report or REPORT)
     run.report(
         document,
         lambda searching: report_of(result, document, searching=searching).sections,

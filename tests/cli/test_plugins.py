@@ -14,10 +14,10 @@ from helpers.commands import error_of, json_of, run_here
 from helpers.distributions import install_module
 
 import kvcore.plugins.manager
-from kvcore.cli import main
+from kvcore_cli import main
 from kvcore_plugins.eviction import LRU
 
-PROGRAM = "from kvcore.cli.main import main; main()"
+PROGRAM = "from kvcore.__main__ import main; main()"
 HOOKS = """
 from kvcore.hookspecs import hookimpl
 from kvcore.cache import EvictionPolicy
@@ -94,7 +94,7 @@ def test_the_table_has_the_reason_why_a_plugin_is_unusable(site):
 @pytest.mark.parametrize(("columns", "shown"), [(80, False), (99, False), (100, True)])
 def test_narrow_terminals_have_no_column_of_modules(monkeypatch, capsys, columns, shown):
     """The column of modules is shown on a terminal of at least 100 columns."""
-    monkeypatch.setattr("kvcore.cli.plugins.terminal_width", lambda: columns)
+    monkeypatch.setattr("kvcore_cli.plugins.terminal_width", lambda: columns)
     assert main.run(["plugins"]) == 0
     assert ("kvcore_plugins.eviction.lru" in capsys.readouterr().out) is shown
 

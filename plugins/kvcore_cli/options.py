@@ -13,16 +13,6 @@ import click
 from click.core import ParameterSource
 
 from kvcore.cache.pool import MOST_BLOCKS
-from kvcore.cli.output import file_path, input_file, trace_file
-from kvcore.cli.verb import (
-    Count,
-    Time,
-    complete_workload,
-    flag_of,
-    flags_of,
-    option,
-    plugin_completion,
-)
 from kvcore.config import RunConfig
 from kvcore.config.options import (
     find_option,
@@ -45,6 +35,16 @@ from kvcore.request import SLO
 from kvcore.serving.rules import CHOICES, Rules
 from kvcore.units import INT64_LIMIT, parse_whole
 from kvcore.workloads import Workload, find_workload
+from kvcore_cli.output import file_path, input_file, trace_file
+from kvcore_cli.verb import (
+    Count,
+    Time,
+    complete_workload,
+    flag_of,
+    flags_of,
+    option,
+    plugin_completion,
+)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvcore.cache.residency import TIER
-from kvcore.report.tables import NONE, TableRow, bars, cell, counted, setup, share
 from kvcore.sections import Section, Table
 from kvcore.serving.result import Reported
 from kvcore.serving.stats import Percentiles
 from kvcore.units import NS_PER_S, format_bytes, format_number, format_seconds
+from kvcore_cli.report.tables import NONE, TableRow, bars, cell, counted, setup, share
 
 
 def thrashing(

@@ -10,7 +10,7 @@ import pytest
 from helpers.commands import error_of, json_of
 
 SMALL = 'workload = "zipf:requests=20,prefix_tokens=64,suffix_tokens=32,output_tokens=8"\n'
-PAGE = Path(__file__).parents[3] / "docs" / "reference" / "cli.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 
 
 @pytest.fixture

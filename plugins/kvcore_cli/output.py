@@ -15,7 +15,6 @@ from typing import Any, TextIO, TypeAlias
 
 import click
 
-from kvcore.cli.verb import VerbT, echo, option, results, results_alone
 from kvcore.errors import InputError
 from kvcore.files import (
     STDIN,
@@ -30,6 +29,7 @@ from kvcore.sections import Section, Table
 from kvcore.units import DECIMAL, NS_PER_S, format_bytes, format_number, parse_seconds
 from kvcore.untrusted import escaped, escaped_json
 from kvcore.workloads import Workload
+from kvcore_cli.verb import VerbT, echo, option, results, results_alone
 
 PROGRESS_SECONDS = "KVCORE_PROGRESS_SECONDS"
 """Environment variable: seconds between two lines of progress in a pipe; 0 prints none."""
