@@ -33,7 +33,6 @@ from kvcore.config.values import (
 )
 from kvcore.serving.rules import CHOICES
 from kvcore.serving.scheduler import LIMITS
-from kvcore.trace import json_schema
 from kvcore.trace.fields import EXPECTATIONS
 from kvcore_cli.main import loaded_verb
 from kvcore_cli.options import toml_types
@@ -41,6 +40,7 @@ from kvcore_cluster.options import OF_REPLICAS, as_failures, as_replicas
 from kvcore_lab.cli.sweep import sweep
 from kvcore_lab.sweep.grid import sweep_keys
 from kvcore_online.route_config import RouteConfig, Upstream
+from kvcore_plugins.traces.reader import json_schema
 
 MODE = "Mode of all cells: simulate them under a clock, or compare: replay them without one."
 

@@ -55,7 +55,10 @@ if TYPE_CHECKING:
     from kvcore_lab.report.notebook import report_html, report_on, report_text
     from kvcore_lab.router_comparison import compare_routers
     from kvcore_plugins.cache_groups import GroupedCache, LayerGroup, groups_of
+    from kvcore_plugins.drafter.speculation import Speculation, SpeculativeSimulator
+    from kvcore_plugins.load import Saturation, load_of, saturation_of
     from kvcore_plugins.models.huggingface import read_config
+    from kvcore_plugins.traces.reader import read_events
     from kvcore_replay.misses.explain import explain
     from kvcore_replay.recorded.config import recorded_config
     from kvcore_replay.what_if import whatif
@@ -80,7 +83,10 @@ _MODULES = {
     "kvcore.workloads": "Workload",
     # Of packages, which only this table and `hooks.py` of each of them name.
     "kvcore_plugins.cache_groups": "GroupedCache LayerGroup groups_of",
+    "kvcore_plugins.drafter.speculation": "Speculation SpeculativeSimulator",
+    "kvcore_plugins.load": "Saturation load_of saturation_of",
     "kvcore_plugins.models.huggingface": "read_config",
+    "kvcore_plugins.traces.reader": "read_events",
     "kvcore_replay.recorded.config": "recorded_config",
     "kvcore_replay.what_if": "whatif",
     "kvcore_replay.misses.explain": "explain",
@@ -133,11 +139,14 @@ __all__ = [
     "Router",
     "Rules",
     "Running",
+    "Saturation",
     "Scheduler",
     "ScoreEviction",
     "ScoreRetention",
     "Segment",
     "Span",
+    "Speculation",
+    "SpeculativeSimulator",
     "StorageError",
     "Tier",
     "Tiers",
@@ -152,14 +161,17 @@ __all__ = [
     "find_capacity",
     "groups_of",
     "hookimpl",
+    "load_of",
     "plan",
     "plan_devices",
     "read_config",
+    "read_events",
     "recorded_config",
     "report_html",
     "report_on",
     "report_text",
     "run",
+    "saturation_of",
     "simulate",
     "simulate_cluster",
     "sweep",

@@ -42,13 +42,13 @@ from kvcore.plugins.manager import installed
 from kvcore.plugins.options import Spec
 from kvcore.request import SLO, Request
 from kvcore.serving import Batching, LatencyModel, Rules, Scheduler
-from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.scheduler import LIMITS
 from kvcore.serving.simulate import by_chunk
 from kvcore.serving.simulate import simulate as run_simulation
 from kvcore.trace.fields import plain, version
 from kvcore.units import format_bytes
 from kvcore.workloads import Workload, part_of
+from kvcore.workloads.arrivals import Arrivals
 from kvcore.workloads.selection import find_workload
 
 BLOCK_SIZE = 16

@@ -5,7 +5,6 @@ To read, in this order:
     job.py            a request between arrival and finish
     scheduler.py      the contract of schedulers; the limits of a step
     rules.py          the contract of the rules by which engines differ
-    arrivals.py       the requests by time of arrival
     loop.py           one turn: arrivals, a plan, a step or a jump, the clock
     batcher.py        the plan: who is admitted, paused, preempted
     waiting.py        the queue, and the calls of the scheduler
@@ -13,15 +12,14 @@ To read, in this order:
     latency.py        the contract of latency models; the times of one step and of many
     simulate.py       the parts checked, the loop made and run
     stats.py          a row a request, percentiles, the pool over time
-    load.py           the load that requests offered, and whether the queue grew
     result.py         the result, and its files
-    speculation.py    drafts in the loop; `drafter.py` has the contract
+    drafter.py        the contract of drafters, whose drafts steps verify
     router.py         the contract of routers, which a cluster calls
 """
 
+from kvcore.lazy import former
 from kvcore.serving.job import DecodeSteps, Job
 from kvcore.serving.latency import LatencyModel, LinearPiece, StepResult, StepWork, Windows
-from kvcore.serving.load import Saturation
 from kvcore.serving.loop import ServingLoop
 from kvcore.serving.result import HitRatio, Result
 from kvcore.serving.rules import Rules, StepState
@@ -41,7 +39,6 @@ __all__ = [
     "Percentiles",
     "Result",
     "Rules",
-    "Saturation",
     "Scheduler",
     "ServiceTimes",
     "ServingLoop",
@@ -52,3 +49,5 @@ __all__ = [
     "Windows",
     "simulate",
 ]
+
+__getattr__ = former(__name__)

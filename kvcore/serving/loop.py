@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeAlias, cas
 
 import attrs
 
+import kvcore
 from kvcore.cache import Sequence as CacheSequence
 from kvcore.cache import ServedCache
 from kvcore.errors import InputError, PolicyError
@@ -50,7 +51,6 @@ from kvcore.models.cost import attended_pairs
 from kvcore.plugins import find_override
 from kvcore.request import SLO, Key, Request
 from kvcore.serving import native
-from kvcore.serving.arrivals import NEVER, Arrivals
 from kvcore.serving.batcher import Batcher
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.job import DECODE, DONE, DecodeSteps, Job, admission_of
@@ -66,11 +66,11 @@ from kvcore.serving.latency import (
 from kvcore.serving.scheduler import Batching, Scheduler
 from kvcore.serving.stats import PENDING_EVENTS, Fragmentation, RunLog
 from kvcore.units import INT64_LIMIT, PS_PER_NS, picoseconds
+from kvcore.workloads.arrivals import NEVER, Arrivals
 
 if TYPE_CHECKING:
     from kvcore.cache import KVCache
     from kvcore.serving.drafter import Drafter
-    from kvcore.serving.speculation import Speculation
 
 _ALL: Final = (None,)
 """The attention windows of a model all of whose layers attend to everything."""
@@ -169,13 +169,12 @@ class ServingLoop:
         # with the time (ns) from which on they can.
         self._unseen: deque[tuple[int, Job]] = deque()
         self._lag = Lag() if rules.lag else None
-        self._drafts: Speculation | None = None
+        self._drafts: kvcore.Speculation | None = None
         drafter = cast("Drafter | None", executor.drafter)
         _check_parts(drafter, cache, self.allocator, lag=rules.lag)
         if drafter is not None:
-            from kvcore.serving.speculation import Speculation  # noqa: PLC0415 - rare
-
-            self._drafts = Speculation(
+            # The front door says where drafts are verified: most runs have none.
+            self._drafts = kvcore.Speculation(
                 drafter,
                 cast("Any", executor),
                 cast("KVCache", cache),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import attrs
 
+import kvcore
 from kvcore.cache import ServedCache
 from kvcore.cache.residency import CacheStats
 from kvcore.files import atomic_file, make_directory
@@ -19,7 +20,6 @@ from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import Plugin
 from kvcore.request import SLO
 from kvcore.serving.latency import LatencyModel
-from kvcore.serving.load import Saturation, finished_work, offered_load, saturation_of
 from kvcore.serving.scheduler import Batching
 from kvcore.serving.stats import (
     MET,
@@ -288,22 +288,16 @@ class Result(Reported):
 
     @cached_property
     def offered_load(self) -> float | None:
-        """Arrival rate times the least time a request needs; see `offered_load`.
+        """Arrival rate times the least time that a request needs, by a fluid bound.
 
         None with a drafter: the least time of its steps is unknown.
         """
-        if self.log.drafts is not None:
-            return None
-        tokens = self.cache.pool.blocks * self.cache.geometry.block_size
-        forgetting = self.cache.forgets
-        return offered_load(
-            finished_work(self.log), self.batching, self.latency, tokens, forgetting=forgetting
-        )
+        return kvcore.load_of(self)
 
     @cached_property
-    def saturation(self) -> Saturation | None:
+    def saturation(self) -> kvcore.Saturation | None:
         """Whether the queue grew until the last arrival; None if that is unknown."""
-        return saturation_of(self.log, self.batching.max_seqs, self.offered_load)
+        return kvcore.saturation_of(self.log, self.batching.max_seqs, self.offered_load)
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers of the run as JSON has them.

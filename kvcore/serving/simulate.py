@@ -1,4 +1,7 @@
-"""Simulate a server that serves a workload, in the time of a latency model."""
+"""Simulate a server that serves a workload, in the time of a latency model.
+
+The front door says where drafts are verified and memory is measured: most runs do without.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,18 @@ from collections.abc import Iterable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+import kvcore
 from kvcore.cache import Recorder, ServedCache
 from kvcore.errors import InputError
 from kvcore.plugins import describe, resolve
 from kvcore.request import SLO, Request
-from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.latency import Executor, LatencyModel, SimulatedExecutor
 from kvcore.serving.loop import AllocatorFactory, MemoryMeter, ServingLoop
 from kvcore.serving.result import Result
 from kvcore.serving.rules import with_choices
 from kvcore.serving.scheduler import Batching, Scheduler
 from kvcore.workloads import Workload, check_keys
+from kvcore.workloads.arrivals import Arrivals
 
 if TYPE_CHECKING:
     from kvcore.serving.drafter import Drafter
@@ -73,9 +77,7 @@ def simulate(
     executor = SimulatedExecutor(latency)
     built: Drafter | None = resolve("drafter", drafter)
     if built is not None:
-        from kvcore.serving.speculation import SpeculativeSimulator  # noqa: PLC0415 - rare
-
-        executor = SpeculativeSimulator(latency, built)
+        executor = kvcore.SpeculativeSimulator(latency, built)
     loop, memory, wall_s = serve(
         workload,
         cache,
@@ -189,8 +191,6 @@ def serve(
     """
     meter: MemoryMeter | None = None
     if allocator is not None or fragmentation:
-        import kvcore  # noqa: PLC0415 - its table says where memory is measured
-
         meter, allocator = kvcore.Occupancy(), allocator or kvcore.MeasuredAllocator
     loop = ServingLoop(
         Arrivals(check_keys(workload), rate_scale, prefetches=cache.tiers is not None),

@@ -1,4 +1,4 @@
-"""The trace: every decision as a line of JSON, written and read back.
+"""The trace: every decision as a line of JSON. Packages read it back.
 
 To read, in this order (`kvcore/cache/recorder.py` has the calls that make lines):
 
@@ -7,7 +7,6 @@ To read, in this order (`kvcore/cache/recorder.py` has the calls that make lines
     _logger.py     all other lines, from dicts
     fields.py      values as JSON: block ids, keys, requests
     jsonl_file.py  files with a digest
-    reader.py      lines as events, checked
 """
 
 from typing import TYPE_CHECKING
@@ -16,31 +15,11 @@ from kvcore.lazy import deferred
 
 if TYPE_CHECKING:
     from kvcore.trace.fields import SCHEMA, EvictionDigest, decode_runs, encode_runs
-    from kvcore.trace.reader import (
-        TraceReader,
-        json_schema,
-        read_events,
-        read_request,
-    )
     from kvcore.trace.writer import Trace
 else:
     __getattr__, __dir__ = deferred(
         __name__,
-        {
-            "fields": "SCHEMA EvictionDigest decode_runs encode_runs",
-            "reader": "TraceReader json_schema read_events read_request",
-            "writer": "Trace",
-        },
+        {"fields": "SCHEMA EvictionDigest decode_runs encode_runs", "writer": "Trace"},
     )
 
-__all__ = [
-    "SCHEMA",
-    "EvictionDigest",
-    "Trace",
-    "TraceReader",
-    "decode_runs",
-    "encode_runs",
-    "json_schema",
-    "read_events",
-    "read_request",
-]
+__all__ = ["SCHEMA", "EvictionDigest", "Trace", "decode_runs", "encode_runs"]

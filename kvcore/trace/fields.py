@@ -33,7 +33,7 @@ EXPECTATIONS = ("ttft", "tpot", "deadline")
 
 
 # A field of a request is written by `request_fields` in this module, has its type in
-# `kvcore.trace.events.Request`, and is read by `kvcore.trace.reader.read_request`.
+# `kvcore.trace.events.Request`, and is read by `kvcore_plugins.traces.reader.read_request`.
 OPTIONAL = {
     "salt": "salt",
     "tenant": "tenant",

@@ -27,9 +27,9 @@ import attrs
 
 from kvcore.errors import InputError, PolicyError
 from kvcore.request import SLO, Request
-from kvcore.serving.arrivals import NEVER, Arrivals
 from kvcore.serving.router import Replica, Router
 from kvcore.units import NS_PER_S, PS_PER_NS, parse_seconds
+from kvcore.workloads.arrivals import NEVER, Arrivals
 from kvcore_cluster.dispatcher import Dispatcher, PrefixView
 from kvcore_cluster.planner import Autoscaler, Planner
 from kvcore_cluster.replica import ReplicaLoop, Server

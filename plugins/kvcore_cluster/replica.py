@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 from kvcore.cache import ServedCache
 from kvcore.request import SLO, Request
-from kvcore.serving.arrivals import NEVER, Arrivals
 from kvcore.serving.drafter import Drafter
 from kvcore.serving.latency import LatencyModel, SimulatedExecutor, StepTimes
 from kvcore.serving.loop import ServingLoop
 from kvcore.serving.router import Replica
 from kvcore.serving.scheduler import Batching, Scheduler
 from kvcore.serving.simulate import served_batching
-from kvcore.serving.speculation import SpeculativeSimulator
 from kvcore.units import NS_PER_S, PS_PER_NS
+from kvcore.workloads.arrivals import NEVER, Arrivals
+from kvcore_plugins.drafter.speculation import SpeculativeSimulator
 
 
 class Inbox(Arrivals):

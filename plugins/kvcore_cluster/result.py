@@ -14,13 +14,13 @@ from kvcore.cache.residency import CacheStats
 from kvcore.request import SLO
 from kvcore.serving.drafter import DraftStats
 from kvcore.serving.job import DecodeSteps, Job
-from kvcore.serving.load import Saturation, saturation_of
 from kvcore.serving.result import SCHEMA, HitRatio, Reported, Result, hit_fields
 from kvcore.serving.router import Router
 from kvcore.serving.stats import RunLog
 from kvcore.units import NS_PER_S, PS_PER_S
 from kvcore_cluster.cluster import Cluster
 from kvcore_cluster.planner import Change
+from kvcore_plugins.load import Saturation, saturation_of
 
 __all__ = ["ClusterResult"]
 

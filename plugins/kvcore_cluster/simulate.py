@@ -13,12 +13,12 @@ from kvcore.cache import Recorder, ServedCache
 from kvcore.errors import InputError
 from kvcore.plugins import describe
 from kvcore.request import SLO, Request
-from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.result import Result
 from kvcore.serving.router import Router
 from kvcore.serving.simulate import check_cache, record_run
 from kvcore.units import PS_PER_NS
 from kvcore.workloads import check_keys
+from kvcore.workloads.arrivals import Arrivals
 from kvcore_cluster.cluster import Cluster, Failure, Start
 from kvcore_cluster.dispatcher import PrefixView
 from kvcore_cluster.phases import PhaseCluster, PhaseLoop

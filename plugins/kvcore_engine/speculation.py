@@ -27,10 +27,10 @@ from kvcore.plugins import wrong_answer
 from kvcore.request import Key
 from kvcore.serving import Job, StepResult, StepWork
 from kvcore.serving.drafter import Drafter
-from kvcore.serving.speculation import step_ps, with_drafts
 from kvcore_engine.drafter.token_drafter import Draft, DraftSequence, TokenDrafter
 from kvcore_engine.executor import ScheduledSequence, TensorExecutor, call
 from kvcore_engine.tokens import uniform
+from kvcore_plugins.drafter.speculation import step_ps, with_drafts
 
 Weights = Sequence[float]
 """Probabilities of all tokens, by id."""

@@ -26,7 +26,7 @@ from kvcore.files import (
     part_path,
 )
 from kvcore.trace.fields import version
-from kvcore.trace.jsonl_file import SealedReader, SealedWriter
+from kvcore.trace.jsonl_file import SealedWriter
 from kvcore.untrusted import (
     BYTES_OF_LINE,
     FREE_LINES,
@@ -55,6 +55,7 @@ from kvcore_events.model import (
 )
 from kvcore_events.sequencer import Delivery, Gap, InvalidMessage, Restart, StreamItem
 from kvcore_events.subscriber import Subscriber
+from kvcore_plugins.traces.sealed import SealedReader
 
 __all__ = [
     "Lost",

@@ -20,13 +20,13 @@ import attrs
 from kvcore.cache import KVCache
 from kvcore.errors import InputError
 from kvcore.request import Key, Request, TextRequest
-from kvcore.serving.arrivals import NEVER, Arrivals
 from kvcore.serving.job import DONE, Job
 from kvcore.serving.latency import Executor
 from kvcore.serving.loop import ServingLoop
 from kvcore.serving.scheduler import Batching, Scheduler
 from kvcore.trace import Trace
 from kvcore.units import NS_PER_S, PS_PER_NS, PS_PER_S
+from kvcore.workloads.arrivals import NEVER, Arrivals
 from kvcore_engine.tokens import TokenStream
 from kvcore_online.stored import StoredBlocks
 from kvcore_online.tally import CANCELLED, FAILED, FINISHED, REJECTED, Tally

@@ -26,7 +26,6 @@ from kvcore.request import Request, block_keys, text_request, word_tokens
 from kvcore.serving import Batching
 from kvcore.trace import Trace, decode_runs
 from kvcore.trace.events import Header, decode
-from kvcore.trace.expansion import Expansion
 from kvcore_engine.engine import run
 from kvcore_lab.demo import (
     OneHead,
@@ -36,6 +35,7 @@ from kvcore_lab.demo import (
 )
 from kvcore_lab.demo.caching import DTYPE
 from kvcore_pages.shell import Page, charting_library
+from kvcore_plugins.traces.expansion import Expansion
 from kvcore_replay.state.cache import CacheState
 from kvcore_replay.untimed import replay
 

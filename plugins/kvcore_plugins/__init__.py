@@ -16,6 +16,8 @@ They come in by the hooks that any distribution uses. A plugin is a file, and a 
     cache_groups/  no kind: one pool of hybrid models   kvcore/cache/served.py   plan.py
     layer_pools/   no kind: several pools of these      kvcore/cache/served.py   sizes.py
     models/      no kind: models of a config.json    kvcore/models/spec.py        huggingface.py
+    traces/      no kind: traces read back           kvcore/trace/events.py       reader.py
+    load.py      no kind: was a server too slow?     kvcore/serving/result.py
     host.py      no kind: CPUs and memory that this process may use
 """
 

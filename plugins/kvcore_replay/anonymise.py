@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 
 from kvcore.progress import Tick, ticked, unseen
-from kvcore.trace import read_events
 from kvcore.trace.jsonl_file import SealedWriter
+from kvcore_plugins.traces.reader import read_events
 from kvcore_replay.keyed import KeyedNames
 
 NAMES = ("salt", "tenant", "session", "tool")

@@ -15,7 +15,7 @@ import orjson
 from msgspec import UNSET
 
 from kvcore.progress import Tick, ticked, unseen
-from kvcore.trace import events, read_events
+from kvcore.trace import events
 from kvcore.trace.jsonl_file import BUFFER_BYTES, BackgroundFile
 from kvcore.units import NS_PER_S
 from kvcore.untrusted import MOST_VALUES
@@ -25,6 +25,7 @@ from kvcore_events.model import (
     BlockStored,
     EventBatch,
 )
+from kvcore_plugins.traces.reader import read_events
 from kvcore_replay.state.cache import CacheState
 from kvcore_replay.state.replicas import ServerReader
 

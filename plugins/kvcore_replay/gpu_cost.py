@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from kvcore.errors import InputError
 from kvcore.models.catalogue import find_device
-from kvcore.serving.load import finished_work
 from kvcore.units import format_dollars
+from kvcore_plugins.load import finished_work
 
 if TYPE_CHECKING:
     from kvcore.config import RunParts

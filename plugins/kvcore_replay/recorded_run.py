@@ -19,8 +19,8 @@ from kvcore.serving.stats import RunLog
 from kvcore.trace import events
 from kvcore.trace.events import methods_by_event
 from kvcore.trace.fields import slo_of
-from kvcore.trace.reader import TraceReader, read_request
 from kvcore.untrusted import BYTES_OF_REQUEST, FREE_REQUESTS
+from kvcore_plugins.traces.reader import TraceReader, read_request
 from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.check.trace import Checker, check_event
 from kvcore_replay.state.replicas import Replicas, ServerReader

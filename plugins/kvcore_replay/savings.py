@@ -71,7 +71,7 @@ class Savings(NamedTuple):
 
 def savings_of(parts: RunParts, result: Any) -> Ran:
     """Return the savings of a simulation, for its report."""
-    from kvcore.serving.load import finished_work  # noqa: PLC0415 - `explain` does without
+    from kvcore_plugins.load import finished_work  # noqa: PLC0415 - `explain` does without
 
     if parts.recompute is None:
         return Ran()

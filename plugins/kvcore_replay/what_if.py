@@ -23,14 +23,14 @@ from kvcore.progress import Progress, Tick, silent, ticked
 from kvcore.request import SLO, Key, Request, TextRequest
 from kvcore.serving import DecodeSteps, Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.latency import SimulatedExecutor
-from kvcore.serving.load import finished_work, offered_load, saturation_of
 from kvcore.serving.simulate import serve
 from kvcore.serving.stats import RunLog
 from kvcore.trace import Trace, events
 from kvcore.trace.events import methods_by_event
 from kvcore.trace.fields import version
-from kvcore.trace.reader import TraceReader, read_keys, read_request
 from kvcore.units import NS_PER_S
+from kvcore_plugins.load import finished_work, offered_load, saturation_of
+from kvcore_plugins.traces.reader import TraceReader, read_keys, read_request
 from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.gpu_cost import Cost, gpus_of_config, read_gpu_prices
 from kvcore_replay.recorded.config import ROUTED, replica_groups
@@ -495,7 +495,7 @@ class _Rerun:
         latency.bind()
         executor = RecordedKeysExecutor(latency, keys) if keys else SimulatedExecutor(latency)
         if drafter := self._drafter:
-            from kvcore.serving.speculation import SpeculativeSimulator  # noqa: PLC0415 - rare
+            from kvcore_plugins.drafter.speculation import SpeculativeSimulator  # noqa: PLC0415 - rare
 
             if keys:
                 msg = (

@@ -6,9 +6,9 @@ from helpers.clusters import serve_cluster
 from helpers.serving import ask
 
 import kvcore
-from kvcore import InputError, Request
+from kvcore import InputError, Request, read_events
 from kvcore.config import RunConfig
-from kvcore.trace import Trace, read_events
+from kvcore.trace import Trace
 from kvcore_cluster.config import ClusterParts
 from kvcore_cluster.planner import Planner
 from kvcore_cluster.simulate import simulate_cluster

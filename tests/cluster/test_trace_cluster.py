@@ -9,8 +9,7 @@ from helpers.clusters import record_cluster
 from helpers.traces import lines, record, seal
 
 import kvcore
-from kvcore import InputError, TraceError
-from kvcore.trace import read_events
+from kvcore import InputError, TraceError, read_events
 from kvcore_events.model import BlockStored
 from kvcore_replay.check.server import TraceChecker
 from kvcore_replay.check.trace import check_event, check_trace

@@ -8,8 +8,7 @@ from helpers.schedulers import scheduler_of
 from helpers.serving import Bent, ask, serve
 
 import kvcore
-from kvcore import Plugins
-from kvcore.trace import read_events
+from kvcore import Plugins, read_events
 from kvcore_replay.check.trace import replay
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")

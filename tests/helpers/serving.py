@@ -20,8 +20,8 @@ from kvcore.request import NO_HINTS, Hints
 from kvcore.serving import Batching, Rules, simulate
 from kvcore.serving.rules import CHOICES
 from kvcore.trace.events import decode
-from kvcore.trace.expansion import Expansion
 from kvcore_plugins.eviction import LRU
+from kvcore_plugins.traces.expansion import Expansion
 
 BLOCK = 4
 STEP = 10

@@ -10,12 +10,11 @@ import attrs
 from helpers.simulated_http import SCRIPTS, Upstream
 from helpers.simulation import MANNERS, Ask, Disk, Signal, Simulation
 
-from kvcore import Request
+from kvcore import Request, read_events
 from kvcore.errors import StorageError
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import Spec
 from kvcore.request import block_keys
-from kvcore.trace import read_events
 from kvcore_events.formats import encode
 from kvcore_events.model import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvcore_events.sequencer import BatchSequencer, Delivery, Gap, Restart

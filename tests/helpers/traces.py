@@ -11,9 +11,8 @@ from helpers.requests import prefixes
 from helpers.serving import Even
 
 import kvcore
-from kvcore import KVCache, Request, Trace
+from kvcore import KVCache, Request, Trace, read_events
 from kvcore.serving import Batching, simulate
-from kvcore.trace import read_events
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 

@@ -13,9 +13,10 @@ import pytest
 from helpers.requests import keyed
 from helpers.toy_engine import ToyEngine, random_request
 
+from kvcore import read_events
 from kvcore.errors import InputError, TraceError
 from kvcore.plugins import resolve
-from kvcore.trace import EvictionDigest, read_events
+from kvcore.trace import EvictionDigest
 from kvcore_hosting import EngineRecorder
 from kvcore_plugins.workload import Jsonl
 from kvcore_plugins.workload.recorded import TraceWorkload

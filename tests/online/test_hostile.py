@@ -27,9 +27,8 @@ from helpers.online_scenes import http_request, play, raw
 from helpers.traces import lines, seal, serve_tiers
 from helpers.upstreams import prompt
 
-from kvcore import Request
+from kvcore import Request, read_events
 from kvcore.errors import KvcoreError
-from kvcore.trace import read_events
 from kvcore_cli.verb import escaped
 from kvcore_events.block_tracker import BlockTracker
 from kvcore_events.formats import decode, encode

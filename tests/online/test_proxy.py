@@ -25,11 +25,10 @@ from helpers.upstreams import Upstream, prompt, routed, until
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvcore import Request
+from kvcore import Request, read_events
 from kvcore.errors import InputError, StorageError
 from kvcore.files import AtomicFile
 from kvcore.serving.router import Router
-from kvcore.trace import read_events
 from kvcore_events.formats import encode
 from kvcore_events.model import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvcore_events.publisher import Publisher

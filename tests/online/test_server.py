@@ -26,10 +26,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcore
-from kvcore import Span
+from kvcore import Span, read_events
 from kvcore.errors import PolicyError
 from kvcore.request import text_request
-from kvcore.trace import read_events
 from kvcore_engine.generator import HuggingFace
 from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved, BlockStored

@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore import Request
+from kvcore import Request, read_events
 from kvcore.errors import InputError
 from kvcore.serving.router import Replica
-from kvcore.trace import read_events
 from kvcore_online import traffic
 from kvcore_online.traffic import Flight, TrafficLog
 from kvcore_replay.keyed import KeyedNames

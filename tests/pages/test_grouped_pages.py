@@ -6,7 +6,7 @@ import pytest
 from helpers.commands import run_here
 from helpers.pages import data_of
 
-from kvcore.trace import read_events
+from kvcore import read_events
 from kvcore_pages.report import report_page
 from kvcore_replay.misses.explain import explain
 from kvcore_replay.timeline import Timeline

@@ -16,11 +16,11 @@ import orjson
 
 from kvcore import KVCache, Request
 from kvcore.serving import Batching
-from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.job import Job
 from kvcore.serving.latency import LatencyModel, StepResult, StepWork
 from kvcore.serving.loop import ServingLoop
 from kvcore.units import PS_PER_NS
+from kvcore.workloads.arrivals import Arrivals
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.scheduler import FCFS

@@ -17,10 +17,10 @@ from kvcore import (
     ScoreEviction,
     Workload,
     find_capacity,
+    read_events,
 )
 from kvcore.config.options import option_names
 from kvcore.serving import Batching
-from kvcore.trace import read_events
 from kvcore_cli import main as frame
 from kvcore_cluster.options import ClusterOptions
 from kvcore_engine.options import EngineOptions

@@ -6,8 +6,8 @@ from helpers.traces import lines, seal, serve_tiers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcore import read_events
 from kvcore.errors import InputError
-from kvcore.trace import read_events
 from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.anonymise import KEYS, NAMES, anonymise
 from kvcore_replay.check.trace import check_trace

@@ -8,8 +8,8 @@ from helpers.traces import lines, seal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcore import read_events
 from kvcore.errors import TraceError
-from kvcore.trace import read_events
 from kvcore_replay.check.trace import check_event
 from kvcore_replay.misses.explain import Holders, explain
 from kvcore_replay.report.misses import RequestReport

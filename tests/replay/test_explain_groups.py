@@ -6,8 +6,7 @@ import pytest
 from helpers.grouped_traces import grouped_run
 from helpers.requests import keyed
 
-from kvcore import Trace
-from kvcore.trace import read_events
+from kvcore import Trace, read_events
 from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_replay.misses.explain import explain
 from kvcore_replay.report.misses import RequestReport, SummaryReport

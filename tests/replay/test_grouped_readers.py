@@ -6,8 +6,7 @@ import orjson
 import pytest
 from helpers.grouped_traces import grouped_run
 
-from kvcore import TraceError
-from kvcore.trace import read_events
+from kvcore import TraceError, read_events
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.export import event_batches
 from kvcore_replay.report.checks import trace_sections

@@ -12,8 +12,7 @@ from helpers.commands import run_here
 from rich.console import Console
 from rich.live import Live
 
-from kvcore import KVCache, Trace
-from kvcore.trace import read_events
+from kvcore import KVCache, Trace, read_events
 from kvcore.units import NS_PER_S
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.cli.live import FRAME_SECONDS, Lines, Picture, Player

@@ -3,8 +3,7 @@
 import pytest
 from helpers.traces import BLOCK, ask, compact, lines, seal
 
-from kvcore import KVCache, Trace, TraceError
-from kvcore.trace import read_events
+from kvcore import KVCache, Trace, TraceError, read_events
 from kvcore_engine.retention.window import Window
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix

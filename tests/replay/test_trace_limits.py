@@ -8,14 +8,13 @@ import pytest
 import zstandard
 from helpers.traces import lines, record, seal, write
 
-from kvcore import InputError, TraceError
+from kvcore import InputError, TraceError, read_events
 from kvcore.files import DamageError, decompressed
-from kvcore.trace import read_events
 from kvcore.trace.fields import decode_runs
-from kvcore.trace.jsonl_file import SealedReader
 from kvcore.untrusted import LONGEST_LINE, MOST_RUN_BLOCKS, MOST_VALUES
 from kvcore.workloads.files import lines as workload_lines
 from kvcore_events.recording import RecordingReader
+from kvcore_plugins.traces.sealed import SealedReader
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.misses.explain import explain
 

@@ -3,8 +3,7 @@
 import pytest
 from helpers.traces import ask, drive, lines, record, seal
 
-from kvcore import KVCache, Trace, TraceError
-from kvcore.trace import read_events
+from kvcore import KVCache, Trace, TraceError, read_events
 from kvcore_plugins.eviction import LRU, TTL
 from kvcore_plugins.prefix import Radix
 from kvcore_replay.check.trace import check_trace

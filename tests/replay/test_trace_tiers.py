@@ -10,9 +10,8 @@ from helpers.serving import ask as arrive
 from helpers.serving import serve as simulate_server
 from helpers.traces import BLOCK, TIERS, ask, lines, seal, serve, serve_tiers
 
-from kvcore import KVCache, Request, Trace, TraceError
+from kvcore import KVCache, Request, Trace, TraceError, read_events
 from kvcore.serving import Batching, simulate
-from kvcore.trace import read_events
 from kvcore.trace.events import decode, find_fault
 from kvcore_lab.comparison import compare
 from kvcore_plugins.eviction import LRU

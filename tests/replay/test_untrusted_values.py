@@ -6,8 +6,8 @@ from helpers.commands import run_here
 from helpers.traces import lines, seal, serve
 from msgspec.inspect import IntType, type_info
 
+from kvcore import read_events
 from kvcore.errors import TraceError
-from kvcore.trace import read_events
 from kvcore.trace.events import EVENTS, Drop, Runs
 
 EDGES = (2**63, 2**64 - 1)

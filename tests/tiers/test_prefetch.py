@@ -9,8 +9,8 @@ from helpers.traces import lines, seal
 from kvcore import KVCache, TraceError
 from kvcore.request import NO_HINTS, Hints
 from kvcore.serving import StepPlan
-from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.job import LOADING
+from kvcore.workloads.arrivals import Arrivals
 from kvcore_plugins.scheduler import FCFS
 from kvcore_replay.check.trace import check_trace
 from kvcore_tiers.hierarchy import Tiers

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, Self, cast
 
 from kvcore.config import RunParts
 from kvcore.hookspecs import Ran
-from kvcore.serving.load import finished_work
 from kvcore.serving.stats import RunLog
 from kvcore.units import NS_PER_S, format_number
 from kvcore.workloads import Workload
 from kvcore_cli.output import progress
 from kvcore_cli.verb import option
 from kvcore_lab.cli.lab_options import tell_model
+from kvcore_plugins.load import finished_work
 from kvcore_plugins.workload.turns import overlapping
 from kvcore_replay.gpu_cost import Cost, gpus_of
 

@@ -18,15 +18,15 @@ from kvcore.models.memory import tensor_degrees
 from kvcore.progress import Tick, unseen
 from kvcore.request import Request
 from kvcore.serving import Result
-from kvcore.serving.arrivals import NEVER
 from kvcore.serving.batcher import Batcher
 from kvcore.serving.latency import LatencyModel, SimulatedExecutor
-from kvcore.serving.load import LAST, Queue, finished_work, moments, offered_load
 from kvcore.serving.loop import AllocatorFactory, ServingLoop
 from kvcore.serving.native import serves
 from kvcore.units import PS_PER_NS
+from kvcore.workloads.arrivals import NEVER
 from kvcore_lab.contiguous.loop import ContiguousAllocator, contiguous_cache
 from kvcore_lab.plans.early_end import DecidedError, EarlyEnd, loop_of, run_until_decided
+from kvcore_plugins.load import LAST, Queue, finished_work, moments, offered_load
 
 if TYPE_CHECKING:
     from kvcore_cluster.config import ClusterParts

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from kvcore.cache import ServedCache
 from kvcore.config import RunParts
 from kvcore.request import Request
-from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.latency import Executor
 from kvcore.serving.loop import AllocatorFactory, Meter, ServingLoop
+from kvcore.workloads.arrivals import Arrivals
 
 
 class DecidedError(Exception):

@@ -18,11 +18,11 @@ from kvcore.request import Request
 from kvcore.serving.latency import SimulatedExecutor
 from kvcore.serving.loop import ServingLoop
 from kvcore.serving.result import Outcome, Result
-from kvcore.serving.speculation import SpeculativeSimulator
 from kvcore.serving.stats import MET, MISSED, UNJUDGED, RunLog
 from kvcore.workloads import Workload, check_keys
 from kvcore_lab.plans.early_end import DecidedError, EarlyEnd, loop_of, run_until_decided
 from kvcore_lab.sweep.cells import DIGEST_BYTES, CellRun, Task, WorkloadCache
+from kvcore_plugins.drafter.speculation import SpeculativeSimulator
 from kvcore_replay.belady import Foresight
 from kvcore_replay.untimed import replay, replay_groups
 

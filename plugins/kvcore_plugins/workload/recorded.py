@@ -14,10 +14,10 @@ from kvcore import Request, Workload
 from kvcore.errors import InputError, TraceError
 from kvcore.files import as_path
 from kvcore.request import Key
-from kvcore.trace import TraceReader, events, read_request
+from kvcore.trace import events
 from kvcore.trace.events import Event, Header
-from kvcore.trace.reader import read_keys
 from kvcore.workloads import file_digest
+from kvcore_plugins.traces.reader import TraceReader, read_keys, read_request
 
 
 @attrs.define(slots=False, eq=False)

@@ -10,7 +10,7 @@ import attrs
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace import events
 from kvcore.trace.fields import EvictionDigest
-from kvcore.trace.reader import TraceReader
+from kvcore_plugins.traces.reader import TraceReader
 from kvcore_replay.check.cluster import ClusterChecker
 from kvcore_replay.check.groups import GroupChecker
 from kvcore_replay.check.server import TraceChecker

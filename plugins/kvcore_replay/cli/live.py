@@ -21,12 +21,12 @@ from kvcore.errors import InputError
 from kvcore.hookspecs import Running
 from kvcore.trace import Trace
 from kvcore.trace.events import Event, Header, decode
-from kvcore.trace.expansion import Expansion
 from kvcore.trace.jsonl_file import BUFFER_BYTES
 from kvcore.units import NS_PER_S
 from kvcore.untrusted import escaped
 from kvcore_cli.output import done_so_far
 from kvcore_cli.served import trace_path
+from kvcore_plugins.traces.expansion import Expansion
 from kvcore_replay.report.live import LiveView
 from kvcore_replay.report.live import clock as clock_text
 

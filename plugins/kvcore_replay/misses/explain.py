@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcore.progress import Tick, unseen
-from kvcore.trace import events, read_events
+from kvcore.trace import events
 from kvcore.trace.events import violated
+from kvcore_plugins.traces.reader import read_events
 from kvcore_replay.misses.classifier import MissClassifier
 from kvcore_replay.misses.groups import GroupMisses
 from kvcore_replay.misses.reasons import DivergencePoint, Explanation, Id, RequestMisses

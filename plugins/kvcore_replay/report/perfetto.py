@@ -20,9 +20,10 @@ import attrs
 import orjson
 
 from kvcore.progress import Tick, ticked, unseen
-from kvcore.trace import events, read_events
+from kvcore.trace import events
 from kvcore.units import NS_PER_S
 from kvcore_cli.report.tables import printable, setup
+from kvcore_plugins.traces.reader import read_events
 from kvcore_replay.state.cache import run_blocks
 from kvcore_replay.state.replicas import CHANGES, Replicas
 from kvcore_replay.state.tiers import TracedTiers

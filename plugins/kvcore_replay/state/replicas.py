@@ -19,9 +19,9 @@ from msgspec.structs import replace
 from kvcore.errors import InputError
 from kvcore.trace import events
 from kvcore.trace.events import Event, Header, violated
-from kvcore.trace.reader import TraceReader
 from kvcore.units import NS_PER_S
 from kvcore_cluster.trace import MOST_REPLICAS
+from kvcore_plugins.traces.reader import TraceReader
 
 
 def replica_headers(header: Header) -> list[Header]:

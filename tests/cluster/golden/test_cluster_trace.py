@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 from helpers.clusters import record_cluster
 
-from kvcore.trace import read_events
+from kvcore import read_events
 
 GOLDEN = {
     "HEADER": 1,

@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import KVCache, Trace
-from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.latency import SimulatedExecutor
 from kvcore.serving.loop import ServingLoop
+from kvcore.workloads.arrivals import Arrivals
 from kvcore_replay.check.trace import check_trace
 from kvcore_tiers.hierarchy import Tiers
 

@@ -6,8 +6,7 @@ from helpers.serving import serve, servers
 from helpers.traces import CACHE, lines, schema_1
 from hypothesis import given
 
-from kvcore import KVCache, Request, Trace, TraceError
-from kvcore.trace import read_events
+from kvcore import KVCache, Request, Trace, TraceError, read_events
 
 GROW = {"n": 3, "t": 5, "event": "GROW", "grown": [[5, 1, 1, 2], [9, 1, 2, 3]]}
 EVICTING = GROW | {"by": "lru", "victims": [[4, 1, 2, 6]], "for": ["r"]}

@@ -11,12 +11,12 @@ from helpers.traces import serve as serve_by_hand
 from kvcore import SLO, InputError, KVCache, Request, Trace, TraceError
 from kvcore.request import Hints, Retention, text_request
 from kvcore.serving import Batching, simulate
-from kvcore.trace import read_request
 from kvcore.trace.events import decode
 from kvcore.trace.fields import request_fields
 from kvcore.workloads.files import file_digest
 from kvcore_lab.comparison import compare
 from kvcore_plugins.eviction import LRU
+from kvcore_plugins.traces.reader import read_request
 from kvcore_plugins.workload import Recording, Zipf
 from kvcore_plugins.workload.recorded import TraceWorkload
 

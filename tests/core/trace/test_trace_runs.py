@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvcore.native import library
 from kvcore.trace import decode_runs, encode_runs, fields
-from kvcore.trace.expansion import join_runs
+from kvcore_plugins.traces.expansion import join_runs
 
 CASES = [
     ([], []),

@@ -10,9 +10,10 @@ import msgspec
 import pytest
 from helpers.traces import CACHE, drop_blocks, lines, record, serve, serve_tiers
 
+from kvcore import read_events
 from kvcore.cache import Recorder
 from kvcore.request import Request
-from kvcore.trace import Trace, read_events
+from kvcore.trace import Trace
 from kvcore.trace.events import (
     EVENTS,
     OF_CLUSTERS,

@@ -11,11 +11,10 @@ import attrs
 import pytest
 from helpers.traces import CACHE, ask, drive, lines, record, write
 
-from kvcore import SLO, InputError, KVCache, KvcoreError, Request, Trace
+from kvcore import SLO, InputError, KVCache, KvcoreError, Request, Trace, read_events
 from kvcore.errors import StorageError
 from kvcore.files import AtomicFile
 from kvcore.request import Retention
-from kvcore.trace import read_events
 from kvcore.trace.writer import LiveTrace
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix

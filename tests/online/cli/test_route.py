@@ -12,7 +12,7 @@ from helpers.processes import Program, bad_day
 from helpers.storm import storm
 from helpers.upstreams import Upstream, prompt, routed, until
 
-from kvcore.trace import read_events
+from kvcore import read_events
 from kvcore_cli import main as frame
 from kvcore_plugins.workload.recorded import TraceWorkload
 

@@ -14,8 +14,8 @@ from helpers.kv_events import batch, stored
 from helpers.kv_events import record as record_events
 from helpers.untrusted import poison, record_rejection, recovered
 
+from kvcore import read_events
 from kvcore.errors import InputError
-from kvcore.trace import read_events
 from kvcore_cli import main as frame
 from kvcore_pages.playback import Window
 from kvcore_pages.server import PageServer

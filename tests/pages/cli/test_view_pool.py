@@ -6,7 +6,7 @@ import pytest
 from helpers.browser import NARROW, WIDE, tab
 from helpers.commands import run_here
 
-from kvcore.trace import read_events
+from kvcore import read_events
 from kvcore_pages.view import view_page
 
 SERVER = (

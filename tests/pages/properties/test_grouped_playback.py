@@ -10,8 +10,8 @@ import pytest
 from helpers.browser import drawn, tab
 from helpers.grouped_traces import TIERS, grouped_run
 
+from kvcore import read_events
 from kvcore.errors import InputError
-from kvcore.trace import read_events
 from kvcore_pages.grouped_playback import GroupedPlayback
 from kvcore_pages.playback import WHOLE, Window
 from kvcore_pages.view import view_page

@@ -15,10 +15,9 @@ from helpers.serving import random_server, random_talks, random_tiered_server
 from helpers.toy_engine import ToyEngine, drive
 from helpers.traces import compact, drop_blocks, record, serve, serve_tiers
 
-from kvcore import KVCache, Trace
+from kvcore import KVCache, Trace, read_events
 from kvcore.errors import InputError
 from kvcore.testing import COMPACTIONS, EVEN, FORKS, Driver, Traffic, random_steps
-from kvcore.trace import read_events
 from kvcore_engine.retention.window import Window as Recent
 from kvcore_pages.playback import Playback, Window, share_phrases
 from kvcore_pages.view import view_page

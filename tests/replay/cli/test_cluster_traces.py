@@ -9,7 +9,7 @@ from helpers.clusters import record_cluster
 from helpers.commands import run_here as run
 from helpers.commands import stdout_of as ran
 
-from kvcore.trace import read_events
+from kvcore import read_events
 
 
 @pytest.fixture(scope="module")

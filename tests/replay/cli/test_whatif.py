@@ -5,7 +5,7 @@ import json
 import pytest
 from helpers.commands import run_here as run
 
-from kvcore.trace import read_events
+from kvcore import read_events
 
 WORKLOAD = "zipf:requests=120,prefixes=12,rate=2000,prefix_tokens=320,suffix_tokens=64"
 

@@ -5,9 +5,8 @@ from helpers.traces import ask, compact, drop_blocks, record, serve, serve_tiers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore import KVCache, OutOfBlocks, Request, Trace, TraceError
+from kvcore import KVCache, OutOfBlocks, Request, Trace, TraceError, read_events
 from kvcore.request import block_keys
-from kvcore.trace import read_events
 from kvcore_events.block_tracker import BlockTracker, check_recording
 from kvcore_events.formats import decode, encode
 from kvcore_events.model import BlockRemoved

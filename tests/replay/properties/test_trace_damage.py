@@ -9,8 +9,7 @@ from helpers.traces import compact, drop_blocks, lines, record, seal, serve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcore import InputError, KVCache, OutOfBlocks, Request, Trace, TraceError
-from kvcore.trace import read_events
+from kvcore import InputError, KVCache, OutOfBlocks, Request, Trace, TraceError, read_events
 from kvcore_plugins.eviction import FIFO, LRU
 from kvcore_plugins.prefix import Radix
 from kvcore_replay.check.trace import check_trace

@@ -11,10 +11,10 @@ from kvcore import InputError, Plugins, simulate
 from kvcore.config import RunConfig
 from kvcore.models.catalogue import find_model
 from kvcore.serving import StepWork
-from kvcore.serving.speculation import with_drafts
 from kvcore_cluster.config import ClusterParts
 from kvcore_cluster.simulate import simulate_cluster
 from kvcore_plugins.drafter import Acceptance
+from kvcore_plugins.drafter.speculation import with_drafts
 from kvcore_replay.check.trace import check_trace
 
 PLUGINS = Plugins()

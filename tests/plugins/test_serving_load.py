@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from kvcore.serving.load import FEWEST, saturation_of
 from kvcore.serving.stats import Column, RunLog
+from kvcore_plugins.load import FEWEST, saturation_of
 
 SERVICE = 1000
 """Nanoseconds that a request takes on a server that serves them one by one."""

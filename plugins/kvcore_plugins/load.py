@@ -2,6 +2,7 @@
 
 Both go by the requests of a run once it has ended: `offered_load` compares their work with the
 time in which they came, before any queue; `saturation_of` looks at the queue that there was.
+Results call both through the front door, `kvcore.load_of` and `kvcore.saturation_of`.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from fractions import Fraction
 from itertools import chain, compress, pairwise, repeat
 from math import floor, sqrt
 from operator import add, mul, sub
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from kvcore.models.cost import attended_pairs
 from kvcore.serving.latency import LatencyModel, StepWork
 from kvcore.serving.scheduler import Batching
 from kvcore.serving.stats import RunLog, Times, batches
 from kvcore.units import NS_PER_S, PS_PER_NS, format_number
+
+if TYPE_CHECKING:
+    from kvcore.serving.result import Result
 
 FEWEST = 30
 """Requests below which a queue is too short to have a trend."""
@@ -302,6 +306,19 @@ def offered_load(
         work += _time(latency, 0, none, decode, context, steps)
     rate = Fraction(requests - 1, span * PS_PER_NS)
     return float(work / requests * rate)
+
+
+def load_of(result: Result) -> float | None:
+    """Return the offered load of a run that has ended; None with a drafter, as with no rate.
+
+    The least time of steps that verify drafts is unknown.
+    """
+    if result.log.drafts is not None:
+        return None
+    cache = result.cache
+    tokens = cache.pool.blocks * cache.geometry.block_size
+    work = finished_work(result.log)
+    return offered_load(work, result.batching, result.latency, tokens, forgetting=cache.forgets)
 
 
 def _attended(contexts: Sequence[int], tokens: Sequence[int], window: int | None) -> int:

@@ -4,7 +4,7 @@ import pytest
 from helpers.serving import STEP, ask, serve
 
 from kvcore import InputError, Request
-from kvcore.serving.arrivals import NEVER, Arrivals
+from kvcore.workloads.arrivals import NEVER, Arrivals
 
 
 def turn(name, at=0, *, after=None, think_time=0, session="s", **fields):

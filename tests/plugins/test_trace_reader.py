@@ -7,8 +7,7 @@ import pytest
 import zstandard
 from helpers.traces import CACHE, lines, record, seal
 
-from kvcore import InputError, Request, Trace, TraceError
-from kvcore.trace import read_events
+from kvcore import InputError, Request, Trace, TraceError, read_events
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from kvcore.progress import Tick, ticked, unseen
 from kvcore.request import KEY_BYTES, Hints, Key, Request, Retention
 from kvcore.trace import events
 from kvcore.trace.events import Event, Header
-from kvcore.trace.expansion import Expansion
 from kvcore.trace.fields import OPTIONAL, SCHEMA, slo_of
-from kvcore.trace.jsonl_file import ODD_BYTES, SealedReader
 from kvcore.untrusted import TRACE_HEADER_BYTES, parse_json
+from kvcore_plugins.traces.expansion import Expansion
+from kvcore_plugins.traces.sealed import ODD_BYTES, SealedReader
 
 
 class _Builder(Protocol):

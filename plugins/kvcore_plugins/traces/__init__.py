@@ -1,0 +1,8 @@
+"""Traces read back: `kvcore/trace` writes them, and says which fields a line has.
+
+To read, in this order::
+
+    sealed.py      files with a digest at their end: damage and cuts are found
+    reader.py      lines as events, checked; requests as they were
+    expansion.py   one line for the blocks of a jump, as the lines that it stands for
+"""
