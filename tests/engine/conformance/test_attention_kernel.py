@@ -1,17 +1,19 @@
 """Triton's attention of decoding sequences: any shape in its interpreter."""
 
 import os
+from itertools import product
 from math import nan
 
 import pytest
 from helpers.engine import compute
-from helpers.serving import ask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore import Plugins
 from kvcore.engine import DeviceMemory, RaggedBatch, TensorLayout
+from kvcore.request import text_request
 from kvcore_engine.backend import TorchCPU
+from kvcore_engine.generator import HuggingFace
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
 pytest.importorskip("triton", reason="needs Triton: pip install 'kvcore[triton]'")
@@ -127,31 +129,76 @@ def test_kv_beyond_2_to_the_31_numbers_is_read():
     made.check()
 
 
-def test_the_engine_computes_the_tokens_of_torch():
-    """A run that preempts, evicts and shares prefixes has the tokens of torch's attention."""
+SIZES = "heads=4,kv_heads=2,head_dim=8,vocab_size=97"
+GENERATORS = {
+    "transformer": f"transformer:layers=2,hidden=32,{SIZES}",
+    "sincos": f"sincos:layers=2,{SIZES}",
+    "induction": "induction:vocab_size=97",
+    "huggingface": "llama",
+}
+"""The generators with small sizes; of Hugging Face's a tiny random Llama."""
 
-    def served(attention):
-        """Return the output tokens of five requests."""
-        requests = [
-            ask(n, n * 5, 9 + 5 * n % 23, 4 + 3 * n % 11, keys=[*range(1 + n % 3)])
-            for n in range(5)
-        ]
-        size = "layers=2,hidden=32,heads=4,kv_heads=2,head_dim=8,vocab_size=97"
-        run = compute(
-            requests,
-            generator=Plugins().build("generator", f"transformer:{size}"),
-            backend=TorchCPU(attention=attention),
-            blocks=14,
-            max_tokens=8,
-            max_seqs=4,
-        )
-        cache = run.result.cache
-        assert sum(run.result.log.recomputes) > 0
-        assert cache.tree.evicted_blocks > 0
-        assert cache.stats.hit_blocks > 0
-        return run.result.outputs
+PAIRS = [
+    *(("transformer", None), ("transformer", "fp64"), ("transformer", "kivi")),
+    *(("sincos", "int8"), ("sincos", "bf16"), ("sincos", "fp16")),
+    *(("induction", "fp8-e4m3:scale=head"), ("huggingface", "int4")),
+]
+"""Generators and codecs of each run of the tests; all with all in the profile `thorough`."""
 
-    assert served("triton") == served("sdpa")
+if os.environ.get("HYPOTHESIS_PROFILE") == "thorough":
+    codecs = [None, "fp8-e4m3:scale=head", *Plugins().names("codec")]
+    PAIRS = [*product(GENERATORS, codecs)]
+
+TORCH_ALONE = {"fp64", "fp16", "bf16", "kivi"}
+"""Codecs of a pool in fp32 whose K/V the kernels do not read."""
+
+
+def served(name, codec, attention):
+    """Return the result of four requests by a small generator, with K/V in a codec.
+
+    Their texts repeat eight tokens, so that `induction` has an answer. Where it has none all
+    tokens are as likely, and codes make other ones the likeliest from differences of 1e-7.
+    """
+    texts = ([*range(11 + n % 2 * 30, 19 + n % 2 * 30)] * 4 for n in range(4))
+    requests = [
+        text_request(n, text[: 18 + 3 * n], output=4 + n, block_size=4, arrival=n * 5)
+        for n, text in enumerate(texts)
+    ]
+    if name == "huggingface":
+        pytest.importorskip("transformers", reason="needs transformers")
+        from helpers.hugging import tiny  # noqa: PLC0415 - takes seconds to import
+
+        generator = HuggingFace(tiny(GENERATORS[name]))
+    else:
+        generator = Plugins().build("generator", GENERATORS[name])
+    return compute(
+        requests,
+        generator=generator,
+        backend=TorchCPU(attention=attention),
+        codec=None if codec is None else Plugins().build("codec", codec),
+        blocks=13,
+        max_tokens=16,
+        max_seqs=4,
+    ).result
+
+
+def test_each_generator_computes_by_the_kernels():
+    """No generator is without a case of the tokens below."""
+    assert {*GENERATORS} == {*Plugins().names("generator")}
+
+
+@pytest.mark.parametrize(("name", "codec"), PAIRS)
+def test_the_engine_computes_the_tokens_of_torch(name, codec):
+    """A run that preempts, evicts and shares prefixes has the tokens of torch's attention.
+
+    K/V in a codec that the kernels do not read is attended to by torch.
+    """
+    expected = served(name, codec, "sdpa").outputs
+    result = served(name, codec, None if codec in TORCH_ALONE else "triton")
+    assert result.outputs == expected
+    assert sum(result.log.recomputes) > 0
+    assert result.cache.tree.evicted_blocks > 0
+    assert result.cache.stats.hit_blocks > 0
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
