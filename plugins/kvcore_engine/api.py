@@ -22,14 +22,13 @@ from kvcore.plugins import Plugins
 from kvcore_engine.config import EngineParts
 from kvcore_engine.engine import RunResult
 from kvcore_engine.engine import run as run_engine
+from kvcore_engine.executor import Computing
 
 if TYPE_CHECKING:
     from kvcore_engine.options import EngineOptions
 
 
-COMPUTING = (
-    *("generator", "backend", "dtype", "codec", "clock", "stop_at_eos", "seed", "threads"),
-)
+COMPUTING = ("generator", "backend", *Computing.__annotations__)
 """Options that go with a cache of the caller's, besides those of the server."""
 
 

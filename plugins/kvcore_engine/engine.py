@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import attrs
 
@@ -13,7 +13,6 @@ from kvcore.cache import KVCache, ServedCache
 from kvcore.engine.backend import Backend
 from kvcore.engine.generator import Generator
 from kvcore.errors import InputError
-from kvcore.models.codec import Codec
 from kvcore.plugins.base import find_override
 from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request, TextRequest
@@ -21,7 +20,7 @@ from kvcore.serving import Batching, LatencyModel, Scheduler
 from kvcore.serving.drafter import Drafter
 from kvcore.serving.result import Result
 from kvcore.serving.simulate import check_cache, serve, served_batching, serving_parts
-from kvcore_engine.executor import Clock, TensorExecutor
+from kvcore_engine.executor import Computing, TensorExecutor
 from kvcore_engine.reads import AttentionReads
 from kvcore_engine.speculation import SpeculativeTensorExecutor
 from kvcore_plugins.drafter.measured_acceptance import DraftedStep, write_acceptance
@@ -75,20 +74,15 @@ def run(
     cache: ServedCache,
     generator: Generator | type[Generator] | str,
     backend: Backend | type[Backend] | str,
-    dtype: str = "fp32",
-    codec: Codec | type[Codec] | str | None = None,
+    drafter: Drafter | type[Drafter] | str | None = None,
     scheduler: Scheduler | None = None,
     latency: LatencyModel | None = None,
     batching: Batching | None = None,
     slo: SLO | None = None,
     rate_scale: float = 1.0,
-    clock: Clock = "model",
-    stop_at_eos: bool = False,
-    seed: int = 0,
-    threads: int | None = None,
     fragmentation: bool = False,
     residency: bool = True,
-    drafter: Drafter | type[Drafter] | str | None = None,
+    **computing: Unpack[Computing],
 ) -> RunResult:
     """Serve `workload` by computing it on tensors. All decisions are those of `simulate`.
 
@@ -103,26 +97,17 @@ def run(
         generator: computes K/V and next tokens; an instance that is not in use, a class, or
             a text such as `transformer:layers=1`.
         backend: stores K/V and computes attention; an instance, a class or a text.
-        dtype: dtype of the computation, one of `TENSOR_DTYPES`.
-        codec: codes the stored K/V, such as `int8`; None: K/V is stored as it is computed.
+        drafter: drafts tokens that a step verifies; an instance, a class or a text. None: a
+            step generates one token a sequence.
         scheduler: decides which jobs run; None is the `fcfs` plugin.
         latency: gives the duration of a step under the model's clock; None is the
             `roofline` plugin.
         batching: caps of a step; None is `Batching()`.
         slo: SLO of the requests that have none of their own.
         rate_scale: factor by which open-loop requests arrive faster than recorded.
-        clock: `model`: a step takes the duration that `latency` returns, so that a trace is
-            that of `simulate` except for its header; `wall`: the time that it takes on this
-            machine. Requests arrive by the same clock, without waiting for it.
-        stop_at_eos: whether a text may end before its output is complete; wall clock only.
-        seed: seed of token ids and samples.
-        threads: number of threads of the host that compute; None: one for a tiny model, else
-            the default of the backend's library, up to the CPUs of this process. Set for this
-            run alone.
         fragmentation: whether to measure the use of memory, as for `simulate`.
         residency: whether to measure how long blocks rest, as for `simulate`.
-        drafter: drafts tokens that a step verifies; an instance, a class or a text. None: a
-            step generates one token a sequence.
+        computing: how tensors are computed, see `Computing`.
 
     Raises:
         InputError: the arguments do not fit one another, the backend or the generator
@@ -151,16 +136,11 @@ def run(
         texts = isinstance(first, TextRequest)
         if requests is workload and first is not None:
             workload = chain((first,), requests)
+    threads = computing.pop("threads", None)
     with built_backend.limit_threads(threads, built_generator.spec):
         parts = cache, built_generator, built_backend, latency
-        options: dict[str, Any] = {
-            "dtype": dtype,
-            "codec": resolve("codec", codec),
-            "clock": clock,
-            "stop_at_eos": stop_at_eos,
-            "seed": seed,
-            "texts": texts,
-        }
+        codec = resolve("codec", computing.get("codec"))
+        options: dict[str, Any] = {**computing, "codec": codec, "texts": texts}
         built_drafter: Drafter | None = resolve("drafter", drafter)
         if built_drafter is None:
             executor = tensor_executor(*parts, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 import attrs
 
@@ -62,6 +62,30 @@ class ScheduledSequence:
     output_index: int | None
 
 
+class Computing(TypedDict, total=False):
+    """How tensors are computed: options of a run, all but `threads` of `TensorExecutor` too.
+
+    Attributes:
+        dtype: dtype of the computation, one of `TENSOR_DTYPES`.
+        codec: codes the stored K/V, such as `int8`; None: K/V is stored as it is computed.
+        clock: `model`: a step takes the duration that the latency model returns, so that a
+            trace is that of `simulate` except for its header; `wall`: the time that it takes
+            on this machine. Requests arrive by the same clock, without waiting for it.
+        stop_at_eos: whether a text ends at an end-of-text token; wall clock only.
+        seed: seed of token ids and samples.
+        threads: number of threads of the host that compute; None: one for a tiny model, else
+            the default of the backend's library, up to the CPUs of this process. Set for the
+            run alone.
+    """
+
+    dtype: str
+    codec: Codec | type[Codec] | str | None
+    clock: Clock
+    stop_at_eos: bool
+    seed: int
+    threads: int | None
+
+
 class TensorExecutor:
     """Computes every step with a generator, its K/V in the blocks of a backend.
 
@@ -74,11 +98,7 @@ class TensorExecutor:
         backend: stores K/V and computes attention; must not be in use.
         latency: gives the duration of a step under the model's clock, and the estimates
             for schedulers.
-        dtype: dtype of the computation, one of `TENSOR_DTYPES`.
-        codec: codes the stored K/V; None: K/V is stored as it is computed.
-        clock: `model` or `wall`, as for `run`.
-        stop_at_eos: whether a text ends at an end-of-text token; wall clock only.
-        seed: seed of token ids and samples.
+        dtype, codec, clock, stop_at_eos, seed: see `Computing`; the codec is built.
         texts: whether requests have token ids of their own, for tiers that outlive the run.
 
     Attributes:
