@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
+DATA = Path(__file__).parent / "data"
+"""The folder of the data that comes with kvcore: traces, models, devices, times of steps."""
+
 CHUNK_BYTES = 1 << 16
 
 STEP_BYTES = {"gzip": 1 << 12, "zstd": 1 << 8}

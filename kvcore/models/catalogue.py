@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import kvcore
 from kvcore.errors import InputError
+from kvcore.files import DATA
 from kvcore.models.layers import LayerCache
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.units import parse_bytes, parse_rate, parse_whole
@@ -168,8 +168,7 @@ class _Table(Mapping[str, Spec]):
     """
 
     def __init__(self, file: str, make: Callable[[str, Mapping[str, Any]], Spec]) -> None:
-        path = Path(kvcore.__path__[0]) / "data" / file
-        self.rows: Mapping[str, Mapping[str, Any]] = parse_json(path.read_bytes())
+        self.rows: Mapping[str, Mapping[str, Any]] = parse_json((DATA / file).read_bytes())
         self._make: Callable[[str, Mapping[str, Any]], Spec] = make
         self._made: dict[str, Spec] = {}
 

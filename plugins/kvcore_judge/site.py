@@ -135,7 +135,8 @@ def _installed_files() -> dict[str, bytes]:
     if not points:
         msg = "kvcore is not installed, so that it cannot be packed; run `pip install -e .`"
         raise PluginError(msg)
-    packages = ["kvcore", *sorted({point.value.partition(".")[0] for point in points})]
+    hooked = sorted({point.value.partition(".")[0] for point in points})
+    packages = ["kvcore", "kvcore_cli", *hooked]  # the command line has no hooks
     files: dict[str, bytes] = {}
     for package in packages:
         files |= _package_files(package)

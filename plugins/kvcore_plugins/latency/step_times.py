@@ -6,12 +6,12 @@ import gzip
 import json
 from collections.abc import Iterator, Sequence
 from functools import cache
-from importlib.resources import files
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import attrs
 
 from kvcore.errors import InputError
+from kvcore.files import DATA
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.units import PS_PER_S
@@ -79,7 +79,7 @@ class StepGrid:
 @cache
 def shipped_grids() -> dict[Deployment, StepGrid]:
     """Return the grids in the package: composed by NVIDIA's AIConfigurator (Apache-2.0)."""
-    packed = (files("kvcore") / "data" / "step_times.json.gz").read_bytes()
+    packed = (DATA / "step_times.json.gz").read_bytes()
     return {
         Deployment(*name): StepGrid(*grid) for name, grid in json.loads(gzip.decompress(packed))
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib.resources import files
 from itertools import chain as joined
 from itertools import islice
 from pathlib import Path
@@ -18,7 +17,7 @@ from attrs.validators import optional as if_given
 
 from kvcore import InputError, Request, Workload
 from kvcore.blake2 import blake2b
-from kvcore.files import as_path
+from kvcore.files import DATA, as_path
 from kvcore.request import KEY_BYTES, chain_keys
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import file_digest, json_fields, lines
@@ -151,7 +150,7 @@ class Mooncake(Workload):
     def _file(self) -> Path:
         if self.path is not None:
             return self.path
-        return Path(str(files("kvcore") / "data" / "mooncake_conversation.jsonl.gz"))
+        return DATA / "mooncake_conversation.jsonl.gz"
 
 
 class _Reading:
