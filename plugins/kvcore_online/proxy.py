@@ -15,7 +15,14 @@ import orjson
 
 from kvcore.lazy import import_extra
 from kvcore.request import Request
-from kvcore.untrusted import LONGEST_EVENT, fits_header, header_text, parse_json, token_count
+from kvcore.untrusted import (
+    LONGEST_EVENT,
+    fits_header,
+    header_text,
+    media_type,
+    parse_json,
+    token_count,
+)
 from kvcore_online.fleet import Attempt, Fleet, LiveServer
 from kvcore_online.listener import (
     METRICS_HEADERS,
@@ -123,8 +130,13 @@ class EventStream:
         self._flight.output += answers.count(b'"choices":[{') + answers.count(b'"choices": [{')
         if b'"usage"' not in answers:
             return answers
-        events = answers.splitlines(keepends=True)
-        return b"".join(line for line in _paired(events) if not self._take(line))
+        kept, taken = [], False
+        for line in answers.splitlines(keepends=True):
+            # The empty lines that end an event go with it.
+            taken = self._take(line) if line.strip() else taken
+            if not taken:
+                kept.append(line)
+        return b"".join(kept)
 
     def _take(self, event: bytes) -> bool:
         """Record the usage in an event; return True if the event is to be left out."""
@@ -141,17 +153,6 @@ class EventStream:
 
 
 _EVENT_ENDS = re.compile(rb"\r?\n\r?\n").finditer
-
-
-def _paired(lines: list[bytes]) -> list[bytes]:
-    """Join each line to the empty lines after it, which end its event."""
-    events: list[bytes] = []
-    for line in lines:
-        if not line.strip() and events:
-            events[-1] += line
-        else:
-            events.append(line)
-    return events
 
 
 def take_usage(flight: Flight, usage: dict[str, Any]) -> int:
@@ -414,7 +415,8 @@ class Proxy:
                     _refuse("its answer is compressed, unasked", failure=True)
                 data = await response.content.readany()
             attempt.deadline = None
-            streams = response.status == OK and response.content_type == "text/event-stream"
+            kind = media_type(response.headers.get("Content-Type"))
+            streams = response.status == OK and kind == "text/event-stream"
             stream = EventStream(attempt.flight, counted=call.counted) if streams else None
             if stream is None:
                 data = await self._whole(response, data)
