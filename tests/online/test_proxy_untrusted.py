@@ -317,7 +317,7 @@ def test_an_event_that_comes_byte_by_byte_is_read_once():
 
 
 def test_an_event_with_many_empty_lines_is_read_once():
-    """Events with the usage take time with their length, whatever lines a server ends them by."""
+    """Events with the usage take time with their length, whatever ends them."""
     flight = Flight(Request(id=0, prompt_tokens=1, key_tokens=16))
     stream, began = EventStream(flight, counted=False), process_time()
     event = b'data: {"usage"' + b"x" * (LONGEST_EVENT >> 1)
