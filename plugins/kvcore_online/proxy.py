@@ -17,6 +17,8 @@ from kvcore.lazy import import_extra
 from kvcore.request import Request
 from kvcore.untrusted import (
     LONGEST_EVENT,
+    LONGEST_TOKENS,
+    MOST_VALUES,
     fits_header,
     header_text,
     media_type,
@@ -340,7 +342,8 @@ class Proxy:
                     allow_redirects=False,
                 ) as response,
             ):
-                tokens = parse_json(await self._whole(response, b""))["tokens"]
+                data = await self._whole(response, b"", LONGEST_TOKENS)
+                tokens = parse_json(data, MOST_VALUES)["tokens"]
         except (self._aiohttp.ClientError, OSError, UnservedError, ValueError):
             return None
         except (LookupError, TypeError):
@@ -446,7 +449,7 @@ class Proxy:
             UnservedError: the answer is not JSON.
         """
         try:
-            document = parse_json(data)
+            document = parse_json(data, MOST_VALUES)
         except ValueError:
             _refuse("its answer is not JSON", failure=True)
         usage = document.get("usage") if isinstance(document, dict) else None
@@ -513,17 +516,25 @@ class Proxy:
         async with asyncio.timeout(self.config.between_timeout):
             return await response.content.readany()
 
-    async def _whole(self, response: ClientResponse, data: bytes) -> bytes:
+    async def _whole(
+        self, response: ClientResponse, data: bytes, most: int | None = None
+    ) -> bytes:
         """Return all bytes of an answer that begins with `data`.
+
+        Args:
+            response: the answer.
+            data: the bytes that were read.
+            most: largest number of bytes; None: that of the options.
 
         Raises:
             UnservedError: the answer is too large.
         """
+        most = self.config.answer if most is None else most
         parts, size = [data], len(data)
         while part := await self._part(response):
             parts.append(part)
             size += len(part)
-            if size > self.config.answer:
+            if size > most:
                 _refuse("its answer is too large", failure=True)
         return b"".join(parts)
 

@@ -22,11 +22,12 @@ from helpers.online_scenes import (
 from helpers.upstreams import prompt, until
 
 from kvcore import Request
-from kvcore.errors import StorageError
+from kvcore.errors import InputError, StorageError
 from kvcore.files import AtomicFile
 from kvcore.request import TextRequest, block_keys
-from kvcore.untrusted import LONGEST_EVENT
+from kvcore.untrusted import LONGEST_EVENT, MOST_VALUES
 from kvcore_online.listener import Listener
+from kvcore_online.prompts import Call
 from kvcore_online.proxy import EventStream
 from kvcore_online.traffic import Flight
 from kvcore_plugins.workload.recorded import TraceWorkload
@@ -343,3 +344,11 @@ def test_parameters_of_content_types_cost_nothing():
     began = process_time()
     assert play(scene, count=1) == {b"200"}
     assert process_time() - began < 5
+
+
+@pytest.mark.parametrize("levels", ["[]", "{}"])
+def test_documents_of_many_lists_are_refused_before_they_are_parsed(levels):
+    """A body or an answer of few megabytes cannot take the memory of millions of objects."""
+    document = b'{"prompt": [' + b",".join([levels.encode()] * (MOST_VALUES + 1)) + b"]}"
+    with pytest.raises(InputError, match="lists and objects; 1,048,576 is the most"):
+        Call.read(COMPLETIONS, document)
