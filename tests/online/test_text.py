@@ -31,7 +31,7 @@ def test_no_more_is_held_back_than_may_be_a_stop_text(parts, stop):
 
 
 def test_bytes_that_are_no_characters_are_text_in_the_end():
-    """What makes no character is passed on after some tokens, and decoded no more."""
+    """Bytes that make no character are passed on after some tokens, and decoded no more."""
     longest = 0
 
     def decode(ids):

@@ -135,7 +135,7 @@ def texts(value, where=()):
 
 @pytest.mark.parametrize("server", SERVERS.values(), ids=SERVERS)
 def test_no_text_of_a_header_is_run_or_opened(server, tmp_path, opened):
-    """Whatever plugin, path or other value stands in a header, no other file is touched."""
+    """No file is touched that a plugin, a path or another value of a header names."""
     path, other = tmp_path / "day.jsonl", tmp_path / "other.py"
     run = ["simulate", "zipf:requests=4", "--model", "llama-3-8b", "--blocks", "300", *server]
     assert run_here(*run, "--trace", path).returncode == 0
