@@ -9,6 +9,7 @@ prints `LIMITS`.
 from __future__ import annotations
 
 import re
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,17 @@ LONGEST_EVENT = 4 << 20
 LONGEST_METRICS = 4 << 20
 """Number of bytes of a server's metrics that are read."""
 
+LONGEST_TOKENS = 8 << 20
+"""Largest number of bytes of a server's answer with the token ids of a prompt."""
+
 LIMITS: tuple[tuple[str, str], ...] = (
     ("a line of a file", f"{LONGEST_LINE >> 20} MiB, and 2^20 ({MOST_VALUES:,}) values"),
     ("the header of a trace", f"{TRACE_HEADER_BYTES >> 20} MiB"),
     ("JSON, from files, clients and servers", f"nested at most {JSON_LEVELS} levels deep"),
+    (
+        "lists and objects in the JSON of clients and servers",
+        f"2^20 ({MOST_VALUES:,}), opening brackets in texts counted",
+    ),
     (
         "a TOML file",
         f"{TOML_BYTES >> 20} MiB, nested at most {TOML_LEVELS} levels deep",
@@ -139,6 +147,7 @@ LIMITS: tuple[tuple[str, str], ...] = (
         f"{LONGEST_EVENT >> 20} MiB; a whole answer by `answer`",
     ),
     ("the metrics of a server behind `route`", f"{LONGEST_METRICS >> 20} MiB are read"),
+    ("the tokens of a prompt by such a server", f"{LONGEST_TOKENS >> 20} MiB"),
 )
 """What is limited, and how; these are the rows of the table in SECURITY.md."""
 
@@ -182,17 +191,26 @@ def line_fault(line: bytes) -> str | None:
     return None
 
 
-def parse_json(data: bytes) -> Any:
+def parse_json(data: bytes, objects: float = inf) -> Any:
     """Return the value of a document in JSON. O(bytes) in C.
 
+    Args:
+        data: the document.
+        objects: largest number of lists and objects. One of 3 bytes takes 230 in memory.
+
     Raises:
-        JSONDecodeError: it is not JSON, has a text that is no Unicode, or is nested too deeply.
+        JSONDecodeError: it is not JSON, has a text that is no Unicode, has too many lists and
+            objects, or is nested too deeply.
     """
     import orjson  # noqa: PLC0415 - for documents alone
 
+    brackets = data.count(b"[") + data.count(b"{")
+    if brackets > objects:
+        msg = f"it has {brackets:,} lists and objects; {objects:,} is the most"
+        raise orjson.JSONDecodeError(msg, "", 0)
     value = orjson.loads(data)
     # With fewer brackets it cannot be deeper: few documents are written to see whether it is.
-    if data.count(b"[") + data.count(b"{") > JSON_LEVELS:
+    if brackets > JSON_LEVELS:
         try:
             orjson.dumps(value)
         except TypeError:
@@ -238,6 +256,14 @@ def load_toml(path: Path) -> dict[str, Any]:
 def token_count(value: object) -> int | None:
     """Return the number of tokens that a server has counted; None if it is none."""
     return value if type(value) is int and 0 <= value <= MOST_TOKENS else None
+
+
+def media_type(header: str | None) -> str:
+    """Return the media type of a Content-Type header, without its parameters. O(header).
+
+    aiohttp reads the parameters too, by the parser of mail: 1.4 s for 8 kB of `; ; ;`.
+    """
+    return (header or "").partition(";")[0].strip().lower()
 
 
 def header_text(value: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from random import Random
@@ -14,14 +14,18 @@ import attrs
 import orjson
 
 from kvcore.cache.layout import BlockLayout
+from kvcore.config.values import read_plugin
 from kvcore.distributions import version
-from kvcore.errors import InputError, StorageError
+from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins
+from kvcore.plugins.options import takes_path
 from kvcore.progress import Progress, silent
+from kvcore.units import NS_PER_S
 from kvcore_judge.cells import Cell, CellResult, run_cell
 from kvcore_judge.entries import Entry
 from kvcore_judge.protocol import TIMED_SHARES, TUNED, Panel, Stream, cell_name, read_stream
 from kvcore_judge.scores import Ratio, Score, interval, ratio_of, score_of
+from kvcore_lab.sweep.journal import Journal
 from kvcore_lab.workers import Call, call_all
 from kvcore_replay.belady import Belady, Future
 
@@ -171,13 +175,14 @@ def make_leaderboard(
         panel: streams and pool sizes.
         entries: the policies.
         jobs: number of processes.
-        journal: a file to which each finished cell is appended. Cells that it has already are
-            not run again.
+        journal: the `Journal` to which each finished cell is appended. Cells that it has
+            already are not run again.
         progress: shows the number of cells that are done.
 
     Raises:
-        InputError: a stream or a policy cannot be used.
+        InputError: a stream, a policy or the journal cannot be used.
         PolicyError: a policy failed, or answered what it must not.
+        StorageError: the disk is full.
     """
     listed = list(dict.fromkeys([BASE, *entries]))
     about = {entry.text: entry.describe() for entry in listed}
@@ -194,19 +199,28 @@ def make_leaderboard(
         }
         columns += columns_of(stream, panel.shares)
     pairs = [(entry, column) for column in columns for entry in listed]
-    log = _Journal(journal, about, streams)
-    results = {
-        (entry.text, column.name): known
-        for entry, column in pairs
-        if (known := log.known(entry, column)) is not None
-    }
-    todo = [pair for pair in pairs if (pair[0].text, pair[1].name) not in results]
-    with progress("judging", len(todo)) as tick, closing(log):
-        for index, result in call_all([_call(*pair) for pair in todo], jobs):
-            entry, column = todo[index]
-            results[entry.text, column.name] = result
-            log.append(entry, column, result)
-            tick(1)
+    digests = [_digest(*pair, about, streams) for pair in pairs]
+    with nullcontext() if journal is None else Journal(journal) as log:
+        done = {} if log is None else log.results
+        results = {
+            (entry.text, column.name): CellResult(**done[digest])
+            for (entry, column), digest in zip(pairs, digests, strict=True)
+            if digest in done
+        }
+        todo = [index for index, digest in enumerate(digests) if digest not in done]
+        calls = [_call(*pairs[index]) for index in todo]
+        with progress("judging", len(todo)) as tick:
+            for number, result in call_all(calls, jobs):
+                entry, column = pairs[todo[number]]
+                results[entry.text, column.name] = result
+                if log is not None:
+                    log.add(
+                        digests[todo[number]],
+                        {"policy": entry.text, "cell": column.name},
+                        attrs.asdict(result),
+                        result.cpu_ns / NS_PER_S,
+                    )
+                tick(1)
     return Leaderboard(panel, columns, listed, about, results, streams)
 
 
@@ -219,65 +233,16 @@ def _call(entry: Entry, column: Column) -> Call[CellResult]:
     )
 
 
-class _Journal:
-    """The finished cells of a leaderboard, one JSON object a line."""
-
-    def __init__(
-        self,
-        path: Path | None,
-        about: Mapping[str, Mapping[str, Any]],
-        streams: Mapping[str, Mapping[str, Any]],
-    ) -> None:
-        self._about, self._streams = about, streams
-        self._done: dict[str, Any] = {}
-        self._file = None
-        if path is None:
-            return
-        try:
-            if path.exists():
-                for line in path.read_bytes().splitlines():
-                    self._read(path, line)
-            self._file = path.open("ab")
-        except OSError as error:
-            msg = f"--resume {path}: {error}"
-            raise InputError(msg) from error
-
-    def _read(self, path: Path, line: bytes) -> None:
-        try:
-            row = orjson.loads(line)
-            self._done[row["key"]] = CellResult(**row["result"])
-        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-            if line.endswith(b"}"):
-                msg = f"--resume {path}: a line is no finished cell; name another file"
-                raise InputError(msg) from error
-            # The last line of a run that was killed: its cell is run again.
-
-    def _key(self, entry: Entry, column: Column) -> str:
-        """Return what the result of a cell depends on, as a digest."""
-        parts = [self._about[entry.text], self._streams[column.stream.name]]
-        text = orjson.dumps([version("kvcore"), parts, column.blocks, column.timed])
-        return hashlib.blake2b(text, digest_size=16).hexdigest()
-
-    def known(self, entry: Entry, column: Column) -> CellResult | None:
-        """Return the result of a cell that is in the file; None if it is not."""
-        return self._done.get(self._key(entry, column))
-
-    def append(self, entry: Entry, column: Column, result: CellResult) -> None:
-        """Append a finished cell."""
-        if self._file is None:
-            return
-        row = {"key": self._key(entry, column), "result": attrs.asdict(result)}
-        try:
-            self._file.write(b"\n" + orjson.dumps(row))
-            self._file.flush()
-        except OSError as error:
-            msg = f"--resume {self._file.name}: {error}"
-            raise StorageError(msg) from error
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
+def _digest(
+    entry: Entry,
+    column: Column,
+    about: Mapping[str, Mapping[str, Any]],
+    streams: Mapping[str, Mapping[str, Any]],
+) -> str:
+    """Return what the result of a cell depends on, as a digest."""
+    parts = [about[entry.text], streams[column.stream.name]]
+    text = orjson.dumps([version("kvcore"), parts, column.blocks, column.timed])
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 @attrs.frozen
@@ -302,25 +267,41 @@ class Checked:
 
 
 def check_leaderboard(
-    document: Mapping[str, Any], panel: Panel, cells: int, seed: int = 0
+    document: Mapping[str, Any],
+    panel: Panel,
+    cells: int,
+    seed: int = 0,
+    entries: Iterable[Entry] = (),
 ) -> Iterator[Checked]:
-    """Run `cells` cells of a leaderboard again, drawn by `seed`, and yield what came out.
+    """Run cells of a leaderboard again, and yield what came out.
+
+    Args:
+        document: the leaderboard, which may be anybody's.
+        panel: streams and pool sizes.
+        cells: number of cells, drawn by `seed`.
+        seed: seed of the draw.
+        entries: policies that are run though they are not installed, if the document has them.
 
     Raises:
-        InputError: the document is no leaderboard, or names policies or streams that are not
-            here, or in another version.
+        InputError: the document is no leaderboard, has no cells, or names policies or streams
+            that are not here, or in another version.
     """
     streams = {stream.name: stream for stream in panel.streams}
+    shares = {share: share for share in panel.shares}
+    own = {entry.describe()["entry"]: entry for entry in entries}
     try:
         every = [(policy, cell) for policy in document["policies"] for cell in policy["cells"]]
         digests = {stream["name"]: stream["digest"] for stream in document["streams"]}
         drawn = Random(seed).sample(every, min(cells, len(every)))  # noqa: S311 - no secret
+        if not drawn:
+            msg = "the leaderboard has no cells that could be run again"
+            raise InputError(msg)
         for policy, cell in drawn:
-            stream = streams[cell["stream"]]
+            stream, share = streams[cell["stream"]], shares[cell["share"]]
             if read_stream(stream).digest != digests[stream.name]:
                 msg = f"stream {stream.name!r} here is another one than in the leaderboard"
                 raise InputError(msg)
-            entry = Entry(policy["entry"])
+            entry = own.get(policy["entry"]) or _installed(policy["entry"])
             source = entry.describe()["source"]
             if source != policy["source"]:
                 msg = (
@@ -328,16 +309,34 @@ def check_leaderboard(
                     f"the leaderboard {policy['source']}: it is another version"
                 )
                 raise InputError(msg)
-            result = run_cell(Cell(entry, stream, cell["share"]))
+            result = run_cell(Cell(entry, stream, share))
             yield Checked(
                 policy["entry"],
-                cell_name(stream.name, cell["share"]),
+                cell_name(stream.name, share),
                 (cell["hits"], cell["evictions"]),
                 (result.total, result.evictions),
             )
     except (KeyError, TypeError) as error:
         msg = f"this is no leaderboard of panel {panel.name!r}: {error!r} is missing"
         raise InputError(msg) from error
+
+
+def _installed(text: str) -> Entry:
+    """Return a policy that a leaderboard names.
+
+    Raises:
+        InputError: to build it would run or open a file that only the leaderboard names.
+    """
+    plugins, spec = Plugins(), read_plugin(str(text))
+    if spec.name not in plugins.names("eviction") or any(
+        takes_path(plugins.get("eviction", spec.name), option) for option in spec.options
+    ):
+        msg = (
+            f"policy {text!r} is not installed, or reads files: none is run or opened because "
+            "a leaderboard names it. Name it yourself: --policy FILE"
+        )
+        raise InputError(msg)
+    return Entry(text)
 
 
 def built_in_entries() -> list[Entry]:

@@ -3,9 +3,9 @@
 The process is a fork of this one, so that what this one has imported and read is there at
 once. It keeps one file of its parent, the pipe of its answer, which is read as data. In it, in
 this order: limits of CPU time and memory; Landlock, by which the kernel refuses every write to
-the file system; seccomp, by which it refuses sockets, further processes, signals to others, and
-what Landlock does not know of. These hold whatever the code does. The audit events of Python
-tell which of them it has tried, unless it takes care that they do not.
+the file system; seccomp, by which it refuses all system calls but those that a computation
+needs, with arguments that reach no other process. These hold whatever the code does. The audit
+events of Python tell what it has tried, unless it takes care that they do not.
 
 What the code says of itself it can make up: the kernel keeps it from the machine, not from
 the objects of its own process.
@@ -34,29 +34,40 @@ _NO_NEW_PRIVILEGES, _SET_SECCOMP, _FILTER = 38, 22, 2
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _READ = (1 << 2) | (1 << 3)
 """Landlock's rights to read files, and to list folders."""
-_FILE_RIGHTS, _REFER, _TRUNCATE, _IOCTL = (1 << 13) - 1, 1 << 13, 1 << 14, 1 << 15
+_FILE_RIGHTS, _REFER, _TRUNCATE = (1 << 13) - 1, 1 << 13, 1 << 14
 _VERSION = 1
 
-_UNKNOWN_CALLS = 452
-"""Number from which on system calls are refused, as if the kernel did not have them."""
+_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""By machine its mark in a filter."""
 
-_MACHINES = {"x86_64": (0xC000003E, 56, 302), "aarch64": (0xC00000B7, 220, 261)}
-"""By machine: its mark in a filter, and its numbers of `clone` and `prlimit64`."""
-
-_REFUSED = """
-fork 57 -  vfork 58 -  execve 59 221  execveat 322 281  kill 62 129  tkill 200 130
-tgkill 234 131  rt_sigqueueinfo 129 138  rt_tgsigqueueinfo 297 240
-pidfd_send_signal 424 424  setpriority 141 140  sched_setaffinity 203 122
-sched_setscheduler 144 119  sched_setparam 142 118  sched_setattr 314 274
-ioprio_set 251 30  chmod 90 -  fchmod 91 52  fchmodat 268 53  chown 92 -  fchown 93 55
-lchown 94 -  fchownat 260 54  utime 132 -  utimes 235 -  futimesat 261 -
-utimensat 280 88  setxattr 188 5  lsetxattr 189 6  fsetxattr 190 7  removexattr 197 14
-lremovexattr 198 15  fremovexattr 199 16  socket 41 198  io_uring_setup 425 425
-shmget 29 194  msgget 68 186  semget 64 190  mq_open 240 180
+_ALLOWED = """
+read 0 63  write 1 64  close 3 57  stat 4 -  fstat 5 80  lstat 6 -  newfstatat 262 79
+statx 332 291  access 21 -  faccessat 269 48  faccessat2 439 439  readlink 89 -
+readlinkat 267 78  getcwd 79 17  getdents64 217 61  lseek 8 62  pread64 17 67  readv 19 65
+writev 20 66  dup 32 23  dup2 33 -  dup3 292 24  pipe2 293 59  poll 7 -  ppoll 271 73
+select 23 -  pselect6 270 72  mmap 9 222  mprotect 10 226  munmap 11 215  mremap 25 216
+madvise 28 233  brk 12 214  rt_sigaction 13 134  rt_sigprocmask 14 135  rt_sigreturn 15 139
+sigaltstack 131 132  restart_syscall 219 128  setitimer 38 103  getitimer 36 102
+nanosleep 35 101  clock_nanosleep 230 115  clock_gettime 228 113  clock_getres 229 114
+gettimeofday 96 169  time 201 -  times 100 153  getrusage 98 165  sysinfo 99 179  uname 63 160
+futex 202 98  set_robust_list 273 99  set_tid_address 218 96  rseq 334 293  membarrier 324 283
+sched_yield 24 124  sched_getaffinity 204 123  getcpu 309 168  getpid 39 172  getppid 110 173
+gettid 186 178  getuid 102 174  geteuid 107 175  getgid 104 176  getegid 108 177
+getrandom 318 278  getrlimit 97 163  arch_prctl 158 -  exit 60 93  exit_group 231 94
 """
-"""System calls that are refused, each with its number by machine: what Landlock lets pass."""
+"""System calls that are let through, each with its number by machine: those that Python needs.
 
-_CLONE3, _THREAD = 435, 0x10000
+All others are refused: new calls come with each kernel, and old ones reach further than it
+seems (`fcntl` sends signals, `shmctl` removes the memory of others).
+"""
+
+_CHECKED = (
+    "open 2 -  openat 257 56  fcntl 72 25  clone 56 220  prlimit64 302 261  clone3 435 435"
+)
+"""System calls whose arguments decide; the C library starts threads by `clone` for `clone3`."""
+
+_THREAD, _DUPLICATE, _OWN_FLAGS = 0x10000, 1030, 5
+"""The flag of threads, and what `fcntl` may do: copies with CLOEXEC, and what is below 5."""
 
 MOST_BYTES = 1 << 22
 """Largest number of bytes of an answer."""
@@ -334,7 +345,6 @@ def _lock() -> None:
     rights = _FILE_RIGHTS
     rights |= _REFER if version >= 2 else 0  # noqa: PLR2004 - versions of Landlock
     rights |= _TRUNCATE if version >= 3 else 0  # noqa: PLR2004
-    rights |= _IOCTL if version >= 5 else 0  # noqa: PLR2004
     ruleset = _syscall(_CREATE_RULESET, struct.pack("Q", rights), 8, 0)
     root = os.open("/", os.O_PATH | os.O_CLOEXEC)
     allowed = struct.pack("=Qi", _READ, root)
@@ -356,20 +366,37 @@ def _filter() -> Iterator[tuple[int, int, int, int]]:
     """Yield the steps of the filter of system calls.
 
     A step is its code, how many steps to skip if it is true and if not, and a number. The
-    filter reads the number of a call at 0, the machine at 4, and the first argument at 16.
-    Threads may be started, and limits of this process read.
+    filter reads the number of a call at 0, the machine at 4, and the arguments, of 8 bytes
+    each, from 16 on. Files may be opened for reading, threads started, limits read.
     """
     column = 1 + list(_MACHINES).index(platform.machine())
-    machine, clone, limits = _MACHINES[platform.machine()]
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, refuse, lacking = (answer, 0, 0, 0x7FFF0000), (answer, 0, 0, 0x50001), 0x50026
-    yield from ((load, 0, 0, 4), (equal, 1, 0, machine), refuse, (load, 0, 0, 0))
-    # The C library starts a thread by clone where clone3 is lacking, whose flags none can read.
-    yield from ((equal, 1, 0, _CLONE3), (at_least, 0, 1, _UNKNOWN_CALLS))
-    yield answer, 0, 0, lacking
-    for number in _REFUSED.split()[column::3]:
+    allow, refuse, lacking = ((answer, 0, 0, to) for to in (0x7FFF0000, 0x50001, 0x50026))
+    flags, end = (any_bit, 0, 1, WRITES), (refuse, allow)
+    rules = {
+        "open": ((load, 0, 0, 24), flags, *end),
+        "openat": ((load, 0, 0, 32), flags, *end),
+        "fcntl": (
+            (load, 0, 0, 24),
+            (equal, 2, 0, _DUPLICATE),
+            (at_least, 0, 1, _OWN_FLAGS),
+            *end,
+        ),
+        "clone": ((load, 0, 0, 16), (any_bit, 1, 0, _THREAD), *end),
+        # No new limits: both halves of their address are 0.
+        "prlimit64": (
+            *((load, 0, 0, 16), (equal, 0, 4, 0)),
+            *((load, 0, 0, 32), (equal, 0, 2, 0)),
+            *((load, 0, 0, 36), (equal, 1, 0, 0)),
+            *end,
+        ),
+        "clone3": (lacking,),
+    }
+    yield from ((load, 0, 0, 4), (equal, 1, 0, _MACHINES[platform.machine()]), refuse)
+    yield load, 0, 0, 0
+    words = f"{_CHECKED} {_ALLOWED}".split()
+    for name, number in zip(words[::3], words[column::3], strict=True):
         if number != "-":
-            yield from ((equal, 0, 1, int(number)), refuse)
-    yield from ((equal, 0, 4, limits), (load, 0, 0, 16), (equal, 0, 1, 0), allow, refuse)
-    yield from ((equal, 0, 3, clone), (load, 0, 0, 16), (any_bit, 1, 0, _THREAD), refuse)
-    yield allow
+            steps = rules.get(name, (allow,))
+            yield from ((equal, 0, len(steps), int(number)), *steps)
+    yield refuse

@@ -172,6 +172,9 @@ class CallReader:
         prompt = document.get("prompt")
         if not (isinstance(prompt, list) and prompt and type(prompt[0]) is not int):
             prompt = [prompt]
+        if len(prompt) > self.answers:  # before they are read: 2 s for 200,000 of them
+            msg = f"the call has more prompts than the {self.answers} requests of this server"
+            raise ApiError(400, msg, "prompt")
         prompts = [self._text(text) for text in prompt]
         vocabulary = self.model.vocabulary
         if not all(

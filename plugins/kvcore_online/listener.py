@@ -12,7 +12,7 @@ import orjson
 
 from kvcore.errors import InputError, KvcoreError
 from kvcore.lazy import import_extra
-from kvcore.untrusted import LONGEST_HEADER, MOST_HEADERS
+from kvcore.untrusted import LONGEST_HEADER, MOST_HEADERS, media_type
 from kvcore_online.supervision import BACKLOG, Messages, connection_limit, report_errors, warn
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class Listener:
                 say, or takes longer than `seconds`.
         """
         # The forms of web pages are of other types: none can post here unasked.
-        if http.content_type != "application/json":
+        if media_type(http.headers.get("Content-Type")) != "application/json":
             raise ApiError(NOT_JSON, "send application/json")
         # A few kilobytes expand to gigabytes, and other requests would wait meanwhile.
         if http.headers.get("Content-Encoding", "identity") != "identity":

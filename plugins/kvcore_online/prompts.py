@@ -10,7 +10,7 @@ import orjson
 
 from kvcore.errors import InputError
 from kvcore.request import KEY_BYTES, Key, Request, TextRequest, block_keys
-from kvcore.untrusted import LONGEST_SESSION, parse_json
+from kvcore.untrusted import LONGEST_SESSION, MOST_VALUES, parse_json
 
 MOST_KEYS = 8_192
 """Largest number of blocks that get a key: a longer prompt has keys of its beginning."""
@@ -44,7 +44,7 @@ class Call:
             InputError: the body is no JSON object, or has no prompt.
         """
         try:
-            document = parse_json(body)
+            document = parse_json(body, MOST_VALUES)
         except ValueError as error:
             msg = f"the body is not JSON: {error}"
             raise InputError(msg) from error
@@ -147,8 +147,7 @@ class Call:
         if prompt is not None:
             return orjson.dumps(prompt)
         tools = self.document.get("tools")
-        parts = [orjson.dumps(tools)] if tools else []
-        return b"".join([*parts, *map(orjson.dumps, self.document["messages"])])
+        return (orjson.dumps(tools) if tools else b"") + orjson.dumps(self.document["messages"])
 
     def _text(self, name: str) -> str | None:
         value = self.document.get(name)

@@ -15,7 +15,16 @@ import orjson
 
 from kvcore.lazy import import_extra
 from kvcore.request import Request
-from kvcore.untrusted import LONGEST_EVENT, fits_header, header_text, parse_json, token_count
+from kvcore.untrusted import (
+    LONGEST_EVENT,
+    LONGEST_TOKENS,
+    MOST_VALUES,
+    fits_header,
+    header_text,
+    media_type,
+    parse_json,
+    token_count,
+)
 from kvcore_online.fleet import Attempt, Fleet, LiveServer
 from kvcore_online.listener import (
     METRICS_HEADERS,
@@ -123,8 +132,13 @@ class EventStream:
         self._flight.output += answers.count(b'"choices":[{') + answers.count(b'"choices": [{')
         if b'"usage"' not in answers:
             return answers
-        events = answers.splitlines(keepends=True)
-        return b"".join(line for line in _paired(events) if not self._take(line))
+        kept, taken = [], False
+        for line in answers.splitlines(keepends=True):
+            # The empty lines that end an event go with it.
+            taken = self._take(line) if line.strip() else taken
+            if not taken:
+                kept.append(line)
+        return b"".join(kept)
 
     def _take(self, event: bytes) -> bool:
         """Record the usage in an event; return True if the event is to be left out."""
@@ -141,17 +155,6 @@ class EventStream:
 
 
 _EVENT_ENDS = re.compile(rb"\r?\n\r?\n").finditer
-
-
-def _paired(lines: list[bytes]) -> list[bytes]:
-    """Join each line to the empty lines after it, which end its event."""
-    events: list[bytes] = []
-    for line in lines:
-        if not line.strip() and events:
-            events[-1] += line
-        else:
-            events.append(line)
-    return events
 
 
 def take_usage(flight: Flight, usage: dict[str, Any]) -> int:
@@ -339,7 +342,8 @@ class Proxy:
                     allow_redirects=False,
                 ) as response,
             ):
-                tokens = parse_json(await self._whole(response, b""))["tokens"]
+                data = await self._whole(response, b"", LONGEST_TOKENS)
+                tokens = parse_json(data, MOST_VALUES)["tokens"]
         except (self._aiohttp.ClientError, OSError, UnservedError, ValueError):
             return None
         except (LookupError, TypeError):
@@ -414,7 +418,8 @@ class Proxy:
                     _refuse("its answer is compressed, unasked", failure=True)
                 data = await response.content.readany()
             attempt.deadline = None
-            streams = response.status == OK and response.content_type == "text/event-stream"
+            kind = media_type(response.headers.get("Content-Type"))
+            streams = response.status == OK and kind == "text/event-stream"
             stream = EventStream(attempt.flight, counted=call.counted) if streams else None
             if stream is None:
                 data = await self._whole(response, data)
@@ -444,7 +449,7 @@ class Proxy:
             UnservedError: the answer is not JSON.
         """
         try:
-            document = parse_json(data)
+            document = parse_json(data, MOST_VALUES)
         except ValueError:
             _refuse("its answer is not JSON", failure=True)
         usage = document.get("usage") if isinstance(document, dict) else None
@@ -511,17 +516,25 @@ class Proxy:
         async with asyncio.timeout(self.config.between_timeout):
             return await response.content.readany()
 
-    async def _whole(self, response: ClientResponse, data: bytes) -> bytes:
+    async def _whole(
+        self, response: ClientResponse, data: bytes, most: int | None = None
+    ) -> bytes:
         """Return all bytes of an answer that begins with `data`.
+
+        Args:
+            response: the answer.
+            data: the bytes that were read.
+            most: largest number of bytes; None: that of the options.
 
         Raises:
             UnservedError: the answer is too large.
         """
+        most = self.config.answer if most is None else most
         parts, size = [data], len(data)
         while part := await self._part(response):
             parts.append(part)
             size += len(part)
-            if size > self.config.answer:
+            if size > most:
                 _refuse("its answer is too large", failure=True)
         return b"".join(parts)
 

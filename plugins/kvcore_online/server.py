@@ -9,7 +9,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from time import perf_counter_ns, time
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import attrs
 import orjson
@@ -22,7 +22,7 @@ from kvcore.lazy import import_extra
 from kvcore.request import Request
 from kvcore.serving.simulate import check_cache, record_run
 from kvcore.trace.writer import LiveTrace
-from kvcore.untrusted import parse_json
+from kvcore.untrusted import MOST_VALUES, parse_json
 from kvcore_engine.config import EngineParts
 from kvcore_engine.engine import tensor_executor
 from kvcore_online.calls import Call, CallReader
@@ -40,6 +40,15 @@ if TYPE_CHECKING:
 
 Pieces: TypeAlias = AsyncGenerator[tuple[int, Tokens], None]
 """The pieces of the answers to a call, as they are generated, with the index of the request."""
+
+T = TypeVar("T")
+
+LONG = 1 << 16
+"""Bytes of a body from which on it is read on a thread: 1 MiB of text takes up to 5 s."""
+
+MOST_HELD = 16
+"""Tokens without the end of a character from which on they are text as they are: a character
+has at most 4 bytes, and all that is held back is decoded again with each token."""
 
 CONNECTIONS = 4
 """Most open connections, as a multiple of `ServeConfig.requests`; others are closed at once."""
@@ -161,7 +170,9 @@ class Text:
         before = self._decode(self._ids[self._begin : self._read_to])
         text = self._decode(self._ids[self._begin :])
         piece = ""
-        if last or not text.endswith("\N{REPLACEMENT CHARACTER}"):
+        held_tokens = len(self._ids) - self._read_to
+        whole = not text.endswith("\N{REPLACEMENT CHARACTER}")
+        if last or whole or held_tokens > MOST_HELD:
             self._begin, self._read_to = self._read_to, len(self._ids)
             piece = text[len(before) :]
         held, self._held = self._held + piece, ""
@@ -256,6 +267,7 @@ class Server:
         self._ids = count()
         self._busy = 0
         self._failed = asyncio.Event()
+        self._reading = asyncio.Lock()
         self._stack = ExitStack()
         with ExitStack() as stack:
             trace = self._names = None
@@ -394,8 +406,9 @@ class Server:
 
     async def _tokenize(self, http: web.Request) -> web.Response:
         """Return the token ids of a prompt, as vLLM does."""
-        document = await self._document(http)
-        tokens, *others = self._reader.prompts(document, chat="messages" in document)
+        tokens, *others = await self._read(
+            http, lambda body: self._reader.prompts(body, chat="messages" in body)
+        )
         if others:
             raise ApiError(400, "prompt must be one text: give the others apart", "prompt")
         longest, size = self._reader.longest, self.cache.geometry.block_size
@@ -404,8 +417,8 @@ class Server:
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         """Serve a chat or a text completion."""
-        document = await self._document(http)
-        call = self._reader.read(document, chat=http.path.endswith("chat/completions"))
+        chat = http.path.endswith("chat/completions")
+        call = await self._read(http, partial(self._reader.read, chat=chat))
         if self._closing or self._busy + call.answers > self.config.requests:
             why = "is ending" if self._closing else f"has {self._busy} requests: try again"
             raise ApiError(503, f"the server {why}")
@@ -425,16 +438,25 @@ class Server:
         finally:
             self._busy -= call.answers
 
-    async def _document(self, http: web.Request) -> dict[str, Any]:
-        """Return the JSON object in the body of a request."""
+    async def _read(self, http: web.Request, read: Callable[[dict[str, Any]], T]) -> T:
+        """Return what `read` makes of the JSON object in the body of a request.
+
+        Long ones are read on a thread, one after another, while short ones are served.
+        """
         body = await self._listener.read(http, self.config.client_timeout)
         try:
-            document = parse_json(body)
+            document = parse_json(body, MOST_VALUES)
         except ValueError as error:
             raise ApiError(400, f"the body is not JSON: {error}") from error
         if not isinstance(document, dict):
             raise ApiError(400, "the body must be a JSON object")
-        return document
+        if len(body) < LONG:
+            return read(document)
+        await self._reading.acquire()
+        reading = asyncio.get_running_loop().run_in_executor(None, read, document)
+        # Not before, although its client may have gone: else any number could be read at once.
+        reading.add_done_callback(lambda _: self._reading.release())
+        return await asyncio.shield(reading)
 
     async def _generate(self, requests: Sequence[Request]) -> Pieces:
         """Yield the pieces of answers, each with the index of its request.

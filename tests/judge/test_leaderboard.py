@@ -90,7 +90,7 @@ def test_a_journal_of_something_else_is_refused(tmp_path):
     """A file that is no journal is an error that names it, and stays as it is."""
     path = tmp_path / "notes.txt"
     path.write_text('{"a": 1}\n')
-    with pytest.raises(InputError, match="no finished cell"):
+    with pytest.raises(InputError, match="this is no journal"):
         make_leaderboard(PANEL, ENTRIES, journal=path)
     assert path.read_text() == '{"a": 1}\n'
 
@@ -103,6 +103,51 @@ def test_check_finds_a_cell_that_was_changed(board):
     document["policies"][0]["cells"][0]["hits"] += 1
     found = [each.same for each in check_leaderboard(document, PANEL, everything)]
     assert found.count(False) == 1
+
+
+@pytest.mark.parametrize("options", ["", ":Policy", ":load=here"])
+def test_check_runs_no_file_that_a_leaderboard_names(board, tmp_path, options):
+    """A policy of a file is not run because a document names it, nor is a file opened."""
+    document = orjson.loads(orjson.dumps(board.document()))
+    path = tmp_path / "policy.py"
+    path.write_text("raise SystemExit('the file has run')\n")
+    for policy in document["policies"]:
+        policy["entry"] = "hazard:load=here" if "load" in options else f"{path}{options}"
+    with pytest.raises(InputError, match="Name it yourself: --policy FILE"):
+        list(check_leaderboard(document, PANEL, 1))
+
+
+def test_check_runs_the_files_that_the_caller_names(tmp_path):
+    """A policy in a file is checked if the caller names the file."""
+    path = tmp_path / "own.py"
+    path.write_text("from kvcore_plugins.eviction import LRU\n\n\nclass Own(LRU):\n    pass\n")
+    board = make_leaderboard(PANEL, [Entry(str(path))])
+    document = orjson.loads(orjson.dumps(board.document()))
+    document["policies"] = [each for each in document["policies"] if each["entry"] == "own.py"]
+    checked = list(check_leaderboard(document, PANEL, 1, entries=[Entry(str(path))]))
+    assert [each.same for each in checked] == [True]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "match"),
+    [
+        ("policies", [], "no cells"),
+        ("entry", 5, "not installed"),
+        ("share", 0, "no leaderboard"),
+        ("share", "x", "no leaderboard"),
+        ("cells", "x", "no leaderboard"),
+    ],
+)
+def test_check_refuses_what_is_no_leaderboard(board, field, value, match):
+    """A document without cells, or with values that no leaderboard has, is an error."""
+    document = orjson.loads(orjson.dumps(board.document()))
+    if field == "policies":
+        document[field] = value
+    for policy in document["policies"]:
+        for row in [policy] if field in policy else policy["cells"]:
+            row[field] = value
+    with pytest.raises(InputError, match=match):
+        list(check_leaderboard(document, PANEL, 1))
 
 
 def test_check_refuses_another_version_of_a_policy(board):

@@ -227,8 +227,27 @@ HIDDEN = {
     "changes a mode": "os.chmod(__file__, 0)",
     "changes a time": "os.utime(__file__, (0, 0))",
     "writes": "open('left_behind', 'w')",
+    "truncates": "os.truncate(__file__, 0)",
+    "truncates what it reads": "os.open(__file__, os.O_RDONLY | os.O_TRUNC)",
+    "sends signals by a pipe": "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())",
+    "removes shared memory": "call('shmctl', 0, 0, 0)",
+    "writes to shared memory": "call('shmat', 0, 0, 0)",
+    "changes a keyring": "call('add_key', b'user', b'a', b'b', 1, -3)",
+    "leaves the user": "call('unshare', 0x10000000)",
 }
 """What a policy does that has switched the audit off."""
+
+OFF = dedent("""
+    sys.modules['kvcore_judge.sandbox']._state.watching = False
+    import ctypes, fcntl
+    library = ctypes.CDLL(None, use_errno=True)
+
+    def call(name, *arguments):
+        number = {"shmat": (30, 196), "shmctl": (31, 195), "add_key": (248, 217),
+                  "unshare": (272, 97)}[name][os.uname().machine == "aarch64"]
+        library.syscall(number, *arguments)
+        raise OSError(ctypes.get_errno(), name)
+""")
 
 PANEL = Panel("test", (Stream("tools", "agents:sessions=30"),), (50, 200))
 
@@ -258,10 +277,12 @@ def test_wrong_policy_gets_the_verdict_of_its_rule(name, judge, tmp_path, monkey
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_the_kernel_refuses_what_the_audit_does_not_see(name, judge, tmp_path, monkeypatch):
-    """A policy that switches the audit off still cannot reach other processes and files."""
+    """A policy that switches the audit off reaches nothing, by the first Landlock either."""
     monkeypatch.chdir(tmp_path)
-    off = "sys.modules['kvcore_judge.sandbox']._state.watching = False"
-    entry = written(tmp_path, f"def victim(self, now):\n    {off}\n    {HIDDEN[name]}")
+    monkeypatch.setattr("kvcore_judge.sandbox.landlock_version", lambda: 1)
+    entry = written(
+        tmp_path, f"def victim(self, now):\n{indent(OFF, '    ')}\n    {HIDDEN[name]}"
+    )
     verdict = judge.judge(entry)
     assert verdict.rule == "contract"
     assert "PermissionError" in verdict.what

@@ -266,3 +266,16 @@ def test_new_tokens_of_a_stream_are_a_part_and_its_end():
     assert parts(text, ended, "") == [(5, "", "length")]
     stopped, added = answered(Tokens(b"abc"), stop=("c",))
     assert parts(chat, stopped, added) == [(5, {"content": "ab"}, None), (5, {}, "stop")]
+
+
+def test_too_many_prompts_are_refused_unread():
+    """No prompt of a call with more prompts than requests is made tokens."""
+
+    class Unread(SimulatedModel):
+        def encode(self, text):
+            raise AssertionError(text)
+
+    model = SimulatedModel()
+    model.__class__ = Unread
+    with pytest.raises(ApiError, match="more prompts than the 8 requests"):
+        read({"prompt": ["a"] * 9}, model=model)

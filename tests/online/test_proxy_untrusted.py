@@ -22,11 +22,12 @@ from helpers.online_scenes import (
 from helpers.upstreams import prompt, until
 
 from kvcore import Request
-from kvcore.errors import StorageError
+from kvcore.errors import InputError, StorageError
 from kvcore.files import AtomicFile
 from kvcore.request import TextRequest, block_keys
-from kvcore.untrusted import LONGEST_EVENT
+from kvcore.untrusted import LONGEST_EVENT, MOST_VALUES
 from kvcore_online.listener import Listener
+from kvcore_online.prompts import Call
 from kvcore_online.proxy import EventStream
 from kvcore_online.traffic import Flight
 from kvcore_plugins.workload.recorded import TraceWorkload
@@ -314,3 +315,40 @@ def test_an_event_that_comes_byte_by_byte_is_read_once():
         assert not stream.feed(b"x" * 256)
     assert len(stream.feed(b"\r\n\r\ndata: {}")) == LONGEST_EVENT - 256 + 4
     assert process_time() - began < 10
+
+
+def test_an_event_with_many_empty_lines_is_read_once():
+    """Events with the usage take time with their length, whatever ends them."""
+    flight = Flight(Request(id=0, prompt_tokens=1, key_tokens=16))
+    stream, began = EventStream(flight, counted=False), process_time()
+    event = b'data: {"usage"' + b"x" * (LONGEST_EVENT >> 1)
+    lines = b"\n" * (1 << 17)
+    assert stream.feed(event + lines) == event + lines
+    assert process_time() - began < 10
+
+
+def test_parameters_of_content_types_cost_nothing():
+    """The parameters of clients' and servers' content types are not parsed, however many."""
+    many = b"; " * 4_000
+
+    async def scene(proxy, servers, client):
+        head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: application/json"
+        servers[0].sent = head + many + b"\r\n"
+        body, statuses = json.dumps(prompt()).encode(), set()
+        for index in range(10):
+            request = http_request(body, "Connection: close")
+            kind = b"application/json; a=%d" % index + many  # none is as another one was
+            statuses.add((await raw(proxy, request.replace(b"application/json", kind)))[9:12])
+        return statuses
+
+    began = process_time()
+    assert play(scene, count=1) == {b"200"}
+    assert process_time() - began < 5
+
+
+@pytest.mark.parametrize("levels", ["[]", "{}"])
+def test_documents_of_many_lists_are_refused_before_they_are_parsed(levels):
+    """A body or an answer of few megabytes cannot take the memory of millions of objects."""
+    document = b'{"prompt": [' + b",".join([levels.encode()] * (MOST_VALUES + 1)) + b"]}"
+    with pytest.raises(InputError, match="lists and objects; 1,048,576 is the most"):
+        Call.read(COMPLETIONS, document)

@@ -32,7 +32,7 @@ from kvcore.request import text_request
 from kvcore_engine.generator import HuggingFace
 from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved, BlockStored
-from kvcore_online.server import ServeConfig, Text
+from kvcore_online.server import LONG, ServeConfig, Text
 from kvcore_online.tally import CANCELLED
 from kvcore_replay.check.trace import replay
 
@@ -293,6 +293,32 @@ def test_more_answers_than_a_server_takes_are_refused():
         status, document = ask(server, "/v1/completions", b'{"prompt": "a", "n": 3}')
         assert (status, document["error"]["param"]) == (400, "n")
         assert len(sampled(server, n=2)) == 2
+
+
+def test_short_calls_are_answered_while_long_ones_are_read(monkeypatch):
+    """Long prompts are made tokens one after another, and short calls do not wait for them."""
+    begun, gate, running, most = threading.Event(), threading.Event(), [], []
+    encode = kvcore.Generator.encode
+
+    def slow(self, text):
+        if len(text) < LONG:
+            return encode(self, text)
+        running.append(text)
+        most.append(len(running))
+        begun.set()
+        gate.wait(20)
+        running.pop()
+        return [1]
+
+    monkeypatch.setattr(kvcore.Generator, "encode", slow)
+    long = json.dumps({"prompt": "a" * LONG}).encode()
+    with serving(ServeConfig(port=0)) as server, ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(ask, server, "/tokenize", long) for _ in range(3)]
+        assert begun.wait(20)
+        assert ask(server, "/tokenize", b'{"prompt": "a"}')[0] == 200
+        gate.set()
+        assert [future.result()[1]["tokens"] for future in waiting] == [[1]] * 3
+    assert max(most) == 1
 
 
 def test_a_generator_that_draws_no_samples_refuses_a_temperature():

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'kvcore[serve]'")
 
-from kvcore_online.server import Text
+from kvcore_online.server import MOST_HELD, Text
 
 
 @given(
@@ -28,3 +28,18 @@ def test_no_more_is_held_back_than_may_be_a_stop_text(parts, stop):
         assert made == whole[: len(whole) - max(begun, default=0)]
         assert not text.stopped
     assert made + text.add([], last=True) == whole
+
+
+def test_bytes_that_are_no_characters_are_text_in_the_end():
+    """Bytes that make no character are passed on after some tokens, and decoded no more."""
+    longest = 0
+
+    def decode(ids):
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return bytes(ids).decode(errors="replace")
+
+    text = Text(decode)
+    made = "".join(text.add([0xFF]) for _ in range(1_000))
+    assert made + text.add([], last=True) == "\N{REPLACEMENT CHARACTER}" * 1_000
+    assert longest <= 2 * (MOST_HELD + 1)

@@ -1,5 +1,8 @@
 """Values of a trace that no run has: each verb refuses them, by the types of the lines."""
 
+import sys
+from copy import deepcopy
+
 import msgspec
 import pytest
 from helpers.commands import run_here
@@ -100,3 +103,52 @@ def test_a_line_nested_too_deeply_is_refused(trace, levels, field):
     path.write_bytes(b"".join([first, second[:-2] + b"," + deep + b"}\n", *rest]))
     with pytest.raises(TraceError, match=r"jsonl:2: "):
         list(read_events(path))
+
+
+@pytest.fixture(scope="module")
+def opened():
+    """Return the names of the files that were opened since, as a set that grows."""
+    names, ends = set(), []
+
+    def note(event, arguments):
+        if event == "open" and not ends:
+            names.add(str(arguments[0]))
+
+    sys.addaudithook(note)  # which cannot be removed
+    yield names
+    ends.append(True)
+
+
+SPREAD = ["--replicas", "2", "--disaggregate", "prefill=1,decode=1"]
+SERVERS = {"tiers": ["--tier", "host:memory=1GiB", "--eviction", "hazard"], "cluster": SPREAD}
+
+
+def texts(value, where=()):
+    """Yield where texts and nulls are in a document."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in inner:
+        if isinstance(item, (dict, list)):
+            yield from texts(item, (*where, key))
+        elif item is None or isinstance(item, str):
+            yield (*where, key)
+
+
+@pytest.mark.parametrize("server", SERVERS.values(), ids=SERVERS)
+def test_no_text_of_a_header_is_run_or_opened(server, tmp_path, opened):
+    """No file is touched that a plugin, a path or another value of a header names."""
+    path, other = tmp_path / "day.jsonl", tmp_path / "other.py"
+    run = ["simulate", "zipf:requests=4", "--model", "llama-3-8b", "--blocks", "300", *server]
+    assert run_here(*run, "--trace", path).returncode == 0
+    found = lines(path)
+    other.write_text("raise SystemExit('the file has run')\n")
+    opened.clear()
+    for where in set(texts(found[0])) - {("event",)}:
+        for value, verb in ((f"{other}:Policy", "whatif"), (7, "whatif"), (7, "compare")):
+            changed = deepcopy(found)
+            part = changed[0]
+            for key in where[:-1]:
+                part = part[key]
+            part[where[-1]] = value
+            seal(path, changed)
+            assert run_here(verb, path).returncode in range(4)
+    assert str(other) not in opened

@@ -143,6 +143,16 @@ class TestRefused:
         message = r"no file is opened because a trace names it.*: --latency table:path=FILE$"
         self.refused(path, InputError, message)
 
+    @pytest.mark.parametrize("option", ["load", "save"])
+    def test_no_policy_reads_or_writes_the_file_of_a_header(self, tmp_path, option):
+        """The counts of `hazard` are neither read nor written where a header says."""
+        path = untimed(tmp_path / "trace.jsonl", ["ab"])
+        events = lines(path)
+        options = {option: str(tmp_path / "counts.json")}
+        events[0]["plugins"]["eviction"] = {"name": "hazard", "options": options}
+        message = "no file is opened because a trace names it"
+        self.refused(seal(path, events), InputError, message)
+
     def test_a_latency_model_with_other_coefficients_is_refused(self, tmp_path):
         """A latency model with other coefficients than recorded is refused."""
         path = timed(tmp_path / "trace.jsonl", [ask("a")])

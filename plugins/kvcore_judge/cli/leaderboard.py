@@ -65,7 +65,8 @@ PAGE, DOCUMENT = ".html", ".json"
     "--check",
     callback=input_file,
     metavar="FILE",
-    help="Run some cells of a leaderboard again, and say whether they are the same.",
+    help="Run some cells of a leaderboard again, and say whether they are the same. Policies "
+    "in files are those of --policy.",
 )
 @click.option("--cells", type=Count(), default=3, help="With --check: number of cells.")
 @option(
@@ -120,7 +121,8 @@ def _check(given: dict[str, Any], panel: Any) -> None:
         msg = f"--check {given['check']}: {error}"
         raise InputError(msg) from error
     wrong = 0
-    for checked in check_leaderboard(document, panel, given["cells"]):
+    named = map(Entry, given["policies"])
+    for checked in check_leaderboard(document, panel, given["cells"], entries=named):
         wrong += not checked.same
         how = "the same" if checked.same else "DIFFERS"
         hits, digest = checked.found

@@ -89,8 +89,8 @@ class Hazard(EvictionPolicy):
         prior: float = 8.0,
         guard: bool = True,  # noqa: FBT001, FBT002
         by: str = "turns+pause+answer+tool+hits",
-        load: str | None = None,
-        save: str | None = None,
+        load: Path | None = None,
+        save: Path | None = None,
     ) -> None:
         """Store the options, and read the counts to begin with."""
         if not 0 < prior < float("inf"):

@@ -143,10 +143,33 @@ def _targets(fields: Mapping[str, Any]) -> list[str]:
     return [name for block in blocks for name in ([block] if isinstance(block, str) else block)]
 
 
+MOST_REPEATS = 4
+"""Most repetitions in a pattern of a config: each may cost the length of a name once more."""
+
+_TOKENS = re.compile(r"\\.|\[\^?\]?[^\]]*\]|\(\?|(?P<repeat>\)?[*+?{])")
+"""Escaped characters, classes, beginnings of groups; and what repeats something, or a group."""
+
+
+def _bounded(pattern: str) -> str:
+    """Return a pattern that can be searched for in the time of MOST_REPEATS nested loops.
+
+    Raises:
+        ValueError: it has more repetitions, or repeats a group, which can take years.
+    """
+    repeats = [match["repeat"] for match in _TOKENS.finditer(pattern) if match["repeat"]]
+    if len(repeats) > MOST_REPEATS or any(repeat.startswith(")") for repeat in repeats):
+        msg = f"{pattern!r} repeats a group, or has more than {MOST_REPEATS} repetitions"
+        raise ValueError(msg)
+    return pattern
+
+
 def _pattern(names: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern of modules: by `re:` and a pattern, or by a part of their names.
 
     No names, or the class of all matrices, is a pattern of all modules.
+
+    Raises:
+        ValueError: to search for a pattern could take too long.
     """
     names = [
         name.replace("language_model.", "").replace("backbone.", "model.") for name in names
@@ -159,7 +182,7 @@ def _pattern(names: Iterable[str]) -> re.Pattern[str]:
         else rf"(?:^|\.){re.escape(name.rstrip('.')).replace(re.escape('*'), '.*')}(?:\.|$)"
         for name in names
     ]
-    return re.compile("|".join(parts))
+    return re.compile("|".join(map(_bounded, parts)))
 
 
 def _scheme(method: str, fields: Mapping[str, Any]) -> Scheme:

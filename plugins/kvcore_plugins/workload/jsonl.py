@@ -86,8 +86,11 @@ class Jsonl(FileWorkload):
     def served_model(self) -> str | None:
         """The model of a trace's header."""
         with closing(self._rows()) as found:
-            model = next(found).fields.get("model")
-        return model.get("name") if type(model) is dict else None
+            fields = next(found).fields
+        match fields:
+            case {"model": {"name": str(name)}}:
+                return name
+        return None
 
     @property
     def digest(self) -> str:

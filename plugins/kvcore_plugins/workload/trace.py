@@ -62,8 +62,10 @@ class Recording(Workload):
     @property
     def served_model(self) -> str | None:
         """The model of the recorded run."""
-        model = self._recorded.header.model
-        return model.get("name") if isinstance(model, dict) else None
+        match self._recorded.header.model:
+            case {"name": str(name)}:
+                return name
+        return None
 
     @property
     def digest(self) -> str:

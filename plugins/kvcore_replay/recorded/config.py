@@ -134,14 +134,15 @@ def _of_cluster(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict
         for alone in [next(own for _, own in replica_groups(header))]
         for count, own in replica_groups(header)
     ]
-    planner = routing.get("autoscale")
+    planner, split = routing.get("autoscale"), routing.get("disaggregate")
+    _refuse_code(file, "disaggregate", split)  # it names a router, too
     return {
         "replicas": tables[0]["count"] if len(tables) == 1 else tables,
         "router": partial(rebuilt, file, "router", router, plugins),
         "view": routing["view"],
         "fail": routing["fail"],
         "autoscale": planner and str(Spec(planner["name"], _texts(planner["options"]))),
-        "disaggregate": routing.get("disaggregate"),
+        "disaggregate": split,
     }
 
 
@@ -240,7 +241,7 @@ def rebuilt(file: Path, kind: str, recorded: Mapping[str, Any], plugins: Plugins
     try:
         if kind == "latency" and "codec" in options:
             _check_codec(file, options["codec"], plugins)
-            options["codec"] = str(plugins.build("codec", options["codec"]))
+            options["codec"] = str(plugins.build("codec", str(options["codec"])))
         # Text is read as the command line is, which knows infinities.
         texts = {key: value for key, value in options.items() if isinstance(value, str)}
         values = {key: _value(options[key]) for key in options.keys() - texts}
@@ -274,7 +275,8 @@ def _rebuilt_tier(file: Path, recorded: Mapping[str, Any], plugins: Plugins) -> 
 
 
 def _check_codec(file: Path, codec: Any, plugins: Plugins) -> None:
-    """Refuse a recorded codec that text cannot name, or whose options are paths."""
+    """Refuse a recorded codec that text cannot name, or that would open a file."""
+    _refuse_code(file, "codec", codec)
     spec = read_plugin(str(codec))
     if spec.name in plugins.names("codec"):
         _refuse_paths(file, plugins.get("codec", spec.name), spec.options)
@@ -283,6 +285,7 @@ def _check_codec(file: Path, codec: Any, plugins: Plugins) -> None:
 def _refuse_paths(file: Path, cls: type[Plugin], options: Mapping[str, Any]) -> None:
     """Refuse options that are paths: no file is opened because a trace names it."""
     for key, value in options.items():
+        _refuse_code(file, f"{cls.kind} {cls.name}:{key}", value)
         if isinstance(value, str) and takes_path(cls, key):
             kind, name = cls.kind, cls.name
             msg = (
@@ -291,6 +294,16 @@ def _refuse_paths(file: Path, cls: type[Plugin], options: Mapping[str, Any]) -> 
                 f"{name}:{key}=FILE"
             )
             raise InputError(msg)
+
+
+def _refuse_code(file: Path, option: str, value: Any) -> None:
+    """Refuse a value that names a plugin in a file, which would be run when it is built."""
+    if ".py" in str(value):
+        msg = (
+            f"{file} was recorded with {option}={value!r}: no code is run because a trace "
+            "names it. Give the option yourself, or install that plugin and record it anew"
+        )
+        raise InputError(msg)
 
 
 def _fields(value: Any) -> Mapping[str, Any]:
