@@ -65,24 +65,6 @@ def pair_flop(model: ModelSpec) -> list[tuple[int | None, int]]:
     return [(window, ceil(pairs)) for window, pairs in flop.items() if pairs]
 
 
-def token_projections(prompt: int, output: int, *, cached: bool) -> int:
-    """Return how many tokens are projected to keys and values to generate `output` tokens.
-
-    Each step computes one token. Without a cache it projects the whole sequence so far;
-    with one (`cached`) the first step projects the prompt, and every later one the token
-    that the step before it computed. The last token is projected in neither case.
-
-    Raises:
-        InputError: no prompt token, or none to generate.
-    """
-    if prompt < 1 or output < 1:
-        msg = f"{output} new tokens after a prompt of {prompt}: give at least 1 of each"
-        raise InputError(msg)
-    if cached:
-        return prompt + output - 1
-    return output * prompt + output * (output - 1) // 2
-
-
 @attrs.frozen
 class PrefillCost:
     """The least seconds it takes to prefill tokens: a floor set by the device's FLOP/s.

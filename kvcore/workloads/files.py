@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
@@ -20,25 +20,12 @@ from kvcore.files import (
     decompressed,
     unreadable_reason,
 )
-from kvcore.untrusted import LONGEST_LINE, WORKLOAD_EXPANSION, line_fault, parse_json
+from kvcore.untrusted import LONGEST_LINE, WORKLOAD_EXPANSION, line_fault
 
 _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*(?=\{)")
 _INDENTED = re.compile(rb"(?:\xef\xbb\xbf)?\s*\{\s*\n")
 _BETWEEN = re.compile(r"[\s,]*")
 _HEAD_BYTES = 1 << 10
-
-
-def first_json(path: Path) -> Any:
-    """Return the JSON value of the first line of a file; None if it is not JSON.
-
-    Raises:
-        InputError: as `lines` does.
-    """
-    import orjson  # noqa: PLC0415 - for files of JSON alone
-
-    with closing(lines(path)) as source, suppress(orjson.JSONDecodeError):
-        return parse_json(next(source)[1])
-    return None
 
 
 def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:

@@ -34,7 +34,7 @@ from kvcore.untrusted import (
     line_fault,
     parse_json,
 )
-from kvcore.workloads.files import first_json
+from kvcore.workloads.files import lines
 from kvcore_events.formats import (
     FORMATS,
     decode,
@@ -435,6 +435,19 @@ class RecordingReader(SealedReader["RecordedItem | None"]):
             return read_value(from_json(value) if self._sealed else value, name)
         except (InputError, ValueError, RecursionError) as error:
             self.fail(str(error))
+
+
+def first_json(path: Path) -> Any:
+    """Return the JSON value of the first line of a file; None if it is not JSON.
+
+    Raises:
+        InputError: as `lines` does.
+    """
+    import orjson  # noqa: PLC0415 - for files of JSON alone
+
+    with closing(lines(path)) as source, suppress(orjson.JSONDecodeError):
+        return parse_json(next(source)[1])
+    return None
 
 
 def is_recording(path: str | os.PathLike[str]) -> bool:

@@ -6,11 +6,11 @@ from typing import ClassVar
 import attrs
 import pytest
 
-from kvcore import Generator, PluginError
-from kvcore.models.cost import token_projections
+from kvcore import Generator, InputError, PluginError
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.manager import Plugins
 from kvcore_lab.demo import OneHead, causal_attention, with_and_without_cache
+from kvcore_lab.demo.caching import token_projections
 
 torch = pytest.importorskip("torch")
 
@@ -177,3 +177,19 @@ def test_grouped_windowed_attention_equals_one_head(window, sinks):
                 values[seen, head // 3].tolist(),
             )
             assert found[row, head].tolist() == pytest.approx(one.output, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("output", "naive", "cached"), [(1, 10, 10), (100, 5_950, 109), (1_000, 509_500, 1_009)]
+)
+def test_projections_after_a_prompt_of_10_tokens(output, naive, cached):
+    """Without a cache, projections grow with the square of the output; with one, linearly."""
+    assert token_projections(10, output, cached=False) == naive
+    assert token_projections(10, output, cached=True) == cached
+
+
+@pytest.mark.parametrize(("prompt", "output"), [(0, 5), (5, 0)])
+def test_an_empty_prompt_or_output_is_refused(prompt, output):
+    """An empty prompt or output raises InputError with both numbers."""
+    with pytest.raises(InputError, match=f"{output} new tokens after a prompt of {prompt}"):
+        token_projections(prompt, output, cached=True)

@@ -16,7 +16,6 @@ from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.cost import PrefillCost
 from kvcore.plugins.manager import Plugins
 from kvcore.workloads import Workload, part_of
-from kvcore.workloads.files import first_json
 from kvcore_cli.options import part_options, shared
 from kvcore_cli.output import (
     emit_json,
@@ -28,6 +27,7 @@ from kvcore_cli.output import (
     trace_in,
 )
 from kvcore_cli.verb import Count, complete_workload, flag_of, plugin_completion, verb
+from kvcore_events.recording import first_json
 from kvcore_lab.cli.compare import DEVICE, MODEL
 from kvcore_lab.cli.lab_options import known_model
 from kvcore_lab.comparison import SHARING, compare

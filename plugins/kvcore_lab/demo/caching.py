@@ -27,8 +27,7 @@ from kvcore.engine import (
     Tensor,
     TensorLayout,
 )
-from kvcore.errors import PluginError
-from kvcore.models.cost import token_projections
+from kvcore.errors import InputError, PluginError
 from kvcore.models.spec import ModelSpec
 from kvcore.request import Request, block_keys
 from kvcore.sections import Chart, Panel, Section, Table
@@ -50,6 +49,24 @@ A bar is the median of its steps, so that one slow step is not seen in it.
 
 _SHOWN_TOKENS = 12
 """Number of output tokens that are shown."""
+
+
+def token_projections(prompt: int, output: int, *, cached: bool) -> int:
+    """Return how many tokens are projected to keys and values to generate `output` tokens.
+
+    Each step computes one token. Without a cache it projects the whole sequence so far;
+    with one (`cached`) the first step projects the prompt, and every later one the token
+    that the step before it computed. The last token is projected in neither case.
+
+    Raises:
+        InputError: no prompt token, or none to generate.
+    """
+    if prompt < 1 or output < 1:
+        msg = f"{output} new tokens after a prompt of {prompt}: give at least 1 of each"
+        raise InputError(msg)
+    if cached:
+        return prompt + output - 1
+    return output * prompt + output * (output - 1) // 2
 
 
 class SequenceCache(ABC):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore.errors import InputError
 from kvcore.models.catalogue import find_model
-from kvcore.models.cost import token_projections
 from kvcore.models.memory import KVLayout
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -121,19 +119,3 @@ def test_weights_are_the_size_of_the_checkpoint(name, gib):
     The tolerance covers the experts' biases in bf16.
     """
     assert find_model(name).weight_bytes / GIB == pytest.approx(gib, abs=0.1)
-
-
-@pytest.mark.parametrize(
-    ("output", "naive", "cached"), [(1, 10, 10), (100, 5_950, 109), (1_000, 509_500, 1_009)]
-)
-def test_projections_after_a_prompt_of_10_tokens(output, naive, cached):
-    """Without a cache, projections grow with the square of the output; with one, linearly."""
-    assert token_projections(10, output, cached=False) == naive
-    assert token_projections(10, output, cached=True) == cached
-
-
-@pytest.mark.parametrize(("prompt", "output"), [(0, 5), (5, 0)])
-def test_an_empty_prompt_or_output_is_refused(prompt, output):
-    """An empty prompt or output raises InputError with both numbers."""
-    with pytest.raises(InputError, match=f"{output} new tokens after a prompt of {prompt}"):
-        token_projections(prompt, output, cached=True)
