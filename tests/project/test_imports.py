@@ -108,24 +108,6 @@ def test_files_import_only_packages_above_theirs():
     assert wrong <= {"kvcore/__init__.py", "kvcore/__main__.py"}
 
 
-def test_the_core_stays_small():
-    """The core has at most 90 files and 23,600 lines, its serving loop 4,300 beside contracts.
-
-    What makes them more is perhaps no contract, cache, loop, trace or configuration, and then
-    of a package.
-    """
-    lines = {path: len(path.read_text("utf-8").splitlines()) for path in FILES[CORE]}
-    contracts = {"drafter.py", "latency.py", "router.py", "rules.py", "scheduler.py"}
-    loop = [
-        lines[path]
-        for path in lines
-        if path.parent == CORE / "serving" and path.name not in contracts
-    ]
-    assert len(lines) <= 90
-    assert sum(lines.values()) <= 23_600
-    assert sum(loop) <= 4_300
-
-
 FIELDS = {
     *("allocation", "clock", "shrink"),  # of the documents of all runs
     *("replicas", "view", "fail", "autoscale", "disaggregate"),  # of headers, which all read
