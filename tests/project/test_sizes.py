@@ -42,9 +42,9 @@ def test_no_public_function_has_more_than_12_parameters():
 def attributes(cls):
     """Yield the attributes that instances of a class get in its own code."""
     for node in ast.walk(cls):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if isinstance(node.value, ast.Name) and node.value.id == "self":
-                yield node.attr
+        is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if is_set and getattr(node.value, "id", None) == "self":
+            yield node.attr
     for node in cls.body:
         if isinstance(node, ast.AnnAssign):
             of_class = ast.unparse(node.annotation).startswith(("ClassVar", "Final"))
