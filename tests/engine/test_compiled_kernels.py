@@ -40,26 +40,26 @@ LIMITS = {
     "decode fp32": (212, 42_048, [16], 4, 2),
     "decode fp8": (255, 38_912, [16], 4, 6),
     "decode fp8 by head": (255, 38_912, [16], 4, 4),
-    "decode int4": (180, 23_552, [4, 16], 4, 10),
+    "decode int4": (199, 23_552, [4, 16], 4, 10),
     "decode int8": (255, 39_936, [4, 16], 4, 8),
     "windowed 16 bits": (184, 71_680, [16], 4, 4),
     "windowed fp32": (208, 42_048, [16], 4, 2),
     "windowed fp8": (200, 38_912, [16], 4, 3),
     "windowed fp8 by head": (200, 38_912, [16], 4, 4),
     "windowed int4": (200, 24_064, [4, 16], 4, 6),
-    "windowed int8": (200, 40_448, [4, 16], 4, 4),
+    "windowed int8": (202, 40_448, [4, 16], 4, 4),
     "chunk 16 bits": (180, 82_976, [16], 4, 1),
     "chunk fp32": (68, 25_664, [16], 4, 3),
     "chunk fp8": (255, 57_392, [16], 4, 1),
     "chunk fp8 by head": (237, 28_672, [16], 4, 2),
-    "chunk int4": (255, 45_648, [4, 16], 4, 1),
+    "chunk int4": (255, 45_904, [4, 16], 4, 1),
     "chunk int8": (255, 58_160, [4, 16], 4, 1),
     "weigh 16 bits": (54, 20_740, [4, 16], 4, None),
     "weigh fp32": (40, 16_900, [4, 16], 4, None),
     "weigh fp8": (93, 12_548, [4, 16], 4, None),
     "weigh fp8 by head": (92, 12_548, [4, 16], 4, None),
     "weigh int4": (90, 8_452, [4, 16], 4, None),
-    "weigh int8": (106, 16_388, [4, 16], 4, None),
+    "weigh int8": (117, 16_388, [4, 16], 4, None),
     "combine": (40, 2_048, [], 2, None),
     "store 16 bits": (64, 0, [], 16, None),
     "store fp32": (54, 4_096, [], 16, None),
@@ -74,8 +74,15 @@ LIMITS = {
 
 Registers of a thread; bytes of shared memory; bytes of asynchronous copies, those of 4 being
 the grids of tokens; bytes of the narrowest load of shared memory; tiles that are copied while a
-multiprocessor computes, at least. No kernel spills registers. Decode with a window has rows of
-its own: four warps, and so fewer programs, hold its masked tiles in registers.
+multiprocessor computes, at least. Decode with a window has rows of its own: four warps, and so
+fewer programs, hold its masked tiles in registers.
+"""
+
+SPILLED = {"chunk int4": 8}
+"""Bytes of registers that a thread spills at most; of other kernels none.
+
+Two of 255 on sm_80, under a window. With half of the rows a program would spill none, and read
+all K/V twice as often.
 """
 
 
@@ -138,7 +145,7 @@ def excess(row, kernel, pipeline):
     limits = LIMITS[row]
     beyond = {
         "registers": registers > limits[0],
-        "spilled": kernel["spilled"] > 0,
+        "spilled": kernel["spilled"] > SPILLED.get(row, 0),
         "shared": shared > limits[1],
         "copies": not {*copies} <= {*limits[2]},
         "loads": load is not None and load < limits[3],
