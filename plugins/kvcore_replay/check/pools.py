@@ -1,0 +1,376 @@
+"""The check of the trace of a cache with a pool for each kind of layer.
+
+Spans, tables and pins of full attention are checked as those of any server. Beside them, of the
+pools of windows and of states:
+
+    HIT, MISS     hit up to the last position that full attention has and no pool lacks
+    KEEP          after the COMMITs of a call; each tombstone among them gets what there is
+    TOMBSTONE,    only while slots are missing, of the span used longest ago that no sequence
+    EVICT         needs; EVICT of a leaf, TOMBSTONE of any other span
+    FREE passed   what the window has passed, once
+
+Slots are missing after an ALLOC (windows), before an admission and before the COMMITs of a
+chunk (states). The lines that free them stand there, before any other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+from kvcore.trace import events
+from kvcore.trace.events import OF_POOLS, methods_by_event, violated
+from kvcore_replay.check.server import TraceChecker
+from kvcore_replay.state.cache import TracedSequence, TracedSpan, path
+from kvcore_replay.state.layout import TracedPrompt
+from kvcore_replay.state.pools import STATES, PoolState
+
+
+class Uses:
+    """What one pool has of spans, by their last use, and the spans that sequences need.
+
+    Spans of one use are in the order of their positions.
+    """
+
+    def __init__(self, kept: set[TracedSpan], *, splits: bool) -> None:
+        """Start without a use. `splits`: the upper half of a span has what the span had."""
+        self.needed: Counter[TracedSpan] = Counter()
+        self._kept, self._splits = kept, splits
+        self._last: dict[TracedSpan, int] = {}
+        self._clock = 0
+        self._oldest: list[tuple[int, int, int, TracedSpan]] = []
+
+    def use(self, spans: Iterable[TracedSpan]) -> None:
+        """Make those of `spans` that are no tombstones the most recent ones."""
+        self._clock += 1
+        for span in spans:
+            if span in self._kept:
+                self._last[span] = self._clock
+                self._push(span)
+
+    def split(self, upper: TracedSpan, lower: TracedSpan) -> None:
+        """Record that the first blocks of `lower` have moved to `upper`."""
+        if self._splits:
+            self.needed[upper] = self.needed[lower]
+        for span in (upper, lower):
+            if span in self._kept:
+                self._last[span] = self._last[lower]
+                self._push(span)
+
+    def older(self, victim: TracedSpan) -> set[TracedSpan]:
+        """Return the spans used before `victim` that no sequence needs."""
+        heap, seen = self._oldest, []
+        while heap:
+            clock, start, _, span = entry = heappop(heap)
+            if span in self._kept and self._last[span] == clock and span.start == start:
+                seen.append(entry)
+                if span is victim:
+                    break
+        for entry in seen:
+            heappush(heap, entry)
+        return {span for _, _, _, span in seen[:-1] if not self.needed[span]}
+
+    def _push(self, span: TracedSpan) -> None:
+        if len(self._oldest) > 64 + 4 * len(self._kept):
+            self._last = {each: used for each, used in self._last.items() if each in self._kept}
+            self._oldest = [(used, each.start, each.id, each) for each, used in self._last.items()]
+            heapify(self._oldest)
+        heappush(self._oldest, (self._last[span], span.start, span.id, span))
+
+
+class PoolChecker(TraceChecker):
+    """Checks each event against the state before it, then applies it."""
+
+    state: PoolState
+
+    def __init__(self, header: events.Header) -> None:
+        """Start with the empty pools that HEADER gives.
+
+        Raises:
+            ValueError: the sizes do not fit one another.
+        """
+        super().__init__(header, PoolState(header))
+        self._checks |= methods_by_event(self, *OF_POOLS)
+        kept = self.state.kept
+        self._uses = {pool: Uses(kept[pool], splits=pool == "window") for pool in kept}
+        # By open sequence, the span at which it resumes, and where the windows begin that it
+        # needs for that; by request, its sequence.
+        self._held: dict[int, tuple[TracedSpan, int]] = {}
+        self._of_request: dict[int | str, int] = {}
+        # The sequence whose KEEP is due, and the first block that it has shared in this call;
+        # the sequence for whose KEEP a state slot was evicted.
+        self._sharing: tuple[int, int] | None = None
+        self._claim: int | None = None
+        # The request that lacks window slots; the sequence that has to end, since it has given
+        # a state slot of its own; and that of the last line, if that is a KEEP.
+        self._lacking: int | str | None = None
+        self._ending: int | None = None
+        self._last_keep: tuple[int, int] | None = None
+        # The line that is due after a KEEP.
+        self._closing: tuple[str, int, str | None] | None = None
+        # States that were spared by the evictions for an admission, which is to hit them.
+        self._spared: set[TracedSpan] = set()
+
+    def apply(self, event: Any) -> None:
+        """Check the next event after HEADER, and apply it. O(spans touched), blocks in C.
+
+        Raises:
+            ViolationError: the event contradicts what came before.
+        """
+        name, begins = event.event, event.t != self._now
+        evicts = name == "TOMBSTONE" or (name == "EVICT" and event.by in self._uses)
+        self._must_go_on(event, evicts=evicts, begins=begins)
+        if not (evicts or name in ("SPLIT", "HIT", "MISS", "EVICT")):
+            self._spared.clear()
+        if name in ("SPLIT", "COMMIT") and self._next is not None and self._next[2] == "close":
+            # Output with keys is shared as the sequence closes.
+            self._closing, self._next, self._claim = self._next, None, self._next[1]
+        closed = self.state.sequences.get(event.seq) if name == "FREE" else None
+        preempted = closed is not None and self.lifecycles.waits(closed.prompt.id)
+        super().apply(event)
+        self._last_keep = (event.seq, event.t) if name == "KEEP" else None
+        if name in ("HIT", "MISS"):
+            self._opened(event)
+        elif name == "COMMIT":
+            self._sharing = self._sharing or (event.seq, event.first)
+        elif name == "KEEP":
+            self._kept_by(event)
+            self._next, self._closing = self._closing, None
+        elif name == "SPLIT":
+            spans = self.state.spans
+            for uses in self._uses.values():
+                uses.split(spans[event.upper], spans[event.span])
+        elif name == "FREE" and event.reason == "close" and closed is not None:
+            if not preempted:
+                self._use_windows(closed.span)
+            self._release(closed.id)
+            del self._of_request[closed.prompt.id]
+        if self.state.free_slots.get("window", 0) < 0:
+            if name == "ALLOC":
+                self._lacking = self.state.sequences[event.seq].prompt.id
+        else:
+            self._lacking = None
+
+    def cached_tokens(self, request: events.Request) -> int:
+        """Return the number of tokens of a prompt that would hit now. O(spans)."""
+        state, prompt = self.state, self.state.layout.prompt(request)
+        return state.resumable(*state.match(prompt.keys, prompt.limit)) * self._size
+
+    def report(self) -> dict[str, Any]:
+        """Return the state, and counts, as fields of a `Report`."""
+        state = self.state
+        return super().report() | {
+            "pools": [
+                {
+                    "pool": pool,
+                    "slots": slots,
+                    "free": state.free_slots[pool],
+                    "cached": sum(state.slots_of(pool, span) for span in state.kept[pool]),
+                }
+                for pool, slots in state.slots.items()
+            ]
+        }
+
+    # The order of lines.
+
+    def _must_go_on(self, event: Any, *, evicts: bool, begins: bool) -> None:
+        """Check that a call goes on in which a line is due."""
+        name, seq = event.event, getattr(event, "seq", None)
+        if self._ending is not None:
+            if begins or seq != self._ending or name not in ("FINISH", "PREEMPT", "FREE"):
+                violated(f"state slots are missing: sequence {self._ending} has none left")
+            self._ending = None
+        if self._lacking is not None:
+            pool = event.by if name == "EVICT" else getattr(event, "pool", None)
+            if begins or not evicts or pool != "window" or event.requester != self._lacking:
+                missing = -self.state.free_slots["window"]
+                violated(f"{missing} window slots of request {self._lacking!r} are missing")
+        due, spans = self._sharing, ("COMMIT", "SPLIT", "KEEP")
+        if due is not None or self._claim is not None:
+            owner = self._claim if due is None else due[0]
+            goes_on = name in spans or (name == "FREE" and event.reason == "duplicate")
+            if due is None:
+                goes_on = goes_on or evicts
+            if begins or not goes_on or seq not in (owner, None):
+                violated(f"KEEP of sequence {owner} must come before this")
+
+    # Admissions.
+
+    def _must_hit(self, prompt: TracedPrompt, hit: int, *, resumed: bool) -> None:
+        """Check that an admission hits all that no pool lacks."""
+        state = self.state
+        spans, end = state.match(prompt.keys, prompt.limit)
+        if not resumed and spans and spans[-1].end != end:
+            violated(f"span {spans[-1].id} is not split at {end}, where the prompt leaves it")
+        if resumed:
+            # It may find what it has generated, too; how much that was, no line says.
+            whole = [span for span in spans if span.end <= end]
+            least = state.resumable(whole, end) if whole else 0
+            spans, end = state.match(prompt.generated or prompt.keys, prompt.cacheable)
+            if prompt.generated:
+                spans, end = state.match(prompt.generated, len(prompt.generated) * self._ratio)
+            ends = {span.end for span in spans if span.end <= end}
+            if hit and (hit not in ends or state.lacks(spans, hit)):
+                violated(f"{hit} blocks hit; no request can go on there")
+            if hit < least:
+                violated(f"{hit} blocks hit; {least} have what all pools need")
+        elif hit != (longest := state.resumable(spans, end)):
+            violated(f"{hit} blocks hit; {longest} have what all pools need")
+        if hit and self._spared - {span for span in spans if span.end == hit}:
+            violated("a state was evicted before one that was used longer ago")
+        if not hit and self._spared:
+            violated("a state was evicted before one that was used longer ago")
+        self._spared.clear()
+        if state.free_slots.get("state", STATES) < STATES:
+            violated(f"{state.free_slots['state']} state slots are free; it needs {STATES}")
+
+    def _limits(self, prompt: TracedPrompt, *, resumed: bool) -> tuple[int, int]:
+        """Return the least and the most blocks that may hit: what is cached may lack a state."""
+        del resumed
+        return prompt.limit, prompt.limit
+
+    def _opened(self, event: events.Hit | events.Miss) -> None:
+        """Record what a new sequence uses and needs."""
+        if event.seq in self._held:
+            return  # MISS after HIT
+        seq = self.state.sequences[event.seq]
+        self._of_request[seq.prompt.id] = seq.id
+        if "state" in self._uses:
+            self._uses["state"].use([seq.span])
+        self._use_windows(seq.span)
+        self._hold(seq)
+
+    # Slots.
+
+    def _keep(self, event: events.Keep) -> None:
+        state, seq = self.state, self.state.sequence(event.seq)
+        if self._last_keep == (seq.id, event.t):
+            violated(f"sequence {seq.id} has just shared what it has")
+        first = seq.span.end if self._sharing is None else self._sharing[1]
+        passed = max(first, state.passed[seq.id])
+        due: list[TracedSpan] = []
+        if "window" in self._uses:
+            for span in path(seq.span):
+                if span.end <= passed:
+                    break
+                if span not in state.kept["window"]:
+                    due.append(span)
+        if any(span.start < passed for span in due):
+            violated(f"window slots of blocks before {passed} of sequence {seq.id} are free")
+        if (event.windows or []) != [span.id for span in reversed(due)]:
+            names = [span.id for span in reversed(due)]
+            violated(f"spans {names} get the window slots of sequence {seq.id}")
+        if "state" in self._uses:
+            is_due = self._sharing is not None and seq.span not in state.kept["state"]
+            if event.state != (seq.span.id if is_due else events.UNSET):
+                violated(f"span {seq.span.id} {'lacks' if is_due else 'has'} a state")
+            if state.free_slots["state"] < 1:
+                self._ending = seq.id
+        elif event.state is not events.UNSET:
+            violated("HEADER has no state slots")
+
+    def _kept_by(self, event: events.Keep) -> None:
+        """Record a KEEP that has been applied."""
+        seq, spans = self.state.sequences[event.seq], self.state.spans
+        for span in event.windows or ():
+            self._uses["window"].use([spans[span]])
+        self._use_windows(seq.span)
+        if "state" in self._uses:
+            self._uses["state"].use([seq.span])
+        self._release(seq.id)
+        self._hold(seq)
+        self._sharing = self._claim = None
+
+    def _chooser(self, event: events.Evict) -> str | None:
+        return event.by if event.by in self._uses else super()._chooser(event)
+
+    def _evict(self, event: events.Evict | events.Drop) -> None:
+        if isinstance(event, events.Evict) and event.by in self._uses:
+            self._lose(event.by, self.state.span(event.span), event.requester)
+        super()._evict(event)
+
+    def _tombstone(self, event: events.Tombstone) -> None:
+        span = self.state.span(event.span)
+        if not (span.pins or span.children):
+            violated(f"span {span.id} is a leaf, and leaves whole")
+        self._lose(event.pool, span, event.requester)
+
+    def _lose(self, pool: str, span: TracedSpan, requester: int | str) -> None:
+        """Check that a pool may take what it has of `span` for a request."""
+        uses, state = self._uses.get(pool), self.state
+        if self._evicting is not None:
+            self._refuse_victims()
+        if uses is None or span not in state.kept[pool]:
+            violated(f"span {span.id} has no {pool}")
+        self.lifecycles.want(requester)
+        seq = self._of_request.get(requester)
+        if pool == "state":
+            if state.free_slots["state"] >= (STATES if seq is None else 1):
+                violated(f"{state.free_slots['state']} state slots are free, which is enough")
+            if self._claim not in (None, seq):
+                violated(f"KEEP of sequence {self._claim} must come before this")
+            self._claim = seq
+        elif self._lacking is None:
+            violated(f"{state.free_slots['window']} window slots are free: none is missing")
+        if uses.needed[span]:
+            violated(f"the {pool} of span {span.id} is needed by a sequence")
+        older = uses.older(span)
+        state.count_work(len(older))
+        if pool == "state" and seq is None:
+            # What the request is to hit is needed already.
+            self._spared |= older
+        elif older:
+            violated(f"span {min(each.id for each in older)} was used before span {span.id}")
+
+    def _free(self, event: events.Free) -> None:
+        if event.reason != "passed":
+            super()._free(event)
+            return
+        state, seq = self.state, self.state.sequence(event.seq)
+        first = max(state.passed[seq.id], seq.span.end)
+        ranges = event.forgotten or []
+        if "window" not in self._uses or len(ranges) != 1 or self.state.ids(event.runs):
+            violated("it has one range of blocks whose window slots are free, and no block")
+        ((begin, count),) = ranges
+        if begin != first or count < 1 or begin + count > seq.blocks - state.window_blocks:
+            violated(
+                f"sequence {seq.id} has window slots from block {first} to {seq.blocks}, and "
+                f"needs the last {state.window_blocks}"
+            )
+
+    def _begin_generated(self, seq: TracedSequence, first: int) -> int:
+        """Return where the blocks begin that `seq` shares: up to a junction it may share less."""
+        return min(first, seq.span.end)
+
+    def _forgotten(self, seq: TracedSequence) -> list[tuple[int, int]]:
+        passed, first = self.state.passed[seq.id], seq.span.end
+        return [(first, passed - first)] if passed > first else []
+
+    def _use_windows(self, span: TracedSpan) -> None:
+        if "window" in self._uses:
+            state = self.state
+            self._uses["window"].use(state.window_path(span, state.window_blocks + 1))
+
+    def _hold(self, seq: TracedSequence) -> None:
+        """Record that `seq` needs what it takes to resume at the end of its spans."""
+        span, top = seq.span, seq.span.end
+        if "window" in self._uses:
+            for needed in self.state.window_path(span, self.state.window_blocks):
+                self._uses["window"].needed[needed] += 1
+                top = needed.start
+        if "state" in self._uses:
+            self._uses["state"].needed[span] += 1
+        self._held[seq.id] = span, top
+
+    def _release(self, seq: int) -> None:
+        """Record that a sequence no longer needs what it has needed; spans may be split."""
+        span, top = self._held.pop(seq)
+        if "state" in self._uses:
+            self._uses["state"].needed[span] -= 1
+        if "window" in self._uses:
+            for needed in path(span):
+                if needed.start < top:
+                    break
+                self._uses["window"].needed[needed] -= 1
