@@ -15,6 +15,7 @@ import attrs
 from kvcore import InputError, OutOfBlocks, Request, Span
 from kvcore.cache import KVCache, Sequence
 from kvcore.cache.prefix import PrefixMatch
+from kvcore.request import Key
 from kvcore.serving.decode_batch import DecodeBatch
 from kvcore.serving.scheduler import Batching
 from kvcore_plugins.layer_pools.allocator import PooledAllocator
@@ -312,10 +313,14 @@ class PooledCache(KVCache):
         upto = self._kept_output(seq, tokens) // size
         if request.publishes or request.hints.share is not None or seq.cacheable < first:
             return
-        if upto > max(first, seq.span.end):
+        start = seq.span.end
+        if upto > max(first, start):
+            if start < first and first % self.geometry.ratio:
+                # A key has one name, so what the prompt has of its last one is shared before.
+                self.tree.commit(seq, first, now)
             seq.keys = self.geometry.generated_keys(request, first, upto)
             seq.cacheable = upto
-            self._share(self._held[seq.id], seq, upto)
+            self._share(self._held[seq.id], seq, upto, start)
 
     def close(
         self,
@@ -341,6 +346,23 @@ class PooledCache(KVCache):
         super().close(seq, now, length, preempted=preempted)
 
     # Pools beside that of full attention.
+
+    def _match_generated(
+        self, request: Request, match: PrefixMatch, now: int, target: int
+    ) -> tuple[list[Key], PrefixMatch] | None:
+        """Return keys and match with generated blocks, as `KVCache` does.
+
+        They may be in one span with blocks of the prompt, at whose end there is a state.
+        """
+        longer = super()._match_generated(request, match, now, target)
+        size = self.geometry.block_size
+        first, limit = request.prompt_tokens // size, (target - 1) // size
+        known = self.geometry.prompt(request).cacheable
+        if longer is not None or limit <= first or known < first or request.publishes:
+            return longer
+        keys = self.geometry.generated_keys(request, first, limit)
+        whole = self.tree.match(keys, limit, now)
+        return (keys, whole) if whole.blocks > match.blocks else None
 
     def _split_match(self, request: Request, target: int | None, now: int) -> int:
         """Split the span in which full attention matches in part; return the blocks of it."""
@@ -373,12 +395,16 @@ class PooledCache(KVCache):
         kept = tokens // interval * interval
         return kept if kept > seq.target else 0
 
-    def _share(self, holding: Holding, seq: Sequence, upto: int) -> None:
+    def _share(
+        self, holding: Holding, seq: Sequence, upto: int, first: int | None = None
+    ) -> None:
         """Share the first `upto` blocks of `seq`, with their windows and the state at the end.
 
-        Where others have cached the same meanwhile, tombstones get what `seq` has.
+        Where others have cached the same meanwhile, tombstones get what `seq` has. Its blocks
+        up to `first` have been shared before; None: all that it does share.
         """
-        tree, first, newest = self.tree, seq.span.end, self.tree.created
+        tree, newest = self.tree, self.tree.created
+        first = seq.span.end if first is None else first
         windows: list[int] = []
         state: int | None = None
         if upto > first:

@@ -200,31 +200,34 @@ class PoolChecker(TraceChecker):
 
     def _must_hit(self, prompt: TracedPrompt, hit: int, *, resumed: bool) -> None:
         """Check that an admission hits all that no pool lacks."""
-        state = self.state
+        state, ratio = self.state, self._ratio
         spans, end = state.match(prompt.keys, prompt.limit)
-        if not resumed and spans and spans[-1].end != end:
-            violated(f"span {spans[-1].id} is not split at {end}, where the prompt leaves it")
         if resumed:
             # It may find what it has generated, too; how much that was, no line says.
-            whole = [span for span in spans if span.end <= end]
-            least = state.resumable(whole, end) if whole else 0
-            spans, end = state.match(prompt.generated or prompt.keys, prompt.cacheable)
-            if prompt.generated:
-                spans, end = state.match(prompt.generated, len(prompt.generated) * self._ratio)
-            ends = {span.end for span in spans if span.end <= end}
-            if hit and (hit not in ends or state.lacks(spans, hit)):
-                violated(f"{hit} blocks hit; no request can go on there")
-            if hit < least:
-                violated(f"{hit} blocks hit; {least} have what all pools need")
-        elif hit != (longest := state.resumable(spans, end)):
-            violated(f"{hit} blocks hit; {longest} have what all pools need")
-        if hit and self._spared - {span for span in spans if span.end == hit}:
-            violated("a state was evicted before one that was used longer ago")
-        if not hit and self._spared:
-            violated("a state was evicted before one that was used longer ago")
+            spans = [span for span in spans if span.end <= end]
+            least = state.resumable(spans, end) if spans else 0
+            own = prompt.generated, len(prompt.generated) * ratio
+            known, end = state.match(prompt.keys, prompt.cacheable)
+            others = [(known, end), state.match(*own), state.match(*own, after=known)]
+            fits = [spans for spans, end in others if self._resumes(spans, end, hit)]
+            if hit < least or not (fits or not hit):
+                violated(f"{hit} blocks hit; {least} or more have what all pools need")
+            spans = fits[0] if fits else []
+        else:
+            if spans and spans[-1].end != end:
+                violated(f"span {spans[-1].id} is not split at {end}, where the prompt ends it")
+            if hit != (longest := state.resumable(spans, end)):
+                violated(f"{hit} blocks hit; {longest} have what all pools need")
+        if self._spared - {span for span in spans if span.end == hit}:
+            violated("a state was evicted, and one that was used longer ago was not")
         self._spared.clear()
-        if state.free_slots.get("state", STATES) < STATES:
-            violated(f"{state.free_slots['state']} state slots are free; it needs {STATES}")
+        if (free := state.free_slots.get("state", STATES)) < STATES:
+            violated(f"{free} state slots are free; an admission needs {STATES}")
+
+    def _resumes(self, spans: list[TracedSpan], end: int, hit: int) -> bool:
+        """Return True if a request can go on after `hit` blocks of a match, which ends a span."""
+        ends = {span.end for span in spans if span.end <= end}
+        return hit in ends and not self.state.lacks(spans, hit)
 
     def _limits(self, prompt: TracedPrompt, *, resumed: bool) -> tuple[int, int]:
         """Return the least and the most blocks that may hit: what is cached may lack a state."""

@@ -65,12 +65,16 @@ class PoolState(CacheState):
 
     # Lookups.
 
-    def match(self, keys: list[Any], limit: int) -> tuple[list[TracedSpan], int]:
+    def match(
+        self, keys: list[Any], limit: int, after: list[TracedSpan] | None = None
+    ) -> tuple[list[TracedSpan], int]:
         """Return how far full attention has a prompt: its spans, the first one first, and blocks.
 
-        At most `limit` blocks; the last span may go on otherwise. O(its spans).
+        At most `limit` blocks; the last span may go on otherwise. The search begins below the
+        spans `after`, which are known to match. O(its spans).
         """
-        ratio, spans, end = self.layout.ratio, list[TracedSpan](), 0
+        ratio, spans = self.layout.ratio, list(after or ())
+        end = spans[-1].end if spans else 0
         limit = min(limit, len(keys) * ratio)
         while end < limit:
             span = self._begins.get(self._name(keys, end))
