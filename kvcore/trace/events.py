@@ -65,9 +65,7 @@ Runs: TypeAlias = Annotated[
 ]
 """Block ids as runs `[first, count]`; a negative count descends."""
 
-SpanIds: TypeAlias = Annotated[
-    list[Count], Meta(description="a list of integers from 0 on")
-]
+SpanIds: TypeAlias = Annotated[list[Count], Meta(description="a list of integers from 0 on")]
 Again: TypeAlias = Annotated[bool, Meta(description="true or false")]
 RetentionHints: TypeAlias = Annotated[
     list[tuple[Count, Count | None, Count, Count | None]],

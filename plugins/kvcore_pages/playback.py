@@ -512,7 +512,9 @@ class Playback:
             del self._stored[span.id]
         requester = self._numbers[event.requester]
         whose = self.prompts.of_key(span.keys[(end - 1) // self.ratio])
-        reason = event.by if self._state.header.layer_pools and event.by in POOLS else event.reason
+        reason = (
+            event.by if self._state.header.layer_pools and event.by in POOLS else event.reason
+        )
         values = event.span, event.hits, EVICTED.index(reason), whose, end
         self._row(event, requester, *values, end - span.end, event.age)
 

@@ -137,8 +137,14 @@ class PooledCache(KVCache):
             raise InputError(msg)
 
     def allocator(self, batch: DecodeBatch, batching: Batching) -> PooledAllocator:
-        """Return the allocator of its blocks in a run."""
-        del batching
+        """Return the allocator of its blocks in a run.
+
+        Raises:
+            InputError: blocks are to be hit before they are computed.
+        """
+        if batching.rules.commit != "computed":
+            msg = "pools of layers share what is computed: give commit=computed"
+            raise InputError(msg)
         return PooledAllocator(self, batch)
 
     # Reading.
@@ -242,6 +248,9 @@ class PooledCache(KVCache):
         if junction * self._grid > self._tokens(match.blocks):
             holding.junction = junction * self._grid
         match = self.match(request, now, target)
+        if first_tokens is not None:
+            length = self._tokens(match.blocks) + first_tokens
+        self._check_blocks(request, match, length, reserve, now)
         self._lock(holding, match.span)
         if tree.states is not None:
             tree.states.touch([match.span])
@@ -344,6 +353,19 @@ class PooledCache(KVCache):
             if self.trace is not None and holding.passed > seq.span.end:
                 seq.holes = ((seq.span.end, holding.passed),)  # of windows, for its last line
         super().close(seq, now, length, preempted=preempted)
+
+    def _check_blocks(
+        self, request: Request, match: PrefixMatch, tokens: int, reserve: int, now: int
+    ) -> None:
+        """Raise OutOfBlocks, before any pool evicts, if full attention has too few blocks."""
+        pins, blocks = self.tree.pins, -(-tokens // self.geometry.block_size)
+        if pins:
+            pins.end(now)
+        need, kept = blocks - match.blocks, match.unpinned_blocks + reserve
+        if need > self.full_blocks - kept:
+            if pins and not self.sequences and pins.make_way(blocks + reserve, now):
+                return
+            raise OutOfBlocks(self._no_room(request, need, kept))
 
     # Pools beside that of full attention.
 
@@ -449,9 +471,9 @@ class PooledCache(KVCache):
         # Of a new leaf the last window is a span of its own, which alone is locked.
         if is_new and private > self.tree.window_blocks:
             spans.insert(0, self.tree.cut(span, span.end - self.tree.window_blocks, now))
-        for each in spans:
-            windows.add(each)
-        return [each.id for each in spans]
+        for part in spans:
+            windows.add(part)
+        return [part.id for part in spans]
 
     def _take_windows(self, holding: Holding, seq: Sequence, blocks: int) -> None:
         """Allocate private window slots, if there are windows."""

@@ -20,6 +20,8 @@ from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 from typing import Any
 
+from msgspec import UNSET
+
 from kvcore.trace import events
 from kvcore.trace.events import OF_POOLS, methods_by_event, violated
 from kvcore_replay.check.server import TraceChecker
@@ -50,9 +52,15 @@ class Uses:
                 self._last[span] = self._clock
                 self._push(span)
 
+    def release(self, span: TracedSpan) -> None:
+        """Record that one sequence fewer needs a span."""
+        self.needed[span] -= 1
+        if not self.needed[span]:
+            del self.needed[span]
+
     def split(self, upper: TracedSpan, lower: TracedSpan) -> None:
         """Record that the first blocks of `lower` have moved to `upper`."""
-        if self._splits:
+        if self._splits and lower in self.needed:
             self.needed[upper] = self.needed[lower]
         for span in (upper, lower):
             if span in self._kept:
@@ -74,8 +82,9 @@ class Uses:
 
     def _push(self, span: TracedSpan) -> None:
         if len(self._oldest) > 64 + 4 * len(self._kept):
-            self._last = {each: used for each, used in self._last.items() if each in self._kept}
-            self._oldest = [(used, each.start, each.id, each) for each, used in self._last.items()]
+            last = {kept: use for kept, use in self._last.items() if kept in self._kept}
+            self._last = last
+            self._oldest = [(use, kept.start, kept.id, kept) for kept, use in last.items()]
             heapify(self._oldest)
         heappush(self._oldest, (self._last[span], span.start, span.id, span))
 
@@ -110,7 +119,18 @@ class PoolChecker(TraceChecker):
         self._last_keep: tuple[int, int] | None = None
         # The line that is due after a KEEP.
         self._closing: tuple[str, int, str | None] | None = None
-        # States that were spared by the evictions for an admission, which is to hit them.
+        # The sequence that the current line closes.
+        self._ends: TracedSequence | None = None
+        self._record = {
+            **dict.fromkeys(("HIT", "MISS"), self._opened),
+            "SPLIT": self._halved,
+            "COMMIT": self._shared,
+            "KEEP": self._kept_by,
+            "FREE": self._closed,
+        }
+        # The request for whose admission states were evicted, and states that were spared,
+        # which it is to hit.
+        self._admitting: int | str | None = None
         self._spared: set[TracedSpan] = set()
 
     def apply(self, event: Any) -> None:
@@ -119,39 +139,23 @@ class PoolChecker(TraceChecker):
         Raises:
             ViolationError: the event contradicts what came before.
         """
-        name, begins = event.event, event.t != self._now
-        evicts = name == "TOMBSTONE" or (name == "EVICT" and event.by in self._uses)
-        self._must_go_on(event, evicts=evicts, begins=begins)
-        if not (evicts or name in ("SPLIT", "HIT", "MISS", "EVICT")):
-            self._spared.clear()
+        name = event.event
+        evicts = name == "TOMBSTONE"
+        evicts |= name == "EVICT" and event.scope == "cache" and event.by in self._uses
+        self._must_go_on(event, evicts=evicts, begins=event.t != self._now)
         if name in ("SPLIT", "COMMIT") and self._next is not None and self._next[2] == "close":
             # Output with keys is shared as the sequence closes.
             self._closing, self._next, self._claim = self._next, None, self._next[1]
-        closed = self.state.sequences.get(event.seq) if name == "FREE" else None
-        preempted = closed is not None and self.lifecycles.waits(closed.prompt.id)
+        self._ends = None
         super().apply(event)
         self._last_keep = (event.seq, event.t) if name == "KEEP" else None
-        if name in ("HIT", "MISS"):
-            self._opened(event)
-        elif name == "COMMIT":
-            self._sharing = self._sharing or (event.seq, event.first)
-        elif name == "KEEP":
-            self._kept_by(event)
-            self._next, self._closing = self._closing, None
-        elif name == "SPLIT":
-            spans = self.state.spans
-            for uses in self._uses.values():
-                uses.split(spans[event.upper], spans[event.span])
-        elif name == "FREE" and event.reason == "close" and closed is not None:
-            if not preempted:
-                self._use_windows(closed.span)
-            self._release(closed.id)
-            del self._of_request[closed.prompt.id]
-        if self.state.free_slots.get("window", 0) < 0:
-            if name == "ALLOC":
-                self._lacking = self.state.sequences[event.seq].prompt.id
-        else:
+        record = self._record.get(name)
+        if record is not None:
+            record(event)
+        if self.state.free_slots.get("window", 0) >= 0:
             self._lacking = None
+        elif name == "ALLOC":
+            self._lacking = self.state.sequences[event.seq].prompt.id
 
     def cached_tokens(self, request: events.Request) -> int:
         """Return the number of tokens of a prompt that would hit now. O(spans)."""
@@ -187,6 +191,12 @@ class PoolChecker(TraceChecker):
             if begins or not evicts or pool != "window" or event.requester != self._lacking:
                 missing = -self.state.free_slots["window"]
                 violated(f"{missing} window slots of request {self._lacking!r} are missing")
+        if self._admitting is not None:
+            whose = getattr(event, "request" if name in ("HIT", "MISS") else "requester", None)
+            if begins or (name != "SPLIT" and whose != self._admitting):
+                violated(
+                    f"states were evicted for request {self._admitting!r}, which needs none"
+                )
         due, spans = self._sharing, ("COMMIT", "SPLIT", "KEEP")
         if due is not None or self._claim is not None:
             owner = self._claim if due is None else due[0]
@@ -208,8 +218,8 @@ class PoolChecker(TraceChecker):
             least = state.resumable(spans, end) if spans else 0
             own = prompt.generated, len(prompt.generated) * ratio
             known, end = state.match(prompt.keys, prompt.cacheable)
-            others = [(known, end), state.match(*own), state.match(*own, after=known)]
-            fits = [spans for spans, end in others if self._resumes(spans, end, hit)]
+            matches = [(known, end), state.match(*own), state.match(*own, after=known)]
+            fits = [spans for spans, end in matches if self._resumes(spans, end, hit)]
             if hit < least or not (fits or not hit):
                 violated(f"{hit} blocks hit; {least} or more have what all pools need")
             spans = fits[0] if fits else []
@@ -221,16 +231,17 @@ class PoolChecker(TraceChecker):
         if self._spared - {span for span in spans if span.end == hit}:
             violated("a state was evicted, and one that was used longer ago was not")
         self._spared.clear()
+        self._admitting = None
         if (free := state.free_slots.get("state", STATES)) < STATES:
             violated(f"{free} state slots are free; an admission needs {STATES}")
 
     def _resumes(self, spans: list[TracedSpan], end: int, hit: int) -> bool:
-        """Return True if a request can go on after `hit` blocks of a match, which ends a span."""
+        """Return True if a request can go on after `hit` blocks, at the end of a span."""
         ends = {span.end for span in spans if span.end <= end}
         return hit in ends and not self.state.lacks(spans, hit)
 
     def _limits(self, prompt: TracedPrompt, *, resumed: bool) -> tuple[int, int]:
-        """Return the least and the most blocks that may hit: what is cached may lack a state."""
+        """Return the blocks that can hit, twice: `_must_hit` checks those that do."""
         del resumed
         return prompt.limit, prompt.limit
 
@@ -245,34 +256,56 @@ class PoolChecker(TraceChecker):
         self._use_windows(seq.span)
         self._hold(seq)
 
+    def _halved(self, event: events.Split) -> None:
+        spans = self.state.spans
+        for uses in self._uses.values():
+            uses.split(spans[event.upper], spans[event.span])
+
+    def _shared(self, event: events.Commit) -> None:
+        self._sharing = self._sharing or (event.seq, event.first)
+
+    def _closed(self, event: events.Free) -> None:
+        """Record what a sequence that has closed has used, and needs no more."""
+        del event
+        if (seq := self._ends) is not None:
+            if not self.lifecycles.waits(seq.prompt.id):
+                self._use_windows(seq.span)
+            self._release(seq.id)
+            del self._of_request[seq.prompt.id]
+
     # Slots.
 
     def _keep(self, event: events.Keep) -> None:
         state, seq = self.state, self.state.sequence(event.seq)
         if self._last_keep == (seq.id, event.t):
             violated(f"sequence {seq.id} has just shared what it has")
+        windows = [span.id for span in self._windows_due(seq)]
+        if (event.windows or []) != windows:
+            violated(f"spans {windows} get the window slots of sequence {seq.id}")
+        lacks = "state" in self._uses and seq.span not in state.kept["state"]
+        gets = seq.span.id if lacks and self._sharing is not None else UNSET
+        if event.state != gets:
+            violated(f"span {seq.span.id} {'has a' if gets is UNSET else 'gets the'} state")
+        if state.free_slots.get("state", 1) < 1:
+            self._ending = seq.id
+
+    def _windows_due(self, seq: TracedSequence) -> list[TracedSpan]:
+        """Return the tombstones that `seq` shares in this call, and has the windows of.
+
+        Raises:
+            ViolationError: it has those of a part of one.
+        """
         first = seq.span.end if self._sharing is None else self._sharing[1]
-        passed = max(first, state.passed[seq.id])
+        passed = max(first, self.state.passed[seq.id])
         due: list[TracedSpan] = []
-        if "window" in self._uses:
-            for span in path(seq.span):
-                if span.end <= passed:
-                    break
-                if span not in state.kept["window"]:
-                    due.append(span)
-        if any(span.start < passed for span in due):
-            violated(f"window slots of blocks before {passed} of sequence {seq.id} are free")
-        if (event.windows or []) != [span.id for span in reversed(due)]:
-            names = [span.id for span in reversed(due)]
-            violated(f"spans {names} get the window slots of sequence {seq.id}")
-        if "state" in self._uses:
-            is_due = self._sharing is not None and seq.span not in state.kept["state"]
-            if event.state != (seq.span.id if is_due else events.UNSET):
-                violated(f"span {seq.span.id} {'lacks' if is_due else 'has'} a state")
-            if state.free_slots["state"] < 1:
-                self._ending = seq.id
-        elif event.state is not events.UNSET:
-            violated("HEADER has no state slots")
+        for span in path(seq.span):
+            if span.end <= passed or "window" not in self._uses:
+                break
+            if span not in self.state.kept["window"]:
+                due.append(span)
+        if due and due[-1].start < passed:
+            violated(f"window slots of sequence {seq.id} before block {passed} are free")
+        return due[::-1]
 
     def _kept_by(self, event: events.Keep) -> None:
         """Record a KEEP that has been applied."""
@@ -285,6 +318,7 @@ class PoolChecker(TraceChecker):
         self._release(seq.id)
         self._hold(seq)
         self._sharing = self._claim = None
+        self._next, self._closing = self._closing, None
 
     def _chooser(self, event: events.Evict) -> str | None:
         return event.by if event.by in self._uses else super()._chooser(event)
@@ -323,15 +357,17 @@ class PoolChecker(TraceChecker):
         state.count_work(len(older))
         if pool == "state" and seq is None:
             # What the request is to hit is needed already.
+            self._admitting = requester
             self._spared |= older
         elif older:
-            violated(f"span {min(each.id for each in older)} was used before span {span.id}")
+            violated(f"span {min(other.id for other in older)} was used before span {span.id}")
 
     def _free(self, event: events.Free) -> None:
+        state, seq = self.state, self.state.sequence(event.seq)
         if event.reason != "passed":
+            self._ends = seq if event.reason == "close" else None
             super()._free(event)
             return
-        state, seq = self.state, self.state.sequence(event.seq)
         first = max(state.passed[seq.id], seq.span.end)
         ranges = event.forgotten or []
         if "window" not in self._uses or len(ranges) != 1 or self.state.ids(event.runs):
@@ -344,7 +380,7 @@ class PoolChecker(TraceChecker):
             )
 
     def _begin_generated(self, seq: TracedSequence, first: int) -> int:
-        """Return where the blocks begin that `seq` shares: up to a junction it may share less."""
+        """Return where the blocks begin that `seq` shares, which may be in its prompt."""
         return min(first, seq.span.end)
 
     def _forgotten(self, seq: TracedSequence) -> list[tuple[int, int]]:
@@ -371,9 +407,9 @@ class PoolChecker(TraceChecker):
         """Record that a sequence no longer needs what it has needed; spans may be split."""
         span, top = self._held.pop(seq)
         if "state" in self._uses:
-            self._uses["state"].needed[span] -= 1
+            self._uses["state"].release(span)
         if "window" in self._uses:
             for needed in path(span):
                 if needed.start < top:
                     break
-                self._uses["window"].needed[needed] -= 1
+                self._uses["window"].release(needed)

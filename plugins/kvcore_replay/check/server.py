@@ -256,7 +256,11 @@ class TraceChecker(CacheChecker[CacheState]):
         self._must_cache_output()
         longest = layout.tokens_of(prompt, self.lifecycles.output(prompt.id))
         begin = self._begin_generated(seq, first)
-        if begin > seq.span.end or end * layout.block_size > longest or prompt.share is not None:
+        if (
+            begin > seq.span.end
+            or end * layout.block_size > longest
+            or prompt.share is not None
+        ):
             violated(
                 f"the blocks that request {prompt.id!r} generates are {first} to "
                 f"{longest // layout.block_size}, after all of its prompt"
@@ -461,7 +465,7 @@ class TraceChecker(CacheChecker[CacheState]):
         self._returning[prompt.id] = least, greatest
 
     def _forgotten(self, seq: TracedSequence) -> list[tuple[int, int]]:
-        """Return the ranges (first, count) of blocks that the last line of `seq` has to name."""
+        """Return the ranges (first, count) of blocks that the last line of `seq` names."""
         return seq.forgotten
 
     def _fork(self, event: events.Fork) -> None:

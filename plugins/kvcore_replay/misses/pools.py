@@ -101,13 +101,11 @@ class PoolMisses(MissClassifier):
     def _lacking(
         self, spans: list[TracedSpan], hit: int, end: int, keys: list[Any]
     ) -> MissSegment:
-        """Return the segment of blocks `[hit, end)` of full attention, from which none goes on."""
+        """Return the segment of blocks `[hit, end)` that full attention alone has."""
         state, size = self.state, self._size
         short = state.lacks(spans, end)
         needed = [
-            span
-            for span in spans
-            if span.end > end - state.window_blocks and "window" in short
+            span for span in spans if span.end > end - state.window_blocks and "window" in short
         ]
         gone = [self._lost_by["window"].get(span.id) for span in needed]
         if "state" in short:

@@ -95,7 +95,7 @@ class RecordedParts(RunParts):
 
     @cached_property
     def layers(self) -> LayerPlan | None:
-        """The groups or pools of the recorded cache, whatever the model is; None: it had none."""
+        """The groups or pools of the recorded cache, whatever the model; None: it had none."""
         header = self._header
         if pools := header.get("layer_pools"):
             return LayerPools.from_record(pools, header["blocks"], header["block_size"])

@@ -33,7 +33,7 @@ class PoolState(CacheState):
         slots, free_slots: number of slots, and of free ones, of `window` and `state`, as far as
             there are such pools.
         kept: by pool, the spans that are no tombstones.
-        passed: by open sequence, the number of first blocks whose private window slots are free.
+        passed: by open sequence, the number of first blocks that have no private window slot.
     """
 
     def __init__(self, header: events.Header) -> None:
@@ -68,7 +68,7 @@ class PoolState(CacheState):
     def match(
         self, keys: list[Any], limit: int, after: list[TracedSpan] | None = None
     ) -> tuple[list[TracedSpan], int]:
-        """Return how far full attention has a prompt: its spans, the first one first, and blocks.
+        """Return the spans of full attention that have a prompt, in order, and the blocks.
 
         At most `limit` blocks; the last span may go on otherwise. The search begins below the
         spans `after`, which are known to match. O(its spans).
@@ -83,7 +83,9 @@ class PoolState(CacheState):
             spans.append(span)
             low, high = end // ratio, -(-min(span.end, limit) // ratio)
             others = span.keys
-            same = bisect_left(range(low, high), 1, key=lambda at: keys[at] != others[at])
+            same = bisect_left(
+                range(low, high), 1, key=lambda index: keys[index] != others[index]
+            )
             end = min(span.end, limit, (low + same) * ratio)
             if end < span.end:
                 break
@@ -109,18 +111,18 @@ class PoolState(CacheState):
 
     def resumable(self, spans: list[TracedSpan], end: int) -> int:
         """Return the last position up to `end`, at the end of a span, that no pool lacks."""
-        ends = {min(span.end, end) for span in spans}
-        return next((at for at in sorted(ends, reverse=True) if not self.lacks(spans, at)), 0)
+        ends = sorted({min(span.end, end) for span in spans}, reverse=True)
+        return next((last for last in ends if not self.lacks(spans, last)), 0)
 
     def window_path(self, span: TracedSpan, blocks: int) -> list[TracedSpan]:
         """Return `span` and those above it that have the last `blocks` blocks up to its end."""
-        found, end = [], span.end
-        for each in path(span):
-            if end - each.end >= blocks:
+        spans, end = [], span.end
+        for above in path(span):
+            if end - above.end >= blocks:
                 break
-            found.append(each)
-        self.count_work(len(found))
-        return found
+            spans.append(above)
+        self.count_work(len(spans))
+        return spans
 
     # Events.
 
