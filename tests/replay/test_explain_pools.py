@@ -8,8 +8,8 @@ from helpers.requests import keyed
 from helpers.traces import lines, seal
 
 from kvcore import Trace, TraceError
-from kvcore.trace import read_events
 from kvcore_plugins.layer_pools import PooledCache
+from kvcore_plugins.traces.reader import read_events
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.misses.explain import explain
 from kvcore_replay.report.checks import trace_sections

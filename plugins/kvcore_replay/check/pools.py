@@ -16,7 +16,7 @@ chunk (states). The lines that free them stand there, before any other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -31,7 +31,7 @@ from kvcore_replay.state.pools import STATES, PoolState
 
 
 class Uses:
-    """What one pool has of spans, by their last use, and the spans that sequences need.
+    """The spans with slots in one pool, by their last use, and those that sequences need.
 
     Spans of one use are in the order of their positions.
     """
@@ -121,7 +121,7 @@ class PoolChecker(TraceChecker):
         self._closing: tuple[str, int, str | None] | None = None
         # The sequence that the current line closes.
         self._ends: TracedSequence | None = None
-        self._record = {
+        self._record: dict[str, Callable[[Any], None]] = {
             **dict.fromkeys(("HIT", "MISS"), self._opened),
             "SPLIT": self._halved,
             "COMMIT": self._shared,
@@ -143,9 +143,10 @@ class PoolChecker(TraceChecker):
         evicts = name == "TOMBSTONE"
         evicts |= name == "EVICT" and event.scope == "cache" and event.by in self._uses
         self._must_go_on(event, evicts=evicts, begins=event.t != self._now)
-        if name in ("SPLIT", "COMMIT") and self._next is not None and self._next[2] == "close":
+        due = self._next
+        if name in ("SPLIT", "COMMIT") and due is not None and due[2] == "close":
             # Output with keys is shared as the sequence closes.
-            self._closing, self._next, self._claim = self._next, None, self._next[1]
+            self._closing, self._next, self._claim = due, None, due[1]
         self._ends = None
         super().apply(event)
         self._last_keep = (event.seq, event.t) if name == "KEEP" else None

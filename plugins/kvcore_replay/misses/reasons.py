@@ -584,7 +584,7 @@ class Explanation(Shown):
 
     @property
     def parts(self) -> str:
-        """What `groups` are, by the name of their field in HEADER and in JSON."""
+        """The name of the field of HEADER and of JSON that has the `groups`."""
         return "layer_pools" if self.header.get("layer_pools") else "cache_groups"
 
     def request_dict(self, reasons: RequestMisses) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def test_a_removed_or_repeated_line_is_found(seed, tmp_path):
 
 @pytest.mark.parametrize("seed", range(9))
 def test_a_line_that_is_changed_is_found(seed, tmp_path):
-    """What is lost by another pool, span or request, kept by another span or moved is found."""
+    """A loss of another pool, span or request is found, and so are slots of another span."""
     path, rng = tmp_path / "trace.jsonl", Random(seed)
     pooled_run(seed, path, count=14)
     recorded = lines(path)
