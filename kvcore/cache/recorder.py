@@ -207,6 +207,21 @@ class Recorder(ABC):
             line["generated"] = True
         self.write(line)
 
+    def keep_slots(
+        self, now: int, *, seq: int, windows: Keys[int] | None = None, state: int | None = None
+    ) -> None:
+        """Write KEEP: the spans `windows` got window slots of `seq`, and `state` a state slot.
+
+        What `seq` had of them for blocks that it shares, and what no span got, is free. Spans
+        are left out if there are none.
+        """
+        line: dict[str, Any] = {"n": 0, "t": now, "event": "KEEP", "seq": seq}
+        if windows:
+            line["windows"] = windows
+        if state is not None:
+            line["state"] = state
+        self.write(line)
+
     def evict(
         self,
         now: int,
@@ -224,6 +239,15 @@ class Recorder(ABC):
             "n": 0, "t": now, "event": "EVICT",
             "span": span, "runs": runs, "by": by, "for": requester, "age": age, "hits": hits,
             "reason": reason, "scope": "cache",
+        })  # fmt: skip
+
+    def tombstone(
+        self, now: int, *, span: int, pool: Literal["window", "state"], requester: Id
+    ) -> None:
+        """Write TOMBSTONE: `span` lost its windows or its state, which `requester` needed."""
+        self.write({
+            "n": 0, "t": now, "event": "TOMBSTONE", "span": span, "pool": pool,
+            "for": requester,
         })  # fmt: skip
 
     def grow(
@@ -299,7 +323,7 @@ class Recorder(ABC):
         *,
         seq: int,
         runs: Ids | None,
-        reason: Literal["close", "duplicate", "rollback"],
+        reason: Literal["close", "duplicate", "rollback", "passed"],
         first: int | None = None,
         forgotten: Iterable[tuple[int, int]] | None = None,
         compacted: int = 0,
@@ -307,8 +331,9 @@ class Recorder(ABC):
         """Write FREE: private blocks `runs` of `seq` are free, deepest first.
 
         `first` is the first block that a rollback removed from the table, `forgotten` the
-        ranges `(first, count)` that a closing sequence had dropped, and `compacted` the tokens
-        that its compactions had removed. Without any they are left out.
+        ranges `(first, count)` that a closing sequence had dropped, or of blocks whose window
+        slots are free since the window has `passed`, and `compacted` the tokens that its
+        compactions had removed. Without any they are left out.
         """
         line = {
             "n": 0, "t": now, "event": "FREE", "seq": seq, "runs": runs, "reason": reason,

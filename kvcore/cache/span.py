@@ -141,8 +141,8 @@ class Span:
 
     @property
     def is_generated(self) -> bool:
-        """Whether its blocks are output without keys, which one request alone can hit."""
-        key = self.path_keys[self.start // self.geometry.ratio]
+        """Whether its last block is output without a key, which one request alone can hit."""
+        key = self.path_keys[(self.end - 1) // self.geometry.ratio]
         return type(key) is tuple and key[0] == GENERATED
 
     @property

@@ -431,6 +431,8 @@ class DecodeAllocator:
         self._cache = cache
         self._batch = batch
         self._by_count = cache.counts_only
+        # Whether blocks of many steps are allocated at once, in one line of a trace.
+        self._in_bulk = cache.trace is not None
         self._block_size = cache.geometry.block_size
 
     def never_fits(self, request: Request) -> str:
@@ -621,7 +623,7 @@ class DecodeAllocator:
                 end = step
                 break
             now = (clock_ps + times.total(step - start)) // PS_PER_NS
-            if cache.trace is None:
+            if not self._in_bulk:
                 self._grow(jobs, step - start, now)
             else:
                 order += [(now, job.seq) for job in jobs]  # type: ignore[misc]  # they decode

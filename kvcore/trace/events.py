@@ -65,6 +65,7 @@ Runs: TypeAlias = Annotated[
 ]
 """Block ids as runs `[first, count]`; a negative count descends."""
 
+SpanIds: TypeAlias = Annotated[list[Count], Meta(description="a list of integers from 0 on")]
 Again: TypeAlias = Annotated[bool, Meta(description="true or false")]
 RetentionHints: TypeAlias = Annotated[
     list[tuple[Count, Count | None, Count, Count | None]],
@@ -174,6 +175,20 @@ class GroupsRecord(Struct, forbid_unknown_fields=True):
     groups: Annotated[list[GroupRecord], Meta(min_length=1)]
 
 
+class PoolsRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """The pools of windows and of states beside that of full attention.
+
+    Attributes:
+        window: tokens that a token attends to in layers with a window, itself included.
+        window_slots: window slots, a block each; None: no layer has a window.
+        state_slots: slots of states; None: no layer has a state.
+    """
+
+    window: Size | None = None
+    window_slots: Size | None = None
+    state_slots: Size | None = None
+
+
 class _Placed(Struct, forbid_unknown_fields=True, kw_only=True, gc=False):
     """The field of a line that belongs to a replica, or is about one."""
 
@@ -265,6 +280,13 @@ class Header(Event, tag="HEADER", kw_only=True):
                 description="an object with prefix_cache_retention_interval and groups, each "
                 "with kind, block_size, window, layers and perhaps block_bytes"
             ),
+        ]
+        | UnsetType
+    ) = UNSET
+    layer_pools: (
+        Annotated[
+            PoolsRecord,
+            Meta(description="an object of any of window, window_slots, state_slots"),
         ]
         | UnsetType
     ) = UNSET
@@ -405,6 +427,13 @@ class Commit(SequenceEvent, tag="COMMIT"):
     generated: Again | UnsetType = UNSET
 
 
+class Keep(SequenceEvent, tag="KEEP"):
+    """Spans got the private window and state slots of a sequence, which shares their blocks."""
+
+    windows: SpanIds | UnsetType = UNSET
+    state: Count | UnsetType = UNSET
+
+
 class Evict(Event, tag="EVICT"):
     """Blocks left the cache, from the tail of a span (EVICT of scope `cache`)."""
 
@@ -418,6 +447,14 @@ class Evict(Event, tag="EVICT"):
         Literal["capacity", "expired", "gone"], _one_of("capacity", "expired", "gone")
     ]
     scope: Annotated[Literal["cache"], _one_of("cache", "sequence")]
+
+
+class Tombstone(Event, tag="TOMBSTONE"):
+    """A span lost its windows or its state, and keeps its K/V of full attention."""
+
+    span: Count
+    pool: Annotated[Literal["window", "state"], _one_of("window", "state")]
+    requester: RequestId = msgspec.field(name="for")
 
 
 class Grow(Event, tag="GROW"):
@@ -511,11 +548,12 @@ class Compact(SequenceEvent, tag="COMPACT"):
 
 
 class Free(SequenceEvent, tag="FREE"):
-    """Private blocks of a sequence are free again, deepest first."""
+    """Private blocks of a sequence are free again, deepest first; or window slots of them."""
 
     runs: Runs
     reason: Annotated[
-        Literal["close", "duplicate", "rollback"], _one_of("close", "duplicate", "rollback")
+        Literal["close", "duplicate", "rollback", "passed"],
+        _one_of("close", "duplicate", "rollback", "passed"),
     ]
     first: Count | UnsetType = UNSET
     forgotten: Runs | UnsetType = UNSET
@@ -634,9 +672,9 @@ class End(Event, tag="END"):
 
 _TAGGED = (
     Header | Request | Route | Transfer | Fail | Return | Leave | Prefetch | Hit | Miss
-    | Split | Alloc | Commit | Evict | Grow | Compact | Free | Fork | Copy | FirstToken
-    | Preempt | Resume | Recover | Offload | LoadStart | Load | Discard | Keys | Finish
-    | Reject | End
+    | Split | Alloc | Commit | Keep | Evict | Tombstone | Grow | Compact | Free | Fork | Copy
+    | FirstToken | Preempt | Resume | Recover | Offload | LoadStart | Load | Discard | Keys
+    | Finish | Reject | End
 )  # fmt: skip
 
 _OF_GROUPS = GroupHit | GroupAlloc | GroupCommit | GroupEvict | GroupFree
@@ -650,6 +688,9 @@ EVENTS: dict[str, type[Event]] = {
     str(struct.__struct_config__.tag): struct for struct in get_args(_TAGGED)
 }
 """The Struct of each event by its name; that of EVICT of scope `sequence` is `Drop`."""
+
+OF_POOLS = ("KEEP", "TOMBSTONE")
+"""Events that only the trace of a cache with a pool for each kind of layer has."""
 
 OF_CLUSTERS = ("ROUTE", "TRANSFER", "FAIL", "RETURN", "LEAVE")
 """Events that only the trace of a cluster has."""

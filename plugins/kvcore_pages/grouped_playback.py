@@ -47,7 +47,6 @@ from kvcore_replay.state.groups import TracedBlock
 from kvcore_replay.state.replicas import ServerReader
 
 NAMED = ("new", "copy")
-GIVEN_BACK = (*FREED, "passed")
 
 
 class GroupedPlayback(Playback):
@@ -176,7 +175,7 @@ class GroupedPlayback(Playback):
         if event.reason == "close":
             del self._opened[event.seq]
         group = event.group if isinstance(event.group, int) else NONE
-        values = event.seq, GIVEN_BACK.index(event.reason), group
+        values = event.seq, FREED.index(event.reason), group
         owner = self._of_sequence[event.seq]
         self._moves(event, free + named, owner, *values, count=run_blocks(event.runs))
 
@@ -250,7 +249,7 @@ class GroupedPlayback(Playback):
     @property
     def words(self) -> dict[str, tuple[str, ...]]:
         """The words for numbers in columns."""
-        return WORDS | {"committed": NAMED, "freed": GIVEN_BACK}
+        return WORDS | {"committed": NAMED, "freed": FREED}
 
     def columns(self) -> dict[str, bytes]:
         """Return the rows with the ids of their blocks, and numbers of the requests."""

@@ -35,6 +35,7 @@ from kvcore_cli.report.tables import setup
 from kvcore_replay.check.server import TraceChecker
 from kvcore_replay.check.trace import check_event
 from kvcore_replay.misses.classifier import MissClassifier
+from kvcore_replay.misses.explain import server_misses
 from kvcore_replay.misses.reasons import Explanation
 from kvcore_replay.report.misses import RequestReport
 from kvcore_replay.state.cache import TracedSpan, run_blocks
@@ -51,6 +52,7 @@ KINDS = (
     *("REQUEST", "PREFETCH", "HIT", "MISS", "SPLIT", "ALLOC", "COMMIT", "EVICT", "FORGET"),
     *("COMPACT", "FREE", "FORK", "COPY", "FIRST_TOKEN", "PREEMPT", "RESUME", "RECOVER"),
     *("OFFLOAD", "LOAD_START", "LOAD", "DROP", "KEYS", "FINISH", "REJECT", "HEADER", "END"),
+    *("KEEP", "TOMBSTONE"),
 )
 """The kinds of rows. EVICT of scope `sequence` is FORGET, so that each kind has one meaning."""
 
@@ -58,8 +60,9 @@ KIND = {name: index for index, name in enumerate(KINDS)}
 
 WHY = ("absent", "partial", "expired", "no keys")
 COMMITTED = ("new", "grown", "same", "shared")
-EVICTED = ("capacity", "expired", "gone")
-FREED = ("close", "duplicate", "rollback")
+POOLS = ("window", "state")
+EVICTED = ("capacity", "expired", "gone", *POOLS)
+FREED = ("close", "duplicate", "rollback", "passed")
 PREEMPTED = ("pause", "recompute", "swap")
 DROPPED = ("capacity", "expired", "moved", "parked", "corrupt", "gone", "failed")
 
@@ -70,6 +73,7 @@ WORDS = {
     "freed": FREED,
     "preempted": PREEMPTED,
     "dropped": DROPPED,
+    "pools": POOLS,
 }
 """The words for numbers in columns, as the page's script reads them. (It knows `EVICTED`.)"""
 
@@ -99,10 +103,13 @@ row from 0 on. REQUEST, KEYS, REJECT, HEADER and END have no values.
 | LOAD_START, LOAD | tier | first | blocks | sequence | | |
 | DROP | tier | first | blocks | reason | | |
 | RECOVER | tier | first | blocks | | | |
+| KEEP | sequence | spans that get windows | span that gets a state or -1 | | | |
+| TOMBSTONE | span | pool | | | | |
 
 The ids of blocks are not sent: a pool gives the block that was freed last, and the checker has
 verified that it did. The request of an EVICT is the one that needed the blocks; `whose` is a
 request with these blocks in its prompt, and `end` the position after the last of them there.
+The reason of an EVICT may be the pool that was short.
 `age` (ns) is that of the blocks in EVICT, and the duration of the transfer in OFFLOAD and
 LOAD_START.
 """
@@ -322,7 +329,7 @@ class Playback:
     def _start(self, header: events.Header, checker: TraceChecker) -> None:
         """Prepare for the lines after HEADER."""
         assert isinstance(checker, TraceChecker)  # the reader yields one server's lines
-        self._begin(header, checker, MissClassifier(header, checker.state))
+        self._begin(header, checker, server_misses(header, checker.state))
         names = [tier["tier"] for tier in self.header.get("tiers", ())]
         self._tiers = {name: index for index, name in enumerate(names)}
         # By tier and owner of the content, the position after the last block in the tier.
@@ -505,8 +512,19 @@ class Playback:
             del self._stored[span.id]
         requester = self._numbers[event.requester]
         whose = self.prompts.of_key(span.keys[(end - 1) // self.ratio])
-        values = event.span, event.hits, EVICTED.index(event.reason), whose, end
+        reason = (
+            event.by if self._state.header.layer_pools and event.by in POOLS else event.reason
+        )
+        values = event.span, event.hits, EVICTED.index(reason), whose, end
         self._row(event, requester, *values, end - span.end, event.age)
+
+    def _keep(self, event: events.Keep) -> None:
+        state = event.state if isinstance(event.state, int) else NONE
+        values = event.seq, len(event.windows or ()), state
+        self._row(event, self._of_sequence[event.seq], *values)
+
+    def _tombstone(self, event: events.Tombstone) -> None:
+        self._row(event, self._numbers[event.requester], event.span, POOLS.index(event.pool))
 
     def _forget(self, event: events.Drop) -> None:
         seq, end = self._state.sequences[event.seq], event.first + event.blocks
@@ -521,7 +539,7 @@ class Playback:
 
     def _free(self, event: events.Free) -> None:
         reason, kept = FREED.index(event.reason), 0
-        if event.reason == "rollback":
+        if event.reason in ("rollback", "passed"):
             kept = len(self._state.sequences[event.seq].private)
         elif event.reason == "close":
             del self._opened[event.seq]

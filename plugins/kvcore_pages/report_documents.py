@@ -52,7 +52,7 @@ from kvcore_pages.report_parts import (
 )
 from kvcore_replay.belady import Belady
 from kvcore_replay.billing import Bill, Bills
-from kvcore_replay.misses.reasons import OF_CLUSTERS, OF_GROUPS
+from kvcore_replay.misses.reasons import OF_CLUSTERS, OF_GROUPS, OF_POOLS
 from kvcore_replay.pricing import PriceModel
 from kvcore_replay.recorded_run import RunSummary
 from kvcore_replay.report.billing import BILLS, bill_sections
@@ -532,9 +532,9 @@ def _request(document: Document) -> Content:
         f"{counted(document['prompt_tokens'], 'token')}, {document['hit_tokens']:,} hit and "
         f"{document['missed_tokens']:,} missed."
     )
-    rows = []
+    rows, reasons = [], OF_POOLS if "layer_pools" in document else OF_CLUSTERS | OF_GROUPS
     for loss in document["losses"]:
-        gone, why = loss["eviction"], (OF_CLUSTERS | OF_GROUPS)[loss["category"]]
+        gone, why = loss["eviction"], reasons[loss["category"]]
         if gone is not None:
             why += f" (at {gone['t_s']:.12g} s by {gone['by']} for request {gone['for']})"
         tokens = (f"{loss[name]:,}" for name in ("first_token", "tokens"))

@@ -45,7 +45,7 @@ from kvcore_pages.report_parts import (
 )
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.misses.explain import explain
-from kvcore_replay.misses.reasons import OF_GROUPS, Explanation, Summary
+from kvcore_replay.misses.reasons import OF_POOLS, Explanation, Summary
 from kvcore_replay.recorded_run import RunSummary, recorded_run
 from kvcore_replay.report.billing import bill_sections
 from kvcore_replay.report.misses import SummaryReport, spaced
@@ -595,7 +595,7 @@ def _reasons(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
         return
     names = [
         name
-        for name in OF_GROUPS
+        for name in OF_POOLS
         if any(_tokens(explanation, name) for explanation in explanations.values())
     ]
     tokens = {

@@ -10,13 +10,12 @@ import pytest
 from helpers.pool_streams import CacheSide, Pools, drive
 from helpers.requests import keyed
 
-from kvcore import InputError, Request
+from kvcore import InputError, OutOfBlocks, Request
 from kvcore.config import RunConfig
 from kvcore.models.catalogue import MODELS
 from kvcore.models.memory import KVLayout
 from kvcore.plugins import Plugins
 from kvcore.serving import Batching, simulate
-from kvcore.trace import Trace
 from kvcore_plugins.layer_pools import LayerPools, PooledCache
 from kvcore_plugins.rules import SGLang
 from kvcore_plugins.workload import Zipf
@@ -143,14 +142,25 @@ def test_a_retention_policy_is_refused():
         pooled(window=9, window_slots=500, retention="window:tokens=64")
 
 
-def test_a_trace_is_refused(tmp_path):
-    """A trace has no lines for windows and states of spans: the error says to leave it out."""
-    options = {"model": "gemma-3-12b", "like": "sglang", "device": "h200"}
-    parts = RunConfig.for_mode(**options).build(workload=Zipf(requests=5, rate=20))
-    trace = Trace(tmp_path / "trace.jsonl")
-    with pytest.raises(InputError, match="no lines for them; leave it out"):
-        parts.run(trace)
-    trace.discard()
+def test_blocks_are_shared_once_they_are_computed():
+    """Rules that let requests hit what is not computed yet are refused, with what to give."""
+    batching = Batching(rules=SGLang(commit="scheduled"))
+    with pytest.raises(InputError, match="give commit=computed"):
+        simulate([], cache=pooled(window=9, window_slots=500), batching=batching)
+
+
+def test_a_refused_admission_evicts_nothing():
+    """A request for which full attention has too few blocks takes no state from others."""
+    cache = pooled(blocks=400, state_slots=5)
+    serve(cache, 0, text(0))
+    long = keyed(1, text(1, 200), 1, output_tokens=1)
+    running = cache.open(long, 200)
+    states = cache.tree.states
+    states.take(states.free)
+    with pytest.raises(OutOfBlocks):
+        cache.open(keyed(2, text(2, 300), 1), 300)
+    assert states.evictable == 1
+    cache.close(running)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

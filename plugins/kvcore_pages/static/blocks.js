@@ -341,9 +341,8 @@ class Colouring {
   constructor(app) {
     this.app = app;
     // Without a clock nothing stays in use: what is worth seeing is what each block is still good for.
-    const grouped = app.sides.some(({ playback }) => playback.header.cache_groups);
-    const untimed = app.sides.every(({ playback, contents }) => playback.header.mode === "untimed" && contents.complete);
-    [this.mode, this.order] = untimed && !grouped ? ["next", "use"] : ["state", "id"];
+    const untimed = app.sides.every(({ playback, costs }) => playback.header.mode === "untimed" && costs);
+    [this.mode, this.order] = untimed ? ["next", "use"] : ["state", "id"];
     this.ranks = { request: new Ranks(), prefix: new Ranks() };
     this._holdings = new Map();
     this._views = new Map();
@@ -359,14 +358,13 @@ class Colouring {
 
   /** Return the modes that this page has. */
   modes() {
-    const all = this.app.sides.every((side) => side.contents.complete);
     const tiers = this.app.sides.map(({ playback }) => JSON.stringify(playback.header.tiers?.map(({ tier }) => tier)));
     const groups = this.app.sides.map(({ playback }) => JSON.stringify(playback.header.cache_groups?.groups));
     const alike = ([first, ...others]) => first && others.every((each) => each === first);
     const grouped = groups.some(Boolean);
+    const judged = this.app.sides.every((side) => side.costs);
     return Object.keys(MODES).filter((name) =>
-      (name !== "group" || alike(groups)) && !(grouped && name === "next") &&
-      (name !== "next" || all) && (name !== "tier" || (!grouped && alike(tiers))));
+      (name !== "group" || alike(groups)) && (name !== "next" || judged) && (name !== "tier" || (!grouped && alike(tiers))));
   }
 
   /** Return the holders of a side's blocks now. */
@@ -604,8 +602,10 @@ class Life {
     const owner = contents.owner(request, position);
     const next = contents.nextUser(owner, position, row);
     if (next < 0) return "No later request asks for it.";
+    const asked = `Asked for next by ${this._name(next)} ${this._at(playback.requests.when[next])}`;
+    if (!this.side.costs) return `${asked}.`;
     const kept = contents.heldByOptimum(owner, position, row) ? "keeps it for that" : "does not keep it";
-    return `Asked for next by ${this._name(next)} ${this._at(playback.requests.when[next])}; the optimum ${kept}.`;
+    return `${asked}; the optimum ${kept}.`;
   }
 
   _fate() {

@@ -49,14 +49,20 @@ class Teller {
       }[words.committed[d]]],
       EVICT: () => grouped ? [`${blocks(moved())} of ${groupName(header, a)}, by ${this.policy} for request `, who()] : [
         `${blocks(moved())} of request `, this.request(d), ` (${range(e - moved(), e)}) `,
-        ...(c ? [c === 1 ? "had expired" : "were lost by the engine"] : [`by ${this.policy} for request `, who()]),
+        ...(c === 1 ? ["had expired"] : c === 2 ? ["were lost by the engine"] :
+          [c ? `with what the pool of ${words.pools[c - 3]}s had of them, for request ` : `by ${this.policy} for request `, who()]),
         `; stored or hit last ${format.duration(age)} before, ${format.counted(b, "hit")}`,
         this.side.differs(row) ? `; ${this.side.differs(row) === moved() ? "" : `${format.count(this.side.differs(row))} of them `}only here` : "",
       ],
+      KEEP: () => ["request ", who(), ` shares what it has at its last chunk's end: ${[
+        b ? `the windows of ${format.counted(b, "span")}` : "", c >= 0 ? `the state at the end of span ${c}` : "",
+      ].filter(Boolean).join(", ") || "nothing new"}`],
+      TOMBSTONE: () => [`span ${a} loses its ${words.pools[b]} for request `, who(), ": full attention keeps it"],
       FORGET: () => ["request ", who(), ` drops ${range(b, b + c)} by ${this.retention}`],
       COMPACT: () => ["request ", who(), ` keeps ${format.counted(b, "token")} of ${format.count(c)}, by ${this.retention}`],
       FREE: () => [words.freed[b] === "close" ? "sequence of request " : "request ", who(), {
-        passed: ` needs no more of its first blocks in ${grouped ? groupName(header, Math.max(c, 0)) : ""}; ${blocks(moved())} of its own ${moved() === 1 ? "is" : "are"} free`,
+        passed: grouped ? ` needs no more of its first blocks in ${groupName(header, Math.max(c, 0))}; ${blocks(moved())} of its own ${moved() === 1 ? "is" : "are"} free`
+          : " frees window slots that the window has passed",
         close: ` is closed; ${blocks(moved())} of its own ${moved() === 1 ? "is" : "are"} free`,
         duplicate: ` frees ${blocks(moved())} that are cached already`, rollback: ` drops its newest tokens: ${blocks(moved())} ${moved() === 1 ? "is" : "are"} free`,
       }[words.freed[b]]],
@@ -95,7 +101,7 @@ function rowButton(app, side, row, look, ...text) {
 /** Filters of the log: by kinds of rows, or by the chosen request. */
 const FILTERS = {
   all: { title: "all events", noun: "event" },
-  evictions: { title: "evictions", noun: "eviction", kinds: ["EVICT"] },
+  evictions: { title: "evictions", noun: "eviction", kinds: ["EVICT", "TOMBSTONE"] },
   admissions: { title: "admissions", noun: "admission", kinds: ["HIT", "MISS", "PREFETCH", "REJECT"] },
   misses: { title: "misses", noun: "miss", kinds: ["MISS"] },
   preemptions: { title: "preemptions", noun: "preemption", kinds: ["PREEMPT", "RESUME"] },

@@ -100,11 +100,11 @@ class FreeBlocks {
     return copy;
   }
 
-  take(count) {
+  /** Take blocks from a pool of `blocks`. */
+  take(count, blocks) {
     const stacked = Math.min(count, this.freed.length);
     const ids = stacked ? this.freed.splice(-stacked).reverse() : [];
-    // More can be missing than are unused only if the call has evicted.
-    const unused = Math.max(0, count - stacked - this.victims.length);
+    const unused = Math.min(count - stacked, blocks - this.fresh);
     while (ids.length < stacked + unused) ids.push(this.fresh++);
     return ids.concat(this.victims.splice(0, count - ids.length));
   }
@@ -376,7 +376,7 @@ class Playback {
 
   /** Give a sequence blocks of its own. */
   _take(seq, count, row) {
-    const ids = this.cache.pool.take(count);
+    const ids = this.cache.pool.take(count, this.cache.blocks);
     for (const id of ids) {
       this.cache.taken[id] = row;
       seq.ids.push(id);
@@ -444,6 +444,8 @@ Playback.appliers = {
   },
   ALLOC(row) {
     this._take(this.cache.sequences.get(this.columns.a[row]), this.columns.count[row], row);
+    // Where leaves leave whole, more may have left than are taken.
+    if (this.header.plugins.prefix?.options.evict === "leaf") this.cache.pool.give(this.cache.pool.victims.splice(0));
   },
   COMMIT(row) {
     const { a, b, c, d } = this.columns;

@@ -14,8 +14,9 @@ class Side {
       else if (kind === playback.kinds.EVICT) this.evictions.push(row);
       this.arrived[row] = arrived;
     }
-    // Of cache groups no optimum is known.
-    if (this.contents.complete && !playback.header.cache_groups) this.costs = new Costs(this);
+    // Of cache groups and pools no optimum is known.
+    const { cache_groups, layer_pools } = playback.header;
+    if (this.contents.complete && !cache_groups && !layer_pools) this.costs = new Costs(this);
   }
 
   get cache() {
@@ -353,9 +354,10 @@ async function main() {
   root.append(introduction(sides[0]), app.add(new Controls(app)));
   if (sides.length > 1) root.append(app.add(new DifferencesPanel(app)));
   root.append(app.add(new Counts(app)));
-  const grouped = sides.some(({ playback }) => playback.header.cache_groups);
+  const some = (field) => sides.some(({ playback }) => playback.header[field]);
+  const left = some("cache_groups") ? [StoryPanel, TreePanel] : some("layer_pools") ? [StoryPanel] : [];
   for (const make of PANELS) {
-    if (grouped && OF_SPANS.includes(make)) continue;
+    if (left.includes(make)) continue;
     root.append(element("div", { class: "sides" }, make.shared
       ? app.add(new make(app))
       : sides.map((side) => app.add(new make(app, side)))));
@@ -371,7 +373,7 @@ async function main() {
 }
 
 /** The panels below the clock, from above. One that is `shared` is for all sides. */
-const OF_SPANS = [StoryPanel, TreePanel]; // which need a tree of spans, as cache groups have none
+// Cache groups have no tree of spans, and neither they nor pools of layers an optimum to tell a story by.
 const PANELS = [StoryPanel, PoolPanel, TreePanel, TimelinePanel, CurvesPanel, LogPanel, RequestPanel];
 
 await main();

@@ -23,6 +23,7 @@ class PooledAllocator(DecodeAllocator):
     def __init__(self, cache: Any, batch: DecodeBatch) -> None:
         super().__init__(cache, batch)
         self._pools = cache
+        self._in_bulk = False  # windows that pass make room for the next block
 
     def fits(self, job: Job, now: int, reserve: int) -> bool:
         """Return True if there is room for the whole prompt of `job`, in chunks. Pure."""

@@ -6,6 +6,7 @@ Source: the unified radix cache of SGLang 0.5.23 with its components for full at
 
 from __future__ import annotations
 
+from array import array
 from math import lcm
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ import attrs
 from kvcore import InputError, OutOfBlocks, Request, Span
 from kvcore.cache import KVCache, Sequence
 from kvcore.cache.prefix import PrefixMatch
+from kvcore.request import Key
 from kvcore.serving.decode_batch import DecodeBatch
 from kvcore.serving.scheduler import Batching
 from kvcore_plugins.layer_pools.allocator import PooledAllocator
@@ -69,6 +71,8 @@ class PooledCache(KVCache):
         window                        -        cached     cached      hits end after B or C
         state                         -          -        cached      hits end after C
 
+    A trace has the spans as ever, and lines for what the other pools have of them.
+
     Args:
         blocks, block_size, options: as for `KVCache`, in `tokens` accounting. The prefix index
             has to evict leaves whole.
@@ -108,6 +112,9 @@ class PooledCache(KVCache):
         self._grid = size if state_slots is None else lcm(STATE_CHUNK, size)
         self.passed_slots = 0
         self._held: dict[int, Holding] = {}
+        if self.trace is not None:
+            pools = {"window": window, "window_slots": slots, "state_slots": state_slots}
+            self.trace.describe(layer_pools={k: v for k, v in pools.items() if v is not None})
 
     def _check_parts(
         self, window_blocks: int, window_slots: int, state_slots: int | None
@@ -115,9 +122,7 @@ class PooledCache(KVCache):
         """Refuse parts that pools beside that of full attention cannot have."""
         least = 2 * window_blocks + WINDOW_INTERVAL // self.geometry.block_size + 2
         problem = ""
-        if self.trace is not None:
-            problem = "a trace has no lines for them; leave it out"
-        elif self.retention is not None:
+        if self.retention is not None:
             problem = "a retention policy drops blocks of one pool; leave it out"
         elif not self.prefix.evicts_leaves or self.prefix.block_spans:
             problem = "leaves are evicted whole; give prefix='radix:evict=leaf'"
@@ -132,8 +137,14 @@ class PooledCache(KVCache):
             raise InputError(msg)
 
     def allocator(self, batch: DecodeBatch, batching: Batching) -> PooledAllocator:
-        """Return the allocator of its blocks in a run."""
-        del batching
+        """Return the allocator of its blocks in a run.
+
+        Raises:
+            InputError: blocks are to be hit before they are computed.
+        """
+        if batching.rules.commit != "computed":
+            msg = "pools of layers share what is computed: give commit=computed"
+            raise InputError(msg)
         return PooledAllocator(self, batch)
 
     # Reading.
@@ -231,15 +242,19 @@ class PooledCache(KVCache):
         if lacking:
             msg = f"request {request.id} needs {lacking}"
             raise OutOfBlocks(msg)
+        self.announce(request, now)
         holding = Holding(match.span)
         junction = self._tokens(self._split_match(request, target, now)) // self._grid
         if junction * self._grid > self._tokens(match.blocks):
             holding.junction = junction * self._grid
         match = self.match(request, now, target)
+        if first_tokens is not None:
+            length = self._tokens(match.blocks) + first_tokens
+        self._check_blocks(request, match, length, reserve, now)
         self._lock(holding, match.span)
         if tree.states is not None:
             tree.states.touch([match.span])
-            tree.states.take(STATE_SLOTS)
+            tree.take(tree.states, STATE_SLOTS, request.id, now)
             holding.states = STATE_SLOTS
         try:
             seq = super().open(
@@ -254,7 +269,7 @@ class PooledCache(KVCache):
         self._held[seq.id] = holding
         if tree.windows is not None:
             tree.windows.touch(tree.window_path(seq.span, tree.window_blocks + 1))
-            self._take_windows(holding, seq.blocks - seq.span.end)
+            self._take_windows(holding, seq, seq.blocks - seq.span.end)
         return seq
 
     def extend(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
@@ -263,10 +278,11 @@ class PooledCache(KVCache):
         Window slots that a decoding request has passed are freed before.
         """
         holding, blocks = self._held[seq.id], seq.blocks
+        now = self._at(now)
         if seq.tokens >= seq.target:
             self._pass_windows(holding, seq, seq.tokens, WINDOW_INTERVAL)
         super().extend(seq, tokens, now)
-        self._take_windows(holding, seq.blocks - blocks)
+        self._take_windows(holding, seq, seq.blocks - blocks)
 
     def commit(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
         """Count `tokens` more tokens as computed.
@@ -288,7 +304,7 @@ class PooledCache(KVCache):
         at_junction = upto == holding.junction
         self._pass_windows(holding, seq, upto - 1, 1)
         if self.tree.states is not None:
-            self.tree.states.take(1)
+            self.tree.take(self.tree.states, 1, seq.request.id, self.now)
             holding.states += 1
         self._share(holding, seq, min(upto // self.geometry.block_size, cacheable))
         if at_junction:
@@ -306,11 +322,14 @@ class PooledCache(KVCache):
         upto = self._kept_output(seq, tokens) // size
         if request.publishes or request.hints.share is not None or seq.cacheable < first:
             return
-        if upto > max(first, seq.span.end):
+        start = seq.span.end
+        if upto > max(first, start):
+            if start < first and first % self.geometry.ratio:
+                # A key has one name, so what the prompt has of its last one is shared before.
+                self.tree.commit(seq, first, now)
             seq.keys = self.geometry.generated_keys(request, first, upto)
-            seq.span.creator = None
             seq.cacheable = upto
-            self._share(self._held[seq.id], seq, upto)
+            self._share(self._held[seq.id], seq, upto, start)
 
     def close(
         self,
@@ -331,9 +350,41 @@ class PooledCache(KVCache):
             if tree.windows is not None and not preempted:
                 tree.windows.touch(tree.window_path(seq.span, tree.window_blocks + 1))
             self._release(holding)
+            if self.trace is not None and holding.passed > seq.span.end:
+                seq.holes = ((seq.span.end, holding.passed),)  # of windows, for its last line
         super().close(seq, now, length, preempted=preempted)
 
+    def _check_blocks(
+        self, request: Request, match: PrefixMatch, tokens: int, reserve: int, now: int
+    ) -> None:
+        """Raise OutOfBlocks, before any pool evicts, if full attention has too few blocks."""
+        pins, blocks = self.tree.pins, -(-tokens // self.geometry.block_size)
+        if pins:
+            pins.end(now)
+        need, kept = blocks - match.blocks, match.unpinned_blocks + reserve
+        if need > self.full_blocks - kept:
+            if pins and not self.sequences and pins.make_way(blocks + reserve, now):
+                return
+            raise OutOfBlocks(self._no_room(request, need, kept))
+
     # Pools beside that of full attention.
+
+    def _match_generated(
+        self, request: Request, match: PrefixMatch, now: int, target: int
+    ) -> tuple[list[Key], PrefixMatch] | None:
+        """Return keys and match with generated blocks, as `KVCache` does.
+
+        They may be in one span with blocks of the prompt, at whose end there is a state.
+        """
+        longer = super()._match_generated(request, match, now, target)
+        size = self.geometry.block_size
+        first, limit = request.prompt_tokens // size, (target - 1) // size
+        known = self.geometry.prompt(request).cacheable
+        if longer is not None or limit <= first or known < first or request.publishes:
+            return longer
+        keys = self.geometry.generated_keys(request, first, limit)
+        whole = self.tree.match(keys, limit, now)
+        return (keys, whole) if whole.blocks > match.blocks else None
 
     def _split_match(self, request: Request, target: int | None, now: int) -> int:
         """Split the span in which full attention matches in part; return the blocks of it."""
@@ -366,51 +417,68 @@ class PooledCache(KVCache):
         kept = tokens // interval * interval
         return kept if kept > seq.target else 0
 
-    def _share(self, holding: Holding, seq: Sequence, upto: int) -> None:
+    def _share(
+        self, holding: Holding, seq: Sequence, upto: int, first: int | None = None
+    ) -> None:
         """Share the first `upto` blocks of `seq`, with their windows and the state at the end.
 
-        Where others have cached the same meanwhile, tombstones get what `seq` has.
+        Where others have cached the same meanwhile, tombstones get what `seq` has. Its blocks
+        up to `first` have been shared before; None: all that it does share.
         """
-        tree, first, newest = self.tree, seq.span.end, self.tree.created
+        tree, newest = self.tree, self.tree.created
+        first = seq.span.end if first is None else first
+        windows: list[int] = []
+        state: int | None = None
         if upto > first:
             tree.commit(seq, upto, self.now)
+            seq.span.creator = None  # no span grows whose slots are counted
         if tree.windows is not None:
             for span in tree.path_from(first, seq.span):
-                self._share_windows(holding, span, is_new=span.created_order > newest)
+                is_new = span.created_order > newest
+                windows += self._share_windows(holding, span, is_new=is_new)
             tree.windows.touch(tree.window_path(seq.span, tree.window_blocks + 1))
         if tree.states is not None and holding.states:
             if seq.span.end == upto and seq.span not in tree.states and upto:
                 tree.states.add(seq.span)
+                state = seq.span.id
             else:
                 tree.states.free += 1
                 tree.states.touch([seq.span])
             holding.states -= 1
         self._unlock(holding)
         self._lock(holding, seq.span)
+        if self.trace is not None:
+            self.trace.keep_slots(self.now, seq=seq.id, windows=windows, state=state)
 
-    def _share_windows(self, holding: Holding, span: Span, *, is_new: bool) -> None:
-        """Give the window slots of a sequence for the blocks of `span` to it, or free them."""
+    def _share_windows(self, holding: Holding, span: Span, *, is_new: bool) -> list[int]:
+        """Give the window slots of a sequence for the blocks of `span` to it, or free them.
+
+        Returns the ids of the spans that got some.
+        """
         windows, now = self.tree.windows, self.now
         assert windows is not None
         start = max(span.start, holding.passed)
         private = span.end - start
         if private <= 0:
-            return
+            return []
         holding.windows -= private
         if span in windows:
             windows.free += private
-            return
+            return []
         if start > span.start:
             self.tree.cut(span, start, now)
+        spans = [span]
         # Of a new leaf the last window is a span of its own, which alone is locked.
         if is_new and private > self.tree.window_blocks:
-            windows.add(self.tree.cut(span, span.end - self.tree.window_blocks, now))
-        windows.add(span)
+            spans.insert(0, self.tree.cut(span, span.end - self.tree.window_blocks, now))
+        for part in spans:
+            windows.add(part)
+        return [part.id for part in spans]
 
-    def _take_windows(self, holding: Holding, blocks: int) -> None:
+    def _take_windows(self, holding: Holding, seq: Sequence, blocks: int) -> None:
         """Allocate private window slots, if there are windows."""
         if self.tree.windows is not None and blocks > 0:
-            self.tree.windows.take(blocks)
+            self.tree.take(self.tree.windows, blocks, seq.request.id, self.now)
             holding.windows += blocks
 
     def _pass_windows(
@@ -426,6 +494,11 @@ class PooledCache(KVCache):
         before = max(holding.passed, seq.span.end)
         passed = max(before, computed // size - self.tree.window_blocks)
         windows.free += passed - before
+        if self.trace is not None and passed > before:
+            self.trace.free(
+                self.now, seq=seq.id, runs=array("i"), reason="passed",
+                forgotten=[(before, passed - before)],
+            )  # fmt: skip
         self.passed_slots += passed - before
         holding.windows -= passed - before
         holding.passed = passed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
+from typing import ClassVar, Literal
 
 from kvcore import Span
 
@@ -18,17 +19,20 @@ class SidePool(ABC):
 
     Args:
         slots: number of slots.
-        evict_leaf: called with a leaf that leaves; it has to call `drop`.
+        evict: called with this pool and the span that loses what it has; it has to call `drop`.
 
     Attributes:
+        name: name of the pool in traces.
         slots: number of slots; free: those that are neither private nor cached.
         evictable: number of slots of spans that no request needs.
     """
 
-    def __init__(self, slots: int, evict_leaf: Callable[[Span], None]) -> None:
+    name: ClassVar[Literal["window", "state"]]
+
+    def __init__(self, slots: int, evict: Callable[[SidePool, Span], None]) -> None:
         self.slots = self.free = slots
         self.evictable = 0
-        self._evict_leaf = evict_leaf
+        self._evict = evict
         self._clock = 0
         self._used: dict[Span, int] = {}  # of the spans that are no tombstones
         self._locks: dict[Span, int] = {}  # of tombstones too
@@ -106,10 +110,7 @@ class SidePool(ABC):
             clock, start, _, span = heappop(self._oldest)
             if self._used.get(span) != clock or span.start != start or span in self._locks:
                 continue
-            if span.ref_count or span.children:
-                self.drop(span)
-            else:
-                self._evict_leaf(span)
+            self._evict(self, span)
         self.free -= slots
 
     def _push(self, span: Span) -> None:
@@ -138,6 +139,8 @@ class SidePool(ABC):
 class Windows(SidePool):
     """K/V of layers with a window, in as many slots as a span has blocks."""
 
+    name = "window"
+
     def slots_of(self, span: Span) -> int:
         """Return the blocks of `span`."""
         return span.end - span.start
@@ -154,6 +157,8 @@ class Windows(SidePool):
 
 class States(SidePool):
     """States of recurrent layers: one slot for a span, with the state at its end."""
+
+    name = "state"
 
     def slots_of(self, span: Span) -> int:
         """Return 1."""

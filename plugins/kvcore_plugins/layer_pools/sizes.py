@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
 from math import ceil
 from typing import Any, ClassVar, Final
@@ -35,6 +36,7 @@ class LayerPools:
             there are no such layers.
         bytes_per_block: bytes of all pools for each block of full attention.
         states_per_block: state slots for each block of full attention; None: there are none.
+        windows_per_block: window slots for each block of full attention, if there are any.
     """
 
     where: ClassVar[str] = "pools of their own"
@@ -44,6 +46,7 @@ class LayerPools:
     window: int | None
     bytes_per_block: int
     states_per_block: Fraction | None
+    windows_per_block: Fraction = WINDOW_RATIO
 
     @classmethod
     def from_layout(cls, layout: KVLayout, devices: int) -> LayerPools | None:
@@ -73,9 +76,24 @@ class LayerPools:
             kv * STATE_RATIO / state if state else None,
         )
 
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], blocks: int, block_size: int) -> LayerPools:
+        """Return the pools of a trace: `layer_pools` of its header, beside `blocks` blocks.
+
+        The slots of a larger or a smaller pool are in the same ratio to its blocks.
+        """
+        window, states = record.get("window"), record.get("state_slots")
+        return cls(
+            block_size,
+            window,
+            0,  # its pool is counted in blocks
+            None if states is None else Fraction(states, blocks),
+            WINDOW_RATIO if window is None else Fraction(record["window_slots"], blocks),
+        )
+
     def slots(self, blocks: int) -> tuple[int, int | None]:
         """Return the slots of windows and of states beside `blocks` of full attention."""
-        windows = 0 if self.window is None else int(blocks * WINDOW_RATIO)
+        windows = 0 if self.window is None else int(blocks * self.windows_per_block)
         states = self.states_per_block
         return windows, None if states is None else int(blocks * states)
 

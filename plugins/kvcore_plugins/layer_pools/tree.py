@@ -9,7 +9,7 @@ from kvcore import Span
 from kvcore.cache import KVCache
 from kvcore.cache.tree import SpanTree
 from kvcore.request import Key
-from kvcore_plugins.layer_pools.side import States, Windows
+from kvcore_plugins.layer_pools.side import SidePool, States, Windows
 
 
 class PooledTree(SpanTree):
@@ -30,10 +30,11 @@ class PooledTree(SpanTree):
     def __init__(
         self, cache: KVCache, window_blocks: int, windows: int | None, states: int | None
     ) -> None:
-        super().__init__(cache.pool, cache.prefix, cache.eviction, cache.geometry, None)
+        trace = cache.trace
+        super().__init__(cache.pool, cache.prefix, cache.eviction, cache.geometry, trace)
         self.window_blocks = window_blocks
-        self.windows = None if windows is None else Windows(windows, self._evict_leaf)
-        self.states = None if states is None else States(states, self._evict_leaf)
+        self.windows = None if windows is None else Windows(windows, self._evict_from)
+        self.states = None if states is None else States(states, self._evict_from)
         self.sides = [side for side in (self.windows, self.states) if side is not None]
 
     def find(
@@ -88,6 +89,7 @@ class PooledTree(SpanTree):
         If no sequence pins it, the upper half is as recent as if it had just been released,
         with the spans above it.
         """
+        self._now = now
         upper = self.split(lower, at)
         above: Span = upper.parent  # type: ignore[assignment]
         while above.parent is not None:
@@ -103,12 +105,30 @@ class PooledTree(SpanTree):
             side.split(upper, lower)
         return upper
 
-    def _evict_leaf(self, span: Span) -> None:
-        """Evict a leaf, which one of the pools beside that of full attention has chosen."""
+    def take(self, side: SidePool, slots: int, requester: int | str, now: int) -> None:
+        """Allocate private slots of a pool for the request `requester`: `SidePool.take`."""
+        self._now, self.eviction.requester = now, requester
+        side.take(slots)
+
+    def _evict_from(self, side: SidePool, span: Span) -> None:
+        """Evict what a pool has of `span`: of a leaf all, of any other span that alone."""
+        trace, now, requester = self.trace, self._now, self.eviction.requester
+        assert requester is not None
+        if span.ref_count or span.children:
+            side.drop(span)
+            if trace is not None:
+                trace.tombstone(now, span=span.id, pool=side.name, requester=requester)
+            return
+        if trace is not None:
+            trace.evict(
+                now, span=span.id, runs=None if span.ids is None else span.ids[::-1],
+                by=side.name, requester=requester, age=now - span.last_access,
+                hits=span.hit_count, reason="capacity",
+            )  # fmt: skip
         self.evicted_blocks += span.blocks
         if self.residency is not None:
-            self.residency.on_evict(span, span.blocks, self._now, "capacity")
-        self._leave(span, self._now, "capacity")
+            self.residency.on_evict(span, span.blocks, now, "capacity")
+        self._leave(span, now, "capacity")
 
     def _remove(self, span: Span, reason: str) -> None:
         for side in self.sides:

@@ -12,6 +12,7 @@ from kvcore.trace.events import Event, Header, violated
 from kvcore.trace.fields import EvictionDigest
 from kvcore.units import parse_seconds
 from kvcore_replay.check.groups import GroupChecker
+from kvcore_replay.check.pools import PoolChecker
 from kvcore_replay.check.server import TraceChecker, expires
 from kvcore_replay.state.cache import Hits
 from kvcore_replay.state.layout import count_known
@@ -19,6 +20,17 @@ from kvcore_replay.state.lifecycle import PREEMPTIONS
 from kvcore_replay.state.replicas import CHANGES, Replicas
 
 HITS = events.Hit, events.GroupHit
+
+
+def server_checker(header: Header) -> TraceChecker | GroupChecker:
+    """Return the checker of the trace of one server.
+
+    Raises:
+        ValueError: the sizes do not fit one another.
+    """
+    if header.cache_groups:
+        return GroupChecker(header)
+    return PoolChecker(header) if header.layer_pools else TraceChecker(header)
 
 
 @attrs.define(eq=False)
@@ -53,8 +65,7 @@ class CheckedReplica:
     def life(self) -> TraceChecker | GroupChecker:
         """The checker of the present life, made at its first line."""
         if self._life is None:
-            grouped = self.header.cache_groups
-            self._life = (GroupChecker if grouped else TraceChecker)(self.header)
+            self._life = server_checker(self.header)
             self._life.evictions = self.evictions
         return self._life
 

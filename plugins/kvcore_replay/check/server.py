@@ -16,7 +16,7 @@ from kvcore.cache.pool import BlockPool, Ids
 from kvcore.errors import KvcoreError
 from kvcore.plugins.manager import default
 from kvcore.trace import events
-from kvcore.trace.events import OF_CLUSTERS, methods_by_event, violated
+from kvcore.trace.events import OF_CLUSTERS, OF_POOLS, methods_by_event, violated
 from kvcore.trace.fields import encode_runs
 from kvcore_replay.check.base import CacheChecker
 from kvcore_replay.check.pool import AllocationOrder, CachedKeys
@@ -38,13 +38,13 @@ class TraceChecker(CacheChecker[CacheState]):
     the hit of a prompt is found by bisection, since no block is cached without those before it.
     """
 
-    def __init__(self, header: events.Header) -> None:
-        """Start with the empty cache that HEADER gives.
+    def __init__(self, header: events.Header, state: CacheState | None = None) -> None:
+        """Start with the empty cache that HEADER gives; or with its `state`.
 
         Raises:
             ValueError: the sizes do not fit one another.
         """
-        super().__init__(CacheState(header))
+        super().__init__(CacheState(header) if state is None else state)
         plugins = header.plugins
         self._retention = plugins["retention"].name if "retention" in plugins else None
         self._ratio = self.state.layout.ratio
@@ -70,6 +70,7 @@ class TraceChecker(CacheChecker[CacheState]):
         self._due: tuple[str, int, str | None] | None = None
         checks = methods_by_event(self, *APPLIED, "END")
         checks |= dict.fromkeys(OF_CLUSTERS, self._refuse_routing)
+        checks |= dict.fromkeys(OF_POOLS, self._refuse_pools)
         self._checks = checks
         self._tiers = self._tier_checker()
 
@@ -254,8 +255,9 @@ class TraceChecker(CacheChecker[CacheState]):
         first = prompt.tokens // layout.block_size
         self._must_cache_output()
         longest = layout.tokens_of(prompt, self.lifecycles.output(prompt.id))
+        begin = self._begin_generated(seq, first)
         if (
-            seq.span.end < first
+            begin > seq.span.end
             or end * layout.block_size > longest
             or prompt.share is not None
         ):
@@ -264,7 +266,12 @@ class TraceChecker(CacheChecker[CacheState]):
                 f"{longest // layout.block_size}, after all of its prompt"
             )
         layout.name_generated(prompt, end)
-        self._cached_keys.begin(prompt.generated, first)
+        self._cached_keys.begin(prompt.generated, begin)
+
+    def _begin_generated(self, seq: TracedSequence, first: int) -> int:
+        """Return the first block that `seq` may share with those generated from `first` on."""
+        del seq
+        return first
 
     def _store(self, event: events.Commit, seq: TracedSequence, ids: Ids) -> None:
         """Check that private blocks of `seq` may be cached now."""
@@ -311,7 +318,7 @@ class TraceChecker(CacheChecker[CacheState]):
         if event.reason == "capacity":
             for index in range(span.end - 1, first - 1, -1):
                 self.evictions.add(span.keys[index // ratio])
-            if not self._of_engine:
+            if event.by == self._eviction and not self._of_engine:
                 self._evict_for(event.requester)
                 self._order.evict(ids, event.requester)
                 return
@@ -320,16 +327,21 @@ class TraceChecker(CacheChecker[CacheState]):
             if not self._expires:
                 violated(f"eviction policy {self._eviction!r} expires nothing")
             self._expired_for = event.requester
-        elif not self._of_engine:
+        elif event.reason == "gone" and not self._of_engine:
             violated("only an engine loses blocks, and HEADER names none")
         self._order.expire(ids)
 
+    def _chooser(self, event: events.Evict) -> str | None:
+        """Return the name of what has chosen a victim."""
+        del event
+        return self._eviction
+
     def _must_be_as_used(self, event: events.Evict, span: TracedSpan) -> None:
         """Check the policy, the age and the hits in the line of a victim."""
-        age = event.t - span.last_access
-        if (event.by, event.hits, event.age) != (self._eviction, span.hits, age):
+        age, by = event.t - span.last_access, self._chooser(event)
+        if (event.by, event.hits, event.age) != (by, span.hits, age):
             violated(
-                f"span {span.id}: by {self._eviction!r}, age {age} ns, {span.hits} hits "
+                f"span {span.id}: by {by!r}, age {age} ns, {span.hits} hits "
                 f"expected; the line says by {event.by!r}, age {event.age} ns, "
                 f"{event.hits} hits"
             )
@@ -413,7 +425,7 @@ class TraceChecker(CacheChecker[CacheState]):
         if self._due is not None:
             fits = reason == self._due[2]
         else:
-            fits = reason != "duplicate" and not self._unpinned
+            fits = reason in ("close", "rollback") and not self._unpinned
         if not fits:
             violated(f"sequence {seq.id} has no blocks to free with reason {reason!r} here")
         if reason == "duplicate":
@@ -433,8 +445,9 @@ class TraceChecker(CacheChecker[CacheState]):
 
     def _close(self, event: events.Free, seq: TracedSequence) -> None:
         """Check the dropped blocks of `seq`, and store how many may hit when it returns."""
-        if (event.forgotten or []) != seq.forgotten:
-            told = [list(hole) for hole in seq.forgotten]
+        forgotten = self._forgotten(seq)
+        if (event.forgotten or []) != forgotten:
+            told = [list(hole) for hole in forgotten]
             violated(f"sequence {seq.id} has forgotten {told}, as first and count")
         if (event.compacted or 0) != seq.compacted:
             violated(f"compactions of sequence {seq.id} removed {seq.compacted} tokens")
@@ -450,6 +463,10 @@ class TraceChecker(CacheChecker[CacheState]):
         if self.state.header.mode != "untimed" and not self._of_engine:
             least = max(least, end)
         self._returning[prompt.id] = least, greatest
+
+    def _forgotten(self, seq: TracedSequence) -> list[tuple[int, int]]:
+        """Return the ranges (first, count) of blocks that the last line of `seq` names."""
+        return seq.forgotten
 
     def _fork(self, event: events.Fork) -> None:
         seq = self.state.sequence(event.seq)
@@ -487,15 +504,19 @@ class TraceChecker(CacheChecker[CacheState]):
         if self._evicting not in (None, prompt.id):
             self._refuse_victims()
         self._order.serve(prompt.id)
+        self._must_hit(prompt, hit, resumed=resumed)
+        self.lifecycles.admit(prompt.id, event.seq, resumed=resumed)
+        self._must_open(event.seq)
+        return prompt
+
+    def _must_hit(self, prompt: TracedPrompt, hit: int, *, resumed: bool) -> None:
+        """Check that an admission hits the cached part of the prompt."""
         match = self._cached_keys.match(prompt.keys)
         if resumed and prompt.generated and match >= prompt.tokens // self._size:
             match = self._cached_keys.match(prompt.generated)
         least, greatest = (min(match, end) for end in self._limits(prompt, resumed=resumed))
         if not least <= hit <= greatest:
             violated(f"{hit} blocks hit; {greatest} are cached and may hit")
-        self.lifecycles.admit(prompt.id, event.seq, resumed=resumed)
-        self._must_open(event.seq)
-        return prompt
 
     def _limits(self, prompt: TracedPrompt, *, resumed: bool) -> tuple[int, int]:
         """Return the least and the most blocks of an admission that may hit."""
@@ -540,6 +561,10 @@ class TraceChecker(CacheChecker[CacheState]):
     def _refuse_routing(self, event: Any) -> None:
         del event
         violated("HEADER has no replicas")
+
+    def _refuse_pools(self, event: Any) -> None:
+        del event
+        violated("HEADER has no pools of layers")
 
     def _refuse_early(self, name: str) -> None:
         # The blocks that a swapped sequence leaves in a tier are stored before it closes.

@@ -11,9 +11,7 @@ from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace import events
 from kvcore.trace.fields import EvictionDigest
 from kvcore_plugins.traces.reader import TraceReader
-from kvcore_replay.check.cluster import ClusterChecker
-from kvcore_replay.check.groups import GroupChecker
-from kvcore_replay.check.server import TraceChecker
+from kvcore_replay.check.cluster import ClusterChecker, server_checker
 from kvcore_replay.state.cache import Hits
 from kvcore_replay.state.lifecycle import PREEMPTIONS
 
@@ -46,6 +44,8 @@ class Report:
             other counts of the report are sums over the replicas. None for one server.
         groups: the cache groups, each with its `cached` and `private` blocks. None for a cache
             of one group.
+        pools: the pools beside that of full attention, each with its `slots`, the `free` ones,
+            and those of `cached` spans. None if there are none.
     """
 
     file: str
@@ -64,12 +64,13 @@ class Report:
     header: dict[str, Any]
     replicas: list[dict[str, Any]] | None = None
     groups: list[dict[str, Any]] | None = None
+    pools: list[dict[str, Any]] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON has it, with the schema number."""
         fields = attrs.asdict(self)
         del fields["cut_reason"]
-        for name in ("replicas", "groups"):
+        for name in ("replicas", "groups", "pools"):
             if fields[name] is None:
                 del fields[name]
         return {"schema": SCHEMA, **fields}
@@ -141,7 +142,7 @@ def checker_of(header: events.Header) -> Checker:
         ValueError: the sizes do not fit one another.
     """
     if not header.replicas:
-        return GroupChecker(header) if header.cache_groups else TraceChecker(header)
+        return server_checker(header)
     if "eviction" not in header.plugins:
         msg = (
             "a proxy has written this trace: it tells of requests and where they went, and "

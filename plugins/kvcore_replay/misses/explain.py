@@ -13,6 +13,7 @@ from kvcore.trace.events import violated
 from kvcore_plugins.traces.reader import read_events
 from kvcore_replay.misses.classifier import MissClassifier
 from kvcore_replay.misses.groups import GroupMisses
+from kvcore_replay.misses.pools import PoolMisses
 from kvcore_replay.misses.reasons import DivergencePoint, Explanation, Id, RequestMisses
 from kvcore_replay.state.replicas import Replicas, ServerReader
 
@@ -57,11 +58,20 @@ def explain(
 
 def _classifier(header: events.Header) -> MissClassifier | ClusterMisses:
     """Return the classifier of a trace: of one server, or of a cluster."""
-    if header.cache_groups and header.replicas:
-        violated("misses in cache groups are explained for one replica: give --replica N")
+    if (header.cache_groups or header.layer_pools) and header.replicas:
+        violated("misses of hybrid models are explained for one replica: give --replica N")
+    if header.replicas:
+        return ClusterMisses(header)
+    return server_misses(header)
+
+
+def server_misses(header: events.Header, state: Any = None) -> MissClassifier:
+    """Return the classifier of the trace of one server, or of one whose `state` is kept."""
     if header.cache_groups:
-        return GroupMisses(header)
-    return ClusterMisses(header) if header.replicas else MissClassifier(header)
+        return GroupMisses(header, state)
+    if header.layer_pools:
+        return PoolMisses(header, state)
+    return MissClassifier(header, state)
 
 
 class Holders:

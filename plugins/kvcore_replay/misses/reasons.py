@@ -53,6 +53,16 @@ OF_GROUPS = CATEGORIES | {
 """The reasons of misses in a cache of groups. All blocks up to a position are needed of full
 attention, and of a window or a state the last ones before it."""
 
+TOMBSTONE = "tombstone"
+"""Of pools: full attention has it, and a window or a state that is needed there was evicted."""
+
+OF_POOLS = OF_GROUPS | {
+    EVICTED: "stored, then evicted from full attention",
+    TOMBSTONE: "cached of full attention; its window or state was evicted before it",
+    "unkept": "cached of full attention; a window or a state was not kept there",
+}
+"""The reasons of misses in a cache with a pool for each kind of layer."""
+
 WAYS = {
     "starts": "the first block is new",
     "diverges": "an earlier request went on differently",
@@ -192,7 +202,7 @@ class MissSegment:
     """Consecutive tokens of a prompt that missed for the same reason.
 
     Attributes:
-        category: one of `CATEGORIES`, of `OF_CLUSTERS` or of `OF_GROUPS`.
+        category: one of `CATEGORIES`, of `OF_CLUSTERS`, of `OF_GROUPS` or of `OF_POOLS`.
         first, tokens: the position of the first token, from 0, and the number of tokens.
         eviction: the eviction of the tokens, if they were evicted.
         other: the request that used evicted tokens last, computes tokens in flight, sent tokens
@@ -206,8 +216,8 @@ class MissSegment:
             is loaded from the tier.
         drop: the drop by which evicted tokens left the last lower tier that held them.
         replica: the replica that held tokens which are `elsewhere`.
-        groups: the cache groups that lacked blocks to go on at the end, by index. All others
-            had theirs.
+        groups: the cache groups, or the pools, that lacked what is needed to go on at the end,
+            by their index in `Explanation.groups`. All others had theirs.
     """
 
     category: str
@@ -425,14 +435,20 @@ class Explanation(Shown):
     @property
     def categories(self) -> Mapping[str, str]:
         """The reasons of misses in this trace, each with its meaning."""
+        if self.header.get("layer_pools"):
+            return OF_POOLS
         if self.header.get("cache_groups"):
             return OF_GROUPS
         return OF_CLUSTERS if self.header.get("replicas") else CATEGORIES
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The cache groups of the trace; none where all layers are one."""
-        record = self.header.get("cache_groups")
+        """The cache groups of the trace, or its pools; none where all layers are one."""
+        pools, record = self.header.get("layer_pools"), self.header.get("cache_groups")
+        if pools:
+            kinds = {"full": self.header["blocks"], "window": None, "state": None}
+            kinds |= {kind: pools.get(f"{kind}_slots") for kind in ("window", "state")}
+            return [{"kind": kind, "slots": n} for kind, n in kinds.items() if n is not None]
         return [] if record is None else list(record["groups"])
 
     def plugin(self, kind: str) -> str:
@@ -563,8 +579,13 @@ class Explanation(Shown):
             "prefix": self.plugin("prefix"),
             "recompute": {"model": self.cost.model, "device": self.cost.device},
             "optimum": None if self.groups else OPTIMUM,
-            **({"cache_groups": self.groups} if self.groups else {}),
+            **({self.parts: self.groups} if self.groups else {}),
         }
+
+    @property
+    def parts(self) -> str:
+        """The name of the field of HEADER and of JSON that has the `groups`."""
+        return "layer_pools" if self.header.get("layer_pools") else "cache_groups"
 
     def request_dict(self, reasons: RequestMisses) -> dict[str, Any]:
         """Return the misses of one request as a JSON object."""

@@ -24,6 +24,7 @@ from kvcore.serving.scheduler import LIMITS
 from kvcore.trace.fields import plain, slo_field, slo_of
 from kvcore.workloads import Workload
 from kvcore_plugins.cache_groups import GroupPlan, LayerGroup
+from kvcore_plugins.layer_pools import LayerPools
 from kvcore_replay.recorded.config import (
     OF_CACHES,
     OF_SERVERS,
@@ -38,6 +39,9 @@ from kvcore_replay.recorded.config import (
 
 DEPLOYMENT = ("model", "device", "tensor_parallel")
 """Options of the deployment, by which the pool and the times of steps follow."""
+
+SPLIT = ("cache_groups", "layer_pools")
+"""Fields of the header that say how layers of a hybrid model share the memory."""
 
 TIMED = (*DEPLOYMENT, *OF_SERVERS, *OPTIONAL, "batching", "like", *LIMITS, "slo", "rate_scale")
 """Options that only a run with a clock has."""
@@ -91,8 +95,11 @@ class RecordedParts(RunParts):
 
     @cached_property
     def layers(self) -> LayerPlan | None:
-        """The groups of the recorded cache, whatever the model is; None: it had none."""
-        recorded = self._header.get("cache_groups")
+        """The groups or pools of the recorded cache, whatever the model; None: it had none."""
+        header = self._header
+        if pools := header.get("layer_pools"):
+            return LayerPools.from_record(pools, header["blocks"], header["block_size"])
+        recorded = header.get("cache_groups")
         if not recorded:
             return None
         groups = tuple(LayerGroup(**group) for group in recorded["groups"])
@@ -194,8 +201,8 @@ class RecordedParts(RunParts):
             fields.pop("slo", None)
         if not self.config.tier:
             fields.pop("tiers", None)
-        if self.layers:  # tiers come after what they are below
-            fields = {"cache_groups": fields["cache_groups"], **fields}
+        # Tiers come after what they are below.
+        fields = {name: fields[name] for name in SPLIT if name in fields} | fields
         if self.redeployed:
             fields |= {n: v for n, v in super().header().items() if n in fields}
         run = {name: self._header[name] for name in ("mode", "workload", "seed")}
@@ -220,9 +227,10 @@ class RecordedParts(RunParts):
                 )
                 raise InputError(msg)
         resized = "memory" in changes or "block_size" in changes or self.redeployed
-        if "cache_groups" in self._header and (resized or not self.timed):
+        split = [name.replace("_", " ") for name in SPLIT if name in self._header]
+        if split and (resized or not self.timed):
             msg = (
-                f"{self._file} was recorded with cache groups, whose blocks have the sizes "
+                f"{self._file} was recorded with {split[0]}, whose blocks have the sizes "
                 "that the model needs, and which are served under a clock alone: "
                 "`kvcore simulate trace:FILE --model NAME` has both"
             )

@@ -42,7 +42,14 @@ def trace_sections(report: Report) -> list[Section]:
             for index, group in enumerate(report.groups or [])
         ],
     )
-    return [Table(["trace", report.file], rows), groups, cluster, setting]
+    pools = Table(
+        ["pool", "slots", "free", "of cached spans"],
+        [
+            [pool["pool"], *(f"{pool[name]:,}" for name in ("slots", "free", "cached"))]
+            for pool in report.pools or []
+        ],
+    )
+    return [Table(["trace", report.file], rows), groups, pools, cluster, setting]
 
 
 def _trace_counts(report: Report) -> Iterator[tuple[str, int]]:

@@ -11,6 +11,7 @@ from kvcore.units import NS_PER_S, format_number, format_seconds
 from kvcore_cli.report.tables import bars, counted, share
 from kvcore_replay.state.cache import CacheState, run_blocks
 from kvcore_replay.state.groups import GroupState
+from kvcore_replay.state.pools import PoolState
 from kvcore_replay.timeline import TimelineBuilder
 
 Line: TypeAlias = list[tuple[str, str]]
@@ -115,8 +116,11 @@ class LiveView:
             [(f"occupied  {bars(sample.used for sample in history)}", "")],
             [(f"running   {bars(sample.running / most_running for sample in history)}", "")],
         ]
-        if isinstance(state := self._builder.state, GroupState):
+        state = self._builder.state
+        if isinstance(state, GroupState):
             shown.insert(3, [(_groups(state), "")])
+        elif isinstance(state, PoolState):
+            shown.insert(3, [(_pools(state), "")])
         if height >= TALL:
             shown.insert(0, [(self._about(), "")])
             room = height - len(shown) - 2
@@ -196,6 +200,15 @@ def _groups(state: GroupState) -> str:
     pairs = zip(state.groups, state.used_by_group, strict=True)
     shares = (f"{group} {used / state.header.blocks:.0%}" for group, used in pairs)
     return f"groups    {'   '.join(shares)}"
+
+
+def _pools(state: PoolState) -> str:
+    """Return the share of its slots that each pool beside that of full attention has in use."""
+    shares = (
+        f"{pool} {1 - state.free_slots[pool] / slots:.0%}"
+        for pool, slots in state.slots.items()
+    )
+    return f"pools     {'   '.join(shares)}"
 
 
 def _words(event: events.Event, group: list[Any], state: CacheState | GroupState) -> str:

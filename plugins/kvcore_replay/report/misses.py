@@ -15,6 +15,8 @@ from kvcore_cli.report.tables import TableRow, counted, setup
 from kvcore_replay.misses.reasons import (
     OF_CLUSTERS,
     OF_GROUPS,
+    OF_POOLS,
+    TOMBSTONE,
     WAYS,
     Explanation,
     MissSegment,
@@ -172,11 +174,12 @@ class RequestReport:
         )
 
     def _short(self, loss: MissSegment) -> str:
-        """Return sentences about the cache groups that lacked blocks; "" without groups."""
+        """Return sentences about the groups, or pools, that lacked blocks; "" without any."""
         groups = self.explanation.groups
         if not loss.groups:
             return ""
-        short = [f"group {index} ({groups[index]['kind']})" for index in loss.groups]
+        part = "pool" if self.explanation.parts == "layer_pools" else "group"
+        short = [f"{part} {index} ({groups[index]['kind']})" for index in loss.groups]
         complete = [
             f"{index} ({group['kind']})"
             for index, group in enumerate(groups)
@@ -283,6 +286,8 @@ class SummaryReport:
         headers = ["lost", "tokens", "of missed", "prefill", "stopped", "because"]
         lost = self.summary["lost"]
         reasons = OF_CLUSTERS if "elsewhere" in lost else OF_GROUPS
+        if TOMBSTONE in lost:
+            reasons = OF_POOLS
         rows = []
         for name, missed in lost.items():
             if missed["tokens"]:
@@ -297,18 +302,22 @@ class SummaryReport:
 
     @property
     def groups(self) -> Table:
-        """The tokens for which each cache group was short, alone or with others."""
-        headers = ["group", "keeps", "short for", "prefill", "stopped"]
-        pairs = zip(self.summary["cache_groups"], self.summary["groups"], strict=True)
+        """The tokens for which each cache group or pool was short, alone or with others."""
+        pools = self.summary.get("layer_pools")
+        headers = ["group" if pools is None else "pool", "keeps", "short for", "prefill"]
+        headers.append("stopped")
+        groups = pools or self.summary["cache_groups"]
         rows: list[TableRow] = [
             [
                 str(index),
-                group_text(group),
+                f"{group['slots']:,} slots ({group['kind']})" if pools else group_text(group),
                 f"{short['tokens']:,}",
                 format_seconds(short["prefill_s"]),
                 f"{short['stopped']:,}",
             ]
-            for index, (group, short) in enumerate(pairs)
+            for index, (group, short) in enumerate(
+                zip(groups, self.summary["groups"], strict=True)
+            )
         ]
         return Table(headers, rows, headers[2:])
 

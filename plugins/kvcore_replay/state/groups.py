@@ -33,6 +33,7 @@ from kvcore.untrusted import MOST_BLOCKS, WORK, WORK_OF_LINE
 from kvcore_replay.state.cache import CacheState, TracedState
 from kvcore_replay.state.group_tiers import Place, TracedGroupTiers
 from kvcore_replay.state.layout import TracedPrompt, TraceLayout
+from kvcore_replay.state.pools import PoolState
 
 MOST_GROUPS = 64
 """Largest number of cache groups of a trace."""
@@ -602,12 +603,14 @@ class GroupState(TracedState[GroupedSequence]):
 
 
 def state_of(header: events.Header) -> CacheState | GroupState:
-    """Return the empty cache that HEADER gives, of one group or of several.
+    """Return the empty cache that HEADER gives, of one group or pool, or of several.
 
     Raises:
         ValueError: the sizes do not fit one another.
     """
-    return GroupState(header) if header.cache_groups else CacheState(header)
+    if header.cache_groups:
+        return GroupState(header)
+    return PoolState(header) if header.layer_pools else CacheState(header)
 
 
 def name_of(prompt: TracedPrompt, group: TracedGroup, position: int) -> Any:

@@ -276,6 +276,8 @@ CALLS = {
         "group": 1,
         "first": 3,
     },
+    "keep_slots": {"seq": 1, "windows": [4, 7], "state": 7},
+    "tombstone": {"span": 4, "pool": "window", "requester": "r"},
     "fork": {"seq": 1, "child": 2},
     "copy": {"seq": 1, "block": 2, "source": 3, "to": 4},
     "first_token": {"request": "r", "seq": 1},
@@ -294,6 +296,7 @@ CALLS = {
 
 STRUCTS = {name.lower(): struct for name, struct in EVENTS.items()}
 STRUCTS |= {"drop": Drop, "drop_from_tier": EVENTS["DROP"]}
+STRUCTS["keep_slots"] = STRUCTS.pop("keep")
 STRUCTS |= {f"group_{name.lower()}": struct for name, struct in OF_GROUPS.items()}
 
 GROUPED = {

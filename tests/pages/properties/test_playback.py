@@ -11,6 +11,7 @@ import orjson
 import pytest
 from helpers.browser import browsing, tab
 from helpers.policies import build
+from helpers.pooled_traces import pooled_run
 from helpers.serving import random_server, random_talks, random_tiered_server
 from helpers.toy_engine import ToyEngine, drive
 from helpers.traces import compact, drop_blocks, record, serve, serve_tiers
@@ -114,6 +115,12 @@ def hosted(path, seed):
     draw = Random(seed)
     engine = ToyEngine(path, draw.choice(["lru", "arc"]), 20, 4, early=seed % 3)
     drive(engine, draw, 25, loses=True)
+    return path
+
+
+def pooled(path, seed):
+    """Record a random server with a pool for each kind of layer."""
+    pooled_run(seed, path, count=20)
     return path
 
 
@@ -230,7 +237,7 @@ def test_a_page_plays_every_kind_of_line(page, tmp_path, name):
     check_uses(playback, path, uses)
 
 
-@pytest.mark.parametrize("make", [driven, served, hosted])
+@pytest.mark.parametrize("make", [driven, served, hosted, pooled])
 def test_a_page_plays_random_runs(page, tmp_path, make):
     """Spans, pins, tables, counts and next uses on a page equal a replay of random runs."""
     for seed in range(12):
@@ -239,7 +246,7 @@ def test_a_page_plays_random_runs(page, tmp_path, make):
         check_uses(playback, path, uses)
 
 
-@pytest.mark.parametrize("make", [driven, served, hosted])
+@pytest.mark.parametrize("make", [driven, served, hosted, pooled])
 def test_a_window_has_the_states_of_the_whole_trace(page, tmp_path, make):
     """A page of a window has the states of a replay of the whole trace.
 

@@ -1,0 +1,74 @@
+"""Random servers with a pool for each kind of layer, and their traces."""
+
+from random import Random
+
+from kvcore import Request, Trace
+from kvcore.request import Hints
+from kvcore.serving import Batching, simulate
+from kvcore_plugins.layer_pools import PooledCache
+
+KINDS = ("window", "state", "both")
+
+RULES = ["sglang", "sglang:new_token_ratio=none,preempts=last", "sglang:lag=1"]
+
+
+def requests(rng, count):
+    """Return requests that continue, repeat or leave each other's prompts."""
+    made, known, now = [], [], 0
+    for number in range(count):
+        now += rng.randrange(30_000_000)
+        keys = [number * 100 + index for index in range(rng.randint(1, 40))]
+        if known and rng.random() < 0.7:
+            earlier = rng.choice(known[-8:])
+            keys = earlier[: rng.randint(1, len(earlier))] + keys[: rng.randint(0, 12)]
+        known.append(keys)
+        prompt, output = max(1, len(keys) * 8 - rng.randrange(8)), rng.choice((1, 5, 40, 300))
+        generated = (prompt + output) // 8 - prompt // 8 if rng.random() < 0.2 else 0
+        if rng.random() < 0.1 and not generated:
+            keys = keys[: rng.randint(0, 9)]
+        share = rng.choice((None, None, None, None, 16, 0)) if not generated else None
+        made.append(
+            Request(
+                id=number,
+                arrival=now,
+                prompt_tokens=prompt,
+                output_tokens=output,
+                keys=keys,
+                hints=Hints() if share is None else Hints(share=share),
+                output_keys=[5_000 + number * 100 + index for index in range(generated)],
+                key_tokens=8,
+            )
+        )
+    return made
+
+
+def pooled_run(seed, path=None, count=40, eviction="lru:renew_split=true"):
+    """Serve random requests with random pools and rules; return the result and the cache.
+
+    With a `path` the run writes a trace there.
+    """
+    rng = Random(seed)
+    kind, size = KINDS[seed % 3], rng.choice((1, 4, 8))
+    sizes, chunk = {}, rng.choice((64, 128, 256))
+    if kind != "state":
+        window = rng.choice((2, 17, 100))
+        least = 2 * -(-(window - 1) // size) + 128 // size + 2
+        slots = least + (chunk + rng.choice((0, 100, 400))) // size
+        sizes = {"window": window, "window_slots": slots}
+    if kind != "window":
+        sizes["state_slots"] = rng.choice((5, 10, 20))
+    served, blocks = requests(rng, count), rng.choice((700, 900, 1800)) // size
+    rules = rng.choice(RULES)
+
+    def serve(trace):
+        cache = PooledCache(
+            blocks, size, prefix="radix:evict=leaf", key_tokens=8, eviction=eviction,
+            trace=trace, **sizes,
+        )  # fmt: skip
+        batching = Batching(rules=rules, max_tokens=chunk, max_seqs=16)
+        return simulate(served, cache=cache, batching=batching), cache
+
+    if path is None:
+        return serve(None)
+    with Trace(path) as trace:
+        return serve(trace)

@@ -1,0 +1,143 @@
+"""Traces of random servers with a pool for each kind of layer: they record the run."""
+
+from random import Random
+
+import pytest
+from helpers.pooled_traces import pooled_run
+from helpers.traces import lines, seal
+
+from kvcore import InputError, TraceError
+from kvcore_replay.check.trace import check_trace
+from kvcore_replay.recorded_run import recorded_run
+from kvcore_replay.what_if import whatif
+
+OF_POOLS = ("KEEP", "TOMBSTONE")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_traced_run_is_the_same_run_and_is_checked(seed, tmp_path):
+    """A trace changes no decision, every line of it is right, and its counts are the run's."""
+    path = tmp_path / "trace.jsonl"
+    (alone, _), (traced, cache) = pooled_run(seed), pooled_run(seed, path)
+    cache.check_integrity()
+    summary = {**traced.summary(), "wall_s": 0}
+    assert summary == {**alone.summary(), "wall_s": 0}
+    report, recorded = check_trace(path), recorded_run(path)
+    assert report.complete
+    assert report.pool["free"] == cache.pool.free_blocks
+    assert report.pool["cached"] == cache.unpinned_blocks
+    slots = {pool["pool"]: (pool["slots"], pool["free"]) for pool in report.pools}
+    assert slots == {side.name: (side.slots, side.free) for side in cache.tree.sides}
+    assert recorded.evicted_blocks == summary["evicted_blocks"]
+    assert recorded.preemptions == summary["preemptions"]
+    for name in ("hit_blocks", "lookup_blocks", "self_hit_blocks"):
+        assert report.hit[name] == recorded.hit[name]
+    assert recorded.hit["hit_tokens"] == traced.cache.stats.hit_tokens
+
+
+def is_detected(path):
+    """Return True if a replay finds a fault in a trace."""
+    try:
+        check_trace(path)
+    except TraceError as error:
+        return str(error).startswith(f"{path}:")
+    return False
+
+
+def of_pools(recorded):
+    """Return the numbers of the lines on pools, and of the splits and hits that they make."""
+    return [
+        n
+        for n, line in enumerate(recorded)
+        if line["event"] in (*OF_POOLS, "SPLIT", "HIT")
+        or line.get("reason") == "passed"
+        or line.get("by") in ("window", "state")
+    ]
+
+
+@pytest.mark.parametrize("seed", range(9))
+def test_a_removed_or_repeated_line_is_found(seed, tmp_path):
+    """A line on pools that is missing or written twice is found behind a right digest.
+
+    The exceptions are a KEEP after which nothing is kept, if none of what it uses is evicted,
+    and a FREE of window slots that the COMMIT just after it would free as well.
+    """
+    path, rng = tmp_path / "trace.jsonl", Random(seed)
+    pooled_run(seed, path, count=14)
+    recorded = lines(path)
+    numbers = of_pools(recorded)
+    for n in rng.sample(numbers, min(50, len(numbers))):
+        line, before, after = recorded[n], recorded[n - 1]["event"], recorded[n + 1]
+        seal(path, recorded[:n] + recorded[n + 1 :])
+        shares = "windows" in line or "state" in line or before in ("COMMIT", "SPLIT")
+        may_be = line["event"] == "KEEP" and not shares
+        may_be |= line["event"] == "FREE" and after.get("how") == "same"
+        assert is_detected(path) or may_be, line
+        seal(path, recorded[: n + 1] + recorded[n:])
+        assert is_detected(path), line
+
+
+@pytest.mark.parametrize("seed", range(9))
+def test_a_line_that_is_changed_is_found(seed, tmp_path):
+    """A loss of another pool, span or request is found, and so are slots of another span."""
+    path, rng = tmp_path / "trace.jsonl", Random(seed)
+    pooled_run(seed, path, count=14)
+    recorded = lines(path)
+    spans = {line["span"] for line in recorded if line["event"] == "COMMIT"}
+    for n in [n for n in of_pools(recorded) if recorded[n]["event"] not in ("SPLIT", "HIT")]:
+        line = recorded[n]
+        if line["event"] == "TOMBSTONE":
+            pool = "state" if line["pool"] == "window" else "window"
+            others = [{"pool": pool}, {"for": (line["for"] + 1) % 14}]
+            others.append({"span": rng.choice(sorted(spans - {line["span"]}))})
+        elif line["event"] == "EVICT":
+            others = [{"by": "state" if line["by"] == "window" else "window"}, {"by": "lru"}]
+        elif line["event"] == "FREE":
+            ((first, count),) = line["forgotten"]
+            others = [
+                {"forgotten": [[first + 1, count]]},
+                {"forgotten": [[first, count + 10**6]]},
+            ]
+        else:
+            spans_kept, state = line.get("windows", []), line.get("state")
+            others = [{"windows": [*spans_kept, 10**6]}, {"state": (state or 0) + 1}]
+            if spans_kept:
+                others.append({"windows": spans_kept[1:]})
+        other = line | rng.choice(others)
+        seal(path, [*recorded[:n], other, *recorded[n + 1 :]])
+        assert is_detected(path), other
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_run_with_pools_is_made_again(seed, tmp_path):
+    """A recorded run that is made again has the same lines, and another pool other slots."""
+    path, again = tmp_path / "trace.jsonl", tmp_path / "again.jsonl"
+    pooled_run(seed, path)
+    same = whatif(path, export=again)
+    assert again.read_bytes() == path.read_bytes()
+    assert same.changes == []
+    assert same.rerun.hit == same.recorded.hit
+    blocks = lines(path)[0]["blocks"]
+    whatif(path, blocks=2 * blocks, export=again)
+    before, after = (lines(file)[0]["layer_pools"] for file in (path, again))
+    assert {name: slots for name, slots in after.items() if name != "window"} == {
+        name: 2 * slots for name, slots in before.items() if name != "window"
+    }
+    check_trace(again)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"block_size": 32}, "layer pools, whose blocks have the sizes that the model needs"),
+        ({"like": "vllm"}, "pools of layers share what is computed: give commit=computed"),
+        ({"retention": "window:tokens=100"}, "which this does not know"),
+        ({"tier": ["host:memory=1GiB"]}, "which this does not know"),
+    ],
+)
+def test_what_pools_do_not_know_is_refused(change, problem, tmp_path):
+    """A recorded run with pools is not made again with what they do not know."""
+    path = tmp_path / "trace.jsonl"
+    pooled_run(0, path)
+    with pytest.raises(InputError, match=problem):
+        whatif(path, **change)
