@@ -2,6 +2,7 @@
 """`kvcore serve --simulate`: the loop of a simulation in real time, behind the API."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -17,10 +18,13 @@ openai = pytest.importorskip("openai", reason="needs openai: pip install openai"
 zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install 'kvcore[serve]'")
 
 from helpers.commands import run_here
+from helpers.jobs import job
 from helpers.online import free_port, metrics, serving, simulated_parts
+from helpers.serving import Even
 
 import kvcore
 from kvcore.request import text_request
+from kvcore.serving.latency import StepWork
 from kvcore.units import NS_PER_S
 from kvcore_events.formats import decode
 from kvcore_online.engine import LiveLoop
@@ -235,6 +239,46 @@ def test_a_server_that_cannot_listen_is_closed():
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         asyncio.run(main(taken.getsockname()[1]))
+
+
+def made(**options):
+    """Return a simulated server that does not listen."""
+    return Server(simulated_parts(**options), FAST)
+
+
+def test_a_server_that_ends_or_has_failed_is_not_healthy():
+    """`/health` is 200 while requests are served, and 503 at the end or after a failure."""
+    server = made()
+
+    def health():
+        answer = asyncio.run(server._health(None))
+        return answer.status, json.loads(answer.body)["status"]
+
+    assert health() == (200, "ok")
+    server._closing = True
+    assert health() == (503, "unavailable")
+    server._closing, server.engine.failure = False, RuntimeError()
+    assert health() == (503, "unavailable")
+
+
+def test_a_latency_model_serves_one_server():
+    """A latency model is in use by its server, as every plugin is by the one that it serves."""
+    latency = Even()
+    made(latency=latency)
+    with pytest.raises(kvcore.InputError, match="'even' is in use already"):
+        made(latency=latency)
+
+
+def test_the_seed_of_a_server_draws_its_words():
+    """Answers to requests without a seed follow from the server's, which is 0 by default."""
+
+    def word(**options):
+        executor, served = made(**options).engine.loop._tokens, job(drawn(count=1)[0])
+        executor.run(StepWork(decode=1, context=(1,)), (), [served])
+        return executor.streams[served.request.id].output
+
+    assert word() == word(seed=None) == word(seed=0)
+    assert len({str(word(seed=seed)) for seed in range(4)}) > 1
 
 
 def test_a_server_runs_until_a_signal():

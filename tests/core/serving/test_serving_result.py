@@ -7,13 +7,16 @@ import pickle
 from fractions import Fraction
 
 import pytest
+from helpers.jobs import job
 from helpers.schedulers import SCHEDULERS
 from helpers.serving import BLOCK, Even, ask, batching_of, serve, servers
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import kvcore
 from kvcore import SLO, InputError, KVCache
 from kvcore.serving import Batching, Result, simulate
+from kvcore.serving.stats import UNJUDGED, RunLog
 from kvcore_engine.engine import run as run_on_tensors
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Linear
@@ -193,6 +196,36 @@ def test_a_request_meets_its_slo_if_every_bound_holds(slo, met):
     judged = [verdict for verdict in met if verdict is not None]
     found = result.summary()["slo"]
     assert (found["judged"], found["met"]) == (len(judged), sum(judged) / len(judged))
+
+
+BOUND = st.none() | st.integers(1, 4)
+
+
+@settings(max_examples=300)
+@given(BOUND, BOUND, BOUND, *[st.integers(0, 4)] * 4, st.booleans())
+def test_a_verdict_is_that_of_every_bound_with_a_sample(
+    ttft, tpot, deadline, arrival, until_first, until_last, output, rejected
+):
+    """A request meets its SLO by all bounds that have a sample; a rejected one by none.
+
+    Times are from 0 ns on, and an answer of one token has no TPOT, one of none no TTFT.
+    """
+    slo = SLO(ttft_ns=ttft, tpot_ns=tpot, deadline_ns=deadline)
+    ended = job(ask("a", arrival, 4, output, slo=slo))
+    ended.first_token = arrival + until_first if output else None
+    samples = [
+        (deadline, until_first + until_last),
+        (ttft, until_first if output else None),
+        (tpot, until_last / (output - 1) if output > 1 else None),
+    ]
+    log = RunLog(9)
+    if rejected:
+        log.rejected(ended, "too long")
+        held = [False for bound, _ in samples if bound]
+    else:
+        log.ended(ended, arrival + until_first + until_last)
+        held = [time <= bound for bound, time in samples if bound and time is not None]
+    assert list(log.verdict) == [all(held) if held else UNJUDGED]
 
 
 def test_goodput_is_requests_within_the_slo_over_time():

@@ -418,6 +418,9 @@ def test_the_ratio_falls_and_is_set_by_a_preemption():
     left = job(ask("a", 0, 1, 99))
     ratio.preempted([left], 6000)
     assert ratio.at(6001) == 20 / 100
+    # The share of that step holds though it is below the 0.14, to which the next one returns.
+    ratio.preempted([job(ask("a", 0, 1, 999))], 6001)
+    assert (ratio.at(6002), ratio.at(6003)) == (20 / 1000, pytest.approx(0.098))
     ratio.restart(7000)
     assert ratio.at(7000) == 0.7
     assert ratio.at(7300) == pytest.approx(0.7 - 0.7 * 0.86 / 2)

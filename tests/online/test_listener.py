@@ -1,0 +1,47 @@
+"""The listener of servers: the answers that refuse a request, and the lines for errors."""
+
+import json
+
+import pytest
+from helpers.online_scenes import sentence
+
+pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'kvcore[serve]'")
+
+from kvcore_online.listener import Listener, _logger
+from kvcore_online.supervision import Messages
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "ends", "retry"),
+    [
+        (400, "invalid_request_error", False, None),
+        (408, "invalid_request_error", True, None),
+        (413, "invalid_request_error", True, None),
+        (415, "invalid_request_error", False, None),
+        (500, "server_error", False, None),
+        (503, "server_error", False, "1"),
+    ],
+)
+def test_a_refusal_says_what_is_wrong_and_whether_to_come_again(status, kind, ends, retry):
+    """A refusal has the error of the API; a slow or a large request ends its connection."""
+    address = {"host": "127.0.0.1", "port": 0, "client_timeout": 1, "shutdown_timeout": 1}
+    listener = Listener({}, "a test", body=1, connections=1, **address)
+    answer = listener.refusal(status, "not so", "prompt")
+    error = {"message": "not so", "type": kind, "param": "prompt", "code": status}
+    assert (answer.status, json.loads(answer.body)) == (status, {"error": error})
+    assert answer.content_type == "application/json"
+    assert (answer.keep_alive is False) is ends
+    assert answer.headers.get("Retry-After") == retry
+
+
+def test_errors_of_aiohttp_are_lines_but_for_malformed_requests(capsys):
+    """An error of aiohttp is a line with its cause, and one of what a client sends is none."""
+    logger = _logger(Messages(), UnicodeError, LookupError)
+    logger.error("closing")
+    for error in (OSError("no files"), KeyError("Host"), UnicodeError("\\xff")):
+        logger.error("handling %s", "it", exc_info=error)
+    lines = capsys.readouterr().err.splitlines()
+    assert list(map(sentence, lines)) == [
+        "kvcore: closing",
+        "kvcore: handling it: OSError: no files",
+    ]
