@@ -23,6 +23,7 @@ class Upstream:
         sent: headers of a whole answer besides those of aiohttp, as bytes; then it is written
             to the socket as it is.
         counted: the `usage` of answers.
+        tokenize: returns the answer to a prompt that is to be made into tokens.
         healthy: whether `/health` responds with 200; else with 503.
         calls: bodies of the received completions; `headers` of each.
         left: number of completions whose client disconnected.
@@ -34,6 +35,7 @@ class Upstream:
         self.gate = asyncio.Event()
         self.port = 0
         self.sent = b""
+        self.tokenize = lambda text: {"tokens": list(map(ord, text))}
         self.counted = {
             "prompt_tokens": 40,
             "completion_tokens": len(WORDS),
@@ -124,7 +126,7 @@ class Upstream:
 
     async def _tokenize(self, http):
         body = await http.json()
-        return web.json_response({"tokens": [ord(letter) for letter in body["prompt"]]})
+        return web.json_response(self.tokenize(body["prompt"]))
 
     async def _models(self, http):
         return web.json_response({"object": "list", "data": [{"id": "tiny"}]})

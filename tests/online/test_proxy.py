@@ -9,6 +9,7 @@ import os
 import signal
 from io import BytesIO
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
 import pytest
 from helpers.online_scenes import (
@@ -130,6 +131,19 @@ def test_a_prompt_goes_to_the_server_that_has_its_prefix(more):
         assert sample(proxy, "hit_tokens_total") == 4 * (64 if more else 16)
 
     play(scene, router=Hits(), **more)
+
+
+@played(count=1)
+async def test_token_ids_of_a_server_are_whole_numbers_from_0_on(proxy, servers, client):
+    """A prompt has the token ids that its server tells; all else that it tells is none."""
+    call = Call.read(COMPLETIONS, json.dumps(prompt()).encode())
+    http = SimpleNamespace(headers={})
+    for tokens in ([0, 1], [5, 2**31], []):
+        servers[0].tokenize = lambda _, tokens=tokens: {"tokens": tokens}
+        assert await proxy._tokenize(http, call) == tokens
+    for answer in (5, [], {}, *({"tokens": wrong} for wrong in ([-1], [True], ["a"], "a"))):
+        servers[0].tokenize = lambda _, answer=answer: answer
+        assert await proxy._tokenize(http, call) is None
 
 
 @pytest.mark.parametrize("script", ["die", "busy", "nonsense"])
@@ -501,13 +515,21 @@ async def test_a_redirect_is_not_followed(proxy, servers, client):
 
     first = servers[0]
     await first.stop()
-    for name in ("_complete", "_models"):
+    for name in ("_complete", "_models", "_metrics"):
         setattr(first, name, elsewhere)
     await first.start()
     assert (await ask(client))[0] == 307
     async with client.get("/v1/models", allow_redirects=False) as answer:
         assert answer.status == 307
     assert not servers[1].calls
+    checked = proxy.fleet.servers[0]
+    checked.usage = 0.5
+    await proxy.fleet.check(checked, proxy._session)
+    assert (checked.usage, checked.replica.up) == (0.5, True)
+    await first.stop()
+    first._health = elsewhere
+    await first.start()
+    await until(lambda: not checked.replica.up)
 
 
 @played(count=1)
