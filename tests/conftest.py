@@ -14,7 +14,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile(
     "short",
@@ -25,6 +25,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("thorough", settings.get_profile("short"), max_examples=5000)
+# A mutant is noticed by any failure: to look for its shortest example takes minutes.
+settings.register_profile(
+    "mutants", settings.get_profile("short"), phases=[Phase.explicit, Phase.generate]
+)
 # Processes that tests start import the installed kvcore, not the checkout that happens to be
 # the working directory.
 os.environ["PYTHONSAFEPATH"] = "1"

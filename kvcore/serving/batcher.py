@@ -202,7 +202,8 @@ class Batcher:
                 self.changed = True
                 self._divide(now)
                 step.preempted.clear()
-        changed, self.changed = self.changed, retry
+        # Blocks that became free after the admissions are offered by the next plan.
+        changed, self.changed = self.changed, retry or self._allocator.freed
         if not self._batch.size:
             # Jobs that join by a prefill have no blocks for their first decode step yet.
             self._allocator.allocated_until = self._batch.steps.count

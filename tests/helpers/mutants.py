@@ -555,6 +555,7 @@ def survivors(drawn, tests, files, tell):
 def main(room, count="200", seed="0"):
     """Draw mutants of a room, test them, and print those that survive."""
     os.environ.setdefault("KVCORE_SIMULATION", "48")
+    os.environ["HYPOTHESIS_PROFILE"] = "mutants"
     os.chdir(ROOT)
     terminal = os.fdopen(os.dup(1), "w")
 

@@ -8,6 +8,7 @@ from helpers.schedulers import scheduler_of
 from helpers.serving import STEP, Bent, Even, ask, serve
 
 from kvcore import InputError, KVCache, LatencyModel, Request
+from kvcore.request import Hints
 from kvcore.serving import simulate
 from kvcore.serving.stats import PENDING_EVENTS
 from kvcore_plugins.eviction import LRU
@@ -235,6 +236,22 @@ def test_a_cache_that_has_served_is_refused():
     simulate([ask("a")], cache=cache, latency=Even())
     with pytest.raises(InputError, match="served before: make a new KVCache for each run"):
         simulate([ask("a")], cache=cache, latency=Even())
+
+
+@pytest.mark.parametrize("jumps", [True, False])
+@pytest.mark.parametrize(("steps", "admitted"), [("mixed", 170), ("prefill-first", 180)])
+def test_a_waiting_request_gets_the_blocks_of_a_pin_that_ends_early(steps, admitted, jumps):
+    """Where a running request ends a pin, the next plan admits one that waits for blocks.
+
+    The sixth block of b, at 170 ns, ends the pin of 4 of 9 blocks, of which c needs 2.
+    """
+    requests = [
+        ask("a", 0, 17, 0, keys=range(4), hints=Hints(pin=10**6)),
+        ask("b", 0, 4, 30),
+        ask("c", 100, 8, 0),
+    ]
+    rows = serve(requests, blocks=9, steps=steps, jumps=jumps, trace=False).rows
+    assert rows["c"]["admitted"] == admitted
 
 
 def test_keys_of_another_length_are_refused():
