@@ -158,6 +158,30 @@ def test_rejected_requests_do_not_wait():
     assert saturation_of(log, 1, None) == plain
 
 
+@pytest.mark.parametrize("load", [0.9, 2])
+@pytest.mark.parametrize("first", [0, 7])
+def test_a_queue_is_the_mean_of_eight_moments(load, first):
+    """The queue at half time and at the end are means of the last 8 of 32, and of 64, moments.
+
+    Those wait that came before a moment and were not admitted by then, whatever the order of
+    the rows.
+    """
+    log = queue([first + at for at in poisson(load, 300)])
+    rows = list(zip(log.arrival, log.admitted, log.finish, strict=True))
+    Random(1).shuffle(rows)
+    came, admitted, finished = zip(*rows, strict=True)
+    begin, end = min(came), max(came)
+
+    def waiting(moment):
+        now = begin + (end - begin) * moment // 64
+        return sum(at < now for at in came) - sum(at <= now for at in admitted)
+
+    shuffled = queue([], arrival=came, admitted=admitted, finish=finished)
+    figures = saturation_of(shuffled, 1, None)
+    assert figures.waiting_half == sum(map(waiting, range(25, 33))) / 8
+    assert figures.waiting_end == sum(map(waiting, range(57, 65))) / 8
+
+
 def test_the_figures_are_rates_and_waiting_requests():
     """The figures are the rates of arrivals and completions, and the waiting requests.
 

@@ -5,6 +5,8 @@ from itertools import accumulate
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvcore import LatencyModel
+from kvcore.serving import StepWork
 from kvcore.serving.latency import StepTimes
 
 MOST = 60
@@ -62,6 +64,7 @@ def test_there_are_no_more_segments_than_lines(decoding):
 @example(([(10, 0)], [0], [0]), 31, MOST)
 @example(([(0, 1)], [0], [1]), 1, MOST)
 @example(([(0, 0)], [0], [0]), 1, MOST)
+@example(([(0, 0)], [0], [0]), 0, MOST)
 def test_reach_returns_the_fewest_steps(decoding, time, most):
     """`reach` returns the fewest steps whose sum reaches a time, from 1 to `most`."""
     ends = accumulate(one_by_one(*decoding, most))
@@ -77,3 +80,21 @@ def test_reach_is_right_for_distant_times(decoding, most, time):
     assert 1 <= steps <= most
     assert steps == 1 or times.total(steps - 1) < time
     assert steps == most or times.total(steps) >= time
+
+
+@given(decodings())
+@example(([(5, 1, 0), (2, 0, 3)], [3, 4], [0, 0]))
+def test_the_duration_of_a_step_is_its_longest_line(decoding):
+    """The time of a single step is that of the longest line at its contexts."""
+    lines, context, _ = decoding
+
+    class Lines(LatencyModel):
+        name = "lines"
+
+        def pieces(self, work):
+            del work
+            return lines
+
+    work = StepWork(0, (0,) * len(context), 1, tuple(context))
+    (expected,) = one_by_one(lines, context, [0] * len(context), 1)
+    assert Lines().duration(work) == expected

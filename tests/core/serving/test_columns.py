@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 
 import hypothesis.strategies as st
 import pytest
@@ -13,7 +14,7 @@ import kvcore
 from kvcore import files
 from kvcore.histogram import PERCENTS, nearest_rank
 from kvcore.serving import Percentiles, stats
-from kvcore.serving.stats import Column, Times
+from kvcore.serving.stats import Column, RunLog, Times
 
 ROWS = 4
 
@@ -61,6 +62,24 @@ def test_appending_cells_equals_extending():
         column.append(number)
     assert column == NUMBERS
     assert len(column.newest) == len(NUMBERS) % ROWS
+
+
+@pytest.mark.parametrize("as_bytes", [True, False])
+def test_rows_of_a_log_that_come_as_columns_move_to_the_file(as_bytes):
+    """A log takes rows as lists, or as bytes of integers, and keeps fewer than `ROWS`."""
+    log = RunLog(1)
+    for first in (0, ROWS):
+        cells = {name: list(range(first, first + ROWS)) for name in log.columns()}
+        if as_bytes:
+            cells |= {
+                name: array(column.newest.typecode, cells[name]).tobytes()
+                for name, column in log.columns().items()
+                if isinstance(column.newest, array)
+            }
+        log.extend(cells)
+        for column in log.columns().values():
+            assert column == list(range(first + ROWS))
+            assert not column.newest
 
 
 def test_columns_are_equal_by_their_cells():

@@ -285,6 +285,13 @@ def test_the_offered_load_of_a_bounded_run_is_a_lower_bound_too(retention):
     assert 0 < result.offered_load <= result.log.busy_ps / 1000 / 50
 
 
+@pytest.mark.parametrize(("output", "load"), [(0, 0.5), (1, 0.5), (2, 1.0)])
+def test_a_load_without_decoding_is_that_of_prefill_alone(output, load):
+    """Where no token is decoded, the load is that of prefill, to the picosecond."""
+    requests = [ask(index, at=20 * index, output=output) for index in range(4)]
+    assert run(requests, max_seqs=1, steps="prefill-first").offered_load == load
+
+
 def test_the_offered_load_of_one_sequence_is_that_of_queueing_theory():
     """For one sequence at a time, the load is arrival rate x mean service time (M/G/1)."""
     requests = [
@@ -295,6 +302,16 @@ def test_the_offered_load_of_one_sequence_is_that_of_queueing_theory():
     service = Fraction(result.log.busy_ps, 50)
     rate = Fraction(49, (requests[-1].arrival - requests[0].arrival) * 1000)
     assert result.summary()["offered_load"] == pytest.approx(float(rate * service), rel=1e-12)
+
+
+def test_tokens_within_a_nanosecond_count_as_no_time():
+    """A request whose tokens all come within a nanosecond has a TPOT of 0, and counts."""
+    log = RunLog(1)
+    for last in (5, 15):
+        served = job(ask("a", 0, 4, 3))
+        served.first_token = 5
+        log.ended(served, last)
+    assert list(log.tpot()) == [0, 5000]
 
 
 @pytest.mark.parametrize("ats", [[0], [0, 0], [7, 7, 7]])

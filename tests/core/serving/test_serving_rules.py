@@ -1,5 +1,6 @@
 """The rules by which engines differ, each alone: steps of 10 ns, blocks of 4 tokens."""
 
+from types import SimpleNamespace
 from typing import ClassVar
 
 import attrs
@@ -14,7 +15,7 @@ from kvcore import InputError, PluginError, PolicyError
 from kvcore.config import RunConfig
 from kvcore.serving import Batching, Rules, StepPlan, StepState
 from kvcore.serving.job import DECODE, PREFILL, WAITING
-from kvcore.serving.rules import TokenRatio
+from kvcore.serving.rules import DECISIONS, TokenRatio
 from kvcore_events.model import BlockStored
 from kvcore_lab.sweep.grid import Grid
 from kvcore_plugins.eviction import LRU
@@ -463,6 +464,62 @@ def test_the_headroom_has_the_tokens_that_jobs_will_generate(output, fields, blo
     refusing = Rules(admit_after_preemption=False)
     expected = None if state.preempted else blocks
     assert refusing.headroom(running(output, stage=WAITING), state) == expected
+
+
+@pytest.mark.parametrize(
+    ("rules", "fields", "chunk"),
+    [
+        ({}, {"budget": 5}, 5),
+        ({}, {"budget": 4, "chunked": True}, 4),
+        ({}, {"budget": 4}, 5),
+        ({}, {"budget": 4, "chunks": [1]}, 0),
+        ({}, {"budget": 5, "chunks": [1]}, 5),
+        ({"unchunked": "wait"}, {"budget": 4}, 0),
+        ({"unchunked": "wait"}, {"budget": 5}, 5),
+        ({"max_chunk": 3}, {"budget": 5, "chunked": True, "waiting": 2}, 3),
+        ({"max_chunk": 3}, {"budget": 5, "chunked": True, "running": [1], "waiting": 1}, 3),
+        ({"max_chunk": 3}, {"budget": 4, "chunked": True, "waiting": 1}, 4),
+        ({"max_chunk": 3}, {"budget": 2, "chunked": True, "waiting": 2}, 2),
+    ],
+)
+def test_a_chunk_is_what_rules_and_budget_leave_of_a_prompt(rules, fields, chunk):
+    """Of 5 tokens a step computes all, some or none, by its budget and what else there is."""
+    empty = dict.fromkeys(StepState._fields, 0) | {"running": (), "chunks": ()}
+    state = StepState(**empty | fields)
+    assert Rules(**rules).chunk_tokens(running(1, stage=WAITING), 5, state) == chunk
+    if rules.get("unchunked") == "wait":
+        assert Rules(**rules).chunk_tokens(running(1, stage=PREFILL), 5, state) == 5
+
+
+@pytest.mark.parametrize(
+    ("answer", "chunks", "decoding", "budget", "fits"),
+    [
+        *((answer, [], 0, 3, answer in (1, 3, 5)) for answer in (-1, 0, 1, 3, 4, 5, 6)),
+        *((answer, [1], 0, 3, 0 <= answer <= 3) for answer in (-1, 0, 1, 3, 4, 5, 6)),
+        (0, [], 1, 3, True),
+        (4, [], 1, 3, False),
+        (True, [], 1, 3, False),
+        (1.0, [], 1, 3, False),
+        (None, [], 1, 3, False),
+    ],
+)
+def test_a_chunk_that_rules_may_answer_has_work_and_fits(
+    answer, chunks, decoding, budget, fits
+):
+    """Of 5 tokens the first prompt of a step may have all; 0 is an answer beside other work."""
+    state = SimpleNamespace(chunks=chunks, decoding=decoding, budget=budget)
+    is_chunk, _ = DECISIONS["chunk_tokens"]
+    assert is_chunk(answer, None, 5, state) is fits
+
+
+@pytest.mark.parametrize("output", [4, 5])
+def test_tokens_that_must_fit_in_one_step_are_at_most_its_tokens(output):
+    """Where a prompt is not chunked, one that a preemption made too long could never run."""
+    run = serve(
+        [ask("a", 0, 5, output)], max_tokens=8, max_seqs=1, chunked=False, unchunked="wait"
+    )
+    why = "its 9 tokens may have to be computed in one step, which has 8 at most"
+    assert run.rejected == ({"a": why} if output == 5 else {})
 
 
 @pytest.mark.parametrize(("preempts", "loser"), [("last", "b"), ("shortest", "a")])

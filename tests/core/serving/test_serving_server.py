@@ -41,6 +41,18 @@ def test_no_more_sequences_decode_than_may_run():
     assert asked.decode_ns(5, 9, 100) == asked.decode_ns(5, 9, MAX_SEQS)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "context"), [(0, 255), (1, 0), (256, 0), (300, 255), (600, 9)]
+)
+def test_without_lines_a_token_takes_the_time_at_the_end_of_its_stretch(tokens, context):
+    """Without lines, a token takes the time of the last context of its 256."""
+    latency, time_ps = Single(), 0
+    for length in range(context, context + tokens):
+        last = 3 * (length // 256 * 256 + 256)
+        time_ps += latency.duration(StepWork(0, (0,), 3, (last,)))
+    assert server(latency).decode_ns(tokens, context, 3) == time_ps // 1000
+
+
 def test_without_lines_the_time_left_never_rises():
     """Without lines, the remaining time never rises and is at most 20 % too long."""
     latency = Single()

@@ -1,0 +1,161 @@
+"""What a loop tells its parts: meters, clients of a server, schedulers that plan, the pool."""
+
+from typing import ClassVar
+
+import attrs
+import pytest
+from helpers.schedulers import Planning
+from helpers.serving import BLOCK, STEP, Even, ask, batching_of, serve
+
+from kvcore import KVCache
+from kvcore.request import Hints
+from kvcore.serving import StepPlan
+from kvcore.serving.arrivals import Arrivals
+from kvcore.serving.latency import SimulatedExecutor
+from kvcore.serving.loop import ServingLoop
+from kvcore.units import PS_PER_NS
+from kvcore_plugins.scheduler import FCFS
+
+
+def loop_of(requests, *, meter=None, **batching):
+    """Return a loop that has not begun, in steps of 10 ns and with 100 blocks of 4 tokens."""
+    return ServingLoop(
+        Arrivals(requests),
+        KVCache(100, BLOCK, key_tokens=BLOCK, accounting="tokens"),
+        FCFS(),
+        SimulatedExecutor(Even()),
+        batching_of(watermark=0, **batching),
+        meter=meter,
+    )
+
+
+class Tape:
+    """A meter that records what it is told."""
+
+    def __init__(self):
+        self.plans, self.parts = [], []
+
+    def planned(self, loop, now):
+        """Record the time of a plan, and the free blocks after it."""
+        self.plans.append((now, loop._cache.pool.free_blocks))
+
+    def passed(self, loop, *part):
+        """Record the time that has passed, and what steps did in it."""
+        assert loop.clock_ps == sum(took_ps for took_ps, *_ in [*self.parts, part]) + 5000
+        self.parts.append(part)
+
+
+def test_a_meter_is_told_of_each_plan_and_of_all_that_passes():
+    """A meter gets the tokens of each step or jump, and the time without steps in between.
+
+    The time before the first request is none.
+    """
+    tape = Tape()
+    loop_of(
+        [ask("a", 5, 6, 3), ask("b", 1000, 3, 1)], meter=tape, max_tokens=4, max_seqs=2
+    ).run()
+    assert tape.parts == [
+        (STEP * PS_PER_NS, 4, 0, 1),
+        (STEP * PS_PER_NS, 2, 0, 1),
+        (2 * STEP * PS_PER_NS, 0, 2, 2),
+        ((1000 - 45) * PS_PER_NS, 0, 0, 0),
+        (STEP * PS_PER_NS, 3, 0, 1),
+    ]
+    assert tape.plans == [
+        (0, 100),
+        (5, 98),
+        (15, 98),
+        (25, 98),
+        (45, 100),
+        (1000, 99),
+        (1010, 100),
+    ]
+
+
+def test_a_client_is_told_of_its_first_token_once():
+    """A first token is told at its time, and not again after a preemption."""
+    told = []
+    loop = loop_of([ask("a", 0, 300, 60), ask("b", 5, 60, 100), ask("c", 7, 4, 0)])
+    loop.on_first_token = lambda job, now: told.append((job.request.id, now))
+    loop.run()
+    assert sum(loop.log.recomputes) > 0
+    assert told == [("a", 10), ("b", 20)]
+
+
+@pytest.mark.parametrize(("lag", "blocks"), [(0, 3), (1, 2)])
+def test_an_aborted_request_leaves_the_blocks_that_it_has_generated(lag, blocks):
+    """Where generated blocks stay cached, those of a request that is aborted do, if full.
+
+    Under a lag its newest token, the last of a block, is not known yet.
+    """
+    loop = loop_of([ask("a", 0, 4, 40, keys=[1])], generated="cached", lag=lag)
+    loop._jumps = False
+    (job,) = _begun(loop, tokens=9)
+    assert job.length == 12
+    assert loop.abort(job, "gone")
+    assert loop._cache.tree.cached_blocks == blocks
+
+
+def _begun(loop, tokens):
+    """Run a loop until its jobs have generated that many tokens; return the jobs."""
+    while not loop.batch.size or min(job.generated for job in loop.batch) < tokens:
+        if loop.begin():
+            loop.end()
+    return list(loop.batcher.running)
+
+
+@attrs.define(slots=False, eq=False)
+class Told(Planning):
+    """Admits jobs as they have queued up, and records each state that it is asked about.
+
+    Attributes:
+        pauses: the time of the plan that pauses the first running job.
+    """
+
+    name: ClassVar[str] = "told"
+
+    pauses: int = -1
+    states: list = attrs.field(init=False, factory=list)
+
+    def plan(self, state):
+        """Record the state."""
+        waiting, running = ("".join(job.request.id for job in jobs) for jobs in state[1:3])
+        self.states.append((state.now, waiting, running, *state[3:5]))
+        return StepPlan(list(state.waiting), state.running[: state.now == self.pauses])
+
+
+def test_a_plan_knows_jobs_slots_and_blocks():
+    """A scheduler that plans is told who waits and runs, and what is free at that moment."""
+    told = Told()
+    requests = [ask("a", 0, 8, 3), ask("b", 0, 8, 2), ask("c", 5, 4, 1)]
+    serve(requests, blocks=10, max_seqs=2, scheduler=told)
+    assert told.states == [
+        (0, "ab", "", 2, 10),
+        (10, "c", "ab", 0, 4),
+        (20, "c", "a", 1, 7),
+    ]
+
+
+def test_a_job_off_the_batch_is_the_first_that_waits():
+    """A job that loses its slot, or its blocks, goes before those that have waited longer."""
+    told = Told(pauses=10)
+    run = serve([ask(name, 0, 4, 4) for name in "abc"], max_seqs=1, scheduler=told)
+    assert run.timeline("PREEMPT", "RESUME") == ["10 PREEMPT a", "50 RESUME a"]
+    assert [waiting for _, waiting, *_ in told.states] == ["abc", "bc", "ac", "ac", "c"]
+    told = Told()
+    run = serve([ask(name, 0, 12, 14) for name in "abc"], blocks=8, scheduler=told)
+    assert run.timeline("PREEMPT")[0].endswith(" b")
+    assert [waiting for _, waiting, *_ in told.states][:4] == ["abc", "c", "bc", "bc"]
+
+
+def test_the_pool_is_recorded_when_a_prefetch_begins():
+    """The blocks that a prefetch loads into are in use from its beginning, not from its end."""
+    requests = [
+        ask("a", 0, 17, 1, keys=range(4)),
+        ask("b", 1_000, 33, 1),
+        ask("c", 20_000, 17, 1, keys=range(4), hints=Hints(prefetch=10_000)),
+    ]
+    tier = "host:memory=64kB,load=always,read_bandwidth=64MB,write=through"
+    pool = serve(requests, blocks=9, tiers=(tier,)).result.summary()["pool"]["timeline"]
+    states = zip(pool["t_s"], pool["active"], pool["free"], strict=True)
+    assert (10_000 / 10**9, 4, 5) in states
