@@ -530,12 +530,14 @@ class Proxy:
             UnservedError: the answer is too large.
         """
         most = self.config.answer if most is None else most
-        parts, size = [data], len(data)
-        while part := await self._part(response):
-            parts.append(part)
-            size += len(part)
+        parts, size = list[bytes](), 0
+        data = data or await self._part(response)
+        while data:
+            parts.append(data)
+            size += len(data)
             if size > most:
                 _refuse("its answer is too large", failure=True)
+            data = await self._part(response)
         return b"".join(parts)
 
     @staticmethod

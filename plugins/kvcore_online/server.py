@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, aclosing, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -431,10 +431,10 @@ class Server:
         requests = list(call.requests(self._ids, size, salt, publish=publish))
         self._busy += call.answers
         try:
-            pieces = self._generate(requests)
-            if call.stream:
-                return await self._stream(http, requests, call, pieces)
-            return await self._whole(requests, call, pieces)
+            async with aclosing(self._generate(requests)) as pieces:
+                if call.stream:
+                    return await self._stream(http, requests, call, pieces)
+                return await self._whole(requests, call, pieces)
         finally:
             self._busy -= call.answers
 
@@ -497,7 +497,6 @@ class Server:
             left -= answer.ended
             if not left:
                 break
-        await pieces.aclose()
         choices = []
         for index, answer in enumerate(answers):
             content: dict[str, Any] = {"text": answer.body}
@@ -532,8 +531,6 @@ class Server:
             # Too slow, or gone: the requests end with their generator.
             if http.transport is not None:
                 http.transport.abort()
-        finally:
-            await pieces.aclose()
         return out
 
     async def _chunks(

@@ -139,6 +139,7 @@ def test_no_payload_ends_the_follower_of_a_server():
                 publisher.publish(stored(index))
                 await until(lambda number=index: holds(view, number))
             assert [thread.is_alive() for thread in view._threads] == [True]
+            assert view._threads[0].daemon  # it does not keep a process that ends
             assert sample(proxy, "lost_batches_total") > len(HOSTILE) // 2
             assert sample(proxy, "restarts_total") == 0
 

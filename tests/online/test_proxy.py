@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import signal
+from collections import Counter
 from io import BytesIO
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from helpers.online_scenes import (
     played,
     raw,
     sample,
+    sentence,
 )
 from helpers.upstreams import Upstream, prompt, routed, until
 from hypothesis import example, given, settings
@@ -39,6 +41,7 @@ from kvcore_online.route_config import RouteConfig
 from kvcore_online.traffic import Flight, TrafficLog
 from kvcore_plugins.workload.recorded import TraceWorkload
 
+aiohttp = pytest.importorskip("aiohttp", reason="needs aiohttp")
 web = pytest.importorskip("aiohttp.web", reason="needs aiohttp")
 
 
@@ -737,8 +740,71 @@ def test_a_proxy_runs_until_a_signal(tmp_path, monkeypatch):
 @played(count=1)
 async def test_a_proxy_that_starts_has_nothing_to_warn_of(proxy, servers, client, capsys):
     """Where all connections may be open, no limit is told; that a server is up is."""
-    assert "connections of" not in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert sentence(line) == f"kvcore: {servers[0].url[7:]} is up"
     assert sample(proxy, "up") == 1
+
+
+def test_a_server_that_is_down_at_the_start_is_in_the_metrics():
+    """The metrics have each server from the start, whether it is up or not."""
+
+    async def scene(proxy, servers, client):
+        assert (
+            'kvcore_route_up{replica="127.0.0.1:9"} 0.0' in proxy.fleet.metrics.text().decode()
+        )
+
+    play(scene, count=0, replicas=["http://127.0.0.1:9"])
+
+
+@played(count=1)
+async def test_an_abort_ends_the_requests_in_flight(proxy, servers, client):
+    """After `abort` no request is waited for: its client gets no answer."""
+    servers[0].script = "wait"
+    asked = asyncio.create_task(ask(client))
+    await until(lambda: servers[0].calls)
+    proxy.abort()
+    with pytest.raises(aiohttp.ClientError):
+        await asked
+    await until(lambda: servers[0].left == 1)
+
+
+@played(prefixes="tokens")
+async def test_servers_make_tokens_by_turns(proxy, servers, client):
+    """The work of `/tokenize` is shared among the servers that are up."""
+    counts = Counter()
+    for index, server in enumerate(servers):
+        server.tokenize = lambda _, index=index: counts.update([index]) or {"tokens": [1]}
+    for _ in range(4):
+        await ask(client)
+    assert counts == {0: 2, 1: 2}
+
+
+@pytest.mark.parametrize(
+    ("status", "again"),
+    [
+        *((status, True) for status in (429, 502, 503, 504)),
+        *((status, False) for status in (400, 404, 500, 501, 599)),
+    ],
+)
+@played(failures=100)
+async def test_a_busy_server_is_no_failure_and_another_one_is_asked(
+    proxy, servers, client, status, again
+):
+    """Statuses of a server that is busy or going down have a request sent to another one."""
+    servers[0].sent = b"HTTP/1.1 %d No\r\nContent-Type: application/json\r\n" % status
+    got, headers, _ = await ask(client)
+    assert got == (200 if again else status)
+    assert headers["x-kvcore-replica"] == servers[again].url[7:]
+    assert proxy.fleet.servers[0].failures == 0
+
+
+@played(answer=10, health_interval=60)
+async def test_an_answer_that_is_too_large_is_a_failure(proxy, servers, client):
+    """A whole answer beyond the limit is not passed on, and is a failure of its server."""
+    status, _, text = await ask(client)
+    assert status == 503
+    assert "its answer is too large" in text
+    assert [server.failures for server in proxy.fleet.servers] == [1, 1]
 
 
 def test_a_port_in_use_is_refused(tmp_path):

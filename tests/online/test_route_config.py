@@ -7,7 +7,8 @@ import attrs
 import pytest
 
 from kvcore.errors import InputError
-from kvcore_online.route_config import MOST_REPLICAS, RouteConfig
+from kvcore_online.route_config import MOST_REPLICAS, RouteConfig, Upstream
+from kvcore_online.server import ServeConfig
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 
@@ -43,6 +44,17 @@ def test_a_wrong_file_is_refused(text, wrong, tmp_path):
     with pytest.raises(InputError, match=wrong) as caught:
         RouteConfig.from_toml(path)
     assert str(path) in str(caught.value)
+
+
+def test_options_are_given_by_name():
+    """A value is given with the name of its option: these are too many to be counted off."""
+    for config, value in (
+        (RouteConfig, ()),
+        (Upstream, "http://a"),
+        (ServeConfig, "127.0.0.1"),
+    ):
+        with pytest.raises(TypeError, match="positional argument"):
+            config(value)
 
 
 def test_a_seed_may_be_negative():

@@ -28,6 +28,7 @@ from kvcore.serving.latency import StepWork
 from kvcore.units import NS_PER_S
 from kvcore_events.formats import decode
 from kvcore_online.engine import LiveLoop
+from kvcore_online.metrics import server_metrics
 from kvcore_online.server import ServeConfig, Server, run
 from kvcore_online.simulated import WORDS, SimulatedModel, SimulatedTokens
 from kvcore_replay.check.trace import replay
@@ -248,17 +249,61 @@ def made(**options):
 
 def test_a_server_that_ends_or_has_failed_is_not_healthy():
     """`/health` is 200 while requests are served, and 503 at the end or after a failure."""
-    server = made()
 
-    def health():
+    def health(server):
         answer = asyncio.run(server._health(None))
         return answer.status, json.loads(answer.body)["status"]
 
-    assert health() == (200, "ok")
-    server._closing = True
-    assert health() == (503, "unavailable")
-    server._closing, server.engine.failure = False, RuntimeError()
-    assert health() == (503, "unavailable")
+    server = made()
+    assert health(server) == (200, "ok")
+    asyncio.run(server.stop())
+    assert health(server) == (503, "unavailable")
+    server = made()
+    server.engine.failure = RuntimeError()
+    assert health(server) == (503, "unavailable")
+
+
+def test_a_simulation_that_waits_for_requests_is_not_behind():
+    """A server is behind while it simulates steps of open requests by a clock, not else."""
+    world = World([])
+    for speed_up, opened in ((None, True), (1.0, False), (1.0, True)):
+        config = ServeConfig(port=0, speed_up=speed_up)
+        world.now = 0
+        server = Server(simulated_parts(), config, world.clock)
+        server.engine.loop.open |= {"a": None} if opened else {}
+        world.now = 5 * NS_PER_S
+        behind = 5.0 if speed_up and opened else 0.0
+        text = server_metrics(server.engine.loop, server.cache, "m", None)
+        assert f'kvcore:behind_seconds{{model_name="m"}} {behind}\n' in text
+
+
+@pytest.mark.parametrize(
+    ("longest", "limit"),
+    [
+        (None, (800, "the cache")),
+        (799, (799, "max_model_len")),
+        (800, (800, "max_model_len")),
+        (801, (800, "the cache")),
+    ],
+)
+def test_a_text_fits_into_the_cache_and_the_model(longest, limit):
+    """The longest text is that of the pool, of 50 blocks of 16, or `max_model_len` if less."""
+    reader = made(blocks=50, max_model_len=longest)._reader
+    assert (reader.longest, reader.limit) == limit
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("chunk", [True, False])
+def test_each_document_of_an_answer_says_what_it_is(chat, chunk):
+    """Answers, and parts of a streamed chat, are of the kinds that the API has."""
+    server = made()
+    body = {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": "a"}
+    call = server._reader.read(body, chat=chat)
+    head = server._head(text_request(7, [1], output=1, block_size=16), call, chunk=chunk)
+    kind = "chat.completion" if chat else "text_completion"
+    assert head["object"] == kind + ".chunk" * (chat and chunk)
+    assert head["id"] == ("chatcmpl-7" if chat else "cmpl-7")
+    assert head["model"] == server.model == "llama-3-70b"
 
 
 def test_a_latency_model_serves_one_server():
@@ -286,11 +331,12 @@ def test_a_server_runs_until_a_signal():
     served = []
 
     def ready(server):
-        served.append(server.url)
+        served.append(server)
         os.kill(os.getpid(), signal.SIGTERM)
 
     run(simulated_parts(), FAST, ready)
-    assert served[0].startswith("http://127.0.0.1:")
+    assert served[0].url.startswith("http://127.0.0.1:")
+    assert not served[0].engine._thread.is_alive()
 
 
 @pytest.fixture(scope="module")
