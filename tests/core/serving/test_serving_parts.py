@@ -96,6 +96,22 @@ def test_an_aborted_request_leaves_the_blocks_that_it_has_generated(lag, blocks)
     assert loop._cache.tree.cached_blocks == blocks
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_tokens_that_were_computed_again_are_known(lag):
+    """A request that is aborted while it computes its tokens again leaves all their blocks."""
+    rules = {"generated": "cached", "preempts": "shortest", "lag": lag}
+    loop = loop_of([ask("a", 0, 4, 40, keys=[1])], max_tokens=4, max_seqs=1, **rules)
+    loop._jumps = False
+    (job,) = _begun(loop, tokens=9)
+    loop.batcher._take_blocks(job, loop.clock_ps // PS_PER_NS)
+    while job.computed != 8:
+        assert loop.begin()
+        loop.end()
+    assert job.prefill_left
+    assert loop.abort(job, "gone")
+    assert loop._cache.tree.cached_blocks == 2
+
+
 def _begun(loop, tokens):
     """Run a loop until its jobs have generated that many tokens; return the jobs."""
     while not loop.batch.size or min(job.generated for job in loop.batch) < tokens:
