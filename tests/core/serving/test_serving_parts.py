@@ -121,6 +121,26 @@ def _begun(loop, tokens):
 
 
 @attrs.define(slots=False, eq=False)
+class Heard(FCFS):
+    """Records when it hears of each job."""
+
+    name: ClassVar[str] = "heard"
+
+    times: list = attrs.field(init=False, factory=list)
+
+    def queued(self, job, now):
+        """Record that a job waits."""
+        self.times.append((job.request.id, now))
+
+
+def test_a_scheduler_hears_of_a_job_when_it_arrives():
+    """A job waits from its arrival on, which may be within a step, not from the next plan."""
+    heard = Heard()
+    serve([ask("a", 0, 4, 9), ask("b", 33)], scheduler=heard)
+    assert heard.times == [("a", 0), ("b", 33)]
+
+
+@attrs.define(slots=False, eq=False)
 class Told(Planning):
     """Admits jobs as they have queued up, and records each state that it is asked about.
 
