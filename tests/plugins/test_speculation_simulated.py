@@ -75,7 +75,10 @@ def test_draws_do_not_depend_on_other_requests():
 def test_requests_with_drafts_are_served_in_full(
     tmp_path_factory, server, scheduler, share, tokens
 ):
-    """With drafts all requests are served in full, with a valid and repeatable trace."""
+    """With drafts all requests are served in full, with a valid and repeatable trace.
+
+    Each token after the first has a time since the one before it, accepted drafts too.
+    """
     runs = [
         server.run(scheduler, drafter=Acceptance(tokens=tokens, probability=share))
         for _ in range(2)
@@ -86,6 +89,8 @@ def test_requests_with_drafts_are_served_in_full(
     assert sorted(log.ids) == sorted(wanted)
     for row, name in enumerate(log.ids):
         assert row in log.reasons or log.output[row] == wanted[name]
+    served = [tokens for row, tokens in enumerate(log.output) if row not in log.reasons]
+    assert log.itl.count == sum(max(tokens - 1, 0) for tokens in served)
     path = tmp_path_factory.getbasetemp() / "drafted.jsonl"
     path.write_bytes(runs[0].trace)
     assert check_trace(path).complete

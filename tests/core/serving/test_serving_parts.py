@@ -8,22 +8,22 @@ from helpers.schedulers import Planning
 from helpers.serving import BLOCK, STEP, Even, ask, batching_of, serve
 
 from kvcore import KVCache
-from kvcore.request import Hints
+from kvcore.request import Hints, text_request
 from kvcore.serving import StepPlan
 from kvcore.serving.arrivals import Arrivals
-from kvcore.serving.latency import SimulatedExecutor
+from kvcore.serving.latency import SimulatedExecutor, StepResult
 from kvcore.serving.loop import ServingLoop
 from kvcore.units import PS_PER_NS
 from kvcore_plugins.scheduler import FCFS
 
 
-def loop_of(requests, *, meter=None, **batching):
+def loop_of(requests, *, meter=None, executor=None, **batching):
     """Return a loop that has not begun, in steps of 10 ns and with 100 blocks of 4 tokens."""
     return ServingLoop(
         Arrivals(requests),
         KVCache(100, BLOCK, key_tokens=BLOCK, accounting="tokens"),
         FCFS(),
-        SimulatedExecutor(Even()),
+        executor or SimulatedExecutor(Even()),
         batching_of(watermark=0, **batching),
         meter=meter,
     )
@@ -80,6 +80,29 @@ def test_a_client_is_told_of_its_first_token_once():
     loop.run()
     assert sum(loop.log.recomputes) > 0
     assert told == [("a", 10), ("b", 20)]
+
+
+class Naming(SimulatedExecutor):
+    """Names each block that a job fills by its number, as one that generates tokens does."""
+
+    def __init__(self):
+        super().__init__(Even())
+        self.jumps = False
+
+    def run(self, work, chunks, decoding):
+        """Return the keys of the blocks that the step fills."""
+        full = [job for job in decoding if (job.length + 1) % BLOCK == 0]
+        named = [(job, [job.length // BLOCK]) for job in full]
+        return StepResult(super().run(work, chunks, decoding).took_ps, (), named)
+
+
+def test_generated_blocks_are_shared_under_the_keys_that_become_known():
+    """Blocks whose keys are known once their tokens are generated are hit by later requests."""
+    first = text_request("a", range(4), output=10, block_size=BLOCK, publish=True)
+    again = ask("b", 500, 13, 1, keys=[*first.keys, 1, 2])
+    loop = loop_of([first, again], executor=Naming())
+    loop.run()
+    assert list(loop.log.hit) == [0, 12]
 
 
 @pytest.mark.parametrize(("lag", "blocks"), [(0, 3), (1, 2)])
