@@ -188,7 +188,6 @@ class LiveLoop(ServingLoop):
         self._leaving: dict[int | str, str] = {}
         self._clock, self._began_ns = clock, clock()
         self.paced, self._speed, self._sleep = speed is not None, speed or 1.0, sleep
-        self._waited = True
         self.on_first_token = tally.got_first_token
         self._trace = cache.trace if isinstance(cache.trace, Trace) else None
         self._flush_at_ps = FLUSH_PS
@@ -203,13 +202,12 @@ class LiveLoop(ServingLoop):
         return self.elapsed_ns() - self.clock_ps // PS_PER_NS
 
     def begin(self) -> bool:
-        """Advance the clock, abort requests that need no more tokens, and plan a step.
+        """Abort requests that need no more tokens, and plan a step, which begins now.
 
         A step with a given time begins when the one before has ended, however late it is.
         """
-        if self._waited or not self.paced:
-            self.clock_ps = max(self.clock_ps, self.elapsed_ns() * PS_PER_NS)
-            self._waited = False
+        if not self.paced:
+            self._keep_up()
         if self._trace is not None and self.clock_ps >= self._flush_at_ps:
             self._flush(self._trace)
         if self.inbox.left or self._leaving:
@@ -276,8 +274,12 @@ class LiveLoop(ServingLoop):
                 if inbox.closing and not self.open:
                     return False
                 inbox.changed.wait(seconds)
-        self._waited = True
+        self._keep_up()
         return True
+
+    def _keep_up(self) -> None:
+        """Advance the clock to the present, unless a step ends later."""
+        self.clock_ps = max(self.clock_ps, self.elapsed_ns() * PS_PER_NS)
 
     def _gone(self, request: Request, now: int) -> None:
         """Called when a request has ended, in any way."""

@@ -7,6 +7,7 @@ import attrs
 import pytest
 
 from kvcore.errors import InputError
+from kvcore_online.fleet import _view
 from kvcore_online.route_config import MOST_REPLICAS, RouteConfig, Upstream
 from kvcore_online.server import ServeConfig
 
@@ -187,6 +188,13 @@ def test_events_need_an_address_and_the_block_size_of_each_server():
         for options in ({}, {"view": "events"}, {"prefixes": "tokens"})
     ]
     assert [config.by_tokens for config in configs] == [False, True, True]
+
+
+@pytest.mark.parametrize(("view", "blocks"), [("index", 1_048_576), ("index:blocks=5", 5)])
+def test_the_index_of_a_proxy_is_bounded(view, blocks):
+    """The router's own index has a million entries unless its option says how many."""
+    config = RouteConfig.from_options(["http://a"], view=view)
+    assert _view(config, None, None, None).blocks == blocks
 
 
 def test_paths_of_a_file_are_relative_to_it(tmp_path):

@@ -86,6 +86,21 @@ def test_requests_are_written_in_order_of_arrival(tmp_path_factory, ends, wrong,
     assert written == {number: outputs[number] for number in written}
 
 
+def test_at_most_a_million_keys_wait_for_an_open_request(tmp_path, monkeypatch):
+    """With 600,000 keys each, one request waits for an older one, and a second does not."""
+    monkeypatch.setattr(traffic, "REQUEST_KEYS", 600_000)
+    log = make_log(tmp_path / "day.jsonl")
+    flights = [flown(number) for number in range(3)]
+    waiting = []
+    for flight in flights:
+        log.begin(flight)
+    for flight in flights[1:]:
+        log.end(flight)
+        waiting.append(list(log._flights))
+    assert waiting == [[0, 1, 2], []]
+    log.close(1_000)
+
+
 def test_a_request_has_its_routes_and_counted_lengths(tmp_path):
     """Lengths are those that the server counted, and hits are at most the keys' tokens."""
     path = tmp_path / "day.jsonl"
