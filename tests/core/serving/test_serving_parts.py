@@ -119,6 +119,18 @@ def test_an_aborted_request_leaves_the_blocks_that_it_has_generated(lag, blocks)
     assert loop._cache.tree.cached_blocks == blocks
 
 
+@pytest.mark.parametrize(("planned", "blocks"), [(False, 2), (True, 3)])
+def test_a_newest_token_is_known_once_the_slot_of_the_next_is_planned(planned, blocks):
+    """Under a lag, a preempted job leaves the block of its newest token if that has come."""
+    loop = loop_of([ask("a", 0, 4, 40, keys=[1])], generated="cached", lag=1)
+    loop._jumps = False
+    (job,) = _begun(loop, tokens=9)
+    if planned:
+        assert loop.begin()
+    loop.batcher._take_blocks(job, loop.clock_ps // PS_PER_NS)
+    assert loop._cache.tree.cached_blocks == blocks
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_tokens_that_were_computed_again_are_known(lag):
     """A request that is aborted while it computes its tokens again leaves all their blocks."""
