@@ -143,6 +143,28 @@ def test_fixed_servers_decide_as_the_naive_loop(part):
             assert steps.decisions == traced.decisions == run.decisions
 
 
+@pytest.mark.parametrize("seed", [*range(16, 24), 38])
+def test_fixed_servers_under_a_lag_decide_as_the_naive_loop(seed):
+    """Blocks that are scheduled are shared, chunk by chunk, as the naive loop does under a lag.
+
+    Server 21 lacks blocks for some of the jobs that decode, and gives the first ones theirs;
+    server 38 takes those of a job that has its last token, and admits nobody in their place.
+    """
+    server = random_ruled_server(Random(seed).randint)
+    rules = {
+        "lag": 1,
+        "steps": "mixed",
+        "commit": "scheduled",
+        "generated": "cached",
+        "admit_after_preemption": False,
+        "reserve": ("chunk", "first-chunk")[seed % 2],
+    }
+    scheduler = SCHEDULERS[seed % len(SCHEDULERS)]
+    if not may_circle(attrs.evolve(server, options=rules), scheduler):
+        server = attrs.evolve(server, options=server.options | rules)
+        assert_same_decisions(server, scheduler, span_cache(server))
+
+
 @given(
     server=servers() | ruled_servers(),
     scheduler=st.sampled_from(SCHEDULERS),

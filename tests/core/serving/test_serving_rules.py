@@ -14,7 +14,7 @@ import kvcore
 from kvcore import InputError, PluginError, PolicyError
 from kvcore.config import RunConfig
 from kvcore.serving import Batching, Rules, StepPlan, StepState
-from kvcore.serving.job import DECODE, PREFILL, WAITING
+from kvcore.serving.job import DECODE, DONE, PREFILL, WAITING
 from kvcore.serving.rules import DECISIONS, TokenRatio
 from kvcore_events.model import BlockStored
 from kvcore_lab.sweep.grid import Grid
@@ -581,6 +581,15 @@ class TestOverrides:
         run = serve(requests, blocks=7, rules=mine)
         back = [line for line in run.lines if line["event"] == "HIT" and line.get("again")]
         assert [line["blocks"] for line in back] == [3]
+
+    def test_a_job_that_has_ended_is_done_when_its_blocks_are_kept(self):
+        """`keeps_generated` is asked of a job that has ended as one that is done."""
+        stages = []
+        mine = rules_with(
+            keeps_generated=lambda _, job, *__, **___: not stages.append(job.stage)
+        )
+        serve([ask("a", 0, 4, 9)], rules=mine)
+        assert stages == [DONE]
 
     @pytest.mark.parametrize(
         ("method", "answer", "expected"),

@@ -30,6 +30,13 @@ def test_requests_come_in_order():
     assert (arrivals.next_at, arrived(arrivals), arrivals.next_at) == (7, [(7, "c")], NEVER)
 
 
+def test_the_last_time_of_an_arrival_is_before_that_of_none():
+    """A request may arrive at the last nanosecond of the clock, and not after it."""
+    assert Arrivals([ask("a", NEVER - 1)]).next_at == NEVER - 1
+    with pytest.raises(InputError, match="'a' arrives 2"):
+        Arrivals([ask("a", NEVER)])
+
+
 def test_a_streamed_workload_is_read_one_request_ahead():
     """A streamed workload is read one request ahead."""
     read = []
