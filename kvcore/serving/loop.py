@@ -246,8 +246,7 @@ class ServingLoop:
         filled, lag.filled = lag.filled, []
         for job, seq, length in filled:
             if job.seq is seq and seq.is_open:
-                if seq.tokens < length:
-                    self._cache.settle(seq, length)
+                self._cache.settle(seq, max(seq.tokens, length))
                 self._cache.commit(seq, length - seq.computed, now)
                 self.batcher.computed()
         late, lag.late = lag.late, []

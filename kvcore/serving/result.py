@@ -345,7 +345,7 @@ def _between(begin: Column[int], end: Column[int]) -> Times:
 def _differences(begin: Sequence[int], end: Sequence[int]) -> Iterator[int]:
     """Yield the times from `begin` to `end`, where there is an end: in C."""
     times = map(sub, end, begin)
-    return times if min(end, default=0) >= 0 else compress(times, [time >= 0 for time in end])
+    return times if -1 not in end else compress(times, [time >= 0 for time in end])
 
 
 def hit_fields(stats: CacheStats) -> dict[str, Any]:
