@@ -10,10 +10,10 @@ from helpers.serving import BLOCK, STEP, Even, ask, batching_of, serve
 from kvcore import KVCache
 from kvcore.request import Hints, text_request
 from kvcore.serving import StepPlan
-from kvcore.serving.arrivals import Arrivals
 from kvcore.serving.latency import SimulatedExecutor, StepResult
 from kvcore.serving.loop import ServingLoop
 from kvcore.units import PS_PER_NS
+from kvcore.workloads.arrivals import Arrivals
 from kvcore_plugins.scheduler import FCFS
 
 
