@@ -172,15 +172,16 @@ def test_a_preempted_job_is_not_admitted_again_in_the_same_step():
     assert lines == ["0 MISS a", "0 MISS b", "60 PREEMPT b", "130 MISS b"]
 
 
-def test_the_tokens_of_a_job_without_its_blocks_go_to_others():
-    """A step computes others in place of a chunk whose job loses its blocks to a later one.
+def test_a_job_without_its_blocks_gives_back_its_own_tokens_alone():
+    """A job that finds no block for its chunk leaves the rest of the step to others.
 
-    At 40 ns a has 5 of 8 tokens and the last 2 of 10 blocks, of which b needs one.
+    At 40 ns b has 5 of 8 tokens, and a loses its blocks: 3 are left, which c gets.
     """
     requests = [ask("a", 0, 40, priority=2), ask("b", 0, 40, priority=1), ask("c", 35)]
     options = {"max_tokens": 8, "max_seqs": 2, "max_chunk": 5, "reserve": "first-chunk"}
     run = serve(requests, blocks=10, scheduler=Urgent(preemptive=False), **options)
-    assert run.timeline("PREEMPT", "MISS")[2:4] == ["40 PREEMPT a", "40 MISS c"]
+    preempted, *admitted = run.timeline("PREEMPT", "MISS")[2:5]
+    assert (preempted, admitted) == ("40 PREEMPT a", ["40 MISS c", "60 MISS a"])
 
 
 @pytest.mark.parametrize("steps", ["mixed", "prefill-first"])
