@@ -1,5 +1,6 @@
 """Moves of blocks between a pool and its tiers, with times exact to the nanosecond."""
 
+import re
 from types import SimpleNamespace
 
 import orjson
@@ -267,7 +268,8 @@ def test_a_sequence_is_swapped_if_that_takes_no_longer_than_computing(shared, st
         )
         assert answer is where
         assert asked.pop() == (tokens - shared * BLOCK, shared * BLOCK)
-    assert tiers.can_swap(seq, shared * BLOCK, 0, computed) is None
+    for beyond, where in ((1, level), (0, None)):
+        assert tiers.can_swap(seq, shared * BLOCK + beyond, 0, lambda *_: took) is where
 
 
 @pytest.mark.parametrize("unit", [BLOCK, 3 * BLOCK])
@@ -342,6 +344,18 @@ def test_only_blocks_that_the_pool_lacks_count_as_loaded_after_a_swap(nanosecond
     )  # fmt: skip
     assert (load is not None) == loads
     assert asked == [(1, 16), (9, 8)]
+
+
+@pytest.mark.parametrize(("blocks", "loads"), [(1, False), (2, False), (3, True)])
+def test_parked_blocks_that_the_pool_has_too_are_dropped(blocks, loads):
+    """Parked blocks are dropped, and nothing is loaded, if the pool has all of them."""
+    tiers, seq = half_hit("a")
+    (level,) = tiers.levels
+    unparked = []
+    level.unpark = lambda *parked: unparked.append(parked)
+    holder = SimpleNamespace(blocks=blocks, tokens=blocks * BLOCK)
+    load = tiers._load_parked(seq, level, holder, 0, lambda tokens, _: 10**6 * tokens)
+    assert (load is not None, unparked) == (loads, [] if loads else [("a", 0)])
 
 
 def test_a_mover_is_told_which_slots_are_dropped():
@@ -424,6 +438,43 @@ def test_a_swapped_prefill_resumes_at_its_computed_tokens():
     assert again.computed == 10
 
 
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (lambda level: setattr(level.tree, "cached_blocks", 1), "spans hold 4 blocks"),
+        (lambda level: setattr(level.pool, "free_blocks", 1), "1 free + 4 cached + 3 private"),
+        (lambda level: level.parked.clear(), "pins 1> is on the paths of 0 open sequences"),
+        (
+            lambda level: level._cache.tiers._loading.clear(),
+            "pins 1> is on the paths of 0 open sequences",
+        ),
+        (
+            lambda level: level.take(ask("unknown"), prompt(2, 2), 0, 2, 0),
+            "pins 2> is on the paths of 1 open sequences",
+        ),
+    ],
+    ids=["tree", "pool", "parked", "loading", "pinned"],
+)
+def test_damage_of_a_level_is_noticed(damage, found):
+    """While a load reads shared and parked blocks, all blocks and pins have their owners."""
+    cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    tiers = Tiers(cache, [f"host:memory=1MB,write=through,{FAST}"], SLOT)
+    (level,) = tiers.levels
+    for branch in (1, 2):
+        seq = cache.open(ask(branch, prompt=5 * BLOCK, keys=prompt(branch, 2)))
+        cache.commit(seq, 5 * BLOCK)
+        if branch == 2:
+            level.park(seq, 5 * BLOCK, 0)
+        cache.close(seq)
+        cache.tree.discard(next(cache.tree.spans()), 0, "expired")
+    seq = cache.open(ask("b", prompt=5 * BLOCK, keys=prompt(1, 2)))
+    assert tiers.load(seq, 0, lambda tokens, _: 10**6 * tokens)
+    tiers.check_integrity()
+    damage(level)
+    with pytest.raises(AssertionError, match=re.escape(found)):
+        tiers.check_integrity()
+
+
 # Capacity, links, names and policies of levels.
 
 
@@ -447,9 +498,11 @@ def test_the_bandwidth_of_a_host_grows_with_the_number_of_gpus():
     """The bandwidth of a host is multiplied by the number of GPUs; that of a disk is not."""
     cache = KVCache(10)
     tiers = Tiers(cache, ["host:memory=1MB", "disk:memory=1MB"], SLOT, devices=4)
-    host, disk = (level.link.load_ns(10**9, 0) for level in tiers.levels)
-    assert host == 10**9 * 10**9 // (4 * 50 * 10**9) + 10_000
-    assert disk == -(-(10**9) * 10**9 // (7 * 10**9)) + 100_000
+    host, disk = (level.link for level in tiers.levels)
+    size = 10**9
+    assert host.load_ns(size, 0) == host.store_ns(size, 0) == size // (4 * 50) + 10_000
+    assert disk.load_ns(size, 0) == -(-size // 7) + 100_000
+    assert disk.store_ns(size, 0) == size // 5 + 100_000
 
 
 def test_a_failing_policy_of_a_tier_is_named_in_every_later_call():
