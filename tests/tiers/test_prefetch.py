@@ -80,6 +80,15 @@ def test_a_prompt_prefetched_in_time_is_hit_without_waiting(
     assert not tiers._brought, "what a prefetch has loaded is kept for ever"
 
 
+def test_an_awaited_prefetch_hits_what_the_pool_had_lost():
+    """A request that waits for its prefetch hits the blocks that this loads, and no others."""
+    run = serve_slowly(session(10), blocks=10)
+    assert prefetch_counts(run) == (3, 3, 3)
+    assert (run.result.log.hit[-1], run.result.log.loaded[-1]) == (BLOCK, 3 * BLOCK)
+    (level,) = run.result.cache.tiers.levels
+    assert level.stats.ratio_sum == 3 / 4
+
+
 @pytest.mark.parametrize(
     ("prefetch", "counts", "ttft"),
     [

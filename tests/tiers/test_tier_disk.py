@@ -226,6 +226,24 @@ def test_damaged_headers_are_counted(tmp_path, caplog):
         assert store.damaged == 0
 
 
+def test_only_headers_that_say_something_are_erased(tmp_path, monkeypatch):
+    """A slot that is dropped is written to only if it has a header, in whichever run."""
+    with opened(tmp_path) as store:
+        write(store, blocks([1, 4]))
+    pwrite, erased = os.pwrite, []
+
+    def spy(file, data, at):
+        erased.append(at // disk.HEADER_BYTES - 1)
+        return pwrite(file, data, at)
+
+    with opened(tmp_path) as store:
+        assert len(list(store.recover())) == 2
+        monkeypatch.setattr(os, "pwrite", spy)
+        for _ in range(2):
+            store.drop(range(SLOTS))
+    assert erased == [1, 4]
+
+
 def test_headers_in_other_slots_are_damaged(tmp_path):
     """A header copied to another slot counts as damaged, and that slot is not read."""
     filled(tmp_path)
