@@ -59,6 +59,9 @@ ROOMS = {
             *("tests/plugins/test_cache_groups_serving.py", "tests/plugins/test_checkpoint.py"),
             *("tests/plugins/test_named_blocks.py", "tests/engine/test_compaction.py"),
             *("tests/tiers/test_tiers.py", "tests/tiers/test_prefetch.py", PROPERTIES),
+            "tests/plugins/golden/test_cache_groups.py",
+            "tests/core/golden/test_vllm_steps.py",
+            "tests/replay/properties/test_grouped_traces.py",
         ],
     ),
     "tiers": (

@@ -197,12 +197,16 @@ def test_stored_blocks_keep_their_retention_priority():
     """A stored block keeps its retention priority and the time until which it holds."""
     cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
     (level,) = Tiers(cache, ["host:memory=1MB,write=through"], SLOT).levels
-    hint = kvcore.request.Retention(0, 2 * BLOCK, 80, 50)
-    seq = cache.open(ask("a", prompt=17, keys=prompt(1, 4), retention=(hint,)), now=100)
-    cache.commit(seq, 17)
+    hints = [
+        kvcore.request.Retention(BLOCK * block, BLOCK * end, priority, duration)
+        for block, end, priority, duration in ((0, 1, 80, 50), (1, 3, 70, None), (3, 4, 60, 20))
+    ]
+    seq = cache.open(ask("a", prompt=21, keys=prompt(1, 5), retention=hints), now=100)
+    cache.commit(seq, 21)
     found = [(s.start, s.end, s.priority, s.priority_until) for s in level.tree.spans()]
     above = [(s.start, s.end, s.priority, s.priority_until) for s in cache.tree.spans()]
-    assert found == above == [(0, 2, 80, 150), (2, 4, 35, None)]
+    expected = [(0, 1, 80, 150), (1, 3, 70, None), (3, 4, 60, 120), (4, 5, 35, None)]
+    assert found == above == expected
 
 
 # Preemption by swap.
