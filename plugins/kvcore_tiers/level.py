@@ -104,7 +104,7 @@ class Mover(Protocol):
         """Yield, once each, blocks that could not be written: level, path, first position."""
 
 
-@attrs.define(eq=False)
+@attrs.define
 class Part:
     """The part of a load from one level: the blocks `[first, end)` of a prompt.
 

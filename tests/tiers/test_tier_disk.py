@@ -303,6 +303,13 @@ def test_files_of_another_format_are_not_changed(tmp_path, monkeypatch, caplog):
     assert all(path.read_bytes() == content for path, content in before.items())
 
 
+def test_the_names_of_the_files_are_those_of_every_version(tmp_path):
+    """The files of a model have the same names in every version that reads their format."""
+    filled(tmp_path)
+    names = {"lock", "1ade2954ef6e45d9.headers", "1ade2954ef6e45d9.slots"}
+    assert {file.name for file in tmp_path.iterdir()} == names
+
+
 @pytest.mark.parametrize("slots", [3, SLOTS, 20])
 def test_blocks_survive_a_change_of_memory(tmp_path, slots):
     """More memory keeps all blocks; less memory keeps those whose slots remain."""

@@ -10,6 +10,7 @@ from helpers.serving import BLOCK, SLOT, Slow, Tally, ask, serve
 import kvcore
 from kvcore import EvictionPolicy, InputError, KVCache, PolicyError
 from kvcore.cache.tiers import Tier
+from kvcore.cache.tree import SpanTree
 from kvcore.models.catalogue import MODELS
 from kvcore.models.memory import KVLayout
 from kvcore.request import Hints
@@ -191,6 +192,35 @@ def test_paths_longer_than_a_level_keep_their_beginning():
     assert [(line["first"], line["blocks"]) for line in moves] == [(0, 3)] * 3
     assert stats(run, "refused") == (3 * 5,)
     assert level_of(run).tree.cached_blocks == 3
+
+
+@pytest.mark.parametrize(
+    ("eviction", "lookups", "stored"), [("lru", [4, 4], 8), ("ttl:ttl=1", [4, 4, 3, 4, 4], 12)]
+)
+def test_a_path_is_looked_up_again_only_if_it_may_have_left(
+    monkeypatch, eviction, lookups, stored
+):
+    """A path that is stored again is not looked up, until a block of its level has left.
+
+    Where blocks expire it is looked up each time, and what has expired is written again.
+    """
+    cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    tier = Host(memory="1MB", eviction=eviction)
+    (level,) = Tiers(cache, [tier], SLOT).levels
+    seq = cache.open(ask("a", prompt=17, keys=prompt(1, 4)))
+    cache.commit(seq, 17)
+    match, asked = SpanTree.match, []
+    monkeypatch.setattr(
+        SpanTree,
+        "match",
+        lambda tree, keys, *more: asked.append(more[0]) or match(tree, keys, *more),
+    )
+    for end in (4, 4, 3):
+        level.store(seq.span, end, 0, None)
+    level.tree.discard(next(level.tree.spans()), 0, "gone")
+    for now in (0, 2 * 10**9):
+        level.store(seq.span, 4, now, None)
+    assert (asked, level.stats.stored) == (lookups, stored)
 
 
 def test_stored_blocks_keep_their_retention_priority():
