@@ -1,9 +1,15 @@
 """Names of the blocks of cache groups."""
 
+from typing import get_args
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvcore import Request
+from kvcore.cache import BlockLayout
 from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
+from kvcore_plugins.cache_groups.groups import BlockNames, GroupKind, name_generated
 
 
 def test_a_prompt_without_room_for_a_chunk_is_looked_up_and_hits_nothing():
@@ -48,6 +54,73 @@ def test_damage_of_a_pool_of_groups_is_found(damage, message):
     damage(cache, seq.tables)
     with pytest.raises(AssertionError, match=message):
         cache.check_integrity()
+
+
+@st.composite
+def groups(draw):
+    """Draw a group of any kind; chunks have whole blocks, as those of models do."""
+    kind, size, window = draw(
+        st.tuples(st.sampled_from(get_args(GroupKind)), st.integers(1, 20), st.integers(2, 40))
+    )
+    windows = {"window": window, "chunk": window * size}
+    return LayerGroup(kind, size, windows.get(kind))
+
+
+def needed(group, position, tokens):
+    """Return True if the token after the first `tokens` reads the block at `position`."""
+    oldest = {
+        "full": 0,
+        "window": tokens - (group.window or 0) + 1,
+        "chunk": tokens - tokens % (group.window or 1),
+        "state": tokens - 1,
+    }[group.kind]
+    return (position + 1) * group.block_size > oldest
+
+
+@given(group=groups(), tokens=st.integers(0, 200), position=st.integers(0, 40))
+def test_a_block_has_passed_when_no_later_token_reads_it(group, tokens, position):
+    """The blocks that have passed are the first ones that no later token reads."""
+    has_passed = not any(needed(group, position, later) for later in range(tokens, 900))
+    assert (position < group.passed(tokens)) == has_passed
+    assert (tokens >= group.passes_at(position)) == has_passed
+
+
+@given(group=groups(), tokens=st.integers(1, 200), in_flight=st.integers(1, 60))
+def test_a_sequence_holds_at_most_what_is_said(group, tokens, in_flight):
+    """While a text is computed, a group holds no more than its most blocks, and nearly them."""
+    held = [
+        -(-min(computed + in_flight, tokens) // group.block_size) - group.passed(computed)
+        for computed in range(tokens)
+    ]
+    assert group.kind == "state" or 0 <= group.most_blocks(tokens, in_flight) - max(held) <= 1
+    decoding = -(-(tokens + 1) // group.block_size) - group.passed(tokens)
+    assert group.blocks_for(tokens + 1) >= decoding
+
+
+@given(
+    ratio=st.sampled_from(((8, 8), (8, 24), (24, 8))),
+    count=st.integers(0, 99),
+    texts=st.sampled_from((set(), {5}, {*range(99)})),
+    first=st.integers(0, 200),
+    end=st.integers(0, 200),
+)
+def test_names_of_many_blocks_are_those_of_each(ratio, count, texts, first, end):
+    """Names are the same for one block, a range, a list, and a walk; and those of no other."""
+    (size, key_tokens), keys = ratio, [str(n) if n in texts else n for n in range(count)]
+    request = Request(
+        id="a", prompt_tokens=len(keys) * key_tokens, keys=keys, key_tokens=key_tokens
+    )
+    names = {size: BlockNames(BlockLayout("tokens", size, key_tokens), request)}
+    name_generated(names, request, request.prompt_tokens + 9 * size)
+    (own,) = names.values()
+    assert own.end == own.keyed + 9
+    positions = range(min(first, own.end), min(end, own.end))
+    each = [own[position] for position in positions]
+    assert own.at(positions) == own.at(list(positions)) == each
+    walked = list(own.walk(positions.start, positions.stop))
+    assert walked == list(zip(positions, each, strict=True))
+    assert list(own.walk(positions.start, positions.stop, -1)) == walked[::-1]
+    assert len(set(each)) == len(each)
 
 
 @pytest.mark.parametrize("block_size", [16, 64])

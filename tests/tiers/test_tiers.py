@@ -365,6 +365,35 @@ def test_a_prefetch_is_awaited_if_that_is_faster_than_computing(end, left, waits
     assert load is None or load.tokens == 4 * end
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize(
+    ("hit", "loaded", "hits"), [(1, 6, [1, 3]), (3, 6, [0, 2]), (3, 4, [0, 1])]
+)
+def test_an_awaited_prefetch_hits_what_the_pool_had_lost(hit, loaded, hits, resumed):
+    """What a prefetch of two levels has loaded, and the request had not hit, are its hits.
+
+    It takes no more blocks than the prefetch was to load; the return of a request hits nothing.
+    """
+    cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    tiers, keys = Tiers(cache, ["host:memory=1MB", "host:memory=1MB"], SLOT), prompt(1, 6)
+
+    def commit(name, blocks):
+        seq = cache.open(ask(name, prompt=blocks * BLOCK, keys=keys[:blocks]))
+        cache.commit(seq, blocks * BLOCK - seq.computed)
+
+    commit("before", hit)
+    seq = cache.open(ask("a", prompt=7 * BLOCK, keys=keys))
+    commit("prefetch", loaded)
+    first, second = tiers.levels
+    ahead = Load(seq, [Part(first, seq, 0, 2), Part(second, seq, 2, 5)], 0, 0, resumed=False)
+    load = Load(seq, [], 0, 5 * BLOCK, resumed, awaited=ahead)
+    tokens = min(loaded, 5) * BLOCK
+    assert tiers.finish(load, 0) == seq.computed == tokens
+    for level, blocks in zip(tiers.levels, [0, 0] if resumed else hits, strict=True):
+        assert level.stats.hits == level.stats.prefetch_hits == blocks
+        assert level.stats.ratio_sum == blocks / 6
+
+
 @pytest.mark.parametrize(("nanoseconds", "loads"), [(3, True), (2, False)])
 def test_only_blocks_that_the_pool_lacks_count_as_loaded_after_a_swap(nanoseconds, loads):
     """Two of four parked blocks are loaded, if the rest takes as long to compute as that."""
