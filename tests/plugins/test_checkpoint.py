@@ -104,11 +104,16 @@ def test_sparse_has_states_where_others_have_parted():
 
 @pytest.mark.parametrize(("policy", "hit"), [("default", 4), ("marconi", 7), ("chunk", 7)])
 def test_marconi_keeps_the_output(policy, hit):
-    """The next turn of a chat resumes behind the answer before it, whose keys are known."""
+    """The next turn of a chat resumes behind the answer before it, whose keys are known.
+
+    One that departs within the answer resumes at the block before.
+    """
     cache = new_cache(policy)
     first = request(0, range(4), output_tokens=3 * SIZE, output_keys=[4, 5, 6])
     simulate([first], cache=cache, batching=Batching(max_tokens=CHUNK, max_seqs=4))
-    assert cache.match(request(1, range(9))).tokens // SIZE == hit
+    for length in range(4, 8):
+        keys = [*range(length), 99]
+        assert cache.match(request(1, keys)).tokens // SIZE == min(length, hit)
 
 
 # What leaves.
