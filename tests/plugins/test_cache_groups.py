@@ -120,12 +120,12 @@ def test_names_of_many_blocks_are_those_of_each(ratio, count, texts, first, end)
     (own,) = names.values()
     assert own.end == own.keyed + 9
     positions = range(min(first, own.end), min(end, own.end))
-    each = [own[position] for position in positions]
-    assert own.at(positions) == own.at(list(positions)) == each
+    single = [own[position] for position in positions]
+    assert own.at(positions) == own.at(list(positions)) == single
     walked = list(own.walk(positions.start, positions.stop))
-    assert walked == list(zip(positions, each, strict=True))
+    assert walked == list(zip(positions, single, strict=True))
     assert list(own.walk(positions.start, positions.stop, -1)) == walked[::-1]
-    assert len(set(each)) == len(each)
+    assert len(set(single)) == len(single)
 
 
 @pytest.mark.parametrize("block_size", [16, 64])

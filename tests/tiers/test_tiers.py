@@ -233,10 +233,12 @@ def test_stored_blocks_keep_their_retention_priority():
     ]
     seq = cache.open(ask("a", prompt=21, keys=prompt(1, 5), retention=hints), now=100)
     cache.commit(seq, 21)
-    found = [(s.start, s.end, s.priority, s.priority_until) for s in level.tree.spans()]
-    above = [(s.start, s.end, s.priority, s.priority_until) for s in cache.tree.spans()]
+    below, above = (
+        [(s.start, s.end, s.priority, s.priority_until) for s in tree.spans()]
+        for tree in (level.tree, cache.tree)
+    )
     expected = [(0, 1, 80, 150), (1, 3, 70, None), (3, 4, 60, 120), (4, 5, 35, None)]
-    assert found == above == expected
+    assert below == above == expected
 
 
 # Preemption by swap.
@@ -517,7 +519,7 @@ def test_a_swapped_prefill_resumes_at_its_computed_tokens():
 
 
 @pytest.mark.parametrize(
-    ("damage", "found"),
+    ("damage", "message"),
     [
         (lambda level: setattr(level.tree, "cached_blocks", 1), "spans hold 4 blocks"),
         (lambda level: setattr(level.pool, "free_blocks", 1), "1 free + 4 cached + 3 private"),
@@ -533,7 +535,7 @@ def test_a_swapped_prefill_resumes_at_its_computed_tokens():
     ],
     ids=["tree", "pool", "parked", "loading", "pinned"],
 )
-def test_damage_of_a_level_is_noticed(damage, found):
+def test_damage_of_a_level_is_noticed(damage, message):
     """While a load reads shared and parked blocks, all blocks and pins have their owners."""
     cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
     tiers = Tiers(cache, [f"host:memory=1MB,write=through,{FAST}"], SLOT)
@@ -549,7 +551,7 @@ def test_damage_of_a_level_is_noticed(damage, found):
     assert tiers.load(seq, 0, lambda tokens, _: 10**6 * tokens)
     tiers.check_integrity()
     damage(level)
-    with pytest.raises(AssertionError, match=re.escape(found)):
+    with pytest.raises(AssertionError, match=re.escape(message)):
         tiers.check_integrity()
 
 
