@@ -195,7 +195,8 @@ def test_paths_longer_than_a_level_keep_their_beginning():
 
 
 @pytest.mark.parametrize(
-    ("eviction", "lookups", "stored"), [("lru", [4, 4], 8), ("ttl:ttl=1", [4, 4, 3, 4, 4], 12)]
+    ("eviction", "lookups", "stored"),
+    [("lru", [4, 2, 4, 4], 10), ("ttl:ttl=1", [4, 4, 3, 2, 4, 4, 4, 4], 14)],
 )
 def test_a_path_is_looked_up_again_only_if_it_may_have_left(
     monkeypatch, eviction, lookups, stored
@@ -207,32 +208,41 @@ def test_a_path_is_looked_up_again_only_if_it_may_have_left(
     cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
     tier = Host(memory="1MB", eviction=eviction)
     (level,) = Tiers(cache, [tier], SLOT).levels
-    seq = cache.open(ask("a", prompt=17, keys=prompt(1, 4)))
-    cache.commit(seq, 17)
+    path, other = (
+        cache.open(ask(branch, prompt=blocks * BLOCK, keys=prompt(branch, blocks)))
+        for branch, blocks in ((1, 4), (2, 2))
+    )
+    for seq in (path, other):
+        cache.commit(seq, seq.tokens)
     match, asked = SpanTree.match, []
     monkeypatch.setattr(
         SpanTree,
         "match",
         lambda tree, keys, *more: asked.append(more[0]) or match(tree, keys, *more),
     )
-    for end in (4, 4, 3):
+    for seq, end in ((path, 4), (path, 4), (path, 3), (other, 2), (path, 4), (path, 4)):
         level.store(seq.span, end, 0, None)
-    level.tree.discard(next(level.tree.spans()), 0, "gone")
+    level.tree.discard(match(level.tree, path.keys, 4, 0).span, 0, "gone")
     for now in (0, 2 * 10**9):
-        level.store(seq.span, 4, now, None)
+        level.store(path.span, 4, now, None)
     assert (asked, level.stats.stored) == (lookups, stored)
 
 
-def test_stored_blocks_keep_their_retention_priority():
-    """A stored block keeps its retention priority and the time until which it holds."""
+@pytest.mark.parametrize("write", ["through", "evict"])
+def test_stored_blocks_keep_their_retention_priority(write):
+    """A stored block keeps its retention priority and the time until which it holds.
+
+    So it does whether the spans of its path are stored one by one, or all at once.
+    """
     cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
-    (level,) = Tiers(cache, ["host:memory=1MB,write=through"], SLOT).levels
+    (level,) = Tiers(cache, [f"host:memory=1MB,write={write}"], SLOT).levels
     hints = [
         kvcore.request.Retention(BLOCK * block, BLOCK * end, priority, duration)
         for block, end, priority, duration in ((0, 1, 80, 50), (1, 3, 70, None), (3, 4, 60, 20))
     ]
     seq = cache.open(ask("a", prompt=21, keys=prompt(1, 5), retention=hints), now=100)
     cache.commit(seq, 21)
+    level.store(seq.span, 5, 100, None)
     below, above = (
         [(s.start, s.end, s.priority, s.priority_until) for s in tree.spans()]
         for tree in (level.tree, cache.tree)
