@@ -3,6 +3,7 @@
 from typing import get_args
 
 import pytest
+from helpers.caches import Lines
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +20,14 @@ def test_a_prompt_without_room_for_a_chunk_is_looked_up_and_hits_nothing():
     assert cache.compute(long, 160).tokens == 0
     assert cache.stats.lookup_blocks == 10
     assert cache.stats.hit_blocks == 0
+
+
+def test_the_header_of_a_trace_has_the_keys_of_the_first_request():
+    """Without `key_tokens` the header says those of the first request, as the cache does."""
+    trace = Lines()
+    cache = GroupedCache([LayerGroup("full", 16)], 20, trace=trace)
+    cache.compute(Request(id="a", prompt_tokens=64, keys=range(8), key_tokens=8), 100)
+    assert trace.lines[0][1]["key_tokens"] == cache.geometry.key_tokens == 8
 
 
 @pytest.mark.parametrize(
