@@ -199,6 +199,19 @@ def test_tuned_alpha_is_that_whose_prompts_hit_most():
     assert policy.shares == (1.0, max(hit, key=hit.get))
 
 
+@pytest.mark.parametrize("policy", ["default", "marconi:alpha=1"])
+def test_a_request_is_looked_up_unless_its_prefix_is_known(policy):
+    """A request is opened with the prefix that it hits, whether that was looked up or not."""
+    cache = new_cache(policy)
+    cache.compute(request(0, range(8)), CHUNK)
+    again = request(1, range(8))
+    cache.close(cache.open(again, match=cache.match(again)))
+    seq = cache.open(again, resumed=True)
+    assert seq.computed == cache.match(again).tokens > 0
+    cache.close(seq)
+    cache.check_integrity()
+
+
 def test_a_branch_stays():
     """Segments that can leave come by their order; one behind which texts part is not one."""
 
