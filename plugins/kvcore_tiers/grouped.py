@@ -64,7 +64,7 @@ class Block(NamedTuple):
         return self.group, self.name
 
 
-@attrs.define(eq=False)
+@attrs.define
 class Part:
     """The blocks that a load takes from one level.
 

@@ -319,7 +319,7 @@ class Tiers(TierStack[Level]):
                 low, high, fewest = ranges.pop()
                 bound = link.load_ns((low + 1 - first) * slot, now) - lead
                 bound = max(loading, bound) + fewest
-                if high - low < 2 or bound >= least:  # noqa: PLR2004 - nothing in between
+                if bound >= least:  # so of each range of one block, whose bound is its time
                     continue
                 middle = (low + high) // 2
                 between = rest(middle)

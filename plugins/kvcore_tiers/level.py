@@ -104,7 +104,7 @@ class Mover(Protocol):
         """Yield, once each, blocks that could not be written: level, path, first position."""
 
 
-@attrs.define(eq=False)
+@attrs.define
 class Part:
     """The part of a load from one level: the blocks `[first, end)` of a prompt.
 
@@ -280,8 +280,7 @@ class Level(TierLevel):
         self._wrote(holder.request.id, match.blocks, end - match.blocks, now, source)
         tree.commit(holder, end, now)
         tree.close(holder.span, now)
-        if need <= room:
-            self._remember(span, end)
+        self._remember(span, end)
 
     def _remember(self, span: Span, end: int) -> None:
         """Record that the path down to `span`, up to `end`, is here until any block leaves."""

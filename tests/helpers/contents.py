@@ -179,6 +179,7 @@ class Memory:
 
     def present(self, level, slots):
         """Return how many of the first `slots` the store has not lost."""
+        assert slots
         assert None not in [self.slots[level][slot] for slot in slots]
         return self._rnd.randrange(len(slots)) if self._fails() else len(slots)
 

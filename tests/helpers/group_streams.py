@@ -151,8 +151,8 @@ class CacheSide:
             except OutOfBlocks:
                 return False
         else:
-            seq = self._open[request.id]
-            cache.free_passed(seq, computed)
+            seq, before = self._open[request.id], cache.available_blocks
+            assert cache.free_passed(seq, computed) == (cache.available_blocks > before)
             if not cache.grow(seq, computed + tokens):
                 return False
         self._compute(seq, prompt, computed, computed + tokens)

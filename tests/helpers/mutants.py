@@ -51,6 +51,8 @@ ROOT = Path(__file__).parents[2]
 EQUIVALENT = ROOT / "tests" / "data" / "equivalent_mutants.toml"
 
 PROPERTIES = "tests/core/properties"
+VLLM_STEPS = "tests/core/golden/test_vllm_steps.py"
+GROUPED_TRACES = "tests/replay/properties/test_grouped_traces.py"
 ROOMS = {
     "cache": (
         ["kvcore/cache", "plugins/kvcore_plugins/cache_groups"],
@@ -59,6 +61,10 @@ ROOMS = {
             *("tests/plugins/test_cache_groups_serving.py", "tests/plugins/test_checkpoint.py"),
             *("tests/plugins/test_named_blocks.py", "tests/engine/test_compaction.py"),
             *("tests/tiers/test_tiers.py", "tests/tiers/test_prefetch.py", PROPERTIES),
+            "tests/plugins/golden/test_cache_groups.py",
+            f"{VLLM_STEPS}::test_steps_of_cache_groups_are_those_of_vllm",
+            f"{GROUPED_TRACES}::test_a_traced_run_is_the_same_run_and_is_checked",
+            f"{GROUPED_TRACES}::test_a_traced_run_with_tiers_is_checked",
         ],
     ),
     "tiers": (

@@ -7,6 +7,7 @@ from typing import get_args
 import attrs
 import pytest
 from helpers.grouped_requests import FULL, GROUPS, STATE, WINDOW, grouped_requests
+from helpers.jobs import job
 from helpers.serving import Even
 
 from kvcore import Request
@@ -15,7 +16,9 @@ from kvcore.config import RunConfig
 from kvcore.errors import InputError
 from kvcore.models.catalogue import MODELS
 from kvcore.request import Hints
-from kvcore.serving import Batching, Rules, simulate
+from kvcore.serving import Batching, DecodeSteps, Rules, simulate
+from kvcore.serving.decode_batch import DecodeBatch
+from kvcore.serving.stats import TokenGaps
 from kvcore_cli.report.simulation import group_text
 from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_plugins.cache_groups.groups import GroupKind
@@ -117,6 +120,28 @@ def test_a_window_is_free_once_it_has_passed():
         cache.extend(seq, min(64, 800 - seq.tokens))
     assert max(most) == 12  # of a chunk and the window before it, of 100
     assert cache.evicted_blocks == 0
+
+
+def test_a_job_fits_with_its_whole_prompt_and_the_reserve():
+    """A job fits if the blocks that its prompt needs and the reserve are free or evictable.
+
+    It does not while the planned step computes a state that it would hit.
+    """
+    cache = GroupedCache([FULL, STATE], 30)
+    batch = DecodeBatch(DecodeSteps(), 8, (None,), TokenGaps())
+    allocator = cache.allocator(batch, Batching(max_tokens=64, max_seqs=8))
+    request = Request(id="a", prompt_tokens=41, keys=range(5), key_tokens=8)
+    fitting = job(request)
+    need = cache.need(cache.match(request), 41, whole=True)
+    assert need == 6 + 1
+    assert allocator.fits(fitting, 0, 30 - need)
+    assert not allocator.fits(fitting, 0, 30 - need + 1)
+    seq = cache.open(attrs.evolve(request, id="b"), 40)
+    cache.publish(seq, 40, 0)
+    assert cache.match(request).tokens == 40
+    assert not allocator.fits(fitting, 0, 0)
+    cache.commit(seq, 40, 0)
+    assert allocator.fits(fitting, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -104,11 +104,16 @@ def test_sparse_has_states_where_others_have_parted():
 
 @pytest.mark.parametrize(("policy", "hit"), [("default", 4), ("marconi", 7), ("chunk", 7)])
 def test_marconi_keeps_the_output(policy, hit):
-    """The next turn of a chat resumes behind the answer before it, whose keys are known."""
+    """The next turn of a chat resumes behind the answer before it, whose keys are known.
+
+    One that departs within the answer resumes at the block before.
+    """
     cache = new_cache(policy)
     first = request(0, range(4), output_tokens=3 * SIZE, output_keys=[4, 5, 6])
     simulate([first], cache=cache, batching=Batching(max_tokens=CHUNK, max_seqs=4))
-    assert cache.match(request(1, range(9))).tokens // SIZE == hit
+    for length in range(4, 8):
+        keys = [*range(length), 99]
+        assert cache.match(request(1, keys)).tokens // SIZE == min(length, hit)
 
 
 # What leaves.
@@ -192,6 +197,19 @@ def test_tuned_alpha_is_that_whose_prompts_hit_most():
     hit = {a: sum(other.compute(r, CHUNK).tokens for r in served) for a, other in alone.items()}
     assert len(set(hit.values())) > 2
     assert policy.shares == (1.0, max(hit, key=hit.get))
+
+
+@pytest.mark.parametrize("policy", ["default", "marconi:alpha=1"])
+def test_a_request_is_looked_up_unless_its_prefix_is_known(policy):
+    """A request is opened with the prefix that it hits, whether that was looked up or not."""
+    cache = new_cache(policy)
+    cache.compute(request(0, range(8)), CHUNK)
+    again = request(1, range(8))
+    cache.close(cache.open(again, match=cache.match(again)))
+    seq = cache.open(again, resumed=True)
+    assert seq.computed == cache.match(again).tokens > 0
+    cache.close(seq)
+    cache.check_integrity()
 
 
 def test_a_branch_stays():

@@ -104,6 +104,30 @@ def test_tiers_that_cannot_be_are_refused(tier, options, problem):
         below([FULL, STATE], tier=tier, **options)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda level, _: level.content.popitem(),
+        lambda level, _: level.slots.hold([next(iter(level.content))]),
+        lambda level, part: level.slots.release([next(iter(part.blocks))]),
+        lambda _, part: part.blocks.popitem(),
+        lambda level, _: setattr(level.pool, "free_blocks", level.pool.free_blocks - 1),
+    ],
+    ids=["content", "held", "released", "loading", "free"],
+)
+def test_damage_of_a_level_is_noticed(damage):
+    """While a load reads slots, each slot is free, idle or read by it, and names its block."""
+    cache, tiers = below([FULL, WINDOW], tier=f"host:memory={100 * SLOT},write=through")
+    for name, keys in enumerate(([1, 2, 3, 4], [5, 6, 7])):
+        serve(cache, tiers, name, keys)
+    seq = cache.open(ask("reads", prompt=17, keys=[1, 2, 3, 4]), 0, 10**9)
+    load = tiers.load(seq, 10**9, prefill_ns)
+    tiers.check_integrity()
+    damage(tiers.levels[0], load.parts[0])
+    with pytest.raises(AssertionError, match=r"tier host: \d+ named slots of 1[12] in use"):
+        tiers.check_integrity()
+
+
 def test_an_explanation_says_what_was_loaded(tmp_path):
     """The tokens that tiers have are loaded ones, and none is counted twice."""
     path = tmp_path / "trace.jsonl"

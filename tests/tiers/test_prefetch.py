@@ -165,6 +165,24 @@ def test_a_prefetch_without_room_opens_no_sequence():
     assert cache.open_ahead(planned, 4, 0, cache.available_blocks - 1).blocks == 1
 
 
+@pytest.mark.parametrize(("room", "parts"), [(1, [1]), (2, [2]), (3, [2, 1]), (9, [2, 2])])
+def test_a_prefetch_takes_from_each_level_what_the_pool_has_room_for(room, parts):
+    """Of what two levels have, a prefetch loads as many blocks as are beside the reserve."""
+    cache = KVCache(9, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    tiers = Tiers(cache, ["host:memory=1MB,load=always"] * 2, SLOT)
+    request = ask("a", prompt=4 * BLOCK + 1, keys=[*range(4)])
+    seq = cache.open(request)
+    cache.commit(seq, seq.tokens)
+    for level, end in zip(tiers.levels, (2, 4), strict=True):
+        level.store(seq.span, end, 0, None)
+    cache.close(seq)
+    cache.tree.discard(next(cache.tree.spans()), 0, "expired")
+    load = tiers.prefetch(request, 0, 10**9, lambda *_: 10**9, 9 - room)
+    assert [part.end - part.first for part in load.parts] == parts
+    assert [level.stats.loads for level in tiers.levels] == [1, len(parts) - 1]
+    cache.check_integrity()
+
+
 def test_a_prefetch_ends_if_its_blocks_leave_for_what_it_evicts():
     """If the victims of a prefetch take the slots of its own blocks, nothing is loaded."""
     tiers, request = ahead(Hints(prefetch=1), slots=4, pool=4)

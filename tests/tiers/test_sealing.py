@@ -7,6 +7,7 @@ from kvcore.cache.tiers import StoredBlock
 
 pytest.importorskip("xxhash")
 
+from kvcore_tiers.tier import _sealing
 from kvcore_tiers.tier._sealing import HEADER_BYTES, Sealer
 
 SEALER = Sealer(b"model", SIZE)
@@ -52,6 +53,16 @@ def test_a_damaged_header_says_nothing():
     for damaged in cut + changed:
         assert SEALER.unseal(damaged) is None
         assert not SEALER.matches(BLOCK, damaged, DATA)
+
+
+@pytest.mark.parametrize("magic", [b"KVB2", b"KVA1"])
+def test_a_header_of_another_format_says_nothing(monkeypatch, magic):
+    """An intact header of another version of the format is that of no block."""
+    with monkeypatch.context() as patch:
+        patch.setattr(_sealing, "_MAGIC", magic)
+        header = SEALER.seal(BLOCK, DATA)
+        assert SEALER.unseal(header) == BLOCK
+    assert SEALER.unseal(header) is None
 
 
 def test_a_header_matches_one_block_of_one_model():

@@ -22,6 +22,8 @@ from kvcore.units import format_bytes
 from kvcore_tiers.tier import Disk, disk
 
 SLOTS = 8
+GAPS = [0, 1, 2, 4, 5, 7]
+"""Slots with gaps between them."""
 
 
 def opened(path, slots=SLOTS, identity=b"model", **options):
@@ -93,7 +95,11 @@ def test_the_directory_of_a_killed_process_can_be_opened(tmp_path):
 
 
 def test_a_directory_in_use_is_refused(tmp_path):
-    """A second store of the same process in a directory is refused while the first is open."""
+    """A second store of the same process in a directory is refused while the first is open.
+
+    The name of an earlier process, however long it is, is not left beside that of this one.
+    """
+    (tmp_path / "lock").write_text("process 1 on " + 100 * "far away ")
     with opened(tmp_path), pytest.raises(InputError, match="in use by this process"):
         opened(tmp_path, identity=b"another")
     opened(tmp_path).thing.close()
@@ -220,6 +226,24 @@ def test_damaged_headers_are_counted(tmp_path, caplog):
         assert store.damaged == 0
 
 
+def test_only_headers_that_say_something_are_erased(tmp_path, monkeypatch):
+    """A slot that is dropped is written to only if it has a header, in whichever run."""
+    with opened(tmp_path) as store:
+        write(store, blocks([1, 4]))
+    pwrite, erased = os.pwrite, []
+
+    def spy(file, data, at):
+        erased.append(at // disk.HEADER_BYTES - 1)
+        return pwrite(file, data, at)
+
+    with opened(tmp_path) as store:
+        assert len(list(store.recover())) == 2
+        monkeypatch.setattr(os, "pwrite", spy)
+        for _ in range(2):
+            store.drop(range(SLOTS))
+    assert erased == [1, 4]
+
+
 def test_headers_in_other_slots_are_damaged(tmp_path):
     """A header copied to another slot counts as damaged, and that slot is not read."""
     filled(tmp_path)
@@ -279,6 +303,13 @@ def test_files_of_another_format_are_not_changed(tmp_path, monkeypatch, caplog):
     assert all(path.read_bytes() == content for path, content in before.items())
 
 
+def test_the_names_of_the_files_are_those_of_every_version(tmp_path):
+    """The files of a model have the same names in every version that reads their format."""
+    filled(tmp_path)
+    names = {"lock", "1ade2954ef6e45d9.headers", "1ade2954ef6e45d9.slots"}
+    assert {file.name for file in tmp_path.iterdir()} == names
+
+
 @pytest.mark.parametrize("slots", [3, SLOTS, 20])
 def test_blocks_survive_a_change_of_memory(tmp_path, slots):
     """More memory keeps all blocks; less memory keeps those whose slots remain."""
@@ -288,11 +319,21 @@ def test_blocks_survive_a_change_of_memory(tmp_path, slots):
     assert file_of(tmp_path, "slots").stat().st_size == slots * SIZE
 
 
-@pytest.mark.parametrize("blocks_in_call", [0.2, 1, 2, 2.5, SLOTS])
+@pytest.mark.parametrize(
+    ("blocks_in_call", "slots", "runs"),
+    [
+        (0.2, GAPS, [1] * 6),
+        (1, GAPS, [1] * 6),
+        (2, GAPS, [2, 1, 2, 1]),
+        (2.5, GAPS, [2, 1, 2, 1]),
+        (SLOTS, GAPS, [3, 2, 1]),
+        (None, range(400), [2**20 // SIZE, 400 - 2**20 // SIZE]),
+    ],
+)
 def test_a_call_moves_a_bounded_number_of_adjacent_blocks(
-    tmp_path, monkeypatch, blocks_in_call
+    tmp_path, monkeypatch, blocks_in_call, slots, runs
 ):
-    """A call moves up to `CHUNK_BYTES` of K/V in adjacent slots, and a block at least."""
+    """A call moves adjacent slots: a block at least, and up to a MiB or another limit."""
     sizes = {"pwrite": [], "preadv": []}
     real = {name: getattr(os, name) for name in sizes}
 
@@ -304,13 +345,12 @@ def test_a_call_moves_a_bounded_number_of_adjacent_blocks(
 
     for name in sizes:
         monkeypatch.setattr(os, name, partial(spy, name))
-    monkeypatch.setattr(disk, "CHUNK_BYTES", int(blocks_in_call * SIZE))
-    path = blocks([0, 1, 2, 4, 5, 7])
-    with opened(tmp_path) as store:
+    if blocks_in_call is not None:
+        monkeypatch.setattr(disk, "CHUNK_BYTES", int(blocks_in_call * SIZE))
+    path = blocks(slots)
+    with opened(tmp_path, slots=1 + max(slots)) as store:
         write(store, path)
         assert read(store, path) == len(path)
-    most = max(1, int(blocks_in_call))
-    runs = {1: [1] * 6, 2: [2, 1, 2, 1]}.get(most, [3, 2, 1])
     assert sizes == {"pwrite": runs, "preadv": runs}
 
 

@@ -60,6 +60,43 @@ def test_a_large_block_is_stored_as_many_values(url, redis_client, monkeypatch):
     assert max(map(len, redis_client.hvals(name))) == 700
 
 
+@pytest.mark.parametrize(
+    ("size", "count", "sent"),
+    [((17 << 20) // 3, 3, [2, 1]), (8, 1001, [1000, 1])],
+    ids=["bytes", "keys"],
+)
+def test_a_request_has_at_most_16_mib_or_1000_blocks(url, redis_client, size, count, sent):
+    """Blocks are sent and asked for in requests of up to 16 MiB and 1000 blocks.
+
+    They are stored as values of 4 MiB and less.
+    """
+    path, data = blocks(range(count)), memoryview(bytearray(count * size))
+    store = Redis(url=url, memory=count * size).open(count, size, b"model")
+    ask, requests = store._ask, []
+
+    def spy(commands):
+        requests.append(0)
+        return ask(commands)
+
+    def counting(call):
+        def counted(*arguments):
+            requests[-1] += 1
+            return call(*arguments)
+
+        return counted
+
+    store._send, store._unpack = counting(store._send), counting(store._unpack)
+    store._ask = spy
+    with closing(store):
+        store.write(path, data)
+        assert store.read(path, data) == count
+    assert requests == 2 * sent
+    values = redis_client.hgetall(redis_client.randomkey())
+    assert [len(values[b"%d" % n]) for n in range(len(values) - 1)] == [
+        min(4 << 20, size - start) for start in range(0, size, 4 << 20)
+    ]
+
+
 @pytest.mark.parametrize("field", [b"0", b"2", b"header"])
 def test_a_block_with_a_missing_or_changed_value_is_not_read(
     url, redis_client, monkeypatch, field
@@ -189,7 +226,7 @@ def test_the_pause_doubles_with_each_failure(clock):
                 store.present(path)
             assert not asked
             pauses.append(store._again - failed)
-            clock[0] = store._again + 1e-6
+            clock[0] = store._again
     assert pauses[:4] == pytest.approx([0.1, 0.2, 0.4, 0.8])
     assert pauses[-3:] == pytest.approx([30, 30, 30])
 

@@ -1,5 +1,6 @@
 """Moves of blocks between a pool and its tiers, with times exact to the nanosecond."""
 
+import re
 from types import SimpleNamespace
 
 import orjson
@@ -9,6 +10,7 @@ from helpers.serving import BLOCK, SLOT, Slow, Tally, ask, serve
 import kvcore
 from kvcore import EvictionPolicy, InputError, KVCache, PolicyError
 from kvcore.cache.tiers import Tier
+from kvcore.cache.tree import SpanTree
 from kvcore.models.catalogue import MODELS
 from kvcore.models.memory import KVLayout
 from kvcore.request import Hints
@@ -68,7 +70,7 @@ def test_evicted_blocks_are_loaded_again():
 def test_policies_know_how_long_a_block_takes_to_load():
     """The layout has the seconds that a block takes to load from the nearest level."""
     run = serve(shared((1, 4)), blocks=9, tiers=(f"host:memory=1MB,{FAST}",))
-    assert run.result.cache.geometry.reload_seconds == pytest.approx(1e-9)
+    assert run.result.cache.geometry.reload_seconds == 1e-9
 
 
 @pytest.mark.parametrize(
@@ -192,16 +194,61 @@ def test_paths_longer_than_a_level_keep_their_beginning():
     assert level_of(run).tree.cached_blocks == 3
 
 
-def test_stored_blocks_keep_their_retention_priority():
-    """A stored block keeps its retention priority and the time until which it holds."""
+@pytest.mark.parametrize(
+    ("eviction", "lookups", "stored"),
+    [("lru", [4, 2, 4, 4], 10), ("ttl:ttl=1", [4, 4, 3, 2, 4, 4, 4, 4], 14)],
+)
+def test_a_path_is_looked_up_again_only_if_it_may_have_left(
+    monkeypatch, eviction, lookups, stored
+):
+    """A path that is stored again is not looked up, until a block of its level has left.
+
+    Where blocks expire it is looked up each time, and what has expired is written again.
+    """
     cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
-    (level,) = Tiers(cache, ["host:memory=1MB,write=through"], SLOT).levels
-    hint = kvcore.request.Retention(0, 2 * BLOCK, 80, 50)
-    seq = cache.open(ask("a", prompt=17, keys=prompt(1, 4), retention=(hint,)), now=100)
-    cache.commit(seq, 17)
-    found = [(s.start, s.end, s.priority, s.priority_until) for s in level.tree.spans()]
-    above = [(s.start, s.end, s.priority, s.priority_until) for s in cache.tree.spans()]
-    assert found == above == [(0, 2, 80, 150), (2, 4, 35, None)]
+    tier = Host(memory="1MB", eviction=eviction)
+    (level,) = Tiers(cache, [tier], SLOT).levels
+    path, other = (
+        cache.open(ask(branch, prompt=blocks * BLOCK, keys=prompt(branch, blocks)))
+        for branch, blocks in ((1, 4), (2, 2))
+    )
+    for seq in (path, other):
+        cache.commit(seq, seq.tokens)
+    match, asked = SpanTree.match, []
+    monkeypatch.setattr(
+        SpanTree,
+        "match",
+        lambda tree, keys, *more: asked.append(more[0]) or match(tree, keys, *more),
+    )
+    for seq, end in ((path, 4), (path, 4), (path, 3), (other, 2), (path, 4), (path, 4)):
+        level.store(seq.span, end, 0, None)
+    level.tree.discard(match(level.tree, path.keys, 4, 0).span, 0, "gone")
+    for now in (0, 2 * 10**9):
+        level.store(path.span, 4, now, None)
+    assert (asked, level.stats.stored) == (lookups, stored)
+
+
+@pytest.mark.parametrize("write", ["through", "evict"])
+def test_stored_blocks_keep_their_retention_priority(write):
+    """A stored block keeps its retention priority and the time until which it holds.
+
+    So it does whether the spans of its path are stored one by one, or all at once.
+    """
+    cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    (level,) = Tiers(cache, [f"host:memory=1MB,write={write}"], SLOT).levels
+    hints = [
+        kvcore.request.Retention(BLOCK * block, BLOCK * end, priority, duration)
+        for block, end, priority, duration in ((0, 1, 80, 50), (1, 3, 70, None), (3, 4, 60, 20))
+    ]
+    seq = cache.open(ask("a", prompt=21, keys=prompt(1, 5), retention=hints), now=100)
+    cache.commit(seq, 21)
+    level.store(seq.span, 5, 100, None)
+    below, above = (
+        [(s.start, s.end, s.priority, s.priority_until) for s in tree.spans()]
+        for tree in (level.tree, cache.tree)
+    )
+    expected = [(0, 1, 80, 150), (1, 3, 70, None), (3, 4, 60, 120), (4, 5, 35, None)]
+    assert below == above == expected
 
 
 # Preemption by swap.
@@ -267,7 +314,8 @@ def test_a_sequence_is_swapped_if_that_takes_no_longer_than_computing(shared, st
         )
         assert answer is where
         assert asked.pop() == (tokens - shared * BLOCK, shared * BLOCK)
-    assert tiers.can_swap(seq, shared * BLOCK, 0, computed) is None
+    for beyond, where in ((1, level), (0, None)):
+        assert tiers.can_swap(seq, shared * BLOCK + beyond, 0, lambda *_: took) is where
 
 
 @pytest.mark.parametrize("unit", [BLOCK, 3 * BLOCK])
@@ -329,6 +377,35 @@ def test_a_prefetch_is_awaited_if_that_is_faster_than_computing(end, left, waits
     assert load is None or load.tokens == 4 * end
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize(
+    ("hit", "loaded", "hits"), [(1, 6, [1, 3]), (3, 6, [0, 2]), (3, 4, [0, 1])]
+)
+def test_an_awaited_prefetch_hits_what_the_pool_had_lost(hit, loaded, hits, resumed):
+    """What a prefetch of two levels has loaded, and the request had not hit, are its hits.
+
+    It takes no more blocks than the prefetch was to load; the return of a request hits nothing.
+    """
+    cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    tiers, keys = Tiers(cache, ["host:memory=1MB", "host:memory=1MB"], SLOT), prompt(1, 6)
+
+    def commit(name, blocks):
+        seq = cache.open(ask(name, prompt=blocks * BLOCK, keys=keys[:blocks]))
+        cache.commit(seq, blocks * BLOCK - seq.computed)
+
+    commit("before", hit)
+    seq = cache.open(ask("a", prompt=7 * BLOCK, keys=keys))
+    commit("prefetch", loaded)
+    first, second = tiers.levels
+    ahead = Load(seq, [Part(first, seq, 0, 2), Part(second, seq, 2, 5)], 0, 0, resumed=False)
+    load = Load(seq, [], 0, 5 * BLOCK, resumed, awaited=ahead)
+    tokens = min(loaded, 5) * BLOCK
+    assert tiers.finish(load, 0) == seq.computed == tokens
+    for level, blocks in zip(tiers.levels, [0, 0] if resumed else hits, strict=True):
+        assert level.stats.hits == level.stats.prefetch_hits == blocks
+        assert level.stats.ratio_sum == blocks / 6
+
+
 @pytest.mark.parametrize(("nanoseconds", "loads"), [(3, True), (2, False)])
 def test_only_blocks_that_the_pool_lacks_count_as_loaded_after_a_swap(nanoseconds, loads):
     """Two of four parked blocks are loaded, if the rest takes as long to compute as that."""
@@ -344,6 +421,18 @@ def test_only_blocks_that_the_pool_lacks_count_as_loaded_after_a_swap(nanosecond
     assert asked == [(1, 16), (9, 8)]
 
 
+@pytest.mark.parametrize(("blocks", "loads"), [(1, False), (2, False), (3, True)])
+def test_parked_blocks_that_the_pool_has_too_are_dropped(blocks, loads):
+    """Parked blocks are dropped, and nothing is loaded, if the pool has all of them."""
+    tiers, seq = half_hit("a")
+    (level,) = tiers.levels
+    unparked = []
+    level.unpark = lambda *parked: unparked.append(parked)
+    holder = SimpleNamespace(blocks=blocks, tokens=blocks * BLOCK)
+    load = tiers._load_parked(seq, level, holder, 0, lambda tokens, _: 10**6 * tokens)
+    assert (load is not None, unparked) == (loads, [] if loads else [("a", 0)])
+
+
 def test_a_mover_is_told_which_slots_are_dropped():
     """When blocks leave a level, the mover gets the slots of these blocks alone."""
     cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
@@ -354,6 +443,21 @@ def test_a_mover_is_told_which_slots_are_dropped():
     level.restore(keys, slots)
     level.discard(level._holder("damaged", None, keys, 4), 1, 0, "damaged")
     assert dropped == [*slots[1:]]
+
+
+def test_paths_of_an_earlier_run_are_there_at_the_beginning():
+    """Paths are recovered at the time 0: a later one continues an earlier one that expires."""
+    cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    tier = Host(memory="1MB", eviction="ttl:ttl=1e-9")
+    (level,) = Tiers(cache, [tier], SLOT, ids=True).levels
+    slots = level.pool.allocate(3)
+    level.restore([1, 2], slots[:2])
+    level.restore([1, 2, 3], slots)
+    cache.check_integrity()
+    assert [(span.start, span.end, span.created) for span in level.tree.spans()] == [
+        (0, 2, 0), (2, 3, 0),
+    ]  # fmt: skip
+    assert not level.stats.dropped
 
 
 @pytest.mark.parametrize("forks", [False, True])
@@ -424,6 +528,43 @@ def test_a_swapped_prefill_resumes_at_its_computed_tokens():
     assert again.computed == 10
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda level: setattr(level.tree, "cached_blocks", 1), "spans hold 4 blocks"),
+        (lambda level: setattr(level.pool, "free_blocks", 1), "1 free + 4 cached + 3 private"),
+        (lambda level: level.parked.clear(), "pins 1> is on the paths of 0 open sequences"),
+        (
+            lambda level: level._cache.tiers._loading.clear(),
+            "pins 1> is on the paths of 0 open sequences",
+        ),
+        (
+            lambda level: level.take(ask("unknown"), prompt(2, 2), 0, 2, 0),
+            "pins 2> is on the paths of 1 open sequences",
+        ),
+    ],
+    ids=["tree", "pool", "parked", "loading", "pinned"],
+)
+def test_damage_of_a_level_is_noticed(damage, message):
+    """While a load reads shared and parked blocks, all blocks and pins have their owners."""
+    cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    tiers = Tiers(cache, [f"host:memory=1MB,write=through,{FAST}"], SLOT)
+    (level,) = tiers.levels
+    for branch in (1, 2):
+        seq = cache.open(ask(branch, prompt=5 * BLOCK, keys=prompt(branch, 2)))
+        cache.commit(seq, 5 * BLOCK)
+        if branch == 2:
+            level.park(seq, 5 * BLOCK, 0)
+        cache.close(seq)
+        cache.tree.discard(next(cache.tree.spans()), 0, "expired")
+    seq = cache.open(ask("b", prompt=5 * BLOCK, keys=prompt(1, 2)))
+    assert tiers.load(seq, 0, lambda tokens, _: 10**6 * tokens)
+    tiers.check_integrity()
+    damage(level)
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        tiers.check_integrity()
+
+
 # Capacity, links, names and policies of levels.
 
 
@@ -447,9 +588,11 @@ def test_the_bandwidth_of_a_host_grows_with_the_number_of_gpus():
     """The bandwidth of a host is multiplied by the number of GPUs; that of a disk is not."""
     cache = KVCache(10)
     tiers = Tiers(cache, ["host:memory=1MB", "disk:memory=1MB"], SLOT, devices=4)
-    host, disk = (level.link.load_ns(10**9, 0) for level in tiers.levels)
-    assert host == 10**9 * 10**9 // (4 * 50 * 10**9) + 10_000
-    assert disk == -(-(10**9) * 10**9 // (7 * 10**9)) + 100_000
+    host, disk = (level.link for level in tiers.levels)
+    size = 10**9
+    assert host.load_ns(size, 0) == host.store_ns(size, 0) == size // (4 * 50) + 10_000
+    assert disk.load_ns(size, 0) == -(-size // 7) + 100_000
+    assert disk.store_ns(size, 0) == size // 5 + 100_000
 
 
 def test_a_failing_policy_of_a_tier_is_named_in_every_later_call():

@@ -697,12 +697,12 @@ class GroupedCache:
                 )
                 raise AssertionError(msg)
         total = self.pool.free_blocks + len(bare) + len(named)
-        if shared or holders or self._blocks.idle != idle or total != self.pool.blocks:
+        if shared or self._blocks.idle != idle or total != self.pool.blocks:
             msg = (
                 f"{self.pool.free_blocks} free, {len(bare)} held without a name and "
                 f"{len(named)} named blocks are not {self.pool.blocks}; {self._blocks.idle} of "
-                f"{idle} idle ones can be evicted, {len(holders)} held ones have lost their "
-                f"names, and {len(shared)} without one are in two tables"
+                f"{idle} idle ones can be evicted, and {len(shared)} without a name are in two "
+                "tables"
             )
             raise AssertionError(msg)
 

@@ -4,7 +4,7 @@ import pytest
 
 from kvcore import InputError, Request
 from kvcore.cache.hints import priority_steps
-from kvcore.cache.layout import BlockLayout
+from kvcore.cache.layout import GENERATED, BlockLayout
 from kvcore.request import Retention
 
 
@@ -38,6 +38,24 @@ def test_the_layout_of_a_prompt_in_blocks_of_sixteen(count, key_tokens, prompt, 
     """
     geometry = BlockLayout(count, 16, key_tokens)
     assert layout(geometry, request(prompt, keys, key_tokens)) == counts
+
+
+@pytest.mark.parametrize(
+    ("key_tokens", "block_size", "keys", "blocks", "named"),
+    [
+        (4, 4, "abcde", (3, 6), "abc345"),
+        (8, 4, "abc", (5, 9), "ab234"),
+        (4, 8, "abcd", (2, 4), "bd23"),
+    ],
+    ids=["a block", "two blocks", "half a block"],
+)
+def test_generated_blocks_have_names_in_place_of_keys(
+    key_tokens, block_size, keys, blocks, named
+):
+    """The keys of whole prompt blocks are continued by a name for each key of the others."""
+    geometry = BlockLayout("tokens", block_size, key_tokens)
+    expected = [(GENERATED, 7, int(key)) if key.isdigit() else key for key in named]
+    assert geometry.generated_keys(request(99, keys, key_tokens), *blocks) == expected
 
 
 @pytest.mark.parametrize(("tokens", "limit"), [(1, 0), (16, 0), (17, 1), (32, 1), (33, 2)])

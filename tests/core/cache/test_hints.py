@@ -64,6 +64,7 @@ def test_a_pin_outlasts_pressure_under_every_policy(policy):
     assert {"|ab"} <= set(spans(cache))
     serve(cache, "mnop", now=50)
     assert set(spans(cache)) == {"|mnop"}
+    assert not cache.tree.pins.yielded
 
 
 def test_a_pin_begins_when_the_request_ends():
@@ -126,6 +127,17 @@ def test_pins_yield_if_no_sequence_is_open():
     serve(cache, "mnopqr")
     assert (cache.tree.pins.yielded, len(cache.tree.pins)) == (1, 1)
     assert {"|ab", "|mnopqr"} == set(spans(cache))
+
+
+def test_pins_yield_to_the_reserve_of_a_request():
+    """Pins yield for the blocks that must stay free beside a request, if there are as many."""
+    cache = make(8)
+    serve(cache, "ab", **PIN)
+    with pytest.raises(OutOfBlocks):
+        cache.open(ask("mnop"), reserve=5)
+    assert len(cache.tree.pins) == 1
+    cache.open(ask("mnop"), reserve=4)
+    assert (cache.tree.pins.yielded, cache.available_blocks) == (1, 4)
 
 
 def test_a_split_pin_ends_as_a_whole():

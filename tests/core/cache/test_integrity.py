@@ -5,6 +5,9 @@ from array import array
 import pytest
 from helpers.caches import BLOCK, Mortal, ask, compute, make, serve, spans, start
 
+from kvcore.cache import integrity
+from kvcore.request import Hints
+
 
 def used_cache(**options):
     """Return a cache with shared, private and cached blocks, and two open sequences."""
@@ -138,6 +141,26 @@ def test_a_parent_older_than_its_child(cache):
         cache.close(seq)
     spans(cache)["ab|c"].released_order = 0
     assert_found(cache, "is less recent than its child")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda pins, _: pins.held.clear(), "clients pin {<Span .*>: 1}; counted are {}"),
+        (lambda pins, _: setattr(pins, "blocks", 3), "they hold 2, not 3"),
+        (
+            lambda _, patch: patch.setattr(integrity, "PIN_SHARE", 1 / 16),
+            r"pins hold 2 blocks, of 1\.0 that they may",
+        ),
+    ],
+    ids=["spans", "blocks", "share"],
+)
+def test_a_wrong_count_of_client_pins(monkeypatch, damage, message):
+    """A pin that is not counted, a wrong count of pinned blocks, and too many are found."""
+    cache = make(16)
+    serve(cache, "ab", hints=Hints(pin=1))
+    damage(cache.pins, monkeypatch)
+    assert_found(cache, message)
 
 
 def test_a_compacted_sequence_that_shares(cache):

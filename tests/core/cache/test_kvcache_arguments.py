@@ -139,6 +139,27 @@ def test_a_request_has_one_first_admission_in_a_trace():
     cache.close(cache.open(request, resumed=True))
 
 
+def test_a_request_may_move_between_servers_with_traces():
+    """What another server admitted first returns here, and what it continues is new here."""
+    cache = KVCache(8, BLOCK, eviction=LRU(), prefix=Radix(), trace=Lines())
+    request = ask("a")
+    cache.adopt(request)
+    cache.close(cache.open(request, resumed=True))
+    cache.disown(request)
+    cache.disown(request)
+    cache.close(cache.open(request))
+
+
+@pytest.mark.parametrize(("reserve", "evictable"), [(0, 1), (1, 0)])
+def test_a_request_without_room_is_told_what_there_is(reserve, evictable):
+    """The blocks that a request hits, and those that must stay, do not count as evictable."""
+    cache = make(6)
+    serve(cache, "ab", "c")
+    reason = rf"needs 6 more blocks; 3 of 6 are free and {evictable} can be evicted"
+    with pytest.raises(OutOfBlocks, match=reason):
+        cache.open(ask("abmnopqr"), reserve=reserve)
+
+
 def test_a_refused_request_is_in_the_trace():
     """A request whose admission is refused is in the trace."""
     trace = Lines()

@@ -268,6 +268,16 @@ def test_fork_with_uncommitted_generated_tokens_is_refused(cache):
     cache.fork(seq)
 
 
+def test_fork_of_a_compacted_sequence_with_uncommitted_tokens_is_refused(cache):
+    """After a compaction, too, a generated token that is not committed refuses a fork."""
+    seq = start(cache, "abc")
+    cache.compact(seq, 2)
+    cache.fork(seq)
+    cache.extend(seq, 1)
+    with pytest.raises(InputError, match="1 allocated tokens are not committed"):
+        cache.fork(seq)
+
+
 def test_fork_in_the_middle_of_a_prompt(cache):
     """A fork may share prompt tokens that are allocated and not yet committed."""
     seq = cache.open(ask("abc"), 6)

@@ -103,6 +103,23 @@ def test_part_of_a_span_is_weighted_by_its_blocks():
     assert evictions(seen) == [(7, 7, 0, 1)]
 
 
+def test_blocks_that_leave_one_by_one_are_counted_once():
+    """Blocks that leave at times of their own have the age and the lifetime of these times.
+
+    Others that leave in between have theirs, even if they were accessed in that instant.
+    """
+    cache = make(4)
+    start(cache, "abc", now=2)
+    (span,) = cache.tree.spans()
+    seen = Residency(4)
+    seen.on_evict_by_block(span, [5, 9])
+    seen.record_evict(span.path_keys, 0, 1, 1, (0, 0, 0), "capacity")
+    seen.settle()
+    for ages in (seen.age_at_eviction, seen.lifetime):
+        assert (ages.weight, ages.at_most([0, 2, 3, 6, 7])) == (3, [1, 1, 2, 2, 3])
+    assert seen.evicted_blocks["capacity"] == seen.never_hit_blocks == 3
+
+
 def test_an_expired_span_counts_as_evicted():
     """An expired span counts as evicted when it is found."""
     cache, seen = watched(eviction=Mortal())

@@ -1,10 +1,16 @@
 """Retention: blocks that leave the table of a running sequence are freed or only hidden."""
 
+from types import SimpleNamespace
+
 import pytest
 from helpers.caches import BLOCK, Lines, ask, compute, make, start, table
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvcore import InputError, KVCache, OutOfBlocks, PolicyError, Request, simulate
 from kvcore.cache import RetentionPolicy
+from kvcore.cache.retention import new_holes
+from kvcore.cache.sequence import merge_holes
 from kvcore.testing.harness import snapshot
 from kvcore_engine.retention.window import Window
 
@@ -110,6 +116,26 @@ def test_each_dropped_range_frees_the_private_blocks_at_its_positions():
     assert (table(cache, seq), list(cache.pool.free_ids())) == ([0, 2, 4, 5, 6], [3, 1])
     compute(cache, seq)
     assert table(cache, seq) == [0, 2, 4, 6]
+
+
+TOKENS = st.tuples(st.integers(0, 80), st.integers(0, 24)).map(lambda r: (r[0], sum(r)))
+
+
+@given(calls=st.lists(st.lists(TOKENS, max_size=6), max_size=4))
+def test_holes_are_the_runs_of_the_blocks_that_were_dropped(calls):
+    """Each call drops the blocks that lie whole in a range and are there; holes are runs."""
+    layout = SimpleNamespace(geometry=SimpleNamespace(block_size=BLOCK))
+    seq, dropped = SimpleNamespace(holes=(), computed=104, span=layout), set()
+    for ranges in calls:
+        wanted = {b for first, end in ranges for b in range(-(-first // BLOCK), end // BLOCK)}
+        new = new_holes(seq, ranges)
+        assert all(first < end for first, end in new)
+        assert [b for hole in new for b in range(*hole)] == sorted(wanted - dropped)
+        dropped |= wanted
+        seq.holes = merge_holes([*seq.holes, *new])
+        firsts = [b for b in sorted(dropped) if b - 1 not in dropped]
+        ends = [b + 1 for b in sorted(dropped) if b + 1 not in dropped]
+        assert seq.holes == tuple(zip(firsts, ends, strict=True))
 
 
 def test_a_dropped_range_may_cover_shared_and_private_blocks():

@@ -7,11 +7,12 @@ from helpers.native import KEY_TOKENS, POLICIES, examples, needs_core, random_re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore import KVCache
-from kvcore.cache import native
+from kvcore import KVCache, Request
+from kvcore.cache import Residency, native
 from kvcore.cache.integrity import check_tree
 from kvcore.errors import KvcoreError
 from kvcore.request import Hints
+from kvcore_plugins.prefix import Radix
 from kvcore_replay.untimed import hits_of
 
 pytestmark = needs_core
@@ -71,6 +72,67 @@ def replayed(seed, *, hinted, pure):
 def test_both_cores_replay_alike(seed, hinted):
     """Hits, changes of the tree in order, counts and residency are those of Python."""
     assert replayed(seed, hinted=hinted, pure=False) == replayed(seed, hinted=hinted, pure=True)
+
+
+class Own(Residency):
+    """Statistics that are not those of the cache."""
+
+
+class OtherMatch(Radix):
+    """An index with another lookup."""
+
+    def match(self, keys, limit, after):
+        """Return what the index of the tree returns."""
+        return super().match(keys, limit, after)
+
+
+class OtherWalk(OtherMatch):
+    """An index with another lookup, which says that it only walks down the tree."""
+
+    walks_tree = True
+
+    match = Radix.match
+
+
+def used(cache):
+    """Return a cache that has served a request."""
+    cache.close(cache.open(Request(id="a", prompt_tokens=1, key_tokens=16)))
+    return cache
+
+
+def with_residency(cache, kind=Residency):
+    """Return a cache with statistics of residency."""
+    cache.tree.residency = kind(cache.pool.blocks)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: KVCache(99), ""),
+        (lambda: with_residency(KVCache(99)), ""),
+        (lambda: with_residency(KVCache(99), Own), "statistics of its own"),
+        (lambda: KVCache(99, ids=True), "a KVCache with a BlockPool"),
+        (lambda: KVCache(99, retention="window:tokens=64"), "a retention policy"),
+        (lambda: KVCache(99, eviction="ttl:ttl=5"), "spans that expire"),
+        (lambda: KVCache(99, eviction="lookahead"), "a policy that hears of the queue"),
+        (lambda: used(KVCache(99)), "a cache in use"),
+    ],
+)
+def test_what_the_core_lacks_is_replayed_in_python(make, reason):
+    """A cache whose requests the core does not replay says why, and all requests are left."""
+    cache, request = make(), Request(id=0, prompt_tokens=100, key_tokens=16)
+    assert native.why_not(cache) == reason
+    hits, rest = native.replay([request], cache, keeps=True)
+    assert (list(hits), list(rest)) == (([], [request]) if reason else ([0], []))
+
+
+@pytest.mark.parametrize(
+    ("index", "walks"), [(Radix, True), (OtherMatch, False), (OtherWalk, True)]
+)
+def test_an_index_walks_the_tree_if_the_class_of_its_lookup_says_so(index, walks):
+    """A lookup that a subclass overrides is called, unless that says that it only walks."""
+    assert native.walks_tree(KVCache(9, prefix=index())) is walks
 
 
 def test_time_that_runs_backwards_is_refused_in_the_same_words():

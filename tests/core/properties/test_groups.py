@@ -6,7 +6,9 @@ import pytest
 from helpers.group_model import GroupModel
 from helpers.group_streams import drive
 
+QUICK = 32
 STREAMS, PARTS = 400, 8
+"""Streams of the quick test, whose pools have all shapes, and of the slow one."""
 
 
 class ModelSide:
@@ -48,16 +50,21 @@ class ModelSide:
         return self._model.evicted
 
 
+@pytest.mark.parametrize("seed", range(QUICK))
+def test_groups_decide_as_the_reference(seed):
+    """Hits, junctions, refusals, free blocks and evictions equal those of the reference."""
+    drive(seed, ModelSide)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
-def test_groups_decide_as_the_reference(part):
-    """Hits, junctions, refusals, free blocks and evictions equal those of the reference."""
+def test_groups_decide_as_the_reference_on_many_streams(part):
+    """On many streams, which hit and evict, groups decide as the reference."""
     per_part = STREAMS // PARTS
     calls, hits, evicted = 0, 0, 0
     for seed in range(part * per_part, (part + 1) * per_part):
         counts = drive(seed, ModelSide)
         calls, hits, evicted = calls + counts[0], hits + counts[1], evicted + counts[2]
-    # The streams do hit and evict.
     assert calls > 10_000
     assert hits > 500
     assert evicted > 5_000

@@ -82,6 +82,14 @@ class TestRedis(TierTests):
             yield data, partial(client.hset, name, field)
 
 
+@pytest.mark.parametrize("tier", [Disk, Host, Redis])
+def test_a_tier_is_itself_alone(tier):
+    """Two tiers of equal options are two, since one serves one run; options have names."""
+    assert len({tier(memory=9), tier(memory=9)}) == 2
+    with pytest.raises(TypeError):
+        tier("9GB", memory=9)
+
+
 def test_every_tier_is_in_the_list():
     """Each registered tier is tested above."""
     assert {Disk.name, Host.name, Redis.name} == set(Plugins().names("tier"))

@@ -150,6 +150,7 @@ def serve(cache, tiers, slow, request, now):
     assert (hit if load is None else load.tokens) == end
     if load is not None:
         assert load.ready == ready
+        tiers.check_integrity()
         finish(parts)
         tiers.finish(load, ready)
     now = ready
