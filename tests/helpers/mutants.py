@@ -76,15 +76,22 @@ ROOMS = {
         ],
     ),
     "serving": (
-        ["kvcore/serving"],
+        [
+            *("kvcore/serving", "kvcore/workloads/arrivals.py"),
+            *(f"plugins/kvcore_plugins/{name}.py" for name in ("load", "drafter/speculation")),
+        ],
         [
             *("tests/core/serving", "tests/plugins/test_schedulers.py", PROPERTIES),
-            "tests/plugins/test_cache_groups_serving.py",
+            *(
+                "tests/plugins/test_cache_groups_serving.py",
+                "tests/plugins/test_serving_load.py",
+            ),
+            *("tests/plugins/test_speculation_simulated.py", "tests/core/workloads"),
         ],
     ),
     "online": (["plugins/kvcore_online"], ["tests/online"]),
 }
-"""The folders of each room, and its tests."""
+"""The folders and files of each room, and its tests."""
 
 CALLS_C = "native.py"
 C_TESTS = ["tests/core/native"]
@@ -237,8 +244,10 @@ class _Mutator(ast.NodeTransformer):
 
 def files(room):
     """Return the files of a room."""
-    folders = [ROOT / folder for folder in ROOMS[room][0]]
-    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+    places = [ROOT / place for place in ROOMS[room][0]]
+    return sorted(
+        path for place in places for path in ([place] if place.suffix else place.rglob("*.py"))
+    )
 
 
 def mutants(room):
