@@ -369,7 +369,12 @@ class Fleet:
                     f"{server.options.url}/metrics", allow_redirects=False
                 ) as answer:
                     if healthy and answer.status == 200:  # noqa: PLR2004
-                        match = _USAGE.search(await answer.content.read(LONGEST_METRICS))
+                        text = bytearray()
+                        async for part in answer.content.iter_any():
+                            text += part
+                            if len(text) >= LONGEST_METRICS:
+                                break
+                        match = _USAGE.search(text)
                         usage = float(match[1]) if match else 0.0
                         server.usage = usage if 0 <= usage <= 1 else 0.0
         except Exception:  # noqa: BLE001 - any error is the server's

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
@@ -29,6 +29,11 @@ METRICS_HEADERS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
 
 LINGERING_SECONDS = 2.0
 """Seconds to read the rest of a request that was answered before its end."""
+
+LONG = 1 << 16
+"""Bytes of a body from which on it is decoded on a thread: 1 MiB of text takes up to 5 s."""
+
+T = TypeVar("T")
 
 
 class ApiError(Exception):
@@ -112,6 +117,7 @@ class Listener:
             shutdown_timeout=shutdown_timeout,
         )
         self._server: asyncio.Server | None = None
+        self._decoding = asyncio.Lock()
 
     async def start(self) -> None:
         """Start to listen.
@@ -180,8 +186,10 @@ class Listener:
             answer.force_close()
         return answer
 
-    async def read(self, http: web.Request, seconds: float) -> bytes:
-        """Return the body of a request.
+    async def read(self, http: web.Request, seconds: float, decode: Callable[[bytes], T]) -> T:
+        """Return what `decode` makes of the body of a request.
+
+        Long bodies are decoded on a thread, one after another, while short ones are served.
 
         Raises:
             ApiError: the body is not of type JSON, is compressed, is not encoded as its headers
@@ -195,11 +203,26 @@ class Listener:
             raise ApiError(NOT_JSON, "send the body without Content-Encoding")
         try:
             async with asyncio.timeout(seconds):
-                return await http.read()
+                body = await http.read()
         except TimeoutError:
             raise ApiError(TOO_SLOW, "the request came too slowly") from None
         except self._unreadable:
             raise ApiError(BAD, "the body is not encoded as its headers say") from None
+        if len(body) < LONG:
+            return decode(body)
+        await self._decoding.acquire()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        decoding = loop.run_in_executor(None, decode, body)
+
+        # Not before, although its client may have gone: else any number could be decoded at
+        # once. Nor right after: nothing else runs while JSON is parsed, be it on a thread, so
+        # bodies that wait for one another leave half of the time to all others.
+        def pause(_: object) -> None:
+            loop.call_later(loop.time() - began, self._decoding.release)
+
+        decoding.add_done_callback(pause)
+        return await asyncio.shield(decoding)
 
     def _accept(self) -> asyncio.BaseProtocol:
         """Return the protocol of a new connection, which closes it if there are too many."""

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from io import BytesIO
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -32,7 +33,7 @@ from kvcore_online.listener import (
     Listener,
     error_body,
 )
-from kvcore_online.prompts import Call
+from kvcore_online.prompts import Call, SentCall
 from kvcore_online.route_config import RouteConfig
 from kvcore_online.supervision import signalled, stopped, warn
 from kvcore_online.traffic import Flight
@@ -303,7 +304,9 @@ class Proxy:
             return self._refusal(NO_SERVER, "the limit of requests in flight is reached")
         self._busy += 1
         try:
-            call = await self._read(http)
+            call = await self._listener.read(
+                http, self.config.client_timeout, partial(Call.read, http.path)
+            )
             tokens = call.tokens
             if tokens is None and self.config.by_tokens:
                 tokens = await self._tokenize(http, call)
@@ -316,14 +319,11 @@ class Proxy:
                 key_tokens=self.config.key_tokens,
                 key_chars=self.config.key_chars,
             )
-            return await self._serve(http, call, request)
+            sent = call.sent(count=self.config.trace is not None)
+            del call, tokens
+            return await self._serve(http, sent, request)
         finally:
             self._busy -= 1
-
-    async def _read(self, http: web.Request) -> Call:
-        """Return the call that a client sends."""
-        body = await self._listener.read(http, self.config.client_timeout)
-        return Call.read(http.path, body)
 
     async def _tokenize(self, http: web.Request, call: Call) -> list[int] | None:
         """Return the token ids of a prompt from a server, by turns; None if it gives none."""
@@ -354,7 +354,7 @@ class Proxy:
         return tokens if valid else None
 
     async def _serve(
-        self, http: web.Request, call: Call, request: Request
+        self, http: web.Request, call: SentCall, request: Request
     ) -> web.StreamResponse:
         """Serve a request, and record it in the trace."""
         flight = Flight(request)
@@ -364,10 +364,11 @@ class Proxy:
         finally:
             self.fleet.finish(flight)
 
-    async def _route(self, http: web.Request, call: Call, flight: Flight) -> web.StreamResponse:
+    async def _route(
+        self, http: web.Request, call: SentCall, flight: Flight
+    ) -> web.StreamResponse:
         """Send a request to servers that the router picks, until one of them answers."""
         why, tried = "no server is up", set[int]()
-        body = call.body(count=self.config.trace is not None)
         while len(tried) <= self.config.retries:
             attempt = self.fleet.send(flight, tried)
             if attempt is None:
@@ -376,7 +377,7 @@ class Proxy:
             tried.add(number)
             answer = None
             try:
-                answer = await self._ask(http, call, attempt, body)
+                answer = await self._ask(http, call, attempt)
                 return await self._pass_on(http, attempt, answer)
             except UnservedError as error:
                 why = f"{name}: {error}"
@@ -393,9 +394,7 @@ class Proxy:
         flight.refused, flight.output = "no server", call.most_output
         return self._refusal(NO_SERVER, why)
 
-    async def _ask(
-        self, http: web.Request, call: Call, attempt: Attempt, body: bytes
-    ) -> Answer:
+    async def _ask(self, http: web.Request, call: SentCall, attempt: Attempt) -> Answer:
         """Return the answer of a server: the beginning of a stream, or a whole answer.
 
         Raises:
@@ -407,7 +406,7 @@ class Proxy:
             async with attempt.deadline:
                 response = await self._session.post(
                     f"{attempt.server.options.url}{call.path}",
-                    data=body if len(body) < LARGE else BytesIO(body),
+                    data=call.body if len(call.body) < LARGE else BytesIO(call.body),
                     headers={**self._headers(http), "Content-Type": "application/json"},
                     allow_redirects=False,
                 )

@@ -43,9 +43,6 @@ Pieces: TypeAlias = AsyncGenerator[tuple[int, Tokens], None]
 
 T = TypeVar("T")
 
-LONG = 1 << 16
-"""Bytes of a body from which on it is read on a thread: 1 MiB of text takes up to 5 s."""
-
 MOST_HELD = 16
 """Tokens without the end of a character from which on they are text as they are: a character
 has at most 4 bytes, and all that is held back is decoded again with each token."""
@@ -267,7 +264,6 @@ class Server:
         self._ids = count()
         self._busy = 0
         self._failed = asyncio.Event()
-        self._reading = asyncio.Lock()
         self._stack = ExitStack()
         with ExitStack() as stack:
             trace = self._names = None
@@ -439,24 +435,10 @@ class Server:
             self._busy -= call.answers
 
     async def _read(self, http: web.Request, read: Callable[[dict[str, Any]], T]) -> T:
-        """Return what `read` makes of the JSON object in the body of a request.
-
-        Long ones are read on a thread, one after another, while short ones are served.
-        """
-        body = await self._listener.read(http, self.config.client_timeout)
-        try:
-            document = parse_json(body, MOST_VALUES)
-        except ValueError as error:
-            raise ApiError(400, f"the body is not JSON: {error}") from error
-        if not isinstance(document, dict):
-            raise ApiError(400, "the body must be a JSON object")
-        if len(body) < LONG:
-            return read(document)
-        await self._reading.acquire()
-        reading = asyncio.get_running_loop().run_in_executor(None, read, document)
-        # Not before, although its client may have gone: else any number could be read at once.
-        reading.add_done_callback(lambda _: self._reading.release())
-        return await asyncio.shield(reading)
+        """Return what `read` makes of the JSON object in the body of a request."""
+        return await self._listener.read(
+            http, self.config.client_timeout, lambda body: read(_document(body))
+        )
 
     async def _generate(self, requests: Sequence[Request]) -> Pieces:
         """Yield the pieces of answers, each with the index of its request.
@@ -584,6 +566,17 @@ class Server:
             "created": int(time()),
             "model": self.model,
         }
+
+
+def _document(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in a body."""
+    try:
+        document = parse_json(body, MOST_VALUES)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return document
 
 
 def _choice(index: int, content: Mapping[str, Any], reason: str | None) -> dict[str, Any]:

@@ -24,6 +24,7 @@ class Upstream:
             to the socket as it is.
         counted: the `usage` of answers.
         tokenize: returns the answer to a prompt that is to be made into tokens.
+        help: the lines before its metrics.
         healthy: whether `/health` responds with 200; else with 503.
         calls: bodies of the received completions; `headers` of each.
         left: number of completions whose client disconnected.
@@ -34,8 +35,8 @@ class Upstream:
         self.calls, self.headers, self.left, self.flooded = [], [], 0, 0
         self.gate = asyncio.Event()
         self.port = 0
-        self.sent = b""
         self.tokenize = lambda text: {"tokens": list(map(ord, text))}
+        self.sent, self.help = b"", ""
         self.counted = {
             "prompt_tokens": 40,
             "completion_tokens": len(WORDS),
@@ -135,7 +136,8 @@ class Upstream:
         return web.Response(status=200 if self.healthy else 503)
 
     async def _metrics(self, http):
-        return web.Response(text=f'vllm:kv_cache_usage_perc{{model="tiny"}} {self.usage}\n')
+        usage = f'vllm:kv_cache_usage_perc{{model="tiny"}} {self.usage}\n'
+        return web.Response(text=self.help + usage)
 
 
 async def _cut(http):

@@ -274,7 +274,7 @@ def read_body(data):
     for path in ("/v1/completions", "/v1/chat/completions"):
         call = Call.read(path, data)
         orjson.dumps(call.question)
-        call.body(count=True)
+        call.sent(count=True)
         request = call.request(0, 0, "", tokens=call.tokens, key_tokens=16, key_chars=64)
         assert call.most_output <= 1 << 20
         orjson.dumps([request.session, request.salt])

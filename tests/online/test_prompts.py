@@ -48,19 +48,19 @@ def test_a_body_is_passed_on_as_it_came_unless_its_usage_is_needed():
         body = {"prompt": "a", "stream": True, **more}
         call = read(body)
         assert (call.stream, call.counted) == (True, False)
-        assert call.body(count=False) == call.raw
+        assert call.sent(count=False).body == call.raw
         kept = (
             more.get("stream_options") if isinstance(more.get("stream_options"), dict) else {}
         )
         expected = body | {"stream_options": {**(kept or {}), **usage}}
-        assert orjson.loads(call.body(count=True)) == expected
+        assert orjson.loads(call.sent(count=True).body) == expected
     call = read({"prompt": "a", "stream": True, "stream_options": usage})
     assert call.counted
-    assert call.body(count=True) == call.raw
+    assert call.sent(count=True).body == call.raw
     for stream in (False, None, 1):
         call = read({"prompt": "a", "stream": stream})
         assert not call.stream
-        assert call.body(count=True) == call.raw
+        assert call.sent(count=True).body == call.raw
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@
 import asyncio
 import json
 import socket
+import threading
+import weakref
 from contextlib import asynccontextmanager
 from time import process_time
 
@@ -26,7 +28,7 @@ from kvcore.errors import InputError, StorageError
 from kvcore.files import AtomicFile
 from kvcore.request import TextRequest, block_keys
 from kvcore.untrusted import LONGEST_EVENT, MOST_VALUES
-from kvcore_online.listener import Listener
+from kvcore_online.listener import LONG, Listener
 from kvcore_online.prompts import Call
 from kvcore_online.proxy import EventStream
 from kvcore_online.traffic import Flight
@@ -352,3 +354,72 @@ def test_documents_of_many_lists_are_refused_before_they_are_parsed(levels):
     document = b'{"prompt": [' + b",".join([levels.encode()] * (MOST_VALUES + 1)) + b"]}"
     with pytest.raises(InputError, match="lists and objects; 1,048,576 is the most"):
         Call.read(COMPLETIONS, document)
+
+
+def test_long_bodies_delay_nobody(monkeypatch):
+    """Long bodies are decoded one after another, and short requests do not wait for them."""
+    begun, gate, running, most = asyncio.Event(), threading.Event(), [], []
+    read = Call.read
+
+    async def scene(proxy, servers, client):
+        loop = asyncio.get_running_loop()
+
+        def slow(path, body):
+            if len(body) >= LONG:
+                running.append(body)
+                most.append(len(running))
+                loop.call_soon_threadsafe(begun.set)
+                gate.wait(20)
+                running.pop()
+            return read(path, body)
+
+        monkeypatch.setattr(Call, "read", slow)
+        waiting = [asyncio.ensure_future(ask(client, text="a" * LONG)) for _ in range(3)]
+        await begun.wait()
+        try:
+            assert (await ask(client))[0] == 200
+        finally:
+            gate.set()
+        return [status for status, _, _ in await asyncio.gather(*waiting)]
+
+    assert play(scene, count=1) == [200] * 3
+    assert max(most) == 1
+
+
+def test_a_request_is_kept_as_bytes_while_a_server_answers(monkeypatch):
+    """The JSON of a request, of up to 20 times its bytes, is gone when a server has it."""
+    read, calls = Call.read, []
+
+    def kept(path, body):
+        call = read(path, body)
+        calls.append(weakref.ref(call))
+        return call
+
+    async def scene(proxy, servers, client):
+        servers[0].script = "wait"
+        monkeypatch.setattr(Call, "read", kept)
+        waiting = asyncio.ensure_future(ask(client, stream=True))
+        await until(lambda: servers[0].calls)
+        assert [call() for call in calls] == [None]
+        servers[0].gate.set()
+        assert (await waiting)[0] == 200
+
+    play(scene, count=1)
+
+
+def test_a_model_that_is_no_text_is_the_servers_to_refuse():
+    """What a client sends as a model is in no key: 8 MB of numbers took 2 s to be written."""
+    calls = [
+        Call.read(COMPLETIONS, b'{"prompt": "a", "model": %s}' % model)
+        for model in (b"[1]", b"null")
+    ]
+    options = {"tokens": None, "key_tokens": 1, "key_chars": 1}
+    one, other = (call.request(0, 0, None, **options).keys for call in calls)
+    assert one == other
+
+
+@played(count=1)
+async def test_metrics_of_a_server_are_read_to_their_end(proxy, servers, client):
+    """The usage of a server's cache is known although 700 kB are before it in its metrics."""
+    servers[0].help, servers[0].usage = "# help\n" * 100_000, 0.75
+    await until(lambda: proxy.fleet.servers[0].usage == 0.75)

@@ -29,10 +29,12 @@ import kvcore
 from kvcore import Span, read_events
 from kvcore.errors import PolicyError
 from kvcore.request import text_request
+from kvcore.untrusted import parse_json
 from kvcore_engine.generator import HuggingFace
 from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved, BlockStored
-from kvcore_online.server import LONG, ServeConfig, Text
+from kvcore_online.listener import LONG
+from kvcore_online.server import ServeConfig, Text
 from kvcore_online.tally import CANCELLED
 from kvcore_replay.check.trace import replay
 
@@ -296,9 +298,13 @@ def test_more_answers_than_a_server_takes_are_refused():
 
 
 def test_short_calls_are_answered_while_long_ones_are_read(monkeypatch):
-    """Long prompts are made tokens one after another, and short calls do not wait for them."""
+    """Long calls are read one after another, and short calls do not wait for them."""
     begun, gate, running, most = threading.Event(), threading.Event(), [], []
-    encode = kvcore.Generator.encode
+    encode, parsed = kvcore.Generator.encode, []
+
+    def parse(body, objects):
+        parsed.append(len(body) >= LONG)
+        return parse_json(body, objects)
 
     def slow(self, text):
         if len(text) < LONG:
@@ -311,11 +317,13 @@ def test_short_calls_are_answered_while_long_ones_are_read(monkeypatch):
         return [1]
 
     monkeypatch.setattr(kvcore.Generator, "encode", slow)
+    monkeypatch.setattr("kvcore_online.server.parse_json", parse)
     long = json.dumps({"prompt": "a" * LONG}).encode()
     with serving(ServeConfig(port=0)) as server, ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(ask, server, "/tokenize", long) for _ in range(3)]
         assert begun.wait(20)
         assert ask(server, "/tokenize", b'{"prompt": "a"}')[0] == 200
+        assert sum(parsed) == 1  # JSON takes up to 20 times the memory of its bytes
         gate.set()
         assert [future.result()[1]["tokens"] for future in waiting] == [[1]] * 3
     assert max(most) == 1
