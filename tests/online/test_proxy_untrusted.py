@@ -408,7 +408,7 @@ def test_a_request_is_kept_as_bytes_while_a_server_answers(monkeypatch):
 
 
 def test_a_model_that_is_no_text_is_the_servers_to_refuse():
-    """What a client sends as a model is in no key: 8 MB of numbers took 2 s to be written."""
+    """A model that is no text is in no key: 8 MB of numbers took 2 s to be written."""
     calls = [
         Call.read(COMPLETIONS, b'{"prompt": "a", "model": %s}' % model)
         for model in (b"[1]", b"null")

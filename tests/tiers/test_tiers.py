@@ -382,7 +382,7 @@ def test_a_prefetch_is_awaited_if_that_is_faster_than_computing(end, left, waits
     ("hit", "loaded", "hits"), [(1, 6, [1, 3]), (3, 6, [0, 2]), (3, 4, [0, 1])]
 )
 def test_an_awaited_prefetch_hits_what_the_pool_had_lost(hit, loaded, hits, resumed):
-    """What a prefetch of two levels has loaded, and the request had not hit, are its hits.
+    """Blocks that a prefetch of two levels has loaded, and the request had not hit, are hits.
 
     It takes no more blocks than the prefetch was to load; the return of a request hits nothing.
     """

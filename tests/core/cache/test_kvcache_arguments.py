@@ -140,7 +140,7 @@ def test_a_request_has_one_first_admission_in_a_trace():
 
 
 def test_a_request_may_move_between_servers_with_traces():
-    """What another server admitted first returns here, and what it continues is new here."""
+    """A request that another server admitted first returns here; its successor is new here."""
     cache = KVCache(8, BLOCK, eviction=LRU(), prefix=Radix(), trace=Lines())
     request = ask("a")
     cache.adopt(request)

@@ -148,7 +148,7 @@ def test_fixed_servers_under_a_lag_decide_as_the_naive_loop(seed):
     """Blocks that are scheduled are shared, chunk by chunk, as the naive loop does under a lag.
 
     Server 21 lacks blocks for some of the jobs that decode, and gives the first ones theirs;
-    server 38 takes those of a job that has its last token, and admits nobody in their place.
+    server 38 takes those of a job that has its last token, and admits no other in its place.
     """
     server = random_ruled_server(Random(seed).randint)
     rules = {

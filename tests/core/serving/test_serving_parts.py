@@ -1,4 +1,4 @@
-"""What a loop tells its parts: meters, clients of a server, schedulers that plan, the pool."""
+"""The calls of a loop to its parts: meters, clients, schedulers that plan, the pool."""
 
 from typing import ClassVar
 
