@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from kvcore.serving.router import Replica, Router
     from kvcore.trace import Trace
     from kvcore.workloads import Workload
+    from kvcore_cli.main import main
     from kvcore_cluster.api import simulate_cluster
     from kvcore_engine.api import run
     from kvcore_engine.retention.token_retention import ScoreRetention
@@ -87,6 +88,7 @@ _MODULES = {
     "kvcore_plugins.load": "Saturation load_of saturation_of",
     "kvcore_plugins.models.huggingface": "read_config",
     "kvcore_plugins.traces.reader": "read_events",
+    "kvcore_cli.main": "main",
     "kvcore_replay.recorded.config": "recorded_config",
     "kvcore_replay.what_if": "whatif",
     "kvcore_replay.misses.explain": "explain",
@@ -162,6 +164,7 @@ __all__ = [
     "groups_of",
     "hookimpl",
     "load_of",
+    "main",
     "plan",
     "plan_devices",
     "read_config",

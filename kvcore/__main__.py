@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 
+import kvcore
+
 
 def quit_at_once(*_: object) -> None:
     """End the process as Ctrl-C does; an exception could get lost in an import."""
@@ -19,9 +21,9 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, quit_at_once)
     try:
-        from kvcore_cli.main import main as run  # noqa: PLC0415 - what Ctrl-C may interrupt
+        run = kvcore.main  # loads the command line, which Ctrl-C may interrupt
     except ModuleNotFoundError as error:
-        if error.name != "kvcore_cli":
+        if not str(error.name).startswith("kvcore_"):
             raise
         from kvcore.errors import PluginError  # noqa: PLC0415 - for this error alone
         from kvcore.plugins._installation import missing  # noqa: PLC0415 - as above

@@ -246,7 +246,8 @@ class ServingLoop:
         filled, lag.filled = lag.filled, []
         for job, seq, length in filled:
             if job.seq is seq and seq.is_open:
-                self._cache.settle(seq, max(seq.tokens, length))
+                if seq.tokens < length:
+                    self._cache.settle(seq, length)
                 self._cache.commit(seq, length - seq.computed, now)
                 self.batcher.computed()
         late, lag.late = lag.late, []
