@@ -15,6 +15,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
@@ -228,8 +229,25 @@ def digests() -> dict[str, str]:
             for line in signatures(definition)
         ]
         values[module] = _digest("\n".join(lines).encode())
-    schemas = documents()
-    return values | {name: _digest(orjson.dumps(schemas[name])) for name in schemas}
+    return values | {
+        name: _digest(orjson.dumps(_of_all_versions(schema)))
+        for name, schema in documents().items()
+    }
+
+
+def _of_all_versions(schema: Any) -> Any:
+    """Return what all versions of msgspec say of a schema.
+
+    Before 0.23 they leave out the names of the properties of a mapping, and the lines of a
+    description keep the indent that its docstring has.
+    """
+    if isinstance(schema, dict):
+        return {
+            name: cleandoc(part) if name == "description" else _of_all_versions(part)
+            for name, part in schema.items()
+            if name != "propertyNames"
+        }
+    return [_of_all_versions(part) for part in schema] if isinstance(schema, list) else schema
 
 
 def _digest(text: bytes) -> str:
