@@ -49,7 +49,7 @@ def served(backend, *, requests=None, generator=SIZE, **options):
     """Return the run of requests that come and go, share prefixes, and grow by blocks."""
     if requests is None:
         requests = [
-            ask(n, 40 * n, 5 + 4 * (n % 2), 6 + 3 * n, keys=[*range(1 + n % 2)])
+            ask(n, 40 * n, 5 + 4 * (n % 2), 5 + 2 * n, keys=[*range(1 + n % 2)])
             for n in range(3)
         ]
     options = {"blocks": 60, "max_tokens": 16, "max_seqs": 3} | options

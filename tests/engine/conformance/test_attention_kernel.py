@@ -154,12 +154,12 @@ TORCH_ALONE = {"fp64", "fp16", "bf16", "kivi"}
 
 
 def served(name, codec, attention):
-    """Return the result of four requests by a small generator, with K/V in a codec.
+    """Return the result of three requests by a small generator, with K/V in a codec.
 
     Their texts repeat eight tokens, so that `induction` has an answer. Where it has none all
     tokens are as likely, and codes make other ones the likeliest from differences of 1e-7.
     """
-    texts = ([*range(11 + n % 2 * 30, 19 + n % 2 * 30)] * 4 for n in range(4))
+    texts = ([*range(11 + n % 2 * 30, 19 + n % 2 * 30)] * 4 for n in range(3))
     requests = [
         text_request(n, text[: 18 + 3 * n], output=4 + n, block_size=4, arrival=n * 5)
         for n, text in enumerate(texts)

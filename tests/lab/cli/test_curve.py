@@ -107,6 +107,7 @@ def test_ctrl_c_ends_all_processes(tmp_path):
     ) as run:
         while not begun.exists():
             assert run.poll() is None
+            sleep(0.01)
         sleep(0.1)  # by now the file is open, even on a busy machine
         os.killpg(run.pid, signal.SIGINT)
         printed, complaints = run.communicate()

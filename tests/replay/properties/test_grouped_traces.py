@@ -79,7 +79,7 @@ def test_a_removed_or_repeated_line_is_found(seed, tiers, tmp_path):
     grouped_run(seed, path, count=14, blocks=60, tiers=tiers)
     recorded = lines(path)
     numbers = range(1, len(recorded) - 1)
-    for n in rng.sample(numbers, min(60, len(numbers))):
+    for n in rng.sample(numbers, min(30, len(numbers))):
         seal(path, recorded[:n] + recorded[n + 1 :])
         may_wait = recorded[n].get("reason") == "passed" and not recorded[n]["runs"]
         assert is_detected(path) or may_wait, recorded[n]
@@ -99,7 +99,7 @@ def test_a_line_of_another_group_is_found(seed, tiers, tmp_path):
     recorded = lines(path)
     groups = len(recorded[0]["cache_groups"]["groups"])
     of_groups = [n for n, line in enumerate(recorded) if "group" in line]
-    for n in Random(seed).sample(of_groups, min(60, len(of_groups))):
+    for n in Random(seed).sample(of_groups, min(30, len(of_groups))):
         line = recorded[n]
         other = line | {"group": (line["group"] + 1) % groups}
         seal(path, [*recorded[:n], other, *recorded[n + 1 :]])

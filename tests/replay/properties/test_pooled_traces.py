@@ -66,7 +66,7 @@ def test_a_removed_or_repeated_line_is_found(seed, tmp_path):
     pooled_run(seed, path, count=14)
     recorded = lines(path)
     numbers = of_pools(recorded)
-    for n in rng.sample(numbers, min(50, len(numbers))):
+    for n in rng.sample(numbers, min(25, len(numbers))):
         line, before, after = recorded[n], recorded[n - 1]["event"], recorded[n + 1]
         seal(path, recorded[:n] + recorded[n + 1 :])
         shares = "windows" in line or "state" in line or before in ("COMMIT", "SPLIT")
