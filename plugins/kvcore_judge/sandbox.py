@@ -30,7 +30,7 @@ import msgspec
 
 from kvcore.errors import InputError
 
-_NO_NEW_PRIVILEGES, _SET_SECCOMP, _FILTER = 38, 22, 2
+_DIE_WITH_PARENT, _NO_NEW_PRIVILEGES, _SET_SECCOMP, _FILTER = 1, 38, 22, 2
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _READ = (1 << 2) | (1 << 3)
 """Landlock's rights to read files, and to list folders."""
@@ -71,6 +71,9 @@ _THREAD, _DUPLICATE, _OWN_FLAGS = 0x10000, 1030, 5
 
 MOST_BYTES = 1 << 22
 """Largest number of bytes of an answer."""
+
+MOST_THREADS = 64
+"""Largest number of threads: no limit of a process counts the kernel's memory for them."""
 
 _PAUSE_SECONDS = 0.01
 
@@ -162,17 +165,9 @@ def run_in_sandbox(
         os.close(reader)
         _run_child(function, limits, writer, unsafe=unsafe)
     os.close(writer)
-    until = monotonic() + 2 * limits.seconds
-    data = _read_all(reader, until)
-    os.close(reader)
-    # It may have closed its end of the pipe, and go on.
-    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and monotonic() < until:
-        sleep(_PAUSE_SECONDS)
-    if late := ended == (0, 0):
-        os.kill(child, signal.SIGKILL)
-        ended = os.waitpid(child, 0)
-    if late or ended[1] or not data:
-        return Ended(None, *_how_it_died(ended[1], limits, late=late))
+    data, status, excess = _watch(child, reader, limits)
+    if excess or status or not data:
+        return Ended(None, *(excess or _how_it_died(status)))
     try:
         form: Any = tuple[kind | None, str, str, str | None]
         result, rule, what, wrong = msgspec.json.decode(data, type=form)
@@ -183,28 +178,63 @@ def run_in_sandbox(
     return Ended(result, rule, what)
 
 
-def _how_it_died(status: int, limits: Limits, *, late: bool) -> tuple[str, str]:
+def _watch(
+    child: int, reader: int, limits: Limits
+) -> tuple[bytearray, int, tuple[str, str] | None]:
+    """Return what a process writes to a pipe, how it ended, and the limit that it exceeded.
+
+    A process that exceeds one is killed, and so is any if this one is interrupted.
+    """
+    data, status, until = bytearray(), None, monotonic() + 2 * limits.seconds
+    try:
+        with open(reader, "rb", buffering=0):
+            while not (excess := _excess(child, limits, until)) and len(data) <= MOST_BYTES:
+                if select([reader], [], [], _PAUSE_SECONDS)[0]:
+                    part = os.read(reader, 1 << 16)
+                    if not part:
+                        break
+                    data += part
+        # It may have closed its end of the pipe, and go on.
+        while status is None and not (excess := excess or _excess(child, limits, until)):
+            ended, died = os.waitpid(child, os.WNOHANG)
+            if ended:
+                status = died
+            else:
+                sleep(_PAUSE_SECONDS)
+    finally:
+        if status is None:
+            os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
+        excess = _too_long(limits)
+    return data, status, excess
+
+
+def _excess(child: int, limits: Limits, until: float) -> tuple[str, str] | None:
+    """Return the rule that a process breaks by its time or its threads, and what it did."""
+    if monotonic() >= until:
+        return _too_long(limits)
+    try:
+        threads = len(os.listdir(f"/proc/{child}/task"))  # noqa: PTH208 - by its name alone
+    except OSError:  # a system without this folder, which needs --unsafe
+        return None
+    if threads > MOST_THREADS:
+        return "processes", f"it started more than {MOST_THREADS} threads"
+    return None
+
+
+def _too_long(limits: Limits) -> tuple[str, str]:
+    return "time", f"it took more than {limits.seconds} s of CPU time, or twice that"
+
+
+def _how_it_died(status: int) -> tuple[str, str]:
     """Return the rule that a process broke which ended without a result, and what happened."""
     died = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    if late or died == signal.SIGXCPU:
-        return "time", f"it took more than {limits.seconds} s of CPU time, or twice that"
     if died == signal.SIGKILL:
         return "memory", "the system killed it, as it does when memory is short"
     code = os.WEXITSTATUS(status) if not died else 0
     how = signal.Signals(died).name if died else f"exit code {code}"
     return "ends the process", f"the process ended by {how}"
-
-
-def _read_all(reader: int, until: float) -> bytearray:
-    """Return what is written to a pipe, until its end, that time, or too many bytes."""
-    data = bytearray()
-    while len(data) <= MOST_BYTES and (left := until - monotonic()) > 0:
-        if select([reader], [], [], left)[0]:
-            part = os.read(reader, 1 << 16)
-            if not part:
-                break
-            data += part
-    return data
 
 
 def _run_child(
@@ -349,6 +379,7 @@ def _lock() -> None:
     root = os.open("/", os.O_PATH | os.O_CLOEXEC)
     allowed = struct.pack("=Qi", _READ, root)
     libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)  # who else would end it in time?
     libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     done = ruleset >= 0 and _syscall(_ADD_RULE, ruleset, 1, allowed, 0) == 0
     done = done and _syscall(_RESTRICT_SELF, ruleset, 0) == 0

@@ -1,13 +1,18 @@
 """The judge: each wrong policy gets the verdict that names its rule, and leaves nothing."""
 
+import os
+import select
+import sys
+import time
 from pathlib import Path
+from subprocess import PIPE, Popen
 from textwrap import dedent, indent
 
 import pytest
 
 from kvcore_judge.entries import Entry
 from kvcore_judge.protocol import Panel, Stream
-from kvcore_judge.sandbox import Limits, landlock_version
+from kvcore_judge.sandbox import Limits, landlock_version, run_in_sandbox
 from kvcore_judge.verdict import Judge
 
 pytestmark = pytest.mark.skipif(
@@ -24,6 +29,7 @@ import resource
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import OrderedDict
 
@@ -170,6 +176,16 @@ WRONG = {
             return next(iter(self._order))
         """,
     ),
+    "starts-many-threads": (
+        "processes",
+        """
+        def victim(self, now):
+            threading.stack_size(1 << 15)
+            for _ in range(1000):
+                threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+            time.sleep(60)
+        """,
+    ),
     "ends-the-process": ("ends the process", "def victim(self, now):\n    os._exit(0)"),
     "answers-with-code": (
         "contract",
@@ -286,6 +302,53 @@ def test_the_kernel_refuses_what_the_audit_does_not_see(name, judge, tmp_path, m
     verdict = judge.judge(entry)
     assert verdict.rule == "contract"
     assert "PermissionError" in verdict.what
+
+
+def test_a_policy_ends_if_its_judge_is_interrupted(monkeypatch):
+    """Ctrl-C while a policy runs leaves no process."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    fork, children = os.fork, []
+
+    def forked():
+        children.append(fork())
+        return children[-1]
+
+    monkeypatch.setattr(os, "fork", forked)
+    monkeypatch.setattr("kvcore_judge.sandbox.select", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_in_sandbox(lambda: time.sleep(60), int, Limits(seconds=60))
+    with pytest.raises(ProcessLookupError):
+        os.kill(children[0], 0)
+
+
+def test_a_policy_ends_if_its_judge_is_killed():
+    """A policy that uses no CPU time, which nobody else would end, ends with its judge."""
+    judge = """
+        import os, time
+        from kvcore_judge.sandbox import Limits, run_in_sandbox
+
+        def policy():
+            for file in range(3, 256):
+                try:
+                    os.write(file, b" ")  # to its judge
+                except OSError:
+                    pass
+            time.sleep(60)
+
+        read, fork, children = os.read, os.fork, []
+        os.fork = lambda: children.append(fork()) or children[-1]
+        os.read = lambda *more: print(children[-1], flush=True) or read(*more)
+        run_in_sandbox(policy, int, Limits(seconds=60))
+    """
+    with Popen([sys.executable, "-c", dedent(judge)], stdout=PIPE) as process:
+        policy = os.pidfd_open(int(process.stdout.readline()))
+        process.kill()
+    ended, _, _ = select.select([policy], [], [], 30)
+    os.close(policy)
+    assert ended
 
 
 def test_what_a_policy_prints_is_dropped(judge, tmp_path, capfd):
