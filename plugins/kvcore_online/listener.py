@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -31,7 +32,8 @@ LINGERING_SECONDS = 2.0
 """Seconds to read the rest of a request that was answered before its end."""
 
 LONG = 1 << 16
-"""Bytes of a body from which on it is decoded on a thread: 1 MiB of text takes up to 5 s."""
+"""Bytes from which on bodies wait for one another in a lane of their own, and are decoded on a
+thread: 1 MiB of text takes up to 5 s."""
 
 T = TypeVar("T")
 
@@ -64,6 +66,7 @@ class Listener:
         client_timeout: seconds in which a client sends its headers, in which it takes an
             answer that its handler returns whole, and between two requests of a connection.
         shutdown_timeout: seconds that requests in flight may take when the listener stops.
+        threaded: bytes of a body from which on it is decoded on a thread, at most `LONG`.
 
     Attributes:
         url: URL of the listener, once it is started.
@@ -85,6 +88,7 @@ class Listener:
         files: int = 1,
         client_timeout: float,
         shutdown_timeout: float,
+        threaded: int = LONG,
     ) -> None:
         self.url = ""
         self._web: Any = import_extra("aiohttp.web", needed, "serve")
@@ -117,7 +121,8 @@ class Listener:
             shutdown_timeout=shutdown_timeout,
         )
         self._server: asyncio.Server | None = None
-        self._decoding = asyncio.Lock()
+        self._threaded = threaded
+        self._lanes = asyncio.Lock(), asyncio.Lock()  # of short bodies and of long ones
 
     async def start(self) -> None:
         """Start to listen.
@@ -187,9 +192,7 @@ class Listener:
         return answer
 
     async def read(self, http: web.Request, seconds: float, decode: Callable[[bytes], T]) -> T:
-        """Return what `decode` makes of the body of a request.
-
-        Long bodies are decoded on a thread, one after another, while short ones are served.
+        """Return what `decode` makes of the body of a request, in its turn.
 
         Raises:
             ApiError: the body is not of type JSON, is compressed, is not encoded as its headers
@@ -208,21 +211,32 @@ class Listener:
             raise ApiError(TOO_SLOW, "the request came too slowly") from None
         except self._unreadable:
             raise ApiError(BAD, "the body is not encoded as its headers say") from None
-        if len(body) < LONG:
-            return decode(body)
-        await self._decoding.acquire()
+        return await self.in_turn(len(body), partial(decode, body))
+
+    async def in_turn(self, size: int, work: Callable[[], T]) -> T:
+        """Return the result of `work`, whose time grows with the `size` of a body in bytes.
+
+        Bodies are worked on one after another, those from `LONG` on apart from shorter ones.
+        Between two of them all others are served: many bodies that come at once delay a health
+        check by the work of one, not of all.
+        """
+        lane = self._lanes[size >= LONG]
+        await lane.acquire()
         loop = asyncio.get_running_loop()
+        if size < self._threaded:
+            loop.call_soon(lane.release)  # not before all that is ready now has run
+            return work()
         began = loop.time()
-        decoding = loop.run_in_executor(None, decode, body)
+        working = loop.run_in_executor(None, work)
 
         # Not before, although its client may have gone: else any number could be decoded at
         # once. Nor right after: nothing else runs while JSON is parsed, be it on a thread, so
         # bodies that wait for one another leave half of the time to all others.
         def pause(_: object) -> None:
-            loop.call_later(loop.time() - began, self._decoding.release)
+            loop.call_later(loop.time() - began, lane.release)
 
-        decoding.add_done_callback(pause)
-        return await asyncio.shield(decoding)
+        working.add_done_callback(pause)
+        return await asyncio.shield(working)
 
     def _accept(self) -> asyncio.BaseProtocol:
         """Return the protocol of a new connection, which closes it if there are too many."""

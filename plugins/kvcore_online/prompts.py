@@ -140,15 +140,8 @@ class Call:
             "session": session[:LONGEST_SESSION] or None,
         }
         model = self._text("model")  # which a server refuses if it is none
-        if tokens is not None:
-            try:
-                known = block_keys(tokens[: MOST_KEYS * key_tokens], key_tokens, salt=salt)
-            except InputError:  # ids that only the server can refuse
-                tokens = None
-            else:
-                return TextRequest(
-                    prompt_tokens=len(tokens), keys=known, tokens=tokens, salt=salt, **more
-                )
+        if tokens is not None and (made := token_request(tokens, salt=salt, **more)):
+            return made
         text = self._prompt()
         ends = range(key_chars, min(len(text), MOST_KEYS * key_chars) + 1, key_chars)
         # The first parent is of fixed length too, so that parts cannot be confused.
@@ -172,3 +165,22 @@ class Call:
     def _text(self, name: str) -> str | None:
         value = self.document.get(name)
         return value if isinstance(value, str) else None
+
+
+def token_request(
+    tokens: list[int], *, key_tokens: int, salt: str | None, **more: Any
+) -> TextRequest | None:
+    """Return a request with keys of these token ids; None: only a server can refuse them.
+
+    Args:
+        tokens: the token ids of the prompt.
+        key_tokens: number of tokens in a block.
+        salt: the salt of the keys.
+        more: the other fields of the request.
+    """
+    try:
+        keys = block_keys(tokens[: MOST_KEYS * key_tokens], key_tokens, salt=salt)
+    except InputError:
+        return None
+    more |= {"key_tokens": key_tokens, "salt": salt}
+    return TextRequest(prompt_tokens=len(tokens), keys=keys, tokens=tokens, **more)

@@ -33,7 +33,7 @@ from kvcore_online.listener import (
     Listener,
     error_body,
 )
-from kvcore_online.prompts import Call, SentCall
+from kvcore_online.prompts import Call, SentCall, token_request
 from kvcore_online.route_config import RouteConfig
 from kvcore_online.supervision import signalled, stopped, warn
 from kvcore_online.traffic import Flight
@@ -304,29 +304,45 @@ class Proxy:
             return self._refusal(NO_SERVER, "the limit of requests in flight is reached")
         self._busy += 1
         try:
-            call = await self._listener.read(
-                http, self.config.client_timeout, partial(Call.read, http.path)
+            session = header_text(http.headers.get("x-session-id", ""))
+            sent, request, question = await self._listener.read(
+                http,
+                self.config.client_timeout,
+                partial(self._decoded, http.path, session),
             )
-            tokens = call.tokens
-            if tokens is None and self.config.by_tokens:
-                tokens = await self._tokenize(http, call)
+            if question is not None and (data := await self._tokenize(http, question)):
+                told = partial(_with_tokens, request, data)
+                request = await self._listener.in_turn(len(data), told)
             self._numbers += 1
-            request = call.request(
-                self._numbers - 1,
-                self.fleet.now(),
-                header_text(http.headers.get("x-session-id", "")),
-                tokens=tokens,
-                key_tokens=self.config.key_tokens,
-                key_chars=self.config.key_chars,
-            )
-            sent = call.sent(count=self.config.trace is not None)
-            del call, tokens
+            request = attrs.evolve(request, id=self._numbers - 1, arrival=self.fleet.now())
             return await self._serve(http, sent, request)
         finally:
             self._busy -= 1
 
-    async def _tokenize(self, http: web.Request, call: Call) -> list[int] | None:
-        """Return the token ids of a prompt from a server, by turns; None if it gives none."""
+    def _decoded(
+        self, path: str, session: str, body: bytes
+    ) -> tuple[SentCall, Request, bytes | None]:
+        """Return a call for servers, its request, and the body that asks for its token ids.
+
+        All that takes time with the length of a body is done here. Number and arrival of the
+        request are 0.
+        """
+        call, config = Call.read(path, body), self.config
+        tokens = call.tokens
+        request = call.request(
+            0,
+            0,
+            session,
+            tokens=tokens,
+            key_tokens=config.key_tokens,
+            key_chars=config.key_chars,
+        )
+        asked = tokens is None and config.by_tokens
+        question = orjson.dumps(call.question) if asked else None
+        return call.sent(count=config.trace is not None), request, question
+
+    async def _tokenize(self, http: web.Request, question: bytes) -> bytes | None:
+        """Return the answer of a server, by turns, with token ids; None if it gives none."""
         up = self.fleet.dispatcher.up
         if not up:
             return None
@@ -337,21 +353,14 @@ class Proxy:
                 asyncio.timeout(self.config.connect_timeout),
                 self._session.post(
                     f"{server.options.url}/tokenize",
-                    data=orjson.dumps(call.question),
+                    data=question,
                     headers={**self._headers(http), "Content-Type": "application/json"},
                     allow_redirects=False,
                 ) as response,
             ):
-                data = await self._whole(response, b"", LONGEST_TOKENS)
-                tokens = parse_json(data, MOST_VALUES)["tokens"]
-        except (self._aiohttp.ClientError, OSError, UnservedError, ValueError):
+                return await self._whole(response, b"", LONGEST_TOKENS)
+        except (self._aiohttp.ClientError, OSError, UnservedError):
             return None
-        except (LookupError, TypeError):
-            return None
-        if not isinstance(tokens, list):
-            return None
-        valid = all(type(token) is int and token >= 0 for token in tokens)
-        return tokens if valid else None
 
     async def _serve(
         self, http: web.Request, call: SentCall, request: Request
@@ -544,6 +553,19 @@ class Proxy:
         """Return the headers of a client's request that are passed on to a server."""
         values = ((name, http.headers.get(name)) for name in PASSED_ON)
         return {name: header_text(value) for name, value in values if value is not None}
+
+
+def _with_tokens(request: Request, answer: bytes) -> Request:
+    """Return a request with keys of the token ids in a server's answer, if it has some."""
+    try:
+        tokens = parse_json(answer, MOST_VALUES)["tokens"]
+    except (ValueError, LookupError, TypeError):
+        return request
+    if not (isinstance(tokens, list) and tokens and all(type(item) is int for item in tokens)):
+        return request
+    names = ("id", "arrival", "key_tokens", "salt", "session")
+    fields = {name: getattr(request, name) for name in names}
+    return token_request(tokens, **fields) or request
 
 
 class _ClientGoneError(Exception):

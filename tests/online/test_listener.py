@@ -1,6 +1,8 @@
 """The listener of servers: the answers that refuse a request, and the lines for errors."""
 
+import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 from helpers.online_scenes import sentence
@@ -45,3 +47,24 @@ def test_errors_of_aiohttp_are_lines_but_for_malformed_requests(capsys):
         "kvcore: closing",
         "kvcore: handling it: OSError: no files",
     ]
+
+
+def test_others_have_their_turn_between_two_bodies():
+    """Of bodies that are there at once one is decoded in a turn of the loop."""
+    address = {"host": "127.0.0.1", "port": 0, "client_timeout": 1, "shutdown_timeout": 1}
+    order = []
+
+    async def body():
+        return b"{}"
+
+    def decode(_):
+        order.append("body")
+        asyncio.get_running_loop().call_soon(order.append, "other")
+
+    async def scene():
+        listener = Listener({}, "a test", body=1, connections=1, **address)
+        http = SimpleNamespace(headers={"Content-Type": "application/json"}, read=body)
+        await asyncio.gather(*(listener.read(http, 1, decode) for _ in range(3)))
+
+    asyncio.run(scene())
+    assert order[:5] == ["body", "other", "body", "other", "body"]

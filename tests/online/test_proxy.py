@@ -10,8 +10,8 @@ import signal
 from collections import Counter
 from io import BytesIO
 from itertools import accumulate, pairwise
-from types import SimpleNamespace
 
+import orjson
 import pytest
 from helpers.online_scenes import (
     COMPLETIONS,
@@ -36,7 +36,7 @@ from kvcore_events.formats import encode
 from kvcore_events.model import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvcore_events.publisher import Publisher
 from kvcore_online.prompts import Call
-from kvcore_online.proxy import EventStream, run, take_usage
+from kvcore_online.proxy import EventStream, _with_tokens, run, take_usage
 from kvcore_online.route_config import RouteConfig
 from kvcore_online.traffic import Flight, TrafficLog
 from kvcore_plugins.workload.recorded import TraceWorkload
@@ -136,17 +136,18 @@ def test_a_prompt_goes_to_the_server_that_has_its_prefix(more):
     play(scene, router=Hits(), **more)
 
 
-@played(count=1)
-async def test_token_ids_of_a_server_are_whole_numbers_from_0_on(proxy, servers, client):
+def test_token_ids_of_a_server_are_whole_numbers_from_0_on():
     """A prompt has the token ids that its server tells; all else that it tells is none."""
     call = Call.read(COMPLETIONS, json.dumps(prompt()).encode())
-    http = SimpleNamespace(headers={})
-    for tokens in ([0, 1], [5, 2**31], []):
-        servers[0].tokenize = lambda _, tokens=tokens: {"tokens": tokens}
-        assert await proxy._tokenize(http, call) == tokens
-    for answer in (5, [], {}, *({"tokens": wrong} for wrong in ([-1], [True], ["a"], "a"))):
-        servers[0].tokenize = lambda _, answer=answer: answer
-        assert await proxy._tokenize(http, call) is None
+    request = call.request(3, 7, "s", tokens=None, key_tokens=1, key_chars=64)
+    for tokens in ([0, 1], [5, 2**31], [2**64 - 1]):
+        told = _with_tokens(request, orjson.dumps({"tokens": tokens}))
+        assert told == call.request(3, 7, "s", tokens=tokens, key_tokens=1, key_chars=64)
+        assert told.tokens == tokens
+    wrong = ([], [-1], [True], ["a"], "a", [2**64], None)
+    for answer in (5, [], {}, *({"tokens": tokens} for tokens in wrong)):
+        assert _with_tokens(request, json.dumps(answer).encode()) is request
+    assert _with_tokens(request, b"{") is request
 
 
 @pytest.mark.parametrize("script", ["die", "busy", "nonsense"])

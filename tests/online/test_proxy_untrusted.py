@@ -386,6 +386,27 @@ def test_long_bodies_delay_nobody(monkeypatch):
     assert max(most) == 1
 
 
+def test_what_grows_with_a_long_body_is_done_beside_the_loop(monkeypatch):
+    """Keys and the bytes for a server are made on a thread, as the JSON of a long body is."""
+    threads = set()
+
+    def noted(method):
+        def call(*arguments, **options):
+            threads.add(threading.current_thread())
+            return method(*arguments, **options)
+
+        return call
+
+    async def scene(proxy, servers, client):
+        for name in ("request", "sent"):
+            monkeypatch.setattr(Call, name, noted(getattr(Call, name)))
+        return (await ask(client, text="a" * LONG))[0]
+
+    assert play(scene, count=1) == 200
+    assert threads
+    assert threading.current_thread() not in threads
+
+
 def test_a_request_is_kept_as_bytes_while_a_server_answers(monkeypatch):
     """The JSON of a request, of up to 20 times its bytes, is gone when a server has it."""
     read, calls = Call.read, []

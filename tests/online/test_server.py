@@ -28,13 +28,13 @@ from hypothesis import strategies as st
 import kvcore
 from kvcore import Span, read_events
 from kvcore.errors import PolicyError
-from kvcore.request import text_request
+from kvcore.request import block_keys, text_request
 from kvcore.untrusted import parse_json
 from kvcore_engine.generator import HuggingFace
 from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved, BlockStored
 from kvcore_online.listener import LONG
-from kvcore_online.server import ServeConfig, Text
+from kvcore_online.server import THREADED, ServeConfig, Text
 from kvcore_online.tally import CANCELLED
 from kvcore_replay.check.trace import replay
 
@@ -327,6 +327,27 @@ def test_short_calls_are_answered_while_long_ones_are_read(monkeypatch):
         gate.set()
         assert [future.result()[1]["tokens"] for future in waiting] == [[1]] * 3
     assert max(most) == 1
+
+
+def test_text_of_some_length_is_read_and_keyed_beside_the_loop(monkeypatch):
+    """Prompts of a few kilobytes are made tokens, and tokens keys, on a thread."""
+    encode, keys, threads = kvcore.Generator.encode, block_keys, {}
+
+    def encoded(self, text):
+        threads["encode"] = threading.current_thread().name
+        return encode(self, text)
+
+    def keyed(*arguments, **options):
+        threads["keys"] = threading.current_thread().name
+        return keys(*arguments, **options)
+
+    monkeypatch.setattr(kvcore.Generator, "encode", encoded)
+    monkeypatch.setattr("kvcore_online.calls.block_keys", keyed)
+    body = json.dumps({"prompt": "a", "user": "u" * THREADED, "max_tokens": 1}).encode()
+    with serving(ServeConfig(port=0)) as server:
+        assert ask(server, "/v1/completions", body)[0] == 200
+    assert set(threads) == {"encode", "keys"}
+    assert all(name.startswith("asyncio_") for name in threads.values())
 
 
 def test_a_generator_that_draws_no_samples_refuses_a_temperature():
