@@ -6,6 +6,7 @@ from copy import deepcopy
 import msgspec
 import pytest
 from helpers.commands import run_here
+from helpers.pooled_traces import pooled_run
 from helpers.traces import lines, seal, serve
 from msgspec.inspect import IntType, type_info
 
@@ -91,6 +92,36 @@ def test_each_verb_refuses_requests_that_no_run_has(trace, verb, change, tmp_pat
     assert done.stderr.startswith("kvcore: error: ")
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.fixture(scope="module")
+def pooled(tmp_path_factory):
+    """Return the lines of the trace of a server with a pool for each kind of layer."""
+    path = tmp_path_factory.mktemp("pooled") / "trace.jsonl"
+    pooled_run(0, path, count=15)
+    return lines(path)
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+@pytest.mark.parametrize(
+    ("event", "change"),
+    [
+        ("SPLIT", {"at": 10**6}),
+        ("SPLIT", {"at": 0}),
+        ("EVICT", {"runs": [[699, -700]]}),
+        ("FREE", {"runs": [[0, 2**31]]}),
+    ],
+    ids=str,
+)
+def test_each_verb_refuses_blocks_that_are_not_there(pooled, verb, event, change, tmp_path):
+    """A line that splits, evicts or frees what is not in the cache is one line on stderr."""
+    found = deepcopy(pooled)
+    next(line for line in found if line["event"] == event).update(change)
+    seal(tmp_path / "trace.jsonl", found)
+    done = run_here(verb[0], "trace.jsonl", *verb[1:], cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("kvcore: error: trace.jsonl:")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("levels", [255, 900, 5_000, 100_000])

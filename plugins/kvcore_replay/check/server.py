@@ -194,12 +194,6 @@ class TraceChecker(CacheChecker[CacheState]):
             violated(f"block {hit} missed as {event.why!r}; it is {reasons[0]!r}")
 
     def _split(self, event: events.Split) -> None:
-        lower = self.state.span(event.span)
-        if not lower.start < event.at < lower.end:
-            violated(
-                f"span {lower.id} is blocks {lower.start} to {lower.end}: "
-                f"no split at {event.at}"
-            )
         self._must_be_new(event.upper)
 
     def _alloc(self, event: events.Alloc) -> None:

@@ -303,6 +303,8 @@ class CacheState(TracedState[TracedSequence]):
             if self._work > self._most_work:
                 violated(f"{event.n:,} lines name {self._work:,} blocks and spans: too many")
         self._apply_line(event)
+        if self.private < 0 or self.cached < 0:
+            violated("more blocks become free than are in use")
 
     def span(self, serial: int) -> TracedSpan:
         """Return the span of that id.
@@ -393,6 +395,11 @@ class CacheState(TracedState[TracedSequence]):
 
     def _split(self, event: events.Split) -> None:
         lower = self.span(event.span)
+        if not lower.start < event.at < lower.end:
+            violated(
+                f"span {lower.id} is blocks {lower.start} to {lower.end}: "
+                f"no split at {event.at}"
+            )
         cut = event.at - lower.start
         self._work += len(lower.ids) >> 4
         upper = attrs.evolve(
@@ -433,6 +440,7 @@ class CacheState(TracedState[TracedSequence]):
         self.cached += len(ids)
         self.private -= len(ids)
         parent = seq.span
+        self._check_keys(parent.keys if event.how == "grown" else keys, parent.end + len(ids))
         if event.how == "grown":
             parent.ids.extend(ids)
             return
@@ -450,6 +458,8 @@ class CacheState(TracedState[TracedSequence]):
             self.private -= count
             return
         span = self.span(event.span)
+        if count > len(span.ids):
+            violated(f"span {span.id} has {len(span.ids)} blocks, not {count}")
         self.cached -= count
         del span.ids[-count:]
         if not span.ids:
