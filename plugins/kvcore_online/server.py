@@ -25,7 +25,6 @@ from kvcore.trace.writer import LiveTrace
 from kvcore.untrusted import MOST_VALUES, parse_json
 from kvcore_engine.config import EngineParts
 from kvcore_engine.engine import tensor_executor
-from kvcore_engine.tokens import SampledRequest
 from kvcore_online.calls import Call, CallReader
 from kvcore_online.engine import LiveEngine, LiveExecutor, LiveLoop, Tokens
 from kvcore_online.listener import METRICS_HEADERS, ApiError, Listener
@@ -419,10 +418,17 @@ class Server:
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         """Serve a chat or a text completion."""
         chat = http.path.endswith("chat/completions")
-        call, requests = await self._read(http, partial(self._requests, chat=chat))
+        call = await self._read(http, partial(self._reader.read, chat=chat))
         if self._closing or self._busy + call.answers > self.config.requests:
             why = "is ending" if self._closing else f"has {self._busy} requests: try again"
             raise ApiError(503, f"the server {why}")
+        salt = call.salt
+        if self._names is not None and salt is not None:
+            salt = self._names.name("salt", salt)
+        # Cache groups do not learn keys of generated blocks while a request runs.
+        publish = not self.cache.grouped
+        size = self.cache.geometry.block_size
+        requests = list(call.requests(self._ids, size, salt, publish=publish))
         self._busy += call.answers
         try:
             async with aclosing(self._generate(requests)) as pieces:
@@ -431,19 +437,6 @@ class Server:
                 return await self._whole(requests, call, pieces)
         finally:
             self._busy -= call.answers
-
-    def _requests(
-        self, document: dict[str, Any], *, chat: bool
-    ) -> tuple[Call, Sequence[SampledRequest]]:
-        """Return the call that a body makes, and its requests, with the keys of its prompts."""
-        call = self._reader.read(document, chat=chat)
-        salt = call.salt
-        if self._names is not None and salt is not None:
-            salt = self._names.name("salt", salt)
-        # Cache groups do not learn keys of generated blocks while a request runs.
-        publish = not self.cache.grouped
-        size = self.cache.geometry.block_size
-        return call, list(call.requests(self._ids, size, salt, publish=publish))
 
     async def _read(self, http: web.Request, read: Callable[[dict[str, Any]], T]) -> T:
         """Return what `read` makes of the JSON object in the body of a request."""

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 import kvcore
 from kvcore import Span, read_events
 from kvcore.errors import PolicyError
-from kvcore.request import block_keys, text_request
+from kvcore.request import text_request
 from kvcore.untrusted import parse_json
 from kvcore_engine.generator import HuggingFace
 from kvcore_events.formats import decode
@@ -329,25 +329,19 @@ def test_short_calls_are_answered_while_long_ones_are_read(monkeypatch):
     assert max(most) == 1
 
 
-def test_text_of_some_length_is_read_and_keyed_beside_the_loop(monkeypatch):
-    """Prompts of a few kilobytes are made tokens, and tokens keys, on a thread."""
-    encode, keys, threads = kvcore.Generator.encode, block_keys, {}
+def test_text_of_some_length_is_read_beside_the_loop(monkeypatch):
+    """Prompts of a few kilobytes are made tokens on a thread."""
+    encode, threads = kvcore.Generator.encode, []
 
     def encoded(self, text):
-        threads["encode"] = threading.current_thread().name
+        threads.append(threading.current_thread().name)
         return encode(self, text)
 
-    def keyed(*arguments, **options):
-        threads["keys"] = threading.current_thread().name
-        return keys(*arguments, **options)
-
     monkeypatch.setattr(kvcore.Generator, "encode", encoded)
-    monkeypatch.setattr("kvcore_online.calls.block_keys", keyed)
-    body = json.dumps({"prompt": "a", "user": "u" * THREADED, "max_tokens": 1}).encode()
+    body = json.dumps({"prompt": "a", "user": "u" * THREADED}).encode()
     with serving(ServeConfig(port=0)) as server:
-        assert ask(server, "/v1/completions", body)[0] == 200
-    assert set(threads) == {"encode", "keys"}
-    assert all(name.startswith("asyncio_") for name in threads.values())
+        assert ask(server, "/tokenize", body)[0] == 200
+    assert [name.startswith("asyncio_") for name in threads] == [True]
 
 
 def test_a_generator_that_draws_no_samples_refuses_a_temperature():
