@@ -379,7 +379,7 @@ def _lock() -> None:
     root = os.open("/", os.O_PATH | os.O_CLOEXEC)
     allowed = struct.pack("=Qi", _READ, root)
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)  # who else would end it in time?
+    libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)  # also if this process is killed
     libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     done = ruleset >= 0 and _syscall(_ADD_RULE, ruleset, 1, allowed, 0) == 0
     done = done and _syscall(_RESTRICT_SELF, ruleset, 0) == 0
