@@ -326,6 +326,8 @@ class AtomicFile(io.FileIO):
         with storage_errors(self._what):
             # Before it is closed, since closing releases its lock.
             if self._part != self._path:
+                if self._path.exists():  # a power cut is to leave that file, or a whole new one
+                    os.fsync(self.fileno())
                 self._part.replace(self._path)
                 self._part = self._path
             self.close()

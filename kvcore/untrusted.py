@@ -16,8 +16,9 @@ from typing import Any
 LONGEST_LINE = 1 << 24
 """Largest number of bytes in a line, which is kept in memory as a whole."""
 
-MOST_VALUES = 1 << 20
-"""Largest number of values in a line: a parsed one takes up to 64 bytes."""
+MOST_VALUES, MOST_NAMES = 1 << 20, 1 << 17
+"""Largest number of values in a line: a parsed one takes up to 64 bytes; and of names in a
+document, each of which takes the interpreter 1 us: four times as long as any other value."""
 
 TRACE_HEADER_BYTES = 1 << 20
 """Largest number of bytes of HEADER, the only line of a trace with fields of any JSON."""
@@ -75,14 +76,9 @@ MOST_TOKENS = 1 << 40
 LONGEST_SESSION = 128
 """Largest number of characters of the name of a session."""
 
-LONGEST_EVENT = 4 << 20
-"""Largest number of bytes of an event in a server's stream."""
-
-LONGEST_METRICS = 4 << 20
-"""Number of bytes of a server's metrics that are read."""
-
-LONGEST_TOKENS = 8 << 20
-"""Largest number of bytes of a server's answer with the token ids of a prompt."""
+LONGEST_EVENT, LONGEST_METRICS, LONGEST_TOKENS = 4 << 20, 4 << 20, 8 << 20
+"""Largest number of bytes of an event in a server's stream, of its metrics that are read, and
+of its answer with the token ids of a prompt."""
 
 LIMITS: tuple[tuple[str, str], ...] = (
     ("a line of a file", f"{LONGEST_LINE >> 20} MiB, and 2^20 ({MOST_VALUES:,}) values"),
@@ -92,10 +88,8 @@ LIMITS: tuple[tuple[str, str], ...] = (
         "lists and objects in the JSON of clients and servers",
         f"2^20 ({MOST_VALUES:,}), opening brackets in texts counted",
     ),
-    (
-        "a TOML file",
-        f"{TOML_BYTES >> 20} MiB, nested at most {TOML_LEVELS} levels deep",
-    ),
+    ("names in that JSON", f"2^17 ({MOST_NAMES:,})"),
+    ("a TOML file", f"{TOML_BYTES >> 20} MiB, nested at most {TOML_LEVELS} levels deep"),
     (
         "a compressed trace, expanded",
         f"{TRACE_EXPANSION} times its size, past the first {EXPANDED_BYTES >> 20} MiB",
@@ -196,17 +190,18 @@ def parse_json(data: bytes, objects: float = inf) -> Any:
 
     Args:
         data: the document.
-        objects: largest number of lists and objects. One of 3 bytes takes 230 in memory.
+        objects: largest number of lists and objects, of which one of 3 bytes takes 230 in
+            memory; with such a limit there is one of names, too.
 
     Raises:
         JSONDecodeError: it is not JSON, has a text that is no Unicode, has too many lists and
-            objects, or is nested too deeply.
+            objects, or names, or is nested too deeply.
     """
     import orjson  # noqa: PLC0415 - for documents alone
 
     brackets = data.count(b"[") + data.count(b"{")
-    if brackets > objects:
-        msg = f"it has {brackets:,} lists and objects; {objects:,} is the most"
+    if brackets > objects or (objects < inf and _has_too_many_names(data)):
+        msg = f"{objects:,} lists and objects, and {MOST_NAMES:,} names, are the most"
         raise orjson.JSONDecodeError(msg, "", 0)
     value = orjson.loads(data)
     # With fewer brackets it cannot be deeper: few documents are written to see whether it is.
@@ -217,6 +212,16 @@ def parse_json(data: bytes, objects: float = inf) -> Any:
             msg = f"nested more than {JSON_LEVELS} levels deep"
             raise orjson.JSONDecodeError(msg, "", 0) from None
     return value
+
+
+def _has_too_many_names(document: bytes) -> bool:
+    """Return True if JSON has too many names, a few `":` in texts counted. O(bytes)."""
+    if len(document) < 4 * MOST_NAMES or document.count(b":") <= MOST_NAMES:
+        return False
+    packed = document.translate(None, b" \t\r\n")
+    # A quote after one backslash is in a text; after two it ends one that ends in a backslash.
+    names = packed.count(b'":') - packed.count(b'\\":') + packed.count(b'\\\\":')
+    return names > MOST_NAMES
 
 
 def load_toml(path: Path) -> dict[str, Any]:

@@ -204,7 +204,7 @@ def gpus_of_config(config: Mapping[str, Any]) -> dict[str, float]:
             # A header has the device with its number; options of a replica have the name.
             own = group.get("device", device)
             own = own if isinstance(own, Mapping) else {**device, "name": str(own)}
-            count = group.get("count", 1) * group.get("tensor_parallel", own["count"])
+            count = group.get("count", 1) * group.get("tensor_parallel", own.get("count", 1))
             gpus[own["name"]] = gpus.get(own["name"], 0.0) + count
     return gpus
 

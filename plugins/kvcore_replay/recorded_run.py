@@ -448,16 +448,19 @@ def verified_log(
     is_cluster = replica is None
     reader = TraceReader(file) if is_cluster else ServerReader(file, replica)
     checker: Checker | None = None
-    recorded = (RecordedLives if header.replicas and is_cluster else Recorded)(
-        reader, header, slo
-    )
+    kind = RecordedLives if header.replicas and is_cluster else Recorded
+    recorded: Recorded | RecordedLives | None = None
     for event in ticked(reader, tick):
         checker = check_event(reader, checker, event)
-        recorded.take(event)
+        if recorded is None:  # now that its header is checked
+            recorded = kind(reader, header, slo)
+        else:
+            recorded.take(event)
     if not reader.complete:
         msg = (
             f"{file}: incomplete: {reader.cut_reason}. A run that was cut cannot be compared "
             "with a whole one: record it again, or see with `kvcore replay` what there is"
         )
         raise TraceError(msg)
+    assert recorded is not None  # a complete trace has a header
     return recorded

@@ -34,6 +34,34 @@ def test_an_unfinished_file_leaves_the_old_one(tmp_path):
     assert path.read_text() == "old"
 
 
+@pytest.mark.parametrize(("old", "calls"), [(True, ["fsync", "rename"]), (False, ["rename"])])
+def test_a_file_is_on_the_disk_before_it_replaces_another(tmp_path, monkeypatch, old, calls):
+    """A power cut leaves the old file or the new one, not an empty one in place of both."""
+    path, made = tmp_path / "rows.csv", []
+    if old:
+        path.write_text("old")
+    replace = Path.replace
+    monkeypatch.setattr(os, "fsync", lambda file: made.append("fsync"))
+    monkeypatch.setattr(
+        Path, "replace", lambda part, to: made.append("rename") or replace(part, to)
+    )
+    with atomic_file(path) as file:
+        file.write("new")
+    assert made == calls
+    assert path.read_text() == "new"
+
+
+def test_a_file_has_the_mode_of_the_umask(tmp_path):
+    """Files that are written are as readable as the umask of the process allows."""
+    umask = os.umask(0o027)
+    try:
+        with atomic_file(tmp_path / "rows.csv") as file:
+            file.write("new")
+    finally:
+        os.umask(umask)
+    assert (tmp_path / "rows.csv").stat().st_mode & 0o777 == 0o640
+
+
 @pytest.mark.parametrize("place", ["missing/rows.csv", "."])
 def test_a_file_that_cannot_be_opened_is_refused(tmp_path, place):
     """A path in a missing directory, or of a directory, is refused at once."""

@@ -27,7 +27,7 @@ from kvcore import Request
 from kvcore.errors import InputError, StorageError
 from kvcore.files import AtomicFile
 from kvcore.request import TextRequest, block_keys
-from kvcore.untrusted import LONGEST_EVENT, MOST_VALUES
+from kvcore.untrusted import LONGEST_EVENT, MOST_NAMES, MOST_VALUES
 from kvcore_online.listener import LONG, Listener
 from kvcore_online.prompts import Call
 from kvcore_online.proxy import EventStream
@@ -352,8 +352,24 @@ def test_parameters_of_content_types_cost_nothing():
 def test_documents_of_many_lists_are_refused_before_they_are_parsed(levels):
     """A body or an answer of few megabytes cannot take the memory of millions of objects."""
     document = b'{"prompt": [' + b",".join([levels.encode()] * (MOST_VALUES + 1)) + b"]}"
-    with pytest.raises(InputError, match="lists and objects; 1,048,576 is the most"):
+    with pytest.raises(InputError, match="1,048,576 lists and objects, and 131,072 names"):
         Call.read(COMPLETIONS, document)
+
+
+@pytest.mark.parametrize("space", ["", " ", "\t\n"])
+@pytest.mark.parametrize("name", ["%x", "%x\\\\", '%x\\"'], ids=["plain", "backslash", "quote"])
+def test_documents_of_many_names_are_refused_before_they_are_parsed(space, name):
+    """A body of many names, however they are written, would hold the interpreter longest."""
+    names = ('"%s"%s:0' % (name % serial, space) for serial in range(MOST_NAMES + 1))
+    with pytest.raises(InputError, match="1,048,576 lists and objects, and 131,072 names"):
+        Call.read(COMPLETIONS, ("{%s}" % ",".join(names)).encode())
+
+
+@pytest.mark.parametrize("text", [":", '{"a": 1}'])
+def test_names_in_a_prompt_are_no_names_of_the_body(text):
+    """A prompt may hold documents: their names are text."""
+    document = json.dumps({"prompt": text * (MOST_NAMES + 1)}).encode()
+    assert Call.read(COMPLETIONS, document).raw == document
 
 
 def test_long_bodies_delay_nobody(monkeypatch):

@@ -8,6 +8,8 @@ import pytest
 from helpers.commands import run_here
 from helpers.pooled_traces import pooled_run
 from helpers.traces import lines, seal, serve
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.inspect import IntType, type_info
 
 from kvcore import read_events
@@ -183,3 +185,98 @@ def test_no_text_of_a_header_is_run_or_opened(server, tmp_path, opened):
             seal(path, changed)
             assert run_here(verb, path).returncode in range(4)
     assert str(other) not in opened
+
+
+SERVED = ["--model", "llama-3-8b", "--blocks", "40"]
+RECORDINGS = {
+    "tiers": [*SERVED, *SERVERS["tiers"], "--drafter", "acceptance"],
+    "planner": [*SERVED, "--replicas", "3", "--autoscale", "load"],
+    "split": [*SERVED, *SPREAD, "--fail", "replica=1,at=9"],
+    "groups": ["--model", "gpt-oss-20b", "--like", "vllm", "--blocks", "99"],
+}
+SMALL = "zipf:requests=4,prefix_tokens=64,suffix_tokens=32,output_tokens=6"
+
+JSON = [None, True, -1, 0, 1.5, 1e300, 2**63 - 1, "text", "", [], [1], ["a"], {}, {"a": 1}]
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory):
+    """Return a path, and the lines of a short run of each kind of server."""
+    path = tmp_path_factory.mktemp("headers") / "day.jsonl"
+    found = []
+    for options in RECORDINGS.values():
+        assert run_here("simulate", SMALL, *options, "--trace", path).returncode == 0
+        found.append(lines(path))
+    return path, found
+
+
+def fields_within(value, where=()):
+    """Yield where values are in a document, at any depth."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield (*where, key)
+        if isinstance(item, (dict, list)):
+            yield from fields_within(item, (*where, key))
+
+
+def with_value(found, where, value):
+    """Return the lines of a trace with another value in HEADER."""
+    header = part = deepcopy(found[0])
+    for key in where[:-1]:
+        part = part[key]
+    part[where[-1]] = value
+    return [header, *found[1:]]
+
+
+def refuses_or_reads(verb, path):
+    """Run a verb on a trace; require an answer, or one line that says what is wrong."""
+    done = run_here(verb[0], path, *verb[1:], cwd=path.parent)
+    assert done.returncode in range(4)
+    if done.returncode in (1, 2):
+        assert done.stderr.startswith("kvcore: error: ")
+        assert done.stderr.count("\n") == 1
+    return done
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "value"),
+    [
+        ("tiers", "model", 5),
+        ("tiers", "device", {"a": 1}),
+        ("tiers", "device", ["h100"]),
+        ("tiers", "device.count", "many"),
+        ("tiers", "plugins.drafter.options.draft", [1]),
+        ("planner", "routing.autoscale", True),
+        ("planner", "routing.autoscale.options", 1.5),
+        ("planner", "routing.up", 1.5),
+        ("planner", "replicas", []),
+        ("split", "routing.disaggregate", 7),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("verb", ["replay", "whatif"])
+def test_headers_that_no_run_writes_are_no_tracebacks(recordings, verb, kind, where, value):
+    """Models, devices and routers of other types are refused, or say nothing."""
+    path, found = recordings
+    found = found[list(RECORDINGS).index(kind)]
+    seal(path, with_value(found, where.split("."), value))
+    refuses_or_reads([verb], path)
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_any_value_in_a_header_is_read_or_refused_by_each_verb(recordings, data):
+    """Any JSON in any field of HEADER, digest made right, is no traceback of any verb."""
+    path, found = recordings
+    found = data.draw(st.sampled_from(found))
+    places = [where for where in fields_within(found[0]) if where != ("event",)]
+    where, value = data.draw(st.sampled_from(places)), data.draw(st.sampled_from(JSON))
+    seal(path, with_value(found, where, value))
+    refuses_or_reads(data.draw(st.sampled_from([*VERBS, ["whatif"], ["compare"]])), path)
+
+
+def test_parts_of_a_header_that_are_no_objects_are_read(recordings):
+    """A model or a device may be any JSON, as of other programs: it is shown, and replayed."""
+    path, found = recordings
+    for value in ("llama-3-8b", 7, ["a"], None):
+        seal(path, with_value(found[0], ["model"], value))
+        assert refuses_or_reads(["replay"], path).returncode == 0

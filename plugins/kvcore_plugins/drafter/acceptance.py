@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import attrs
+from attrs.validators import instance_of, optional
 
 from kvcore import Drafter, InputError, LatencyModel, Request
 from kvcore.blake2 import blake2b
@@ -53,7 +54,9 @@ class Acceptance(Drafter):
     tokens: int = attrs.field(default=4)
     probability: float | str | None = attrs.field(default=None)
     file: Path | None = attrs.field(default=None)
-    draft: str | ModelSpec | None = attrs.field(default=None)
+    draft: str | ModelSpec | None = attrs.field(
+        default=None, validator=optional(instance_of((str, ModelSpec)))
+    )
     parameters: int = attrs.field(default=0)
     seed: int | None = attrs.field(default=None)
 

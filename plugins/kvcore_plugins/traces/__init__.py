@@ -4,5 +4,6 @@ To read, in this order::
 
     sealed.py      files with a digest at their end: damage and cuts are found
     reader.py      lines as events, checked; requests as they were
+    served.py      what HEADER says of models, devices, steps and routers, by type
     expansion.py   one line for the blocks of a jump, as the lines that it stands for
 """

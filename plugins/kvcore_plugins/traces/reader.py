@@ -18,6 +18,7 @@ from kvcore.trace.fields import OPTIONAL, SCHEMA, slo_of
 from kvcore.untrusted import TRACE_HEADER_BYTES, parse_json
 from kvcore_plugins.traces.expansion import Expansion
 from kvcore_plugins.traces.sealed import ODD_BYTES, SealedReader
+from kvcore_plugins.traces.served import served_fault
 
 
 class _Builder(Protocol):
@@ -116,6 +117,8 @@ class TraceReader(SealedReader[Event]):
         name, now = event.event, event.t
         if not n:
             self._grouped = bool(event.cache_groups)  # type: ignore[attr-defined]
+            if fault := served_fault(raw):
+                self.fail(f"HEADER {fault}")
         if n and name == "HEADER":
             self.fail("HEADER stands in line 1 only")
         if event.n != n:

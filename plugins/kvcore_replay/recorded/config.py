@@ -163,7 +163,7 @@ def replica_groups(header: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]
 
 def deployment_options(header: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the deployment in a header."""
-    model, device = (_fields(header.get(name)) for name in ("model", "device"))
+    model, device = (object_of(header.get(name)) for name in ("model", "device"))
     recorded = header["plugins"].get("latency", {}).get("options", {})
     options = {
         "model": _value(recorded.get("model", model.get("name"))),
@@ -242,8 +242,13 @@ def rebuilt(file: Path, kind: str, recorded: Mapping[str, Any], plugins: Plugins
         if kind == "latency" and "codec" in options:
             _check_codec(file, options["codec"], plugins)
             options["codec"] = str(plugins.build("codec", str(options["codec"])))
-        # Text is read as the command line is, which knows infinities.
-        texts = {key: value for key, value in options.items() if isinstance(value, str)}
+        # Read as the command line is, which checks types; other values are none by default.
+        defaults = {option.name: option.default for option in options_of(cls)}
+        texts = {
+            key: as_text(value)
+            for key, value in options.items()
+            if not (isinstance(value, (list, dict)) or value is defaults.get(key, value))
+        }
         values = {key: _value(options[key]) for key in options.keys() - texts}
         plugin: Plugin = plugins.build(kind, Spec(name, texts), values)
     except PluginError:
@@ -306,7 +311,8 @@ def _refuse_code(file: Path, option: str, value: Any) -> None:
         raise InputError(msg)
 
 
-def _fields(value: Any) -> Mapping[str, Any]:
+def object_of(value: Any) -> Mapping[str, Any]:
+    """Return a part of a header that is an object; any other JSON says nothing to a what-if."""
     return value if isinstance(value, Mapping) else {}
 
 

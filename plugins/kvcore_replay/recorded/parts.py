@@ -30,6 +30,7 @@ from kvcore_replay.recorded.config import (
     OF_SERVERS,
     OPTIONAL,
     deployment_options,
+    object_of,
     rebuilt,
     recorded_options,
     redeployed_latency,
@@ -157,7 +158,8 @@ class RecordedParts(RunParts):
         header = self._header
         names = ("batching", "slo", "rate_scale") if self.timed else ()
         kinds = (*OF_CACHES, *OF_SERVERS, *OPTIONAL, "rules")
-        deployed = [name for name in ("model", "device") if self.timed and header.get(name)]
+        parts = [name for name in ("model", "device") if self.timed]
+        deployed = [name for name in parts if "name" in object_of(header.get(name))]
         return {
             **{name: header[name] for name in deployed},
             "blocks": header["blocks"],

@@ -277,13 +277,13 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     alone = {name: value for name, value in config.items() if name != "batching"}
     if "latency" in config and "device" in config:
-        model, device = config["model"], config["device"]
+        model, device = config.get("model", {}), config["device"]
         deployment = {
-            "model": model["name"],
+            "model": model.get("name"),
             "codec": model.get("codec"),
             "block_size": config["block_size"],
             "device": device["name"],
-            "tensor_parallel": device["count"],
+            "tensor_parallel": device.get("count", 1),
         }
         options = {
             name: value

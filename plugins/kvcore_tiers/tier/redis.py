@@ -46,9 +46,9 @@ class Redis(Tier):
         url: the address of the server: `redis://`, `rediss://` or `unix://`, in the format of
             the package redis. User, password and query are never shown.
         ttl: seconds without use after which the server drops a block; None: it does not.
-        timeout: seconds that a connection, and each answer, may take. After a failure the
-            run makes no request for 0.1 s, and for twice as long after each further one, up to
-            30 s.
+        timeout: seconds that a connection, and each part of an answer, may take; all answers
+            to a call have `call_timeout`. After a failure the run makes no request for 0.1 s,
+            and for twice as long after each further one, up to 30 s.
     """
 
     name: ClassVar[str] = "redis"
