@@ -41,7 +41,7 @@ def test_a_file_is_on_the_disk_before_it_replaces_another(tmp_path, monkeypatch,
     if old:
         path.write_text("old")
     replace = Path.replace
-    monkeypatch.setattr(os, "fsync", lambda file: made.append("fsync"))
+    monkeypatch.setattr(os, "fsync", lambda _: made.append("fsync"))
     monkeypatch.setattr(
         Path, "replace", lambda part, to: made.append("rename") or replace(part, to)
     )

@@ -47,15 +47,15 @@ def deep(levels, start="[", end="]"):
 
 
 @asynccontextmanager
-async def listening(answer, **options):
-    """Listen while a client has sent a request, which `answer` answers, and reads nothing."""
+async def listening(answer, *, requests=1, **options):
+    """Listen while a client has sent requests, which `answer` answers, and reads nothing."""
     times = {"client_timeout": 30, "shutdown_timeout": 30, **options}
     address = {"host": "127.0.0.1", "port": 0}
     routes = {"GET /": answer}
     listener = Listener(routes, "a test", **address, body=1, connections=1, **times)
     await listener.start()
     with socket.create_connection(listener._server.sockets[0].getsockname()) as client:
-        client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * requests)
         try:
             yield listener
         finally:
@@ -155,6 +155,22 @@ def test_a_client_that_does_not_read_its_answer_is_disconnected():
     async def scene():
         async with listening(answer, client_timeout=0.1) as listener:
             await until(lambda: answered and not listener._runner.server.connections)
+
+    asyncio.run(scene())
+
+
+def test_a_client_that_reads_none_of_many_short_answers_is_disconnected():
+    """Answers that fit into a buffer have no time of their own until it is full."""
+    read = []
+
+    async def answer(http):
+        read.append(http)
+        return web.Response(body=bytes(16 << 10))
+
+    async def scene():
+        async with listening(answer, client_timeout=0.1, requests=2_000) as listener:
+            await until(lambda: read and not listener._runner.server.connections)
+        assert len(read) < 2_000
 
     asyncio.run(scene())
 
@@ -357,12 +373,12 @@ def test_documents_of_many_lists_are_refused_before_they_are_parsed(levels):
 
 
 @pytest.mark.parametrize("space", ["", " ", "\t\n"])
-@pytest.mark.parametrize("name", ["%x", "%x\\\\", '%x\\"'], ids=["plain", "backslash", "quote"])
-def test_documents_of_many_names_are_refused_before_they_are_parsed(space, name):
+@pytest.mark.parametrize("ending", ["", "\\\\", '\\\\\\"'], ids=["plain", "backslash", "quote"])
+def test_documents_of_many_names_are_refused_before_they_are_parsed(space, ending):
     """A body of many names, however they are written, would hold the interpreter longest."""
-    names = ('"%s"%s:0' % (name % serial, space) for serial in range(MOST_NAMES + 1))
+    fields = (f'"{serial:x}{ending}"{space}:0' for serial in range(MOST_NAMES + 1))
     with pytest.raises(InputError, match="1,048,576 lists and objects, and 131,072 names"):
-        Call.read(COMPLETIONS, ("{%s}" % ",".join(names)).encode())
+        Call.read(COMPLETIONS, b"{" + ",".join(fields).encode() + b"}")
 
 
 @pytest.mark.parametrize("text", [":", '{"a": 1}'])

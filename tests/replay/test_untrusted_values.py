@@ -222,7 +222,7 @@ def with_value(found, where, value):
     """Return the lines of a trace with another value in HEADER."""
     header = part = deepcopy(found[0])
     for key in where[:-1]:
-        part = part[key]
+        part = part[int(key) if isinstance(part, list) else key]
     part[where[-1]] = value
     return [header, *found[1:]]
 
@@ -245,6 +245,7 @@ def refuses_or_reads(verb, path):
         ("tiers", "device", ["h100"]),
         ("tiers", "device.count", "many"),
         ("tiers", "plugins.drafter.options.draft", [1]),
+        ("tiers", "tiers.0.options.latency", 1e300),
         ("planner", "routing.autoscale", True),
         ("planner", "routing.autoscale.options", 1.5),
         ("planner", "routing.up", 1.5),

@@ -82,13 +82,14 @@ class LayerPools:
 
         The slots of a larger or a smaller pool are in the same ratio to its blocks.
         """
-        window, states = record.get("window"), record.get("state_slots")
+        names = "window", "window_slots", "state_slots"
+        window, windows, states = map(record.get, names)
         return cls(
             block_size,
             window,
             0,  # its pool is counted in blocks
             None if states is None else Fraction(states, blocks),
-            WINDOW_RATIO if window is None else Fraction(record["window_slots"], blocks),
+            WINDOW_RATIO if windows is None else Fraction(windows, blocks),
         )
 
     def slots(self, blocks: int) -> tuple[int, int | None]:

@@ -116,9 +116,7 @@ class TraceReader(SealedReader[Event]):
             self.fail(str(error))
         name, now = event.event, event.t
         if not n:
-            self._grouped = bool(event.cache_groups)  # type: ignore[attr-defined]
-            if fault := served_fault(raw):
-                self.fail(f"HEADER {fault}")
+            self._begin(event, raw)  # type: ignore[arg-type]  # `_check_header` has seen to it
         if n and name == "HEADER":
             self.fail("HEADER stands in line 1 only")
         if event.n != n:
@@ -139,6 +137,12 @@ class TraceReader(SealedReader[Event]):
                 self._check_names(raw, event, colons)
             self._expand(event)
         return event
+
+    def _begin(self, header: Header, raw: bytes) -> None:
+        """Store what HEADER says of the lines after it; refuse other types in its free parts."""
+        self._grouped = bool(header.cache_groups)
+        if fault := served_fault(raw):
+            self.fail(f"HEADER {fault}")
 
     def _expand(self, event: Event) -> None:
         """Store and count the events that a line stands for."""

@@ -8,7 +8,7 @@ import attrs
 
 from kvcore.trace import events
 from kvcore.trace.events import violated
-from kvcore.units import NS_PER_S
+from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.untrusted import MOST_TIER_KEYS
 from kvcore_replay.state.layout import TracedPrompt, count_known
 
@@ -300,7 +300,8 @@ def _link(record: events.TierRecord) -> tuple[int, int, int]:
     rates = [record.options.get(f"{direction}_bandwidth") for direction in ("read", "write")]
     latency: Any = record.options.get("latency")
     known = [rate for rate in rates if type(rate) is int and rate > 0]
-    if len(known) < len(rates) or type(latency) not in (int, float) or latency < 0:
+    is_time = type(latency) in (int, float) and 0 <= latency * NS_PER_S < INT64_LIMIT
+    if len(known) < len(rates) or not is_time:
         msg = (
             f"tier {record.tier!r} has the bandwidths {rates} and the latency {latency!r}: "
             "its link is not known"
