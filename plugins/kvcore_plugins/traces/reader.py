@@ -139,7 +139,7 @@ class TraceReader(SealedReader[Event]):
         return event
 
     def _begin(self, header: Header, raw: bytes) -> None:
-        """Store what HEADER says of the lines after it; refuse other types in its free parts."""
+        """Store what HEADER says of later lines; refuse other types in its free parts."""
         self._grouped = bool(header.cache_groups)
         if fault := served_fault(raw):
             self.fail(f"HEADER {fault}")

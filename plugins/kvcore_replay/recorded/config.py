@@ -247,7 +247,8 @@ def rebuilt(file: Path, kind: str, recorded: Mapping[str, Any], plugins: Plugins
         texts = {
             key: as_text(value)
             for key, value in options.items()
-            if not (isinstance(value, (list, dict)) or value is defaults.get(key, value))
+            if isinstance(value, str)
+            or not (isinstance(value, (list, dict)) or value is defaults.get(key, value))
         }
         values = {key: _value(options[key]) for key in options.keys() - texts}
         plugin: Plugin = plugins.build(kind, Spec(name, texts), values)
