@@ -325,7 +325,7 @@ def test_a_policy_ends_if_its_judge_is_interrupted(monkeypatch):
 
 
 def test_a_policy_ends_if_its_judge_is_killed():
-    """A policy that uses no CPU time, which nobody else would end, ends with its judge."""
+    """A policy that uses no CPU time, so that no limit ends it, ends with its judge."""
     judge = """
         import os, time
         from kvcore_judge.sandbox import Limits, run_in_sandbox

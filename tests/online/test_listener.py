@@ -63,7 +63,9 @@ def test_others_have_their_turn_between_two_bodies():
 
     async def scene():
         listener = Listener({}, "a test", body=1, connections=1, **address)
-        http = SimpleNamespace(headers={"Content-Type": "application/json"}, read=body)
+        content = SimpleNamespace(is_eof=lambda: True)
+        headers = {"Content-Type": "application/json"}
+        http = SimpleNamespace(headers=headers, content=content, read=body)
         await asyncio.gather(*(listener.read(http, 1, decode) for _ in range(3)))
 
     asyncio.run(scene())

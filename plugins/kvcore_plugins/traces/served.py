@@ -28,7 +28,7 @@ class Part(Struct):
 
 
 class Routing(Struct):
-    """What the router of a cluster knows, and which replicas fail, start and stop."""
+    """The view of the router of a cluster, and the replicas that fail, start and stop."""
 
     view: str = ""
     fail: list[str] = []
@@ -38,7 +38,10 @@ class Routing(Struct):
 
 
 class Served(Struct):
-    """What serves the requests of a run, or of a replica; a part may be any other JSON."""
+    """Model, device and limits that serve the requests of a run, or of a replica.
+
+    A model or a device may be any other JSON.
+    """
 
     model: Part | list[Any] | Scalar = None
     device: Part | list[Any] | Scalar = None
