@@ -16,7 +16,8 @@ Its rows have the columns of `kvcore_pages.playback`, with other values in these
 The ids of blocks are sent, since any free block can go to any group: those that a HIT holds,
 or the first LOAD_START of a load, an ALLOC takes, a COMMIT names and an EVICT removes, and of
 a FREE first those that are free, then the named ones that its sequence held. The browser makes
-the state from them alone.
+the state from them alone. `first` is a position in blocks of the group, of which several may
+be one block of HEADER.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import os
 from array import array
 from typing import Any
 
-from kvcore.errors import InputError
 from kvcore.progress import Tick, unseen
 from kvcore.trace import events
 from kvcore_pages.playback import (
@@ -69,20 +69,10 @@ class GroupedPlayback(Playback):
         return (cls if grouped else Playback)(file, tick, window, replica)
 
     def _start(self, header: events.Header, checker: Any) -> None:
-        """Prepare for the lines after HEADER.
-
-        Raises:
-            InputError: blocks of the groups have several sizes.
-        """
+        """Prepare for the lines after HEADER."""
         assert isinstance(checker, GroupChecker)
-        if len({group.size for group in checker.state.groups}) > 1:
-            msg = (
-                f"{self.file}: blocks of its cache groups have several sizes, and a page draws "
-                "blocks of one; `kvcore watch`, `plot` and `report` show them"
-            )
-            raise InputError(msg)
-        # By block, the number of the request that named it, its position, and when.
-        self._named: dict[int, tuple[int, int, int]] = {}
+        # By block, the number of the request that named it, its position, when, and its name.
+        self._named: dict[int, tuple[int, int, int, Any]] = {}
         self._ids = array("i")
         self._row_ends = array("i")
         self._given_back: list[TracedBlock] = []
@@ -145,12 +135,14 @@ class GroupedPlayback(Playback):
         seq = self._state.sequences[event.seq]
         table = seq.tables[event.group].blocks
         positions = range(event.first, event.first + event.blocks)
-        ids = [table[position].id for position in positions]
-        for block, position in zip(ids, positions, strict=True):
-            self._named[block] = owner, position, event.t
+        blocks = [table[position] for position in positions]
+        ids = [block.id for block in blocks]
+        for block, position in zip(blocks, positions, strict=True):
+            self._named[block.id] = owner, position, event.t, (block.group, block.name)
         if event.generated is True:
-            prompt, last = seq.prompt, event.first + event.blocks
-            self._state.layout.name_generated(prompt, last)
+            prompt, layout = seq.prompt, self._state.layout
+            tokens = (event.first + event.blocks) * self._state.groups[event.group].size
+            layout.name_generated(prompt, -(-tokens // layout.block_size))
             self.prompts.name(owner, prompt.generated)
         how = NAMED.index(event.how)
         values = event.seq, event.first, event.blocks, how, event.group
@@ -160,12 +152,9 @@ class GroupedPlayback(Playback):
         del victim
         ids, row = self._state.ids(event.runs).tolist(), len(self._flat) // WIDTH
         for block in ids:
-            owner, position, _ = self._named.pop(block)
+            *_, name = self._named.pop(block)
             if self._stage == "inside":
-                prompt = self._state.requests[self.prompts.ids[owner]]
-                keys = prompt.generated if position >= prompt.cacheable else prompt.keys
-                content = keys, position, position + 1
-                self.evicted.append(EvictedContent(row, event.requester, *content))
+                self.evicted.append(EvictedContent(row, event.requester, [name], 0, 1))
         requester = self._numbers[event.requester]
         self._moves(event, ids, requester, event.group, count=len(ids))
 
@@ -218,12 +207,12 @@ class GroupedPlayback(Playback):
             "spans": {
                 "id": [block.id for block in blocks],
                 "parent": [NONE] * len(blocks),
-                "start": [position for _, position, _ in named],
+                "start": [position for _, position, _, _ in named],
                 "ids": [[block.id] for block in blocks],
                 "hits": [block.hits for block in blocks],
                 "last": [block.last_access for block in blocks],
-                "request": [owner for owner, _, _ in named],
-                "stored": [stored for _, _, stored in named],
+                "request": [owner for owner, _, _, _ in named],
+                "stored": [stored for _, _, stored, _ in named],
                 "pins": [block.holders for block in blocks],
             },
             "sequences": {

@@ -28,6 +28,17 @@ function* treeOrder(roots) {
 class Holder {
   constructor(request, start, ids, { span = null, seq = null }) {
     Object.assign(this, { request, start, ids, span, seq });
+    this.step = span ? span.step : 1;
+  }
+
+  /** The position after its last block. */
+  get end() {
+    return this.start + this.step * this.ids.length;
+  }
+
+  /** Return where in `ids` the block at a position is. */
+  indexOf(position) {
+    return Math.round((position - this.start) / this.step);
   }
 
   /** The span or the sequence. */
@@ -44,7 +55,7 @@ class Holder {
   named(requests) {
     if (this.span) return this.span.end;
     if (!this.seq || this.seq.forgot) return this.start;
-    return Math.max(this.start, Math.min(this.start + this.ids.length, requests.blocks[this.request]));
+    return Math.max(this.start, Math.min(this.end, requests.blocks[this.request]));
   }
 }
 
@@ -243,7 +254,7 @@ const MODES = {
           const { requests, now, row, times } = playback;
           const end = holder.named(requests);
           const pieces = [];
-          const add = (upto, number) => pieces.push([upto - holder.start, number]);
+          const add = (upto, number) => pieces.push([holder.indexOf(upto), number]);
           for (const { end: upto, next } of contents.uses(holder.request, holder.start, end, row)) {
             if (next < 0) {
               add(upto, never);
@@ -254,7 +265,7 @@ const MODES = {
             add(kept, 1 + steps.filter((step) => wait >= step).length);
             if (kept < upto) add(upto, never - 1);
           }
-          if (end < holder.start + holder.ids.length) add(holder.start + holder.ids.length, never);
+          if (end < holder.end) add(holder.end, never);
           return pieces;
         },
       };
@@ -291,10 +302,10 @@ const MODES = {
             const cuts = [...new Set([...ends.filter((each) => each > first && each < high), high])];
             for (const cut of cuts.sort((one, two) => one - two)) {
               const mask = ends.reduce((bits, each, number) => (each >= cut ? bits | (1 << number) : bits), 0);
-              pieces.push([cut - holder.start, 1 + mask]);
+              pieces.push([holder.indexOf(cut), 1 + mask]);
             }
           }
-          if (end < holder.start + holder.ids.length) pieces.push([holder.ids.length, 1]);
+          if (end < holder.end) pieces.push([holder.ids.length, 1]);
           return pieces;
         },
       };
@@ -319,7 +330,7 @@ function prefixGroups(side, { holders }) {
   const { id } = side.playback.requests;
   const group = (request, start, end) => {
     const owner = id[side.contents.owner(request, start)];
-    return { key: `${owner}:${start}`, name: `as request ${shortened(owner)} to block ${format.count(end)}` };
+    return { key: `${owner}:${start}`, name: `as request ${shortened(owner)} to block ${format.count(Math.ceil(end))}` };
   };
   const found = new Map();
   const spans = new Map();
@@ -328,7 +339,7 @@ function prefixGroups(side, { holders }) {
     const above = span ? span.parent : seq?.span;
     const apart = !above || (sizes.get(above) > total / 4 && spans.get(above)?.top === above);
     const made = apart
-      ? { top: span, ...group(holder.request, holder.start, holder.start + holder.ids.length) }
+      ? { top: span, ...group(holder.request, holder.start, holder.end) }
       : spans.get(above);
     if (span) spans.set(span, made);
     found.set(holder, made);
@@ -440,7 +451,7 @@ class Colouring {
       const there = this.app.requestOn(other, { side, request: holder.request });
       const pieces = there < 0 ? [[-1, holder.start, end]] : other.contents.pieces(there, holder.start, end);
       for (const [owner, first, high] of pieces) {
-        for (let at = Math.max(first, ends.get(owner) ?? 0); at < high; at++) flags[holder.ids[at - holder.start]] = 1;
+        for (const id of holder.ids.slice(holder.indexOf(Math.max(first, ends.get(owner) ?? 0)), holder.indexOf(high))) flags[id] = 1;
       }
     }
     return flags;
@@ -481,7 +492,8 @@ function litBlocks({ cache, contents, playback }, request) {
     for (const span of level) {
       const count = commonBlocks(contents, span.request, request, span.start, Math.min(span.end, known));
       if (count <= 0) continue;
-      light(span.ids, count);
+      light(span.ids, Math.round(count / span.step));
+      if (span.group !== undefined) continue; // those of cache groups are all roots
       if (span.start + count === span.end) next = span.children;
       break;
     }
@@ -504,7 +516,8 @@ class Life {
     this.row = side.cache.taken[id];
     const { span, start, seq } = this.holder ?? {};
     this.position = -1;
-    if (span || (seq && !seq.forgot)) this.position = start + this.holdings.at[id];
+    this.step = side.cache.steps?.[side.cache.groupOf[id]] ?? 1; // that of the span it is in, or will be in
+    if (span || (seq && !seq.forgot)) this.position = start + this.step * this.holdings.at[id];
     else if (this.holder) this.position = this._allocated();
   }
 
@@ -569,12 +582,13 @@ class Life {
 
   _content() {
     const { playback } = this.side;
-    const { position, request } = this;
+    const { position, request, step } = this;
     if (position < 0) return null;
     const size = playback.header.block_size;
-    const generated = position * size >= playback.requests.tokens[request];
+    const [first, end] = [position, position + step].map((each) => Math.round(size * each));
+    const generated = first >= playback.requests.tokens[request];
     const where = generated ? `of ${this._name(request)}, generated` : `of the prompt of ${this._name(request)}`;
-    return `Block ${format.count(position)} ${where} (tokens ${format.count(position * size)}–${format.count((position + 1) * size)}).`;
+    return `Block ${format.count(Math.round(position / step))} ${where} (tokens ${format.count(first)}–${format.count(end)}).`;
   }
 
   _origin() {
@@ -629,7 +643,7 @@ class Life {
   _allocated() {
     const { kind, b } = this.side.playback.event(this.row);
     if (kind === "COPY") return b;
-    return kind === "ALLOC" ? b + this.side.playback.ids(this.row).indexOf(this.id) : -1;
+    return kind === "ALLOC" ? this.step * (b + this.side.playback.ids(this.row).indexOf(this.id)) : -1;
   }
 
   /** Return the next row of some kinds that names the block as taken or given away; -1: none. O(rows). */

@@ -22,7 +22,7 @@ function heldByBoth(left, right) {
   for (const [owner, end] of left.held(right)) {
     both += Math.max(0, Math.min(end, ends.get(owner) ?? 0) - right.playback.requests.shared[owner]);
   }
-  return both;
+  return Math.round(both);
 }
 
 /** Two traces against each other: figures, and a band of the evictions that differ. */

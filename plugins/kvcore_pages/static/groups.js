@@ -16,7 +16,7 @@ function cutSpan(cache, span, wanted) {
   span.ids.forEach((id, at) => {
     const is = wanted.has(id);
     if (runs.at(-1)?.is === is) runs.at(-1).ids.push(id);
-    else runs.push({ is, start: span.start + at, ids: [id] });
+    else runs.push({ is, start: span.start + span.step * at, ids: [id] });
   });
   return runs.map(({ is, start, ids }, at) => {
     const part = at ? Object.assign(Object.create(Span.prototype), span, { id: cache.nextSpan++, hitters: span.hitters.slice(), children: new Set() }) : span;
@@ -28,8 +28,9 @@ function cutSpan(cache, span, wanted) {
 
 /** The contents of a pool of cache groups. */
 class GroupCache extends Cache {
-  constructor(blocks, used, tiers) {
+  constructor(blocks, used, tiers, steps) {
     super(blocks, used, tiers);
+    this.steps = steps; // by group: that of its spans
     this.spanOf = new Map(); // by block
     this.groupOf = new Int32Array(used); // by block in use
     this.nextSpan = 0;
@@ -42,6 +43,8 @@ class GroupCache extends Cache {
       const span = this.spans.get(id);
       span.pins = begin.spans.pins[at];
       span.group = this.groupOf[span.ids[0]];
+      span.step = this.steps[span.group];
+      span.start *= span.step;
       this.addRoot(span);
       this.nextSpan = Math.max(this.nextSpan, id + 1);
     });
@@ -77,9 +80,15 @@ class GroupPlayback extends Playback {
     return Math.max(0, this.header.cache_groups.groups.findIndex(({ kind }) => kind === "full"));
   }
 
+  /** The blocks of the header that a block of a group stands for: 1, or a part of one. */
+  step(group) {
+    return this.header.cache_groups.groups[group].block_size / this.header.block_size;
+  }
+
   reset() {
     this.row = -1;
-    this.cache = new GroupCache(this.header.blocks, this.about.pool, this.header.tiers ?? []);
+    const steps = this.header.cache_groups.groups.map((_, group) => this.step(group));
+    this.cache = new GroupCache(this.header.blocks, this.about.pool, this.header.tiers ?? [], steps);
     if (this.about.begin) this.cache.restore(structuredClone(this.about.begin));
     this.appliers = this.words.kinds.map((name) => GroupPlayback.appliers[name] ?? null);
     this.seen = Infinity; // rows bring their blocks, and need not be run for these
@@ -151,8 +160,9 @@ GroupPlayback.appliers = {
     const ids = [...this.members(row)];
     const named = new Set(ids);
     seq.ids = seq.ids.filter((id) => !named.has(id));
-    const span = new Span(cache.nextSpan++, null, b[row], ids, seq.request, this.times[row]);
-    cache.addRoot(Object.assign(span, { group: e[row] }));
+    const step = cache.steps[e[row]];
+    const span = new Span(cache.nextSpan++, null, step * b[row], ids, seq.request, this.times[row]);
+    cache.addRoot(Object.assign(span, { group: e[row], step }));
     cache.cached += c[row];
     cache.private -= c[row];
   },
@@ -179,8 +189,10 @@ GroupPlayback.appliers = {
   },
 };
 
-/** Return a cache group in words: `group 0, a window of 1024 tokens`. */
-function groupName({ cache_groups }, number) {
-  const { kind, window } = cache_groups.groups[number];
-  return `group ${number}, ${{ full: "all tokens", window: `a window of ${window} tokens`, state: "a state" }[kind]}`;
+/** Return a cache group in words: `group 0, a window of 1024 tokens`, and the size of its blocks if others have another. */
+function groupName({ cache_groups: { groups } }, number) {
+  const { kind, window, block_size } = groups[number];
+  const kept = { full: "all tokens", window: `a window of ${window} tokens`, chunk: `chunks of ${window} tokens`, state: "a state" };
+  const size = groups.every((each) => each.block_size === block_size) ? "" : `, ${format.counted(block_size, "token")} a block`;
+  return `group ${number}, ${kept[kind]}${size}`;
 }

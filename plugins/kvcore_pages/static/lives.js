@@ -150,7 +150,7 @@ class Lives {
   _pass() {
     const { playback, untimed, arrived, admitted, first, finished, phases, evictions, admissions } = this;
     const { columns, times, kinds, words, requests, header } = playback;
-    const { kind, request, a, b, c, d } = columns;
+    const { kind, request, a, b, c, d, e } = columns;
     const owners = new Map(); // requests of open sequences
     const depths = new Map(); // blocks that these have committed, from the first on
     const open = new Int32Array(requests.id.length);
@@ -205,7 +205,7 @@ class Lives {
         const each = owners.get(a[row]);
         if (each === undefined) return;
         // Of cache groups a row names the blocks from position b on, in one of them.
-        depths.set(a[row], header.cache_groups ? Math.max(depths.get(a[row]), b[row] + c[row]) : depths.get(a[row]) + c[row]);
+        depths.set(a[row], header.cache_groups ? Math.max(depths.get(a[row]), playback.step(e[row]) * (b[row] + c[row])) : depths.get(a[row]) + c[row]);
         if (words.committed[d[row]] === "shared" || doing(each) !== PHASE.prefill) return;
         const known = this.chunks.request.at(-1) === each && times[this.chunks.row.at(-1)] === times[row];
         if (times[row] > since(each) && !(header.cache_groups && known)) {

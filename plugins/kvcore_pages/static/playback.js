@@ -25,10 +25,15 @@ function unpack(bytes) {
   return columns;
 }
 
-/** A run of cached blocks: the ids of the positions from `start` on. */
+/**
+ * A run of cached blocks: the ids of the positions from `start` on.
+ *
+ * Positions count blocks of the header. Of cache groups some have smaller blocks: `step` is the part of one that each is.
+ */
 class Span {
   constructor(id, parent, start, ids, request, now) {
     Object.assign(this, { id, parent, start, ids, request });
+    this.step = 1;
     this.pins = 1; // sequences that hold it
     this.hits = 0; // requests that hit it, but for the one that stored it
     this.hitters = []; // the last of these
@@ -38,7 +43,7 @@ class Span {
   }
 
   get end() {
-    return this.start + this.ids.length;
+    return this.start + this.step * this.ids.length;
   }
 }
 

@@ -130,7 +130,7 @@ class RequestPanel {
         if (piece) found += Math.max(0, Math.min(end, piece.end) - Math.max(first, piece.first));
       }
     }
-    return found;
+    return Math.round(found);
   }
 
   /** Return lines of `kvcore explain`, in which requests and times can be pressed. */

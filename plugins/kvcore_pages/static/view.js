@@ -320,8 +320,10 @@ class Counts {
 /** Return an introduction to the page for newcomers. */
 function introduction({ playback }) {
   const { header } = playback;
+  const sizes = new Set(header.cache_groups?.groups.map(({ block_size }) => block_size) ?? [header.block_size]);
+  const tokens = [...sizes].sort((one, two) => one - two).map(format.count).join(", ").replace(/, (?=[^ ]*$)/, " or ");
   return element("p", { class: "soft", id: "introduction" },
-    `A pool of ${format.counted(header.blocks, "block")} keeps the keys and values (K/V) of ${format.counted(header.block_size, "token")} ` +
+    `A pool of ${format.counted(header.blocks, "block")} keeps the keys and values (K/V) of ${tokens} token${tokens === "1" ? "" : "s"} ` +
     "each. A request whose prompt begins like an earlier one hits the blocks of that beginning that are still cached; the rest " +
     "misses and is computed. A full pool must evict cached blocks to make room: which ones, the eviction policy decides.");
 }
