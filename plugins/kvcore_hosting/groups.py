@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from kvcore.cache.eviction import EvictionPolicy
-from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import Ids
 from kvcore.errors import InputError
 from kvcore.request import Request
@@ -28,16 +27,21 @@ class HostedGroups(GroupedCache):
     A block of a window or a state has the position and the keys that it has in its text.
     Blocks without a name are allocated first, as with LRU, and no policy sees them.
 
+    Hits end at blocks of `geometry`. Where these are several of a group, each stands for the
+    one that it is a part of, without which that does not hit::
+
+        full attention    root - [ A ] - [ B ]     the first halves of blocks of `geometry`
+                          root - [ A ] - [ B ]     the second halves
+
     Args:
-        groups, blocks, checkpoint, key_tokens, trace: as for `GroupedCache`.
+        groups, blocks: as for `GroupedCache`, whose further options are taken too.
         eviction: the policy, which may not let spans expire.
-        recompute: seconds to compute n tokens after a context of c, as for `PolicyHost`.
 
     Attributes:
         host: the host of the policy, in which a block has itself as name.
 
     Raises:
-        InputError: as `GroupedCache`; or groups with blocks of several sizes.
+        InputError: as `GroupedCache`; or the policy lets spans expire.
     """
 
     def __init__(
@@ -46,22 +50,17 @@ class HostedGroups(GroupedCache):
         blocks: int,
         *,
         eviction: EvictionPolicy | type[EvictionPolicy] | str,
-        key_tokens: int | None = None,
-        recompute: Callable[[int, int], float] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(groups, blocks, eviction=eviction, key_tokens=key_tokens, **options)
-        problem, size = "", self._size
+        super().__init__(groups, blocks, eviction=eviction, **options)
         if self.eviction.expires_spans:
-            problem = "lets blocks expire, and a block of a group hits as long as it is cached"
-        elif {*self._layouts} != {size}:
-            problem = "sees blocks of one size, and those of these groups have several"
-        if problem:
-            msg = f"eviction {self.eviction.name!r} {problem}: give lru, or serve one group"
+            msg = (
+                f"eviction {self.eviction.name!r} lets blocks expire, and a block of a group "
+                "hits as long as it is cached: give lru, or serve one group"
+            )
             raise InputError(msg)
-        layout = BlockLayout("tokens", size, key_tokens, recompute)
-        self._layouts, self.hears_names = {size: layout}, True
-        self.host = PolicyHost(self.eviction, blocks, size, layout=layout)
+        self.hears_names = True
+        self.host = PolicyHost(self.eviction, blocks, self._size, layout=self.geometry)
         self._resumed = False
 
     def open(
@@ -108,22 +107,23 @@ class HostedGroups(GroupedCache):
         super()._stored(seq, group, copies)
         if not copies:
             return
-        size, table = self._size, seq.tables[group]
-        names, layout = seq.names[size], self._layouts[size]
-        path = names.keys
-        if max(copies) >= names.keyed:
-            path = layout.generated_keys(seq.request, names.keyed, max(copies) + 1)
+        own, path, end = self.groups[group], seq.keys, max(copies) + 1
+        table, parts = seq.tables[group], self._size // own.block_size
+        if end > seq.cacheable * parts:
+            end_of_path = -(-end // parts)
+            path = self.geometry.generated_keys(seq.request, seq.cacheable, end_of_path)
 
-        def insert(blocks: list[Any], parent: int | None, start: int) -> None:
+        def insert(blocks: list[Any], parent: int | None, position: int) -> None:
             self.host.stored_run(
-                blocks, parent, self.now, path=path, start=start, request=seq.request.id,
-                tenant=seq.request.tenant,
+                blocks, parent, self.now, path=path, start=position // parts,
+                request=seq.request.id, tenant=seq.request.tenant,
             )  # fmt: skip
 
         first, start = table.first, min(copies)
-        if self.groups[group].kind == "full":
-            above = table.blocks[start - first - 1] if start > first else None
-            insert(table.blocks[start - first : max(copies) + 1 - first], above, start)
+        if own.kind == "full":
+            for begin in range(start, min(start + parts, end)):
+                above = table.blocks[begin - first - parts] if begin - first >= parts else None
+                insert(table.blocks[begin - first : end - first : parts], above, begin)
         else:
             for position in copies:
                 insert([table.blocks[position - first]], None, position)

@@ -6,10 +6,12 @@ import attrs
 import orjson
 import pytest
 from helpers.group_streams import CacheSide, Pool, drive
+from helpers.grouped_traces import requests
 from helpers.step_lists import HOSTED, POLICIES, checksum, hosted_server, kvcore_evictions
 
 import kvcore
 from kvcore import HostedGroups, InputError, Request
+from kvcore.serving import Batching, simulate
 from kvcore_plugins.cache_groups import LayerGroup
 from kvcore_plugins.eviction import LRU, TTL
 from kvcore_plugins.workload import Mooncake
@@ -44,8 +46,6 @@ def test_lru_on_a_host_decides_as_without():
     evicted = 0
     for seed in range(STREAMS):
         pool = Pool.random(Random(f"groups/{seed}"))
-        if len({group.block_size for group in pool.groups}) > 1:
-            continue
         side = CacheSide(pool, Watched, eviction=Hosted)
         try:
             drive(seed, lambda _, side=side: side)
@@ -94,14 +94,34 @@ def test_a_policy_changes_what_a_hybrid_model_evicts():
     assert arc > 1.02 * lru
 
 
-@pytest.mark.parametrize(
-    ("groups", "eviction", "why"),
-    [
-        ([LayerGroup("full", 4)], TTL, "lets blocks expire"),
-        ([LayerGroup("full", 4), LayerGroup("state", 8)], Hosted, "sees blocks of one size"),
-    ],
-)
-def test_what_a_policy_cannot_order_is_refused(groups, eviction, why):
-    """Policies with spans that expire, and groups with blocks of several sizes, are refused."""
-    with pytest.raises(InputError, match=why):
-        HostedGroups(groups, 20, eviction=eviction)
+def test_smaller_blocks_stand_for_the_whole_ones_that_they_are_parts_of():
+    """A policy sees blocks of half the size as two of one position, below those before them."""
+    groups = [LayerGroup("full", 4), LayerGroup("window", 8, window=5)]
+    cache = HostedGroups(groups, 20, eviction=Hosted, key_tokens=8)
+    seq = cache.open(Request(id="a", prompt_tokens=17, keys=(1, 2), key_tokens=8))
+    cache.commit(seq, 17, 0)
+    full = seq.tables[0].blocks[:4]
+    spans = [cache.host.span(block) for block in full]
+    assert [(span.depth, span.tokens, span.path_keys[span.start]) for span in spans] == [
+        *2 * [(0, 8, 1)],
+        *2 * [(8, 8, 2)],
+    ]
+    assert [span.parent for span in spans[2:]] == spans[:2]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_order_blocks_of_several_sizes(policy):
+    """A policy that evicts blocks of three sizes knows those with a name, and no others."""
+    groups = [LayerGroup("full", 4), LayerGroup("window", 16, 20), LayerGroup("state", 8)]
+    cache = HostedGroups(groups, 120, eviction=policy, key_tokens=8)
+    simulate(requests(Random(policy), 120), cache=cache, batching=Batching(max_tokens=64, max_seqs=16))
+    cache.check_integrity()
+    assert cache.evicted_blocks > 100
+    named = sorted(block for block, _ in cache._blocks)
+    assert sorted(cache.host._spans.keys() | cache.host._orphans.keys()) == named
+
+
+def test_policies_with_blocks_that_expire_are_refused():
+    """A policy that lets spans expire is refused: names of groups hit until they leave."""
+    with pytest.raises(InputError, match="lets blocks expire"):
+        HostedGroups([LayerGroup("full", 4)], 20, eviction=TTL)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from collections.abc import Sequence as Keys
 from itertools import chain, groupby, islice
 from math import inf, lcm
@@ -73,6 +73,7 @@ class GroupedCache:
         key_tokens: tokens that a block key of a request stands for; None: the first request
             decides.
         eviction: `lru`, for which None stands; a `HostedGroups` takes any policy.
+        recompute: seconds to compute n tokens after a context of c; None: Llama-3-8B, H100.
         trace: the recorder of every decision; None records nothing.
 
     Attributes:
@@ -107,6 +108,7 @@ class GroupedCache:
         checkpoint: CheckpointPolicy | type[CheckpointPolicy] | str | None = None,
         key_tokens: int | None = None,
         eviction: EvictionPolicy | type[EvictionPolicy] | str | None = None,
+        recompute: Callable[[int, int], float] | None = None,
         trace: Recorder | None = None,
     ) -> None:
         self.groups = tuple(groups)
@@ -138,7 +140,7 @@ class GroupedCache:
             )
             raise InputError(msg)
         self._chooser: Plugin = self.eviction  # of what leaves, for traces
-        self.geometry = BlockLayout("tokens", size, key_tokens)
+        self.geometry = BlockLayout("tokens", size, key_tokens, recompute)
         self._layouts = {size: BlockLayout("tokens", size, key_tokens) for size in sizes}
         self.pool = BlockPool(blocks)
         self.trace = trace

@@ -7,7 +7,6 @@ several sizes lie side by side in a block instead (`_packed`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from fractions import Fraction
 from math import ceil, lcm
 from typing import Any, ClassVar, Final
@@ -83,7 +82,6 @@ class GroupPlan:
         blocks: int,
         *,
         eviction: EvictionPolicy,
-        recompute: Callable[[int, int], float] | None,
         prefix: PrefixIndex | None,
         checkpoint: CheckpointPolicy,
         **options: Any,
@@ -98,13 +96,11 @@ class GroupPlan:
                     "leaves: leave one of them out"
                 )
                 raise InputError(msg)
-            return SegmentedGroups(self.groups, blocks, recompute=recompute, **options)
+            return SegmentedGroups(self.groups, blocks, **options)
         if eviction.name == "lru":
             return GroupedCache(self.groups, blocks, eviction=eviction, **options)
         # The front door says where policies are hosted: most runs have LRU.
-        return kvcore.HostedGroups(
-            self.groups, blocks, eviction=eviction, recompute=recompute, **options
-        )
+        return kvcore.HostedGroups(self.groups, blocks, eviction=eviction, **options)
 
     def as_dict(self, blocks: int, checkpoint: CheckpointPolicy) -> dict[str, Any]:
         """Return the groups for JSON: `LayerPlan.as_dict`."""

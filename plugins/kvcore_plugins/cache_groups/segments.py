@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from kvcore.cache import BlockLayout, CheckpointPolicy, Segment
+from kvcore.cache import CheckpointPolicy, Segment
 from kvcore.errors import InputError
 from kvcore.plugins import FAILURES, find_override, wrong_answer
 from kvcore.plugins.base import raise_policy_error
@@ -70,21 +70,13 @@ class SegmentedGroups(GroupedCache):
 
     Args:
         groups, blocks: as for `GroupedCache`; one group at least keeps states.
-        recompute: seconds to compute n tokens after a context of c; None: Llama-3-8B, H100.
         options: further options of `GroupedCache`.
 
     Raises:
         InputError: as `GroupedCache`; or no group keeps states.
     """
 
-    def __init__(
-        self,
-        groups: Iterable[LayerGroup],
-        blocks: int,
-        *,
-        recompute: Callable[[int, int], float] | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, groups: Iterable[LayerGroup], blocks: int, **options: Any) -> None:
         super().__init__(groups, blocks, **options)
         if not self.has_states:
             msg = (
@@ -92,8 +84,7 @@ class SegmentedGroups(GroupedCache):
                 "groups keep none: leave it out"
             )
             raise InputError(msg)
-        self._recompute = recompute
-        self._seconds = BlockLayout("tokens", self._size, recompute=recompute).recompute_seconds
+        self._seconds = self.geometry.recompute_seconds
         self.hears_names, self._chooser = True, self.checkpoint
         self._on_changed = find_override(self.checkpoint, "on_changed")
         self.checkpoint.replay = self._replay
@@ -210,7 +201,7 @@ class SegmentedGroups(GroupedCache):
     def _replay(self, checkpoint: CheckpointPolicy, requests: Iterable[Request]) -> int:
         """Return the tokens that `requests` hit, one by one, in an empty cache like this."""
         cache = SegmentedGroups(
-            self.groups, self.pool.blocks, recompute=self._recompute, checkpoint=checkpoint,
+            self.groups, self.pool.blocks, recompute=self._seconds, checkpoint=checkpoint,
             key_tokens=self.geometry.key_tokens,
         )  # fmt: skip
         for request in requests:
