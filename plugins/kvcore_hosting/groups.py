@@ -107,11 +107,8 @@ class HostedGroups(GroupedCache):
         super()._stored(seq, group, copies)
         if not copies:
             return
-        own, path, end = self.groups[group], seq.keys, max(copies) + 1
-        table, parts = seq.tables[group], self._size // own.block_size
-        if end > seq.cacheable * parts:
-            end_of_path = -(-end // parts)
-            path = self.geometry.generated_keys(seq.request, seq.cacheable, end_of_path)
+        own, table, end = self.groups[group], seq.tables[group], max(copies) + 1
+        path, parts = self.path(seq, group, end), self._size // own.block_size
 
         def insert(blocks: list[Any], parent: int | None, position: int) -> None:
             self.host.stored_run(

@@ -24,7 +24,7 @@ from array import array
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import attrs
 
@@ -32,8 +32,8 @@ from kvcore.cache.residency import Residency
 from kvcore.cache.sequence import Sequence as Holder
 from kvcore.cache.tiers import PrefillTime, Tier
 from kvcore.errors import InputError
-from kvcore.plugins import find_override
 from kvcore.request import Request
+from kvcore_hosting.host import PolicyHost
 from kvcore_plugins.cache_groups.cache import GroupedCache
 from kvcore_plugins.cache_groups.groups import GroupSequence
 from kvcore_plugins.cache_groups.named_blocks import NO_BLOCK, Name, named_blocks
@@ -49,13 +49,13 @@ class Block(NamedTuple):
 
     Attributes:
         group, name: its group, and its name there.
-        request: the id of a request that has computed it.
-        position: its position in the text of this request.
+        seq: a sequence that has computed it.
+        position: its position in the text of this sequence.
     """
 
     group: int
     name: Name
-    request: int | str
+    seq: GroupSequence
     position: int
 
     @property
@@ -101,9 +101,14 @@ class GroupLoad:
 
 
 class GroupLevel(TierLevel):
-    """A tier below a pool of groups, evicted in the order in which blocks were used last.
+    """A tier below a pool of groups.
+
+    Its eviction policy sees each block as a span by itself, at its position, as it sees windows
+    and states in the pool (`HostedGroups`): the blocks before it may be in the pool alone. To
+    write it again is a use; to load it is a hit, unless a request was preempted.
 
     Attributes:
+        host: the host of the policy, in which a block has its slot as name; None: by `lru`.
         slots: the names of the blocks in its slots; those that a load reads are held.
         content: the block in each slot in use.
         below: the next farther level, or None.
@@ -114,12 +119,20 @@ class GroupLevel(TierLevel):
         self, tiers: GroupTiers, tier: Tier, name: str, slot_bytes: int, devices: int
     ) -> None:
         super().__init__(tier, name, slot_bytes, devices, ids=True)
-        if self.eviction.name != "lru":
+        if self.eviction.expires_spans:
             msg = (
-                f"tier {name!r} has eviction {self.eviction.name!r}: blocks of cache groups "
-                "leave a tier by lru; give that"
+                f"tier {name!r} has eviction {self.eviction.name!r}, which lets blocks expire, "
+                "and a block of a group hits as long as it is cached: give lru"
             )
             raise InputError(msg)
+        self.host: PolicyHost | None = None
+        if self.eviction.name == "lru":
+            self.eviction.bind()
+        else:
+            layout = tiers.cache.geometry
+            self.host = PolicyHost(
+                self.eviction, self.pool.blocks, layout.block_size, layout=layout
+            )
         self._tiers = tiers
         self.slots = named_blocks(len(tiers.cache.groups))
         self.content: dict[int, Block] = {}
@@ -154,8 +167,8 @@ class GroupLevel(TierLevel):
             if slot is None:
                 missing.setdefault(block.place, block)
             else:
-                self.slots.hold([slot])
-                self.slots.release([slot])
+                self.hold([slot])
+                self.release([slot], now)
         if not missing:
             return
         if self.is_busy(now):
@@ -164,17 +177,52 @@ class GroupLevel(TierLevel):
         room = self.pool.free_blocks + self.slots.idle
         self.stats.refused += max(len(missing) - room, 0)
         stored = [*missing.values()][:room]
-        victims: list[int] = self.slots.pop(max(len(stored) - self.pool.free_blocks, 0))
-        self.drop(victims, now, "capacity")
+        self.drop(self._choose(len(stored) - self.pool.free_blocks, now), now, "capacity")
         own = self.pool.allocate(len(stored)).tolist()  # type: ignore[union-attr]  # it has ids
         self.slots.grow(max(own, default=-1) + 1)
         for block, slot in zip(stored, own, strict=True):
             self.slots.name([slot], [block.name], block.group)
             self.content[slot] = block
-        self.slots.release(own)
+            if self.host is not None:
+                self._tell_stored(block, slot, now, self.host)
+        self.release(own, now)
         self._write(stored, now, source)
         if self.below is not None and self.below.tier.write == "through":
             self.below.store(stored, now, self)
+
+    def hold(self, slots: list[int]) -> None:
+        """Keep the blocks in `slots` until they are released."""
+        self.slots.hold(slots)
+        if self.host is not None:
+            for slot in slots:
+                self.host.pin(slot)
+
+    def release(self, slots: list[int], now: int) -> None:
+        """Release the blocks in `slots`, in order."""
+        self.slots.release(slots)
+        if self.host is not None:
+            self.host.unpin_run(slots, now)
+
+    def _tell_stored(self, block: Block, slot: int, now: int, host: PolicyHost) -> None:
+        """Tell the policy that `block` is in `slot`, which is held."""
+        group, _, seq, position = block
+        cache, request = self._tiers.cache, seq.request
+        start = position * cache.groups[group].block_size // cache.geometry.block_size
+        host.stored_run(
+            (slot,), None, now, path=cache.path(seq, group, position + 1), start=start,
+            request=request.id, tenant=request.tenant,
+        )  # fmt: skip
+
+    def _choose(self, count: int, now: int) -> list[int]:
+        """Return `count` slots whose blocks shall leave, in order; none if it is below 1."""
+        if count < 1:
+            return []
+        if self.host is None:
+            return self.slots.pop(count)
+        victims: list[Any] = self.host.victims(count, now=now) or []
+        for slot in victims:
+            self.slots.remove(slot)
+        return victims
 
     def _write(self, blocks: list[Block], now: int, source: GroupLevel | None) -> None:
         """Queue the writes of `blocks` on the link, a run at a time."""
@@ -199,6 +247,9 @@ class GroupLevel(TierLevel):
                 trace.drop_from_tier(now, tier=self.name, **run._asdict(), reason=reason)
         self.slots.forget(slots)
         self.pool.free(array("i", slots), len(slots))
+        if self.host is not None and reason == "moved":
+            for slot in slots:
+                self.host.dropped(slot, now, reason)
 
     def check_integrity(self, loading: set[int]) -> None:
         """Check the invariants; `loading` are the slots that loads read."""
@@ -226,7 +277,8 @@ class Run(NamedTuple):
 def runs_of(blocks: Iterable[Block]) -> Iterator[Run]:
     """Yield the runs of `blocks`, in which the last block of a text comes first."""
     run: Run | None = None
-    for group, _, request, position in blocks:
+    for group, _, seq, position in blocks:
+        request = seq.request.id
         if run is not None and run[:3] == (group, request, position + 1):
             run = Run(group, request, position, run.blocks + 1)
             continue
@@ -264,8 +316,8 @@ class GroupTiers(TierStack[GroupLevel]):
         anywhere: by group, the names of the blocks that are in the pool or can be loaded.
 
     Raises:
-        InputError: a tier smaller than a block, in use already, or with another eviction policy
-            than `lru`; or a cache whose checkpoint policy chooses what leaves.
+        InputError: a tier smaller than a block, in use already, or whose eviction policy lets
+            blocks expire.
     """
 
     cache: GroupedCache
@@ -280,12 +332,6 @@ class GroupTiers(TierStack[GroupLevel]):
         ids: bool = False,
     ) -> None:
         del ids
-        if find_override(cache.checkpoint, "victim"):
-            msg = (
-                f"checkpoint {cache.checkpoint.name!r} chooses the states that leave, and "
-                "knows none that came back from a tier: leave one of them out"
-            )
-            raise InputError(msg)
         self.cache, self._devices = cache, devices
         most = max(group.layers for group in cache.groups)
         # Of a block, the layers of its group are moved.
@@ -307,6 +353,7 @@ class GroupTiers(TierStack[GroupLevel]):
         self.anywhere: list[Container[Name]] = [_Anywhere([*of]) for of in stores]
         cache.tiers = self
         cache.hears_names = True
+        self._tell_reload(slot_bytes)
         self.describe()
 
     def bytes_of(self, run: Run) -> int:
@@ -317,9 +364,9 @@ class GroupTiers(TierStack[GroupLevel]):
 
     def store(self, seq: GroupSequence, group: int, positions: list[int], now: int) -> None:
         """Called when blocks of `seq` got names in the pool."""
-        table, request = seq.tables[group], seq.request.id
+        table = seq.tables[group]
         names = seq.names[self.cache.groups[group].block_size].at(positions)
-        blocks = [Block(group, *each) for each in zip(names, repeat(request), positions)]
+        blocks = [Block(group, *each) for each in zip(names, repeat(seq), positions)]
         for block in blocks:
             self._named[table.blocks[block.position - table.first]] = block
         if self.levels[0].tier.write == "through":
@@ -360,7 +407,9 @@ class GroupTiers(TierStack[GroupLevel]):
             return None
         load = GroupLoad(own, tokens, parts, now, resumed)
         for part in parts:
-            part.level.slots.hold([*part.blocks])
+            part.level.hold([*part.blocks])
+            if part.level.host is not None:
+                part.level.host.hit([*part.blocks], now, own.request.id, again=resumed)
         for part in parts:
             self._begin(load, part, now)
         cache.begin_load(own, tokens, tables, now)
@@ -385,8 +434,7 @@ class GroupTiers(TierStack[GroupLevel]):
                 for part in parts:
                     slot = part.level.find(index, name)
                     if slot is not None:
-                        place = Block(index, name, seq.request.id, position)
-                        part.blocks[slot] = place
+                        part.blocks[slot] = Block(index, name, seq, position)
                         break
             tables.append(table)
         return tables, [part for part in parts if part.blocks]
@@ -438,7 +486,7 @@ class GroupTiers(TierStack[GroupLevel]):
             for run in part.runs:
                 if trace is not None:
                     trace.load(now, tier=level.name, **run._asdict(), **self._told(load))
-            level.slots.release(slots[::-1])
+            level.release(slots[::-1], now)
             if level.tier.keep == "exclusive":
                 free = [slot for slot in slots[::-1] if not level.slots.holders(slot)]
                 for slot in free:

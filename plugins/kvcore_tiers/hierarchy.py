@@ -84,6 +84,12 @@ class TierStack(Generic[LevelT]):
                 ]
             )
 
+    def _tell_reload(self, slot_bytes: int) -> None:
+        """Tell policies of the cache in which time the nearest tier gives a block back."""
+        if self.levels and self.levels[0].tier.load != "never":
+            many = self.levels[0].link.load_ns(1000 * slot_bytes, 0)
+            self.cache.geometry.reload_seconds = many / (1000 * NS_PER_S)
+
     def hit_stats(self, level: LevelT | None = None) -> CacheStats:
         """Return the statistics of first admissions with the hits of `level` alone.
 
@@ -176,9 +182,7 @@ class Tiers(TierStack[Level]):
         # By request: its prefetch under way, and the ranges of blocks that one has loaded.
         self._ahead: dict[int | str, Load] = {}
         self._brought: dict[int | str, list[tuple[Level, int, int]]] = {}
-        if self.levels and self.levels[0].tier.load != "never":
-            many = self.levels[0].link.load_ns(1000 * slot_bytes, 0)
-            cache.geometry.reload_seconds = many / (1000 * NS_PER_S)
+        self._tell_reload(slot_bytes)
         if self.levels:
             cache.tree.watcher = self
         cache.tiers = self

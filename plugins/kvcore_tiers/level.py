@@ -170,7 +170,6 @@ class TierLevel:
         self._max_wait = round(tier.max_wait * NS_PER_S)
         self.eviction = resolve("eviction", tier.eviction)
         tier.bind()
-        self.eviction.bind()
 
     def is_busy(self, now: int) -> bool:
         """Return True if a write would wait for the link longer than `max_wait`."""
@@ -190,6 +189,7 @@ class Level(TierLevel):
         self, cache: KVCache, tier: Tier, name: str, slot_bytes: int, devices: int, *, ids: bool
     ) -> None:
         super().__init__(tier, name, slot_bytes, devices, ids=ids)
+        self.eviction.bind()
         self.below: Level | None = None
         self.parked: dict[int | str, Holder] = {}
         self._cache = cache

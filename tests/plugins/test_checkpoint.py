@@ -6,6 +6,7 @@ from itertools import combinations
 from random import Random
 from typing import ClassVar
 
+import attrs
 import pytest
 
 import kvcore
@@ -20,6 +21,7 @@ from kvcore_plugins.checkpoint.marconi import GRID
 from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.check.trace import check_trace
 from kvcore_testing.checkpoint import look_up, stream
+from kvcore_tiers.grouped import GroupTiers
 
 SIZE = 8
 FULL, STATE = LayerGroup("full", SIZE), LayerGroup("state", SIZE)
@@ -243,11 +245,14 @@ class Newest(CheckpointPolicy):
         return segments[-1]
 
 
+@pytest.mark.parametrize("tier", [None, f"host:memory={90 << 20},load=always"])
 @pytest.mark.parametrize("seed", range(4))
-def test_segments_are_a_tree(seed):
+def test_segments_are_a_tree(seed, tier):
     """Each cached block is in one segment; none is below one that has lost its states."""
     cache = new_cache(Newest(), 120)
+    levels = GroupTiers(cache, [tier], 1 << 20).levels if tier else ()
     simulate(stream(seed), cache=cache, batching=Batching(max_tokens=64, max_seqs=6))
+    assert all(level.stats.hits for level in levels)
     segments = list(cache._segments)
     blocks = sorted(block for s in segments for block in (*s.full, *s.kept))
     assert blocks == sorted(block for block, _ in cache._blocks)
@@ -281,6 +286,21 @@ def test_positions_are_the_best():
         assert len(positions) <= budget
         tried = (c for n in range(budget + 1) for c in combinations(range(13), n))
         assert saved(positions) == max(map(saved, tried))
+
+
+def test_a_state_that_came_back_from_a_tier_is_a_boundary_again():
+    """A prompt whose state left the pool resumes from a tier, and its segment has what it had."""
+    cache = new_cache("marconi", 14)
+    tiers = GroupTiers(cache, [f"host:memory={90 << 20},load=always"], 1 << 20)
+    texts = [request(serial, range(8 * serial, 8 * serial + 6)) for serial in range(3)]
+    for text in (*texts, attrs.evolve(texts[0], id=9)):
+        cache.compute(text, CHUNK)
+    (level,) = tiers.levels
+    assert level.stats.loaded
+    segment = next(reversed(cache._segments))
+    while not segment.resumable:
+        segment = segment.above
+    assert (segment.end, len(segment.kept)) == (6 * SIZE, 1)
 
 
 # Traces, C, bounds.

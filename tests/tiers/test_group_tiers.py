@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from helpers.grouped_traces import SLOT as GROUP_SLOT
+from helpers.grouped_traces import TIERS, grouped_run
 from helpers.serving import ask
+from helpers.step_lists import POLICIES
 
 from kvcore import InputError, Trace
-from kvcore.config.values import as_checkpoint
+from kvcore.plugins import resolve
 from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
+from kvcore_plugins.eviction import LRU
+from kvcore_replay.check.trace import check_trace
 from kvcore_replay.misses.explain import explain
 from kvcore_tiers.grouped import GroupTiers
 
@@ -87,21 +92,64 @@ def test_a_transfer_has_the_bytes_of_its_group(block_bytes, moved):
 
 
 @pytest.mark.parametrize(
-    ("tier", "options", "problem"),
+    ("tier", "problem"),
     [
-        (f"host:memory={9 * SLOT},eviction=arc", {}, "leave a tier by lru"),
-        (f"host:memory={SLOT - 1}", {}, "less than a block"),
-        (
-            f"host:memory={9 * SLOT}",
-            {"checkpoint": as_checkpoint("marconi")},
-            "leave one of them out",
-        ),
+        (f"host:memory={9 * SLOT},eviction=ttl", "lets blocks expire"),
+        (f"host:memory={SLOT - 1}", "less than a block"),
     ],
 )
-def test_tiers_that_cannot_be_are_refused(tier, options, problem):
-    """Another order of eviction, a tier without a slot, a chooser of victims are refused."""
+def test_tiers_that_cannot_be_are_refused(tier, problem):
+    """A policy whose blocks expire, and a tier without a slot, are refused."""
     with pytest.raises(InputError, match=problem):
-        below([FULL, STATE], tier=tier, **options)
+        below([FULL, STATE], tier=tier)
+
+
+class Hosted(LRU):
+    """LRU that a host calls."""
+
+    name = "hosted"
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_lru_on_a_host_decides_as_without(seed, tmp_path):
+    """By LRU that a host calls, tiers write, load and drop the blocks of those by `lru`."""
+    lines = []
+    for eviction in (None, Hosted):
+        tiers = [resolve("tier", tier) for tier in TIERS[seed % len(TIERS)]]
+        for tier in tiers:
+            tier.eviction = tier.eviction if eviction is None else eviction()
+        grouped_run(seed, tmp_path / "trace.jsonl", tiers=tiers)
+        lines.append((tmp_path / "trace.jsonl").read_text().splitlines()[1:-1])
+    assert lines[0] == lines[1]
+    assert seed % len(TIERS) not in (0, 2, 5) or any('"DROP"' in line for line in lines[0])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_tier_is_evicted_by_any_policy(policy, tmp_path):
+    """A policy in a tier knows the blocks in its slots, and no others; the trace is checked."""
+    tiers = [f"host:memory={40 * GROUP_SLOT},load=always,keep=exclusive,eviction={policy}"]
+    _, cache = grouped_run(24, tmp_path / "trace.jsonl", tiers=tiers, count=120)
+    cache.tiers.check_integrity()
+    (level,) = cache.tiers.levels
+    assert set(level.stats.dropped) == {"capacity", "moved"}
+    assert level.host._spans.keys() == level.content.keys()
+    check_trace(tmp_path / "trace.jsonl")
+
+
+def test_a_policy_other_than_lru_keeps_other_blocks_in_a_tier():
+    """Blocks that were loaded twice stay by `lfu`, and newer ones by `lru`."""
+    kept = {}
+    for eviction in ("lru", "lfu"):
+        tier = f"host:memory={12 * SLOT},write=through,load=always,eviction={eviction}"
+        cache, tiers = below([FULL, WINDOW], blocks=9, tier=tier)
+        often, once = [1, 2, 3, 4], [[10 * n, 10 * n + 1, 10 * n + 2] for n in range(1, 9)]
+        name = 0
+        for keys in (often, once[0], often, once[1], often, *once[2:5]):
+            serve(cache, tiers, name, keys)
+            name += 1
+        (level,) = tiers.levels
+        kept[eviction] = sum(block.name in often for block in level.content.values())
+    assert kept["lfu"] > kept["lru"]
 
 
 @pytest.mark.parametrize(

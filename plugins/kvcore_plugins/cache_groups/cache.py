@@ -780,6 +780,18 @@ class GroupedCache:
         positions = range(group.passed(tokens), tokens // group.block_size)
         return zip(positions, names[group.block_size].at(positions), strict=True)
 
+    def path(self, seq: GroupSequence, group: int, end: int) -> Keys[Key]:
+        """Return the keys of the text of `seq`, of which block i of `geometry` has `i // ratio`.
+
+        They include those of the blocks before position `end` of `group`. O(1), or O(keys) if
+        some of these are generated.
+        """
+        size = self.groups[group].block_size
+        blocks = -(-end * size // self._size)
+        if blocks <= seq.cacheable:
+            return seq.keys
+        return self.geometry.generated_keys(seq.request, seq.cacheable, blocks)
+
     def _ask_boundaries(self, request: Request, hit: int, junction: int) -> tuple[int, ...]:
         """Return the boundaries of the policy for a request that hits so much."""
         policy = self.checkpoint

@@ -126,6 +126,32 @@ class SegmentedGroups(GroupedCache):
             text.ends.clear()
         return states
 
+    def end_load(self, seq: GroupSequence, runs: list[list[tuple[int, int]]], now: int) -> None:
+        """Count the tokens of `seq` as computed: what was loaded is a segment again.
+
+        If the boundary is still there, its segment gets back what it had lost.
+        """
+        super().end_load(seq, runs, now)
+        text, end = self._texts[seq.id], seq.computed
+        (full, text.full), (kept, text.kept) = _split(text.full, end), _split(text.kept, end)
+        text.ends.clear()
+        states = (
+            table.blocks[-1]
+            for group, table in zip(self.groups, seq.tables, strict=True)
+            if group.kind == "state"
+        )
+        segment = next(filter(None, map(self._segment_of.get, states)), None)
+        if segment is None:
+            text.above = self._add(text, end, full, kept)
+            return
+        text.above, segment.last_use = segment, text.serial
+        segment.full[:0] = full
+        segment.kept += kept
+        segment.blocks += len(full) + len(kept)
+        self._segment_of.update(dict.fromkeys((*full, *kept), segment))
+        self._put_last(segment)
+        self._tell(segment)
+
     def close(self, seq: GroupSequence, *arguments: Any, **options: Any) -> None:
         """Give back all blocks of `seq`. What follows its last boundary is its tail."""
         if seq.is_open:
