@@ -19,7 +19,8 @@ ORDER = [
     # So far the rooms of the core.
     {"kvcore_plugins"},
     {"kvcore_cli"},
-    {"kvcore_tiers", "kvcore_events", "kvcore_hosting"},
+    {"kvcore_events", "kvcore_hosting"},
+    {"kvcore_tiers"},
     {"kvcore_cluster", "kvcore_engine"},
     {"kvcore_replay"},
     {"kvcore_lab"},

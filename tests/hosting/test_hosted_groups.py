@@ -114,7 +114,11 @@ def test_policies_order_blocks_of_several_sizes(policy):
     """A policy that evicts blocks of three sizes knows those with a name, and no others."""
     groups = [LayerGroup("full", 4), LayerGroup("window", 16, 20), LayerGroup("state", 8)]
     cache = HostedGroups(groups, 120, eviction=policy, key_tokens=8)
-    simulate(requests(Random(policy), 120), cache=cache, batching=Batching(max_tokens=64, max_seqs=16))
+    simulate(
+        requests(Random(policy), 120),
+        cache=cache,
+        batching=Batching(max_tokens=64, max_seqs=16),
+    )
     cache.check_integrity()
     assert cache.evicted_blocks > 100
     named = sorted(block for block, _ in cache._blocks)

@@ -289,7 +289,7 @@ def test_positions_are_the_best():
 
 
 def test_a_state_that_came_back_from_a_tier_is_a_boundary_again():
-    """A prompt whose state left the pool resumes from a tier, and its segment has what it had."""
+    """A prompt whose state left the pool resumes from a tier, and has a segment again."""
     cache = new_cache("marconi", 14)
     tiers = GroupTiers(cache, [f"host:memory={90 << 20},load=always"], 1 << 20)
     texts = [request(serial, range(8 * serial, 8 * serial + 6)) for serial in range(3)]

@@ -110,4 +110,5 @@ def test_a_summary_adds_up_what_each_group_was_short_for(tmp_path):
     document = json.loads(json.dumps(report.summary))
     assert len(document["groups"]) == len(document["cache_groups"]) == len(report.groups.rows)
     assert document["optimum"] is None
+    assert "No optimum is known of cache groups" in report.notes
     assert sum(lost["tokens"] for lost in document["lost"].values()) == summary.missed_tokens

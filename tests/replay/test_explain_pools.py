@@ -94,6 +94,7 @@ def test_missed_tokens_add_up(recorded):
     document = json.loads(json.dumps(explained.as_dict()))
     assert [pool["kind"] for pool in document["layer_pools"]] == ["full", "window", "state"]
     assert document["optimum"] is None
+    assert "No optimum is known of pools of layers" in report.notes
 
 
 def test_readers_show_the_pools(recorded):

@@ -143,10 +143,9 @@ def test_a_policy_other_than_lru_keeps_other_blocks_in_a_tier():
         tier = f"host:memory={12 * SLOT},write=through,load=always,eviction={eviction}"
         cache, tiers = below([FULL, WINDOW], blocks=9, tier=tier)
         often, once = [1, 2, 3, 4], [[10 * n, 10 * n + 1, 10 * n + 2] for n in range(1, 9)]
-        name = 0
-        for keys in (often, once[0], often, once[1], often, *once[2:5]):
+        prompts = [often, once[0], often, once[1], often, *once[2:5]]
+        for name, keys in enumerate(prompts):
             serve(cache, tiers, name, keys)
-            name += 1
         (level,) = tiers.levels
         kept[eviction] = sum(block.name in often for block in level.content.values())
     assert kept["lfu"] > kept["lru"]

@@ -781,10 +781,10 @@ class GroupedCache:
         return zip(positions, names[group.block_size].at(positions), strict=True)
 
     def path(self, seq: GroupSequence, group: int, end: int) -> Keys[Key]:
-        """Return the keys of the text of `seq`, of which block i of `geometry` has `i // ratio`.
+        """Return the keys of the text of `seq`: block j of `geometry` has `keys[j // ratio]`.
 
-        They include those of the blocks before position `end` of `group`. O(1), or O(keys) if
-        some of these are generated.
+        They are those of the blocks before position `end` of `group` and maybe more. O(1), or
+        O(keys) if some of these blocks are generated.
         """
         size = self.groups[group].block_size
         blocks = -(-end * size // self._size)

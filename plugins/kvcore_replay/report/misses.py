@@ -388,6 +388,12 @@ class SummaryReport:
             )
         if any(lost[cause]["tokens"] for cause in CAUSES):
             yield from _bound(summary["mode"])
+        if "groups" in summary:
+            parts = "pools of layers" if "layer_pools" in summary else "cache groups"
+            yield (
+                f"No optimum is known of {parts}, so what was evicted is not divided into "
+                "policy and capacity."
+            )
         if salted := summary["other_salts"]["tokens"]:
             yield (
                 f"Of what starts anew, {salted:,} tokens came after requests of "

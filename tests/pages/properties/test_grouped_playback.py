@@ -33,7 +33,8 @@ async ({ name, blocks, rows, stride }) => {
     const cache = playback.seek(row);
     const named = [...cache.spans.values()].flatMap((span) =>
       span.ids.map((id, at) =>
-        [id, span.group, tokens(span.start + at * span.step), span.pins, span.hits, span.last]));
+        [id, span.group, tokens(span.start + at * span.step),
+          span.pins, span.hits, span.last]));
     return {
       counts: [cache.free, cache.cached, cache.private, cache.lookups, cache.hits],
       tiers: cache.tiers.map(({ used }) => used),
