@@ -10,6 +10,7 @@ import pytest
 from helpers.pool_streams import CacheSide, Pools, drive
 from helpers.requests import keyed
 
+import kvcore
 from kvcore import InputError, OutOfBlocks, Request
 from kvcore.config import RunConfig
 from kvcore.models.catalogue import MODELS
@@ -229,3 +230,9 @@ def test_jumps_change_no_decision(kind):
     assert runs[0] == runs[1]
     assert runs[0][0]["completed"] == 60
     assert runs[0][0]["evicted_blocks"] > 0
+
+
+def test_a_model_without_pools_is_named():
+    """SGLang's rules refuse a model with compressed K/V, and say whose rules serve it."""
+    with pytest.raises(InputError, match="deepseek-v4-flash has layers without a pool of"):
+        kvcore.simulate("zipf:requests=1", model="deepseek-v4-flash", like="sglang")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
 
-from kvcore.models.memory import KVLayout
+from kvcore.errors import InputError
+from kvcore.models.memory import KVLayout, is_pooled
 from kvcore.serving.rules import Reserve, Rules
 
 if TYPE_CHECKING:
@@ -39,9 +40,20 @@ class SGLang(Rules):
     preempts: Literal["last", "shortest"] = "shortest"
 
     def layer_plan(self, layout: KVLayout, devices: int) -> LayerPools | None:
-        """Return a pool for each kind of layer; None: SGLang has none for the model."""
+        """Return a pool for each kind of layer; None: all layers keep all tokens.
+
+        Raises:
+            InputError: there is no such pool for what a layer keeps.
+        """
         if layout.model.uniform:
             return None
         from kvcore_plugins.layer_pools import LayerPools  # noqa: PLC0415 - few models have any
 
-        return LayerPools.from_layout(layout, devices)
+        pools = LayerPools.from_layout(layout, devices)
+        if pools is None and not is_pooled(layout.model):
+            msg = (
+                f"{layout.model.name} has layers without a pool of SGLang's kind: give another "
+                "engine's rules, such as --like vllm, which has cache groups for more of them"
+            )
+            raise InputError(msg)
+        return pools

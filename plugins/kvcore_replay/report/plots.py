@@ -98,7 +98,7 @@ def occupancy(timeline: Timeline, form: str) -> bytes:
         )
         above, below = panels[0, 0], panels[-1, 0]
         _bands(above, times, *_parts_of_pool(series))
-        above.set_ylabel(f"blocks of {counted(timeline.header['block_size'], 'token')}")
+        above.set_ylabel(_block_text(timeline.header))
         above.set_ylim(0, timeline.header["blocks"])
         above.yaxis.set_major_formatter("{x:,.0f}")
         below.set_xlabel(f"time, {unit}")
@@ -611,6 +611,14 @@ def _parts_of_pool(
     return [*series.groups.values(), series.free], [*names, "free"], colours
 
 
+def _block_text(header: Mapping[str, Any]) -> str:
+    """Return the label of an axis of blocks, with their size if all have the same."""
+    groups = (header.get("cache_groups") or {}).get("groups", ())
+    sizes = {group["block_size"] for group in groups} or {header["block_size"]}
+    size = sizes.pop()
+    return "blocks" if sizes else f"blocks of {counted(size, 'token')}"
+
+
 def _bands(
     axes: Axes,
     times: Sequence[float],
@@ -642,8 +650,8 @@ def _bands(
 
 
 def _legend(axes: Axes, handles: Sequence[Any], loc: Any) -> None:
-    """Draw a legend in one row above the axes."""
-    anchor: Any = {"bbox_to_anchor": (float("right" in loc), 1), "ncols": len(handles)}
+    """Draw a legend above the axes, in rows of three, which their width has room for."""
+    anchor: Any = {"bbox_to_anchor": (float("right" in loc), 1), "ncols": min(3, len(handles))}
     axes.legend(handles=handles, loc=loc, frameon=False, fontsize=8, handlelength=1, **anchor)
 
 
