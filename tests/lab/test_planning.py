@@ -200,13 +200,25 @@ def test_a_hybrid_model_with_a_tier_is_planned_for_in_cache_groups_too():
     assert 0 < sizes[0] <= sizes[1]
 
 
-def test_a_model_with_blocks_of_several_sizes_is_planned_for_without_foresight():
+HYBRID = {
+    **ONE, "latency": "roofline", "device": "h200", "tensor_parallel": 2, "max_gpus": 2,
+    "slo": "ttft=0.001", "block_size": 16,
+}  # fmt: skip
+"""Options of plans for hybrid models whose SLO no fleet meets."""
+
+
+def test_a_model_with_blocks_of_several_sizes_has_the_limit_of_foresight():
+    """Eviction with foresight orders blocks of several sizes, too."""
+    found = plan("zipf:requests=20,rate=20,key_tokens=16", **HYBRID, model="deepseek-v4-flash")
+    assert found.limit.grants.keys() == {"foresight", "endless", "seen"}
+
+
+def test_where_a_checkpoint_policy_chooses_what_leaves_there_is_no_foresight():
     """Where no cache can evict with foresight, the limit is found by the other grants."""
-    options = {
-        **ONE, "model": "deepseek-v4-flash", "latency": "roofline", "device": "h200",
-        "tensor_parallel": 2, "max_gpus": 2, "slo": "ttft=0.001", "block_size": 16,
-    }  # fmt: skip
-    found = plan("zipf:requests=20,rate=20,key_tokens=16", **options)
+    found = plan(
+        "zipf:requests=20,rate=20,key_tokens=16", **HYBRID, model="qwen3-next-80b-a3b",
+        checkpoint="marconi",
+    )  # fmt: skip
     assert (found.options, found.limit.grants.keys()) == ([], {"endless", "seen"})
     assert any(note.startswith("foresight was not tried: ") for note in found.notes)
     assert "with a pool that never fills" in str(found)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import attrs
 
-from kvcore.cache import KVCache
+from kvcore.cache import BlockLayout, KVCache
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.config import RunConfig, RunParts
 from kvcore.plugins.options import Spec
@@ -294,7 +294,9 @@ def _served(
     """Simulate one replica; return its result, and whether all its requests were served."""
     config = parts.config
     if grant == "foresight":
-        config = config.changed(eviction=Foresight(requests, parts.geometry))
+        # All keys: blocks of cache groups may be smaller than those of the configuration.
+        keys = BlockLayout("tokens", parts.workload.key_tokens)
+        config = config.changed(eviction=Foresight(requests, keys))
     elif grant:
         config = config.changed(blocks=MOST_BLOCKS)
     parts = RunParts(config, parts.plugins, workload=parts.workload)

@@ -14,7 +14,7 @@ from kvcore import read_events
 from kvcore_pages.grouped_playback import GroupedPlayback
 from kvcore_pages.playback import WHOLE, Window
 from kvcore_pages.view import view_page
-from kvcore_replay.state.groups import GroupState
+from kvcore_replay.state.groups import GroupState, name_of
 
 RUN = """
 async ({ name, blocks, rows, stride }) => {
@@ -152,6 +152,64 @@ def test_a_window_has_the_states_of_the_whole_trace(page, tmp_path, seed):
     check(
         page, path, seed, Window(start, draw.choice([None, end + 1]), draw.choice([5, 10**6]))
     )
+
+
+CHOOSE = """
+({ row, request }) => {
+  const [side] = kvcore.sides;
+  kvcore.seekRow(side, row);
+  kvcore.choose({ side, request });
+}
+"""
+
+LIT = """
+() => {
+  const { flags } = kvcore.sides[0].litBlocks;
+  return [...flags.keys()].filter((id) => flags[id]);
+}
+"""
+
+
+@pytest.mark.parametrize("seed", [SEEDS[1], SEEDS[2], SEEDS[-1]])
+def test_the_blocks_of_a_request_are_lit(tmp_path, browser, seed):
+    """Of a chosen request its own blocks are lit, and in each group those with its names."""
+    path, file = tmp_path / "trace.jsonl", tmp_path / "page.html"
+    grouped_run(seed, path)
+    file.write_bytes(view_page([path]))
+    draw, state, wanted, order = Random(seed), None, {}, []
+    for event in read_events(path):
+        if state is None:
+            state = GroupState(event)
+        else:
+            state.apply(event)
+        if event.event == "REQUEST":
+            order.append(event.id)
+        if order and draw.random() < 0.02:
+            request = draw.choice(order)
+            own = {
+                block.id
+                for seq in state.sequences.values()
+                if seq.prompt.id == request
+                for table in seq.tables
+                for block in table.blocks.values()
+                if block.name is None
+            }
+            named = {
+                block.id
+                for group in state.groups
+                for position in range(state.prompt_in(group, request).cacheable)
+                for block in state.names[group.index].get(
+                    name_of(state.prompt_in(group, request), group, position), ()
+                )
+            }
+            wanted[event.n] = order.index(request), sorted(own | named)
+    with tab(browser) as opened:
+        page = opened.open(file)
+        for row, (request, blocks) in wanted.items():
+            page.evaluate(CHOOSE, {"row": row, "request": request})
+            drawn(page)
+            assert page.evaluate(LIT) == blocks, (row, request)
+    assert any(blocks for _, blocks in wanted.values())
 
 
 @pytest.mark.parametrize("seed", [SEEDS[0], SEEDS[-1]])
