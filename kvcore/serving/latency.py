@@ -383,12 +383,12 @@ class StepTimes:
             a, b = self.line
             if steps * a + b * (steps * (steps - 1) // 2) < time_ps:
                 return steps
-            return max(1, _steps_for(a, b, steps, time_ps))
+            return _steps_for(a, b, time_ps)
         done = 0
         for first, slope, count in self._parts(steps):
             part_ps = _sum(first, slope, count)
             if part_ps >= time_ps:
-                return max(1, done + _steps_for(first, slope, count, time_ps))
+                return done + _steps_for(first, slope, time_ps)
             time_ps -= part_ps
             done += count
         return steps
@@ -410,16 +410,15 @@ def _sum(first: int, slope: int, count: int) -> int:
     return count * first + slope * (count * (count - 1) // 2)
 
 
-def _steps_for(first: int, slope: int, count: int, time: int) -> int:
-    """Return the fewest steps whose sum is at least `time`; `count` steps suffice."""
+def _steps_for(first: int, slope: int, time: int) -> int:
+    """Return the fewest steps, at least 1, whose sum is at least `time`; there are such."""
     if time <= 0:
-        return 0
+        return 1
     if not slope:
         return -(-time // first)
     # first·k + slope·k(k-1)/2 = time, rounded down; the root may fall one short.
     p = 2 * first - slope
     steps = (isqrt(p * p + 8 * slope * time) - p) // (2 * slope)
-    steps = min(max(steps, 0), count)
     while _sum(first, slope, steps) < time:
         steps += 1
     return steps

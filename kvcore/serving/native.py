@@ -19,8 +19,6 @@ _STAGES: Final = (WAITING, PREFILL, DECODE, DONE)
 Loop: TypeAlias = Any
 """A `ServingLoop`, whose module imports this one."""
 
-_LARGEST_SCALE: Final = 1 << 31
-
 
 def reason(loop: Loop) -> str:
     """Return why the core does not run `loop`, which has not begun; "" if it does."""
@@ -54,7 +52,7 @@ def reason(loop: Loop) -> str:
         if holds:
             return name
     scale = loop.arrivals.scale
-    if max(scale.as_integer_ratio()) >= _LARGEST_SCALE:
+    if max(scale.as_integer_ratio()) >= INT64_LIMIT:
         return "a scale of the rate with many digits"
     return ""
 

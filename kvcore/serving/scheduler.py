@@ -20,7 +20,7 @@ from kvcore.serving.job import Job
 from kvcore.serving.rules import CHOICES, Rules, described_rules, with_choices
 
 
-@attrs.frozen(kw_only=True, init=False)
+@attrs.frozen(init=False)
 class Batching:
     """The limits of a step of continuous batching, and the rules that steps are made by.
 

@@ -358,7 +358,7 @@ def _at_ranks(samples: Iterable[int], ranks: list[int], least: int, greatest: in
     if few:
         for sample in samples:
             bucket = (sample - least) // width
-            if bucket in few and least <= sample <= greatest:
+            if bucket in few and sample <= greatest:
                 few[bucket].append(sample)
     ranked = []
     for bucket, inside in wanted.items():

@@ -151,10 +151,13 @@ class Queue(NamedTuple):
         `until` is the end of the time that is looked at; None: the last arrival.
         The times are iterated over more than once. O(n), in memory that does not grow with n.
         """
-        first = min(came, default=0)
-        last = max(came, default=0) if until is None else max(first, until)
-        requests, span = sum(map(len, batches(came))), last - first
-        if requests < FEWEST or not span:
+        requests = sum(map(len, batches(came)))
+        if requests < FEWEST:
+            return None
+        first = min(came)
+        last = max(came) if until is None else max(first, until)
+        span = last - first
+        if not span:
             return None
         # The queue at 64 moments: who has come, less who runs or has ended.
         times = moments(first, last)

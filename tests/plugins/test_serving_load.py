@@ -182,6 +182,36 @@ def test_a_queue_is_the_mean_of_eight_moments(load, first):
     assert figures.waiting_end == sum(map(waiting, range(57, 65))) / 8
 
 
+LATE = 10**6
+"""A time after all others at which requests are admitted that have waited to the end."""
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_a_queue_that_was_empty_in_the_last_quarter_has_not_grown(waiting):
+    """A queue that grew to the end is saturation unless it was empty at one of 16 moments.
+
+    A request comes every 10 ns. Of those before the 49th of 64 moments none waits there, or
+    one; all later ones wait to the end.
+    """
+    came = range(0, 6401, 10)
+    served = 490 - waiting
+    log = queue(came, admitted=[*came[:served], *repeat(LATE, len(came) - served)])
+    assert saturation_of(log, 10**6, 0.9).saturated == (waiting > 0)
+
+
+@pytest.mark.parametrize("times", [9, 10])
+def test_jobs_that_are_admitted_at_few_times_do_not_show_a_queue(times):
+    """A queue is that of long steps if its jobs are admitted at fewer than 10 later times.
+
+    That in the middle of the arrivals is not later.
+    """
+    came = range(0, 6401, 10)
+    served = 320 + times
+    later = [*came[:321], *range(3201, 3200 + times)]
+    log = queue(came, admitted=[*later, *repeat(LATE, len(came) - served)])
+    assert saturation_of(log, 10**6, 0.9).saturated == (times == 10)
+
+
 def test_the_figures_are_rates_and_waiting_requests():
     """The figures are the rates of arrivals and completions, and the waiting requests.
 

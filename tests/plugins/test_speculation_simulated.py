@@ -3,7 +3,7 @@
 import attrs
 import orjson
 import pytest
-from helpers.serving import Even, ask, serve, servers, tiered_servers
+from helpers.serving import STEP, Even, ask, serve, servers, tiered_servers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +11,8 @@ from kvcore import InputError, Plugins, simulate
 from kvcore.config import RunConfig
 from kvcore.models.catalogue import find_model
 from kvcore.serving import StepWork
+from kvcore.serving.drafter import Drafter
+from kvcore.units import PS_PER_NS
 from kvcore_cluster.config import ClusterParts
 from kvcore_cluster.simulate import simulate_cluster
 from kvcore_plugins.drafter import Acceptance
@@ -75,16 +77,18 @@ def test_draws_do_not_depend_on_other_requests():
 def test_requests_with_drafts_are_served_in_full(
     tmp_path_factory, server, scheduler, share, tokens
 ):
-    """With drafts all requests are served in full, with a valid and repeatable trace.
+    """With drafts all requests are served in full, and again without a trace, which is valid.
 
     Each token after the first has a time since the one before it, accepted drafts too.
     """
-    runs = [
-        server.run(scheduler, drafter=Acceptance(tokens=tokens, probability=share))
-        for _ in range(2)
-    ]
-    assert runs[0].trace == runs[1].trace
-    log = runs[0].result.log
+    run, again = (
+        server.run(
+            scheduler, drafter=Acceptance(tokens=tokens, probability=share), trace=trace
+        )
+        for trace in (True, False)
+    )
+    assert run.decisions == again.decisions
+    log = run.result.log
     wanted = {request.id: request.output_tokens for request in server.requests}
     assert sorted(log.ids) == sorted(wanted)
     for row, name in enumerate(log.ids):
@@ -92,7 +96,7 @@ def test_requests_with_drafts_are_served_in_full(
     served = [tokens for row, tokens in enumerate(log.output) if row not in log.reasons]
     assert log.itl.count == sum(max(tokens - 1, 0) for tokens in served)
     path = tmp_path_factory.getbasetemp() / "drafted.jsonl"
-    path.write_bytes(runs[0].trace)
+    path.write_bytes(run.trace)
     assert check_trace(path).complete
 
 
@@ -113,6 +117,21 @@ def test_drafts_leave_the_last_token_to_the_model():
     assert ends == {"a": 30}
     stats, _ = drafted([ask("a", 0, 4, 4)], share=0)
     assert stats.outcomes == {(2, 0): 1, (1, 0): 1, (0, 0): 1}
+
+
+def test_a_drafter_takes_no_time_unless_it_says_how_much():
+    """A drafter that says no more than what is accepted adds nothing to the time of a step."""
+
+    class Sure(Drafter):
+        """A drafter all of whose drafts are accepted."""
+
+        name = "sure"
+
+        def accepted(self, request, index, most):
+            return most, most
+
+    run = serve([ask("a", 0, 4, 6)], drafter=Sure())
+    assert run.result.log.busy_ps == 2 * STEP * PS_PER_NS
 
 
 def test_drafts_fit_into_a_step_and_into_the_pool():
@@ -192,7 +211,8 @@ def test_replicas_sum_up_their_drafts():
     parts = ClusterParts(attrs.evolve(one, replicas=2, fail=("replica=1,at=2,for=1",)))
     several = simulate_cluster(parts.workload, **parts.cluster())
     logs = [life.log.drafts for lives in several.lives for life in lives]
-    assert several.log.drafts.steps == sum(log.steps for log in logs)
+    for count in ("steps", "plain_ps", "took_ps"):
+        assert getattr(several.log.drafts, count) == sum(getattr(log, count) for log in logs)
     summary = several.summary()
     assert summary["drafts"]["acceptance_by_position"] == pytest.approx([0.8] * 4, abs=0.05)
     assert summary["offered_load"] is None

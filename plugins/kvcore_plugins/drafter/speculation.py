@@ -170,8 +170,7 @@ class Speculation:
                 # The slots behind the newest token in its block are allocated already.
                 length = job.length + 1
                 slots = -length % size
-                if count > slots:
-                    count = min(count, slots + cache.available_blocks * size)
+                count = min(count, slots + cache.available_blocks * size)
                 if count > slots:
                     cache.settle(seq, length)
                     cache.extend(seq, count, now)

@@ -91,6 +91,10 @@ class Own(Rules):
         ({"drafter": "acceptance"}, "a SpeculativeSimulator"),
         ({"scheduler": "srpt"}, "a scheduler that pauses or plans"),
         ({"jumps": False}, "single steps"),
+        ({"rate_scale": 2.0**62}, ""),
+        ({"rate_scale": 1e-18}, ""),
+        ({"rate_scale": 2.0**64}, "a scale of the rate with many digits"),
+        ({"rate_scale": 1e-19}, "a scale of the rate with many digits"),
     ],
 )
 def test_what_the_core_lacks_is_served_in_python(options, reason, monkeypatch):

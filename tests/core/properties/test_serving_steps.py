@@ -1,15 +1,36 @@
 """Times of many steps at once against a loop over single steps."""
 
 from itertools import accumulate
+from operator import le
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvcore import LatencyModel
 from kvcore.serving import StepWork
-from kvcore.serving.latency import StepTimes
+from kvcore.serving.latency import StepTimes, decode_lines
 
 MOST = 60
+
+
+class Lines(LatencyModel):
+    """A latency model of fixed lines."""
+
+    name = "lines"
+
+    def __init__(self, lines):
+        self.lines = lines
+        self.slopes = len(lines[0]) - 1
+
+    @property
+    def windows(self):
+        """A window for each slope."""
+        return (None,) * self.slopes
+
+    def pieces(self, work):
+        """Return the lines."""
+        del work
+        return self.lines
 
 
 @st.composite
@@ -87,14 +108,18 @@ def test_reach_is_right_for_distant_times(decoding, most, time):
 def test_the_duration_of_a_step_is_its_longest_line(decoding):
     """The time of a single step is that of the longest line at its contexts."""
     lines, context, _ = decoding
-
-    class Lines(LatencyModel):
-        name = "lines"
-
-        def pieces(self, work):
-            del work
-            return lines
-
     work = StepWork(0, (0,) * len(context), 1, tuple(context))
     (expected,) = one_by_one(lines, context, [0] * len(context), 1)
-    assert Lines().duration(work) == expected
+    assert Lines(lines).duration(work) == expected
+
+
+@given(decodings())
+def test_lines_that_are_nowhere_the_highest_are_left_out(decoding):
+    """Of the lines of decode steps none is below another one, or equal to it, everywhere."""
+    lines, *_ = decoding
+    below = [
+        line
+        for line in lines
+        if any(line != other and all(map(le, line, other)) for other in lines)
+    ]
+    assert sorted(decode_lines(Lines(lines), 1)) == sorted({*lines} - {*below})

@@ -8,7 +8,7 @@ from array import array
 import hypothesis.strategies as st
 import pytest
 from helpers.serving import Even, ask
-from hypothesis import given
+from hypothesis import example, given
 
 import kvcore
 from kvcore import files
@@ -154,6 +154,7 @@ SAMPLES = st.lists(
 
 
 @given(SAMPLES, st.sampled_from([2, 16, 1 << 14]))
+@example([*range(10)], 2)  # both buckets are divided again, and a rank is that of their border
 def test_percentiles_of_many_samples_are_exact(samples, buckets):
     """Percentiles equal those of the sorted samples, whatever the number of buckets."""
     with pytest.MonkeyPatch.context() as patch:

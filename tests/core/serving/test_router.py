@@ -32,6 +32,7 @@ def test_a_new_replica_is_down_and_idle():
     assert (new.prompt_tokens, new.prompt_blocks, new.routed, new.hit_tokens) == (0, 0, 0, 0)
     new.connect(lambda: 0.5, lambda tokens, context: tokens + context)
     assert (new.usage, new.prefill_seconds(5, 9)) == (0.5, 14)
+    assert repr(new).endswith("routed=0, data=None)")
 
 
 @pytest.mark.parametrize(

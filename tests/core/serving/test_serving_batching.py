@@ -32,3 +32,12 @@ def test_impossible_limits_are_refused(options, message):
 def test_the_watermark_reserves_whole_blocks(watermark, blocks, reserved):
     """A watermark reserves whole blocks, rounded up."""
     assert Batching(watermark=watermark).reserved_blocks(blocks) == reserved
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "longest"),
+    [(None, None, None), (8, None, 8), (None, 9, 9), (8, 9, 8), (9, 9, 9), (10, 9, 9)],
+)
+def test_the_lower_of_two_limits_of_a_sequence_holds(own, other, longest):
+    """A sequence is no longer than `max_model_len`, nor than the positions of its model."""
+    assert Batching(max_model_len=own).within(other).max_model_len == longest

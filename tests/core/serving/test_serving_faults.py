@@ -267,10 +267,13 @@ def _giving(**answers):
     return type("Giving", (FCFS,), {"name": "giving"} | methods)()
 
 
-@pytest.mark.parametrize("priority", [None, float("nan")])
-def test_a_priority_of_none_or_nan_is_refused(priority):
-    """A priority of None or NaN raises PolicyError that names the job."""
-    message = rf"'giving' .* answered priority\(\) of <Job 1: .* with {priority}, which has no"
+@pytest.mark.parametrize(
+    ("priority", "hint"), [(None, r": is a `return` missing\?"), (float("nan"), "")]
+)
+def test_a_priority_of_none_or_nan_is_refused(priority, hint):
+    """A priority of None or NaN raises PolicyError that names the job; None has a hint."""
+    why = f"{priority}, which has no place in an order{hint}$"
+    message = rf"'giving' .* answered priority\(\) of <Job 1: .* with {why}"
     with pytest.raises(PolicyError, match=message):
         serve(REQUESTS, scheduler=_giving(priority=priority))
 

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import attrs
 import pytest
-from helpers.schedulers import Planning
+from helpers.schedulers import Planning, scheduler_of
 from helpers.serving import BLOCK, STEP, Even, ask, batching_of, serve
 
 from kvcore import KVCache
@@ -17,12 +17,12 @@ from kvcore.workloads.arrivals import Arrivals
 from kvcore_plugins.scheduler import FCFS
 
 
-def loop_of(requests, *, meter=None, executor=None, **batching):
+def loop_of(requests, *, meter=None, executor=None, scheduler=None, **batching):
     """Return a loop that has not begun, in steps of 10 ns and with 100 blocks of 4 tokens."""
     return ServingLoop(
         Arrivals(requests),
         KVCache(100, BLOCK, key_tokens=BLOCK, accounting="tokens"),
-        FCFS(),
+        scheduler or FCFS(),
         executor or SimulatedExecutor(Even()),
         batching_of(watermark=0, **batching),
         meter=meter,
@@ -72,6 +72,31 @@ def test_a_meter_is_told_of_each_plan_and_of_all_that_passes():
     ]
 
 
+def test_a_jump_ends_when_a_priority_changes():
+    """Decode steps are one jump up to the time from which on a waiting job ranks otherwise.
+
+    The priority of b changes at 307 ns, and the step that runs then ends at 315.
+    """
+    tape = Tape()
+    requests = [ask("a", 5, 4, 61), ask("b", 6, 4, 1)]
+    loop_of(requests, meter=tape, scheduler=scheduler_of("impatient"), max_seqs=1).run()
+    assert [steps for *_, steps in tape.parts] == [1, 30, 30, 1]
+
+
+def test_a_run_that_is_broken_off_leaves_each_block_to_a_sequence():
+    """Blocks that were counted for the batch as a whole are those of its sequences then."""
+    loop = loop_of([ask("a", 0, 4, 40), ask("b", 0, 7, 40)])
+    loop._jumps = False
+    jobs, pool = _begun(loop, tokens=9), loop._cache.pool
+    loop.break_off(loop.clock_ps // PS_PER_NS)
+    assert sum(job.seq.blocks for job in jobs) == pool.blocks - pool.free_blocks
+
+
+def test_free_blocks_are_never_in_holes_too_short_for_a_request():
+    """A pool of pages is not fragmented: the blocks of a sequence may lie anywhere."""
+    assert loop_of([]).allocator.is_fragmented(ask("a")) is False
+
+
 def test_a_client_is_told_of_its_first_token_once():
     """A first token is told at its time, and not again after a preemption."""
     told = []
@@ -103,6 +128,16 @@ def test_generated_blocks_are_shared_under_the_keys_that_become_known():
     loop = loop_of([first, again], executor=Naming())
     loop.run()
     assert list(loop.log.hit) == [0, 12]
+
+
+def test_a_preempted_request_hits_blocks_whose_keys_became_known():
+    """A request that is admitted again hits the blocks that it has generated and named."""
+    named = text_request("a", range(4), output=40, block_size=BLOCK, publish=True)
+    loop = loop_of([named], executor=Naming())
+    (job,) = _begun(loop, tokens=9)
+    loop.batcher._take_blocks(job, loop.clock_ps // PS_PER_NS)
+    assert loop.begin()
+    assert (job.target, job.computed) == (13, 12)
 
 
 @pytest.mark.parametrize(("lag", "blocks"), [(0, 3), (1, 2)])

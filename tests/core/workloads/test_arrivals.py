@@ -71,6 +71,14 @@ def test_later_turns_and_recorded_arrivals_are_merged():
     assert arrived(arrivals) == [(70, "c"), (80, "b"), (90, "d")]
 
 
+def test_conversations_begin_up_to_the_last_request_that_follows_none():
+    """The last start is that of the last conversation; in an open loop there is none."""
+    first, second = turn("a", 5), turn("c", 9)
+    later = turn("b", 6, after="a"), turn("d", 12, after="c")
+    assert Arrivals([first, later[0], second, later[1]]).last_start == 9
+    assert Arrivals([first, second]).last_start is None
+
+
 def test_a_session_in_the_serving_loop():
     """In the serving loop, a turn arrives its think time after the end of the one before."""
     requests = [
