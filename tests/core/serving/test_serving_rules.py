@@ -467,6 +467,19 @@ def test_the_headroom_has_the_tokens_that_jobs_will_generate(output, fields, blo
 
 
 @pytest.mark.parametrize(
+    ("predicted", "output", "generated", "left"),
+    [(None, 9, 4, 5), (7, 9, 4, 3), (9, 7, 4, 5), (3, 9, 4, 1), (4, 5, 4, 1), (3, 4, 4, 0)],
+)
+def test_a_job_is_expected_to_have_as_many_tokens_left_as_predicted(
+    predicted, output, generated, left
+):
+    """A prediction that was too low leaves a token for as long as there are some to come."""
+    made = job(ask("a", 0, 4, output, predicted_output_tokens=predicted))
+    made.generated_before = generated
+    assert made.predicted_left == left
+
+
+@pytest.mark.parametrize(
     ("rules", "fields", "chunk"),
     [
         ({}, {"budget": 5}, 5),
