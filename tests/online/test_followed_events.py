@@ -8,7 +8,7 @@ import random
 
 import msgspec
 import pytest
-from helpers.online_scenes import sample
+from helpers.online_scenes import sample, sentence
 from helpers.upstreams import routed, until
 
 from kvcore import Request
@@ -240,11 +240,15 @@ def test_a_batch_of_clears_looks_at_all_blocks_once(view):
     assert list(view._lives[0].changes(*view._decoded(0, item))) == [([], [])]
 
 
-def test_gaps_of_a_server_are_counted_and_not_kept(view):
-    """A server that loses batches for ever takes no memory."""
+def test_gaps_of_a_server_are_told_and_not_kept(view, capsys):
+    """A server that loses batches for ever takes no memory, and few lines."""
     for number in range(1_000):
         assert not list(view._parts(0, Delivery(rank=0, sequence=number, payload=b"garbage")))
     assert not view._lives[0].tracker.gaps
+    lines = capsys.readouterr().err.splitlines()
+    assert [sentence(line).partition(": it cannot be read")[0] for line in lines] == [
+        f"kvcore: replica 0: batch {number}" for number in (0, 9, 99, 999)
+    ]
 
 
 def test_what_is_lost_meanwhile_is_not_applied(view):

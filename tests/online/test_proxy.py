@@ -35,8 +35,9 @@ from kvcore.serving.router import Router
 from kvcore_events.formats import encode
 from kvcore_events.model import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvcore_events.publisher import Publisher
+from kvcore_online.fleet import Fleet
 from kvcore_online.prompts import Call
-from kvcore_online.proxy import EventStream, _with_tokens, run, take_usage
+from kvcore_online.proxy import EventStream, Proxy, _with_tokens, run, take_usage
 from kvcore_online.route_config import RouteConfig
 from kvcore_online.traffic import Flight, TrafficLog
 from kvcore_plugins.workload.recorded import TraceWorkload
@@ -88,6 +89,7 @@ async def test_a_response_is_passed_on_with_the_name_of_its_server(
     assert headers["content-type"].startswith("application/json")
     assert json.loads(text)["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
     assert sample(proxy, "cached_tokens_total") == 32
+    assert sample(proxy, "requests_total", status="200") == 1
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -461,8 +463,11 @@ class Stubborn(Router):
     ("method", "status"),
     [("on_routed", 500), ("on_first_token", 500), ("on_ended", 200), ("on_joined", 200)],
 )
-def test_a_callback_of_a_router_that_raises_leaves_the_counts_right(method, status):
-    """After a callback of the router has raised, no answered request counts as in flight."""
+def test_a_callback_of_a_router_that_raises_leaves_the_counts_right(method, status, capsys):
+    """After a callback of the router has raised, no answered request counts as in flight.
+
+    An error that refuses no request is a line.
+    """
 
     async def scene(proxy, servers, client):
         assert (await ask(client))[0] == status
@@ -476,6 +481,7 @@ def test_a_callback_of_a_router_that_raises_leaves_the_counts_right(method, stat
             assert counts == (0, 0, 0, 0)
 
     play(scene, router=FailingCallback(method))
+    assert (f"ZeroDivisionError in {method}()" in capsys.readouterr().err) is (status == 200)
 
 
 @played(count=1, router=FailingCallback("on_left"), failures=1)
@@ -716,8 +722,11 @@ def test_lengths_are_those_that_a_server_has_counted(usage, prompt, output, cach
     assert (flight.prompt, flight.output) == (prompt, output)
 
 
-def test_a_proxy_runs_until_a_signal(tmp_path, monkeypatch):
-    """`run` routes from `ready` on until SIGTERM; it raises what has ended the trace."""
+def test_a_proxy_runs_until_a_signal(tmp_path, monkeypatch, capsys):
+    """`run` routes from `ready` on until SIGTERM; it raises what has ended the trace.
+
+    At the signal it says how to end at once.
+    """
     served = []
 
     def ready(proxy):
@@ -728,6 +737,7 @@ def test_a_proxy_runs_until_a_signal(tmp_path, monkeypatch):
     run(config, ready)
     assert served[0].startswith("http://127.0.0.1:")
     assert [line.event for line in read_events(tmp_path / "day")] == ["HEADER", "END"]
+    assert "ending; a second signal does not wait" in capsys.readouterr().err
 
     def full(*_):
         msg = "no space left"
@@ -819,6 +829,29 @@ def test_a_port_in_use_is_refused(tmp_path):
 
     play(scene, count=1)
     assert not list(tmp_path.iterdir())
+
+
+@played(count=1)
+async def test_a_proxy_that_cannot_listen_is_closed(proxy, servers, client):
+    """If the port is in use, the connections to servers are closed."""
+    config = RouteConfig.from_options([servers[0].url], port=int(proxy.url.rpartition(":")[2]))
+    other = Proxy(config)
+    with pytest.raises(InputError, match="Address already in use"):
+        await other.start()
+    assert other._session.closed
+
+
+def test_the_time_to_the_first_byte_counts_from_the_arrival():
+    """A request that came at 5 s and whose answer begins at 7 s has waited for 2 s."""
+    now = [0]
+    fleet = Fleet(RouteConfig.from_options(["http://127.0.0.1:9"]), lambda: now[0])
+    fleet._join(fleet.servers[0])
+    asked = Request(id=0, arrival=5 * 10**9, prompt_tokens=1, key_tokens=16)
+    attempt = fleet.send(Flight(asked))
+    now[0] = 7 * 10**9
+    fleet.first_byte(attempt)
+    told = 'first_byte_seconds_sum{replica="127.0.0.1:9"} 2.0'
+    assert told in fleet.metrics.text().decode()
 
 
 def test_the_openai_client_reads_responses_streams_and_errors():

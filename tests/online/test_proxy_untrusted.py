@@ -241,7 +241,7 @@ async def test_json_that_can_be_written_again_is_passed_on(proxy, servers, clien
         b"HTTP/1.1 200 OK\r\nContent-Encoding: \x01\r\n",
     ],
 )
-@played(failures=100)
+@played(failures=100, health_interval=60)
 async def test_an_answer_that_cannot_be_passed_on_is_a_failure_of_its_server(
     proxy, servers, client, head, capfd
 ):
@@ -250,6 +250,7 @@ async def test_an_answer_that_cannot_be_passed_on_is_a_failure_of_its_server(
     status, headers, _ = await ask(client)
     assert (status, headers["x-kvcore-replica"]) == (200, servers[1].url[7:])
     assert sample(proxy, "retries_total", replica=servers[0].url[7:]) == 1
+    assert proxy.fleet.servers[0].failures == 1
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -397,7 +398,7 @@ def test_long_bodies_delay_nobody(monkeypatch):
         loop = asyncio.get_running_loop()
 
         def slow(path, body):
-            if len(body) >= LONG:
+            if len(body) >= 1 << 16:
                 running.append(body)
                 most.append(len(running))
                 loop.call_soon_threadsafe(begun.set)
@@ -406,7 +407,7 @@ def test_long_bodies_delay_nobody(monkeypatch):
             return read(path, body)
 
         monkeypatch.setattr(Call, "read", slow)
-        waiting = [asyncio.ensure_future(ask(client, text="a" * LONG)) for _ in range(3)]
+        waiting = [asyncio.ensure_future(ask(client, text="a" * (1 << 16))) for _ in range(3)]
         await begun.wait()
         try:
             assert (await ask(client))[0] == 200

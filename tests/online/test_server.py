@@ -413,6 +413,8 @@ def test_the_server_lists_models_tokenizes_and_exports_metrics(server):
     assert [model.id for model in client(server).models.list()] == ["tiny"]
     status, document = ask(server, "/tokenize", json.dumps({"prompt": PROMPT}).encode())
     assert (status, document["count"], len(document["tokens"])) == (200, 40, 40)
+    status, document = ask(server, "/tokenize", b'{"prompt": ["a", "b"]}')
+    assert (status, document["error"]["param"]) == (400, "prompt")
     complete(server, PROMPT, tokens=1)
     found = metrics(server)
     assert ("vllm:prefix_cache_hits_total",) in found

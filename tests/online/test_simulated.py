@@ -31,6 +31,7 @@ from kvcore_online.engine import LiveLoop
 from kvcore_online.metrics import server_metrics
 from kvcore_online.server import ServeConfig, Server, run
 from kvcore_online.simulated import WORDS, SimulatedModel, SimulatedTokens
+from kvcore_online.tally import CANCELLED
 from kvcore_replay.check.trace import replay
 
 TIER = "host:memory=1GiB,load=always,read_bandwidth=50MB"
@@ -256,6 +257,7 @@ def test_a_server_that_ends_or_has_failed_is_not_healthy():
 
     server = made()
     assert health(server) == (200, "ok")
+    assert server.engine._thread.daemon  # it does not keep a process that ends
     asyncio.run(server.stop())
     assert health(server) == (503, "unavailable")
     server = made()
@@ -337,6 +339,21 @@ def test_a_server_runs_until_a_signal():
     run(simulated_parts(), FAST, ready)
     assert served[0].url.startswith("http://127.0.0.1:")
     assert not served[0].engine._thread.is_alive()
+
+
+def test_a_server_whose_engine_fails_ends():
+    """`run` ends with the error of the engine, without a signal."""
+
+    def ready(server):
+        server.engine.loop.begin = fail
+        server.engine.loop.inbox.leave("wake", CANCELLED)
+
+    def fail():
+        msg = "out of luck"
+        raise RuntimeError(msg)
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        run(simulated_parts(), FAST, ready)
 
 
 @pytest.fixture(scope="module")

@@ -82,9 +82,7 @@ def test_requests_with_drafts_are_served_in_full(
     Each token after the first has a time since the one before it, accepted drafts too.
     """
     run, again = (
-        server.run(
-            scheduler, drafter=Acceptance(tokens=tokens, probability=share), trace=trace
-        )
+        server.run(scheduler, drafter=Acceptance(tokens=tokens, probability=share), trace=trace)
         for trace in (True, False)
     )
     assert run.decisions == again.decisions
