@@ -446,10 +446,8 @@ class Batcher:
 
     def publish_filled(self, job: Job, now: int) -> None:
         """Share the blocks that the decoding `job` has filled, in the running step too."""
-        seq, length = job.seq, job.length
-        assert seq is not None
-        self._cache.settle(seq, max(seq.tokens, length))
-        self._share(job, length - seq.computed, now)
+        assert job.seq is not None
+        self._share(job, job.length - job.seq.computed, now)
 
     def _publish(self, now: int) -> None:
         """Commit the blocks that the planned step will fill, if `commit` is `scheduled`.

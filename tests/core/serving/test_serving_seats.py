@@ -117,6 +117,20 @@ def test_a_pause_in_mid_prefill():
     assert finish(run) == {"b": 40, "a": 20 + 20 + 80 + 10}
 
 
+def test_a_step_without_a_token_left_admits_no_job():
+    """A job that goes before one that runs waits while a step has no token for either.
+
+    The prompt of a takes all tokens of the step at 20 ns; c has its first chunk since 0.
+    """
+    requests = [
+        ask("c", 0, 40, priority=2),
+        ask("a", 5, 16, priority=0),
+        ask("b", 15, priority=1),
+    ]
+    run = serve(requests, scheduler=Urgent(), max_tokens=8, max_seqs=3)
+    assert [run.rows[name]["admitted"] for name in "cab"] == [0, 10, 30]
+
+
 def test_a_job_is_not_paused_for_one_that_finds_no_blocks():
     """A job is not paused for a more urgent one that would find no blocks."""
     requests = [ask("a", 0, 16, 17, priority=1), ask("b", 35, 16, 13)]
