@@ -10,6 +10,7 @@ from helpers.serving import BLOCK, STEP, Even, ask, batching_of, serve
 from kvcore import KVCache
 from kvcore.request import Hints, text_request
 from kvcore.serving import StepPlan
+from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.latency import SimulatedExecutor, StepResult
 from kvcore.serving.loop import ServingLoop
 from kvcore.units import PS_PER_NS
@@ -90,6 +91,15 @@ def test_a_run_that_is_broken_off_leaves_each_block_to_a_sequence():
     jobs, pool = _begun(loop, tokens=9), loop._cache.pool
     loop.break_off(loop.clock_ps // PS_PER_NS)
     assert sum(job.seq.blocks for job in jobs) == pool.blocks - pool.free_blocks
+
+
+def test_a_sequence_of_a_full_pool_can_have_the_slots_of_its_last_block():
+    """A paused request goes on in a full pool for as long as its last block is not full."""
+    cache = KVCache(2, BLOCK, accounting="tokens")
+    seq, allocator = cache.open(ask("a", 0, 7)), DecodeAllocator(cache, None)
+    assert (cache.available_blocks, allocator.can_extend(seq)) == (0, True)
+    allocator.extend(seq, 1, 0)
+    assert allocator.can_extend(seq) is False
 
 
 def test_free_blocks_are_never_in_holes_too_short_for_a_request():
