@@ -416,12 +416,10 @@ def _steps_for(first: int, slope: int, time: int) -> int:
         return 1
     if not slope:
         return -(-time // first)
-    # first·k + slope·k(k-1)/2 = time, rounded down; the root may fall one short.
+    # The root of first·k + slope·k(k-1)/2 = time, rounded down: if not exact it is one short.
     p = 2 * first - slope
     steps = (isqrt(p * p + 8 * slope * time) - p) // (2 * slope)
-    while _sum(first, slope, steps) < time:
-        steps += 1
-    return steps
+    return steps + (_sum(first, slope, steps) < time)
 
 
 _STRETCH: Final = 256

@@ -35,6 +35,16 @@ def test_the_decode_estimate_equals_the_time_of_its_steps(windows, tokens, conte
     assert server(latency).decode_ns(tokens, context, 3) == expected
 
 
+@pytest.mark.parametrize("windows", [(None,), (5, None)])
+def test_the_prefill_estimate_equals_the_time_of_its_step(windows):
+    """A prefill takes a step of its own, to the nanosecond; without a token it takes none."""
+    latency = Bent(reach=windows)
+    pairs = tuple(sum(min(9 + n, window or 99) for n in range(1, 8)) for window in windows)
+    step = StepWork(7, pairs, 0, (0,) * len(windows))
+    assert server(latency).prefill_ns(7, 9) == latency.duration(step) // 1000
+    assert server(latency).prefill_ns(0, 9) == 0
+
+
 def test_no_more_sequences_decode_than_may_run():
     """No more sequences than `max_seqs` count in a decode step."""
     asked = server(Bent())
