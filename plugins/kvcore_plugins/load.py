@@ -286,7 +286,7 @@ def offered_load(
         if batching.chunked:
             prefills += sum([-(-tokens // step_tokens) for tokens in misses])
         else:  # a step holds the longest, and each prefill takes one
-            prefills += len(misses) - misses.count(0)
+            prefills += sum(map(bool, misses))
             step_tokens = max(step_tokens, *misses)
         if not forgetting:
             for index, window in enumerate(latency.windows):
