@@ -262,17 +262,18 @@ def policy_error(plugin: Plugin, method: str, error: BaseException) -> PolicyErr
     """Return a PolicyError which reports that `plugin` raised `error` in `method`.
 
     It names the innermost line of the traceback in the file that defines the plugin's class,
-    or else the innermost line of all.
+    or else the innermost line of all. There is none where the core in C compares priorities,
+    or calls a method with arguments that it does not take.
     """
     from traceback import extract_tb  # noqa: PLC0415 - for errors alone
 
     frames = extract_tb(error.__traceback__)
     file = getattr(sys.modules.get(type(plugin).__module__), "__file__", None)
     frame = [call for call in frames if call.filename == file][-1:] or frames[-1:]
-    where = f"{Path(frame[0].filename).name}:{frame[0].lineno}, {frame[0].name}"
+    where = [f" ({Path(call.filename).name}:{call.lineno}, {call.name})" for call in frame]
     failure = PolicyError(
         f"{plugin.kind} plugin {plugin.name!r} ({qualified(type(plugin))}) raised "
-        f"{type(error).__name__} in {method}(): {error} ({where})"
+        f"{type(error).__name__} in {method}(): {error}{''.join(where)}"
     )
     failure.__cause__ = error  # some callers keep it, and raise it later or never
     return failure

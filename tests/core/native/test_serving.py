@@ -10,7 +10,7 @@ from helpers.requests import keyed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore import KVCache, Request, Rules, Scheduler
+from kvcore import KVCache, PolicyError, Request, Rules, Scheduler
 from kvcore.serving import Batching, simulate
 from kvcore.serving import native as serving
 from kvcore.serving.loop import ServingLoop
@@ -177,6 +177,16 @@ def test_a_policy_that_raises_ends_the_run_in_the_same_words(method, call):
     with core():
         assert left_by(partial(wrong_run, method, call, fails)) == expected
     assert "no idea" in expected[1]
+
+
+@pytest.mark.parametrize("method", HOOKS)
+def test_a_method_that_cannot_be_called_is_an_error_of_its_policy(method):
+    """A method that takes other arguments is named, although no line of it has run."""
+    policy = type("Short", (LRU,), {"name": "short", method: lambda _: None})()
+    path = [*range(9)]
+    requests = [keyed(n, [*path[: n + 1], 100 + n], 16, output_tokens=40) for n in range(9)]
+    with core(), pytest.raises(PolicyError, match=rf"'short' .* TypeError in {method}\(\)"):
+        simulate(requests, cache=KVCache(14, 16, eviction=policy, key_tokens=16))
 
 
 @pytest.mark.parametrize(

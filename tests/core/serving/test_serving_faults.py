@@ -254,12 +254,16 @@ class Undecided(FCFS):
         return "first" if job.serial % 2 else job.serial
 
 
+@pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("preemptive", [False, True])
-def test_priorities_that_cannot_be_compared_are_refused(preemptive):
-    """Priorities that cannot be compared raise PolicyError that names `priority`."""
-    scheduler = Undecided(preemptive=preemptive)
+def test_priorities_that_cannot_be_compared_are_refused(preemptive, trace):
+    """Priorities that cannot be compared raise PolicyError that names `priority`.
+
+    Without a trace and pauses the core in C compares them.
+    """
+    options = {"scheduler": Undecided(preemptive=preemptive), "max_seqs": 2, "trace": trace}
     with pytest.raises(PolicyError, match=r"'undecided' .* raised TypeError in priority\(\)"):
-        serve([ask(n, n, output=9) for n in range(6)], scheduler=scheduler, max_seqs=2)
+        serve([ask(n, n, output=9) for n in range(6)], **options)
 
 
 def _giving(**answers):
