@@ -205,6 +205,26 @@ def test_a_machine_that_is_too_slow_does_not_slow_the_model():
     assert max(b - a for a, b in zip(exact, late, strict=True)) <= 5_000_000
 
 
+def test_the_time_between_steps_counts_where_steps_take_their_own():
+    """Where steps are not paced, each begins at the present, however long ago the last ended."""
+
+    class Busy(World):
+        def wait(self, seconds=None):
+            super().wait(seconds)
+            self.loop.listeners[0] = lambda _: self.sleep(1)
+
+    arguments = simulated_parts().arguments()
+    arguments["latency"].bind()
+    world = Busy([text_request(0, range(100), output=3, block_size=16)])
+    executor = SimulatedTokens(arguments["latency"], SimulatedModel(), 0)
+    parts = (arguments["cache"], arguments["scheduler"], executor, arguments["batching"])
+    world.loop = loop = LiveLoop(*parts, clock=world.clock)
+    loop.inbox.changed = world
+    loop.run()
+    gaps = loop.log.times["inter_token_latency_seconds"].samples("")
+    assert gaps["_sum{}"] == pytest.approx(2, abs=0.1)
+
+
 def test_no_tensor_library_is_imported():
     """A simulated server computes nothing: torch is not imported, nor numpy."""
     code = (
