@@ -206,7 +206,7 @@ def test_a_machine_that_is_too_slow_does_not_slow_the_model():
 
 
 def test_the_time_between_steps_counts_where_steps_take_their_own():
-    """Where steps are not paced, each begins at the present, however long ago the last ended."""
+    """Where steps are not paced, each begins at the present, not when the one before ended."""
 
     class Busy(World):
         def wait(self, seconds=None):
