@@ -29,6 +29,7 @@ import attrs
 import msgspec
 
 from kvcore.errors import InputError
+from kvcore.untrusted import parse_json
 
 _DIE_WITH_PARENT, _NO_NEW_PRIVILEGES, _SET_SECCOMP, _FILTER = 1, 38, 22, 2
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -74,6 +75,9 @@ MOST_BYTES = 1 << 22
 
 MOST_THREADS = 64
 """Largest number of threads: no limit of a process counts the kernel's memory for them."""
+
+MOST_FILES = 64
+"""Largest number of open files: nor for the content of pipes, 64 KiB of each."""
 
 _PAUSE_SECONDS = 0.01
 
@@ -170,8 +174,8 @@ def run_in_sandbox(
         return Ended(None, *(excess or _how_it_died(status)))
     try:
         form: Any = tuple[kind | None, str, str, str | None]
-        result, rule, what, wrong = msgspec.json.decode(data, type=form)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        result, rule, what, wrong = msgspec.convert(parse_json(bytes(data)), form)
+    except (ValueError, msgspec.ValidationError) as error:
         return Ended(None, "contract", f"its process answers what is no verdict: {error}")
     if wrong is not None:
         raise InputError(wrong)
@@ -289,6 +293,7 @@ def _attempt(
         os.dup2(null, standard)
     os.closerange(3, writer)
     os.closerange(writer + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_FILES, MOST_FILES))
     if not unsafe:
         _lock()
     sys.dont_write_bytecode = True

@@ -214,6 +214,18 @@ WRONG = {
                     pass
         """,
     ),
+    "answers-too-deeply": (
+        "contract",
+        """
+        def victim(self, now):
+            for file in range(3, 256):
+                try:
+                    os.write(file, b'[[{"":' + b'[' * 60_000)
+                except OSError:
+                    pass
+            os._exit(0)
+        """,
+    ),
     "makes-up-its-hits": (
         "contract",
         """
@@ -302,6 +314,13 @@ def test_the_kernel_refuses_what_the_audit_does_not_see(name, judge, tmp_path, m
     verdict = judge.judge(entry)
     assert verdict.rule == "contract"
     assert "PermissionError" in verdict.what
+
+
+def test_a_policy_opens_few_files(judge, tmp_path):
+    """The kernel's memory for open pipes is in no limit: there are few of them."""
+    methods = "def victim(self, now):\n    raise ValueError([os.pipe() for _ in range(64)])"
+    verdict = judge.judge(written(tmp_path, methods))
+    assert "Too many open files" in verdict.what
 
 
 def test_a_policy_ends_if_its_judge_is_interrupted(monkeypatch):

@@ -27,7 +27,7 @@ from kvcore import Request
 from kvcore.errors import InputError, StorageError
 from kvcore.files import AtomicFile
 from kvcore.request import TextRequest, block_keys
-from kvcore.untrusted import LONGEST_EVENT, MOST_NAMES, MOST_VALUES
+from kvcore.untrusted import LONGEST_EVENT, MOST_NAMES, MOST_VALUES, parse_json
 from kvcore_online.listener import LONG, Listener
 from kvcore_online.prompts import Call
 from kvcore_online.proxy import EventStream
@@ -470,6 +470,29 @@ def test_a_model_that_is_no_text_is_the_servers_to_refuse():
     options = {"tokens": None, "key_tokens": 1, "key_chars": 1}
     one, other = (call.request(0, 0, None, **options).keys for call in calls)
     assert one == other
+
+
+@played(count=1)
+async def test_of_a_long_answer_the_usage_alone_is_decoded(proxy, servers, client, monkeypatch):
+    """Nobody is served while JSON is decoded, and a server that says much has not failed.
+
+    What the text says of a usage is no usage.
+    """
+    decoded = []
+
+    def decode(data, *limits):
+        decoded.append(len(data))
+        return parse_json(data, *limits)
+
+    text, logprobs = '"usage": {"prompt_tokens": 1}', [{"logprob": -1}] * (MOST_NAMES + 1)
+    choices = [{"text": text, "logprobs": logprobs}]
+    body = json.dumps({"usage": servers[0].counted, "choices": choices})
+    monkeypatch.setattr("kvcore_online.proxy.parse_json", decode)
+    monkeypatch.setattr(servers[0], "_answer", body.encode)
+    status, _, passed_on = await ask(client)
+    assert (status, passed_on) == (200, body)
+    assert sample(proxy, "cached_tokens_total") == 32
+    assert max(decoded) < 1_000
 
 
 @played(count=1)
