@@ -208,7 +208,7 @@ class TestForgeries:
             (moves[0], {"done": done - 1}, f"goes on at {done - 1} ns"),
             (
                 0,
-                {"routing": events[0]["routing"] | {"disaggregate": 7}},
+                {"routing": events[0]["routing"] | {"disaggregate": "prefill=x"}},
                 "pools that cannot be",
             ),
         ):
@@ -226,7 +226,7 @@ class TestForgeries:
             ([{"count": 2}], "ROUTE: field 'replica' must be one from 0 to 1"),
             ([{"count": 20_000}], "HEADER has more than 10,000 replicas"),
             ([{"count": 2}, {"count": 1, "blocks": 19}], "ALLOC: run [19, 1] leaves the block"),
-            ([], "ROUTE has a field 'replica', but HEADER has no replicas"),
+            ([], "HEADER field 'replicas': expected `array` of length >= 1"),
         ],
     )
     def test_the_header_of_other_replicas_is_refused(self, path, forge, replicas, reason):
@@ -239,7 +239,7 @@ class TestForgeries:
         [
             ({"fail": []}, "FAIL: HEADER has no such failure next"),
             ({"fail": ["replica=x"]}, "HEADER has failures that cannot be: ['replica=x']"),
-            ({"fail": 7}, "routing has failures that cannot be: 7"),
+            ({"fail": 7}, "HEADER field 'routing.fail': expected `array`, got `int`"),
             ({"up": [9]}, "routing says that [9] of 3 replicas are up"),
             ({"up": [0, 1]}, "ROUTE: replica 2 is not up"),
         ],

@@ -101,9 +101,12 @@ for shown_on in PAGES:
 
 
 def shorten_the_trace(monkeypatch):
-    """Read 1,000 requests of the bundled trace, for commands whose output no page shows."""
+    """Read 2,000 requests of the bundled trace, for commands whose output no page shows.
+
+    A leaderboard takes so many, and keeps them for others of the process.
+    """
     whole = Mooncake.__iter__
-    monkeypatch.setattr(Mooncake, "__iter__", lambda trace: islice(whole(trace), 1000))
+    monkeypatch.setattr(Mooncake, "__iter__", lambda trace: islice(whole(trace), 2000))
 
 
 def record_stand_in(folder):

@@ -61,11 +61,9 @@ class Replicas:
         """
         self.headers = replica_headers(header)
         routing, count = header.routing or {}, len(self.headers)
-        up, fail = routing.get("up", list(range(count))), routing.get("fail", [])
-        if type(up) is not list or any(replica not in range(count) for replica in up):
+        up = routing.get("up", range(count))
+        if any(replica not in range(count) for replica in up):
             violated(f"routing says that {up!r:.40} of {count} replicas are up")
-        if type(fail) is not list or not all(type(text) is str for text in fail):
-            violated(f"routing has failures that cannot be: {fail!r:.80}")
         self.up = [replica in up for replica in range(count)]
         self.lives = [int(is_up) for is_up in self.up]
         self.requests: dict[int | str, events.Request] = {}

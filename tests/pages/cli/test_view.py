@@ -230,18 +230,20 @@ def test_on_a_phone_all_counts_are_in_sight(browser, page, folder):
 @pytest.mark.parametrize(
     ("records", "kept"),
     [
-        # Strings that select behaviour, a tier or a request cannot be any text.
+        # Strings that select behaviour, a tier or a request cannot be any text, and limits of
+        # steps are no lists.
         (
             [record_rejection],
             {
                 "evict",
                 "exclusive",
+                ("Header", "batching"),
                 ("Header", "engine"),
                 ("Offload", "from"),
                 ("Preempt", "for"),
             },
         ),
-        ([traces.drop_blocks, recovered], {"run"}),
+        ([traces.drop_blocks, recovered], {"run", ("Header", "batching")}),
     ],
     ids=["one", "two"],
 )
