@@ -338,7 +338,7 @@ class Proxy:
                 told = partial(_with_tokens, request, data)
                 request = await self._listener.in_turn(len(data), told)
             self._numbers += 1
-            request = attrs.evolve(request, id=self._numbers - 1, arrival=self.fleet.now())
+            request.id, request.arrival = self._numbers - 1, self.fleet.now()
             return await self._serve(http, sent, request)
         finally:
             self._busy -= 1
