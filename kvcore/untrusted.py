@@ -73,8 +73,9 @@ MOST_HEADERS, LONGEST_HEADER = 64, 8_190
 MOST_TOKENS = 1 << 40
 """Largest number of tokens that a server's count of a request may be."""
 
-LONGEST_SESSION = 128
-"""Largest number of characters of the name of a session."""
+LONGEST_SESSION, LONGEST_SALT = 128, 1_024
+"""Largest number of characters of the name of a session, and of a salt, which `serve` keeps as
+long as a block of its prompt is cached."""
 
 LONGEST_EVENT, LONGEST_METRICS, LONGEST_TOKENS = 4 << 20, 4 << 20, 8 << 20
 """Largest number of bytes of an event in a server's stream, of its metrics that are read, and
@@ -136,6 +137,7 @@ LIMITS: tuple[tuple[str, str], ...] = (
     ),
     ("tokens of a request by a server's count", f"2^40 ({MOST_TOKENS:,})"),
     ("the name of a session in a header or a body", f"{LONGEST_SESSION} characters"),
+    ("a `cache_salt` of a request to `serve`", f"{LONGEST_SALT:,} characters"),
     (
         "an event in the stream of a server behind `route`",
         f"{LONGEST_EVENT >> 20} MiB; a whole answer by `answer`",

@@ -106,7 +106,8 @@ class SentIndex(PrefixView):
 
     An entry lasts for `ttl` after its key was last sent to its replica. Above `blocks`
     entries the oldest are removed. Cost: O(new keys) to add a prompt and to remove it, and
-    O(keys) in C to refresh it. Memory: O(entries).
+    O(keys) in C to refresh it. Memory: O(entries), also where many prompts begin alike: of each
+    the last key is kept, and of each key the one before it.
 
     Attributes:
         ttl: nanoseconds for which an entry lasts; None: for ever.
@@ -121,8 +122,10 @@ class SentIndex(PrefixView):
     _holders: Holders = attrs.field(factory=Holders, init=False)
     # By replica, the serial of the last prompt with a key: it never grows along a prompt.
     _last: dict[int, dict[Key, int]] = attrs.field(factory=dict, init=False)
-    # Sent prompts, oldest first, by replica and last key: when, serial, keys.
-    _sent: OrderedDict[tuple[int, Key], tuple[int, int, Keys[Key]]] = attrs.field(
+    # By replica, the key before each one; None: it is the first.
+    _before: dict[int, dict[Key, Key | None]] = attrs.field(factory=dict, init=False)
+    # Sent prompts, oldest first, by replica and last key: when, and serial.
+    _sent: OrderedDict[tuple[int, Key], tuple[int, int]] = attrs.field(
         factory=OrderedDict, init=False
     )
     _serial: int = attrs.field(default=0, init=False)
@@ -144,11 +147,13 @@ class SentIndex(PrefixView):
             return
         last = self._last.setdefault(replica, {})
         new = _bisect(keys, lambda key: key not in last)
+        before = keys[new - 1 : -1] if new else [None, *keys[:-1]]
+        self._before.setdefault(replica, {}).update(zip(keys[new:], before, strict=True))
         self._holders.add(replica, keys[new:])
         self._serial += 1
         last.update(dict.fromkeys(keys, self._serial))
         self._entries += len(keys) - new
-        self._sent[replica, keys[-1]] = now, self._serial, keys
+        self._sent[replica, keys[-1]] = now, self._serial
         self._sent.move_to_end((replica, keys[-1]))
         while self.blocks is not None and self._entries > self.blocks:
             self._forget()
@@ -157,6 +162,7 @@ class SentIndex(PrefixView):
         """Remove all that was sent to a replica. O(keys sent)."""
         del now
         last = self._last.pop(replica, {})
+        self._before.pop(replica, None)
         self._holders.discard(replica, last)
         self._entries -= len(last)
         for entry in [entry for entry in self._sent if entry[0] == replica]:
@@ -166,20 +172,22 @@ class SentIndex(PrefixView):
         """Remove entries that were sent `ttl` ago or earlier."""
         sent = self._sent
         while self.ttl is not None and sent:
-            sent_at, _, _ = next(iter(sent.values()))
+            sent_at, _ = next(iter(sent.values()))
             if now - sent_at < self.ttl:
                 return
             self._forget()
 
     def _forget(self) -> None:
         """Remove the oldest prompt sent, except for keys that were sent again since."""
-        (replica, _), (_, serial, keys) = self._sent.popitem(last=False)
-        last = self._last[replica]
-        gone = keys[_bisect(keys, lambda key: last.get(key, 0) <= serial) :]
+        (replica, key), (_, serial) = self._sent.popitem(last=False)
+        last, before, gone = self._last[replica], self._before[replica], list[Key]()
+        # From the last key up to one that was sent later: all before that were, too.
+        while key is not None and last[key] <= serial:
+            gone.append(key)
+            del last[key]
+            key = before.pop(key)
         self._holders.discard(replica, gone)
-        for key in gone:
-            if last.pop(key, None) is not None:
-                self._entries -= 1
+        self._entries -= len(gone)
 
     def __str__(self) -> str:
         """Return the view as `parse_view` reads it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import attrs
@@ -36,13 +35,13 @@ __all__ = ["Anomaly", "BlockLocation", "BlockTracker", "RecordingReport", "check
 
 Publisher: TypeAlias = int | str | None
 
-Scope: TypeAlias = tuple[Publisher, int | None, int | None]
-"""Where a hash has one meaning: publisher, rank, and group of layers."""
-
 REUSED = "REUSED"
 """The `origin`, in engines that report it, of a stored run that was cached already."""
 
 MAX_EXAMPLES = 20
+
+MOST_TIERS = 16
+"""Largest number of tiers of a group of layers: a removal may be of a block in any of them."""
 
 KINDS = {
     "unread": "events that cannot be read",
@@ -62,11 +61,6 @@ class BlockLocation:
     dp_rank: int | None
     group: int | None
     medium: str | None
-
-    @property
-    def scope(self) -> Scope:
-        """Return the location without the tier."""
-        return self.publisher, self.dp_rank, self.group
 
 
 @attrs.frozen
@@ -92,6 +86,49 @@ class _Progress:
     time: int | None = None
 
 
+@attrs.define(eq=False)
+class _Group:
+    """The resident blocks of a group of layers, where a hash has one meaning.
+
+    Attributes:
+        known: parent and content of each block.
+        counts: how often each block is stored, by tier.
+    """
+
+    known: dict[Hash, tuple[Hash | None, Any]] = attrs.field(factory=dict)
+    counts: dict[str | None, dict[Hash, int]] = attrs.field(factory=dict)
+
+    def tier(self, medium: str | None) -> dict[Hash, int] | None:
+        """Return the counts of a tier; None: it would be one too many."""
+        if medium not in self.counts and len(self.counts) == MOST_TIERS:
+            return None
+        return self.counts.setdefault(medium, {})
+
+    def tiers_of(self, value: Hash) -> list[str | None]:
+        """Return the tiers that have a block."""
+        return [medium for medium, blocks in self.counts.items() if value in blocks]
+
+    def remove(self, value: Hash, medium: str | None) -> bool:
+        """Remove a block once from a tier; return True if it has left that."""
+        blocks = self.counts[medium]
+        blocks[value] -= 1
+        if blocks[value]:
+            return False
+        del blocks[value]
+        if not self.tiers_of(value):
+            del self.known[value]
+        return True
+
+
+_TOO_MANY_TIERS = f"blocks of a group are in more than {MOST_TIERS} tiers"
+
+_Groups: TypeAlias = dict[int | None, _Group]
+
+
+def _size(groups: _Groups) -> int:
+    return sum(len(blocks) for group in groups.values() for blocks in group.counts.values())
+
+
 class BlockTracker:
     """The blocks that are resident after batches, applied in the order of their publication.
 
@@ -103,7 +140,8 @@ class BlockTracker:
     later than that of all batches before: then the publisher has restarted, and its blocks are
     dropped. Missing numbers are a gap, after which the tracker may differ from the engine.
 
-    Memory grows with the resident blocks; an event costs O(its blocks).
+    Memory grows with the resident blocks; an event costs O(its blocks), and one that drops all
+    blocks of a rank or of a publisher costs O(those), however many others there are.
 
     Attributes:
         full: whether the stream is in full-report mode.
@@ -129,9 +167,8 @@ class BlockTracker:
         self.gaps: list[tuple[Publisher, int, int]] = []
         self.anomalies = dict.fromkeys(KINDS, 0)
         self.examples: list[Anomaly] = []
-        # How often each block is stored at a location; its parent and content in a scope.
-        self._counts: dict[BlockLocation, dict[Hash, int]] = {}
-        self._known: dict[Scope, dict[Hash, tuple[Hash | None, Any]]] = {}
+        # By publisher, rank and group of layers.
+        self._groups: dict[Publisher, dict[int | None, _Groups]] = {}
         self._publishers: dict[Publisher, _Progress] = {}
 
     def apply(
@@ -153,7 +190,7 @@ class BlockTracker:
         for index, event in enumerate(batch.events):
             self.events[type(event).__name__] += 1
             where = f"batch {batch_number}, event {index}"
-            self._apply_event(event, (publisher, batch.dp_rank), where)
+            self._apply_event(event, publisher, batch.dp_rank, where)
         return True
 
     def record_gap(self, publisher: Publisher, first: int, count: int) -> None:
@@ -164,16 +201,28 @@ class BlockTracker:
     def restart(self, publisher: Publisher) -> None:
         """Drop the blocks of a publisher that has restarted, and expect its first batch."""
         self.restarts += 1
-        self.forgotten += self._drop(lambda location: location.publisher == publisher)
+        self.forgotten += sum(map(_size, self._groups.pop(publisher, {}).values()))
         self._publishers.pop(publisher, None)
 
     def resident(self) -> dict[BlockLocation, dict[Hash, int]]:
         """Return how often each hash is resident, by location; a copy."""
-        return {location: dict(blocks) for location, blocks in self._counts.items() if blocks}
+        return {
+            BlockLocation(publisher, rank, name, medium): dict(blocks)
+            for publisher, ranks in self._groups.items()
+            for rank, groups in ranks.items()
+            for name, group in groups.items()
+            for medium, blocks in group.counts.items()
+            if blocks
+        }
 
     def holds(self, value: Hash) -> bool:
         """Return True if a hash is resident anywhere."""
-        return any(value in blocks for blocks in self._counts.values())
+        return any(
+            value in group.known
+            for ranks in self._groups.values()
+            for groups in ranks.values()
+            for group in groups.values()
+        )
 
     @property
     def missing(self) -> int:
@@ -196,23 +245,27 @@ class BlockTracker:
         return True
 
     def _apply_event(
-        self, event: Event, rank: tuple[Publisher, int | None], where: str
+        self, event: Event, publisher: Publisher, rank: int | None, where: str
     ) -> None:
+        groups = self._groups.setdefault(publisher, {}).setdefault(rank, {})
         match event:
             case BlockStored() | PagesStored():
                 reuse = self.full or event.more.get("origin") == REUSED
-                self._store(list(event.blocks()), (*rank, event.group), where, reuse=reuse)
+                group = groups.setdefault(event.group, _Group())
+                self._store(list(event.blocks()), group, where, reuse=reuse)
             case BlockRemoved():
-                self._remove(event, (*rank, event.group), where)
+                self._remove(event, groups.get(event.group) or _Group(), where)
             case AllBlocksCleared():
-                self.cleared += self._drop(lambda at: (at.publisher, at.dp_rank) == rank)
+                self.cleared += _size(groups)
+                groups.clear()
             case BlockUpdated(level=(old, new)):
-                self._move(event.hash, (*rank, event.group), (old, new), where)
+                group = groups.get(event.group) or _Group()
+                self._move(event.hash, group, (old, new), where)
             case UnparsedEvent():
                 self._note("unread", where, event.reason)
 
-    def _store(self, blocks: list[Block], scope: Scope, where: str, *, reuse: bool) -> None:
-        known = self._known.setdefault(scope, {})
+    def _store(self, blocks: list[Block], group: _Group, where: str, *, reuse: bool) -> None:
+        known = group.known
         if blocks and (parent := blocks[0].parent) is not None and parent not in known:
             self._note("unknown_parent", where, f"parent {hash_text(parent)}")
         seen: set[Hash] = set()
@@ -220,8 +273,11 @@ class BlockTracker:
             if block.hash in seen:
                 self._note("repeated", where, f"block {hash_text(block.hash)}")
             seen.add(block.hash)
+            counts = group.tier(block.medium)
+            if counts is None:
+                self._note("unread", where, _TOO_MANY_TIERS)
+                continue
             self._check_meaning(known, block, where)
-            counts = self._counts.setdefault(BlockLocation(*scope, block.medium), {})
             count = counts.get(block.hash, 0)
             if count and reuse:
                 self.reused += 1
@@ -243,55 +299,27 @@ class BlockTracker:
             return
         self._note("collision", where, f"block {hash_text(block.hash)}: {what}")
 
-    def _remove(self, event: BlockRemoved, scope: Scope, where: str) -> None:
+    def _remove(self, event: BlockRemoved, group: _Group, where: str) -> None:
         for value in event.hashes:
-            location = self._find(value, scope, event.medium)
-            if location is None:
-                self._note("never_stored", where, f"block {hash_text(value)}")
+            tiers, medium = group.tiers_of(value), event.medium
+            if tiers and medium is None and None not in tiers:
+                medium = tiers[0]
+            if medium in tiers:
+                self.removed += group.remove(value, medium)
             else:
-                self.removed += self._decrease(location, value)
+                self._note("never_stored", where, f"block {hash_text(value)}")
 
-    def _find(self, value: Hash, scope: Scope, medium: str | None) -> BlockLocation | None:
-        """Return the location of a block; without a medium, the first one that has it."""
-        exact = BlockLocation(*scope, medium)
-        if value in self._counts.get(exact, {}):
-            return exact
-        return None if medium is not None else self._find_anywhere(value, scope)
-
-    def _find_anywhere(self, value: Hash, scope: Scope) -> BlockLocation | None:
-        locations = (
-            location
-            for location, blocks in self._counts.items()
-            if value in blocks and location.scope == scope
-        )
-        return next(locations, None)
-
-    def _decrease(self, location: BlockLocation, value: Hash) -> bool:
-        """Remove a block once; return True if it has left the location."""
-        blocks = self._counts[location]
-        blocks[value] -= 1
-        if blocks[value]:
-            return False
-        del blocks[value]
-        if self._find_anywhere(value, location.scope) is None:
-            self._known[location.scope].pop(value, None)
-        return True
-
-    def _move(self, value: Hash, scope: Scope, levels: tuple[int, int], where: str) -> None:
-        source, target = (BlockLocation(*scope, level_medium(level)) for level in levels)
-        if value not in self._counts.get(source, {}):
-            self._note("never_stored", where, f"block {hash_text(value)} in {source.medium}")
+    def _move(self, value: Hash, group: _Group, levels: tuple[int, int], where: str) -> None:
+        source, target = map(level_medium, levels)
+        if source not in group.tiers_of(value):
+            self._note("never_stored", where, f"block {hash_text(value)} in {source}")
             return
-        counts = self._counts.setdefault(target, {})
-        counts[value] = counts.get(value, 0) + self._counts[source].pop(value)
+        counts = group.tier(target)
+        if counts is None:
+            self._note("unread", where, _TOO_MANY_TIERS)
+            return
+        counts[value] = counts.get(value, 0) + group.counts[source].pop(value)
         self.moved += 1
-
-    def _drop(self, selected: Callable[[BlockLocation], bool]) -> int:
-        """Drop all blocks at the selected locations; return how many there were."""
-        locations = [location for location in self._counts if selected(location)]
-        for location in locations:
-            self._known.pop(location.scope, None)
-        return sum(len(self._counts.pop(location)) for location in locations)
 
     def _note(self, kind: str, where: str, what: str) -> None:
         self.anomalies[kind] += 1

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Publisher"]
 
 
-BUFFER = 10_000
-"""Batches that a publisher keeps for replays."""
+BUFFER, BUFFER_BYTES = 10_000, 1 << 28
+"""Batches that a publisher keeps for replays, and their bytes: prompts may be long."""
 
 _REQUEST_FRAMES = 3
 _SUBSCRIBED = b"\x01"
@@ -48,7 +48,8 @@ class Publisher(Endpoint):
         address: address of the PUB socket, such as `tcp://*:5557`.
         replay: address of the ROUTER socket for replays; None: no replays.
         topic: first frame of every batch.
-        buffer: number of batches kept for replays, and most that a client may leave unread.
+        buffer: number of batches kept for replays, which have at most 256 MiB together; and
+            most that a client may leave unread.
         waits: whether `publish` waits for slow subscribers.
         context: a ZMQ context of your own (for `inproc` addresses), which stays open.
 
@@ -74,7 +75,8 @@ class Publisher(Endpoint):
         """Bind the sockets."""
         super().__init__(context)
         self._topic = topic.encode()
-        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=buffer)
+        self._kept: deque[tuple[bytes, bytes]] = deque()
+        self._buffer, self._kept_bytes = buffer, 0
         self._next = 0
         self._sockets: list[Any] = []
         self.subscribers = 0
@@ -99,6 +101,9 @@ class Publisher(Endpoint):
         sequence = self._next
         frame = sequence.to_bytes(SEQUENCE_BYTES, "big")
         self._kept.append((frame, payload))
+        self._kept_bytes += len(payload)
+        while len(self._kept) > self._buffer or self._kept_bytes > BUFFER_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[1])
         self._next += 1
         while True:
             try:

@@ -13,7 +13,7 @@ from kvcore.engine import Generator, Sampling
 from kvcore.errors import KvcoreError, shorten
 from kvcore.plugins.base import FAILURES, raise_policy_error
 from kvcore.request import block_keys
-from kvcore.untrusted import parse_json
+from kvcore.untrusted import LONGEST_SALT, parse_json
 from kvcore_engine.tokens import SampledRequest, hashed
 from kvcore_online.listener import ApiError
 from kvcore_online.simulated import SimulatedModel
@@ -149,8 +149,9 @@ class CallReader:
         options = document.get("stream_options")
         counted = isinstance(options, dict) and options.get("include_usage") is True
         salt = document.get("cache_salt")
-        if salt is not None and not (isinstance(salt, str) and salt):
-            raise ApiError(400, "cache_salt must be a text that is not empty", "cache_salt")
+        if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= LONGEST_SALT):
+            msg = f"cache_salt must be a text of 1 to {LONGEST_SALT:,} characters"
+            raise ApiError(400, msg, "cache_salt")
         stream = document.get("stream") or False
         if type(stream) is not bool:
             raise ApiError(400, "stream must be true or false", "stream")

@@ -1,5 +1,6 @@
 """Clusters: failures, faulty routers, the order of simultaneous events, and views as text."""
 
+import tracemalloc
 from functools import partial
 from math import nan
 from typing import ClassVar
@@ -10,6 +11,7 @@ from helpers.clusters import Longest, RandomRouter, serve_cluster
 from helpers.serving import BLOCK, ask
 
 from kvcore import SLO, InputError, PolicyError, Router, Scheduler
+from kvcore.request import Request
 from kvcore.serving import StepPlan
 from kvcore.serving.router import Replica
 from kvcore.units import NS_PER_S
@@ -357,6 +359,24 @@ def test_an_index_has_one_entry_for_a_repeated_prompt():
         index.sent(shared(number), 0, number)
     assert len(index) == 4
     assert len(index._sent) == 1
+
+
+def test_a_prompt_in_the_index_takes_the_memory_of_what_is_new_in_it():
+    """Prompts that share their beginning do not keep it each: their keys are objects anew."""
+    index = SentIndex(ttl=None)
+    tracemalloc.start()
+    try:
+        for number in range(50):
+            parts = [*range(2_000), 10_000 + number]
+            keys = [part.to_bytes(16, "big") for part in parts]
+            request = Request(id=number, prompt_tokens=4 * len(keys), keys=keys, key_tokens=4)
+            index.sent(request, 0, number)
+            del keys, request
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(index) == 2_050
+    assert taken < 1 << 20
 
 
 def test_no_events_are_kept_for_a_router_that_ignores_its_view():

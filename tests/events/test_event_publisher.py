@@ -66,6 +66,18 @@ def test_batches_beyond_the_replay_buffer_are_a_gap():
     assert [item.payload for item in rest] == [b"b", b"c"]
 
 
+def test_batches_are_kept_for_replays_up_to_a_number_of_bytes(monkeypatch):
+    """Large batches are kept for replays up to a number of bytes, the newest of them."""
+    monkeypatch.setattr("kvcore_events.publisher.BUFFER_BYTES", 8, raising=False)
+    with Publisher(FREE, FREE) as publisher:
+        for payload in (b"aaaa", b"bbbb", b"cccc", b"d" * 9, b"eeee"):
+            publisher.publish(payload)
+        receiver = Receiver(publisher, 2)
+        assert publisher.wait_for(1, PATIENCE)
+        gap, kept = receiver.wait(publisher)
+    assert (gap.first, gap.last, kept.payload) == (0, 3, b"eeee")
+
+
 def test_without_a_replay_address_earlier_batches_are_a_gap():
     """Without a replay address, earlier batches are reported as a gap."""
     with Publisher(FREE) as publisher:

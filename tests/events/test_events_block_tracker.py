@@ -190,3 +190,51 @@ def test_many_anomalies_keep_few_examples():
     """All anomalies are counted, and only the first twenty keep their places."""
     tracker = follow(*(batch(removed(9)) for _ in range(50)))
     assert (tracker.anomalies["never_stored"], len(tracker.examples)) == (50, 20)
+
+
+class Counted(int):
+    """A hash of a block that counts how often it is looked up."""
+
+    looked_up = 0
+
+    def __hash__(self):
+        """Count the look-up."""
+        Counted.looked_up += 1
+        return int(self)
+
+
+def test_a_removal_looks_among_the_blocks_of_its_own_group():
+    """A removal takes the same time however many groups there are: a recording may have any."""
+    tracker = follow(batch(*(stored(group, group=group) for group in range(500))))
+    Counted.looked_up = 0
+    tracker.apply(batch(removed(Counted(7), group=7), removed(Counted(7), group=8)), 1)
+    assert (tracker.removed, tracker.anomalies["never_stored"]) == (1, 1)
+    assert Counted.looked_up < 20
+
+
+def test_a_restart_looks_at_the_blocks_of_its_own_publisher():
+    """A restart takes the same time however many publishers there are."""
+    compared = []
+
+    class Name(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other):
+            compared.append(other)
+            return str(self) == str(other)
+
+    tracker = BlockTracker()
+    for number in range(500):
+        tracker.apply(batch(stored(1)), 0, Name(number))
+    compared.clear()
+    tracker.restart(Name(7))
+    assert (tracker.forgotten, len(held(tracker))) == (1, 1)
+    assert len(compared) < 20
+
+
+def test_blocks_are_in_few_tiers():
+    """Blocks in more tiers than any engine has are events that cannot be read."""
+    tiers = [stored(1, medium=f"tier {number}") for number in range(20)]
+    tracker = follow(batch(*tiers, BlockUpdated(hash=1, level=(0, 1))))
+    assert (len(tracker.resident()), tracker.anomalies["unread"]) == (16, 4)

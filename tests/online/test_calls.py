@@ -52,7 +52,7 @@ def user(content="a", **fields):
         *(({"n": choices}, "n") for choices in (0, 9, 129, 1.0, True)),
         ({"prompt": ["a"] * 9}, "prompt"),
         ({"prompt": ["a"] * 3, "n": 3}, "n"),
-        *(({"cache_salt": salt}, "cache_salt") for salt in ("", 5, ["a"])),
+        *(({"cache_salt": salt}, "cache_salt") for salt in ("", 5, ["a"], "a" * 1_025)),
         *(({"stream": stream}, "stream") for stream in ("yes", 1)),
         *(({"seed": seed}, "seed") for seed in (HUGE + 1, -HUGE - 1, 1.5, True)),
         *(({"top_p": share}, "top_p") for share in (0, 1.001, -0.5, "1")),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvcore import InputError
 from kvcore.request import Retention
 from kvcore.units import NS_PER_S
 
@@ -18,18 +17,29 @@ _log = logging.getLogger("vllm.kvcore")
 
 RETAIN, SESSION = "kvcore:retain", "kvcore:session"
 
+MOST_HINTS = 128
+"""Largest number of hints of a request that are read: each is looked at for each block."""
+
 
 def read_hints(request_id: str, envelope: Any) -> dict[str, Any]:
     """Return the KV hints of a request, by attribute of a kvcore request.
 
-    A hint that cannot be read is omitted, with a warning in the log.
+    A hint that cannot be read, or is one of too many, is omitted with a warning in the log.
     """
     hints: dict[str, Any] = {}
-    for action in () if envelope is None else envelope.actions:
+    actions = () if envelope is None else envelope.actions
+    if len(actions) > MOST_HINTS:
+        _log.warning(
+            "request %s: of its %s KV hints the first %d are read",
+            request_id, f"{len(actions):,}", MOST_HINTS,
+        )  # fmt: skip
+    for action in actions[:MOST_HINTS]:
         try:
             _read(action.action_type, action.payload, hints)
-        except (KeyError, TypeError, ValueError, InputError) as error:
-            _log.warning("request %s: KV hint %s: %s", request_id, action.action_id, error)
+        except Exception as error:  # noqa: BLE001 - of one request, and the engine is of all
+            _log.warning(
+                "request %s: KV hint %.60s: %.200s", request_id, action.action_id, error
+            )
     return hints
 
 
@@ -37,6 +47,9 @@ def _read(kind: str, payload: dict[str, Any], hints: dict[str, Any]) -> None:
     """Add the hint of an action to `hints`."""
     if kind == RETAIN:
         seconds = payload.get("seconds")
+        if type(seconds) not in (int, float, type(None)):  # a text would be repeated
+            msg = f"seconds must be a number, not {seconds!r}"
+            raise TypeError(msg)
         duration = None if seconds is None else round(seconds * NS_PER_S)
         start, end = payload.get("start", 0), payload.get("end")
         hint = Retention(start, end, payload["priority"], duration)

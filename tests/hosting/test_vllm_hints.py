@@ -1,0 +1,60 @@
+"""KV hints that clients send to vLLM, without vLLM: what cannot be read ends no engine."""
+
+import logging
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "plugins/kvcore-vllm/kvcore_vllm/hints.py"
+RETAIN = "kvcore:retain"
+
+
+@pytest.fixture
+def read(caplog):
+    """Return a function that reads actions, each a kind and a payload, and the log's lines."""
+    spec = spec_from_file_location("hints", SOURCE)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def reading(*actions):
+        caplog.clear()
+        envelope = SimpleNamespace(
+            actions=[
+                SimpleNamespace(action_id=str(index), action_type=kind, payload=payload)
+                for index, (kind, payload) in enumerate(actions)
+            ]
+        )
+        with caplog.at_level(logging.WARNING):
+            hints = module.read_hints("r", envelope)
+        return hints, [record.getMessage() for record in caplog.records]
+
+    return reading
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        *({"priority": 80, "seconds": value} for value in (1e308, 1e300, "1" * 40, [1], True)),
+        *({"priority": 80, "start": value} for value in (float("nan"), 1e999, 0.5, 1 << 63)),
+        {"priority": 80, "end": 1e999},
+        {"priority": 80.5},
+        [],
+        None,
+    ],
+    ids=str,
+)
+def test_a_hint_of_any_value_is_logged_and_left_out(read, payload):
+    """Whatever a client sends costs it that hint, not the engine of all, nor its memory."""
+    hints, lines = read((RETAIN, payload), (RETAIN, {"priority": 90}))
+    assert [hint.priority for hint in hints["retention"]] == [90]
+    assert [line.startswith("request r: KV hint 0: ") for line in lines] == [True]
+    assert len(lines[0]) < 400
+
+
+def test_of_many_hints_the_first_are_read(read):
+    """Each hint is looked at for each block of its request: there are at most 128."""
+    hints, lines = read(*[(RETAIN, {"priority": 90})] * 1_000, (RETAIN, None))
+    assert len(hints["retention"]) == 128
+    assert lines == ["request r: of its 1,001 KV hints the first 128 are read"]
