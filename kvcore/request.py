@@ -202,19 +202,15 @@ class Retention:
 
     def __attrs_post_init__(self) -> None:
         """Check the range and the priority."""
-        numbers = self.start, self.end or 0, self.priority
-        if not all(type(number) is int and number < INT64_LIMIT for number in numbers):
-            msg = f"retention hint {self!r}: tokens and priority are whole numbers below 2^63"
-            raise InputError(msg)
-        if self.start < 0 or (self.end is not None and self.end <= self.start):
+        end = INT64_LIMIT if self.end is None else self.end
+        if not (type(self.start) is type(end) is int and 0 <= self.start < end <= INT64_LIMIT):
             msg = f"retention hint for tokens {self.start} to {self.end}: no tokens"
             raise InputError(msg)
-        if not 1 <= self.priority <= HIGHEST_PRIORITY:
+        if type(self.priority) is not int or not 1 <= self.priority <= HIGHEST_PRIORITY:
             msg = f"retention priority must be 1 to {HIGHEST_PRIORITY}, not {self.priority}"
             raise InputError(msg)
-        duration = self.duration
-        if duration is not None and not (type(duration) is int and 0 < duration < INT64_LIMIT):
-            msg = f"retention duration must be whole nanoseconds above 0, not {duration!r}"
+        if self.duration is not None and (type(self.duration) is not int or self.duration <= 0):
+            msg = f"retention duration must be whole nanoseconds above 0, not {self.duration!r}"
             raise InputError(msg)
 
 

@@ -106,8 +106,8 @@ class SentIndex(PrefixView):
 
     An entry lasts for `ttl` after its key was last sent to its replica. Above `blocks`
     entries the oldest are removed. Cost: O(new keys) to add a prompt and to remove it, and
-    O(keys) in C to refresh it. Memory: O(entries), also where many prompts begin alike: of each
-    the last key is kept, and of each key the one before it.
+    O(keys) in C to refresh it. Memory: O(entries), also where many prompts begin with the same
+    keys: of a prompt the last key is kept, and of each key the one before it.
 
     Attributes:
         ttl: nanoseconds for which an entry lasts; None: for ever.

@@ -362,7 +362,7 @@ def test_an_index_has_one_entry_for_a_repeated_prompt():
 
 
 def test_a_prompt_in_the_index_takes_the_memory_of_what_is_new_in_it():
-    """Prompts that share their beginning do not keep it each: their keys are objects anew."""
+    """The first keys of prompts are kept once, though the keys of each are other objects."""
     index = SentIndex(ttl=None)
     tracemalloc.start()
     try:

@@ -46,7 +46,7 @@ def read(caplog):
     ids=str,
 )
 def test_a_hint_of_any_value_is_logged_and_left_out(read, payload):
-    """Whatever a client sends costs it that hint, not the engine of all, nor its memory."""
+    """A hint of any value costs its client that hint, not others their engine or memory."""
     hints, lines = read((RETAIN, payload), (RETAIN, {"priority": 90}))
     assert [hint.priority for hint in hints["retention"]] == [90]
     assert [line.startswith("request r: KV hint 0: ") for line in lines] == [True]

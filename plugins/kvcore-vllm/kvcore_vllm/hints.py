@@ -17,8 +17,9 @@ _log = logging.getLogger("vllm.kvcore")
 
 RETAIN, SESSION = "kvcore:retain", "kvcore:session"
 
-MOST_HINTS = 128
-"""Largest number of hints of a request that are read: each is looked at for each block."""
+MOST_HINTS, MOST_SECONDS = 128, 365 * 86_400
+"""Largest number of hints of a request that are read, since each is looked at for each block;
+and of seconds for which one holds."""
 
 
 def read_hints(request_id: str, envelope: Any) -> dict[str, Any]:
@@ -47,10 +48,13 @@ def _read(kind: str, payload: dict[str, Any], hints: dict[str, Any]) -> None:
     """Add the hint of an action to `hints`."""
     if kind == RETAIN:
         seconds = payload.get("seconds")
-        if type(seconds) not in (int, float, type(None)):  # a text would be repeated
-            msg = f"seconds must be a number, not {seconds!r}"
-            raise TypeError(msg)
-        duration = None if seconds is None else round(seconds * NS_PER_S)
+        if seconds is None:
+            duration = None
+        elif type(seconds) in (int, float) and 0 < seconds <= MOST_SECONDS:
+            duration = max(1, round(seconds * NS_PER_S))
+        else:  # of a text, a billion copies would be made
+            msg = f"seconds must be above 0, and at most {MOST_SECONDS:,}, not {seconds!r}"
+            raise ValueError(msg)
         start, end = payload.get("start", 0), payload.get("end")
         hint = Retention(start, end, payload["priority"], duration)
         hints["retention"] = *hints.get("retention", ()), hint
