@@ -77,7 +77,8 @@ MOST_THREADS = 64
 """Largest number of threads: no limit of a process counts the kernel's memory for them."""
 
 MOST_FILES = 64
-"""Largest number of open files: nor for the content of pipes, 64 KiB of each."""
+"""Largest number of open files: no limit of a process counts the content of its pipes, 64 KiB
+of each."""
 
 _PAUSE_SECONDS = 0.01
 

@@ -95,10 +95,7 @@ class Call:
     @property
     def tokens(self) -> list[int] | None:
         """The token ids of the prompt; None if the client sent text."""
-        prompt = self.document.get("prompt")
-        if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-            return prompt
-        return None
+        return token_ids(self.document.get("prompt"))
 
     @property
     def most_output(self) -> int:
@@ -165,6 +162,13 @@ class Call:
     def _text(self, name: str) -> str | None:
         value = self.document.get(name)
         return value if isinstance(value, str) else None
+
+
+def token_ids(value: Any) -> list[int] | None:
+    """Return a value of JSON if it is a list of integers that is not empty; None if not."""
+    if isinstance(value, list) and value and all(type(token) is int for token in value):
+        return value
+    return None
 
 
 def token_request(

@@ -33,7 +33,7 @@ from kvcore_online.listener import (
     Listener,
     error_body,
 )
-from kvcore_online.prompts import Call, SentCall, token_request
+from kvcore_online.prompts import Call, SentCall, token_ids, token_request
 from kvcore_online.route_config import RouteConfig
 from kvcore_online.supervision import signalled, stopped, warn
 from kvcore_online.traffic import Flight
@@ -582,10 +582,10 @@ class Proxy:
 def _with_tokens(request: Request, answer: bytes) -> Request:
     """Return a request with keys of the token ids in a server's answer, if it has some."""
     try:
-        tokens = parse_json(answer, MOST_VALUES)["tokens"]
+        tokens = token_ids(parse_json(answer, MOST_VALUES)["tokens"])
     except (ValueError, LookupError, TypeError):
         return request
-    if not (isinstance(tokens, list) and tokens and all(type(item) is int for item in tokens)):
+    if tokens is None:
         return request
     names = ("id", "arrival", "key_tokens", "salt", "session")
     fields = {name: getattr(request, name) for name in names}

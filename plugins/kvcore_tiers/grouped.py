@@ -204,7 +204,7 @@ class GroupLevel(TierLevel):
             self.host.unpin_run(slots, now)
 
     def _tell_stored(self, block: Block, slot: int, now: int, host: PolicyHost) -> None:
-        """Tell the policy that `block` is in `slot`, which is held."""
+        """Report `block` to the policy as stored in `slot`, which is held."""
         group, _, seq, position = block
         cache, request = self._tiers.cache, seq.request
         start = position * cache.groups[group].block_size // cache.geometry.block_size

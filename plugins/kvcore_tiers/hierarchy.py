@@ -85,7 +85,7 @@ class TierStack(Generic[LevelT]):
             )
 
     def _tell_reload(self, slot_bytes: int) -> None:
-        """Tell policies of the cache in which time the nearest tier gives a block back."""
+        """Set how long the nearest tier takes to give a block back, for the policies."""
         if self.levels and self.levels[0].tier.load != "never":
             many = self.levels[0].link.load_ns(1000 * slot_bytes, 0)
             self.cache.geometry.reload_seconds = many / (1000 * NS_PER_S)

@@ -211,6 +211,11 @@ class TestForgeries:
                 {"routing": events[0]["routing"] | {"disaggregate": "prefill=x"}},
                 "pools that cannot be",
             ),
+            (
+                0,
+                {"routing": events[0]["routing"] | {"disaggregate": 7}},
+                "HEADER field 'routing.disaggregate': expected `str | null`, got `int`",
+            ),
         ):
             assert reason in forge([*events[:n], events[n] | change, *events[n + 1 :]])
 
