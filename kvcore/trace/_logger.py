@@ -9,6 +9,7 @@ from array import array
 from collections import Counter
 from contextlib import suppress
 from itertools import repeat
+from operator import itemgetter
 from typing import Any, BinaryIO
 
 import structlog
@@ -53,10 +54,9 @@ class TraceLogger(structlog.BoundLoggerBase):
 
     def write(self, line: dict[str, Any]) -> None:
         """Add one line to the batch, which is rendered when it is full. Costs 0.2 µs."""
-        runs = line.get("runs")
         batch = self._batch
         batch.append(line)
-        if runs.__class__ is array:
+        if "runs" in line and (runs := line["runs"]).__class__ is array:
             # A copy: the sequence goes on writing into its array.
             line["runs"] = ids = runs[:]
             self._blocks += len(ids)
@@ -64,7 +64,9 @@ class TraceLogger(structlog.BoundLoggerBase):
                 self._evicted.append(ids)
             elif self._evicted:
                 self._leave_out_evicted(line, ids)
-        if len(batch) >= self.batch_lines or self._blocks > BATCH_BLOCKS:
+            if self._blocks > BATCH_BLOCKS:
+                self.flush(all_lines=False)
+        if len(batch) >= self.batch_lines:
             self.flush(all_lines=False)
 
     def _leave_out_evicted(self, line: dict[str, Any], ids: Ids) -> None:
@@ -101,24 +103,24 @@ class TraceLogger(structlog.BoundLoggerBase):
         A GROW at its end is left in the batch, unless it is to be of `all_lines`.
         """
         batch, self._batch, self._blocks = self._batch, [], 0
-        if not all_lines and batch[-1]["event"] == "GROW":
+        if not all_lines and batch and batch[-1]["event"] == "GROW":
             self._batch = [batch.pop()]
         if not batch:
             return
-        counts, n = self._context, self.lines
-        for line in batch:
+        counts, counted, n, event = self._context, 0, self.lines, itemgetter("event")
+        for index, line in enumerate(batch):
             line["n"] = n
-            name = line["event"]
-            if name != "GROW":
-                counts[name] += 1
-                n += 1
-                continue
-            # It stands for an ALLOC of each block, and an EVICT of each that was a victim's.
-            blocks, evictions = len(line["grown"]), len(line.get("for", ()))
-            counts["ALLOC"] += blocks
-            if evictions:
-                counts["EVICT"] += evictions
-            n += blocks + evictions
+            n += 1
+            if "grown" in line:
+                # It stands for an ALLOC of each block, and an EVICT of each victim's block.
+                blocks, evictions = len(line["grown"]), len(line.get("for", ()))
+                counts.update(map(event, batch[counted:index]))
+                counts["ALLOC"] += blocks
+                if evictions:
+                    counts["EVICT"] += evictions
+                counted = index + 1
+                n += blocks + evictions - 1
+        counts.update(map(event, batch[counted:]))
         self.lines = n
         last = batch[-1]
         self.time = last["grown"][-1][0] if last["event"] == "GROW" else last["t"]
@@ -139,7 +141,7 @@ class TraceLogger(structlog.BoundLoggerBase):
 
 def find_runs(_: Any, __: str, batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Replace arrays of block ids by their runs, as JSON."""
-    with_ids = [line for line in batch if line.get("runs").__class__ is array]
+    with_ids = [line for line in batch if "runs" in line and line["runs"].__class__ is array]
     rendered = render_all_runs(line["runs"] for line in with_ids)
     for line, runs in zip(with_ids, rendered, strict=True):
         line["runs"] = Fragment(runs)
