@@ -8,6 +8,7 @@ from contextlib import ExitStack, aclosing, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
+from threading import Lock
 from time import perf_counter_ns, time
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -46,6 +47,9 @@ T = TypeVar("T")
 MOST_HELD = 16
 """Tokens without the end of a character from which on they are text as they are: a character
 has at most 4 bytes, and all that is held back is decoded again with each token."""
+
+MOST_JOINED = 256
+"""Most tokens of an answer that are sent as one piece: their text takes about 1 ms."""
 
 THREADED = 1 << 12
 """Bytes of a body from which on it is decoded on a thread: 1 KiB of text takes up to 5 ms."""
@@ -207,10 +211,17 @@ class Answer:
     body: str = ""
 
     def add(self, part: Tokens) -> str:
-        """Return the text that new tokens add."""
-        self.tokens += len(part.ids)
+        """Return the text that new tokens add, up to the one with which it stops."""
         self.cached = max(self.cached, part.cached)
-        added = self.text.add(part.ids, last=part.end is not None)
+        added = ""
+        for token in part.ids:
+            self.tokens += 1
+            added += self.text.add((token,))
+            if self.text.stopped:
+                break
+        else:
+            if part.end is not None:
+                added += self.text.add((), last=True)
         self.ended = self.text.stopped or part.end is not None
         return added
 
@@ -218,6 +229,48 @@ class Answer:
     def reason(self) -> str:
         """Why it has ended, as the API says it."""
         return "stop" if self.text.stopped else "length"
+
+
+class Parts:
+    """The parts of the answers to a call, joined until they are taken.
+
+    An engine may be faster than the loop, and a client slow to read. So a token costs no
+    callback of its own, and while it waits no more memory than its place in a list::
+
+        engine   put put put put put put put
+        loop         wake ......... take     one callback, and one piece for each answer
+    """
+
+    def __init__(self) -> None:
+        self._loop, self._ready = asyncio.get_running_loop(), asyncio.Event()
+        self._lock = Lock()
+        # By index of the request: its token ids, and all else of its parts.
+        self._waiting: dict[int, tuple[list[int], Tokens]] = {}
+
+    def put(self, index: int, part: Tokens) -> None:
+        """Add a part of the answer to a request, on the engine's thread."""
+        with self._lock:
+            wake = not self._waiting
+            ids, before = self._waiting.get(index, ([], part))
+            ids += part.ids
+            cached = max(before.cached, part.cached)
+            self._waiting[index] = ids, attrs.evolve(part, ids=(), cached=cached)
+        if wake:
+            self._loop.call_soon_threadsafe(self._ready.set)
+
+    async def take(self) -> list[tuple[int, Tokens]]:
+        """Wait for parts; return pieces of at most `MOST_JOINED` tokens, with their indices."""
+        await self._ready.wait()
+        self._ready.clear()
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        pieces = []
+        for index, (ids, rest) in waiting.items():
+            begins = range(0, len(ids), MOST_JOINED)
+            *full, last = [ids[begin : begin + MOST_JOINED] for begin in begins] or [[]]
+            pieces += [(index, Tokens(part)) for part in full]
+            pieces.append((index, attrs.evolve(rest, ids=last)))
+        return pieces
 
 
 class Server:
@@ -449,21 +502,19 @@ class Server:
 
         Closing the generator cancels the requests that have not ended.
         """
-        pieces: asyncio.Queue[tuple[int, Tokens]] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def listener(index: int, piece: Tokens) -> None:
-            loop.call_soon_threadsafe(pieces.put_nowait, (index, piece))
-
+        parts = Parts()
         for index, request in enumerate(requests):
-            self.engine.submit(request, partial(listener, index))
+            self.engine.submit(request, partial(parts.put, index))
         running = dict(enumerate(requests))
         try:
             while running:
-                index, piece = await pieces.get()
-                if piece.end is not None:
-                    del running[index]
-                yield index, piece
+                taken = await parts.take()
+                for index, piece in taken:
+                    if piece.end is not None:
+                        del running[index]
+                    yield index, piece
+                    if len(taken) > 1:
+                        await asyncio.sleep(0)  # others are served between two pieces
         finally:
             for request in running.values():
                 self.engine.cancel(request.id)

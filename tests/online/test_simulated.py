@@ -27,11 +27,11 @@ from kvcore.request import text_request
 from kvcore.serving.latency import StepWork
 from kvcore.units import NS_PER_S
 from kvcore_events.formats import decode
-from kvcore_online.engine import LiveLoop
+from kvcore_online.engine import LiveLoop, Tokens
 from kvcore_online.metrics import server_metrics
-from kvcore_online.server import ServeConfig, Server, run
+from kvcore_online.server import MOST_JOINED, ServeConfig, Server, run
 from kvcore_online.simulated import WORDS, SimulatedModel, SimulatedTokens
-from kvcore_online.tally import CANCELLED
+from kvcore_online.tally import CANCELLED, FINISHED
 from kvcore_replay.check.trace import replay
 
 TIER = "host:memory=1GiB,load=always,read_bandwidth=50MB"
@@ -508,3 +508,34 @@ def test_options_that_do_not_fit_are_refused(words, reason):
     run = run_here("serve", *words)
     assert run.returncode == 2
     assert reason in run.stderr
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_that_come_at_once_are_sent_together(stream):
+    """Tokens that an engine has before the loop takes them are one piece, up to a limit.
+
+    With a piece for each token nobody else was served while a fast engine had many answers.
+    """
+    tokens = 3 * MOST_JOINED + 1
+    with serving(simulated=True) as server:
+        word, *_ = server.engine.loop._tokens._model._tokens
+
+        def submit(_, listener):
+            for _ in range(tokens):
+                listener(Tokens([word], cached=4))
+            listener(Tokens(end=FINISHED))
+
+        server.engine.submit = submit
+        api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0)
+        options = {"stream_options": {"include_usage": True}} if stream else {}
+        answer = api.completions.create(
+            model=server.model, prompt="of the", max_tokens=tokens, stream=stream, **options
+        )
+        parts = list(answer) if stream else [answer]
+        api.close()
+    texts = [choice.text for part in parts for choice in part.choices]
+    usage = parts[-1].usage
+    assert "".join(texts) == f" {WORDS[0]}" * tokens
+    assert usage.completion_tokens == tokens
+    assert usage.prompt_tokens_details.cached_tokens == 4
+    assert len(texts) == (5 if stream else 1)
