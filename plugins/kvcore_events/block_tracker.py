@@ -169,6 +169,8 @@ class BlockTracker:
         self.examples: list[Anomaly] = []
         # By publisher, rank and group of layers.
         self._groups: dict[Publisher, dict[int | None, _Groups]] = {}
+        # In how many groups a hash is resident.
+        self._held: dict[Hash, int] = {}
         self._publishers: dict[Publisher, _Progress] = {}
 
     def apply(
@@ -201,7 +203,8 @@ class BlockTracker:
     def restart(self, publisher: Publisher) -> None:
         """Drop the blocks of a publisher that has restarted, and expect its first batch."""
         self.restarts += 1
-        self.forgotten += sum(map(_size, self._groups.pop(publisher, {}).values()))
+        for groups in self._groups.pop(publisher, {}).values():
+            self.forgotten += self._drop(groups)
         self._publishers.pop(publisher, None)
 
     def resident(self) -> dict[BlockLocation, dict[Hash, int]]:
@@ -216,13 +219,8 @@ class BlockTracker:
         }
 
     def holds(self, value: Hash) -> bool:
-        """Return True if a hash is resident anywhere."""
-        return any(
-            value in group.known
-            for ranks in self._groups.values()
-            for groups in ranks.values()
-            for group in groups.values()
-        )
+        """Return True if a hash is resident anywhere. O(1)."""
+        return value in self._held
 
     @property
     def missing(self) -> int:
@@ -247,7 +245,8 @@ class BlockTracker:
     def _apply_event(
         self, event: Event, publisher: Publisher, rank: int | None, where: str
     ) -> None:
-        groups = self._groups.setdefault(publisher, {}).setdefault(rank, {})
+        ranks = self._groups.setdefault(publisher, {})
+        groups = ranks.setdefault(rank, {})
         match event:
             case BlockStored() | PagesStored():
                 reuse = self.full or event.more.get("origin") == REUSED
@@ -256,13 +255,31 @@ class BlockTracker:
             case BlockRemoved():
                 self._remove(event, groups.get(event.group) or _Group(), where)
             case AllBlocksCleared():
-                self.cleared += _size(groups)
+                self.cleared += self._drop(groups)
                 groups.clear()
             case BlockUpdated(level=(old, new)):
                 group = groups.get(event.group) or _Group()
                 self._move(event.hash, group, (old, new), where)
             case UnparsedEvent():
                 self._note("unread", where, event.reason)
+        name = getattr(event, "group", None)
+        if name in groups and not groups[name].known:
+            del groups[name]
+        if not groups:
+            del ranks[rank]
+
+    def _drop(self, groups: _Groups) -> int:
+        """Forget all blocks of some groups; return how many they are, in all tiers."""
+        for group in groups.values():
+            for value in group.known:
+                self._leave(value)
+        return _size(groups)
+
+    def _leave(self, value: Hash) -> None:
+        """Record that a hash is resident in a group less."""
+        self._held[value] -= 1
+        if not self._held[value]:
+            del self._held[value]
 
     def _store(self, blocks: list[Block], group: _Group, where: str, *, reuse: bool) -> None:
         known = group.known
@@ -290,6 +307,8 @@ class BlockTracker:
         self, known: dict[Hash, tuple[Hash | None, Any]], block: Block, where: str
     ) -> None:
         """Compare the parent and the content of a block with those its hash had before."""
+        if block.hash not in known:
+            self._held[block.hash] = self._held.get(block.hash, 0) + 1
         parent, content = known.setdefault(block.hash, (block.parent, block.content))
         if parent != block.parent:
             what = f"parent {hash_text(block.parent)}, before {hash_text(parent)}"
@@ -306,6 +325,8 @@ class BlockTracker:
                 medium = tiers[0]
             if medium in tiers:
                 self.removed += group.remove(value, medium)
+                if value not in group.known:
+                    self._leave(value)
             else:
                 self._note("never_stored", where, f"block {hash_text(value)}")
 

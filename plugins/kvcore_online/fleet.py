@@ -208,6 +208,8 @@ class FollowedEvents(EventsView):
         request.
         """
         for part in self._parts(number, item):
+            if self._stopping.is_set():
+                return
             asyncio.run_coroutine_threadsafe(self._apply(*part), loop).result()
 
     def _parts(

@@ -1,6 +1,8 @@
 """`BlockTracker`: the resident blocks by the KV events of an engine, and the anomalies."""
 
 from helpers.kv_events import batch, removed, stored
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvcore_events.block_tracker import BlockLocation, BlockTracker
 from kvcore_events.model import (
@@ -59,6 +61,43 @@ def test_tiers_ranks_and_groups_are_tracked_separately():
         BlockLocation(0, 0, None, "CPU"): {1: 1},
         BlockLocation(0, 0, 1, "GPU"): {1: 1},
     }
+
+
+def test_groups_and_ranks_without_blocks_take_no_memory():
+    """Groups and ranks of which no block is resident are forgotten, as their blocks are."""
+    batches = (
+        EventBatch(
+            0.0, (stored(group=rank), stored(1, group=rank), removed(1, group=rank)), rank
+        )
+        for rank in range(10)
+    )
+    tracker = follow(*batches)
+    assert not any(tracker._groups.values())
+
+
+CHANGES = st.lists(
+    st.tuples(
+        st.sampled_from([stored, removed, AllBlocksCleared, "restart"]),
+        st.integers(0, 3),
+        st.integers(0, 1),
+        st.integers(0, 1),
+        st.sampled_from(["GPU", "CPU"]),
+    )
+)
+
+
+@given(CHANGES)
+def test_a_hash_is_held_as_long_as_a_location_has_it(changes):
+    """`holds` is true of the resident hashes alone, after any events of ranks and groups."""
+    tracker = BlockTracker()
+    for change, value, group, rank, medium in changes:
+        if change == "restart":
+            tracker.restart(rank)
+            continue
+        where = {"medium": medium, "group": group}
+        event = change() if change is AllBlocksCleared else change(value, **where)
+        tracker.apply(EventBatch(0.0, (event,), rank))
+        assert {value for value in range(4) if tracker.holds(value)} == held(tracker).keys()
 
 
 def test_removal_without_a_tier_finds_the_block():
@@ -210,6 +249,15 @@ def test_a_removal_looks_among_the_blocks_of_its_own_group():
     tracker.apply(batch(removed(Counted(7), group=7), removed(Counted(7), group=8)), 1)
     assert (tracker.removed, tracker.anomalies["never_stored"]) == (1, 1)
     assert Counted.looked_up < 20
+
+
+def test_whether_a_block_is_held_is_looked_up_once():
+    """Whether a hash is resident takes the same time for any groups and ranks."""
+    events = tuple(stored(group, group=group) for group in range(100))
+    tracker = follow(*(EventBatch(0.0, events, rank) for rank in range(3)))
+    Counted.looked_up = 0
+    assert [tracker.holds(Counted(value)) for value in (5, 1_000)] == [True, False]
+    assert Counted.looked_up == 2
 
 
 def test_a_restart_looks_at_the_blocks_of_its_own_publisher():

@@ -232,6 +232,12 @@ def test_a_large_batch_is_applied_in_small_parts(view):
     assert sizes == [fleets.PART_KEYS] * 3
 
 
+def test_a_follower_that_is_stopped_leaves_the_rest_of_its_batch(view):
+    """The end does not wait until a large batch is applied."""
+    asyncio.run(view.stop())
+    view._read(0, blocks(0, fleets.PART_KEYS), loop=None)
+
+
 def test_a_batch_of_clears_looks_at_all_blocks_once(view):
     """Clears of a rank that has no blocks cost no more than one, however many they are."""
     list(view._parts(0, blocks(0, 4)))
