@@ -28,12 +28,14 @@ class SentCall:
     Attributes:
         path: path of the API, such as `/v1/completions`.
         body: the bytes of the body.
+        stream: whether the answer is streamed.
         counted: whether the client asks for the usage at the end of a stream.
         most_output: largest number of output tokens that the client asks for.
     """
 
     path: str
     body: bytes
+    stream: bool
     counted: bool
     most_output: int
 
@@ -84,7 +86,7 @@ class Call:
             options = options if isinstance(options, dict) else {}
             options = {**options, "include_usage": True}
             body = orjson.dumps({**self.document, "stream_options": options})
-        return SentCall(self.path, body, self.counted, self.most_output)
+        return SentCall(self.path, body, self.stream, self.counted, self.most_output)
 
     @property
     def question(self) -> dict[str, Any]:

@@ -74,6 +74,9 @@ OK = 200
 class UnservedError(Exception):
     """Raised if a server does not answer, or with an answer that cannot be passed on.
 
+    How long an answer is, and how long a whole one takes, its client has asked for: it is no
+    failure, or one client could have all servers down.
+
     Attributes:
         failure: whether it counts as a failure of the server.
     """
@@ -132,8 +135,7 @@ class EventStream:
         answers = bytes(rest[:end])
         del rest[:end]
         if len(rest) > LONGEST_EVENT:
-            msg = "an event of its stream is too long"
-            raise UnservedError(msg)
+            _refuse("an event of its stream is too long")
         self._flight.output += answers.count(b'"choices":[{') + answers.count(b'"choices": [{')
         if b'"usage"' not in answers:
             return answers
@@ -467,7 +469,8 @@ class Proxy:
                 response.close()
             if isinstance(error, TimeoutError):
                 msg = "it did not answer in time"
-                raise UnservedError(msg, failure=attempt.open) from error
+                whole = attempt.deadline is not None and not call.stream
+                raise UnservedError(msg, failure=attempt.open and not whole) from error
             if isinstance(error, (self._aiohttp.ClientError, OSError)):
                 raise UnservedError(str(error) or type(error).__name__) from error
             raise
@@ -512,7 +515,8 @@ class Proxy:
                             await self._give(out, http, events)
                     last = bytes(stream.rest)
                 except (UnservedError, self._aiohttp.ClientError, TimeoutError) as error:
-                    self.fleet.failed(server)
+                    if getattr(error, "failure", True):
+                        self.fleet.failed(server)
                     status = str(NO_SERVER)
                     reason = str(error) or "it was too slow"
                     why = f"{server.options.name} ended within its answer: {reason}"
@@ -568,7 +572,7 @@ class Proxy:
             parts.append(data)
             size += len(data)
             if size > most:
-                _refuse("its answer is too large", failure=True)
+                _refuse("its answer is too large")
             data = await self._part(response)
         return b"".join(parts)
 

@@ -32,6 +32,7 @@ from kvcore import Request, read_events
 from kvcore.errors import InputError, StorageError
 from kvcore.files import AtomicFile
 from kvcore.serving.router import Router
+from kvcore.untrusted import LONGEST_EVENT
 from kvcore_events.formats import encode
 from kvcore_events.model import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvcore_events.publisher import Publisher
@@ -810,12 +811,46 @@ async def test_a_busy_server_is_no_failure_and_another_one_is_asked(
 
 
 @played(answer=10, health_interval=60)
-async def test_an_answer_that_is_too_large_is_a_failure(proxy, servers, client):
-    """A whole answer beyond the limit is not passed on, and is a failure of its server."""
+async def test_an_answer_that_is_too_large_is_no_failure(proxy, servers, client):
+    """A whole answer beyond the limit is not passed on; its length is its client's choice."""
     status, _, text = await ask(client)
     assert status == 503
     assert "its answer is too large" in text
-    assert [server.failures for server in proxy.fleet.servers] == [1, 1]
+    assert [server.failures for server in proxy.fleet.servers] == [0, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@played(first_byte_timeout=0.1, health_interval=60, failures=100)
+async def test_only_a_stream_that_does_not_begin_in_time_is_a_failure(
+    proxy, servers, client, stream
+):
+    """The first byte of a whole answer comes at its end, which is its client's choice."""
+    for server in servers:
+        server.script = "wait"
+    status, _, text = await ask(client, stream=stream)
+    assert status == 503
+    assert "it did not answer in time" in text
+    assert [server.failures for server in proxy.fleet.servers] == [stream, stream]
+
+
+@played(count=1, health_interval=60)
+async def test_an_event_that_is_too_long_is_no_failure(proxy, servers, client):
+    """An event beyond the limit ends its stream alone: it has what its client asked for."""
+
+    async def long(http):
+        out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await out.prepare(http)
+        await out.write(b"data: {}\n\n")
+        await out.write(b"x" * (LONGEST_EVENT + 1))
+        return out
+
+    (server,) = servers
+    await server.stop()
+    server._complete = long
+    await server.start()
+    _, _, text = await ask(client, stream=True)
+    assert "an event of its stream is too long" in text
+    assert proxy.fleet.servers[0].failures == 0
 
 
 def test_a_port_in_use_is_refused(tmp_path):
