@@ -22,7 +22,9 @@ from kvcore.plugins import describe, resolve
 from kvcore.request import NO_HINTS, Key, Request
 from kvcore.trace.fields import EvictionDigest
 from kvcore.trace.writer import LiveTrace
-from kvcore.units import NS_PER_S
+from kvcore.units import INT64_LIMIT, NS_PER_S
+from kvcore.untrusted import LONGEST_SESSION
+from kvcore_replay.keyed import KeyedNames
 
 Id = int | str
 Lost = Literal["gone", "expired"]
@@ -139,6 +141,9 @@ class EngineRecorder:
     key leaves the trace with the last of its blocks; blocks may leave before their room is
     needed; and the blocks below a lost block leave with it, with reason `gone`.
 
+    What clients choose neither ends it nor can be read in it: salts, tenants and sessions are
+    written as keyed hashes (`KeyedNames`). So are ids and tools that are long or no plain text.
+
     No method raises. A file that cannot be written ends the recording with a warning in the
     log; the lines so far stay in `<path>.part`. The recording is closed when the process ends;
     a killed process leaves a `.part` with all but the last few seconds.
@@ -185,6 +190,7 @@ class EngineRecorder:
         self._now = self._flushed = 0
         self._requests: dict[Id, _Recorded] = {}
         self._uses: Counter[Id] = Counter()
+        self._hashed = KeyedNames()
         # Number of blocks of a key in the engine, where it is not one; and number of blocks of
         # keys that cannot be hit.
         self._copies: dict[Key, int] = {}
@@ -218,8 +224,8 @@ class EngineRecorder:
         """
         if request.id in self._requests:
             return
-        self._uses[request.id] += 1
-        name, hints = request.id, request.hints
+        name, hints = self._plain("id", request.id), request.hints
+        self._uses[name] += 1
         if self._uses[name] > 1:
             name = f"{name}#{self._uses[name]}"
         # The engine has not followed these hints, and so the cache must not.
@@ -227,7 +233,15 @@ class EngineRecorder:
         keys = request.keys
         if self._accounting == "tokens":
             keys = keys[: request.prompt_tokens // self._size]
-        kept = attrs.evolve(request, id=name, keys=keys, hints=hints)
+        hidden: dict[str, Any] = {
+            field: self._hashed.name(field, value)
+            for field in ("salt", "tenant", "session")
+            if (value := getattr(request, field)) is not None
+        }
+        kept = attrs.evolve(
+            request, id=name, keys=keys, hints=hints, tool=self._plain("tool", request.tool),
+            priority=max(-INT64_LIMIT, min(request.priority, INT64_LIMIT - 1)), **hidden,
+        )  # fmt: skip
         self._cache.announce(kept, self._at(now))
         self._requests[request.id] = _Recorded(kept)
 
@@ -387,6 +401,14 @@ class EngineRecorder:
         self.close()
 
     # Inside.
+
+    def _plain(self, kind: str, name: Any) -> Any:
+        """Return a name as it may stand in a trace; `#` is for the suffixes of ids."""
+        if not isinstance(name, str):
+            return name
+        plain = name.isascii() and name.isprintable() and "#" not in name
+        plain = plain and len(name) <= LONGEST_SESSION
+        return name if plain else self._hashed.name(kind, name)
 
     def _evict(self, keys: Iterable[Key], requester: Id, now: int) -> None:
         """Evict the blocks that the engine has evicted."""

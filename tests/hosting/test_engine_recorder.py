@@ -419,3 +419,49 @@ def test_a_digest_identifies_blocks_by_their_keys():
     joined = EvictionDigest.joined(digests)
     assert joined.blocks == 3
     assert joined.hexdigest != digests[0].hexdigest
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"id": "a#2"},
+        {"id": "\ud800"},
+        {"session": "\ud800"},
+        {"salt": "\ud800"},
+        {"tool": "\ud800"},
+        {"priority": 1 << 63},
+        {"priority": -(1 << 64)},
+    ],
+)
+def test_what_a_client_chooses_ends_no_recording(path, fields):
+    """A request with names or a priority that no trace can hold is recorded, and later ones."""
+    recorder = make(path, blocks=16)
+    request = attrs.evolve(ask("first", [1]), **fields)
+    recorder.request(request, 0)
+    recorder.opened(request.id, hit=0, blocks=2, now=0)
+    for now, keys in enumerate(([2], [3], [4]), 1):
+        serve(recorder, "a", keys, now)
+    recorder.closed(request.id, 9, output=1)
+    lines, report = finish(recorder, path)
+    names = [line["id"] for line in lines_of(lines, "REQUEST")]
+    assert (report.finished, len(set(names))) == (4, 4)
+    assert names[1:] == ["a", "a#2", "a#3"]
+
+
+def test_salts_tenants_and_sessions_cannot_be_read_in_a_recording(path):
+    """Names that identify are hashes: equal ones are equal, and no two recordings have them."""
+    written = []
+    for file in (path, path.with_name("other.jsonl")):
+        recorder = make(file)
+        for name in ("a", "b"):
+            secret = {"salt": "of-a-tenant", "tenant": "of-a-tenant", "session": "eve@x.org"}
+            recorder.request(attrs.evolve(ask(name, [1]), **secret), 0)
+        recorder.close()
+        data = file.read_bytes()
+        assert b"of-a-tenant" not in data
+        assert b"eve@x.org" not in data
+        first, second = lines_of([line.as_dict() for line in read_events(file)], "REQUEST")
+        hidden = [first[field] for field in ("salt", "tenant", "session")]
+        assert hidden == [second[field] for field in ("salt", "tenant", "session")]
+        written += hidden
+    assert len(set(written)) == 6
