@@ -24,7 +24,7 @@ from kvcore.trace.fields import EvictionDigest
 from kvcore.trace.writer import LiveTrace
 from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.untrusted import LONGEST_SESSION
-from kvcore_replay.keyed import KeyedNames
+from kvcore_plugins.traces.keyed import KeyedNames
 
 Id = int | str
 Lost = Literal["gone", "expired"]

@@ -30,7 +30,7 @@ from kvcore_events.subscriber import Server, Subscriber
 from kvcore_online.route_config import RouteConfig, Upstream
 from kvcore_online.supervision import PAUSE_SECONDS, Messages, supervised, warn
 from kvcore_online.traffic import Flight, Metrics, TrafficLog
-from kvcore_replay.keyed import KeyedNames
+from kvcore_plugins.traces.keyed import KeyedNames
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession

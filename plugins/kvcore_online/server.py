@@ -34,7 +34,7 @@ from kvcore_online.simulated import SimulatedModel, SimulatedTokens
 from kvcore_online.stored import StoredBlocks
 from kvcore_online.supervision import signalled, stopped
 from kvcore_online.tally import CANCELLED, FAILED, REJECTED
-from kvcore_replay.keyed import KeyedNames
+from kvcore_plugins.traces.keyed import KeyedNames
 
 if TYPE_CHECKING:
     from aiohttp import web

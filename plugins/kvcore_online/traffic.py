@@ -16,7 +16,7 @@ from kvcore.request import Request
 from kvcore.serving.router import Replica
 from kvcore.trace.writer import LiveTrace
 from kvcore_cluster.trace import ClusterTrace
-from kvcore_replay.keyed import KeyedNames
+from kvcore_plugins.traces.keyed import KeyedNames
 
 MOST_HELD = 1 << 20
 """Largest number of keys of ended requests that wait for a request that arrived before them."""

@@ -16,7 +16,7 @@ It adds the verbs `replay`, `whatif`, `watch`, `plot` and `export`, the options 
     pricing.py, billing.py   prices of APIs that cache prompts, and bills by them
     gpu_cost.py       prices of GPU hours, and what a deployment costs by them
     export.py         the events and requests of a trace in formats of other tools
-    anonymise.py, keyed.py   a trace without names, which are keyed hashes there
+    anonymise.py      a trace without names, which are keyed hashes there
     report/           reports, plots, the live view, tracks for Perfetto
     cli/              the verbs, and the options
 """

@@ -11,8 +11,8 @@ import orjson
 
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace.jsonl_file import SealedWriter
+from kvcore_plugins.traces.keyed import KeyedNames
 from kvcore_plugins.traces.reader import read_events
-from kvcore_replay.keyed import KeyedNames
 
 NAMES = ("salt", "tenant", "session", "tool")
 """Fields with names of people, applications and conversations."""

@@ -21,7 +21,7 @@ from kvcore_events.sequencer import BatchSequencer, Delivery, Gap, Restart
 from kvcore_online import fleet as fleets
 from kvcore_online.proxy import Proxy, _run
 from kvcore_online.route_config import RouteConfig
-from kvcore_replay.keyed import KeyedNames
+from kvcore_plugins.traces.keyed import KeyedNames
 
 PLUGINS = Plugins()
 

@@ -514,7 +514,7 @@ def test_options_that_do_not_fit_are_refused(words, reason):
 def test_tokens_that_come_at_once_are_sent_together(stream):
     """Tokens that an engine has before the loop takes them are one piece, up to a limit.
 
-    With a piece for each token nobody else was served while a fast engine had many answers.
+    With a piece for each token no other client was served while a fast engine had many answers.
     """
     tokens = 3 * MOST_JOINED + 1
     with serving(simulated=True) as server:

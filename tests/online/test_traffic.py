@@ -9,7 +9,7 @@ from kvcore.errors import InputError
 from kvcore.serving.router import Replica
 from kvcore_online import traffic
 from kvcore_online.traffic import Flight, TrafficLog
-from kvcore_replay.keyed import KeyedNames
+from kvcore_plugins.traces.keyed import KeyedNames
 
 KEYS = 4
 """Keys of each request, which count towards `MOST_HELD` beside `REQUEST_KEYS`."""

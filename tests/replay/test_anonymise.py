@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from kvcore import read_events
 from kvcore.errors import InputError
+from kvcore_plugins.traces.keyed import KeyedNames
 from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.anonymise import KEYS, NAMES, anonymise
 from kvcore_replay.check.trace import check_trace
-from kvcore_replay.keyed import KeyedNames
 
 SECRETS = {"salt": "TOP-SECRET", "tenant": "Alice GmbH", "session": "alice@example.org"}
 

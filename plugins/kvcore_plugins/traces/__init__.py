@@ -6,4 +6,5 @@ To read, in this order::
     reader.py      lines as events, checked; requests as they were
     served.py      what HEADER says of models, devices, steps and routers, by type
     expansion.py   one line for the blocks of a jump, as the lines that it stands for
+    keyed.py       names of people and prompts as keyed hashes, also where a trace is written
 """

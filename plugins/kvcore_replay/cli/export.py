@@ -119,8 +119,8 @@ def _tracks(trace: Path, out: Path, tick: Tick, replica: str | None) -> dict[str
 
 
 def _anonymised(trace: Path, out: Path, key: Path | None, tick: Tick) -> dict[str, Any]:
+    from kvcore_plugins.traces.keyed import KeyedNames  # noqa: PLC0415 - as above
     from kvcore_replay.anonymise import anonymise  # noqa: PLC0415 - as above
-    from kvcore_replay.keyed import KeyedNames  # noqa: PLC0415 - as above
 
     return {"lines": anonymise(trace, out, KeyedNames.from_file(key), tick)}
 
