@@ -9,7 +9,7 @@ import attrs
 import orjson
 
 from kvcore.errors import InputError
-from kvcore.request import KEY_BYTES, Key, Request, TextRequest, block_keys
+from kvcore.request import KEY_BYTES, Key, Request, block_keys
 from kvcore.untrusted import LONGEST_SESSION, MOST_VALUES, parse_json
 
 MOST_KEYS = 8_192
@@ -175,8 +175,10 @@ def token_ids(value: Any) -> list[int] | None:
 
 def token_request(
     tokens: list[int], *, key_tokens: int, salt: str | None, **more: Any
-) -> TextRequest | None:
+) -> Request | None:
     """Return a request with keys of these token ids; None: only a server can refuse them.
+
+    The ids are not kept, which take 8 times the memory of their body while a server answers.
 
     Args:
         tokens: the token ids of the prompt.
@@ -189,4 +191,4 @@ def token_request(
     except InputError:
         return None
     more |= {"key_tokens": key_tokens, "salt": salt}
-    return TextRequest(prompt_tokens=len(tokens), keys=keys, tokens=tokens, **more)
+    return Request(prompt_tokens=len(tokens), keys=keys, **more)
