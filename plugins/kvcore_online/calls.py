@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from math import inf
@@ -134,7 +135,8 @@ class CallReader:
         output = OUTPUT
         for name in ("max_tokens", "max_completion_tokens"):
             output = _number(document, name, output, 1, whole=True)
-        prompts = self.prompts(document, chat=chat)
+        # Kept as long as the call waits and runs: a list takes 10 times the memory.
+        prompts = [array("I", tokens) for tokens in self.prompts(document, chat=chat)]
         tokens = max(map(len, prompts))
         if tokens + output > self.longest:
             msg = (

@@ -1,5 +1,6 @@
 """The calls of `kvcore serve` as they are read, without a server: limits, what is passed on."""
 
+import sys
 from itertools import count
 
 import pytest
@@ -126,9 +127,19 @@ def test_prompts_are_texts_or_tokens_or_lists_of_these():
     """A prompt is a text or token ids; a list of prompts may have both kinds."""
     encode = SimulatedModel().encode
     ids = [0, VOCABULARY - 1]
-    assert read({"prompt": "a b"}).prompts == [encode("a b")]
-    assert read({"prompt": ids}).prompts == [ids]
-    assert read({"prompt": ["a b", ids]}).prompts == [encode("a b"), ids]
+
+    def prompts(prompt):
+        return list(map(list, read({"prompt": prompt}).prompts))
+
+    assert prompts("a b") == [encode("a b")]
+    assert prompts(ids) == [ids]
+    assert prompts(["a b", ids]) == [encode("a b"), ids]
+
+
+def test_a_call_takes_four_bytes_for_a_token():
+    """Prompts of calls that wait take the memory of their bodies, not of integers."""
+    few, many = (read({"prompt": [5] * tokens}).prompts[0] for tokens in (1, 901))
+    assert sys.getsizeof(many) - sys.getsizeof(few) < 4_000
 
 
 def test_the_lengths_and_answers_of_a_call_are_limited_to_the_last_one():
