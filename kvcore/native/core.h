@@ -57,14 +57,19 @@ static inline PyObject **slot(PyObject *object, Py_ssize_t offset)
 
 #define SPAN(span, name) (*slot(span, span_slots.name))
 
-/* Return the integer of a slot; -1 with an exception if a plugin has put something else there. */
+/* A plugin may put anything into a slot of a span, or delete it: the value, or NULL with an
+ * exception. */
+static inline PyObject *there(PyObject *value)
+{
+    if (!value)
+        PyErr_SetString(PyExc_AttributeError, "an attribute of a span was deleted");
+    return value;
+}
+
+/* Return the integer of a slot; -1 with an exception if something else is there. */
 static inline i64 int_of(PyObject *value)
 {
-    if (!value) {
-        PyErr_SetString(PyExc_AttributeError, "an attribute of a span was deleted");
-        return -1;
-    }
-    return PyLong_AsLongLong(value);
+    return there(value) ? PyLong_AsLongLong(value) : -1;
 }
 
 #define SPAN_INT(span, name) int_of(SPAN(span, name))

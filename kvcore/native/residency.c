@@ -250,7 +250,7 @@ int residency_evicted(Residency *r, PyObject *span, i64 count, i64 now, const i6
     if (keys != r->path || end != r->start) {
         if (run_left(r) < 0)
             return -1;
-        r->path = Py_NewRef(keys);
+        r->path = Py_XNewRef(keys);
         r->end = end;
         r->ratio = ratio;
     }

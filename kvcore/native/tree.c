@@ -150,6 +150,8 @@ int tree_at(Tree *t, i64 now)
 
 PyObject *key_at(PyObject *keys, i64 place)
 {
+    if (!there(keys))
+        return NULL;
     if (PyList_CheckExact(keys) && place < PyList_GET_SIZE(keys))
         return Py_NewRef(PyList_GET_ITEM(keys, place));
     return PySequence_GetItem(keys, place);
@@ -181,6 +183,49 @@ i64 common_prefix(PyObject *one, PyObject *other, i64 start, i64 end, i64 ratio)
         *(same ? &low : &high) = middle;
     }
     return high * ratio;
+}
+
+/* Return the parent of `span`, a new reference, which a plugin that is called cannot free; NULL
+ * with an exception if a plugin has put something else there. */
+static PyObject *parent_of(Tree *t, PyObject *span)
+{
+    PyObject *parent = SPAN(span, parent);
+    if (parent && Py_TYPE(parent) == span_slots.type)
+        return Py_NewRef(parent);
+    refuse(t, t->policy, PyUnicode_FromString("`parent` of a span in the cache"),
+           PyUnicode_FromFormat("%R: the cache alone writes it", parent ? parent : Py_None));
+    return NULL;
+}
+
+/* Return the dictionary of the children of `span`, likewise. */
+static PyObject *children_of(Tree *t, PyObject *span)
+{
+    PyObject *children = SPAN(span, children);
+    if (children && PyDict_Check(children))
+        return Py_NewRef(children);
+    refuse(t, t->policy, PyUnicode_FromString("`children` of a span with children"),
+           PyUnicode_FromFormat("%R: the cache alone writes it", children ? children : Py_None));
+    return NULL;
+}
+
+/* Go up, from a reference to `span` to one to its parent. */
+static PyObject *climb(Tree *t, PyObject *span)
+{
+    PyObject *parent = parent_of(t, span);
+    Py_DECREF(span);
+    return parent;
+}
+
+/* For each span from `bottom`, which is in the cache, to below the root. `span` is a reference,
+ * for `left` after the loop, or on the way out of it: 0 at the root, -1 elsewhere. */
+#define UPWARDS(t, span, bottom)                                                                  \
+    for (span = Py_NewRef(bottom); span && span != (t)->root; span = climb(t, span))
+
+static int left(const Tree *t, PyObject *span)
+{
+    int at_root = span == t->root;
+    Py_XDECREF(span);
+    return at_root ? 0 : -1;
 }
 
 /* Return the child of `span` at a key, borrowed; NULL without one, or with an exception. */
@@ -281,20 +326,22 @@ static PyObject *new_span(Tree *t, i64 start, i64 end, PyObject *parent, i64 pin
 
 static PyObject *split(Tree *t, PyObject *lower, i64 at)
 {
-    PyObject *keys = SPAN(lower, path_keys), *parent = SPAN(lower, parent);
+    PyObject *keys = SPAN(lower, path_keys), *parent = parent_of(t, lower);
+    PyObject *siblings = parent ? children_of(t, parent) : NULL;
     i64 start = SPAN_INT(lower, start), pins = SPAN_INT(lower, ref_count);
-    PyObject *first = key_at(keys, start / t->ratio), *cut = key_at(keys, at / t->ratio);
+    PyObject *first = siblings ? key_at(keys, start / t->ratio) : NULL;
+    PyObject *cut = first ? key_at(keys, at / t->ratio) : NULL;
     PyObject *children = PyDict_New(), *upper = NULL;
-    if (!first || !cut || !children || PyDict_SetItem(children, cut, lower) < 0)
+    if (!cut || !children || PyDict_SetItem(children, cut, lower) < 0)
         goto done;
     upper = new_span(t, start, at, parent, pins + 1, children, keys);
     if (!upper)
         goto done;
-#define COPY(name) SPAN(upper, name) = Py_NewRef(SPAN(lower, name));
+#define COPY(name) SPAN(upper, name) = Py_XNewRef(SPAN(lower, name));
     COPY(created) COPY(last_access) COPY(created_order) COPY(last_hit_order) COPY(last_request)
     COPY(released_order) COPY(hit_count) COPY(tenant) COPY(created_by)
 #undef COPY
-    if (PyDict_SetItem(SPAN(parent, children), first, upper) < 0
+    if (PyDict_SetItem(siblings, first, upper) < 0
         || SPAN_PUT(lower, parent, Py_NewRef(upper)) < 0 || SPAN_PUT_INT(lower, start, at) < 0) {
         Py_CLEAR(upper);
         goto done;
@@ -305,6 +352,7 @@ static PyObject *split(Tree *t, PyObject *lower, i64 at)
         Py_CLEAR(upper);
 done:
     Py_XDECREF(first), Py_XDECREF(cut), Py_XDECREF(children);
+    Py_XDECREF(parent), Py_XDECREF(siblings);
     return upper;
 }
 
@@ -323,9 +371,9 @@ static int pin(Tree *t, PyObject *span)
 
 static int remove_leaf(Tree *t, PyObject *span)
 {
-    PyObject *parent = Py_NewRef(SPAN(span, parent)), *children = SPAN(parent, children);
+    PyObject *parent = parent_of(t, span), *children = parent ? children_of(t, parent) : NULL;
     i64 start = SPAN_INT(span, start), blocks = SPAN_INT(span, end) - start;
-    PyObject *key = key_at(SPAN(span, path_keys), start / t->ratio);
+    PyObject *key = children ? key_at(SPAN(span, path_keys), start / t->ratio) : NULL;
     int failed = !key || call_int(t, INDEX_REMOVE, span, start) < 0
         || PyDict_DelItem(children, key) < 0;
     Py_XDECREF(key);
@@ -335,7 +383,7 @@ static int remove_leaf(Tree *t, PyObject *span)
         || SPAN_PUT(span, parent, Py_NewRef(Py_None)) < 0
         || (!PyDict_GET_SIZE(children) && !SPAN_INT(parent, ref_count)
             && call(t, ON_LEAF, parent, NULL, NULL) < 0);
-    Py_DECREF(parent);
+    Py_XDECREF(parent), Py_XDECREF(children);
     return failed ? -1 : 0;
 }
 
@@ -362,7 +410,8 @@ static PyObject *next_victim(Tree *t, i64 *count)
         && SPAN(span, geometry) == t->geometry && !SPAN_INT(span, ref_count);
     if (is_leaf) {
         children = SPAN(span, children);
-        is_leaf = children && (children == Py_None || !PyDict_GET_SIZE(children));
+        is_leaf = children == Py_None
+            || (children && PyDict_Check(children) && !PyDict_GET_SIZE(children));
     }
     if (!is_leaf) {
         if (!PyErr_Occurred() && set_int(t->tree, "unpinned_blocks", t->unpinned) == 0)
@@ -513,25 +562,33 @@ static int lay_out(Tree *t, Job *job)
 
 static int record_hit(Tree *t, Job *job, PyObject *id, int resumed)
 {
-    PyObject *span, *root = t->root;
-    if (!resumed && t->residency.object)
-        for (span = job->span; span != root; span = SPAN(span, parent))
+    PyObject *span;
+    if (!resumed && t->residency.object) {
+        UPWARDS(t, span, job->span)
             histogram_add(&t->residency.age_at_hit, t->now - SPAN_INT(span, last_access), 0, 1,
                           SPAN_INT(span, end) - SPAN_INT(span, start));
-    for (span = job->span; span != root; span = SPAN(span, parent)) {
-        if (SPAN_PUT(span, creator, Py_NewRef(Py_None)) < 0)
+        if (left(t, span) < 0)
             return -1;
+    }
+    UPWARDS(t, span, job->span) {
+        if (SPAN_PUT(span, creator, Py_NewRef(Py_None)) < 0)
+            return left(t, span);
         if (!resumed && (SPAN_PUT_INT(span, hit_count, SPAN_INT(span, hit_count) + 1) < 0
                          || SPAN_PUT(span, last_hit_order, Py_NewRef(job->token)) < 0
                          || SPAN_PUT(span, last_request, Py_NewRef(id)) < 0))
-            return -1;
+            return left(t, span);
         if (SPAN_PUT(span, last_access, Py_NewRef(t->now_object)) < 0)
+            return left(t, span);
+    }
+    if (left(t, span) < 0)
+        return -1;
+    if (!resumed && t->hooks[ON_ACCESS]) {
+        UPWARDS(t, span, job->span)
+            if (call(t, ON_ACCESS, span, t->now_object, NULL) < 0)
+                break;
+        if (left(t, span) < 0)
             return -1;
     }
-    if (!resumed && t->hooks[ON_ACCESS])
-        for (span = job->span; span != root; span = SPAN(span, parent))
-            if (call(t, ON_ACCESS, span, t->now_object, NULL) < 0)
-                return -1;
     return resumed ? 0 : call(t, WATCH_HIT, job->span, t->now_object, NULL);
 }
 
@@ -612,13 +669,17 @@ static int find(Tree *t, Job *job, i64 now, Hit *hit)
         return -1;
     }
     i64 end = hit->blocks;
-    for (PyObject *node = hit->span; hit->blocks && !SPAN_INT(node, ref_count);
-         node = SPAN(node, parent)) {
+    PyObject *node = Py_NewRef(hit->span);
+    while (hit->blocks && node && !SPAN_INT(node, ref_count)) {
         i64 start = SPAN_INT(node, start);
         hit->unpinned += end - start;
         end = start;
+        node = climb(t, node);
     }
-    return 0;
+    Py_XDECREF(node);
+    if (!node)
+        clear_hit(hit);
+    return node ? 0 : -1;
 }
 
 /* Return how many blocks of a job would hit; -1 with an exception. */
@@ -634,7 +695,7 @@ i64 tree_probe(Tree *t, Job *job, i64 now)
 /* Pin what `job` hits, and allocate `need` blocks more. */
 static int enter(Tree *t, Job *job, const Hit *hit, i64 need)
 {
-    PyObject *node, *root = t->root;
+    PyObject *node, *bottom;
     int resumed = job->admitted >= 0;
     job->admission = ++t->admissions;
     Py_SETREF(job->keys, Py_NewRef(hit->keys));
@@ -644,14 +705,19 @@ static int enter(Tree *t, Job *job, const Hit *hit, i64 need)
         job->span = split(t, hit->span, hit->blocks);
         if (!job->span)
             return -1;
-        node = SPAN(job->span, parent); /* the upper half is pinned by the split */
+        bottom = parent_of(t, job->span); /* the upper half is pinned by the split */
     } else {
         job->span = Py_NewRef(hit->span);
-        node = hit->span;
+        bottom = Py_NewRef(hit->span);
     }
-    for (; node != root; node = SPAN(node, parent))
+    if (!bottom)
+        return -1;
+    UPWARDS(t, node, bottom)
         if (pin(t, node) < 0)
-            return -1;
+            break;
+    Py_DECREF(bottom);
+    if (left(t, node) < 0)
+        return -1;
     if (hit->blocks < job->limit && !resumed && t->hooks[ON_MISS]) {
         PyObject *hits = PyLong_FromLongLong(hit->blocks);
         int failed = hits ? call(t, ON_MISS, job->request, hits, t->now_object) : -1;
@@ -661,7 +727,7 @@ static int enter(Tree *t, Job *job, const Hit *hit, i64 need)
     }
     PyObject *id = FIELD(job->request, id);
     int failed = !id || allocate(t, need, id) < 0
-        || (job->span != root && record_hit(t, job, id, resumed) < 0);
+        || (job->span != t->root && record_hit(t, job, id, resumed) < 0);
     Py_XDECREF(id);
     if (failed)
         return -1;
@@ -708,7 +774,7 @@ int tree_extend(Tree *t, Job *job, i64 tokens, i64 now)
 /* Unpin the path of `job`, leaf to root, and free its private blocks. */
 int tree_close(Tree *t, Job *job, i64 now, int ended)
 {
-    PyObject *span, *root = t->root;
+    PyObject *span;
     if (tree_at(t, now) < 0)
         return -1;
     t->free += job->blocks - job->shared_end;
@@ -716,17 +782,19 @@ int tree_close(Tree *t, Job *job, i64 now, int ended)
         return -1;
     if (SPAN_PUT(job->span, creator, Py_NewRef(Py_None)) < 0)
         return -1;
-    for (span = job->span; span != root; span = SPAN(span, parent)) {
+    UPWARDS(t, span, job->span) {
         i64 pins = SPAN_INT(span, ref_count) - 1;
         if (SPAN_PUT_INT(span, ref_count, pins) < 0)
-            return -1;
+            return left(t, span);
         if (pins)
             continue;
         t->unpinned += SPAN_INT(span, end) - SPAN_INT(span, start);
         if (SPAN_PUT_INT(span, released_order, ++t->released) < 0
             || call(t, ON_RELEASE, span, t->now_object, NULL) < 0)
-            return -1;
+            return left(t, span);
     }
+    if (left(t, span) < 0)
+        return -1;
     Py_CLEAR(job->span);
     if (!ended)
         Py_CLEAR(job->keys); /* of generated blocks too, perhaps */
@@ -831,8 +899,12 @@ static int switch_to_cached(Tree *t, Job *job, i64 upto)
     PyObject *top = Py_NewRef(job->span), *span = match(t, job->keys, upto, top, &end);
     PyObject *path = span ? PyList_New(0) : NULL, *node;
     int failed = path ? 0 : -1;
-    for (node = span; !failed && node != top; node = SPAN(node, parent), depth++)
-        failed = node == Py_None || !SPAN(node, parent) ? -1 : PyList_Append(path, node);
+    for (node = Py_XNewRef(span); !failed && node && node != top; depth++) {
+        failed = PyList_Append(path, node);
+        node = climb(t, node);
+    }
+    failed = failed || !node ? -1 : 0;
+    Py_XDECREF(node);
     while (!failed && depth--) {
         PyObject *child = PyList_GET_ITEM(path, depth);
         i64 stop = SPAN_INT(child, end);

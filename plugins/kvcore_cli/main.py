@@ -280,18 +280,28 @@ def run(arguments: Sequence[str]) -> int:
     kvcore are not caught; those of packages become errors that name the package.
     """
     try:
-        code = _invoke(arguments)
-        sys.stdout.flush()
-    except KvcoreError as error:
-        return _fail(f"error: {error}", error.exit_code)
-    except click.ClickException as error:
-        return _fail(*_usage(error))
-    except (KeyboardInterrupt, click.Abort) as error:
+        return _run(arguments)
+    except (KeyboardInterrupt, click.Abort) as error:  # also while another error is told
         if where := _raised_by_code(error):
             return _fail(f"error: {where} raised KeyboardInterrupt", UNABLE)
         _Repeat.stop()
         ended = isinstance(error, Terminated)
         return _fail("terminated", TERMINATED) if ended else _fail("interrupted", INTERRUPTED)
+    finally:
+        _discard_unwritable()
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code; all errors but interrupts are printed."""
+    try:
+        code = _invoke(arguments)
+        sys.stdout.flush()
+    except KvcoreError as error:
+        return _fail(f"error: {error}", error.exit_code)
+    except click.Abort:
+        raise
+    except click.ClickException as error:
+        return _fail(*_usage(error))
     except BrokenPipeError:
         code = BROKEN_PIPE
     except OSError as error:
@@ -300,8 +310,6 @@ def run(arguments: Sequence[str]) -> int:
         if (bug := installed().bug(error)) is None:
             raise
         code = _fail(f"error: {bug}", UNABLE)
-    finally:
-        _discard_unwritable()
     return code
 
 

@@ -232,6 +232,17 @@ def test_verb_writes_and_checks(tmp_path):
     assert checked.output.count("the same") == 2
 
 
+def test_a_leaderboard_nested_deeper_than_can_be_shown_is_one_line_of_error(tmp_path):
+    """`--check` refuses nested values as all readers of JSON do, before one is in a message."""
+    document = (PAGES / "leaderboard.json").read_bytes()
+    source = orjson.loads(document)["policies"][0]["source"]
+    file = tmp_path / "board.json"
+    file.write_bytes(document.replace(b'"%s"' % source.encode(), b"[" * 990 + b"]" * 990))
+    checked = CliRunner().invoke(leaderboard, ["--check", str(file)])
+    assert isinstance(checked.exception, InputError)
+    assert "nested more than 254 levels deep" in str(checked.exception)
+
+
 def test_the_committed_leaderboard_is_of_these_policies():
     """The leaderboard of the pages has the sources of the policies, and the page its scores."""
     document = orjson.loads((PAGES / "leaderboard.json").read_bytes())

@@ -11,6 +11,7 @@ import orjson
 from kvcore.errors import InputError
 from kvcore.files import atomic_file
 from kvcore.hookspecs import OUTPUT
+from kvcore.untrusted import parse_json
 from kvcore_cli.output import (
     emit_json,
     file_path,
@@ -116,7 +117,7 @@ def _write(board: Leaderboard, out: Path) -> None:
 def _check(given: dict[str, Any], panel: Any) -> None:
     """Run cells again; raise InputError if one differs."""
     try:
-        document = orjson.loads(given["check"].read_bytes())
+        document = parse_json(given["check"].read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
         msg = f"--check {given['check']}: {error}"
         raise InputError(msg) from error

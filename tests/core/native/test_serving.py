@@ -2,6 +2,7 @@
 
 import gc
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -177,6 +178,32 @@ def test_a_policy_that_raises_ends_the_run_in_the_same_words(method, call):
     with core():
         assert left_by(partial(wrong_run, method, call, fails)) == expected
     assert "no idea" in expected[1]
+
+
+@pytest.mark.parametrize("slot", ["parent", "children", "path_keys", "last_request"])
+@pytest.mark.parametrize("value", [None, 5, "deleted"])
+@pytest.mark.parametrize("method", ["on_insert", "on_access", "on_release", "on_trim"])
+def test_what_a_policy_writes_into_a_span_is_never_read_as_something_else(method, slot, value):
+    """A policy that breaks the tree ends the run with an error, or not; never the process."""
+
+    def writes(policy, span, *_):
+        if value == "deleted":
+            delattr(span, slot)
+        else:
+            setattr(span, slot, value)
+
+    with core(), suppress(Exception):
+        wrong_run(method, 3, writes)
+
+
+def test_a_policy_that_cuts_the_tree_is_told_so():
+    """A span without a parent ends the run with an error that names the policy."""
+
+    def cuts(policy, span, *_):
+        span.parent = None
+
+    with core(), pytest.raises(PolicyError, match="'wrong' .* answered `parent` of a span"):
+        wrong_run("on_release", 3, cuts)
 
 
 @pytest.mark.parametrize("method", HOOKS)

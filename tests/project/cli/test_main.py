@@ -371,6 +371,20 @@ def test_interrupt_exits_130(verb, capsys):
     assert capsys.readouterr().err == "kvcore: interrupted\n"
 
 
+@pytest.mark.parametrize("error", [click.UsageError("odd"), ValueError("odd")], ids=repr)
+def test_an_interrupt_while_an_error_is_told_exits_130(verb, capsys, monkeypatch, error):
+    """Ctrl-C while the words of another error are looked up ends the verb, as elsewhere."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    verb(error)
+    monkeypatch.setattr(frame, "_usage", interrupted)
+    monkeypatch.setattr(frame.installed(), "bug", interrupted, raising=False)
+    assert frame.run(["act"]) == 130
+    assert capsys.readouterr().err == "kvcore: interrupted\n"
+
+
 def test_sigterm_exits_143_and_leaves_no_partial_file(tmp_path):
     """SIGTERM ends a verb with exit code 143 and one message, and leaves no partial file."""
     command = [sys.executable, "-c", ASKED_TO_END, "talk", str(tmp_path / "run.jsonl")]
