@@ -284,10 +284,10 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, click.Abort) as error:  # also while another error is told
         if where := _raised_by_code(error):
             return _fail(f"error: {where} raised KeyboardInterrupt", UNABLE)
-        _Repeat.stop()
         ended = isinstance(error, Terminated)
         return _fail("terminated", TERMINATED) if ended else _fail("interrupted", INTERRUPTED)
     finally:
+        _Repeat.stop()  # also if the verb has ended before its exception was raised
         _discard_unwritable()
 
 
