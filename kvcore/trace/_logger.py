@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from contextlib import suppress
-from itertools import repeat
+from itertools import chain, repeat
 from operator import itemgetter
 from typing import Any, BinaryIO
 
@@ -107,19 +107,17 @@ class TraceLogger(structlog.BoundLoggerBase):
             self._batch = [batch.pop()]
         if not batch:
             return
-        counts, counted, n, event = self._context, 0, self.lines, itemgetter("event")
+        counts: Any = self._context
+        counted, n, event = 0, self.lines, itemgetter("event")
         for index, line in enumerate(batch):
             line["n"] = n
             n += 1
             if "grown" in line:
                 # It stands for an ALLOC of each block, and an EVICT of each victim's block.
-                blocks, evictions = len(line["grown"]), len(line.get("for", ()))
-                counts.update(map(event, batch[counted:index]))
-                counts["ALLOC"] += blocks
-                if evictions:
-                    counts["EVICT"] += evictions
+                lines = ["ALLOC"] * len(line["grown"]) + ["EVICT"] * len(line.get("for", ()))
+                counts.update(chain(map(event, batch[counted:index]), lines))
                 counted = index + 1
-                n += blocks + evictions - 1
+                n += len(lines) - 1
         counts.update(map(event, batch[counted:]))
         self.lines = n
         last = batch[-1]
