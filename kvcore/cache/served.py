@@ -112,6 +112,9 @@ class ServedCache(Protocol):
     def announce(self, request: Request, now: int) -> None:
         """Called when `request` has arrived."""
 
+    def disown(self, request: Request) -> None:
+        """Drop the record of `request`, which has ended or goes on elsewhere."""
+
     def commit(self, seq: Any, tokens: int, now: int | None) -> None:
         """Count `tokens` more tokens as computed."""
 

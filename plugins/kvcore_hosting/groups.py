@@ -79,7 +79,9 @@ class HostedGroups(GroupedCache):
         preempted: bool = False,
     ) -> None:
         """Give back all blocks of `seq`, of each group the last one first."""
-        if not preempted and seq.is_open:
+        if preempted:
+            self.host.forget(seq.request.id)
+        elif seq.is_open:
             self.host.ended(seq.request, self.now if now is None else now)
         super().close(seq, now, length, preempted=preempted)
 

@@ -452,7 +452,11 @@ class PolicyHost:
         """Record the end of `request`, before its blocks are released."""
         if self._on_end is not None:
             self._call("on_end", self._on_end, request, now)
-        self._orders.pop(request.id, None)
+        self.forget(request.id)
+
+    def forget(self, request: Id) -> None:
+        """Drop the admission of a request that has no blocks any more; another may follow."""
+        self._orders.pop(request, None)
 
     # Inside.
 

@@ -32,6 +32,9 @@ Lost = Literal["gone", "expired"]
 FLUSH_NS = 5 * NS_PER_S
 """Time after which lines are flushed: a killed engine leaves all but the last seconds."""
 
+MOST_NAMES = 1 << 16
+"""Largest number of ids that are kept, so that no two requests of a trace have the same."""
+
 _log = logging.getLogger("kvcore")
 _P = ParamSpec("_P")
 
@@ -189,7 +192,9 @@ class EngineRecorder:
         self._begun: int | None = None
         self._now = self._flushed = 0
         self._requests: dict[Id, _Recorded] = {}
-        self._uses: Counter[Id] = Counter()
+        # The first ids, which stand in the trace as they are, and the last number after others.
+        self._names: set[Id] = set()
+        self._suffix = 1
         self._hashed = KeyedNames()
         # Number of blocks of a key in the engine, where it is not one; and number of blocks of
         # keys that cannot be hit.
@@ -220,14 +225,17 @@ class EngineRecorder:
     def request(self, request: Request, now: int) -> None:
         """Record that `request`, with a key for each block, has arrived.
 
-        If an ended request had its id, the id in the trace gets a number as suffix.
+        If an ended request had its id, or after `MOST_NAMES` ids, which are all that is known
+        of ended requests, the id in the trace gets a number as suffix.
         """
         if request.id in self._requests:
             return
         name, hints = self._plain("id", request.id), request.hints
-        self._uses[name] += 1
-        if self._uses[name] > 1:
-            name = f"{name}#{self._uses[name]}"
+        if name in self._names or len(self._names) >= MOST_NAMES:
+            self._suffix += 1
+            name = f"{name}#{self._suffix}"
+        else:
+            self._names.add(name)
         # The engine has not followed these hints, and so the cache must not.
         hints = attrs.evolve(hints, share=None, pin=None, demote=False) if hints else NO_HINTS
         keys = request.keys
@@ -351,6 +359,10 @@ class EngineRecorder:
             self._disagree("request", f"request {request_id!r} is not known")
             return
         self._close(request_id, recorded, self._at(now), output)
+        if output is not None:  # both know each request of a run, which has no end here
+            self._cache.disown(recorded.request)
+            assert self._trace is not None
+            self._trace.forget(recorded.request)
 
     @_guarded
     def dropped(self, key: Key, now: int, reason: Lost = "gone") -> None:

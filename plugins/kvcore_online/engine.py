@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from kvcore.cache import KVCache
+from kvcore.cache import ServedCache
 from kvcore.errors import InputError
 from kvcore.request import Key, Request, TextRequest
 from kvcore.serving.job import DONE, Job
@@ -161,11 +161,10 @@ class LiveLoop(ServingLoop):
     """
 
     log: Tally
-    _cache: KVCache
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: ServedCache,
         scheduler: Scheduler,
         executor: LiveExecutor,
         batching: Batching,

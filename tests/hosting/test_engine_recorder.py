@@ -18,6 +18,7 @@ from kvcore.errors import InputError, TraceError
 from kvcore.plugins import resolve
 from kvcore.trace import EvictionDigest
 from kvcore_hosting import EngineRecorder
+from kvcore_hosting import recorder as recorder_module
 from kvcore_plugins.workload import Jsonl
 from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.check.trace import check_trace
@@ -226,6 +227,21 @@ def test_a_repeated_request_id_gets_a_number(path):
     serve(recorder, "a", [1], 1, hit=1)
     lines, _ = finish(recorder, path)
     assert [line["id"] for line in lines_of(lines, "REQUEST")] == ["a", "a#2"]
+
+
+def test_a_recording_without_end_takes_bounded_memory(path, monkeypatch):
+    """Of ended requests the first ids are kept: later ones get a number, and none is twice."""
+    monkeypatch.setattr(recorder_module, "MOST_NAMES", 2)
+    recorder = make(path)
+    for now, name in enumerate("abcabc"):
+        serve(recorder, name, [1], now, hit=int(now > 0))
+    assert not recorder._requests
+    assert not recorder._trace._seen
+    assert not recorder._cache._admitted
+    assert len(recorder._names) == 2
+    lines, _ = finish(recorder, path)
+    names = [line["id"] for line in lines_of(lines, "REQUEST")]
+    assert names == ["a", "b", "c#2", "a#3", "b#4", "c#5"]
 
 
 def test_a_recording_is_a_workload_of_its_requests(path):

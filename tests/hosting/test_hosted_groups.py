@@ -129,3 +129,14 @@ def test_policies_with_blocks_that_expire_are_refused():
     """A policy that lets spans expire is refused: names of groups hit until they leave."""
     with pytest.raises(InputError, match="lets blocks expire"):
         HostedGroups([LayerGroup("full", 4)], 20, eviction=TTL)
+
+
+def test_a_request_without_blocks_has_no_admission():
+    """What is preempted, and may be aborted before it runs again, leaves nothing behind."""
+    cache = HostedGroups([LayerGroup("full", 4)], 8, eviction=Hosted)
+    for index, preempted in enumerate((False, True)):
+        request = Request(
+            id=index, prompt_tokens=4, output_tokens=1, keys=[index], key_tokens=4
+        )
+        cache.close(cache.open(request, 4, 0), 1, preempted=preempted)
+    assert not cache.host._orders

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "plugins/kvcore-vllm/kvcore_vllm/hints.py"
-RETAIN = "kvcore:retain"
+RETAIN, SESSION = "kvcore:retain", "kvcore:session"
 
 
 @pytest.fixture
@@ -30,6 +30,7 @@ def read(caplog):
             hints = module.read_hints("r", envelope)
         return hints, [record.getMessage() for record in caplog.records]
 
+    reading.short_name = module.short_name
     return reading
 
 
@@ -58,3 +59,14 @@ def test_of_many_hints_the_first_are_read(read):
     hints, lines = read(*[(RETAIN, {"priority": 90})] * 1_000, (RETAIN, None))
     assert len(hints["retention"]) == 128
     assert lines == ["request r: of its 1,001 KV hints the first 128 are read"]
+
+
+def test_names_that_policies_keep_are_short(read):
+    """Names of sessions and tools have up to 128 characters, salts as tenants 1,024."""
+    short = {"session": "s", "tool": "x" * 128}
+    assert read((SESSION, short)) == (short, [])
+    hints, lines = read((SESSION, short | {"tool": "x" * 129}))
+    assert "tool" not in hints
+    assert lines == ["request r: KV hint 0: tool must be text of at most 128 characters"]
+    assert read.short_name("x" * 1024) == "x" * 1024
+    assert read.short_name("x" * 1025) is None

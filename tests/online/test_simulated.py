@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 
 pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'kvcore[serve]'")
@@ -472,11 +473,12 @@ def test_the_trace_of_a_simulated_server_is_whole(tmp_path):
     assert kvcore.simulate(f"trace:{path}", model="llama-3-8b").summary()["completed"] == 12
 
 
-def test_a_model_with_cache_groups_is_served():
-    """A model whose layers keep different things is served in cache groups, and hits."""
+def test_a_model_with_cache_groups_is_served(tmp_path):
+    """A model whose layers keep different things is served in cache groups, and traced."""
     messages = [{"role": "user", "content": "word " * 300}]
+    config = attrs.evolve(FAST, trace=tmp_path / "groups.jsonl")
     with (
-        serving(FAST, simulated=True, model="gpt-oss-20b", like="vllm:lag=0") as server,
+        serving(config, simulated=True, model="gpt-oss-20b", like="vllm:lag=0") as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client,
     ):
         cached = [
@@ -486,6 +488,7 @@ def test_a_model_with_cache_groups_is_served():
         ]  # fmt: skip
     assert cached[0] == 0
     assert cached[1] > 200
+    assert replay(config.trace).finished == 2
 
 
 @pytest.mark.parametrize(

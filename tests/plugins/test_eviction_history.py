@@ -1,12 +1,16 @@
-"""LRU-K, tail-LRU and W-TinyLFU: the decisions that distinguish them."""
+"""Policies that remember: what distinguishes their decisions, and how much they remember."""
 
 from __future__ import annotations
 
+from weakref import WeakSet
+
 import pytest
-from helpers.caches import make, serve, spans
+from helpers.caches import ask, make, serve, spans
 
 from kvcore import InputError
-from kvcore_plugins.eviction import LFU, LRU, LRUK, TailLRU, TinyLFU
+from kvcore_plugins.eviction import LFU, LRU, LRUK, TailLRU, TinyLFU, survival, tool_ttl
+from kvcore_plugins.eviction import workload_aware as workload
+from kvcore_replay.untimed import replay
 
 SCAN = ["a", "a", "b", "c"]
 TALKS = ["wx", "abcd", "y", "z"]
@@ -110,3 +114,35 @@ def test_options_are_checked_in_code_too():
     """A constructor refuses invalid options as the command line does."""
     with pytest.raises(InputError, match="unit='ms' is not known; there are: s, tokens"):
         TailLRU(unit="ms")
+
+
+class Name(str):
+    """A name that can be told to be alive."""
+
+    __slots__ = ("__weakref__",)
+
+
+@pytest.mark.parametrize(
+    ("policy", "bounds"),
+    [
+        ("hazard:by=turns+tool+tenant", {(survival, "_CLASSES"): 20, (survival, "_FADE"): 80}),
+        ("tool-ttl", {(tool_ttl, "_MOST_TOOLS"): 20}),
+        ("workload-aware:type=tenant", {(workload, "_MOST_CLASSES"): 20}),
+        ("workload-aware:type=tool", {(workload, "_MOST_CLASSES"): 20}),
+    ],
+)
+def test_names_of_clients_take_bounded_memory(policy, bounds, monkeypatch):
+    """Of 1,000 names of tools and tenants, a policy keeps no more than it tells apart."""
+    for constant, value in bounds.items():
+        monkeypatch.setattr(*constant, value)
+    cache, names = make(2, policy), WeakSet()
+
+    def requests():
+        for index in range(1000):
+            tool, tenant = Name(f"tool {index}"), Name(f"tenant {index}")
+            names.update((tool, tenant))
+            text = chr(2000 + index)
+            yield ask(text, arrival=index, session="s", tool=tool, tenant=tenant)
+
+    replay(requests(), cache)
+    assert 0 < len(names) < 200

@@ -27,7 +27,7 @@ from kvcore.cache.hints import priority_steps
 from kvcore.plugins import find_override
 from kvcore.request import DEFAULT_PRIORITY, KEY_BYTES
 from kvcore_hosting import EngineRecorder, HostSettings, PolicyHost
-from kvcore_vllm.hints import read_hints
+from kvcore_vllm.hints import read_hints, short_name
 
 # A child of vLLM's logger, whose lines a server prints.
 _log = logging.getLogger("vllm.kvcore")
@@ -234,7 +234,7 @@ class HostedPool(BlockPool):  # type: ignore[misc, unused-ignore]
         ids = [block.block_id for block in blocks[new]]
         keys = [name[:KEY_BYTES] for name in hashes[new]]
         parent = blocks[num_cached_blocks - 1].block_id if num_cached_blocks else None
-        tenant, known = request.cache_salt, self.known.get(name)
+        tenant, known = short_name(request.cache_salt), self.known.get(name)
         if known is None or not known.request.retention:
             queue.host.stored_run(ids, parent, now, keys=keys, request=name, tenant=tenant)
         else:
@@ -383,6 +383,7 @@ class HostedManager(KVCacheManager):  # type: ignore[misc, unused-ignore]
             pool.recorder.closed(request.request_id, now, output=output)
             if ended:
                 pool.named.pop(request.request_id, None)
+        queue.host.forget(request.request_id)
         if ended:
             del self.known[request.request_id]
             self._dequeue(known)
@@ -402,9 +403,10 @@ def kvcore_request(request: Any, block_size: int, now: int, *, keys: bool = True
         keys=[name[:KEY_BYTES] for name in hashes],
         key_tokens=block_size,
         salt=request.cache_salt,
-        tenant=request.cache_salt,
+        tenant=short_name(request.cache_salt),
         priority=-request.priority,  # vLLM serves the lowest first
-        **{"session": request.session_id} | read_hints(request.request_id, request.kv_hints),
+        **{"session": short_name(request.session_id)}
+        | read_hints(request.request_id, request.kv_hints),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvcore.request import Retention
 from kvcore.units import NS_PER_S
+from kvcore.untrusted import LONGEST_SALT, LONGEST_SESSION
 
 _log = logging.getLogger("vllm.kvcore")
 
@@ -44,6 +45,11 @@ def read_hints(request_id: str, envelope: Any) -> dict[str, Any]:
     return hints
 
 
+def short_name(name: Any, longest: int = LONGEST_SALT) -> str | None:
+    """Return a name that policies keep as long as a block is cached; None: it is too long."""
+    return name if isinstance(name, str) and len(name) <= longest else None
+
+
 def _read(kind: str, payload: dict[str, Any], hints: dict[str, Any]) -> None:
     """Add the hint of an action to `hints`."""
     if kind == RETAIN:
@@ -61,7 +67,7 @@ def _read(kind: str, payload: dict[str, Any], hints: dict[str, Any]) -> None:
     elif kind == SESSION:
         for name in ("session", "tool"):
             value = payload.get(name)
-            if value is not None and not isinstance(value, str):
-                msg = f"{name} must be text, not {value!r}"
+            if value is not None and short_name(value, LONGEST_SESSION) is None:
+                msg = f"{name} must be text of at most {LONGEST_SESSION} characters"
                 raise ValueError(msg)
             hints[name] = value

@@ -417,7 +417,10 @@ def test_hints_of_a_request_set_priorities(pool, caplog):
 
 
 def test_a_request_aborted_while_it_waits_is_forgotten(pool):
-    """A request that is aborted while it waits leaves the queue, without a call of `on_end`."""
+    """A request that is aborted while it waits leaves the queue, without a call of `on_end`.
+
+    It was tried once, and found no room.
+    """
     calls = []
 
     class Recording(LRU):
@@ -433,8 +436,11 @@ def test_a_request_aborted_while_it_waits_is_forgotten(pool):
             calls.append(("end", request.id))
 
     recorded = VllmPool(Recording(), 8)
-    waiting, running = (recorded.prepare(attrs.evolve(pool.request, id=name)) for name in "ab")
+    running = recorded.prepare(attrs.evolve(pool.request, id="b"))
+    large = {"prompt_tokens": 8 * SIZE + 1, "keys": [b"%16d" % index for index in range(8)]}
+    waiting = recorded.prepare(attrs.evolve(pool.request, id="a", **large))
     recorded.queue(waiting, 1)
+    assert recorded.open(waiting, 1) is None
     recorded.queue(running, 2)
     assert recorded.manager.known.keys() == {"a", "b"}
     waiting.status = RequestStatus.FINISHED_ABORTED
@@ -443,6 +449,7 @@ def test_a_request_aborted_while_it_waits_is_forgotten(pool):
     recorded.open(running, 3)
     recorded.close(running, 4)
     assert not recorded.manager.known
+    assert not recorded.host._orders
     assert calls == [
         ("queued", "a"), ("queued", "b"), ("dequeued", "a"), ("dequeued", "b"), ("end", "b")
     ]  # fmt: skip

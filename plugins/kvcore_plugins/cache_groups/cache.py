@@ -309,6 +309,10 @@ class GroupedCache:
             self.trace.describe_keys(request, self.geometry)
             self.trace.request(request, now)
 
+    def disown(self, request: Request) -> None:
+        """Drop the record of `request`, which has ended: another may have its id."""
+        self._admitted.discard(request.id)
+
     def open(
         self,
         request: Request,

@@ -234,6 +234,9 @@ class ProportionalHazards:
                 steps = list(map(truediv, row, old))
                 for kind in kinds:
                     expected[kind] = list(map(mul, expected[kind], steps))
+            if len(factors) > _CLASSES:  # of values that no class has any more
+                kept = {value: row for value, row in factors.items() if value in classes}
+                self._factors[part] = kept
 
 
 def _sums(rows: Iterable[Row]) -> Row:

@@ -25,6 +25,11 @@ _TAIL = 0.3
 
 _MOST_SESSIONS = 1 << 16
 _MOST_WAITS = 8
+_MOST_TOOLS = 1_000
+"""Tools whose waits are counted apart: the names are those that clients send."""
+
+_Counts: TypeAlias = OrderedDict[str, list[int]]
+"""By tool, the number of waits in each bucket of age."""
 
 Wait: TypeAlias = tuple[int, Key, str, int]
 """(place, key, tool, since): a prompt with this key at this place ends the wait, which began
@@ -76,8 +81,8 @@ class ToolTTL(ScoreEviction):
         super().attach(blocks, block_size)
         self._waits: OrderedDict[str, list[Wait]] = OrderedDict()
         # By tool, how many waits have ended in each bucket, and were given up in it.
-        self._ended: dict[str, list[int]] = {}
-        self._given_up: dict[str, list[int]] = {}
+        self._ended: _Counts = OrderedDict()
+        self._given_up: _Counts = OrderedDict()
         self._seen = self._due = 0
         self._unknown = indices([_TAIL] * _BUCKETS, _WIDTHS)
         self._values: dict[str | None, list[float]] = {}
@@ -143,15 +148,18 @@ class ToolTTL(ScoreEviction):
     def _give_up(self, wait: Wait, now: int) -> None:
         self._counts(self._given_up, wait[2])[_bucket(now - wait[3])] += 1
 
-    def _counts(self, counts: dict[str, list[int]], tool: str) -> list[int]:
-        if tool not in counts:
-            counts[tool] = [0] * _BUCKETS
-        return counts[tool]
+    def _counts(self, counts: _Counts, tool: str) -> list[int]:
+        """Return the counts of a tool; beyond `_MOST_TOOLS` those counted least recently go."""
+        row = counts.setdefault(tool, [0] * _BUCKETS)
+        counts.move_to_end(tool)
+        if len(counts) > _MOST_TOOLS:
+            counts.popitem(last=False)
+        return row
 
     def _learn(self, now: int) -> None:
         """Compute the values by tool and age from the waits so far."""
         self._due = self._seen + self._seen // 8 + 8
-        open_: dict[str, list[int]] = {}
+        open_: _Counts = OrderedDict()
         for waits in self._waits.values():
             for _, _, tool, since in waits:
                 self._counts(open_, tool)[_bucket(now - since)] += 1

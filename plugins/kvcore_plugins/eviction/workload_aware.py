@@ -11,6 +11,7 @@ import attrs
 from kvcore import EvictionPolicy, InputError, Request, Span
 from kvcore.cache import LazyHeap
 from kvcore.request import Key
+from kvcore_plugins.eviction.survival import OTHER
 
 _PRIOR = 8.0
 """Waits by which the estimates of a class are drawn to those of all waits."""
@@ -18,7 +19,10 @@ _PRIOR = 8.0
 _RETURNED = 1000
 """Running requests whose turns are kept."""
 
-ClassKey: TypeAlias = tuple[str | None, int]
+_MOST_CLASSES = 1000
+"""Classes that are told apart: the names of types are those that clients send."""
+
+ClassKey: TypeAlias = tuple[str | int | None, int]
 """The type and the turn of a request."""
 
 
@@ -49,7 +53,8 @@ class WorkloadAware(EvictionPolicy):
     exponential, and the life span, the mean time from the last use to an eviction. A wait of
     age t ends within a life span L with the chance `share * exp(-t / mean) * (1 - exp(-L /
     mean))`; the lowest goes first, of equals the deepest. Within a class that is the order of
-    LRU. Evicted spans are remembered, so that a reuse after an eviction counts.
+    LRU. Evicted spans are remembered, so that a reuse after an eviction counts. Types that come
+    when there are 1,000 classes have one for each turn.
 
     Variant: the published estimates come from samples of the past in the background; here from
     the waits so far, of which older ones fade, and a class with few waits is near all of them.
@@ -149,7 +154,9 @@ class WorkloadAware(EvictionPolicy):
         ended, type_ = self._ended
         if ended != now:
             type_ = span.tenant if self.type == "tenant" else None
-        kind = type_, min(turn + span.hit_count, self.turns)
+        kind: ClassKey = type_, min(turn + span.hit_count, self.turns)
+        if len(self._classes) >= _MOST_CLASSES and kind not in self._classes:
+            kind = OTHER, kind[1]
         span.data = kind, turn, now
         self._count(kind, begun=1.0)
         if not span.children:
