@@ -55,6 +55,9 @@ ELSEWHERE = {429, 502, 503, 504}
 STATUSES = range(200, 600)
 """Statuses that end a request."""
 
+MOST_HINTS = 16
+"""Most answers of status 1xx, as `103 Early Hints`, before that which ends a request."""
+
 LARGE = 1 << 20
 """Bytes of a body from which on it is a file for aiohttp, which sends files in parts, and of an
 answer from which on nothing is decoded of it but its usage."""
@@ -256,6 +259,7 @@ class Proxy:
             connector=connector,
             timeout=timeout,
             request_class=_request_class(self._aiohttp),
+            response_class=_response_class(self._aiohttp),
             auto_decompress=False,
             cookie_jar=self._aiohttp.DummyCookieJar(),
             headers={"Accept-Encoding": "identity"},
@@ -618,6 +622,31 @@ def _request_class(aiohttp: Any) -> Any:
             return super().send(conn)
 
     return Request
+
+
+def _response_class(aiohttp: Any) -> Any:
+    """Return a class of answers before which a server may send a few of status 1xx.
+
+    aiohttp reads any number of them: a server could keep the proxy busy until a timeout.
+    """
+
+    class Response(aiohttp.ClientResponse):  # type: ignore[misc]  # imported when needed
+        async def start(self, connection: Any) -> Any:
+            protocol, hints = connection.protocol, iter(range(MOST_HINTS + 1))
+
+            async def read() -> Any:
+                if next(hints, None) is None:
+                    msg = f"more than {MOST_HINTS} answers of status 1xx"
+                    raise aiohttp.ClientPayloadError(msg)
+                return await type(protocol).read(protocol)
+
+            protocol.read = read
+            try:
+                return await super().start(connection)
+            finally:
+                del protocol.read
+
+    return Response
 
 
 def _passed_back(response: ClientResponse) -> dict[str, str]:

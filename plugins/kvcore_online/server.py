@@ -471,17 +471,10 @@ class Server:
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         """Serve a chat or a text completion."""
         chat = http.path.endswith("chat/completions")
-        call = await self._read(http, partial(self._reader.read, chat=chat))
+        call, requests = await self._read(http, partial(self._called, chat=chat))
         if self._closing or self._busy + call.answers > self.config.requests:
             why = "is ending" if self._closing else f"has {self._busy} requests: try again"
             raise ApiError(503, f"the server {why}")
-        salt = call.salt
-        if self._names is not None and salt is not None:
-            salt = self._names.name("salt", salt)
-        # Cache groups do not learn keys of generated blocks while a request runs.
-        publish = not self.cache.grouped
-        size = self.cache.geometry.block_size
-        requests = list(call.requests(self._ids, size, salt, publish=publish))
         self._busy += call.answers
         try:
             async with aclosing(self._generate(requests)) as pieces:
@@ -490,6 +483,17 @@ class Server:
                 return await self._whole(requests, call, pieces)
         finally:
             self._busy -= call.answers
+
+    def _called(self, document: dict[str, Any], *, chat: bool) -> tuple[Call, list[Request]]:
+        """Return the call that a body makes, and its requests, whose keys take O(tokens)."""
+        call = self._reader.read(document, chat=chat)
+        salt = call.salt
+        if self._names is not None and salt is not None:
+            salt = self._names.name("salt", salt)
+        # Cache groups do not learn keys of generated blocks while a request runs.
+        publish = not self.cache.grouped
+        size = self.cache.geometry.block_size
+        return call, list(call.requests(self._ids, size, salt, publish=publish))
 
     async def _read(self, http: web.Request, read: Callable[[dict[str, Any]], T]) -> T:
         """Return what `read` makes of the JSON object in the body of a request."""

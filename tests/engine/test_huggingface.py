@@ -169,6 +169,15 @@ def test_offline_by_the_environment_no_connection_is_tried(tried, monkeypatch):
     assert tried == [("org/model", True)]
 
 
+def test_a_model_of_a_million_layers_is_refused(tmp_path):
+    """More layers than any model has are refused by a limit, before they are made."""
+    tiny("llama").config.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 10**6}))
+    with pytest.raises(InputError, match="1,000,000 layers; 1,024 are the most"):
+        _ = HuggingFace(tmp_path).spec
+
+
 def test_reading_shows_no_progress_in_a_pipe(tmp_path, capfd):
     """Loading weights prints no progress bar into a pipe, and leaves transformers' setting."""
     tiny("llama").save_pretrained(tmp_path)

@@ -239,6 +239,7 @@ async def test_json_that_can_be_written_again_is_passed_on(proxy, servers, clien
         b"HTTP/1.1 abc\r\n",
         b"\x00\xff\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Encoding: \x01\r\n",
+        b"HTTP/1.1 103 Early Hints\r\n\r\n" * 17 + b"HTTP/1.1 200 OK\r\n",
     ],
 )
 @played(failures=100, health_interval=60)
@@ -252,6 +253,14 @@ async def test_an_answer_that_cannot_be_passed_on_is_a_failure_of_its_server(
     assert sample(proxy, "retries_total", replica=servers[0].url[7:]) == 1
     assert proxy.fleet.servers[0].failures == 1
     assert "Traceback" not in capfd.readouterr().err
+
+
+@played(count=1)
+async def test_hints_before_an_answer_are_read(proxy, servers, client):
+    """Up to 16 answers of status 1xx may come before that which is passed on."""
+    servers[0].sent = b"HTTP/1.1 103 Early Hints\r\n\r\n" * 16 + b"HTTP/1.1 200 OK\r\n"
+    assert (await ask(client))[0] == 200
+    assert proxy.fleet.servers[0].failures == 0
 
 
 @played(count=1)

@@ -33,6 +33,7 @@ from kvcore.untrusted import parse_json
 from kvcore_engine.generator import HuggingFace
 from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved, BlockStored
+from kvcore_online import calls
 from kvcore_online.listener import LONG
 from kvcore_online.server import THREADED, ServeConfig, Text
 from kvcore_online.tally import CANCELLED
@@ -330,18 +331,24 @@ def test_short_calls_are_answered_while_long_ones_are_read(monkeypatch):
 
 
 def test_text_of_some_length_is_read_beside_the_loop(monkeypatch):
-    """Prompts of a few kilobytes are made tokens on a thread."""
-    encode, threads = kvcore.Generator.encode, []
+    """Prompts of a few kilobytes are made tokens, and these keys, on a thread."""
+    threads = []
 
-    def encoded(self, text):
-        threads.append(threading.current_thread().name)
-        return encode(self, text)
+    def noted(owner, name):
+        method = getattr(owner, name)
 
-    monkeypatch.setattr(kvcore.Generator, "encode", encoded)
+        def call(*arguments, **options):
+            threads.append(threading.current_thread().name)
+            return method(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(kvcore.Generator, "encode")
+    noted(calls, "block_keys")
     body = json.dumps({"prompt": "a", "user": "u" * THREADED}).encode()
     with serving(ServeConfig(port=0)) as server:
-        assert ask(server, "/tokenize", body)[0] == 200
-    assert [name.startswith("asyncio_") for name in threads] == [True]
+        assert ask(server, "/v1/completions", body)[0] == 200
+    assert [name.startswith("asyncio_") for name in threads] == [True, True]
 
 
 def test_a_generator_that_draws_no_samples_refuses_a_temperature():

@@ -32,6 +32,9 @@ else:
     torch = LazyModule("torch", globals())
 
 
+_MOST_LAYERS = 1_024
+"""Largest number of layers: each takes transformers 17 ms, whatever weights there are."""
+
 _ORIGIN = {"architectures", "_name_or_path", "transformers_version"}
 
 
@@ -300,6 +303,10 @@ def _pretrained(auto: str, path: str, what: str, *, local: bool) -> Any:
     safely: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
     if what == "model":
         config = transformers.AutoConfig.from_pretrained(path, **safely)
+        layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+        if layers > _MOST_LAYERS:
+            msg = f"{path}: config.json: {layers:,} layers; {_MOST_LAYERS:,} are the most"
+            raise InputError(msg)
         config._attn_implementation = "eager"  # noqa: SLF001 - it has no other name
         safely["config"] = config
     return getattr(transformers, auto).from_pretrained(path, **safely)
