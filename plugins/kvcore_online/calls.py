@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
 from math import inf
 from typing import Any, cast
 
@@ -76,12 +75,11 @@ class Call:
         return len(self.prompts) * self.choices
 
     def requests(
-        self, ids: count[int], block_size: int, salt: str | None, *, publish: bool
+        self, block_size: int, salt: str | None, *, publish: bool
     ) -> Iterator[SampledRequest]:
-        """Yield a request for each answer, prompt by prompt.
+        """Yield a request for each answer, prompt by prompt; the id of each is 0. O(tokens).
 
         Args:
-            ids: ids of the requests.
             block_size: tokens of a block.
             salt: the salt of the call as the trace may show it.
             publish: whether generated blocks are shared.
@@ -90,7 +88,7 @@ class Call:
             keys = block_keys(tokens, block_size, salt=salt)
             for choice in range(self.choices):
                 yield SampledRequest(
-                    id=next(ids),
+                    id=0,
                     prompt_tokens=len(tokens),
                     output_tokens=self.output,
                     keys=keys,

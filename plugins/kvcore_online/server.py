@@ -475,6 +475,8 @@ class Server:
         if self._closing or self._busy + call.answers > self.config.requests:
             why = "is ending" if self._closing else f"has {self._busy} requests: try again"
             raise ApiError(503, f"the server {why}")
+        for request in requests:
+            request.id = next(self._ids)
         self._busy += call.answers
         try:
             async with aclosing(self._generate(requests)) as pieces:
@@ -485,7 +487,7 @@ class Server:
             self._busy -= call.answers
 
     def _called(self, document: dict[str, Any], *, chat: bool) -> tuple[Call, list[Request]]:
-        """Return the call that a body makes, and its requests, whose keys take O(tokens)."""
+        """Return the call that a body makes, and its requests, which have no ids yet."""
         call = self._reader.read(document, chat=chat)
         salt = call.salt
         if self._names is not None and salt is not None:
@@ -493,7 +495,7 @@ class Server:
         # Cache groups do not learn keys of generated blocks while a request runs.
         publish = not self.cache.grouped
         size = self.cache.geometry.block_size
-        return call, list(call.requests(self._ids, size, salt, publish=publish))
+        return call, list(call.requests(size, salt, publish=publish))
 
     async def _read(self, http: web.Request, read: Callable[[dict[str, Any]], T]) -> T:
         """Return what `read` makes of the JSON object in the body of a request."""
