@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from helpers.lock import locked, required
 
 ROOT = Path(__file__).parents[2]
 HUB = ROOT / ".github"
@@ -47,6 +48,16 @@ def test_workflows_run_what_there_is(workflow):
 def test_no_host_is_named(path):
     """Workflows and tox use the package index of the machine, whichever that is."""
     assert "://" not in path.read_text("utf-8")
+
+
+def test_every_package_of_tox_is_locked():
+    """Each package that tox installs has a version with hashes, and pins are the same."""
+    pins = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    names = {pin.partition("==")[0] for pin in locked()}
+    required_names = {re.match(r"[\w.-]+", line)[0].lower() for line in required()}
+    assert len(required_names) > 40
+    assert required_names <= names
+    assert {pin for pin in pins if not pin.startswith("#")} <= locked()
 
 
 def test_nothing_is_published_without_a_person():
