@@ -175,10 +175,7 @@ class LayerPlan(Protocol):
         key_tokens: int,
         trace: Recorder | None,
     ) -> ServedCache:
-        """Return a cache of `blocks` blocks, whose other arguments are those of a `KVCache`.
-
-        `checkpoint` decides where windows and states are kept.
-        """
+        """Return a cache of `blocks` blocks, whose other arguments are those of a `KVCache`."""
 
     def as_dict(self, blocks: int, checkpoint: CheckpointPolicy) -> dict[str, Any]:
         """Return the plan for JSON, under its name among the fields of a configuration."""

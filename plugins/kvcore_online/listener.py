@@ -222,9 +222,9 @@ class Listener:
 
         Bodies are worked on one after another, those from `LONG` on apart from shorter ones.
         Between two of them all others are served: many bodies that come at once delay a health
-        check by the work of one, not of all. The turns are in the order of arrival, whoever has
-        sent the bodies: clients do not say who they are, and behind `route`, or any other
-        proxy, all have one address, for which a limit would be one for all.
+        check by the work of one, not of all. A client has as many turns as it sends bodies:
+        clients do not say who they are, and behind `route`, or any other proxy, all have one
+        address, for which a limit would be one for all.
         """
         lane = self._lanes[size >= LONG]
         await lane.acquire()

@@ -132,7 +132,7 @@ def test_policies_with_blocks_that_expire_are_refused():
 
 
 def test_a_request_without_blocks_has_no_admission():
-    """What is preempted, and may be aborted before it runs again, leaves nothing behind."""
+    """A request that ends, or is preempted and may be aborted then, has no serial number."""
     cache = HostedGroups([LayerGroup("full", 4)], 8, eviction=Hosted)
     for index, preempted in enumerate((False, True)):
         request = Request(
