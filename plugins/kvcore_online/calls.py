@@ -59,7 +59,7 @@ class Call:
     """
 
     chat: bool
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[array[int]]
     choices: int
     output: int
     stream: bool
@@ -85,7 +85,7 @@ class Call:
             publish: whether generated blocks are shared.
         """
         for tokens in self.prompts:
-            keys = block_keys(tokens, block_size, salt=salt)
+            keys = block_keys(tokens.tolist(), block_size, salt=salt)
             for choice in range(self.choices):
                 yield SampledRequest(
                     id=0,

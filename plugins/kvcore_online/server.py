@@ -244,17 +244,20 @@ class Parts:
     def __init__(self) -> None:
         self._loop, self._ready = asyncio.get_running_loop(), asyncio.Event()
         self._lock = Lock()
-        # By index of the request: its token ids, and all else of its parts.
-        self._waiting: dict[int, tuple[list[int], Tokens]] = {}
+        # By index of the request: its part, and the ids of parts that were joined.
+        self._waiting: dict[int, tuple[Tokens, list[int]]] = {}
 
     def put(self, index: int, part: Tokens) -> None:
         """Add a part of the answer to a request, on the engine's thread."""
+        ids: list[int] = []
         with self._lock:
             wake = not self._waiting
-            ids, before = self._waiting.get(index, ([], part))
-            ids += part.ids
-            cached = max(before.cached, part.cached)
-            self._waiting[index] = ids, attrs.evolve(part, ids=(), cached=cached)
+            if index in self._waiting:
+                before, ids = self._waiting[index]
+                ids = ids or [*before.ids]
+                ids += part.ids
+                part = Tokens(ids, part.end, part.reason, max(before.cached, part.cached))
+            self._waiting[index] = part, ids
         if wake:
             self._loop.call_soon_threadsafe(self._ready.set)
 
@@ -265,11 +268,10 @@ class Parts:
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         pieces = []
-        for index, (ids, rest) in waiting.items():
-            begins = range(0, len(ids), MOST_JOINED)
-            *full, last = [ids[begin : begin + MOST_JOINED] for begin in begins] or [[]]
-            pieces += [(index, Tokens(part)) for part in full]
-            pieces.append((index, attrs.evolve(rest, ids=last)))
+        for index, (part, ids) in waiting.items():
+            *full, last = range(0, len(ids), MOST_JOINED) or [0]
+            pieces += [(index, Tokens(ids[at : at + MOST_JOINED])) for at in full]
+            pieces.append((index, attrs.evolve(part, ids=ids[last:]) if full else part))
         return pieces
 
 
