@@ -123,8 +123,9 @@ def test_a_chat_is_answered_equally_with_and_without_streaming(server):
     messages = [{"role": "user", "content": "how are you"}]
     chats = client(server).chat.completions
     whole = chats.create(model="tiny", messages=messages, max_tokens=5)
-    parts = chats.create(model="tiny", messages=messages, max_tokens=5, stream=True)
+    parts = list(chats.create(model="tiny", messages=messages, max_tokens=5, stream=True))
     text = "".join(part.choices[0].delta.content or "" for part in parts)
+    assert {part.object for part in parts} == {"chat.completion.chunk"}
     assert whole.choices[0].message.role == "assistant"
     assert whole.choices[0].message.content == text
 
@@ -463,14 +464,17 @@ def test_times_are_histograms_under_the_names_of_vllm():
 
 
 def test_hits_and_bytes_of_tiers_are_metrics():
-    """Tokens that a tier gave back and bytes that were moved are counted by its name."""
+    """Tokens that a tier gave back and bytes that were moved are counted by its name.
+
+    The tier is asked for what the cache does not hold.
+    """
     prompts = [" ".join(f"{name}{index}" for index in range(200)) for name in "abcd"]
     with serving(blocks=20, memory=None, tier=["host:memory=4MiB,load=always"]) as server:
-        for prompt in prompts * 2:
+        for prompt in [*prompts * 2, prompts[-1]]:
             complete(server, prompt, tokens=2)
         found = metrics(server)
     assert found["vllm:external_prefix_cache_hits_total", "host"] == 4 * 192
-    assert found["vllm:external_prefix_cache_queries_total", "host"] == 8 * 200
+    assert found["vllm:external_prefix_cache_queries_total", "host"] == 9 * 200 - 192
     moved = "vllm:kv_offload_total_bytes_total"
     block = 16 * 2 * 1 * 16 * 4
     assert found[moved, "host", "load"] == 4 * 12 * block
@@ -734,13 +738,15 @@ def test_a_stop_text_ends_a_response(server):
 
 
 def test_a_stopped_server_leaves_no_thread(tmp_path):
-    """A server that has stopped leaves no thread running, of its tiers neither."""
+    """A server that has stopped leaves no thread running, of its tiers and events neither."""
     before = set(threading.enumerate())
-    with serving(blocks=20, memory=None, tier=[f"disk:memory=4MiB,path={tmp_path}"]) as server:
+    config = ServeConfig(port=0, grace=2, kv_events=f"tcp://127.0.0.1:{free_port()}")
+    tiers = [f"disk:memory=4MiB,path={tmp_path}"]
+    with serving(config, blocks=20, memory=None, tier=tiers) as server:
         for index in range(4):
             complete(server, f"{index} " * 200, tokens=1)
         started = {thread.name for thread in set(threading.enumerate()) - before}
-    assert {"kvcore-engine", "kvcore tier disk"} <= started
+    assert {"kvcore-engine", "kvcore tier disk", "kvcore-kv-events"} <= started
     left = set(threading.enumerate()) - before
     assert not [thread for thread in left if thread.name.startswith("kvcore")]
 

@@ -300,6 +300,15 @@ def test_a_simulation_that_waits_for_requests_is_not_behind():
         assert f'kvcore:behind_seconds{{model_name="m"}} {behind}\n' in text
 
 
+def test_usage_of_the_cache_is_the_share_of_its_blocks_in_use():
+    """A sequence of 100 tokens has 7 of 50 blocks."""
+    server = Server(simulated_parts(blocks=50), FAST)
+    seq = server.cache.open(text_request(0, range(100), output=1, block_size=16), None, None)
+    server.cache.commit(seq, 100, None)
+    text = server_metrics(server.engine.loop, server.cache, "m", None)
+    assert 'vllm:kv_cache_usage_perc{model_name="m"} 0.14\n' in text
+
+
 @pytest.mark.parametrize(
     ("longest", "limit"),
     [
