@@ -31,6 +31,7 @@ from kvcore.errors import PolicyError
 from kvcore.request import text_request
 from kvcore.untrusted import parse_json
 from kvcore_engine.generator import HuggingFace
+from kvcore_engine.mover import TensorMover
 from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved, BlockStored
 from kvcore_online import calls
@@ -38,6 +39,7 @@ from kvcore_online.listener import LONG
 from kvcore_online.server import THREADED, ServeConfig, Text
 from kvcore_online.tally import CANCELLED
 from kvcore_replay.check.trace import replay
+from kvcore_tiers.tier.disk import DiskStore
 
 PROMPT = " ".join(f"word{index}" for index in range(40))
 
@@ -749,6 +751,29 @@ def test_a_stopped_server_leaves_no_thread(tmp_path):
     assert {"kvcore-engine", "kvcore tier disk", "kvcore-kv-events"} <= started
     left = set(threading.enumerate()) - before
     assert not [thread for thread in left if thread.name.startswith("kvcore")]
+
+
+def test_a_stopped_server_has_written_what_its_tiers_store(tmp_path, monkeypatch):
+    """A server that stops waits for blocks that are not in their tier yet."""
+    closing, written, write, close = threading.Event(), [], DiskStore.write, TensorMover.close
+
+    def late(store, blocks, data):
+        closing.wait()
+        write(store, blocks, data)
+        written.extend(blocks)
+
+    def closed(mover, *, whole):
+        closing.set()
+        close(mover, whole=whole)
+
+    monkeypatch.setattr(DiskStore, "write", late)
+    monkeypatch.setattr(TensorMover, "close", closed)
+    tiers = [f"disk:memory=4MiB,path={tmp_path}"]
+    with serving(blocks=20, memory=None, tier=tiers) as server:
+        for index in range(4):
+            complete(server, f"{index} " * 200, tokens=1)
+    (tier,) = server.cache.tiers.as_dict()
+    assert len(written) == tier["stored_blocks"] > 20
 
 
 @pytest.mark.parametrize("stream", [False, True])
