@@ -240,6 +240,10 @@ class Newest(CheckpointPolicy):
     name = "newest"
     output = True
 
+    def on_changed(self, segment):
+        """Refuse a segment of no tokens."""
+        assert segment.start < segment.end
+
     def victim(self, segments):
         """Return the last segment."""
         return segments[-1]
@@ -260,7 +264,7 @@ def test_segments_are_a_tree(seed, tier):
         above = segment.above
         assert segment.resumable == bool(segment.kept)
         assert segment.blocks == len(segment.full) + len(segment.kept)
-        assert segment.start == (0 if above is None else above.end) <= segment.end
+        assert segment.start == (0 if above is None else above.end) < segment.end
         if segment.resumable and above is not None:
             assert above.resumable
             assert segment in above.next
