@@ -22,6 +22,14 @@ def test_a_prompt_without_room_for_a_chunk_is_looked_up_and_hits_nothing():
     assert cache.stats.hit_blocks == 0
 
 
+def test_a_prompt_computed_in_chunks_needs_its_windows_alone():
+    """A replay computes a prompt whose blocks do not fit if those that have passed leave."""
+    cache = GroupedCache([LayerGroup("full", 16), LayerGroup("window", 16, 40)], 17)
+    prompt = Request(id=0, prompt_tokens=161, keys=range(10), key_tokens=16)
+    cache.compute(prompt, 32)
+    assert cache.match(prompt).tokens == 160
+
+
 def test_the_header_of_a_trace_has_the_keys_of_the_first_request():
     """Without `key_tokens` the header says those of the first request, as the cache does."""
     trace = Lines()
