@@ -231,6 +231,7 @@ def test_a_branch_stays():
 
     texts = [parting(n, 4, 8) for n in range(1, 30)]
     assert hits(Watching(), texts, blocks=40) == [0, 0, *[4] * 27]
+    hits(Watching(), texts, blocks=20)  # which has room for two branches
     assert max(Watching.children) <= 1
 
 

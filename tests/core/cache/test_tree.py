@@ -76,3 +76,10 @@ def test_spans_that_are_discarded_leave_but_for_pinned_ones():
     assert [cache.probe(ask(text)) for text in ("abuv!", "abcd!")] == [2, 4]
     cache.close(seq)
     cache.check_integrity()
+
+
+def test_a_span_has_the_keys_that_cover_it():
+    """Of keys of two blocks, a span has those of its own blocks, not those above it."""
+    cache = make(key_tokens=2 * BLOCK)
+    serve(cache, "a", "abc", key_tokens=2 * BLOCK)
+    assert [span.keys() for span in cache.tree.spans()] == [["a"], ["ab", "abc"]]
