@@ -31,6 +31,15 @@ def test_a_prompt_computed_in_chunks_needs_its_windows_alone():
     assert cache.match(prompt).tokens == 160
 
 
+def test_a_hit_counts_its_tokens_and_its_blocks():
+    """Blocks are those of the tokens that hit, of 16 each, whatever groups hold of them."""
+    cache = GroupedCache([LayerGroup("full", 16), LayerGroup("window", 16, 40)], 20)
+    for number in range(2):
+        request = Request(id=number, prompt_tokens=70, keys=range(4), key_tokens=16)
+        cache.compute(request, 100)
+    assert (cache.stats.hit_tokens, cache.stats.hit_blocks) == (64, 4)
+
+
 def test_a_load_needs_blocks_for_what_is_not_in_the_pool():
     """Of blocks that it has to hold, those that others hold take no room; idle ones do."""
     cache = GroupedCache([LayerGroup("full", 16)], 6)
