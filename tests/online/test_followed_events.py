@@ -225,6 +225,19 @@ def blocks(sequence, count):
     return Delivery(rank=0, sequence=sequence, payload=payload)
 
 
+def test_followers_end_with_their_view(view):
+    """Once a view has stopped no thread follows; until then none keeps a process that ends."""
+
+    async def scene():
+        view.start()
+        (follower,) = view._threads
+        assert (follower.is_alive(), follower.daemon) == (True, True)
+        await view.stop()
+        assert not follower.is_alive()
+
+    asyncio.run(scene())
+
+
 def test_a_large_batch_is_applied_in_small_parts(view):
     """The loop, which serves requests, applies few keys at a time, and all in the end."""
     parts = list(view._parts(0, blocks(0, 3 * fleets.PART_KEYS)))

@@ -292,6 +292,7 @@ async def test_a_client_that_does_not_read_is_disconnected(proxy, servers, clien
     await until(lambda: servers[0].left == 1)
     assert servers[0].flooded < 50_000_000
     assert sample(proxy, "in_flight") == 0
+    await until(lambda: not proxy._listener._runner.server.connections)
     writer.transport.abort()
     del reader
 
@@ -756,6 +757,18 @@ async def test_a_proxy_that_starts_has_nothing_to_warn_of(proxy, servers, client
     (line,) = capsys.readouterr().err.splitlines()
     assert sentence(line) == f"kvcore: {servers[0].url[7:]} is up"
     assert sample(proxy, "up") == 1
+
+
+def test_a_connection_of_a_client_has_two_open_files(monkeypatch, capsys):
+    """The other one is to a server: half as many connections fit below the limit."""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1_024, 1_024))
+    monkeypatch.setattr("resource.setrlimit", lambda *_: None)
+
+    async def scene(proxy, servers, client):
+        pass
+
+    play(scene, count=1)
+    assert "at most 384 connections of 4,096:" in capsys.readouterr().err
 
 
 def test_a_server_that_is_down_at_the_start_is_in_the_metrics():

@@ -30,7 +30,7 @@ from kvcore.request import TextRequest, block_keys
 from kvcore.untrusted import LONGEST_EVENT, MOST_NAMES, MOST_VALUES, parse_json
 from kvcore_online.listener import LONG, Listener
 from kvcore_online.prompts import Call
-from kvcore_online.proxy import EventStream
+from kvcore_online.proxy import EventStream, _usage_document
 from kvcore_online.traffic import Flight
 from kvcore_plugins.workload.recorded import TraceWorkload
 
@@ -502,6 +502,16 @@ async def test_of_a_long_answer_the_usage_alone_is_decoded(proxy, servers, clien
     assert (status, passed_on) == (200, body)
     assert sample(proxy, "cached_tokens_total") == 32
     assert max(decoded) < 1_000
+
+
+@pytest.mark.parametrize("longer", [False, True])
+def test_of_an_answer_of_1_mib_a_usage_of_64_kib_is_decoded(longer):
+    """A longer usage is not looked at; an answer that is shorter is decoded whole."""
+    usage = b'"usage": {"prompt_tokens": 7'.ljust((1 << 16) - 1 + longer) + b"}"
+    answer = (b'{"id": 1, ' + usage).ljust((1 << 20) - 1) + b"}"
+    known = {"usage": {"prompt_tokens": 7}}
+    assert _usage_document(answer) == ({} if longer else known)
+    assert _usage_document(answer.replace(b" }", b"}", 1)) == {"id": 1, **known}
 
 
 @played(count=1)

@@ -31,6 +31,7 @@ from kvcore.errors import PolicyError
 from kvcore.request import text_request
 from kvcore.untrusted import parse_json
 from kvcore_engine.generator import HuggingFace
+from kvcore_engine.mover import TensorMover
 from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved, BlockStored
 from kvcore_online import calls
@@ -38,6 +39,7 @@ from kvcore_online.listener import LONG
 from kvcore_online.server import THREADED, ServeConfig, Text
 from kvcore_online.tally import CANCELLED
 from kvcore_replay.check.trace import replay
+from kvcore_tiers.tier.disk import DiskStore
 
 PROMPT = " ".join(f"word{index}" for index in range(40))
 
@@ -123,8 +125,9 @@ def test_a_chat_is_answered_equally_with_and_without_streaming(server):
     messages = [{"role": "user", "content": "how are you"}]
     chats = client(server).chat.completions
     whole = chats.create(model="tiny", messages=messages, max_tokens=5)
-    parts = chats.create(model="tiny", messages=messages, max_tokens=5, stream=True)
+    parts = list(chats.create(model="tiny", messages=messages, max_tokens=5, stream=True))
     text = "".join(part.choices[0].delta.content or "" for part in parts)
+    assert {part.object for part in parts} == {"chat.completion.chunk"}
     assert whole.choices[0].message.role == "assistant"
     assert whole.choices[0].message.content == text
 
@@ -463,14 +466,17 @@ def test_times_are_histograms_under_the_names_of_vllm():
 
 
 def test_hits_and_bytes_of_tiers_are_metrics():
-    """Tokens that a tier gave back and bytes that were moved are counted by its name."""
+    """Tokens that a tier gave back and bytes that were moved are counted by its name.
+
+    The tier is asked for what the cache does not hold.
+    """
     prompts = [" ".join(f"{name}{index}" for index in range(200)) for name in "abcd"]
     with serving(blocks=20, memory=None, tier=["host:memory=4MiB,load=always"]) as server:
-        for prompt in prompts * 2:
+        for prompt in [*prompts * 2, prompts[-1]]:
             complete(server, prompt, tokens=2)
         found = metrics(server)
     assert found["vllm:external_prefix_cache_hits_total", "host"] == 4 * 192
-    assert found["vllm:external_prefix_cache_queries_total", "host"] == 8 * 200
+    assert found["vllm:external_prefix_cache_queries_total", "host"] == 9 * 200 - 192
     moved = "vllm:kv_offload_total_bytes_total"
     block = 16 * 2 * 1 * 16 * 4
     assert found[moved, "host", "load"] == 4 * 12 * block
@@ -734,15 +740,40 @@ def test_a_stop_text_ends_a_response(server):
 
 
 def test_a_stopped_server_leaves_no_thread(tmp_path):
-    """A server that has stopped leaves no thread running, of its tiers neither."""
+    """A server that has stopped leaves no thread running, of its tiers and events neither."""
     before = set(threading.enumerate())
-    with serving(blocks=20, memory=None, tier=[f"disk:memory=4MiB,path={tmp_path}"]) as server:
+    config = ServeConfig(port=0, grace=2, kv_events=f"tcp://127.0.0.1:{free_port()}")
+    tiers = [f"disk:memory=4MiB,path={tmp_path}"]
+    with serving(config, blocks=20, memory=None, tier=tiers) as server:
         for index in range(4):
             complete(server, f"{index} " * 200, tokens=1)
         started = {thread.name for thread in set(threading.enumerate()) - before}
-    assert {"kvcore-engine", "kvcore tier disk"} <= started
+    assert {"kvcore-engine", "kvcore tier disk", "kvcore-kv-events"} <= started
     left = set(threading.enumerate()) - before
     assert not [thread for thread in left if thread.name.startswith("kvcore")]
+
+
+def test_a_stopped_server_has_written_what_its_tiers_store(tmp_path, monkeypatch):
+    """A server that stops waits for blocks that are not in their tier yet."""
+    closing, written, write, close = threading.Event(), [], DiskStore.write, TensorMover.close
+
+    def late(store, blocks, data):
+        closing.wait()
+        write(store, blocks, data)
+        written.extend(blocks)
+
+    def closed(mover, *, whole):
+        closing.set()
+        close(mover, whole=whole)
+
+    monkeypatch.setattr(DiskStore, "write", late)
+    monkeypatch.setattr(TensorMover, "close", closed)
+    tiers = [f"disk:memory=4MiB,path={tmp_path}"]
+    with serving(blocks=20, memory=None, tier=tiers) as server:
+        for index in range(4):
+            complete(server, f"{index} " * 200, tokens=1)
+    (tier,) = server.cache.tiers.as_dict()
+    assert len(written) == tier["stored_blocks"] > 20
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -22,12 +22,14 @@ from helpers.commands import run_here
 from helpers.jobs import job
 from helpers.online import free_port, metrics, serving, simulated_parts
 from helpers.serving import Even
+from helpers.upstreams import until
 
 import kvcore
 from kvcore.request import text_request
 from kvcore.serving.latency import StepWork
 from kvcore.units import NS_PER_S
 from kvcore_events.formats import decode
+from kvcore_events.model import BlockRemoved
 from kvcore_online.engine import LiveLoop, Tokens
 from kvcore_online.metrics import server_metrics
 from kvcore_online.server import MOST_JOINED, ServeConfig, Server, run
@@ -300,6 +302,15 @@ def test_a_simulation_that_waits_for_requests_is_not_behind():
         assert f'kvcore:behind_seconds{{model_name="m"}} {behind}\n' in text
 
 
+def test_usage_of_the_cache_is_the_share_of_its_blocks_in_use():
+    """A sequence of 100 tokens has 7 of 50 blocks."""
+    server = Server(simulated_parts(blocks=50), FAST)
+    seq = server.cache.open(text_request(0, range(100), output=1, block_size=16), None, None)
+    server.cache.commit(seq, 100, None)
+    text = server_metrics(server.engine.loop, server.cache, "m", None)
+    assert 'vllm:kv_cache_usage_perc{model_name="m"} 0.14\n' in text
+
+
 @pytest.mark.parametrize(
     ("longest", "limit"),
     [
@@ -455,6 +466,29 @@ def test_blocks_are_stored_and_evicted_in_events():
                     kinds.add(type(event).__name__)
                     assert all(token < 1 << 32 for token in getattr(event, "tokens", ()))
     assert kinds == {"BlockStored", "BlockRemoved"}
+
+
+def test_no_subscriber_of_a_server_is_waited_for(monkeypatch):
+    """One that reads nothing keeps no event from others: what it leaves unread is dropped."""
+    monkeypatch.setattr("kvcore_events.publisher._QUEUE", 1)
+    monkeypatch.setattr("kvcore_events.publisher._LINGER_MS", 0)
+    monkeypatch.setattr("kvcore_online.stored.encode", lambda _: bytes(1 << 16))
+    config = ServeConfig(port=0, kv_events="tcp://127.0.0.1:*")
+    server = Server(simulated_parts(), config)
+    publisher, waiting = server.stored._publisher, server.stored._batches
+
+    async def main():
+        with zmq.Context() as context, context.socket(zmq.SUB) as stalled:
+            stalled.rcvhwm, stalled.rcvbuf = 1, 4_096
+            stalled.connect(publisher.address)
+            stalled.subscribe(b"")
+            await until(lambda: publisher.subscribers)
+            for _ in range(200):
+                server.stored._put(BlockRemoved(hashes=()))
+            await until(waiting.empty)
+        await server.stop()
+
+    asyncio.run(main())
 
 
 def test_the_trace_of_a_simulated_server_is_whole(tmp_path):

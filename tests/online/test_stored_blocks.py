@@ -1,5 +1,6 @@
 """The KV events that a server publishes: tokens, salts, and gaps for slow readers."""
 
+import threading
 from threading import Event
 
 import pytest
@@ -142,7 +143,7 @@ def test_a_batch_that_cannot_be_sent_is_a_gap(publisher, capsys):
 
 
 def test_closing_waits_a_limited_time_for_a_subscriber(publisher, monkeypatch):
-    """Closing waits a limited time for a subscriber that does not read."""
+    """Closing waits a limited time for one who does not read, and so does the process."""
     monkeypatch.setattr(room, "_PATIENCE_SECONDS", 0.01)
     cache, stored = make(publisher)
     publisher.gate.clear()
@@ -150,6 +151,8 @@ def test_closing_waits_a_limited_time_for_a_subscriber(publisher, monkeypatch):
     serve(cache, stored, ask(0, range(8)))
     stored.close()
     assert not publisher.closed
+    threads = [one for one in threading.enumerate() if one.name == "kvcore-kv-events"]
+    assert [one.daemon for one in threads] == [True]
 
 
 def test_tokens_and_salts_are_kept_for_cached_blocks_only(publisher):
@@ -158,6 +161,9 @@ def test_tokens_and_salts_are_kept_for_cached_blocks_only(publisher):
     stored.start()
     for index in range(20):
         serve(cache, stored, ask(index, range(index, index + 16), salt=str(index)))
+    cancelled = ask(20, range(100, 116), salt="20")  # before it has stored a block
+    stored.opened(cancelled)
+    stored.closed(cancelled)
     stored.close()
     assert len(stored._tokens) == cache.tree.cached_blocks == 4
     assert len(stored._salts) == 1

@@ -12,7 +12,6 @@ import pytest
 from helpers.online_scenes import sentence
 
 from kvcore_online.supervision import (
-    _MOST_KINDS,
     Messages,
     announce,
     connection_limit,
@@ -43,10 +42,10 @@ def test_each_kind_of_message_is_printed_at_its_first_tenth_and_hundredth_time(c
 def test_messages_of_ever_new_kinds_are_bounded(capsys):
     """Of kinds beyond the first ones, few messages are printed, and nothing is kept."""
     messages = Messages()
-    for index in range(_MOST_KINDS + 1_000):
+    for index in range(256 + 1_000):
         messages.warn(f"error {index}")
-    assert len(messages._counts) == _MOST_KINDS + 1
-    assert len(capsys.readouterr().err.splitlines()) == _MOST_KINDS + 4
+    assert len(messages._counts) == 256 + 1
+    assert len(capsys.readouterr().err.splitlines()) == 256 + 4
 
 
 ANY = resource.RLIM_INFINITY
@@ -186,7 +185,12 @@ def test_a_further_signal_ends_what_a_server_waits_for(again):
 
 def test_signals_set_an_event_and_are_given_back():
     """Ctrl-C, SIGTERM and SIGHUP set the event; afterwards the handlers before hold again."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+
+    def other(*_):
+        """Do nothing, as the handler of a program that has one of its own."""
+
+    before = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), other)
+    first = {number: signal.signal(number, other) for number in before}
 
     async def main():
         with signalled() as ending:
@@ -197,4 +201,4 @@ def test_signals_set_an_event_and_are_given_back():
                 ending.clear()
 
     asyncio.run(main())
-    assert {number: signal.getsignal(number) for number in before} == before
+    assert {number: signal.signal(number, first[number]) for number in before} == before

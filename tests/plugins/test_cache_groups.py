@@ -11,6 +11,7 @@ from kvcore import Request
 from kvcore.cache import BlockLayout
 from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_plugins.cache_groups.groups import BlockNames, GroupKind, name_generated
+from kvcore_plugins.cache_groups.named_blocks import NO_BLOCK
 
 
 def test_a_prompt_without_room_for_a_chunk_is_looked_up_and_hits_nothing():
@@ -20,6 +21,36 @@ def test_a_prompt_without_room_for_a_chunk_is_looked_up_and_hits_nothing():
     assert cache.compute(long, 160).tokens == 0
     assert cache.stats.lookup_blocks == 10
     assert cache.stats.hit_blocks == 0
+
+
+def test_a_prompt_computed_in_chunks_needs_its_windows_alone():
+    """A replay computes a prompt whose blocks do not fit if those that have passed leave."""
+    cache = GroupedCache([LayerGroup("full", 16), LayerGroup("window", 16, 40)], 17)
+    prompt = Request(id=0, prompt_tokens=161, keys=range(10), key_tokens=16)
+    cache.compute(prompt, 32)
+    assert cache.match(prompt).tokens == 160
+
+
+def test_a_hit_counts_its_tokens_and_its_blocks():
+    """Blocks are those of the tokens that hit, of 16 each, whatever groups hold of them."""
+    cache = GroupedCache([LayerGroup("full", 16), LayerGroup("window", 16, 40)], 20)
+    for number in range(2):
+        request = Request(id=number, prompt_tokens=70, keys=range(4), key_tokens=16)
+        cache.compute(request, 100)
+    assert (cache.stats.hit_tokens, cache.stats.hit_blocks) == (64, 4)
+
+
+def test_a_load_needs_blocks_for_what_is_not_in_the_pool():
+    """Of blocks that it has to hold, those that others hold take no room; idle ones do."""
+    cache = GroupedCache([LayerGroup("full", 16)], 6)
+    cache.compute(Request(id=0, prompt_tokens=33, keys=range(2), key_tokens=16), 33)
+    cache.open(Request(id=1, prompt_tokens=17, keys=range(1), key_tokens=16))
+    held, idle = cache.cached[0].values()
+    assert [cache.can_load([[held, idle, *[NO_BLOCK] * loaded]]) for loaded in (2, 3, 4)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_the_header_of_a_trace_has_the_keys_of_the_first_request():

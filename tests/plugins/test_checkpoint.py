@@ -231,25 +231,38 @@ def test_a_branch_stays():
 
     texts = [parting(n, 4, 8) for n in range(1, 30)]
     assert hits(Watching(), texts, blocks=40) == [0, 0, *[4] * 27]
+    hits(Watching(), texts, blocks=20)  # which has room for two branches
     assert max(Watching.children) <= 1
 
 
-class Newest(CheckpointPolicy):
-    """Evicts the most recently used segment, of requests that still run too."""
+class Ends(CheckpointPolicy):
+    """Evicts the least or most recently used segment, of requests that still run too."""
 
-    name = "newest"
+    name = "ends"
     output = True
 
+    def __init__(self, index):
+        """Evict the segment at 0 or -1 in the order of their use."""
+        self.index = index
+
+    def on_changed(self, segment):
+        """Refuse a segment of no tokens."""
+        assert segment.start < segment.end
+
     def victim(self, segments):
-        """Return the last segment."""
-        return segments[-1]
+        """Return the first or the last segment."""
+        return segments[self.index]
 
 
 @pytest.mark.parametrize("tier", [None, f"host:memory={90 << 20},load=always"])
 @pytest.mark.parametrize("seed", range(4))
 def test_segments_are_a_tree(seed, tier):
-    """Each cached block is in one segment; none is below one that has lost its states."""
-    cache = new_cache(Newest(), 120)
+    """Each cached block is in one segment; none is below one that has lost its states.
+
+    A segment with states has all its blocks of full attention, or what is below it has those
+    that had left with its states before these were loaded again.
+    """
+    cache = new_cache(Ends(-(seed % 2)), 120)
     levels = GroupTiers(cache, [tier], 1 << 20).levels if tier else ()
     simulate(stream(seed), cache=cache, batching=Batching(max_tokens=64, max_seqs=6))
     assert all(level.stats.hits for level in levels)
@@ -260,11 +273,14 @@ def test_segments_are_a_tree(seed, tier):
         above = segment.above
         assert segment.resumable == bool(segment.kept)
         assert segment.blocks == len(segment.full) + len(segment.kept)
-        assert segment.start == (0 if above is None else above.end) <= segment.end
-        if segment.resumable and above is not None:
-            assert above.resumable
-            assert segment in above.next
-        assert [segment.children, *segment.next] == [len(segment.next), *segment.next]
+        assert segment.start == (0 if above is None else above.end) < segment.end
+        if segment.resumable:
+            assert levels or len(segment.full) * SIZE == segment.end - segment.start
+            assert above is None or (above.resumable and segment in above.next)
+        assert segment.children == len(segment.next)
+        assert segment.below == (
+            1 + next(iter(segment.next)).below if segment.children == 1 else 0
+        )
         assert all(child.above is segment for child in segment.next)
 
 

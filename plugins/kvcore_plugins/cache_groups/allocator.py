@@ -120,7 +120,7 @@ class GroupAllocator(DecodeAllocator):
         tokens = self._chunk(job, match.tokens, min(tokens, most or tokens), match.boundaries)
         if not tokens:
             return None
-        if cache.reach(request, job.target) > match.tokens:
+        if cache.tiers is not None and cache.reach(request, job.target) > match.tokens:
             # What tiers load is allocated by the load; else the chunk is, which has room.
             if cache.need(match, match.tokens + tokens) > available:
                 return None

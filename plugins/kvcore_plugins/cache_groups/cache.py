@@ -554,8 +554,7 @@ class GroupedCache:
 
     def reach(self, request: Request, length: int) -> int:
         """Return the longest prefix below `length` that the pool and its tiers have."""
-        if self.tiers is None:
-            return 0
+        assert self.tiers is not None
         return self.longest(self._names(request), length, self.tiers.anywhere)[0]
 
     def block_of(self, group: int, name: Name) -> int | None:

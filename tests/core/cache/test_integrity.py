@@ -179,3 +179,15 @@ def test_a_sound_cache_passes(cache):
         cache.check_integrity()
     cache.open(ask("uvw"))
     cache.check_integrity()
+
+
+def test_the_check_of_a_cache_is_that_of_its_tiers_too(cache):
+    """What is wrong in the tiers below a cache is wrong in the cache."""
+
+    class Broken:
+        def check_integrity(self):
+            msg = "a level is broken"
+            raise AssertionError(msg)
+
+    cache.tiers = Broken()
+    assert_found(cache, "a level is broken")

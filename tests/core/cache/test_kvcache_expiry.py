@@ -225,6 +225,24 @@ def test_the_end_of_a_use_raises_its_ancestors():
     assert expiries(cache) == {"|ab": 61, "ab|c": 60}
 
 
+def test_a_span_may_expire_at_time_0():
+    """A policy that ends the spans of each use keeps none of those that end as time begins."""
+
+    class Brief(Mortal):
+        """A policy whose spans expire when they are hit or released."""
+
+        name = "brief"
+
+        def on_access(self, span, now):
+            span.expires = now
+
+        on_release = on_access
+
+    cache = make(12, Brief())
+    serve(cache, "ab", now=0)
+    assert expiries(cache) == {"|ab": 0}
+
+
 def test_a_split_copies_the_expiry(cache):
     """Both halves of a split have the expiry of the whole; a hit renews only the upper."""
     serve(cache, "abcd", now=0)

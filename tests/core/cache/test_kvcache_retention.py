@@ -162,6 +162,16 @@ def test_an_insertion_lowers_no_ancestor():
     assert span.priority_at(20) == 35
 
 
+def test_a_priority_that_has_ended_raises_no_ancestor():
+    """A hit that renews the hint of a parent leaves what has ended below it behind."""
+    cache = make()
+    serve(cache, "abcd", retention=(hint(2, 4, 80, 10),), now=0)
+    serve(cache, "ab!", retention=(hint(0, 2, 50),), now=20)
+    serve(cache, "abcd!", retention=(hint(0, 2, 40),), now=30)
+    span = spans(cache)["|ab"]
+    assert (span.priority, span.priority_until) == (50, None)
+
+
 def test_a_raised_priority_outlives_the_child():
     """A parent keeps its raised priority after the eviction of the child."""
     cache = make(4)

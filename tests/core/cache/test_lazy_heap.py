@@ -41,7 +41,7 @@ def test_garbage_is_bounded():
     heap = LazyHeap()
     for index in range(1000):
         heap.push((index, "a"))
-    assert len(heap._heap) <= 20
+        assert len(heap._heap) <= 20
     assert heap.first_entry() == (999, "a")
 
 

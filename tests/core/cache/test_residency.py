@@ -120,6 +120,18 @@ def test_blocks_that_leave_one_by_one_are_counted_once():
     assert seen.evicted_blocks["capacity"] == seen.never_hit_blocks == 3
 
 
+def test_what_is_not_counted_yet_is_bounded(monkeypatch):
+    """Tiers tell of many blocks before numbers are asked for: they are counted in between."""
+    monkeypatch.setattr("kvcore.cache.residency.BATCH", 4)
+    seen = Residency(4)
+    for key in range(5):
+        seen.record_store([key], 0, 1, 1)
+    assert not seen._stored
+    for key in range(5):
+        seen.record_evict([key], 0, 1, 1, (0, 0, 0), "capacity")
+    assert not seen._gone
+
+
 def test_an_expired_span_counts_as_evicted():
     """An expired span counts as evicted when it is found."""
     cache, seen = watched(eviction=Mortal())

@@ -119,3 +119,26 @@ def test_a_score_may_depend_on_size():
     cache = make(10, Longest(), accounting="keys")
     serve(cache, "abcdef", "wxy", "abcd!")
     assert cache.eviction.victim(0) is spans(cache)["|wxy"]
+
+
+def test_a_score_that_changes_no_more_is_not_computed_again():
+    """A time at which a score would have changed is forgotten if there is none any more."""
+
+    class Ending(ScoreEviction):
+        name = "ending"
+        end, computed = 5, 0
+
+        def score(self, span, now):
+            self.computed += 1
+            return 0
+
+        def changes_at(self, span, now):
+            return self.end
+
+    policy = Ending()
+    cache = make(4, policy, accounting="keys")
+    serve(cache, "a", now=0)
+    policy.end = None
+    policy.rescore(spans(cache)["|a"])
+    policy.victim(10)
+    assert policy.computed == 2

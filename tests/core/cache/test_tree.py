@@ -1,7 +1,7 @@
 """The tree of spans with every prefix index: its order, its hooks, and pools without ids."""
 
 import pytest
-from helpers.caches import BLOCK, make, serve, spell
+from helpers.caches import BLOCK, ask, make, serve, spell, start
 from helpers.fake_policies import BookkeepingPolicy
 
 from kvcore import Span
@@ -64,3 +64,22 @@ def test_spans_of_one_block_are_stored_up_to_the_last():
     cache = make(prefix=Hashed(spans="block"))
     serve(cache, "abcd")
     assert [spell(span) for span in cache.tree.spans()] == ["|a", "a|b", "ab|c", "abc|d"]
+
+
+def test_spans_that_are_discarded_leave_but_for_pinned_ones():
+    """Below a discarded span what a sequence holds stays, with what is above it."""
+    cache = make()
+    serve(cache, "ab", "abuv")
+    seq = start(cache, "abcd")
+    (top,) = cache.tree.root.children.values()
+    cache.tree.discard(top, 0, "gone")
+    assert [cache.probe(ask(text)) for text in ("abuv!", "abcd!")] == [2, 4]
+    cache.close(seq)
+    cache.check_integrity()
+
+
+def test_a_span_has_the_keys_that_cover_it():
+    """Of keys of two blocks, a span has those of its own blocks, not those above it."""
+    cache = make(key_tokens=2 * BLOCK)
+    serve(cache, "a", "abc", key_tokens=2 * BLOCK)
+    assert [span.keys() for span in cache.tree.spans()] == [["a"], ["ab", "abc"]]

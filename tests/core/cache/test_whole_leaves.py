@@ -1,9 +1,9 @@
 """Eviction of whole leaves, and splits that renew spans: rules of SGLang's radix cache."""
 
 import pytest
-from helpers.caches import ask, make, serve, start
+from helpers.caches import Lines, ask, make, serve, start
 
-from kvcore import InputError
+from kvcore import InputError, KVCache
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 
@@ -19,6 +19,25 @@ def test_a_whole_leaf_is_evicted(evict, evicted, ids):
     assert cache.pool.free_blocks == evicted - 2
     cache.close(seq)
     cache.check_integrity()
+
+
+def test_sequences_that_grow_together_evict_whole_leaves():
+    """`grow` evicts for sequences as `extend` does, for the first too if no block is free."""
+
+    def grown(grow):
+        cache = make(7, prefix=Radix(evict="leaf"), trace=Lines())
+        serve(cache, "abc")
+        order = [(5, start(cache, "uv")), (6, start(cache, "xy"))]
+        grow(cache, order)
+        cache.check_integrity()
+        blocks = [(event, list(fields["runs"])) for event, fields in cache.trace.lines[-3:]]
+        return blocks, [list(seq.private) for _, seq in order]
+
+    def extend(cache, order):
+        for now, seq in order:
+            cache.extend(seq, 1, now)
+
+    assert grown(KVCache.grow) == grown(extend)
 
 
 def test_each_step_of_a_prompt_is_a_leaf():
