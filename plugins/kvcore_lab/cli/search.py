@@ -15,7 +15,6 @@ from kvcore_cli.output import progress
 from kvcore_cli.verb import option
 from kvcore_lab.cli.lab_options import tell_model
 from kvcore_plugins.load import finished_work
-from kvcore_plugins.workload.turns import overlapping
 from kvcore_replay.gpu_cost import Cost, gpus_of
 
 search_option = option(
@@ -122,6 +121,8 @@ class Rates(NamedTuple):
 
 def early_turns(workload: Workload, log: RunLog) -> tuple[int, int]:
     """Count the requests that continue another one, and those sent before its answer ended."""
+    from kvcore_plugins.workload.turns import overlapping  # noqa: PLC0415 - of high loads
+
     sent, ended = (
         dict(zip(log.ids, column, strict=True)) for column in (log.arrival, log.finish)
     )

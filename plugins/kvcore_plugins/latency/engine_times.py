@@ -7,16 +7,13 @@ fitted: those of the host once for each engine, the others for each engine and d
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
-
-import attrs
+from typing import Literal, NamedTuple, TypeAlias
 
 EngineName: TypeAlias = Literal["vllm", "trtllm", "sglang"]
 """Engines whose servers and kernels were measured."""
 
 
-@attrs.frozen
-class ExpertTimes:
+class ExpertTimes(NamedTuple):
     """The times of routed experts in one layer, in seconds and as shares.
 
     Attributes:
@@ -37,8 +34,7 @@ class ExpertTimes:
     compute: float = 0.51
 
 
-@attrs.frozen
-class EngineTimes:
+class EngineTimes(NamedTuple):
     """The times of an engine on a device.
 
     Attributes:
@@ -101,8 +97,7 @@ def engine_times(engine: EngineName | None, device: str, fp4: str = "") -> Engin
     if engine is None:
         return KERNELS
     key = engine, device
-    return attrs.evolve(
-        _HOST[engine],
+    return _HOST[engine]._replace(
         compute=_COMPUTE.get(key, 1.0),
         experts=_EXPERTS_IN_FP4.get((engine, fp4)) or _EXPERTS.get(key, ExpertTimes()),
     )

@@ -7,7 +7,7 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from math import ceil
 from operator import mul
-from typing import Any, ClassVar, TypeAlias, get_args
+from typing import Any, ClassVar, NamedTuple, TypeAlias, get_args
 
 import attrs
 
@@ -73,8 +73,7 @@ EXPERT_RATES: Rates = {
 """The same for products of routed experts."""
 
 
-@attrs.frozen(eq=False)
-class _Experts:
+class _Experts(NamedTuple):
     """The work of routed experts, in 2^-32 ps.
 
     Attributes:
@@ -90,8 +89,7 @@ class _Experts:
     layers: Fraction
 
 
-@attrs.frozen(eq=False)
-class _Kernels:
+class _Kernels(NamedTuple):
     """The work of all kernels but attention, in 2^-32 ps.
 
     Attributes:

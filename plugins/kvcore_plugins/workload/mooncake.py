@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain as joined
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import attrs
 from attrs.converters import optional
@@ -22,10 +22,11 @@ from kvcore.request import KEY_BYTES, chain_keys
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import file_digest, json_fields, lines
 from kvcore_plugins.workload._plain import json_reader
-from kvcore_plugins.workload._sessions import Pending, in_order
 from kvcore_plugins.workload.rows import Row, by_options, parse_row, time_order
 from kvcore_plugins.workload.times import HEAD, UNITS, Clock, Timed, TimeOrder
-from kvcore_plugins.workload.turns import Turns
+
+if TYPE_CHECKING:
+    from kvcore_plugins.workload._sessions import Pending
 
 BUNDLED_REQUESTS = 12_031
 
@@ -109,7 +110,11 @@ class Mooncake(Workload):
         self._reading = reading = _Reading(self, self._file)
         if reading.closed:
             return reading.turns()
-        return Turns().link(reading.requests()) if self.turns else reading.requests()
+        if not self.turns:
+            return reading.requests()
+        from kvcore_plugins.workload.turns import Turns  # noqa: PLC0415 - for turns alone
+
+        return Turns().link(reading.requests())
 
     @property
     def digest(self) -> str:
@@ -234,6 +239,8 @@ class _Reading:
 
     def turns(self) -> Iterator[Request]:
         """Yield the requests of rows of sessions, each after the one before it."""
+        from kvcore_plugins.workload._sessions import in_order  # noqa: PLC0415 - for these
+
         return in_order(map(self._turn, self._order.sort(self._with_lengths())))
 
     def notes(self) -> list[str]:
@@ -345,8 +352,7 @@ class _Reading:
                 yield time, serial, row
 
 
-@attrs.frozen
-class _Sent:
+class _Sent(NamedTuple):
     """A request that others may follow.
 
     Attributes:
