@@ -182,7 +182,7 @@ def test_a_sound_cache_passes(cache):
 
 
 def test_the_check_of_a_cache_is_that_of_its_tiers_too(cache):
-    """What is wrong in the tiers below a cache is wrong in the cache."""
+    """A fault of the tiers below a cache is a fault of the cache."""
 
     class Broken:
         def check_integrity(self):
