@@ -15,6 +15,7 @@ from kvcore_plugins.eviction import LRU
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.misses.explain import explain
 from kvcore_tiers.grouped import GroupTiers
+from kvcore_tiers.tier.host import Host
 
 SLOT = 64
 FULL, WINDOW, STATE = LayerGroup("full", 4), LayerGroup("window", 4, 9), LayerGroup("state", 4)
@@ -77,6 +78,34 @@ def test_a_state_is_loaded_with_the_attention_before_it():
     hit, loaded = serve(cache, tiers, 5, [*keys, 9])
     assert (hit, loaded) == (0, 16)
     assert tiers.levels[0].stats.loaded == 4 + 1
+
+
+def test_what_computing_takes_no_longer_is_not_loaded():
+    """A load counts with what is computed after it; a prefill that takes no longer is taken."""
+    cache, tiers = below([FULL])
+    serve(cache, tiers, 0, [1, 2, 3, 4])
+    for name in range(1, 5):
+        serve(cache, tiers, name, [10 * name + index for index in range(4)])
+    again = ask(5, prompt=17, keys=[1, 2, 3, 4])
+    seq = cache.open(again, 0, 10**8)
+    assert tiers.load(seq, 10**8, lambda *_: 10**9) is None
+    assert tiers.load(seq, 10**8, prefill_ns) is not None
+
+
+def test_policies_know_how_long_a_block_of_groups_takes_to_load():
+    """The layout has the seconds that a block takes to load from the nearest level."""
+    cache, tiers = below([FULL], tier="host:memory=1MB,read_bandwidth=64GB,latency=0")
+    assert cache.geometry.reload_seconds == pytest.approx(SLOT / 64e9)
+    assert tiers.levels[0].link.load_ns(1000 * SLOT, 0) == 1000
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_policy_serves_one_tier(policy):
+    """The policy of a tier is in use: a second tier with the same instance is refused."""
+    eviction = resolve("eviction", policy)
+    below([FULL], tier=Host(memory=100 * SLOT, eviction=eviction))
+    with pytest.raises(InputError, match="is in use already"):
+        below([FULL], tier=Host(memory=100 * SLOT, eviction=eviction))
 
 
 @pytest.mark.parametrize(("block_bytes", "moved"), [(None, SLOT // 4), (50, 50)])
