@@ -280,14 +280,17 @@ def run(arguments: Sequence[str]) -> int:
     kvcore are not caught; those of packages become errors that name the package.
     """
     try:
-        return _run(arguments)
+        try:
+            return _run(arguments)
+        finally:
+            _Repeat.stop()  # a signal may have come as the verb ended
     except (KeyboardInterrupt, click.Abort) as error:  # also while another error is told
+        _Repeat.stop()  # here, where the timer raises nothing: it may have done so just above
         if where := _raised_by_code(error):
             return _fail(f"error: {where} raised KeyboardInterrupt", UNABLE)
         ended = isinstance(error, Terminated)
         return _fail("terminated", TERMINATED) if ended else _fail("interrupted", INTERRUPTED)
     finally:
-        _Repeat.stop()  # also if the verb has ended before its exception was raised
         _discard_unwritable()
 
 

@@ -385,6 +385,22 @@ def test_an_interrupt_while_an_error_is_told_exits_130(verb, capsys, monkeypatch
     assert capsys.readouterr().err == "kvcore: interrupted\n"
 
 
+@pytest.mark.parametrize("outcome", [KeyboardInterrupt(), "done"], ids=repr)
+def test_an_interrupt_as_the_timer_is_stopped_exits_130(verb, capsys, monkeypatch, outcome):
+    """The timer that repeats Ctrl-C raises wherever no interrupt is handled, until it stops."""
+    stop = frame._Repeat.stop
+
+    def interrupted():
+        if not frame._is_handled():
+            raise KeyboardInterrupt
+        stop()
+
+    verb(outcome)
+    monkeypatch.setattr(frame._Repeat, "stop", staticmethod(interrupted))
+    assert frame.run(["act"]) == 130
+    assert capsys.readouterr().err == "kvcore: interrupted\n"
+
+
 def test_sigterm_exits_143_and_leaves_no_partial_file(tmp_path):
     """SIGTERM ends a verb with exit code 143 and one message, and leaves no partial file."""
     command = [sys.executable, "-c", ASKED_TO_END, "talk", str(tmp_path / "run.jsonl")]
