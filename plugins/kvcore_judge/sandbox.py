@@ -47,7 +47,7 @@ statx 332 291  access 21 -  faccessat 269 48  faccessat2 439 439  readlink 89 -
 readlinkat 267 78  getcwd 79 17  getdents64 217 61  lseek 8 62  pread64 17 67  readv 19 65
 writev 20 66  dup 32 23  dup2 33 -  dup3 292 24  pipe2 293 59  poll 7 -  ppoll 271 73
 select 23 -  pselect6 270 72  mmap 9 222  mprotect 10 226  munmap 11 215  mremap 25 216
-madvise 28 233  brk 12 214  rt_sigaction 13 134  rt_sigprocmask 14 135  rt_sigreturn 15 139
+brk 12 214  rt_sigaction 13 134  rt_sigprocmask 14 135  rt_sigreturn 15 139
 sigaltstack 131 132  restart_syscall 219 128  setitimer 38 103  getitimer 36 102
 nanosleep 35 101  clock_nanosleep 230 115  clock_gettime 228 113  clock_getres 229 114
 gettimeofday 96 169  time 201 -  times 100 153  getrusage 98 165  sysinfo 99 179  uname 63 160
@@ -63,12 +63,15 @@ seems (`fcntl` sends signals, `shmctl` removes the memory of others).
 """
 
 _CHECKED = (
-    "open 2 -  openat 257 56  fcntl 72 25  clone 56 220  prlimit64 302 261  clone3 435 435"
+    "open 2 -  openat 257 56  fcntl 72 25  clone 56 220  prlimit64 302 261  clone3 435 435  "
+    "madvise 28 233"
 )
 """System calls whose arguments decide; the C library starts threads by `clone` for `clone3`."""
 
-_THREAD, _DUPLICATE, _OWN_FLAGS = 0x10000, 1030, 5
-"""The flag of threads, and what `fcntl` may do: copies with CLOEXEC, and what is below 5."""
+_THREAD, _DUPLICATE, _STATUS_FLAGS, _POISON = 0x10000, 1030, 4, 100
+"""The flag of threads; what `fcntl` may do: copies with CLOEXEC, and what is below F_SETFL, by
+whose O_ASYNC a terminal sends signals to those who use it; and the first advice to `madvise`
+that takes pages out of use, which root may give for those of others, too."""
 
 MOST_BYTES = 1 << 22
 """Largest number of bytes of an answer."""
@@ -416,9 +419,10 @@ def _filter() -> Iterator[tuple[int, int, int, int]]:
         "fcntl": (
             (load, 0, 0, 24),
             (equal, 2, 0, _DUPLICATE),
-            (at_least, 0, 1, _OWN_FLAGS),
+            (at_least, 0, 1, _STATUS_FLAGS),
             *end,
         ),
+        "madvise": ((load, 0, 0, 32), (at_least, 0, 1, _POISON), *end),
         "clone": ((load, 0, 0, 16), (any_bit, 1, 0, _THREAD), *end),
         # No new limits: both halves of their address are 0.
         "prlimit64": (

@@ -258,6 +258,8 @@ HIDDEN = {
     "truncates": "os.truncate(__file__, 0)",
     "truncates what it reads": "os.open(__file__, os.O_RDONLY | os.O_TRUNC)",
     "sends signals by a pipe": "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())",
+    "sends signals by a terminal": "fcntl.fcntl(os.pipe()[0], fcntl.F_SETFL, os.O_ASYNC)",
+    "poisons a page": "call('madvise', 0, 0, 100)",
     "removes shared memory": "call('shmctl', 0, 0, 0)",
     "writes to shared memory": "call('shmat', 0, 0, 0)",
     "changes a keyring": "call('add_key', b'user', b'a', b'b', 1, -3)",
@@ -272,8 +274,8 @@ OFF = dedent("""
 
     def call(name, *arguments):
         number = {"shmat": (30, 196), "shmctl": (31, 195), "add_key": (248, 217),
-                  "unshare": (272, 97)}[name][os.uname().machine == "aarch64"]
-        library.syscall(number, *arguments)
+                  "madvise": (28, 233), "unshare": (272, 97)}[name]
+        library.syscall(number[os.uname().machine == "aarch64"], *arguments)
         raise OSError(ctypes.get_errno(), name)
 """)
 
