@@ -50,7 +50,10 @@ class _Recording(LiveTrace):
 
 
 class _FollowedIndex(PrefixIndex):
-    """Finds cached blocks by their keys, up to the number of hits in the engine."""
+    """Finds cached blocks by their keys, up to the number of hits in the engine.
+
+    A key that is cached in two paths, where hashes of an engine collide, names the later block.
+    """
 
     name: ClassVar[str] = "followed"
     block_spans = True
@@ -61,13 +64,13 @@ class _FollowedIndex(PrefixIndex):
 
     def match(self, keys: Keys[Key], limit: int, after: Span) -> tuple[Span, int]:
         """Return the span of the last cached block, and its end. O(blocks)."""
-        end, span = after.end, after
-        for key in keys[end : limit if self.limit is None else min(limit, self.limit)]:
-            span_of_key = self.spans.get(key)
-            if span_of_key is None:
+        span = after
+        for key in keys[after.end : limit if self.limit is None else min(limit, self.limit)]:
+            below = (span.children or {}).get(key)
+            if below is None:
                 break
-            span, end = span_of_key, end + 1
-        return span, end
+            span = below
+        return span, span.end
 
     def insert(self, span: Span, first: int) -> None:
         """Insert a block."""
@@ -75,7 +78,8 @@ class _FollowedIndex(PrefixIndex):
 
     def remove(self, span: Span, first: int) -> None:
         """Delete a block."""
-        del self.spans[span.path_keys[first]]
+        if self.spans.get(key := span.path_keys[first]) is span:
+            del self.spans[key]
 
 
 class _FollowedEviction(EvictionPolicy):
@@ -551,7 +555,7 @@ class EngineRecorder:
             span = span.parent
         while blocks > cache.pool.free_blocks:
             self._disagree("room", "it has room for blocks, and the trace has none")
-            unused = (s for s in self._index.spans.values() if not (s.ref_count or s.children))
+            unused = (s for s in cache.tree.spans() if not (s.ref_count or s.children))
             leaves = (span for span in unused if span not in kept)
             self._leave(min(leaves, key=attrgetter("released_order")), requester, now)
 

@@ -464,6 +464,19 @@ def test_what_a_client_chooses_ends_no_recording(path, fields):
     assert names[1:] == ["a", "a#2", "a#3"]
 
 
+def test_keys_that_collide_in_two_paths_end_no_recording(path):
+    """A block is looked up in its own path, where a client has made its key come twice."""
+    recorder = make(path, blocks=32)
+    serve(recorder, "shared", [1, 2], 1)
+    serve(recorder, "collides", [1, 2, 1], 2)
+    serve(recorder, "shares", [1, 2, 4], 3)
+    serve(recorder, "long", range(10, 40), 4, evicted=[4, 1, 2, 1])
+    recorder.close()
+    assert recorder.failure is None
+    ended = lines_of([line.as_dict() for line in read_events(path)], "FINISH")
+    assert len(ended) == 4
+
+
 def test_salts_tenants_and_sessions_cannot_be_read_in_a_recording(path):
     """Names that identify are hashes: equal ones are equal, and no two recordings have them."""
     written = []

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import attrs
 
 from kvcore import EvictionPolicy, InputError, Request, ScoreEviction, Span
+from kvcore.blake2 import blake2b
 from kvcore.cache import BlockLayout
 from kvcore.cache.tree import root_span
 from kvcore.plugins import find_override, policy_error, wrong_answer
@@ -348,8 +349,10 @@ class TreeHost:
         """Return the keys of `units` after the key `parent`; None: they begin a prompt."""
         if parent is None:
             namespace = (units.extra_key, units.cache_salt)
-            text = repr(namespace).encode() if any(namespace) else b""
-            parent = int.from_bytes(text, "big") % _MASK
+            parent = 0
+            if any(namespace):  # of a client, who must not choose the key that it begins with
+                text = repr(namespace).encode("utf-8", "surrogatepass")
+                parent = int.from_bytes(blake2b(text, digest_size=8).digest()) & _MASK
         return self.chain(parent, units, self.page_size)
 
     def _order(self, request: Any) -> int:

@@ -307,10 +307,8 @@ def test_a_lock_that_is_undone_is_no_hit():
     theirs.cache.unlock(kept)
 
 
-class Tokens(tuple):
+class Tokens(tuple):  # noqa: SLOT001 - with salts of their own
     """A key of tokens."""
-
-    __slots__ = ()
 
     extra_key = cache_salt = None
 
@@ -333,6 +331,16 @@ def test_keys_of_pages_are_chained():
     assert whole[1:] == chain(whole[0], [3, 4, 5, 6], 2)
     assert len({*whole, *chain(0, [3, 4, 1, 2, 5, 6], 2)}) == 6
     assert chain(0, [1, 2, 3], 1)[0] != chain(1, [1, 2, 3], 1)[0]
+
+
+def test_a_client_does_not_choose_the_key_that_its_prompt_begins_with():
+    """Keys of two salts differ, where the bytes of these are equal modulo 2^63 - 1."""
+    host, prompt = TreeHost(resolve("eviction", "lru"), 16, 1), Tokens([1, 2])
+    keys = []
+    # 63 letters lie between the ends: 2^(8 * 63) is 1, modulo 2^63 - 1.
+    for prompt.cache_salt in (None, "a" * 63 + "b", "b" + "a" * 63, "\ud800"):
+        keys += host._keys(None, prompt)
+    assert len(set(keys)) == 8
 
 
 def test_pages_of_many_tokens():
