@@ -321,6 +321,18 @@ def test_texts_are_encoded_by_the_given_tokenizer(tokenizer):
     assert generator.decode([2, 1]) == "cache a"
 
 
+def test_a_tokenizer_that_fails_is_refused(tmp_path, tokenizer):
+    """What the files of a tokenizer do wrong is told, also where its code in Rust panics."""
+    lacking = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+    lacking["single"] = [{"SpecialToken": {"id": "nowhere", "type_id": 0}}]
+    tokenizer.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"post_processor": lacking}))
+    generator = HuggingFace(tiny("llama"), tokenizer=tmp_path)
+    with pytest.raises(InputError, match="the tokenizer of the model fails: PanicException: "):
+        generator.encode("a cache")
+
+
 @pytest.mark.parametrize("separate", [False, True])
 def test_the_tokenizer_is_read_from_a_folder(tmp_path, tokenizer, separate):
     """The tokenizer is read from the model's folder, or from that of the option `tokenizer`."""
@@ -460,3 +472,6 @@ def test_a_chat_that_the_template_refuses(tokenizer):
     assert generator.encode_chat([{"role": "user", "content": "a"}]) == tokenizer.encode("a")
     with pytest.raises(InputError, match=r"template of the model refuses .*: no system"):
         generator.encode_chat([{"role": "system", "content": "a"}])
+    tokenizer.chat_template = "{{ 1 / 0 }}"
+    with pytest.raises(InputError, match=r"template of the model refuses .*: division by zero"):
+        generator.encode_chat([{"role": "user", "content": "a"}])

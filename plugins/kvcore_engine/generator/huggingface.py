@@ -6,7 +6,8 @@ import inspect
 import os.path
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from hashlib import blake2b
 from importlib.util import find_spec
@@ -118,7 +119,8 @@ class HuggingFace(SamplingGenerator):
     def eos_token_ids(self) -> frozenset[int]:
         """The token ids that end a text, by the generation config."""
         ids = getattr(self.network.generation_config, "eos_token_id", None)
-        return frozenset(ids if isinstance(ids, list) else () if ids is None else (ids,))
+        listed = ids if isinstance(ids, list) else [ids]
+        return frozenset(token for token in listed if isinstance(token, int))
 
     @cached_property
     def network(self) -> PreTrainedModel:
@@ -222,7 +224,8 @@ class HuggingFace(SamplingGenerator):
         """Return the token ids of `text` by the tokenizer, or hashes of its words."""
         if self._tokenizer is None:
             return super().encode(text)
-        return list(self._tokenizer.encode(text))
+        with _refusing("the tokenizer of the model fails"):
+            return list(self._tokenizer.encode(text))
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
@@ -235,23 +238,34 @@ class HuggingFace(SamplingGenerator):
         tokenizer = self._tokenizer
         if tokenizer is None or not getattr(tokenizer, "chat_template", None):
             return super().encode_chat(messages, tools)
-        from jinja2 import TemplateError  # noqa: PLC0415 - comes with chat templates
-
         chat = [dict(message) for message in messages]
-        try:
+        with _refusing("the chat template of the model refuses the messages"):
             text = tokenizer.apply_chat_template(
                 chat, tools=tools or None, add_generation_prompt=True, tokenize=False
             )
-        except TemplateError as error:
-            msg = f"the chat template of the model refuses the messages: {error}"
-            raise InputError(msg) from error
-        return list(tokenizer.encode(str(text), add_special_tokens=False))
+            return list(tokenizer.encode(str(text), add_special_tokens=False))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids by the tokenizer, or the ids themselves."""
         if self._tokenizer is None:
             return super().decode(tokens)
-        return str(self._tokenizer.decode(list(tokens)))
+        with _refusing("the tokenizer of the model fails"):
+            return str(self._tokenizer.decode(list(tokens)))
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Raise InputError for whatever a tokenizer or a template raises, which files describe.
+
+    A panic of a tokenizer, whose code is in Rust, is no `Exception`.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        msg = f"{what}: {type(error).__name__}: {error}"
+        raise InputError(msg) from error
 
 
 def _read(auto: str, source: str | Path, what: str) -> Any:
@@ -279,9 +293,9 @@ def _read(auto: str, source: str | Path, what: str) -> Any:
                 raise
         _announce_download(path, what)
         return _pretrained(auto, path, what, local=False)
-    except InputError:
+    except (InputError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # a panic of a tokenizer is no `Exception`
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if "trust_remote_code" in str(error):
             reason = "it comes with code of its own, and kvcore runs none"
