@@ -55,6 +55,13 @@ class Path(Sequence[Key]):
         self._keys: list[Key] | None = None
 
     def _own(self) -> list[Key]:
+        # Those above first: a conversation has a path a turn, and the stack of Python an end.
+        path, above = self, []
+        while path._keys is None and path._above is not None:
+            path = path._above
+            above.append(path)
+        while above:
+            above.pop()._own()  # noqa: SLF001
         if self._keys is None:
             before = self._above[self._start - 1] if self._above is not None else None
             self._keys = self._chain(before, self._units)

@@ -343,6 +343,18 @@ def test_a_client_does_not_choose_the_key_that_its_prompt_begins_with():
     assert len(set(keys)) == 8
 
 
+def test_a_long_conversation_has_its_keys():
+    """Keys that are first read below thousands of nodes are those of the whole prompt."""
+    host = TreeHost(resolve("eviction", "s3fifo"), 1 << 20, 1)
+    node = Node(None, Tokens())
+    for token in range(5000):
+        node = Node(node, Tokens([token]))
+        host.inserted(node)
+    assert host.span(node).path_keys[-2:] == chain(0, range(5000), 1)[-2:]
+    host.evicting()
+    host.removed(node)
+
+
 def test_pages_of_many_tokens():
     """With pages of four tokens, a node of eight is a span of two blocks, with chained keys."""
     host = TreeHost(resolve("eviction", "arc"), 16, 4)
