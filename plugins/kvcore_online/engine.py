@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 import attrs
 
-from kvcore.cache import ServedCache
+from kvcore.cache import KVCache, ServedCache
+from kvcore.cache import Sequence as CacheSequence
 from kvcore.errors import InputError
 from kvcore.request import Key, Request, TextRequest
 from kvcore.serving.job import DONE, Job
@@ -142,6 +143,20 @@ class OpenRequest:
         return self.job.hit + self.job.loaded
 
 
+def share_keys(seq: CacheSequence) -> None:
+    """Make the keys of the blocks that a sequence shares those of their first prompt. O(keys).
+
+    A cached block holds the keys of its whole prompt: equal ones of many prompts take memory
+    once, and 8 bytes a prompt in place of 57.
+    """
+    keys, above = seq.keys, seq.span
+    while above.parent is not None and above.path_keys is keys:
+        above = above.parent
+    if isinstance(keys, list):
+        known = above.end // above.geometry.ratio
+        keys[:known] = above.path_keys[:known]
+
+
 class LiveLoop(ServingLoop):
     """The serving loop by the wall clock, with clients that connect and disconnect.
 
@@ -187,7 +202,7 @@ class LiveLoop(ServingLoop):
         self._leaving: dict[int | str, str] = {}
         self._clock, self._began_ns = clock, clock()
         self.paced, self._speed, self._sleep = speed is not None, speed or 1.0, sleep
-        self.on_first_token = tally.got_first_token
+        self.on_first_token = self._answered
         self._trace = cache.trace if isinstance(cache.trace, Trace) else None
         self._flush_at_ps = FLUSH_PS
 
@@ -234,6 +249,11 @@ class LiveLoop(ServingLoop):
             if opened.ended:
                 del streams[name], self.open[name]
                 opened.listener(Tokens(end=FINISHED, cached=opened.cached))
+
+    def _answered(self, job: Job, now: int) -> None:
+        self.log.got_first_token(job, now)
+        if isinstance(self._cache, KVCache) and job.seq is not None:
+            share_keys(job.seq)
 
     def _take_arrivals(self, now: int) -> None:
         inbox = self.inbox

@@ -25,12 +25,13 @@ from helpers.serving import Even
 from helpers.upstreams import until
 
 import kvcore
+from kvcore import KVCache
 from kvcore.request import text_request
 from kvcore.serving.latency import StepWork
 from kvcore.units import NS_PER_S
 from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved
-from kvcore_online.engine import LiveLoop, Tokens
+from kvcore_online.engine import LiveLoop, Tokens, share_keys
 from kvcore_online.metrics import server_metrics
 from kvcore_online.server import MOST_JOINED, ServeConfig, Server, run
 from kvcore_online.simulated import WORDS, SimulatedModel, SimulatedTokens
@@ -576,3 +577,23 @@ def test_tokens_that_come_at_once_are_sent_together(stream):
     assert usage.completion_tokens == tokens
     assert usage.prompt_tokens_details.cached_tokens == 4
     assert len(texts) == (5 if stream else 1)
+
+
+def test_prompts_that_begin_alike_share_their_keys():
+    """A cached prompt has keys of its own for what is new in it, and those of others before."""
+    cache = KVCache(64, 4)
+    kept = []
+    for end in range(3):
+        request = text_request(
+            end, [*range(40), *range(100 + end, 108 + end)], output=1, block_size=4
+        )
+        seq = cache.open(request, 48, end)
+        cache.commit(seq, 48 - seq.computed, end)
+        before = list(seq.keys)
+        share_keys(seq)
+        assert seq.keys == before
+        kept.append(seq.keys)
+    assert all(
+        a is b for keys in kept[1:] for a, b in zip(keys[:10], kept[0][:10], strict=True)
+    )
+    cache.check_integrity()
