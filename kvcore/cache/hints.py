@@ -65,18 +65,21 @@ def hint_borders(steps: list[PriorityStep]) -> list[int]:
 def apply_hints(deepest: Span, steps: list[PriorityStep], now: int) -> None:
     """Raise the priorities of `deepest` and the spans above it to those of `steps`.
 
-    The spans were split where hints begin and end. O(spans · hints).
+    The spans were split where hints begin and end. O(spans + hints).
     """
     ranges = hinted_ranges(steps)
     span = deepest
     while span.parent is not None:
         reset_lapsed_priority(span, now)
-        for start, end, priority, duration in ranges:
+        while ranges and ranges[-1][0] >= span.end:
+            ranges.pop()
+        for start, end, priority, duration in ranges[-1:]:
             if start <= span.start and span.end <= end:
                 until = None if duration is None else now + duration
                 raise_priority(span, priority, until, now)
-        raise_priority_above(span, now)
-        span = span.parent
+        if (parent := span.parent).parent is not None:
+            raise_priority(parent, span.priority, span.priority_until, now)
+        span = parent
 
 
 def may_append(span: Span, priority: int, until: int | None) -> bool:

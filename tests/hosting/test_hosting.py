@@ -6,6 +6,8 @@ from random import Random
 import pytest
 
 from kvcore import EvictionPolicy, InputError, PolicyError, Request
+from kvcore.cache import hints
+from kvcore.request import Retention
 from kvcore_hosting import HostSettings, PolicyHost
 from kvcore_plugins.eviction import LRU
 
@@ -181,6 +183,22 @@ def test_the_statistics_of_a_hit():
         (1, 1, 4, "two"),
     ]
     assert spans[0].last_hit_order == spans[1].last_hit_order == spans[0].created_order + 1
+
+
+def test_the_hints_of_a_long_hit_are_applied_in_one_pass(monkeypatch):
+    """A hit raises the priority of each block a few times, however many are above it."""
+    host = PolicyHost(LRU(), 600, 4)
+    host.stored_run(range(500), None, 0)
+    raised = []
+    plain = hints.raise_priority
+    monkeypatch.setattr(hints, "raise_priority", lambda *a: (raised.append(a), plain(*a)))
+    retention = [Retention(0, 2000 - 20 * n, 1 + n, 10) for n in range(60)]
+    request = Request(
+        id="a", prompt_tokens=2000, key_tokens=4, keys=range(500), retention=retention
+    )
+    host.hinted(499, request, 1)
+    assert len(raised) <= 2 * 500
+    assert [host.span(block).priority for block in (0, 204, 205, 499)] == [60, 60, 59, 35]
 
 
 def test_blocks_of_one_admission_have_one_serial_number():
