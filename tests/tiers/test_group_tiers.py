@@ -99,6 +99,19 @@ def test_policies_know_how_long_a_block_of_groups_takes_to_load():
     assert tiers.levels[0].link.load_ns(1000 * SLOT, 0) == 1000
 
 
+def test_what_has_no_room_in_a_tier_goes_to_the_next():
+    """A full tier writes the blocks that leave it into the one below, and no others."""
+    cache = GroupedCache([FULL], 8, key_tokens=4)
+    near, far = f"host:memory={6 * SLOT},keep=exclusive", f"disk:memory={100 * SLOT}"
+    tiers = GroupTiers(cache, [near, far], SLOT)
+    for name in range(5):
+        serve(cache, tiers, name, [10 * name + index for index in range(4)])
+    serve(cache, tiers, 5, [20, 21, 22, 23, 24])
+    above, below_it = tiers.levels
+    assert above.stats.dropped["moved"] > 0
+    assert below_it.stats.stored == above.stats.dropped["capacity"] > 0
+
+
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_a_policy_serves_one_tier(policy):
     """The policy of a tier is in use: a second tier with the same instance is refused."""
