@@ -322,7 +322,7 @@ def test_texts_are_encoded_by_the_given_tokenizer(tokenizer):
 
 
 def test_a_tokenizer_that_fails_is_refused(tmp_path, tokenizer):
-    """What the files of a tokenizer do wrong is told, also where its code in Rust panics."""
+    """Faults of the files of a tokenizer are told, also where its code in Rust panics."""
     lacking = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
     lacking["single"] = [{"SpecialToken": {"id": "nowhere", "type_id": 0}}]
     tokenizer.save_pretrained(tmp_path)
