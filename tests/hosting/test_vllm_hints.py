@@ -18,11 +18,11 @@ def read(caplog):
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
 
-    def reading(*actions):
+    def reading(*actions, name=None):
         caplog.clear()
         envelope = SimpleNamespace(
             actions=[
-                SimpleNamespace(action_id=str(index), action_type=kind, payload=payload)
+                SimpleNamespace(action_id=name or str(index), action_type=kind, payload=payload)
                 for index, (kind, payload) in enumerate(actions)
             ]
         )
@@ -52,6 +52,13 @@ def test_a_hint_of_any_value_is_logged_and_left_out(read, payload):
     assert [hint.priority for hint in hints["retention"]] == [90]
     assert [line.startswith("request r: KV hint 0: ") for line in lines] == [True]
     assert len(lines[0]) < 400
+
+
+def test_a_client_writes_no_line_of_the_log(read):
+    """Line ends and escape sequences in what a client calls a hint are written as escapes."""
+    hints, lines = read((RETAIN, None), name="a\nINFO: all is well \x1b[2J")
+    assert not hints
+    assert lines[0].startswith(r"request r: KV hint a\nINFO: all is well \x1b[2J: ")
 
 
 def test_of_many_hints_the_first_are_read(read):

@@ -39,15 +39,19 @@ def read_hints(request_id: str, envelope: Any) -> dict[str, Any]:
         try:
             _read(action.action_type, action.payload, hints)
         except Exception as error:  # noqa: BLE001 - of one request, and the engine is of all
-            _log.warning(
-                "request %s: KV hint %.60s: %.200s", request_id, action.action_id, error
-            )
+            name, why = _line(action.action_id, 60), _line(error, 200)
+            _log.warning("request %s: KV hint %s: %s", request_id, name, why)
     return hints
 
 
 def short_name(name: Any, longest: int = LONGEST_SALT) -> str | None:
     """Return a name that policies keep as long as a block is cached; None: it is too long."""
     return name if isinstance(name, str) and len(name) <= longest else None
+
+
+def _line(text: object, longest: int) -> str:
+    """Return the beginning of a text of a client, with escapes, for a line of the log."""
+    return str(text).encode("unicode_escape")[:longest].decode()
 
 
 def _read(kind: str, payload: dict[str, Any], hints: dict[str, Any]) -> None:
