@@ -185,27 +185,29 @@ i64 common_prefix(PyObject *one, PyObject *other, i64 start, i64 end, i64 ratio)
     return high * ratio;
 }
 
-/* Return the parent of `span`, a new reference, which a plugin that is called cannot free; NULL
- * with an exception if a plugin has put something else there. */
-static PyObject *parent_of(Tree *t, PyObject *span)
+/* Return what the cache has put into a slot of a span, a new reference, which a plugin that is
+ * called cannot free; NULL with an exception that names the slot, if it is not `right`. */
+static PyObject *unchanged(Tree *t, PyObject *value, int right, const char *name)
 {
-    PyObject *parent = SPAN(span, parent);
-    if (parent && Py_TYPE(parent) == span_slots.type)
-        return Py_NewRef(parent);
-    refuse(t, t->policy, PyUnicode_FromString("`parent` of a span in the cache"),
-           PyUnicode_FromFormat("%R: the cache alone writes it", parent ? parent : Py_None));
+    if (right)
+        return Py_NewRef(value);
+    refuse(t, t->policy, PyUnicode_FromString(name),
+           PyUnicode_FromFormat("%R: the cache alone writes it", value ? value : Py_None));
     return NULL;
 }
 
-/* Return the dictionary of the children of `span`, likewise. */
+static PyObject *parent_of(Tree *t, PyObject *span)
+{
+    PyObject *parent = SPAN(span, parent);
+    return unchanged(t, parent, parent && Py_TYPE(parent) == span_slots.type,
+                     "`parent` of a span in the cache");
+}
+
 static PyObject *children_of(Tree *t, PyObject *span)
 {
     PyObject *children = SPAN(span, children);
-    if (children && PyDict_Check(children))
-        return Py_NewRef(children);
-    refuse(t, t->policy, PyUnicode_FromString("`children` of a span with children"),
-           PyUnicode_FromFormat("%R: the cache alone writes it", children ? children : Py_None));
-    return NULL;
+    return unchanged(t, children, children && PyDict_Check(children),
+                     "`children` of a span with children");
 }
 
 /* Go up, from a reference to `span` to one to its parent. */
