@@ -245,11 +245,7 @@ class EngineRecorder:
         keys = request.keys
         if self._accounting == "tokens":
             keys = keys[: request.prompt_tokens // self._size]
-        hidden: dict[str, Any] = {
-            field: self._hashed.name(field, value)
-            for field in ("salt", "tenant", "session")
-            if (value := getattr(request, field)) is not None
-        }
+        hidden: dict[str, Any] = self._hashed.hidden(request, "salt", "tenant", "session")
         kept = attrs.evolve(
             request, id=name, keys=keys, hints=hints, tool=self._plain("tool", request.tool),
             priority=max(-INT64_LIMIT, min(request.priority, INT64_LIMIT - 1)), **hidden,

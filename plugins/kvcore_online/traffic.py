@@ -57,7 +57,7 @@ class Flight:
         """Return the request as it is written: with counted lengths, and hashed names."""
         request = self.request
         tokens = self.prompt or request.prompt_tokens
-        salt, session = request.salt, request.session
+        hidden: dict[str, Any] = names.hidden(request, "salt", "session")
         return Request(
             id=request.id,
             arrival=request.arrival,
@@ -65,8 +65,7 @@ class Flight:
             output_tokens=self.output,
             keys=names.keys(request.keys[: tokens // request.key_tokens]),
             key_tokens=request.key_tokens,
-            salt=None if salt is None else names.name("salt", salt),
-            session=None if session is None else names.name("session", session),
+            **hidden,
         )
 
 

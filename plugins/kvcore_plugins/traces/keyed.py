@@ -14,7 +14,7 @@ from typing import Self
 from kvcore.blake2 import blake2b
 from kvcore.errors import InputError
 from kvcore.files import unreadable_reason
-from kvcore.request import KEY_BYTES, Key
+from kvcore.request import KEY_BYTES, Key, Request
 
 SECRET_BYTES = 32
 
@@ -66,6 +66,14 @@ class KeyedNames:
         """Return the hash of a name, 32 hex digits; equal names of two kinds differ."""
         content = f"{kind}\0{value}".encode("utf-8", "surrogatepass")
         return blake2b(self._secret + content, digest_size=KEY_BYTES).hexdigest()
+
+    def hidden(self, request: Request, *fields: str) -> dict[str, str | None]:
+        """Return fields of a request that are names, or None, with hashes of the names."""
+        values = {field: getattr(request, field) for field in fields}
+        return {
+            field: None if value is None else self.name(field, value)
+            for field, value in values.items()
+        }
 
     def keys(self, keys: Iterable[Key]) -> list[bytes]:
         """Return the hashes of keys of blocks: 16 bytes, or 32 hex digits, or integers."""
