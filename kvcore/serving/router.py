@@ -115,10 +115,10 @@ class Router(Plugin):
             raise wrong_answer(self, question, f"{costs}: {hint}") from error
         if has_nan:
             raise wrong_answer(self, question, "nan: give a number")
-        return min(
-            zip(costs, replicas, strict=True),
-            key=lambda pair: (pair[0], pair[1].requests, pair[1].routed, pair[1].number),
-        )[1]
+        least = min(costs)
+        pairs = zip(costs, replicas, strict=True)
+        cheapest = (replica for cost, replica in pairs if cost == least)
+        return min(cheapest, key=lambda one: (one.requests, one.routed, one.number))
 
     def on_routed(self, request: Request, replica: Replica, now: int) -> None:
         """Called when `request` was sent to `replica`, whose counts include it."""

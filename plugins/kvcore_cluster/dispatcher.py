@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import ClassVar
 
 from kvcore.cache import ServedCache
@@ -56,11 +56,13 @@ class Dispatcher:
         router.bind()
         self.router, self.replicas, self.view = router, replicas, view
         self.up: tuple[Replica, ...] = ()
-        self._own = frozenset(replicas)
+        self._by_number = {replica.number: replica for replica in replicas}
         self._uses_hits = router.uses_hits
         self._on_routed = find_override(router, "on_routed")
         self._on_first_token = find_override(router, "on_first_token")
         self._on_ended = find_override(router, "on_ended")
+        # The replicas of which hits are expected for the request that was routed last.
+        self._expected: list[Replica] = []
         # Prompt tokens that were not expected to hit; negative once the first token has come.
         self._sent: dict[int | str, int] = {}
 
@@ -81,15 +83,14 @@ class Dispatcher:
         if not up:
             return None
         if self._uses_hits:
-            self._expect_hits(request, up, now)
+            self._expect_hits(request, now)
         try:
             chosen = router.route(request, up, now)
         except FAILURES as error:
             raise_policy_error(router, "route", error)
         if chosen is None:
             return None
-        ours = isinstance(chosen, Replica) and chosen in self._own
-        if not ours or not chosen.up or chosen.number in tried:
+        if not (isinstance(chosen, Replica) and chosen in up):
             why = f"{chosen!r:.80}, which is none of the replicas that it was given"
             raise wrong_answer(router, f"route() of request {request.id!r}", why)
         tokens = request.prompt_tokens
@@ -141,11 +142,15 @@ class Dispatcher:
         self.view.lost(replica.number, now)
         self._call("on_left", self.router.on_left, replica, now)
 
-    def _expect_hits(self, request: Request, up: Iterable[Replica], now: int) -> None:
-        """Set the hit tokens expected at each replica, from the prefix view."""
-        hits = self.view.find(request, now)
-        for replica in up:
-            replica.hit_tokens = hits.get(replica.number, 0)
+    def _expect_hits(self, request: Request, now: int) -> None:
+        """Set the hit tokens expected at each replica, from the prefix view. O(holders)."""
+        for replica in self._expected:
+            replica.hit_tokens = 0
+        hits, own = self.view.find(request, now), self._by_number
+        # A view may know replicas of other pools, too.
+        self._expected = [own[number] for number in hits if number in own]
+        for replica in self._expected:
+            replica.hit_tokens = hits[replica.number]
 
     def _uncount(self, request: Request, replica: Replica) -> None:
         missing, tokens = self._sent.pop(request.id), request.prompt_tokens

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import process_time
 
 import attrs
 import orjson
@@ -24,6 +24,9 @@ from kvcore_plugins.workload import Mooncake
 POOL = 5_859
 POOL_TOKENS = 3_000_000
 KEY_TOKENS = 512
+
+# The installed package, not the checkout in the working directory.
+KVCORE = sys.executable, "-P", "-m", "kvcore"
 
 # The peak of a process includes that of the one it was forked from, so a small process
 # stands between the command and the tests.
@@ -64,13 +67,22 @@ class Measured:
     output: str
 
 
-def measured(*command: str) -> Measured:
-    """Run a process and measure it. Raises CalledProcessError if it fails."""
+def measured(*command: str, **variables: str) -> Measured:
+    """Run a process with these variables in its environment, and measure it.
+
+    Raises CalledProcessError if it fails.
+    """
     program = [sys.executable, "-c", MEASURE, *command]
     # Let Python write bytecode, so that an installed package is compiled only once.
-    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", **variables}
     done = subprocess.run(program, check=True, stdout=subprocess.PIPE, env=env)
     return Measured(**orjson.loads(done.stdout))
+
+
+def simulation(workload: str, block_size: int, *options: str) -> list[str]:
+    """Return the command of a simulation with a pool of 3 M tokens."""
+    pool = ["--blocks", str(POOL_TOKENS // block_size), "--block-size", str(block_size)]
+    return [*KVCORE, "simulate", workload, *pool, "--json", *options]
 
 
 def bundled() -> list[Request]:
@@ -81,7 +93,7 @@ def bundled() -> list[Request]:
 def flat_lru(requests: Sequence[Request], ratio: int, blocks: int) -> tuple[float, int]:
     """Run an `OrderedDict` LRU over the same blocks, without prefixes.
 
-    Returns the seconds and the requests from the request at which the pool first was full.
+    Returns the CPU seconds and the requests from the request at which the pool first was full.
     """
     order: OrderedDict[int, None] = OrderedDict()
     start, first = 0.0, -1
@@ -98,10 +110,10 @@ def flat_lru(requests: Sequence[Request], ratio: int, blocks: int) -> tuple[floa
                     prefix = False
                     if len(order) >= blocks:
                         if first < 0:
-                            start, first = perf_counter(), index
+                            start, first = process_time(), index
                         order.popitem(last=False)
                     order[block] = None
-    return perf_counter() - start, len(requests) - first
+    return process_time() - start, len(requests) - first
 
 
 def cache_lru(
@@ -122,13 +134,13 @@ def cache_lru(
     start, first = 0.0, -1
     for index, request in enumerate(requests):
         now = request.arrival
-        begun = perf_counter() if first < 0 else 0.0
+        begun = process_time() if first < 0 else 0.0
         seq = cache.open(request, None, now)
         cache.commit(seq, seq.tokens - seq.computed, now)
         cache.close(seq, now)
         if first < 0 and tree.evicted_blocks:
             start, first = begun, index
-    return perf_counter() - start, len(requests) - first
+    return process_time() - start, len(requests) - first
 
 
 def medians(runs: int, *measures: Callable[[], float]) -> list[float]:

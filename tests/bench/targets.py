@@ -1,221 +1,331 @@
-"""Print the table of speeds in `docs/reference/benchmarks.md`.
+"""Print the table of speeds in `docs/reference/benchmarks.md`: both builds, beside peers.
 
     python tests/bench/targets.py [ROW]...
 
-Each row is a time, or a ratio of two times from one run; times are medians of alternating runs.
-Rows that need Dynamo print "not measured" if it is not installed. `tox run -e targets` installs
-it first.
+A figure is the median of the CPU seconds of whole processes, or of a part that `inner.py`
+measures in a process of its own. All figures of a row are measured in turn, so that what else
+the machine does falls on each of them. `tox run -e targets` installs the peers; a row whose
+peer, or whose trace, is not there says so.
 """
 
 from __future__ import annotations
 
+import os
+import platform
 import sys
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from time import perf_counter, process_time
+from typing import TypeAlias
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import attrs
 import orjson
-from bench.harness import (
-    POOL,
-    POOL_TOKENS,
-    bundled,
-    cache_lru,
-    flat_lru,
-    measured,
-    medians,
-    peer_command,
-    peer_rows,
-)
-from bench.test_no_cliff import POLICIES, eviction_seconds
+from bench.harness import KVCORE, measured, peer_command, peer_rows, simulation
+from bench.test_no_cliff import POLICIES
+from bench.test_view import SERVED
 from helpers.sessions import write_sessions
 
-from kvcore import KVCache, Request, Trace
-from kvcore.serving import simulate
-from kvcore_plugins.eviction import LRU
-from kvcore_plugins.prefix import Radix
-from kvcore_plugins.workload import Mooncake
+from kvcore import Workload
+from kvcore.cache.native import core
+from kvcore_plugins.workload import Azure, Mooncake
 
-RUNS = 5
-LEAVES = 20_000
+SYNTHETIC = "KVCORE_MOONCAKE_SYNTHETIC"
+"""The variable with the path of Mooncake's synthetic trace, 3,993 requests, not shipped."""
+
+AZURE = "KVCORE_AZURE_TRACE"
+"""The variable with the path of AzureLLMInferenceTrace_conv.csv, not shipped."""
+
 SESSIONS = 710
-# The installed package, not the checkout in the working directory.
-KVCORE = [sys.executable, "-P", "-m", "kvcore"]
+
+Build: TypeAlias = dict[str, str]
+"""Environment variables by which a build is chosen."""
+
+BUILDS: tuple[Build, Build] = {"KVCORE_PURE": "1"}, {"KVCORE_PURE": ""}
+"""Python alone, and with the core in C."""
+
+INNER = sys.executable, "-P", str(Path(__file__).with_name("inner.py"))
 
 
-def serve(requests: Sequence[Request], block_size: int, **options) -> float:
-    """Return the CPU time in which the serving loop handles requests that are in memory."""
-    residency, trace = options.pop("residency", False), options.get("trace")
-    start = process_time()
-    cache = KVCache(
-        POOL_TOKENS // block_size,
-        block_size,
-        eviction=LRU(),
-        prefix=Radix(),
-        accounting="tokens",
-        key_tokens=Mooncake().key_tokens,
-        **options,
-    )
-    simulate(requests, cache=cache, residency=residency)
-    if trace is not None:
-        trace.close()
-    return process_time() - start
+@attrs.frozen
+class Row:
+    """A row of the table.
 
-
-def simulation(workload: str, block_size: int) -> list[str]:
-    """Return the command of a simulation with a pool of 3 M tokens."""
-    pool = ["--blocks", str(POOL_TOKENS // block_size), "--block-size", str(block_size)]
-    return [*KVCORE, "simulate", workload, *pool, "--json", "--no-residency"]
-
-
-def dynamo(block_size: int, runs: int) -> str:
-    """Compare the time of a whole process, and of its loop, with Dynamo's."""
-    if find_spec("dynamo") is None:
-        return "not measured: ai-dynamo-runtime is not installed"
-    requests = bundled()
-    with TemporaryDirectory() as folder:
-        trace, report = Path(folder, "trace.jsonl"), Path(folder, "report.json")
-        trace.write_bytes(b"".join(peer_rows(Mooncake())))
-        peer = peer_command(trace, report, block_size)
-        whole, theirs, their_loop, loop = medians(
-            runs,
-            lambda: measured(*simulation("mooncake", block_size)).seconds,
-            lambda: measured(*peer).seconds,
-            lambda: orjson.loads(report.read_bytes())["wall_time_ms"] / 1e3,
-            lambda: serve(requests, block_size),
-        )
-    return f"{theirs / whole:.1f}x ({whole:.2f} s), loop {their_loop / loop:.1f}x"
-
-
-def lru_replay() -> str:
-    """Compare LRU over spans with an `OrderedDict` of blocks."""
-    requests, found = bundled(), []
-    for ratio in (1, 32):
-        blocks = POOL * ratio
-        flat, cache = medians(
-            RUNS,
-            lambda r=ratio, b=blocks: flat_lru(requests, r, b)[0],
-            lambda r=ratio, b=blocks: cache_lru(requests, r, b, ids=False)[0],
-        )
-        found.append(f"{flat / cache:.2f}x")
-    return " / ".join(found)
-
-
-def residency() -> str:
-    """Compare a run that measures the residency of blocks with one that does not."""
-    requests, found = bundled(), []
-    for block_size in (512, 16):
-        off, on = medians(
-            RUNS,
-            lambda b=block_size: serve(requests, b),
-            lambda b=block_size: serve(requests, b, residency=True),
-        )
-        found.append(f"{on / off:.2f}x")
-    return " / ".join(found)
-
-
-def tracing() -> str:
-    """Compare a traced run with an untraced one plus the encoding of the trace.
-
-    The untraced run has ids, and the lines of the trace are encoded and written.
+    Attributes:
+        work: what is measured.
+        ours: measures it in a build, and returns its figures.
+        cell: returns the text of a cell from the medians of the figures, that of `peer` first.
+        aims: what is aimed at, in Python alone and with the core in C.
+        beside: what it is measured against, whose median is put in place of `{}`.
+        needs: package of a peer.
+        peer: measures a peer, and returns its CPU seconds.
+        runs: number of measurements of each figure.
     """
-    requests, found = bundled(), []
-    with TemporaryDirectory() as folder:
-        path, again = Path(folder, "trace.jsonl"), Path(folder, "again.jsonl")
-        for block_size in (512, 16):
-            serve(requests, block_size, trace=Trace(path))
-            lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
 
-            def encode(lines=lines) -> float:
-                start = process_time()
-                with again.open("wb", buffering=1 << 20) as file:
-                    for line in lines:
-                        file.write(orjson.dumps(line, None, orjson.OPT_APPEND_NEWLINE))
-                return process_time() - start
+    work: str
+    ours: Callable[[Build], Sequence[float]]
+    cell: Callable[..., str]
+    aims: tuple[str, str] = ("", "")
+    beside: str = ""
+    needs: str = ""
+    peer: Callable[[], float] | None = None
+    runs: int = 7
 
-            with_ids, encoding, traced = medians(
-                RUNS,
-                lambda b=block_size: serve(requests, b, ids=True),
-                encode,
-                lambda b=block_size: serve(requests, b, trace=Trace(path)),
-            )
-            found.append(f"{traced / (with_ids + encoding):.2f}x")
-    return " / ".join(found)
-
-
-def million() -> str:
-    """Time a million `zipf` requests, and a quarter of them."""
-    quarter, whole = (
-        measured(*simulation(f"zipf:requests={requests}", 16))
-        for requests in (250_000, 1_000_000)
-    )
-    growth = whole.cpu / quarter.cpu
-    return f"{whole.cpu:.0f} s, {whole.peak_mb:.0f} MB; {growth:.2f}x a quarter"
-
-
-def sessions() -> str:
-    """Time LRU over 94 M references of agentic sessions."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "sessions.jsonl.gz")
-        references = write_sessions(path, SESSIONS)
-        command = [
-            "compare",
-            f"weka:{path}",
-            "--eviction",
-            "lru",
-            "--blocks",
-            "100000",
-            "--json",
+    def cells(self) -> list[str]:
+        """Measure the row and return its cells."""
+        if self.needs and not find_spec(self.needs):
+            return [self.work, f"not measured: {self.needs} is not installed", *[""] * 5]
+        rounds = [
+            ([self.peer()] if self.peer else [], *map(self.ours, BUILDS))
+            for _ in range(self.runs)
         ]
-        taken = measured(*KVCORE, *command)
-    return f"{taken.cpu:.0f} s, {taken.peak_mb / 1e3:.2f} GB, {references / 1e6:.0f} M"
+        peer, *builds = (
+            [*map(median, zip(*each, strict=True))] for each in zip(*rounds, strict=True)
+        )
+        python, core_in_c = (self.cell(*peer, *figures) for figures in builds)
+        beside = self.beside.format(*map(seconds, peer))
+        figures = python, self.aims[0], core_in_c, self.aims[1]
+        return [self.work, beside, *figures, str(self.runs)]
 
 
-def dearest() -> str:
-    """Compare the slowest policy with `lru`, per admission and eviction."""
-    taken = {
-        policy.name: median(eviction_seconds(policy, LEAVES) for _ in range(3))
-        for policy in POLICIES
-    }
-    name = max(taken, key=taken.__getitem__)
-    return f"{taken[name] / taken['lru']:.1f}x ({name})"
+def seconds(value: float) -> str:
+    """Return seconds with two digits, from 100 on with all; below 0.1 s as milliseconds."""
+    value, unit = (value, "s") if value >= 0.1 else (value * 1e3, "ms")
+    return f"{value:.2g} {unit}" if value < 99 else f"{value:.0f} {unit}"
 
 
-def start() -> str:
-    """Time `import kvcore` inside a process, and a whole command with little to do."""
-    program = "from time import perf_counter as t; a = t(); import kvcore; print(t() - a)"
-    imported, command = medians(
-        RUNS,
-        lambda: float(measured(sys.executable, "-c", program).output),
-        lambda: measured(*KVCORE, "simulate", "zipf:requests=1").seconds,
+def times(peer: float, ours: float) -> str:
+    """Return our seconds, and how many times as long the peer takes."""
+    return f"{seconds(ours)}: {peer / ours:.2g}×"
+
+
+def faster(peer: float, ours: float) -> str:
+    """Return how many times as long the peer takes."""
+    return f"{peer / ours:.1f}×"
+
+
+def dearer(base: float, ours: float) -> str:
+    """Return how many times as long ours takes as the base."""
+    return f"{ours / base:.2f}×"
+
+
+def processes(*commands: Sequence[str]) -> Callable[[Build], list[float]]:
+    """Return a function that measures the CPU seconds of a process of each command."""
+    return lambda build: [measured(*words, **build).cpu for words in commands]
+
+
+def part(*arguments: str) -> Callable[[Build], list[float]]:
+    """Return a function that measures a part of `inner.py`."""
+    return lambda build: orjson.loads(measured(*INNER, *arguments, **build).output)
+
+
+def dynamo(work: str, workload: Workload, name: str, block: int, *aims: str) -> Row:
+    """Return the row of a simulation beside Dynamo's replay of the same requests."""
+    trace, report = _file(f"{work}.jsonl"), _file("report.json")
+
+    def peer() -> float:
+        if not trace.exists():
+            trace.write_bytes(b"".join(peer_rows(workload)))
+        return measured(*peer_command(trace, report, block)).cpu
+
+    ours = processes(simulation(name, block, "--no-residency"))
+    both = aims or ("", "")
+    return Row(f"{work}, block {block}", ours, times, both, "Dynamo 1.6.1: {}", "dynamo", peer)
+
+
+def loop(policy: str, *aims: str) -> Row:
+    """Return the row of the serving loop alone."""
+    return Row(f"its loop alone, {policy}", part("loop", policy), seconds, aims)
+
+
+def growth(quarter: float, whole: float) -> str:
+    """Return the seconds of all requests, and of a quarter of them."""
+    return f"{seconds(whole)}, {whole / quarter:.1f}× a quarter"
+
+
+def tracing(traced: float, with_ids: float, encoding: float) -> str:
+    """Return how many times as long as its necessary work a traced run takes."""
+    return f"{traced / (with_ids + encoding):.2f}×"
+
+
+def dearest(*each: float) -> str:
+    """Return how many times as long as by the first, `lru`, evictions take at most."""
+    slowest = max(range(len(each)), key=each.__getitem__)
+    return f"{each[slowest] / each[0]:.1f}× (`{POLICIES[slowest].name}`)"
+
+
+def routing(direct: float, bare: float, routed: float) -> str:
+    """Return the microseconds of a routed request, and how many times those of the bare."""
+    return f"{(routed - direct) * 1e6:.0f} µs: {(routed - direct) / (bare - direct):.2f}×"
+
+
+def page(build: Build) -> list[float]:
+    """Measure CPU seconds and MB of the page of a trace of a million lines."""
+    trace = _file("served.jsonl.gz")
+    if not trace.exists():
+        SERVED.record(SERVED.requests, trace)
+    words = "view", str(trace), "-o", str(_file("page.html")), "--events", "2000000"
+    taken = measured(*KVCORE, *words, **build)
+    return [taken.cpu, taken.peak_mb]
+
+
+def sessions(build: Build) -> list[float]:
+    """Measure CPU seconds and MB of LRU on the sessions of coding agents."""
+    path = _file("sessions.jsonl.gz")
+    if not path.exists():
+        write_sessions(path, SESSIONS)
+    words = f"weka:{path}", "--eviction", "lru", "--blocks", "100000", "--json"
+    taken = measured(*KVCORE, "compare", *words, **build)
+    return [taken.cpu, taken.peak_mb]
+
+
+def with_memory(cpu: float, peak_mb: float) -> str:
+    """Return the seconds and the peak of the memory of a process."""
+    return f"{seconds(cpu)}, {peak_mb:.0f} MB"
+
+
+@cache
+def _folder() -> TemporaryDirectory[str]:
+    """Return the folder of files that rows share; it goes with the process."""
+    return TemporaryDirectory()
+
+
+def _file(name: str) -> Path:
+    return Path(_folder().name, name)
+
+
+def rows() -> dict[str, Row]:
+    """Return the rows of the table by name."""
+    bundled = partial(dynamo, "bundled trace, 12,031 requests", Mooncake(), "mooncake")
+    listed = {"dynamo-512": bundled(512, "2.5×", "10×"), "dynamo-16": bundled(16, "6×", "25×")}
+    if short := os.environ.get(SYNTHETIC):
+        requests = Mooncake(path=Path(short))
+        shorter = partial(dynamo, "Mooncake's synthetic trace, 3,993 requests", requests, short)
+        listed["short-512"] = shorter(512, "1.5×", "4×")
+        listed["short-16"] = shorter(16, "3.5×", "10×")
+    if azure := os.environ.get(AZURE):
+        about = "Azure's conversation trace, 19,366 requests that share nothing"
+        conversation = partial(dynamo, about, Azure(path=Path(azure)), azure)
+        listed |= {f"azure-{block}": conversation(block) for block in (512, 16)}
+    replicas = simulation("mooncake", 512, "--replicas", "64", "--router", "lmetric")
+    saturated = [*KVCORE, "simulate", "--json", "--tensor-parallel", "2"]
+    compare = [*KVCORE, "compare", "--json"]
+    zipf = "zipf:requests=250000", "zipf:requests=1000000"
+    million = (simulation(workload, 16, "--no-residency") for workload in zipf)
+    return listed | {
+        "lru": loop("lru", "150 ms", "10 ms"),
+        "lfu": loop("lfu", "", "60 ms"),
+        "arc": loop("arc", "", "100 ms"),
+        "scheduler": loop("by-prompt", "", "20 ms"),
+        "million": Row(
+            "a million requests of `zipf`, block 16",
+            processes(*million), growth, ("30 s", "4 s"), runs=1,
+        ),
+        **{
+            f"tracing-{block}": Row(
+                f"tracing, its loop, block {block}",
+                part("tracing", block), tracing, ("1.3×", "1.3×"),
+                "the loop with ids, and encoding the lines",
+            )
+            for block in ("512", "16")
+        },
+        **{
+            f"residency-{block}": Row(
+                f"residency of blocks, block {block}",
+                processes(
+                    simulation("mooncake", block, "--no-residency"),
+                    simulation("mooncake", block),
+                ),
+                dearer, ("1.1×", "1.1×"), "`--no-residency`",
+            )
+            for block in (512, 16)
+        },
+        "start": Row(
+            "start: `simulate` of one request",
+            processes([*KVCORE, "simulate", "zipf:requests=1"]), seconds, ("50 ms", "50 ms"),
+        ),
+        "replicas": Row(
+            "64 replicas, `lmetric`", processes(replicas), seconds, ("0.7 s", "0.15 s")
+        ),
+        "rules": Row(
+            "under the rules of vLLM, block 16",
+            processes([*KVCORE, "simulate", "--json", "--like", "vllm"]), seconds,
+        ),
+        "search": Row(
+            "a saturated run and the search for the load that it takes",
+            processes([*saturated, "--no-search"], saturated), dearer, beside="`--no-search`",
+        ),
+        "jobs": Row(
+            "`compare --jobs 2`", processes(compare, [*compare, "--jobs", "2"]),
+            dearer, ("1.1×", "1.1×"), "`--jobs 1`",
+        ),
+        "view": Row(
+            "`view` of a million lines", page, with_memory, ("8 s, 500 MB",) * 2, runs=1
+        ),
+        "route": Row(
+            "`route`, a request with a prompt of 4 kB",
+            part("proxy"), routing, ("1.3×", "1.3×"), "a bare proxy on aiohttp",
+        ),
+        **{
+            f"replay-{block}": Row(
+                f"LRU replay, block {block}",
+                part("replay", block), faster, aims, "LRU of blocks in an `OrderedDict`",
+            )
+            for block, aims in (("512", ("", "1.3×")), ("16", ("", "25×")))
+        },
+        "libcachesim": Row(
+            "LRU replay, block 16", part("libcachesim"), faster,
+            beside="libcachesim 0.3.5, in C", needs="libcachesim",
+        ),
+        "curve": Row(
+            "LRU at all sizes of the pool", part("curve"), faster, ("50×", "50×"),
+            "kvcache-simulator 0.1.3, in C++, at 30 sizes", "kvcache_sim",
+        ),
+        "vllm": Row(
+            "`lru` in vLLM's cache manager", part("vllm"), dearer, ("2×", "2×"),
+            "vLLM 0.33.0's own order", "vllm",
+        ),
+        "policies": Row(
+            "an eviction among 20,000 leaves by the dearest policy",
+            part("policies"), dearest, ("4×", "4×"), "`lru`",
+        ),
+        "sessions": Row(
+            "LRU on 94 M references of sessions of coding agents",
+            sessions, with_memory, ("", "20 s, 600 MB"), runs=3,
+        ),
+    }  # fmt: skip
+
+
+def machine() -> str:
+    """Return the processor, the number of its cores, Python, the day, and the load."""
+    model = platform.processor() or platform.machine()
+    if (file := Path("/proc/cpuinfo")).exists():
+        lines = file.read_text("utf-8").splitlines()
+        model = next((line for line in lines if line.startswith("model name")), model)
+    return (
+        f"{os.cpu_count()} cores of {model.rpartition(': ')[2]}, Python "
+        f"{platform.python_version()}, {datetime.now(UTC):%d %B %Y}, load "
+        f"{os.getloadavg()[0]:.1f}"
     )
-    return f"{imported * 1e3:.0f} ms / {command:.2f} s"
-
-
-ROWS: dict[str, tuple[str, Callable[[], str]]] = {
-    "dynamo512": ("bundled trace, block 512, against ai-dynamo", lambda: dynamo(512, RUNS)),
-    "dynamo16": ("bundled trace, block 16, against ai-dynamo", lambda: dynamo(16, 1)),
-    "lru": ("LRU replay against an OrderedDict, block 512 / 16", lru_replay),
-    "residency": ("residency on against off, block 512 / 16", residency),
-    "tracing": ("traced against untraced with ids and encoding, block 512 / 16", tracing),
-    "million": ("a million zipf requests, timed", million),
-    "sessions": ("references of 710 sessions, LRU, untimed", sessions),
-    "dearest": (f"dearest policy against lru at {LEAVES:,} leaves", dearest),
-    "start": ("import kvcore / a command", start),
-}
 
 
 def main(names: Sequence[str]) -> None:
     """Print the rows of these names, or all rows if there are none."""
-    print("| work | measured | took |\n|---|---|---|")
-    for name in names or ROWS:
-        about, measure = ROWS[name]
-        begun = perf_counter()
-        print(f"| {about} | {measure()} | {perf_counter() - begun:.0f} s |", flush=True)
+    if core is None:
+        sys.exit("the core in C is not there: `kvcore --version -v` says why")
+    print(f"{machine()}\n")
+    heads = "work", "beside", "in Python alone", "aim", "with the core in C", "aim", "runs"
+    print("|", " | ".join(heads), "|")
+    print("|---" * len(heads) + "|")
+    listed = rows()
+    for name in names or listed:
+        print("|", " | ".join(listed[name].cells()), "|", flush=True)
+    print(f"\n{machine()}")
 
 
 if __name__ == "__main__":

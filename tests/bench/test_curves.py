@@ -41,6 +41,17 @@ def requests():
 
 @pytest.fixture(scope="module")
 def trace(requests):
+    """Return the peer's trace of the requests."""
+    return peer_trace(requests)
+
+
+@pytest.fixture(scope="module")
+def sizes(requests):
+    """Return the pool sizes at which both are compared."""
+    return pool_sizes(requests)
+
+
+def peer_trace(requests):
     """Return the peer's trace: the keys of all requests in order, with one token per block."""
     ids = [key for request in requests for key in request.keys]
     starts = [0]
@@ -60,8 +71,7 @@ def trace(requests):
     )
 
 
-@pytest.fixture(scope="module")
-def sizes(requests):
+def pool_sizes(requests):
     """Return 30 pool sizes, from the longest request to the size that the first half fills."""
     longest = max(len(request.keys) for request in requests)
     filled = read(requests[: len(requests) // 2]).distinct_blocks

@@ -23,5 +23,7 @@ class LMetric(Router):
 
     def cost(self, request: Request, replica: Replica) -> float:
         """Return tokens to prefill times requests in flight, this request included."""
-        missing = max(request.prompt_tokens - replica.hit_tokens, 0)
-        return (replica.waiting_tokens + missing) * (replica.requests + 1)
+        prefill = replica.waiting_tokens
+        if request.prompt_tokens > replica.hit_tokens:
+            prefill += request.prompt_tokens - replica.hit_tokens
+        return prefill * (replica.requests + 1)
