@@ -347,7 +347,7 @@ class Plugins:
                 raise PluginError(msg)
 
     def bug(self, error: BaseException) -> str | None:
-        """Return an error text if a package raised `error`; None if kvcore did.
+        """Return an error text if a package or a file raised `error`; None if kvcore did.
 
         The innermost frame of either tells.
         """
@@ -360,9 +360,9 @@ class Plugins:
         }
         for frame, line in reversed(list(walk_tb(error.__traceback__))):
             package = str(frame.f_globals.get("__name__")).partition(".")[0]
-            if package in packages:
-                where = f"{frame.f_code.co_filename}:{line}"
-                return f"{packages[package]} raised {error!r} ({where})"
+            file = frame.f_code.co_filename
+            if package in packages or file in sys.modules:  # the module of a file has its path
+                return f"{packages.get(package, 'a plugin')} raised {error!r} ({file}:{line})"
             if package.startswith(PROJECT):
                 break
         return None
