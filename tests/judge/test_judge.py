@@ -44,7 +44,7 @@ def panel(tmp_path):
 
 @in_a_sandbox
 def test_a_name_of_the_release_before_breaks_no_rule(policy, panel):
-    """What kvcore reads to find such a name is no file that the policy opened."""
+    """The table of such names, which kvcore reads, is no file that the policy opened."""
     policy.write_text(f"from kvcore.cache.ghost import GhostTree\n{POLICY}")
     words = [sys.executable, "-m", "kvcore", "judge", policy, "--panel", panel, "--no-kit"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)

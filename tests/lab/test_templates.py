@@ -91,7 +91,7 @@ def test_a_package_that_is_there_stays(tmp_path):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits of files")
 def test_a_disk_that_refuses_a_file_has_no_half_of_a_package(tmp_path):
-    """What was written before is removed, so that the command can be given again."""
+    """The files written before are removed, so that the command can be given again."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
     try:

@@ -258,7 +258,7 @@ def test_an_interrupt_that_no_signal_has_raised_is_an_error(tmp_path):
     ids=["import", "constructor"],
 )
 def test_what_a_plugin_of_a_file_raises_is_an_error(tmp_path, code, line):
-    """What is no Exception, as a panic in Rust is, is told in a line, with its place."""
+    """An error that is no Exception, as a panic in Rust is, is told with its place."""
     policy = tmp_path / "policy.py"
     policy.write_text(f"from kvcore_plugins.eviction import LRU\n\n\n{code}\n")
     done = run_here("simulate", "zipf:requests=3", "--eviction", f"{policy}:Mine")
