@@ -167,5 +167,5 @@ def _text(folder: str, name: str) -> str:
 def _read(path: str, changed_ns: int) -> str:
     """Return the text of a file, which is read again after it has changed."""
     del changed_ns  # for the cache
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         return file.read()

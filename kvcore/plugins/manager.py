@@ -170,9 +170,9 @@ class Plugins:
             except PluginError as fault:
                 from kvcore.plugins._installation import outdated  # noqa: PLC0415
 
-                cause = outdated([point])
-                reason = f"{fault}; {cause}" if cause else str(fault)
-                self._refuse(None, origin.name, origin, point.module, reason)
+                reason = "; ".join(filter(None, [str(fault), outdated([point])]))
+                module = point.value.partition(":")[0]  # `point.module` needs a valid value
+                self._refuse(None, origin.name, origin, module, reason)
         for index, plugin in enumerate(self._extra):
             self._register(Origin(f"extra[{index}]"), plugin)
 
@@ -347,7 +347,7 @@ class Plugins:
                 raise PluginError(msg)
 
     def bug(self, error: BaseException) -> str | None:
-        """Return an error text if a package raised `error`; None if kvcore did.
+        """Return an error text if a package or a file raised `error`; None if kvcore did.
 
         The innermost frame of either tells.
         """
@@ -360,9 +360,9 @@ class Plugins:
         }
         for frame, line in reversed(list(walk_tb(error.__traceback__))):
             package = str(frame.f_globals.get("__name__")).partition(".")[0]
-            if package in packages:
-                where = f"{frame.f_code.co_filename}:{line}"
-                return f"{packages[package]} raised {error!r} ({where})"
+            file = frame.f_code.co_filename
+            if package in packages or file in sys.modules:  # the module of a file has its path
+                return f"{packages.get(package, 'a plugin')} raised {error!r} ({file}:{line})"
             if package.startswith(PROJECT):
                 break
         return None
@@ -383,7 +383,7 @@ class Plugins:
             for name, cls in self.classes(kind).items():
                 origin = self._find(kind)[name][1]
                 reason = _unavailable(cls)
-                about = origin.distribution, origin.version, cls.__module__
+                about = *origin[1:], cls.__module__
                 infos.append(PluginInfo(kind, name, *about, reason is None, reason))
         kinds = [*KINDS, *EXTENSIONS, None]
         return sorted(
@@ -397,8 +397,7 @@ class Plugins:
         for kind, hook in (("verb", "kvcore_commands"), ("mode", "kvcore_modes")):
             for name, (value, origin) in sorted(self._collected(hook, ()).items()):
                 import_path = value.command if kind == "verb" else value.parts
-                module = import_path.partition(":")[0]
-                about = origin.distribution, origin.version, module
+                about = *origin[1:], import_path.partition(":")[0]
                 infos.append(PluginInfo(kind, name, *about, usable=True, reason=None))
         return infos
 
@@ -416,7 +415,7 @@ class Plugins:
             if disabled.isdisjoint(names):
                 yield origin, point
             else:
-                about = origin.name, origin.distribution, origin.version, point.module
+                about = *origin, point.value.partition(":")[0]
                 reason = f"{DISABLE} skips it"
                 self._skipped.append(PluginInfo(None, *about, usable=False, reason=reason))
         if unknown and self._points is None:
@@ -591,8 +590,7 @@ class Plugins:
         """
         if origin.distribution is None:
             raise PluginError(reason)
-        about = origin.distribution, origin.version, module
-        info = PluginInfo(kind, name, *about, usable=False, reason=reason)
+        info = PluginInfo(kind, name, *origin[1:], module, usable=False, reason=reason)
         if info not in self._unusable:  # the options of a verb may be asked for twice
             self._unusable.append(info)
 
@@ -712,7 +710,9 @@ def _with_own(points: list[EntryPoint | Point]) -> list[EntryPoint | Point]:
 def _imported(origin: Origin, point: EntryPoint | Point) -> object:
     try:
         return point.load()
-    except FAILURES as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # as a panic of a module in Rust is
         reason = f"{type(error).__name__}: {error}{error_line(error)}"
         msg = f"{origin} ({point.value}) cannot be imported: {reason}"
         raise PluginError(msg) from error

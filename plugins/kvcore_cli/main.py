@@ -309,8 +309,8 @@ def _run(arguments: Sequence[str]) -> int:
         code = BROKEN_PIPE
     except OSError as error:
         return _fail(f"error: {_reason(error)}", USAGE if _unusable(error) else UNABLE)
-    except Exception as error:
-        if (bug := installed().bug(error)) is None:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or not (bug := installed().bug(error)):
             raise
         code = _fail(f"error: {bug}", UNABLE)
     return code

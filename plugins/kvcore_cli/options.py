@@ -406,7 +406,8 @@ def _type(param: click.Parameter) -> Any:
     """Return the type of an option's value in TOML."""
     if isinstance(param.type, Numbers):
         return list[int]
-    if isinstance(param.type, Time) or param.name in CHOICES:
+    kind = {"integer": int, "float": float, "boolean": bool}.get(param.type.name, str)
+    if isinstance(param.type, Time) or (param.name in CHOICES and kind is not bool):
         return Any
     if declaration := find_option(str(param.name)):
         return declaration.type
@@ -414,4 +415,4 @@ def _type(param: click.Parameter) -> Any:
         return Path
     if isinstance(param.type, click.Choice):
         return Literal[tuple(param.type.choices)]
-    return {"integer": int, "float": float, "boolean": bool}.get(param.type.name, str)
+    return kind

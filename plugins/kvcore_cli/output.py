@@ -261,7 +261,7 @@ def print_sections(*sections: Section, compact: bool = False) -> None:
     """
     printed = tables = 0
     for section in sections:
-        if isinstance(section, Table) and section.rows:
+        if isinstance(section, Table) and section.rows and section.headers:
             if tables or (printed and not compact):
                 echo()
             print_table(

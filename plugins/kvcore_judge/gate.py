@@ -135,6 +135,8 @@ def kvcore_hits(request: pytest.FixtureRequest) -> Iterator[Callable[..., Hits]]
     """
     import orjson  # noqa: PLC0415 - every run of pytest loads this module
 
+    from kvcore.files import atomic_file  # noqa: PLC0415 - as above
+
     option = request.config.getoption("--kvcore-hits")
     update = request.config.getoption("--kvcore-hits-update")
     path = None if option is None else Path(option)
@@ -160,4 +162,5 @@ def kvcore_hits(request: pytest.FixtureRequest) -> Iterator[Callable[..., Hits]]
         known = orjson.loads(path.read_bytes())["baselines"] if path.exists() else {}
         document = {"schema": SCHEMA, "baselines": known | measured}
         options = orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE
-        path.write_bytes(orjson.dumps(document, option=options))
+        with atomic_file(path) as file:  # a full disk leaves the older baselines
+            file.buffer.write(orjson.dumps(document, option=options))

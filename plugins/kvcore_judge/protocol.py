@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from attrs.validators import ge, instance_of, optional
 
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins
@@ -45,11 +46,11 @@ class Stream:
         digest: the digest that the workload must have; None: any.
     """
 
-    name: str
-    workload: str
-    limit: int | None = None
-    timed: bool = False
-    digest: str | None = None
+    name: str = attrs.field(validator=instance_of(str))
+    workload: str = attrs.field(validator=instance_of(str))
+    limit: int | None = attrs.field(default=None, validator=optional([instance_of(int), ge(1)]))
+    timed: bool = attrs.field(default=False, validator=instance_of(bool))
+    digest: str | None = attrs.field(default=None, validator=optional(instance_of(str)))
 
     def source(self) -> Workload:
         """Return the workload.
@@ -183,13 +184,16 @@ def _panel_of_file(path: Path) -> Panel:
         shares = tuple(document.pop("shares", SHARES))
         sound = not document and streams and shares and all(type(s) is int for s in shares)
         sound = sound and all(0 < share <= 1000 for share in shares)  # noqa: PLR2004
-    except (TypeError, KeyError):
+        # A cell is named by its stream and its share.
+        names = {stream.name for stream in streams}
+        sound = sound and (len(names), len({*shares})) == (len(streams), len(shares))
+    except (TypeError, ValueError, KeyError):
         sound = False
     if not sound:
         msg = (
-            f"--panel {path}: give [[stream]] tables with name and workload, and perhaps "
-            "digest, limit and timed; and perhaps shares = [5, 100], thousandths of the "
-            "footprint"
+            f"--panel {path}: give [[stream]] tables with a name of its own and a workload, "
+            "and perhaps digest, limit (1 or more) and timed (true); and perhaps shares = "
+            "[5, 100], thousandths of the footprint, none twice"
         )
         raise InputError(msg)
     return Panel(str(path), streams, shares)

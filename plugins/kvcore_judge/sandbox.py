@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 import attrs
 import msgspec
 
+import kvcore.moved  # noqa: F401 - reads its table before files are watched
 from kvcore.errors import InputError
 from kvcore.untrusted import parse_json
 

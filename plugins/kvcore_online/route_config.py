@@ -13,7 +13,7 @@ import attrs
 
 from kvcore.config.options import check_names, option_named
 from kvcore.config.values import Natural, PluginChoice, as_bytes, convert
-from kvcore.errors import InputError
+from kvcore.errors import InputError, redact
 from kvcore.files import unreadable_reason
 from kvcore.plugins.options import Spec
 from kvcore.untrusted import load_toml
@@ -59,7 +59,7 @@ class Upstream:
 
     def __attrs_post_init__(self) -> None:
         """Check the URL; name the server."""
-        msg = f"url {self.url!r}: expected one such as http://127.0.0.1:8001"
+        msg = f"url {redact(self.url)!r}: expected one such as http://127.0.0.1:8001"
         try:
             parts = urlsplit(self.url)
             complete = (

@@ -1,5 +1,6 @@
 """`kvcore judge`: what it says before and beside a verdict."""
 
+import subprocess
 import sys
 
 import pytest
@@ -39,6 +40,15 @@ def panel(tmp_path):
         'shares = [100]\n[[stream]]\nname = "tools"\nworkload = "agents:sessions=20"\n'
     )
     return path
+
+
+@in_a_sandbox
+def test_a_name_of_the_release_before_breaks_no_rule(policy, panel):
+    """The table of such names, which kvcore reads, is no file that the policy opened."""
+    policy.write_text(f"from kvcore.cache.ghost import GhostTree\n{POLICY}")
+    words = [sys.executable, "-m", "kvcore", "judge", policy, "--panel", panel, "--no-kit"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout[:6]) == (0, "used: ")
 
 
 @pytest.mark.parametrize("missing", ["pytest", "hypothesis"])

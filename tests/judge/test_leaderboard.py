@@ -206,6 +206,14 @@ def test_panel_of_a_file(tmp_path):
         ("[[stream]]\nname = 'a'\n", "give"),
         ("[", "panel"),
         ("", "give"),
+        (TOML.replace('"own"', "[1]"), "give"),
+        (TOML.replace('"recency', '5 # "'), "give"),
+        (TOML + "limit = 'all'\n", "give"),
+        (TOML + "limit = 0\n", "give"),
+        (TOML + "timed = 'no'\n", "give"),
+        (TOML + "digest = 5\n", "give"),
+        (TOML + TOML, "none twice"),
+        ("shares = [5, 5]\n" + TOML, "none twice"),
     ],
 )
 def test_panel_of_a_wrong_file(text, match, tmp_path):

@@ -12,6 +12,9 @@ from helpers.commands import run_here, stdout_of
 from kvcore.plugins.manager import KINDS
 from kvcore_lab.templates.package import KITS, package_files
 
+if sys.platform != "win32":
+    import resource
+
 OFFLINE = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet")
 
 
@@ -84,6 +87,19 @@ def test_a_package_that_is_there_stays(tmp_path):
     (tmp_path / "kvcore-mine").mkdir()
     made = run_here("new", "router", "mine", cwd=tmp_path)
     assert (made.returncode, list((tmp_path / "kvcore-mine").iterdir())) == (2, [])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs limits of files")
+def test_a_disk_that_refuses_a_file_has_no_half_of_a_package(tmp_path):
+    """The files written before are removed, so that the command can be given again."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+    try:
+        made = run_here("new", "router", "mine", cwd=tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (made.returncode, list(tmp_path.iterdir())) == (3, [])
+    assert "cannot write kvcore-mine" in made.stderr
 
 
 def test_a_class_does_not_hide_the_one_that_it_derives_from():

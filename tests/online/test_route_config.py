@@ -24,6 +24,7 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
         ),
         ("[[replicas]]\nurl = 'ftp://a'", "expected one such as"),
         ("[[replicas]]\nname = 'a'", "expected one such as"),
+        ("replicas = ['http://u:secret@a']", r"url 'http://\*\*\*@a': expected one such as"),
         ("replicas = ['http://[::1']", "expected one such as"),
         ("replicas = ['http://a:99999']", "expected one such as"),
         ("[[replicas]]\nurl = 'http://a'\nblocks = 0", "blocks of http://a must be above 0"),

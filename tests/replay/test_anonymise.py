@@ -105,9 +105,16 @@ def test_options_that_do_not_belong_together_are_refused(trace, tmp_path, words)
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize(("data", "why"), [(b"short", "5 bytes can be guessed"), (None, "No")])
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"short", "5 bytes can be guessed"),
+        (bytes(2**20 + 1), "at most 1 MiB"),
+        (None, "No"),
+    ],
+)
 def test_a_key_that_can_be_guessed_is_refused(tmp_path, data, why):
-    """A file without a key, or with a short one, is refused by name."""
+    """A file without a key, or with a short or an endless one, is refused by name."""
     path = tmp_path / "key"
     if data is not None:
         path.write_bytes(data)

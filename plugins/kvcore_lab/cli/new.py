@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import rmtree
 
 import click
 
 from kvcore.errors import InputError
-from kvcore.files import make_directory
+from kvcore.files import atomic_file, make_directory
 from kvcore.plugins import Plugins
 from kvcore_cli.verb import echo, verb
 from kvcore_lab.templates.package import KITS, package_files
@@ -39,8 +40,13 @@ def new(kind: str, name: str, folder: Path) -> None:
     if package.exists():
         msg = f"{package} exists: give another name, or another --dir"
         raise InputError(msg)
-    for path, text in files.items():
-        make_directory((package / path).parent)
-        (package / path).write_text(text, "utf-8")
+    try:
+        for path, text in files.items():
+            make_directory((package / path).parent)
+            with atomic_file(package / path) as file:
+                file.write(text)
+    except BaseException:  # half a package would be in the way of the next attempt
+        rmtree(package, ignore_errors=True)
+        raise
     echo(f"{package}: {', '.join(files)}")
     echo(f"Next: cd {package} && pip install -e '.[test]' && pytest")

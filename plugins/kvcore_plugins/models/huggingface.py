@@ -19,7 +19,7 @@ import attrs
 from kvcore.errors import InputError, shorten
 from kvcore.models.layers import MAX_WIDTH, LayerCache, merged
 from kvcore.models.spec import ModelSpec, bytes_of
-from kvcore.untrusted import load_toml
+from kvcore.untrusted import LONGEST_LINE, load_toml
 from kvcore_plugins.models.config import Config
 from kvcore_plugins.models.families import FAMILIES
 from kvcore_plugins.models.family import Build, Family, Layer, Part
@@ -84,7 +84,12 @@ def read_config(path: Path | str, dtype: str | None = None) -> ModelSpec:
 
 def _json(path: Path) -> Mapping[str, Any]:
     try:
-        fields = json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            data = file.read(LONGEST_LINE + 1)
+        if len(data) > LONGEST_LINE:  # as of a link to a device, which has no end
+            msg = f"{path}: it has more than {LONGEST_LINE >> 20} MiB: no configuration has"
+            raise InputError(msg)
+        fields = json.loads(data)
     except OSError as error:
         msg = f"{path}: cannot be read: {error.strerror}"
         raise InputError(msg) from None

@@ -21,8 +21,8 @@ SECRET_BYTES = 32
 _REMEMBERED = 1 << 16
 """Keys whose hashes are remembered, some 200 bytes each."""
 
-LEAST_SECRET = 16
-"""Smallest number of bytes of a file with a key."""
+LEAST_SECRET, MOST_SECRET = 16, 1 << 20
+"""Smallest and largest number of bytes of a file with a key."""
 
 
 class KeyedNames:
@@ -45,15 +45,19 @@ class KeyedNames:
         """Return the names by the key in a file; None: by a key that is drawn.
 
         Raises:
-            InputError: the file cannot be read, or has less than 16 bytes.
+            InputError: the file cannot be read, or has less than 16 bytes, or more than 1 MiB.
         """
         if file is None:
             return cls()
         try:
-            secret = file.read_bytes()
+            with file.open("rb") as stream:
+                secret = stream.read(MOST_SECRET + 1)
         except OSError as error:
             msg = f"{file}: cannot be read: {unreadable_reason(file, error)}"
             raise InputError(msg) from error
+        if len(secret) > MOST_SECRET:  # a device such as /dev/urandom has no end
+            msg = f"{file}: a key has at most {MOST_SECRET >> 20} MiB: give a smaller file"
+            raise InputError(msg)
         if len(secret) < LEAST_SECRET:
             msg = (
                 f"{file}: a key of {len(secret)} bytes can be guessed: give at least "

@@ -15,6 +15,7 @@ from kvcore.cache.tiers import StoredBlock, Tier, TierStore, bandwidth
 from kvcore.errors import redact
 from kvcore.lazy import import_extra
 from kvcore.units import picoseconds
+from kvcore.untrusted import escaped
 from kvcore_tiers.tier._sealing import Sealer
 
 CHUNK_BYTES = 4 << 20
@@ -273,7 +274,7 @@ class RedisStore(TierStore):
         self._pause = 0.0
         refusal = next((answer for answer in answers if isinstance(answer, Exception)), None)
         if refusal is not None:
-            msg = f"tier redis: {self._where} refused: {refusal}"
+            msg = f"tier redis: {self._where} refused: {escaped(str(refusal))}"
             raise OSError(msg) from refusal
         return answers
 
@@ -281,5 +282,5 @@ class RedisStore(TierStore):
         self._client.connection_pool.disconnect()
         self._pause = min(max(FIRST_PAUSE, 2 * self._pause), LONGEST_PAUSE)
         self._again = monotonic() + self._pause
-        msg = f"tier redis: {self._where} does not answer as it should: {error}"
+        msg = f"tier redis: {self._where} does not answer as it should: {escaped(str(error))}"
         raise ConnectionError(msg) from error

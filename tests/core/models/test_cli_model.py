@@ -66,3 +66,10 @@ def test_an_unknown_model_is_refused_with_ways_to_name_one(text, problem):
     with pytest.raises(InputError) as caught:
         load_model(text)
     assert problem in str(caught.value)
+
+
+def test_a_config_without_an_end_is_refused(tmp_path):
+    """A folder of others may have a link to a device in place of a file."""
+    (tmp_path / "config.json").symlink_to("/dev/zero")
+    with pytest.raises(InputError, match="more than 16 MiB"):
+        load_model(str(tmp_path))

@@ -190,6 +190,40 @@ def test_import_failure_names_distribution_cause_and_place(site):
     }
 
 
+@pytest.mark.parametrize(
+    "failure", ["class Panic(BaseException): pass\nraise Panic", "raise GeneratorExit"]
+)
+def test_whatever_an_import_raises_fails_alone(site, failure):
+    """A module that raises no Exception, as a panic in Rust is, is unusable; others work."""
+    site.module("fine")
+    site.module("panics", failure)
+    points = site.install("pair", [("panics", "panics"), ("fine", "fine")])
+    assert loaded(points).names("eviction") == ["fine"]
+
+
+def test_an_entry_point_whose_value_is_no_name_fails_alone(site):
+    """One that names no object, as an installer may have written it, is unusable."""
+    site.module("fine")
+    points = site.install("pair", [("fine", "fine")])
+    points.append(EntryPoint("torn", "a b c!", "kvcore")._for(points[0].dist))
+    found = loaded(points)
+    assert found.names("eviction") == ["fine"]
+    assert [(info.name, info.module) for info in found.listing() if not info.usable] == [
+        ("torn", "a b c!")
+    ]
+
+
+@pytest.mark.usefixtures("only")
+def test_metadata_of_another_encoding_fails_nothing(site):
+    """Bytes that are no UTF-8 in the entry points of any distribution are no error."""
+    site.module("own")
+    site.install("kvcore", [("own", "own")])
+    site.install("other", [])
+    (folder,) = site.path.glob("other*.dist-info")
+    (folder / "entry_points.txt").write_bytes(b"[other]\nname = \xff\n")
+    assert Plugins().names("eviction") == ["own"]
+
+
 def test_disabled_entry_points_are_not_imported(site, monkeypatch):
     """Entry points named in KVCORE_DISABLE_PLUGINS are skipped, and the others are loaded."""
     site.module("fine")

@@ -249,6 +249,23 @@ def test_an_interrupt_that_no_signal_has_raised_is_an_error(tmp_path):
     assert (done.returncode, done.stderr) == (3, expected)
 
 
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("raise GeneratorExit", 4),
+        ("class Mine(LRU):\n    name = 'mine'\n    def __init__(self): raise GeneratorExit", 6),
+    ],
+    ids=["import", "constructor"],
+)
+def test_what_a_plugin_of_a_file_raises_is_an_error(tmp_path, code, line):
+    """An error that is no Exception, as a panic in Rust is, is told with its place."""
+    policy = tmp_path / "policy.py"
+    policy.write_text(f"from kvcore_plugins.eviction import LRU\n\n\n{code}\n")
+    done = run_here("simulate", "zipf:requests=3", "--eviction", f"{policy}:Mine")
+    expected = f"kvcore: error: a plugin raised GeneratorExit() ({policy}:{line})\n"
+    assert (done.returncode, done.stderr) == (3, expected)
+
+
 def test_sigterm_while_a_verb_loads_ends_the_process(tmp_path):
     """SIGTERM while a verb loads kills the process, since a module might catch an exception."""
     (tmp_path / "talk.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")

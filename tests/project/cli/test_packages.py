@@ -184,6 +184,7 @@ def test_a_verb_without_options_of_packages_works_on(acme):
     [
         ("kvcore_ran(): raise KeyError(0)", "kvcore_ran of {} raised KeyError(0) {}"),
         ("kvcore_ran(): return 5", "kvcore_ran of {} returned 5, not a Ran"),
+        ("kvcore_ran(): raise GeneratorExit", "{} raised GeneratorExit() {}"),
         ("kvcore_running(): raise KeyError(0)", "kvcore_running of {} raised KeyError(0) {}"),
         (
             "kvcore_running(): return 5",
@@ -192,7 +193,15 @@ def test_a_verb_without_options_of_packages_works_on(acme):
         ("kvcore_running(): return beside(lambda: {}[0])", "{} raised KeyError(0) {}"),
         ("kvcore_running(): return beside(ran=lambda *_: {}[0])", "{} raised KeyError(0) {}"),
     ],
-    ids=["ran", "ran-number", "running", "running-number", "entered", "called"],
+    ids=[
+        "ran",
+        "ran-number",
+        "ran-no-exception",
+        "running",
+        "running-number",
+        "entered",
+        "called",
+    ],
 )
 def test_no_file_is_left_by_a_run_that_a_package_breaks(acme, tmp_path, hook, reason):
     """A hook that fails ends the run with an error of one line, and no file is left."""

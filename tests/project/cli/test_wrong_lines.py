@@ -498,6 +498,7 @@ simulate: bloks = 3 | 'bloks' (did you mean 'blocks'?)
 simulate: max-tokens = 3\nmax_tokens = 4 | 'max_tokens' is given twice
 simulate: blocks = "many" | blocks: expected a whole number
 simulate: blocks = 1.5 | blocks: expected a whole number, not 1.5
+simulate: null_block = {a = 1} | null_block: expected true or false, not a table
 simulate: blocks = 0 | blocks: a pool of 0 blocks was asked for
 simulate: blocks = -5 | blocks: a pool of -5 blocks was asked for
 simulate: blocks = 99999999999999999999999 | blocks: 99999999999999999999999 is out of range
