@@ -243,12 +243,12 @@ class LiveLoop(ServingLoop):
         for name in list(streams):
             opened = self.open[name]
             new = streams[name].output[opened.sent :]
-            if new:
-                opened.sent += len(new)
-                opened.listener(Tokens(new, cached=opened.cached))
+            opened.sent += len(new)
             if opened.ended:
                 del streams[name], self.open[name]
-                opened.listener(Tokens(end=FINISHED, cached=opened.cached))
+                opened.listener(Tokens(new, FINISHED, cached=opened.cached))
+            elif new:
+                opened.listener(Tokens(new, cached=opened.cached))
 
     def _answered(self, job: Job, now: int) -> None:
         self.log.got_first_token(job, now)
