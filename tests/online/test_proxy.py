@@ -301,7 +301,7 @@ async def test_a_client_that_does_not_read_is_disconnected(proxy, servers, clien
     await until(lambda: servers[0].left == 1)
     assert servers[0].flooded < 50_000_000
     assert sample(proxy, "in_flight") == 0
-    await until(lambda: not proxy._listener._runner.server.connections)
+    await until(lambda: not proxy._listener._http.connections)
     writer.transport.abort()
     del reader
 

@@ -273,7 +273,7 @@ def test_a_server_that_cannot_listen_is_closed():
         server = Server(simulated_parts(), ServeConfig(port=port, speed_up=1.0))
         with pytest.raises(kvcore.InputError, match=f"port {port} of 127.0.0.1"):
             await server.start()
-        assert server._listener._runner.server is None
+        assert server._listener._server is None
         assert not server.engine._thread.is_alive()
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
