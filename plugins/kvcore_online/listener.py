@@ -263,7 +263,9 @@ class Listener:
     async def _answered(self, http: web.Request) -> web.StreamResponse:
         """Send the answer to a request to its client, which must take it in time; return it."""
         answer = await self._answer(http)
-        if not answer.prepared:
+        if http.writer.output_size and not answer.prepared and http.transport is not None:
+            http.transport.abort()  # another one has begun, and cannot become this one
+        elif not answer.prepared:
             try:
                 async with self._time_to_take(http, answer):
                     await answer.prepare(http)
@@ -304,8 +306,6 @@ class Listener:
         except Exception as error:  # noqa: BLE001 - of one request, and the others go on
             name = type(error).__name__
             self._messages.warn(f"{http.path} failed: {name}: {error}", name)
-            if http.transport is not None and http.writer.output_size:
-                http.transport.abort()  # the answer has begun, and cannot become another one
             return self._refuse(FAILED, "the request could not be served", None)
 
 

@@ -299,12 +299,13 @@ async def test_what_a_client_expects_fails_no_request(proxy, servers, client, ex
     assert answer.startswith(first + status)
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, InputError])
 @played(count=1)
-async def test_an_error_within_an_answer_cuts_it(proxy, servers, client, monkeypatch):
+async def test_an_error_within_an_answer_cuts_it(proxy, servers, client, monkeypatch, error):
     """An answer that has begun cannot become another one: its connection is closed."""
 
     def fail(*_):
-        raise ZeroDivisionError
+        raise error
 
     monkeypatch.setattr(proxy, "_count_cached", fail)
     answer = await raw(proxy, http_request(json.dumps(prompt(stream=True)).encode()))

@@ -32,11 +32,11 @@ from kvcore.serving.latency import StepWork
 from kvcore.units import NS_PER_S
 from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved
-from kvcore_online.engine import LiveLoop, Tokens, share_keys
+from kvcore_online.engine import LiveEngine, LiveLoop, Tokens, share_keys
 from kvcore_online.metrics import server_metrics
 from kvcore_online.server import MOST_JOINED, ServeConfig, Server, run
 from kvcore_online.simulated import WORDS, SimulatedModel, SimulatedTokens
-from kvcore_online.tally import CANCELLED, FINISHED
+from kvcore_online.tally import CANCELLED, FAILED, FINISHED
 from kvcore_replay.check.trace import replay
 
 TIER = "host:memory=1GiB,load=always,read_bandwidth=50MB"
@@ -602,6 +602,17 @@ def test_tokens_that_come_at_once_are_sent_together(stream):
     assert usage.completion_tokens == tokens
     assert usage.prompt_tokens_details.cached_tokens == 4
     assert len(texts) == (5 if stream else 1)
+
+
+def test_a_request_that_comes_as_the_engine_fails_is_told_once(monkeypatch):
+    """Be it submitted just before the failure or just after, a request has one end."""
+    _, loop = played(drawn(1))
+    engine = LiveEngine(loop, lambda _: None)
+    ends = []
+    monkeypatch.setattr(loop.inbox, "put", lambda _: engine._fail(ValueError("no more")))
+    for number in range(2):
+        engine.submit(text_request(number, [1], output=1, block_size=16), ends.append)
+    assert ends == [Tokens(end=FAILED, reason="no more")] * 2
 
 
 def test_prompts_that_begin_alike_share_their_keys():
