@@ -318,7 +318,7 @@ class AtomicFile(io.FileIO):
             raise
 
     def close(self) -> None:
-        """Close the file; one without a byte, which a signal may leave to nobody, goes."""
+        """Close the file; remove an unfinished one that is empty, as a signal may leave it."""
         with suppress(OSError):
             if (
                 not self.closed

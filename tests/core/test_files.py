@@ -175,8 +175,8 @@ def test_a_signal_that_comes_as_a_file_is_made_leaves_none(tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_empty_file_that_nobody_has_got_goes(tmp_path):
-    """A signal before its writer has an empty file leaves none; one with bytes stays."""
+def test_an_empty_file_is_removed_when_it_is_closed(tmp_path):
+    """An empty file, as a signal may leave it, is removed on closing; one with bytes stays."""
     AtomicFile(tmp_path / "rows.csv", "rows.csv").close()
     file = AtomicFile(tmp_path / "more.csv", "more.csv")
     file.write(b"a")

@@ -329,7 +329,7 @@ def test_old_hits_are_dropped_before_the_first_eviction(monkeypatch):
 
 
 def test_chunks_that_leave_before_the_first_eviction_take_no_memory(monkeypatch):
-    """What is kept of chunks that were removed before the first eviction is bounded."""
+    """Events of chunks that were removed before the first eviction are bounded."""
     monkeypatch.setattr("kvcore_lmcache.policy.EARLY", 10)
     cpu = CPU("kvcore:lru", 3)
     for chunk in range(2, 102):
