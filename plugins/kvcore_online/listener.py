@@ -164,6 +164,8 @@ class Listener:
 
     async def stop(self) -> None:
         """Stop listening, and wait for requests in flight."""
+        if self._http is None:  # it has not been started
+            return
         if self._server is not None:
             self._server.close()
         # aiohttp would wait as long again for handlers that it has asked to end.
