@@ -271,10 +271,7 @@ def _to_zstd() -> Compressor:
     return Compressor(encoder, zstandard.COMPRESSOBJ_FLUSH_BLOCK)
 
 
-_CODECS: dict[bytes, Callable[[], Codec]] = {
-    b"\x1f\x8b": _gzip,
-    b"\x28\xb5\x2f\xfd": _zstd,
-}
+_CODECS: dict[bytes, Callable[[], Codec]] = {b"\x1f\x8b": _gzip, b"\x28\xb5\x2f\xfd": _zstd}
 
 
 _COMPRESSORS: dict[str, Callable[[], Compressor]] = {".gz": _to_gzip, ".zst": _to_zstd}
@@ -302,9 +299,8 @@ class AtomicFile(io.FileIO):
             if path.is_dir():
                 raise IsADirectoryError(EISDIR, "it is a directory; name a file in it")
             self._part = part_path(path)
-            super().__init__(
-                self._part, "w", opener=None if self._part == path else _open_locked
-            )
+            opener = None if self._part == path else _open_locked
+            super().__init__(self._part, "w", opener=opener)
         except BlockingIOError as error:
             msg = (
                 f"cannot write {what}: {self._part} is being written by another run: wait for "
@@ -315,6 +311,22 @@ class AtomicFile(io.FileIO):
             reason = getattr(error, "strerror", None) or error
             msg = f"cannot write {what}: {reason}"
             raise InputError(msg) from error
+        except (KeyboardInterrupt, SystemExit):  # of a signal, when the file was just made
+            with suppress(OSError):
+                super().__init__(self._part, "w", opener=opener)
+                self.discard()
+            raise
+
+    def close(self) -> None:
+        """Close the file; remove an unfinished one that is empty, as a signal may leave it."""
+        with suppress(OSError):
+            if (
+                not self.closed
+                and self._part != self._path
+                and not os.fstat(self.fileno()).st_size
+            ):
+                self._part.unlink()
+        super().close()
 
     def write(self, data: Buffer, /) -> int:
         """Write bytes of `data`, perhaps not all; return their number."""

@@ -10,16 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
-from typing import (
-    Any,
-    Literal,
-    Optional,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Literal, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from kvcore.errors import InputError, KvcoreError, PluginError, redact, shorten
 from kvcore.files import input_path

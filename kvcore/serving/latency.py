@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf, isqrt
-from typing import (
-    Any,
-    ClassVar,
-    Final,
-    NamedTuple,
-    NoReturn,
-    Protocol,
-    TypeAlias,
-)
+from typing import Any, ClassVar, Final, NamedTuple, NoReturn, Protocol, TypeAlias
 
 from kvcore.cache import ServedCache
 from kvcore.errors import InputError, PolicyError

@@ -28,6 +28,9 @@ Block: TypeAlias = Hashable
 
 Id: TypeAlias = int | str
 
+COPIED = 256
+"""Most keys, of 8 bytes, that a path copies of the one that it leaves; others it refers to."""
+
 _log = logging.getLogger("kvcore")
 
 
@@ -37,6 +40,38 @@ class _BlockSpan(Span):
     __slots__ = ("block",)
 
     block: Block
+
+
+class _Branch(Sequence[Key]):
+    """The keys of a path that leaves another one, which has those before `start`.
+
+    ::
+
+        trunk   k0 k1 .. k7999 k8000 k8001
+        branch          start: 8000  j8000 j8001    own
+
+    So many ends of one long prompt take memory for what is new in them, not for all of it. A
+    key takes O(1) from `start` on, and O(branches) before: one in `COPIED` keys at most.
+    """
+
+    __slots__ = ("own", "start", "trunk")
+
+    def __init__(self, trunk: Sequence[Key], start: int, own: list[Key]) -> None:
+        self.trunk, self.start, self.own = trunk, start, own
+
+    def __len__(self) -> int:
+        return self.start + len(self.own)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        index = index + len(self) if index < 0 else index
+        path: Any = self
+        while isinstance(path, _Branch):
+            if index >= path.start:
+                return path.own[index - path.start]
+            path = path.trunk
+        return path[index]
 
 
 class PolicyHost:
@@ -698,17 +733,22 @@ def _not_cached(block: Block) -> InputError:
     return InputError(f"block {block!r} is not cached: it was never stored, or has left")
 
 
-def _path(above: Span, keys: Sequence[Key]) -> list[Key]:
+def _path(above: Span, keys: Sequence[Key]) -> Sequence[Key]:
     """Return the keys of the path to `above` and then `keys`, in a shared list if possible."""
-    path, start = above.path_keys, above.end
-    if not isinstance(path, list):  # the root has none
+    path: Any = above.path_keys
+    if above.parent is None:  # the root, which has none
         return list(keys)
-    known = path[start : start + len(keys)]
-    if known != list(keys[: len(known)]):
-        # The list continues with other keys: this path needs a list of its own.
-        return [*path[:start], *keys]
-    path.extend(keys[len(known) :])
-    return path
+    first, own = (path.start, path.own) if isinstance(path, _Branch) else (0, path)
+    start = above.end - first
+    known = own[start : start + len(keys)]
+    if known == list(keys[: len(known)]):
+        own.extend(keys[len(known) :])
+        return path  # type: ignore[no-any-return]
+    # The list continues with other keys: this path needs a list of its own.
+    if start > COPIED:
+        return _Branch(path, above.end, list(keys))
+    own = [*own[:start], *keys]
+    return _Branch(path.trunk, first, own) if first else own
 
 
 def _unpinned_above(spans: Iterable[Span]) -> int:

@@ -3,9 +3,9 @@
 The process is a fork of this one, so that what this one has imported and read is there at
 once. It keeps one file of its parent, the pipe of its answer, which is read as data. In it, in
 this order: limits of CPU time and memory; Landlock, by which the kernel refuses every write to
-the file system; seccomp, by which it refuses all system calls but those that a computation
-needs, with arguments that reach no other process. These hold whatever the code does. The audit
-events of Python tell what it has tried, unless it takes care that they do not.
+the file system, and devices; seccomp, by which it refuses all system calls but those that a
+computation needs, with arguments that reach no other process. These hold whatever the code
+does. The audit events of Python tell what it has tried, unless it takes care that they do not.
 
 What the code says of itself it can make up: the kernel keeps it from the machine, not from
 the objects of its own process.
@@ -21,6 +21,8 @@ import signal
 import struct
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from select import select
 from time import monotonic, sleep
 from typing import Any, NoReturn
@@ -386,12 +388,18 @@ def _lock() -> None:
     rights |= _REFER if version >= 2 else 0  # noqa: PLR2004 - versions of Landlock
     rights |= _TRUNCATE if version >= 3 else 0  # noqa: PLR2004
     ruleset = _syscall(_CREATE_RULESET, struct.pack("Q", rights), 8, 0)
-    root = os.open("/", os.O_PATH | os.O_CLOEXEC)
-    allowed = struct.pack("=Qi", _READ, root)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)  # also if this process is killed
     libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    done = ruleset >= 0 and _syscall(_ADD_RULE, ruleset, 1, allowed, 0) == 0
+    done = ruleset >= 0
+    # All folders but that of devices, so that nobody's terminal is read.
+    for folder in Path("/").iterdir():
+        with suppress(OSError):  # one that cannot be opened stays refused
+            if folder.name != "dev" and folder.is_dir() and not folder.is_symlink():
+                opened = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+                allowed = struct.pack("=Qi", _READ, opened)
+                done = done and _syscall(_ADD_RULE, ruleset, 1, allowed, 0) == 0
+                os.close(opened)
     done = done and _syscall(_RESTRICT_SELF, ruleset, 0) == 0
     code = b"".join(struct.pack("HBBI", *step) for step in _filter())
     buffer = ctypes.create_string_buffer(code)
@@ -399,7 +407,6 @@ def _lock() -> None:
     if not done or libc.prctl(_SET_SECCOMP, _FILTER, program, 0, 0) != 0:
         msg = "the kernel refused the sandbox: run the policy elsewhere, or with --unsafe"
         raise InputError(msg)
-    os.close(root)
     os.close(ruleset)
 
 

@@ -243,12 +243,12 @@ class LiveLoop(ServingLoop):
         for name in list(streams):
             opened = self.open[name]
             new = streams[name].output[opened.sent :]
-            if new:
-                opened.sent += len(new)
-                opened.listener(Tokens(new, cached=opened.cached))
+            opened.sent += len(new)
             if opened.ended:
                 del streams[name], self.open[name]
-                opened.listener(Tokens(end=FINISHED, cached=opened.cached))
+                opened.listener(Tokens(new, FINISHED, cached=opened.cached))
+            elif new:
+                opened.listener(Tokens(new, cached=opened.cached))
 
     def _answered(self, job: Job, now: int) -> None:
         self.log.got_first_token(job, now)
@@ -366,10 +366,12 @@ class LiveEngine:
 
     def submit(self, request: Request, listener: Listener) -> None:
         """Serve `request`; `listener` is called on the engine's thread, last with an end."""
-        self.loop.listeners[request.id] = listener
-        self.loop.inbox.put(request)
-        if self.failure is not None:
-            listener(Tokens(end=FAILED, reason=str(self.failure)))
+        with self.loop.inbox.changed:
+            if self.failure is None:
+                self.loop.listeners[request.id] = listener
+                self.loop.inbox.put(request)
+                return
+        listener(Tokens(end=FAILED, reason=str(self.failure)))
 
     def cancel(self, request: int | str) -> None:
         """Cancel a request of a client that has disconnected."""
@@ -392,11 +394,10 @@ class LiveEngine:
 
     def _fail(self, error: BaseException) -> None:
         """End all requests because of `error`."""
-        self.failure = error
-        ended = Tokens(end=FAILED, reason=str(error))
-        for listener in (
-            *(opened.listener for opened in self.loop.open.values()),
-            *self.loop.listeners.values(),
-        ):
-            listener(ended)
+        with self.loop.inbox.changed:  # a request is submitted before, or refused: told once
+            self.failure = error
+            listeners = [*self.loop.listeners.values()]
+        listeners += [opened.listener for opened in self.loop.open.values()]
+        for listener in listeners:
+            listener(Tokens(end=FAILED, reason=str(error)))
         self._on_failure(error)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 BAD, TOO_SLOW, TOO_LARGE, NOT_JSON, FAILED, NO_SERVER = 400, 408, 413, 415, 500, 503
 """HTTP statuses of answers that refuse a request."""
 
+NOT_FOUND, NO_METHOD = (404, "Not Found"), (405, "Method Not Allowed")
+"""Statuses and reasons of answers to requests that no handler is for."""
+
 METRICS_HEADERS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
 """Headers of metrics in Prometheus' text format."""
 
@@ -37,6 +41,9 @@ thread: 1 MiB of text takes up to 5 s."""
 
 BUFFERED = 1 << 15
 """Bytes of an answer that an empty buffer takes: asyncio lets a writer wait beyond 64 KiB."""
+
+UNTIMED: AbstractAsyncContextManager[None] = nullcontext()
+"""In place of a timer where nothing is waited for."""
 
 T = TypeVar("T")
 
@@ -99,30 +106,22 @@ class Listener:
         self._client_timeout, self._shutdown_timeout = client_timeout, shutdown_timeout
         self._messages = Messages()
         self._refuse = refuse or self.refusal
-
-        @self._web.middleware  # type: ignore[untyped-decorator]  # imported when needed
-        async def answered(http: web.Request, handler: Handler) -> web.StreamResponse:
-            return await self._answered(http, handler)
-
-        app = self._web.Application(client_max_size=body, middlewares=[answered])
-        for route, handler in routes.items():
-            app.router.add_route(*route.split(), handler)
+        self._routes, self._body = routes, body
         malformed = import_extra("aiohttp.http_exceptions", needed, "serve").HttpProcessingError
         protocol = import_extra("aiohttp.web_protocol", needed, "serve")
         self._unreadable = protocol.RequestPayloadError
-        self._runner = self._web.AppRunner(
-            app,
-            access_log=None,
-            auto_decompress=False,
-            logger=_logger(self._messages, malformed, self._unreadable),
-            handler_cancellation=True,
-            keepalive_timeout=client_timeout,
-            lingering_time=min(client_timeout, LINGERING_SECONDS),
-            max_headers=MOST_HEADERS,
-            max_line_size=LONGEST_HEADER,
-            max_field_size=LONGEST_HEADER,
-            shutdown_timeout=shutdown_timeout,
-        )
+        self._options: dict[str, Any] = {
+            "access_log": None,
+            "auto_decompress": False,
+            "logger": _logger(self._messages, malformed, self._unreadable),
+            "handler_cancellation": True,
+            "keepalive_timeout": client_timeout,
+            "lingering_time": min(client_timeout, LINGERING_SECONDS),
+            "max_headers": MOST_HEADERS,
+            "max_line_size": LONGEST_HEADER,
+            "max_field_size": LONGEST_HEADER,
+        }
+        self._http: Any = None
         self._server: asyncio.Server | None = None
         self._threaded = threaded
         self._lanes = asyncio.Lock(), asyncio.Lock()  # of short bodies and of long ones
@@ -133,7 +132,13 @@ class Listener:
         Raises:
             InputError: the address is invalid, or in use.
         """
-        await self._runner.setup()
+        loop = asyncio.get_running_loop()
+
+        def request(*parts: Any) -> Any:
+            return self._web.Request(*parts, loop, client_max_size=self._body)
+
+        # No application of aiohttp: it answers headers that are no text before a handler can.
+        self._http = self._web.Server(self._answered, request_factory=request, **self._options)
         report_errors(self._messages)
         wanted, self._connections = (
             self._connections,
@@ -146,7 +151,6 @@ class Listener:
             )
         host, port = self._address
         try:
-            loop = asyncio.get_running_loop()
             self._server = await loop.create_server(
                 self._accept, host, port, backlog=min(BACKLOG, self._connections)
             )
@@ -160,17 +164,21 @@ class Listener:
 
     async def stop(self) -> None:
         """Stop listening, and wait for requests in flight."""
+        if self._http is None:  # it has not been started
+            return
         if self._server is not None:
             self._server.close()
         # aiohttp would wait as long again for handlers that it has asked to end.
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self._shutdown_timeout, self.abort)
-        await self._runner.cleanup()
+        await asyncio.sleep(0)  # what has come is being served
+        self._http.pre_shutdown()
+        await self._http.shutdown(self._shutdown_timeout)
         timer.cancel()
 
     def abort(self) -> None:
         """Close all connections, which ends the requests in flight."""
-        for connection in self._runner.server.connections if self._runner.server else ():
+        for connection in self._http.connections if self._http else ():
             if connection.transport is not None:
                 connection.transport.abort()
 
@@ -207,9 +215,12 @@ class Listener:
         # A few kilobytes expand to gigabytes, and other requests would wait meanwhile.
         if http.headers.get("Content-Encoding", "identity") != "identity":
             raise ApiError(NOT_JSON, "send the body without Content-Encoding")
+        if http.headers.get("Expect", "").lower() == "100-continue":
+            await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            http.writer.output_size = 0  # of the answer, which has not begun
         try:
             # A body that came with its headers is read without a wait, and needs no timer.
-            async with asyncio.timeout(None if http.content.is_eof() else seconds):
+            async with UNTIMED if http.content.is_eof() else asyncio.timeout(seconds):
                 body = await http.read()
         except TimeoutError:
             raise ApiError(TOO_SLOW, "the request came too slowly") from None
@@ -246,18 +257,19 @@ class Listener:
 
     def _accept(self) -> asyncio.BaseProtocol:
         """Return the protocol of a new connection, which closes it if there are too many."""
-        server = self._runner.server
-        if len(server.connections) >= self._connections:
+        if len(self._http.connections) >= self._connections:
             return _Refusal()
-        protocol: asyncio.BaseProtocol = server()
+        protocol: asyncio.BaseProtocol = self._http()
         return protocol
 
-    async def _answered(self, http: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _answered(self, http: web.Request) -> web.StreamResponse:
         """Send the answer to a request to its client, which must take it in time; return it."""
-        answer = await self._answer(http, handler)
-        if not answer.prepared:
+        answer = await self._answer(http)
+        if http.writer.output_size and not answer.prepared and http.transport is not None:
+            http.transport.abort()  # another one has begun, and cannot become this one
+        elif not answer.prepared:
             try:
-                async with asyncio.timeout(self._time_to_take(http, answer)):
+                async with self._time_to_take(http, answer):
                     await answer.prepare(http)
                     await answer.write_eof()
             except (TimeoutError, ConnectionError):
@@ -265,19 +277,25 @@ class Listener:
                     http.transport.abort()
         return answer
 
-    def _time_to_take(self, http: web.Request, answer: web.StreamResponse) -> float | None:
-        """Return the seconds in which a client takes its answer.
+    def _time_to_take(
+        self, http: web.Request, answer: web.StreamResponse
+    ) -> AbstractAsyncContextManager[Any]:
+        """Return the timer within which a client takes its answer.
 
-        None: the buffer of its connection takes it at once, without a timer, which costs 1.5 %
-        of a request.
+        There is none, which costs 1.5 % of a request, if the buffer of its connection takes it
+        at once.
         """
         connection, size = http.transport, answer.content_length
         if connection is None or connection.get_write_buffer_size() or size is None:
-            return self._client_timeout
-        return None if size <= BUFFERED else self._client_timeout
+            return asyncio.timeout(self._client_timeout)
+        return UNTIMED if size <= BUFFERED else asyncio.timeout(self._client_timeout)
 
-    async def _answer(self, http: web.Request, handler: Handler) -> web.StreamResponse:
-        """Return the answer to a request, or to its refusal by the handler."""
+    async def _answer(self, http: web.Request) -> web.StreamResponse:
+        """Return the answer to a request by its handler, or to its refusal."""
+        handler = self._routes.get(f"{http.method} {http.path}")
+        if handler is None:
+            known = any(route.endswith(f" {http.path}") for route in self._routes)
+            return self._refuse(*(NO_METHOD if known else NOT_FOUND), None)
         try:
             return await handler(http)
         except ApiError as error:
@@ -290,8 +308,6 @@ class Listener:
         except Exception as error:  # noqa: BLE001 - of one request, and the others go on
             name = type(error).__name__
             self._messages.warn(f"{http.path} failed: {name}: {error}", name)
-            if http.transport is not None and http.writer.output_size:
-                http.transport.abort()  # the answer has begun, and cannot become another one
             return self._refuse(FAILED, "the request could not be served", None)
 
 

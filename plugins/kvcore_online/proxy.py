@@ -509,8 +509,7 @@ class Proxy:
         status = str(response.status)
         try:
             if stream is None:
-                out.content_length = len(answer.data)
-                await self._give(out, http, answer.data)
+                last, out.content_length = answer.data, len(answer.data)
             else:
                 await self._give(out, http, stream.feed(answer.data))
                 try:
@@ -526,18 +525,18 @@ class Proxy:
                     why = f"{server.options.name} ended within its answer: {reason}"
                     last = b"data: " + error_body(NO_SERVER, why) + b"\n\n"
                 self._count_cached(attempt, stream.cached)
-                await self._give(out, http, last)
-            async with asyncio.timeout(self.config.client_timeout):
-                await out.write_eof()
-        except (_ClientGoneError, ConnectionError, TimeoutError):
+            await self._give(out, http, last, end=True)
+        except (_ClientGoneError, ConnectionError):
             status = str(GONE)
             if http.transport is not None:
                 http.transport.abort()
         self.fleet.metrics.requests.labels(server.options.name, status).inc()
         return out
 
-    async def _give(self, out: web.StreamResponse, http: web.Request, data: bytes) -> None:
-        """Send bytes to the client.
+    async def _give(
+        self, out: web.StreamResponse, http: web.Request, data: bytes, *, end: bool = False
+    ) -> None:
+        """Send bytes to the client; with `end` they are the last ones of the answer.
 
         Raises:
             _ClientGoneError: the client has disconnected, or does not take them in time.
@@ -546,13 +545,17 @@ class Proxy:
             async with asyncio.timeout(self.config.client_timeout):
                 if not out.prepared:
                     await out.prepare(http)
-                if data:
+                if end:
+                    await out.write_eof(data)
+                elif data:
                     await out.write(data)
         except (ConnectionError, TimeoutError):
             raise _ClientGoneError from None
 
     async def _part(self, response: ClientResponse) -> bytes:
         """Return the next bytes of an answer; none at its end."""
+        if response.content.at_eof():
+            return b""  # without a timer
         async with asyncio.timeout(self.config.between_timeout):
             return await response.content.readany()
 

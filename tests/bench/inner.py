@@ -2,9 +2,9 @@
 
     python tests/bench/inner.py PART [ARGUMENT]...
 
-Each part runs once, in this process, which `targets.py` starts anew for each measurement: with
-`KVCORE_PURE=1` in Python alone, else with the core in C. A line of stdout has the figures, as
-the docstring of the part names them.
+Each part runs once, in a process that `targets.py` starts for each measurement: with
+`KVCORE_PURE=1` in Python alone, else with the core in C. Stdout has the figures, in the order
+in which the docstring of the part names them.
 """
 
 # ruff: noqa: PLC0415 - a part imports what it alone needs: peers may not be there

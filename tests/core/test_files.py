@@ -157,3 +157,28 @@ def test_discarding_twice_spares_the_part_of_the_next_run(tmp_path):
     first.discard()
     second.finish()
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows"]
+
+
+@pytest.mark.parametrize("function", ["open", "fstat"])
+def test_a_signal_that_comes_as_a_file_is_made_leaves_none(tmp_path, monkeypatch, function):
+    """A signal that raises when the system has made a file, or locked it, leaves none."""
+    real = getattr(os, function)
+
+    def interrupted(*args):
+        monkeypatch.undo()
+        real(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, function, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        AtomicFile(tmp_path / "rows.csv", "rows.csv")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_file_is_removed_when_it_is_closed(tmp_path):
+    """An empty file, as a signal may leave it, is removed on closing; one with bytes stays."""
+    AtomicFile(tmp_path / "rows.csv", "rows.csv").close()
+    file = AtomicFile(tmp_path / "more.csv", "more.csv")
+    file.write(b"a")
+    file.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["more.csv.part"]

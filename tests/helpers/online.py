@@ -10,7 +10,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from contextlib import contextmanager
+from unittest.mock import patch
 
 from kvcore.config import RunConfig, RunParts
 from kvcore_engine.config import EngineParts
@@ -26,6 +28,21 @@ def free_port():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
+
+
+@contextmanager
+def timers():
+    """Yield a count of the timers that modules of servers start meanwhile, by module."""
+    started, timeout = Counter(), asyncio.timeout
+
+    def count(seconds):
+        module = sys._getframe(1).f_globals["__name__"]
+        if module.startswith("kvcore_online."):
+            started[module] += 1
+        return timeout(seconds)
+
+    with patch.object(asyncio, "timeout", count):
+        yield started
 
 
 class ServerProcess:

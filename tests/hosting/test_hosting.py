@@ -1,9 +1,13 @@
 """`PolicyHost`, which runs a policy on an engine's blocks: calls, pins, fallbacks."""
 
 import logging
+import tracemalloc
 from random import Random
+from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvcore import EvictionPolicy, InputError, PolicyError, Request
 from kvcore.cache import hints
@@ -225,6 +229,39 @@ def test_spans_have_the_keys_of_their_path():
     paths = [host.span(block).path_keys[: host.span(block).end] for block in "cy"]
     assert paths == [["a", "b", "c"], ["a", "x", "y"]]
     assert [host.span(block).start for block in "abcxy"] == [0, 1, 2, 1, 2]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.integers(1, 4)), max_size=30)
+)
+def test_paths_that_share_their_beginnings_have_all_keys(runs):
+    """However paths leave one another, a span has the keys of its whole path."""
+    host, expected = make(blocks=200), [()]
+    with patch("kvcore_hosting.host.COPIED", 2):
+        for back, name, blocks in runs:
+            parent = len(expected) - 1 - back % len(expected)
+            keys = [(parent, name, index) for index in range(blocks)]
+            first = len(expected)
+            host.stored_run(range(first, first + blocks), parent or None, 0, keys=keys)
+            expected += [(*expected[parent], *keys[: end + 1]) for end in range(blocks)]
+        for block, keys in enumerate(expected[1:], 1):
+            span = host.span(block)
+            assert tuple(span.path_keys[: span.end]) == keys
+            assert tuple(span.path_keys[index] for index in range(span.end)) == keys
+            assert span.path_keys[-1] == list(span.path_keys)[-1]
+
+
+def test_ends_of_one_long_prompt_take_little_memory():
+    """An end of a prompt of 4,000 blocks takes less than 4 kB; its whole path is 32 kB."""
+    host, ends = make(blocks=5_000), 20
+    host.stored_run(range(4_000), None, 0)
+    tracemalloc.start()
+    try:
+        for end in range(4_000, 4_000 + ends):
+            host.stored_run([end], 3_998, 0)
+        assert tracemalloc.get_traced_memory()[0] < 4_000 * ends
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("order", [(4, 3, 2, 1), (2, 4, 3, 1)])

@@ -61,6 +61,16 @@ def test_a_client_writes_no_line_of_the_log(read):
     assert lines[0].startswith(r"request r: KV hint a\nINFO: all is well \x1b[2J: ")
 
 
+def test_a_hint_that_comes_again_is_counted(read):
+    """Of equal warnings few are logged, with their count, and few of those that differ."""
+    lines = [line for _ in range(120) for line in read((RETAIN, None))[1]]
+    assert [line[line.rindex(":") :] for line in lines[1:]] == [
+        f"{lines[0][lines[0].rindex(':') :]} ({count} times)" for count in (10, 100)
+    ]
+    lines = [line for name in range(1_000) for line in read((RETAIN, None), name=f"{name}")[1]]
+    assert len(lines) < 260
+
+
 def test_of_many_hints_the_first_are_read(read):
     """Each hint is looked at for each block of its request: there are at most 128."""
     hints, lines = read(*[(RETAIN, {"priority": 90})] * 1_000, (RETAIN, None))

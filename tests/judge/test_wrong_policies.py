@@ -259,6 +259,7 @@ HIDDEN = {
     "truncates what it reads": "os.open(__file__, os.O_RDONLY | os.O_TRUNC)",
     "sends signals by a pipe": "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())",
     "sends signals by a terminal": "fcntl.fcntl(os.pipe()[0], fcntl.F_SETFL, os.O_ASYNC)",
+    "reads a device": "os.open('/dev/null', os.O_RDONLY)",
     "poisons a page": "call('madvise', 0, 0, 100)",
     "removes shared memory": "call('shmctl', 0, 0, 0)",
     "writes to shared memory": "call('shmat', 0, 0, 0)",

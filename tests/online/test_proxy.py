@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 
 import orjson
 import pytest
+from helpers.online import timers
 from helpers.online_scenes import (
     COMPLETIONS,
     ask,
@@ -92,6 +93,14 @@ async def test_a_response_is_passed_on_with_the_name_of_its_server(
     assert json.loads(text)["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
     assert sample(proxy, "cached_tokens_total") == 32
     assert sample(proxy, "requests_total", status="200") == 1
+
+
+@played(count=1)
+async def test_a_whole_answer_needs_two_timers(proxy, servers, client):
+    """One until it begins, and one in which the client takes all of it."""
+    with timers() as started:
+        await ask(client)
+    assert (started["kvcore_online.proxy"], started["kvcore_online.listener"]) == (2, 0)
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -292,7 +301,7 @@ async def test_a_client_that_does_not_read_is_disconnected(proxy, servers, clien
     await until(lambda: servers[0].left == 1)
     assert servers[0].flooded < 50_000_000
     assert sample(proxy, "in_flight") == 0
-    await until(lambda: not proxy._listener._runner.server.connections)
+    await until(lambda: not proxy._listener._http.connections)
     writer.transport.abort()
     del reader
 

@@ -154,7 +154,7 @@ def test_a_client_that_does_not_read_its_answer_is_disconnected():
 
     async def scene():
         async with listening(answer, client_timeout=0.1) as listener:
-            await until(lambda: answered and not listener._runner.server.connections)
+            await until(lambda: answered and not listener._http.connections)
 
     asyncio.run(scene())
 
@@ -169,7 +169,7 @@ def test_a_client_that_reads_none_of_many_short_answers_is_disconnected():
 
     async def scene():
         async with listening(answer, client_timeout=0.1, requests=2_000) as listener:
-            await until(lambda: read and not listener._runner.server.connections)
+            await until(lambda: read and not listener._http.connections)
         assert len(read) < 2_000
 
     asyncio.run(scene())
@@ -285,12 +285,27 @@ async def test_an_unexpected_error_is_one_line_and_a_500(
     ]
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, "/none"])
+@pytest.mark.parametrize("expected", [b"\xff", b"wonders", b"100-continue"])
 @played(count=1)
-async def test_an_error_within_an_answer_cuts_it(proxy, servers, client, monkeypatch):
+async def test_what_a_client_expects_fails_no_request(proxy, servers, client, expected, path):
+    """An unknown expectation is ignored, be it no text; 100-continue is met before a body."""
+    body = json.dumps(prompt()).encode()
+    request = http_request(body, "Expect: ?", "Connection: close").replace(b"?", expected)
+    answer = await raw(proxy, request.replace(COMPLETIONS.encode(), path.encode()))
+    met = path == COMPLETIONS and expected == b"100-continue"
+    first = b"HTTP/1.1 100 Continue\r\n\r\n" if met else b""
+    status = b"HTTP/1.1 404 " if path == "/none" else b"HTTP/1.1 200 "
+    assert answer.startswith(first + status)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, InputError])
+@played(count=1)
+async def test_an_error_within_an_answer_cuts_it(proxy, servers, client, monkeypatch, error):
     """An answer that has begun cannot become another one: its connection is closed."""
 
     def fail(*_):
-        raise ZeroDivisionError
+        raise error
 
     monkeypatch.setattr(proxy, "_count_cached", fail)
     answer = await raw(proxy, http_request(json.dumps(prompt(stream=True)).encode()))

@@ -20,7 +20,8 @@ zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install 'kvcore[serve]
 
 from helpers.commands import run_here
 from helpers.jobs import job
-from helpers.online import free_port, metrics, serving, simulated_parts
+from helpers.online import free_port, metrics, serving, simulated_parts, timers
+from helpers.online_scenes import http_request, raw
 from helpers.serving import Even
 from helpers.upstreams import until
 
@@ -31,11 +32,11 @@ from kvcore.serving.latency import StepWork
 from kvcore.units import NS_PER_S
 from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved
-from kvcore_online.engine import LiveLoop, Tokens, share_keys
+from kvcore_online.engine import LiveEngine, LiveLoop, Tokens, share_keys
 from kvcore_online.metrics import server_metrics
 from kvcore_online.server import MOST_JOINED, ServeConfig, Server, run
 from kvcore_online.simulated import WORDS, SimulatedModel, SimulatedTokens
-from kvcore_online.tally import CANCELLED, FINISHED
+from kvcore_online.tally import CANCELLED, FAILED, FINISHED
 from kvcore_replay.check.trace import replay
 
 TIER = "host:memory=1GiB,load=always,read_bandwidth=50MB"
@@ -50,7 +51,7 @@ class World:
     def __init__(self, requests):
         """Take the requests, in order of arrival."""
         self.now, self.coming, self.loop = 0, list(requests), None
-        self.tokens = {}
+        self.tokens, self.parts = {}, []
 
     def clock(self):
         """Return the time in ns."""
@@ -68,7 +69,12 @@ class World:
         request = self.coming.pop(0)
         self.now, times = max(self.now, request.arrival), []
         self.tokens[request.id] = times
-        self.loop.listeners[request.id] = lambda part: times.extend(self.now for _ in part.ids)
+
+        def listener(part):
+            self.parts.append(part)
+            times.extend(self.now for _ in part.ids)
+
+        self.loop.listeners[request.id] = listener
         self.loop.inbox.put(request)
         self.loop.inbox.closing = not self.coming
 
@@ -156,6 +162,13 @@ def test_tokens_come_at_the_times_of_a_simulation(more, gap_s):
     stats = result.cache.stats
     assert loop._cache.stats.hit_tokens == stats.hit_tokens > 0
     assert loop._cache.tree.evicted_blocks == result.cache.tree.evicted_blocks > 0
+
+
+def test_the_end_of_a_request_comes_with_its_last_token():
+    """A request of three tokens wakes its server three times, not once more for its end."""
+    _, loop = played([text_request(0, [*range(20)], output=3, block_size=16)])
+    parts = [(len(part.ids), part.end) for part in loop.inbox.changed.parts]
+    assert parts == [(1, None), (1, None), (1, FINISHED)]
 
 
 def test_a_faster_clock_changes_no_decision():
@@ -260,7 +273,7 @@ def test_a_server_that_cannot_listen_is_closed():
         server = Server(simulated_parts(), ServeConfig(port=port, speed_up=1.0))
         with pytest.raises(kvcore.InputError, match=f"port {port} of 127.0.0.1"):
             await server.start()
-        assert server._listener._runner.server is None
+        assert server._listener._server is None
         assert not server.engine._thread.is_alive()
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -432,6 +445,18 @@ def test_equal_seeds_give_equal_words(client):
     assert ask(client, messages, max_tokens=20).choices[0].message.content != text
 
 
+def test_a_short_call_starts_no_timer(server):
+    """Its body has come with its headers, and the buffer of its connection takes its answer."""
+    with timers() as started:
+        answer = asyncio.run(
+            raw(
+                server,
+                http_request(b'{"prompt": "hello", "max_tokens": 1}', "Connection: close"),
+            )
+        )
+    assert (answer[:15], started) == (b"HTTP/1.1 200 OK", {})
+
+
 def test_its_metrics_are_those_of_the_model(server, client):
     """The mean time between tokens is that of the latency model, at any speed of the clock."""
     ask(client, [{"role": "user", "content": "count"}], max_tokens=50)
@@ -577,6 +602,17 @@ def test_tokens_that_come_at_once_are_sent_together(stream):
     assert usage.completion_tokens == tokens
     assert usage.prompt_tokens_details.cached_tokens == 4
     assert len(texts) == (5 if stream else 1)
+
+
+def test_a_request_that_comes_as_the_engine_fails_is_told_once(monkeypatch):
+    """Be it submitted just before the failure or just after, a request has one end."""
+    _, loop = played(drawn(1))
+    engine = LiveEngine(loop, lambda _: None)
+    ends = []
+    monkeypatch.setattr(loop.inbox, "put", lambda _: engine._fail(ValueError("no more")))
+    for number in range(2):
+        engine.submit(text_request(number, [1], output=1, block_size=16), ends.append)
+    assert ends == [Tokens(end=FAILED, reason="no more")] * 2
 
 
 def test_prompts_that_begin_alike_share_their_keys():

@@ -25,7 +25,7 @@ CHUNKS = "KVCORE_LMCACHE_CHUNKS"
 """Variable with the size of a back end in chunks; without it, that of the first eviction."""
 
 EARLY = 1_000_000
-"""Most hits that are stored until the size is known; beyond, the older half is dropped."""
+"""Events that are kept until the size is known, beside the stores of chunks that are there."""
 
 REFUSED = {
     "cost": "it weighs what it costs to compute a chunk again, by its position in the prompt",
@@ -105,7 +105,7 @@ class KvcorePolicy(BaseCachePolicy):
         # Back ends call in their own locks, except when a file is missing that they read.
         self._lock = RLock()
         self._early: list[tuple[str, Any, int]] = []
-        self._early_hits = 0
+        self._most_early = EARLY
         self._offered: list[Any] = []
         self._evicted: list[Any] = []  # not in the recording yet
         self._accesses = self._requests = 0
@@ -196,20 +196,21 @@ class KvcorePolicy(BaseCachePolicy):
             self._apply(what, key, now)
             return
         self._early.append((what, key, now))
-        if what == "hit":
-            self._early_hits += 1
-            if self._early_hits > EARLY:
-                self._forget()
+        if len(self._early) > self._most_early:
+            self._forget()
 
     def _forget(self) -> None:
-        """Drop the older half of the hits."""
-        hits = 0
-        kept = []
-        for call in self._early:
-            hits += call[0] == "hit"
-            if call[0] != "hit" or hits > EARLY // 2:
-                kept.append(call)
-        self._early, self._early_hits = kept, hits - EARLY // 2
+        """Drop what came before a chunk left, and all but the latest hits. O(events)."""
+        kept: list[tuple[str, Any, int]] = []
+        left, hits = set(), 0
+        for event in reversed(self._early):
+            what, key, _ = event
+            hits += what == "hit"
+            if what == "gone":
+                left.add(key)
+            elif key not in left and (what == "stored" or hits <= EARLY // 2):
+                kept.append(event)
+        self._early, self._most_early = kept[::-1], len(kept) + EARLY // 2
 
     def _apply(self, what: str, key: Any, now: int) -> None:
         host = self.host

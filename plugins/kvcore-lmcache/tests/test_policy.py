@@ -328,6 +328,19 @@ def test_old_hits_are_dropped_before_the_first_eviction(monkeypatch):
     assert len(cpu.policy.host) == 3
 
 
+def test_chunks_that_leave_before_the_first_eviction_take_no_memory(monkeypatch):
+    """Events of chunks that were removed before the first eviction are bounded."""
+    monkeypatch.setattr("kvcore_lmcache.policy.EARLY", 10)
+    cpu = CPU("kvcore:lru", 3)
+    for chunk in range(2, 102):
+        cpu.serve([1, chunk])
+        cpu.backend.remove(next(reversed(cpu.backend.hot_cache)))
+    assert ("stored", key_of(1)) in [event[:2] for event in cpu.policy._early]
+    assert len(cpu.policy._early) <= 16
+    cpu.serve([2, 3, 4])
+    assert set(cpu.policy.host._spans) == set(cpu.backend.hot_cache)
+
+
 # Recordings.
 
 

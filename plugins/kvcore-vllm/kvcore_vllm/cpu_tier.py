@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
+from typing import Any
 
 import attrs
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
@@ -38,14 +39,16 @@ class _Use:
     """The use of the tier by a request.
 
     Attributes:
+        hints: its KV hints, as attributes of a request.
         request: the request, with the known chunks of its prompt.
         order: its chunks by their ends in the prompt; for each, the one before it in its group.
         missed: whether chunks are missing, and the policy was not called for them.
         counted: chunks whose hit has been counted.
     """
 
-    request: Request
-    order: dict[OffloadKey, OffloadKey | None]
+    hints: dict[str, Any]
+    request: Request = attrs.field(init=False)
+    order: dict[OffloadKey, OffloadKey | None] = attrs.Factory(dict)
     missed: bool = False
     counted: set[OffloadKey] = attrs.Factory(set)
 
@@ -215,11 +218,10 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
             return use
         if use is None and not self._chunks:
             self._begin(min(positions.values(), default=self._tokens))
-        request = _request(context, positions, self._tokens)
         if use is None:
-            use = _Use(request, {})
+            use = _Use(read_hints(context.req_id, getattr(context, "kv_hints", None)))
             context.set_state(use)
-        use.request = request
+        use.request = _request(context, positions, self._tokens, use.hints)
         last: dict[int, OffloadKey] = {}
         for key in sorted(positions, key=positions.__getitem__):
             group = get_offload_group_idx(key)
@@ -314,7 +316,9 @@ def _priority(use: _Use, end: int, now: int) -> tuple[int, int | None]:
     return priority, None if duration is None else now + duration
 
 
-def _request(context: ReqContext, positions: dict[OffloadKey, int], tokens: int) -> Request:
+def _request(
+    context: ReqContext, positions: dict[OffloadKey, int], tokens: int, hints: dict[str, Any]
+) -> Request:
     """Return the request as a policy sees it, with the chunks of its first group."""
     groups = sorted({get_offload_group_idx(key) for key in positions})
     keys = [key for key in positions if get_offload_group_idx(key) == groups[0]]
@@ -324,7 +328,7 @@ def _request(context: ReqContext, positions: dict[OffloadKey, int], tokens: int)
         prompt_tokens=max(positions.values(), default=0),
         keys=keys,
         key_tokens=tokens,
-        **read_hints(context.req_id, getattr(context, "kv_hints", None)),
+        **hints,
     )
 
 

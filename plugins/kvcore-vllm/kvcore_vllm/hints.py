@@ -8,6 +8,7 @@ An action of type `kvcore:retain` has the payload `{"priority": 80, "start": 0, 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Any
 
 from kvcore.request import Retention
@@ -18,6 +19,11 @@ _log = logging.getLogger("vllm.kvcore")
 
 RETAIN, SESSION = "kvcore:retain", "kvcore:session"
 
+MOST_KINDS = 256
+"""Warnings that are told apart; clients choose their words, and further ones count together."""
+
+_warned = Counter[str]()
+
 MOST_HINTS, MOST_SECONDS = 128, 365 * 86_400
 """Largest number of hints of a request that are read, since each is looked at for each block;
 and of seconds for which one holds."""
@@ -26,22 +32,30 @@ and of seconds for which one holds."""
 def read_hints(request_id: str, envelope: Any) -> dict[str, Any]:
     """Return the KV hints of a request, by attribute of a kvcore request.
 
-    A hint that cannot be read, or is one of too many, is omitted with a warning in the log.
+    A hint that cannot be read, or is one of too many, is omitted with a warning in the log; of
+    equal warnings the 1st, the 10th, the 100th and so on are there, with their count.
     """
     hints: dict[str, Any] = {}
     actions = () if envelope is None else envelope.actions
     if len(actions) > MOST_HINTS:
-        _log.warning(
-            "request %s: of its %s KV hints the first %d are read",
-            request_id, f"{len(actions):,}", MOST_HINTS,
-        )  # fmt: skip
+        _warn(request_id, f"of its {len(actions):,} KV hints the first {MOST_HINTS} are read")
     for action in actions[:MOST_HINTS]:
         try:
             _read(action.action_type, action.payload, hints)
         except Exception as error:  # noqa: BLE001 - of one request, and the engine is of all
             name, why = _line(action.action_id, 60), _line(error, 200)
-            _log.warning("request %s: KV hint %s: %s", request_id, name, why)
+            _warn(request_id, f"KV hint {name}: {why}")
     return hints
+
+
+def _warn(request_id: str, what: str) -> None:
+    """Log what is wrong with the hints of a request, or count that it has been logged."""
+    kind = what if what in _warned or len(_warned) < MOST_KINDS else ""
+    _warned[kind] += 1
+    count = _warned[kind]
+    if count == 10 ** (len(str(count)) - 1):
+        times = f" ({count:,} times)" if count > 1 else ""
+        _log.warning("request %s: %s%s", request_id, what, times)
 
 
 def short_name(name: Any, longest: int = LONGEST_SALT) -> str | None:

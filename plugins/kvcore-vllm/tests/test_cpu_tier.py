@@ -1,6 +1,7 @@
 """vLLM's CPU tier with a policy of kvcore, compared with vLLM's own LRU and with a replay."""
 
 import logging
+from collections import Counter
 from inspect import signature
 from random import Random
 from warnings import catch_warnings
@@ -281,12 +282,16 @@ class TestHints:
             (SESSION, {"session": 3}),
         ],
     )
-    def test_a_malformed_hint_is_logged(self, tier, caplog, kind, payload):
-        """A malformed hint is logged, and its request is served without it."""
+    def test_a_malformed_hint_is_logged(self, tier, caplog, monkeypatch, kind, payload):
+        """A malformed hint is logged once for a request, which is served without it."""
+        monkeypatch.setattr("kvcore_vllm.hints._warned", warned := Counter())
         each = tier("lru", 2)
         context = self.ask(each, 1, chain(1), (kind, payload), ("other", {}))
         with caplog.at_level(logging.WARNING):
             assert each.policy._use(context).request.retention == ()
+            context._offload_key_positions[chain(2)[0]] = 2 * SIZE
+            assert len(each.policy._use(context).order) == 2
+        assert warned.total() == 1
         assert ["KV hint 0" in record.getMessage() for record in caplog.records] == [True]
 
 
