@@ -17,7 +17,7 @@ from kvcore.engine.backend import TENSOR_DTYPES
 from kvcore.errors import InputError, StorageError
 from kvcore.plugins import Plugins
 from kvcore.plugins.base import qualified
-from kvcore_testing.plugin import PluginTests, check_is_named
+from kvcore_testing.plugin import PluginTests, check_is_named, seeds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,10 +70,7 @@ class BackendTests(PluginTests):
 
         return torch.as_tensor(tensor).detach().cpu().double()
 
-    @pytest.fixture(params=range(6))
-    def seed(self, request: pytest.FixtureRequest) -> int:
-        """Return the seed of the test's random input; a derived class may choose others."""
-        return int(request.param)
+    seed = seeds(6)
 
     def test_is_a_named_backend(self) -> None:
         """Its class derives from Backend and has a name and a docstring of its own."""

@@ -15,7 +15,7 @@ from kvcore.plugins import resolve
 from kvcore.request import Key, Request
 from kvcore.serving import Batching, simulate
 from kvcore_plugins.cache_groups import GroupedCache, GroupPlan, LayerGroup
-from kvcore_testing.plugin import PluginTests, check_is_named
+from kvcore_testing.plugin import PluginTests, check_is_named, seeds
 
 BLOCK = 8
 _REQUESTS, _CHUNK = 120, 64
@@ -60,10 +60,7 @@ class CheckpointTests(PluginTests):
         """Return a new checkpoint policy."""
         return type(self).checkpoint()
 
-    @pytest.fixture(params=range(3))
-    def seed(self, request: pytest.FixtureRequest) -> int:
-        """Return the seed of the test's random input; a derived class may choose others."""
-        return int(request.param)
+    seed = seeds(3)
 
     @pytest.fixture(params=_GROUPS)
     def groups(self, request: pytest.FixtureRequest) -> tuple[LayerGroup, ...]:

@@ -14,7 +14,7 @@ from kvcore.errors import KvcoreError
 from kvcore.models.codec import Codec, Part
 from kvcore.plugins import Plugins
 from kvcore_testing.backend import LAYERS, RandomBatch
-from kvcore_testing.plugin import PluginTests, check_is_named
+from kvcore_testing.plugin import PluginTests, check_is_named, seeds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,10 +61,7 @@ class CodecTests(PluginTests):
         del part
         return self.error * rows.double().abs().amax((1, 2), keepdim=True)
 
-    @pytest.fixture(params=range(2))
-    def seed(self, request: pytest.FixtureRequest) -> int:
-        """Return the seed of the test's random input; a derived class may choose others."""
-        return int(request.param)
+    seed = seeds(2)
 
     def test_is_a_named_codec(self) -> None:
         """Its class derives from Codec and has a name and a docstring of its own."""

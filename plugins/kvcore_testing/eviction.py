@@ -28,7 +28,7 @@ from kvcore_testing.harness import (
     replay,
 )
 from kvcore_testing.hosted import HostedCache
-from kvcore_testing.plugin import PluginTests, check_is_named
+from kvcore_testing.plugin import PluginTests, check_is_named, seeds
 
 _KEY = 6
 _BLOCKS = 15
@@ -66,10 +66,7 @@ class EvictionPolicyTests(PluginTests):
         """Return a new prefix index; None for the `radix` plugin."""
         return None
 
-    @pytest.fixture(params=range(4))
-    def seed(self, request: pytest.FixtureRequest) -> int:
-        """Return the seed of the test's random input; a derived class may choose others."""
-        return int(request.param)
+    seed = seeds(4)
 
     def test_is_a_named_policy(self) -> None:
         """Its class derives from EvictionPolicy and has a name and a docstring of its own."""

@@ -21,7 +21,7 @@ from kvcore.errors import InputError, KvcoreError
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.manager import Plugins
 from kvcore_engine.executor import tensor_layout
-from kvcore_testing.plugin import check_is_named
+from kvcore_testing.plugin import check_is_named, seeds
 
 if TYPE_CHECKING:
     from kvcore.engine import Attend, Tensor
@@ -54,10 +54,7 @@ class GeneratorTests:
         """Return a new generator."""
         return type(self).generator()
 
-    @pytest.fixture(params=range(3))
-    def seed(self, request: pytest.FixtureRequest) -> int:
-        """Return the seed of the test's random input; a derived class may choose others."""
-        return int(request.param)
+    seed = seeds(3)
 
     def test_is_a_named_generator(self) -> None:
         """Its class derives from Generator and has a name and a docstring of its own."""

@@ -15,7 +15,7 @@ from kvcore.models.cost import attended_pairs
 from kvcore.plugins.base import qualified
 from kvcore.serving import LatencyModel, StepWork, Windows
 from kvcore.serving.latency import StepTimes
-from kvcore_testing.plugin import PluginTests, check_is_named
+from kvcore_testing.plugin import PluginTests, check_is_named, seeds
 
 _STEPS = 100
 
@@ -39,10 +39,7 @@ class LatencyModelTests(PluginTests):
         """Return a new latency model."""
         return type(self).latency()
 
-    @pytest.fixture(params=range(4))
-    def seed(self, request: pytest.FixtureRequest) -> int:
-        """Return the seed of the test's random input; a derived class may choose others."""
-        return int(request.param)
+    seed = seeds(4)
 
     def test_is_a_named_model(self) -> None:
         """Its class derives from LatencyModel and has a name and a docstring of its own."""

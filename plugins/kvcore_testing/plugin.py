@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,20 @@ def check_is_named(plugin: Plugin, base: type[Plugin]) -> None:
     assert cls.__doc__, f"{qualified(cls)} has no docstring"
     hint = uncalled(cls)
     assert hint is None, f"{hint} (a method of your own: begin its name with an underscore)"
+
+
+def seeds(count: int) -> Any:
+    """Return the fixture `seed` of a kit, for `count` runs of each test of random input.
+
+    A derived class may choose other seeds, by a fixture of that name.
+    """
+
+    @pytest.fixture(params=range(count))
+    def seed(_kit: object, request: pytest.FixtureRequest) -> int:
+        """Return the seed of the test's random input."""
+        return int(request.param)
+
+    return seed
 
 
 class PluginTests(ABC):

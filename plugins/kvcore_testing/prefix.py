@@ -10,7 +10,7 @@ from kvcore.cache import KVCache, PrefixIndex, ScoreEviction, Span
 from kvcore.errors import InputError
 from kvcore.request import Request
 from kvcore_testing.harness import Driver, Traffic, living, random_steps, snapshot
-from kvcore_testing.plugin import check_is_named
+from kvcore_testing.plugin import check_is_named, seeds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,10 +61,7 @@ class PrefixIndexTests:
         """Return a new prefix index."""
         return type(self).prefix()
 
-    @pytest.fixture(params=range(4))
-    def seed(self, request: pytest.FixtureRequest) -> int:
-        """Return the seed of the test's random input; a derived class may choose others."""
-        return int(request.param)
+    seed = seeds(4)
 
     def test_is_a_named_index(self) -> None:
         """Its class derives from PrefixIndex and has a name and a docstring of its own."""

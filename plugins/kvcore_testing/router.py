@@ -9,14 +9,13 @@ from random import Random
 from typing import ClassVar
 
 import attrs
-import pytest
 
 from kvcore.plugins.base import qualified
 from kvcore.request import Request
 from kvcore.serving.router import Replica, Router
 from kvcore_cluster.dispatcher import Dispatcher
 from kvcore_cluster.views import parse_view
-from kvcore_testing.plugin import PluginTests, check_is_named
+from kvcore_testing.plugin import PluginTests, check_is_named, seeds
 
 _REPLICAS, _REQUESTS, _KEY_TOKENS = 6, 120, 16
 
@@ -64,10 +63,7 @@ class RouterTests(PluginTests):
         """Return a new router."""
         return type(self).router()
 
-    @pytest.fixture(params=range(4))
-    def seed(self, request: pytest.FixtureRequest) -> int:
-        """Return the seed of the test's random input; a derived class may choose others."""
-        return int(request.param)
+    seed = seeds(4)
 
     def test_is_a_named_router(self) -> None:
         """Its class derives from Router and has a name and a docstring of its own."""

@@ -21,7 +21,7 @@ from kvcore.serving.rules import DECISIONS
 from kvcore.trace import Trace
 from kvcore_replay.check.trace import check_trace
 from kvcore_testing.harness import Traffic, random_requests
-from kvcore_testing.plugin import PluginTests, check_is_named
+from kvcore_testing.plugin import PluginTests, check_is_named, seeds
 from kvcore_testing.scheduler import STEP, Steady
 
 _KEY = 4
@@ -55,10 +55,7 @@ class RulesTests(PluginTests):
         """Return new rules."""
         return type(self).rules()
 
-    @pytest.fixture(params=range(4))
-    def seed(self, request: pytest.FixtureRequest) -> int:
-        """Return the seed of the test's random input; a derived class may choose others."""
-        return int(request.param)
+    seed = seeds(4)
 
     def test_are_named_rules(self) -> None:
         """The class derives from Rules and has a name and a docstring of its own."""

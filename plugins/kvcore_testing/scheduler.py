@@ -29,7 +29,7 @@ from kvcore.serving import (
 from kvcore.serving.job import DECODE, DONE, PAUSED, PREFILL, WAITING
 from kvcore.units import PS_PER_NS
 from kvcore_testing.harness import Traffic, living, random_requests
-from kvcore_testing.plugin import PluginTests, check_is_named
+from kvcore_testing.plugin import PluginTests, check_is_named, seeds
 
 STEP = 10**7
 """Nanoseconds a step takes, whatever it computes."""
@@ -338,10 +338,7 @@ class SchedulerTests(PluginTests):
     def make(self) -> Scheduler:
         """Return a new scheduler, with the same options each time."""
 
-    @pytest.fixture(params=range(4))
-    def seed(self, request: pytest.FixtureRequest) -> int:
-        """Return the seed of the test's random input; a derived class may choose others."""
-        return int(request.param)
+    seed = seeds(4)
 
     def test_is_a_named_scheduler(self) -> None:
         """Its class derives from Scheduler and has a name and a docstring of its own."""
