@@ -35,7 +35,7 @@ from kvcore.request import SLO
 from kvcore.serving.rules import CHOICES, Rules
 from kvcore.units import INT64_LIMIT, parse_whole
 from kvcore.workloads import Workload, find_workload
-from kvcore_cli.output import file_path, input_file, trace_file
+from kvcore_cli.output import file_option, file_path, input_file, trace_file
 from kvcore_cli.verb import (
     Count,
     Time,
@@ -157,7 +157,8 @@ def shared(
     if declaration.metavar:
         more |= {"metavar": declaration.metavar, "type": click.UNPROCESSED}
         more |= {"callback": partial(_read, name)}
-        more |= plugin_completion(kind_of(name)) if kind_of(name) in KINDS else {}
+        if kind_of(name) in KINDS:
+            more |= plugin_completion(kind_of(name), declaration.metavar)
     elif declaration.choices or literal is not None:
         more |= {"type": click.Choice(declaration.choices or get_args(literal))}
     else:
@@ -304,17 +305,9 @@ output_options = all_of(
         default=True,
         help="Measure how long blocks rest in the cache between uses.",
     ),
-    option(
-        "--trace",
-        heading=OUTPUT,
-        callback=file_path,
-        metavar="FILE",
-        help="JSONL file to write every decision to.",
-    ),
-    option(
+    file_option("--trace", help="JSONL file to write every decision to."),
+    file_option(
         "--out",
-        heading=OUTPUT,
-        callback=file_path,
         metavar="DIR",
         help="Directory for summary.json, requests.jsonl and trace.jsonl.gz.",
     ),

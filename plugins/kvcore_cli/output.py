@@ -91,6 +91,13 @@ def input_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
     return input_path(value) if value else file_path(ctx, param, value)
 
 
+file_option = partial(option, heading=OUTPUT, callback=file_path, metavar="FILE")
+"""Return a decorator that gives a verb an option of a file to write."""
+
+input_option = partial(option, callback=input_file, metavar="FILE")
+"""Return a decorator that gives a verb an option of a file to read."""
+
+
 def trace_in(source: str) -> str:
     """Return the path of the trace in a directory that `--out` wrote; else `source`.
 
@@ -369,9 +376,7 @@ def _lines_of(description: str, total: int | None) -> Tick:
     return tick
 
 
-page_option = partial(
-    click.option, "-o", "--out", callback=file_path, metavar="FILE", help="File for the page."
-)
+page_option = partial(file_option, "-o", "--out", help="File for the page.")
 
 
 def write_page(out: Path, make: Callable[[], bytes]) -> bytes:

@@ -212,7 +212,7 @@ class Count(click.ParamType):  # type: ignore[type-arg]  # generic in new releas
 class Time(click.ParamType):  # type: ignore[type-arg]  # generic in new releases
     """A time such as `90`, `1.5` or `50ms`, in seconds; a verb receives it in ns."""
 
-    name = "time"
+    name = "seconds"  # in help pages
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -257,6 +257,6 @@ def complete_plugin(
     return [f"{before}{comma}{name}" for name in names]
 
 
-def plugin_completion(kind: str) -> dict[str, Any]:
-    """Return the settings of an option for its completion with the plugins of a kind."""
-    return {"shell_complete": partial(complete_plugin, kind)}
+def plugin_completion(kind: str, metavar: str = "PLUGIN") -> dict[str, Any]:
+    """Return the settings of an option that names plugins of a kind, and completes them."""
+    return {"metavar": metavar, "shell_complete": partial(complete_plugin, kind)}

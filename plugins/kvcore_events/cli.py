@@ -19,7 +19,7 @@ from kvcore.untrusted import escaped
 from kvcore_cli.output import (
     done_so_far,
     emit_json,
-    file_path,
+    file_option,
     json_option,
     line_seconds,
     print_table,
@@ -93,7 +93,6 @@ def rotation(
     "--for",
     "during",
     type=Seconds(),
-    metavar="SECONDS",
     help="Time after which the recording ends.",
 )
 @click.option(
@@ -105,22 +104,18 @@ def rotation(
     "--replay-timeout",
     type=Seconds(),
     default="5",
-    metavar="SECONDS",
     help="Time to wait for each batch of a replay.",
 )
 @click.option(
     "--reconnect",
     type=Seconds(),
     default="5",
-    metavar="SECONDS",
     help="Longest time between two attempts to connect again.",
 )
-@click.option(
+@file_option(
     "-o",
     "--out",
     required=True,
-    callback=file_path,
-    metavar="FILE",
     help="File to write; compressed if its name ends in .gz or .zst.",
 )
 @click.option(

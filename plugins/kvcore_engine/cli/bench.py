@@ -9,7 +9,7 @@ import click
 from kvcore.errors import InputError
 from kvcore_cli.output import (
     emit_json,
-    file_path,
+    file_option,
     json_bytes,
     json_option,
     optional_file,
@@ -55,7 +55,6 @@ DEADLINES = {"gpu": 480.0}
 )
 @click.option(
     "--backend",
-    metavar="PLUGIN",
     help="Backend of the suites cpu and gpu, such as torch-cuda:attention=sdpa.",
     **plugin_completion("backend"),
 )
@@ -69,7 +68,7 @@ DEADLINES = {"gpu": 480.0}
     show_default="480 with gpu, else none",
     help="Time in seconds after which no further case begins.",
 )
-@click.option("--out", callback=file_path, metavar="FILE", help="File for the JSON document.")
+@file_option("--out", help="File for the JSON document.")
 @json_option
 @click.pass_context
 def bench(ctx: click.Context, /, suites: tuple[str, ...], **given: Any) -> None:

@@ -9,7 +9,7 @@ import click
 
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
-from kvcore.hookspecs import OUTPUT, REQUESTS
+from kvcore.hookspecs import REQUESTS
 from kvcore.sections import Section
 from kvcore.units import format_bytes, format_seconds
 from kvcore_cli.options import (
@@ -24,7 +24,7 @@ from kvcore_cli.options import (
     traffic_options,
     workload_argument,
 )
-from kvcore_cli.output import file_path, json_option, optional_file
+from kvcore_cli.output import file_option, json_option, optional_file
 from kvcore_cli.report.simulation import report_of
 from kvcore_cli.report.tables import counted
 from kvcore_cli.served import opened
@@ -107,19 +107,13 @@ ANNOUNCED = 1 << 30
 @batching_options
 @traffic_options
 @output_options
-@option(
+@file_option(
     "--step-times",
-    heading=OUTPUT,
-    callback=file_path,
-    metavar="FILE",
     help="CSV file for the time of every step, which `kvcore calibrate` reads; --clock wall "
     "alone.",
 )
-@option(
+@file_option(
     "--acceptance",
-    heading=OUTPUT,
-    callback=file_path,
-    metavar="FILE",
     help="File for the numbers of accepted drafts, which the drafter `acceptance` reads.",
 )
 @json_option

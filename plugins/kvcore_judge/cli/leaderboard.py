@@ -10,18 +10,17 @@ import orjson
 
 from kvcore.errors import InputError
 from kvcore.files import atomic_file
-from kvcore.hookspecs import OUTPUT
 from kvcore.untrusted import parse_json
 from kvcore_cli.output import (
     emit_json,
-    file_path,
-    input_file,
+    file_option,
+    input_option,
     json_bytes,
     json_option,
     print_sections,
     progress,
 )
-from kvcore_cli.verb import Count, echo, option, verb
+from kvcore_cli.verb import Count, echo, verb
 from kvcore_judge.entries import Entry
 from kvcore_judge.leaderboard import (
     Leaderboard,
@@ -56,27 +55,18 @@ PAGE, DOCUMENT = ".html", ".json"
     help="Streams and pool sizes: public, quick, or a TOML file with streams of your own.",
 )
 @click.option("--jobs", type=Count(), help="Number of processes.  [default: one a CPU]")
-@click.option(
+@file_option(
     "--resume",
-    callback=file_path,
-    metavar="FILE",
     help="File to which finished cells are appended; cells that it has are not run again.",
 )
-@click.option(
+@input_option(
     "--check",
-    callback=input_file,
-    metavar="FILE",
     help="Run some cells of a leaderboard again, and say whether they are the same. Policies "
     "in files are those of --policy.",
 )
 @click.option("--cells", type=Count(), default=3, help="With --check: number of cells.")
-@option(
-    "-o",
-    "--out",
-    heading=OUTPUT,
-    callback=file_path,
-    metavar="FILE",
-    help="File for the leaderboard: .html for a page, .json for the document.",
+@file_option(
+    "-o", "--out", help="File for the leaderboard: .html for a page, .json for the document."
 )
 @json_option
 def leaderboard(**given: Any) -> None:

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import click
 
-from kvcore.hookspecs import OUTPUT
 from kvcore.units import DECIMAL, format_bytes
-from kvcore_cli.output import file_path
-from kvcore_cli.verb import echo, option, verb
+from kvcore_cli.output import file_option
+from kvcore_cli.verb import echo, verb
 
 
 @verb("kvcore workbench --pyodide node_modules/pyodide -o site")
@@ -20,12 +19,10 @@ from kvcore_cli.verb import echo, option, verb
     type=click.Path(path_type=Path),
     help="The npm package pyodide, and in it a wheel of msgspec for it: Python for browsers.",
 )
-@option(
+@file_option(
     "-o",
     "--out",
-    heading=OUTPUT,
     required=True,
-    callback=file_path,
     metavar="FOLDER",
     help="Folder for the site. It is made if it is missing.",
 )

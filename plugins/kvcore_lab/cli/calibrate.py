@@ -14,13 +14,7 @@ from kvcore.plugins import Plugins
 from kvcore.plugins.options import parse
 from kvcore.sections import Table
 from kvcore.units import PS_PER_S, format_seconds
-from kvcore_cli.output import (
-    emit_json,
-    file_path,
-    input_file,
-    json_option,
-    print_sections,
-)
+from kvcore_cli.output import emit_json, file_option, input_file, json_option, print_sections
 from kvcore_cli.verb import Count, echo, plugin_completion, verb
 from kvcore_lab.measured.calibration import FOLDS, Calibratable, Calibration, fit_latency
 from kvcore_plugins.latency.engine_times import EngineName
@@ -37,7 +31,6 @@ from kvcore_plugins.latency.step_times import Deployment, TableDtype
 @click.option(
     "--latency",
     default="linear",
-    metavar="PLUGIN",
     help="Latency model to fit: linear, or roofline with the options that are not fitted, such "
     "as roofline:model=llama-3-8b,device=h100,tensor_parallel=1.",
     **plugin_completion("latency"),
@@ -79,11 +72,9 @@ from kvcore_plugins.latency.step_times import Deployment, TableDtype
     type=click.Choice(get_args(TableDtype)),
     help="With --from: number format of weights and K/V.",
 )
-@click.option(
+@file_option(
     "-o",
     "--out",
-    callback=file_path,
-    metavar="FILE",
     help="With --from: CSV file for the steps, which `--latency table:path=FILE` reads.",
 )
 @json_option

@@ -26,7 +26,7 @@ from kvcore_cli.options import Numbers, naming, part_options, shared, workload_a
 from kvcore_cli.output import (
     STDOUT,
     emit_json,
-    file_path,
+    file_option,
     json_option,
     optional_file,
     print_notes,
@@ -86,14 +86,12 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
 @option(
     "--checkpoint",
     heading=POLICIES_HEADING,
-    metavar="LIST",
     help="Checkpoint policies of a hybrid model, such as default,marconi,sparse:budget=4.",
-    **plugin_completion("checkpoint"),
+    **plugin_completion("checkpoint", "LIST"),
 )
 @shared("tier")
 @click.option(
     "--prefix",
-    metavar="PLUGIN",
     help=f"Prefix cache: which cached blocks a prompt can reuse.  [default: {SHARING}]",
     **plugin_completion("prefix"),
 )
@@ -105,20 +103,8 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
     help="Check all keys, ids and times of the workload first. Without it, the keys of the "
     "first 4000 requests are checked.",
 )
-@option(
-    "--trace",
-    heading=OUTPUT,
-    callback=file_path,
-    metavar="FILE",
-    help="JSONL file to write every decision to.",
-)
-@option(
-    "--csv",
-    heading=OUTPUT,
-    callback=file_path,
-    metavar="FILE",
-    help="CSV file to write the rows to.",
-)
+@file_option("--trace", help="JSONL file to write every decision to.")
+@file_option("--csv", help="CSV file to write the rows to.")
 @option(
     "--residency",
     heading=OUTPUT,

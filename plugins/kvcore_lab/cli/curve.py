@@ -11,7 +11,7 @@ import click
 from kvcore.config import find_workload
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
-from kvcore.hookspecs import OUTPUT, POOL
+from kvcore.hookspecs import POOL
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
@@ -21,7 +21,7 @@ from kvcore.workloads import Workload, part_of
 from kvcore_cli.options import Numbers, part_options, shared, workload_argument
 from kvcore_cli.output import (
     emit_json,
-    file_path,
+    file_option,
     json_bytes,
     json_option,
     optional_file,
@@ -78,7 +78,6 @@ KINDS = (*FORMS, "csv", "json")
 @click.option(
     "--tier",
     multiple=True,
-    metavar="PLUGIN",
     help="Tier below the pool, such as host:memory=4TiB: show hits by the sizes of both, pool "
     "and tier, up to that memory.",
     **plugin_completion("tier"),
@@ -97,13 +96,7 @@ KINDS = (*FORMS, "csv", "json")
 @click.option(
     "--jobs", type=Count(), help="Number of processes that replay.  [default: one a CPU]"
 )
-@option(
-    "--out",
-    heading=OUTPUT,
-    callback=file_path,
-    metavar="FILE",
-    help=f"File for a plot, or for the numbers: .{', .'.join(KINDS)}.",
-)
+@file_option("--out", help=f"File for a plot, or for the numbers: .{', .'.join(KINDS)}.")
 @markup_options
 @plot_option
 @json_option

@@ -67,7 +67,6 @@ SHOWN = 3
 @shared("blocks", text="Of a workload: number of KV blocks in the pool of its replay.")
 @click.option(
     "--eviction",
-    metavar="PLUGIN",
     **plugin_completion("eviction"),
     help=f"Of a workload: eviction policy of its replay.  [default: {EVICTION}]",
 )
@@ -84,7 +83,6 @@ SHOWN = 3
 )
 @click.option(
     "--prefix",
-    metavar="PLUGIN",
     **plugin_completion("prefix"),
     help=f"Of a workload: prefix cache of its replay.  [default: {SHARING}]",
 )

@@ -31,10 +31,9 @@ def policies_option(policies: str) -> Callable[[Command], Command]:
     return option(
         "--eviction",
         heading=POLICIES,
-        metavar="LIST",
         help="Eviction policies, such as lru,lfu:half_life=300,optimum.  "
         f"[default: {policies},optimum]",
-        **plugin_completion("eviction"),
+        **plugin_completion("eviction", "LIST"),
     )
 
 

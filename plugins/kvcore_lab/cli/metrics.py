@@ -10,18 +10,14 @@ from typing import Any
 from kvcore.config import RunParts
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
-from kvcore.hookspecs import OUTPUT, Running
+from kvcore.hookspecs import Running
 from kvcore.untrusted import escaped
 from kvcore.workloads import Workload
-from kvcore_cli.output import STDOUT, file_path
-from kvcore_cli.verb import echo, option
+from kvcore_cli.output import STDOUT, file_option
+from kvcore_cli.verb import echo
 
-prometheus_option = option(
-    "--prometheus",
-    heading=OUTPUT,
-    callback=file_path,
-    metavar="FILE",
-    help="File to write Prometheus metrics to; - prints them on stdout alone.",
+prometheus_option = file_option(
+    "--prometheus", help="File to write Prometheus metrics to; - prints them on stdout alone."
 )
 
 

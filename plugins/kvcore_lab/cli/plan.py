@@ -10,7 +10,6 @@ import click
 from click.core import ParameterSource
 
 from kvcore.files import atomic_file, make_directory, refuse_overwrite
-from kvcore.hookspecs import OUTPUT
 from kvcore_cli.options import (
     Numbers,
     batching_options,
@@ -22,14 +21,8 @@ from kvcore_cli.options import (
     traffic_options,
     workload_argument,
 )
-from kvcore_cli.output import (
-    emit_json,
-    file_path,
-    json_bytes,
-    json_option,
-    progress,
-)
-from kvcore_cli.verb import Count, echo, option, verb
+from kvcore_cli.output import emit_json, file_option, json_bytes, json_option, progress
+from kvcore_cli.verb import Count, echo, verb
 from kvcore_lab.cli.lab_options import (
     executor_options,
     markup_options,
@@ -105,10 +98,8 @@ HINT = "expected numbers, such as 1,2,4"
 @click.option(
     "--max-gpus", type=Count(), default=MOST_GPUS, help="Largest number of GPUs of a fleet."
 )
-@option(
+@file_option(
     "--out",
-    heading=OUTPUT,
-    callback=file_path,
     metavar="DIR",
     help="Directory for plan.json, and for the journal from which an interrupted search goes "
     f"on.  [default: {RESULTS}]",

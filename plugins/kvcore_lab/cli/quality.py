@@ -10,13 +10,7 @@ import click
 from kvcore.errors import InputError
 from kvcore.hookspecs import MODEL, POLICIES, REQUESTS
 from kvcore_cli.options import shared
-from kvcore_cli.output import (
-    emit_json,
-    input_file,
-    json_option,
-    print_sections,
-    progress,
-)
+from kvcore_cli.output import emit_json, input_option, json_option, print_sections, progress
 from kvcore_cli.verb import Count, option, plugin_completion, verb
 from kvcore_lab.quality import measure
 from kvcore_lab.report.quality import QualityReport
@@ -34,18 +28,16 @@ RETENTION, CODEC, BUDGET = "h2o,snapkv,window,random", "fp16,int4", "0.1,0.25,0.
 @shared("dtype")
 @click.option(
     "--retention",
-    metavar="LIST",
     default=RETENTION,
     help="Retention policies, such as h2o,window:sinks=4; `full` is always measured.",
-    **plugin_completion("retention"),
+    **plugin_completion("retention", "LIST"),
 )
 @click.option(
     "--codec",
-    metavar="LIST",
     default=CODEC,
     help="Codecs, such as fp16,kivi:bits=2; the first one keeps the full K/V that budgets are "
     "shares of.",
-    **plugin_completion("codec"),
+    **plugin_completion("codec", "LIST"),
 )
 @option(
     "--budget",
@@ -54,11 +46,9 @@ RETENTION, CODEC, BUDGET = "h2o,snapkv,window,random", "fp16,int4", "0.1,0.25,0.
     default=BUDGET,
     help="Bytes that a policy may keep, as shares of the bytes of all tokens.",
 )
-@option(
+@input_option(
     "--text",
     heading=REQUESTS,
-    callback=input_file,
-    metavar="FILE",
     help="Text file to compute.  "
     "[default: random tokens, followed by tokens that the generator samples]",
 )
@@ -100,7 +90,6 @@ RETENTION, CODEC, BUDGET = "h2o,snapkv,window,random", "fp16,int4", "0.1,0.25,0.
 @option(
     "--needle-generator",
     heading=MODEL,
-    metavar="PLUGIN",
     help="Generator that answers the questions.  [default: induction for transformer, else "
     "that of --generator]",
     **plugin_completion("generator"),

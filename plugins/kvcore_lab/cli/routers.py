@@ -44,9 +44,8 @@ from kvcore_replay.cli.trace_options import gpu_price_option
 @option(
     "--routers",
     heading=CLUSTER,
-    metavar="LIST",
     help="Routers, such as round-robin,least-requests.  [default: all that are installed]",
-    **plugin_completion("router"),
+    **plugin_completion("router", "LIST"),
 )
 @click.option(
     "--replicas",

@@ -60,7 +60,6 @@ def _listed(what: str, names: Iterable[str]) -> str:
 )
 @click.option(
     "--codec",
-    metavar="PLUGIN",
     default="fp16",
     help="Codec: how K/V is kept, such as fp16, int8 or kivi:bits=2.",
     **plugin_completion("codec"),

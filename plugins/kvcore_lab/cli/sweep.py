@@ -14,12 +14,7 @@ from kvcore.errors import InputError, PluginError
 from kvcore.files import make_directory, refuse_overwrite
 from kvcore.plugins.manager import Plugins
 from kvcore.workloads import Workload
-from kvcore_cli.output import (
-    emit_json,
-    file_path,
-    json_option,
-    progress,
-)
+from kvcore_cli.output import emit_json, file_option, file_path, json_option, progress
 from kvcore_cli.report.tables import counted
 from kvcore_cli.verb import echo, verb
 from kvcore_lab.cli.lab_options import (
@@ -54,9 +49,8 @@ SHOWN = 10
 
 @verb("kvcore sweep grid.toml --out results.csv --jobs 4")
 @click.argument("file", callback=file_path, metavar="NAME.TOML")
-@click.option(
+@file_option(
     "--out",
-    callback=file_path,
     metavar="DIR|FILE",
     help="File for the results (.csv, .json or .parquet), or a directory.  "
     "[default: NAME-results]",

@@ -8,11 +8,11 @@ import click
 from click.core import ParameterSource
 
 from kvcore.files import input_path, refuse_overwrite
-from kvcore.hookspecs import OUTPUT, REQUESTS
+from kvcore.hookspecs import REQUESTS
 from kvcore_cli.options import batching_options, run_options, shared
 from kvcore_cli.output import (
     emit_json,
-    file_path,
+    file_option,
     json_option,
     optional_file,
     print_sections,
@@ -75,9 +75,7 @@ def _conditions(
 @shared("latency")
 @shared("scheduler")
 @batching_options
-@option(
-    "--csv", heading=OUTPUT, callback=file_path, metavar="FILE", help="CSV file for the rows."
-)
+@file_option("--csv", help="CSV file for the rows.")
 @picture_option("-o", "--out", help="File for a plot: .png or .svg.")
 @json_option
 @click.pass_context

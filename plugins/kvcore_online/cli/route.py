@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvcore.errors import InputError
-from kvcore_cli.output import file_path, input_file
+from kvcore_cli.output import file_option, input_option
 from kvcore_cli.report.tables import counted
 from kvcore_cli.verb import Count, plugin_completion, verb
 from kvcore_online.cli.options import log_option
@@ -24,15 +24,11 @@ if TYPE_CHECKING:
     "Limits and time-outs are keys of the file: see docs/reference/cli.md.",
 )
 @click.argument("urls", nargs=-1, metavar="[URL]...")
-@click.option(
-    "--config",
-    callback=input_file,
-    metavar="FILE",
-    help="TOML file with servers and options; those on the command line win.",
+@input_option(
+    "--config", help="TOML file with servers and options; those on the command line win."
 )
 @click.option(
     "--router",
-    metavar="PLUGIN",
     help="Router: which of several servers gets a request.  [default: round-robin]",
     **plugin_completion("router"),
 )
@@ -45,16 +41,11 @@ if TYPE_CHECKING:
 @click.option(
     "--port", type=Count(0), help="Port to listen at; 0 takes a free one.  [default: 8000]"
 )
-@click.option(
-    "--trace",
-    callback=file_path,
-    metavar="FILE",
-    help="JSONL file for requests, and for the server that each was sent to.",
+@file_option(
+    "--trace", help="JSONL file for requests, and for the server that each was sent to."
 )
-@click.option(
+@input_option(
     "--trace-key",
-    callback=input_file,
-    metavar="FILE",
     help="File with the key by which names in the trace are hashed.  [default: one is drawn]",
 )
 @log_option

@@ -12,7 +12,7 @@ from kvcore.config import RunParts
 from kvcore.config.parts import BLOCK_SIZE
 from kvcore.config.run_config import RunConfig, built_rules
 from kvcore.errors import InputError
-from kvcore.hookspecs import MODEL, OUTPUT
+from kvcore.hookspecs import MODEL
 from kvcore.plugins.options import Spec
 from kvcore_cli.options import (
     batching_options,
@@ -23,7 +23,7 @@ from kvcore_cli.options import (
     naming,
     shared,
 )
-from kvcore_cli.output import file_path
+from kvcore_cli.output import file_option
 from kvcore_cli.verb import Count, Seconds, flag_of, option, verb
 from kvcore_engine.config import EngineParts
 from kvcore_online.cli.options import log_option
@@ -69,14 +69,12 @@ OF_SIMULATIONS = ("device", "tensor_parallel", "weights_dtype", "latency", "spee
     "--client-timeout",
     type=Seconds(),
     default="30",
-    metavar="SECONDS",
     help="Longest time in which a client sends a request, or takes a part of an answer.",
 )
 @click.option(
     "--grace",
     type=Seconds(),
     default="10",
-    metavar="SECONDS",
     help="Longest time that open requests may take when the server ends.",
 )
 @click.option(
@@ -130,11 +128,8 @@ OF_SIMULATIONS = ("device", "tensor_parallel", "weights_dtype", "latency", "spee
 @group_options
 @shared("seed")
 @config_option
-@option(
+@file_option(
     "--trace",
-    heading=OUTPUT,
-    callback=file_path,
-    metavar="FILE",
     help="JSONL file to write every decision to; compressed if it ends in .gz or .zst.",
 )
 @log_option

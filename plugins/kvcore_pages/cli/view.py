@@ -40,7 +40,6 @@ from kvcore_replay.cli.trace_options import replica_option
 @click.option(
     "--at",
     type=Time(),
-    metavar="SECONDS",
     help="Time of the trace, in seconds, at which the page opens; at most its end.  "
     "[default: time of the costliest eviction]",
 )

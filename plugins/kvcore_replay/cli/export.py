@@ -15,8 +15,8 @@ from kvcore.progress import Tick
 from kvcore.units import DECIMAL, format_bytes
 from kvcore_cli.output import (
     emit_json,
-    file_path,
-    input_file,
+    file_option,
+    input_option,
     json_option,
     reading,
     trace_file,
@@ -155,12 +155,7 @@ FORMATS: dict[str, Callable[[Path, Path, Tick, str | None], dict[str, Any]]] = {
     help="Format: KV events of vLLM, router events of Dynamo, requests of Mooncake, or tracks "
     "for Perfetto and chrome://tracing.",
 )
-@click.option(
-    "--out",
-    metavar="FILE",
-    callback=file_path,
-    help="File to write; compressed if its name ends in .gz or .zst.",
-)
+@file_option("--out", help="File to write; compressed if its name ends in .gz or .zst.")
 @click.option(
     "--zmq",
     metavar="ADDRESS",
@@ -176,10 +171,8 @@ FORMATS: dict[str, Callable[[Path, Path, Tick, str | None], dict[str, Any]]] = {
     is_flag=True,
     help="Write the trace again, with names, request ids and keys of blocks as keyed hashes.",
 )
-@click.option(
+@input_option(
     "--key",
-    callback=input_file,
-    metavar="FILE",
     help="With --anonymise: file with the key of the hashes.  [default: one that is drawn]",
 )
 @replica_option

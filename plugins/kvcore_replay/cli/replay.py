@@ -47,7 +47,6 @@ class Replay(VerbCommand):
     "--at",
     heading=OUTPUT,
     type=Time(),
-    metavar="SECONDS",
     help="Time of the trace, in seconds, at which the state is reported.  [default: its end]",
 )
 @price_option

@@ -51,14 +51,12 @@ def factor(ctx: click.Context, param: click.Parameter, value: float | None) -> f
     "--from",
     "begin",
     type=Time(),
-    metavar="SECONDS",
     help="Time of the trace, in seconds, up to which events are not waited for.",
 )
 @click.option(
     "--to",
     "end",
     type=Time(),
-    metavar="SECONDS",
     help="Time of the trace, in seconds, at which to stop.",
 )
 @replica_option
@@ -66,7 +64,6 @@ def factor(ctx: click.Context, param: click.Parameter, value: float | None) -> f
     "--every",
     type=Time(),
     default="10",
-    metavar="SECONDS",
     help="Seconds of the trace between two lines, where stdout is no terminal.",
 )
 def watch(

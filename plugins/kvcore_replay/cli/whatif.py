@@ -7,16 +7,15 @@ from typing import Any
 
 import click
 
-from kvcore.hookspecs import OUTPUT
 from kvcore_cli.output import (
     emit_json,
-    file_path,
+    file_option,
     json_option,
     print_sections,
     progress,
     trace_file,
 )
-from kvcore_cli.verb import option, verb
+from kvcore_cli.verb import verb
 from kvcore_replay.cli.trace_options import (
     gpu_price_option,
     price_option,
@@ -32,13 +31,7 @@ from kvcore_replay.cli.trace_options import (
 )
 @click.argument("file", callback=trace_file)
 @what_if_options
-@option(
-    "--export",
-    heading=OUTPUT,
-    callback=file_path,
-    metavar="FILE",
-    help="JSONL file for the trace of the second run.",
-)
+@file_option("--export", help="JSONL file for the trace of the second run.")
 @price_option
 @gpu_price_option
 @json_option
