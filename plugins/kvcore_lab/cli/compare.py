@@ -69,7 +69,6 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
 @click.option(
     "--blocks",
     type=Numbers("several are a list, such as 1000,3000"),
-    metavar="LIST",
     help="Numbers of KV blocks in the pool, such as 1000,3000.",
 )
 @click.option("--memory", metavar="LIST", help="Bytes of K/V in the pool, such as 40GiB,80GiB.")

@@ -85,14 +85,12 @@ HINT = "expected numbers, such as 1,2,4"
 @click.option(
     "--tensor-parallel",
     type=Numbers(HINT),
-    metavar="LIST",
     default=",".join(map(str, DEGREES)),
     help="Numbers of GPUs that share the model, each of which is tried.",
 )
 @click.option(
     "--replicas",
     type=Numbers(HINT),
-    metavar="LIST",
     help="Numbers of replicas of the model to try.  [default: the fewest that meet the SLO]",
 )
 @click.option(

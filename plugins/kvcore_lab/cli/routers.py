@@ -50,7 +50,6 @@ from kvcore_replay.cli.trace_options import gpu_price_option
 @click.option(
     "--replicas",
     type=Numbers("expected numbers, such as 2,4,8"),
-    metavar="LIST",
     default="8",
     help="Numbers of servers that share the requests.",
 )

@@ -12,10 +12,8 @@ import click
 
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
-from kvcore.hookspecs import OUTPUT
 from kvcore.sections import Chart
-from kvcore_cli.output import file_path
-from kvcore_cli.verb import option
+from kvcore_cli.output import file_option, file_path
 
 
 def _picture(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
@@ -32,7 +30,7 @@ def _picture(ctx: click.Context, param: click.Parameter, value: str | None) -> P
     return path
 
 
-picture_option = partial(option, heading=OUTPUT, callback=_picture, metavar="FILE")
+picture_option = partial(file_option, callback=_picture)
 """Return the option of a file for a plot, from its flags and further settings."""
 
 plot_option = picture_option("--plot", "picture", help="File for a plot: .png or .svg.")
