@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any
 
 import attrs
@@ -358,7 +359,7 @@ class _Recording:
         request = use.request
         if request.id in self._table:
             return
-        hit = self._cached(use, 0)
+        hit = self._cached(use)
         keys = [_key(key) for key in request.keys]
         self._recorder.request(attrs.evolve(request, keys=keys), now)
         self._recorder.opened(request.id, hit=hit, blocks=0, now=now)
@@ -385,7 +386,7 @@ class _Recording:
         use = self._writing.pop(key, None)
         if use is not None and use.request.id in self._table:
             blocks_held = self._table[use.request.id]
-            blocks = min(blocks_held, self._cached(use, 0))
+            blocks = min(blocks_held, self._cached(use))
             self._recorder.committed(use.request.id, blocks=blocks, now=now)
 
     def dropped(self, key: OffloadKey, now: int) -> None:
@@ -402,13 +403,9 @@ class _Recording:
         """Record that all chunks were dropped."""
         self._recorder.cleared(now)
 
-    def _cached(self, use: _Use, count: int) -> int:
-        """Return the number of cached chunks of a prompt, from its first on, plus `count`."""
-        for key in use.request.keys:
-            if key not in self._host:
-                break
-            count += 1
-        return count
+    def _cached(self, use: _Use) -> int:
+        """Return the number of cached chunks of a prompt, from its first on."""
+        return sum(1 for _ in takewhile(self._host.__contains__, use.request.keys))
 
 
 def _key(key: OffloadKey) -> bytes:

@@ -38,6 +38,10 @@ class GroupMisses(MissClassifier):
         super().__init__(header, GroupState(header) if state is None else state)
         # By group and name, the last eviction of a block.
         self._gone: list[dict[Any, Eviction]] = [{} for _ in self.state.groups]
+        # A block knows who stored it, none is damaged, and why they left a tier is not told.
+        for name in ("COMMIT", "LOAD", "DROP", "OFFLOAD"):
+            self._take.pop(name, None)
+        self._take["HIT"] = self._miss
 
     def before(self, event: Any) -> None:
         """Record the blocks that an event evicts, before it is applied to the state."""
@@ -96,23 +100,8 @@ class GroupMisses(MissClassifier):
                 took = max(event.done - event.t, started or 0)
                 reasons.losses[index] = evolve(loss, category="loaded", load_ns=took)
 
-    def _load(self, event: Any) -> None:
-        """Do nothing: no block is damaged."""
-
-    def _drop(self, event: Any) -> None:
-        """Do nothing: why blocks left a tier is not told."""
-
-    def _offload(self, event: Any) -> None:
-        """Do nothing: see `_drop`."""
-
     def judge(self) -> None:
         """Do nothing: there is no optimum of cache groups to compare with."""
-
-    def _commit(self, event: Any) -> None:
-        """Do nothing: a block knows who stored it."""
-
-    def _hit(self, event: Any) -> None:
-        self._miss(event)
 
     def _lost(
         self,
