@@ -4,11 +4,11 @@ import os
 from importlib.util import find_spec
 
 import pytest
+from helpers.configurations import configured, names
 from helpers.pages import class_on_page
 from helpers.seeds import FewSeeds
 
 from kvcore import Plugins
-from kvcore.plugins import resolve
 from kvcore.testing import BackendTests
 
 torch = pytest.importorskip("torch", reason="the built-in backends keep K/V in torch tensors")
@@ -33,16 +33,8 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
-class TestBuiltIn(BackendTests):
+class TestBuiltIn(configured("backend", HERE), BackendTests):
     """Every configuration in the list above that can work here."""
-
-    @pytest.fixture(autouse=True, params=HERE)
-    def _configured(self, request):
-        self.spec = request.param
-
-    def make(self):
-        """Build the configured backend."""
-        return resolve("backend", self.spec)
 
 
 class TestOneSequenceAtATime(FewSeeds, TestBuiltIn):
@@ -117,6 +109,4 @@ class TestPage(BackendTests):
 
 def test_every_backend_is_in_the_list():
     """Each registered backend is tested in at least one configuration."""
-    assert {spec.partition(":")[0] for spec in CONFIGURATIONS} == set(
-        Plugins().names("backend")
-    )
+    assert names(CONFIGURATIONS) == set(Plugins().names("backend"))

@@ -1,6 +1,6 @@
 """The built-in drafters pass the tests that every drafter must pass."""
 
-import pytest
+from helpers.configurations import configured, names
 
 from kvcore import Plugins
 from kvcore.testing import DrafterTests
@@ -19,18 +19,10 @@ DRAFTERS = [
 ]
 
 
-class TestBuiltIn(DrafterTests):
+class TestBuiltIn(configured("drafter", DRAFTERS), DrafterTests):
     """Every configuration in the list above."""
-
-    @pytest.fixture(autouse=True, params=DRAFTERS)
-    def _configured(self, request):
-        self.spec = request.param
-
-    def make(self):
-        """Build the configured drafter."""
-        return Plugins().build("drafter", self.spec)
 
 
 def test_every_drafter_is_in_the_list():
     """Each registered drafter is tested in at least one configuration."""
-    assert {name.partition(":")[0] for name in DRAFTERS} == set(Plugins().names("drafter"))
+    assert names(DRAFTERS) == set(Plugins().names("drafter"))

@@ -1,6 +1,7 @@
 """The built-in generators pass the tests that every generator must pass."""
 
 import pytest
+from helpers.configurations import configured, names
 from helpers.seeds import FewSeeds
 
 from kvcore import Plugins
@@ -25,16 +26,8 @@ CONFIGURATIONS = [
 ELSEWHERE = {"huggingface"}
 
 
-class TestBuiltIn(FewSeeds, GeneratorTests):
+class TestBuiltIn(FewSeeds, configured("generator", CONFIGURATIONS), GeneratorTests):
     """Every configuration in the list above."""
-
-    @pytest.fixture(autouse=True, params=CONFIGURATIONS)
-    def _configured(self, request):
-        self.spec = request.param
-
-    def make(self):
-        """Build the configured generator."""
-        return resolve("generator", self.spec)
 
 
 class TestSinCos(GeneratorTests):
@@ -49,5 +42,5 @@ class TestSinCos(GeneratorTests):
 
 def test_every_generator_is_in_the_list():
     """Each registered generator is tested in at least one configuration."""
-    tested = {spec.partition(":")[0] for spec in CONFIGURATIONS}
+    tested = names(CONFIGURATIONS)
     assert set(Plugins().names("generator")) - ELSEWHERE == tested

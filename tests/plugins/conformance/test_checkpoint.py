@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from helpers.configurations import configured, names
 from helpers.seeds import FewSeeds
 
 from kvcore.plugins import Plugins
@@ -15,19 +15,10 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("spec", POLICIES)
-class TestBuiltIns(FewSeeds, CheckpointTests):
+class TestBuiltIns(FewSeeds, configured("checkpoint", POLICIES), CheckpointTests):
     """Each built-in policy."""
-
-    @pytest.fixture(autouse=True)
-    def _spec(self, spec):
-        self.spec = spec
-
-    def make(self):
-        """Return a new policy."""
-        return Plugins().build("checkpoint", self.spec)
 
 
 def test_each_built_in_policy_is_tested():
     """The list of these tests names all built-in checkpoint policies."""
-    assert {spec.partition(":")[0] for spec in POLICIES} == set(Plugins().names("checkpoint"))
+    assert names(POLICIES) == set(Plugins().names("checkpoint"))

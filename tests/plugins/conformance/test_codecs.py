@@ -5,10 +5,10 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+from helpers.configurations import configured, names
 from helpers.seeds import FewSeeds
 
 from kvcore import Plugins
-from kvcore.plugins import resolve
 from kvcore.testing import CodecTests
 
 torch = pytest.importorskip("torch", reason="codecs code torch tensors")
@@ -40,16 +40,8 @@ SMALLEST = {"fp16": 2**-24, "fp8-e4m3": 2**-9, "fp8-e5m2": 2**-16}
 GREATEST = {"fp8-e4m3": 448, "fp8-e5m2": 57344}
 
 
-class TestBuiltIn(FewSeeds, CodecTests):
+class TestBuiltIn(FewSeeds, configured("codec", CONFIGURATIONS), CodecTests):
     """Every configuration in the list above, within the bounds of the reference page."""
-
-    @pytest.fixture(autouse=True, params=CONFIGURATIONS)
-    def _configured(self, request):
-        self.spec = request.param
-
-    def make(self):
-        """Build the configured codec."""
-        return resolve("codec", self.spec)
 
     def bound(self, part, rows):
         """Return half a step: of the floating-point format, or of the grid."""
@@ -104,4 +96,4 @@ def test_the_codec_on_the_docs_page_keeps_its_error_bound(name):
 
 def test_every_codec_is_in_the_list():
     """Each registered codec is tested in at least one configuration."""
-    assert {spec.partition(":")[0] for spec in CONFIGURATIONS} == set(Plugins().names("codec"))
+    assert names(CONFIGURATIONS) == set(Plugins().names("codec"))

@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-import pytest
+from helpers.configurations import configured, names
 from helpers.seeds import FewSeeds
 
 from kvcore import Plugins
 from kvcore.models.catalogue import DEVICES, MODELS
-from kvcore.plugins import resolve
 from kvcore.testing.latency import LatencyModelTests
 from kvcore_plugins.latency import Roofline, Table
 
@@ -35,16 +34,8 @@ CONFIGURATIONS = [
 ]
 
 
-class TestBuiltIn(FewSeeds, LatencyModelTests):
+class TestBuiltIn(FewSeeds, configured("latency", CONFIGURATIONS), LatencyModelTests):
     """Every configuration in the list above."""
-
-    @pytest.fixture(autouse=True, params=CONFIGURATIONS)
-    def _configured(self, request):
-        self.spec = request.param
-
-    def make(self):
-        """Build the configured latency model."""
-        return resolve("latency", self.spec)
 
 
 class TestInCode(LatencyModelTests):
@@ -61,6 +52,4 @@ class TestTable(LatencyModelTests):
 
 def test_every_model_is_in_the_list():
     """Each registered latency model is tested in at least one configuration."""
-    assert {spec.partition(":")[0] for spec in CONFIGURATIONS} == set(
-        Plugins().names("latency")
-    )
+    assert names(CONFIGURATIONS) == set(Plugins().names("latency"))
