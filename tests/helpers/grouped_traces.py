@@ -39,6 +39,28 @@ TIERS = [
 RULES = [None, "vllm:lag=0", "vllm", "sglang"]
 
 
+def keyed_request(rng, number, arrival, keys, outputs, generating):
+    """Return a request for the blocks of `keys`, some without the last or with a limited share.
+
+    `outputs` are lengths to draw from, and `generating` the chance of keys for the output.
+    """
+    prompt, output = max(1, len(keys) * 8 - rng.randrange(8)), rng.choice(outputs)
+    generated = (prompt + output) // 8 - prompt // 8 if rng.random() < generating else 0
+    if rng.random() < 0.1 and not generated:
+        keys = keys[: rng.randint(0, 9)]
+    share = rng.choice((None, None, None, None, 16, 0)) if not generated else None
+    return Request(
+        id=number,
+        arrival=arrival,
+        prompt_tokens=prompt,
+        output_tokens=output,
+        keys=keys,
+        hints=Hints() if share is None else Hints(share=share),
+        output_keys=[5_000 + number * 100 + index for index in range(generated)],
+        key_tokens=8,
+    )
+
+
 def requests(rng, count=40):
     """Return requests whose prompts continue each other, some with keys for their output."""
     made, known, now = [], [], 0
@@ -49,23 +71,7 @@ def requests(rng, count=40):
             earlier = rng.choice(known)
             keys = earlier[: rng.randint(1, len(earlier))] + keys[:6]
         known.append(keys)
-        prompt, output = max(1, len(keys) * 8 - rng.randrange(8)), rng.choice((1, 5, 40, 80))
-        generated = (prompt + output) // 8 - prompt // 8 if rng.random() < 0.3 else 0
-        if rng.random() < 0.1 and not generated:
-            keys = keys[: rng.randint(0, 9)]
-        share = rng.choice((None, None, None, None, 16, 0)) if not generated else None
-        made.append(
-            Request(
-                id=number,
-                arrival=now,
-                prompt_tokens=prompt,
-                output_tokens=output,
-                keys=keys,
-                hints=Hints() if share is None else Hints(share=share),
-                output_keys=[5_000 + number * 100 + index for index in range(generated)],
-                key_tokens=8,
-            )
-        )
+        made.append(keyed_request(rng, number, now, keys, (1, 5, 40, 80), generating=0.3))
     return made
 
 

@@ -2,8 +2,9 @@
 
 from random import Random
 
-from kvcore import Request, Trace
-from kvcore.request import Hints
+from helpers.grouped_traces import keyed_request
+
+from kvcore import Trace
 from kvcore.serving import Batching, simulate
 from kvcore_plugins.layer_pools import PooledCache
 
@@ -22,23 +23,7 @@ def requests(rng, count):
             earlier = rng.choice(known[-8:])
             keys = earlier[: rng.randint(1, len(earlier))] + keys[: rng.randint(0, 12)]
         known.append(keys)
-        prompt, output = max(1, len(keys) * 8 - rng.randrange(8)), rng.choice((1, 5, 40, 300))
-        generated = (prompt + output) // 8 - prompt // 8 if rng.random() < 0.2 else 0
-        if rng.random() < 0.1 and not generated:
-            keys = keys[: rng.randint(0, 9)]
-        share = rng.choice((None, None, None, None, 16, 0)) if not generated else None
-        made.append(
-            Request(
-                id=number,
-                arrival=now,
-                prompt_tokens=prompt,
-                output_tokens=output,
-                keys=keys,
-                hints=Hints() if share is None else Hints(share=share),
-                output_keys=[5_000 + number * 100 + index for index in range(generated)],
-                key_tokens=8,
-            )
-        )
+        made.append(keyed_request(rng, number, now, keys, (1, 5, 40, 300), generating=0.2))
     return made
 
 

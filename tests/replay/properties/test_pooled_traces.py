@@ -4,11 +4,11 @@ from random import Random
 
 import pytest
 from helpers.pooled_traces import pooled_run
+from helpers.recorded_runs import check_recorded, is_detected
 from helpers.traces import lines, seal
 
-from kvcore import InputError, TraceError
+from kvcore import InputError
 from kvcore_replay.check.trace import check_trace
-from kvcore_replay.recorded_run import recorded_run
 from kvcore_replay.what_if import whatif
 
 OF_POOLS = ("KEEP", "TOMBSTONE")
@@ -19,29 +19,9 @@ def test_a_traced_run_is_the_same_run_and_is_checked(seed, tmp_path):
     """A trace changes no decision, every line of it is right, and its counts are the run's."""
     path = tmp_path / "trace.jsonl"
     (alone, _), (traced, cache) = pooled_run(seed), pooled_run(seed, path)
-    cache.check_integrity()
-    summary = {**traced.summary(), "wall_s": 0}
-    assert summary == {**alone.summary(), "wall_s": 0}
-    report, recorded = check_trace(path), recorded_run(path)
-    assert report.complete
-    assert report.pool["free"] == cache.pool.free_blocks
-    assert report.pool["cached"] == cache.unpinned_blocks
+    report = check_recorded(path, alone, traced, cache)
     slots = {pool["pool"]: (pool["slots"], pool["free"]) for pool in report.pools}
     assert slots == {side.name: (side.slots, side.free) for side in cache.tree.sides}
-    assert recorded.evicted_blocks == summary["evicted_blocks"]
-    assert recorded.preemptions == summary["preemptions"]
-    for name in ("hit_blocks", "lookup_blocks", "self_hit_blocks"):
-        assert report.hit[name] == recorded.hit[name]
-    assert recorded.hit["hit_tokens"] == traced.cache.stats.hit_tokens
-
-
-def is_detected(path):
-    """Return True if a replay finds a fault in a trace."""
-    try:
-        check_trace(path)
-    except TraceError as error:
-        return str(error).startswith(f"{path}:")
-    return False
 
 
 def of_pools(recorded):

@@ -7,6 +7,7 @@ from itertools import pairwise
 import attrs
 import orjson
 from helpers.reference.group_levels import Memory, longest, needed
+from helpers.reference.random_tiers import prefill_ns, random_tiers, tier_text
 from helpers.serving import ask
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,32 +35,7 @@ GROUPS = {
 ROWS = st.tuples(st.integers(0, 2), st.integers(0, 16), st.integers(0, 3), st.integers(0, 800))
 """A prompt's branch, keys, tokens after these, and ns since the last prompt."""
 
-BANDWIDTHS = st.sampled_from((SLOT * 10**9 // 2, SLOT * 10**8 // 2, SLOT * 10**7 // 2))
-
-TIERS = st.fixed_dictionaries({
-    "slots": st.sampled_from((12, 3, 30, 200)),
-    "write": st.sampled_from(("evict", "through", 1, 2)),
-    "keep": st.sampled_from(("inclusive", "exclusive")),
-    "load": st.sampled_from(("cost", "always", "never")),
-    "read_bandwidth": BANDWIDTHS,
-    "write_bandwidth": BANDWIDTHS,
-    "latency": st.sampled_from((0, 30)),
-    "max_wait": st.sampled_from((10**9, 100, 0)),
-})  # fmt: skip
-
-
-def prefill_ns(tokens, context):
-    """Return the ns to compute `tokens` tokens, which grow with the context."""
-    return 7 * tokens + (tokens * (2 * context + tokens)) // 3
-
-
-def text(tier):
-    """Return the specification of a tier."""
-    options = {name: tier[name] for name in ("write", "keep", "load")}
-    options |= {name: tier[name] for name in ("read_bandwidth", "write_bandwidth")}
-    options |= {name: tier[name] / 10**9 for name in ("latency", "max_wait")}
-    listed = ",".join(f"{name}={value}" for name, value in options.items())
-    return f"host:memory={tier['slots'] * SLOT},{listed}"
+TIERS = random_tiers((12, 3, 30, 200), [SLOT * 10**exponent // 2 for exponent in (9, 8, 7)])
 
 
 class Watched(GroupedCache):
@@ -84,7 +60,7 @@ class Watched(GroupedCache):
 @given(
     shape=st.sampled_from(sorted(GROUPS)),
     rows=st.lists(ROWS, min_size=8, max_size=40),
-    rules=st.lists(TIERS, min_size=1, max_size=2),
+    rules=TIERS,
 )
 def test_tiers_of_groups_equal_the_slow_model(shape, rows, rules):
     """Hits, loads, times of links, statistics and contents equal the slow model's.
@@ -94,7 +70,7 @@ def test_tiers_of_groups_equal_the_slow_model(shape, rows, rules):
     groups, file = GROUPS[shape], io.BytesIO()
     trace = Trace(file)
     cache = Watched(groups, 44, key_tokens=UNIT, trace=trace)
-    tiers = GroupTiers(cache, [text(tier) for tier in rules], SLOT)
+    tiers = GroupTiers(cache, [tier_text(tier, SLOT) for tier in rules], SLOT)
     sizes = [SLOT * group.layers // 2 for group in groups]
     slow = [Memory(rule, sizes) for rule in rules]
     for memory, below in pairwise(slow):

@@ -4,6 +4,7 @@ from collections import Counter
 
 import attrs
 from helpers.reference.levels import Hierarchy
+from helpers.reference.random_tiers import prefill_ns, random_tiers, tier_text
 from helpers.serving import BLOCK, SLOT, ask
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,30 +15,7 @@ from kvcore_tiers.hierarchy import Tiers
 ROWS = st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(0, 3), st.integers(0, 400))
 """A prompt's branch, blocks, tokens after these, and ns since the last prompt."""
 
-TIERS = st.fixed_dictionaries({
-    "slots": st.sampled_from((4, 1, 9, 16, 100)),
-    "write": st.sampled_from(("evict", "through", 1, 2)),
-    "keep": st.sampled_from(("inclusive", "exclusive")),
-    "load": st.sampled_from(("cost", "always", "never")),
-    "read_bandwidth": st.sampled_from((SLOT * 10**9, SLOT * 10**8, SLOT * 10**7)),
-    "write_bandwidth": st.sampled_from((SLOT * 10**9, SLOT * 10**8, SLOT * 10**7)),
-    "latency": st.sampled_from((0, 30)),
-    "max_wait": st.sampled_from((10**9, 100, 0)),
-})  # fmt: skip
-
-
-def prefill_ns(tokens, context):
-    """Return the ns to compute `tokens` tokens, which grow with the context."""
-    return 7 * tokens + (tokens * (2 * context + tokens)) // 3
-
-
-def text(tier):
-    """Return the specification of a tier."""
-    options = {name: tier[name] for name in ("write", "keep", "load")}
-    options |= {name: tier[name] for name in ("read_bandwidth", "write_bandwidth")}
-    options |= {name: tier[name] / 10**9 for name in ("latency", "max_wait")}
-    listed = ",".join(f"{name}={value}" for name, value in options.items())
-    return f"host:memory={tier['slots'] * SLOT},{listed}"
+TIERS = random_tiers((4, 1, 9, 16, 100), [SLOT * 10**exponent for exponent in (9, 8, 7)])
 
 
 def path_of(span):
@@ -55,14 +33,12 @@ def counts_of(level):
     return +Counter(stats.pop("dropped") | stats | {"busy_ns": link.busy_ns})
 
 
-@given(
-    rows=st.lists(ROWS, min_size=8, max_size=40), rules=st.lists(TIERS, min_size=1, max_size=2)
-)
+@given(rows=st.lists(ROWS, min_size=8, max_size=40), rules=TIERS)
 def test_tiers_equal_the_slow_model(rows, rules):
     """Hits, loads, times of links, statistics and contents equal the slow model's."""
     pool = 11
     cache = KVCache(pool, BLOCK, accounting="tokens", key_tokens=BLOCK)
-    tiers = Tiers(cache, [text(tier) for tier in rules], SLOT)
+    tiers = Tiers(cache, [tier_text(tier, SLOT) for tier in rules], SLOT)
     slow = Hierarchy(pool, BLOCK, [tier | {"slot": SLOT} for tier in rules], prefill_ns)
     now = 0
     for index, (branch, blocks, more, wait) in enumerate(rows):

@@ -1,0 +1,34 @@
+"""Checks of recorded runs: a trace is that of its run, and damage of it is detected."""
+
+from kvcore import TraceError
+from kvcore_replay.check.trace import check_trace
+from kvcore_replay.recorded_run import recorded_run
+
+
+def check_recorded(path, alone, traced, cache):
+    """Check that the trace of a run has its figures, and changed none of those without it.
+
+    Return the report on the trace.
+    """
+    cache.check_integrity()
+    summary = {**traced.summary(), "wall_s": 0}
+    assert summary == {**alone.summary(), "wall_s": 0}
+    report, recorded = check_trace(path), recorded_run(path)
+    assert report.complete
+    assert report.pool["free"] == cache.pool.free_blocks
+    assert report.pool["cached"] == cache.unpinned_blocks
+    assert recorded.evicted_blocks == summary["evicted_blocks"]
+    assert recorded.preemptions == summary["preemptions"]
+    for name in ("hit_blocks", "lookup_blocks", "self_hit_blocks"):
+        assert report.hit[name] == recorded.hit[name]
+    assert recorded.hit["hit_tokens"] == traced.cache.stats.hit_tokens
+    return report
+
+
+def is_detected(path):
+    """Return True if a replay finds a fault in a trace."""
+    try:
+        check_trace(path)
+    except TraceError as error:
+        return str(error).startswith(f"{path}:")
+    return False
