@@ -62,22 +62,21 @@ def conversation():
     return bundled()
 
 
-def test_the_bundled_trace(conversation):
-    """On the trace that it was tuned on it hits at least so much more than LRU."""
+@pytest.mark.parametrize(
+    ("title", "prefix", "tolerance"),
+    [("the bundled trace", (), 0), ("one span a block", ("hashed:spans=block",), 0.05)],
+    ids=["radix", "one-span-a-block"],
+)
+def test_the_bundled_trace(conversation, title, prefix, tolerance):
+    """On the trace that it was tuned on it hits at least so much more than LRU.
+
+    With one span a block, as in engines, it hits as much within 0.05.
+    """
     print(HEAD)
     for blocks, (free, guarded) in LEAST.items():
-        found = cells("the bundled trace", conversation, blocks)
-        assert found["hazard:guard=false"] >= free
-        assert found["hazard"] >= guarded
-
-
-def test_one_span_a_block(conversation):
-    """With one span a block, as in engines, it hits as much within 0.05."""
-    print(HEAD)
-    for blocks, (free, guarded) in LEAST.items():
-        found = cells("one span a block", conversation, blocks, "hashed:spans=block")
-        assert found["hazard:guard=false"] >= free - 0.05
-        assert found["hazard"] >= guarded - 0.05
+        found = cells(title, conversation, blocks, *prefix)
+        assert found["hazard:guard=false"] >= free - tolerance
+        assert found["hazard"] >= guarded - tolerance
 
 
 def test_sessions():

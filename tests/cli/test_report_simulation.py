@@ -172,35 +172,22 @@ def test_blocks_found_again_after_a_preemption_are_no_prefix_hits():
     assert amounts(hit=hit)["own blocks again"] == "7 found after preemption"
 
 
-def test_an_slo_of_the_requests_is_marked_as_their_own():
-    """If the run has no SLO, the share within the SLO is marked "their own"."""
-    slo = {
-        "ttft_s": None,
-        "tpot_s": None,
-        "deadline_s": None,
-        "own": 2,
-        "judged": 3,
-        "met": 0.5,
-    }
-    assert amounts(slo=slo)["within the SLO"] == "50.0% (their own)"
-
-
 @pytest.mark.parametrize(
-    ("own", "label"), [(1, "TTFT 5 s; 1 by their own"), (3, "their own"), (0, "TTFT 5 s")]
+    ("ttft", "own", "label"),
+    [
+        (None, 2, "their own"),
+        (5.0, 1, "TTFT 5 s; 1 by their own"),
+        (5.0, 3, "their own"),
+        (5.0, 0, "TTFT 5 s"),
+    ],
 )
-def test_requests_with_an_slo_are_counted_beside_the_slo_of_the_run(own, label):
+def test_requests_with_an_slo_are_counted_beside_the_slo_of_the_run(ttft, own, label):
     """The number of requests with an SLO of their own is shown beside the SLO of the run.
 
-    If all requests have one, the SLO of the run is not shown.
+    If all requests have one, or the run has none, the share is marked "their own".
     """
-    slo = {
-        "ttft_s": 5.0,
-        "tpot_s": None,
-        "deadline_s": None,
-        "own": own,
-        "judged": 3,
-        "met": 0.5,
-    }
+    slo = {"ttft_s": ttft, "tpot_s": None, "deadline_s": None}
+    slo |= {"own": own, "judged": 3, "met": 0.5}
     assert amounts(slo=slo)["within the SLO"] == f"50.0% ({label})"
 
 

@@ -34,8 +34,6 @@ from kvcore.testing.dense import DenseCache, Text, advance, generate, loaded  # 
 from kvcore_engine.generator import HuggingFace  # noqa: E402
 from kvcore_engine.generator import huggingface as module  # noqa: E402
 
-SPARSE = {"num_local_experts": 4, "num_experts_per_tok": 2}
-
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_those_of_generate(family):

@@ -23,42 +23,34 @@ def run(requests, blocks=5, **options):
     ).fragmentation
 
 
+def alone(held, internal_peak):
+    """Return the figures of 4 steps in 20 slots that fill 15 of the `held` ones."""
+    return {
+        "running": 1,
+        "used": 15 / 80,
+        "cached": 0,
+        "internal": (held - 15) / 80,
+        "uncomputed": 4 / 80,
+        "internal_peak": internal_peak,
+        "external": 0,
+        "external_free": None,
+    }
+
+
 def test_a_contiguous_request_wastes_its_reserved_slots():
     """A contiguous piece for 4 + 8 tokens takes 12 slots in each of 4 steps.
 
     A prompt of 4 tokens and 4 of at most 8 generated ones fill 0, 4, 5 and 6 of them.
     """
     seen = run([ask("a", output=4)], allocation="contiguous", max_output=8)
-    assert seen._asdict() == pytest.approx(
-        {
-            "running": 1,
-            "used": 15 / 80,
-            "cached": 0,
-            "internal": (48 - 15) / 80,
-            "uncomputed": 4 / 80,
-            "internal_peak": 12 / 20,
-            "external": 0,
-            "external_free": None,
-        }
-    )
+    assert seen._asdict() == pytest.approx(alone(held=48, internal_peak=12 / 20))
     assert seen.filled == pytest.approx(15 / 48)
 
 
 def test_a_paged_request_wastes_less_than_a_block():
     """The request in blocks of 4 takes 4, 8, 8, 8 slots and fills 0, 4, 5, 6 of them."""
     seen = run([ask("a", output=4)])
-    assert seen._asdict() == pytest.approx(
-        {
-            "running": 1,
-            "used": 15 / 80,
-            "cached": 0,
-            "internal": (28 - 15) / 80,
-            "uncomputed": 4 / 80,
-            "internal_peak": 4 / 20,
-            "external": 0,
-            "external_free": None,
-        }
-    )
+    assert seen._asdict() == pytest.approx(alone(held=28, internal_peak=4 / 20))
 
 
 def test_holes_too_short_for_a_request_are_external_fragmentation():

@@ -25,25 +25,19 @@ PARTS = range(4)
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_proxy_holds_its_promises_whatever_happens(part, tmp_path):
-    """Each request has one answer or error, nothing is lost, doubled, or left behind."""
+@pytest.mark.parametrize(
+    ("simulation", "draw", "counted"),
+    [(RouteSimulation, draw_route, "logged"), (ServeSimulation, draw_serve, "traced")],
+    ids=["route", "serve"],
+)
+def test_promises_are_held_whatever_happens(simulation, draw, counted, part, tmp_path):
+    """Each request has one right answer or error, and nothing is lost or left behind."""
     counts = Counter()
     for seed in range(part, SEEDS // 2, len(PARTS)):
-        counts += check(RouteSimulation, draw_route, seed, tmp_path)
-    print(f"\nroute, {SEEDS // 2} seeds, part {part}:", dict(sorted(counts.items(), key=str)))
+        counts += check(simulation, draw, seed, tmp_path)
+    print(f"\n{SEEDS // 2} seeds, part {part}:", dict(sorted(counts.items(), key=str)))
     assert counts[200]
-    assert counts["logged"]
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_a_server_holds_its_promises_whatever_happens(part, tmp_path):
-    """Each request has one right answer or an error; nothing is left in the cache."""
-    counts = Counter()
-    for seed in range(part, SEEDS // 2, len(PARTS)):
-        counts += check(ServeSimulation, draw_serve, seed, tmp_path)
-    print(f"\nserve, {SEEDS // 2} seeds, part {part}:", dict(sorted(counts.items(), key=str)))
-    assert counts[200]
-    assert counts["traced"]
+    assert counts[counted]
 
 
 def routed(*events, servers=1, traced=False):

@@ -91,12 +91,19 @@ def test_each_layer_has_two_all_reduces(device, devices, token, step):
     assert found["fixed_ps"] == pytest.approx(step * 1e12, rel=1e-9)
 
 
-def test_weights_in_fp8():
-    """Weights in fp8 halve the reads, compute at 9/10 of the fp8 rate, and cost quantising."""
-    device = attrs.evolve(DEVICE, fp8_flops=2 * 10**14)
-    wide, narrow = (parts(model=m, device=device) for m in (MODEL, MODEL.with_weights("fp8")))
-    assert narrow["products"]["weights_ps"] == wide["products"]["weights_ps"] / 2
-    expected = wide["products"]["token_ps"] / 2 * 10 / 9
+@pytest.mark.parametrize(
+    ("dtype", "flops", "bytes_share", "speedup"),
+    [
+        ("fp8", {"fp8_flops": 2 * 10**14}, 1 / 2, 2),
+        ("nvfp4", {"fp4_flops": 4 * 10**14}, 18 / 64, 4),  # 18 bytes for 32 weights
+    ],
+)
+def test_narrow_weights(dtype, flops, bytes_share, speedup):
+    """Narrow weights save reads, compute at 9/10 of the rate, and cost quantising."""
+    device = attrs.evolve(DEVICE, **flops)
+    wide, narrow = (parts(model=m, device=device) for m in (MODEL, MODEL.with_weights(dtype)))
+    assert narrow["products"]["weights_ps"] == wide["products"]["weights_ps"] * bytes_share
+    expected = wide["products"]["token_ps"] / speedup * 10 / 9
     assert narrow["products"]["token_ps"] == pytest.approx(expected, rel=1e-9)
     more = narrow["activations"]["token_ps"] - wide["activations"]["token_ps"]
     assert more == pytest.approx(MOVED * 4 / 26)
@@ -126,18 +133,6 @@ def test_more_devices_than_kv_heads_read_kv_no_faster():
     two, four = (parts(tensor_parallel=n) for n in (2, 4))
     assert four["attention"]["context_ps"] == two["attention"]["context_ps"] == [10_240]
     assert four["products"]["weights_ps"] == two["products"]["weights_ps"] / 2 == 10**9
-
-
-def test_weights_in_nvfp4():
-    """Weights in NVFP4 take 18 bytes for 32, compute at 9/10 of the fp4 rate, and quantise."""
-    device = attrs.evolve(DEVICE, fp4_flops=4 * 10**14)
-    wide, narrow = (parts(model=m, device=device) for m in (MODEL, MODEL.with_weights("nvfp4")))
-    assert narrow["products"]["weights_ps"] == wide["products"]["weights_ps"] * 18 / 64
-    expected = wide["products"]["token_ps"] / 4 * 10 / 9
-    assert narrow["products"]["token_ps"] == pytest.approx(expected, rel=1e-9)
-    more = narrow["activations"]["token_ps"] - wide["activations"]["token_ps"]
-    assert more == pytest.approx(MOVED * 4 / 26)
-    assert narrow["fixed_ps"] == pytest.approx(10 * 14e6)
 
 
 def test_weights_in_nvfp4_are_widened_on_a_device_without_fp4():

@@ -122,20 +122,11 @@ def test_saturation_of_a_batch_or_of_few_requests_is_unknown(arrivals):
     assert found(arrivals, load=9.0) is None
 
 
-def test_requests_that_arrive_during_one_step_are_no_saturation():
-    """Requests that arrive during one step and start with the next are no saturation."""
-    log = queue(range(100), admitted=repeat(200, 100))
-    figures = saturation_of(log, 256, 0.9)
-    assert figures is not None
-    assert not figures.saturated
-
-
-def test_a_growing_queue_above_a_load_of_one_is_saturation():
-    """At an offered load above 1, a growing queue is saturation even within one step."""
-    log = queue(range(100), admitted=repeat(200, 100))
-    figures = saturation_of(log, 256, 1.1)
-    assert figures is not None
-    assert figures.saturated
+@pytest.mark.parametrize(("load", "saturated"), [(0.9, False), (1.1, True)])
+def test_requests_that_arrive_during_one_step_saturate_above_a_load_of_one(load, saturated):
+    """A queue that grows within one step is saturation at an offered load above 1 alone."""
+    figures = saturation_of(queue(range(100), admitted=repeat(200, 100)), 256, load)
+    assert figures.saturated == saturated
 
 
 def test_paused_jobs_count_as_waiting():

@@ -211,19 +211,26 @@ def test_the_script_for_a_shell_is_printed(monkeypatch, capsys):
     assert "#compdef kvcore" in capsys.readouterr().out
 
 
+def ended(program, *words, modules=""):
+    """Run a program, which finds `modules` first, to its end; return its process."""
+    path = os.pathsep.join(filter(None, (str(modules), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
 def test_ctrl_c_while_modules_load_exits_130(tmp_path):
     """Ctrl-C while modules load exits with code 130 and no traceback."""
     (tmp_path / "pluggy.py").write_text(
         "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
     )
     program = "from kvcore.__main__ import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "simulate"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    )
+    done = ended(program, "simulate", modules=tmp_path)
     assert (done.returncode, done.stderr) == (130, "kvcore: interrupted\n")
 
 
@@ -238,13 +245,7 @@ def test_an_interrupt_that_no_signal_has_raised_is_an_error(tmp_path):
     )
     words = ["simulate", "zipf:requests=40", "--blocks", "160", "--eviction", "lru"]
     program = "import policy; from kvcore.__main__ import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    )
+    done = ended(program, *words, modules=tmp_path)
     expected = f"kvcore: error: {policy}:3, victim raised KeyboardInterrupt\n"
     assert (done.returncode, done.stderr) == (3, expected)
 
@@ -273,13 +274,7 @@ def test_sigterm_while_a_verb_loads_ends_the_process(tmp_path):
         "from kvcore_cli import main; "
         "main.VERBS['talk'] = main.Verb('talk:talk', 'Talk.'); main.main()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, "talk"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    )
+    done = ended(program, "talk", modules=tmp_path)
     assert (done.returncode, done.stderr) == (-signal.SIGTERM, "")
 
 
@@ -296,14 +291,7 @@ def test_a_signal_while_a_verb_loads_modules_is_not_lost(tmp_path, number, code,
         "except BaseException:\n"
         "    pass\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", ASKED_TO_END_BY_A_MODULE, "talk"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
-    )
+    done = ended(ASKED_TO_END_BY_A_MODULE, "talk", modules=tmp_path)
     assert (done.returncode, done.stderr) == (code, f"kvcore: {word}\n")
 
 
@@ -312,13 +300,7 @@ def test_a_signal_while_a_verb_loads_modules_is_not_lost(tmp_path, number, code,
 )
 def test_a_signal_that_code_in_c_clears_is_not_lost(number, code, word):
     """A signal whose exception code in C clears ends the verb all the same, and once."""
-    done = subprocess.run(
-        [sys.executable, "-c", CLEARED_IN_C, "talk", number],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = ended(CLEARED_IN_C, "talk", number)
     assert (done.returncode, done.stderr) == (code, f"kvcore: {word}\n")
     assert done.stdout == "cleared\nended\n"
 
@@ -420,8 +402,7 @@ def test_an_interrupt_as_the_timer_is_stopped_exits_130(verb, capsys, monkeypatc
 
 def test_sigterm_exits_143_and_leaves_no_partial_file(tmp_path):
     """SIGTERM ends a verb with exit code 143 and one message, and leaves no partial file."""
-    command = [sys.executable, "-c", ASKED_TO_END, "talk", str(tmp_path / "run.jsonl")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = ended(ASKED_TO_END, "talk", str(tmp_path / "run.jsonl"))
     assert (done.returncode, done.stdout) == (143, "")
     assert done.stderr == "kvcore: terminated\n"
     assert list(tmp_path.iterdir()) == []
