@@ -112,6 +112,19 @@ def test_what_has_no_room_in_a_tier_goes_to_the_next():
     assert below_it.stats.stored == above.stats.dropped["capacity"] > 0
 
 
+def test_a_load_is_a_use_in_the_tier_below():
+    """A tier that writes what is used twice has a block that was loaded twice from above."""
+    cache = GroupedCache([FULL], 8, key_tokens=4)
+    near, far = f"host:memory={100 * SLOT}", f"disk:memory={100 * SLOT},write=2"
+    tiers, stored = GroupTiers(cache, [near, far], SLOT), []
+    for name in range(6):
+        keys = [1, 2, 3, 4] if name % 2 == 0 else [10 * name + index for index in range(7)]
+        serve(cache, tiers, name, keys)
+        stored.append(tiers.levels[1].stats.stored)
+    assert [level.stats.loaded for level in tiers.levels] == [8, 0]
+    assert stored == [0, 0, 0, 0, 4, 4]
+
+
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_a_policy_serves_one_tier(policy):
     """The policy of a tier is in use: a second tier with the same instance is refused."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 from helpers.configs import CONFIG
 from helpers.serving import BLOCK, Even, ask
@@ -12,6 +13,7 @@ from kvcore.serving import Batching
 from kvcore_cli.report.simulation import SimulationReport, thrashing
 from kvcore_lab.report.prometheus import run_metrics
 from kvcore_tiers.hierarchy import Tiers
+from kvcore_tiers.level import TierStats
 
 SLOT = 1000
 """Bytes of a block."""
@@ -63,6 +65,34 @@ def test_without_tiers_there_are_no_figures_of_tiers():
     report = SimulationReport(summary, CONFIG)
     assert report.tiers == []
     assert not any("swapped" in amount or "tier" in name for name, amount in report.amounts)
+
+
+def test_the_figures_of_a_tier_are_those_of_its_slots_traffic_and_link():
+    """The JSON object of a tier has all its counts, by name, and its times in seconds."""
+    tiers = Tiers(KVCache(4, BLOCK), [HOST], SLOT)
+    (level,) = tiers.levels
+    counts = {
+        field.name: 10**9 * n
+        for n, field in enumerate(attrs.fields(TierStats), 1)
+        if field.name not in ("dropped", "ratio_sum")
+    }
+    level.stats = TierStats(**counts, dropped={"capacity": 3})
+    level.link.busy_ns, level.link.read_bytes, level.link.written_bytes = 10**9, 5, 7
+    level.pool.allocate(6)
+    (figures,) = tiers.as_dict()
+    assert figures.pop("ratio") == tiers.hit_stats(level).ratios()
+    assert figures == {
+        "tier": "host", "slots": 20, "memory_bytes": 20 * SLOT, "used_blocks": 6,
+        "hit_blocks": counts["hits"], "prefetch_hit_blocks": counts["prefetch_hits"],
+        **{
+            f"{name}_blocks": counts[name]
+            for name in counts
+            if name not in ("hits", "prefetch_hits", "loads", "errors", "wait_ns", "load_ns")
+        },
+        "loads": counts["loads"], "errors": counts["errors"], "dropped_blocks": {"capacity": 3},
+        "read_bytes": 5, "written_bytes": 7, "link_busy_s": 1.0,
+        "load_s": counts["load_ns"] / 1e9, "load_wait_s": counts["wait_ns"] / 1e9,
+    }  # fmt: skip
 
 
 def test_a_return_after_preemption_is_no_hit_of_a_tier():

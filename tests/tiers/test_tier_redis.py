@@ -142,6 +142,16 @@ def test_a_closed_store_leaves_no_connection(url, redis_client):
     assert len(redis_client.client_list()) == clients
 
 
+def test_a_failure_leaves_no_connection(url, redis_client):
+    """After a failure no connection is open, on which a late answer could come."""
+    clients = len(redis_client.client_list())
+    with opened(url) as store:
+        with pytest.raises(OSError, match="does not answer as it should"):
+            store._ask(lambda _: 1 / 0)
+        redis_client.ping()  # in the turn after it, the server has seen the end
+        assert len(redis_client.client_list()) == clients
+
+
 def test_two_runs_share_blocks(url):
     """Two runs of one model share blocks, and both miss a block that one of them drops."""
     path = blocks([5, 6, 7])

@@ -406,6 +406,67 @@ def test_an_awaited_prefetch_hits_what_the_pool_had_lost(hit, loaded, hits, resu
         assert level.stats.ratio_sum == blocks / 6
 
 
+def damaged_after(intact):
+    """Return tiers of which two hold 2 and 3 blocks of a request, and the request.
+
+    Also returns a list that gets the ids of the blocks of the pool into which each level is
+    read, and the level. Of the blocks the first `intact` ones are not damaged.
+    """
+    cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK, ids=True)
+    tiers = Tiers(cache, ["host:memory=1MB,load=always"] * 2, SLOT, ids=True)
+    request, copied = ask("a", prompt=5 * BLOCK + 1, keys=prompt(1, 5)), []
+    seq = cache.open(request)
+    cache.commit(seq, seq.tokens)
+    for level, end in zip(tiers.levels, (2, 5), strict=True):
+        level.store(seq.span, end, 0, None)
+    cache.close(seq)
+    cache.tree.discard(next(cache.tree.spans()), 0, "expired")
+
+    def finish(part, ids):
+        copied.append((list(ids), part.level))
+        return min(intact - part.first, len(ids))
+
+    mover = dict.fromkeys(("load", "dropped"), lambda *_: None)
+    mover |= {"finish": finish, "present": lambda _, slots: len(slots)}
+    tiers.move_with(SimpleNamespace(lost=lambda: (), is_ready=lambda _: True, **mover))
+    return tiers, request, copied
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("intact", range(6))
+def test_a_load_counts_up_to_its_first_damaged_block(intact, resumed):
+    """Of a load from two levels, the blocks before the first damaged one are computed tokens.
+
+    Each level counts its own as hits, except for a request that returns. The damaged block and
+    those after it leave the level that it is in; a level farther away is not read.
+    """
+    tiers, request, copied = damaged_after(intact)
+    seq = tiers.cache.open(request, resumed=resumed)
+    own, (near, far) = list(seq.table()), tiers.levels
+    load = tiers.load(seq, 0, computed, resumed=resumed)
+    assert tiers.finish(load, load.ready) == seq.computed == intact * BLOCK
+    assert copied == [(own[:2], near), (own[2:5], far)][: 1 + (intact >= 2)]
+    for level, blocks in ((near, min(intact, 2)), (far, max(intact - 2, 0))):
+        assert level.stats.hits == (0 if resumed else blocks)
+        assert level.stats.ratio_sum == (0 if resumed else blocks / 5)
+    assert near.tree.cached_blocks == min(intact, 2)
+    assert far.tree.cached_blocks == (5 if intact < 2 else intact)
+    tiers.cache.check_integrity()
+
+
+@pytest.mark.parametrize("intact", range(6))
+def test_a_prefetch_leaves_what_is_before_its_first_damaged_block(intact):
+    """Of a prefetch from two levels, the blocks before the first damaged one are cached."""
+    tiers, request, _ = damaged_after(intact)
+    load = tiers.prefetch(request, 0, 10**9, computed, 0)
+    assert tiers.finish(load, load.ready) == 0
+    cache = tiers.cache
+    assert cache.probe(request) == cache.tree.cached_blocks == intact
+    assert [span.end for span in cache.tree.spans()] == ([intact] if intact else [])
+    assert not cache.sequences
+    cache.check_integrity()
+
+
 @pytest.mark.parametrize(("nanoseconds", "loads"), [(3, True), (2, False)])
 def test_only_blocks_that_the_pool_lacks_count_as_loaded_after_a_swap(nanoseconds, loads):
     """Two of four parked blocks are loaded, if the rest takes as long to compute as that."""
