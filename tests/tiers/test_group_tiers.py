@@ -191,6 +191,27 @@ def test_a_tier_is_evicted_by_any_policy(policy, tmp_path):
     check_trace(tmp_path / "trace.jsonl")
 
 
+def test_a_policy_knows_where_a_block_is_in_its_text():
+    """A policy sees each block where it begins in the text, whatever the size of its group."""
+    begun = []
+
+    class Curious(LRU):
+        """LRU that records where blocks begin, and the key there."""
+
+        name = "curious"
+
+        def on_insert(self, span, now):
+            """Record the block."""
+            begun.append((span.start, span.path_keys[span.start]))
+            super().on_insert(span, now)
+
+    tier = Host(memory=100 * SLOT, write="through", eviction=Curious)
+    cache, tiers = below([LayerGroup("full", 8), LayerGroup("full", 4)], tier=tier)
+    serve(cache, tiers, 0, [10, 11, 12, 13])
+    # Of the text the policy sees blocks of 8 tokens, which have the key of their end.
+    assert sorted(begun) == 3 * [(0, 11)] + 3 * [(1, 13)]
+
+
 def test_a_policy_other_than_lru_keeps_other_blocks_in_a_tier():
     """Blocks that were loaded twice stay by `lfu`, and newer ones by `lru`."""
     kept = {}

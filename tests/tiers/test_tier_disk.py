@@ -105,6 +105,14 @@ def test_a_directory_in_use_is_refused(tmp_path):
     opened(tmp_path).thing.close()
 
 
+def test_of_the_owner_of_a_directory_the_first_200_characters_are_named(tmp_path):
+    """A directory is in use by what its lock says, of which a long text is cut."""
+    with opened(tmp_path):
+        (tmp_path / "lock").write_text(250 * "x")
+        with pytest.raises(InputError, match="in use by x{200}: wait"):
+            opened(tmp_path)
+
+
 @pytest.mark.parametrize("call", range(1, 9))
 def test_a_write_to_a_full_disk_raises_an_error(tmp_path, monkeypatch, call):
     """A write to a full disk raises OSError, and none of its blocks is read wrongly.

@@ -152,6 +152,18 @@ def test_a_failure_leaves_no_connection(url, redis_client):
         assert len(redis_client.client_list()) == clients
 
 
+def test_a_refused_connection_is_closed(own_server):
+    """A server that refuses the first request has no connection afterwards."""
+    with own_server.client() as client:
+        client.execute_command("ACL", "SETUSER", "default", "-ping")
+        clients = len(client.client_list())
+        with pytest.raises(InputError, match="refused: .*start the server") as error:
+            opened(own_server.url)
+        client.time()  # in the turn after it, the server has seen the end
+        assert len(client.client_list()) == clients
+        assert error.traceback  # which still has the store
+
+
 def test_two_runs_share_blocks(url):
     """Two runs of one model share blocks, and both miss a block that one of them drops."""
     path = blocks([5, 6, 7])
