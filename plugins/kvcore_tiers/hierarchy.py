@@ -306,13 +306,15 @@ class Tiers(TierStack[Level]):
         def rest(end: int) -> int:
             return prefill_ns(target - end * size, end * size)
 
+        def loading(level: Level, blocks: int) -> int:
+            return level.link.load_ns(blocks * level.slot_bytes, now) - lead
+
         best = seq.hit_blocks
         computing = least = rest(best)
         ready = 0
         for level, first, upto in runs:
-            link, slot = level.link, level.slot_bytes
-            loading = ready
-            ready = max(loading, link.load_ns((upto - first) * slot, now) - lead)
+            nearer = ready
+            ready = max(nearer, loading(level, upto - first))
             computing = rest(upto)
             if ready + computing <= least or level.tier.load == "always":
                 best, least = upto, ready + computing
@@ -321,14 +323,12 @@ class Tiers(TierStack[Level]):
             ranges = [(first, upto, computing)]
             while ranges:
                 low, high, fewest = ranges.pop()
-                bound = link.load_ns((low + 1 - first) * slot, now) - lead
-                bound = max(loading, bound) + fewest
+                bound = max(nearer, loading(level, low + 1 - first)) + fewest
                 if bound >= least:  # so of each range of one block, whose bound is its time
                     continue
                 middle = (low + high) // 2
                 between = rest(middle)
-                took = link.load_ns((middle - first) * slot, now) - lead
-                took = max(loading, took) + between
+                took = max(nearer, loading(level, middle - first)) + between
                 if took < least:
                     best, least = middle, took
                 ranges += [(low, middle, between), (middle, high, fewest)]
@@ -404,9 +404,8 @@ class Tiers(TierStack[Level]):
             ]
             return 0
         tokens = load.tokens if complete else end * size
-        if tokens > seq.computed:
-            self.cache.commit(seq, tokens - seq.computed, now)
-        return max(tokens, seq.hit_blocks * size)
+        self.cache.commit(seq, tokens - seq.computed, now)
+        return tokens
 
     # Ahead of a request.
 
@@ -488,9 +487,8 @@ class Tiers(TierStack[Level]):
                 stats.hits += right
                 stats.ratio_sum += right / seq.lookup_blocks
         self._brought.pop(seq.request.id, None)
-        if end * size > seq.computed:
-            self.cache.commit(seq, end * size - seq.computed, now)
-        return max(end, seq.hit_blocks) * size
+        self.cache.commit(seq, end * size - seq.computed, now)
+        return end * size
 
     # Preemption by swap.
 

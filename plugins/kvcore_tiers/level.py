@@ -128,8 +128,8 @@ class Part:
     def slots(self) -> Ids | None:
         """The slots of the blocks, in the order of the prompt; None if slots have no ids."""
         span, private = self.holder.span, self.holder.private
-        shared = path_ids(span, self.first, self.end) if self.first < span.end else None
-        if private is None or self.end <= span.end:
+        shared = path_ids(span, self.first, self.end)
+        if not private:
             return shared
         own = private[max(self.first - span.end, 0) : self.end - span.end]
         return own if shared is None else shared + own

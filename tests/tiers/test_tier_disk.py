@@ -109,7 +109,7 @@ def test_of_the_owner_of_a_directory_the_first_200_characters_are_named(tmp_path
     """A directory is in use by what its lock says, of which a long text is cut."""
     with opened(tmp_path):
         (tmp_path / "lock").write_text(250 * "x")
-        with pytest.raises(InputError, match="in use by x{200}: wait"):
+        with pytest.raises(InputError, match=f"in use by {200 * 'x'}: wait"):
             opened(tmp_path)
 
 

@@ -157,7 +157,7 @@ def test_a_refused_connection_is_closed(own_server):
     with own_server.client() as client:
         client.execute_command("ACL", "SETUSER", "default", "-ping")
         clients = len(client.client_list())
-        with pytest.raises(InputError, match="refused: .*start the server") as error:
+        with pytest.raises(InputError, match=r"refused: .*start the server") as error:
             opened(own_server.url)
         client.time()  # in the turn after it, the server has seen the end
         assert len(client.client_list()) == clients

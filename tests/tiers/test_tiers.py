@@ -407,20 +407,23 @@ def test_an_awaited_prefetch_hits_what_the_pool_had_lost(hit, loaded, hits, resu
 
 
 def damaged_after(intact):
-    """Return tiers of which two hold 2 and 3 blocks of a request, and the request.
+    """Return two tiers, which hold the first 2 and all 5 blocks of a request, and the request.
 
     Also returns a list that gets the ids of the blocks of the pool into which each level is
-    read, and the level. Of the blocks the first `intact` ones are not damaged.
+    read, and the level. The pool has the first block, and the first `intact` are not damaged.
     """
     cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK, ids=True)
     tiers = Tiers(cache, ["host:memory=1MB,load=always"] * 2, SLOT, ids=True)
     request, copied = ask("a", prompt=5 * BLOCK + 1, keys=prompt(1, 5)), []
-    seq = cache.open(request)
-    cache.commit(seq, seq.tokens)
-    for level, end in zip(tiers.levels, (2, 5), strict=True):
-        level.store(seq.span, end, 0, None)
-    cache.close(seq)
-    cache.tree.discard(next(cache.tree.spans()), 0, "expired")
+    for held in (5, 1):
+        seq = cache.open(ask(held, prompt=held * BLOCK, keys=prompt(1, held)))
+        cache.commit(seq, seq.tokens)
+        if held == 5:
+            for level, end in zip(tiers.levels, (2, 5), strict=True):
+                level.store(seq.span, end, 0, None)
+        cache.close(seq)
+        if held == 5:
+            cache.tree.discard(next(cache.tree.spans()), 0, "expired")
 
     def finish(part, ids):
         copied.append((list(ids), part.level))
@@ -433,7 +436,7 @@ def damaged_after(intact):
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("intact", range(6))
+@pytest.mark.parametrize("intact", range(1, 6))
 def test_a_load_counts_up_to_its_first_damaged_block(intact, resumed):
     """Of a load from two levels, the blocks before the first damaged one are computed tokens.
 
@@ -445,8 +448,8 @@ def test_a_load_counts_up_to_its_first_damaged_block(intact, resumed):
     own, (near, far) = list(seq.table()), tiers.levels
     load = tiers.load(seq, 0, computed, resumed=resumed)
     assert tiers.finish(load, load.ready) == seq.computed == intact * BLOCK
-    assert copied == [(own[:2], near), (own[2:5], far)][: 1 + (intact >= 2)]
-    for level, blocks in ((near, min(intact, 2)), (far, max(intact - 2, 0))):
+    assert copied == [(own[1:2], near), (own[2:5], far)][: 1 + (intact >= 2)]
+    for level, blocks in ((near, min(intact, 2) - 1), (far, max(intact - 2, 0))):
         assert level.stats.hits == (0 if resumed else blocks)
         assert level.stats.ratio_sum == (0 if resumed else blocks / 5)
     assert near.tree.cached_blocks == min(intact, 2)
@@ -454,15 +457,29 @@ def test_a_load_counts_up_to_its_first_damaged_block(intact, resumed):
     tiers.cache.check_integrity()
 
 
-@pytest.mark.parametrize("intact", range(6))
+@pytest.mark.parametrize("intact", range(1, 6))
+def test_the_trace_of_a_load_has_its_intact_blocks(intact):
+    """Each level of a load has a line with the blocks that are used of it."""
+    tiers, request, _ = damaged_after(intact)
+    load, loads = tiers.load(tiers.cache.open(request), 0, computed), []
+    tiers.cache.trace = SimpleNamespace(
+        load=lambda _, **fields: loads.append(fields["blocks"]),
+        drop_from_tier=lambda *_, **__: None,
+    )
+    tiers.finish(load, load.ready)
+    assert loads == [min(intact, 2) - 1, max(intact - 2, 0)]
+
+
+@pytest.mark.parametrize("intact", range(1, 6))
 def test_a_prefetch_leaves_what_is_before_its_first_damaged_block(intact):
     """Of a prefetch from two levels, the blocks before the first damaged one are cached."""
     tiers, request, _ = damaged_after(intact)
     load = tiers.prefetch(request, 0, 10**9, computed, 0)
     assert tiers.finish(load, load.ready) == 0
+    assert load.seq.computed == intact * BLOCK
     cache = tiers.cache
     assert cache.probe(request) == cache.tree.cached_blocks == intact
-    assert [span.end for span in cache.tree.spans()] == ([intact] if intact else [])
+    assert all(span.start < span.end for span in cache.tree.spans())
     assert not cache.sequences
     cache.check_integrity()
 

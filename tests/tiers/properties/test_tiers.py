@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 from random import Random
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -35,6 +36,7 @@ from kvcore.testing import (
 from kvcore_plugins.latency import Linear, Roofline, TokenRate
 from kvcore_tiers.hierarchy import Tiers
 from kvcore_tiers.level import Level
+from kvcore_tiers.link import Link
 from kvcore_tiers.tier import Host
 
 few = settings(max_examples=max(settings.default.max_examples // 2, 1))
@@ -281,6 +283,59 @@ def test_the_fastest_prefix_is_loaded(name, held, rates, queued, more, lead):
     ready, upto = (0, 0) if load is None else (load.ready, load.parts[-1].end)
     computing = prefill_ns(target - upto * size, upto * size)
     assert times[upto] == max(ready - (lead or 0), 0) + computing == min(times)
+
+
+@settings(max_examples=100)
+@given(
+    hit=st.integers(0, 2),
+    levels=st.lists(
+        st.tuples(
+            *(st.integers(1, 9), st.integers(1, 4), st.integers(0, 9), st.integers(0, 9)),
+            st.sampled_from(("cost", "cost", "always")),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    block_ns=st.integers(0, 4),
+    context_ns=st.integers(0, 2),
+    lead=st.integers(0, 20),
+)
+def test_the_end_of_a_load_is_the_best_of_all(hit, levels, block_ns, context_ns, lead):
+    """No other end of a load takes less time; if it takes as long, all of a level is loaded.
+
+    What a level has to load in any case is loaded.
+    """
+    cache, now = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK), 7
+    tiers, runs, end = Tiers(cache, [], SLOT), [], hit
+    for blocks, ns, latency, wait, load in levels:
+        link = Link(SLOT * 10**9 // ns, 1, latency / 10**9)
+        link.free_at = now + wait
+        level = SimpleNamespace(link=link, slot_bytes=SLOT, tier=SimpleNamespace(load=load))
+        runs.append((level, end, end + blocks))
+        end += blocks
+
+    seq = SimpleNamespace(hit_blocks=hit, target=end * BLOCK + 1)
+
+    def prefill_ns(tokens, context):
+        assert context + tokens == seq.target
+        blocks = range(context // BLOCK, seq.target // BLOCK)
+        return sum(block_ns + context_ns * block for block in blocks)
+
+    floor = max((upto for level, _, upto in runs if level.tier.load == "always"), default=hit)
+
+    def took(upto):
+        loads = (
+            level.link.load_ns((min(upto, last) - first) * SLOT, now) - lead
+            for level, first, last in runs
+            if first < upto
+        )
+        return max(0, *loads, 0) + prefill_ns(seq.target - upto * BLOCK, upto * BLOCK)
+
+    best = tiers._cheapest(seq, runs, now, prefill_ns, lead)
+    times = {upto: took(upto) for upto in range(floor, end + 1)}
+    assert times[best] == min(times.values())
+    ends = [upto for _, _, upto in runs if upto > floor]
+    assert best > floor or all(times[upto] > times[floor] for upto in ends)
 
 
 ROWS = st.lists(
