@@ -310,8 +310,7 @@ class Tiers(TierStack[Level]):
             return level.link.load_ns(blocks * level.slot_bytes, now) - lead
 
         best = seq.hit_blocks
-        computing = least = rest(best)
-        ready = 0
+        least, ready = rest(best), 0
         for level, first, upto in runs:
             nearer = ready
             ready = max(nearer, loading(level, upto - first))

@@ -18,7 +18,7 @@ from helpers.serving import (
     serve,
     tiered_servers,
 )
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvcore import KVCache
@@ -298,9 +298,11 @@ def test_the_fastest_prefix_is_loaded(name, held, rates, queued, more, lead):
     ),
     block_ns=st.integers(0, 4),
     context_ns=st.integers(0, 2),
+    more=st.integers(0, 4),
     lead=st.integers(0, 20),
 )
-def test_the_end_of_a_load_is_the_best_of_all(hit, levels, block_ns, context_ns, lead):
+@example(hit=0, levels=[(1, 1, 0, 0, "cost")], block_ns=0, context_ns=0, more=0, lead=20)
+def test_the_end_of_a_load_is_the_best_of_all(hit, levels, block_ns, context_ns, more, lead):
     """No other end of a load takes less time; if it takes as long, all of a level is loaded.
 
     What a level has to load in any case is loaded.
@@ -314,7 +316,7 @@ def test_the_end_of_a_load_is_the_best_of_all(hit, levels, block_ns, context_ns,
         runs.append((level, end, end + blocks))
         end += blocks
 
-    seq = SimpleNamespace(hit_blocks=hit, target=end * BLOCK + 1)
+    seq = SimpleNamespace(hit_blocks=hit, target=(end + more) * BLOCK + 1)
 
     def prefill_ns(tokens, context):
         assert context + tokens == seq.target
