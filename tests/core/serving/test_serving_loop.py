@@ -254,6 +254,21 @@ def test_a_waiting_request_gets_the_blocks_of_a_pin_that_ends_early(steps, admit
     assert rows["c"]["admitted"] == admitted
 
 
+@pytest.mark.parametrize("jumps", [True, False])
+def test_a_waiting_request_gets_the_blocks_of_a_pin_whose_time_ends(jumps):
+    """Where the time of a pin ends, the next plan admits a request that waits for its blocks.
+
+    Until then 4 of 12 blocks are pinned, b has 4 or 5, and c needs 5.
+    """
+    requests = [
+        ask("a", 0, 17, 0, keys=range(4), hints=Hints(pin=150)),
+        ask("b", 0, 4, 30),
+        ask("c", 100, 18, 0),
+    ]
+    rows = serve(requests, blocks=12, jumps=jumps, trace=False).rows
+    assert rows["c"]["admitted"] == 160
+
+
 def test_keys_of_another_length_are_refused():
     """A request whose keys cover another number of tokens raises InputError that names it."""
     odd = Request(id="odd", prompt_tokens=6, output_tokens=1, keys=[1, 2], key_tokens=3)

@@ -1,5 +1,6 @@
 """The calls of a loop to its parts: meters, clients, schedulers that plan, the pool."""
 
+from types import SimpleNamespace
 from typing import ClassVar
 
 import attrs
@@ -100,6 +101,19 @@ def test_a_sequence_of_a_full_pool_can_have_the_slots_of_its_last_block():
     assert (cache.available_blocks, allocator.can_extend(seq)) == (0, True)
     allocator.extend(seq, 1, 0)
     assert allocator.can_extend(seq) is False
+
+
+@pytest.mark.parametrize(("prefill_left", "fits"), [(1, True), (0, False)])
+def test_a_job_paused_in_its_prefill_fits_into_a_full_pool(prefill_left, fits):
+    """A paused job that has the blocks of its next step needs none; one that decodes needs one.
+
+    The step for which the batch has slots is still to run, and the job's last block is full.
+    """
+    loop = loop_of([])
+    seq = loop._cache.open(ask("a", 0, 100 * BLOCK))
+    loop.allocator.allocated_until = 1
+    job = SimpleNamespace(seq=seq, prefill_left=prefill_left, length=100 * BLOCK)
+    assert loop.batcher._fits(job, 0) is fits
 
 
 def test_free_blocks_are_never_in_holes_too_short_for_a_request():
