@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, repeat
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
 from kvcore.serving.stats import Column, RunLog
-from kvcore_plugins.load import FEWEST, saturation_of
+from kvcore_plugins.load import FEWEST, _time, saturation_of
 
 SERVICE = 1000
 """Nanoseconds that a request takes on a server that serves them one by one."""
@@ -215,3 +217,18 @@ def test_the_figures_are_rates_and_waiting_requests():
     assert figures.waiting_half == pytest.approx(640 * 7 / 16, rel=0.02)
     assert figures.waiting_end == pytest.approx(640 * 15 / 16, rel=0.02)
     assert figures.why.startswith("2,000,000 requests/s come and 1,000,000/s are served; ")
+
+
+@pytest.mark.parametrize("steps", [Fraction(1), Fraction(5, 2), Fraction(7, 3), Fraction(40)])
+def test_work_in_steps_takes_its_whole_time_where_time_is_linear(steps):
+    """Tokens, pairs and contexts of layers take as long in any number of equal steps."""
+
+    def duration(work):
+        pairs, context = work.attended_pairs, work.context
+        return 2 * work.prefill + 3 * work.decode + sum(
+            rate * part for rate, part in zip((5, 7, 11, 13), (*pairs, *context), strict=True)
+        )  # fmt: skip
+
+    linear = SimpleNamespace(duration=duration)
+    expected = 2 * 17 + 3 * 19 + 5 * 23 + 7 * 29 + 11 * 31 + 13 * 37
+    assert _time(linear, 17, [23, 29], 19, [31, 37], steps) == expected
