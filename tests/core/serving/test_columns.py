@@ -58,10 +58,16 @@ def test_a_column_reads_as_its_list(cells, typecode, length):
 def test_appending_cells_equals_extending():
     """Appending one cell at a time gives the same column as `extend`."""
     column = Column("q")
-    for number in NUMBERS:
+    for length, number in enumerate(NUMBERS, 1):
         column.append(number)
+        assert len(column.newest) == length % ROWS
     assert column == NUMBERS
-    assert len(column.newest) == len(NUMBERS) % ROWS
+
+
+def test_the_mean_gap_of_a_request_is_from_its_first_token_to_its_end():
+    """The gaps of n tokens are n - 1; a request of one token, or without an end, has none."""
+    gaps = stats.mean_gaps([5, 0, 3, -1], [25, 0, 3, -1], [3, 2, 1, 2])
+    assert gaps == [10_000, 0, -1, -1]
 
 
 @pytest.mark.parametrize("as_bytes", [True, False])
