@@ -36,7 +36,7 @@ def test_the_watermark_reserves_whole_blocks(watermark, blocks, reserved):
 
 @pytest.mark.parametrize(
     ("own", "other", "longest"),
-    [(None, None, None), (8, None, 8), (None, 9, 9), (8, 9, 8), (9, 9, 9), (10, 9, 9)],
+    [(None, None, None), (1, None, 1), (None, 9, 9), (8, 9, 8), (9, 9, 9), (10, 9, 9)],
 )
 def test_the_lower_of_two_limits_of_a_sequence_holds(own, other, longest):
     """A sequence is no longer than `max_model_len`, nor than the positions of its model."""

@@ -49,7 +49,8 @@ def test_livelock_by_pauses():
         serve(REQUESTS, scheduler=Perverse(), max_seqs=1)
     text = str(caught.value)
     assert text.startswith("livelock at ")
-    assert "preemptions without a new token, the last of request" in text
+    # Above 100, and 10 for each of the five that run or wait.
+    assert "151 preemptions without a new token, the last of request" in text
     assert "1000 blocks" in text
     assert "Scheduler 'perverse' orders them differently every time" in text
     assert "a running job's priority may only improve" in text
@@ -145,6 +146,21 @@ def test_a_wrong_value_of_seconds_is_refused(seconds, message):
 
     with pytest.raises(PolicyError, match=message):
         serve(REQUESTS, latency=Timed(), max_seqs=1)
+
+
+def test_a_step_may_take_no_time():
+    """A latency model may return 0 seconds: a request then ends when it arrives."""
+
+    class Instant(LatencyModel):
+        """A latency model of steps that take no time."""
+
+        name: ClassVar[str] = "instant"
+
+        def seconds(self, work):
+            """Return no time."""
+            return 0.0 * work.prefill
+
+    assert serve([ask("a", 5)], latency=Instant()).rows["a"]["finish"] == 5
 
 
 @pytest.mark.parametrize("jumps", [True, False])

@@ -132,7 +132,8 @@ def test_an_arrival_beyond_the_clock_is_refused():
         ([ask("a", -1)], r"request 'a' \(number 1\) arrives at -1 ns, before 0 ns"),
         ([ask("a", 5), ask("b", 4)], r"'b' \(number 2\) arrives at 4 ns, before 5 ns"),
         ([ask("a"), ask("b", 1), ask("a", 2)], "'a': an earlier request has the same id"),
-        ([ask(0), ask(0, 1)], "0: an earlier request has the same id"),
+        ([ask(0), ask(0)], "0: an earlier request has the same id"),
+        ([ask(0), ask("x"), ask(1), ask(1)], "1: an earlier request has the same id"),
         (
             [ask("a"), ask("b", after="a")],
             "'b' comes after request 'a' and has no session: give both the same session",
