@@ -191,10 +191,10 @@ class Outcome(Shown):
                 "arrival_s": _seconds(came),
                 "admitted_s": _seconds(part["admitted"]),
                 "finish_s": _seconds(ended),
-                "queue_s": _seconds(_since(came, part["admitted"])),
-                "ttft_s": _seconds(_since(came, began)),
+                "queue_s": _since(came, part["admitted"]),
+                "ttft_s": _since(came, began),
                 "tpot_s": _seconds(mean_gaps(began, ended, part["output"]), PS_PER_S),
-                "e2e_s": _seconds(_since(came, ended)),
+                "e2e_s": _since(came, ended),
                 "prompt": list(part["prompt"]),
                 "output": list(part["output"]),
                 "hit_tokens": list(part["hit"]),
@@ -366,6 +366,6 @@ def _seconds(times: Iterable[int], second: int = NS_PER_S) -> list[float | None]
     return [None if time < 0 else time / second for time in times]
 
 
-def _since(begin: Iterable[int], end: Iterable[int]) -> list[int]:
-    """Return the nanoseconds from `begin` to `end`; -1 where there is no end."""
-    return [b - a if b >= 0 else -1 for a, b in zip(begin, end, strict=True)]
+def _since(begin: Iterable[int], end: Iterable[int]) -> list[float | None]:
+    """Return the seconds from `begin` to `end` (ns); None where there is no end."""
+    return [None if b < 0 else (b - a) / NS_PER_S for a, b in zip(begin, end, strict=True)]

@@ -351,7 +351,7 @@ def _time(
         return Fraction(0)
     parts = [part / steps for part in (prefill, decode, *pairs, *context)]
     corner = [floor(part) for part in parts]
-    rests = [part - rounded for part, rounded in zip(parts, corner, strict=True)]
+    rests = [part % 1 for part in parts]
     order = sorted(range(len(parts)), key=rests.__getitem__, reverse=True)
     levels = [Fraction(1), *(rests[index] for index in order), Fraction(0)]
     time = Fraction(0)
