@@ -1,6 +1,7 @@
 """Schedulers and latency models that fail or cause livelock: the error names the plugin."""
 
 import sys
+from math import inf
 from typing import ClassVar
 
 import attrs
@@ -130,6 +131,7 @@ def test_a_latency_model_without_a_valid_time_is_named(answer, message, jumps):
         (None, r"'timed': seconds\(.*\) returned None \(is a `return` missing\?\); give a fin"),
         ("1 ms", r"'timed': seconds\(.*\) returned '1 ms'; give a finite number of seconds"),
         (-1.0, r"'timed': seconds\(.*\) returned -1.0; give a finite number of seconds"),
+        (inf, r"'timed': seconds\(.*\) returned inf; give a finite number of seconds"),
     ],
 )
 def test_a_wrong_value_of_seconds_is_refused(seconds, message):
