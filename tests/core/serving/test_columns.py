@@ -70,6 +70,15 @@ def test_the_mean_gap_of_a_request_is_from_its_first_token_to_its_end():
     assert gaps == [10_000, 0, -1, -1]
 
 
+def test_merged_gaps_are_those_of_both_runs():
+    """Gaps of another run are added, those too that neither run has added up yet."""
+    gaps, other = stats.TokenGaps(), stats.TokenGaps()
+    gaps.pending.append((5, 0, 1, 1))
+    other.pending.append((7, 0, 1, 2))
+    gaps.merge(other)
+    assert (gaps.count, gaps.percentiles(1).mean) == (3, 19 / 3)
+
+
 @pytest.mark.parametrize("as_bytes", [True, False])
 def test_rows_of_a_log_that_come_as_columns_move_to_the_file(as_bytes):
     """A log takes rows as lists, or as bytes of integers, and keeps fewer than `ROWS`."""
