@@ -294,7 +294,7 @@ class AtomicFile(io.FileIO):
     def __init__(self, path: Path, what: str) -> None:
         """Open the file."""
         self._what = what
-        self._path = path
+        self._path = self._part = path
         try:
             if path.is_dir():
                 raise IsADirectoryError(EISDIR, "it is a directory; name a file in it")
@@ -313,8 +313,9 @@ class AtomicFile(io.FileIO):
             raise InputError(msg) from error
         except (KeyboardInterrupt, SystemExit):  # of a signal, when the file was just made
             with suppress(OSError):
-                super().__init__(self._part, "w", opener=opener)
-                self.discard()
+                if self._part != path:  # a pipe would wait for its reader once more
+                    super().__init__(self._part, "w", opener=_open_locked)
+                    self.discard()
             raise
 
     def close(self) -> None:

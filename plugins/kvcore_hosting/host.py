@@ -65,7 +65,7 @@ class _Branch(Sequence[Key]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[position] for position in range(*index.indices(len(self)))]
-        index = index + len(self) if index < 0 else index
+        index = range(len(self))[index]
         path: Any = self
         while isinstance(path, _Branch):
             if index >= path.start:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from select import select
+from stat import S_IFDIR, S_IFMT, S_IFREG
 from time import monotonic, sleep
 from typing import Any, NoReturn
 
@@ -36,7 +37,7 @@ from kvcore.untrusted import parse_json
 
 _DIE_WITH_PARENT, _NO_NEW_PRIVILEGES, _SET_SECCOMP, _FILTER = 1, 38, 22, 2
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_READ = (1 << 2) | (1 << 3)
+_READ, _LIST = 1 << 2, 1 << 3
 """Landlock's rights to read files, and to list folders."""
 _FILE_RIGHTS, _REFER, _TRUNCATE = (1 << 13) - 1, 1 << 13, 1 << 14
 _VERSION = 1
@@ -392,12 +393,13 @@ def _lock() -> None:
     libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)  # also if this process is killed
     libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     done = ruleset >= 0
-    # All folders but that of devices, so that nobody's terminal is read.
-    for folder in Path("/").iterdir():
+    # All can be listed, but not read what is in that of devices: nobody's terminal.
+    root = Path("/")
+    for path in (root, *root.iterdir()):
         with suppress(OSError):  # one that cannot be opened stays refused
-            if folder.name != "dev" and folder.is_dir() and not folder.is_symlink():
-                opened = os.open(folder, os.O_PATH | os.O_CLOEXEC)
-                allowed = struct.pack("=Qi", _READ, opened)
+            if path.name != "dev" and S_IFMT(path.lstat().st_mode) in (S_IFDIR, S_IFREG):
+                opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+                allowed = struct.pack("=Qi", _LIST if path == root else _READ, opened)
                 done = done and _syscall(_ADD_RULE, ruleset, 1, allowed, 0) == 0
                 os.close(opened)
     done = done and _syscall(_RESTRICT_SELF, ruleset, 0) == 0

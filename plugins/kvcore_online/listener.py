@@ -215,7 +215,8 @@ class Listener:
         # A few kilobytes expand to gigabytes, and other requests would wait meanwhile.
         if http.headers.get("Content-Encoding", "identity") != "identity":
             raise ApiError(NOT_JSON, "send the body without Content-Encoding")
-        if http.headers.get("Expect", "").lower() == "100-continue":
+        expected = http.headers.get("Expect", "").lower() == "100-continue"
+        if expected and http.version > (1, 0):  # clients of 1.0 know no such answer
             await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             http.writer.output_size = 0  # of the answer, which has not begun
         try:
@@ -292,9 +293,10 @@ class Listener:
 
     async def _answer(self, http: web.Request) -> web.StreamResponse:
         """Return the answer to a request by its handler, or to its refusal."""
-        handler = self._routes.get(f"{http.method} {http.path}")
+        path = http.rel_url.path_safe  # in which %2F is no separator
+        handler = self._routes.get(f"{http.method} {path}")
         if handler is None:
-            known = any(route.endswith(f" {http.path}") for route in self._routes)
+            known = any(route.endswith(f" {path}") for route in self._routes)
             return self._refuse(*(NO_METHOD if known else NOT_FOUND), None)
         try:
             return await handler(http)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import threading
 from pathlib import Path
@@ -173,6 +174,35 @@ def test_a_signal_that_comes_as_a_file_is_made_leaves_none(tmp_path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         AtomicFile(tmp_path / "rows.csv", "rows.csv")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_before_a_file_is_made_raises_what_it_raises(tmp_path, monkeypatch):
+    """What a signal raises is not hidden by an error about a file that is not there yet."""
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvcore.files.part_path", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        AtomicFile(tmp_path / "rows.csv", "rows.csv")
+
+
+def test_a_signal_ends_the_wait_for_the_reader_of_a_pipe(tmp_path):
+    """A signal that comes as a pipe waits for its reader ends that: it is not opened again."""
+    opened = []
+
+    class Waiting(io.FileIO):
+        def __init__(self, path, *_, **__):
+            opened.append(path)
+            raise KeyboardInterrupt
+
+    class Pipe(AtomicFile, Waiting):
+        pass
+
+    os.mkfifo(tmp_path / "rows")
+    with pytest.raises(KeyboardInterrupt):
+        Pipe(tmp_path / "rows", "rows")
+    assert opened == [tmp_path / "rows"]
 
 
 def test_an_empty_file_is_removed_when_it_is_closed(tmp_path):

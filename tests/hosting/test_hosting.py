@@ -249,6 +249,9 @@ def test_paths_that_share_their_beginnings_have_all_keys(runs):
             assert tuple(span.path_keys[: span.end]) == keys
             assert tuple(span.path_keys[index] for index in range(span.end)) == keys
             assert span.path_keys[-1] == list(span.path_keys)[-1]
+            for outside in (len(span.path_keys), -len(span.path_keys) - 1):
+                with pytest.raises(IndexError):
+                    span.path_keys[outside]
 
 
 def test_ends_of_one_long_prompt_take_little_memory():

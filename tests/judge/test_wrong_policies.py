@@ -319,6 +319,20 @@ def test_the_kernel_refuses_what_the_audit_does_not_see(name, judge, tmp_path, m
     assert "PermissionError" in verdict.what
 
 
+def test_the_root_folder_can_be_listed_and_its_files_read():
+    """A policy in `/`, where a container may have it, finds its modules there."""
+    files = [str(path) for path in Path("/").iterdir() if path.is_file()]
+    files = [path for path in files if os.access(path, os.R_OK)]
+
+    def listed():
+        sys.path.extend(files)  # these may be opened
+        for path in files:
+            Path(path).open("rb").close()
+        return len([*Path("/").iterdir()])
+
+    assert run_in_sandbox(listed, int, Limits()).result == len([*Path("/").iterdir()])
+
+
 def test_a_policy_opens_few_files(judge, tmp_path):
     """The kernel's memory for open pipes is in no limit: there are few of them."""
     methods = "def victim(self, now):\n    raise ValueError([os.pipe() for _ in range(64)])"

@@ -285,18 +285,29 @@ async def test_an_unexpected_error_is_one_line_and_a_500(
     ]
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, "/none"])
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1%2Fcompletions"])
 @pytest.mark.parametrize("expected", [b"\xff", b"wonders", b"100-continue"])
 @played(count=1)
 async def test_what_a_client_expects_fails_no_request(proxy, servers, client, expected, path):
-    """An unknown expectation is ignored, be it no text; 100-continue is met before a body."""
+    """An unknown expectation is ignored, be it no text; 100-continue is met before a body.
+
+    A path with %2F is another one than that with a slash.
+    """
     body = json.dumps(prompt()).encode()
     request = http_request(body, "Expect: ?", "Connection: close").replace(b"?", expected)
     answer = await raw(proxy, request.replace(COMPLETIONS.encode(), path.encode()))
     met = path == COMPLETIONS and expected == b"100-continue"
     first = b"HTTP/1.1 100 Continue\r\n\r\n" if met else b""
-    status = b"HTTP/1.1 404 " if path == "/none" else b"HTTP/1.1 200 "
+    status = b"HTTP/1.1 200 " if path == COMPLETIONS else b"HTTP/1.1 404 "
     assert answer.startswith(first + status)
+
+
+@played(count=1)
+async def test_a_client_of_http_1_0_is_not_told_to_continue(proxy, servers, client):
+    """A client of HTTP/1.0 knows no answer before its answer: it gets one."""
+    request = http_request(json.dumps(prompt()).encode(), "Expect: 100-continue")
+    answer = await raw(proxy, request.replace(b"HTTP/1.1", b"HTTP/1.0"))
+    assert answer.startswith(b"HTTP/1.0 200 ")
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, InputError])
