@@ -68,6 +68,22 @@ def test_draws_do_not_depend_on_other_requests():
     assert len(alone.keys() & seen) > 10
 
 
+@pytest.mark.parametrize("jumps", [True, False])
+@pytest.mark.parametrize(("at", "hit"), [(15, 8), (25, 12), (55, 24)])
+def test_blocks_of_accepted_drafts_can_be_hit_while_their_request_decodes(at, hit, jumps):
+    """Each block that verified tokens fill can be hit from the end of their step on.
+
+    A step of 10 ns adds a block: three drafts, and the token after them.
+    """
+    keys = range(1, 12)
+    requests = [
+        ask("a", 0, 4, 41, keys=[1], output_keys=keys[1:]),
+        ask("b", at, 45, 1, keys=keys),
+    ]
+    run = serve(requests, drafter=Acceptance(tokens=3, probability=1), jumps=jumps)
+    assert run.rows["b"]["hit"] == hit
+
+
 @given(
     servers() | tiered_servers(),
     st.sampled_from(["fcfs", "srpt", "slo"]),
