@@ -140,7 +140,7 @@ def dynamo(work: str, workload: Workload, name: str, block: int, *aims: str) -> 
 
 def loop(policy: str, *aims: str) -> Row:
     """Return the row of the serving loop alone."""
-    return Row(f"its loop alone, {policy}", part("loop", policy), seconds, aims)
+    return Row(f"the loop alone, bundled trace, block 512, `{policy}`", part("loop", policy), seconds, aims)
 
 
 def growth(quarter: float, whole: float) -> str:
@@ -228,7 +228,7 @@ def rows() -> dict[str, Row]:
         ),
         **{
             f"tracing-{block}": Row(
-                f"tracing, its loop, block {block}",
+                f"tracing, the loop alone, block {block}",
                 part("tracing", block), tracing, ("1.3×", "1.3×"),
                 "the loop with ids, and encoding the lines",
             )

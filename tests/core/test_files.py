@@ -176,8 +176,8 @@ def test_a_signal_that_comes_as_a_file_is_made_leaves_none(tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_signal_before_a_file_is_made_raises_what_it_raises(tmp_path, monkeypatch):
-    """What a signal raises is not hidden by an error about a file that is not there yet."""
+def test_the_error_of_a_signal_before_a_file_is_made_is_raised(tmp_path, monkeypatch):
+    """The error of a signal is not hidden by one about a file that is not there yet."""
 
     def interrupted(_):
         raise KeyboardInterrupt
