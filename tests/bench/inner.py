@@ -17,21 +17,13 @@ import struct
 import sys
 from collections.abc import Callable
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import orjson
-from bench.harness import (
-    KEY_TOKENS,
-    POOL,
-    POOL_TOKENS,
-    bundled,
-    cache_lru,
-    flat_lru,
-)
+from bench.harness import KEY_TOKENS, POOL, POOL_TOKENS, bundled, cache_lru, flat_lru
 
 from kvcore import Job, KVCache, Scheduler, Trace
 from kvcore.plugins import resolve
@@ -44,12 +36,16 @@ SMALL_BLOCKS = 32
 LEAVES = 20_000
 
 
+def cpu() -> float:
+    """Return the CPU seconds of this process so far, and of those that it has waited for."""
+    return sum(os.times()[:4])
+
+
 def cpu_seconds(work: Callable[[], object]) -> float:
-    """Return the CPU seconds of `work` in this process and in those that it waits for."""
-    before = os.times()
+    """Return the CPU seconds that `work` takes."""
+    before = cpu()
     work()
-    after = os.times()
-    return sum(after[:4]) - sum(before[:4])
+    return cpu() - before
 
 
 class ByPrompt(Scheduler):
@@ -62,9 +58,16 @@ class ByPrompt(Scheduler):
         return job.request.prompt_tokens
 
 
-def serve(block_size: int, *, eviction: str = "lru", trace: Path | None = None, **options):
+def serve(
+    block_size: int,
+    *,
+    eviction: str = "lru",
+    scheduler: Scheduler | None = None,
+    trace: Path | None = None,
+    ids: bool = False,
+) -> float:
     """Return the CPU seconds in which the loop serves the bundled trace from memory."""
-    requests, scheduler = bundled(), options.pop("scheduler", None)
+    requests = bundled()
 
     def run() -> None:
         recorder = None if trace is None else Trace(trace)
@@ -76,7 +79,7 @@ def serve(block_size: int, *, eviction: str = "lru", trace: Path | None = None, 
             accounting="tokens",
             key_tokens=KEY_TOKENS,
             trace=recorder,
-            **options,
+            ids=ids,
         )
         simulate(requests, cache=cache, scheduler=scheduler, residency=False)
         if recorder is not None:
@@ -194,13 +197,13 @@ def proxy() -> list[float]:
             aiohttp.ClientSession(servers[0].url) as direct,
         ):
             clients, used = (direct, bare, client), [0.0, 0.0, 0.0]
-            for turn in range(21):  # of the first, connections are made
+            for turn in range(21):  # in the first, connections are made
                 for place, each in enumerate(clients):
-                    before = os.times()
+                    before = cpu()
                     for number in range(100):
                         await timed(each, turn * 100 + number, stream=False)
-                    after = os.times()
-                    used[place] += (sum(after[:2]) - sum(before[:2])) * (turn > 0)
+                    if turn > 0:
+                        used[place] += cpu() - before
                 for server in servers:
                     server.calls.clear()
                     server.headers.clear()
@@ -215,5 +218,5 @@ PARTS: dict[str, Callable[..., list[float]]] = {
 }
 
 if __name__ == "__main__":
-    name, *arguments = islice(sys.argv, 1, None)
+    name, *arguments = sys.argv[1:]
     sys.stdout.write(orjson.dumps(PARTS[name](*arguments)).decode())

@@ -128,19 +128,34 @@ def dynamo(work: str, workload: Workload, name: str, block: int, *aims: str) -> 
     """Return the row of a simulation beside Dynamo's replay of the same requests."""
     trace, report = _file(f"{work}.jsonl"), _file("report.json")
 
+    completed: set[int] = set()
+
     def peer() -> float:
         if not trace.exists():
             trace.write_bytes(b"".join(peer_rows(workload)))
-        return measured(*peer_command(trace, report, block)).cpu
+        taken = measured(*peer_command(trace, report, block)).cpu
+        completed.add(orjson.loads(report.read_bytes())["completed_requests"])
+        return taken
 
-    ours = processes(simulation(name, block, "--no-residency"))
+    def ours(build: Build) -> list[float]:
+        taken = measured(*simulation(name, block, "--no-residency"), **build)
+        completed.add(orjson.loads(taken.output)["completed"])
+        if len(completed) > 1:
+            sys.exit(f"{work}: not both served the same requests: {completed}")
+        return [taken.cpu]
+
     both = aims or ("", "")
     return Row(f"{work}, block {block}", ours, times, both, "Dynamo 1.6.1: {}", "dynamo", peer)
 
 
 def loop(policy: str, *aims: str) -> Row:
     """Return the row of the serving loop alone."""
-    return Row(f"the loop alone, bundled trace, block 512, `{policy}`", part("loop", policy), seconds, aims)
+    return Row(
+        f"the loop alone, bundled trace, block 512, `{policy}`",
+        part("loop", policy),
+        seconds,
+        aims,
+    )
 
 
 def growth(quarter: float, whole: float) -> str:
@@ -316,7 +331,7 @@ def machine() -> str:
 
 def main(names: Sequence[str]) -> None:
     """Print the rows of these names, or all rows if there are none."""
-    if core is None:
+    if core() is None:
         sys.exit("the core in C is not there: `kvcore --version -v` says why")
     print(f"{machine()}\n")
     heads = "work", "beside", "in Python alone", "aim", "with the core in C", "aim", "runs"
