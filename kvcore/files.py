@@ -321,11 +321,8 @@ class AtomicFile(io.FileIO):
     def close(self) -> None:
         """Close the file; remove an unfinished one that is empty, as a signal may leave it."""
         with suppress(OSError):
-            if (
-                not self.closed
-                and self._part != self._path
-                and not os.fstat(self.fileno()).st_size
-            ):
+            unfinished = not self.closed and self._part != self._path
+            if unfinished and not os.fstat(self.fileno()).st_size:
                 self._part.unlink()
         super().close()
 

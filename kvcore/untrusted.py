@@ -226,6 +226,13 @@ def _has_too_many_names(document: bytes) -> bool:
     return names > MOST_NAMES
 
 
+def read_at_most(path: Path, most: int) -> bytes | None:
+    """Return the bytes of a file; None if it has more, as a device has, which has no end."""
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    return data if len(data) <= most else None
+
+
 def load_toml(path: Path) -> dict[str, Any]:
     """Return the tables of a TOML file.
 
@@ -235,9 +242,7 @@ def load_toml(path: Path) -> dict[str, Any]:
     """
     import tomllib  # noqa: PLC0415 - for files alone
 
-    with path.open("rb") as file:
-        data = file.read(TOML_BYTES + 1)
-    if len(data) > TOML_BYTES:
+    if (data := read_at_most(path, TOML_BYTES)) is None:
         msg = f"it is longer than {TOML_BYTES:,} bytes, which is the most"
         raise ValueError(msg)
     text = data.decode()

@@ -19,7 +19,7 @@ import attrs
 from kvcore.errors import InputError, shorten
 from kvcore.models.layers import MAX_WIDTH, LayerCache, merged
 from kvcore.models.spec import ModelSpec, bytes_of
-from kvcore.untrusted import LONGEST_LINE, load_toml
+from kvcore.untrusted import LONGEST_LINE, load_toml, read_at_most
 from kvcore_plugins.models.config import Config
 from kvcore_plugins.models.families import FAMILIES
 from kvcore_plugins.models.family import Build, Family, Layer, Part
@@ -84,9 +84,7 @@ def read_config(path: Path | str, dtype: str | None = None) -> ModelSpec:
 
 def _json(path: Path) -> Mapping[str, Any]:
     try:
-        with path.open("rb") as file:
-            data = file.read(LONGEST_LINE + 1)
-        if len(data) > LONGEST_LINE:  # as of a link to a device, which has no end
+        if (data := read_at_most(path, LONGEST_LINE)) is None:
             msg = f"{path}: it has more than {LONGEST_LINE >> 20} MiB: no configuration has"
             raise InputError(msg)
         fields = json.loads(data)

@@ -15,6 +15,7 @@ from kvcore.blake2 import blake2b
 from kvcore.errors import InputError
 from kvcore.files import unreadable_reason
 from kvcore.request import KEY_BYTES, Key, Request
+from kvcore.untrusted import read_at_most
 
 SECRET_BYTES = 32
 
@@ -50,12 +51,11 @@ class KeyedNames:
         if file is None:
             return cls()
         try:
-            with file.open("rb") as stream:
-                secret = stream.read(MOST_SECRET + 1)
+            secret = read_at_most(file, MOST_SECRET)
         except OSError as error:
             msg = f"{file}: cannot be read: {unreadable_reason(file, error)}"
             raise InputError(msg) from error
-        if len(secret) > MOST_SECRET:  # a device such as /dev/urandom has no end
+        if secret is None:
             msg = f"{file}: a key has at most {MOST_SECRET >> 20} MiB: give a smaller file"
             raise InputError(msg)
         if len(secret) < LEAST_SECRET:
