@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 from helpers.serving import BLOCK, ask
 
+import kvcore
 from kvcore import KVCache, PluginError, ScoreEviction, simulate
 from kvcore.config import RunConfig
 from kvcore.workloads import RequestList
@@ -26,6 +30,7 @@ from kvcore_lab.sweep import (
 )
 from kvcore_lab.sweep.cells import CellRun, WorkloadCache
 from kvcore_lab.sweep.executors import ThisProcess
+from kvcore_lab.sweep.sources import kvcore_digest, plugin_digests
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Roofline
 from kvcore_plugins.workload import Zipf
@@ -157,10 +162,16 @@ def test_the_seed_changes_the_digest_of_random_policies_only():
     assert digest(**fields, seed=1) == digest(**fields, seed=2)
 
 
-def test_another_version_of_kvcore_changes_the_digest(monkeypatch):
-    """Another version of kvcore changes the digest."""
-    before = digest()
-    monkeypatch.setattr("kvcore_lab.sweep.cells.version", lambda _: "99")
+def test_another_code_of_kvcore_changes_the_digest(monkeypatch, tmp_path):
+    """Code of kvcore that was edited changes the digest, whatever the version is."""
+    before = kvcore_digest()
+    copy = shutil.copytree(Path(kvcore.__file__).parent, tmp_path / "kvcore")
+    monkeypatch.setattr(kvcore, "__file__", str(copy / "__init__.py"))
+    assert kvcore_digest.__wrapped__() == before
+    with (copy / "serving" / "loop.py").open("a") as file:
+        file.write("# edited\n")
+    assert kvcore_digest.__wrapped__() != before
+    monkeypatch.setattr("kvcore_lab.sweep.cells.kvcore_digest", kvcore_digest.__wrapped__)
     assert digest() != before
 
 
@@ -183,14 +194,57 @@ def test_the_content_of_a_workload_file_changes_the_digest(tmp_path):
     assert first == moved != changed
 
 
-def test_the_source_file_of_a_plugin_changes_the_digest(tmp_path, monkeypatch):
-    """The source file of a plugin is part of the digest."""
-    module = sys.modules["kvcore_plugins.eviction.lru"]
-    before = digest()
-    edited = tmp_path / "lru.py"
-    edited.write_text("# another way\n")
-    monkeypatch.setattr(module, "__file__", str(edited))
-    assert digest() != before
+POLICY = """
+from base import worth
+from kvcore import ScoreEviction
+
+class Worth(ScoreEviction):
+    name = "worth"
+
+    def score(self, span, now):
+        return worth(span)
+"""
+
+WORTH = "def worth(span):\n    return span.last_access\n"
+
+
+def of_policy(folder, policy=POLICY, base=WORTH):
+    """Return the digest of a cell with a policy in a file that imports another one."""
+    folder.mkdir()
+    (folder / "base.py").write_text(base)
+    (folder / "policy.py").write_text(policy)
+    sys.path.insert(0, str(folder))
+    try:
+        return digest(eviction=f"{folder}/policy.py:Worth")
+    finally:
+        sys.path.remove(str(folder))
+        del sys.modules["base"]
+
+
+@pytest.mark.parametrize("edited", ["policy", "base"])
+def test_the_code_of_a_plugin_changes_the_digest(edited, tmp_path):
+    """The file of a plugin and one that it imports change the digest; a folder does not."""
+    before = of_policy(tmp_path / "one")
+    assert of_policy(tmp_path / "other") == before
+    text = {"policy": POLICY, "base": WORTH}[edited] + "# edited\n"
+    assert of_policy(tmp_path / "edited", **{edited: text}) != before
+
+
+def test_a_module_of_a_package_changes_the_digest_of_its_plugins(tmp_path, monkeypatch):
+    """All modules of the package of a plugin are part of the digest."""
+    digests = []
+    for package in ("first", "second"):
+        folder = tmp_path / package
+        folder.mkdir()
+        (folder / "__init__.py").write_text("")
+        (folder / "policies.py").write_text("from .base import worth\n")
+        (folder / "base.py").write_text(WORTH + "# edited\n" * len(digests))
+        monkeypatch.syspath_prepend(tmp_path)
+        import_module(f"{package}.policies")
+        digests.append(plugin_digests(f"{package}.policies"))
+    first, second = digests
+    assert first.keys() == second.keys() == {"__init__.py", "policies.py", "base.py"}
+    assert {name for name in first if first[name] != second[name]} == {"base.py"}
 
 
 def test_a_worker_with_another_digest_refuses_the_cell():

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from traceback import extract_tb
@@ -36,6 +34,7 @@ from kvcore_cluster.options import replicas_text
 from kvcore_lab.comparison import SHARING, KeptWorkload
 from kvcore_lab.statistics import session_groups, shares
 from kvcore_lab.sweep.grid import Mode, axes_of
+from kvcore_lab.sweep.sources import kvcore_digest, plugin_digests
 from kvcore_replay.belady import Belady, Future
 from kvcore_replay.untimed import hits_of
 
@@ -304,8 +303,8 @@ class CellRun:
     def digest(self) -> str:
         """The BLAKE2b digest of everything that the result depends on, as canonical JSON.
 
-        That is the version of kvcore, the digest of the workload, the sizes, and for every
-        plugin its name, its options and the content of its source file: an edited policy is
+        That is the code of kvcore, the digest of the workload, the sizes, and for every plugin
+        its name, its options and its code with all that it imports: an edited policy is
         another policy. Files that plugins read count by their content.
         """
         text = orjson.dumps(self._description(), option=orjson.OPT_SORT_KEYS)
@@ -382,7 +381,7 @@ class CellRun:
         served = self.scheduler, self.latency, self.drafter, rules, checkpoint
         plugins = (self.eviction, prefix, retention, *served, *below)
         described: dict[str, Any] = {
-            "kvcore": version("kvcore"),
+            "kvcore": kvcore_digest(),
             "mode": cell.mode,
             "workload": {"name": parts.workload.name, "digest": self._known.digest(parts)},
             "count": parts.geometry.accounting,
@@ -422,12 +421,11 @@ class CellRun:
         }
 
     def _described(self, plugin: Plugin | Belady) -> dict[str, Any]:
-        """Return the name of a plugin, its options, and the digest of the file of its code."""
-        code = getattr(sys.modules[type(plugin).__module__], "__file__", None)
+        """Return the name of a plugin, its options, and the digests of its code."""
         return {
             "name": plugin.name,
             "options": {name: self._content(value) for name, value in plugin.options().items()},
-            "code": code and self._content(Path(code)),
+            "code": plugin_digests(type(plugin).__module__),
         }
 
     def _content(self, value: Any) -> Any:
