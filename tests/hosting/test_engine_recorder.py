@@ -246,7 +246,7 @@ def test_a_recording_without_end_takes_bounded_memory(path, monkeypatch):
 
 
 def test_ends_of_one_long_prompt_take_little_memory(path):
-    """An end of a prompt of 2,000 blocks takes less than 50 kB, with lines that wait; its keys are 114 kB."""
+    """An end of a prompt of 2,000 blocks takes less than 50 kB; its keys are 114 kB."""
     recorder, ends = make(path, blocks=3_000), 10
     prompt = [b"%016d" % index for index in range(1_999)]
 
