@@ -74,7 +74,7 @@ class _FollowedIndex(PrefixIndex):
         return span, span.end
 
     def insert(self, span: Span, first: int) -> None:
-        """Insert a block, whose path shares its list of keys with others that begin alike."""
+        """Insert a block; its path shares its list of keys with those that begin as it does."""
         self.spans[key := span.path_keys[first]] = span
         assert span.parent is not None
         span.path_keys = extended_path(span.parent, [key])
