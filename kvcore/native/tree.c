@@ -152,7 +152,7 @@ PyObject *key_at(PyObject *keys, i64 place)
 {
     if (!there(keys))
         return NULL;
-    if (PyList_CheckExact(keys) && place < PyList_GET_SIZE(keys))
+    if (PyList_CheckExact(keys) && (size_t)place < (size_t)PyList_GET_SIZE(keys))
         return Py_NewRef(PyList_GET_ITEM(keys, place));
     return PySequence_GetItem(keys, place);
 }

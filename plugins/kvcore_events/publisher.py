@@ -168,7 +168,8 @@ class Publisher(Endpoint):
             for socket, _ in ready:
                 frames = socket.recv_multipart()
                 if socket is self._live:
-                    self.subscribers += 1 if frames[0].startswith(_SUBSCRIBED) else -1
+                    change = 1 if frames[0].startswith(_SUBSCRIBED) else -1
+                    self.subscribers = max(0, self.subscribers + change)
                 else:
                     self._answer(frames)
         return True

@@ -227,7 +227,7 @@ class PolicyHost:
         if parent is not None:
             above = spans.get(parent, above)
         if path is None:
-            path, start = _path(above, keys), above.end
+            path, start = extended_path(above, keys), above.end
         name = "" if request is None else request
         order = self._order(request)
         geometry, serial = self._geometry, self._last_id
@@ -733,7 +733,7 @@ def _not_cached(block: Block) -> InputError:
     return InputError(f"block {block!r} is not cached: it was never stored, or has left")
 
 
-def _path(above: Span, keys: Sequence[Key]) -> Sequence[Key]:
+def extended_path(above: Span, keys: Sequence[Key]) -> Sequence[Key]:
     """Return the keys of the path to `above` and then `keys`, in a shared list if possible."""
     path: Any = above.path_keys
     if above.parent is None:  # the root, which has none

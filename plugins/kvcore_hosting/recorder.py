@@ -24,6 +24,7 @@ from kvcore.trace.fields import EvictionDigest
 from kvcore.trace.writer import LiveTrace
 from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.untrusted import LONGEST_SESSION
+from kvcore_hosting.host import extended_path
 from kvcore_plugins.traces.keyed import KeyedNames
 
 Id = int | str
@@ -73,8 +74,10 @@ class _FollowedIndex(PrefixIndex):
         return span, span.end
 
     def insert(self, span: Span, first: int) -> None:
-        """Insert a block."""
-        self.spans[span.path_keys[first]] = span
+        """Insert a block; its path shares its list of keys with those that begin as it does."""
+        self.spans[key := span.path_keys[first]] = span
+        assert span.parent is not None
+        span.path_keys = extended_path(span.parent, [key])
 
     def remove(self, span: Span, first: int) -> None:
         """Delete a block."""

@@ -80,6 +80,9 @@ that takes pages out of use, which root may give for those of others, too."""
 MOST_BYTES = 1 << 22
 """Largest number of bytes of an answer."""
 
+BEGUN = b" "
+"""What is written before code that is not trusted runs, which may write the rest."""
+
 MOST_THREADS = 64
 """Largest number of threads: no limit of a process counts the kernel's memory for them."""
 
@@ -178,7 +181,7 @@ def run_in_sandbox(
         _run_child(function, limits, writer, unsafe=unsafe)
     os.close(writer)
     data, status, excess = _watch(child, reader, limits)
-    if excess or status or not data:
+    if excess or status or not data.strip():
         return Ended(None, *(excess or _how_it_died(status)))
     try:
         form: Any = tuple[kind | None, str, str, str | None]
@@ -186,7 +189,11 @@ def run_in_sandbox(
     except (ValueError, msgspec.ValidationError) as error:
         return Ended(None, "contract", f"its process answers what is no verdict: {error}")
     if wrong is not None:
-        raise InputError(wrong)
+        who = "the process of the policy says: " if data.startswith(BEGUN) else ""
+        msg = f"{who}{wrong}"
+        raise InputError(msg)
+    if result is None and not rule:
+        return Ended(None, "contract", "its process answers neither a result nor a rule")
     return Ended(result, rule, what)
 
 
@@ -307,6 +314,7 @@ def _attempt(
     sys.dont_write_bytecode = True
     sys.addaudithook(_audit)
     _state.watching = True
+    os.write(writer, BEGUN)
     result = function()
     if _state.breach is not None:
         return None, _state.breach.rule, _state.breach.what

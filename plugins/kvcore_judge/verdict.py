@@ -101,6 +101,8 @@ class Judge:
         Raises:
             InputError: there is no such file or class, or no sandbox on this system.
         """
+        if entry.path is not None and not entry.path.is_file():
+            entry.build()  # which says so
         about = self._sandboxed(entry.describe, dict[str, Any])
         if about.rule:
             return Verdict({}, about.rule, about.what)

@@ -134,8 +134,10 @@ class Listener:
         """
         loop = asyncio.get_running_loop()
 
-        def request(*parts: Any) -> Any:
-            return self._web.Request(*parts, loop, client_max_size=self._body)
+        def request(message: Any, *parts: Any) -> Any:
+            if message.url.absolute:  # no error of its host would be answered, nor end it
+                message = message._replace(url=message.url.relative())
+            return self._web.Request(message, *parts, loop, client_max_size=self._body)
 
         # No application of aiohttp: it answers headers that are no text before a handler can.
         self._http = self._web.Server(self._answered, request_factory=request, **self._options)

@@ -45,9 +45,10 @@ class StoredBlocks:
         self._publisher = publisher
         self._below: Watcher | None = cache.tree.watcher
         cache.tree.watcher = self
-        # Tokens of stored keys and of open prompts, and the number of open prompts by key.
+        # Tokens of stored keys and of those of open requests, whose number is counted by key.
         self._tokens: dict[Key, tuple[int, ...]] = {}
         self._open: Counter[Key] = Counter()
+        self._generated: dict[int | str, list[Key]] = {}
         self._stored: set[Key] = set()
         # Salts by the key of the first block.
         self._salts: dict[Key, str] = {}
@@ -82,14 +83,16 @@ class StoredBlocks:
     def generated(self, job: Job, keys: Sequence[Key], stream: TokenStream) -> None:
         """Remember the tokens of blocks that `job` has generated."""
         first = job.request.prompt_tokens // self._size + len(job.named_keys)
+        self._generated.setdefault(job.request.id, []).extend(keys)
         for index, key in enumerate(keys, first):
+            self._open[key] += 1
             if key not in self._tokens:
                 ids = stream.token_ids(index * self._size, (index + 1) * self._size)
                 self._remember(key, index, ids, job.request)
 
     def closed(self, request: TextRequest) -> None:
-        """Called when a request closes; forgets tokens of its prompt that are not stored."""
-        for key in request.keys:
+        """Called when a request closes; forgets those of its tokens that are not stored."""
+        for key in (*request.keys, *self._generated.pop(request.id, ())):
             self._open[key] -= 1
             if not self._open[key]:
                 del self._open[key]

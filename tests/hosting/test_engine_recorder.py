@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from random import Random
 
@@ -242,6 +243,44 @@ def test_a_recording_without_end_takes_bounded_memory(path, monkeypatch):
     lines, _ = finish(recorder, path)
     names = [line["id"] for line in lines_of(lines, "REQUEST")]
     assert names == ["a", "b", "c#2", "a#3", "b#4", "c#5"]
+
+
+def test_ends_of_one_long_prompt_take_little_memory(path):
+    """An end of a prompt of 2,000 blocks takes less than 50 kB; its keys are 114 kB."""
+    recorder, ends = make(path, blocks=3_000), 10
+    prompt = [b"%016d" % index for index in range(1_999)]
+
+    def end(index):
+        keys = [*(bytes(bytearray(key)) for key in prompt), b"end%013d" % index]
+        # So long after the one before that its lines are flushed.
+        serve(recorder, f"r{index}", keys, 9 * SECOND * index, hit=1_999 * (index > 0))
+
+    end(0)
+    tracemalloc.start()
+    try:
+        for index in range(1, ends + 1):
+            end(index)
+        assert tracemalloc.get_traced_memory()[0] < 50_000 * ends
+    finally:
+        tracemalloc.stop()
+    finish(recorder, path)
+
+
+def test_a_long_answer_takes_memory_with_its_length(path):
+    """Generated blocks share the keys of their path: 1,000 take less than 2 MB, not 5."""
+    recorder, blocks = make(path, blocks=2_000), 1_000
+    recorder.request(ask("a", [b"%016d" % 0], output=4 * blocks), 0)
+    recorder.opened("a", hit=0, blocks=2, now=0)
+    tracemalloc.start()
+    try:
+        for index in range(1, blocks):
+            recorder.extended("a", blocks=1, now=index)
+            recorder.committed("a", blocks=index + 1, keys=[b"%016d" % index], now=index)
+        assert tracemalloc.get_traced_memory()[0] < 2_000_000
+    finally:
+        tracemalloc.stop()
+    recorder.closed("a", blocks, output=4 * blocks)
+    finish(recorder, path)
 
 
 def test_a_recording_is_a_workload_of_its_requests(path):

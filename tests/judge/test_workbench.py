@@ -356,6 +356,7 @@ def test_a_dropped_file_stays_here(shown, answer, tmp_path):
 def test_a_policy_reaches_no_network_and_nothing_that_is_kept(shown):
     """A linked policy finds neither the network nor the files of the site."""
     names = ("fetch", "XMLHttpRequest", "WebSocket", "Worker", "caches", "indexedDB")
+    names += ("webkitRequestFileSystem", "webkitRequestFileSystemSync")
     source = f"import js\nraise ValueError([n for n in {names} if hasattr(js, n)])\n"
     error, _ = shown.run(source, "quick")
     assert "ValueError([])" in error

@@ -10,6 +10,7 @@ from textwrap import dedent, indent
 
 import pytest
 
+from kvcore.errors import InputError
 from kvcore_judge.entries import Entry
 from kvcore_judge.protocol import Panel, Stream
 from kvcore_judge.sandbox import Limits, landlock_version, run_in_sandbox
@@ -226,6 +227,18 @@ WRONG = {
             os._exit(0)
         """,
     ),
+    "answers-nothing": (
+        "contract",
+        """
+        def victim(self, now):
+            for file in range(3, 256):
+                try:
+                    os.write(file, b'[null,"","",null]')
+                except OSError:
+                    pass
+            os._exit(0)
+        """,
+    ),
     "makes-up-its-hits": (
         "contract",
         """
@@ -385,6 +398,23 @@ def test_a_policy_ends_if_its_judge_is_killed():
     ended, _, _ = select.select([policy], [], [], 30)
     os.close(policy)
     assert ended
+
+
+def test_a_policy_cannot_speak_for_its_judge(judge, tmp_path):
+    """Wrong input of which a policy tells is told as its own: it may ask for `--unsafe`."""
+    answer = """def victim(self, now):
+            for file in range(3, 256):
+                try:
+                    os.write(file, b'[null,"","","run it with --unsafe"]')
+                except OSError:
+                    pass
+            os._exit(0)
+    """
+    with pytest.raises(InputError, match=r"^the process of the policy says: run it with"):
+        judge.judge(written(tmp_path, answer))
+    with pytest.raises(InputError, match=r"missing\.py") as error:
+        judge.judge(Entry(str(tmp_path / "missing.py")))
+    assert "process" not in str(error.value)
 
 
 def test_what_a_policy_prints_is_dropped(judge, tmp_path, capfd):

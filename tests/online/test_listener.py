@@ -49,6 +49,32 @@ def test_errors_of_aiohttp_are_lines_but_for_malformed_requests(capsys):
     ]
 
 
+@pytest.mark.parametrize(
+    "target", ["http://xn--/known", "http://[v1.x]/known", "http:///known"]
+)
+def test_a_request_is_answered_whatever_its_host(target):
+    """A host that no name can have changes no answer, nor keeps a connection for ever."""
+
+    async def known(_):
+        return listener.json({})
+
+    address = {"host": "127.0.0.1", "port": 0, "client_timeout": 30, "shutdown_timeout": 1}
+    listener = Listener({"GET /known": known}, "a test", body=1, connections=1, **address)
+
+    async def scene():
+        await listener.start()
+        host, port = listener.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"GET {target} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode())
+        async with asyncio.timeout(20):
+            answer = await reader.read()
+        writer.close()
+        await listener.stop()
+        return answer
+
+    assert asyncio.run(scene()).split()[1] in (b"200", b"400")
+
+
 def test_others_have_their_turn_between_two_bodies():
     """Of bodies that are there at once one is decoded in a turn of the loop."""
     address = {"host": "127.0.0.1", "port": 0, "client_timeout": 1, "shutdown_timeout": 1}

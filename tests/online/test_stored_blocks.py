@@ -215,6 +215,20 @@ def test_generated_blocks_come_with_the_tokens_that_were_generated(publisher):
     assert stored._tokens[b"k" * 16] == (8, 9, 100, 101)
 
 
+def test_generated_blocks_that_are_never_stored_are_forgotten(publisher):
+    """A request that ends leaves no tokens of its answer but those of stored blocks."""
+    _, stored = make(publisher)
+    request = ask(0, range(10))
+    stored.opened(request)
+    stream = TokenStream(request, 1000, 0)
+    for token in range(100, 107):
+        stream.append(token)
+    stored.generated(job(request), [b"k" * 16, b"l" * 16], stream)
+    stored.closed(request)
+    assert not stored._tokens
+    assert not stored._open
+
+
 def test_blocks_of_an_open_prompt_keep_their_tokens_while_they_are_evicted(publisher):
     """A prompt that is open stores its blocks with their tokens again after an eviction."""
     cache, stored = make(publisher, blocks=4)

@@ -11,7 +11,7 @@ from helpers.model_configs import CONFIGS
 from kvcore.errors import InputError
 from kvcore_plugins.models.huggingface import model_of
 
-VALUES = ("x", "", [], [[]], ["x"], [1], {}, {"a": 1}, -1, 0, 1, 1.5, 1e400, True, None, 10**30)
+VALUES = ("x", "", [], [[]], ["x"], [1], {}, {"a": 1}, -1, 0, 1, 0.5, 1e400, True, None, 10**30)
 
 
 def kind_of(name):

@@ -26,6 +26,7 @@ from kvcore import InputError, Request
 from kvcore.cache.hints import priority_steps
 from kvcore.plugins import find_override
 from kvcore.request import DEFAULT_PRIORITY, KEY_BYTES
+from kvcore.units import INT64_LIMIT
 from kvcore_hosting import EngineRecorder, HostSettings, PolicyHost
 from kvcore_vllm.hints import read_hints, short_name
 
@@ -399,7 +400,8 @@ def kvcore_request(request: Any, block_size: int, now: int, *, keys: bool = True
         id=request.request_id,
         arrival=now,
         prompt_tokens=tokens,
-        output_tokens=request.max_tokens,
+        # `/inference/v1/generate` of vLLM takes any number of a client.
+        output_tokens=min(request.max_tokens, INT64_LIMIT - 1),
         keys=[name[:KEY_BYTES] for name in hashes],
         key_tokens=block_size,
         salt=request.cache_salt,

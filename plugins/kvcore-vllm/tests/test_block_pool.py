@@ -416,6 +416,18 @@ def test_hints_of_a_request_set_priorities(pool, caplog):
     assert "KV hint 1: tool must be text" in caplog.text
 
 
+def test_no_number_of_output_tokens_ends_the_scheduler(monkeypatch):
+    """A request that asks for 2**63 tokens, as an API of vLLM lets clients, is queued."""
+    monkeypatch.setenv("KVCORE_EVICTION", "lru")
+    server = SERVERS[0]
+    driver = vllm_engine.Driver(server, kvcore_vllm.SyncScheduler)
+    request = vllm_engine.make_request(server.requests[0], server)
+    request.max_tokens = 2**63
+    driver.scheduler.add_request(request)
+    (known,) = driver.scheduler.kv_cache_manager.known.values()
+    assert known.request.output_tokens == 2**63 - 1
+
+
 def test_a_request_aborted_while_it_waits_is_forgotten(pool):
     """A request that is aborted while it waits leaves the queue, without a call of `on_end`.
 

@@ -4,6 +4,8 @@
 const CLOSED = [
   "fetch", "XMLHttpRequest", "WebSocket", "WebSocketStream", "EventSource", "WebTransport", "importScripts",
   "Worker", "SharedWorker", "BroadcastChannel", "caches", "indexedDB", "navigator",
+  "webkitRequestFileSystem", "webkitRequestFileSystemSync",
+  "webkitResolveLocalFileSystemURL", "webkitResolveLocalFileSystemSyncURL",
 ];
 
 let python = null, files = 0;

@@ -481,7 +481,8 @@ def _nas_part(config: Config, block: Any, name: str, size: str) -> float | None:
     if part.get("no_op") is True:
         return None
     value = part.get(size)
-    if not isinstance(value, int | float) or not 0 < value <= MAX_WIDTH:
+    kinds = int if size == "n_heads_in_group" else int | float
+    if not isinstance(value, kinds) or not 0 < value <= MAX_WIDTH:
         config.refuse("block_configs", f"has {size} {shorten(repr(value))} in a layer")
     odd = [key for key, other in part.items() if other and key not in (size, "no_op")]
     if odd:

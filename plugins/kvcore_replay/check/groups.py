@@ -405,7 +405,8 @@ class GroupChecker(CacheChecker[GroupState]):
         self.lifecycles.apply(event)
         state, prompt = self.state, self.state.prompt(event.request)
         tokens = state.layout.tokens_of(prompt, self.lifecycles.output(prompt.id))
-        if self._in_flight is None or self._caps.refuses(prompt.tokens, tokens):
+        gone = state.header.mode == "wall"  # a client may leave before it is admitted
+        if gone or self._in_flight is None or self._caps.refuses(prompt.tokens, tokens):
             return
         need = sum(group.most_blocks(tokens, self._in_flight) for group in state.groups)
         if need <= state.header.blocks:

@@ -180,8 +180,8 @@ def test_a_policy_that_raises_ends_the_run_in_the_same_words(method, call):
     assert "no idea" in expected[1]
 
 
-@pytest.mark.parametrize("slot", ["parent", "children", "path_keys", "last_request"])
-@pytest.mark.parametrize("value", [None, 5, "deleted"])
+@pytest.mark.parametrize("slot", ["parent", "children", "path_keys", "start", "end"])
+@pytest.mark.parametrize("value", [None, -(10**9), "deleted"])
 @pytest.mark.parametrize("method", ["on_insert", "on_access", "on_release", "on_trim"])
 def test_what_a_policy_writes_into_a_span_is_never_read_as_something_else(method, slot, value):
     """A policy that breaks the tree ends the run with an error, or not; never the process."""

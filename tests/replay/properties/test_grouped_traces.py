@@ -50,6 +50,19 @@ def test_a_traced_run_with_tiers_is_checked(seed, tmp_path):
     assert recorded_run(path).loaded_tokens == tokens
 
 
+@pytest.mark.parametrize(("mode", "sound"), [("model", False), ("wall", True)])
+def test_a_client_may_leave_before_it_is_admitted(mode, sound, tmp_path):
+    """A REJECT of a request that fits is that of a client who has left, by the wall clock."""
+    path = tmp_path / "trace.jsonl"
+    grouped_run(3, path, count=4)
+    header, *others, end = lines(path)
+    asked = next(line for line in others if line["event"] == "REQUEST")
+    asked = asked | {"id": "gone", "t": others[-1]["t"]}
+    left = {"n": 0, "t": asked["t"], "event": "REJECT", "request": "gone", "why": "it has left"}
+    seal(path, [header | {"mode": mode}, *others, asked, left, end])
+    assert is_detected(path) is not sound
+
+
 @pytest.mark.parametrize(("seed", "tiers"), DAMAGED)
 def test_a_removed_or_repeated_line_is_found(seed, tiers, tmp_path):
     """A line that is missing or written twice is found behind a right digest.
