@@ -25,18 +25,14 @@ BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 _FACTORS = {unit.lower(): factor for unit, factor in (BINARY | DECIMAL).items()}
-# Bounded, since Python refuses to read thousands of digits.
-_NUMBER = r"\s*([0-9]{0,999}\.?[0-9]{1,999}"
-_SIZE = re.compile(rf"{_NUMBER})\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
+# Bounded, since Python refuses to read thousands of digits; compiled when first used.
+_NUMBER = r"(?ai)\s*([0-9]{0,999}\.?[0-9]{1,999}"
+_SIZE = rf"{_NUMBER})\s*([a-z]*)\s*"
 _MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _MULTIPLES |= {"ki": 2**10, "mi": 2**20, "gi": 2**30}
-_WHOLE = re.compile(
-    rf"{_NUMBER.replace('(', '([+-]?', 1)}(?:e[+-]?[0-9]{{1,3}})?)((?:[kmg]i?|[tp])?)\s*",
-    re.ASCII | re.IGNORECASE,
-)
-_SECONDS = re.compile(
-    rf"{_NUMBER}(?:e[+-]?[0-9]{{1,3}})?)\s*((?:[mun]?s)?)\s*", re.ASCII | re.IGNORECASE
-)
+_SIGNED = _NUMBER.replace("([", "([+-]?[")
+_WHOLE = rf"{_SIGNED}(?:e[+-]?[0-9]{{1,3}})?)((?:[kmg]i?|[tp])?)\s*"
+_SECONDS = rf"{_NUMBER}(?:e[+-]?[0-9]{{1,3}})?)\s*((?:[mun]?s)?)\s*"
 _UNITS = {"": NS_PER_S, "s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
 
 
@@ -48,7 +44,7 @@ def parse_bytes(text: str) -> int:
     Raises:
         InputError: not a number with a known unit, or 2^63 bytes and more.
     """
-    match = _SIZE.fullmatch(text)
+    match = re.fullmatch(_SIZE, text)
     amount = Fraction(match[1]) if match else None
     unit = match[2].lower() if match else ""
     factor = _FACTORS.get("b" if amount == 0 and not unit else unit)
@@ -93,7 +89,7 @@ def parse_whole(text: str, least: int = -INT64_LIMIT) -> int:
     Raises:
         InputError: the text is no such number.
     """
-    match = _WHOLE.fullmatch(text)
+    match = re.fullmatch(_WHOLE, text)
     amount = Fraction(match[1]) * _MULTIPLES[match[2].lower()] if match else None
     if amount is None or amount.denominator != 1:
         msg = f"expected a whole number, such as 8192, 8k or 1e5, not {shorten(text)!r}"
@@ -142,7 +138,7 @@ def parse_seconds(text: str) -> int:
     Raises:
         InputError: not a number, negative, finer than a nanosecond, or 2^63 ns and more.
     """
-    match = _SECONDS.fullmatch(text)
+    match = re.fullmatch(_SECONDS, text)
     if match is None:
         msg = f"time {text!r}: expected a number of seconds, such as 90 or 1.5, or 50ms"
         raise InputError(msg)

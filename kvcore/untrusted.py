@@ -3,7 +3,7 @@
 What is decoded here is plain data in bounded memory: its bytes, values and levels are counted,
 its text is valid, its counts fit the arithmetic. A value that is refused raises a ValueError
 that says why; who has asked for it names the file, the request or the server. SECURITY.md
-prints `LIMITS`.
+prints the limits.
 """
 
 from __future__ import annotations
@@ -81,76 +81,11 @@ LONGEST_EVENT, LONGEST_METRICS, LONGEST_TOKENS = 4 << 20, 4 << 20, 8 << 20
 """Largest number of bytes of an event in a server's stream, of its metrics that are read, and
 of its answer with the token ids of a prompt."""
 
-LIMITS: tuple[tuple[str, str], ...] = (
-    ("a line of a file", f"{LONGEST_LINE >> 20} MiB, and 2^20 ({MOST_VALUES:,}) values"),
-    ("the header of a trace", f"{TRACE_HEADER_BYTES >> 20} MiB"),
-    ("JSON, from files, clients and servers", f"nested at most {JSON_LEVELS} levels deep"),
-    (
-        "lists and objects in the JSON of clients and servers",
-        f"2^20 ({MOST_VALUES:,}), opening brackets in texts counted",
-    ),
-    ("names in that JSON", f"2^17 ({MOST_NAMES:,})"),
-    ("a TOML file", f"{TOML_BYTES >> 20} MiB, nested at most {TOML_LEVELS} levels deep"),
-    (
-        "a compressed trace, expanded",
-        f"{TRACE_EXPANSION} times its size, past the first {EXPANDED_BYTES >> 20} MiB",
-    ),
-    (
-        "a compressed recording, expanded",
-        f"{RECORDING_EXPANSION} times its size, past the first {EXPANDED_BYTES >> 20} MiB",
-    ),
-    (
-        "lines of a recording",
-        f"{FREE_LINES:,}, and one more for each {BYTES_OF_LINE} bytes of the file",
-    ),
-    (
-        "a compressed workload file, expanded",
-        f"{WORKLOAD_EXPANSION} times its size, past the first {EXPANDED_BYTES >> 20} MiB",
-    ),
-    (
-        "requests of a compressed trace that is run again (a what-if)",
-        f"{FREE_REQUESTS:,}, and one more for each {BYTES_OF_REQUEST} bytes of the file",
-    ),
-    ("numbers in a trace", "2^63 - 1"),
-    ("blocks that the runs of a line stand for", f"2^22 ({MOST_RUN_BLOCKS:,})"),
-    (
-        "blocks in use at once",
-        f"2^24 ({MOST_BLOCKS:,}), whatever the header says of the pool",
-    ),
-    ("entries in the tables of open forks", f"2^18 ({MOST_COPIES:,})"),
-    ("keys of blocks in all tiers together", f"2^23 ({MOST_TIER_KEYS:,})"),
-    (
-        "blocks and spans named, each time counted",
-        f"2^25 ({WORK:,}), and {WORK_OF_LINE:,} more for each line",
-    ),
-    (
-        "a payload of KV events",
-        f"{PAYLOAD_BYTES >> 20} MiB, nested at most {PAYLOAD_LEVELS} levels deep",
-    ),
-    (
-        "events, and texts, lists and maps, in such a payload",
-        f"2^18 ({PAYLOAD_EVENTS:,}), and 2^23 ({PAYLOAD_OBJECTS:,})",
-    ),
-    (
-        "headers of a request to `serve` or `route`",
-        f"{MOST_HEADERS}, each of {LONGEST_HEADER:,} bytes; its body by `--body`, and `body`",
-    ),
-    ("tokens of a request by a server's count", f"2^40 ({MOST_TOKENS:,})"),
-    ("the name of a session in a header or a body", f"{LONGEST_SESSION} characters"),
-    ("a `cache_salt` of a request to `serve`", f"{LONGEST_SALT:,} characters"),
-    (
-        "an event in the stream of a server behind `route`",
-        f"{LONGEST_EVENT >> 20} MiB; a whole answer by `answer`",
-    ),
-    ("the metrics of a server behind `route`", f"{LONGEST_METRICS >> 20} MiB are read"),
-    ("the tokens of a prompt by such a server", f"{LONGEST_TOKENS >> 20} MiB"),
-)
-"""What is limited, and how; these are the rows of the table in SECURITY.md."""
-
 _LONG_LINE = 1 << 20
 """Number of bytes from which on the values of a line are counted."""
 
-_CONTROLS = re.compile(
+# Patterns are texts, which `re` compiles when they are first used: most runs need none.
+_CONTROLS = (
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
     "\ufff9-\ufffb]"
 )
@@ -158,20 +93,17 @@ _CONTROLS = re.compile(
 surrogates, which no text that is printed can have."""
 
 # Of texts without an end, too, so that each character is looked at once.
-_TOML_TEXTS = re.compile(
-    r"""
+_TOML_TEXTS = r"""(?sx)
     "{3} (?: [^"\\] | \\. | "(?!"") )*+ (?:"{3})?
     | '{3} (?: [^'] | '(?!'') )*+ (?:'{3})?
     | " (?: [^"\\\n] | \\. )*+ "?
     | ' [^'\n]*+ '?
     | \# [^\n]*+
-    """,
-    re.DOTALL | re.VERBOSE,
-)
-_LONG_KEY = re.compile(rf"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{TOML_LEVELS + 1}}}")
+    """
+_LONG_KEY = rf"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{TOML_LEVELS + 1}}}"
 """Texts and comments of TOML, and a dotted key of too many parts in what is left."""
 
-_NOT_IN_HEADERS = re.compile("[\x00-\x08\x0a-\x1f\x7f\ud800-\udfff]")
+_NOT_IN_HEADERS = "[\x00-\x08\x0a-\x1f\x7f\ud800-\udfff]"
 """Control characters except tab, and bytes that are no UTF-8, as HTTP's parser gives them."""
 
 
@@ -248,7 +180,7 @@ def load_toml(path: Path) -> dict[str, Any]:
     text = data.decode()
     deep = f"it is nested more than {TOML_LEVELS} levels deep, which is the most"
     # Looked for first: tomllib takes memory with the square of the parts of a dotted key.
-    if _LONG_KEY.search(_TOML_TEXTS.sub("_", text)):
+    if re.search(_LONG_KEY, re.sub(_TOML_TEXTS, "_", text)):
         raise ValueError(deep)
     try:
         tables = tomllib.loads(text)
@@ -282,17 +214,19 @@ def header_text(value: str) -> str:
     """Return the value of a header as valid text: U+FFFD stands for what is none."""
     if value.isascii() and value.isprintable():
         return value
-    return _NOT_IN_HEADERS.sub("\N{REPLACEMENT CHARACTER}", value)
+    return re.sub(_NOT_IN_HEADERS, "\N{REPLACEMENT CHARACTER}", value)
 
 
 def fits_header(value: str) -> bool:
     """Return True if the value of a header may be sent on as it is."""
-    return (value.isascii() and value.isprintable()) or not _NOT_IN_HEADERS.search(value)
+    return (value.isascii() and value.isprintable()) or not re.search(_NOT_IN_HEADERS, value)
 
 
 def escaped(text: str) -> str:
     """Return `text` with control characters in visible ASCII, such as `<U+001B>`."""
-    return _CONTROLS.sub(lambda match: f"<U+{ord(match[0]):04X}>", text)
+    if text.replace("\n", "").replace("\t", "").isprintable():
+        return text
+    return re.sub(_CONTROLS, lambda match: f"<U+{ord(match[0]):04X}>", text)
 
 
 def escaped_json(document: bytes) -> bytes:
@@ -304,4 +238,4 @@ def escaped_json(document: bytes) -> bytes:
         return document
     text = document.decode()
     # Line ends are the only control characters of a document that are not in strings.
-    return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode()
+    return re.sub(_CONTROLS, lambda match: f"\\u{ord(match[0]):04x}", text).encode()

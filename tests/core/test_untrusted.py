@@ -6,13 +6,13 @@ from pathlib import Path
 
 import orjson
 import pytest
+from helpers.limits import LIMITS
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import untrusted
 from kvcore.untrusted import (
     JSON_LEVELS,
-    LIMITS,
     TOML_BYTES,
     TOML_LEVELS,
     escaped,
