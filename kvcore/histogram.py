@@ -108,9 +108,9 @@ class Histogram:
         self.weight += weight
         self.total += total
         self.high = max(self.high, high)
-        counts = memoryview(weights).cast("q").tolist()
-        for bucket, more in compress(enumerate(counts), counts):  # few buckets have any
-            self._weights[bucket] += more
+        counts = memoryview(weights).cast("q").tolist() if weight else ()
+        for bucket in compress(range(len(counts)), counts):  # few buckets have any
+            self._weights[bucket] += counts[bucket]
 
     def merge(self, other: Histogram) -> None:
         """Add the samples of another histogram. O(its buckets)."""
