@@ -47,7 +47,7 @@ class Installed:
             for line in text.partition("\n\n")[0].splitlines():
                 key, _, value = line.partition(":")
                 if key.lower() == name:
-                    return value.strip()
+                    return vars(self).setdefault(name, value.strip())
         from importlib.metadata import Distribution  # noqa: PLC0415 - see above
 
         return getattr(Distribution.at(self.folder), name)

@@ -15,6 +15,7 @@ from functools import cache, lru_cache
 from typing import (
     Annotated,
     Any,
+    ForwardRef,
     Literal,
     NamedTuple,
     TypedDict,
@@ -100,7 +101,10 @@ class Option(NamedTuple):
 def declared(entries: type) -> Mapping[str, Option]:
     """Return the options that a TypedDict declares, by name; it may have other entries."""
     options = {}
-    for name, hint in get_type_hints(entries, include_extras=True).items():
+    hints: Mapping[str, Any] = entries.__annotations__
+    if any(isinstance(hint, ForwardRef) for hint in hints.values()):  # written as texts
+        hints = get_type_hints(entries, include_extras=True)
+    for name, hint in hints.items():
         if get_origin(hint) is Annotated and isinstance(hint.__metadata__[-1], Option):
             # `Annotated[Annotated[T, read], option]` is flat.
             inner, *marks = get_args(hint)[:-1]

@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, suppress
 from functools import cache, lru_cache, partial
 from importlib import import_module
 from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from pluggy import PluginManager, PluginValidationError
@@ -127,7 +128,21 @@ class _Hooks(PluginManager):
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
         """Return the options of a hook; None if there is none of that name."""
-        return None if name.startswith("__") else super().parse_hookimpl_opts(plugin, name)
+        options = _marked(plugin, name, f"{PROJECT}_impl")
+        return super().parse_hookimpl_opts(plugin, name) if options is ... else options
+
+    def parse_hookspec_opts(self, module_or_class: Any, name: str) -> Any:
+        """Return the options of a specification; None if there is none of that name."""
+        options = _marked(module_or_class, name, f"{PROJECT}_spec")
+        return super().parse_hookspec_opts(module_or_class, name) if options is ... else options
+
+
+def _marked(module: object, name: str, mark: str) -> Any:
+    """Return the options of a function of a module, or None; ... where pluggy has to look."""
+    value = vars(module).get(name) if isinstance(module, ModuleType) else ...
+    if value is ... or isinstance(value, (MethodType, classmethod, staticmethod)):
+        return ...
+    return vars(value).get(mark) if isinstance(value, FunctionType) else None
 
 
 class Plugins:
