@@ -32,7 +32,7 @@ from kvcore_lab.cli.compare import DEVICE, MODEL
 from kvcore_lab.cli.lab_options import known_model
 from kvcore_lab.comparison import SHARING, compare
 from kvcore_plugins.workload._tables import row_ids
-from kvcore_plugins.workload.rows import FileWorkload
+from kvcore_plugins.workload.file_workload import FileWorkload
 from kvcore_replay.cli.trace_options import price_option, replica_option
 from kvcore_replay.misses.explain import explain as explain_trace
 from kvcore_replay.misses.reasons import Explanation, Id

@@ -14,7 +14,7 @@ from kvcore.files import as_path, unreadable_reason
 from kvcore.plugins.options import nearest
 from kvcore.units import as_float
 from kvcore.untrusted import load_toml
-from kvcore_plugins.workload.rows import TimedFile
+from kvcore_plugins.workload.file_workload import TimedFile
 
 _NAMES = ("messages", "prompt", "answer", "usage", "model", "time")
 _LATER = ("image_tokens", "isolate", "strict", "turns", "fields", *_NAMES[:-1])

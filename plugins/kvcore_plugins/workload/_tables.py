@@ -14,7 +14,8 @@ import attrs
 
 from kvcore import InputError
 from kvcore.workloads import lines
-from kvcore_plugins.workload.rows import FileWorkload, Row, parse_row
+from kvcore_plugins.workload.file_workload import FileWorkload
+from kvcore_plugins.workload.rows import Row, parse_row
 from kvcore_plugins.workload.times import HEAD, find_times
 
 COLUMNAR = ("input_lens", "output_lens")

@@ -14,7 +14,8 @@ from attrs.validators import ge
 from kvcore import InputError, Request
 from kvcore.workloads import lines
 from kvcore_plugins.workload._plain import csv_reader
-from kvcore_plugins.workload.rows import FileWorkload, Row, as_json, time_order
+from kvcore_plugins.workload.file_workload import FileWorkload
+from kvcore_plugins.workload.rows import Row, as_json, time_order
 from kvcore_plugins.workload.times import Clock, Timed, TimeOrder, moment
 
 _COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")

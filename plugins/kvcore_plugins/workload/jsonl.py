@@ -17,7 +17,8 @@ from kvcore.trace import SCHEMA
 from kvcore.trace.fields import slo_of
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import file_digest, lines
-from kvcore_plugins.workload.rows import FileWorkload, Row, parse_row
+from kvcore_plugins.workload.file_workload import FileWorkload
+from kvcore_plugins.workload.rows import Row, parse_row
 from kvcore_plugins.workload.turns import Turns
 
 SLO_TIMES = {"ttft", "tpot", "deadline"}

@@ -28,7 +28,8 @@ from kvcore_plugins.workload._tables import (
     requests_of,
     table_header,
 )
-from kvcore_plugins.workload.rows import Row, TimedFile, parse_row, time_order
+from kvcore_plugins.workload.file_workload import TimedFile
+from kvcore_plugins.workload.rows import Row, parse_row, time_order
 from kvcore_plugins.workload.times import (
     ENDS,
     HEAD,

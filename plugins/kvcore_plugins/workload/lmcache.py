@@ -15,7 +15,8 @@ from kvcore import InputError, Request
 from kvcore.blake2 import blake2b
 from kvcore.request import KEY_BYTES
 from kvcore.units import NS_PER_S
-from kvcore_plugins.workload.rows import FileWorkload, Row, rows
+from kvcore_plugins.workload.file_workload import FileWorkload
+from kvcore_plugins.workload.rows import Row, rows
 
 _HASH = re.compile(r"-?0x[0-9a-fA-F]{1,128}")
 

@@ -8,20 +8,16 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from heapq import heappop, heappush, heapreplace
 from pathlib import Path
-from random import Random
-from typing import Any, ClassVar, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import attrs
 import orjson
-from attrs.validators import gt, in_
-from attrs.validators import optional as if_given
 
 from kvcore import InputError, Request, Workload
 from kvcore.errors import shorten
-from kvcore.files import as_path
 from kvcore.units import INT64_LIMIT, NS_PER_S
-from kvcore.workloads import file_digest, lines, poisson_arrivals
-from kvcore_plugins.workload.times import UNITS, WINDOW, Clock, TimeOrder
+from kvcore.workloads import lines
+from kvcore_plugins.workload.times import WINDOW, Clock, TimeOrder
 
 MOST_NESTED = 250
 """Largest depth of nested values in a line, which can then be written again."""
@@ -45,69 +41,6 @@ def by_options(workload: Workload) -> tuple[Any, ...]:
     return partial(type(workload), **options), ()
 
 
-@attrs.define(eq=False)
-class FileWorkload(Workload):
-    """A workload in one file.
-
-    Attributes:
-        path: path of the file.
-        by_line: whether ids are numbers of lines, from 0; else of rows, without blank lines.
-    """
-
-    by_line: ClassVar[bool] = False
-
-    path: Path = attrs.field(converter=as_path)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle it by its options."""
-        return by_options(self)
-
-    @property
-    def digest(self) -> str:
-        """The digest of the file's bytes and of the other options."""
-        options = self.options()
-        return file_digest(options.pop("path"), **options)
-
-
-@attrs.define(eq=False)
-class TimedFile(FileWorkload):
-    """A workload in one file whose rows have times, or get random ones.
-
-    Attributes:
-        path: path of the file.
-        unit: unit of times that are numbers: s, ms, us, ns; None: that of the field's name, or
-            of their size.
-        rate: where rows have no times, requests a second, at random times (Poisson); `inf`:
-            all at once.
-        seed: seed of the random times.
-    """
-
-    unit: str | None = attrs.field(default=None, validator=if_given(in_(UNITS)), kw_only=True)
-    rate: float | None = attrs.field(default=None, validator=if_given(gt(0)), kw_only=True)
-    seed: int = attrs.field(default=0, kw_only=True)
-
-    @property
-    def digest(self) -> str:
-        """The digest of the file's bytes and of the other options, a unit in any case."""
-        options = self.options() | {"unit": self.unit or "s"}
-        return file_digest(options.pop("path"), **options)
-
-    def drawn_arrivals(self) -> Iterator[int]:
-        """Yield the times in ns of rows without times."""
-        draw = Random(f"{self.seed}/arrivals").random  # noqa: S311 - a workload, no secret
-        return poisson_arrivals(draw, math.inf if self.rate is None else self.rate)
-
-    def refuse_rate(self, row: Row, field: str) -> None:
-        """Raise InputError if a rate is given though `row` has a time in `field`."""
-        if self.rate is not None:
-            msg = (
-                f"{row.path}:{row.line}: it has times ({field!r}): leave out rate={self.rate}; "
-                "--rate-scale of `kvcore simulate` makes them faster"
-            )
-            raise InputError(msg)
-
-
-@attrs.define(eq=False)
 class Row:
     """The fields of one line, or of an object inside it.
 
@@ -119,10 +52,13 @@ class Row:
         prefix: the place of an inner object in the line, such as `requests[0].`.
     """
 
-    path: Path
-    line: int
-    fields: dict[str, Any]
-    prefix: str = ""
+    __slots__ = ("fields", "line", "path", "prefix")
+
+    def __init__(self, path: Path, line: int, fields: dict[str, Any], prefix: str = "") -> None:
+        self.path = path
+        self.line = line
+        self.fields = fields
+        self.prefix = prefix
 
     def natural(self, name: str, least: int = 0, below: int = INT64_LIMIT) -> int:
         """Return a field that must be a whole number in `[least, below)`."""

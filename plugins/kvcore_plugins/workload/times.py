@@ -13,8 +13,6 @@ from math import gcd
 from operator import le
 from typing import Any, TypeAlias, TypeVar
 
-import attrs
-
 from kvcore.units import INT64_LIMIT, NS_PER_S
 
 UNITS = {"s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
@@ -55,12 +53,11 @@ _EPOCH_WORDS = {"unix", "epoch", "utc"}
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-zµμ]+|\d+")
 # The least size of a number that counts from 1970 in a unit: that of 1973, of 2001 in s.
 _SIZES = ((10**17, "ns"), (10**14, "us"), (10**11, "ms"), (10**9, "s"))
-_NUMBER = re.compile(
-    r"[+-]?(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})(?:[eE][+-]?\d{1,2})?", re.ASCII
-)
-_MOMENT = re.compile(
-    r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d{1,30}))? ?(Z|UTC|[+-]\d\d:?\d\d)?",
-    re.ASCII | re.IGNORECASE,
+# Compiled when they are first used: times are whole numbers as a rule.
+_NUMBER = r"(?a)[+-]?(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})(?:[eE][+-]?\d{1,2})?"
+_MOMENT = (
+    r"(?ai)(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d{1,30}))? ?"
+    r"(Z|UTC|[+-]\d\d:?\d\d)?"
 )
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _DIGITS = 9
@@ -79,6 +76,8 @@ def name_and_unit(name: str) -> tuple[str, int | None]:
     `startTimeUnixNano` is `("starttime", 1)`, `created_at_us` is `("createdat", 1000)`. Of a
     name with dots, that of a field in an object, the last part counts.
     """
+    if name.isascii() and name.isalpha() and name.islower():  # a word, as most names are
+        return name, None
     words = [word.lower() for word in _WORD.findall(name.rpartition(".")[2])]
     factor = _UNIT_WORDS.get(words[-1]) if len(words) > 1 else None
     if factor is not None:
@@ -119,7 +118,6 @@ def finest(names: Sequence[str], rows: Sequence[Any], unit: str | None) -> str |
     return best
 
 
-@attrs.define
 class Clock:
     """Reads the times of one column, all in one unit.
 
@@ -134,16 +132,13 @@ class Clock:
         guess: the note of a unit that is a guess; empty: the unit is known.
     """
 
-    name: str
-    unit: str | None = None
-    assumed: str = "s"
-    reason: str = "since neither name nor size tells the unit"
-    guess: str = attrs.field(default="", init=False)
-    _factor: int = attrs.field(default=0, init=False)
-
-    def __attrs_post_init__(self) -> None:
-        """Look up the unit that is given, or that the name has."""
-        self._factor = UNITS[self.unit] if self.unit else name_and_unit(self.name)[1] or 0
+    def __init__(self, name: str, unit: str | None = None, assumed: str = "s") -> None:
+        self.name = name
+        self.unit = unit
+        self.assumed = assumed
+        self.reason = "since neither name nor size tells the unit"
+        self.guess = ""
+        self._factor = UNITS[unit] if unit else name_and_unit(name)[1] or 0
 
     @property
     def factor(self) -> int:
@@ -170,7 +165,7 @@ class Clock:
                 return self._in_range(integer * factor)
             if factor == NS_PER_S and len(part) <= _DIGITS and part.isdecimal():
                 return self._in_range(integer * factor + int(part.ljust(_DIGITS, "0")))
-        if _NUMBER.fullmatch(text):
+        if re.fullmatch(_NUMBER, text):
             decimal = Decimal(text)
             factor = self._factor or self._guess(int(decimal))
             return self._in_range(int((decimal * factor).to_integral_value()))
@@ -196,7 +191,7 @@ def moment(text: str) -> int | None:
 
     Without a time zone it is UTC. The fraction counts to the nanosecond.
     """
-    match = _MOMENT.fullmatch(text)
+    match = re.fullmatch(_MOMENT, text)
     with suppress(ValueError, OverflowError):
         if match is None:
             parsed, fraction = datetime.fromisoformat(text), 0
@@ -212,7 +207,6 @@ def moment(text: str) -> int | None:
     return None
 
 
-@attrs.define
 class TimeOrder:
     """Sorts rows by time, most of which come in order, and records what is to be noted.
 
@@ -222,11 +216,9 @@ class TimeOrder:
         rows, first, last: number of rows read, and the earliest and the latest time (ns).
     """
 
-    too_late: Callable[[Any], Exception]
-    late: int = attrs.field(default=0, init=False)
-    rows: int = attrs.field(default=0, init=False)
-    first: int = attrs.field(default=0, init=False)
-    last: int = attrs.field(default=0, init=False)
+    def __init__(self, too_late: Callable[[Any], Exception]) -> None:
+        self.too_late = too_late
+        self.late = self.rows = self.first = self.last = 0
 
     def sort(self, timed: Iterable[Timed[_T]]) -> Iterator[Timed[_T]]:
         """Yield the rows by time.

@@ -18,7 +18,8 @@ from kvcore import Request
 from kvcore.request import KeyPrefix
 from kvcore.units import NS_PER_S, as_float
 from kvcore.workloads import exponential, lines
-from kvcore_plugins.workload.rows import MOST_NESTED, FileWorkload, Row, Turn, merged, too_deep
+from kvcore_plugins.workload.file_workload import FileWorkload
+from kvcore_plugins.workload.rows import MOST_NESTED, Row, Turn, merged, too_deep
 
 _KEY_TOKENS = 64
 _KEY_BITS = 32

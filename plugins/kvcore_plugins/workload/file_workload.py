@@ -1,0 +1,81 @@
+"""The bases of workloads in one file, whose rows may have times or get random ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+import attrs
+from attrs.validators import gt, in_
+from attrs.validators import optional as if_given
+
+from kvcore import InputError, Workload
+from kvcore.files import as_path
+from kvcore.workloads import file_digest, poisson_arrivals
+from kvcore_plugins.workload.rows import Row, by_options
+from kvcore_plugins.workload.times import UNITS
+
+
+@attrs.define(eq=False)
+class FileWorkload(Workload):
+    """A workload in one file.
+
+    Attributes:
+        path: path of the file.
+        by_line: whether ids are numbers of lines, from 0; else of rows, without blank lines.
+    """
+
+    by_line: ClassVar[bool] = False
+
+    path: Path = attrs.field(converter=as_path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle it by its options."""
+        return by_options(self)
+
+    @property
+    def digest(self) -> str:
+        """The digest of the file's bytes and of the other options."""
+        options = self.options()
+        return file_digest(options.pop("path"), **options)
+
+
+@attrs.define(eq=False)
+class TimedFile(FileWorkload):
+    """A workload in one file whose rows have times, or get random ones.
+
+    Attributes:
+        path: path of the file.
+        unit: unit of times that are numbers: s, ms, us, ns; None: that of the field's name, or
+            of their size.
+        rate: where rows have no times, requests a second, at random times (Poisson); `inf`:
+            all at once.
+        seed: seed of the random times.
+    """
+
+    unit: str | None = attrs.field(default=None, validator=if_given(in_(UNITS)), kw_only=True)
+    rate: float | None = attrs.field(default=None, validator=if_given(gt(0)), kw_only=True)
+    seed: int = attrs.field(default=0, kw_only=True)
+
+    @property
+    def digest(self) -> str:
+        """The digest of the file's bytes and of the other options, a unit in any case."""
+        options = self.options() | {"unit": self.unit or "s"}
+        return file_digest(options.pop("path"), **options)
+
+    def drawn_arrivals(self) -> Iterator[int]:
+        """Yield the times in ns of rows without times."""
+        draw = Random(f"{self.seed}/arrivals").random  # noqa: S311 - a workload, no secret
+        return poisson_arrivals(draw, math.inf if self.rate is None else self.rate)
+
+    def refuse_rate(self, row: Row, field: str) -> None:
+        """Raise InputError if a rate is given though `row` has a time in `field`."""
+        if self.rate is not None:
+            msg = (
+                f"{row.path}:{row.line}: it has times ({field!r}): leave out rate={self.rate}; "
+                "--rate-scale of `kvcore simulate` makes them faster"
+            )
+            raise InputError(msg)
