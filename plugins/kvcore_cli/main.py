@@ -22,7 +22,7 @@ from kvcore.hookspecs import ASK, CHECK, LOOK, PLUMBING, REAL, Verb
 from kvcore.plugins.base import FAILURES
 from kvcore.plugins.manager import error_line, imported_place, installed
 from kvcore.plugins.options import nearest
-from kvcore_cli.verb import echo, flags_of
+from kvcore_cli.verb import Helped, echo, flags_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -106,7 +106,7 @@ class Terminated(KeyboardInterrupt):
     """Raised on SIGTERM: files are discarded as for Ctrl-C."""
 
 
-class Verbs(click.Group):
+class Verbs(Helped, click.Group):
     """A click group that imports a verb's module only when the verb is needed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -474,7 +474,7 @@ def _prepare_streams() -> None:
     """Let stdout and stderr write any text, even if they are closed or have few characters."""
     codecs.register_error("kvcore", _plain)
     # click takes "ascii" for a mistake, and writes UTF-8 there.
-    codecs.register({"kvcore_ascii": _ascii()}.get)
+    codecs.register(lambda name: _ascii() if name == "kvcore_ascii" else None)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed: the next file that is opened would get its number

@@ -49,14 +49,18 @@ from kvcore_cli.verb import (
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def _read(name: str, ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """Return the value that `RunConfig` reads from the text of an option.
+def _read(
+    name: str, default: Any, ctx: click.Context, param: click.Parameter, value: Any
+) -> Any:
+    """Return the value that `RunConfig` reads from the text of an option, or its default.
 
     Text that it reads as None, such as `none`, stays text: in a verb that runs a trace again,
     None means that the option is as recorded.
     """
     if value is None or value == ():
         return None
+    if value == _shown(default):  # as at most starts, whose time is spent on reading it
+        return default
     try:
         read = read_option(name, value)
     except InputError as error:
@@ -156,7 +160,7 @@ def shared(
         more |= {"multiple": True, "default": ()}
     if declaration.metavar:
         more |= {"metavar": declaration.metavar, "type": click.UNPROCESSED}
-        more |= {"callback": partial(_read, name)}
+        more |= {"callback": partial(_read, name, default)}
         if kind_of(name) in KINDS:
             more |= plugin_completion(kind_of(name), declaration.metavar)
     elif declaration.choices or literal is not None:

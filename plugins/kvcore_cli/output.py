@@ -323,7 +323,9 @@ def line_seconds() -> float:
     Raises:
         InputError: the environment variable is no number of seconds.
     """
-    text = os.environ.get(PROGRESS_SECONDS, "10")
+    text = os.environ.get(PROGRESS_SECONDS)
+    if text is None:
+        return 10
     try:
         return parse_seconds(text) / NS_PER_S or inf
     except InputError as error:

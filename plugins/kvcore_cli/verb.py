@@ -78,7 +78,34 @@ RENAMED = {
 """Options of earlier releases, which are still accepted, and their present names."""
 
 
-class VerbCommand(click.Command):
+class Helped(click.Command):
+    """A command whose `--help` is made without a search for translations of its text."""
+
+    _help: click.Option | None = None
+
+    def get_help_option(self, ctx: click.Context) -> click.Option | None:
+        """Return the option that shows the help page; None if its flags are other options'."""
+        if self._help is None and (flags := self.get_help_option_names(ctx)):
+            self._help = click.Option(
+                [*flags, "_shows_help"],
+                is_flag=True,
+                expose_value=False,
+                is_eager=True,
+                help="Show this message and exit.",
+                callback=_show_help,
+            )
+        return self._help
+
+
+def _show_help(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    """Print the help page and exit, if its flag is given."""
+    del param
+    if value and not ctx.resilient_parsing:
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+class VerbCommand(Helped):
     """The command of a verb. If it has many options, its help page has them under headings.
 
     Attributes:
