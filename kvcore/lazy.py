@@ -25,6 +25,9 @@ def deferred(
     def get(name: str) -> Any:
         if name in modules:
             return import_module(f"{package}.{name}")
+        if name.startswith("__"):  # an import asks for `__path__`, which only packages have
+            msg = f"module {package!r} has no attribute {name!r}"
+            raise AttributeError(msg)
         if name not in places:
             return import_module("kvcore.moved").former(package, name)
         own[name] = value = getattr(import_module(f"{package}.{places[name]}"), name)

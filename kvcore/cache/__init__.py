@@ -17,7 +17,8 @@ To read, in this order:
     integrity.py            all invariants in one place
 """
 
-from kvcore.cache.checkpoint import CheckpointPolicy, Segment
+from typing import TYPE_CHECKING
+
 from kvcore.cache.eviction import EvictionPolicy, LazyHeap, ScoreEviction
 from kvcore.cache.kvcache import KVCache
 from kvcore.cache.layout import BlockLayout, PromptBlocks, common_prefix
@@ -30,7 +31,12 @@ from kvcore.cache.sequence import Sequence
 from kvcore.cache.served import LayerPlan, ServedCache
 from kvcore.cache.span import Span
 from kvcore.cache.tree import SpanTree
-from kvcore.lazy import former
+from kvcore.lazy import deferred
+
+if TYPE_CHECKING:
+    from kvcore.cache.checkpoint import CheckpointPolicy, Segment
+else:  # of cache groups alone
+    __getattr__, __dir__ = deferred(__name__, {"checkpoint": "CheckpointPolicy Segment"})
 
 __all__ = [
     "BlockLayout",
@@ -56,5 +62,3 @@ __all__ = [
     "SpanTree",
     "common_prefix",
 ]
-
-__getattr__ = former(__name__)

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.hints import priority_steps
-from kvcore.cache.integrity import check_blocks, check_tree
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pins import ClientPins
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
@@ -275,6 +274,8 @@ class KVCache:
             AssertionError: an invariant does not hold; the message has the numbers.
             PolicyError: a plugin has failed, in the middle of a call.
         """
+        from kvcore.cache.integrity import check_blocks, check_tree  # noqa: PLC0415 - for checks
+
         if self.tree.failure is not None:
             self._raise_failure()
         check_tree(self.tree)

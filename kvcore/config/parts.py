@@ -26,7 +26,6 @@ from typing import Any, TypeAlias, cast
 
 import kvcore
 from kvcore.cache import KVCache, LayerPlan, Recorder, ServedCache
-from kvcore.cache.checkpoint import is_interval
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import CountingPool
 from kvcore.config.options import find_mode, read_option
@@ -552,5 +551,9 @@ class RunParts:
 def plugins_of(cache: ServedCache, *others: Plugin | None) -> list[Plugin]:
     """Return the plugins of a run: those of its cache, `others`, and its tiers."""
     tiers = [] if cache.tiers is None else [level.tier for level in cache.tiers.levels]
-    plugins = (cache.eviction, cache.prefix, cache.retention, cache.checkpoint, *others, *tiers)
-    return [plugin for plugin in plugins if plugin is not None and not is_interval(plugin)]
+    kept: list[Plugin | None] = [cache.eviction, cache.prefix, cache.retention]
+    if cache.checkpoint is not None:
+        from kvcore.cache.checkpoint import is_interval  # noqa: PLC0415 - of cache groups alone
+
+        kept += [] if is_interval(cache.checkpoint) else [cache.checkpoint]
+    return [plugin for plugin in (*kept, *others, *tiers) if plugin is not None]
