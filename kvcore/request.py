@@ -10,6 +10,7 @@ import attrs
 
 from kvcore.blake2 import blake2b
 from kvcore.errors import InputError
+from kvcore.record import Record
 from kvcore.units import INT64_LIMIT, NS_PER_S
 
 KEY_BYTES = 16
@@ -177,8 +178,8 @@ DEFAULT_PRIORITY: Final = 35
 HIGHEST_PRIORITY = 100
 
 
-@attrs.frozen
-class Retention:
+@attrs.frozen(repr=False)
+class Retention(Record):
     """A hint that sets the retention priority of the tokens `[start, end)` of a prompt.
 
     A block gets the highest priority of the hints that touch it.
@@ -219,8 +220,8 @@ def _tokens(share: int | None) -> int | None:
     return (None if share else 0) if type(share) is bool else share
 
 
-@attrs.frozen(kw_only=True)
-class Hints:
+@attrs.frozen(kw_only=True, repr=False)
+class Hints(Record):
     """A client's hints about the K/V of one request, beside `Retention`.
 
     The cache applies `pin`, `demote` and `share` with every eviction policy. Times are
@@ -268,8 +269,8 @@ NO_HINTS = Hints()
 """The hints of a request without hints."""
 
 
-@attrs.frozen(kw_only=True)
-class SLO:
+@attrs.frozen(kw_only=True, repr=False)
+class SLO(Record):
     """Latency targets of a client, in nanoseconds; None: no target.
 
     `SLO.in_seconds` makes one from times in seconds.
@@ -322,8 +323,8 @@ class SLO:
         return cls(**times)
 
 
-@attrs.define(kw_only=True)
-class Request:
+@attrs.define(kw_only=True, repr=False)
+class Request(Record):
     """A request as a workload yields it. Treat it as immutable.
 
     Attributes:
@@ -414,7 +415,7 @@ class Request:
             raise InputError(msg)
 
 
-@attrs.define(kw_only=True)
+@attrs.define(kw_only=True, repr=False)
 class TextRequest(Request):
     """A request with the tokens of its prompt, from which its keys are computed.
 

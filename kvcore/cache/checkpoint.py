@@ -13,11 +13,12 @@ from typing import ClassVar
 import attrs
 
 from kvcore.plugins.base import Plugin, find_override
+from kvcore.record import Record
 from kvcore.request import Request
 
 
-@attrs.define(eq=False, slots=True)
-class Segment:
+@attrs.define(eq=False, slots=True, repr=False)
+class Segment(Record):
     """The cached blocks of a text from one boundary to the next.
 
     Attributes:

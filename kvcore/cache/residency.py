@@ -12,6 +12,7 @@ import attrs
 from kvcore.cache.layout import common_prefix
 from kvcore.cache.span import Span
 from kvcore.histogram import Histogram
+from kvcore.record import Record
 from kvcore.request import Key
 from kvcore.units import NS_PER_S
 
@@ -330,8 +331,8 @@ class Residency:
         return None if rested is None else {self.tier: rested}
 
 
-@attrs.define
-class CacheStats:
+@attrs.define(repr=False)
+class CacheStats(Record):
     """Counts of first admissions; hits of resumed requests are counted separately.
 
     Attributes:

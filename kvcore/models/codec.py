@@ -11,6 +11,7 @@ import attrs
 from kvcore.errors import KvcoreError
 from kvcore.plugins.base import FAILURES, Plugin, policy_error
 from kvcore.plugins.options import spec_of
+from kvcore.record import Record
 
 Part: TypeAlias = Literal["keys", "values"]
 """The two halves of K/V, which a codec may code differently."""
@@ -32,8 +33,8 @@ BYTES_PER_NUMBER = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 """Bytes of a number, by the dtypes in which K/V can be computed."""
 
 
-@attrs.frozen
-class Plane:
+@attrs.frozen(repr=False)
+class Plane(Record):
     """An array that a block holds for each K/V head of a layer: codes, scales, zeros.
 
     Attributes:

@@ -15,6 +15,7 @@ import attrs
 
 from kvcore.errors import InputError
 from kvcore.models.spec import DeviceSpec, ModelSpec
+from kvcore.record import Record
 
 
 def default_prefill_cost() -> PrefillCost:
@@ -65,8 +66,8 @@ def pair_flop(model: ModelSpec) -> list[tuple[int | None, int]]:
     return [(window, ceil(pairs)) for window, pairs in flop.items() if pairs]
 
 
-@attrs.frozen
-class PrefillCost:
+@attrs.frozen(repr=False)
+class PrefillCost(Record):
     """The least seconds it takes to prefill tokens: a floor set by the device's FLOP/s.
 
     Attributes:

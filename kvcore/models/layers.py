@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import attrs
 
 from kvcore.errors import InputError
+from kvcore.record import Record
 
 CacheKind: TypeAlias = Literal[
     "full", "window", "chunk", "mla", "index", "compressed", "shared", "cross", "state"
@@ -29,8 +30,8 @@ MAX_WIDTH = 2**31 - 1
 MAX_BYTES = 2**50
 
 
-@attrs.frozen(kw_only=True)
-class LayerCache:
+@attrs.frozen(kw_only=True, repr=False)
+class LayerCache(Record):
     """One thing that equal layers of a model keep of each sequence, and what using it costs.
 
     Attributes:

@@ -15,6 +15,7 @@ from kvcore.models.layers import LayerCache
 from kvcore.models.spec import DeviceSpec, ModelSpec, count_field
 from kvcore.plugins import FAILURES, policy_error, resolve, wrong_answer
 from kvcore.plugins.options import Spec
+from kvcore.record import Record
 from kvcore.units import DECIMAL, format_bytes
 
 USABLE = Fraction(9, 10)
@@ -85,8 +86,8 @@ def degree_problem(model: ModelSpec, devices: int) -> str:
     return f"{heads} cannot be divided among {devices} devices; give {known}"
 
 
-@attrs.frozen
-class Deployment:
+@attrs.frozen(repr=False)
+class Deployment(Record):
     """One copy of a model: weights and K/V heads divided by identical devices.
 
     Attributes:
@@ -209,8 +210,8 @@ def _built(codec: Codec | type[Codec] | Spec | str | None) -> Codec:
     return built
 
 
-@attrs.frozen
-class KVLayout:
+@attrs.frozen(repr=False)
+class KVLayout(Record):
     """The layout of a model's K/V in blocks, and the bytes that it takes.
 
     Bytes are those of the codec's planes, scales included. A latent (MLA) is coded as the

@@ -9,6 +9,7 @@ import attrs
 
 from kvcore.errors import InputError
 from kvcore.models.layers import MAX_WIDTH, LayerCache, merged
+from kvcore.record import Record
 from kvcore.units import INT64_LIMIT
 
 # Bytes of 32 numbers: MXFP4 has a byte of scale for 32 of them, NVFP4 for 16.
@@ -73,8 +74,8 @@ def _same_as(name: str) -> Any:
     return attrs.Factory(lambda self: getattr(self, name), takes_self=True)
 
 
-@attrs.frozen(kw_only=True)
-class ModelSpec:
+@attrs.frozen(kw_only=True, repr=False)
+class ModelSpec(Record):
     """The shape of a decoder-only transformer, which determines its memory and FLOP.
 
     Attributes:
@@ -268,8 +269,8 @@ class ModelSpec:
         return fields
 
 
-@attrs.frozen(kw_only=True)
-class DeviceSpec:
+@attrs.frozen(kw_only=True, repr=False)
+class DeviceSpec(Record):
     """A GPU, by its data sheet.
 
     Attributes:

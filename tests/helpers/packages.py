@@ -2,7 +2,7 @@
 
 ORDER = [
     {"blake2", "errors"},
-    {"units", "untrusted"},
+    {"record", "units", "untrusted"},
     {"distributions", "files", "histogram", "lazy", "moved", "native", "progress"},
     {"sections"},
     {"notebook"},
