@@ -380,6 +380,7 @@ def test_tools_and_their_calls_reach_the_chat_template(server):
         data = json.dumps({"messages": messages, "max_tokens": 1, **body}).encode()
         status, document = ask(server, "/v1/chat/completions", data)
         assert status == 200, document
+        assert document["object"] == "chat.completion"
         counts.append(document["usage"]["prompt_tokens"])
     assert counts[0] < counts[1] == counts[2]
 
