@@ -90,8 +90,8 @@ class Batcher:
     """
 
     __slots__ = (
-        "_allocator", "_batch", "_cache", "_decisions", "_full", "_in_order", "_mixed",
-        "_ratio", "_reserve", "_rules", "_scheduler", "_step", "_tiers", "batching",
+        "_allocator", "_batch", "_cache", "_decisions", "_full", "_in_order", "_lends",
+        "_mixed", "_ratio", "_reserve", "_rules", "_scheduler", "_step", "_tiers", "batching",
         "blocked_job", "changed", "chunks", "loads", "moved", "names_output", "paused",
         "prefilling", "publishes_output", "running", "server", "timers", "waiting",
         "without_progress",
@@ -140,6 +140,8 @@ class Batcher:
         allocator.waiting, allocator.prefilling = self.waiting.entries, self.prefilling
         self._mixed = batching.steps == "mixed"
         self._in_order = self._mixed and allocator.in_order
+        # A prompt that is not chunked has tokens beside those of the jobs that decode.
+        self._lends = self._in_order and batching.chunked
         self._rules = rules = batching.rules
         # Cache groups allocate what is loaded when a load begins.
         tiers = cache.tiers is not None and not cache.grouped
@@ -366,9 +368,9 @@ class Batcher:
     def _allot_running(self, job: Job, now: int) -> None:
         """Add the chunk of a running job; in order, those that decode behind it come later."""
         step = self._step
-        behind = 0
-        if self._in_order and self.batching.chunked:
-            behind = sum(admission_of(job) < admission_of(other) for other in self._batch)
+        behind = self._lends and sum(
+            admission_of(job) < admission_of(other) for other in self._batch
+        )
         step.budget += behind
         if step.budget > 0:
             self._allot(job, now)
@@ -379,7 +381,7 @@ class Batcher:
 
         The next token of each is then the end of a prompt of which all else is computed.
         """
-        if self._step.budget >= 0 or not self._in_order:
+        if self._step.budget >= 0 or not self._lends:
             return
         for job in sorted(self._batch, key=admission_of)[self._step.budget :]:
             seq = job.seq
@@ -584,7 +586,7 @@ class Batcher:
 
     def _schedule(self, job: Job, now: int) -> bool:
         """Make `job` run if a slot is or can be made free, and it finds its blocks."""
-        if job is self.blocked_job and not self._frees_alone():
+        if job is self.blocked_job and not self._cache.eviction.expires_spans:
             return False
         if self._full or job in self._step.preempted:
             return False
@@ -602,11 +604,6 @@ class Batcher:
         if self._scheduler.heard:
             self._scheduler.tell("admitted", job, now)
         return True
-
-    def _frees_alone(self) -> bool:
-        """Return True if blocks may become free without an event: pins end, spans expire."""
-        cache = self._cache
-        return cache.pins is not None or cache.eviction.expires_spans
 
     def _take_slot(self, job: Job, now: int) -> bool:
         """Pause the running job that is last in order for `job`; return False if none is."""

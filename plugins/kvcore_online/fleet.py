@@ -72,8 +72,6 @@ class _ReportedBlocks:
         events: tuple[Event, ...] = ()
         if isinstance(item, Restart):
             tracker.restart(item.rank)
-        elif isinstance(item, Gap):
-            tracker.record_gap(item.rank, item.first, item.batches)
         elif (
             isinstance(item, Delivery)
             and batch

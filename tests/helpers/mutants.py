@@ -61,6 +61,7 @@ ROOMS = {
             *("tests/plugins/test_cache_groups_serving.py", "tests/plugins/test_checkpoint.py"),
             *("tests/plugins/test_named_blocks.py", "tests/engine/test_compaction.py"),
             *("tests/tiers/test_tiers.py", "tests/tiers/test_prefetch.py", PROPERTIES),
+            "tests/tiers/test_tier_option.py",
             "tests/plugins/golden/test_cache_groups.py",
             f"{VLLM_STEPS}::test_steps_of_cache_groups_are_those_of_vllm",
             f"{GROUPED_TRACES}::test_a_traced_run_is_the_same_run_and_is_checked",

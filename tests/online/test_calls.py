@@ -288,3 +288,15 @@ def test_too_many_prompts_are_refused_unread():
     model.__class__ = Unread
     with pytest.raises(ApiError, match="more prompts than the 8 requests"):
         read({"prompt": ["a"] * 9}, model=model)
+
+
+def test_a_chat_without_tokens_is_refused():
+    """A template that makes nothing of the messages of a chat is a 400 for its client."""
+
+    class Mute(SimulatedModel):
+        def encode_chat(self, *chat):
+            return []
+
+    with pytest.raises(ApiError, match="no tokens") as caught:
+        read({"messages": [user()]}, model=Mute())
+    assert (caught.value.status, caught.value.param) == (400, "messages")

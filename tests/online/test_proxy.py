@@ -228,10 +228,10 @@ async def test_a_restarted_server_is_used_again(proxy, servers, client):
 
 
 @played(failures=3)
-async def test_three_failed_checks_in_a_row_make_a_server_down(proxy, servers, client):
+async def test_three_failed_checks_in_a_row_make_a_server_down(proxy, servers, client, capsys):
     """A server is down after three failed checks in a row, and up again after a success.
 
-    Its replica has the usage of its cache.
+    A line tells either. Its replica has the usage of its cache.
     """
     replica = proxy.fleet.servers[0].replica
     assert replica.usage == 0.25
@@ -241,6 +241,11 @@ async def test_three_failed_checks_in_a_row_make_a_server_down(proxy, servers, c
     await until(lambda: not replica.up)
     servers[0].healthy = True
     await until(lambda: replica.up)
+    said = map(sentence, capsys.readouterr().err.splitlines())
+    name = f"kvcore: {servers[0].url[7:]} is"
+    assert [line for line in said if line.startswith(name)] == [
+        f"{name} {state}" for state in ("up", "down", "up")
+    ]
 
 
 @played()

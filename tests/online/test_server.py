@@ -305,13 +305,14 @@ def test_short_calls_are_answered_while_long_ones_are_read(monkeypatch):
     """Long calls are read one after another, and short calls do not wait for them."""
     begun, gate, running, most = threading.Event(), threading.Event(), [], []
     encode, parsed = kvcore.Generator.encode, []
+    prompt = "a" * (LONG - len('{"prompt": ""}'))
 
     def parse(body, objects):
         parsed.append(len(body) >= LONG)
         return parse_json(body, objects)
 
     def slow(self, text):
-        if len(text) < LONG:
+        if len(text) < len(prompt):
             return encode(self, text)
         running.append(text)
         most.append(len(running))
@@ -322,7 +323,7 @@ def test_short_calls_are_answered_while_long_ones_are_read(monkeypatch):
 
     monkeypatch.setattr(kvcore.Generator, "encode", slow)
     monkeypatch.setattr("kvcore_online.server.parse_json", parse)
-    long = json.dumps({"prompt": "a" * LONG}).encode()
+    long = json.dumps({"prompt": prompt}).encode()
     with serving(ServeConfig(port=0)) as server, ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(ask, server, "/tokenize", long) for _ in range(3)]
         assert begun.wait(20)
@@ -379,6 +380,7 @@ def test_tools_and_their_calls_reach_the_chat_template(server):
         data = json.dumps({"messages": messages, "max_tokens": 1, **body}).encode()
         status, document = ask(server, "/v1/chat/completions", data)
         assert status == 200, document
+        assert document["object"] == "chat.completion"
         counts.append(document["usage"]["prompt_tokens"])
     assert counts[0] < counts[1] == counts[2]
 

@@ -19,6 +19,7 @@ from kvcore_online.supervision import (
     report_errors,
     signalled,
     stopped,
+    supervised,
     warn,
 )
 
@@ -46,6 +47,21 @@ def test_messages_of_ever_new_kinds_are_bounded(capsys):
         messages.warn(f"error {index}")
     assert len(messages._counts) == 256 + 1
     assert len(capsys.readouterr().err.splitlines()) == 256 + 4
+
+
+def test_a_job_that_fails_is_told_and_started_again(monkeypatch, capsys):
+    """Each failure of a job without an end is a line, and a call, before it starts again."""
+    monkeypatch.setattr("kvcore_online.supervision.PAUSE_SECONDS", 0)
+    failures = []
+
+    async def job():
+        raise asyncio.CancelledError if len(failures) == 2 else OSError("gone")
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(supervised("a watch", job, lambda: failures.append("gone")))
+    lines = capsys.readouterr().err.splitlines()
+    said = "kvcore: a watch failed, and starts again: OSError: gone"
+    assert list(map(sentence, lines)) == [said] * 2
 
 
 ANY = resource.RLIM_INFINITY

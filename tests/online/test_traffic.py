@@ -74,7 +74,7 @@ def test_requests_are_written_in_order_of_arrival(tmp_path_factory, ends, wrong,
                 waiting.discard(open_.pop(0))
         assert not log._flights
         assert log._held == 0
-        log.close(1_000)
+        log.close(flights[-1].routes[-1][0])
     expected = [
         line
         for number in range(7)
@@ -147,11 +147,11 @@ def test_a_request_that_cannot_be_written_is_told_and_left_out(tmp_path):
     errors = []
     log = make_log(tmp_path / "day.jsonl", errors.append)
     wrong = Flight(Request(id="\ud800", prompt_tokens=1, key_tokens=2))
-    for flight in (wrong, flown(1)):
+    for flight in (wrong, flown(0, output=-1), flown(1)):
         log.begin(flight)
         log.end(flight)
     log.close(50)
-    assert [type(error) for error in errors] == [InputError]
+    assert [type(error) for error in errors] == [InputError] * 2
     assert lines(tmp_path / "day.jsonl") == [("REQUEST", 1), ("ROUTE", 1)]
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvcore import Request
 from kvcore.cache import BlockLayout
+from kvcore.errors import InputError
 from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_plugins.cache_groups.groups import BlockNames, GroupKind, name_generated
 from kvcore_plugins.cache_groups.named_blocks import NO_BLOCK
@@ -38,6 +39,26 @@ def test_a_hit_counts_its_tokens_and_its_blocks():
         request = Request(id=number, prompt_tokens=70, keys=range(4), key_tokens=16)
         cache.compute(request, 100)
     assert (cache.stats.hit_tokens, cache.stats.hit_blocks) == (64, 4)
+
+
+@pytest.mark.parametrize("tokens", [-1, 9])
+def test_a_commit_that_cannot_be_is_refused(tokens):
+    """A commit of fewer tokens than none, or of more than allocated, raises InputError."""
+    cache = GroupedCache([LayerGroup("full", 8)], 9)
+    seq = cache.open(Request(id=0, prompt_tokens=8, keys=[1], key_tokens=8))
+    with pytest.raises(InputError, match=f"commit of {tokens} tokens"):
+        cache.commit(seq, tokens)
+    assert seq.computed == 0
+
+
+def test_the_keys_of_a_path_are_those_of_the_prompt_and_of_what_it_has_generated():
+    """The text of a sequence has its prompt's keys, and names for generated blocks it needs."""
+    cache = GroupedCache([LayerGroup("full", 8)], 9)
+    seq = cache.open(Request(id=0, prompt_tokens=17, keys=[1, 2], key_tokens=8))
+    assert [list(cache.path(seq, 0, end)) for end in (1, 2)] == [[1, 2]] * 2
+    generated = list(cache.path(seq, 0, 4))
+    assert generated[:2] == [1, 2]
+    assert len(set(generated)) == 4
 
 
 def test_a_load_needs_blocks_for_what_is_not_in_the_pool():

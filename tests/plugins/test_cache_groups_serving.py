@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import get_args
 
 import attrs
 import pytest
 from helpers.grouped_requests import FULL, GROUPS, STATE, WINDOW, grouped_requests
-from helpers.jobs import job
+from helpers.jobs import job as job_of
 from helpers.serving import Even
 
 from kvcore import Request
@@ -18,11 +19,17 @@ from kvcore.models.catalogue import MODELS
 from kvcore.request import Hints
 from kvcore.serving import Batching, DecodeSteps, Rules, simulate
 from kvcore.serving.decode_batch import DecodeBatch
+from kvcore.serving.job import DECODE, admission_of
+from kvcore.serving.latency import SimulatedExecutor
+from kvcore.serving.loop import ServingLoop
 from kvcore.serving.stats import TokenGaps
+from kvcore.workloads.arrivals import Arrivals
 from kvcore_cli.report.simulation import group_text
 from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_plugins.cache_groups.groups import GroupKind
 from kvcore_plugins.cache_groups.plan import groups_of
+from kvcore_plugins.rules import VLLM
+from kvcore_plugins.scheduler import FCFS
 from kvcore_plugins.workload import Zipf
 
 
@@ -37,6 +44,7 @@ def test_jumps_change_no_decision(groups, rules):
         served = grouped_requests(f"{groups}/{rules}")
         result = simulate(served, cache=cache, batching=batching, jumps=jumps)
         cache.check_integrity()
+        assert cache.stats.requests == len(served)
         summary = {**result.summary(), "wall_s": 0}
         runs.append((summary, cache.pool.free_blocks, cache.unpinned_blocks))
     assert runs[0] == runs[1]
@@ -71,7 +79,22 @@ def test_a_state_cuts_chunks_at_its_blocks():
     assert cut(96, 4, 100) == 4
     assert cut(0, 64, 100, 40, 63) == 40
     assert cut(0, 5, 100) == 0  # too few tokens for a block: it waits
+    assert cut(5, 30, 35) == 3  # within a block
     assert GroupedCache([FULL, WINDOW], 100).chunk_tokens(0, 30, 100, 100, (), 64) == 30
+
+
+def test_a_prompt_that_is_not_chunked_delays_no_sequence():
+    """A step with a whole prompt that is longer than its tokens decodes all the same."""
+    asked = {"key_tokens": 8}
+    served = [
+        Request(id="a", arrival=0, prompt_tokens=8, output_tokens=12, **asked),
+        Request(id="b", arrival=25, prompt_tokens=100, output_tokens=3, **asked),
+    ]
+    batching = Batching(max_tokens=32, max_seqs=4, chunked=False)
+    log = simulate(
+        served, cache=GroupedCache([FULL], 400), batching=batching, latency=Even()
+    ).log
+    assert dict(zip(log.ids, log.finish, strict=True)) == {"a": 120, "b": 60}
 
 
 @pytest.mark.parametrize("jumps", [True, False])
@@ -99,6 +122,69 @@ def test_a_sequence_waits_to_which_a_prompt_before_it_leaves_no_token(jumps):
     rows = dict(zip(log.ids, zip(log.first_token, log.finish, strict=True), strict=True))
     assert rows == {"first": (30, 30), "a": (140, 140), "b": (110, 160)}
     assert log.steps == 9
+
+
+class Greedy(VLLM):
+    """vLLM's rules, asked for the chunks of prompts, and of none where no token is left."""
+
+    def chunk_tokens(self, job, tokens, state):
+        """Return the chunk of vLLM."""
+        assert state.budget > 0
+        return super().chunk_tokens(job, tokens, state)
+
+
+class InOrder:
+    """A meter that checks how each plan divides the tokens of its step."""
+
+    def passed(self, *part):
+        """Ignore what a step has done."""
+
+    def planned(self, loop, now):
+        """Check that each running job has what those admitted before it leave, up to its need.
+
+        A chunk is cut where the cache lets it end; a job that decodes needs one token.
+        """
+        batcher = loop.batcher
+        left, chunks = batcher.batching.max_tokens, dict(batcher.chunks)
+        for job in sorted(batcher.running, key=admission_of):
+            if job.stage == DECODE:
+                tokens = 1
+            else:
+                assert job.seq.computed == job.computed
+                tokens = min(job.prefill_left, left)
+                tokens = loop.allocator.chunk_tokens(job, tokens) if tokens else 0
+                assert chunks.pop(job, 0) == tokens
+            left -= tokens
+            assert left >= 0
+        assert not chunks
+
+
+def requests_that_branch(seed):
+    """Return requests with prompts whose states are cut where they branch, and short ones."""
+    rng, made, now = Random(seed), [], 0
+    for number in range(40):
+        now += rng.randrange(40)
+        keys, tokens, output = [], rng.randrange(1, 8), rng.randrange(3, 60)
+        if rng.random() < 0.5:
+            keys = [*range(rng.randrange(1, 12))]
+            keys += [f"{number}/{index}" for index in range(rng.randrange(6, 20))]
+            tokens, output = 8 * len(keys) + rng.randrange(8), rng.choice((1, 3, 20))
+        fields = {"prompt_tokens": tokens, "output_tokens": output}
+        made.append(Request(id=number, arrival=now, keys=keys, key_tokens=8, **fields))
+    return made
+
+
+@pytest.mark.parametrize(("seed", "rules"), [(4, Greedy), (6, Greedy), (6, VLLM)])
+def test_running_requests_have_the_tokens_of_a_step_in_order_of_admission(seed, rules):
+    """Each plan gives tokens to requests in order, whether they prefill, decode or wait."""
+    ServingLoop(
+        Arrivals(requests_that_branch(seed)),
+        GroupedCache(GROUPS["three"], 2000, key_tokens=8, checkpoint="chunk"),
+        FCFS(),
+        SimulatedExecutor(Even()),
+        Batching(rules=rules(lag=0), max_tokens=32, max_seqs=16, watermark=0),
+        meter=InOrder(),
+    ).run()
 
 
 def test_a_junction_at_the_end_of_a_prompt_is_a_stop_after_a_preemption():
@@ -131,7 +217,7 @@ def test_a_job_fits_with_its_whole_prompt_and_the_reserve():
     batch = DecodeBatch(DecodeSteps(), 8, (None,), TokenGaps())
     allocator = cache.allocator(batch, Batching(max_tokens=64, max_seqs=8))
     request = Request(id="a", prompt_tokens=41, keys=range(5), key_tokens=8)
-    fitting = job(request)
+    fitting = job_of(request)
     need = cache.need(cache.match(request), 41, whole=True)
     assert need == 6 + 1
     assert allocator.fits(fitting, 0, 30 - need)

@@ -243,11 +243,12 @@ class Ends(CheckpointPolicy):
 
     def __init__(self, index):
         """Evict the segment at 0 or -1 in the order of their use."""
-        self.index = index
+        self.index, self.known = index, set()
 
     def on_changed(self, segment):
-        """Refuse a segment of no tokens."""
+        """Refuse a segment of no tokens; keep those that have blocks."""
         assert segment.start < segment.end
+        (self.known.add if segment.blocks else self.known.discard)(segment)
 
     def victim(self, segments):
         """Return the first or the last segment."""
@@ -260,7 +261,8 @@ def test_segments_are_a_tree(seed, tier):
     """Each cached block is in one segment; none is below one that has lost its states.
 
     A segment with states has all its blocks of full attention, or what is below it has those
-    that had left with its states before these were loaded again.
+    that had left with its states before these were loaded again. The policy has been told of
+    them all, and of those that have left.
     """
     cache = new_cache(Ends(-(seed % 2)), 120)
     levels = GroupTiers(cache, [tier], 1 << 20).levels if tier else ()
@@ -269,6 +271,7 @@ def test_segments_are_a_tree(seed, tier):
     segments = list(cache._segments)
     blocks = sorted(block for s in segments for block in (*s.full, *s.kept))
     assert blocks == sorted(block for block, _ in cache._blocks)
+    assert cache.checkpoint.known == set(segments)
     for segment in segments:
         above = segment.above
         assert segment.resumable == bool(segment.kept)

@@ -65,6 +65,12 @@ def test_text_instance_list_and_function_make_the_same_tier(given):
     assert level.tier.memory == 2**30
 
 
+def test_a_tier_may_have_a_byte():
+    """The least memory and bandwidth are a byte, and a byte a second."""
+    tier = Host(memory=1, read_bandwidth=1)
+    assert (tier.memory, tier.read_bandwidth) == (1, 1)
+
+
 def test_the_eviction_policy_of_a_tier_may_have_an_option():
     """An eviction policy of a tier may have an option after a second colon.
 

@@ -120,8 +120,8 @@ class GroupAllocator(DecodeAllocator):
         tokens = self._chunk(job, match.tokens, min(tokens, most or tokens), match.boundaries)
         if not tokens:
             return None
-        if cache.tiers is not None and cache.reach(request, job.target) > match.tokens:
-            # What tiers load is allocated by the load; else the chunk is, which has room.
+        if cache.tiers is not None:
+            # What tiers load is allocated by the load; the chunk, which has room, after it.
             if cache.need(match, match.tokens + tokens) > available:
                 return None
             tokens = 0

@@ -552,11 +552,6 @@ class GroupedCache:
         if self.trace is not None:
             self.trace.group_free(self.now, seq=seq.id, runs=freed, reason="close")
 
-    def reach(self, request: Request, length: int) -> int:
-        """Return the longest prefix below `length` that the pool and its tiers have."""
-        assert self.tiers is not None
-        return self.longest(self._names(request), length, self.tiers.anywhere)[0]
-
     def block_of(self, group: int, name: Name) -> int | None:
         """Return the block of that name in the pool that hits; None: there is none."""
         return self._cached[group].get(name)

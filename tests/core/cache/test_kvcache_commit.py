@@ -50,6 +50,16 @@ def test_output_keys_publish_generated_blocks():
     assert cache.probe(ask("abcde")) == 4
 
 
+def test_a_text_is_whole_once_its_last_token_but_one_is_computed():
+    """The newest token of an output is never computed; without an output none is whole."""
+    cache = make()
+    seq = cache.open(ask("a", output_tokens=3))
+    cache.extend(seq, 2)
+    whole = [compute(cache, seq, tokens).is_whole for tokens in (4, 1, 1)]
+    assert whole == [False, False, True]
+    assert not start(cache, "b").is_whole
+
+
 def test_commit_of_unallocated_tokens_is_refused():
     """A commit of more tokens than allocated raises InputError and changes nothing."""
     cache = make()

@@ -1,7 +1,7 @@
 """Lookup: how many blocks hit under both accountings, and the effects of a hit."""
 
 import pytest
-from helpers.caches import BLOCK, Recorded, ask, make, pins, serve, spans, table
+from helpers.caches import BLOCK, Recorded, ask, compute, make, pins, serve, spans, start, table
 
 from kvcore import InputError
 
@@ -89,6 +89,17 @@ def test_hits_of_a_resumed_request_count_apart():
     assert (cache.stats.hit_blocks, cache.stats.self_hit_blocks) == (0, 3)
     assert cache.stats.requests == 1
     assert cache.eviction.callbacks == [("on_pin", "|abc")]
+
+
+def test_a_resumed_request_hits_no_block_that_its_target_fills():
+    """Generated blocks that stay cached are hit below the last token to compute."""
+    cache = make()
+    seq = start(cache, "ab")
+    cache.extend(seq, 3 * BLOCK)
+    compute(cache, seq)
+    cache.keep_generated(seq, 5 * BLOCK, 0)
+    hits = [cache.match(seq.request, 0, target).blocks for target in range(9, 22)]
+    assert hits == [2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5]
 
 
 def test_statistics_of_first_admissions():

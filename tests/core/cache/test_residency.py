@@ -199,6 +199,16 @@ def test_evictions_of_blocks_not_requested_again_are_no_thrashing():
     assert not seen.thrashing
 
 
+def test_evictions_of_which_half_had_hit_are_no_thrashing():
+    """A loop that evicts blocks it needs again does not thrash if half of them had hit."""
+    cache, seen = watched(3)
+    serve(cache, *["ab", "ab", "uv", "uv"] * 8)
+    seen.settle()
+    assert 2 * seen.never_hit_blocks == seen.evicted_blocks["capacity"] == 30
+    assert seen.restored_blocks > seen.age_at_hit.weight
+    assert not seen.thrashing
+
+
 def test_less_than_a_pool_of_evictions_is_no_thrashing():
     """Fewer evictions than the pool has blocks are no thrashing."""
     cache, seen = watched(4)

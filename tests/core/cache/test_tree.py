@@ -83,3 +83,6 @@ def test_a_span_has_the_keys_that_cover_it():
     cache = make(key_tokens=2 * BLOCK)
     serve(cache, "a", "abc", key_tokens=2 * BLOCK)
     assert [span.keys() for span in cache.tree.spans()] == [["a"], ["ab", "abc"]]
+    serve(cache, "abx", key_tokens=2 * BLOCK)
+    keys = [span.keys() for span in cache.tree.spans()]
+    assert sorted(keys) == [["a"], ["ab"], ["abc"], ["abx"]]

@@ -154,6 +154,39 @@ def test_generated_blocks_are_shared_under_the_keys_that_become_known():
     assert list(loop.log.hit) == [0, 12]
 
 
+class Ending(SimulatedExecutor):
+    """Ends the text of each request after as many tokens as `ends` has for it."""
+
+    def __init__(self, ends):
+        super().__init__(Even())
+        self.jumps, self._ends = False, ends
+
+    def run(self, work, chunks, decoding):
+        """Return the jobs to which the step gives their last token."""
+        first = [job for job, tokens in chunks if tokens == job.prefill_left]
+        ended = [
+            (job, count)
+            for job in (*first, *decoding)
+            if job.generated + 1 == (count := self._ends[job.request.id])
+        ]
+        return StepResult(super().run(work, chunks, decoding).took_ps, ended)
+
+
+@pytest.mark.parametrize("steps", ["mixed", "prefill-first"])
+def test_a_text_that_ends_early_ends_its_request(steps):
+    """A request finishes in the step that ends its text, be that of its prompt or a later one.
+
+    Others go on: `c` has all its tokens.
+    """
+    ends = {"a": 1, "b": 3, "c": 5}
+    loop = loop_of([ask(name, 0, 6, 5) for name in ends], executor=Ending(ends), steps=steps)
+    loop.run()
+    rows = dict(
+        zip(loop.log.ids, zip(loop.log.output, loop.log.finish, strict=True), strict=True)
+    )
+    assert rows == {name: (count, STEP * count) for name, count in ends.items()}
+
+
 def test_a_preempted_request_hits_blocks_whose_keys_became_known():
     """A request that is admitted again hits the blocks that it has generated and named."""
     named = text_request("a", range(4), output=40, block_size=BLOCK, publish=True)
