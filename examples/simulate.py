@@ -29,7 +29,7 @@ def main() -> None:
                 eviction=LRU(),
             ),
             scheduler=scheduler,
-            latency=Roofline(model="llama-3-8b", device="h100", tensor_parallel=4),
+            latency=Roofline(model="llama-3.1-8b", device="h100", tensor_parallel=4),
             slo=SLO.in_seconds(ttft=5.0, tpot=0.1),
             rate_scale=2.0,
         )

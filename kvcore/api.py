@@ -49,7 +49,7 @@ def simulate(
 ) -> Result:
     """Serve a workload in the time that a latency model gives.
 
-    `kvcore.simulate("mooncake", model="llama-3-8b", device="h100", scheduler="srpt")` builds
+    `kvcore.simulate("mooncake", model="llama-3.1-8b", device="h100", scheduler="srpt")` builds
     what `kvcore simulate` builds: the pool fills the memory of the GPUs beside the weights, and
     defaults are those of the command. With a `cache` of your own, only options of the server
     are accepted, and their defaults are those of `kvcore.serving.simulate`.

@@ -78,7 +78,7 @@ class KVCache:
         ids: whether blocks have ids that can be read; with a trace they always do. The
             decisions do not depend on it; without ids they cost less.
         recompute: seconds to compute n tokens after a context of c tokens, for policies
-            that weigh the cost of an eviction. None: Llama-3-8B on an H100.
+            that weigh the cost of an eviction. None: Llama-3.1-8B on an H100.
         on_copy: called as `on_copy(source, target)` when a sequence that writes into a shared
             block gets a block of its own, to copy the K/V.
         on_fork: called as `on_fork(seq, child)` after `seq` was forked, to copy data kept

@@ -56,7 +56,7 @@ class BlockLayout:
         block_size: tokens in a block.
         key_tokens: tokens that a key stands for; None: the first request decides.
         recompute: seconds to compute n tokens after a context of c tokens; None:
-            Llama-3-8B on an H100.
+            Llama-3.1-8B on an H100.
 
     Attributes:
         accounting, block_size: the arguments.

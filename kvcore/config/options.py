@@ -134,7 +134,7 @@ class PoolOptions(TypedDict, total=False):
     model: Annotated[
         ModelChoice | None,
         Option(
-            "llama-3-8b",
+            "llama-3.1-8b",
             "Model that is served: a name that `kvcore size --help` lists, or a config.json.",
             MODEL,
             what_if=True,

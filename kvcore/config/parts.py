@@ -404,7 +404,7 @@ class RunParts:
         model = self.config.model
         with self._about("model"):
             if model is None:
-                msg = "no model is given: name one, such as llama-3-8b"
+                msg = "no model is given: name one, such as llama-3.1-8b"
                 raise InputError(msg)
             dtype = self.config.weights_dtype
             if isinstance(model, ModelSpec):

@@ -23,7 +23,7 @@ Spec = TypeVar("Spec", ModelSpec, DeviceSpec)
 
 
 def find_model(name: str) -> ModelSpec:
-    """Return the well-known model called `name`, such as `llama-3-8b`.
+    """Return the well-known model called `name`, such as `llama-3.1-8b`.
 
     Raises:
         InputError: no such model; names the nearest ones.

@@ -19,10 +19,10 @@ from kvcore.record import Record
 
 
 def default_prefill_cost() -> PrefillCost:
-    """Return the cost of Llama 3 8B on one H100: the default where no model is given."""
+    """Return the cost of Llama 3.1 8B on one H100: the default where no model is given."""
     from kvcore.models.catalogue import find_device, find_model  # noqa: PLC0415 - a long table
 
-    return PrefillCost.for_model(find_model("llama-3-8b"), find_device("h100"))
+    return PrefillCost.for_model(find_model("llama-3.1-8b"), find_device("h100"))
 
 
 def attended_pairs(context: int, tokens: int, window: int | None = None) -> int:

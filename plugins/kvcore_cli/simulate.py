@@ -65,7 +65,7 @@ REPORT = "kvcore_cli.report.simulation:report_of"
 def simulate(ctx: click.Context, /, **given: Any) -> None:
     """Simulate serving WORKLOAD: latency, throughput, goodput, hits, preemptions.
 
-    The defaults are Llama 3 8B on four H100 GPUs, which can serve the trace that comes with
+    The defaults are Llama 3.1 8B on four H100 GPUs, which can serve the trace that comes with
     kvcore; one GPU cannot. Plugins take options after a colon, as in --scheduler
     srpt:preemptive=false.
     """

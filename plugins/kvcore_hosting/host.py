@@ -90,7 +90,7 @@ class PolicyHost:
         eviction: the policy, a name with options, or a class.
         blocks, block_size: size of the engine's cache in blocks, and of a block in tokens.
         layout: the layout of blocks and keys; None: a key for each block.
-        recompute: seconds to compute n tokens after a context of c; None: Llama-3-8B, H100.
+        recompute: seconds to compute n tokens after a context of c; None: Llama-3.1-8B, H100.
         fallback: what happens when the policy raises, or returns a span that is no victim.
             False: that call, and every later one that changes blocks, raises PolicyError.
             True: `lru` replaces the policy, in the order of releases so far; a warning is

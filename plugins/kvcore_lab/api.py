@@ -168,7 +168,7 @@ def compare(
             row. More than one need a script with `if __name__ == "__main__":`.
         plugins: the plugins by name; None: those that are installed.
         progress: shows the number of requests that have been replayed; None: shows nothing.
-        options: those of `CompareOptions`; Llama 3 8B on an H100 without any.
+        options: those of `CompareOptions`; Llama 3.1 8B on an H100 without any.
 
     Raises:
         InputError: no workload, no policy, a size that no pool can have, an unknown name or

@@ -220,7 +220,7 @@ class ReplayOptions(TypedDict, total=False):
     the default alone, without a bound."""
     recompute: PrefillCost | None
     """The seconds to compute a block again, for policies that weigh them; None: those of
-    Llama 3 8B on an H100."""
+    Llama 3.1 8B on an H100."""
     tiers: Callable[[Any], object] | None
     """Puts tiers below a cache, as `Tiers(cache, ...)` does, and `GroupTiers` below one of
     cache groups, new ones for each row; None: no tiers. Loads from them take no time, since no

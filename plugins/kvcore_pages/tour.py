@@ -48,7 +48,7 @@ CODECS = ("fp16", "fp8-e4m3", "int8", "int4", "kivi:bits=2")
 CALCULATOR_BLOCK = 16
 """Tokens of a block in the calculator: the default of `kvcore size`."""
 
-CURVES = ("llama-2-7b", "llama-3-8b", "deepseek-v3", "mistral-7b-v0.1")
+CURVES = ("llama-2-7b", "llama-3.1-8b", "deepseek-v3", "mistral-7b-v0.1")
 """Models whose growth is drawn: MHA, GQA, MLA, and a window in all layers."""
 
 

@@ -1,6 +1,6 @@
 """The cost of paging on a CPU: attention and store against torch on contiguous tensors.
 
-Shapes are those of a layer of Llama 3 8B. The baseline of attention is torch's function on a
+Shapes are those of a layer of Llama 3.1 8B. The baseline of attention is torch's function on a
 contiguous cache, called as well as it can be: the query heads that share a K/V head are rows of
 one matrix. The plain call, with `enable_gqa`, is printed beside it. Bounds are asserted with
 one thread only: with more, the result depends on other load of the machine.

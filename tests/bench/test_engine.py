@@ -37,7 +37,7 @@ class Timed:
 def test_engine_overhead(monkeypatch):
     """Less than a tenth of the time at batch 32 is spent outside generator and backend.
 
-    The layer has the shapes of Llama 3 8B.
+    The layer has the shapes of Llama 3.1 8B.
     """
     inside = Timed()
     monkeypatch.setattr(Transformer, "forward", inside(Transformer.forward))
@@ -49,7 +49,7 @@ def test_engine_overhead(monkeypatch):
     result = run(
         requests,
         cache=KVCache(SEQUENCES * 8, 16, ids=True),
-        generator=Transformer(model="llama-3-8b", layers=1, vocab_size=4096),
+        generator=Transformer(model="llama-3.1-8b", layers=1, vocab_size=4096),
         backend=TorchCPU(),
         batching=Batching(max_seqs=SEQUENCES),
         clock="wall",
@@ -58,7 +58,7 @@ def test_engine_overhead(monkeypatch):
     assert len(steps) >= OUTPUT - 2
     share = 1 - inside.seconds / result.wall_s
     print(
-        f"\nengine, batch {SEQUENCES}, one layer of llama-3-8b in fp32: "
+        f"\nengine, batch {SEQUENCES}, one layer of llama-3.1-8b in fp32: "
         f"{result.wall_s / result.log.steps * 1e3:.1f} ms a step, {share:.2%} of it outside "
         "generator and backend (promised 10%)"
     )

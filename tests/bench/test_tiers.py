@@ -29,7 +29,7 @@ PLAIN = 1 << 20
 RUNS = 9
 
 BLOCKS = {
-    "a block of Llama 3 8B": 2 << 20,
+    "a block of Llama 3.1 8B": 2 << 20,
     "of a model of 0.5 B": 192 << 10,
 }
 
@@ -158,7 +158,7 @@ def test_kv_moves_to_a_host_tier_nearly_as_fast_as_memcpy(codec, least, how):
     blocks, size = 64, 16
     backend = resolve("backend", "torch-cpu")
     backend.allocate(
-        tensor_layout(MODELS["llama-3-8b"], blocks, size, "fp16", resolve("codec", codec))
+        tensor_layout(MODELS["llama-3.1-8b"], blocks, size, "fp16", resolve("codec", codec))
     )
     backend.fill(1)
     slot = backend.layout.bytes_per_block

@@ -122,7 +122,7 @@ def test_the_share_within_the_slo_is_of_judged_requests():
 def test_the_headline_names_workload_model_and_devices():
     """The headline has workload, model, devices, pool, load and outcome."""
     assert SimulationReport(summary(), CONFIG).headline.splitlines() == [
-        "mine: 3 requests to llama-3-8b on 2 x h100, in 10 simulated seconds.",
+        "mine: 3 requests to llama-3.1-8b on 2 x h100, in 10 simulated seconds.",
         "Pool: 10 blocks of 16 tokens, 160 tokens in all, 20 MiB in fp16.",
         "Load: at least 0.50 of what this deployment can do.",
         "3 completed, none rejected.",

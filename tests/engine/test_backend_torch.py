@@ -198,7 +198,7 @@ def test_threads_fit_the_model_and_the_process(monkeypatch, asked, parameters, c
     monkeypatch.setattr(torch, "set_num_threads", found.append)
     monkeypatch.setattr(torch_backend, "cpus", lambda: cpus)
     model = attrs.evolve(
-        MODELS["llama-3-8b"], parameters=parameters, active_parameters=parameters
+        MODELS["llama-3.1-8b"], parameters=parameters, active_parameters=parameters
     )
     with pytest.raises(KeyError), TorchCPU().limit_threads(asked, model):
         raise KeyError
@@ -209,7 +209,7 @@ def test_threads_fit_the_model_and_the_process(monkeypatch, asked, parameters, c
 def test_threads_without_a_cpu_are_refused(monkeypatch, asked):
     """Less than one thread, or more threads than CPUs, is refused with the allowed range."""
     monkeypatch.setattr(torch_backend, "cpus", lambda: 8)
-    context = TorchCPU().limit_threads(asked, MODELS["llama-3-8b"])
+    context = TorchCPU().limit_threads(asked, MODELS["llama-3.1-8b"])
     with pytest.raises(InputError, match=rf"threads must be 1 to 8, .* not {asked}"), context:
         pass
 

@@ -1,4 +1,4 @@
-"""The config.json of Llama 3 8B, and the `config` of a run, for tests that change them."""
+"""The config.json of Llama 3.1 8B, and the `config` of a run, for tests that change them."""
 
 LLAMA_3_8B = {
     "model_type": "llama",
@@ -13,7 +13,7 @@ LLAMA_3_8B = {
 
 CONFIG = {
     "workload": {"name": "mine"},
-    "model": "llama-3-8b",
+    "model": "llama-3.1-8b",
     "device": "h100",
     "tensor_parallel": 2,
     "codec": "fp16",

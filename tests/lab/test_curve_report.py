@@ -19,7 +19,7 @@ from kvcore_lab.report.mrc import CurvesReport, percent
 from kvcore_replay.report.charts import plot_chart
 
 PNG = b"\x89PNG\r\n"
-LAYOUT = KVLayout(find_model("llama-3-8b"), "fp16", 16)
+LAYOUT = KVLayout(find_model("llama-3.1-8b"), "fp16", 16)
 
 
 def example_curves(*curves, looked_up=200, distinct=100):
@@ -60,12 +60,12 @@ def test_the_table_has_sizes_by_policies():
 def test_with_a_layout_sizes_have_bytes():
     """With a layout the table, the text and the document give sizes in bytes.
 
-    A block of 16 tokens of Llama 3 8B takes 2 MiB.
+    A block of 16 tokens of Llama 3.1 8B takes 2 MiB.
     """
     report = CurvesReport(CURVES, LAYOUT)
     assert report.table.headers[2] == "memory"
     assert [row[2] for row in report.table.rows] == ["2 MiB", "20 MiB", "200 MiB"]
-    assert "16 tokens of llama-3-8b in fp16 takes 2 MiB" in report.reading
+    assert "16 tokens of llama-3.1-8b in fp16 takes 2 MiB" in report.reading
     assert report.document()["memory"]["bytes_per_block"] == 2 * 2**20
 
 
@@ -137,7 +137,7 @@ def test_the_axis_has_blocks_or_bytes():
     """The axis of a chart has blocks, or with a layout the memory that they take."""
     bare, sized = (CurvesReport(CURVES, layout).chart() for layout in (None, LAYOUT))
     assert (bare.across, bare.axis_text(10)) == ("pool, blocks of 16 tokens", "10")
-    assert sized.across == "K/V memory of the pool (llama-3-8b, fp16)"
+    assert sized.across == "K/V memory of the pool (llama-3.1-8b, fp16)"
     assert sized.axis_text(10) == "20 MiB"
 
 

@@ -13,7 +13,7 @@ SMALL = {"tier": "none", "tensor_parallel": [1, 2], "max_gpus": 2, "slo": "ttft=
 ZIPF = "zipf:requests=40,prefixes=4,rate=4"
 
 SETUP = {
-    "model": "llama-3-8b",
+    "model": "llama-3.1-8b",
     "block_size": 16,
     "max_tokens": 8192,
     "max_seqs": 256,
@@ -77,7 +77,7 @@ def test_the_verb_compares_devices(tmp_path):
     done = run_here(*asked, cwd=tmp_path)
     written = json.loads((tmp_path / "plan-results" / "plan.json").read_bytes())
     assert [fleet["device"] for fleet in written["fleets"]] == ["h100"]
-    assert written["fleets"][0]["start"].startswith("vllm serve meta-llama/Meta-Llama-3-8B ")
+    assert written["fleets"][0]["start"].startswith("vllm serve meta-llama/Llama-3.1-8B ")
     lines = done.stdout.splitlines()
     assert any(line.startswith("Take 1 replica on 1 x h100") for line in lines)
     assert "Start each replica with:" in lines
@@ -116,7 +116,7 @@ def test_vllm_is_started_with_the_options_of_the_fleet(changed, flags):
     """The command of vLLM has the memory of one GPU, and a flag for each option."""
     fleet = {name: changed.get(name, value) for name, value in FLEET.items()}
     command = start_command(SETUP | changed, fleet)
-    assert command.startswith("vllm serve meta-llama/Meta-Llama-3-8B --tensor-parallel-size 2")
+    assert command.startswith("vllm serve meta-llama/Llama-3.1-8B --tensor-parallel-size 2")
     assert flags in command
 
 
@@ -125,7 +125,7 @@ def test_sglang_is_started_under_its_rules():
     changed = {"like": "sglang:lag=0", "block_size": 1, "scheduler": "lpm", "chunked": False}
     command = start_command(SETUP | changed, FLEET | {"host_bytes": 4 * 10**9})
     assert command == (
-        "python -m sglang.launch_server --model-path meta-llama/Meta-Llama-3-8B --tp-size 2 "
+        "python -m sglang.launch_server --model-path meta-llama/Llama-3.1-8B --tp-size 2 "
         "--max-total-tokens 512 --page-size 1 --chunked-prefill-size -1 --max-running-requests "
         "256 --schedule-policy lpm --enable-hierarchical-cache --hicache-size 2"
     )

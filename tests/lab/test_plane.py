@@ -18,7 +18,7 @@ from kvcore_tiers.tier import Host
 pytest.importorskip("numba", reason="needs the extra `lab`")
 
 SMALL = Zipf(requests=120, prefixes=12)
-LAYOUT = KVLayout(load_model("llama-3-8b"), "fp16", SMALL.key_tokens)
+LAYOUT = KVLayout(load_model("llama-3.1-8b"), "fp16", SMALL.key_tokens)
 BLOCK = LAYOUT.bytes_per_block
 POOLS = [300, 900]
 

@@ -17,7 +17,7 @@ from kvcore_plugins.workload import Zipf
 
 CONFIG = {
     "workload": {"name": 'a "trace"'},
-    "model": "llama-3-8b",
+    "model": "llama-3.1-8b",
     "plugins": {
         "eviction": {"name": "lfu", "options": {"half_life": 300.0, "decay": None}},
         "scheduler": {"name": "fcfs", "options": {}},
@@ -145,7 +145,7 @@ def test_labels_name_workload_policy_and_options(run):
         "policy": "lfu:half_life=300.0",
         "blocks": "1500",
         "scheduler": "fcfs",
-        "model_name": "llama-3-8b",
+        "model_name": "llama-3.1-8b",
         "tier": "gpu",
     }
 

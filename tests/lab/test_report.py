@@ -138,7 +138,7 @@ def test_the_reading_names_model_and_device_of_the_recompute_cost():
     rows = comparison(row("lfu", 10, 20, unit="s"), row("cost", 10, 20))
     shown = ComparisonReport(rows, recompute=cost)
     assert shown.reading.endswith(
-        "Options: lfu unit=s; cost: recompute cost of llama-3-8b on h100."
+        "Options: lfu unit=s; cost: recompute cost of llama-3.1-8b on h100."
     )
 
 

@@ -89,7 +89,7 @@ def refused(path, *rows):
 
 loads = st.fixed_dictionaries(
     {
-        "model": st.sampled_from(["llama-3-8b", "qwen3-30b-a3b"]),
+        "model": st.sampled_from(["llama-3.1-8b", "qwen3-30b-a3b"]),
         "device": st.sampled_from(["h100", "h200"]),
         "tensor_parallel": st.sampled_from([1, 2]),
         "weights_dtype": st.sampled_from(["bf16", "fp8"]),

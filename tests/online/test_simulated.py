@@ -530,7 +530,7 @@ def test_the_trace_of_a_simulated_server_is_whole(tmp_path):
             ask(client, [{"role": "user", "content": f"{index % 6} word " * 100}], max_tokens=9)
     report = replay(path)
     assert (report.complete, report.finished) == (True, 12)
-    assert kvcore.simulate(f"trace:{path}", model="llama-3-8b").summary()["completed"] == 12
+    assert kvcore.simulate(f"trace:{path}", model="llama-3.1-8b").summary()["completed"] == 12
 
 
 def test_a_model_with_cache_groups_is_served(tmp_path):

@@ -301,7 +301,7 @@ def test_a_model_with_windows_is_served_in_groups():
     kinds = [(group.kind, group.layers, group.window) for group in cache.groups]
     assert sorted(kinds, key=str) == [("full", 8, None), *[("window", 8, 1024)] * 5]
     assert cache.pool.blocks == 46_080
-    assert isinstance(build(model="llama-3-8b").served_cache(), KVCache)
+    assert isinstance(build(model="llama-3.1-8b").served_cache(), KVCache)
 
 
 def test_rules_without_groups_and_pools_serve_one():
@@ -318,8 +318,8 @@ def test_rules_without_groups_and_pools_serve_one():
 
 def test_duplicates_of_vllm_are_kept_in_one_group():
     """With `duplicates` a model of one kind of layer has a group whose blocks have copies."""
-    assert isinstance(build(model="llama-3-8b", like="vllm").served_cache(), KVCache)
-    parts = build(model="llama-3-8b", like="vllm:duplicates=true")
+    assert isinstance(build(model="llama-3.1-8b", like="vllm").served_cache(), KVCache)
+    parts = build(model="llama-3.1-8b", like="vllm:duplicates=true")
     assert [(group.kind, group.layers) for group in parts.layers.groups] == [("full", 32)]
     cache = parts.served_cache()
     request = Request(

@@ -111,7 +111,7 @@ def test_narrow_weights(dtype, flops, bytes_share, speedup):
 
 
 def test_the_default_times_of_llama_on_four_h100():
-    """With all defaults, steps take the time computed by hand for Llama 3 8B on four H100."""
+    """With all defaults, steps take the time computed by hand for Llama 3.1 8B on four H100."""
     flops, bandwidth = 4 * 989.5e12 * 0.8, 3.35e12 * 0.85
     token, pair = 2 * 8_030_261_248 / flops, 4 * 32 * 32 * 128 / (0.8 * flops)
     hidden = 2 * 4096 * 32
@@ -164,7 +164,7 @@ def test_devices_that_cannot_share_the_heads_are_refused(devices):
 
 def test_a_draft_model_that_devices_cannot_share_lies_on_one():
     """A draft model with heads that the devices cannot share is served by one of them."""
-    latency = Roofline(model="llama-3-8b", tensor_parallel=4)
+    latency = Roofline(model="llama-3.1-8b", tensor_parallel=4)
     assert latency.for_model(find_model("qwen2.5-0.5b")).tensor_parallel == 1
     assert latency.for_model(find_model("llama-3.2-1b")).tensor_parallel == 4
 

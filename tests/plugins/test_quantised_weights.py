@@ -1,4 +1,4 @@
-"""Bytes of quantised weights, by hand for the shape of Llama 3 8B, and of checkpoints."""
+"""Bytes of quantised weights, by hand for the shape of Llama 3.1 8B, and of checkpoints."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_weights_in_fp4_are_told_apart_by_their_scales(read_model, group, dtype)
     ],
 )
 def test_weights_are_the_size_of_published_checkpoints(read_model, config, gigabytes):
-    """Llama 3 8B takes as many bytes as its published quantised checkpoints."""
+    """Llama 3.1 8B takes as many bytes as its published quantised checkpoints."""
     model = read_model(LLAMA | {"quantization_config": QUANTISED[config][0]})
     assert model.weight_bytes / 1e9 == pytest.approx(gigabytes, abs=0.005)
 

@@ -176,9 +176,9 @@ def test_drafters_cost_their_passes_or_weights():
     Steps without drafts cost nothing.
     """
     latency = PLUGINS.build("latency", "roofline:model=llama-3-70b,tensor_parallel=4")
-    small = PLUGINS.build("latency", "roofline:model=llama-3-8b,tensor_parallel=4")
+    small = PLUGINS.build("latency", "roofline:model=llama-3.1-8b,tensor_parallel=4")
     work = StepWork(0, (0,), 8, (8000,))
-    drafter = Acceptance(tokens=3, draft="llama-3-8b")
+    drafter = Acceptance(tokens=3, draft="llama-3.1-8b")
     drafter.attach(latency)
     passes = [StepWork(0, (0,), 8, (8000 + 8 * ahead,)) for ahead in range(3)]
     assert drafter.duration(work, [3] * 8) == sum(map(small.duration, passes))
@@ -196,15 +196,15 @@ def test_drafters_cost_their_passes_or_weights():
 def test_a_draft_model_of_unknown_cost_is_refused():
     """A draft model without a known model, or with unknown attention windows, is refused."""
     with pytest.raises(InputError, match="take `roofline`"):
-        Acceptance(draft="llama-3-8b").attach(PLUGINS.build("latency", "token-rate"))
-    windowed = find_model("llama-3-8b").with_window(1000)
+        Acceptance(draft="llama-3.1-8b").attach(PLUGINS.build("latency", "token-rate"))
+    windowed = find_model("llama-3.1-8b").with_window(1000)
     with pytest.raises(InputError, match="attention windows"):
         Acceptance(draft=windowed).attach(PLUGINS.build("latency", "roofline"))
 
 
 def test_speedup_is_that_of_two_runs():
     """The speedup is the decode time without drafts over that with them."""
-    options = {"model": "llama-3-8b", "blocks": 10**4, "slo": None}
+    options = {"model": "llama-3.1-8b", "blocks": 10**4, "slo": None}
     asked = "zipf:requests=40,rate=0.5,output_tokens=400"
     plain = simulate(asked, **options)
     fast = simulate(asked, **options, drafter="acceptance:tokens=4,probability=0.8")

@@ -13,7 +13,7 @@ from kvcore_replay.savings import Savings, prefill_seconds
 ZIPF = "zipf:requests=60,prefixes=5,rate=20"
 
 
-@pytest.mark.parametrize("model", ["llama-3-8b", "gemma-3-4b"])
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "gemma-3-4b"])
 def test_seconds_are_the_sum_of_those_of_each_prompt(model):
     """The seconds of prompts are the sum of the costs of each, with windows too."""
     cost = PrefillCost.for_model(find_model(model), find_device("h100"))

@@ -170,7 +170,7 @@ def texts(value, where=()):
 def test_no_text_of_a_header_is_run_or_opened(server, tmp_path, opened):
     """No file is touched that a plugin, a path or another value of a header names."""
     path, other = tmp_path / "day.jsonl", tmp_path / "other.py"
-    run = ["simulate", "zipf:requests=4", "--model", "llama-3-8b", "--blocks", "300", *server]
+    run = ["simulate", "zipf:requests=4", "--model", "llama-3.1-8b", "--blocks", "300", *server]
     assert run_here(*run, "--trace", path).returncode == 0
     found = lines(path)
     other.write_text("raise SystemExit('the file has run')\n")
@@ -187,7 +187,7 @@ def test_no_text_of_a_header_is_run_or_opened(server, tmp_path, opened):
     assert str(other) not in opened
 
 
-SERVED = ["--model", "llama-3-8b", "--blocks", "40"]
+SERVED = ["--model", "llama-3.1-8b", "--blocks", "40"]
 RECORDINGS = {
     "tiers": [*SERVED, *SERVERS["tiers"], "--drafter", "acceptance"],
     "planner": [*SERVED, "--replicas", "3", "--autoscale", "load"],
@@ -278,6 +278,6 @@ def test_any_value_in_a_header_is_read_or_refused_by_each_verb(recordings, data)
 def test_parts_of_a_header_that_are_no_objects_are_read(recordings):
     """A model or a device may be any JSON, as of other programs: it is shown, and replayed."""
     path, found = recordings
-    for value in ("llama-3-8b", 7, ["a"], None):
+    for value in ("llama-3.1-8b", 7, ["a"], None):
         seal(path, with_value(found[0], ["model"], value))
         assert refuses_or_reads(["replay"], path).returncode == 0

@@ -237,7 +237,7 @@ class TestUnderAClock:
     def test_a_latency_model_uses_the_recorded_model_and_device(self, tmp_path):
         """A latency model given by name uses the recorded model and device by default."""
         about = {
-            "model": {"name": "llama-3-8b", "kv_dtype": "bf16"},
+            "model": {"name": "llama-3.1-8b", "kv_dtype": "bf16"},
             "device": {"name": "h200", "count": 2},
         }
         path = timed(tmp_path / "trace.jsonl", [ask("a")], header=about)
@@ -261,10 +261,10 @@ class TestUnderAClock:
     [
         PrefillCost.for_model(find_model("gemma-2-2b"), find_device("a100-80g")),
         PrefillCost.for_model(
-            attrs.evolve(find_model("llama-3-8b"), name="mine"), find_device("h100")
+            attrs.evolve(find_model("llama-3.1-8b"), name="mine"), find_device("h100")
         ),
         PrefillCost(0.25, ((None, 0.5), (8, 1e-9))),
-        PrefillCost(1.0, (), "llama-3-8b", "h100"),
+        PrefillCost(1.0, (), "llama-3.1-8b", "h100"),
     ],
 )
 def test_a_cost_read_from_the_header_equals_the_recorded_cost(cost):

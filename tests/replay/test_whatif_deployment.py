@@ -115,7 +115,7 @@ def test_a_latency_model_that_knows_no_device_is_refused(tmp_path):
 def test_a_latency_model_of_a_file_is_refused(path, tmp_path):
     """No file is opened because a trace names it, on another device neither."""
     events = lines(path)
-    options = {"model": "llama-3-8b", "device": "h100", "path": "/etc/hostname"}
+    options = {"model": "llama-3.1-8b", "device": "h100", "path": "/etc/hostname"}
     events[0]["plugins"]["latency"] = {"name": "table", "options": options}
     with pytest.raises(InputError, match="no file is opened because a trace names it"):
         whatif(seal(tmp_path / "trace.jsonl", events), device="b200")

@@ -17,7 +17,7 @@ def path(tmp_path):
     """Return a trace of a simulation in a pool that is too small, above two tiers."""
     api.simulate(
         Zipf(requests=60, prefixes=8, seed=3),
-        model="llama-3-8b",
+        model="llama-3.1-8b",
         blocks=300,
         tier=[HOST, f"disk:memory=1GiB,load=always,write=through,path={tmp_path / 'kv'}"],
         trace=tmp_path / "trace.jsonl",

@@ -1,6 +1,6 @@
 """Paged K/V for benchmarks: known numbers in a backend's pool, surrounded by poison.
 
-Shapes are those of a layer of Llama 3 8B. Blocks of a sequence lie in random order, and slots
+Shapes are those of a layer of Llama 3.1 8B. Blocks of a sequence lie in random order, and slots
 that belong to no sequence are NaN, so that a result that reads one is NaN too. Needs torch.
 """
 

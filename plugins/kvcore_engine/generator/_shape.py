@@ -34,13 +34,13 @@ def resized(
         msg = (
             f"layers of model {spec.name!r} keep different things "
             f"({'; '.join(map(str, spec.caches))}): take one whose layers all keep K/V heads, "
-            "such as 'llama-3-8b'"
+            "such as 'llama-3.1-8b'"
         )
         raise InputError(msg)
     if spec.latent:
         msg = (
             f"model {spec.name!r} stores a latent (MLA), no K/V heads: take one with "
-            "attention MHA, GQA or MQA, such as 'llama-3-8b'"
+            "attention MHA, GQA or MQA, such as 'llama-3.1-8b'"
         )
         raise InputError(msg)
     if kv_heads is not None and heads is None:

@@ -50,7 +50,7 @@ class SinCos(Generator):
 
     name: ClassVar[str] = "sincos"
 
-    model: str | ModelSpec = attrs.field(default="llama-3-8b")
+    model: str | ModelSpec = attrs.field(default="llama-3.1-8b")
     layers: int | None = attrs.field(default=None)
     heads: int | None = attrs.field(default=None)
     kv_heads: int | None = attrs.field(default=None)

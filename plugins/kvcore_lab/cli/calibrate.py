@@ -32,7 +32,7 @@ from kvcore_plugins.latency.step_times import Deployment, TableDtype
     "--latency",
     default="linear",
     help="Latency model to fit: linear, or roofline with the options that are not fitted, such "
-    "as roofline:model=llama-3-8b,device=h100,tensor_parallel=1.",
+    "as roofline:model=llama-3.1-8b,device=h100,tensor_parallel=1.",
     **plugin_completion("latency"),
 )
 @click.option(
@@ -44,7 +44,7 @@ from kvcore_plugins.latency.step_times import Deployment, TableDtype
 )
 @click.option(
     "--model",
-    default="llama-3-8b",
+    default="llama-3.1-8b",
     metavar="NAME",
     help="With --from: name of the model in kvcore or Hugging Face, such as Qwen/Qwen3-32B.",
 )

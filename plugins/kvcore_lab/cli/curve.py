@@ -62,7 +62,7 @@ KINDS = (*FORMS, "csv", "json")
 @verb(
     "kvcore curve --out curve.svg",
     "kvcore curve requests.jsonl --eviction lru,s3fifo --sizes 1000,2000,4000",
-    "kvcore curve --tier host:memory=4TiB --model llama-3-8b --out plane.svg",
+    "kvcore curve --tier host:memory=4TiB --model llama-3.1-8b --out plane.svg",
 )
 @workload_argument
 @part_options

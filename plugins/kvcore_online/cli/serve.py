@@ -105,7 +105,7 @@ OF_SIMULATIONS = ("device", "tensor_parallel", "weights_dtype", "latency", "spee
     "model",
     mode="run",
     text="Model of the generator, or the simulated one.",
-    otherwise="a tiny one; llama-3-8b beside --simulate",
+    otherwise="a tiny one; llama-3.1-8b beside --simulate",
 )
 @shared("dtype")
 @shared("codec", mode="run", text="Codec: how K/V is kept.", otherwise="as in --dtype")

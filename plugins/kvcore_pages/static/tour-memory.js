@@ -152,7 +152,7 @@ function calculator(sizes, root) {
     return { read, holder: element("label", {}, label, element("span", { class: "pair" }, range, number)) };
   };
   const kinds = [...new Set(Object.values(data.models).map((model) => model.attention))].sort();
-  const model = choice("calc-model", "Model", Object.keys(data.models), "llama-3-8b", kinds);
+  const model = choice("calc-model", "Model", Object.keys(data.models), "llama-3.1-8b", kinds);
   const codec = choice("calc-codec", "K/V kept as (codec)", data.codecs, "fp16");
   const device = choice("calc-device", "GPU", Object.keys(data.devices).sort((a, b) => data.devices[a] - data.devices[b]), "a100-40g");
   for (const option of device.select.options) option.textContent += `, ${data.devices[option.value] / 1e9} GB`;

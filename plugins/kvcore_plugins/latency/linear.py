@@ -17,7 +17,7 @@ class Linear(LatencyModel):
     """Add up the times of a step, its prompt tokens, its sequences and their context.
 
     `step + prefill · prompt tokens + decode · sequences + context · tokens attended to`.
-    The defaults are those of Llama 3 8B on four H100, rounded from the lines of `roofline`;
+    The defaults are those of Llama 3.1 8B on four H100, rounded from the lines of `roofline`;
     `kvcore calibrate` fits them to a measured server.
 
     Options:

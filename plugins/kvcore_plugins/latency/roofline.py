@@ -188,7 +188,7 @@ class Roofline(LatencyModel):
     fitted_times: ClassVar[tuple[str, ...]] = ("layer_overhead",)
     fitted_shares: ClassVar[tuple[str, ...]] = ("compute", "bandwidth")
 
-    model: str | ModelSpec = attrs.field(default="llama-3-8b")
+    model: str | ModelSpec = attrs.field(default="llama-3.1-8b")
     device: str | DeviceSpec = attrs.field(default="h100")
     tensor_parallel: int = attrs.field(default=4)
     codec: str | Codec = attrs.field(default="fp16")

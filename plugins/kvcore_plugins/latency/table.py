@@ -54,7 +54,7 @@ class Table(LatencyModel):
 
     path: Path | None = attrs.field(default=None, converter=attrs.converters.optional(as_path))
     engine: EngineName | None = attrs.field(default=None)
-    model: str | ModelSpec = attrs.field(default="llama-3-8b")
+    model: str | ModelSpec = attrs.field(default="llama-3.1-8b")
     device: str | DeviceSpec = attrs.field(default="h100")
     tensor_parallel: int = attrs.field(default=4)
     weights_dtype: TableDtype | None = attrs.field(default=None)

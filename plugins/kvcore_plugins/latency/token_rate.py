@@ -22,7 +22,7 @@ class TokenRate(LatencyModel):
 
     `prompt tokens / prefill + sequences / decode` milliseconds: a server without overhead,
     without batching and without attention, as queueing theory has them. The defaults are
-    rounded from `roofline` for Llama 3 8B on four H100: prompts of 12,000 tokens, and 64
+    rounded from `roofline` for Llama 3.1 8B on four H100: prompts of 12,000 tokens, and 64
     sequences of 4,000 that generate together.
 
     Options:

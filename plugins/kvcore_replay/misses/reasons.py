@@ -415,7 +415,7 @@ class Explanation(Shown):
         cut_reason: where an incomplete trace stops; it is explained as if it ended there.
         requests: the requests by id, in the order of their REQUEST lines.
         cost: seconds to prefill tokens, by the cost that the trace names; if it names none, or
-            an unknown one, those of Llama 3 8B on an H100.
+            an unknown one, those of Llama 3.1 8B on an H100.
     """
 
     source: str

@@ -83,7 +83,7 @@ def test_models_and_devices_may_be_names_or_objects(tmp_path):
     named = RunParts(RunConfig(workload=str(path), device="h200"))
     whole = RunParts(
         RunConfig(
-            workload=Path(path), model=find_model("llama-3-8b"), device=find_device("h200")
+            workload=Path(path), model=find_model("llama-3.1-8b"), device=find_device("h200")
         )
     )
     assert named.describe() == whole.describe()

@@ -13,13 +13,13 @@ def test_the_header_describes_the_run(tmp_path):
     """HEADER has the schema, the cache, the clock, the workload, the seed and the model."""
     source = {"name": "mine", "digest": "00", "options": {"rate": 2.5}}
     path = tmp_path / "trace.jsonl"
-    with Trace(path, mode="model", workload=source, seed=7, model="llama-3-8b") as trace:
+    with Trace(path, mode="model", workload=source, seed=7, model="llama-3.1-8b") as trace:
         trace.begin(**CACHE)
     header = lines(path)[0]
     run = {"schema": 2, "kvcore": header["kvcore"], "mode": "model", "workload": source}
     assert (
         header
-        == {"n": 0, "t": 0, "event": "HEADER", "seed": 7, "model": "llama-3-8b"} | run | CACHE
+        == {"n": 0, "t": 0, "event": "HEADER", "seed": 7, "model": "llama-3.1-8b"} | run | CACHE
     )
 
 
@@ -52,7 +52,7 @@ def test_options_that_json_cannot_hold_are_written_as_text(tmp_path):
 
 def described(path, **about):
     """Return the header of a trace of CACHE that was then described."""
-    with Trace(path, seed=7, model="llama-3-8b") as trace:
+    with Trace(path, seed=7, model="llama-3.1-8b") as trace:
         trace.begin(**CACHE)
         trace.describe(**about)
     return lines(path)[0]

@@ -8,7 +8,7 @@ from kvcore.testing import DrafterTests
 SIZE = "hidden=32,heads=4,kv_heads=2,head_dim=8,vocab_size=31"
 DRAFTERS = [
     "acceptance",
-    "acceptance:tokens=1,probability=1,draft=llama-3-8b",
+    "acceptance:tokens=1,probability=1,draft=llama-3.1-8b",
     "acceptance:tokens=7,probability=0.9/0.1,parameters=1e9,seed=3",
     f"draft-model:layers=1,{SIZE}",
     f"draft-model:layers=2,tokens=1,{SIZE}",

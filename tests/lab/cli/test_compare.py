@@ -105,11 +105,11 @@ def test_the_table_is_readable():
 
 
 def test_memory_is_divided_by_the_bytes_of_a_block():
-    """`--memory` is divided by the bytes of a block: 2 MiB for 16 tokens of Llama 3 8B."""
+    """`--memory` is divided by the bytes of a block: 2 MiB for 16 tokens of Llama 3.1 8B."""
     document = report(SMALL, "--eviction", "lru", "--memory", "21MiB,42MiB")
     assert [row["blocks"] for row in document["rows"]] == [10, 21]
     assert document["memory"] == {
-        "model": "llama-3-8b",
+        "model": "llama-3.1-8b",
         "codec": "fp16",
         "bytes_per_block": 2 * MIB,
         "budgets": [{"bytes": 21 * MIB, "blocks": 10}, {"bytes": 42 * MIB, "blocks": 21}],

@@ -33,7 +33,7 @@ def test_the_table_has_a_row_for_each_size():
 
 def test_json_has_the_documented_fields():
     """The JSON document has exactly the documented fields, in this order."""
-    document = json.loads(run(SMALL, "--sizes", "3", "--json", "--model", "llama-3-8b"))
+    document = json.loads(run(SMALL, "--sizes", "3", "--json", "--model", "llama-3.1-8b"))
     assert list(document) == [
         "schema",
         "workload",

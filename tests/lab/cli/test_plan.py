@@ -34,7 +34,7 @@ def test_fleets_are_printed_from_the_best_one_with_the_limit(planned, tmp_path):
     assert "Take 1 replica on 1 x h100" in done.stdout
     rows = [line.split() for line in done.stdout.splitlines() if line.endswith("  2.67")]
     assert rows[0][:3] == ["1", "1", "1"]
-    assert "1 x vllm serve meta-llama/Meta-Llama-3-8B" in done.stdout
+    assert "1 x vllm serve meta-llama/Llama-3.1-8B" in done.stdout
     assert "\nLimit: " in done.stdout
     document = json.loads((tmp_path / "plan-results" / "plan.json").read_bytes())
     assert document["plans"][0]["gpus"] == 1

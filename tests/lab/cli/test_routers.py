@@ -30,7 +30,7 @@ def test_the_table_has_rows_for_routers_and_shared_caches():
     """The table has rows for each number of servers, for routers and for one shared cache."""
     printed = routers("--replicas", "2,4", "--routers", "round-robin", "--blocks", 60)
     assert " ".join(printed.split()).startswith(
-        "zipf: 60 requests to llama-3-8b on 2 or 4 replicas"
+        "zipf: 60 requests to llama-3.1-8b on 2 or 4 replicas"
     )
     for words in ("2   round-robin", "4   one shared cache", "4   optimum of one cache"):
         assert words in printed
@@ -86,7 +86,7 @@ def test_a_file_may_name_the_workload(tmp_path):
     path = tmp_path / "routers.toml"
     path.write_text('workload = "few.jsonl"\nreplicas = [2]\nrouters = "round-robin"\n')
     done = run_here("routers", "--config", path, "--jobs", 1)
-    assert done.stdout.startswith("chat: 3 requests to llama-3-8b on 2 replicas")
+    assert done.stdout.startswith("chat: 3 requests to llama-3.1-8b on 2 replicas")
 
 
 def test_the_report_says_what_served():

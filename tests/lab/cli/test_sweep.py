@@ -297,7 +297,7 @@ def test_a_second_sweep_on_a_running_journal_is_refused(tmp_path):
         ("eviction = ['lru', 'lfu:half=3']", "sweep.toml: eviction: eviction plugin 'lfu' has"),
         ("eviction = ['lru', 'optimum']", "sweep.toml: eviction: no eviction plugin is named"),
         ("mode = 'compare'\nscheduler = 'srpt'", "sweep.toml: scheduler: there is no such"),
-        ("model = ['llama-3-8b', 'llama']", "sweep.toml: model: unknown model 'llama'"),
+        ("model = ['llama-3.1-8b', 'llama']", "sweep.toml: model: unknown model 'llama'"),
         ("workload = ['zipf', 'sweep.toml']", "sweep.toml: workload: sweep.toml: no known"),
         ("slo = ['ttft=3', 'tft=4']", "sweep.toml: slo: an SLO has no 'tft'"),
         ("executor = 'rai'", "executor 'rai' is not known; there are: local, ray, ray:"),

@@ -36,7 +36,7 @@ def test_a_log_is_told_of(log, tmp_path, verb):
     done = run_here(verb, log, *VERBS[verb], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "kvcore: chat: left out: 1 (1 failed)" in done.stderr
-    named = f"names the model {HUB_ID}, and times and memory are those of llama-3-8b"
+    named = f"names the model {HUB_ID}, and times and memory are those of llama-3.1-8b"
     assert f"{named}: --model llama-3.1-8b takes it" in done.stderr
 
 

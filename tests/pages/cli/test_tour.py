@@ -284,7 +284,7 @@ def test_cells_are_the_counts_of_each_step(browser, page, data):
 
 
 SIZED = [
-    ("llama-3-8b", "fp16", "h100", 8192, 8),
+    ("llama-3.1-8b", "fp16", "h100", 8192, 8),
     ("llama-2-70b-mha", "int4", "b200", 4099, 3),
     ("deepseek-v3", "fp8-e4m3", "h200", 100_001, 2),
     ("gemma-3-27b", "kivi:bits=2", "a100-80g", 32_768, 64),

@@ -122,7 +122,7 @@ def test_groups_hold_what_layers_keep(name):
     assert grouped == {attrs.evolve(cache, layers=1): cache.layers for cache in caches}
 
 
-@pytest.mark.parametrize("name", ["llama-3-8b", "deepseek-v3.2", "mistral-7b-v0.1"])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "deepseek-v3.2", "mistral-7b-v0.1"])
 def test_layers_that_keep_as_many_tokens_are_one_group(name):
     """Layers that all keep all tokens, or one window, share a block table."""
     plan, layout = groups_of(find_model(name)), KVLayout(find_model(name))

@@ -54,7 +54,7 @@ def kvcore_codecs():
     return [Thirds]
 '''
 BLOCK = HEADS * 2 * (3 * 16 * 128 + 5)
-"""Bytes of a block of 16 tokens of Llama 3 8B with codec `thirds:more=5`."""
+"""Bytes of a block of 16 tokens of Llama 3.1 8B with codec `thirds:more=5`."""
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def staged():
 
 def test_size_uses_a_third_party_codec(thirds, staged):
     """`size` counts the planes and the staged bytes of a third-party codec."""
-    found = document("size", "llama-3-8b", "--codec", thirds, "--tokens", 32)
+    found = document("size", "llama-3.1-8b", "--codec", thirds, "--tokens", 32)
     assert found["codec"] == thirds
     assert found["kv"] == {
         "bytes_per_token": BLOCK // 16,
@@ -87,7 +87,7 @@ def test_size_uses_a_third_party_codec(thirds, staged):
         "bytes_per_batch": 2 * BLOCK,
         "staged_bytes_per_request": staged,
     }
-    printed = run_here("size", "llama-3-8b", "--codec", thirds).stdout
+    printed = run_here("size", "llama-3.1-8b", "--codec", thirds).stdout
     assert f"and each running request stages    {staged // MIB} MiB" in printed
 
 
@@ -102,7 +102,7 @@ def test_simulate_uses_a_third_party_codec(thirds, staged, tmp_path):
     latency = config["plugins"]["latency"]["options"]
     assert (latency["codec"], latency["block_size"]) == (thirds, 16)
     header = lines(tmp_path / "t.jsonl")[0]
-    assert header["model"] == {"name": "llama-3-8b", "codec": thirds}
+    assert header["model"] == {"name": "llama-3.1-8b", "codec": thirds}
     fp16 = document("simulate", SMALL, "--blocks", 20)["config"]["plugins"]["latency"]
     assert fp16["options"] == {**latency, "codec": "fp16"}
     again = whatif(tmp_path / "t.jsonl", eviction="fifo").rerun
@@ -115,9 +115,9 @@ def test_compare_curve_and_sweep_use_a_third_party_codec(thirds):
     memory = document("compare", *words, "--memory", f"{9 * BLOCK}B")["memory"]
     assert (memory["codec"], memory["bytes_per_block"]) == (thirds, BLOCK)
     assert memory["budgets"][0]["blocks"] == 9
-    curve = document("curve", *words, "--jobs", 1, "--model", "llama-3-8b")
+    curve = document("curve", *words, "--jobs", 1, "--model", "llama-3.1-8b")
     assert curve["memory"] == {
-        "model": "llama-3-8b", "codec": thirds, "bytes_per_block": BLOCK,
+        "model": "llama-3.1-8b", "codec": thirds, "bytes_per_block": BLOCK,
     }  # fmt: skip
     cells = [*Grid("compare", workload=SMALL, memory=9 * BLOCK, codec=["fp16", thirds])]
     assert [RunParts(cell).blocks for cell in cells] == [9 * BLOCK // (2 * MIB), 9]
@@ -153,8 +153,8 @@ def test_no_memory_beside_the_staged_blocks_is_an_error(thirds):
 @pytest.mark.parametrize(
     ("words", "old"),
     [
-        (["size", "llama-3-8b"], "--dtype"),
-        (["size", "llama-3-8b"], "--kv-dtype"),
+        (["size", "llama-3.1-8b"], "--dtype"),
+        (["size", "llama-3.1-8b"], "--kv-dtype"),
         (["simulate", SMALL, "--blocks", 50, "--no-search"], "--kv-dtype"),
         (["compare", SMALL, "--eviction", "lru", "--memory", "1GiB"], "--kv-dtype"),
         (["curve", SMALL, "--sizes", "2", "--jobs", "1", "--model", "gpt2"], "--kv-dtype"),
@@ -196,7 +196,7 @@ def test_a_codec_with_a_path_option_is_not_built_from_a_trace(thirds, tmp_path):
     """A codec with a path option is not built from a trace, so a trace cannot open a file."""
     source = "from pathlib import Path" + THIRDS.replace("more: int", "more: Path")
     (tmp_path / "site" / "kv_thirds.py").write_text(source)
-    about = {"model": {"name": "llama-3-8b", "codec": thirds}}
+    about = {"model": {"name": "llama-3.1-8b", "codec": thirds}}
     path = timed(tmp_path / "t.jsonl", [ask("a")], header=about)
     with pytest.raises(kvcore.InputError, match="its more='5': no file is opened"):
         kvcore.recorded_config(path)
@@ -214,7 +214,7 @@ class EarlierRoofline(Roofline):
 def test_traces_with_kv_dtype_are_replayed_without_a_warning(tmp_path):
     """A trace whose header has `kv_dtype` is replayed and run again without a warning."""
     about = {
-        "model": {"name": "llama-3-8b", "kv_dtype": "fp8"},
+        "model": {"name": "llama-3.1-8b", "kv_dtype": "fp8"},
         "device": {"name": "h100", "count": 4},
     }
     path = timed(

@@ -174,7 +174,7 @@ def test_an_option_that_cannot_be_added_is_left_out(acme, hook, reason):
 def test_a_verb_without_options_of_packages_works_on(acme):
     """A verb whose function takes no option of a package says so, and works without it."""
     acme("kvcore_options(): return [click.option('--more')]")
-    done = run_here("size", "llama-3-8b")
+    done = run_here("size", "llama-3.1-8b")
     reason = f"an option of {ACME}: `kvcore size` takes none of packages"
     assert (done.returncode, done.stderr) == (0, f"kvcore: {reason}\n")
 

@@ -69,7 +69,7 @@ def test_the_report_has_pool_outcome_and_options():
     assert lines[3] == "40 completed, none rejected."
     _, _, setup = " ".join(lines).partition("Setup: kvcore ")
     for words in (
-        "llama-3-8b in fp16 on 4 x h100; 50 blocks of 16 tokens",
+        "llama-3.1-8b in fp16 on 4 x h100; 50 blocks of 16 tokens",
         "concurrency=32, preemptive=true, length=true; eviction lfu:half_life=60.0, unit=s",
         "retention window:tokens=32, sinks=0",
         "latency roofline:compute=0.8, bandwidth=0.85, overhead=0.0, layer_overhead=4.5e-05",
@@ -183,7 +183,7 @@ def test_a_model_can_be_a_file(tmp_path):
     }
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    small, large = (report(SMALL, "--model", model) for model in (path, "llama-3-8b"))
+    small, large = (report(SMALL, "--model", model) for model in (path, "llama-3.1-8b"))
     assert small["config"]["bytes_per_block"] == 2 * 2 * 256 * 2 * 16
     assert small["ttft_s"]["mean"] < large["ttft_s"]["mean"]
 
@@ -232,7 +232,7 @@ def test_the_header_of_a_trace_has_the_whole_configuration(tmp_path):
     assert head["batching"]["max_seqs"] == 256
     assert head["slo"] == {"ttft": 30 * 10**9, "tpot": 10**8}
     assert (head["rate_scale"], head["workload"]["name"]) == (2, "zipf")
-    assert head["model"] == {"name": "llama-3-8b", "codec": "fp16"}
+    assert head["model"] == {"name": "llama-3.1-8b", "codec": "fp16"}
     assert head["device"] == {"name": "h100", "count": 4}
 
 

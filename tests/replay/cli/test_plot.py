@@ -129,7 +129,7 @@ def test_verbs_with_a_table_draw_a_plot_beside_it(words, grid):
 
 def test_a_plane_is_drawn(grid):
     """`curve --tier` draws the plane of pool and tier sizes with `--plot`."""
-    tier = ("--tier", "host:memory=1GiB", "--model", "llama-3-8b", "--sizes", "3")
+    tier = ("--tier", "host:memory=1GiB", "--model", "llama-3.1-8b", "--sizes", "3")
     words = "curve", SMALL, *tier, "--jobs", "1", "--plot", "x.png"
     assert "host RAM / pool" in drawn(*words, cwd=grid, form="png")
 
