@@ -1,8 +1,8 @@
 """The cost of compaction on a CPU: scores against a step, moves against copies.
 
-Shapes are those of a layer of Llama 3.1 8B. A step is the attention of one sequence that decodes,
-with the store of its token, and none of the products with the model's weights, which cost far
-more. Torch runs with one thread.
+Shapes are those of a layer of Llama 3.1 8B. A step is the attention of one sequence that
+decodes, with the store of its token, and none of the products with the model's weights, which
+cost far more. Torch runs with one thread.
 """
 
 from __future__ import annotations

@@ -209,7 +209,12 @@ def test_calibrate_finds_the_constants_of_the_device(tmp_path, monkeypatch, ahea
     The time of a host that works between two steps is in the overhead of the layers.
     """
     device = Roofline(
-        "llama-3.1-8b", "h100", tensor_parallel=1, compute=0.6, bandwidth=0.7, layer_overhead=6e-5
+        "llama-3.1-8b",
+        "h100",
+        tensor_parallel=1,
+        compute=0.6,
+        bandwidth=0.7,
+        layer_overhead=6e-5,
     )
     path = tmp_path / "steps.csv"
     record(random_server(3), device, path, monkeypatch, ahead=ahead)

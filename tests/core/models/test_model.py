@@ -236,10 +236,10 @@ def test_the_prefill_cost_is_flop_over_flops(context, tokens):
 
 
 def test_the_default_prefill_cost_is_named():
-    """The default prefill cost is that of Llama 3 8B on an H100."""
+    """The default prefill cost is that of Llama 3.1 8B on an H100."""
     cost = default_prefill_cost()
-    assert (cost.model, cost.device) == ("llama-3-8b", "h100")
-    assert cost == PrefillCost.for_model(find_model("llama-3-8b"), find_device("h100"))
+    assert (cost.model, cost.device) == ("llama-3.1-8b", "h100")
+    assert cost == PrefillCost.for_model(find_model("llama-3.1-8b"), find_device("h100"))
 
 
 def test_the_default_cost_of_a_block_is_constant():

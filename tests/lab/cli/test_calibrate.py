@@ -71,7 +71,9 @@ def test_roofline_keeps_the_given_options(steps):
     """
     printed = run(steps, "--latency", "roofline:model=llama-3.1-8b,device=h200")
     first, *rest = printed.splitlines()
-    options = "model=llama-3.1-8b,device=h200,tensor_parallel=4,codec=fp16,block_size=16,compute="
+    options = (
+        "model=llama-3.1-8b,device=h200,tensor_parallel=4,codec=fp16,block_size=16,compute="
+    )
     assert first.startswith(f"--latency roofline:{options}")
     assert any(line.split()[0] == "compute" and "%" in line for line in rest if line)
     assert Plugins().build("latency", first.split()[1]).device == "h200"

@@ -14,7 +14,7 @@ VERBS = {
     "routers": ("--replicas", 2, "--routers", "random", "--jobs", 1),
     "plan": ("--max-gpus", 1, "--tensor-parallel", 1, "--tier", "none", "--jobs", 1),
 }
-HUB_ID = "meta-llama/Llama-3.1-8B-Instruct"
+HUB_ID = "meta-llama/Llama-3.1-70B-Instruct"
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_log_is_told_of(log, tmp_path, verb):
     assert done.returncode == 0, done.stderr
     assert "kvcore: chat: left out: 1 (1 failed)" in done.stderr
     named = f"names the model {HUB_ID}, and times and memory are those of llama-3.1-8b"
-    assert f"{named}: --model llama-3.1-8b takes it" in done.stderr
+    assert f"{named}: --model llama-3.1-70b takes it" in done.stderr
 
 
 @pytest.mark.parametrize("verb", ["simulate", "compare"])
@@ -54,13 +54,13 @@ def test_a_sweep_tells_of_each_log(log, tmp_path):
     grid.write_text(f'workload = ["zipf:requests=9", "{log}"]\nblocks = 99\n')
     done = run_here("sweep", grid, "--jobs", 1)
     assert done.stderr.count("kvcore: chat: left out: 1 (1 failed)") == 1
-    assert "model = llama-3.1-8b takes it" in done.stderr
+    assert "model = llama-3.1-70b takes it" in done.stderr
 
 
 def test_explain_takes_the_model_of_a_log(log):
     """The seconds of prefill of a log's misses are those of the model that it names."""
     done = run_here("explain", log, "--summary", "--blocks", 99, "--json")
-    assert json.loads(done.stdout)["recompute"]["model"] == "llama-3.1-8b"
+    assert json.loads(done.stdout)["recompute"]["model"] == "llama-3.1-70b"
 
 
 @pytest.mark.parametrize("named", ["trace:{}", "{}"])

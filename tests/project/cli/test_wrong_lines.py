@@ -99,7 +99,7 @@ simulate W --model deepseek-v3 --tensor-parallel 8 | It fits on 8 x rtx-pro-6000
 size phi-4 --device h100 --tensor-parallel 4 | give 1, 2, 5, 10, 20 or 40
 run --tensor-parallel 3 | cannot be divided among 3 devices; give 1, 2 or 4
 simulate W --device memory=141GB,flops=989T | there is no bandwidth; give such as memory=141GB
-simulate W --tensor-parallel 99999999 | --tensor-parallel: llama-3-8b on 99999999 x h100
+simulate W --tensor-parallel 99999999 | --tensor-parallel: llama-3.1-8b on 99999999 x h100
 simulate W --watermark 2 | --watermark: watermark=2.0 is no share of the blocks
 simulate W --watermark -0.1 | --watermark: watermark=-0.1 is no share of the blocks
 simulate W --watermark nan | --watermark: watermark=nan is no share of the blocks
@@ -291,7 +291,7 @@ compare W --blocks 1,000 | 1,000 is a list of 1 and 0: write 1000
 compare W --blocks 1,000,3,000 | a list of 1, 0, 3 and 0: write numbers without commas
 compare W --blocks 2147483648 | at most 2147483647
 compare W --blocks 10 --memory 1GiB | give one of them
-compare W --memory 1B | 1 B is less than a block. A block of 16 tokens of llama-3-8b
+compare W --memory 1B | 1 B is less than a block. A block of 16 tokens of llama-3.1-8b
 compare W --memory x | size 'x': expected a number
 compare W --codec fp32 | --codec says what a token takes of --memory
 compare W --eviction '' | '' has an empty name
@@ -512,7 +512,7 @@ simulate: model = "nope" | model: unknown model 'nope'
 simulate: device = "nope" | device: unknown device 'nope'
 simulate: codec = "fp1" | codec: no codec plugin is named 'fp1'
 simulate: codec = 16 | codec: 16 is no plugin
-simulate: tensor_parallel = 0 | tensor_parallel: llama-3-8b on 0 x h100
+simulate: tensor_parallel = 0 | tensor_parallel: llama-3.1-8b on 0 x h100
 simulate: eviction = "" | eviction: '' has an empty name
 simulate: eviction = {half_life = 3} | eviction: the table needs a name
 simulate: eviction = {name = "lfu", half_live = 3} | 'lfu' has no option 'half_live'
@@ -589,7 +589,7 @@ sweep: slo = ["x"] | slo: 'x' is no SLO
 sweep: limit = [3, -1] | limit: -1 is out of range: it must be at least 0
 sweep: window = ["0:5", "5"] | window: window '5': expected START:END in seconds
 sweep: executor = 3 | executor: expected text, not 3
-sweep: tensor_parallel = [0] | tensor_parallel: llama-3-8b on 0 x h100
+sweep: tensor_parallel = [0] | tensor_parallel: llama-3.1-8b on 0 x h100
 sweep: watermark = [2] | watermark: watermark=2.0 is no share of the blocks
 sweep: max_tokens = [0] | max_tokens=0 and max_seqs=256: a step has a token
 sweep: latency = "roofline:compute=9" | roofline: compute=9.0 must be a share
