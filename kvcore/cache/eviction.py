@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from typing import Any, ClassVar, Generic, TypeVar
 
 from kvcore.cache.span import Span
-from kvcore.plugins.base import Plugin
+from kvcore.plugins.base import Plugin, has_no_order
 from kvcore.request import Request
 
 
@@ -249,7 +249,7 @@ class ScoreEviction(EvictionPolicy):
     def score(self, span: Span, now: int) -> Any:
         """Return the score of `span`: the lowest leaves first.
 
-        Scores are any values that compare with one another, except None and NaN.
+        Scores are any values that compare with one another; None and NaN do not.
         """
 
     def changes_at(self, span: Span, now: int) -> int | None:
@@ -307,8 +307,7 @@ class ScoreEviction(EvictionPolicy):
     def _enter(self, span: Span, now: int) -> tuple[Any, ...]:
         self._answer = None
         score = self.score(span, now)
-        # NaN is not below, equal to or above any score.
-        if score is None or score != score:  # noqa: PLR0124
+        if has_no_order(score):
             hint = ": is a `return` missing?" if score is None else ""
             msg = f"score() of {span!r} is {score!r}, which has no place in an order{hint}"
             raise ValueError(msg)

@@ -294,6 +294,16 @@ def wrong_answer(plugin: Plugin, question: str, why: str) -> PolicyError:
     )
 
 
+def has_no_order(value: Any) -> bool:
+    """Return True if a score or a priority is None or NaN, or a tuple with NaN in it.
+
+    NaN is not below, equal to or above anything.
+    """
+    if type(value) is tuple:
+        return any(part != part for part in value)  # noqa: PLR0124
+    return value is None or bool(value != value)  # noqa: PLR0124
+
+
 def describe(plugin: Plugin) -> dict[str, Any]:
     """Return the name and the options of `plugin`, in the form of trace headers and reports."""
     return {"name": plugin.name, "options": plugin.options()}

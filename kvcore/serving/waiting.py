@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 from kvcore.cache import EvictionPolicy
 from kvcore.errors import PolicyError, shorten
 from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
-from kvcore.plugins.base import raise_policy_error
+from kvcore.plugins.base import has_no_order, raise_policy_error
 from kvcore.serving.job import PAUSED, Job
 from kvcore.serving.scheduler import LoopState, Scheduler, StepPlan
 
@@ -70,8 +70,7 @@ class CheckedScheduler:
         """
         try:
             priority = self.scheduler.priority(job, now)
-            # NaN is not before, equal to or after any priority.
-            unordered = priority is None or priority != priority  # noqa: PLR0124
+            unordered = has_no_order(priority)
         except FAILURES as error:
             raise_policy_error(self.scheduler, "priority", error)
         if unordered:

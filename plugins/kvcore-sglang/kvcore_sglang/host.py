@@ -16,6 +16,7 @@ from kvcore.blake2 import blake2b
 from kvcore.cache import BlockLayout
 from kvcore.cache.tree import root_span
 from kvcore.plugins import find_override, policy_error, wrong_answer
+from kvcore.plugins.base import has_no_order
 from kvcore.request import Key
 from kvcore_hosting import EngineRecorder
 
@@ -337,7 +338,7 @@ class TreeHost:
         span = self._spans[node]
         policy: Any = self.eviction
         score = policy.score(span, self.clock())
-        if score is None or score != score:  # noqa: PLR0124  (NaN)
+        if has_no_order(score):
             raise wrong_answer(self.eviction, "score()", f"{score!r}, which has no order")
         return score, span.released_order, -span.start, span.id
 

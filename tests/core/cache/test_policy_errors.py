@@ -1,5 +1,6 @@
 """A plugin that raises or answers wrongly: the error names it, and the cache is unusable."""
 
+import re
 import sys
 from copy import copy
 
@@ -240,6 +241,21 @@ def test_a_score_without_a_value_is_refused():
     ) as caught:
         serve(cache, "ab")
     assert_poisoned(cache, caught.value)
+
+
+@pytest.mark.parametrize("score", [float("nan"), (float("nan"), 1), (1, float("nan"))])
+def test_a_score_with_nan_is_refused(score):
+    """A `score` that is NaN, or a tuple with NaN in it, raises PolicyError that shows it."""
+
+    class Unordered(ScoreEviction):
+        name = "unordered"
+
+        def score(self, span, now):
+            return score
+
+    cache = make(8, Unordered())
+    with pytest.raises(PolicyError, match=re.escape(f"is {score}, which has no place")):
+        serve(cache, "ab")
 
 
 def pinned(cache):

@@ -1,5 +1,6 @@
 """Schedulers and latency models that fail or cause livelock: the error names the plugin."""
 
+import re
 import sys
 from math import inf
 from typing import ClassVar
@@ -290,11 +291,12 @@ def _giving(**answers):
 
 
 @pytest.mark.parametrize(
-    ("priority", "hint"), [(None, r": is a `return` missing\?"), (float("nan"), "")]
+    ("priority", "hint"),
+    [(None, r": is a `return` missing\?"), (float("nan"), ""), ((0, float("nan")), "")],
 )
 def test_a_priority_of_none_or_nan_is_refused(priority, hint):
-    """A priority of None or NaN raises PolicyError that names the job; None has a hint."""
-    why = f"{priority}, which has no place in an order{hint}$"
+    """A priority of None, or with NaN in it, raises PolicyError that names the job."""
+    why = f"{re.escape(str(priority))}, which has no place in an order{hint}$"
     message = rf"'giving' .* answered priority\(\) of <Job 1: .* with {why}"
     with pytest.raises(PolicyError, match=message):
         serve(REQUESTS, scheduler=_giving(priority=priority))
