@@ -21,8 +21,7 @@ from kvcore.plugins.options import Spec
 from kvcore.progress import Progress, silent
 from kvcore.units import parse_bytes
 from kvcore_lab.candidates import Policy
-from kvcore_lab.comparison import SHARING, Comparison
-from kvcore_lab.comparison import compare as compare_policies
+from kvcore_lab.comparison import SHARING, Comparison, compare_policies
 from kvcore_lab.measured.validation import Validation
 from kvcore_lab.measured.validation import validate as compare_rows
 from kvcore_lab.plans.capacity import find_capacity as search_capacity
@@ -129,7 +128,7 @@ class CompareOptions(TypedDict, total=False):
 
 def compare(
     workload: Source = "mooncake",
-    policies: Policy | Iterable[Policy] = "lru,fifo,lfu,slru,cost,random,belady",
+    policies: Policy | Iterable[Policy] = "lru,fifo,lfu,slru,cost,random,optimum",
     blocks: int | Iterable[int] | None = None,
     *,
     memory: int | str | Iterable[int | str] | None = None,
@@ -145,14 +144,14 @@ def compare(
 ) -> Comparison:
     """Replay a workload, serial and untimed, under each policy in a pool of each size.
 
-    `kvcore.compare("mooncake", ["lru", MyPolicy, "belady"], blocks=[5_859])` shows how far
+    `kvcore.compare("mooncake", ["lru", MyPolicy, "optimum"], blocks=[5_859])` shows how far
     each policy is from the optimum, the hits of Belady's algorithm.
 
     Args:
         workload: the requests: a plugin with options, a file, a workload, or an iterable of
             `Request`.
         policies: one or several: names with options (one text may hold several), policy
-            classes, functions that build a policy, and `belady` or its alias `optimum`.
+            classes, functions that build a policy, and `optimum`, which has the alias `belady`.
         blocks: pool sizes in blocks, or one; None: a few parts of the workload's footprint.
         memory: pool sizes in bytes of K/V, such as `"40GiB"`, in place of `blocks`. With
             `accounting="tokens"` they are those of the cache groups of the model.

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from kvcore_replay.billing import Bill, Bills
     from kvcore_replay.pricing import PriceModel
 
-__all__ = ["SHARING", "Comparison", "Infinite", "Row", "Source", "compare"]
+__all__ = ["SHARING", "Comparison", "Infinite", "Row", "Source", "compare_policies"]
 
 PARTS = (180, 60, 30, 18, 6)
 """The pool sizes if none are given: the distinct blocks of the workload divided by these."""
@@ -158,7 +158,7 @@ class Source:
 
 @attrs.frozen(kw_only=True, repr=False)
 class Comparison(Shown):
-    """The result of `compare`: one row per policy and size, in the order of the arguments.
+    """The result of a comparison: one row per policy and size, in the order of the arguments.
 
     Attributes:
         workload: the workload that was replayed.
@@ -202,7 +202,7 @@ class Comparison(Shown):
 
 
 class ReplayOptions(TypedDict, total=False):
-    """How a workload is replayed, whatever the policy and the size: keywords of `compare`."""
+    """How a workload is replayed, whatever the policy and the size."""
 
     block_size: int | None
     """Tokens of a block; None: the tokens of a key of the workload."""
@@ -227,7 +227,7 @@ class ReplayOptions(TypedDict, total=False):
     clock runs."""
 
 
-def compare(
+def compare_policies(
     workload: Workload | Iterable[Request] | str | os.PathLike[str],
     policies: Policy | Iterable[Policy],
     blocks: int | Iterable[int] | None = None,

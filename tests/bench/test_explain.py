@@ -8,7 +8,7 @@ from time import perf_counter
 
 from bench.harness import POOL, measured, medians
 
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_plugins.workload import Mooncake
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.misses.explain import explain
@@ -21,7 +21,7 @@ PROMISED_MB = 300
 def test_a_summary_takes_at_most_five_replays(tmp_path: Path) -> None:
     """A summary of the bundled trace takes at most 5 times a replay, and below 300 MB."""
     file = tmp_path / "trace.jsonl"
-    compare(Mooncake(), "lru", POOL, trace=file)
+    compare_policies(Mooncake(), "lru", POOL, trace=file)
 
     def replaying() -> float:
         start = perf_counter()

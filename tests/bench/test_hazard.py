@@ -15,7 +15,7 @@ import pytest
 from bench.harness import bundled
 
 from kvcore import KVCache, Plugins, simulate
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_replay.untimed import replay
 
 POLICIES = [
@@ -46,7 +46,7 @@ def cells(name, requests, blocks, prefix=None):
     """Print and return the hits of policies in one pool, as multiples of those of LRU."""
     lru = hits(requests, blocks, "lru", prefix)
     found = {policy: hits(requests, blocks, policy, prefix) for policy in POLICIES}
-    found["optimum"] = compare(requests, "optimum", [blocks]).rows[0].hit_blocks
+    found["optimum"] = compare_policies(requests, "optimum", [blocks]).rows[0].hit_blocks
     ratios = {policy: count / max(lru, 1) for policy, count in found.items()}
     print(
         f"| {name} | {blocks:,} | {lru:,} |",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcore_cli.report.simulation import thrashing
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_lab.report.comparison import ResidencyReport
 from kvcore_plugins.eviction import LRU, MRU
 from kvcore_plugins.workload import Zipf
@@ -31,7 +31,9 @@ def test_the_warning_of_thrashing_without_a_hit():
 
 def test_the_table_has_a_row_for_each_policy_and_pool():
     """The table has a row per policy and pool, and the reading names the clock of the ages."""
-    report = ResidencyReport(compare(Zipf(requests=80), [LRU, MRU], [40, 90], residency=True))
+    report = ResidencyReport(
+        compare_policies(Zipf(requests=80), [LRU, MRU], [40, 90], residency=True)
+    )
     assert [row[:2] for row in report.rows] == [
         [name, size] for name in ("lru", "mru") for size in ("40", "90")
     ]
@@ -41,6 +43,6 @@ def test_the_table_has_a_row_for_each_policy_and_pool():
 
 def test_compare_measures_residency_on_request_only():
     """`compare` measures residency only if asked to, and never for the optimum."""
-    rows = compare(Zipf(requests=20), ["lru", "optimum"], 40, residency=True).rows
+    rows = compare_policies(Zipf(requests=20), ["lru", "optimum"], 40, residency=True).rows
     assert [row.residency is None for row in rows] == [False, True]
-    assert compare(Zipf(requests=20), LRU, 40).rows[0].residency is None
+    assert compare_policies(Zipf(requests=20), LRU, 40).rows[0].residency is None

@@ -8,7 +8,7 @@ from helpers.billing import logged, request, requests
 
 import kvcore
 from kvcore.units import NS_PER_S
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_plugins.workload import Zipf
 from kvcore_plugins.workload.usage import Usage
 from kvcore_replay.billing import Charge, PromptCache, bill, hit_charge
@@ -121,15 +121,15 @@ def test_each_row_of_a_comparison_is_billed_by_its_hits():
     The optimum costs no more than LRU in the same pool, and LRU no less than in a larger one.
     """
     work = Zipf(requests=60, prefixes=6, prefix_tokens=64, suffix_tokens=32, levels=2)
-    found = compare(work, ["lru", "optimum"], [20, 1000], price="input=3,cached=0.3")
+    found = compare_policies(work, ["lru", "optimum"], [20, 1000], price="input=3,cached=0.3")
     small, large, best, most = (row.bill for row in found.rows)
     assert most.usd == large.usd < small.usd
     assert most.usd <= best.usd <= small.usd < found.bills.uncached.usd
     hits = found.rows[0].hit_blocks * found.rows[0].block_size
     assert small.read_tokens == hits
-    forever = compare(work, "lru", 1000, price="input=3,cached=0.3,ttl=1e9")
+    forever = compare_policies(work, "lru", 1000, price="input=3,cached=0.3,ttl=1e9")
     assert forever.bills.api.read_tokens == large.read_tokens
-    assert compare(work, "lru", 20).rows[0].bill is None
+    assert compare_policies(work, "lru", 20).rows[0].bill is None
 
 
 def test_tokens_loaded_from_a_tier_are_billed_as_read():

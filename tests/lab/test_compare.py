@@ -12,7 +12,7 @@ import kvcore
 from kvcore import InputError, PolicyError
 from kvcore.models.cost import PrefillCost
 from kvcore_lab import comparison
-from kvcore_lab.comparison import compare, default_sizes
+from kvcore_lab.comparison import compare_policies, default_sizes
 from kvcore_plugins.eviction import LRU, Cost
 from kvcore_plugins.prefix import NoPrefix
 from kvcore_plugins.workload import Jsonl, Mooncake, Zipf
@@ -27,7 +27,7 @@ def small(**options):
 
 def test_rows_are_by_policy_then_size():
     """Policies and sizes keep the order in which they are given."""
-    rows = compare(small(), ["lru", "fifo"], [20, 10]).rows
+    rows = compare_policies(small(), ["lru", "fifo"], [20, 10]).rows
     assert [(row.eviction, row.blocks) for row in rows] == [
         ("lru", 20),
         ("lru", 10),
@@ -39,17 +39,21 @@ def test_rows_are_by_policy_then_size():
 @pytest.mark.parametrize(("limit", "readings"), [(comparison.HELD_BYTES, 1), (10_000, 3)])
 def test_a_small_workload_is_read_once(limit, readings, monkeypatch):
     """A small workload is read once, a large one once and again for each row."""
-    expected = [row.hit_blocks for row in compare(small(), "lru,fifo", 20).rows]
+    expected = [row.hit_blocks for row in compare_policies(small(), "lru,fifo", 20).rows]
     begun, read = [], Zipf.__iter__
     monkeypatch.setattr(comparison, "HELD_BYTES", limit)
     monkeypatch.setattr(Zipf, "__iter__", lambda self: begun.append(self) or read(self))
-    assert [row.hit_blocks for row in compare(small(), "lru,fifo", 20).rows] == expected
+    assert [
+        row.hit_blocks for row in compare_policies(small(), "lru,fifo", 20).rows
+    ] == expected
     assert len(begun) == readings
 
 
 def test_equal_names_with_other_options_are_two_policies():
     """Variants of one policy are rows of their own."""
-    rows = compare(small(), ["lfu,lfu:half_life=inf", "optimum,optimum:bypass=true"], [10]).rows
+    rows = compare_policies(
+        small(), ["lfu,lfu:half_life=inf", "optimum,optimum:bypass=true"], [10]
+    ).rows
     assert [
         (row.eviction, row.options.get("bypass", row.options.get("half_life"))) for row in rows
     ] == [
@@ -62,9 +66,12 @@ def test_equal_names_with_other_options_are_two_policies():
 
 def test_one_policy_and_one_size_need_no_list():
     """One policy, in any form, and one size need not be in a list."""
-    assert [row.eviction for row in compare(small(), "lru,fifo", 10).rows] == ["lru", "fifo"]
+    assert [row.eviction for row in compare_policies(small(), "lru,fifo", 10).rows] == [
+        "lru",
+        "fifo",
+    ]
     for policy in (LRU, Belady()):
-        (row,) = compare(small(), policy, 10).rows
+        (row,) = compare_policies(small(), policy, 10).rows
         assert (row.eviction, row.blocks) == (policy.name, 10)
 
 
@@ -76,14 +83,14 @@ def test_two_classes_of_one_name_are_refused():
 
     message = r"two policies are named 'lru', kvcore\S+LRU and \S+Other: give one of the"
     with pytest.raises(InputError, match=message):
-        compare(small(), [LRU, Other], 10)
+        compare_policies(small(), [LRU, Other], 10)
 
 
 @pytest.mark.parametrize("policies", [LRU(), [LRU()]])
 def test_a_policy_instance_is_refused(policies):
     """A policy instance is refused, since it cannot serve several pools."""
     with pytest.raises(InputError, match=r"LRU\(\) cannot be compared: give a name"):
-        compare(small(), policies, [10])
+        compare_policies(small(), policies, [10])
 
 
 @pytest.mark.parametrize("workload", [Zipf, 17, None])
@@ -92,7 +99,7 @@ def test_an_object_that_is_no_workload_is_refused(workload):
     with pytest.raises(
         InputError, match=r"is no workload: give .* Plugins\(\).build\('workload'"
     ):
-        compare(workload, "lru", 10)
+        compare_policies(workload, "lru", 10)
 
 
 def test_empty_prompts_are_compared(tmp_path):
@@ -101,7 +108,7 @@ def test_empty_prompts_are_compared(tmp_path):
     line = '{"event":"REQUEST","id":%d,"t":0,"prompt":0,"output":1,"keys":[],"key_tokens":16}\n'
     path.write_text(line % 1 + line % 2)
     for policies, count in (("lru,optimum", "keys"), ("lru", "tokens")):
-        for row in compare(Jsonl(path), policies, 5, accounting=count).rows:
+        for row in compare_policies(Jsonl(path), policies, 5, accounting=count).rows:
             assert (row.requests, row.lookup_blocks) == (2, 0)
 
 
@@ -110,7 +117,7 @@ def test_share_of_optimum_refers_to_the_optimum_that_must_admit():
 
     It is the optimum that must admit, so the one with bypass may exceed it.
     """
-    rows = compare(small(), ["lru", "optimum:bypass=true", "optimum"], [8, 16]).rows
+    rows = compare_policies(small(), ["lru", "optimum:bypass=true", "optimum"], [8, 16]).rows
     best = {row.blocks: row.hit_blocks for row in rows[4:]}
     assert [row.share_of_optimum for row in rows] == [
         row.hit_blocks / best[row.blocks] for row in rows
@@ -122,15 +129,15 @@ def test_share_of_optimum_refers_to_the_optimum_that_must_admit():
 def test_the_optimum_needs_radix_sharing(prefix):
     """The optimum is refused with a prefix cache other than radix sharing."""
     with pytest.raises(InputError, match=r"it says nothing of prefix cache 'none'"):
-        compare(small(), ["lru", "optimum"], [10], prefix=prefix)
-    alone = compare(small(), ["lru"], [10], prefix=prefix)
+        compare_policies(small(), ["lru", "optimum"], [10], prefix=prefix)
+    alone = compare_policies(small(), ["lru"], [10], prefix=prefix)
     assert (alone.rows[0].hit_blocks, alone.infinite.hit_blocks) == (0, 0)
 
 
 def test_a_block_may_be_a_part_of_a_key():
     """A quarter of the block size and four times the blocks give four times the hits."""
-    coarse = compare(small(), ["lru", "optimum"], [10])
-    fine = compare(small(), ["lru", "optimum"], [40], block_size=4)
+    coarse = compare_policies(small(), ["lru", "optimum"], [10])
+    fine = compare_policies(small(), ["lru", "optimum"], [40], block_size=4)
     assert [row.hit_blocks for row in fine.rows] == [4 * row.hit_blocks for row in coarse.rows]
     assert {row.block_size for row in fine.rows} == {4}
 
@@ -145,7 +152,7 @@ def test_recompute_sets_the_cost_of_a_block():
             seen.append(span.recompute_seconds)
             return 0.0
 
-    compare(small(), [Curious], [10], recompute=PrefillCost(1.0))
+    compare_policies(small(), [Curious], [10], recompute=PrefillCost(1.0))
     assert set(seen) == {16.0}
 
 
@@ -153,7 +160,7 @@ def test_default_sizes_are_parts_of_the_workload():
     """Without sizes, pools are parts of the distinct blocks, rounded to one digit."""
     assert default_sizes(182_790) == [1_000, 3_000, 6_000, 10_000, 30_000]
     assert default_sizes(0) == [1]
-    comparison = compare(small(), ["lru"])
+    comparison = compare_policies(small(), ["lru"])
     sizes = [row.blocks for row in comparison.rows]
     assert sizes == default_sizes(comparison.infinite.distinct_blocks)
 
@@ -161,7 +168,7 @@ def test_default_sizes_are_parts_of_the_workload():
 def test_the_result_describes_the_workload():
     """The result has the name, digest, options and number of requests of the workload."""
     workload = small(seed=2)
-    source = compare(workload, ["lru"], [10]).workload
+    source = compare_policies(workload, ["lru"], [10]).workload
     assert (source.name, source.digest, source.requests) == ("zipf", workload.digest, 60)
     assert (source.key_tokens, source.options["seed"]) == (16, 2)
 
@@ -178,16 +185,16 @@ def test_the_digest_is_computed_before_the_run():
             yield from super().__iter__()
             self.digest = "after"
 
-    assert compare(Fleeting(requests=3), "lru", 10).workload.digest == "before"
+    assert compare_policies(Fleeting(requests=3), "lru", 10).workload.digest == "before"
 
 
 def test_a_trace_does_not_replace_the_file_of_requests(tmp_path):
     """A trace cannot be written to the file from which the requests are read."""
     path = tmp_path / "rows.jsonl"
-    compare(small(), "lru", 10, trace=path)
+    compare_policies(small(), "lru", 10, trace=path)
     before = path.read_bytes()
     with pytest.raises(InputError, match=r"cannot write .*rows.jsonl: the requests come from"):
-        compare(Jsonl(path), "lru", 10, trace=path)
+        compare_policies(Jsonl(path), "lru", 10, trace=path)
     assert path.read_bytes() == before
 
 
@@ -200,7 +207,9 @@ def test_progress_has_every_request_of_every_row():
         reported.append((what, total))
         yield reported.append
 
-    compare(small(), ["lru", "optimum,optimum:bypass=true"], [10, 20], progress=progress)
+    compare_policies(
+        small(), ["lru", "optimum,optimum:bypass=true"], [10, 20], progress=progress
+    )
     (what, total), *steps = reported
     assert (what, total) == ("comparing on zipf", 60 * 7)
     assert sum(steps) == total
@@ -210,7 +219,7 @@ def test_progress_has_every_request_of_every_row():
 def test_invalid_pool_sizes_are_refused(blocks):
     """A pool size that is not a whole number of at least 1 is refused."""
     with pytest.raises(InputError, match=r"a pool of .* blocks was asked for; give 1 or more"):
-        compare(small(), "lru", blocks)
+        compare_policies(small(), "lru", blocks)
 
 
 def test_a_policy_that_fails_leaves_no_trace(tmp_path):
@@ -221,7 +230,7 @@ def test_a_policy_that_fails_leaves_no_trace(tmp_path):
             raise RuntimeError(now)
 
     with pytest.raises(PolicyError, match="Broken"):
-        compare(small(), [Broken], [10], trace=tmp_path / "trace.jsonl")
+        compare_policies(small(), [Broken], [10], trace=tmp_path / "trace.jsonl")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -229,7 +238,7 @@ def test_a_workload_beyond_the_largest_pool_is_refused(monkeypatch):
     """A workload with more distinct blocks than the largest pool is refused."""
     monkeypatch.setattr(sys.modules["kvcore_lab.comparison"], "MOST_BLOCKS", 30)
     with pytest.raises(PolicyError, match="the workload has more than 30 distinct blocks"):
-        compare(small(), ["lru"], [10])
+        compare_policies(small(), ["lru"], [10])
 
 
 @pytest.mark.parametrize(
@@ -245,7 +254,7 @@ def test_a_workload_beyond_the_largest_pool_is_refused(monkeypatch):
 def test_invalid_policies_sizes_and_options_are_refused(policies, blocks, options, message):
     """Invalid policies, sizes and options raise InputError with the reason."""
     with pytest.raises(InputError, match=message):
-        compare(small(), policies, blocks, **options)
+        compare_policies(small(), policies, blocks, **options)
 
 
 def document(comparison):
@@ -275,7 +284,7 @@ def test_an_error_in_another_process_is_the_same_error(tmp_path):
     path.write_text(f'{row}{{"timestamp":0}}\n')
     for jobs in (1, 2):
         with pytest.raises(InputError, match=r"requests\.jsonl:2: field 'input_length'"):
-            compare(Mooncake(path), "lru,fifo", [30], jobs=jobs)
+            compare_policies(Mooncake(path), "lru,fifo", [30], jobs=jobs)
 
 
 def test_a_policy_that_cannot_be_sent_to_processes_is_refused(monkeypatch):
@@ -286,4 +295,4 @@ def test_a_policy_that_cannot_be_sent_to_processes_is_refused(monkeypatch):
         name = "local"
 
     with pytest.raises(InputError, match=r"policy 'local' cannot be sent .*one job"):
-        compare(small(), Local, [30, 40], jobs=2)
+        compare_policies(small(), Local, [30, 40], jobs=2)

@@ -8,7 +8,7 @@ from helpers.commands import error_of, json_of
 
 import kvcore
 from kvcore import InputError
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_lab.curves.mrc import curve
 from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_plugins.workload import Mooncake
@@ -22,7 +22,7 @@ GROUPS = [LayerGroup("full", 512), LayerGroup("window", 512, 1024)]
 def test_rows_are_replays_of_groups():
     """A row has the hits of prompts that are computed one by one, in chunks of 8,192."""
     source = list(islice(Mooncake(), 300))
-    comparison = compare(
+    comparison = compare_policies(
         source, "lru,arc", 900, accounting="tokens", block_size=512, groups=GROUPS
     )
     cache = GroupedCache(GROUPS, 900)
@@ -43,7 +43,7 @@ def test_rows_with_tiers_are_replays_above_them():
         return GroupTiers(cache, [tier], 1024)
 
     options = {"accounting": "tokens", "block_size": 512, "groups": GROUPS, "tiers": below}
-    (row,) = compare(source, "lru", 300, **options).rows
+    (row,) = compare_policies(source, "lru", 300, **options).rows
     cache = GroupedCache(GROUPS, 300)
     tiers = below(cache)
     hits = replay_groups(source, cache)
@@ -62,8 +62,8 @@ def test_a_bound_with_tiers_is_that_of_both():
         return kind(cache, ["host:memory=400KiB"], 1024)
 
     options = {"accounting": "tokens", "groups": GROUPS, "checkpoint": "default"}
-    lru, best = compare(source, "lru", 300, tiers=below, **options).rows
-    _, both = compare(source, "lru", 700, **options).rows
+    lru, best = compare_policies(source, "lru", 300, tiers=below, **options).rows
+    _, both = compare_policies(source, "lru", 700, **options).rows
     assert lru.reused_blocks <= best.reused_blocks == both.hit_blocks
     assert best.hit_blocks < best.reused_blocks
 
@@ -112,14 +112,14 @@ def test_what_is_not_known_of_groups_is_refused(options):
     """Keys, prices and residency are refused beside groups, in one line."""
     options = {"accounting": "tokens", **options}
     with pytest.raises(InputError, match="are compared by their hits, in tokens"):
-        compare("mooncake", "lru", 900, groups=GROUPS, **options)
+        compare_policies("mooncake", "lru", 900, groups=GROUPS, **options)
 
 
 def test_curves_have_the_hits_of_rows():
     """A curve of pools in groups has the hits that `compare` has at its sizes."""
     source, sizes = list(islice(Mooncake(), 200)), [100, 900]
     options = {"accounting": "tokens", "block_size": 512, "groups": GROUPS}
-    rows = compare(source, "lru,arc", sizes, **options).rows
+    rows = compare_policies(source, "lru,arc", sizes, **options).rows
     curves = curve(source, "lru,arc", sizes, **options)
     assert [hits for line in curves.curves for hits in line.hit_blocks] == [
         row.hit_blocks for row in rows

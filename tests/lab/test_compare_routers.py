@@ -13,7 +13,7 @@ from helpers.requests import keyed
 import kvcore
 from kvcore import InputError, PluginError, Router
 from kvcore.workloads import RequestList
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_lab.report.routers import OPTIMUM, SHARED, RoutersReport
 from kvcore_lab.router_comparison import compare_routers
 from kvcore_lab.sweep import Processes
@@ -68,7 +68,9 @@ def test_one_cache_has_the_memory_of_all_replicas(comparison):
     """The one cache hits what a serial replay in a pool of its size hits."""
     for shared, replicas in zip(comparison.shared, (2, 3), strict=True):
         assert (shared.replicas, shared.blocks) == (replicas, 100 * replicas)
-        replayed = compare(ZIPF, "lru", 100 * replicas, block_size=16, accounting="tokens")
+        replayed = compare_policies(
+            ZIPF, "lru", 100 * replicas, block_size=16, accounting="tokens"
+        )
         assert shared.hit_ratio == replayed.rows[0].hit_ratio["token"]
 
 

@@ -16,7 +16,7 @@ from helpers.tries import number, requests
 
 from kvcore import InputError, PluginError, PolicyError, Request, Workload
 from kvcore.cache.layout import BlockLayout
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_lab.curves.mrc import Steps, curve, spread_sizes
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.workload import Zipf
@@ -55,7 +55,7 @@ def hits(curves):
 def test_a_curve_has_the_hits_of_compare(count):
     """A curve has the hits of `compare`, whether it takes one pass or is replayed."""
     policies = "lru,lfu,optimum" if count == "keys" else "lru,lfu"
-    rows = compare(SMALL, policies, SIZES, accounting=count).rows
+    rows = compare_policies(SMALL, policies, SIZES, accounting=count).rows
     expected = {}
     for row in rows:
         expected.setdefault(row.eviction, []).append(row.hit_blocks)
@@ -65,7 +65,7 @@ def test_a_curve_has_the_hits_of_compare(count):
 @pytest.mark.parametrize("count", ["keys", "tokens"])
 def test_a_curve_has_the_bounds_of_compare(count):
     """A curve has the lookups, distinct blocks and infinite hits of `compare`."""
-    infinite = compare(SMALL, "lru", 10, accounting=count).infinite
+    infinite = compare_policies(SMALL, "lru", 10, accounting=count).infinite
     for policies in ("lru", "fifo"):
         found = curve(SMALL, policies, SIZES, accounting=count)
         assert found.lookup_blocks == infinite.lookup_blocks

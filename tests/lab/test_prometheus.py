@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvcore import KVCache, PluginError, simulate
 from kvcore.serving import Batching
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_lab.report.prometheus import comparison_metrics, run_metrics
 from kvcore_plugins.eviction import LFU, LRU
 from kvcore_plugins.workload import Zipf
@@ -153,7 +153,7 @@ def test_labels_name_workload_policy_and_options(run):
 def test_every_row_of_a_comparison_has_labels():
     """Metrics of a comparison are labelled by policy with options and by pool size."""
     policies = [LRU, lambda: LFU(half_life=2), lambda: LFU(half_life=9)]
-    comparison = compare(Zipf(requests=80), policies, [40, 90], residency=True)
+    comparison = compare_policies(Zipf(requests=80), policies, [40, 90], residency=True)
     samples = parsed(comparison_metrics(comparison))
     assert len(samples["kvcore_prefix_cache_hit_blocks_total"]) == 6
     for row in comparison.rows:
@@ -168,6 +168,6 @@ def test_every_row_of_a_comparison_has_labels():
 def test_without_prometheus_client_the_error_gives_the_install_command(monkeypatch):
     """Without prometheus_client the error gives the install command."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    comparison = compare(Zipf(requests=5), LRU, 10)
+    comparison = compare_policies(Zipf(requests=5), LRU, 10)
     with pytest.raises(PluginError, match=r"pip install 'kvcore\[prometheus\]'"):
         comparison_metrics(comparison)

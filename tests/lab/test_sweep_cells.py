@@ -15,7 +15,7 @@ import kvcore
 from kvcore import KVCache, PluginError, ScoreEviction, simulate
 from kvcore.config import RunConfig
 from kvcore.workloads import RequestList
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_lab.sweep import (
     CellRunner,
     Grid,
@@ -75,7 +75,7 @@ def test_an_untimed_cell_is_a_row_of_a_comparison(swept):
     """An untimed cell has the hits, evictions and share of the optimum of `compare`."""
     policies = ["belady", "lru", "lfu:half_life=5", "optimum:bypass=true"]
     rows = swept("compare", workload=ZIPF, eviction=policies, blocks=[40, 160]).rows
-    by_size = compare(Zipf(requests=60, prefixes=4, seed=0), policies, [40, 160]).rows
+    by_size = compare_policies(Zipf(requests=60, prefixes=4, seed=0), policies, [40, 160]).rows
     expected = sorted(by_size, key=lambda row: row.blocks)
     for row, other in zip(rows, expected, strict=True):
         assert row["hit_blocks"] == other.hit_blocks

@@ -10,7 +10,7 @@ from kvcore import InputError, KVCache, simulate
 from kvcore.plugins.manager import Plugins
 from kvcore.request import block_keys
 from kvcore.workloads import checked, find_workload
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_plugins.latency import Linear
 from kvcore_plugins.workload import Chat
 from kvcore_plugins.workload.logged import LoggedRequest
@@ -288,7 +288,7 @@ def test_every_verb_bills_the_same_usage(log):
     """A comparison and a simulation bill the tokens of the usage, in one step each."""
     usage, _ = USAGES["a gateway before Anthropic"]
     workload, price = log(call(usage, timestamp=0)), "input=5,write=6.25,cached=0.5,output=25"
-    bills = compare(workload, "lru", 100, price=price).bills
+    bills = compare_policies(workload, "lru", 100, price=price).bills
     assert (bills.reported.usd, bills.uncached.usd) == pytest.approx((0.49575, 0.50025))
     result = simulate(workload, cache=KVCache(10_000, key_tokens=16), latency=Linear())
     run = bill(workload, price, log=result.log)

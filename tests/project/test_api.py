@@ -24,7 +24,7 @@ from kvcore.serving import Batching
 from kvcore_cli import main as frame
 from kvcore_cluster.options import ClusterOptions
 from kvcore_engine.options import EngineOptions
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_plugins.scheduler import SRPT
 from kvcore_plugins.workload import Zipf
 from kvcore_replay.what_if import whatif
@@ -221,7 +221,7 @@ def test_a_workload_without_a_name_is_refused():
     for serve in (
         kvcore.simulate,
         partial(kvcore.compare, policies="lru"),
-        partial(compare, policies="lru"),
+        partial(compare_policies, policies="lru"),
     ):
         with pytest.raises(PluginError, match=r"Nameless has no name .*such as name ="):
             serve(Nameless())

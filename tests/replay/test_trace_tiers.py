@@ -13,7 +13,7 @@ from helpers.traces import BLOCK, TIERS, ask, lines, seal, serve, serve_tiers
 from kvcore import KVCache, Request, Trace, TraceError, read_events
 from kvcore.serving import Batching, simulate
 from kvcore.trace.events import decode, find_fault
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Zipf
@@ -467,7 +467,7 @@ def test_every_transfer_of_an_untimed_trace_ends_at_once(tmp_path):
     """Without a clock every transfer ends at once, and no link is busy."""
     path, host = tmp_path / "trace.jsonl", "host:memory=100MiB,max_wait=0"
     tiers = partial(Tiers, tiers=[host], slot_bytes=2**20)
-    compare(Zipf(requests=60, prefixes=6), "lru", 60, tiers=tiers, trace=path)
+    compare_policies(Zipf(requests=60, prefixes=6), "lru", 60, tiers=tiers, trace=path)
     (host,) = check_trace(path).tiers
     assert (host["loads"] > 0, host["read_bytes"] > 0, host["link_busy_s"]) == (True, True, 0)
     events = lines(path)

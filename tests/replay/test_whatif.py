@@ -18,7 +18,7 @@ from kvcore.models.cost import PrefillCost, cost_fields, read_cost
 from kvcore.plugins import describe
 from kvcore.serving import Batching, Rules
 from kvcore.units import NS_PER_S
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_plugins.eviction import MRU
 from kvcore_plugins.latency import Linear, Roofline
 from kvcore_plugins.workload import Zipf
@@ -84,7 +84,7 @@ class TestAnotherPolicy:
     def test_an_option_may_be_infinite(self, tmp_path):
         """An infinite option is text in the header and a number again in the policy."""
         path = tmp_path / "trace.jsonl"
-        compare(Zipf(requests=50), "lfu:half_life=inf", 30, trace=path)
+        compare_policies(Zipf(requests=50), "lfu:half_life=inf", 30, trace=path)
         found = whatif(path, export=tmp_path / "new.jsonl")
         assert found.changes == []
         assert (tmp_path / "new.jsonl").read_bytes() == path.read_bytes()
@@ -92,7 +92,7 @@ class TestAnotherPolicy:
     def test_a_random_policy_gets_the_seed_of_the_run(self, tmp_path):
         """A random policy given by name gets the recorded seed."""
         path = tmp_path / "trace.jsonl"
-        compare(Zipf(requests=50), "lru", 30, trace=path, seed=9)
+        compare_policies(Zipf(requests=50), "lru", 30, trace=path, seed=9)
         options = whatif(path, eviction="random").rerun.config["eviction"]["options"]
         assert options == {"seed": 9}
 

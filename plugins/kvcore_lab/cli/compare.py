@@ -43,8 +43,7 @@ from kvcore_lab.cli.lab_options import (
     tokens_of,
 )
 from kvcore_lab.cli.metrics import metrics_file, prometheus_option
-from kvcore_lab.comparison import SHARING, Comparison
-from kvcore_lab.comparison import compare as run_comparison
+from kvcore_lab.comparison import SHARING, Comparison, compare_policies
 from kvcore_lab.report.comparison import ComparisonReport, write_csv
 from kvcore_lab.report.policies import block_bytes, memory_fields
 from kvcore_lab.report.prometheus import comparison_metrics
@@ -162,7 +161,7 @@ def compare(workload: str | None, **given: Any) -> None:
         metrics_file(prometheus, source, as_json=as_json) as metrics,
         plot_file(given["picture"], source.options().values()) as write_plot,
     ):
-        comparison = run_comparison(
+        comparison = compare_policies(
             source,
             policies,
             sizes,

@@ -30,7 +30,7 @@ from kvcore_cli.verb import Count, complete_workload, flag_of, plugin_completion
 from kvcore_events.recording import first_json
 from kvcore_lab.cli.compare import DEVICE, MODEL
 from kvcore_lab.cli.lab_options import known_model
-from kvcore_lab.comparison import SHARING, compare
+from kvcore_lab.comparison import SHARING, compare_policies
 from kvcore_plugins.workload._tables import row_ids
 from kvcore_plugins.workload.file_workload import FileWorkload
 from kvcore_replay.cli.trace_options import price_option, replica_option
@@ -263,7 +263,7 @@ def _replayed(
     model = find_model(known_model(workload) or MODEL)
     with TemporaryDirectory(prefix="kvcore-") as folder:
         trace = Path(folder) / "trace.jsonl"
-        compare(
+        compare_policies(
             workload,
             named["eviction"] or EVICTION,
             named["blocks"],

@@ -15,7 +15,7 @@ from kvcore import (
     ScoreEviction,
 )
 from kvcore.request import Retention
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_plugins.eviction import LFU, LRU, TTL
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Zipf
@@ -122,7 +122,7 @@ def test_a_plugin_without_a_name_is_refused():
     with pytest.raises(PluginError, match=says):
         KVCache(8, eviction=Anonymous())
     with pytest.raises(PluginError, match=says):
-        compare(Zipf(requests=5), Anonymous, 10)
+        compare_policies(Zipf(requests=5), Anonymous, 10)
 
 
 def test_a_request_has_one_first_admission_in_a_trace():

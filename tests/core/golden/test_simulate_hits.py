@@ -9,7 +9,7 @@ from helpers.serving import ask, serve
 
 from kvcore import KVCache
 from kvcore.serving import simulate
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Linear, Roofline
 from kvcore_plugins.workload import Mooncake
@@ -28,7 +28,7 @@ MODELS = {
 @pytest.fixture(scope="module")
 def untimed():
     """Return the hit blocks of untimed LRU replay by pool size."""
-    rows = compare(Mooncake(), ["lru"], SIZES, accounting="tokens").rows
+    rows = compare_policies(Mooncake(), ["lru"], SIZES, accounting="tokens").rows
     return {row.blocks: row.hit_blocks for row in rows}
 
 

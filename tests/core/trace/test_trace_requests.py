@@ -14,7 +14,7 @@ from kvcore.serving import Batching, simulate
 from kvcore.trace.events import decode
 from kvcore.trace.fields import request_fields
 from kvcore.workloads.files import file_digest
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.traces.reader import read_request
 from kvcore_plugins.workload import Recording, Zipf
@@ -130,8 +130,8 @@ def test_the_digest_of_inexact_requests_is_that_of_the_file(tmp_path, requests, 
 def test_a_comparison_of_a_recording_has_the_hits_of_its_workload(tmp_path):
     """A comparison of a recording has the hits and the digest of the recorded workload."""
     source, path = Zipf(requests=120, prefixes=9), tmp_path / "trace.jsonl.zst"
-    first = compare(source, "lru", 200, trace=path)
-    second = compare(Recording(path), "lru", 200)
+    first = compare_policies(source, "lru", 200, trace=path)
+    second = compare_policies(Recording(path), "lru", 200)
     assert second.infinite == first.infinite
     assert second.rows[0].hit_blocks == first.rows[0].hit_blocks
     assert second.workload.digest == source.digest

@@ -22,7 +22,7 @@ from kvcore_events.recording import (
     RecordingWriter,
     Skipped,
 )
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_plugins.workload import Zipf
 
 PATIENCE = 60
@@ -236,7 +236,7 @@ def test_numbers_beyond_64_bits_are_reported(engine, tmp_path):
 def test_a_published_export_is_recorded_as_the_written_one(tmp_path):
     """The batches that `export --zmq` publishes are those that `export --out` writes."""
     trace, there, here = (tmp_path / name for name in ("t.jsonl", "there.jsonl", "here.jsonl"))
-    compare(Zipf(requests=60, prefixes=20), "lru", 300, trace=trace)
+    compare_policies(Zipf(requests=60, prefixes=20), "lru", 300, trace=trace)
     export = [sys.executable, "-m", "kvcore", "export", trace, "--to", "vllm"]
     done = subprocess.run([*export, "--out", there, "--json"], capture_output=True, check=True)
     batches = json.loads(done.stdout)["batches"]

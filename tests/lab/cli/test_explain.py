@@ -10,7 +10,7 @@ from helpers import serving
 from helpers.commands import run_here, stdout_of
 from helpers.traces import record, serve
 
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_plugins.workload import Zipf
 
 SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=32"
@@ -91,7 +91,7 @@ def test_a_workload_is_replayed_first():
     """A workload is replayed with the given pool and policy, with the hits of `compare`."""
     shown = json.loads(run(SMALL, "--summary", "--blocks", 20, "--eviction", "fifo", "--json"))
     workload = Zipf(requests=60, prefixes=6, prefix_tokens=64, suffix_tokens=32)
-    (row,) = compare(workload, "fifo", 20).rows
+    (row,) = compare_policies(workload, "fifo", 20).rows
     assert shown["hit_tokens"] == row.hit_blocks * row.block_size
     assert (shown["source"], shown["eviction"], shown["blocks"]) == ("zipf", "fifo", 20)
     assert sum(lost["tokens"] for lost in shown["lost"].values()) == shown["missed_tokens"]
@@ -112,7 +112,7 @@ def test_a_workload_has_the_accounting_and_block_size_of_compare():
     shown = json.loads(run(*arguments, "--json"))
     assert (shown["count"], shown["block_size"]) == ("tokens", 8)
     workload = Zipf(requests=60, prefixes=6, prefix_tokens=64, suffix_tokens=32)
-    (row,) = compare(workload, "lru", 40, accounting="tokens", block_size=8).rows
+    (row,) = compare_policies(workload, "lru", 40, accounting="tokens", block_size=8).rows
     assert shown["hit_tokens"] == row.hit_blocks * 8 > 0
     shown = json.loads(run(*arguments, "--prefix", "none", "--json"))
     assert (shown["prefix"], shown["hit_tokens"]) == ("none", 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from lab.golden.test_mooncake import LRU_KEYS, MAY_BYPASS, MUST_ADMIT, SIZES
 
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_lab.curves.mrc import curve
 from kvcore_plugins.workload import Mooncake
 
@@ -48,7 +48,7 @@ def test_one_pass_equals_replays_at_many_sizes(block_size, ratio, points):
     sizes = [round(60 * ratio * spread**step) for step in range(points)]
     assert sizes[0] < LONGEST * ratio < sizes[-1]
     found = curve(Mooncake(), "lru", sizes, block_size=block_size).curves[0]
-    replayed = compare(Mooncake(), "lru", sizes, block_size=block_size)
+    replayed = compare_policies(Mooncake(), "lru", sizes, block_size=block_size)
     assert found.hit_blocks == [row.hit_blocks for row in replayed.rows]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_plugins.eviction import Lookahead
 from kvcore_plugins.workload import Mooncake
 
@@ -18,7 +18,9 @@ def test_hits_of_lookahead_go_from_lru_to_the_optimum():
 
     With 64 and 1,000 known requests its hits are in between.
     """
-    found = compare(Mooncake(), [lambda n=n: Lookahead(requests=n) for n in WINDOWS], SIZES)
+    found = compare_policies(
+        Mooncake(), [lambda n=n: Lookahead(requests=n) for n in WINDOWS], SIZES
+    )
     hits = {
         window: [row.hit_blocks for row in found.rows if row.options["requests"] == window]
         for window in WINDOWS

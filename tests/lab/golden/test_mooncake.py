@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_plugins.workload import Mooncake
 
 SIZES = (1_000, 3_000, 5_859, 10_000, 30_000, 50_000, 100_000)
@@ -31,27 +31,27 @@ def hits(comparison, eviction, **options):
 @pytest.fixture(scope="module")
 def keys():
     """Return a comparison of LRU and both optima in `keys` accounting, a block per key."""
-    return compare(Mooncake(), ["lru", OPTIMUM, BYPASS], SIZES)
+    return compare_policies(Mooncake(), ["lru", OPTIMUM, BYPASS], SIZES)
 
 
 @pytest.fixture(scope="module")
 def keys_fine():
     """Return a comparison of LRU and both optima in blocks of 16 tokens, with equal bytes."""
     sizes = [32 * size for size in FINE]
-    return compare(Mooncake(), ["lru", OPTIMUM, BYPASS], sizes, block_size=16)
+    return compare_policies(Mooncake(), ["lru", OPTIMUM, BYPASS], sizes, block_size=16)
 
 
 @pytest.fixture(scope="module")
 def tokens():
     """Return a comparison of LRU in `tokens` accounting, with a block per key."""
-    return compare(Mooncake(), ["lru"], SIZES, accounting="tokens")
+    return compare_policies(Mooncake(), ["lru"], SIZES, accounting="tokens")
 
 
 @pytest.fixture(scope="module")
 def tokens_fine():
     """Return a comparison of LRU in `tokens` accounting, in blocks of 16 tokens."""
     sizes = [32 * size for size in FINE]
-    return compare(Mooncake(), ["lru"], sizes, block_size=16, accounting="tokens")
+    return compare_policies(Mooncake(), ["lru"], sizes, block_size=16, accounting="tokens")
 
 
 def test_lru_in_keys_accounting(keys):

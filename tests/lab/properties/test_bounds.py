@@ -11,7 +11,7 @@ from helpers.policies import POLICIES, build
 from hypothesis import given, settings
 
 from kvcore import Request, Workload
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 
 BOUNDS = ("optimum", "optimum:bypass=true")
 LASTING = [name for name in POLICIES if not build(name).expires_spans]
@@ -54,7 +54,9 @@ def hits(comparison):
 @settings(max_examples=30, deadline=None)
 def test_no_policy_hits_more_than_the_optimum(texts, pool, block_size):
     """hits(policy) ≤ hits(optimum) ≤ hits(optimum with bypass) ≤ hits(infinite cache)."""
-    comparison = compare(Prompts(texts), [*POLICIES, *BOUNDS], [pool], block_size=block_size)
+    comparison = compare_policies(
+        Prompts(texts), [*POLICIES, *BOUNDS], [pool], block_size=block_size
+    )
     *rows, optimum, bypass = comparison.rows
     for row in rows:
         assert row.hit_blocks <= optimum.hit_blocks, row
@@ -66,7 +68,7 @@ def test_no_policy_hits_more_than_the_optimum(texts, pool, block_size):
 def test_requests_without_common_blocks_have_no_hits(lengths, pool):
     """Requests without a common block have 0 hits, whatever the policy."""
     texts = [chr(ord("a") + index) * length for index, length in enumerate(lengths)]
-    comparison = compare(Prompts(texts), [*POLICIES, *BOUNDS], [pool])
+    comparison = compare_policies(Prompts(texts), [*POLICIES, *BOUNDS], [pool])
     assert set(hits(comparison).values()) == {0}
     assert comparison.infinite.hit_blocks == 0
 
@@ -76,6 +78,6 @@ def test_requests_without_common_blocks_have_no_hits(lengths, pool):
 def test_a_pool_for_all_blocks_hits_as_an_infinite_cache(texts):
     """Policies that do not expire blocks hit as an infinite cache if all blocks fit."""
     blocks = len({text[: end + 1] for text in texts for end in range(len(text))})
-    comparison = compare(Prompts(texts), [*LASTING, *BOUNDS], [max(1, blocks)])
+    comparison = compare_policies(Prompts(texts), [*LASTING, *BOUNDS], [max(1, blocks)])
     assert set(hits(comparison).values()) == {comparison.infinite.hit_blocks}
     assert comparison.infinite.distinct_blocks == blocks

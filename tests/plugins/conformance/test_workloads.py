@@ -9,7 +9,7 @@ from helpers.kv_events import batch, record, stored
 
 from kvcore.testing.workload import WorkloadTests
 from kvcore_events.workload import KvEvents
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_plugins.workload import (
     Azure,
     Bench,
@@ -108,7 +108,7 @@ class TestRecording(WorkloadTests):
     def trace(self, tmp_path):
         """Record the trace of a comparison."""
         self.path = tmp_path / "trace.jsonl.gz"
-        compare(Zipf(requests=100, prefixes=20), "lru", 300, trace=self.path)
+        compare_policies(Zipf(requests=100, prefixes=20), "lru", 300, trace=self.path)
 
     def make(self):
         """Return the workload that reads the trace."""

@@ -6,7 +6,7 @@ import pytest
 
 from kvcore import KVCache, Plugins, Trace
 from kvcore.serving import simulate
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.workload import Mooncake
 from kvcore_replay.what_if import whatif
@@ -19,8 +19,8 @@ def test_whatif_repeats_a_comparison(tmp_path):
     """
     path, again = tmp_path / "trace.jsonl.gz", tmp_path / "again.jsonl.gz"
     requests = list(islice(Mooncake(), 2000))
-    (small,) = compare(requests, "lru", 3000, trace=path).rows
-    (large,) = compare(requests, "lru", 5859).rows
+    (small,) = compare_policies(requests, "lru", 3000, trace=path).rows
+    (large,) = compare_policies(requests, "lru", 5859).rows
     found = whatif(path, export=again)
     assert again.read_bytes() == path.read_bytes()
     assert found.changes == []

@@ -20,7 +20,7 @@ from kvcore.request import Retention, text_request
 from kvcore.serving import simulate
 from kvcore.testing import Traffic
 from kvcore.testing.harness import request_lists
-from kvcore_lab.comparison import compare
+from kvcore_lab.comparison import compare_policies
 from kvcore_plugins.workload import Zipf
 from kvcore_replay.untimed import replay
 from kvcore_replay.what_if import whatif
@@ -253,7 +253,7 @@ def test_whatif_repeats_a_comparison(eviction, tmp_path):
     """`whatif` repeats a traced comparison byte for byte, seed and workload's name included."""
     path = tmp_path / "trace.jsonl.gz"
     workload = Zipf(requests=80, prefixes=30)
-    row = compare(workload, eviction, 300, trace=path, seed=3).rows[0]
+    row = compare_policies(workload, eviction, 300, trace=path, seed=3).rows[0]
     found = whatif(path, export=tmp_path / "new.jsonl.gz")
     assert (tmp_path / "new.jsonl.gz").read_bytes() == path.read_bytes()
     assert found.rerun.evicted_blocks == row.evicted_blocks
