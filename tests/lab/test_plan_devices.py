@@ -172,6 +172,6 @@ def test_sglang_is_started_without_a_scheduler_that_it_lacks():
 def test_a_note_about_the_workload_is_told_once_for_all_devices():
     """Prompts beyond the positions of the model are so on every device."""
     workload = "zipf:requests=4,prefixes=1,prefix_tokens=9000"
-    options = SMALL | {"slo": "ttft=9", "tensor_parallel": 1, "max_gpus": 1, "policies": []}
+    options = SMALL | {"model": "llama-3-8b", "slo": "ttft=9", "policies": []}
     (note,) = plan_devices(["h100", "h200"], workload, **options).workload_notes
     assert "beyond the 8,192 positions of llama-3-8b (4 of 4)" in note

@@ -153,9 +153,9 @@ def test_requests_that_no_pool_holds_are_told(served):
 
 def test_prompts_beyond_the_positions_of_the_model_are_told(served):
     """A context length is no longer than the positions, unless a prompt is, which is told."""
-    found = served([[1]] * 4, slo="ttft=90", output=10_000)
+    found = served([[1]] * 4, model="llama-3-8b", slo="ttft=90", output=10_000)
     assert (found.max_model_len, found.workload_notes) == ({1: 8192}, [])
-    found = served([[1], [*range(10, 30)]], slo="ttft=90")
+    found = served([[1], [*range(10, 30)]], model="llama-3-8b", slo="ttft=90")
     assert found.max_model_len == {1: 20 * KEY + 1}
     (note,) = found.workload_notes
     assert note.startswith(
