@@ -143,7 +143,7 @@ def test_sglang_is_started_under_its_rules():
     [
         ({}, []),
         ({"codec": "fp8", "weights_dtype": "fp8"}, []),
-        ({"like": "sglang", "scheduler": "lpm"}, []),
+        ({"like": "sglang", "scheduler": "lpm", "eviction": "lru:renew_split=true"}, []),
         (
             {"scheduler": "slo"},
             ["scheduler slo (vLLM has fcfs, and priority with lower values first)"],
