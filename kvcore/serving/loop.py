@@ -321,7 +321,7 @@ class ServingLoop:
             setattr(job, name, value)
         if self._cache.trace is not None:
             self._cache.announce(request, now)
-        why = self._unfit(request)
+        why = self.unfit(request)
         if why:
             self._reject(job, why, now)
         elif (self._lag is not None or self._frontend_ns) and not known:
@@ -330,7 +330,7 @@ class ServingLoop:
             self.batcher.queue(job, now)
         return job
 
-    def _unfit(self, request: Request) -> str:
+    def unfit(self, request: Request) -> str:
         """Return why a request can never be served; "" if it can be."""
         if not request.prompt_tokens:
             return "its prompt is empty"

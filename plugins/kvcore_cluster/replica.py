@@ -162,7 +162,7 @@ class ReplicaLoop(ServingLoop):
         A request that can never be served is rejected at once, even during a step, so that
         the next one of its session is not routed too late.
         """
-        if self._unfit(request):
+        if self.unfit(request):
             self._arrive(request, now, arrival)
         else:
             self.inbox.put(request, now, arrival)

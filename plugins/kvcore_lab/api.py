@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike, fspath
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -269,20 +269,19 @@ def plan(
         PluginError: a plugin that cannot work here, or a simulation that failed.
         StorageError: the journal cannot be written.
     """
-    with nullcontext() if journal is None else Journal(journal) as opened:
-        return search_plan(
-            workload,
-            percentile=percentile,
-            tensor_parallel=tensor_parallel,
-            replicas=replicas,
-            max_gpus=max_gpus,
-            tier=tier,
-            policies=policies,
-            journal=opened,
-            executor=executor_for(executor, jobs),
-            progress=progress,
-            **flat_options(options),
-        )
+    return search_plan(
+        workload,
+        percentile=percentile,
+        tensor_parallel=tensor_parallel,
+        replicas=replicas,
+        max_gpus=max_gpus,
+        tier=tier,
+        policies=policies,
+        journal=None if journal is None else partial(Journal, journal),
+        executor=executor_for(executor, jobs),
+        progress=progress,
+        **flat_options(options),
+    )
 
 
 def sweep(

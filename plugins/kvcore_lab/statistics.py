@@ -27,6 +27,18 @@ def t_quantile(degrees: int) -> float:
     return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
 
 
+def share_interval(successes: int, trials: int) -> tuple[float, float]:
+    """Return Wilson's interval of 95 % of a share, as if the trials were independent.
+
+    Source: Wilson, "Probable inference, the law of succession", 1927.
+    """
+    z = 1.959964
+    middle = successes + z * z / 2
+    half = z * sqrt(successes * (trials - successes) / trials + z * z / 4)
+    low, high = ((middle + sign * half) / (trials + z * z) for sign in (-1, 1))
+    return max(0.0, low), min(1.0, high)
+
+
 class Interval(NamedTuple):
     """The mean of some runs, and its interval of 95 % by Student's t.
 

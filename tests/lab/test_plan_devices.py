@@ -7,7 +7,7 @@ from helpers.commands import run_here
 
 from kvcore import InputError
 from kvcore_lab.plans.devices import devices_of, plan_devices
-from kvcore_lab.plans.start import start_command
+from kvcore_lab.plans.start import not_in_start, start_command
 
 SMALL = {"tier": "none", "tensor_parallel": [1, 2], "max_gpus": 2, "slo": "ttft=0.2"}
 ZIPF = "zipf:requests=40,prefixes=4,rate=4"
@@ -21,8 +21,14 @@ SETUP = {
     "chunked": True,
     "prefix": "radix",
     "scheduler": "fcfs",
+    "eviction": "lru",
+    "tier": "host:memory=1TiB",
+    "weights_dtype": None,
+    "retention": None,
+    "drafter": None,
 }
 FLEET = {"tensor_parallel": 2, "pool_bytes": 2**30, "host_bytes": 0, "blocks": 512}
+FLEET["max_model_len"] = 4096
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +110,7 @@ def test_figures_of_a_device_are_one_of_a_list(text, devices):
     ("changed", "flags"),
     [
         ({}, "--tensor-parallel-size 2 --kv-cache-memory-bytes 536870912 --block-size 16"),
-        ({"max_model_len": 4096}, "--max-model-len 4096"),
+        ({}, "--max-model-len 4096"),
         ({"codec": "fp8"}, "--kv-cache-dtype fp8"),
         ({"weights_dtype": "fp8"}, "--quantization fp8"),
         ({"chunked": False}, "--no-enable-chunked-prefill"),
@@ -127,5 +133,45 @@ def test_sglang_is_started_under_its_rules():
     assert command == (
         "python -m sglang.launch_server --model-path meta-llama/Llama-3.1-8B --tp-size 2 "
         "--max-total-tokens 512 --page-size 1 --chunked-prefill-size -1 --max-running-requests "
-        "256 --schedule-policy lpm --enable-hierarchical-cache --hicache-size 2"
+        "256 --schedule-policy lpm --context-length 4096 --enable-hierarchical-cache "
+        "--hicache-size 2"
     )
+
+
+@pytest.mark.parametrize(
+    ("changed", "absent"),
+    [
+        ({}, []),
+        ({"codec": "fp8", "weights_dtype": "fp8"}, []),
+        ({"like": "sglang", "scheduler": "lpm", "eviction": "lru:renew_split=true"}, []),
+        (
+            {"scheduler": "slo"},
+            ["scheduler slo (vLLM has fcfs, and priority with lower values first)"],
+        ),
+        (
+            {"like": "sglang", "scheduler": "slo", "eviction": "slru"},
+            ["scheduler slo (SGLang has fcfs and lpm by these names)", "eviction slru"],
+        ),
+        ({"eviction": "my.py:P"}, ["eviction my.py:P (docs/how-to/deploy-in-vllm.md)"]),
+        (
+            {"codec": "int8", "tier": "host:memory=1GiB,disk:path=kv,memory=1TiB"},
+            ["tier disk:path=kv,memory=1TiB", "codec int8"],
+        ),
+    ],
+)
+def test_what_no_flag_of_the_engine_sets_is_named(changed, absent):
+    """Policies, tiers and codecs of the plan that the engine has no flag for are listed."""
+    assert not_in_start(SETUP | changed) == absent
+
+
+def test_sglang_is_started_without_a_scheduler_that_it_lacks():
+    """SGLang refuses names of schedulers that it does not have."""
+    assert "slo" not in start_command(SETUP | {"like": "sglang", "scheduler": "slo"}, FLEET)
+
+
+def test_a_note_about_the_workload_is_told_once_for_all_devices():
+    """Prompts beyond the positions of the model are so on every device."""
+    workload = "zipf:requests=4,prefixes=1,prefix_tokens=9000"
+    options = SMALL | {"model": "llama-3-8b", "slo": "ttft=9", "policies": []}
+    (note,) = plan_devices(["h100", "h200"], workload, **options).workload_notes
+    assert "beyond the 8,192 positions of llama-3-8b (4 of 4)" in note

@@ -63,11 +63,11 @@ def blocks(prompts):
 
 
 def test_an_slo_that_any_fleet_meets_has_no_limit():
-    """An SLO that even a pool of one block meets has no limit."""
+    """An SLO that even the smallest pool meets has no limit."""
     short = [Request(id=n, prompt_tokens=4, output_tokens=1, key_tokens=4) for n in range(4)]
     found = plan(Requests(short), slo="ttft=9", blocks=64, **ONE)
     assert found.limit == Limit(verdict="none")
-    assert found.best.fleet == Fleet(replicas=1, devices=1, blocks=1)
+    assert found.best.fleet == Fleet(replicas=1, devices=1, blocks=2)
 
 
 def test_a_fleet_whose_queue_grows_is_told():
@@ -106,12 +106,61 @@ def test_a_plan_has_only_degrees_that_engines_run(served):
         served([[1, 2]] * 3, **options | {"tensor_parallel": 8})
 
 
-def test_a_pool_that_cannot_hold_a_prompt_misses_the_slo(served):
-    """The smallest pool holds the longest prompt; a smaller one is limited by its capacity."""
-    found = served([[1, 2]] * 4, slo="ttft=9", blocks=64)
-    assert found.best.fleet == Fleet(replicas=1, devices=1, blocks=2 * KEY // 16)
-    assert (found.limit.verdict, found.limit.attainment) == ("capacity", 0)
-    assert found.limit.fleet.blocks < 64
+def test_no_pool_is_below_what_the_longest_request_needs(served):
+    """A request that a larger pool holds is served, though the SLO allows to miss it."""
+    prompts = [[1, 2]] * 199 + [[*range(100, 180)]]
+    found = served(prompts, slo="ttft=9", output=20)
+    tokens = 80 * KEY + 20
+    assert found.max_model_len == {1: tokens}
+    assert tokens // 16 + 1 < found.best.fleet.blocks <= 1.1 * tokens / 16
+    assert (found.best.served.rejected, found.limit.verdict) == (0, "none")
+
+
+def test_no_pool_of_cache_groups_is_below_what_the_longest_request_needs():
+    """Layers with windows hold less of the longest request than the others."""
+    lengths = [64] * 99 + [20_000]
+    requests = [
+        Request(id=n, prompt_tokens=tokens, output_tokens=2, key_tokens=4)
+        for n, tokens in enumerate(lengths)
+    ]
+    options = {"model": "gpt-oss-20b", "device": "h100", "latency": "roofline"}
+    found = plan(Requests(requests), **ONE | options, slo="ttft=9", percentile=90)
+    assert found.best.served.rejected == 0
+    assert 20_000 // 16 < found.best.fleet.blocks < 2 * 20_000 // 16
+
+
+def test_a_context_length_that_is_given_is_the_least_pool(served):
+    """An engine does not start if its pool holds no sequence of `max_model_len` tokens."""
+    found = served([[1, 2]] * 4, slo="ttft=9", max_model_len=4096)
+    assert found.max_model_len == {1: 4096}
+    assert 4096 // 16 < found.best.fleet.blocks <= 1.1 * 4096 / 16 + 1
+    with pytest.raises(InputError, match="takes 256 blocks; the pool has 64: give less"):
+        served([[1, 2]] * 4, slo="ttft=9", max_model_len=4096, blocks=64)
+
+
+def test_requests_that_no_pool_holds_are_told(served):
+    """A plan that rejects requests says how many, of how many, and why."""
+    found = served([[1, 2]] * 19 + [[*range(10, 18)]], slo="ttft=9", percentile=90, blocks=128)
+    assert found.best.served.rejected == 1
+    assert found.max_model_len == {1: 2 * KEY + 1}
+    (note,) = found.notes
+    assert note == (
+        "1 GPU a replica: 1 of 20 requests are rejected even by the largest pool; the first: "
+        "it needs 256 blocks; the pool has 128"
+    )
+    assert "; 1 are rejected for good." in " ".join(str(found).split())
+
+
+def test_prompts_beyond_the_positions_of_the_model_are_told(served):
+    """A context length is no longer than the positions, unless a prompt is, which is told."""
+    found = served([[1]] * 4, model="llama-3-8b", slo="ttft=90", output=10_000)
+    assert (found.max_model_len, found.workload_notes) == ({1: 8192}, [])
+    found = served([[1], [*range(10, 30)]], model="llama-3-8b", slo="ttft=90")
+    assert found.max_model_len == {1: 20 * KEY + 1}
+    (note,) = found.workload_notes
+    assert note.startswith(
+        "prompts of up to 10,240 tokens are beyond the 8,192 positions of llama-3-8b (1 of 2)"
+    )
 
 
 def test_the_best_pool_is_the_smallest_that_meets_the_slo(served):

@@ -12,6 +12,7 @@ from kvcore_lab.statistics import (
     SESSIONS,
     bootstrap,
     session_groups,
+    share_interval,
     shares,
     t_quantile,
 )
@@ -123,3 +124,11 @@ def test_a_sweep_prints_intervals(tmp_path):
     assert [cell.strip() for cell in header if cell] == [
         *("eviction", "hits, of blocks", "95 %", "to the first", "95 %")
     ]
+
+
+@pytest.mark.parametrize(
+    ("successes", "low", "high"), [(0, 0, 0.2775), (5, 0.2366, 0.7634), (10, 0.7225, 1)]
+)
+def test_the_interval_of_a_share_is_wilsons(successes, low, high):
+    """Of 10 trials, as tables have it: within 0 and 1 at both ends."""
+    assert share_interval(successes, 10) == pytest.approx((low, high), abs=5e-5)

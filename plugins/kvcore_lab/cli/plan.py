@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,12 +126,8 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
     not_given = ctx.get_parameter_source("tier") is ParameterSource.DEFAULT
     options = run_options(given, "workload", "tier", "tensor_parallel", "replicas", "device")
     devices = devices_of(given["device"])
-    make_directory(out)
     try:
-        with (
-            Journal(out / "journal.jsonl") as journal,
-            plot_file(given["picture"], source.options().values()) as write_plot,
-        ):
+        with plot_file(given["picture"], source.options().values()) as write_plot:
             search = partial(
                 make_plan if len(devices) == 1 else partial(plan_devices, devices),
                 source,
@@ -138,7 +136,7 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
                 replicas=given["replicas"],
                 max_gpus=given["max_gpus"],
                 tier=HOST if not_given else given["tier"],
-                journal=journal,
+                journal=partial(_journal, out),
                 executor=search_executor(given, source),
                 progress=progress,
                 gpu_price=given["gpu_price"],
@@ -159,14 +157,24 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
                 file.buffer.write(json_bytes(document))
             write_plot(report.chart())
     except KeyboardInterrupt:
-        echo(f"kvcore: what is finished is in {out}; run it again to go on", err=True)
+        if out.is_dir():
+            echo(f"kvcore: what is finished is in {out}; run it again to go on", err=True)
         raise
     if given["as_json"]:
         emit_json(document)
     else:
         print_report(report.sections, given["markup"])
+        echo(f"kvcore: the plan is in {written}", err=True)
     for note in (*plans.notes, *plans.workload_notes):
         echo(f"kvcore: {note}", err=True)
     tell_model(source, str(given["model"]))
     if plans.best is None:
         ctx.exit(NONE_FOUND)
+
+
+@contextmanager
+def _journal(out: Path) -> Iterator[Journal]:
+    """Make the directory of a plan, and open the journal in it."""
+    make_directory(out)
+    with Journal(out / "journal.jsonl") as journal:
+        yield journal

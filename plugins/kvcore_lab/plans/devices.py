@@ -11,6 +11,9 @@ from kvcore.errors import InputError
 from kvcore.notebook import Shown, data_frame
 from kvcore_lab.plans.planning import FleetPlan, plan
 
+PAIRS = ("ttft_s", "tpot_s", "slo_met_interval")
+"""The fields of a fleet that have several values, which a row of a table has not."""
+
 OBJECTIVES = {"usd_per_day": 1, "throughput_tokens_s": -1, "ttft_p99_s": 1}
 """The columns by which fleets are compared, each with the sign that makes less better."""
 
@@ -41,7 +44,7 @@ class DevicePlans(Shown):
         """
         fleets = [
             {"device": plan.setup["device"]}
-            | {name: value for name, value in fleet.items() if name not in ("ttft_s", "tpot_s")}
+            | {name: value for name, value in fleet.items() if name not in PAIRS}
             | {"ttft_p99_s": (fleet["ttft_s"] or {}).get("p99")}
             | {"tpot_p99_s": (fleet["tpot_s"] or {}).get("p99")}
             for plan in self.plans

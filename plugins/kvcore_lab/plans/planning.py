@@ -5,7 +5,8 @@ sessions are divided among the replicas by a hash, and each replica is simulated
 
     GPUs       1, 2, 4 miss ──► 8 meets ──► 16      however they are divided into replicas
     replicas   bisected between the last number that misses and the first that meets
-    pool       bisected down from all that fits     in steps of an eighth of a doubling
+    pool       bisected down from all that fits     in steps of an eighth of a doubling, to
+                                                    what the longest sequence needs
     host RAM   bisected down from all there is      in steps of a quarter of a doubling
 
 More of a resource mostly helps, but not always: the sessions may be divided unevenly, and a
@@ -15,9 +16,9 @@ bisection finds are tried as well.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from fractions import Fraction
 from itertools import count, takewhile
 from math import inf
@@ -32,10 +33,12 @@ from kvcore.errors import InputError, PluginError
 from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, Tick, silent, unseen
 from kvcore.request import SLO
-from kvcore.workloads import given_workload
+from kvcore.workloads import check_keys, given_workload
 from kvcore_cli.report.tables import counted
 from kvcore_lab.plans.fleet import GRANTS, Fleet, FleetTask, Served
-from kvcore_lab.plans.start import start_command
+from kvcore_lab.plans.longest import Longest, beyond_positions
+from kvcore_lab.plans.start import not_in_start, start_command
+from kvcore_lab.statistics import share_interval
 from kvcore_lab.sweep.cells import CellRun, Outcome, WorkloadCache
 from kvcore_lab.sweep.executors import Executor, ThisProcess, known_to
 from kvcore_lab.sweep.grid import CLUSTER, Grid
@@ -119,13 +122,16 @@ class FleetPlan(Shown):
         percentile: percentage of the requests that must meet the SLO.
         max_gpus: the most GPUs of a fleet.
         block_bytes: bytes of a block, by GPUs of a replica.
+        max_model_len: tokens of the longest sequence that a replica serves, by its GPUs.
         options: fleets that meet the SLO, best first: the fewest GPUs, then the least host
             RAM of all replicas together, then the smallest pools.
         limit: why a smaller fleet misses the SLO; or, if no fleet meets it, why the best one
             misses it.
         simulations: number of fleets that were simulated or found in the journal.
-        notes: GPUs and policies that were left out, with the reason.
-        workload_notes: what the workload says of its requests, if it was read for this plan.
+        notes: GPUs and policies that were left out, and requests that are rejected, with the
+            reason.
+        workload_notes: what the workload says of its requests, if it was read for this plan,
+            and whether the model has positions for their prompts.
         gpu_price: dollars an hour by device, in place of those of `gpu_cost.PRICES`.
     """
 
@@ -134,6 +140,7 @@ class FleetPlan(Shown):
     percentile: float
     max_gpus: int
     block_bytes: dict[int, int]
+    max_model_len: dict[int, int]
     options: list[Option]
     limit: Limit
     simulations: int
@@ -157,7 +164,11 @@ class FleetPlan(Shown):
             "max_gpus": self.max_gpus,
             "plans": [
                 self._sizes(option.fleet)
-                | {"slo_met": option.served.attainment, "hit_ratio": option.served.hit_ratio}
+                | {
+                    "slo_met": option.served.attainment,
+                    "slo_met_interval": share_interval(option.served.met, option.served.judged),
+                    "hit_ratio": option.served.hit_ratio,
+                }
                 | attrs.asdict(
                     option.served, filter=attrs.filters.exclude("complete", "requests")
                 )
@@ -165,6 +176,7 @@ class FleetPlan(Shown):
                 | {"start": start_command(self.setup, self._sizes(option.fleet))}
                 for option in self.options
             ],
+            "not_in_start": not_in_start(self.setup),
             "gpu_prices": None if price is None else price.prices,
             "limit": {
                 "verdict": limit.verdict,
@@ -194,6 +206,7 @@ class FleetPlan(Shown):
             "blocks": fleet.blocks,
             "pool_bytes": fleet.blocks * self.block_bytes[fleet.devices],
             "host_bytes": fleet.host_bytes,
+            "max_model_len": self.max_model_len[fleet.devices],
         }
 
     def to_frame(self) -> Any:
@@ -232,7 +245,7 @@ def plan(
     max_gpus: int = MOST_GPUS,
     tier: Any = HOST,
     policies: Iterable[tuple[str, str]] | None = None,
-    journal: Journal | None = None,
+    journal: Callable[[], AbstractContextManager[Journal]] | None = None,
     executor: Executor | None = None,
     progress: Progress | None = None,
     gpu_price: Mapping[str, float] | None = None,
@@ -246,8 +259,8 @@ def plan(
     120 simulations of the workload, which is held in memory; a simulation ends when too many
     requests have missed the SLO.
 
-    Arguments and errors are those of `kvcore.plan`, except that `journal` is open, and that an
-    `executor` of None simulates in this process.
+    Arguments and errors are those of `kvcore.plan`, except that `journal` opens one, once the
+    arguments are checked, and that an `executor` of None simulates in this process.
     """
     if not 0 < percentile <= 100:  # noqa: PLR2004
         msg = f"percentile {percentile:g}: give a percentage above 0 and up to 100"
@@ -264,9 +277,10 @@ def plan(
         msg = "slo: nothing is expected, so there is nothing to plan for: give ttft or tpot"
         raise InputError(msg)
     executor = executor or ThisProcess()
-    planner = _Planner(percentile, max_gpus, journal, executor, known_to(executor))
+    planner = _Planner(percentile, max_gpus, None, executor, known_to(executor))
     planner.add(cells, counts)
-    plans = planner.plan(counts, policies, progress or silent)
+    with nullcontext() if journal is None else journal() as planner.journal:
+        plans = planner.plan(counts, policies, progress or silent)
     return attrs.evolve(plans, gpu_price=gpu_price or {})
 
 
@@ -313,13 +327,13 @@ class _Planner:
         cells: the configuration of a replica, by its GPUs, ascending; all have one workload.
         full: blocks of the largest pool, by the GPUs of a replica.
         block_bytes: bytes of a block, by the GPUs of a replica.
+        longest: the longest sequence that a replica serves, by its GPUs.
         host: the most bytes of host memory of a replica.
         queue: the tasks to run next; workers take them from it.
         running: the fleets that are queued or being simulated, by the digest of their task.
         served: the outcome of each fleet that was simulated.
         failed: why a fleet with another policy, or with foresight, could not be simulated.
-        notes: GPUs and policies that were left out, with the reason.
-        told: what the workload says of its requests, in the order in which it was told.
+        notes, told: `notes` and `workload_notes` of `FleetPlan`.
         left: simulations that progress still expects.
     """
 
@@ -331,6 +345,7 @@ class _Planner:
     cells: dict[int, RunConfig] = attrs.field(factory=dict)
     full: dict[int, int] = attrs.field(factory=dict)
     block_bytes: dict[int, int] = attrs.field(factory=dict)
+    longest: dict[int, Longest] = attrs.field(factory=dict)
     host: int = 0
     queue: deque[FleetTask] = attrs.field(factory=deque)
     running: dict[str, Fleet] = attrs.field(factory=dict)
@@ -353,6 +368,7 @@ class _Planner:
             InputError: no configuration can be simulated; says why the last one cannot.
         """
         fault: InputError | None = None
+        lengths: Counter[tuple[int, int]] = Counter()
         for cell in cells:
             devices, least = cell.tensor_parallel, 1 if counts is None else counts[0]
             if devices * least > self.max_gpus:
@@ -366,8 +382,32 @@ class _Planner:
                 fault = error
                 self.notes.append(f"{counted(devices, 'GPU')} a replica: {error}")
                 continue
+            if not lengths:
+                self.known.hold(cell)
+                lengths.update(
+                    (request.prompt_tokens, request.output_tokens)
+                    for request in check_keys(parts.workload)
+                )
+                if note := beyond_positions(parts.model, lengths):
+                    self.told[note] = None
+            longest = Longest.from_lengths(parts, lengths)
+            full = parts.blocks + parts.null_blocks
+            if cell.max_model_len is not None and longest.blocks > full:
+                fault = InputError(
+                    f"max_model_len: a sequence of {longest.tokens:,} tokens takes "
+                    f"{longest.blocks:,} blocks; the pool has {full:,}: give less"
+                )
+                self.notes.append(f"{counted(devices, 'GPU')} a replica: {fault}")
+                continue
+            if longest.rejected:
+                self.notes.append(
+                    f"{counted(devices, 'GPU')} a replica: {longest.rejected:,} of "
+                    f"{counted(lengths.total(), 'request')} are rejected even by the largest "
+                    f"pool; the first: {longest.reason}"
+                )
             self.cells[devices] = cell
-            self.full[devices] = parts.blocks + parts.null_blocks
+            self.full[devices] = full
+            self.longest[devices] = longest
             self.block_bytes[devices] = parts.deployment.bytes_per_block
             self.host = sum(tier.memory for tier in parts.tiers() if tier.name == "host")
         if not self.cells and fault is not None:
@@ -392,6 +432,7 @@ class _Planner:
             percentile=self.percentile,
             max_gpus=self.max_gpus,
             block_bytes=self.block_bytes,
+            max_model_len={gpus: longest.tokens for gpus, longest in self.longest.items()},
             options=options,
             limit=limit,
             simulations=len(self.served),
@@ -514,7 +555,9 @@ class _Planner:
 
     def _pools(self, fleet: Fleet) -> list[Fleet]:
         """Return the fleet, then those with a smaller pool, largest first."""
-        sizes = _smaller(fleet.blocks, POOL_STEPS)
+        # vLLM starts if a sequence of the longest length fits, and keeps a block for itself.
+        least = self.longest[fleet.devices].blocks + 1
+        sizes = _smaller(fleet.blocks, POOL_STEPS, least)
         return [attrs.evolve(fleet, blocks=size) for size in sizes]
 
     def _hosts(self, fleet: Fleet) -> list[Fleet]:
@@ -720,10 +763,10 @@ class _Planner:
         self.left = max(0, self.left - 1)
 
 
-def _smaller(largest: int, steps: int, least: int = 1) -> list[int]:
+def _smaller(largest: int, steps: int, least: int) -> list[int]:
     """Return sizes from `largest` down to `least`, `steps` sizes for each halving."""
     sizes = (int(largest * 2 ** (-step / steps)) for step in count())
-    return list(dict.fromkeys(takewhile(lambda size: size >= least, sizes)))
+    return list(dict.fromkeys([largest, *takewhile(lambda size: size >= least, sizes)]))
 
 
 def _worthwhile(fleets: list[Fleet]) -> list[Fleet]:

@@ -10,6 +10,8 @@ import pytest
 from helpers.commands import run_here, running
 from helpers.sweeps import wait_for
 
+from kvcore_lab.statistics import share_interval
+
 SMALL = (
     *("zipf:requests=40,prefixes=4,rate=4", "--slo", "ttft=0.2", "--tier", "none"),
     *("--tensor-parallel", "1,2", "--max-gpus", "2"),
@@ -29,7 +31,8 @@ def test_fleets_are_printed_from_the_best_one_with_the_limit(planned, tmp_path):
     The JSON document is written to the output folder.
     """
     done = planned(*SMALL)
-    assert (done.returncode, done.stderr) == (0, "")
+    written = "kvcore: the plan is in plan-results/plan.json\n"
+    assert (done.returncode, done.stderr) == (0, written)
     assert done.stdout.startswith("zipf:requests=40,rate=4.0,prefixes=4: 40 requests to")
     assert "Take 1 replica on 1 x h100" in done.stdout
     rows = [line.split() for line in done.stdout.splitlines() if line.endswith("  2.67")]
@@ -49,6 +52,7 @@ def test_json_is_the_document_that_is_written(planned, tmp_path):
     assert (best["replicas"], best["tensor_parallel"], best["host_bytes"]) == (1, 1, 0)
     assert best["pool_bytes"] == best["blocks"] * 2**21
     assert best["slo_met"] == best["met"] / best["judged"] >= 0.99
+    assert best["slo_met_interval"] == list(share_interval(best["met"], best["judged"]))
     assert document["limit"]["verdict"] in {"capacity", "policy", "content", "compute", "none"}
     assert document["percentile"] == 99
 
@@ -144,6 +148,40 @@ def test_a_file_may_name_the_workload(planned, tmp_path):
         'chunked = false\n[workload]\nname = "zipf"\nrequests = 20\n'
     )
     done = planned("--config", "plan.toml")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
     assert done.stdout.startswith("zipf:requests=20: 20 requests to")
     assert "; chunked false; watermark 0.01; " in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("options", [("--slo", "none"), ("--tensor-parallel", "3")])
+def test_a_refused_plan_leaves_no_folder(planned, tmp_path, options):
+    """The folder of a plan is made after its options are checked."""
+    done = planned(*SMALL, *options)
+    assert (done.returncode, [*tmp_path.iterdir()]) == (2, [])
+
+
+def test_a_plan_says_how_sure_it_is(planned):
+    """It shows the requests that decide it, an interval, and the error of the roofline."""
+    text = " ".join(planned(*SMALL).stdout.split())
+    assert ": 100.0% do, 40 of 40 (95% interval: 91.2% to 100.0%)." in text
+    assert "Few requests: one is 2.50% of the 40 that were judged;" in text
+    assert "mean TTFT is 32% too early in the median, and 39% off" in text
+    many = planned(
+        *("zipf:requests=1000,prefixes=1,rate=4", "--slo", "ttft=9", "--tier", "none"),
+        *("--tensor-parallel", "1", "--max-gpus", "1", "--latency", "linear"),
+    )
+    assert many.returncode == 0
+    assert "Few requests" not in many.stdout
+    assert "too early" not in many.stdout
+
+
+def test_what_no_command_starts_is_named(planned):
+    """Below the commands are the policies that they do not set, as in the document."""
+    words = (*SMALL, "--scheduler", "slo", "--eviction", "slru")
+    expected = (
+        "scheduler slo (vLLM has fcfs, and priority with lower values first)",
+        "eviction slru (docs/how-to/deploy-in-vllm.md)",
+    )
+    text = " ".join(planned(*words).stdout.split())
+    assert f"Not in this command: {', '.join(expected)}." in text
+    assert json.loads(planned(*words, "--json").stdout)["not_in_start"] == [*expected]
