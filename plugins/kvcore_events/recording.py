@@ -521,9 +521,10 @@ def record(
 ) -> Tally:
     """Record the batches that a subscriber receives, until `stop` or a limit is reached.
 
-    At `stop` and after `seconds` the batches received by then are written; those that take more
-    than five seconds are written as gaps. A batch that cannot be decoded is written as a gap
-    of one. The file is flushed each second. The writer is left open.
+    At `stop` and after `seconds` the batches received by then are written, for at most five
+    seconds: the recording ends before those that are unread then, and `warn` is told. A batch
+    that cannot be decoded is written as a gap of one. The file is flushed each second. The
+    writer is left open.
 
     Args:
         subscriber: the source of the items.
@@ -558,6 +559,9 @@ def record(
         writer.rotate()
     for item in subscriber.drain():
         take(item)
+    if subscriber.unread:
+        came = f"{subscriber.unread:,} messages that came last were not read in time"
+        warn(f"{came}: the recording ends before them")
     return tally
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from hashlib import blake2b
 from typing import TypeAlias
@@ -15,8 +15,6 @@ __all__ = ["Delivery", "Gap", "InvalidMessage", "Restart"]
 NOT_KEPT = "the publisher does not have them any more"
 
 NO_REPLAY = "there is no replay address to ask for them"
-
-NOT_READ = "the recording ended before they were read"
 
 
 @attrs.frozen
@@ -156,18 +154,6 @@ class BatchSequencer:
         self._advance(sequence, _digest(payload))
         yield Delivery(self._rank, sequence, payload)
 
-    def skip(self, sequence: int, payload: bytes, reason: str) -> Iterator[StreamItem]:
-        """Yield the restart, if any, and the gap that a received but unread batch leaves."""
-        digest = _digest(payload)
-        if sequence < self._expected:
-            known = self._last if sequence == self._expected - 1 else None
-            if digest in (known, self._replayed.get(sequence)):
-                return
-            yield self._restart(sequence)
-        yield self._gap(sequence, reason)
-        self._advance(sequence, digest)
-        self._remember(sequence, digest)
-
     def catch_up(self) -> Generator[StreamItem | None, None, str]:
         """Request the batches that the publisher keeps from here on; yield them.
 
@@ -245,21 +231,3 @@ class BatchSequencer:
 
 def _digest(payload: bytes) -> bytes:
     return blake2b(payload, digest_size=16).digest()
-
-
-def join_gaps(items: Iterable[StreamItem]) -> Iterator[StreamItem]:
-    """Yield items; consecutive gaps with the same reason are joined."""
-    last: StreamItem | None = None
-    for item in items:
-        if (
-            isinstance(last, Gap)
-            and isinstance(item, Gap)
-            and (last.rank, last.last + 1, last.reason) == (item.rank, item.first, item.reason)
-        ):
-            last = attrs.evolve(last, last=item.last)
-            continue
-        if last is not None:
-            yield last
-        last = item
-    if last is not None:
-        yield last

@@ -20,12 +20,10 @@ from kvcore.errors import InputError
 from kvcore.lazy import import_extra
 from kvcore.units import format_seconds
 from kvcore_events.sequencer import (
-    NOT_READ,
     BatchSequencer,
     InvalidMessage,
     ReplayFailed,
     StreamItem,
-    join_gaps,
 )
 
 if TYPE_CHECKING:
@@ -255,6 +253,7 @@ class Subscriber(Endpoint):
 
     Attributes:
         stopped: whether `stop` was called.
+        unread: number of received messages that `drain` has had no time for.
 
     Raises:
         InputError: an address that cannot be connected to.
@@ -272,6 +271,7 @@ class Subscriber(Endpoint):
         self._replays: dict[int, _Queue] = {}
         self._items = self._run()
         self.stopped = self._draining = False
+        self.unread = 0
         try:
             self._connect_all()
         except BaseException:
@@ -291,10 +291,10 @@ class Subscriber(Endpoint):
                 yield item
 
     def drain(self, seconds: float = DRAIN_SECONDS) -> Generator[StreamItem, None, None]:
-        """Stop; yield the received batches and, after `seconds`, the gaps that remain.
+        """Stop; yield the received batches, for at most `seconds`.
 
-        Each batch that has reached this process is among the items, or in a gap. Call it once,
-        after the last call of `items`.
+        What is unread then came last from each publisher, so that it leaves no gap: `unread`
+        counts it. Call it once, after the last call of `items`.
         """
         self.stop()
         self._receive_last()
@@ -305,7 +305,8 @@ class Subscriber(Endpoint):
                 yield item
             if monotonic() >= deadline or not any(self._queues()):
                 break
-        yield from join_gaps(self._unread())
+        # The message of the last item is taken from its queue when the next is asked for.
+        self.unread = max(0, sum(map(len, self._queues())) - 1)
 
     def stop(self) -> None:
         """End the iteration of `items` within 0.1 s. May be called by a signal handler."""
@@ -426,16 +427,6 @@ class Subscriber(Endpoint):
             yield InvalidMessage(stream.rank, f"{wanted}, got {_shown(frames[1])}")
             return
         yield from stream.sequencer.receive(sequence, frames[2])
-
-    def _unread(self) -> Iterator[StreamItem]:
-        """Yield the gaps of queued messages that will not be read."""
-        for stream in self._streams:
-            for queue in filter(None, (self._replays.get(stream.rank), stream.queue)):
-                while queue:
-                    frames = queue.pop()
-                    sequence = number(frames[-2]) if len(frames) in _REPLAY_FRAMES else None
-                    if sequence is not None:
-                        yield from stream.sequencer.skip(sequence, frames[-1], NOT_READ)
 
     def _replay(
         self, rank: int, address: str, start: int

@@ -16,7 +16,7 @@ PAYLOAD = encode(batch(stored(1, 2)))
 class Played:
     """A subscriber that yields the given items turn by turn, and is then stopped."""
 
-    stopped = False
+    stopped, unread = False, 0
 
     def __init__(self, *turns, left=()):
         self.turns, self.left = list(turns), left
@@ -40,7 +40,7 @@ def batch_numbers(path):
 class Quiet:
     """A subscriber with one batch, which reads the unfinished file at its third turn."""
 
-    stopped = False
+    stopped, unread = False, 0
 
     def __init__(self, part):
         self.turns, self.part, self.seen = 0, part, None
@@ -76,6 +76,19 @@ def test_received_batches_are_written_at_the_end(tmp_path):
     with RecordingWriter(tmp_path / "r.jsonl") as writer:
         record(Played([Delivery(0, 0, PAYLOAD)], left=[Delivery(0, 1, PAYLOAD)]), writer)
     assert batch_numbers(tmp_path / "r.jsonl") == ([0, 1], True)
+
+
+def test_a_recording_ends_before_what_was_not_read_in_time(tmp_path):
+    """Batches that came last and were not read are told, and are neither gaps nor missing."""
+    played, told = Played([Delivery(0, 0, PAYLOAD)]), []
+    played.unread = 75
+    with RecordingWriter(tmp_path / "r.jsonl") as writer:
+        tally = record(played, writer, warn=told.append)
+    assert (tally.gaps, tally.missing) == (0, 0)
+    assert batch_numbers(tmp_path / "r.jsonl") == ([0], True)
+    assert told == [
+        "75 messages that came last were not read in time: the recording ends before them"
+    ]
 
 
 def test_pieces_are_whole_and_continue_after_a_kill(tmp_path):

@@ -134,45 +134,6 @@ def test_an_endless_replay_needs_bounded_memory(monkeypatch):
     assert [item for batch in batches[-5:] for item in sequencer.receive(*batch)] == []
 
 
-@given(steps=STEPS, read=st.integers(0, 60))
-def test_batches_are_covered_wherever_the_reader_stops(steps, read):
-    """Batches and gaps cover all received numbers, wherever the reader stops."""
-    publisher, received = Publisher(keeps=3), []
-    sequencer = BatchSequencer(0, publisher.replay)
-    items = list(_partly(sequencer, publisher, steps, read, received))
-    expected = 0
-    for life in lives(items):
-        expected = 0
-        for item in life:
-            assert (item.first if isinstance(item, Gap) else item.sequence) == expected
-            expected = (item.last if isinstance(item, Gap) else item.sequence) + 1
-    assert expected == (received[-1] + 1 if received else 0)
-
-
-def _partly(sequencer, publisher, steps, read, received):
-    """Yield the items of a listener that stops reading after `read` of them.
-
-    The numbers of the received batches are appended to `received`.
-    """
-    waiting = []
-    for step in steps:
-        if step == "restart":
-            publisher.restart()
-        elif (batch := publisher.publish()) and step == "received":
-            waiting.append(batch)
-            received.append(batch[0])
-            items = sequencer.receive(*batch)
-            while read > 0 and (item := next(items, None)) is not None:
-                read -= 1
-                yield item
-                if not read:
-                    break
-            if read > 0:
-                waiting.clear()
-    for sequence, payload in waiting:
-        yield from sequencer.skip(sequence, payload, "no time")
-
-
 def test_a_batch_missing_in_a_replay_is_requested_again():
     """A batch that is missing in a replay after the last known one is requested again.
 
