@@ -463,17 +463,18 @@ VIEWS: dict[str, tuple[type[PrefixView], dict[str, Callable[[str], int | None]]]
 """The views by name, with the reader of each of their options."""
 
 
-def parse_view(text: str) -> PrefixView:
+def parse_view(text: str, views: Iterable[str] = VIEWS) -> PrefixView:
     """Build a view from text: `index:ttl=120s,blocks=1M`, `events:delay=50ms` or `exact`.
 
     Raises:
-        InputError: another name or option, or a value that it cannot have.
+        InputError: a name that is none of `views`, another option, or a value that it cannot
+            have.
     """
     specs = parse(text)
-    if len(specs) != 1 or specs[0].name not in VIEWS:
+    if len(specs) != 1 or specs[0].name not in views:
         name = specs[0].name if len(specs) == 1 else text
-        hint = nearest(name, VIEWS) if len(specs) == 1 else ""
-        msg = f"{name!r} is no view{hint}; there are: {', '.join(VIEWS)}"
+        hint = nearest(name, views) if len(specs) == 1 else ""
+        msg = f"{name!r} is no view{hint}; there are: {', '.join(views)}"
         raise InputError(msg)
     name, settings = specs[0].name, specs[0].options
     view, options = VIEWS[name]

@@ -532,9 +532,9 @@ def _view(
             for upstream in config.replicas
         ]
         return FollowedEvents(servers, config.key_tokens, clock, lost_batches, failed)
-    view = parse_view(config.view)
+    view = parse_view(config.view, ("index", "events"))
     if not isinstance(view, SentIndex):
-        msg = f"view: {config.view!r} is for simulations; take index or events"
+        msg = f"view: {config.view!r}: events that servers publish have no options here"
         raise InputError(msg)
     if view.blocks is None:
         view.blocks = MOST_BLOCKS

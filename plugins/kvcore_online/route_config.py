@@ -26,9 +26,9 @@ MOST_REPLICAS = 1_000
 MOST_SECONDS = 86_400.0
 
 
-def _option(default: Any, text: str) -> Any:
-    """Return a field with its default and its help text."""
-    return attrs.field(default=default, metadata={"help": text})
+def _option(default: Any, text: str, least: int | None = None) -> Any:
+    """Return a field with its default, its help text and its least value (None: any)."""
+    return attrs.field(default=default, metadata={"help": text, "least": least})
 
 
 @attrs.frozen(kw_only=True)
@@ -126,20 +126,22 @@ class RouteConfig:
     host: str = _option(
         "127.0.0.1", "Address to listen at; other machines can use any but a loopback address."
     )
-    port: Natural = _option(8000, "Port to listen at; 0 takes a free one.")
+    port: Natural = _option(8000, "Port to listen at; 0 takes a free one.", least=0)
     prefixes: Literal["text", "tokens"] = _option(
         "text", "Keys of prompts by their text, or by token ids from a server's /tokenize."
     )
-    key_tokens: int = _option(16, "Number of tokens in a block of a prompt.")
-    key_chars: int = _option(64, "Bytes of text that stand for a block.")
+    key_tokens: int = _option(16, "Number of tokens in a block of a prompt.", least=1)
+    key_chars: int = _option(64, "Bytes of text that stand for a block.", least=1)
     trace: Path | None = _option(None, "JSONL file to write REQUEST and ROUTE lines to.")
     trace_key: Path | None = _option(
         None, "File with the key by which names in the trace are hashed; else one is drawn."
     )
-    concurrency: int = _option(1_024, "Largest number of requests in flight.")
-    connections: int = _option(4_096, "Largest number of connections of clients.")
-    body: Bytes = _option(8 << 20, "Largest size of a request in bytes.")
-    answer: Bytes = _option(64 << 20, "Largest size in bytes of an answer that is no stream.")
+    concurrency: int = _option(1_024, "Largest number of requests in flight.", least=1)
+    connections: int = _option(4_096, "Largest number of connections of clients.", least=1)
+    body: Bytes = _option(8 << 20, "Largest size of a request in bytes.", least=1)
+    answer: Bytes = _option(
+        64 << 20, "Largest size in bytes of an answer that is no stream.", least=1
+    )
     connect_timeout: float = _option(
         2.0, "Seconds until a server takes a connection, or answers a health check."
     )
@@ -152,8 +154,8 @@ class RouteConfig:
         30.0, "Seconds that requests in flight may take when the proxy ends."
     )
     health_interval: float = _option(1.0, "Seconds between two checks of a server.")
-    failures: int = _option(3, "Failures in a row after which a server is down.")
-    retries: int = _option(3, "Further servers to try before a request is refused.")
+    failures: int = _option(3, "Failures in a row after which a server is down.", least=1)
+    retries: int = _option(3, "Further servers to try before a request is refused.", least=0)
 
     def __attrs_post_init__(self) -> None:
         """Check the options against one another, and numbers against their range."""
@@ -176,9 +178,9 @@ class RouteConfig:
             if name.endswith(("timeout", "interval")) and not 0 < value <= MOST_SECONDS:
                 msg = f"{name}: {value!r} is not above 0 s and at most {MOST_SECONDS:,.0f} s"
                 raise InputError(msg)
-            counts = type(field.default) is int and name != "seed"
-            if counts and value < (name in _FROM_1):
-                msg = f"{name}: {value!r} is too small"
+            least = field.metadata.get("least")
+            if least is not None and value < least:
+                msg = f"{name}: {value!r} is too small; the least is {least}"
                 raise InputError(msg)
 
     @property
@@ -235,17 +237,6 @@ class RouteConfig:
         except InputError as error:
             msg = f"{path}: {error}"
             raise InputError(msg) from error
-
-
-_FROM_1 = {
-    "key_tokens",
-    "key_chars",
-    "concurrency",
-    "connections",
-    "body",
-    "answer",
-    "failures",
-}
 
 
 def _read(table: Any, cls: type, where: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from kvcore.request import Request
 from kvcore.serving.router import Replica
 from kvcore.trace.writer import LiveTrace
 from kvcore_cluster.trace import ClusterTrace
+from kvcore_lab.report.prometheus import FIRST_TOKEN
 from kvcore_plugins.traces.keyed import KeyedNames
 
 MOST_HELD = 1 << 20
@@ -23,12 +24,6 @@ MOST_HELD = 1 << 20
 
 REQUEST_KEYS = 16
 """Keys that take as much memory as the other fields of a request that waits: 1 kB."""
-
-FIRST_BYTE = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
-)
-"""Upper bounds of the buckets, in seconds: those of vLLM's time to first token."""
 
 
 @attrs.define(eq=False)
@@ -253,7 +248,7 @@ class Metrics:
                 "kvcore_route_first_byte_seconds",
                 "From arrival to the first byte of the answer.",
                 [by_replica],
-                buckets=FIRST_BYTE,
+                buckets=FIRST_TOKEN,
                 registry=registry,
             )
         )

@@ -36,15 +36,23 @@ from kvcore.untrusted import (
     WORKLOAD_EXPANSION,
 )
 
+
+def power(limit: int) -> str:
+    """Return the text of a power of two, such as `2^20 (1,048,576)`."""
+    exponent = limit.bit_length() - 1
+    assert limit == 1 << exponent, f"{limit:,} is no power of two"
+    return f"2^{exponent} ({limit:,})"
+
+
 LIMITS: tuple[tuple[str, str], ...] = (
-    ("a line of a file", f"{LONGEST_LINE >> 20} MiB, and 2^20 ({MOST_VALUES:,}) values"),
+    ("a line of a file", f"{LONGEST_LINE >> 20} MiB, and {power(MOST_VALUES)} values"),
     ("the header of a trace", f"{TRACE_HEADER_BYTES >> 20} MiB"),
     ("JSON, from files, clients and servers", f"nested at most {JSON_LEVELS} levels deep"),
     (
         "lists and objects in the JSON of clients and servers",
-        f"2^20 ({MOST_VALUES:,}), opening brackets in texts counted",
+        f"{power(MOST_VALUES)}, opening brackets in texts counted",
     ),
-    ("names in that JSON", f"2^17 ({MOST_NAMES:,})"),
+    ("names in that JSON", power(MOST_NAMES)),
     ("a TOML file", f"{TOML_BYTES >> 20} MiB, nested at most {TOML_LEVELS} levels deep"),
     (
         "a compressed trace, expanded",
@@ -67,16 +75,16 @@ LIMITS: tuple[tuple[str, str], ...] = (
         f"{FREE_REQUESTS:,}, and one more for each {BYTES_OF_REQUEST} bytes of the file",
     ),
     ("numbers in a trace", "2^63 - 1"),
-    ("blocks that the runs of a line stand for", f"2^22 ({MOST_RUN_BLOCKS:,})"),
+    ("blocks that the runs of a line stand for", power(MOST_RUN_BLOCKS)),
     (
         "blocks in use at once",
-        f"2^24 ({MOST_BLOCKS:,}), whatever the header says of the pool",
+        f"{power(MOST_BLOCKS)}, whatever the header says of the pool",
     ),
-    ("entries in the tables of open forks", f"2^18 ({MOST_COPIES:,})"),
-    ("keys of blocks in all tiers together", f"2^23 ({MOST_TIER_KEYS:,})"),
+    ("entries in the tables of open forks", power(MOST_COPIES)),
+    ("keys of blocks in all tiers together", power(MOST_TIER_KEYS)),
     (
         "blocks and spans named, each time counted",
-        f"2^25 ({WORK:,}), and {WORK_OF_LINE:,} more for each line",
+        f"{power(WORK)}, and {WORK_OF_LINE:,} more for each line",
     ),
     (
         "a payload of KV events",
@@ -84,13 +92,13 @@ LIMITS: tuple[tuple[str, str], ...] = (
     ),
     (
         "events, and texts, lists and maps, in such a payload",
-        f"2^18 ({PAYLOAD_EVENTS:,}), and 2^23 ({PAYLOAD_OBJECTS:,})",
+        f"{power(PAYLOAD_EVENTS)}, and {power(PAYLOAD_OBJECTS)}",
     ),
     (
         "headers of a request to `serve` or `route`",
         f"{MOST_HEADERS}, each of {LONGEST_HEADER:,} bytes; its body by `--body`, and `body`",
     ),
-    ("tokens of a request by a server's count", f"2^40 ({MOST_TOKENS:,})"),
+    ("tokens of a request by a server's count", power(MOST_TOKENS)),
     ("the name of a session in a header or a body", f"{LONGEST_SESSION} characters"),
     ("a `cache_salt` of a request to `serve`", f"{LONGEST_SALT:,} characters"),
     (

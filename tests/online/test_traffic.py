@@ -1,5 +1,7 @@
 """The trace of the proxy: which requests it has, in which order, and what waits for others."""
 
+from re import findall
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,8 +9,9 @@ from hypothesis import strategies as st
 from kvcore import Request, read_events
 from kvcore.errors import InputError
 from kvcore.serving.router import Replica
+from kvcore_lab.report.prometheus import FIRST_TOKEN
 from kvcore_online import traffic
-from kvcore_online.traffic import Flight, TrafficLog
+from kvcore_online.traffic import Flight, Metrics, TrafficLog
 from kvcore_plugins.traces.keyed import KeyedNames
 
 KEYS = 4
@@ -167,3 +170,11 @@ def test_lines_that_wait_for_the_file_are_bounded(tmp_path, monkeypatch):
         log.end(log._flights[number])
         assert len(log._trace._lines) < 60
     log.close(1_000)
+
+
+def test_first_bytes_are_counted_in_the_buckets_of_first_tokens():
+    """The time to the first byte has vLLM's bounds, so that histograms of both can be added."""
+    metrics = Metrics()
+    metrics.first_byte.labels("a").observe(1.0)
+    bounds = findall(r'first_byte_seconds_bucket{le="([\d.]+)"', metrics.text().decode())
+    assert [*map(float, bounds)] == [*FIRST_TOKEN]

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvcore.errors import InputError
 from kvcore.serving import StepWork
-from kvcore_plugins.latency.measured_steps import MeasuredStep, read_steps
+from kvcore_plugins.latency.measured_steps import (
+    SHORTEST,
+    MeasuredStep,
+    read_steps,
+    write_steps,
+)
 
 HEADER = "prefill_tokens,decode_sequences,context_tokens,seconds"
 
@@ -29,6 +39,19 @@ def test_each_row_is_a_step(read):
         MeasuredStep(2, 512, 0, 0, 12_500_000_000),
         MeasuredStep(4, 0, 8, 16_000, 5_000_000_000),
     ]
+
+
+@given(st.floats(SHORTEST, 1.0))
+def test_what_is_read_can_be_written_and_read_again(seconds):
+    """Any time that a file may have is one that `write_steps` writes, to the nanosecond."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "steps.csv")
+        path.write_text(f"{HEADER}\n512,0,0,{seconds!r}\n")
+        (step,) = read_steps(path)
+        with path.open("w") as file:
+            write_steps(file, [step])
+        (again,) = read_steps(path)
+    assert 0 <= step.time - again.time < 1_000
 
 
 def test_attended_pairs_default_to_one_chunk(read):
@@ -71,12 +94,16 @@ def test_work_in_windows_follows_from_the_attended_pairs():
             f"{HEADER}\n1,2,,4\n",
             "context_tokens: expected a whole number, at least 0 and below",
         ),
-        (f"{HEADER}\n1,2,3,fast\n", "steps.csv:2: seconds: expected seconds, above 0"),
+        (
+            f"{HEADER}\n1,2,3,fast\n",
+            "steps.csv:2: seconds: expected seconds, at least 1e-09 and",
+        ),
         (f"{HEADER}\n1,2,3,0\n", "got '0'"),
         (f"{HEADER}\n1,2,3,-0.1\n", "got '-0.1'"),
         (f"{HEADER}\n1,2,3,nan\n", "got 'nan'"),
         (f"{HEADER}\n1,2,3,inf\n", "got 'inf'"),
-        (f"{HEADER}\n1,2,3,1e9\n", "above 0 and up to 10^6, such as 0.0125, got '1e9'"),
+        (f"{HEADER}\n1,2,3,9e-10\n", "at least 1e-09 and up to"),
+        (f"{HEADER}\n1,2,3,1e9\n", "up to 1,000,000, such as 0.0125, got '1e9'"),
     ],
 )
 def test_wrong_files_are_refused_with_line_and_column(read, text, problem):

@@ -32,6 +32,7 @@ from kvcore_cli.output import (
     print_notes,
     progress,
 )
+from kvcore_cli.report.tables import counted
 from kvcore_cli.verb import Count, option, plugin_completion, verb
 from kvcore_lab.cli.lab_options import (
     block_size_option,
@@ -235,7 +236,7 @@ class Budget:
         plan: the cache groups of the pools; None: there is one.
 
     Raises:
-        InputError: a pool is smaller than a block.
+        InputError: a pool is smaller than a block, or two sizes are the same number of blocks.
     """
 
     layout: KVLayout
@@ -243,9 +244,11 @@ class Budget:
     plan: GroupPlan | None = None
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a size below one block."""
+        """Refuse a size below one block, and two sizes that are one pool."""
+        pools: dict[int, int] = {}
         for budget in self.bytes:
-            if not self.blocks_in(budget):
+            blocks = self.blocks_in(budget)
+            if not blocks:
                 size, plan = block_bytes(self.layout), self.plan
                 if plan is not None:
                     size = (
@@ -253,6 +256,10 @@ class Budget:
                         f"{format_bytes(plan.bytes_per_block)}."
                     )
                 msg = f"--memory: {format_bytes(budget)} is less than a block. {size}"
+                raise InputError(msg)
+            if (other := pools.setdefault(blocks, budget)) != budget:
+                same = f"{other:,} and {budget:,} bytes are both {counted(blocks, 'block')}"
+                msg = f"--memory: {same}, one pool: leave one of them out"
                 raise InputError(msg)
 
     @property

@@ -27,7 +27,8 @@ SECONDS = "seconds"
 """The column with the time of a step."""
 
 
-SHORTEST, LONGEST = 1e-12, 1e6
+SHORTEST, LONGEST = 1e-9, 1e6
+"""Least and most seconds of a step; `write_steps` writes whole nanoseconds."""
 
 
 @attrs.frozen
@@ -160,7 +161,10 @@ def _seconds(where: str, text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not (isfinite(seconds) and SHORTEST <= seconds <= LONGEST):
-        msg = f"{where}: expected seconds, above 0 and up to 10^6, such as 0.0125, got {text!r}"
+        msg = (
+            f"{where}: expected seconds, at least {SHORTEST:g} and up to {LONGEST:,.0f}, such "
+            f"as 0.0125, got {text!r}"
+        )
         raise InputError(msg)
     return seconds
 

@@ -293,6 +293,7 @@ compare W --blocks 2147483648 | at most 2147483647
 compare W --blocks 10 --memory 1GiB | give one of them
 compare W --memory 1B | 1 B is less than a block. A block of 16 tokens of llama-3.1-8b
 compare W --memory x | size 'x': expected a number
+compare W --memory 1GiB,1.0001GiB | 1,073,741,824 and 1,073,849,198 bytes are both 512 blocks
 compare W --codec fp32 | --codec says what a token takes of --memory
 compare W --eviction '' | '' has an empty name
 compare W --eviction lru,optimal | (did you mean 'optimum'?). There are: arc,
@@ -409,7 +410,8 @@ routers W --view all | view: 'all' is no view
 routers W --blocks 9 --memory 1GiB | --blocks and --memory both say
 route | name the servers
 route ftp://a | expected one such as http://127.0.0.1:8001
-route http://a --view exact | view: 'exact' is for simulations
+route http://a --view exact | 'exact' is no view; there are: index, events
+route http://a --view events:delay=1 | events that servers publish have no options
 route http://a --view event | did you mean 'events'
 route http://a --trace nowhere/day.jsonl | cannot write the trace nowhere
 route http://a --port 99999 | port 99999 of 127.0.0.1: bind(): port must be
@@ -635,7 +637,7 @@ compare lengths:F | a,b\n1,2 | F:1: no column that looks like 'time'; name it by
 compare lengths:F,rate=1 | input,output\n1,x | F:2: field 'output': expected
 calibrate F |  | F: the file is empty: expected one row a line
 calibrate F | STEPS | F: no rows after the header
-calibrate F | STEPS1,1,1,-1\n | F:2: seconds: expected seconds, above 0 and up to 10^6
+calibrate F | STEPS1,1,1,-1\n | F:2: seconds: expected seconds, at least 1e-09 and up to
 calibrate F | \xff\xfea | F:1: it is UTF-16 text, which is not read: write it as UTF-8
 simulate W --latency table:path=F | prefill_tokens,seconds\n | F:1: column 'decode_sequences' is
 simulate W --latency table:path=F | STEPS1,1,1,x\n | --latency: F:2: seconds: expected seconds
