@@ -373,6 +373,32 @@ def test_a_policy_that_never_returns_can_be_stopped(shown):
     assert document
 
 
+def test_after_a_crash_the_next_run_has_a_result(shown):
+    """Python is started again, and its loading is no end of the run that waits for it."""
+    assert shown.run("import os\nos._exit(1)\n", "quick")[0]
+    shown.page.evaluate(
+        "told = []; new MutationObserver(() => told.push(state.textContent))"
+        ".observe(state, {childList: true})"
+    )
+    error, document = shown.run(POLICY, "agentic", "40")
+    assert error == ""
+    assert document
+    told = shown.page.evaluate("told")
+    assert "Running." in told
+    assert "Ready." not in told
+
+
+def test_a_missing_file_of_the_page_is_told_and_asked_for_again(browser, served):
+    """What stands in for a missing worker.js is not run: it is named, and the next run has it."""
+    with browser.visit() as (page, _):
+        page.route("**/worker.js", lambda route: route.fulfill(status=404, body="not here"))
+        page.goto(served[0])
+        page.wait_for_selector("#error:not([hidden])")
+        assert "worker.js cannot be loaded: 404" in page.inner_text("#error")
+        page.unroute("**/worker.js")
+        assert Workbench(page).run(POLICY, "agentic", "40")[1]
+
+
 def test_page_fits_a_phone(shown):
     """Nothing is wider than the screen but tables, which scroll by themselves."""
     shown.run(POLICY, "agentic", "40")

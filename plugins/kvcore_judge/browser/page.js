@@ -41,13 +41,23 @@ function fail(text) {
   at("error").hidden = !text;
 }
 
+async function text(name) {
+  const response = await fetch(name);
+  if (!response.ok) throw new Error(`${name} cannot be loaded: ${response.status}`);
+  return response.text();
+}
+
 // A worker from a blob has the content policy of this page, so that a policy fetches nothing from
 // elsewhere, whatever the server of these files allows.
 async function start() {
   ready = running = false;
   enable();
   say("Loading Python and kvcore, about 15 MB at the first visit.");
-  script ??= await (await fetch("worker.js")).text();
+  try {
+    script ??= await text("worker.js");
+  } catch (error) {
+    return hear.broken({ text: error.message });
+  }
   const place = URL.createObjectURL(new Blob([script], { type: "text/javascript" }));
   worker = new Worker(place, { type: "module" });
   worker.onmessage = ({ data }) => hear[data.kind](data);
@@ -58,7 +68,7 @@ async function start() {
 const hear = {
   ready() {
     ready = true;
-    say("Ready.");
+    say(running ? "Running." : "Ready.");
     enable();
   },
   progress({ text, done, total }) {
@@ -73,6 +83,7 @@ const hear = {
   },
   broken({ text }) {
     running = false;
+    ready = true; // for the next run, which starts Python again
     say("Python has ended; it is started again at the next run.");
     fail(text);
     worker?.terminate();
@@ -85,10 +96,11 @@ async function run() {
   fail("");
   at("result").replaceChildren();
   if (worker === null) await start();
+  if (worker === null) return;
   const limit = at("limit").value === "" ? null : Math.max(1, Math.floor(Number(at("limit").value)));
   running = true;
   enable();
-  say("Running.");
+  if (ready) say("Running.");
   const choice = at("choice").value;
   const file = choice ? null : dropped;
   worker.postMessage({ kind: "run", source: at("policy").value, choice, limit, file });

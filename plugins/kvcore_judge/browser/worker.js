@@ -46,10 +46,16 @@ function run({ source, choice, limit, file }) {
   postMessage({ kind: "result", result: dict, seconds: (performance.now() - began) / 1000 });
 }
 
-onmessage = async ({ data }) => {
+async function answer({ data }) {
   try {
     await { load, run }[data.kind](data);
   } catch (error) {
     postMessage({ kind: "broken", text: String(error.message ?? error) });
   }
+}
+
+// One after another: a run may be asked for while Python is loaded.
+let last = Promise.resolve();
+onmessage = (event) => {
+  last = last.then(() => answer(event));
 };
