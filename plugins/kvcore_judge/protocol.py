@@ -106,7 +106,10 @@ def read_stream(stream: Stream) -> Footprint:
         requests.append(request)
         keys.update(request.keys)
     if not keys:
-        msg = f"stream {stream.name!r}: its requests have no keys, so that nothing can hit"
+        msg = (
+            f"stream {stream.name!r}: its requests have no keys, so that nothing can hit; of "
+            f"texts, {workload.key_tokens} tokens have one"
+        )
         raise InputError(msg)
     return Footprint(requests, workload.digest, workload.key_tokens, len(keys))
 

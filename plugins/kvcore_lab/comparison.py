@@ -136,13 +136,21 @@ class Infinite:
 
 @attrs.frozen(kw_only=True)
 class Source:
-    """The workload of a comparison, without its requests."""
+    """The workload of a comparison, without its requests.
+
+    Attributes:
+        name, digest, key_tokens, options: those of the workload.
+        requests: number of its requests.
+        longest_prompt: number of tokens of the longest prompt; 0 in documents of earlier
+            versions.
+    """
 
     name: str
     digest: str
     requests: int
     key_tokens: int
     options: dict[str, Any]
+    longest_prompt: int = 0
 
     @classmethod
     def from_workload(cls, workload: Workload) -> Source:
@@ -292,7 +300,7 @@ def compare_policies(
             rows = maker.rows(candidates, sizes, jobs)
         else:
             rows = [maker.traced_row(candidates[0], sizes[0], trace, seed)]
-    source = attrs.evolve(source, requests=requests)
+    source = attrs.evolve(source, requests=requests, longest_prompt=maker.longest_prompt)
     bills = None
     if price is not None:
         from kvcore_replay.billing import bill  # noqa: PLC0415 - as above
@@ -506,6 +514,7 @@ class _RowMaker:
     requests: list[Request] = attrs.field(init=False, factory=list, repr=False)
     prefill_s: float = attrs.field(init=False, default=0.0)
     answers: int = attrs.field(init=False, default=0)
+    longest_prompt: int = attrs.field(init=False, default=0)
 
     def infinite(self, *, bounded: bool) -> tuple[int, Infinite]:
         """Return the number of requests, and the hits of a cache without bounds.
@@ -535,11 +544,12 @@ class _RowMaker:
         )
 
     def _read(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Yield `requests`, add up their prefill, and hold them if they take little memory."""
+        """Yield `requests`, measure their prompts, and hold them if they take little memory."""
         cost = self.setup.recompute
         for request in keeping(requests, self.requests):
             self.prefill_s += cost(0, request.prompt_tokens)
             self.answers += bool(request.output_keys)
+            self.longest_prompt = max(self.longest_prompt, request.prompt_tokens)
             yield request
 
     @property

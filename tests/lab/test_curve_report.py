@@ -8,6 +8,7 @@ import json
 import sys
 from array import array
 
+import attrs
 import pytest
 
 from kvcore import PluginError
@@ -86,6 +87,9 @@ def test_a_report_without_lookups_has_no_table():
     )
     assert report.empty
     assert "Nothing in them has a key" in report.headline
+    short = attrs.evolve(report.curves.workload, longest_prompt=9)
+    report = CurvesReport(attrs.evolve(report.curves, workload=short))
+    assert "No prompt fills a block of 16 tokens (the longest has 9)" in report.headline
     assert report.document()["infinite"]["hit_ratio"] is None
 
 

@@ -147,6 +147,21 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
+def no_full_block(prompt: int, block_size: int, *, alone: bool = False) -> str:
+    """Return why prompts that fill no block have no lookups, and what to do; "" if one does.
+
+    `prompt` is the number of tokens of the longest prompt, or of one that stands `alone`.
+    """
+    if not 0 < prompt < block_size:
+        return ""
+    which = "The prompt fills no" if alone else "No prompt fills a"
+    has = f"{'it' if alone else 'the longest'} has {prompt:,}"
+    return (
+        f"{which} block of {counted(block_size, 'token')} ({has}): there is nothing to look "
+        "up. With key_tokens=N of the workload, texts and token ids have smaller blocks."
+    )
+
+
 def printable(text: str) -> str:
     """Return text with a replacement for each character that cannot be printed."""
     return "".join(

@@ -225,6 +225,7 @@ class _CurveMaker:
     jobs: int
     requests: int = attrs.field(init=False, default=0)
     answers: int = attrs.field(init=False, default=0)
+    longest_prompt: int = attrs.field(init=False, default=0)
     kept: list[Request] = attrs.field(init=False, factory=list)
 
     def curves(
@@ -255,7 +256,9 @@ class _CurveMaker:
         ]
         replayed = iter(self._replayed(replaying, sizes))
         return Curves(
-            workload=attrs.evolve(source, requests=self.requests),
+            workload=attrs.evolve(
+                source, requests=self.requests, longest_prompt=self.longest_prompt
+            ),
             accounting=geometry.accounting,
             block_size=geometry.block_size,
             lookup_blocks=lookups,
@@ -336,9 +339,10 @@ class _CurveMaker:
             yield ticked(self._counted(keeping(check_keys(workload), self.kept)), count)
 
     def _counted(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Yield `requests`, and count those whose answers have keys."""
+        """Yield `requests`, count those whose answers have keys, and measure the prompts."""
         for request in requests:
             self.answers += bool(request.output_keys)
+            self.longest_prompt = max(self.longest_prompt, request.prompt_tokens)
             yield request
 
 

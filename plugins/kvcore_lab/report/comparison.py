@@ -14,7 +14,7 @@ from kvcore.models.memory import KVLayout
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import format_seconds
 from kvcore_cli.report.simulation import thrashing
-from kvcore_cli.report.tables import cell, counted, share
+from kvcore_cli.report.tables import cell, counted, no_full_block, share
 from kvcore_lab.comparison import SHARING, Comparison, Infinite, Row
 from kvcore_lab.report.policies import (
     block_bytes,
@@ -258,7 +258,11 @@ class ComparisonReport:
         )
 
     def _nothing(self) -> str:
-        if self.comparison.accounting != "keys":
+        comparison = self.comparison
+        longest, size = comparison.workload.longest_prompt, comparison.rows[0].block_size
+        if short := no_full_block(longest, size):
+            return short
+        if comparison.accounting != "keys":
             why = "The requests have no keys, or none that fills a block"
             return f"{why}: there is nothing to look up."
         return (

@@ -12,7 +12,7 @@ import attrs
 from kvcore.models.memory import KVLayout
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import format_bytes, format_number
-from kvcore_cli.report.tables import counted, plugin_text
+from kvcore_cli.report.tables import counted, no_full_block, plugin_text
 from kvcore_lab.comparison import SHARING
 from kvcore_lab.curves.mrc import Curve, Curves
 from kvcore_lab.report.policies import (
@@ -65,7 +65,9 @@ class CurvesReport:
         curves, source = self.curves, self.curves.workload
         if self.empty:
             requests = counted(source.requests, "request")
-            return f"{source.name}: {requests}.\nNothing in them has a key to look up."
+            nothing = no_full_block(source.longest_prompt, curves.block_size)
+            nothing = nothing or "Nothing in them has a key to look up."
+            return f"{source.name}: {requests}.\n{nothing}"
         lookups = looked_up(source, curves.lookup_blocks, curves.block_size, curves.accounting)
         return f"{lookups}\nThe share of these that hit, by the size of the pool."
 

@@ -156,6 +156,7 @@ class MissClassifier:
         self.requests[prompt.id] = RequestMisses(
             request=prompt.id,
             tokens=prompt.blocks * self._size if self._by_key else event.prompt,
+            prompt=event.prompt,
             salt=event.salt if isinstance(event.salt, str) else None,
             tenant=event.tenant if isinstance(event.tenant, str) else None,
             arrived=event.t,

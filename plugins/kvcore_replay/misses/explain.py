@@ -182,6 +182,7 @@ class ClusterMisses:
             self.requests[event.id] = RequestMisses(
                 request=event.id,
                 tokens=event.prompt,
+                prompt=event.prompt,
                 salt=event.salt or None,
                 tenant=event.tenant or None,
                 arrived=event.t,

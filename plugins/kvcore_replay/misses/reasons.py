@@ -265,6 +265,7 @@ class RequestMisses:
 
     Attributes:
         request, tokens: its id, and the tokens of its prompt as the trace counts them.
+        prompt: all tokens of its prompt, with or without keys.
         salt, tenant: from its REQUEST line; None if absent.
         arrived, admitted: times in ns; `admitted` is None if it was never admitted.
         seq: the sequence of its first admission.
@@ -280,6 +281,7 @@ class RequestMisses:
 
     request: Id
     tokens: int
+    prompt: int
     salt: str | None
     tenant: str | None
     arrived: int
@@ -343,6 +345,7 @@ class Summary:
         admitted, rejected, decoded, waiting: number of requests by their state at the end.
         readmitted: admissions after a preemption, which count nowhere else.
         prompt_tokens, hit_tokens: tokens of admitted prompts, and those that hit.
+        longest_prompt: tokens of the longest of these, with or without keys.
         prefill_s, saved_s: the least seconds of their prefill.
         categories: each of `Explanation.categories`; their tokens add up to the missed ones.
         groups: each cache group; tokens for which it was short, alone or with others.
@@ -365,6 +368,7 @@ class Summary:
     hit_tokens: int
     prefill_s: float
     saved_s: float
+    longest_prompt: int
     categories: dict[str, MissedTokens]
     ways: dict[str, MissedTokens]
     salted: MissedTokens
@@ -389,6 +393,7 @@ class Summary:
             "prompt_tokens": self.prompt_tokens,
             "hit_tokens": self.hit_tokens,
             "missed_tokens": self.missed_tokens,
+            "longest_prompt": self.longest_prompt,
             "prefill_s": self.prefill_s,
             "saved_s": self.saved_s,
             "lost": {name: lost.as_dict() for name, lost in self.categories.items()},
@@ -550,6 +555,7 @@ class Explanation(Shown):
             readmitted=sum(reasons.again for reasons in admitted),
             prompt_tokens=sum(prompts),
             hit_tokens=sum(hits),
+            longest_prompt=max((request.prompt for request in admitted), default=0),
             prefill_s=prefill_seconds(self.cost, prompts),
             saved_s=prefill_seconds(self.cost, hits),
             categories=categories,

@@ -11,7 +11,7 @@ import attrs
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import NS_PER_S, format_number, format_seconds
 from kvcore_cli.report.simulation import group_text
-from kvcore_cli.report.tables import TableRow, counted, setup
+from kvcore_cli.report.tables import TableRow, counted, no_full_block, setup
 from kvcore_replay.misses.reasons import (
     OF_CLUSTERS,
     OF_GROUPS,
@@ -66,14 +66,14 @@ class RequestReport:
         if reasons.state != "admitted":
             return
         missed = sum(loss.tokens for loss in losses)
-        tokens = counted(reasons.tokens, "token")
+        tokens, size = counted(reasons.tokens, "token"), self.explanation.header["block_size"]
         loaded = sum(loss.tokens for loss in losses if loss.category == "loaded")
         some = f", of which {loaded:,} came from lower tiers" if loaded else ""
         end = f"{some}{':' if losses else '.'}"
         yield (
             f"Of {tokens}, {reasons.hit:,} hit and {missed:,} missed{end}"
             if reasons.tokens
-            else f"It has {NO_KEYS}"
+            else no_full_block(reasons.prompt, size, alone=True) or f"It has {NO_KEYS}"
         )
         alike = groupby(
             losses, key=lambda loss: (loss.category, loss.other, loss.tier, loss.groups)
@@ -260,7 +260,10 @@ class SummaryReport:
                 f"{format_seconds(prefill)} in all."
             )
         if requests["admitted"] and not tokens:
-            text = f"The requests have {NO_KEYS}"
+            text = (
+                no_full_block(summary.get("longest_prompt", 0), summary["block_size"])
+                or f"The requests have {NO_KEYS}"
+            )
         turned = (
             f"; {requests[name]:,} {what}"
             for name, what in (

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers.commands import error_of, json_of, stdout_of
+from helpers.commands import error_of, json_of, run_here, stdout_of
 
 from kvcore.units import format_seconds
 from kvcore_cli import main as frame
@@ -44,7 +44,8 @@ def test_json_has_the_documented_fields():
     """The JSON document has exactly the documented fields, in this order."""
     document = report(SMALL, "--eviction", "lru,optimum", "--blocks", "20")
     assert list(document) == ["schema", "workload", "count", "rows", "infinite"]
-    assert list(document["workload"]) == ["name", "digest", "requests", "key_tokens", "options"]
+    workload = ["name", "digest", "requests", "key_tokens", "options", "longest_prompt"]
+    assert list(document["workload"]) == workload
     assert list(document["rows"][0]) == [
         "eviction",
         "options",
@@ -161,6 +162,18 @@ def test_requests_without_keys_have_no_table(tmp_path):
     words = " ".join(run(str(path), "--eviction", "lru").split())
     assert words.startswith("azure: 1 request. The requests have no keys: there is nothing to")
     assert words.endswith("texts, token ids and hashes of blocks do.")
+
+
+@pytest.mark.parametrize("accounting", ["keys", "tokens"])
+def test_texts_shorter_than_a_block_are_told_from_requests_without_keys(tmp_path, accounting):
+    """Of short texts the output has the longest and an option that makes blocks smaller."""
+    path = tmp_path / "short.jsonl"
+    path.write_text('{"messages":[{"role":"user","content":"hello there"}]}\n' * 3)
+    done = run_here("compare", path, "--eviction", "lru", "--accounting", accounting)
+    words = " ".join(done.stdout.split())
+    assert "No prompt fills a block of 16 tokens (the longest has 8): there is" in words
+    assert "With key_tokens=N of the workload" in words
+    assert "have no keys" not in words
 
 
 def test_the_error_for_a_dangling_link_names_its_target(tmp_path):

@@ -78,6 +78,22 @@ def test_requests_without_keys_have_a_reason_and_no_hits(tmp_path, asked, words)
     assert "0 hit" not in shown
 
 
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("--summary", "No prompt fills a block of 16 tokens (the longest has 8)"),
+        ("1", "The prompt fills no block of 16 tokens (it has 8)"),
+    ],
+)
+def test_texts_shorter_than_a_block_are_told_from_requests_without_keys(tmp_path, asked, words):
+    """Of short texts the report has their tokens and an option that makes blocks smaller."""
+    path = tmp_path / "short.jsonl"
+    path.write_text('{"messages":[{"role":"user","content":"hello there"}]}\n' * 3)
+    shown = " ".join(run_here("explain", path, asked, "--blocks", 99).stdout.split())
+    assert f"{words}: there is nothing to look up. With key_tokens=N" in shown
+    assert "no keys" not in shown
+
+
 def test_rejected_and_preempted_requests_are_explained(tmp_path):
     """A rejected request has the reason, and a preempted one how often it was readmitted."""
     file = serve(tmp_path / "served.jsonl")
