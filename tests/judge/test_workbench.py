@@ -389,7 +389,7 @@ def test_after_a_crash_the_next_run_has_a_result(shown):
 
 
 def test_a_missing_file_of_the_page_is_told_and_asked_for_again(browser, served):
-    """What stands in for a missing file is not run: it is named, and the next run has it."""
+    """An error page in place of a file is not run: the next run asks for the file again."""
     with browser.visit() as (page, _):
         page.route("**/worker.js", lambda route: route.fulfill(status=404, body="not here"))
         page.goto(served[0])
