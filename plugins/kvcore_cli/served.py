@@ -67,8 +67,15 @@ class ServedRun(NamedTuple):
     def end(self, result: Reported, document: dict[str, Any], *fields: str) -> None:
         """Tell packages of the result, add their fields to its document, and write `--out`.
 
-        `fields` are names of fields of the document that are written, besides theirs.
+        `fields` are names of fields of the document that are written, besides theirs. A note
+        on stderr tells of prompts for which the model has no positions.
         """
+        model, prompts = self.parts.model, result.log.prompt
+        unbounded = self.parts.batching.max_model_len is None
+        if unbounded and 0 < model.positions < max(prompts, default=0):
+            from kvcore_cli.report.tables import beyond_positions  # noqa: PLC0415 - for the note
+
+            echo(f"kvcore: {beyond_positions(model, prompts)}", err=True)
         for side in self.beside:
             if side.ran is not None:
                 side.ran(result, document)

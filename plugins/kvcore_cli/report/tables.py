@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from kvcore.plugins.options import Spec, as_text
 from kvcore.units import BINARY, NS_PER_S
+
+if TYPE_CHECKING:
+    from kvcore.models.spec import ModelSpec
 
 NONE = "–"
 """The cell of a missing value."""
@@ -159,6 +162,19 @@ def no_full_block(prompt: int, block_size: int, *, alone: bool = False) -> str:
     return (
         f"{which} block of {counted(block_size, 'token')} ({has}): there is nothing to look "
         "up. With key_tokens=N of the workload, texts and token ids have smaller blocks."
+    )
+
+
+def beyond_positions(model: ModelSpec, prompts: Iterable[int]) -> str:
+    """Return a note if prompts have more tokens than a model has positions; else ""."""
+    tokens = list(prompts) if model.positions else []
+    longer = [prompt for prompt in tokens if prompt > model.positions]
+    if not longer:
+        return ""
+    return (
+        f"prompts of up to {max(longer):,} tokens are beyond the {model.positions:,} positions "
+        f"of {model.name} ({len(longer):,} of {len(tokens):,}): engines refuse them, and such "
+        "a context length; give a --model with more positions"
     )
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Self, TypeAlias, cast
 import attrs
 
 from kvcore.config import RunParts
-from kvcore.models.spec import ModelSpec
 from kvcore.request import Request
 from kvcore.serving.latency import SimulatedExecutor
 from kvcore_lab.plans.early_end import loop_of
@@ -61,16 +60,3 @@ class Longest:
             blocks = cast("GroupedCache", cache).most_blocks(tokens)
         rejected = sum(count for length, count in lengths.items() if reasons[length])
         return cls(tokens, blocks, rejected, next(filter(None, reasons.values()), ""))
-
-
-def beyond_positions(model: ModelSpec, lengths: Lengths) -> str:
-    """Return a note if prompts have more tokens than the model has positions; else ""."""
-    longer = {prompt for prompt, _ in lengths if 0 < model.positions < prompt}
-    if not longer:
-        return ""
-    count = sum(number for (prompt, _), number in lengths.items() if prompt in longer)
-    return (
-        f"prompts of up to {max(longer):,} tokens are beyond the {model.positions:,} positions "
-        f"of {model.name} ({count:,} of {sum(lengths.values()):,}): engines refuse them, and "
-        "such a context length; give a --model with more positions"
-    )

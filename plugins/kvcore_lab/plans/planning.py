@@ -34,9 +34,9 @@ from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, Tick, silent, unseen
 from kvcore.request import SLO
 from kvcore.workloads import check_keys, given_workload
-from kvcore_cli.report.tables import counted
+from kvcore_cli.report.tables import beyond_positions, counted
 from kvcore_lab.plans.fleet import GRANTS, Fleet, FleetTask, Served
-from kvcore_lab.plans.longest import Longest, beyond_positions
+from kvcore_lab.plans.longest import Longest
 from kvcore_lab.plans.start import not_in_start, start_command
 from kvcore_lab.statistics import share_interval
 from kvcore_lab.sweep.cells import CellRun, Outcome, WorkloadCache
@@ -388,7 +388,8 @@ class _Planner:
                     (request.prompt_tokens, request.output_tokens)
                     for request in check_keys(parts.workload)
                 )
-                if note := beyond_positions(parts.model, lengths):
+                prompts = (prompt for prompt, _ in lengths.elements())
+                if note := beyond_positions(parts.model, prompts):
                     self.told[note] = None
             longest = Longest.from_lengths(parts, lengths)
             full = parts.blocks + parts.null_blocks

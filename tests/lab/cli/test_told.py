@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 from helpers.commands import run_here
@@ -72,3 +73,14 @@ def test_a_trace_is_told_of(tmp_path, named):
     assert "names the model llama-3-70b" in again.stderr
     same = run_here("simulate", named.format(path), "--model", "llama-3-70b")
     assert "names the model" not in same.stderr
+
+
+def test_prompts_beyond_the_positions_of_a_model_are_told():
+    """`simulate` tells of prompts that engines refuse, unless it refuses them itself."""
+    run = partial(run_here, "simulate", "zipf:requests=9,prefix_tokens=8192", "--no-search")
+    beyond = (
+        "prompts of up to 8,448 tokens are beyond the 8,192 positions of llama-3-8b (9 of 9)"
+    )
+    assert beyond in run("--model", "llama-3-8b").stderr
+    assert "beyond" not in run().stderr
+    assert "beyond" not in run("--model", "llama-3-8b", "--max-model-len", "8192").stderr
