@@ -19,8 +19,7 @@ When blocks become free:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Keys
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -41,7 +40,7 @@ from kvcore.cache.retention import (
     new_holes,
     own_blocks,
 )
-from kvcore.cache.sequence import Sequence
+from kvcore.cache.sequence import Sequence as CacheSequence
 from kvcore.cache.tree import SpanTree
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
 from kvcore.plugins import FAILURES, Plugin, describe, find_override, policy_error, resolve
@@ -120,8 +119,8 @@ class KVCache:
         ids: bool = False,
         recompute: Callable[[int, int], float] | None = None,
         on_copy: Callable[[int, int], None] | None = None,
-        on_fork: Callable[[Sequence, Sequence], None] | None = None,
-        on_compact: Callable[[Sequence, Ids, int], None] | None = None,
+        on_fork: Callable[[CacheSequence, CacheSequence], None] | None = None,
+        on_compact: Callable[[CacheSequence, Ids, int], None] | None = None,
     ) -> None:
         self.geometry = BlockLayout(accounting, block_size, key_tokens, recompute)
         keeps_ids = trace is not None or ids
@@ -129,7 +128,7 @@ class KVCache:
         self.eviction: EvictionPolicy = resolve("eviction", eviction, "lru")
         self.prefix: PrefixIndex = resolve("prefix", prefix, "radix")
         self.retention: RetentionPolicy | None = resolve("retention", retention)
-        self.sequences: dict[int, Sequence] = {}
+        self.sequences: dict[int, CacheSequence] = {}
         self.now = 0
         self.stats = CacheStats()
         self.tiers: LowerTiers | None = None
@@ -150,8 +149,8 @@ class KVCache:
         except FAILURES as error:
             raise policy_error(self.eviction, "attach", error) from error
         self.tree = SpanTree(self.pool, self.prefix, self.eviction, self.geometry, trace)
-        self._droppable: Callable[[Sequence], Iterable[tuple[int, int]]] | None = None
-        self._keeps: Callable[[Sequence], int | None] | None = None
+        self._droppable: Callable[[CacheSequence], Iterable[tuple[int, int]]] | None = None
+        self._keeps: Callable[[CacheSequence], int | None] | None = None
         if self.retention is not None:
             self._droppable = find_override(self.retention, "droppable")
             self._keeps = find_override(self.retention, "keeps")
@@ -235,7 +234,7 @@ class KVCache:
             return None
         return keys, self.tree.match(keys, limit, now, match.span)
 
-    def block_table(self, seq: Sequence) -> Ids:
+    def block_table(self, seq: CacheSequence) -> Ids:
         """Return the ids of the blocks of `seq`, first to last, without dropped blocks.
 
         O(blocks) in C.
@@ -306,7 +305,7 @@ class KVCache:
         resumed: bool = False,
         target: int | None = None,
         reserve: int = 0,
-    ) -> Sequence:
+    ) -> CacheSequence:
         """Admit `request`: pin the blocks it hits, and allocate the blocks it computes first.
 
         An admission happens as a whole or not at all.
@@ -374,7 +373,7 @@ class KVCache:
         # From here on only a plugin can fail.
         self._last_id += 1
         self._admissions += 1
-        seq = Sequence(
+        seq = CacheSequence(
             self._last_id, self._admissions, request, keys, cacheable, lookup, hit, tokens,
             hit * size, blocks, length if target is None else target, span,
         )  # fmt: skip
@@ -392,7 +391,7 @@ class KVCache:
             )
         return seq
 
-    def plan_ahead(self, request: Request, now: int) -> Sequence:
+    def plan_ahead(self, request: Request, now: int) -> CacheSequence:
         """Return a sequence, which is not open, with the hit of `request`. Changes no block.
 
         For `open_ahead`.
@@ -403,12 +402,14 @@ class KVCache:
         hit, share = match.blocks, request.hints.share
         if share is not None:
             limit = min(limit, share // size)
-        return Sequence(
+        return CacheSequence(
             0, 0, request, keys, min(cacheable, limit), lookup, hit, hit * size, hit * size,
             limit, tokens, match.span,
         )  # fmt: skip
 
-    def open_ahead(self, planned: Sequence, blocks: int, now: int, reserve: int) -> Sequence:
+    def open_ahead(
+        self, planned: CacheSequence, blocks: int, now: int, reserve: int
+    ) -> CacheSequence:
         """Open the sequence of `plan_ahead`, into which blocks are loaded before it arrives.
 
         The sequence pins its hit, which counts as used and not as hit. It gets private blocks
@@ -428,7 +429,7 @@ class KVCache:
         self._last_id += 1
         self._admissions += 1
         tokens = hit * self.geometry.block_size
-        seq = Sequence(
+        seq = CacheSequence(
             self._last_id, self._admissions, request, planned.keys, planned.cacheable,
             planned.lookup_blocks, hit, tokens, tokens, hit, planned.target, match.span,
         )  # fmt: skip
@@ -444,7 +445,7 @@ class KVCache:
         self.extend(seq, (blocks - hit) * self.geometry.block_size, now)
         return seq
 
-    def extend(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
+    def extend(self, seq: CacheSequence, tokens: int, now: int | None = None) -> None:
         """Allocate private blocks for `tokens` more tokens; evict blocks if too few are free.
 
         A partial last block that another sequence shares since a fork is copied first.
@@ -478,7 +479,7 @@ class KVCache:
             seq.blocks = blocks
         seq.tokens = total
 
-    def commit(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
+    def commit(self, seq: CacheSequence, tokens: int, now: int | None = None) -> None:
         """Count `tokens` more tokens as computed: full blocks with keys become shareable.
 
         Where another sequence has committed the same keys meanwhile, `seq` switches to
@@ -506,7 +507,7 @@ class KVCache:
         if self.retention is not None:
             self._retain(self.retention, seq, now)
 
-    def keep_generated(self, seq: Sequence, tokens: int, now: int) -> None:
+    def keep_generated(self, seq: CacheSequence, tokens: int, now: int) -> None:
         """Cache the generated blocks of `seq` that its first `tokens` tokens fill.
 
         For output to which the workload gives no keys: only this request can hit the blocks,
@@ -530,7 +531,7 @@ class KVCache:
             seq.cacheable = upto
             self.tree.commit(seq, upto, now)
 
-    def publish(self, seq: Sequence, tokens: int, now: int) -> None:
+    def publish(self, seq: CacheSequence, tokens: int, now: int) -> None:
         """Share the full blocks with keys that the next `tokens` tokens of `seq` will fill.
 
         Their blocks are allocated. The caller lets no sequence read them before `commit` counts
@@ -547,7 +548,7 @@ class KVCache:
             self.now = now
             self.tree.commit(seq, upto, now)
 
-    def compact(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
+    def compact(self, seq: CacheSequence, tokens: int, now: int | None = None) -> None:
         """Reduce `seq` to `tokens` of the tokens that it holds, in private blocks.
 
         It keeps as many of its private blocks as these tokens need, and gets new ones if they
@@ -604,7 +605,7 @@ class KVCache:
 
     def close(  # noqa: C901 - one end, from top to bottom
         self,
-        seq: Sequence,
+        seq: CacheSequence,
         now: int | None = None,
         length: int | None = None,
         *,
@@ -653,7 +654,7 @@ class KVCache:
         if hints.demote:
             tree.demote(seq.span)
 
-    def fork(self, seq: Sequence, now: int | None = None) -> Sequence:
+    def fork(self, seq: CacheSequence, now: int | None = None) -> CacheSequence:
         """Return a sequence that shares every block of `seq`, copy-on-write.
 
         Allocates nothing, and counts as no access and no hit. A cache that only counted
@@ -685,7 +686,7 @@ class KVCache:
             self.on_fork(seq, child)
         return child
 
-    def rollback(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
+    def rollback(self, seq: CacheSequence, tokens: int, now: int | None = None) -> None:
         """Drop the newest `tokens` tokens of `seq` (rejected drafts); free whole blocks.
 
         Raises:
@@ -712,7 +713,7 @@ class KVCache:
         """
         return not isinstance(self.pool, BlockPool)
 
-    def reserve(self, seq: Sequence, now: int) -> None:
+    def reserve(self, seq: CacheSequence, now: int) -> None:
         """Allocate a block for `seq`; evict one if none is free. One is free or evictable.
 
         For a pool that only counts blocks (`counts_only`), where it costs less than `extend`.
@@ -726,7 +727,7 @@ class KVCache:
         self.tree.allocate(1, seq, now)
 
     def free_ahead(
-        self, blocks: int, requester: int | str, now: int, times: Keys[int] | None = None
+        self, blocks: int, requester: int | str, now: int, times: Sequence[int] | None = None
     ) -> None:
         """Evict at least `blocks` blocks, which become free. As many are evictable.
 
@@ -745,7 +746,7 @@ class KVCache:
         self.tree.evict(blocks, requester, now, times)
         self.pool.free_blocks += self.tree.evicted_blocks - before
 
-    def grow(self, order: Keys[tuple[int, Sequence]]) -> None:
+    def grow(self, order: Sequence[tuple[int, CacheSequence]]) -> None:
         """Allocate a token more of each sequence of `order`, at its time (ns).
 
         Their blocks are full, and as many are free or evictable. For a cache with a trace,
@@ -788,7 +789,7 @@ class KVCache:
             trace.grow(order[0][0], grown=grown)
 
     def _evict_in_order(
-        self, order: Keys[tuple[int, Sequence]], victims: list[Victim]
+        self, order: Sequence[tuple[int, CacheSequence]], victims: list[Victim]
     ) -> Iterable[int]:
         """Return a block for each of `order`, a time (ns) and who needs it; store `victims`."""
         tree, (now, first) = self.tree, order[0]
@@ -800,7 +801,7 @@ class KVCache:
             ids.extend(tree.evict(1, seq.request.id, now, None, victims) or ())
         return ids
 
-    def settle(self, seq: Sequence, tokens: int) -> None:
+    def settle(self, seq: CacheSequence, tokens: int) -> None:
         """Set the length of the text of `seq` to `tokens`. O(1).
 
         Its blocks are allocated or reserved (see `counts_only`).
@@ -809,7 +810,7 @@ class KVCache:
         seq.tokens = tokens
         seq.blocks = -(-tokens // self.geometry.block_size)
 
-    def append_keys(self, seq: Sequence, keys: Keys[Key]) -> None:
+    def append_keys(self, seq: CacheSequence, keys: Sequence[Key]) -> None:
         """Append the `keys` of generated blocks, now that their tokens are known. O(keys).
 
         Raises:
@@ -839,7 +840,7 @@ class KVCache:
                 return tree.pins.make_way(blocks, now)
         return blocks <= self.available_blocks
 
-    def _free_last(self, seq: Sequence, count: int) -> Ids | None:
+    def _free_last(self, seq: CacheSequence, count: int) -> Ids | None:
         """Free the last `count` blocks of `seq`, deepest first.
 
         Returns the ids of the freed blocks, which no other sequence owns; None in a pool that
@@ -858,7 +859,7 @@ class KVCache:
         del private[keep:]
         return pool.release(last)
 
-    def _retain(self, retention: RetentionPolicy, seq: Sequence, now: int) -> None:
+    def _retain(self, retention: RetentionPolicy, seq: CacheSequence, now: int) -> None:
         """Drop the blocks of `seq` that `retention` names, or compact `seq`."""
         if not is_past_shared(seq):
             return
@@ -889,14 +890,14 @@ class KVCache:
                 # Tried again after the next commit: other sequences may have freed blocks.
                 self.stats.deferred_compactions += 1
 
-    def _shared_tail(self, seq: Sequence) -> int | None:
+    def _shared_tail(self, seq: CacheSequence) -> int | None:
         """Return the id of the last block of `seq` if another sequence owns it too, or None."""
         if seq.private and isinstance(self.pool, BlockPool):
             tail = seq.private[-1]
             return tail if tail in self.pool.owners else None
         return None
 
-    def _copy_tail(self, seq: Sequence, tail: int, copy: int, now: int) -> None:
+    def _copy_tail(self, seq: CacheSequence, tail: int, copy: int, now: int) -> None:
         """Replace `tail`, the last block of `seq`, by the block `copy`."""
         assert isinstance(self.pool, BlockPool)
         assert seq.private is not None
@@ -934,13 +935,13 @@ class KVCache:
         self.now = now
         return now
 
-    def _begin(self, seq: Sequence, now: int | None) -> int:
+    def _begin(self, seq: CacheSequence, now: int | None) -> int:
         """Check that `seq` is open in this cache, and return the time of the call."""
         if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
             self._refuse(seq)
         return self._at(now)
 
-    def _refuse(self, seq: Sequence) -> NoReturn:
+    def _refuse(self, seq: CacheSequence) -> NoReturn:
         """Raise the error of a call: a plugin has failed, or `seq` is not open here."""
         if self.tree.failure is not None:
             self._raise_failure()

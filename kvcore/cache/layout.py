@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Keys
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import Final, NamedTuple
 
@@ -29,7 +28,7 @@ class PromptBlocks(NamedTuple):
         limit: the maximum of blocks that can hit.
     """
 
-    keys: Keys[Key]
+    keys: Sequence[Key]
     tokens: int
     blocks: int
     cacheable: int
@@ -137,7 +136,7 @@ class BlockLayout:
 
     def lay_out(
         self, request: Request, target: int | None = None
-    ) -> tuple[Keys[Key], int, int, int, int, int]:
+    ) -> tuple[Sequence[Key], int, int, int, int, int]:
         """Return the fields of `prompt` as a plain tuple, at half the cost."""
         if request.key_tokens != self._expected:
             self.check_key_tokens(request)
@@ -214,7 +213,7 @@ class BlockLayout:
         known, self._described = self._described, request.key_tokens
         return known != request.key_tokens
 
-    def _with_output(self, request: Request) -> Keys[Key]:
+    def _with_output(self, request: Request) -> Sequence[Key]:
         """Return the keys of the prompt that are full of tokens, and those of the output."""
         prompt_keys = request.prompt_tokens // self.key_tokens
         if len(request.keys) < prompt_keys:
@@ -236,7 +235,9 @@ def _check_sizes(block_size: object, key_tokens: object) -> None:
         raise InputError(msg)
 
 
-def common_prefix(one: Keys[Key], other: Keys[Key], start: int, end: int, ratio: int) -> int:
+def common_prefix(
+    one: Sequence[Key], other: Sequence[Key], start: int, end: int, ratio: int
+) -> int:
     """Return the position, at most `end`, up to which two paths have equal keys.
 
     The paths are equal up to and including the key at block position `start`, and a key

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence as Keys
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 from kvcore.cache.span import Span
@@ -59,7 +59,7 @@ class PrefixIndex(Plugin):
     walks_tree: ClassVar[bool] = False
 
     @abstractmethod
-    def match(self, keys: Keys[Key], limit: int, after: Span) -> tuple[Span, int]:
+    def match(self, keys: Sequence[Key], limit: int, after: Span) -> tuple[Span, int]:
         """Return how far the prompt of `keys` is cached: the deepest span, and a position.
 
         The first `after.end` blocks of the prompt are known to be those down to `after`,

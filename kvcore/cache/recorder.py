@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Keys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import Ids
-from kvcore.cache.sequence import Sequence
+from kvcore.cache.sequence import Sequence as CacheSequence
 from kvcore.errors import InputError
 from kvcore.request import Key, Request
 
@@ -74,7 +73,7 @@ class Recorder(ABC):
     def admission(
         self,
         now: int,
-        seq: Sequence,
+        seq: CacheSequence,
         prompt_blocks: int,
         limit: int,
         *,
@@ -97,7 +96,7 @@ class Recorder(ABC):
     def missed(
         self,
         now: int,
-        seq: Sequence,
+        seq: CacheSequence,
         prompt_blocks: int,
         limit: int,
         *,
@@ -208,7 +207,12 @@ class Recorder(ABC):
         self.write(line)
 
     def keep_slots(
-        self, now: int, *, seq: int, windows: Keys[int] | None = None, state: int | None = None
+        self,
+        now: int,
+        *,
+        seq: int,
+        windows: Sequence[int] | None = None,
+        state: int | None = None,
     ) -> None:
         """Write KEEP: the spans `windows` got window slots of `seq`, and `state` a state slot.
 
@@ -254,10 +258,10 @@ class Recorder(ABC):
         self,
         now: int,
         *,
-        grown: Keys[Growth],
+        grown: Sequence[Growth],
         by: str | None = None,
-        victims: Keys[Victim] | None = None,
-        requesters: Keys[Id] | None = None,
+        victims: Sequence[Victim] | None = None,
+        requesters: Sequence[Id] | None = None,
     ) -> None:
         """Write ALLOC for each of `grown`, and before it EVICT, if its block was a victim's.
 
@@ -575,7 +579,7 @@ class Recorder(ABC):
 
 
 def growth(
-    grown: Keys[Growth], victims: Iterable[Victim], requesters: Keys[Id]
+    grown: Sequence[Growth], victims: Iterable[Victim], requesters: Sequence[Id]
 ) -> Iterator[tuple[Growth, tuple[int, int, int, Id] | None]]:
     """Yield each of `grown`, and what its block was evicted from; None if it was free.
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Keys
+from collections.abc import Iterable, Sequence
 from operator import attrgetter, sub
 from typing import Any, TypeAlias
 
@@ -16,15 +15,15 @@ from kvcore.record import Record
 from kvcore.request import Key
 from kvcore.units import NS_PER_S
 
-EvictedRun: TypeAlias = tuple[int, int, Keys[Key], int]
+EvictedRun: TypeAlias = tuple[int, int, Sequence[Key], int]
 """(start, end, keys, evicted): the blocks `[start, end)` of the path with these keys, and the
 number of blocks evicted up to the first of them, which left last."""
 
-Entry: TypeAlias = tuple[int, Keys[Key], int, int, int]
+Entry: TypeAlias = tuple[int, Sequence[Key], int, int, int]
 """(evictions, keys, first, end, ratio): the blocks `[first, end)` of the path with these keys
 were stored, after this number of evictions. Each key stands for `ratio` blocks."""
 
-Exit: TypeAlias = tuple[Keys[Key], int, int, int, int, int, int]
+Exit: TypeAlias = tuple[Sequence[Key], int, int, int, int, int, int]
 """(keys, first, end, ratio, idle, lifetime, hits): the blocks `[first, end)` of that path left.
 `idle` and `lifetime` are the ns since their last access and since they were stored (-1 where
 blocks left one by one), and `hits` the number of their hits."""
@@ -57,7 +56,7 @@ class Refaults:
         self._old: dict[tuple[Key, int], EvictedRun] = {}
         self._turn = window
 
-    def record(self, stored: Iterable[Entry], gone: Keys[Exit]) -> None:
+    def record(self, stored: Iterable[Entry], gone: Sequence[Exit]) -> None:
         """Record stored and evicted blocks, each in order."""
         done = 0
         for evictions, keys, first, end, ratio in stored:
@@ -69,7 +68,7 @@ class Refaults:
 
     def _evicted(self, gone: Iterable[Exit]) -> None:
         """Record evictions between which nothing was stored."""
-        path: Keys[Key] | None = None
+        path: Sequence[Key] | None = None
         start = upto = of = 0
         for keys, first, end, ratio, _, _, _ in gone:
             # The end of a path often leaves block by block.
@@ -82,7 +81,7 @@ class Refaults:
         if path is not None:
             self._left(path, start, upto, of)
 
-    def _left(self, keys: Keys[Key], start: int, end: int, ratio: int) -> None:
+    def _left(self, keys: Sequence[Key], start: int, end: int, ratio: int) -> None:
         """Record that the blocks `[start, end)` of the path with `keys` are evicted."""
         self._clock = clock = self._clock + end - start
         if clock > self._turn:
@@ -90,7 +89,7 @@ class Refaults:
             self._turn = clock + self._window
         self._remember((start, end, keys, clock), ratio)
 
-    def _stored(self, keys: Keys[Key], start: int, end: int, ratio: int) -> None:
+    def _stored(self, keys: Sequence[Key], start: int, end: int, ratio: int) -> None:
         """Record that the blocks `[start, end)` of the path with `keys` are stored."""
         # The evicted runs of a path begin where its cached part ends, one after another.
         oldest = self._clock - self._window
@@ -208,7 +207,7 @@ class Residency:
         if len(notes) > BATCH:
             self.settle()
 
-    def on_evict_by_block(self, span: Span, times: Keys[int]) -> None:
+    def on_evict_by_block(self, span: Span, times: Sequence[int]) -> None:
         """Called when the last blocks of `span` are evicted, one at each of `times` (ns)."""
         end = span.end
         self._gone.append(
@@ -223,14 +222,20 @@ class Residency:
         """Record a hit of `blocks` blocks, `age` ns after their last access."""
         self._ages.append((age, blocks))
 
-    def record_store(self, keys: Keys[Key], first: int, end: int, ratio: int) -> None:
+    def record_store(self, keys: Sequence[Key], first: int, end: int, ratio: int) -> None:
         """Record that the blocks `[first, end)` of a path were stored, `ratio` a key."""
         self._stored.append((len(self._gone), keys, first, end, ratio))
         if len(self._stored) > BATCH:
             self.settle()
 
     def record_evict(
-        self, keys: Keys[Key], first: int, end: int, ratio: int, stats: BlockStats, reason: str
+        self,
+        keys: Sequence[Key],
+        first: int,
+        end: int,
+        ratio: int,
+        stats: BlockStats,
+        reason: str,
     ) -> None:
         """Record that the blocks `[first, end)` of a path are evicted, with their `stats`."""
         notes = self._gone if reason == "capacity" else self._expired

@@ -6,8 +6,7 @@ things; a `LayerPlan` makes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Keys
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from kvcore.cache.recorder import Recorder
     from kvcore.cache.residency import CacheStats
     from kvcore.cache.retention import RetentionPolicy
-    from kvcore.cache.sequence import Sequence
+    from kvcore.cache.sequence import Sequence as CacheSequence
     from kvcore.cache.tiers import LowerTiers
     from kvcore.request import Key, Request
 
@@ -87,7 +86,7 @@ class ServedCache(Protocol):
         """Counts of lookups and hits so far."""
 
     @property
-    def sequences(self) -> Mapping[int, Sequence]:
+    def sequences(self) -> Mapping[int, CacheSequence]:
         """The open sequences by id."""
 
     @property
@@ -127,7 +126,7 @@ class ServedCache(Protocol):
     def settle(self, seq: Any, tokens: int) -> None:
         """Set the length of the text of `seq` to `tokens`."""
 
-    def append_keys(self, seq: Any, keys: Keys[Key]) -> None:
+    def append_keys(self, seq: Any, keys: Sequence[Key]) -> None:
         """Append the keys of generated blocks."""
 
     def make_room(self, blocks: int, now: int) -> bool:

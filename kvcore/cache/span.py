@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence as Keys
+from collections.abc import Sequence
 from typing import Any
 
 from kvcore.cache.layout import GENERATED, BlockLayout
@@ -59,7 +59,7 @@ class Span:
         end: int,
         parent: Span | None,
         geometry: BlockLayout,
-        path_keys: Keys[Key],
+        path_keys: Sequence[Key],
         ids: array[int] | None,
         now: int,
         created_order: int,

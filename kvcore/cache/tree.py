@@ -17,8 +17,7 @@ The life of a span:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Keys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 from kvcore.cache.eviction import EvictionPolicy
@@ -37,7 +36,7 @@ from kvcore.cache.pool import BlockPool, CountingPool, Ids
 from kvcore.cache.prefix import PrefixIndex, PrefixMatch
 from kvcore.cache.recorder import Recorder, Victim
 from kvcore.cache.residency import Residency
-from kvcore.cache.sequence import Sequence
+from kvcore.cache.sequence import Sequence as CacheSequence
 from kvcore.cache.span import Span
 from kvcore.errors import PolicyError
 from kvcore.plugins import Plugin, find_override, policy_error, wrong_answer
@@ -171,7 +170,7 @@ class SpanTree:
     # Lookup.
 
     def match(
-        self, keys: Keys[Key], limit: int, now: int, after: Span | None = None
+        self, keys: Sequence[Key], limit: int, now: int, after: Span | None = None
     ) -> PrefixMatch:
         """Return the longest cached prefix of `keys`, at most `limit` blocks. Changes nothing.
 
@@ -180,7 +179,7 @@ class SpanTree:
         return PrefixMatch(*self.find(keys, limit, now, after))
 
     def find(
-        self, keys: Keys[Key], limit: int, now: int, after: Span | None = None
+        self, keys: Sequence[Key], limit: int, now: int, after: Span | None = None
     ) -> tuple[Span, int, int, Span | None]:
         """Return the fields of `match` as a plain tuple, which costs half as much."""
         try:
@@ -213,7 +212,7 @@ class SpanTree:
 
     def open(
         self,
-        seq: Sequence,
+        seq: CacheSequence,
         match: tuple[Span, int, int, Span | None],
         need: int,
         now: int,
@@ -269,7 +268,7 @@ class SpanTree:
 
     def _record_hit(  # noqa: C901 - one access, from top to bottom
         self,
-        seq: Sequence,
+        seq: CacheSequence,
         now: int,
         resumed: bool,  # noqa: FBT001
     ) -> None:
@@ -347,7 +346,7 @@ class SpanTree:
         except BaseException as error:
             raise self.fail(self.eviction, "on_release", error) from error
 
-    def fork(self, seq: Sequence) -> None:
+    def fork(self, seq: CacheSequence) -> None:
         """Pin the path of `seq` once more, without an access or a hit. O(its spans)."""
         span = seq.span
         while span is not self.root:
@@ -355,7 +354,7 @@ class SpanTree:
             span.ref_count += 1
             span = span.parent  # type: ignore[assignment]
 
-    def pin(self, seq: Sequence, until: int, now: int) -> None:
+    def pin(self, seq: CacheSequence, until: int, now: int) -> None:
         """Pin the path of `seq` until `until` (ns), for its client. O(its spans)."""
         self._now = now
         if self.pins is None:
@@ -372,7 +371,7 @@ class SpanTree:
 
     # Commit: private blocks become shared ones.
 
-    def commit(self, seq: Sequence, upto: int, now: int) -> None:
+    def commit(self, seq: CacheSequence, upto: int, now: int) -> None:
         """Share the blocks of `seq` before position `upto`.
 
         Blocks whose keys another sequence has committed meanwhile are freed, and the cached
@@ -394,7 +393,7 @@ class SpanTree:
                 until = None if duration is None else now + duration
                 self._store(seq, min(end, upto), priority, until, now)
 
-    def _switch_to_cached(self, seq: Sequence, upto: int, now: int) -> None:
+    def _switch_to_cached(self, seq: CacheSequence, upto: int, now: int) -> None:
         """Replace blocks that `seq` has computed by cached ones of the same content."""
         top = seq.span
         span, end = self._call(self.index, "match", self._match, seq.keys, upto, top)
@@ -410,7 +409,7 @@ class SpanTree:
                 break
             self._switch(seq, child, min(child.end, end), now)
 
-    def _switch(self, seq: Sequence, child: Span, stop: int, now: int) -> None:
+    def _switch(self, seq: CacheSequence, child: Span, stop: int, now: int) -> None:
         """Pin `child` up to position `stop` for `seq`, and free its private blocks there."""
         first = seq.span.end
         if stop < child.end:
@@ -434,7 +433,7 @@ class SpanTree:
                 self._call(self.eviction, "on_pin", self._callbacks.on_pin, span)
 
     def _free_duplicates(
-        self, seq: Sequence, span: Span, first: int, own: Ids | None, now: int
+        self, seq: CacheSequence, span: Span, first: int, own: Ids | None, now: int
     ) -> None:
         """Free the private blocks `own` of `seq`, which `span` replaces from `first` on."""
         pool = self.pool
@@ -451,7 +450,7 @@ class SpanTree:
             self.trace.free(now, seq=seq.id, runs=own, reason="duplicate")
 
     def _store(  # noqa: C901, PLR0912 - one store, from top to bottom
-        self, seq: Sequence, upto: int, priority: int, until: int | None, now: int
+        self, seq: CacheSequence, upto: int, priority: int, until: int | None, now: int
     ) -> None:
         """Move private blocks up to `upto` into the tree: into a leaf, or as a child.
 
@@ -542,7 +541,7 @@ class SpanTree:
 
     # Forks: sequences that hold the same private blocks when one of them commits these.
 
-    def _share_with_forks(self, seq: Sequence, first: int, ids: Ids, now: int) -> None:
+    def _share_with_forks(self, seq: CacheSequence, first: int, ids: Ids, now: int) -> None:
         """Pin the blocks that `seq` has just committed for its forks which own them too.
 
         `ids` are the committed blocks, from position `first` on. In another sequence of
@@ -567,7 +566,7 @@ class SpanTree:
                     span.ref_count -= 1
                 self._pin_for_fork(other, span, first, now)
 
-    def _pin_for_fork(self, seq: Sequence, deepest: Span, first: int, now: int) -> None:
+    def _pin_for_fork(self, seq: CacheSequence, deepest: Span, first: int, now: int) -> None:
         """Replace private blocks of `seq` by the spans down to `deepest`, and pin the spans.
 
         From position `first` on the spans have the same blocks; before it, equal ones.
@@ -658,7 +657,7 @@ class SpanTree:
 
     # Eviction and expiry.
 
-    def allocate(self, need: int, seq: Sequence, now: int) -> Ids | None:
+    def allocate(self, need: int, seq: CacheSequence, now: int) -> Ids | None:
         """Return `need` blocks: free ones, then those of victims. As many must be available."""
         pool = self.pool
         missing = need - pool.free_blocks
@@ -686,7 +685,7 @@ class SpanTree:
         blocks: int,
         requester: int | str,
         now: int,
-        times: Keys[int] | None = None,
+        times: Sequence[int] | None = None,
         victims: list[Victim] | None = None,
     ) -> Ids | None:
         """Evict `blocks` blocks, victim by victim, each from its tail.

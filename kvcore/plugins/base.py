@@ -295,10 +295,7 @@ def wrong_answer(plugin: Plugin, question: str, why: str) -> PolicyError:
 
 
 def has_no_order(value: Any) -> bool:
-    """Return True if a score or a priority is None or NaN, or a tuple with NaN in it.
-
-    NaN is not below, equal to or above anything.
-    """
+    """Return True if a score or a priority is None or NaN, or a tuple that has NaN in it."""
     if type(value) is tuple:
         return any(part != part for part in value)  # noqa: PLR0124
     return value is None or bool(value != value)  # noqa: PLR0124

@@ -11,8 +11,7 @@ What `Trace.write` is, one after the other:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Keys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NoReturn
 
@@ -228,10 +227,10 @@ class Trace(SealedWriter, JsonRecorder):
         self,
         now: int,
         *,
-        grown: Keys[Growth],
+        grown: Sequence[Growth],
         by: str | None = None,
-        victims: Keys[Victim] | None = None,
-        requesters: Keys[int | str] | None = None,
+        victims: Sequence[Victim] | None = None,
+        requesters: Sequence[int | str] | None = None,
     ) -> None:
         """Write GROW, which stands for lines of `Recorder`; or add to it, if it is the last."""
         line = {"n": 0, "t": now, "event": "GROW", "grown": [*grown]}

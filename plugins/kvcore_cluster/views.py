@@ -6,8 +6,7 @@ Times are nanoseconds, of whatever clock: views serve simulated clusters and rea
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Keys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any, TypeAlias
 
@@ -67,7 +66,7 @@ class Holders:
         bit = 1 << replica
         self.discard(replica, [key for key, mask in self._masks.items() if mask & bit])
 
-    def find(self, keys: Keys[Key], size: int, most: int) -> dict[int, int]:
+    def find(self, keys: Sequence[Key], size: int, most: int) -> dict[int, int]:
         """Return the tokens of a prompt by holder: `size` for each key, at most `most`."""
         get, end = self._masks.get, len(keys)
         hits: dict[int, int] = {}
@@ -201,7 +200,7 @@ class SentIndex(PrefixView):
         return f"index:{options}" if options else "index"
 
 
-def _bisect(keys: Keys[Key], is_after: Callable[[Key], bool]) -> int:
+def _bisect(keys: Sequence[Key], is_after: Callable[[Key], bool]) -> int:
     """Return the first place of which `is_after` holds; it holds from there on."""
     low, high = 0, len(keys)
     while low < high:
@@ -227,7 +226,9 @@ class _Size:
     holders: Holders = attrs.field(factory=Holders)
     parts: dict[tuple[int, Key], int] = attrs.field(factory=dict)
 
-    def store(self, replica: int, keys: Keys[Key], first: int, end: int, ratio: int) -> None:
+    def store(
+        self, replica: int, keys: Sequence[Key], first: int, end: int, ratio: int
+    ) -> None:
         """Record that blocks `[first, end)` of `keys` were stored; a key stands for `ratio`."""
         if ratio == 1:
             self.holders.add(replica, keys[first:end])
@@ -237,7 +238,9 @@ class _Size:
         if end % ratio:
             self.parts[replica, keys[-1]] = end % ratio
 
-    def remove(self, replica: int, keys: Keys[Key], first: int, end: int, ratio: int) -> None:
+    def remove(
+        self, replica: int, keys: Sequence[Key], first: int, end: int, ratio: int
+    ) -> None:
         """Record that blocks `[first, end)` of `keys` have left."""
         if ratio == 1:
             self.holders.discard(replica, keys[first:end])
@@ -249,8 +252,8 @@ class _Size:
         self.holders.discard(replica, keys)
 
     def _take(
-        self, replica: int, keys: Keys[Key], first: int, end: int, ratio: int
-    ) -> Keys[Key]:
+        self, replica: int, keys: Sequence[Key], first: int, end: int, ratio: int
+    ) -> Sequence[Key]:
         """Return the keys of blocks `[first, end)`, no longer counted as held in part."""
         keys = keys[first // ratio : (end - 1) // ratio + 1]
         for key in (keys[0], keys[-1]):
@@ -372,11 +375,11 @@ class EventsView(PrefixView):
             moment, _, instance, record, *blocks = heappop(coming)
             self._record(instance, moment, record, *blocks)
 
-    def stored(self, replica: int, keys: Keys[Key], now: int) -> None:
+    def stored(self, replica: int, keys: Sequence[Key], now: int) -> None:
         """Called when a real replica reports the blocks of `keys` as stored."""
         self._reported(replica, now, _Size.store, keys)
 
-    def removed(self, replica: int, keys: Keys[Key], now: int) -> None:
+    def removed(self, replica: int, keys: Sequence[Key], now: int) -> None:
         """Called when a real replica reports the blocks of `keys` as removed."""
         self._reported(replica, now, _Size.remove, keys)
 
@@ -395,7 +398,7 @@ class EventsView(PrefixView):
         instance = self._places[replica] = _Place(replica, blocks, report)
         return instance
 
-    def _reported(self, replica: int, now: int, record: _Record, keys: Keys[Key]) -> None:
+    def _reported(self, replica: int, now: int, record: _Record, keys: Sequence[Key]) -> None:
         if keys:
             instance = self._places.get(replica) or self._place(replica, None, None)
             self._expect(instance, now, record, keys, 0, len(keys), 1)

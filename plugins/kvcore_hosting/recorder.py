@@ -6,8 +6,7 @@ import atexit
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Keys
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import wraps
 from operator import attrgetter
@@ -15,7 +14,8 @@ from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Self
 
 import attrs
 
-from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Sequence, Span
+from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Span
+from kvcore.cache import Sequence as CacheSequence
 from kvcore.cache.prefix import PrefixMatch
 from kvcore.errors import KvcoreError
 from kvcore.plugins import describe, resolve
@@ -63,7 +63,7 @@ class _FollowedIndex(PrefixIndex):
         self.spans: dict[Key, Span] = {}
         self.limit: int | None = None
 
-    def match(self, keys: Keys[Key], limit: int, after: Span) -> tuple[Span, int]:
+    def match(self, keys: Sequence[Key], limit: int, after: Span) -> tuple[Span, int]:
         """Return the span of the last cached block, and its end. O(blocks)."""
         span = after
         for key in keys[after.end : limit if self.limit is None else min(limit, self.limit)]:
@@ -112,7 +112,7 @@ class _Recorded:
     """
 
     request: Request
-    seq: Sequence | None = None
+    seq: CacheSequence | None = None
     admitted: bool = False
     answered: bool = False
 
@@ -466,7 +466,7 @@ class EngineRecorder:
         ids = self._cache.tree.evict(1, requester, now)
         self._cache.pool.free(ids, 1)
 
-    def _commit(self, seq: Sequence, blocks: int, now: int) -> None:
+    def _commit(self, seq: CacheSequence, blocks: int, now: int) -> None:
         """Count the first `blocks` blocks of `seq` as computed."""
         more = min(blocks, seq.blocks) * self._size - seq.computed
         if more > 0:
@@ -507,7 +507,7 @@ class EngineRecorder:
                 del self._late[key]
                 self._lose(span, now)
 
-    def _answer(self, recorded: _Recorded, seq: Sequence, now: int) -> None:
+    def _answer(self, recorded: _Recorded, seq: CacheSequence, now: int) -> None:
         """Write FIRST_TOKEN, once a request."""
         if not recorded.answered:
             recorded.answered = True

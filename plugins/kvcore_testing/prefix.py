@@ -13,8 +13,7 @@ from kvcore_testing.harness import Driver, Traffic, living, random_steps, snapsh
 from kvcore_testing.plugin import check_is_named, seeds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from collections.abc import Sequence as Keys
+    from collections.abc import Callable, Sequence
 
     from kvcore.request import Key
 
@@ -165,7 +164,7 @@ class PrefixIndexTests:
         kept = sum(span.geometry is cache.geometry for span in gone)
         assert kept <= _SLACK, f"it still refers to {kept} of {_MANY} evicted spans"
 
-    def _check_matches(self, cache: KVCache, keys: Keys[Key], limit: int) -> None:
+    def _check_matches(self, cache: KVCache, keys: Sequence[Key], limit: int) -> None:
         path = _path(cache, keys, limit)
         end = min(path[-1].end, limit)
         ratio = cache.geometry.ratio
@@ -194,7 +193,9 @@ def _checked(prefix: PrefixIndex) -> PrefixIndex:
     """Return `prefix` with a class whose `match` checks that the span is cached."""
     cls = type(prefix)
 
-    def match(self: PrefixIndex, keys: Keys[Key], limit: int, after: Span) -> tuple[Span, int]:
+    def match(
+        self: PrefixIndex, keys: Sequence[Key], limit: int, after: Span
+    ) -> tuple[Span, int]:
         span, end = cls.match(self, keys, limit, after)
         assert span.parent is not None or not span.id, (
             f"match() returned {span!r}, which has left the cache: remove() must forget it"
@@ -206,7 +207,7 @@ def _checked(prefix: PrefixIndex) -> PrefixIndex:
     return prefix
 
 
-def _path(cache: KVCache, keys: Keys[Key], limit: int) -> list[Span]:
+def _path(cache: KVCache, keys: Sequence[Key], limit: int) -> list[Span]:
     """Return the spans on the path of `keys`, root first, by the links of the tree."""
     path, ratio = [cache.tree.root], cache.geometry.ratio
     while path[-1].end < limit:

@@ -5,9 +5,10 @@ A run that does not measure uses neither, and pays nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Keys
+from collections.abc import Sequence
 
-from kvcore.cache import KVCache, Sequence
+from kvcore.cache import KVCache
+from kvcore.cache import Sequence as CacheSequence
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.job import Job
 from kvcore.serving.loop import ServingLoop
@@ -44,7 +45,7 @@ class MeasuredAllocator(DecodeAllocator):
         cached = self._cache.tree.unpinned_blocks * self._block_size
         return self.slots - self._cache.pool.free_blocks * self._block_size - cached, cached
 
-    def slots_of(self, seq: Sequence) -> int:
+    def slots_of(self, seq: CacheSequence) -> int:
         """Return how many slots `seq` has, or had before it was compacted."""
         return seq.blocks * self._block_size + seq.compacted
 
@@ -65,7 +66,7 @@ class MeasuredAllocator(DecodeAllocator):
         most: int | None = None,
         *,
         fits_prompt: bool = True,
-    ) -> Sequence | None:
+    ) -> CacheSequence | None:
         """Return a new sequence for `job`, or None if there are no blocks for it."""
         seq = super().open(job, now, reserve, most, fits_prompt=fits_prompt)
         if seq is not None:
@@ -83,7 +84,7 @@ class MeasuredAllocator(DecodeAllocator):
         self.uncomputed -= left
         super().close(job, now)
 
-    def extend(self, seq: Sequence, tokens: int, now: int) -> None:
+    def extend(self, seq: CacheSequence, tokens: int, now: int) -> None:
         """Allocate `tokens` more slots of `seq`."""
         before = self.slots_of(seq)
         self.uncomputed += max(min(tokens, seq.target - seq.tokens), 0)
@@ -95,7 +96,7 @@ class MeasuredAllocator(DecodeAllocator):
         super()._grow(jobs, ahead, now)
         self.idle += len(jobs) * self._block_size
 
-    def _grow_in_order(self, order: Keys[tuple[int, Sequence]]) -> None:
+    def _grow_in_order(self, order: Sequence[tuple[int, CacheSequence]]) -> None:
         """Allocate a block for each of `order`: a time (ns), and a sequence."""
         super()._grow_in_order(order)
         self.idle += len(order) * self._block_size

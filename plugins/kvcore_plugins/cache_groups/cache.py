@@ -25,8 +25,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
-from collections.abc import Sequence as Keys
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import chain, groupby, islice
 from math import inf, lcm
 from operator import ne
@@ -493,7 +492,7 @@ class GroupedCache:
 
     def _newly_named(
         self, seq: GroupSequence, kind: int, tokens: int
-    ) -> tuple[Keys[int], list[Name]]:
+    ) -> tuple[Sequence[int], list[Name]]:
         """Return positions of a kind of groups that the first `tokens` tokens fill, and names.
 
         They are those that are to have a name and have none.
@@ -661,7 +660,7 @@ class GroupedCache:
         self.stats.admitted(lookup, 0, length, 0, resumed=False)
         return match._replace(tokens=0)
 
-    def append_keys(self, seq: GroupSequence, keys: Keys[Key]) -> NoReturn:
+    def append_keys(self, seq: GroupSequence, keys: Sequence[Key]) -> NoReturn:
         """Refuse keys that become known while a request runs, as in runs on tensors."""
         msg = (
             f"request {seq.request.id!r} gets {len(keys)} keys while it runs, which cache "
@@ -741,7 +740,7 @@ class GroupedCache:
         return GroupMatch(tokens, junction, tuple(blocks), boundaries)
 
     def longest(
-        self, names: dict[int, BlockNames], length: int, cached: Keys[Container[Name]]
+        self, names: dict[int, BlockNames], length: int, cached: Sequence[Container[Name]]
     ) -> tuple[int, int]:
         """Return the longest prefix below `length` that all groups have, and a single one.
 
@@ -778,7 +777,7 @@ class GroupedCache:
         positions = range(group.passed(tokens), tokens // group.block_size)
         return zip(positions, names[group.block_size].at(positions), strict=True)
 
-    def path(self, seq: GroupSequence, group: int, end: int) -> Keys[Key]:
+    def path(self, seq: GroupSequence, group: int, end: int) -> Sequence[Key]:
         """Return the keys of the text of `seq`: block j of `geometry` has `keys[j // ratio]`.
 
         They are those of the blocks before position `end` of `group` and maybe more. O(1), or
@@ -843,7 +842,9 @@ class GroupedCache:
         """Return `tokens` without those behind the last block that is whole in all groups."""
         return tokens // self._size * self._size
 
-    def _kept(self, group: LayerGroup, start: int, end: int, seq: GroupSequence) -> Keys[int]:
+    def _kept(
+        self, group: LayerGroup, start: int, end: int, seq: GroupSequence
+    ) -> Sequence[int]:
         """Return the positions in `[start, end)` whose blocks get a name.
 
         Full attention and chunks keep all. Of windows and states those are kept that a request

@@ -9,8 +9,7 @@ GroupsBelow       the tiers below the pool
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
-from collections.abc import Sequence as Keys
+from collections.abc import Container, Iterator, Sequence
 from itertools import chain
 from math import inf
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, get_args
@@ -18,7 +17,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, get_arg
 import attrs
 
 from kvcore.cache.layout import GENERATED, BlockLayout
-from kvcore.cache.sequence import Sequence
+from kvcore.cache.sequence import Sequence as CacheSequence
 from kvcore.cache.tiers import LowerTiers
 from kvcore.errors import InputError
 from kvcore.request import Request
@@ -171,7 +170,7 @@ class BlockNames:
 
     def __init__(self, layout: BlockLayout, request: Request) -> None:
         keys, _, _, cacheable, _, _ = layout.lay_out(request)
-        self.keys: Keys[Any] = keys
+        self.keys: Sequence[Any] = keys
         self._ratio = layout.ratio
         self._request = request.id
         # The name of a block whose key is a number is one too: it is found faster than a pair.
@@ -190,7 +189,7 @@ class BlockNames:
             return key
         return key * ratio + position % ratio if type(key) is int else (key, position)
 
-    def at(self, positions: Keys[int]) -> list[Name]:
+    def at(self, positions: Sequence[int]) -> list[Name]:
         """Return the names of the blocks at `positions`, in ascending order, below `end`."""
         keys, ratio = self.keys, self._ratio
         if not positions or positions[-1] >= self.keyed:
@@ -233,7 +232,7 @@ class GroupMatch(NamedTuple):
     boundaries: tuple[int, ...]
 
 
-class GroupSequence(Sequence):
+class GroupSequence(CacheSequence):
     """The block tables of an open request: one a group. It has no spans.
 
     Attributes:
@@ -276,7 +275,7 @@ class GroupsBelow(LowerTiers, Protocol):
     def store(self, seq: GroupSequence, group: int, positions: list[int], now: int) -> None:
         """Called when blocks of `seq` got names in the pool."""
 
-    def hit(self, blocks: Keys[list[int]], now: int) -> None:
+    def hit(self, blocks: Sequence[list[int]], now: int) -> None:
         """Called when an admission hits these blocks of the pool, by group."""
 
     def leave(self, victims: list[int], now: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence as Keys
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import attrs
@@ -24,7 +24,7 @@ class _Run:
 
     start: int
     end: int
-    keys: Keys[Key]
+    keys: Sequence[Key]
     parent: _Run | None = None
     children: dict[Key, _Run] = attrs.field(factory=dict)
     older: _Run | None = None
@@ -142,7 +142,7 @@ class GhostTree:
         self.capacity = tokens
         self._shrink()
 
-    def _remember(self, keys: Keys[Key], start: int, end: int) -> None:
+    def _remember(self, keys: Sequence[Key], start: int, end: int) -> None:
         """Make `[start, end)` the most recent content, its tail the oldest of it."""
         if keys[0] not in self._ring.children:
             self._begin(keys, start, end)
@@ -157,7 +157,7 @@ class GhostTree:
             run.link(self._ring.older)
         self._prune(deepest)
 
-    def _begin(self, keys: Keys[Key], start: int, end: int) -> None:
+    def _begin(self, keys: Sequence[Key], start: int, end: int) -> None:
         """Store `[start, end)` of a path whose first key is new: no run is cut or joined."""
         first = ring = self._ring
         if start:
@@ -169,7 +169,7 @@ class GhostTree:
         run.link(ring.older)
 
     def _runs_of(
-        self, keys: Keys[Key], start: int, end: int, *, create: bool
+        self, keys: Sequence[Key], start: int, end: int, *, create: bool
     ) -> tuple[list[_Run], _Run]:
         """Return the runs that cover `[start, end)` exactly, and the deepest one visited.
 
@@ -269,7 +269,7 @@ class GhostRuns(Generic[Value]):
 
     def __init__(self, blocks: int) -> None:
         """Store no run."""
-        self._runs: OrderedDict[Key, tuple[Value, int, Keys[Key]]] = OrderedDict()
+        self._runs: OrderedDict[Key, tuple[Value, int, Sequence[Key]]] = OrderedDict()
         self._capacity, self.blocks = blocks, 0
         self._block_size = self._ratio = 1  # those of the first span
 
@@ -322,7 +322,7 @@ class GhostRuns(Generic[Value]):
         return [value for value, _, _ in self._runs.values()]
 
 
-def _keys_of(request: Request, block_size: int) -> Keys[Key]:
+def _keys_of(request: Request, block_size: int) -> Sequence[Key]:
     """Return the keys by which the blocks of `request` are found."""
     stride = block_size // request.key_tokens
     return request.keys[stride - 1 :: stride] if stride > 1 else request.keys

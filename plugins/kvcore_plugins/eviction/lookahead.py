@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence as Keys
+from collections.abc import Sequence
 from math import inf
 from typing import ClassVar, Literal
 
@@ -47,7 +47,7 @@ class Lookahead(ScoreEviction):
     def attach(self, blocks: int, block_size: int) -> None:
         """Store the size of the pool and create the empty queue."""
         super().attach(blocks, block_size)
-        self._waiting: dict[int | str, tuple[int, Keys[Key]]] = {}
+        self._waiting: dict[int | str, tuple[int, Sequence[Key]]] = {}
         self._turns: dict[Key, list[int]] = {}
         self._leaf_of: dict[Key, Span] = {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Keys
+from collections.abc import Sequence
 from typing import Any
 
 from kvcore import Span
@@ -38,12 +38,12 @@ class PooledTree(SpanTree):
         self.sides = [side for side in (self.windows, self.states) if side is not None]
 
     def find(
-        self, keys: Keys[Key], limit: int, now: int, after: Span | None = None
+        self, keys: Sequence[Key], limit: int, now: int, after: Span | None = None
     ) -> tuple[Span, int, int, Span | None]:
         """Return the fields of `match`: the deepest span at whose end all layers can resume."""
         return self._resumable(super().find(keys, limit, now, after))
 
-    def full_match(self, keys: Keys[Key], limit: int, now: int) -> tuple[Span, int]:
+    def full_match(self, keys: Sequence[Key], limit: int, now: int) -> tuple[Span, int]:
         """Return how far full attention matches: the deepest span, and a position."""
         span, end, _, _ = super().find(keys, limit, now)
         return span, end

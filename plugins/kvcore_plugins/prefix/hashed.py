@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Keys
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import attrs
@@ -43,7 +43,7 @@ class Hashed(PrefixIndex):
             raise InputError(msg)
         self.block_spans = self.spans == "block"
 
-    def match(self, keys: Keys[Key], limit: int, after: Span) -> tuple[Span, int]:
+    def match(self, keys: Sequence[Key], limit: int, after: Span) -> tuple[Span, int]:
         """Return the span of the last cached block. O(log keys)."""
         spans, ratio = self._spans, after.geometry.ratio
         # Of the keys, those before `low` have their first block cached, those from `high` on
@@ -85,7 +85,7 @@ class Hashed(PrefixIndex):
             self._spans[key] = span
 
 
-def _keys_begun(span: Span, first: int) -> Keys[Key]:
+def _keys_begun(span: Span, first: int) -> Sequence[Key]:
     """Return the keys of whose blocks the first is in `span`, at position `first` or later."""
     ratio = span.geometry.ratio
     return span.path_keys[-(-first // ratio) : -(-span.end // ratio)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Keys
+from collections.abc import Sequence
 from typing import ClassVar
 
 from kvcore import PrefixIndex, Span
@@ -15,7 +15,7 @@ class NoPrefix(PrefixIndex):
     name: ClassVar[str] = "none"
     shares: ClassVar[bool] = False
 
-    def match(self, keys: Keys[Key], limit: int, after: Span) -> tuple[Span, int]:
+    def match(self, keys: Sequence[Key], limit: int, after: Span) -> tuple[Span, int]:
         """Return `after`: no block is stored."""
         del keys, limit
         return after, after.end

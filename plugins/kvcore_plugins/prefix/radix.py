@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Keys
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from kvcore import InputError, PrefixIndex, Span
@@ -38,7 +38,7 @@ class Radix(PrefixIndex):
         self.evict = evict
         self.evicts_leaves = evict == "leaf"
 
-    def match(self, keys: Keys[Key], limit: int, after: Span) -> tuple[Span, int]:
+    def match(self, keys: Sequence[Key], limit: int, after: Span) -> tuple[Span, int]:
         """Return the deepest span that matches. O(spans on the path + log keys)."""
         span, position = after, after.end
         ratio = after.geometry.ratio
