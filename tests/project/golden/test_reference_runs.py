@@ -188,8 +188,12 @@ def recorded(tmp_path, monkeypatch, capsys):
     (tmp_path / SESSIONS).write_bytes(sessions.replace(b'"stop":', b'"then":'))
 
     def run(*arguments):
-        code = frame.run([*map(str, arguments), "--trace", "run.jsonl"])
-        assert (code, capsys.readouterr().err) == (0, "")
+        # The model that was the default when the runs were recorded; some sessions are longer
+        # than its positions.
+        model = () if arguments[0] == "run" else ("--model", "llama-3-8b")
+        code = frame.run([*map(str, arguments), *model, "--trace", "run.jsonl"])
+        told = capsys.readouterr().err.splitlines()
+        assert (code, [line for line in told if "8,192 positions" not in line]) == (0, [])
         return read(tmp_path / "run.jsonl")
 
     return run
