@@ -157,7 +157,8 @@ def test_former_names_work_with_a_notice(former, monkeypatch):
     room, _, name = former.partition(":")
     module, _, attribute = ROWS[former].partition(":")
     monkeypatch.delitem(vars(import_module(room)), name, raising=False)
-    with pytest.warns(FutureWarning, match=f"{room}.{name} is {module}.{name} now") as notices:
+    told = f"{room}.{name} is {module}.{attribute} now"
+    with pytest.warns(FutureWarning, match=told) as notices:
         value = getattr(import_module(room), name)
     assert value is getattr(import_module(module), attribute)
     assert [notice.filename for notice in notices] == [__file__]

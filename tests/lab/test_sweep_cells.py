@@ -181,7 +181,7 @@ def test_equal_runs_have_equal_digests():
     Such are memory for as many blocks, a default spelled out, and a model's name in capitals.
     """
     assert digest(blocks=None, memory="180MiB") == digest()
-    assert digest(model="Llama-3-8B", latency="roofline:compute=0.8") == digest()
+    assert digest(model="Llama-3.1-8B", latency="roofline:compute=0.8") == digest()
 
 
 def test_the_content_of_a_workload_file_changes_the_digest(tmp_path):
