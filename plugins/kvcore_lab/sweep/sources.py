@@ -53,8 +53,8 @@ def plugin_digests(module: str) -> dict[str, str]:
     folders = [str(path.parent), *(set(sys.path) - {*sysconfig.get_paths().values()})]
     finder = ModuleFinder(folders, excludes=packages)
     finder.run_script(file)
-    imported = {name: vars(module)["__file__"] for name, module in finder.modules.items()}
-    return {name: file_digest(Path(file)) for name, file in imported.items() if file}
+    files = {name: vars(imported)["__file__"] for name, imported in finder.modules.items()}
+    return {name: file_digest(Path(file)) for name, file in files.items() if file}
 
 
 def _packages() -> list[Path]:
