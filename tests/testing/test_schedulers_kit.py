@@ -150,6 +150,14 @@ class Forgetful(Mine):
         self.last = now - job.arrival
 
 
+class Unordered(Mine):
+    """A scheduler whose priorities have NaN beside a number."""
+
+    def priority(self, job, now):
+        """Return the serial of a job, and no number."""
+        return job.serial, float("nan")
+
+
 class Vague(LeastSlack):
     """A scheduler that reports a fraction of a nanosecond."""
 
@@ -173,6 +181,7 @@ class Mangled(Mine):
         (Silent, "serves_every_request_once", "another order"),
         (Late, "serves_every_request_once", "must be later, or None"),
         (Vague, "serves_every_request_once", "no whole ns"),
+        (Unordered, "serves_every_request_once", "has no order"),
         (Forgetful, "serves_every_request_once", "is None: is `return` missing"),
         (Swapping, "serves_every_request_once", "went before"),
         (PausesUndeclared, "serves_every_request_once", "preemptive is false"),
