@@ -48,7 +48,8 @@ class Writer:
                 dtype="fp64",
             )
         )
-        self.cache = KVCache(blocks, BLOCK, ids=True, on_copy=self._copied)
+        self.cache = KVCache(blocks, BLOCK, ids=True)
+        self.cache.on_copy = self._copied
         self.copies = 0
 
     def read(self, text: str) -> Branch:

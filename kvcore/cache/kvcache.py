@@ -78,13 +78,6 @@ class KVCache:
             decisions do not depend on it; without ids they cost less.
         recompute: seconds to compute n tokens after a context of c tokens, for policies
             that weigh the cost of an eviction. None: Llama-3.1-8B on an H100.
-        on_copy: called as `on_copy(source, target)` when a sequence that writes into a shared
-            block gets a block of its own, to copy the K/V.
-        on_fork: called as `on_fork(seq, child)` after `seq` was forked, to copy data kept
-            beside a sequence.
-        on_compact: called as `on_compact(seq, table, held)` after `seq` was compacted, to
-            copy the K/V of the tokens that stay into its new blocks. `table` is its block
-            table before, with the K/V of `held` tokens.
 
     Attributes:
         pool: the blocks.
@@ -95,7 +88,15 @@ class KVCache:
         now: the time of the last call, in ns.
         stats: counts of lookups and hits so far.
         tiers: the tiers below the pool, set by `Tiers(cache, ...)`; None without tiers.
-        trace, on_copy, on_fork, on_compact: the arguments; the callbacks may be set later.
+        trace: the recorder, as given.
+        on_copy: called as `on_copy(source, target)` when a sequence that writes into a shared
+            block gets a block of its own, to copy the K/V. It and the next two are None until
+            the owner of the K/V sets them.
+        on_fork: called as `on_fork(seq, child)` after `seq` was forked, to copy data kept
+            beside a sequence.
+        on_compact: called as `on_compact(seq, table, held)` after `seq` was compacted, to
+            copy the K/V of the tokens that stay into its new blocks. `table` is its block
+            table before, with the K/V of `held` tokens.
 
     Raises:
         InputError: sizes that do not fit one another, or a policy already in use.
@@ -118,9 +119,6 @@ class KVCache:
         trace: Recorder | None = None,
         ids: bool = False,
         recompute: Callable[[int, int], float] | None = None,
-        on_copy: Callable[[int, int], None] | None = None,
-        on_fork: Callable[[CacheSequence, CacheSequence], None] | None = None,
-        on_compact: Callable[[CacheSequence, Ids, int], None] | None = None,
     ) -> None:
         self.geometry = BlockLayout(accounting, block_size, key_tokens, recompute)
         keeps_ids = trace is not None or ids
@@ -133,9 +131,9 @@ class KVCache:
         self.stats = CacheStats()
         self.tiers: LowerTiers | None = None
         self.trace = trace
-        self.on_copy = on_copy
-        self.on_fork = on_fork
-        self.on_compact = on_compact
+        self.on_copy: Callable[[int, int], None] | None = None
+        self.on_fork: Callable[[CacheSequence, CacheSequence], None] | None = None
+        self.on_compact: Callable[[CacheSequence, Ids, int], None] | None = None
         self._last_id = 0
         self._admissions = 0
         self._admitted: set[int | str] = set()

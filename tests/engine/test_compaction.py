@@ -236,7 +236,8 @@ def test_a_copy_that_fails_ends_the_use_of_the_cache():
         msg = "no memory"
         raise RuntimeError(msg)
 
-    cache = make(on_compact=fail, retention=Eager(4))
+    cache = make(retention=Eager(4))
+    cache.on_compact = fail
     with pytest.raises(PolicyError, match=r"'eager'.* raised .*on_compact.*no memory"):
         start(cache, "abc")
     with pytest.raises(PolicyError, match="no memory"):

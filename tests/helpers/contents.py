@@ -246,9 +246,10 @@ class Program:
             blocks, size, accounting=accounting, key_tokens=KEY, ids=True,
             eviction=build(rnd.choice([*POLICIES, *["lru"] * len(POLICIES)])),
             prefix=rnd.choice(("radix", "radix", "hashed")), retention=retention,
-            on_copy=self._copied, on_fork=self._forked, on_compact=self._compacted,
             trace=self.trace,
         )  # fmt: skip
+        cache.on_copy, cache.on_fork = self._copied, self._forked
+        cache.on_compact = self._compacted
         cache.record_residency()
         if self.trace is not None:
             self.trace.describe(batching={"generated": "cached"})

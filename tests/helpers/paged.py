@@ -54,8 +54,8 @@ class Paged:
             prefix=Radix(),
             retention=retention,
             ids=True,
-            on_copy=self._copied,
         )
+        self.cache.on_copy = self._copied
         self.compactor = Compactor.for_run(self.cache, self.backend, generator)
         self.texts = {}
         self.copies = []

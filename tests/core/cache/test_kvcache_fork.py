@@ -133,7 +133,8 @@ def test_the_trace_of_a_copy():
 def test_on_copy_is_called_once_for_each_copy():
     """`on_copy` is called with source and target once for each copy."""
     copies = []
-    cache = make(12, on_copy=lambda source, target: copies.append((source, target)))
+    cache = make(12)
+    cache.on_copy = lambda source, target: copies.append((source, target))
     seq = start(cache, "ab", BLOCK + HALF)
     child, third = cache.fork(seq), cache.fork(seq)
     for writer in (child, third, seq):
