@@ -75,6 +75,9 @@ autodoc_preserve_defaults = True
 autosummary_generate = False
 napoleon_custom_sections = [(name, "params_style") for name in ("Attributes", "Options")]
 
+NAVIGATION: dict[tuple[Any, ...], str] = {}
+"""The navigation of pages that no list of pages has, by folder and options of the theme."""
+
 PAGE = re.compile(r"\]\(([^):#]+)\.md\)")
 
 
@@ -269,6 +272,26 @@ def skip_tests(_app: Sphinx, _what: str, name: str, *_: Any) -> bool | None:
     return name.startswith("test_") or None
 
 
+def share_navigation(
+    app: Sphinx, page: str, _template: str, context: dict[str, Any], _: Any
+) -> None:
+    """Called with each page, before the theme is: one that no list has shares its navigation.
+
+    Nothing in it is marked as the current page: it is that of all such pages of a folder. The
+    navigation takes most of the time of a page.
+    """
+    if not any(page in pages for pages in app.env.toctree_includes.values()):
+        toctree, folder = context["toctree"], page.rpartition("/")[0]
+
+        def shared(**options: Any) -> str:
+            key = folder, *options.items()
+            if key not in NAVIGATION:
+                NAVIGATION[key] = toctree(**options)
+            return NAVIGATION[key]
+
+        context["toctree"] = shared
+
+
 def add_front(app: Sphinx, error: Exception | None) -> None:
     """Called when the site is written: servers show index.html for its folder."""
     if error is None:
@@ -284,5 +307,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("autodoc-process-docstring", say_once, priority=100)  # before others change it
     app.connect("autodoc-process-docstring", keep_lines)
     app.connect("autodoc-skip-member", skip_tests)
+    app.connect("html-page-context", share_navigation, priority=400)
     app.connect("build-finished", add_front)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

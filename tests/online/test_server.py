@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
 pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'kvcore[serve]'")
 openai = pytest.importorskip("openai", reason="needs openai: pip install openai")
 zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install 'kvcore[serve]'")
@@ -776,6 +776,26 @@ def test_a_stopped_server_has_written_what_its_tiers_store(tmp_path, monkeypatch
             complete(server, f"{index} " * 200, tokens=1)
     (tier,) = server.cache.tiers.as_dict()
     assert len(written) == tier["stored_blocks"] > 20
+
+
+def test_what_a_server_has_stored_is_read_by_a_run(tmp_path):
+    """K/V that a server leaves in a tier is that of `kvcore run --prompt` with the same text."""
+    tier = f"disk:memory=4MiB,path={tmp_path},write=through,load=always"
+    options = {"blocks": 40, "memory": None, "tier": [tier]}
+    with serving(**options) as server:
+        complete(server, tokens=1)
+    result = kvcore.run(prompts=[PROMPT], max_output=1, generator=SMALL, **options)
+    assert result.cache.tiers.as_dict()[0]["hit_blocks"] == len(PROMPT.split()) // 16 > 0
+
+
+def test_a_server_computes_in_as_many_threads_as_it_is_given(monkeypatch):
+    """`--threads` limits the threads of torch, as long as the server runs."""
+    before, used, set_threads = torch.get_num_threads(), [], torch.set_num_threads
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: used.append(n) or set_threads(n))
+    monkeypatch.setattr("kvcore_engine.backend.torch_backend.cpus", lambda: before + 1)
+    with serving(threads=before + 1):
+        assert used == [before + 1]
+    assert used == [before + 1, before]
 
 
 @pytest.mark.parametrize("stream", [False, True])
