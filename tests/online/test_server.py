@@ -779,7 +779,7 @@ def test_a_stopped_server_has_written_what_its_tiers_store(tmp_path, monkeypatch
 
 
 def test_what_a_server_has_stored_is_read_by_a_run(tmp_path):
-    """K/V that a server leaves in a tier is that of `kvcore run --prompt` with the same text."""
+    """K/V that a server leaves in a tier is that of a run with the same prompt."""
     tier = f"disk:memory=4MiB,path={tmp_path},write=through,load=always"
     options = {"blocks": 40, "memory": None, "tier": [tier]}
     with serving(**options) as server:

@@ -1,5 +1,7 @@
 """The options of `kvcore serve`."""
 
+from types import SimpleNamespace
+
 import attrs
 import click
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from kvcore.config import RunConfig
 from kvcore.config.run_config import built_rules
 from kvcore_online.cli.serve import _planned_late, serve
+from kvcore_online.supervision import log_as_json
 
 
 @pytest.mark.parametrize(
@@ -24,6 +27,20 @@ def test_rules_of_an_engine_need_no_lag_to_be_left_out(like, lag):
     """Rules whose default is a lag are taken without it; one that was given is refused."""
     config = _planned_late(RunConfig.for_mode("run", workload="zipf", like=like))
     assert built_rules(config.like).lag == lag
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_server_prints_lines_or_objects(as_json, monkeypatch, capsys):
+    """With `--log-json` what the server prints is JSON, from its address on; else sentences."""
+    server = pytest.importorskip("kvcore_online.server", reason="needs aiohttp")
+    listening = SimpleNamespace(model="tiny", url="http://127.0.0.1:1")
+    monkeypatch.setattr(server, "run", lambda *given: given[-1](listening))
+    options = ["--simulate", *["--log-json"] * as_json]
+    try:
+        serve.main(options, standalone_mode=False)
+    finally:
+        log_as_json(as_json=False)
+    assert capsys.readouterr().err.startswith("{") == as_json
 
 
 def test_a_server_has_the_defaults_of_its_command():
