@@ -40,7 +40,7 @@ from kvcore_lab.candidates import (
     refuse_bound,
     with_checkpoints,
 )
-from kvcore_lab.workers import Call, call_all, can_fork, check_jobs
+from kvcore_lab.workers import Call, call_all, check_jobs
 from kvcore_replay.belady import Belady, Future
 from kvcore_replay.untimed import hits_of, replay, replay_groups
 
@@ -326,7 +326,7 @@ class ReplaySetup:
     """A workload and all settings of its untimed replays but the policy and the pool size.
 
     Attributes:
-        workload: the source of the requests.
+        workload: the source of the requests; they are held if they take little memory.
         geometry: the layout of their keys in blocks.
         recompute: the seconds to compute a block again.
         make_prefix: builds a prefix cache.
@@ -334,7 +334,7 @@ class ReplaySetup:
         groups: the cache groups; empty: there is one.
     """
 
-    workload: Workload
+    workload: KeptWorkload
     geometry: BlockLayout
     recompute: PrefillCost
     make_prefix: Callable[[], PrefixIndex]
@@ -364,7 +364,7 @@ class ReplaySetup:
             block_size = lcm(*(group.block_size for group in groups))
         prefix = options.get("prefix", SHARING)
         return cls(
-            workload=workload,
+            workload=KeptWorkload(workload),
             geometry=BlockLayout(
                 options.get("accounting", "keys"),
                 keys if block_size is None else block_size,
@@ -463,12 +463,17 @@ def keeping(requests: Iterable[Request], kept: list[Request]) -> Iterator[Reques
 class KeptWorkload(WorkloadSample):
     """A workload that is read once: its requests are kept if they take little memory.
 
-    All else is that of the workload itself, its digest and options too.
+    All else is that of the workload itself, its digest and options too. A process that is no
+    fork of this one gets none of the requests, and reads the workload itself.
     """
 
     def __init__(self, source: Workload) -> None:
         super().__init__(source)
         self._kept: list[Request] = []
+
+    def __reduce__(self) -> tuple[type[KeptWorkload], tuple[Workload]]:
+        """Pickle the workload without its requests."""
+        return KeptWorkload, (self.source,)
 
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests, kept ones if there are any."""
@@ -511,7 +516,6 @@ class _RowMaker:
     price: PriceModel | None
     tick: Tick = attrs.field(init=False, repr=False)
     future: Future | None = attrs.field(init=False, default=None)
-    requests: list[Request] = attrs.field(init=False, factory=list, repr=False)
     prefill_s: float = attrs.field(init=False, default=0.0)
     answers: int = attrs.field(init=False, default=0)
     longest_prompt: int = attrs.field(init=False, default=0)
@@ -544,18 +548,13 @@ class _RowMaker:
         )
 
     def _read(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Yield `requests`, measure their prompts, and hold them if they take little memory."""
+        """Yield `requests`, and measure their prompts."""
         cost = self.setup.recompute
-        for request in keeping(requests, self.requests):
+        for request in requests:
             self.prefill_s += cost(0, request.prompt_tokens)
             self.answers += bool(request.output_keys)
             self.longest_prompt = max(self.longest_prompt, request.prompt_tokens)
             yield request
-
-    @property
-    def _requests(self) -> Iterable[Request]:
-        """The held requests; the workload if they are not held."""
-        return self.requests or self.setup.workload
 
     def rows(self, policies: list[Candidate], sizes: list[int], jobs: int) -> list[Row]:
         """Return the row of each policy in a pool of each size, made by `jobs` processes."""
@@ -592,13 +591,11 @@ class _RowMaker:
 
     @property
     def _sent(self) -> _RowMaker:
-        """A copy for a worker process, without progress; with held requests for a fork."""
+        """A copy for a worker process, without progress."""
         prefix = partial(_prebuilt, self.setup.make_prefix())
         setup = attrs.evolve(self.setup, make_prefix=prefix)
         sent = _RowMaker(setup, self.residency, self.price)
         sent.tick = unseen
-        if can_fork():
-            sent.requests = self.requests
         return sent
 
     @property
@@ -620,10 +617,10 @@ class _RowMaker:
                 _, reused, _ = self._optimum(Belady(bypass=True), most)
             lengths = Counter(hits)
             if self.price is not None:
-                charged = self._bill(zip(self._requests, hits, strict=True))
+                charged = self._bill(zip(self.setup.workload, hits, strict=True))
         elif self.setup.groups:
             cache = self.setup.grouped(policy.make(), blocks, policy.make_checkpoint())
-            lengths = Counter(replay_groups(ticked(self._requests, self.tick), cache))
+            lengths = Counter(replay_groups(ticked(self.setup.workload, self.tick), cache))
             stats, evicted = cache.stats, cache.evicted_blocks
         else:
             cache = self.setup.cache(policy.make(), blocks, trace)
@@ -631,10 +628,10 @@ class _RowMaker:
                 self.setup.put_tiers(cache)
             if self.residency:
                 cache.record_residency()
-            hits = hits_of(ticked(self._requests, self.tick), cache)
+            hits = hits_of(ticked(self.setup.workload, self.tick), cache)
             lengths, stats = Counter(hits), cache.stats
             if self.price is not None:
-                charged = self._bill(zip(self._requests, hits, strict=True))
+                charged = self._bill(zip(self.setup.workload, hits, strict=True))
             evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
         tiers: Any = None if cache is None else cache.tiers
         if tiers is not None:
@@ -672,7 +669,7 @@ class _RowMaker:
     def _limited(self, hits: Iterable[int]) -> tuple[array[int], CacheStats]:
         """Return `hits` without the blocks of last tokens of prompts, and their statistics."""
         geometry, limited, stats = self.setup.geometry, array("i"), CacheStats()
-        for request, hit in zip(self._requests, hits, strict=True):
+        for request, hit in zip(self.setup.workload, hits, strict=True):
             _, tokens, _, _, lookup, limit = geometry.lay_out(request)
             limited.append(min(hit, limit))
             reused = limited[-1]

@@ -25,8 +25,8 @@ from kvcore.request import Request
 from kvcore.workloads import Workload, check_keys
 from kvcore.workloads.selection import as_workload
 from kvcore_lab.candidates import Candidate, Policy, candidates_of, refuse_bound
-from kvcore_lab.comparison import ReplaySetup, Source, keeping, pool_sizes
-from kvcore_lab.workers import Call, call_all, can_fork, check_jobs
+from kvcore_lab.comparison import ReplaySetup, Source, pool_sizes
+from kvcore_lab.workers import Call, call_all, check_jobs
 from kvcore_replay.belady import Belady
 from kvcore_replay.untimed import replay, replay_groups
 
@@ -226,7 +226,6 @@ class _CurveMaker:
     requests: int = attrs.field(init=False, default=0)
     answers: int = attrs.field(init=False, default=0)
     longest_prompt: int = attrs.field(init=False, default=0)
-    kept: list[Request] = attrs.field(init=False, factory=list)
 
     def curves(
         self, candidates: list[Candidate], sizes: list[int] | None, points: int
@@ -318,10 +317,8 @@ class _CurveMaker:
     def _replay(self, policy: EvictionPolicy, blocks: int) -> Call[int]:
         """Return the call of a replay under `policy`; its result is the number of hits."""
         name = self.setup.workload.name
-        # A process that is no fork reads them itself.
-        kept = self.kept if can_fork() or self.jobs == 1 else []
         return Call(
-            partial(_replayed_hits, self.setup, policy, blocks, kept),
+            partial(_replayed_hits, self.setup, policy, blocks),
             f"workload {name!r} with policy {policy.name!r}",
             f"the replay of {name} with {blocks} blocks",
         )
@@ -336,7 +333,7 @@ class _CurveMaker:
                 self.requests += done
                 tick(done)
 
-            yield ticked(self._counted(keeping(check_keys(workload), self.kept)), count)
+            yield ticked(self._counted(check_keys(workload)), count)
 
     def _counted(self, requests: Iterable[Request]) -> Iterator[Request]:
         """Yield `requests`, count those whose answers have keys, and measure the prompts."""
@@ -371,13 +368,10 @@ def _curve_of(
     )
 
 
-def _replayed_hits(
-    setup: ReplaySetup, policy: EvictionPolicy, blocks: int, requests: list[Request]
-) -> int:
-    """Replay a workload, or its kept requests, under one policy; return the blocks hit."""
-    source = requests or setup.workload
+def _replayed_hits(setup: ReplaySetup, policy: EvictionPolicy, blocks: int) -> int:
+    """Replay a workload under one policy; return the blocks hit."""
     if setup.groups:
         groups = setup.grouped(policy, blocks)
-        replay_groups(source, groups)
+        replay_groups(setup.workload, groups)
         return groups.stats.hit_blocks
-    return replay(source, setup.cache(policy, blocks)).hit_blocks
+    return replay(setup.workload, setup.cache(policy, blocks)).hit_blocks
