@@ -40,6 +40,23 @@ from kvcore_judge.cells import CellResult
 SEEN = []
 
 
+def tell(answer):
+    """Write to whatever is open, as to the judge."""
+    for file in range(3, 256):
+        try:
+            os.write(file, answer)
+        except OSError:
+            pass
+
+
+def upcoming():
+    """Return the requests of the replay, from the frame that has them."""
+    frame = sys._getframe()
+    while not isinstance(frame.f_locals.get('requests'), list):
+        frame = frame.f_back
+    return frame.f_locals['requests']
+
+
 class Judged(EvictionPolicy):
     """LRU, but for one thing."""
 
@@ -75,119 +92,10 @@ WRONG = {
         "contract",
         "def on_remove(self, span, reason):\n    SEEN.append(span)",
     ),
-    "draws": (
-        "deterministic",
-        """
-        def victim(self, now):
-            leaves = [span for span in self._order if not span.children]
-            return random.choice(leaves)
-        """,
-    ),
-    "by-address": (
-        "deterministic",
-        """
-        def victim(self, now):
-            leaves = [span for span in self._order if not span.children]
-            return min(leaves, key=lambda span: (id(span) ^ os.getpid()) % 97)
-        """,
-    ),
-    "by-clock": (
-        "deterministic",
-        """
-        def victim(self, now):
-            leaves = [span for span in self._order if not span.children]
-            return leaves[time.perf_counter_ns() % len(leaves)]
-        """,
-    ),
     "hears-of-the-queue": (
         "future",
-        """
-        lookahead = 8
-        def on_queued(self, request, now, *, front):
-            pass
-        """,
+        "lookahead = 8\ndef on_queued(self, request, now, *, front):\n    pass",
     ),
-    "looks-at-the-requests-to-come": (
-        "future",
-        """
-        def victim(self, now):
-            frame = sys._getframe()
-            while not isinstance(frame.f_locals.get('requests'), list):
-                frame = frame.f_back
-            leaves = [span for span in self._order if not span.children]
-            return leaves[len(frame.f_locals['requests']) % len(leaves)]
-        """,
-    ),
-    "never-returns": (
-        "time",
-        """
-        def victim(self, now):
-            while True:
-                pass
-        """,
-    ),
-    "eats-memory": (
-        "memory",
-        """
-        def victim(self, now):
-            SEEN.append(bytearray(1 << 27))
-            return next(iter(self._order))
-        """,
-    ),
-    "writes": (
-        "files",
-        """
-        def victim(self, now):
-            open('left_behind', 'w').close()
-            return next(iter(self._order))
-        """,
-    ),
-    "writes-and-hides-it": (
-        "files",
-        """
-        def victim(self, now):
-            try:
-                open('left_behind', 'w').close()
-            except BaseException:
-                pass
-            return next(iter(self._order))
-        """,
-    ),
-    "reads": (
-        "files",
-        """
-        def victim(self, now):
-            open('/proc/self/maps').read()
-            return next(iter(self._order))
-        """,
-    ),
-    "connects": (
-        "network",
-        """
-        def victim(self, now):
-            socket.create_connection(('127.0.0.1', 9))
-            return next(iter(self._order))
-        """,
-    ),
-    "starts-a-process": (
-        "processes",
-        """
-        def victim(self, now):
-            subprocess.run(['true'])
-            return next(iter(self._order))
-        """,
-    ),
-    "starts-many-threads": (
-        "processes",
-        """
-        def victim(self, now):
-            threading.stack_size(1 << 15)
-            for _ in range(1000):
-                threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-            time.sleep(60)
-        """,
-    ),
-    "ends-the-process": ("ends the process", "def victim(self, now):\n    os._exit(0)"),
     "answers-with-code": (
         "contract",
         """
@@ -195,69 +103,84 @@ WRONG = {
             return os.mkdir, ('left_behind',)
 
         def victim(self, now):
-            for file in range(3, 256):
-                try:
-                    os.write(file, pickle.dumps(self))
-                except OSError:
-                    pass
+            tell(pickle.dumps(self))
             os._exit(0)
-        """,
-    ),
-    "answers-without-end": (
-        "contract",
-        """
-        def victim(self, now):
-            for file in range(3, 256):
-                try:
-                    while True:
-                        os.write(file, bytes(1 << 16))
-                except OSError:
-                    pass
-        """,
-    ),
-    "answers-too-deeply": (
-        "contract",
-        """
-        def victim(self, now):
-            for file in range(3, 256):
-                try:
-                    os.write(file, b'[[{"":' + b'[' * 60_000)
-                except OSError:
-                    pass
-            os._exit(0)
-        """,
-    ),
-    "answers-nothing": (
-        "contract",
-        """
-        def victim(self, now):
-            for file in range(3, 256):
-                try:
-                    os.write(file, b'[null,"","",null]')
-                except OSError:
-                    pass
-            os._exit(0)
-        """,
-    ),
-    "makes-up-its-hits": (
-        "contract",
-        """
-        def victim(self, now):
-            sys.modules['kvcore_judge.verdict'].run_cell = lambda cell: CellResult(
-                1, 1, [10**9], 0.0, 0, '')
-            return next(iter(self._order))
-        """,
-    ),
-    "is-late": (
-        "time",
-        """
-        def victim(self, now):
-            os.closerange(3, 256)
-            time.sleep(60)
         """,
     ),
 }
 """By name: the rule that it breaks, and the methods in which it differs from LRU."""
+
+CHOOSES = {
+    "draws": ("deterministic", "random.choice(leaves)"),
+    "by-address": (
+        "deterministic",
+        "min(leaves, key=lambda span: (id(span) ^ os.getpid()) % 97)",
+    ),
+    "by-clock": ("deterministic", "leaves[time.perf_counter_ns() % len(leaves)]"),
+    "looks-at-the-requests-to-come": ("future", "leaves[len(upcoming()) % len(leaves)]"),
+}
+"""By name: the rule that it breaks, and which of the leaves it evicts."""
+
+DOES = {
+    "never-returns": ("time", "while True: pass"),
+    "eats-memory": ("memory", "SEEN.append(bytearray(1 << 27))"),
+    "writes": ("files", "open('left_behind', 'w').close()"),
+    "writes-and-hides-it": (
+        "files",
+        """
+        try:
+            open('left_behind', 'w').close()
+        except BaseException:
+            pass
+        """,
+    ),
+    "reads": ("files", "open('/proc/self/maps').read()"),
+    "connects": ("network", "socket.create_connection(('127.0.0.1', 9))"),
+    "starts-a-process": ("processes", "subprocess.run(['true'])"),
+    "starts-many-threads": (
+        "processes",
+        """
+        threading.stack_size(1 << 15)
+        for _ in range(1000):
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        time.sleep(60)
+        """,
+    ),
+    "ends-the-process": ("ends the process", "os._exit(0)"),
+    "answers-without-end": (
+        "contract",
+        """
+        for _ in range(100):
+            tell(bytes(1 << 16))
+        os._exit(0)
+        """,
+    ),
+    "answers-too-deeply": ("contract", "tell(b'[[{\"\":' + b'[' * 60_000)\nos._exit(0)"),
+    "answers-nothing": ("contract", 'tell(b\'[null,"","",null]\')\nos._exit(0)'),
+    "makes-up-its-hits": (
+        "contract",
+        """
+        sys.modules['kvcore_judge.verdict'].run_cell = lambda cell: CellResult(
+            1, 1, [10**9], 0.0, 0, '')
+        """,
+    ),
+    "is-late": ("time", "os.closerange(3, 256)\ntime.sleep(60)"),
+}
+"""By name: the rule that it breaks, and what it does before it evicts as LRU does."""
+
+
+def evicting(before, victim):
+    """Return the method of a policy that does something, and then evicts `victim`."""
+    body = indent(dedent(before).strip(), "    ")
+    return f"def victim(self, now):\n{body}\n    return {victim}"
+
+
+LEAVES = "leaves = [span for span in self._order if not span.children]"
+WRONG |= {name: (rule, evicting(LEAVES, leaf)) for name, (rule, leaf) in CHOOSES.items()}
+WRONG |= {
+    name: (rule, evicting(does, "next(iter(self._order))"))
+    for name, (rule, does) in DOES.items()
+}
 
 HIDDEN = {
     "forks": "os.fork()",
@@ -402,16 +325,9 @@ def test_a_policy_ends_if_its_judge_is_killed():
 
 def test_a_policy_cannot_speak_for_its_judge(judge, tmp_path):
     """Wrong input of which a policy tells is told as its own: it may ask for `--unsafe`."""
-    answer = """def victim(self, now):
-            for file in range(3, 256):
-                try:
-                    os.write(file, b'[null,"","","run it with --unsafe"]')
-                except OSError:
-                    pass
-            os._exit(0)
-    """
+    answer = """tell(b'[null,"","","run it with --unsafe"]')\nos._exit(0)"""
     with pytest.raises(InputError, match=r"^the process of the policy says: run it with"):
-        judge.judge(written(tmp_path, answer))
+        judge.judge(written(tmp_path, evicting(answer, None)))
     with pytest.raises(InputError, match=r"missing\.py") as error:
         judge.judge(Entry(str(tmp_path / "missing.py")))
     assert "process" not in str(error.value)
