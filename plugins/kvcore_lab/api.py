@@ -1,4 +1,4 @@
-"""Calls of experiments: compare, plan, sweep, validate, find_capacity, from names."""
+"""Calls of experiments: compare, plan, sweep, find_capacity, from names."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from kvcore.progress import Progress, silent
 from kvcore.units import parse_bytes
 from kvcore_lab.candidates import Policy
 from kvcore_lab.comparison import SHARING, Comparison, compare_policies
-from kvcore_lab.measured.validation import Validation
-from kvcore_lab.measured.validation import validate as compare_rows
 from kvcore_lab.plans.capacity import find_capacity as search_capacity
 from kvcore_lab.plans.planning import FleetPlan
 from kvcore_lab.plans.planning import plan as search_plan
@@ -330,47 +328,3 @@ def sweep(
             progress=progress,
             gpu_price=gpu_price,
         )
-
-
-def validate(
-    source: str | PathLike[str],
-    *,
-    where: Mapping[str, str] | None = None,
-    rounds: int = 10,
-    spread: float = 0.2,
-    plugins: Plugins | None = None,
-    progress: Progress | None = None,
-    **options: Unpack[SimulateOptions],
-) -> Validation:
-    """Simulate each row of a file of measurements, and compare the two.
-
-    `kvcore.validate("rows.csv").errors("tpot")` has the errors of the time per token, as
-    `kvcore validate rows.csv` prints them. A row with a `concurrency` is served as
-    by a benchmark: that number of clients start together, and each sends a request as soon as
-    its last one is answered. A row with a `rate` has Poisson arrivals; with an infinite rate
-    all requests arrive at once. A row of a known `engine` is served by its rules.
-
-    Args:
-        source: a file in CSV or JSON Lines, or `aic`: the samples of the package
-            aiconfigurator-core.
-        where: values that rows have in columns, several with commas between them; other rows
-            are not taken.
-        rounds: requests of each client, in rows without a number of requests.
-        spread: share by which lengths vary, as in the workload `bench`, in rows without one.
-        plugins: the plugins by name; None: those that are installed.
-        progress: shows the number of rows that have been simulated; None: shows nothing.
-        options: options of `RunConfig` for rows that do not have them.
-
-    Raises:
-        InputError: the file cannot be read, or none of its rows can be simulated.
-        PluginError: a plugin that cannot work here, or a package that is not installed.
-    """
-    return compare_rows(
-        fspath(source),
-        where=where,
-        rounds=rounds,
-        spread=spread,
-        plugins=plugins,
-        progress=progress,
-        **flat_options(options),
-    )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from os import PathLike, fspath
 from statistics import median
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
 
 import attrs
 
-from kvcore.config import RunConfig, RunParts
+from kvcore.api import flat_options
+from kvcore.config import RunConfig, RunParts, SimulateOptions
 from kvcore.config.options import check_names, option_names
 from kvcore.errors import InputError, PolicyError
 from kvcore.histogram import nearest_rank
@@ -125,34 +126,49 @@ class Validation:
 
 
 def validate(
-    source: str | Path,
+    source: str | PathLike[str],
     *,
     where: Mapping[str, str] | None = None,
     rounds: int = ROUNDS,
     spread: float = SPREAD,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[SimulateOptions],
 ) -> Validation:
-    """Simulate each row of a file of measurements, and compare the simulation with the row.
+    """Simulate each row of a file of measurements, and compare the two.
 
-    A row with a `concurrency` is simulated as a closed loop: that number of clients start
-    together, and each sends a request as soon as the one before is answered. A row with a
-    `rate` has Poisson arrivals; at an infinite rate all requests arrive at once. A row with a
-    known `engine` is served by the rules of that engine (`like`), in the times of that engine
-    (`latency="roofline:engine=..."`). Costs about 30 ms per row.
+    `kvcore.validate("rows.csv").errors("tpot")` has the errors of the time per token, as
+    `kvcore validate rows.csv` prints them. A row with a `concurrency` is served as
+    by a benchmark: that number of clients start together, and each sends a request as soon as
+    its last one is answered. A row with a `rate` has Poisson arrivals; with an infinite rate
+    all requests arrive at once. A row of a known `engine` is served by its rules (`like`), in
+    the times of that engine (`latency="roofline:engine=..."`). Costs about 30 ms per row.
 
-    Arguments and errors are those of `kvcore.validate`.
+    Args:
+        source: a file in CSV or JSON Lines, or `aic`: the samples of the package
+            aiconfigurator-core.
+        where: values that rows have in columns, several with commas between them; other rows
+            are not taken.
+        rounds: requests of each client, in rows without a number of requests.
+        spread: share by which lengths vary, as in the workload `bench`, in rows without one.
+        plugins: the plugins by name; None: those that are installed.
+        progress: shows the number of rows that have been simulated; None: shows nothing.
+        options: options of `RunConfig` for rows that do not have them.
+
+    Raises:
+        InputError: the file cannot be read, or none of its rows can be simulated.
+        PluginError: a plugin that cannot work here, or a package that is not installed.
     """
     check_whole(rounds, 1)
-    check_names(options, option_names())
+    file, given = fspath(source), flat_options(options)
+    check_names(given, option_names())
     plugins = plugins or Plugins()
     wanted = {name: set(values.split(",")) for name, values in (where or {}).items()}
     check_columns(wanted)
     rows: list[Measured] = []
     left_out: Counter[str] = Counter()
-    server = {name: options[name] for name in SERVER if options.get(name) is not None}
-    for row in read_measured(source, server):
+    server = {name: given[name] for name in SERVER if given.get(name) is not None}
+    for row in read_measured(file, server):
         if isinstance(row, str):
             left_out[row] += 1
         elif all(row.label(name) in values for name, values in wanted.items()):
@@ -161,7 +177,7 @@ def validate(
     with (progress or silent)("simulating rows", len(rows)) as tick:
         for row in rows:
             try:
-                compared.append(_compare(row, rounds, spread, plugins, options))
+                compared.append(_compare(row, rounds, spread, plugins, given))
             except (InputError, PolicyError) as error:
                 left_out[str(error)] += 1
             tick(1)
@@ -170,9 +186,9 @@ def validate(
         if where and not left_out:
             labels = ", ".join(f"{name}={values}" for name, values in where.items())
             reason = f": no row has {labels}"
-        msg = f"{source}: none of {sum(left_out.values()):,} rows can be simulated{reason}"
+        msg = f"{file}: none of {sum(left_out.values()):,} rows can be simulated{reason}"
         raise InputError(msg)
-    return Validation(str(source), compared, dict(left_out.most_common()))
+    return Validation(file, compared, dict(left_out.most_common()))
 
 
 def _compare(
