@@ -1,5 +1,6 @@
 """`BlockTracker`: the resident blocks by the KV events of an engine, and the anomalies."""
 
+import pytest
 from helpers.kv_events import batch, removed, stored
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,13 +29,58 @@ def held(tracker):
     return {key: n for blocks in tracker.resident().values() for key, n in blocks.items()}
 
 
-def test_a_block_stored_twice_must_be_removed_twice():
-    """A hash that was stored twice is still resident after one removal."""
-    tracker = follow(batch(stored(1), stored(1)), batch(removed(1)))
-    assert held(tracker) == {1: 1}
-    assert (tracker.stored, tracker.stored_again, tracker.removed) == (1, 1, 0)
-    tracker.apply(batch(removed(1)))
-    assert (held(tracker), tracker.removed) == ({}, 1)
+IN_TWO_TIERS = stored(1, medium="GPU"), stored(1, medium="CPU")
+OTHER_TOKENS = stored(1, medium="GPU", size=2)
+
+TRACKED = {
+    "stored twice, removed once": (
+        [stored(1), stored(1), removed(1)],
+        {1: 1},
+        {"stored": 1, "stored_again": 1, "removed": 0},
+    ),
+    "stored twice, removed twice": (
+        [stored(1), stored(1), removed(1), removed(1)],
+        {},
+        {"stored": 1, "stored_again": 1, "removed": 1},
+    ),
+    "reused, by the origin of the event": (
+        [stored(1), stored(1, more={"origin": "REUSED"})],
+        {1: 1},
+        {"stored": 1, "reused": 1},
+    ),
+    "removed from whatever tier has it": (
+        [stored(1, medium="GPU"), removed(1)],
+        {},
+        {"never_stored": 0},
+    ),
+    "below an unknown parent": ([stored(2, parent=1)], {2: 1}, {"unknown_parent": 1}),
+    "twice in an event": ([stored(1, 1)], {1: 2}, {"repeated": 1}),
+    "with other tokens, while another tier has it": (
+        [*IN_TWO_TIERS, removed(1, medium="GPU"), OTHER_TOKENS],
+        {1: 1},
+        {"collision": 1},
+    ),
+    "with other tokens, when no tier has it": (
+        [*IN_TWO_TIERS, *(removed(1, medium=tier) for tier in ("GPU", "CPU")), OTHER_TOKENS],
+        {1: 1},
+        {"collision": 0},
+    ),
+    "with other tokens, after a clear": (
+        [stored(1), AllBlocksCleared(), stored(1, size=2)],
+        {1: 1},
+        {"collision": 0},
+    ),
+}
+"""By what is told of a block: events, what is resident after them, and what they count."""
+
+
+@pytest.mark.parametrize(("events", "resident", "counts"), TRACKED.values(), ids=TRACKED)
+def test_a_block_is_resident_and_counted_as_its_events_tell(events, resident, counts):
+    """A hash is removed as often as it was stored; what contradicts that is an anomaly."""
+    tracker = follow(batch(*events))
+    assert held(tracker) == resident
+    known = vars(tracker) | tracker.anomalies
+    assert {name: known[name] for name in counts} == counts
 
 
 def test_a_second_store_in_a_full_report_is_a_reuse():
@@ -42,12 +88,6 @@ def test_a_second_store_in_a_full_report_is_a_reuse():
     tracker = follow(batch(stored(1), stored(1, 2)), batch(removed(1)), full=True)
     assert held(tracker) == {2: 1}
     assert (tracker.stored, tracker.reused, tracker.stored_again) == (2, 1, 0)
-
-
-def test_a_store_with_origin_reused_is_a_reuse():
-    """A store with the origin REUSED is a reuse, whatever the mode."""
-    tracker = follow(batch(stored(1), stored(1, more={"origin": "REUSED"})))
-    assert (held(tracker), tracker.reused) == ({1: 1}, 1)
 
 
 def test_tiers_ranks_and_groups_are_tracked_separately():
@@ -100,34 +140,12 @@ def test_a_hash_is_held_as_long_as_a_location_has_it(changes):
         assert {value for value in range(4) if tracker.holds(value)} == held(tracker).keys()
 
 
-def test_removal_without_a_tier_finds_the_block():
-    """A removal without a tier removes the block from the tier that has it."""
-    tracker = follow(batch(stored(1, medium="GPU"), removed(1)))
-    assert (held(tracker), tracker.anomalies["never_stored"]) == ({}, 0)
-
-
 def test_removals_of_absent_blocks_are_anomalies():
     """The removal of a block that is not resident is an anomaly with its place."""
     tracker = follow(batch(stored(1)), batch(stored(2), removed(9)))
     assert tracker.anomalies["never_stored"] == 1
     [found] = tracker.examples
     assert (found.where, found.what) == ("batch 1, event 1", "block 9")
-
-
-def test_unknown_parents_are_anomalies():
-    """A store below a parent that is not resident is an anomaly; its block is resident."""
-    tracker = follow(batch(stored(2, parent=1)))
-    assert (tracker.anomalies["unknown_parent"], held(tracker)) == (1, {2: 1})
-
-
-def test_a_hash_that_another_tier_has_keeps_its_tokens():
-    """A hash with other tokens is a collision as long as one tier still has the hash."""
-    there = stored(1, medium="GPU"), stored(1, medium="CPU")
-    other = stored(1, medium="GPU", size=2)
-    tracker = follow(batch(*there, removed(1, medium="GPU"), other))
-    assert tracker.anomalies["collision"] == 1
-    tracker = follow(batch(*there, removed(1, medium="GPU"), removed(1, medium="CPU"), other))
-    assert tracker.anomalies["collision"] == 0
 
 
 def test_collisions_are_anomalies():
@@ -146,22 +164,11 @@ def test_collisions_are_anomalies():
     assert fresh.anomalies["collision"] == 0
 
 
-def test_a_clear_forgets_the_tokens_of_hashes():
-    """After a clear, a hash may come again with other tokens."""
-    tracker = follow(batch(stored(1), AllBlocksCleared(), stored(1, size=2)))
-    assert (tracker.anomalies["collision"], held(tracker)) == (0, {1: 1})
-
-
 def test_a_clock_that_goes_back_is_no_restart():
     """A repeated number is a replay unless its time is later than all times before."""
     tracker = follow(batch(ts=1.0), batch(ts=9.0), batch(ts=3.0))
     tracker.apply(batch(ts=5.0), 0)
     assert (tracker.replayed, tracker.restarts) == (1, 0)
-
-
-def test_repeated_hashes_of_an_event_are_anomalies():
-    """An event that has a hash twice is an anomaly."""
-    assert follow(batch(stored(1, 1))).anomalies["repeated"] == 1
 
 
 def test_unread_events_are_anomalies():

@@ -35,6 +35,12 @@ def board():
     return make_leaderboard(PANEL, ENTRIES)
 
 
+@pytest.fixture
+def document(board):
+    """Return its document, for a test to change."""
+    return orjson.loads(orjson.dumps(board.document()))
+
+
 def test_hits_are_those_of_a_replay(board):
     """A cell has the hits and the evictions of a plain replay."""
     read = read_stream(RECENT)
@@ -59,9 +65,8 @@ def test_document_does_not_depend_on_jobs_or_order(board):
     assert again.document() == board.document()
 
 
-def test_every_python_writes_the_same_document(board):
+def test_every_python_writes_the_same_document(document):
     """Without its versions, a leaderboard is the same bytes on each Python that runs this."""
-    document = orjson.loads(orjson.dumps(board.document()))
     del document["version"]
     for policy in document["policies"]:
         del policy["source"]
@@ -95,9 +100,8 @@ def test_a_journal_of_something_else_is_refused(tmp_path):
     assert path.read_text() == '{"a": 1}\n'
 
 
-def test_check_finds_a_cell_that_was_changed(board):
+def test_check_finds_a_cell_that_was_changed(document):
     """Cells run again are the same; one whose hits were changed is not."""
-    document = orjson.loads(orjson.dumps(board.document()))
     everything = 12
     assert all(each.same for each in check_leaderboard(document, PANEL, everything))
     document["policies"][0]["cells"][0]["hits"] += 1
@@ -106,9 +110,8 @@ def test_check_finds_a_cell_that_was_changed(board):
 
 
 @pytest.mark.parametrize("options", ["", ":Policy", ":load=here"])
-def test_check_runs_no_file_that_a_leaderboard_names(board, tmp_path, options):
+def test_check_runs_no_file_that_a_leaderboard_names(document, tmp_path, options):
     """A policy of a file is not run because a document names it, nor is a file opened."""
-    document = orjson.loads(orjson.dumps(board.document()))
     path = tmp_path / "policy.py"
     path.write_text("raise SystemExit('the file has run')\n")
     for policy in document["policies"]:
@@ -138,9 +141,8 @@ def test_check_runs_the_files_that_the_caller_names(tmp_path):
         ("cells", "x", "no leaderboard"),
     ],
 )
-def test_check_refuses_what_is_no_leaderboard(board, field, value, match):
+def test_check_refuses_what_is_no_leaderboard(document, field, value, match):
     """A document without cells, or with values that no leaderboard has, is an error."""
-    document = orjson.loads(orjson.dumps(board.document()))
     if field == "policies":
         document[field] = value
     for policy in document["policies"]:
@@ -150,9 +152,8 @@ def test_check_refuses_what_is_no_leaderboard(board, field, value, match):
         list(check_leaderboard(document, PANEL, 1))
 
 
-def test_check_refuses_another_version_of_a_policy(board):
+def test_check_refuses_another_version_of_a_policy(document):
     """A leaderboard of another source of a policy cannot be checked here."""
-    document = orjson.loads(orjson.dumps(board.document()))
     for policy in document["policies"]:
         policy["source"] = hashlib.blake2b(b"", digest_size=16).hexdigest()
     with pytest.raises(InputError, match="another version"):

@@ -132,68 +132,63 @@ def test_the_headline_without_lookups_has_the_reason(count, reason):
     assert ("texts, token ids and hashes of blocks do" in shown.headline) is (count == "keys")
 
 
-def test_the_reading_names_model_and_device_of_the_recompute_cost():
-    """If `cost` takes part, the reading names the model and device of its recompute cost."""
-    cost = default_prefill_cost()
-    rows = comparison(row("lfu", 10, 20, unit="s"), row("cost", 10, 20))
-    shown = ComparisonReport(rows, recompute=cost)
-    assert shown.reading.endswith(
-        "Options: lfu unit=s; cost: recompute cost of llama-3.1-8b on h100."
-    )
+ALIKE = (
+    row("lru", 10, 79),
+    attrs.evolve(row("lfu", 10, 79), hit_ratio={"block": 0.7904, "token": 0.7904}),
+)
+"""Policies whose figures are shown as one."""
+
+READINGS = {
+    "the sizes that each policy wins": (
+        report(
+            *(row("lru", blocks, hits) for blocks, hits in ((10, 20), (20, 30), (30, 30))),
+            *(row("fifo", blocks, hits) for blocks, hits in ((10, 10), (20, 31), (30, 30))),
+        ),
+        "Most hits: lru with 10 blocks; fifo with 20 blocks; lru and fifo with 30 blocks.",
+    ),
+    "all winners of a tie as it is shown": (
+        report(*ALIKE, row("fifo", 10, 70)),
+        "Most hits: lru and lfu with 10 blocks.",
+    ),
+    "no names if all win": (
+        report(*ALIKE, row("fifo", 10, 79)),
+        "Most hits: all with 10 blocks.",
+    ),
+    "the smallest pool in which the optimum hits all": (
+        report(*BOTH),
+        (
+            "With 1,000 blocks the optimum hits all that can hit: from there on, policies lack "
+            "foresight, not memory."
+        ),
+    ),
+    "that no requests share a block": (
+        report(row("lru", 10, 0), hits=0),
+        "No request shares a block with an earlier one: nothing can hit.",
+    ),
+    "a prefix cache that shares nothing": (
+        ComparisonReport(comparison(row("lru", 10, 0), hits=0), prefix="none"),
+        "With prefix cache 'none' nothing can hit.",
+    ),
+    "model and device of the recompute cost": (
+        ComparisonReport(
+            comparison(row("lfu", 10, 20, unit="s"), row("cost", 10, 20)),
+            recompute=default_prefill_cost(),
+        ),
+        "Options: lfu unit=s; cost: recompute cost of llama-3.1-8b on h100.",
+    ),
+}
 
 
-def test_the_headline_without_an_optimum_explains_no_brackets():
-    """Without an optimum the headline explains no brackets."""
-    assert report(row("lru", 10, 20)).headline.endswith("by blocks in the pool.")
+@pytest.mark.parametrize(("shown", "sentence"), READINGS.values(), ids=READINGS)
+def test_the_reading_names(shown, sentence):
+    """The reading has a line on what the rows of a comparison show."""
+    assert sentence in shown.reading.splitlines()
 
 
-def test_the_reading_names_the_winner_of_each_size():
-    """The reading lists the sizes that each policy wins; of a tie it names all."""
-    shown = report(
-        row("lru", 10, 20),
-        row("lru", 20, 30),
-        row("lru", 30, 30),
-        row("fifo", 10, 10),
-        row("fifo", 20, 31),
-        row("fifo", 30, 30),
-    )
-    assert (
-        "Most hits: lru with 10 blocks; fifo with 20 blocks; lru and fifo with 30 blocks."
-        in shown.reading
-    )
-
-
-def test_figures_that_are_shown_equal_have_no_single_winner():
-    """A policy that wins by less than the table shows is not named alone; all need no names."""
-    rows = [row(name, 10, hits) for name, hits in (("lru", 79), ("lfu", 79), ("fifo", 70))]
-    rows[1] = attrs.evolve(rows[1], hit_ratio={"block": 0.7904, "token": 0.7904})
-    assert "Most hits: lru and lfu with 10 blocks." in report(*rows).reading
-    assert (
-        "Most hits: all with 10 blocks."
-        in report(*(row(name, 10, 79) for name in ("lru", "lfu", "fifo"))).reading
-    )
-
-
-def test_a_single_policy_is_no_winner():
-    """A single policy beside the optimum has no winner."""
+def test_a_policy_alone_is_not_explained():
+    """A single policy has no winner, and without an optimum there are no brackets."""
     assert "Most hits" not in report(*BOTH).reading
-
-
-def test_the_reading_names_the_pool_in_which_the_optimum_hits_all():
-    """The reading names the smallest pool in which the optimum hits all that can hit."""
-    assert "With 1,000 blocks the optimum hits all that can hit" in report(*BOTH).reading
-
-
-def test_the_reading_without_shared_blocks():
-    """If no requests share a block, the reading is that nothing can hit."""
-    shown = report(row("lru", 10, 0), hits=0)
-    assert shown.reading == ("No request shares a block with an earlier one: nothing can hit.")
-
-
-def test_the_reading_of_a_prefix_cache_that_shares_nothing():
-    """If the prefix cache shares nothing, the reading names it instead of the requests."""
-    shown = ComparisonReport(comparison(row("lru", 10, 0), hits=0), prefix="none")
-    assert shown.reading == "With prefix cache 'none' nothing can hit."
+    assert report(row("lru", 10, 20)).headline.endswith("by blocks in the pool.")
 
 
 def test_a_hit_ratio_without_lookups_is_a_dash():

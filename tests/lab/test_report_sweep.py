@@ -30,6 +30,7 @@ def untimed(grid, *hits, best=None):
             "pool_bytes": cell.memory,
             "eviction": str(cell.eviction),
             "chunked": True,
+            **({"seed": cell.seed} if "seed" in grid.axes else {}),
             "hit_ratio_block": share,
             "share_of_optimum": share / best if best and share is not None else None,
             "error": None if share is not None else "it broke",
@@ -117,10 +118,7 @@ def test_the_setup_of_several_engines_has_common_options_only():
 def seeded(*hits):
     """Return a sweep of two policies, each with the hit ratios of three seeds."""
     grid = Grid("compare", blocks=[10], seed=[0, 1, 2], eviction=["lru", "lfu"])
-    sweep = untimed(grid, *hits)
-    for row, cell in zip(sweep.rows, grid, strict=True):
-        row["seed"] = cell.seed
-    return SweepReport(sweep)
+    return SweepReport(untimed(grid, *hits))
 
 
 def test_seeds_are_folded_to_means_with_intervals():
@@ -141,10 +139,7 @@ def test_seeds_are_folded_to_means_with_intervals():
 def test_a_chart_has_a_band_of_the_seeds():
     """A line of a chart is the mean over seeds, with the interval as its band."""
     grid = Grid("compare", blocks=[10, 20], seed=[0, 1], eviction=["lru"])
-    sweep = untimed(grid, 0.1, 0.3, 0.4, 0.4)
-    for row, cell in zip(sweep.rows, grid, strict=True):
-        row["seed"] = cell.seed
-    (panel,) = SweepReport(sweep).chart("blocks").panels
+    (panel,) = SweepReport(untimed(grid, 0.1, 0.3, 0.4, 0.4)).chart("blocks").panels
     assert panel.lines == {"most hits": [(10, 0.2), (20, 0.4)]}
     (low, high), narrow = panel.bands["most hits"]
     assert low < 0.1
