@@ -330,11 +330,6 @@ class Result(ABC):
     kind: str
     plural: str
 
-    @property
-    def warning(self) -> str:
-        """A caution to read first; empty if there is none."""
-        return ""
-
     @abstractmethod
     def parts(self) -> Iterator[Part]:
         """Yield the parts of a report on one result."""
