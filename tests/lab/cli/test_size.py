@@ -56,19 +56,18 @@ def test_a_device_holds_whole_blocks_beside_weights_and_reserve():
     }
 
 
-def test_weights_that_do_not_fit_leave_no_blocks():
-    """If weights and reserve exceed the device, the budget is negative and no block fits."""
-    fit = report("llama-3-70b", "--device", "h200")["fit"]
+def test_weights_that_do_not_fit_leave_no_blocks_and_no_speeds():
+    """If weights and reserve exceed the device, the budget is negative and no block fits.
+
+    Nor is there a speed of decode, prefill or loading.
+    """
+    document = report("llama-3-70b", "--device", "h200")
+    fit, printed = document["fit"], run("llama-3-70b", "--device", "h200")
     assert fit["weights_fit"] is False
     assert fit["kv_budget_bytes"] < 0
     assert (fit["blocks"], fit["requests"]) == (0, 0)
-    assert "the weights do not fit" in run("llama-3-70b", "--device", "h200")
-
-
-def test_no_speeds_where_the_weights_do_not_fit():
-    """If the weights do not fit, no speed of decode, prefill or loading is printed."""
-    assert not {"decode", "prefill"} & set(report("llama-3-70b", "--device", "h200"))
-    printed = run("llama-3-70b", "--device", "h200")
+    assert "the weights do not fit" in printed
+    assert not {"decode", "prefill"} & document.keys()
     assert [word for word in ("decode", "prefill", "load") if word in printed] == []
 
 
@@ -260,15 +259,10 @@ def test_every_option_and_model_type_is_in_the_reference():
     assert ", ".join(f"`{kind}`" for kind in FAMILIES) in REFERENCE
 
 
-def test_every_json_field_is_in_the_reference():
-    """The reference names every field of the JSON document."""
-    document = report("mixtral-8x7b", "--device", "h100", "--window", "512")
-    assert [name for name in fields_of(document) if f"`{name}`" not in REFERENCE] == []
-
-
-def test_the_json_fields_of_cache_groups_are_in_the_reference():
-    """The reference names every field of the document of a model with several groups."""
-    document = report("gemma-3-12b", "--device", "h100")
+@pytest.mark.parametrize("model", [("mixtral-8x7b", "--window", "512"), ("gemma-3-12b",)])
+def test_every_json_field_is_in_the_reference(model):
+    """The reference names every field of the documents, those of cache groups too."""
+    document = report(*model, "--device", "h100")
     assert [name for name in fields_of(document) if f"`{name}`" not in REFERENCE] == []
 
 
