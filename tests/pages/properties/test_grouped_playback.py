@@ -1,14 +1,12 @@
 """Playback of traces with cache groups in a browser's page, against replays of their lines."""
 
-import gzip
 import re
-from base64 import b64encode
 from random import Random
 
-import orjson
 import pytest
 from helpers.browser import drawn, tab
 from helpers.grouped_traces import TIERS, grouped_run
+from helpers.pages import put_playback, replayed
 
 from kvcore import read_events
 from kvcore_pages.grouped_playback import GroupedPlayback
@@ -17,14 +15,7 @@ from kvcore_pages.view import view_page
 from kvcore_replay.state.groups import GroupState, name_of
 
 RUN = """
-async ({ name, blocks, rows, stride }) => {
-  for (const [part, text] of Object.entries(blocks)) {
-    const holder = document.createElement("script");
-    holder.type = "application/gzip";
-    holder.id = `data-${name}-${part}`;
-    holder.textContent = text;
-    document.body.append(holder);
-  }
+async ({ name, rows, stride }) => {
   const [side] = kvcore.sides;
   const playback = await Object.getPrototypeOf(side.playback.constructor).read(name);
   playback.stride = stride;
@@ -103,16 +94,11 @@ def check(page, path, seed, window=WHOLE):
     length = len(playback.rows["kind"])
     rows = [*sorted(draw.choices(range(length), k=10)), length - 1]
     rows += draw.choices(range(length), k=8)
-    parts = {"about": orjson.dumps(playback.document()), **playback.columns()}
-    blocks = {name: b64encode(gzip.compress(raw, 1)).decode() for name, raw in parts.items()}
-    arguments = {"name": "test", "blocks": blocks, "rows": rows, "stride": draw.choice([3, 90])}
-    played = page.evaluate(RUN, arguments)
-    wanted, state, begins = {}, None, {}
-    for event in read_events(path):
-        if state is None:
-            state = GroupState(event)
-        else:
-            state.apply(event)
+    put_playback(page, "test", playback)
+    stride = draw.choice([3, 90])
+    played = page.evaluate(RUN, {"name": "test", "rows": rows, "stride": stride})
+    wanted, begins = {}, {}
+    for event, state in replayed(path, GroupState):
         if event.event == "COMMIT":
             blocks = state.sequences[event.seq].tables[event.group].blocks
             for position in range(event.first, event.first + event.blocks):
@@ -176,12 +162,8 @@ def test_the_blocks_of_a_request_are_lit(tmp_path, browser, seed):
     path, file = tmp_path / "trace.jsonl", tmp_path / "page.html"
     grouped_run(seed, path)
     file.write_bytes(view_page([path]))
-    draw, state, wanted, order = Random(seed), None, {}, []
-    for event in read_events(path):
-        if state is None:
-            state = GroupState(event)
-        else:
-            state.apply(event)
+    draw, wanted, order = Random(seed), {}, []
+    for event, state in replayed(path, GroupState):
         if event.event == "REQUEST":
             order.append(event.id)
         if order and draw.random() < 0.02:

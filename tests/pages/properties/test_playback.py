@@ -3,13 +3,11 @@
 All traces run in one page: their data is put where a page has it, and read as a page reads it.
 """
 
-import gzip
-from base64 import b64encode
 from random import Random
 
-import orjson
 import pytest
 from helpers.browser import browsing, tab
+from helpers.pages import put_playback, replayed
 from helpers.policies import build
 from helpers.pooled_traces import pooled_run
 from helpers.serving import random_server, random_talks, random_tiered_server
@@ -25,14 +23,7 @@ from kvcore_pages.view import view_page
 from kvcore_replay.state.cache import CacheState
 
 RUN = """
-async ({ name, blocks, rows, stride }) => {
-  for (const [part, text] of Object.entries(blocks)) {
-    const holder = document.createElement("script");
-    holder.type = "application/gzip";
-    holder.id = `data-${name}-${part}`;
-    holder.textContent = text;
-    document.body.append(holder);
-  }
+async ({ name, rows, stride }) => {
   const [side] = kvcore.sides;
   const playback = await side.playback.constructor.read(name);
   playback.stride = stride;
@@ -148,31 +139,6 @@ def state_of(state):
     }
 
 
-def replayed(path, lines):
-    """Return the states of a replay after some lines, by line."""
-    wanted, found, state = set(lines), {}, None
-    for event in read_events(path):
-        if state is None:
-            state = CacheState(event)
-        else:
-            state.apply(event)
-        if event.n in wanted:
-            found[event.n] = state_of(state)
-    return found
-
-
-def packed(playback):
-    """Return the data of a playback as a page holds it, by name."""
-    parts = {"about": orjson.dumps(playback.document()), **playback.columns()}
-    return {name: b64encode(gzip.compress(raw, 1)).decode() for name, raw in parts.items()}
-
-
-def played(page, playback, rows, stride):
-    """Return the page's states of a playback at some rows."""
-    arguments = {"name": "test", "blocks": packed(playback), "rows": rows, "stride": stride}
-    return page.evaluate(RUN, arguments)
-
-
 def check(page, path, seed, window=None):
     """Compare random rows with a replay, forwards first and then back and forth."""
     draw = Random(seed)
@@ -180,21 +146,23 @@ def check(page, path, seed, window=None):
     length = len(playback.rows["kind"])
     forth = sorted(draw.choices(range(length), k=12))
     rows = [*forth, length - 1, *draw.choices(range(length), k=12)]
-    run = played(page, playback, rows, draw.choice([3, 17, 90]))
-    wanted = replayed(path, [row + playback.first_line for row in rows])
+    put_playback(page, "test", playback)
+    stride = draw.choice([3, 17, 90])
+    run = page.evaluate(RUN, {"name": "test", "rows": rows, "stride": stride})
+    wanted = {
+        event.n - playback.first_line: state_of(state)
+        for event, state in replayed(path, CacheState)
+        if event.n - playback.first_line in rows
+    }
     for row, state in zip(rows, run["states"], strict=True):
-        assert state == wanted[row + playback.first_line], (path.name, row)
+        assert state == wanted[row], (path.name, row)
     return playback, run["uses"]
 
 
 def check_uses(playback, path, uses):
     """Compare owners and next users of blocks on the page with the keys of the trace."""
-    state, admitted, keyed = None, {}, {}
-    for event in read_events(path):
-        if state is None:
-            state = CacheState(event)
-            continue
-        state.apply(event)
+    admitted, keyed = {}, {}
+    for event, state in replayed(path, CacheState):
         if event.event in ("REQUEST", "PREFETCH", "RECOVER"):
             name = event.id if event.event == "REQUEST" else event.request
             keyed.setdefault(name, list(state.requests[name].keys))
