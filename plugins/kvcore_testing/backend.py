@@ -17,7 +17,7 @@ from kvcore.engine.backend import TENSOR_DTYPES
 from kvcore.errors import InputError, StorageError
 from kvcore.plugins import Plugins
 from kvcore.plugins.base import qualified
-from kvcore_testing.plugin import PluginTests, check_is_named, seeds
+from kvcore_testing.plugin import PluginTests, seeds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,7 @@ Numbers are normally distributed, so outputs are below 5, and a tolerance is a f
 their last place."""
 
 
-class BackendTests(PluginTests):
+class BackendTests(PluginTests[Backend]):
     """Conformance tests of a backend; a derived `Test...` class makes the backend.
 
     `backend` (or `make`, if that needs fixtures of the instance) returns a new backend,
@@ -56,13 +56,10 @@ class BackendTests(PluginTests):
         tolerances: allowed absolute and relative difference of attention, by dtype.
     """
 
+    base = Backend
     backend: ClassVar[Callable[[], Backend]]
     dtypes: ClassVar[Sequence[str]] = TENSOR_DTYPES
     tolerances: ClassVar[dict[str, float]] = TOLERANCES
-
-    def make(self) -> Backend:
-        """Return a new backend."""
-        return type(self).backend()
 
     def numbers(self, tensor: Any) -> Tensor:
         """Return a tensor of the backend as one of torch, in fp64, on the host."""
@@ -71,10 +68,6 @@ class BackendTests(PluginTests):
         return torch.as_tensor(tensor).detach().cpu().double()
 
     seed = seeds(6)
-
-    def test_is_a_named_backend(self) -> None:
-        """Its class derives from Backend and has a name and a docstring of its own."""
-        check_is_named(self.make(), Backend)
 
     @_dtypes
     def test_paged_is_dense(self, seed: int, dtype: str) -> None:

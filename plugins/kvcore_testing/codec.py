@@ -14,7 +14,7 @@ from kvcore.errors import KvcoreError
 from kvcore.models.codec import Codec, Part
 from kvcore.plugins import Plugins
 from kvcore_testing.backend import LAYERS, RandomBatch
-from kvcore_testing.plugin import PluginTests, check_is_named, seeds
+from kvcore_testing.plugin import PluginTests, seeds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ HEADS = 6
 """Number of heads, of one or several blocks, in a call of `encode`."""
 
 
-class CodecTests(PluginTests):
+class CodecTests(PluginTests[Codec]):
     """Conformance tests of a codec; a derived `Test...` class makes the codec.
 
     `codec` (or `make`, if that needs fixtures of the instance) returns a new codec, made with
@@ -44,14 +44,11 @@ class CodecTests(PluginTests):
         block_size, width: sizes that the codec supports: tokens of a block, width of a head.
     """
 
+    base = Codec
     codec: ClassVar[Callable[[], Codec]]
     error: ClassVar[float]
     block_size: ClassVar[int] = 32
     width: ClassVar[int] = 64
-
-    def make(self) -> Codec:
-        """Return a new codec."""
-        return type(self).codec()
 
     def bound(self, part: Part, rows: Tensor) -> Tensor:
         """Return the largest error of `rows`, `[n, tokens of a block, width]`.
@@ -62,10 +59,6 @@ class CodecTests(PluginTests):
         return self.error * rows.double().abs().amax((1, 2), keepdim=True)
 
     seed = seeds(2)
-
-    def test_is_a_named_codec(self) -> None:
-        """Its class derives from Codec and has a name and a docstring of its own."""
-        check_is_named(self.make(), Codec)
 
     @_parts
     def test_planes_match_encoded_rows(self, part: Part) -> None:

@@ -21,7 +21,7 @@ from kvcore.errors import InputError, KvcoreError
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.manager import Plugins
 from kvcore_engine.executor import tensor_layout
-from kvcore_testing.plugin import check_is_named, seeds
+from kvcore_testing.plugin import NamedTests, seeds
 
 if TYPE_CHECKING:
     from kvcore.engine import Attend, Tensor
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 BLOCK = 4
 
 
-class GeneratorTests:
+class GeneratorTests(NamedTests[Generator]):
     """Conformance tests of a generator; a derived `Test...` class makes the generator.
 
     `generator` (or `make`, if that needs fixtures of the instance) returns a new generator,
@@ -47,18 +47,11 @@ class GeneratorTests:
             in different batches and chunks; 0: they are equal to the bit.
     """
 
+    base = Generator
     generator: ClassVar[Callable[[], Generator]]
     tolerance: ClassVar[float] = 1e-10
 
-    def make(self) -> Generator:
-        """Return a new generator."""
-        return type(self).generator()
-
     seed = seeds(3)
-
-    def test_is_a_named_generator(self) -> None:
-        """Its class derives from Generator and has a name and a docstring of its own."""
-        check_is_named(self.make(), Generator)
 
     def test_describes_itself_before_load(self) -> None:
         """Shape, vocabulary, windows and end tokens are known before `load`, and consistent."""

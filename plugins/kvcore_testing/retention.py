@@ -19,7 +19,7 @@ from kvcore_engine.retention.token_retention import (
     ScoreRetention,
     TokenRetention,
 )
-from kvcore_testing.plugin import PluginTests, check_is_named
+from kvcore_testing.plugin import PluginTests
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ _chunks = pytest.mark.parametrize("chunk", [1, 5, 64])
 _dtypes = pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16", "bf16"])
 
 
-class RetentionPolicyTests(PluginTests):
+class RetentionPolicyTests(PluginTests[RetentionPolicy]):
     """Conformance tests of a retention policy; a derived `Test...` class makes the policy.
 
     `retention` (or `make`, if that needs fixtures of the instance) returns a new policy, made
@@ -48,17 +48,10 @@ class RetentionPolicyTests(PluginTests):
         per_head: whether the scores of a K/V head depend on its own tokens alone.
     """
 
+    base = RetentionPolicy
     retention: ClassVar[Callable[[], RetentionPolicy]]
     forgets: ClassVar[bool] = True
     per_head: ClassVar[bool] = True
-
-    def make(self) -> RetentionPolicy:
-        """Return a new retention policy."""
-        return type(self).retention()
-
-    def test_is_a_named_policy(self) -> None:
-        """Its class derives from RetentionPolicy and has a name and a docstring of its own."""
-        check_is_named(self.make(), RetentionPolicy)
 
     @_lengths
     @_chunks

@@ -44,7 +44,7 @@ class NamelessTests(EvictionPolicyTests):
 def test_a_class_without_a_name_is_reported_with_the_line_to_add():
     """The kit reports a class without a name, with the line to add."""
     with pytest.raises(AssertionError, match=r'Nameless has no name: add `name = "\.\.\."`'):
-        NamelessTests().test_is_a_named_policy()
+        NamelessTests().test_is_a_named_plugin()
 
 
 class Inner(ScoreEviction):
