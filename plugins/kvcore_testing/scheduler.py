@@ -139,7 +139,6 @@ class ToyServer:
 
     def probe(self, request: Request, now: int) -> int:
         """Return the number of cached tokens of the prompt, without its last token."""
-        del now
         hit = 0
         for key in request.keys[: (request.prompt_tokens - 1) // request.key_tokens]:
             if key not in self._cached:
@@ -149,12 +148,10 @@ class ToyServer:
 
     def prefill_ns(self, tokens: int, context: int) -> int:
         """Return the time (ns) of the steps that compute `tokens` tokens of a prompt."""
-        del context
         return -(-tokens // CHUNK) * STEP
 
     def decode_ns(self, tokens: int, context: int, sequences: int) -> int:
         """Return the time (ns) of a step for each token."""
-        del context, sequences
         return tokens * STEP
 
     def _arrive(self, request: Request) -> None:

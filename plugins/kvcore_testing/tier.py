@@ -63,7 +63,6 @@ class TierStoreTests:
 
     def pieces(self, block: StoredBlock) -> Iterable[Piece]:
         """Yield the stored bytes of `block`, none by default. Called while a store is open."""
-        del block
         return ()
 
     def open(self, slots: int = _SLOTS, size: int = _BYTES, identity: bytes = _IDENTITY) -> Any:
