@@ -11,13 +11,17 @@ import attrs
 import pytest
 
 from kvcore.errors import KvcoreError
+from kvcore.lazy import LazyModule
 from kvcore.models.codec import Codec, Part
 from kvcore.plugins import Plugins
 from kvcore_testing.backend import LAYERS, RandomBatch
 from kvcore_testing.plugin import PluginTests, seeds
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+else:
+    torch = LazyModule("torch", globals())
 
 _parts = pytest.mark.parametrize("part", get_args(Part))
 _dtypes = pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16", "bf16"])
@@ -55,7 +59,6 @@ class CodecTests(PluginTests[Codec]):
 
         The tensor is fp64, of a shape that can be expanded to that of `rows`.
         """
-        del part
         return self.error * rows.double().abs().amax((1, 2), keepdim=True)
 
     seed = seeds(2)
@@ -78,8 +81,6 @@ class CodecTests(PluginTests[Codec]):
     @_dtypes
     def test_round_trip(self, part: Part, dtype: str) -> None:
         """Decoded numbers are within the bound: small, large, with offset or outlier."""
-        import torch  # noqa: PLC0415 - the kits are imported without it
-
         from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
 
         codec = self.make()
@@ -186,9 +187,7 @@ class CodecTests(PluginTests[Codec]):
         weights of a softmax then change by a total variation of at most tanh(d / 2), and its
         output by that share of the range of the values, and by the error of a value.
         """
-        import torch  # noqa: PLC0415 - as above
-
-        from kvcore_testing.dense import attention  # noqa: PLC0415 - as above
+        from kvcore_testing.dense import attention  # noqa: PLC0415 - torch
 
         batch = self._ragged(seed)
         plan = batch.stored()
@@ -236,8 +235,6 @@ class CodecTests(PluginTests[Codec]):
 
     def test_a_block_is_written_again(self) -> None:
         """After a rollback into a full block, kept tokens are near, and later ones new."""
-        import torch  # noqa: PLC0415 - as above
-
         size = self.block_size
         batch = self.batch(1, contexts=[0], lengths=[2 * size + 1])
         batch.stored()
@@ -330,8 +327,6 @@ class CodecTests(PluginTests[Codec]):
 
         Tokens that are encoded by themselves keep their codes; others are within the bound.
         """
-        import torch  # noqa: PLC0415 - as above
-
         random, size = Random(seed), self.block_size  # noqa: S311
         tokens, kept = 3 * size + 7, size + (5 if left else 0)
         batch = self.batch(seed, contexts=[0], lengths=[tokens], room=2)
@@ -424,8 +419,6 @@ def _halves(batch: RandomBatch) -> list[tuple[Part, list[list[Tensor]]]]:
 
 def _rows(tokens: int, width: int) -> Tensor:
     """Return normally distributed rows, `[HEADS, tokens, width]`, in fp64."""
-    import torch  # noqa: PLC0415 - as above
-
     draws = torch.Generator().manual_seed(tokens * width)
     return torch.randn(HEADS, tokens, width, generator=draws, dtype=torch.float64)
 

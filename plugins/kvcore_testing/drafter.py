@@ -115,7 +115,7 @@ class DrafterTests(PluginTests[Drafter]):
         generated: Any = None
         if drafter is None or isinstance(drafter, TokenDrafter):
             pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
-            from kvcore_engine.engine import run  # noqa: PLC0415 - as above
+            from kvcore_engine.engine import run  # noqa: PLC0415 - torch
 
             generated = run(
                 texts,

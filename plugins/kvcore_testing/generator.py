@@ -18,14 +18,19 @@ from kvcore.engine import (
     attend_through,
 )
 from kvcore.errors import InputError, KvcoreError
+from kvcore.lazy import LazyModule
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.manager import Plugins
 from kvcore_engine.executor import tensor_layout
 from kvcore_testing.plugin import NamedTests, seeds
 
 if TYPE_CHECKING:
+    import torch
+
     from kvcore.engine import Attend, Tensor
     from kvcore_testing.dense import Text
+else:
+    torch = LazyModule("torch", globals())
 
 BLOCK = 4
 
@@ -290,8 +295,6 @@ def _by_text(texts: Sequence[Text], steps: list[list[_Call]]) -> list[dict[Any, 
 def _close(
     computed: dict[Any, list[Tensor]], expected: dict[Any, list[Tensor]], tolerance: float
 ) -> None:
-    import torch  # noqa: PLC0415
-
     assert computed.keys() == expected.keys()
     for key, rows in computed.items():
         got, two = torch.stack(rows), torch.stack(expected[key])

@@ -10,6 +10,7 @@ import pytest
 
 from kvcore.cache import KVCache, RetentionPolicy, Sequence
 from kvcore.engine import Rotary
+from kvcore.lazy import LazyModule
 from kvcore.request import Request
 from kvcore.serving import simulate
 from kvcore_engine.retention.page_selection import PageSelection
@@ -24,6 +25,8 @@ from kvcore_testing.plugin import PluginTests
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+else:
+    torch = LazyModule("torch", globals())
 
 BLOCK = 4
 _lengths = pytest.mark.parametrize("prompt", [1, 7, 64, 400])
@@ -373,8 +376,6 @@ def held_tokens(
     holds other tokens, as after a compaction. Keys, values and queries are between -1 and 1,
     times `factor`.
     """
-    import torch  # noqa: PLC0415 - only scores need it
-
     kind = _kind(dtype)
     source = torch.Generator().manual_seed(seed)
     layers, heads, group, width = 3, 2, 2, 8
