@@ -8,6 +8,11 @@ def faulty(fault, base, **members):
     return type(f"Faulty{base.__name__}", (base,), {"__doc__": fault, **members})
 
 
+def fail(*_, **__):
+    """Raise ZeroDivisionError, whatever it is called with."""
+    raise ZeroDivisionError
+
+
 def run_test(kit, plugin, test, *arguments, **values):
     """Run a test of a kit on the plugins that `plugin()` returns.
 
