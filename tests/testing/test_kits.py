@@ -36,9 +36,7 @@ class Nameless(ScoreEviction):
 class NamelessTests(EvictionPolicyTests):
     """Conformance tests of the policy without a name."""
 
-    def make(self):
-        """Return the policy."""
-        return Nameless()
+    eviction = Nameless
 
 
 def test_a_class_without_a_name_is_reported_with_the_line_to_add():
@@ -65,9 +63,7 @@ class Inner(ScoreEviction):
 class InnerTests(EvictionPolicyTests):
     """Conformance tests of the policy that evicts inner spans."""
 
-    def make(self):
-        """Return the policy."""
-        return Inner()
+    eviction = Inner
 
 
 def test_a_failing_state_machine_ends_in_seconds(monkeypatch):
