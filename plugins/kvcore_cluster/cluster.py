@@ -241,7 +241,6 @@ class Cluster:
 
     def _ended(self, server: Server, request: Request, now: int) -> None:
         """Called when a replica has ended a request, which its session may wait for."""
-        del server
         self.arrivals.ended(request, now)
 
     def _touch(self, server: Server, now: int) -> None:
@@ -373,7 +372,6 @@ class Cluster:
 
     def _serve_again(self, server: Server, request: Request, now: int, arrival: int) -> None:
         """Route a request again that `server` has lost."""
-        del server
         self.retried += 1
         self._route(request, now, arrival)
 

@@ -160,7 +160,6 @@ class Borrow(Router):
 
     def cost(self, request: Request, replica: Replica) -> float:
         """Return the prompt tokens that wait, and the share of the memory in use below that."""
-        del request
         return replica.waiting_tokens + min(replica.usage, 0.999)
 
 

@@ -208,7 +208,6 @@ class ThroughputPlanner(Planner):
         self, demand: Demand, replicas: int, profile: Profile, slo: SLO, phase: Phase
     ) -> int:
         """Return the rate over that of one replica, times `headroom`, rounded up."""
-        del replicas
         if not demand.requests:
             return self.least
         rate = demand.requests / demand.seconds * self.headroom
@@ -262,7 +261,6 @@ class LoadPlanner(Planner):
         self, demand: Demand, replicas: int, profile: Profile, slo: SLO, phase: Phase
     ) -> int:
         """Return the present number of replicas, one more, or one less."""
-        del profile
         limit_ns = slo.tpot_ns if phase == "decode" else slo.ttft_ns
         if demand.latency is None or limit_ns is None:
             return replicas if demand.requests else max(replicas - 1, self.least)

@@ -159,7 +159,6 @@ class SentIndex(PrefixView):
 
     def lost(self, replica: int, now: int) -> None:
         """Remove all that was sent to a replica. O(keys sent)."""
-        del now
         last = self._last.pop(replica, {})
         self._before.pop(replica, None)
         self._holders.discard(replica, last)
@@ -385,7 +384,6 @@ class EventsView(PrefixView):
 
     def lost(self, replica: int, now: int) -> None:
         """Remove the blocks of a replica; its delayed events are dropped on arrival."""
-        del now
         instance = self._places.pop(replica, None)
         if instance is not None:
             instance.size.drop(replica)
@@ -410,7 +408,6 @@ class EventsView(PrefixView):
 
     def _record(self, instance: _Place, ready_at: int, record: _Record, *blocks: Any) -> None:
         """Record an event, unless its replica has lost its K/V since."""
-        del ready_at
         if self._places.get(instance.replica) is instance:
             record(instance.size, instance.replica, *blocks)
 
@@ -441,7 +438,6 @@ class ExactView(PrefixView):
 
     def lost(self, replica: int, now: int) -> None:
         """Stop reading the cache of a replica."""
-        del now
         self._caches.pop(replica, None)
 
     def __str__(self) -> str:

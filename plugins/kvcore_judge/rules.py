@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from kvcore import KVCache
-from kvcore.cache import EvictionPolicy
 from kvcore_judge.cells import Cell, EvictionDigest, run_cell
 from kvcore_judge.entries import Entry
 from kvcore_judge.protocol import Stream, read_stream
@@ -40,9 +39,7 @@ def check_kit(entry: Entry) -> int:
 
     class Kit(EvictionPolicyTests):
         machine_examples = 1
-
-        def make(self) -> EvictionPolicy:
-            return entry.build()
+        eviction = entry.build
 
     passed = 0
     for name, test in _tests(Kit):

@@ -286,11 +286,9 @@ class Recorded:
         self.log.rejected(self._jobs.pop(event.request), event.why)
 
     def _fork(self, event: events.Fork) -> None:
-        del event
         self._by_hand()
 
     def _end(self, event: events.End) -> None:
-        del event
         if self._jobs:
             self._by_hand()
 

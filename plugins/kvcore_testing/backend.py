@@ -15,12 +15,16 @@ import pytest
 from kvcore.engine import Backend, RaggedBatch, Rotary, Rotation, TensorLayout
 from kvcore.engine.backend import TENSOR_DTYPES
 from kvcore.errors import InputError, StorageError
+from kvcore.lazy import LazyModule
 from kvcore.plugins import Plugins
 from kvcore.plugins.base import qualified
-from kvcore_testing.plugin import PluginTests, check_is_named, seeds
+from kvcore_testing.plugin import PluginTests, seeds
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+else:
+    torch = LazyModule("torch", globals())
 
 
 _dtypes = pytest.mark.parametrize("dtype", TENSOR_DTYPES)
@@ -38,7 +42,7 @@ Numbers are normally distributed, so outputs are below 5, and a tolerance is a f
 their last place."""
 
 
-class BackendTests(PluginTests):
+class BackendTests(PluginTests[Backend]):
     """Conformance tests of a backend; a derived `Test...` class makes the backend.
 
     `backend` (or `make`, if that needs fixtures of the instance) returns a new backend,
@@ -56,25 +60,16 @@ class BackendTests(PluginTests):
         tolerances: allowed absolute and relative difference of attention, by dtype.
     """
 
+    base = Backend
     backend: ClassVar[Callable[[], Backend]]
     dtypes: ClassVar[Sequence[str]] = TENSOR_DTYPES
     tolerances: ClassVar[dict[str, float]] = TOLERANCES
 
-    def make(self) -> Backend:
-        """Return a new backend."""
-        return type(self).backend()
-
     def numbers(self, tensor: Any) -> Tensor:
         """Return a tensor of the backend as one of torch, in fp64, on the host."""
-        import torch  # noqa: PLC0415 - the kits are imported without it
-
         return torch.as_tensor(tensor).detach().cpu().double()
 
     seed = seeds(6)
-
-    def test_is_a_named_backend(self) -> None:
-        """Its class derives from Backend and has a name and a docstring of its own."""
-        check_is_named(self.make(), Backend)
 
     @_dtypes
     def test_paged_is_dense(self, seed: int, dtype: str) -> None:
@@ -129,8 +124,6 @@ class BackendTests(PluginTests):
 
     def test_chunks_are_one_prefill(self, seed: int) -> None:
         """A prompt computed in chunks has the output of a prompt computed at once."""
-        import torch  # noqa: PLC0415 - as above
-
         random = Random(seed)  # noqa: S311
         tokens = random.randint(40, 120)
         batch = self.batch(seed, contexts=[0], lengths=[tokens], room=0)
@@ -180,8 +173,6 @@ class BackendTests(PluginTests):
     @_dtypes
     def test_stores_rotated_keys(self, dtype: str, adjacent: bool) -> None:  # noqa: FBT001
         """`store_rotated` stores keys as fp64 rotates them, and values unchanged."""
-        import torch  # noqa: PLC0415 - as above
-
         batch = self.batch(7, dtype, head_dim=24)
         for layer, exact in enumerate(self._store_rotated(batch, adjacent=adjacent)):
             for sequence, table in enumerate(batch.tables):
@@ -219,8 +210,6 @@ class BackendTests(PluginTests):
         The first layer uses tables with a row for each token, the second tables with a row for
         each position.
         """
-        import torch  # noqa: PLC0415 - as above
-
         backend, lengths = batch.backend, [batch.tokens(n) for n in range(len(batch.tables))]
         pairs = batch.layout.head_dim // 3
         rotary = Rotary(tuple(0.7**i for i in range(pairs)), adjacent)
@@ -277,8 +266,6 @@ class BackendTests(PluginTests):
     @_dtypes
     def test_moves_tokens(self, dtype: str, together: bool) -> None:  # noqa: FBT001
         """`move_tokens` moves the tokens of each head as if all at once."""
-        import torch  # noqa: PLC0415 - as above
-
         batch = self.batch(6, dtype, contexts=[0], lengths=[50], room=1, together=together)
         batch.stored()
         (table,), heads = batch.tables, range(batch.layout.kv_heads)
@@ -529,8 +516,6 @@ class RandomBatch:
         share a K/V head (`group`), and fields of the layout (`fixed`). The pool has `room`
         spare blocks. `shuffle` changes the block tables, and nothing else.
         """
-        import torch  # noqa: PLC0415 - the kits are imported without it
-
         from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
 
         random = Random(seed)  # noqa: S311
@@ -590,8 +575,6 @@ class RandomBatch:
 
         Returns the plan, without sequences of count 0.
         """
-        import torch  # noqa: PLC0415 - as above
-
         chosen = [sequence for sequence, count in enumerate(counts) if count]
         if not chosen:
             return None
@@ -624,8 +607,6 @@ class RandomBatch:
         **options: Any,
     ) -> Tensor:
         """Return the backend's attention for the tokens of a plan; None: for the new ones."""
-        import torch  # noqa: PLC0415 - as above
-
         begins = self.contexts if begins is None else begins
         counts = self.lengths if counts is None else counts
         queries = torch.cat(
@@ -641,9 +622,7 @@ class RandomBatch:
         self, plan: Any, begins: Sequence[int], counts: Sequence[int], **options: Any
     ) -> None:
         """Compare the attention of a plan, in all layers, with that in fp64."""
-        import torch  # noqa: PLC0415 - as above
-
-        from kvcore_testing.dense import attention  # noqa: PLC0415 - as above
+        from kvcore_testing.dense import attention  # noqa: PLC0415 - torch
 
         for layer in range(LAYERS):
             expected = []
@@ -660,9 +639,7 @@ class RandomBatch:
 
     def check_weighed(self, **options: Any) -> None:
         """Compare the attention and its summed weights, in all layers, with those in fp64."""
-        import torch  # noqa: PLC0415 - as above
-
-        from kvcore_testing.dense import attention  # noqa: PLC0415 - as above
+        from kvcore_testing.dense import attention  # noqa: PLC0415 - torch
 
         plan = self.stored()
         close: Any = {"atol": 8 * self.tolerance, "rtol": 8 * self.tolerance}
@@ -690,8 +667,6 @@ class RandomBatch:
 
         All layers and heads have equal positions if `alike`.
         """
-        import torch  # noqa: PLC0415 - as above
-
         draw, lost = torch.Generator().manual_seed(seed), 40
         shape = (1, 1) if alike else (LAYERS, self.layout.kv_heads)
         held_positions = [

@@ -15,7 +15,7 @@ from kvcore.plugins import resolve
 from kvcore.request import Key, Request
 from kvcore.serving import Batching, simulate
 from kvcore_plugins.cache_groups import GroupedCache, GroupPlan, LayerGroup
-from kvcore_testing.plugin import PluginTests, check_is_named, seeds
+from kvcore_testing.plugin import PluginTests, seeds
 
 BLOCK = 8
 _REQUESTS, _CHUNK = 120, 64
@@ -41,7 +41,7 @@ class Lookup:
     evicted: int
 
 
-class CheckpointTests(PluginTests):
+class CheckpointTests(PluginTests[CheckpointPolicy]):
     """Conformance tests of a checkpoint policy; a derived `Test...` class makes the policy.
 
     `checkpoint` is its class, or a function that returns a policy with one set of options; a
@@ -54,11 +54,8 @@ class CheckpointTests(PluginTests):
     Blocks have 8 tokens in all groups, one of which keeps states.
     """
 
+    base = CheckpointPolicy
     checkpoint: ClassVar[Callable[[], CheckpointPolicy]]
-
-    def make(self) -> CheckpointPolicy:
-        """Return a new checkpoint policy."""
-        return type(self).checkpoint()
 
     seed = seeds(3)
 
@@ -66,10 +63,6 @@ class CheckpointTests(PluginTests):
     def groups(self, request: pytest.FixtureRequest) -> tuple[LayerGroup, ...]:
         """Return the cache groups of the test."""
         return _GROUPS[request.param]
-
-    def test_is_a_named_policy(self) -> None:
-        """Its class derives from CheckpointPolicy, with a name and a docstring of its own."""
-        check_is_named(self.make(), CheckpointPolicy)
 
     def test_serves_one_cache(self) -> None:
         """A second cache with the same policy is an InputError that names the policy."""

@@ -11,13 +11,17 @@ import attrs
 import pytest
 
 from kvcore.errors import KvcoreError
+from kvcore.lazy import LazyModule
 from kvcore.models.codec import Codec, Part
 from kvcore.plugins import Plugins
 from kvcore_testing.backend import LAYERS, RandomBatch
-from kvcore_testing.plugin import PluginTests, check_is_named, seeds
+from kvcore_testing.plugin import PluginTests, seeds
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+else:
+    torch = LazyModule("torch", globals())
 
 _parts = pytest.mark.parametrize("part", get_args(Part))
 _dtypes = pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16", "bf16"])
@@ -25,7 +29,7 @@ HEADS = 6
 """Number of heads, of one or several blocks, in a call of `encode`."""
 
 
-class CodecTests(PluginTests):
+class CodecTests(PluginTests[Codec]):
     """Conformance tests of a codec; a derived `Test...` class makes the codec.
 
     `codec` (or `make`, if that needs fixtures of the instance) returns a new codec, made with
@@ -44,28 +48,20 @@ class CodecTests(PluginTests):
         block_size, width: sizes that the codec supports: tokens of a block, width of a head.
     """
 
+    base = Codec
     codec: ClassVar[Callable[[], Codec]]
     error: ClassVar[float]
     block_size: ClassVar[int] = 32
     width: ClassVar[int] = 64
-
-    def make(self) -> Codec:
-        """Return a new codec."""
-        return type(self).codec()
 
     def bound(self, part: Part, rows: Tensor) -> Tensor:
         """Return the largest error of `rows`, `[n, tokens of a block, width]`.
 
         The tensor is fp64, of a shape that can be expanded to that of `rows`.
         """
-        del part
         return self.error * rows.double().abs().amax((1, 2), keepdim=True)
 
     seed = seeds(2)
-
-    def test_is_a_named_codec(self) -> None:
-        """Its class derives from Codec and has a name and a docstring of its own."""
-        check_is_named(self.make(), Codec)
 
     @_parts
     def test_planes_match_encoded_rows(self, part: Part) -> None:
@@ -85,8 +81,6 @@ class CodecTests(PluginTests):
     @_dtypes
     def test_round_trip(self, part: Part, dtype: str) -> None:
         """Decoded numbers are within the bound: small, large, with offset or outlier."""
-        import torch  # noqa: PLC0415 - the kits are imported without it
-
         from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
 
         codec = self.make()
@@ -193,9 +187,7 @@ class CodecTests(PluginTests):
         weights of a softmax then change by a total variation of at most tanh(d / 2), and its
         output by that share of the range of the values, and by the error of a value.
         """
-        import torch  # noqa: PLC0415 - as above
-
-        from kvcore_testing.dense import attention  # noqa: PLC0415 - as above
+        from kvcore_testing.dense import attention  # noqa: PLC0415 - torch
 
         batch = self._ragged(seed)
         plan = batch.stored()
@@ -243,8 +235,6 @@ class CodecTests(PluginTests):
 
     def test_a_block_is_written_again(self) -> None:
         """After a rollback into a full block, kept tokens are near, and later ones new."""
-        import torch  # noqa: PLC0415 - as above
-
         size = self.block_size
         batch = self.batch(1, contexts=[0], lengths=[2 * size + 1])
         batch.stored()
@@ -337,8 +327,6 @@ class CodecTests(PluginTests):
 
         Tokens that are encoded by themselves keep their codes; others are within the bound.
         """
-        import torch  # noqa: PLC0415 - as above
-
         random, size = Random(seed), self.block_size  # noqa: S311
         tokens, kept = 3 * size + 7, size + (5 if left else 0)
         batch = self.batch(seed, contexts=[0], lengths=[tokens], room=2)
@@ -431,8 +419,6 @@ def _halves(batch: RandomBatch) -> list[tuple[Part, list[list[Tensor]]]]:
 
 def _rows(tokens: int, width: int) -> Tensor:
     """Return normally distributed rows, `[HEADS, tokens, width]`, in fp64."""
-    import torch  # noqa: PLC0415 - as above
-
     draws = torch.Generator().manual_seed(tokens * width)
     return torch.randn(HEADS, tokens, width, generator=draws, dtype=torch.float64)
 

@@ -15,12 +15,12 @@ from kvcore.serving import Batching, LatencyModel, StepWork, simulate
 from kvcore.serving.drafter import Drafter
 from kvcore.trace import Trace
 from kvcore_engine.drafter.token_drafter import TokenDrafter
-from kvcore_testing.plugin import PluginTests, check_is_named
+from kvcore_testing.plugin import PluginTests
 
 _MANY = 40
 
 
-class DrafterTests(PluginTests):
+class DrafterTests(PluginTests[Drafter]):
     """Conformance tests of a drafter; a derived `Test...` class makes the drafter.
 
     `drafter` (or `make`, if that needs fixtures of the instance) returns a new drafter, made
@@ -37,18 +37,11 @@ class DrafterTests(PluginTests):
         generator: the model that verifies the drafts, as text.
     """
 
+    base = Drafter
     drafter: ClassVar[Callable[[], Drafter]]
     generator: ClassVar[str] = (
         "transformer:layers=2,hidden=32,heads=4,kv_heads=2,head_dim=8,vocab_size=31"
     )
-
-    def make(self) -> Drafter:
-        """Return a new drafter."""
-        return type(self).drafter()
-
-    def test_is_a_named_drafter(self) -> None:
-        """Its class derives from Drafter and has a name and a docstring of its own."""
-        check_is_named(self.make(), Drafter)
 
     def test_drafts_a_token_or_more(self) -> None:
         """`tokens`, the most tokens of a draft, is an integer of at least 1."""
@@ -122,7 +115,7 @@ class DrafterTests(PluginTests):
         generated: Any = None
         if drafter is None or isinstance(drafter, TokenDrafter):
             pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
-            from kvcore_engine.engine import run  # noqa: PLC0415 - as above
+            from kvcore_engine.engine import run  # noqa: PLC0415 - torch
 
             generated = run(
                 texts,

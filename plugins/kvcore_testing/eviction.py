@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from random import Random
 from typing import Any, ClassVar
@@ -28,7 +27,7 @@ from kvcore_testing.harness import (
     replay,
 )
 from kvcore_testing.hosted import HostedCache
-from kvcore_testing.plugin import PluginTests, check_is_named, seeds
+from kvcore_testing.plugin import PluginTests, seeds
 
 _KEY = 6
 _BLOCKS = 15
@@ -39,12 +38,14 @@ _MANY = 100
 _STAY, _AS_MUCH = 0.5, 0.9
 
 
-class EvictionPolicyTests(PluginTests):
+class EvictionPolicyTests(PluginTests[EvictionPolicy]):
     """Conformance tests of an eviction policy; a derived `Test...` class makes the policy.
 
+    `eviction` (or `make`, if that needs fixtures of the instance) returns a new policy, made
+    with the same options each time:
+
         class TestMine(EvictionPolicyTests):
-            def make(self):
-                return Mine()
+            eviction = Mine
 
     The tests drive caches with random calls, with many sequences open at once and with one
     after the other, and compare decisions: hits, victims, refusals. `copy.deepcopy` copies
@@ -56,21 +57,15 @@ class EvictionPolicyTests(PluginTests):
         machine_examples: number of runs of the state machine.
     """
 
+    base = EvictionPolicy
+    eviction: ClassVar[Callable[[], EvictionPolicy]]
     machine_examples: ClassVar[int] = 8
-
-    @abstractmethod
-    def make(self) -> EvictionPolicy:
-        """Return a new policy, with the same options each time."""
 
     def make_prefix(self) -> PrefixIndex | None:
         """Return a new prefix index; None for the `radix` plugin."""
         return None
 
     seed = seeds(4)
-
-    def test_is_a_named_policy(self) -> None:
-        """Its class derives from EvictionPolicy and has a name and a docstring of its own."""
-        check_is_named(self.make(), EvictionPolicy)
 
     def test_victims_are_unpinned_leaves(self, seed: int) -> None:
         """Each victim is an unpinned leaf, and a second call of `victim` returns it again."""

@@ -18,19 +18,24 @@ from kvcore.engine import (
     attend_through,
 )
 from kvcore.errors import InputError, KvcoreError
+from kvcore.lazy import LazyModule
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.manager import Plugins
 from kvcore_engine.executor import tensor_layout
-from kvcore_testing.plugin import check_is_named, seeds
+from kvcore_testing.plugin import NamedTests, seeds
 
 if TYPE_CHECKING:
+    import torch
+
     from kvcore.engine import Attend, Tensor
     from kvcore_testing.dense import Text
+else:
+    torch = LazyModule("torch", globals())
 
 BLOCK = 4
 
 
-class GeneratorTests:
+class GeneratorTests(NamedTests[Generator]):
     """Conformance tests of a generator; a derived `Test...` class makes the generator.
 
     `generator` (or `make`, if that needs fixtures of the instance) returns a new generator,
@@ -47,18 +52,11 @@ class GeneratorTests:
             in different batches and chunks; 0: they are equal to the bit.
     """
 
+    base = Generator
     generator: ClassVar[Callable[[], Generator]]
     tolerance: ClassVar[float] = 1e-10
 
-    def make(self) -> Generator:
-        """Return a new generator."""
-        return type(self).generator()
-
     seed = seeds(3)
-
-    def test_is_a_named_generator(self) -> None:
-        """Its class derives from Generator and has a name and a docstring of its own."""
-        check_is_named(self.make(), Generator)
 
     def test_describes_itself_before_load(self) -> None:
         """Shape, vocabulary, windows and end tokens are known before `load`, and consistent."""
@@ -297,8 +295,6 @@ def _by_text(texts: Sequence[Text], steps: list[list[_Call]]) -> list[dict[Any, 
 def _close(
     computed: dict[Any, list[Tensor]], expected: dict[Any, list[Tensor]], tolerance: float
 ) -> None:
-    import torch  # noqa: PLC0415
-
     assert computed.keys() == expected.keys()
     for key, rows in computed.items():
         got, two = torch.stack(rows), torch.stack(expected[key])

@@ -15,12 +15,12 @@ from kvcore.models.cost import attended_pairs
 from kvcore.plugins.base import qualified
 from kvcore.serving import LatencyModel, StepWork, Windows
 from kvcore.serving.latency import StepTimes
-from kvcore_testing.plugin import PluginTests, check_is_named, seeds
+from kvcore_testing.plugin import PluginTests, seeds
 
 _STEPS = 100
 
 
-class LatencyModelTests(PluginTests):
+class LatencyModelTests(PluginTests[LatencyModel]):
     """Conformance tests of a latency model; a derived `Test...` class makes the model.
 
     `latency` (or `make`, if that needs fixtures of the instance) returns a new model, made
@@ -33,17 +33,10 @@ class LatencyModelTests(PluginTests):
     both, from one token to some hundred thousand.
     """
 
+    base = LatencyModel
     latency: ClassVar[Callable[[], LatencyModel]]
 
-    def make(self) -> LatencyModel:
-        """Return a new latency model."""
-        return type(self).latency()
-
     seed = seeds(4)
-
-    def test_is_a_named_model(self) -> None:
-        """Its class derives from LatencyModel and has a name and a docstring of its own."""
-        check_is_named(self.make(), LatencyModel)
 
     def test_windows_are_distinct(self) -> None:
         """`windows` is a constant tuple of one or more different windows, None or from 1 on."""

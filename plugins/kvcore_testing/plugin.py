@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import pytest
 
@@ -14,22 +13,6 @@ from kvcore.plugins.base import qualified, uncalled
 from kvcore.plugins.options import as_text, instantiate
 
 _PLAIN = (type(None), bool, int, float, str, Path)
-
-
-def check_is_named(plugin: Plugin, base: type[Plugin]) -> None:
-    """Check that a plugin derives from `base`, and has a name and a docstring of its own.
-
-    A method that nothing calls counts as misspelled if its name is almost that of a method
-    which kvcore calls.
-    """
-    assert isinstance(plugin, base), f"{plugin!r} is no {base.__name__}"
-    cls = type(plugin)
-    name = getattr(cls, "name", None)
-    assert name is not None, f'{qualified(cls)} has no name: add `name = "..."` to the class'
-    assert re.fullmatch(r"[\w.-]+", name), f"a name is letters, digits, _ . -: not {name!r}"
-    assert cls.__doc__, f"{qualified(cls)} has no docstring"
-    hint = uncalled(cls)
-    assert hint is None, f"{hint} (a method of your own: begin its name with an underscore)"
 
 
 def seeds(count: int) -> Any:
@@ -46,12 +29,44 @@ def seeds(count: int) -> Any:
     return seed
 
 
-class PluginTests(ABC):
-    """The test that kits of plugins with options have in common."""
+P = TypeVar("P", bound=Plugin)
 
-    @abstractmethod
-    def make(self) -> Plugin:
-        """Return a new plugin, with the same options each time."""
+
+class NamedTests(Generic[P]):
+    """Base of all kits: makes plugins of a kind, and checks the class of one.
+
+    Attributes:
+        base: the class that plugins of the kind derive from.
+    """
+
+    base: ClassVar[type[Plugin]]
+
+    def make(self) -> P:
+        """Return a new plugin, which the attribute with the name of its kind makes."""
+        plugin: P = getattr(type(self), self.base.kind)()
+        return plugin
+
+    def test_is_a_named_plugin(self) -> None:
+        """Its class derives from the base of its kind, and has a name and a docstring.
+
+        A method that nothing calls counts as misspelled if its name is almost that of a method
+        which kvcore calls.
+        """
+        plugin, base = self.make(), self.base
+        assert isinstance(plugin, base), f"{plugin!r} is no {base.__name__}"
+        cls = type(plugin)
+        name = getattr(cls, "name", None)
+        assert name is not None, (
+            f'{qualified(cls)} has no name: add `name = "..."` to the class'
+        )
+        assert re.fullmatch(r"[\w.-]+", name), f"a name is letters, digits, _ . -: not {name!r}"
+        assert cls.__doc__, f"{qualified(cls)} has no docstring"
+        hint = uncalled(cls)
+        assert hint is None, f"{hint} (a method of your own: begin its name with an underscore)"
+
+
+class PluginTests(NamedTests[P]):
+    """The tests that kits of plugins with options have in common."""
 
     def test_is_built_from_text(self) -> None:
         """Its own options, written as text, make a plugin with equal options."""

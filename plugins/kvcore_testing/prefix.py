@@ -10,7 +10,7 @@ from kvcore.cache import KVCache, PrefixIndex, ScoreEviction, Span
 from kvcore.errors import InputError
 from kvcore.request import Request
 from kvcore_testing.harness import Driver, Traffic, living, random_steps, snapshot
-from kvcore_testing.plugin import check_is_named, seeds
+from kvcore_testing.plugin import NamedTests, seeds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ class Oldest(ScoreEviction):
         return span.released_order
 
 
-class PrefixIndexTests:
+class PrefixIndexTests(NamedTests[PrefixIndex]):
     """Conformance tests of a prefix index; a derived `Test...` class makes the index.
 
     `prefix` (or `make`, if that needs fixtures of the instance) returns a new index,
@@ -54,17 +54,10 @@ class PrefixIndexTests:
     `shares = False`, and the tests of its matches are skipped.
     """
 
+    base = PrefixIndex
     prefix: ClassVar[Callable[[], PrefixIndex]]
 
-    def make(self) -> PrefixIndex:
-        """Return a new prefix index."""
-        return type(self).prefix()
-
     seed = seeds(4)
-
-    def test_is_a_named_index(self) -> None:
-        """Its class derives from PrefixIndex and has a name and a docstring of its own."""
-        check_is_named(self.make(), PrefixIndex)
 
     def test_serves_one_cache(self) -> None:
         """A second `KVCache` with the same index is an InputError that names the index."""

@@ -10,6 +10,7 @@ import pytest
 
 from kvcore.cache import KVCache, RetentionPolicy, Sequence
 from kvcore.engine import Rotary
+from kvcore.lazy import LazyModule
 from kvcore.request import Request
 from kvcore.serving import simulate
 from kvcore_engine.retention.page_selection import PageSelection
@@ -19,11 +20,13 @@ from kvcore_engine.retention.token_retention import (
     ScoreRetention,
     TokenRetention,
 )
-from kvcore_testing.plugin import PluginTests, check_is_named
+from kvcore_testing.plugin import PluginTests
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+else:
+    torch = LazyModule("torch", globals())
 
 BLOCK = 4
 _lengths = pytest.mark.parametrize("prompt", [1, 7, 64, 400])
@@ -31,7 +34,7 @@ _chunks = pytest.mark.parametrize("chunk", [1, 5, 64])
 _dtypes = pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16", "bf16"])
 
 
-class RetentionPolicyTests(PluginTests):
+class RetentionPolicyTests(PluginTests[RetentionPolicy]):
     """Conformance tests of a retention policy; a derived `Test...` class makes the policy.
 
     `retention` (or `make`, if that needs fixtures of the instance) returns a new policy, made
@@ -48,17 +51,10 @@ class RetentionPolicyTests(PluginTests):
         per_head: whether the scores of a K/V head depend on its own tokens alone.
     """
 
+    base = RetentionPolicy
     retention: ClassVar[Callable[[], RetentionPolicy]]
     forgets: ClassVar[bool] = True
     per_head: ClassVar[bool] = True
-
-    def make(self) -> RetentionPolicy:
-        """Return a new retention policy."""
-        return type(self).retention()
-
-    def test_is_a_named_policy(self) -> None:
-        """Its class derives from RetentionPolicy and has a name and a docstring of its own."""
-        check_is_named(self.make(), RetentionPolicy)
 
     @_lengths
     @_chunks
@@ -380,8 +376,6 @@ def held_tokens(
     holds other tokens, as after a compaction. Keys, values and queries are between -1 and 1,
     times `factor`.
     """
-    import torch  # noqa: PLC0415 - only scores need it
-
     kind = _kind(dtype)
     source = torch.Generator().manual_seed(seed)
     layers, heads, group, width = 3, 2, 2, 8

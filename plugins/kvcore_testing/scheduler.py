@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
@@ -30,7 +29,7 @@ from kvcore.serving import (
 from kvcore.serving.job import DECODE, DONE, PAUSED, PREFILL, WAITING
 from kvcore.units import PS_PER_NS
 from kvcore_testing.harness import Traffic, living, random_requests
-from kvcore_testing.plugin import PluginTests, check_is_named, seeds
+from kvcore_testing.plugin import PluginTests, seeds
 
 STEP = 10**7
 """Nanoseconds a step takes, whatever it computes."""
@@ -140,7 +139,6 @@ class ToyServer:
 
     def probe(self, request: Request, now: int) -> int:
         """Return the number of cached tokens of the prompt, without its last token."""
-        del now
         hit = 0
         for key in request.keys[: (request.prompt_tokens - 1) // request.key_tokens]:
             if key not in self._cached:
@@ -150,12 +148,10 @@ class ToyServer:
 
     def prefill_ns(self, tokens: int, context: int) -> int:
         """Return the time (ns) of the steps that compute `tokens` tokens of a prompt."""
-        del context
         return -(-tokens // CHUNK) * STEP
 
     def decode_ns(self, tokens: int, context: int, sequences: int) -> int:
         """Return the time (ns) of a step for each token."""
-        del context, sequences
         return tokens * STEP
 
     def _arrive(self, request: Request) -> None:
@@ -320,12 +316,14 @@ _LONG = "long"
 _servers = pytest.mark.parametrize("server", ["toy", "loop"])
 
 
-class SchedulerTests(PluginTests):
+class SchedulerTests(PluginTests[Scheduler]):
     """Conformance tests of a scheduler; a derived `Test...` class makes the scheduler.
 
+    `scheduler` (or `make`, if that needs fixtures of the instance) returns a new scheduler,
+    made with the same options each time:
+
         class TestMine(SchedulerTests):
-            def make(self):
-                return Mine()
+            scheduler = Mine
 
     The scheduler serves random requests in a toy server, which checks each of its answers,
     and in the serving loop. Steps take 10 ms in both.
@@ -335,17 +333,11 @@ class SchedulerTests(PluginTests):
             of low priority must end while shorter ones still arrive.
     """
 
+    base = Scheduler
+    scheduler: ClassVar[Callable[[], Scheduler]]
     starves: ClassVar[bool] = False
 
-    @abstractmethod
-    def make(self) -> Scheduler:
-        """Return a new scheduler, with the same options each time."""
-
     seed = seeds(4)
-
-    def test_is_a_named_scheduler(self) -> None:
-        """Its class derives from Scheduler and has a name and a docstring of its own."""
-        check_is_named(self.make(), Scheduler)
 
     @_servers
     def test_serves_every_request_once(self, seed: int, server: str) -> None:

@@ -20,7 +20,7 @@ from kvcore.request import Key, Request
 from kvcore.trace import Trace
 from kvcore.units import NS_PER_S
 from kvcore_testing.harness import Traffic, random_requests
-from kvcore_testing.plugin import PluginTests, check_is_named
+from kvcore_testing.plugin import PluginTests
 from kvcore_tiers.hierarchy import Load, Tiers
 from kvcore_tiers.level import Level
 
@@ -63,7 +63,6 @@ class TierStoreTests:
 
     def pieces(self, block: StoredBlock) -> Iterable[Piece]:
         """Yield the stored bytes of `block`, none by default. Called while a store is open."""
-        del block
         return ()
 
     def open(self, slots: int = _SLOTS, size: int = _BYTES, identity: bytes = _IDENTITY) -> Any:
@@ -368,7 +367,7 @@ def _flip(pieces: list[Piece], read: Callable[[], list[bytes]]) -> None:
             put(piece)
 
 
-class TierTests(TierStoreTests, PluginTests):
+class TierTests(TierStoreTests, PluginTests[Tier]):
     """Conformance tests of a tier; a derived `Test...` class makes the tier.
 
     `tier` is called with options by name, `memory` among them, and returns a new tier:
@@ -380,6 +379,7 @@ class TierTests(TierStoreTests, PluginTests):
     header of a trace is enough to make it again; those of `TierStoreTests` check its bytes.
     """
 
+    base = Tier
     tier: ClassVar[Callable[..., Tier]]
 
     def make(self, **options: Any) -> Tier:
@@ -387,10 +387,6 @@ class TierTests(TierStoreTests, PluginTests):
         return type(self).tier(**({"memory": 12 * _SLOT} | options))
 
     # The tier in simulations.
-
-    def test_is_a_named_tier(self) -> None:
-        """Its class derives from Tier and has a name and a docstring of its own."""
-        check_is_named(self.make(), Tier)
 
     @pytest.mark.parametrize(
         "wrong",

@@ -12,12 +12,12 @@ import pytest
 
 from kvcore.request import Request
 from kvcore.workloads import Workload, checked
-from kvcore_testing.plugin import check_is_named
+from kvcore_testing.plugin import NamedTests
 
 _FEW = 4
 
 
-class WorkloadTests:
+class WorkloadTests(NamedTests[Workload]):
     """Conformance tests of a workload; a derived `Test...` class makes the workload.
 
     `workload` (or `make`, if that needs fixtures of the instance) returns a new workload,
@@ -30,15 +30,8 @@ class WorkloadTests:
     it a file or options that make a few hundred.
     """
 
+    base = Workload
     workload: ClassVar[Callable[[], Workload]]
-
-    def make(self) -> Workload:
-        """Return a new workload."""
-        return type(self).workload()
-
-    def test_is_a_named_workload(self) -> None:
-        """Its class derives from Workload and has a name and a docstring of its own."""
-        check_is_named(self.make(), Workload)
 
     def test_yields_requests(self) -> None:
         """Iteration yields at least one item, and only instances of Request."""

@@ -331,7 +331,6 @@ class GroupTiers(TierStack[GroupLevel]):
         devices: int = 1,
         ids: bool = False,
     ) -> None:
-        del ids
         self.cache, self._devices = cache, devices
         most = max(group.layers for group in cache.groups)
         # Of a block, the layers of its group are moved.

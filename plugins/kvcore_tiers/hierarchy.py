@@ -205,7 +205,6 @@ class Tiers(TierStack[Level]):
 
     def stored(self, span: Span, blocks: int, now: int) -> None:
         """Called when blocks of `span` were stored in the pool."""
-        del blocks
         first = self.levels[0]
         if first.tier.write == "through":
             first.store(span, span.end, now, None)
@@ -216,7 +215,6 @@ class Tiers(TierStack[Level]):
 
     def leaving(self, span: Span, blocks: int, now: int, reason: str) -> None:
         """Called when blocks of `span` are about to leave the pool."""
-        del blocks
         first = self.levels[0]
         if reason == "capacity" and first.tier.write == "evict":
             first.store(span, span.end, now, None)

@@ -216,7 +216,6 @@ class Level(TierLevel):
 
     def stored(self, span: Span, blocks: int, now: int) -> None:
         """Called when blocks were stored here; a level below may be written through."""
-        del blocks
         if self.below is not None and self.below.tier.write == "through":
             self.below.store(span, span.end, now, self)
 

@@ -65,9 +65,7 @@ class InstantLink(Link):
 
     def load_ns(self, size: int, now: int) -> int:
         """Return 0."""
-        del size, now
         return 0
 
     def _queue(self, duration: int, now: int) -> int:
-        del duration
         return now

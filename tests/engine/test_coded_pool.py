@@ -1,6 +1,7 @@
 """A torch-cpu pool with a codec: its bytes, its staged blocks, and its refusals."""
 
 import pytest
+from helpers.faults import fail, faulty
 
 from kvcore import Codec, InputError, KVCache, PolicyError, Request
 from kvcore.engine import Plane, RaggedBatch, TensorLayout
@@ -160,42 +161,22 @@ def test_a_codec_with_together_is_refused():
         backend(INT8(), together=True)
 
 
-class Odd(Codec):
-    """A codec whose methods do not do as its planes declare."""
-
-    name = "odd"
-    rows = None
-
-    def planes(self, part, tokens, width):
-        """Return a plane of bytes."""
-        return (Plane("codes", "uint8", (tokens, width)),)
-
-    def encode(self, part, rows):
-        """Return the rows themselves, which are not bytes."""
-        return (rows,)
-
-    def decode(self, part, planes):
-        """Raise ZeroDivisionError."""
-        raise ZeroDivisionError
-
-
-class Mute(Odd):
-    """A codec whose `encode` returns None."""
-
-    def encode(self, part, rows):
-        """Return None."""
-
-
-class Narrow(Odd):
-    """A codec that decodes one number fewer than it codes."""
-
-    def encode(self, part, rows):
-        """Return bytes."""
-        return (rows.to(torch.uint8),)
-
-    def decode(self, part, planes):
-        """Return the rows without their first numbers."""
-        return planes[0].float()[..., 1:]
+Odd = faulty(
+    "Its methods do not do as its planes declare.",
+    Codec,
+    name="odd",
+    rows=None,
+    planes=lambda _, __, tokens, width: (Plane("codes", "uint8", (tokens, width)),),
+    encode=lambda _, __, rows: (rows,),
+    decode=fail,
+)
+Mute = faulty("Codes nothing.", Odd, encode=lambda *_: None)
+Narrow = faulty(
+    "Decodes one number fewer than it codes.",
+    Odd,
+    encode=lambda _, __, rows: (rows.to(torch.uint8),),
+    decode=lambda _, __, planes: planes[0].float()[..., 1:],
+)
 
 
 def test_a_codec_that_loses_numbers_is_reported_by_name():

@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 
 import orjson
 import pytest
+from helpers.faults import fail, faulty
 from helpers.online import timers
 from helpers.online_scenes import (
     COMPLETIONS,
@@ -59,24 +60,10 @@ class Hits(Router):
         return -replica.hit_tokens
 
 
-class Failing(Router):
-    """A router that raises in `cost`."""
-
-    name = "failing"
-
-    def cost(self, request, replica):
-        """Raise ZeroDivisionError."""
-        raise ZeroDivisionError
-
-
-class Refusing(Router):
-    """A router that refuses every request."""
-
-    name = "refusing"
-
-    def route(self, request, replicas, now):
-        """Return None."""
-        return
+Failing = faulty("A router that raises in `cost`.", Router, name="failing", cost=fail)
+Refusing = faulty(
+    "A router that refuses every request.", Router, name="refusing", route=lambda *_: None
+)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])

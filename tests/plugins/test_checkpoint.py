@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import attrs
 import pytest
+from helpers.faults import fail, faulty
 
 import kvcore
 from kvcore import CheckpointPolicy, InputError, Plugins, PolicyError, Request
@@ -396,59 +397,26 @@ def test_no_policy_hits_more_than_the_bound():
 # What is refused.
 
 
-class Fractions(CheckpointPolicy):
-    """Answers with lengths that are no whole numbers."""
-
-    name = "fractions"
-
-    def boundaries(self, request, hit, junction):
-        """Return half the prompt."""
-        return [request.prompt_tokens / 2]
-
-
-class Foreign(CheckpointPolicy):
-    """Answers with a segment of its own."""
-
-    name = "foreign"
-
-    def victim(self, segments):
-        """Return a segment that is not among those that can leave."""
-        return kvcore.Segment(0, 8, resumable=True, last_use=1)
-
-
-class Failing(CheckpointPolicy):
-    """Fails when a request is admitted."""
-
-    name = "failing"
-
-    def on_admitted(self, request, hit, junction):
-        """Raise an error."""
-        raise ZeroDivisionError
-
-
-class Deaf(Foreign):
-    """Fails when a segment changes."""
-
-    name = "deaf"
-
-    def on_changed(self, segment):
-        """Raise an error."""
-        raise ZeroDivisionError
-
-
 @pytest.mark.parametrize(
-    ("policy", "text"),
+    ("members", "text"),
     [
-        (Fractions, r"boundaries\(\) with .*give whole tokens"),
-        (Foreign, r"victim\(\) with .*which cannot leave"),
-        (Failing, "raised ZeroDivisionError in on_admitted"),
-        (Deaf, "raised ZeroDivisionError in on_changed"),
+        (
+            {"boundaries": lambda _, request, *__: [request.prompt_tokens / 2]},
+            r"boundaries\(\) with .*give whole tokens",
+        ),
+        (
+            {"victim": lambda *_: kvcore.Segment(0, 8, resumable=True, last_use=1)},
+            r"victim\(\) with .*which cannot leave",
+        ),
+        ({"on_admitted": fail}, "raised ZeroDivisionError in on_admitted"),
+        ({"victim": fail, "on_changed": fail}, "raised ZeroDivisionError in on_changed"),
     ],
 )
-def test_a_wrong_policy_is_named(policy, text):
+def test_a_wrong_policy_is_named(members, text):
     """An error of a policy names it, the method, and what is wrong with its answer."""
-    with pytest.raises(PolicyError, match=f"{policy.name}.*{text}"):
-        hits(policy(), [range(100 * n, 100 * n + 9) for n in range(9)], blocks=30)
+    wrong = faulty("A policy with a fault.", CheckpointPolicy, name="wrong", **members)
+    with pytest.raises(PolicyError, match=f"wrong.*{text}"):
+        hits(wrong(), [range(100 * n, 100 * n + 9) for n in range(9)], blocks=30)
 
 
 @pytest.mark.parametrize(

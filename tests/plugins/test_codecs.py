@@ -3,6 +3,7 @@
 from math import inf, nan
 
 import pytest
+from helpers.faults import fail, faulty
 
 from kvcore import Codec, InputError, Plugins, PolicyError
 from kvcore.engine import Plane
@@ -167,21 +168,9 @@ def test_blocks_that_a_codec_cannot_code_are_refused(spec, tokens, width, messag
 )
 def test_impossible_planes_are_refused(dtype, shape, message):
     """Impossible planes raise PolicyError with the name of the codec and the reason."""
-
-    class Wrong(Codec):
-        """A codec that describes an impossible plane."""
-
-        name = "wrong"
-
-        def planes(self, part, tokens, width):
-            """Return the impossible plane."""
-            return (Plane("numbers", dtype, shape),)
-
-        def encode(self, part, rows):
-            """Do nothing, as it is never called."""
-
-        def decode(self, part, planes):
-            """Do nothing, as it is never called."""
-
+    wrong = faulty(
+        "Describes an impossible plane.", Codec, name="wrong", encode=fail, decode=fail,
+        planes=lambda *_: (Plane("numbers", dtype, shape),),
+    )  # fmt: skip
     with pytest.raises(PolicyError, match=rf"plugin 'wrong'.* in planes\(\): .*{message}"):
-        Wrong().head_bytes(16, 8, 8)
+        wrong().head_bytes(16, 8, 8)

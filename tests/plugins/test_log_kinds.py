@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 from helpers.rows import write_rows
@@ -42,161 +43,13 @@ def call(usage, **more):
     return {"messages": USER, "response": DONE | {"usage": usage}} | more
 
 
-# Each row: the usage, and by hand (uncached, read, written, written for an hour, generated,
-# reasoning).
+ROWS = Path(__file__).parents[1] / "data" / "usages.jsonl"
 USAGES = {
-    "chat completions": (
-        {
-            "prompt_tokens": 2006,
-            "completion_tokens": 300,
-            "total_tokens": 2306,
-            "prompt_tokens_details": {"cached_tokens": 1920, "audio_tokens": 0},
-            "completion_tokens_details": {"reasoning_tokens": 128},
-        },
-        (86, 1920, 0, 0, 300, 128),
-    ),
-    "chat completions with writes": (
-        {
-            "prompt_tokens": 5000,
-            "completion_tokens": 7,
-            "prompt_tokens_details": {"cached_tokens": 1024, "cache_write_tokens": 3000},
-        },
-        (976, 1024, 3000, 0, 7, 0),
-    ),
-    "responses": (
-        {
-            "input_tokens": 900,
-            "input_tokens_details": {"cached_tokens": 640, "cache_write_tokens": 100},
-            "output_tokens": 70,
-            "output_tokens_details": {"reasoning_tokens": 64},
-            "total_tokens": 970,
-        },
-        (160, 640, 100, 0, 70, 64),
-    ),
-    "messages": (
-        {
-            "input_tokens": 21,
-            "cache_creation_input_tokens": 100,
-            "cache_read_input_tokens": 50,
-            "cache_creation": {
-                "ephemeral_5m_input_tokens": 70,
-                "ephemeral_1h_input_tokens": 30,
-            },
-            "output_tokens": 9,
-        },
-        (21, 50, 70, 30, 9, 0),
-    ),
-    "messages without a cache": (
-        {
-            "input_tokens": 400,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
-            "output_tokens": 5,
-        },
-        (400, 0, 0, 0, 5, 0),
-    ),
-    "messages, null": (
-        {
-            "input_tokens": 40,
-            "cache_creation_input_tokens": None,
-            "cache_read_input_tokens": None,
-            "output_tokens": 5,
-        },
-        (40, 0, 0, 0, 5, 0),
-    ),
-    "a gateway before Anthropic": (
-        {
-            "prompt_tokens": 100_000,
-            "completion_tokens": 10,
-            "total_tokens": 100_010,
-            "prompt_tokens_details": {"cached_tokens": 1000, "cache_creation_tokens": 0},
-            "cache_read_input_tokens": 1000,
-            "cache_creation_input_tokens": 0,
-        },
-        (99_000, 1000, 0, 0, 10, 0),
-    ),
-    "a gateway, all read or written": (
-        {
-            "prompt_tokens": 1000,
-            "completion_tokens": 3,
-            "cache_read_input_tokens": 900,
-            "cache_creation_input_tokens": 100,
-            "prompt_tokens_details": {
-                "cached_tokens": 900,
-                "cache_creation_token_details": {"ephemeral_1h_input_tokens": 60},
-            },
-        },
-        (0, 900, 40, 60, 3, 0),
-    ),
-    "a gateway before OpenAI, all zero": (
-        {
-            "prompt_tokens": 700,
-            "completion_tokens": 3,
-            "cache_read_input_tokens": 0,
-            "cache_creation_input_tokens": 0,
-        },
-        (700, 0, 0, 0, 3, 0),
-    ),
-    "a gateway that leaves the cached out": (
-        {
-            "prompt_tokens": 20,
-            "completion_tokens": 3,
-            "cache_read_input_tokens": 500,
-            "cache_creation_input_tokens": 80,
-        },
-        (20, 500, 80, 0, 3, 0),
-    ),
-    "a gateway in the names of Responses": (
-        {
-            "input_tokens": 800,
-            "input_tokens_details": {"cached_tokens": 500},
-            "cache_read_input_tokens": 500,
-            "output_tokens": 4,
-        },
-        (300, 500, 0, 0, 4, 0),
-    ),
-    "bedrock": (
-        {
-            "inputTokens": 5,
-            "outputTokens": 7,
-            "totalTokens": 112,
-            "cacheReadInputTokens": 60,
-            "cacheWriteInputTokens": 40,
-            "cacheDetails": [
-                {"ttl": "1h", "inputTokens": 30},
-                {"ttl": "5m", "inputTokens": 10},
-            ],
-        },
-        (5, 60, 10, 30, 7, 0),
-    ),
-    "deepseek": (
-        {
-            "prompt_tokens": 90,
-            "prompt_cache_hit_tokens": 64,
-            "prompt_cache_miss_tokens": 26,
-            "completion_tokens": 12,
-            "completion_tokens_details": {"reasoning_tokens": 8},
-        },
-        (26, 64, 0, 0, 12, 8),
-    ),
-    "reasoning beside the completion": (
-        {
-            "prompt_tokens": 32,
-            "completion_tokens": 9,
-            "total_tokens": 135,
-            "completion_tokens_details": {"reasoning_tokens": 94},
-        },
-        (32, 0, 0, 0, 103, 94),
-    ),
-    "moonshot": (
-        {"prompt_tokens": 100, "cached_tokens": 60, "completion_tokens": 2},
-        (40, 60, 0, 0, 2, 0),
-    ),
-    "floats, as tables make them": (
-        {"prompt_tokens": 100.0, "completion_tokens": 2.0, "total_tokens": 102.0},
-        (100, 0, 0, 0, 2, 0),
-    ),
+    row["name"]: (row["usage"], row["tokens"])
+    for row in map(json.loads, ROWS.read_text("utf-8").splitlines())
 }
+"""Usages of APIs and gateways, and by hand: (uncached, read, written, written for an hour,
+generated, reasoning)."""
 
 
 @pytest.mark.parametrize("name", USAGES)

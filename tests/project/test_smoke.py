@@ -90,6 +90,4 @@ class Deepest(kvcore.ScoreEviction):
 class TestDeepest(EvictionPolicyTests):
     """The conformance kit passes on a policy of a user."""
 
-    def make(self):
-        """Return the policy."""
-        return Deepest()
+    eviction = Deepest

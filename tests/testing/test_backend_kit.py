@@ -2,6 +2,7 @@
 
 import attrs
 import pytest
+from helpers.faults import run_test
 
 torch = pytest.importorskip("torch", reason="the backends here keep K/V in torch tensors")
 
@@ -153,48 +154,36 @@ class Careless(TorchCPU):
 @pytest.mark.parametrize(
     ("wrong", "test", "arguments"),
     [
-        (Wide, "test_windows_and_sinks", (0, 20, 0)),
-        (Unscaled, "test_scale", ()),
-        (Interleaved, "test_query_heads_share", (2, 2)),
-        (Rough, "test_paged_is_dense", (0, "fp64")),
-        (Still, "test_stores_rotated_keys", ("fp32", True)),
-        (Still, "test_codes_rotated_keys", (True, "int8")),
-        (Shallow, "test_copies_blocks", (False,)),
-        (Shallow, "test_swaps", ("fp32", False)),
-        (Shallow, "test_gives_and_takes_bytes", ("fp32", False)),
-        (Sloppy, "test_fills", (True,)),
-        (Sharing, "test_reads_copies", ()),
-        (Modest, "test_reports_its_memory", ()),
-        (Careless, "test_a_reused_block_leaks_nothing", (0,)),
+        (Wide, "windows_and_sinks", (0, 20, 0)),
+        (Unscaled, "scale", ()),
+        (Interleaved, "query_heads_share", (2, 2)),
+        (Rough, "paged_is_dense", (0, "fp64")),
+        (Still, "stores_rotated_keys", ("fp32", True)),
+        (Still, "codes_rotated_keys", (True, "int8")),
+        (Shallow, "copies_blocks", (False,)),
+        (Shallow, "swaps", ("fp32", False)),
+        (Shallow, "gives_and_takes_bytes", ("fp32", False)),
+        (Sloppy, "fills", (True,)),
+        (Sharing, "reads_copies", ()),
+        (Modest, "reports_its_memory", ()),
+        (Careless, "a_reused_block_leaks_nothing", (0,)),
     ],
 )
 def test_each_wrong_backend_fails_the_test_of_its_fault(wrong, test, arguments):
     """Each wrong backend fails the conformance test of its fault, which `TorchCPU` passes."""
-
-    class Kit(BackendTests):
-        backend = TorchCPU
-
-    getattr(Kit(), test)(*arguments)
-    Kit.backend = wrong
+    run_test(BackendTests, TorchCPU, test, *arguments)
     with pytest.raises(AssertionError):
-        getattr(Kit(), test)(*arguments)
+        run_test(BackendTests, wrong, test, *arguments)
 
 
 def test_moving_blocks_pair_by_pair_fails(monkeypatch):
     """A backend that moves blocks one after the other fails the test of `move_blocks`."""
-
-    class Kit(BackendTests):
-        backend = Hasty
-
+    values = {"seed": 2, "together": False, "monkeypatch": monkeypatch}
     with pytest.raises(AssertionError):
-        Kit().test_moves_blocks(2, together=False, monkeypatch=monkeypatch)
+        run_test(BackendTests, Hasty, "moves_blocks", **values)
 
 
 def test_allocating_fewer_blocks_than_requested_fails():
     """A backend that accepts too large a pool fails the test that expects a refusal."""
-
-    class Kit(BackendTests):
-        backend = Greedy
-
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        Kit().test_refuses_a_pool_that_does_not_fit()
+        run_test(BackendTests, Greedy, "refuses_a_pool_that_does_not_fit")

@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-from pathlib import Path
 from random import random
 from typing import Any, ClassVar
 
 import attrs
 import pytest
+from helpers.faults import faulty, run_test
 
 from kvcore import EvictionPolicy, PolicyError, ScoreEviction
 from kvcore.testing import EvictionPolicyTests
@@ -26,11 +26,9 @@ class Mine(ScoreEviction):
 
 
 class TestMine(EvictionPolicyTests):
-    """The conformance tests of a policy need nothing but `make`."""
+    """The conformance tests of a policy need nothing but the class."""
 
-    def make(self):
-        """Return the policy."""
-        return Mine()
+    eviction = Mine
 
 
 @attrs.define(slots=False, eq=False)
@@ -42,29 +40,17 @@ class Hasty(LRU):
         return self._order.popitem(last=False)[0]
 
 
-@attrs.define(slots=False, eq=False)
-class Careless(LRU):
-    """A policy whose victim is the most recent span, whether it is a leaf or not."""
-
-    def victim(self, _now):
-        """Return the most recent span."""
-        return next(reversed(self._order))
-
-
-class Fickle(Mine):
-    """A policy with random scores."""
-
-    def score(self, _span, _now):
-        """Return a random number."""
-        return random()
-
-
-class Sized(Mine):
-    """A policy whose scores depend on the number of blocks, not of tokens."""
-
-    def score(self, span, _now):
-        """Return True if the span has more than four blocks."""
-        return span.blocks > 4
+Careless = faulty(
+    "A policy whose victim is the most recent span, whether it is a leaf or not.",
+    LRU,
+    victim=lambda self, *_: next(reversed(self._order)),
+)
+Fickle = faulty("A policy with random scores.", Mine, score=lambda *_: random())
+Sized = faulty(
+    "A policy whose scores depend on the number of blocks, not of tokens.",
+    Mine,
+    score=lambda _, span, *__: span.blocks > 4,
+)
 
 
 @attrs.define(slots=False, eq=False)
@@ -105,9 +91,7 @@ class Drifting(Mine):
 class TestDrifting(EvictionPolicyTests):
     """A correct policy whose scores change with time passes the conformance tests."""
 
-    def make(self):
-        """Return the policy."""
-        return Drifting()
+    eviction = Drifting
 
 
 @attrs.define(slots=False, eq=False)
@@ -132,12 +116,7 @@ class Deadly(Mine):
         span.expires = now + 5
 
 
-class Numberless(Mine):
-    """A policy whose scores are NaN."""
-
-    def score(self, span, now):
-        """Return NaN."""
-        return float("nan")
+Numberless = faulty("A policy whose scores are NaN.", Mine, score=lambda *_: float("nan"))
 
 
 class Forgetful(Mine):
@@ -148,11 +127,9 @@ class Forgetful(Mine):
         self.last = now - span.last_access
 
 
-class Misspelled(Mine):
-    """A policy that overrides a method which does not exist."""
-
-    def relased(self, span, now):
-        """Do nothing."""
+Misspelled = faulty(
+    "A policy that overrides a method which does not exist.", Mine, relased=lambda *_: None
+)
 
 
 @attrs.define(slots=False, eq=False)
@@ -162,10 +139,11 @@ class Mangled(Mine):
     share: float = attrs.field(default=0.5, converter=lambda share: share / 2)
 
 
-class Sorted(Drifting):
-    """A policy that declares a fixed order of victims, although its scores change with time."""
-
-    fixed_order = True
+Sorted = faulty(
+    "A policy that declares a fixed order of victims, although its scores change with time.",
+    Drifting,
+    fixed_order=True,
+)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +159,7 @@ class Sorted(Drifting):
         (Sized, "block_size_does_not_matter", AssertionError),
         (Hoarder, "forgets_evicted_spans", AssertionError),
         (Mangled, "is_built_from_text", AssertionError),
-        (Misspelled, "is_a_named_policy", AssertionError),
+        (Misspelled, "is_a_named_plugin", AssertionError),
         (Drawing, "many_leaves", PolicyError),
         (Deadly, "declares_that_spans_expire", PolicyError),
         (Sorted, "victims_leave_in_the_order_it_declares", AssertionError),
@@ -207,21 +185,27 @@ def test_an_undeclared_expiry_is_explained():
         run(Deadly, "declares_that_spans_expire")
 
 
+BAD = '''
+from kvcore import ScoreEviction
+from kvcore.testing import EvictionPolicyTests
+
+class Bad(ScoreEviction):
+    """A policy whose scores depend on the number of blocks, not of tokens."""
+    name = "bad"
+    def score(self, span, now):
+        return span.blocks > 4
+
+class TestBad(EvictionPolicyTests):
+    eviction = Bad
+'''
+
+
 def test_a_failed_conformance_test_shows_the_difference(tmp_path):
     """A failed conformance test of the installed package shows what differed."""
-    source = Path(__file__).read_text().split("class TestMine")[0]
-    kit = "class TestBad(EvictionPolicyTests):\n    def make(self):\n        return Bad()\n"
-    bad = "class Bad(Mine):\n    def score(self, span, _now):\n        return span.blocks > 4\n"
-    (tmp_path / "test_bad.py").write_text(source + bad + kit)
+    (tmp_path / "test_bad.py").write_text(BAD)
     command = [
         sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "block_size",
+        *["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "block_size"],
     ]
     ended = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
@@ -245,13 +229,7 @@ def test_a_missing_extra_is_named(package):
 
 def run(policy, test):
     """Run one conformance test on `policy`."""
-
-    class Kit(EvictionPolicyTests):
-        def make(self):
-            return policy()
-
-    method = getattr(Kit(), f"test_{test}")
-    return method(0) if "seed" in method.__annotations__ else method()
+    return run_test(EvictionPolicyTests, policy, test, seed=0)
 
 
 @attrs.define(slots=False, eq=False)

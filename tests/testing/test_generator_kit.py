@@ -1,9 +1,8 @@
 """The conformance tests of generators accept a correct generator and find wrong ones."""
 
-import inspect
-
 import attrs
 import pytest
+from helpers.faults import faulty, run_test
 from helpers.pages import class_on_page
 
 pytest.importorskip("torch", reason="generators compute on torch")
@@ -99,20 +98,16 @@ class Backwards(Mine):
         return reversed(list(super().order()))
 
 
-class Blind(Mine):
-    """A generator that ignores its attention windows."""
-
-    def order(self):
-        """Return the layers without windows."""
-        return [(0, None), (1, None)]
-
-
-class Eager(Mine):
-    """A generator that samples within prefills too."""
-
-    def drawn(self, step):
-        """Return a token for every sequence."""
-        return [1] * len(step.lengths)
+Blind = faulty(
+    "A generator that ignores its attention windows.",
+    Mine,
+    order=lambda *_: [(0, None), (1, None)],
+)
+Eager = faulty(
+    "A generator that samples within prefills too.",
+    Mine,
+    drawn=lambda _, step: [1] * len(step.lengths),
+)
 
 
 class Crowded(Mine):
@@ -123,12 +118,11 @@ class Crowded(Mine):
         return [number + len(step.lengths) for number in super().numbers(step)]
 
 
-class Hasty(Mine):
-    """A generator that counts positions from the start of a chunk."""
-
-    def numbers(self, step):
-        """Return the position of each token in its chunk."""
-        return [index for length in step.lengths for index in range(length)]
+Hasty = faulty(
+    "A generator that counts positions from the start of a chunk.",
+    Mine,
+    numbers=lambda _, step: [index for length in step.lengths for index in range(length)],
+)
 
 
 class Forgetful(Mine):
@@ -150,20 +144,14 @@ class Careless(Mine):
         self.backend, self.dtype = backend, dtype
 
 
-class Beyond(Mine):
-    """A generator that samples tokens outside its vocabulary."""
-
-    def drawn(self, step):
-        """Return the smallest token id outside the vocabulary."""
-        return [None if place is None else 50 for place in step.output_indices]
-
-
-class Wordless(Mine):
-    """A generator that encodes every text as no tokens."""
-
-    def encode(self, text):
-        """Return no token."""
-        return []
+Beyond = faulty(
+    "A generator that samples tokens outside its vocabulary.",
+    Mine,
+    drawn=lambda _, step: [None if place is None else 50 for place in step.output_indices],
+)
+Wordless = faulty(
+    "A generator that encodes every text as no tokens.", Mine, encode=lambda *_: []
+)
 
 
 WRONG = [
@@ -183,26 +171,15 @@ WRONG = [
 @pytest.mark.parametrize(
     ("generator", "test", "fault"),
     WRONG,
-    ids=[f"{each[0].__name__}-{each[1]}" for each in WRONG],
+    ids=[test for _, test, _ in WRONG],
 )
 def test_each_wrong_generator_fails_its_test(generator, test, fault):
     """Each wrong generator fails the conformance test of the rule that it breaks."""
     with pytest.raises(AssertionError, match=fault):
-        run(generator, test)
+        run_test(GeneratorTests, generator, test, seed=0, chunk=3, block_size=4)
 
 
 def test_a_generator_that_accepts_any_dtype_fails():
     """A generator that accepts an unknown dtype fails the conformance test."""
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        run(Careless, "refuses_a_dtype")
-
-
-def run(cls, test):
-    """Run one test of the kit on a generator class."""
-
-    class Kit(GeneratorTests):
-        generator = cls
-
-    method = getattr(Kit(), f"test_{test}")
-    values = {"seed": 0, "chunk": 3, "block_size": 4}
-    return method(**{name: values[name] for name in inspect.signature(method).parameters})
+        run_test(GeneratorTests, Careless, "refuses_a_dtype")

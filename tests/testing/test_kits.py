@@ -36,15 +36,13 @@ class Nameless(ScoreEviction):
 class NamelessTests(EvictionPolicyTests):
     """Conformance tests of the policy without a name."""
 
-    def make(self):
-        """Return the policy."""
-        return Nameless()
+    eviction = Nameless
 
 
 def test_a_class_without_a_name_is_reported_with_the_line_to_add():
     """The kit reports a class without a name, with the line to add."""
     with pytest.raises(AssertionError, match=r'Nameless has no name: add `name = "\.\.\."`'):
-        NamelessTests().test_is_a_named_policy()
+        NamelessTests().test_is_a_named_plugin()
 
 
 class Inner(ScoreEviction):
@@ -65,9 +63,7 @@ class Inner(ScoreEviction):
 class InnerTests(EvictionPolicyTests):
     """Conformance tests of the policy that evicts inner spans."""
 
-    def make(self):
-        """Return the policy."""
-        return Inner()
+    eviction = Inner
 
 
 def test_a_failing_state_machine_ends_in_seconds(monkeypatch):

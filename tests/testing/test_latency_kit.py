@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from random import random
 from typing import Any
 
 import attrs
 import pytest
+from helpers.faults import faulty, run_test
 from helpers.pages import class_on_page
 
 from kvcore import LatencyModel, PolicyError
@@ -145,50 +145,22 @@ class TestSquared(LatencyModelTests):
     latency = Squared
 
 
-class Boastful(Squared):
-    """A model that has `jumps = True`, though it is not linear."""
-
-    jumps = True
-
-
-class Floating(Mine):
-    """A model that returns floats."""
-
-    def pieces(self, work):
-        """Return a line with a float."""
-        return [(work.prefill / 3, 0)]
-
-
-class Falling(Mine):
-    """A model whose time falls with the context."""
-
-    def pieces(self, work):
-        """Return a line with a negative slope."""
-        return [(10**15, -1)]
-
-
-class Short(Mine):
-    """A model that returns a line without slope."""
-
-    def pieces(self, work):
-        """Return a line of one number."""
-        return [(1,)]
-
-
-class Silent(Mine):
-    """A model that returns no line."""
-
-    def pieces(self, work):
-        """Return an empty list."""
-        return []
-
-
-class Moody(Mine):
-    """A model that returns another time in each call."""
-
-    def pieces(self, work):
-        """Return a random constant."""
-        return [(int(random() * 10**15), 0)]
+Boastful = faulty(
+    "A model that has `jumps = True`, though it is not linear.", Squared, jumps=True
+)
+Floating = faulty(
+    "A model that returns floats.", Mine, pieces=lambda _, work: [(work.prefill / 3, 0)]
+)
+Falling = faulty(
+    "A model whose time falls with the context.", Mine, pieces=lambda *_: [(10**15, -1)]
+)
+Short = faulty("A model that returns a line without slope.", Mine, pieces=lambda *_: [(1,)])
+Silent = faulty("A model that returns no line.", Mine, pieces=lambda *_: [])
+Moody = faulty(
+    "A model that returns another time in each call.",
+    Mine,
+    pieces=lambda *_: [(int(random() * 10**15), 0)],
+)
 
 
 class Greedy(Mine):
@@ -200,28 +172,21 @@ class Greedy(Mine):
         return super().pieces(work)
 
 
-class Batched(Mine):
-    """A model that is faster with more sequences."""
-
-    def pieces(self, work):
-        """Return a constant that falls with the number of sequences."""
-        return [(10**9 // (1 + work.decode), 0)]
-
-
-class Eager(Mine):
-    """A model that is faster with more prompt tokens."""
-
-    def pieces(self, work):
-        """Return a constant that falls with the number of prompt tokens."""
-        return [(10**9 // (1 + work.prefill), 0)]
-
-
-class Deep(Mine):
-    """A model that is faster with more attended pairs."""
-
-    def pieces(self, work):
-        """Return a constant that falls with the number of pairs."""
-        return [(10**9 // (1 + work.attended_pairs[0]), 0)]
+Batched = faulty(
+    "A model that is faster with more sequences.",
+    Mine,
+    pieces=lambda _, work: [(10**9 // (1 + work.decode), 0)],
+)
+Eager = faulty(
+    "A model that is faster with more prompt tokens.",
+    Mine,
+    pieces=lambda _, work: [(10**9 // (1 + work.prefill), 0)],
+)
+Deep = faulty(
+    "A model that is faster with more attended pairs.",
+    Mine,
+    pieces=lambda _, work: [(10**9 // (1 + work.attended_pairs[0]), 0)],
+)
 
 
 class Double(Mine):
@@ -239,18 +204,12 @@ class Mangled(Mine):
     share: float = attrs.field(default=0.5, converter=lambda share: share / 2)
 
 
-class Secret(Mine):
-    """A model with coefficients that change in JSON."""
-
-    def coefficients(self):
-        """Return coefficients with a tuple, which is a list in JSON."""
-        return {"work": (self.work,)}
-
-
-class Twice(Mine):
-    """A model that lists one window twice."""
-
-    windows = (None, None)
+Secret = faulty(
+    "A model with coefficients that change in JSON.",
+    Mine,
+    coefficients=lambda self: {"work": (self.work,)},
+)
+Twice = faulty("A model that lists one window twice.", Mine, windows=(None, None))
 
 
 @attrs.define(slots=False, eq=False)
@@ -258,17 +217,6 @@ class Objects(Mine):
     """A model with an option that is an object."""
 
     grid: Any = attrs.field(default=(1, 2))
-
-
-def run(model, test):
-    """Run one test of the kit on a model class."""
-
-    class Kit(LatencyModelTests):
-        latency = model
-
-    method = getattr(Kit(), f"test_{test}")
-    values = {"seed": 0, "what": "context"}
-    return method(**{name: values[name] for name in inspect.signature(method).parameters})
 
 
 WRONG = [
@@ -289,13 +237,11 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "test", "fault"), WRONG, ids=[f"{each[0].__name__}-{each[1]}" for each in WRONG]
-)
+@pytest.mark.parametrize(("model", "test", "fault"), WRONG, ids=[test for _, test, _ in WRONG])
 def test_each_wrong_model_fails_its_test(model, test, fault):
     """Each wrong model fails the conformance test of the rule that it breaks."""
     with pytest.raises(AssertionError, match=fault):
-        run(model, test)
+        run_test(LatencyModelTests, model, test, seed=0, what="context")
 
 
 @pytest.mark.parametrize(
@@ -303,12 +249,8 @@ def test_each_wrong_model_fails_its_test(model, test, fault):
 )
 def test_models_that_get_faster_with_more_work_fail(model, what):
     """The kit finds a model that gets faster with more prefill, pairs or sequences."""
-
-    class Kit(LatencyModelTests):
-        latency = model
-
     with pytest.raises(AssertionError, match=rf"{what}=\(?3446.* takes less time than"):
-        Kit().test_more_work_takes_no_less_time(what, 0)
+        run_test(LatencyModelTests, model, "more_work_takes_no_less_time", what=what, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -321,4 +263,4 @@ def test_models_that_get_faster_with_more_work_fail(model, what):
 def test_a_skipped_test_has_a_reason(model, test, reason):
     """A test that does not apply to a model is skipped with the reason."""
     with pytest.raises(pytest.skip.Exception, match=reason):
-        run(model, test)
+        run_test(LatencyModelTests, model, test, seed=0, what="context")

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 from attrs import evolve
+from helpers.faults import faulty, run_test
 
 from kvcore import InputError, PolicyError, RetentionPolicy, ScoreRetention
 from kvcore.testing import RetentionPolicyTests
@@ -47,28 +48,21 @@ class Nothing(TokenRetention):
         return held.positions.double()
 
 
-class Growing(Newest):
-    """A policy that never compacts after the prompt."""
-
-    def keeps(self, seq):
-        """Return the budget at the end of the prompt, and else None."""
-        return self.budget if seq.position == seq.target else None
-
-
-class Rough(Newest):
-    """A policy that scores in half precision."""
-
-    def score(self, held):
-        """Return the norms of the keys in fp16."""
-        return held.keys.norm(dim=-1).half()
-
-
-class Infinite(Newest):
-    """A policy that divides by zero."""
-
-    def score(self, held):
-        """Return the inverse norms of the keys."""
-        return 1 / held.keys.double().norm(dim=-1)
+Growing = faulty(
+    "A policy that never compacts after the prompt.",
+    Newest,
+    keeps=lambda self, seq: self.budget if seq.position == seq.target else None,
+)
+Rough = faulty(
+    "A policy that scores in half precision.",
+    Newest,
+    score=lambda _, held: held.keys.norm(dim=-1).half(),
+)
+Infinite = faulty(
+    "A policy that divides by zero.",
+    Newest,
+    score=lambda _, held: 1 / held.keys.double().norm(dim=-1),
+)
 
 
 class Greedy(Newest):
@@ -81,12 +75,11 @@ class Greedy(Newest):
         return norms
 
 
-class Undeclared(Newest):
-    """A policy that reads values without declaring it."""
-
-    def score(self, held):
-        """Return the norms of the values."""
-        return held.values.double().norm(dim=-1)
+Undeclared = faulty(
+    "A policy that reads values without declaring it.",
+    Newest,
+    score=lambda _, held: held.values.double().norm(dim=-1),
+)
 
 
 class Ranked(Newest):
@@ -117,16 +110,16 @@ class Placed(Newest):
 
 
 WRONG = [
-    (Requester, "test_lengths_alone_decide_how_many_tokens_stay", (64,), "lengths"),
-    (Nothing, "test_forgets", (), "0 tokens of 65: give 1 or more, or None for all"),
-    (Growing, "test_holds_its_budget", (5,), None),
-    (Rough, "test_scores_are_finite_numbers", ("fp32",), "float16, too coarse to order tokens"),
-    (Infinite, "test_scores_of_extreme_tokens_are_finite", ("fp32", 0.0), None),
-    (Greedy, "test_scores_are_repeatable", (), r"score\(\) changed keys"),
-    (Undeclared, "test_scores_are_finite_numbers", ("fp32",), "'NoneType' object has no attr"),
-    (Ranked, "test_scores_layers_alone_as_with_others", (), None),
-    (Together, "test_scores_a_head_by_its_own_tokens", (), None),
-    (Placed, "test_scores_tokens_in_any_order", (), None),
+    (Requester, "lengths_alone_decide_how_many_tokens_stay", (64,), "lengths"),
+    (Nothing, "forgets", (), "0 tokens of 65: give 1 or more, or None for all"),
+    (Growing, "holds_its_budget", (5,), None),
+    (Rough, "scores_are_finite_numbers", ("fp32",), "float16, too coarse to order tokens"),
+    (Infinite, "scores_of_extreme_tokens_are_finite", ("fp32", 0.0), None),
+    (Greedy, "scores_are_repeatable", (), r"score\(\) changed keys"),
+    (Undeclared, "scores_are_finite_numbers", ("fp32",), "'NoneType' object has no attr"),
+    (Ranked, "scores_layers_alone_as_with_others", (), None),
+    (Together, "scores_a_head_by_its_own_tokens", (), None),
+    (Placed, "scores_tokens_in_any_order", (), None),
 ]
 
 
@@ -140,17 +133,9 @@ ERRORS = {Nothing: PolicyError, Undeclared: AttributeError}
 def test_each_mistake_fails_its_conformance_test(wrong, test, given, message):
     """Each mistake fails the conformance test that is made for it; a right policy passes."""
     options = {"budget": 30} if issubclass(wrong, ScoreRetention) else {}
-
-    class Kit(RetentionPolicyTests):
-        retention = partial(wrong, **options)
-
     with pytest.raises(ERRORS.get(wrong, AssertionError), match=message):
-        getattr(Kit(), test)(*given)
-
-    class RightKit(RetentionPolicyTests):
-        retention = partial(Newest, budget=30)
-
-    getattr(RightKit(), test)(*given)
+        run_test(RetentionPolicyTests, partial(wrong, **options), test, *given)
+    run_test(RetentionPolicyTests, partial(Newest, budget=30), test, *given)
 
 
 class Divided(Quest):
@@ -227,46 +212,30 @@ class Layered(KVMerger):
 @pytest.mark.parametrize(
     ("wrong", "test", "options", "message"),
     [
-        (Divided, "test_scores_of_pages_are_finite_numbers", ("fp32", 0.0), "infinite or NaN"),
-        (Compared, "test_scores_a_page_by_its_own_keys", (), None),
-        (Sorted, "test_scores_of_pages_are_repeatable", (), None),
-        (Wide, "test_summaries_take_what_is_declared", (), None),
-        (Next, "test_merges_into_tokens_that_stay", ("fp32", 1.0), "that does not stay"),
-        (Heavy, "test_merges_into_tokens_that_stay", ("fp32", 1.0), "sum is not 1"),
-        (Tabled, "test_merges_tokens_in_any_order", (), None),
-        (Layered, "test_merges_a_layer_alone_as_with_others", (), None),
+        (Divided, "scores_of_pages_are_finite_numbers", ("fp32", 0.0), "infinite or NaN"),
+        (Compared, "scores_a_page_by_its_own_keys", (), None),
+        (Sorted, "scores_of_pages_are_repeatable", (), None),
+        (Wide, "summaries_take_what_is_declared", (), None),
+        (Next, "merges_into_tokens_that_stay", ("fp32", 1.0), "that does not stay"),
+        (Heavy, "merges_into_tokens_that_stay", ("fp32", 1.0), "sum is not 1"),
+        (Tabled, "merges_tokens_in_any_order", (), None),
+        (Layered, "merges_a_layer_alone_as_with_others", (), None),
     ],
 )
 def test_each_mistake_in_pages_and_merges_fails_its_test(wrong, test, options, message):
     """Each mistake fails the conformance test made for it, which the right policy passes."""
     right = wrong.__mro__[1]
     thresholds = {"threshold": -1.0} if right is KVMerger else {}
-
-    class Kit(RetentionPolicyTests):
-        retention = partial(wrong, **thresholds)
-
     with pytest.raises(AssertionError, match=message):
-        getattr(Kit(), test)(*options)
-
-    class RightKit(RetentionPolicyTests):
-        retention = partial(right, **thresholds)
-
-    getattr(RightKit(), test)(*options)
+        run_test(RetentionPolicyTests, partial(wrong, **thresholds), test, *options)
+    run_test(RetentionPolicyTests, partial(right, **thresholds), test, *options)
 
 
 def test_tests_of_scores_are_skipped_for_a_policy_without_scores():
     """Tests of scores are skipped for a policy without scores, with the reason."""
-
-    class Blocks(RetentionPolicy):
-        """A retention policy that drops nothing."""
-
-        name = "blocks"
-
-    class Kit(RetentionPolicyTests):
-        retention = Blocks
-
+    blocks = faulty("A retention policy that drops nothing.", RetentionPolicy, name="blocks")
     with pytest.raises(pytest.skip.Exception, match="by position"):
-        Kit().test_scores_a_single_token()
+        run_test(RetentionPolicyTests, blocks, "scores_a_single_token")
 
 
 @pytest.mark.parametrize(

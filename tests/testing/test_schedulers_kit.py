@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import random
 from typing import Any
 
 import attrs
 import pytest
+from helpers.faults import faulty, run_test
 
 from kvcore import PolicyError, Scheduler
 from kvcore.serving import StepPlan
@@ -28,9 +30,7 @@ class Mine(Scheduler):
 class TestMine(SchedulerTests):
     """A scheduler with a `priority` alone passes."""
 
-    def make(self):
-        """Return a scheduler."""
-        return Mine()
+    scheduler = Mine
 
 
 @attrs.define(slots=False, eq=False)
@@ -48,98 +48,57 @@ class TestTurns(SchedulerTests):
 
     starves = True
 
-    def make(self):
-        """Return a scheduler."""
-        return Turns()
+    scheduler = Turns
 
 
-class Fickle(Mine):
-    """A scheduler with random priorities."""
-
-    def priority(self, _job, _now):
-        """Return a random number."""
-        return random()
-
-
-class Drifting(Mine):
-    """A scheduler whose priorities depend on the clock."""
-
-    def priority(self, job, now):
-        """Return a distance in time that shrinks, and then grows."""
-        return abs(job.arrival + 10**8 - now)
-
-
-class Silent(LeastSlack):
-    """A scheduler that does not report when jobs become hopeless."""
-
-    def changes_at(self, job, now):
-        """Return None."""
-
-
-class Late(LeastSlack):
-    """A scheduler that reports the present as the time of the next change."""
-
-    def changes_at(self, job, now):
-        """Return `now`."""
-        return now
-
-
-class Swapping(LeastSlack):
-    """A scheduler that ranks running jobs by a latest start that moves with their work."""
-
-    def priority(self, job, now):
-        """Return the latest start, whether the job runs or not."""
-        return self.latest_start(job)
-
-
-class PausesUndeclared(Turns):
-    """A scheduler that pauses jobs without declaring itself preemptive."""
-
-    def plan(self, state):
-        """Return a plan that pauses a running job."""
-        return StepPlan(state.waiting, state.running[:1])
-
-
-class AdmitsRunning(Turns):
-    """A scheduler that admits running jobs."""
-
-    def plan(self, state):
-        """Return a plan that admits all jobs."""
-        return StepPlan([*state.running, *state.waiting])
-
-
-class PausesWaiting(PausesUndeclared):
-    """A scheduler that pauses waiting jobs."""
-
-    preemptive = True
-
-    def plan(self, state):
-        """Return a plan that pauses a waiting job."""
-        return StepPlan(state.waiting, list(state.waiting)[:1])
-
-
-class Lazy(Turns):
-    """A scheduler that admits one job per plan."""
-
-    def plan(self, state):
-        """Return a plan that admits the first waiting job."""
-        return StepPlan(list(state.waiting)[:1])
-
-
-class Idle(Turns):
-    """A scheduler that admits no job."""
-
-    def plan(self, state):
-        """Return an empty plan."""
-        return StepPlan()
-
-
-class Hoarder(Mine):
-    """A scheduler that keeps a reference to every job."""
-
-    def finished(self, job, _now):
-        """Keep the job."""
-        self.__dict__.setdefault("kept", []).append(job)
+Fickle = faulty("A scheduler with random priorities.", Mine, priority=lambda *_: random())
+Drifting = faulty(
+    "A scheduler whose priorities depend on the clock.",
+    Mine,
+    priority=lambda _, job, now: abs(job.arrival + 10**8 - now),
+)
+Silent = faulty(
+    "A scheduler that does not report when jobs become hopeless.",
+    LeastSlack,
+    changes_at=lambda *_: None,
+)
+Late = faulty(
+    "A scheduler that reports the present as the time of the next change.",
+    LeastSlack,
+    changes_at=lambda _, __, now: now,
+)
+Swapping = faulty(
+    "A scheduler that ranks running jobs by a latest start that moves with their work.",
+    LeastSlack,
+    priority=lambda self, job, *_: self.latest_start(job),
+)
+PausesUndeclared = faulty(
+    "A scheduler that pauses jobs without declaring itself preemptive.",
+    Turns,
+    plan=lambda _, state: StepPlan(state.waiting, state.running[:1]),
+)
+AdmitsRunning = faulty(
+    "A scheduler that admits running jobs.",
+    Turns,
+    plan=lambda _, state: StepPlan([*state.running, *state.waiting]),
+)
+PausesWaiting = faulty(
+    "A scheduler that pauses waiting jobs.",
+    PausesUndeclared,
+    preemptive=True,
+    plan=lambda _, state: StepPlan(state.waiting, list(state.waiting)[:1]),
+)
+Lazy = faulty(
+    "A scheduler that admits one job per plan.",
+    Turns,
+    plan=lambda _, state: StepPlan(list(state.waiting)[:1]),
+)
+Idle = faulty("A scheduler that admits no job.", Turns, plan=lambda *_: StepPlan())
+Hoarder = faulty(
+    "A scheduler that keeps a reference to every job.",
+    Mine,
+    finished=lambda self, job, *_: self.__dict__.setdefault("kept", []).append(job),
+)
 
 
 class Forgetful(Mine):
@@ -150,20 +109,16 @@ class Forgetful(Mine):
         self.last = now - job.arrival
 
 
-class Unordered(Mine):
-    """A scheduler whose priorities have NaN beside a number."""
-
-    def priority(self, job, now):
-        """Return the serial of a job, and no number."""
-        return job.serial, float("nan")
-
-
-class Vague(LeastSlack):
-    """A scheduler that reports a fraction of a nanosecond."""
-
-    def changes_at(self, job, now):
-        """Return half a nanosecond after `now`."""
-        return now + 0.5
+Unordered = faulty(
+    "A scheduler whose priorities have NaN beside a number.",
+    Mine,
+    priority=lambda _, job, *__: (job.serial, float("nan")),
+)
+Vague = faulty(
+    "A scheduler that reports a fraction of a nanosecond.",
+    LeastSlack,
+    changes_at=lambda _, __, now: now + 0.5,
+)
 
 
 @attrs.define(slots=False, eq=False)
@@ -220,16 +175,11 @@ def test_a_fault_fails_in_the_serving_loop(scheduler, test, error, message):
 
 def run(scheduler, test, server):
     """Run one conformance test on `scheduler`."""
-
-    class Kit(SchedulerTests):
-        def make(self):
-            if issubclass(scheduler, LeastSlack):
-                return scheduler(preemptive=scheduler is Swapping, ttft=0.05)
-            return scheduler()
-
-    method = getattr(Kit(), f"test_{test}")
-    values = {"seed": 0, "server": server}
-    return method(**{name: values[name] for name in method.__annotations__ if name in values})
+    options = {}
+    if issubclass(scheduler, LeastSlack):
+        options = {"preemptive": scheduler is Swapping, "ttft": 0.05}
+    make = partial(scheduler, **options)
+    return run_test(SchedulerTests, make, test, seed=0, server=server)
 
 
 @attrs.define(slots=False, eq=False)

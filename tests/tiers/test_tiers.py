@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import orjson
 import pytest
+from helpers.faults import fail, faulty
 from helpers.serving import BLOCK, SLOT, Slow, Tally, ask, serve
 
 import kvcore
@@ -675,18 +676,9 @@ def test_the_bandwidth_of_a_host_grows_with_the_number_of_gpus():
 
 def test_a_failing_policy_of_a_tier_is_named_in_every_later_call():
     """A policy of a tier that raises is named by PolicyError, in every later call as well."""
-
-    class Broken(EvictionPolicy):
-        """An eviction policy that raises in `victim`."""
-
-        name = "broken"
-
-        def victim(self, now):
-            """Raise an error."""
-            raise RuntimeError(now)
-
+    broken = faulty("Raises in `victim`.", EvictionPolicy, name="broken", victim=fail)
     cache = KVCache(8, BLOCK, accounting="tokens", key_tokens=BLOCK)
-    Tiers(cache, [Host(memory=SLOT, eviction=Broken, write="through")], SLOT)
+    Tiers(cache, [Host(memory=SLOT, eviction=broken, write="through")], SLOT)
     one, two = (cache.open(ask(n, prompt=5, keys=prompt(n, 1))) for n in range(2))
     cache.commit(one, 5)
     with pytest.raises(PolicyError, match="broken"):
@@ -743,14 +735,9 @@ def test_the_policy_of_a_tier_is_called_for_queues_and_misses():
             """Fail, since this run needs no eviction."""
             raise AssertionError(now)
 
-    class Own(Tier):
-        """A tier class that is no plugin."""
-
-        name = "own"
-
     serve(
         shared((1, 4), (2, 4)), blocks=20, trace=False,
-        tiers=(Own(memory=10**6, eviction=Curious()),),
+        tiers=(faulty("No plugin.", Tier, name="own")(memory=10**6, eviction=Curious()),),
     )  # fmt: skip
     assert calls == [("queued", 0), ("miss", 0, 0), ("queued", 1), ("miss", 1, 0)]
 

@@ -7,6 +7,4 @@ from kvcore_depth_policy import Deepest
 class TestDeepest(EvictionPolicyTests):
     """Everything kvcore expects of an eviction policy holds."""
 
-    def make(self):
-        """Build the policy under test."""
-        return Deepest()
+    eviction = Deepest

@@ -50,7 +50,6 @@ class PrefixAffinity(Router):
 
     def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica:
         """Return the replica with the fewest requests of those with about the longest match."""
-        del now
         if self.bound:
             flying = sum(replica.requests for replica in replicas)
             limit = ceil(self.bound * (flying + 1) / len(replicas))

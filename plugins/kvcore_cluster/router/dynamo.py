@@ -61,7 +61,6 @@ class Dynamo(Router):
 
     def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica:
         """Return the replica with the lowest cost, or one that is drawn by its cost."""
-        del now
         least = min([replica.waiting_tokens for replica in replicas]) if self.delta else 0
         tokens = request.prompt_tokens
         costs = [self._blocks(tokens, replica, least) for replica in replicas]

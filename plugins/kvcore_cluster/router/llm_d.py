@@ -37,7 +37,6 @@ class LLMD(Router):
 
     def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica:
         """Return the replica with the highest score."""
-        del now
         waiting = [replica.waiting for replica in replicas]
         longest, fewest = max(waiting), min(waiting)
         costs = []

@@ -31,7 +31,6 @@ class LoadAware(Router):
 
     def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica:
         """Return the replica with the highest score."""
-        del now
         mean = sum(replica.requests for replica in replicas) / len(replicas)
         prompt, scale = max(request.prompt_tokens, 1), self.weight / max(1.0, mean)
         costs = [

@@ -49,13 +49,11 @@ class Mooncake(Router):
 
     def on_routed(self, request: Request, replica: Replica, now: int) -> None:
         """Queue its prefill."""
-        del now
         self._own[request.id] = seconds = _prefill(request, replica)
         self._queued[replica.number] = self._queued.get(replica.number, 0.0) + seconds
 
     def on_first_token(self, request: Request, replica: Replica, now: int) -> None:
         """Subtract the prefill of `request` from the queue of its replica."""
-        del now
         seconds = self._own.pop(request.id, 0.0)
         # A queue without a request has no time: sums of floats leave some.
         self._queued[replica.number] -= seconds

@@ -82,7 +82,6 @@ class Preble(Router):
 
     def on_left(self, replica: Replica, now: int) -> None:
         """Drop the work of the replica."""
-        del now
         self._work.pop(replica.number, None)
         self._sum.pop(replica.number, None)
 

@@ -26,7 +26,6 @@ class Random(Router):
 
     def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica:
         """Return a replica that is drawn for the request."""
-        del now
         return draw_one(self.seed, self.name, request.id, replicas)
 
 
@@ -50,7 +49,6 @@ class PowerOfTwo(Router):
 
     def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica:
         """Return the drawn replica with fewer requests in flight, of equal ones the first."""
-        del now
         count = len(replicas)
         first = int(draw(self.seed, self.name, request.id) * count)
         if count == 1:

@@ -21,7 +21,6 @@ class RoundRobin(Router):
 
     def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica:
         """Return the next replica."""
-        del request, now
         chosen = replicas[self._turn % len(replicas)]
         self._turn += 1
         return chosen

@@ -55,7 +55,6 @@ class SessionAffinity(Router):
 
     def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica:
         """Return the first replica on the ring, from the session on, that has room."""
-        del now
         if self._changed:
             self._ring = sorted(
                 (draw(self.seed, self.name, (number, point)), number)
@@ -76,23 +75,19 @@ class SessionAffinity(Router):
 
     def on_routed(self, request: Request, replica: Replica, now: int) -> None:
         """Add 1 to the requests in flight."""
-        del request, replica, now
         self._in_flight += 1
 
     def on_ended(self, request: Request, replica: Replica, now: int) -> None:
         """Subtract 1 from the requests in flight."""
-        del request, replica, now
         self._in_flight -= 1
 
     def on_joined(self, replica: Replica, now: int) -> None:
         """Add the replica's points to the ring."""
-        del now
         self._members[replica.number] = replica
         self._changed = True
 
     def on_left(self, replica: Replica, now: int) -> None:
         """Remove the replica's points from the ring."""
-        del now
         del self._members[replica.number]
         self._changed = True
 

@@ -36,7 +36,6 @@ class SGLang(Router):
 
     def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica:
         """Return the replica of the longest match, or of the shortest queue."""
-        del now
         shortest = min(replicas, key=by_load)
         fewest, longest = shortest.requests, max(replica.requests for replica in replicas)
         if longest - fewest > self.absolute and longest > self.relative * fewest:

@@ -368,7 +368,6 @@ class CodedPool(Pool):
 
     def layer_blocks(self, layer: int) -> tuple[Tensor, Tensor]:
         """Raise InputError: the blocks hold codes."""
-        del layer
         assert self.layout.codec is not None
         msg = (
             f"codec {self.layout.codec.name!r} keeps codes in the blocks: there is no memory "

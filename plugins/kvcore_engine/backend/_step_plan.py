@@ -96,7 +96,6 @@ class AttentionKernel(ABC):
 
     def takes_chunks(self, kind: LayerKind) -> bool:
         """Return True if the kernel also computes several new tokens of one sequence."""
-        del kind
         return False
 
     @abstractmethod

@@ -86,7 +86,6 @@ class DraftModel(TokenDrafter):
 
     def load(self, generator: Generator, backend: Backend, seed: int) -> None:
         """Load the draft model, and allocate its pool."""
-        del seed
         drafting = self._drafting
         if drafting.vocabulary != generator.vocabulary:
             msg = (

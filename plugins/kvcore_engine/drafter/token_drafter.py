@@ -67,7 +67,6 @@ class TokenDrafter(Drafter):
 
     def draft(self, tokens: Sequence[int], most: int) -> Sequence[int]:
         """Return up to `most` tokens that may follow `tokens`, the text of a sequence."""
-        del tokens, most
         msg = f"drafter plugin {self.name!r} defines neither draft() nor drafts(): define one"
         raise PolicyError(msg)
 

@@ -102,7 +102,6 @@ class GroupedBatch(PagedBatch):
 
     def _table(self, sequence: Sequence) -> tuple[()]:
         """Return no ids: there is a table for each group."""
-        del sequence
         return ()
 
     def _begin_attention(self, batch: RaggedBatch) -> None:

@@ -102,7 +102,6 @@ class TokenRetention(RetentionPolicy):
 
         Like `keeps`, it depends on lengths alone.
         """
-        del seq
         return 1
 
     @abstractmethod

@@ -59,7 +59,6 @@ class Window(TokenRetention):
 
     def recent_of(self, seq: Sequence) -> int:
         """Return the length of the window."""
-        del seq
         return self.tokens
 
     def droppable(self, seq: Sequence) -> list[tuple[int, int]]:

@@ -16,36 +16,30 @@ class Kit(NamedTuple):
 
     Attributes:
         tests: the class of the kit.
-        make: the lines of a class of tests that make the plugin.
         page: page of the documentation about such plugins.
+        also: what the class of tests has beside the plugin.
     """
 
     tests: str
-    make: str
     page: str
+    also: str = ""
 
-
-MAKE = '''def make(self):
-        """Return a new plugin."""
-        return Example()'''
 
 KITS: Mapping[str, Kit] = {
-    "eviction": Kit("EvictionPolicyTests", MAKE, "how-to/write-a-policy.md"),
-    "prefix": Kit("PrefixIndexTests", "prefix = Example", "how-to/write-a-prefix-index.md"),
-    "retention": Kit("RetentionPolicyTests", "retention = Example", "reference/retention.md"),
-    "scheduler": Kit("SchedulerTests", MAKE, "how-to/write-a-scheduler.md"),
-    "rules": Kit("RulesTests", "rules = Example", "how-to/write-engine-rules.md"),
-    "latency": Kit("LatencyModelTests", "latency = Example", "reference/latency.md"),
-    "backend": Kit("BackendTests", "backend = Example", "reference/backends.md"),
-    "codec": Kit("CodecTests", "codec = Example\n    error = 1 / 200", "reference/codecs.md"),
-    "tier": Kit("TierTests", "tier = Example", "reference/tiers.md"),
-    "generator": Kit("GeneratorTests", "generator = Example", "reference/generators.md"),
-    "workload": Kit("WorkloadTests", "workload = Example", "how-to/write-a-workload.md"),
-    "router": Kit("RouterTests", "router = Example", "how-to/write-a-router.md"),
-    "drafter": Kit("DrafterTests", "drafter = Example", "how-to/speculative-decoding.md"),
-    "checkpoint": Kit(
-        "CheckpointTests", "checkpoint = Example", "how-to/write-a-checkpoint-policy.md"
-    ),
+    "eviction": Kit("EvictionPolicyTests", "how-to/write-a-policy.md"),
+    "prefix": Kit("PrefixIndexTests", "how-to/write-a-prefix-index.md"),
+    "retention": Kit("RetentionPolicyTests", "reference/retention.md"),
+    "scheduler": Kit("SchedulerTests", "how-to/write-a-scheduler.md"),
+    "rules": Kit("RulesTests", "how-to/write-engine-rules.md"),
+    "latency": Kit("LatencyModelTests", "reference/latency.md"),
+    "backend": Kit("BackendTests", "reference/backends.md"),
+    "codec": Kit("CodecTests", "reference/codecs.md", "\n    error = 1 / 200"),
+    "tier": Kit("TierTests", "reference/tiers.md"),
+    "generator": Kit("GeneratorTests", "reference/generators.md"),
+    "workload": Kit("WorkloadTests", "how-to/write-a-workload.md"),
+    "router": Kit("RouterTests", "how-to/write-a-router.md"),
+    "drafter": Kit("DrafterTests", "how-to/speculative-decoding.md"),
+    "checkpoint": Kit("CheckpointTests", "how-to/write-a-checkpoint-policy.md"),
 }
 """The kits, by kind of plugin."""
 
@@ -94,7 +88,7 @@ from {module} import Example
 class TestExample({tests}):
     """All that kvcore expects of a plugin of this kind holds."""
 
-    {make}
+    {kind} = Example{also}
 '''
 
 HOOK = '''\

@@ -212,7 +212,6 @@ class GroupedCache:
 
         `target` is that of `open`.
         """
-        del now
         return self._look_up(request, self._names(request), target or request.prompt_tokens)
 
     def need(self, match: GroupMatch, tokens: int, *, whole: bool = False) -> int:
@@ -537,7 +536,6 @@ class GroupedCache:
         preempted: bool = False,
     ) -> None:
         """Give back all blocks of `seq`, of each group the last one first."""
-        del length, preempted
         self.now = self.now if now is None else now
         if self.sequences.pop(seq.id, None) is not seq:
             msg = f"sequence {seq.id} (request {seq.request.id}) is closed"
@@ -670,7 +668,6 @@ class GroupedCache:
 
     def make_room(self, blocks: int, now: int) -> bool:
         """Return True if `blocks` blocks are free or evictable."""
-        del now
         return blocks <= self.available_blocks
 
     def check_integrity(self) -> None:
@@ -937,12 +934,10 @@ class GroupedCache:
 
     def _hold_loaded(self, seq: GroupSequence, blocks: list[int]) -> None:
         """Add a holder to blocks of the pool that `seq` hits with those that are loaded."""
-        del seq
         self._hold(blocks)
 
     def _choose(self, count: int, seq: GroupSequence) -> list[int]:
         """Return `count` blocks to evict for `seq`, which no sequence holds, in order."""
-        del seq
         return self._blocks.pop(count)
 
     def _evict(self, blocks: list[int]) -> None:

@@ -87,7 +87,6 @@ class GroupPlan:
         **options: Any,
     ) -> GroupedCache:
         """Return a cache of these groups: `LayerPlan.cache`."""
-        del prefix  # groups look up names
         options["checkpoint"] = checkpoint
         if find_override(checkpoint, "victim"):
             if eviction.name != "lru":
@@ -104,7 +103,6 @@ class GroupPlan:
 
     def as_dict(self, blocks: int, checkpoint: CheckpointPolicy) -> dict[str, Any]:
         """Return the groups for JSON: `LayerPlan.as_dict`."""
-        del blocks
         groups = [group.as_dict() for group in self.groups]
         interval = {"prefix_cache_retention_interval": checkpoint.interval}
         return {"cache_groups": {**interval, "groups": groups}}

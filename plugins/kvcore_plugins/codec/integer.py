@@ -31,7 +31,6 @@ class _Grids(Codec):
 
     def _across(self, part: Part) -> bool:
         """Return True if a grid spans a channel in some tokens: False unless overridden."""
-        del part
         return False
 
     def by_token(self, part: Part) -> bool:

@@ -71,5 +71,4 @@ class HeadCost:
 
     def duration(self, work: StepWork, drafts: Sequence[int]) -> int:
         """Return the picoseconds by which the heads make the step longer."""
-        del drafts
         return self._grown.duration(work) - self._plain.duration(work) if work.decode else 0

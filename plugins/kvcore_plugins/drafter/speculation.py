@@ -65,7 +65,6 @@ class SpeculativeSimulator(SimulatedExecutor):
         limits: Sequence[int],
     ) -> StepResult:
         """Return the numbers of drafts and of accepted ones by the drafter, and the time."""
-        del chunks
         accepted = self.drafter.accepted
         verified = [
             accepted(job.request, job.generated, limit) if limit else (0, 0)

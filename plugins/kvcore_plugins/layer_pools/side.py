@@ -162,11 +162,9 @@ class States(SidePool):
 
     def slots_of(self, span: Span) -> int:
         """Return 1."""
-        del span
         return 1
 
     def split(self, upper: Span, lower: Span) -> None:
         """Leave the state with `lower`: that at the end of `upper` is not known."""
-        del upper
         if lower in self._used:
             self._push(lower)

@@ -123,7 +123,6 @@ class LayerPools:
 
     def as_dict(self, blocks: int, checkpoint: CheckpointPolicy) -> dict[str, Any]:
         """Return the slots beside `blocks` of full attention for JSON: `LayerPlan.as_dict`."""
-        del checkpoint
         windows, states = self.slots(blocks)
         sizes = {"window_slots": windows, "state_slots": states}
         return {"layer_pools": {name: slots for name, slots in sizes.items() if slots}}

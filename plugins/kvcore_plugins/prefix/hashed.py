@@ -72,7 +72,6 @@ class Hashed(PrefixIndex):
 
     def split(self, upper: Span, lower: Span) -> None:
         """Enter the blocks that were in `lower` under `upper`."""
-        del lower
         self._enter(upper, upper.start)
 
     def remove(self, span: Span, first: int) -> None:

@@ -86,7 +86,6 @@ class Fair(Scheduler):
 
     def admitted(self, job: Job, now: int) -> None:
         """Remove `job` from its tenant's queue, and charge its prompt once."""
-        del now
         tenant = job.request.tenant
         heappop(self._queues[tenant])
         self._leave(tenant)
@@ -97,13 +96,11 @@ class Fair(Scheduler):
 
     def finished(self, job: Job, now: int) -> None:
         """Charge the last tokens of `job`."""
-        del now
         self._charge(job)
         del self._running[job]
 
     def withdrawn(self, job: Job, now: int) -> None:
         """Remove `job` from its tenant's queue. O(jobs of the tenant that wait)."""
-        del now
         tenant = job.request.tenant
         queue = self._queues[tenant]
         queue.remove((job.serial, job))

@@ -15,5 +15,4 @@ class FCFS(Scheduler):
 
     def priority(self, job: Job, now: int) -> Any:
         """Return the order of arrival."""
-        del now
         return job.serial

@@ -52,7 +52,6 @@ class LPM(Scheduler):
 
     def priority(self, job: Job, now: int) -> Any:
         """Return the order of arrival: the job that came last loses its blocks first."""
-        del now
         return job.serial
 
     def plan(self, state: LoopState) -> StepPlan:

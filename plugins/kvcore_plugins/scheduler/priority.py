@@ -37,6 +37,5 @@ class Priority(Scheduler):
 
     def priority(self, job: Job, now: int) -> Any:
         """Return the arrival, earlier by its levels; without ageing the negative priority."""
-        del now
         level = round(self.ageing * NS_PER_S)
         return job.arrival - level * job.request.priority if level else -job.request.priority

@@ -22,5 +22,4 @@ class SJF(Estimating):
 
     def priority(self, job: Job, now: int) -> Any:
         """Return the total time of `job` (ns)."""
-        del now
         return self.total_ns(job)

@@ -34,5 +34,4 @@ class SRPT(Estimating):
 
     def priority(self, job: Job, now: int) -> Any:
         """Return the remaining time of `job` (ns)."""
-        del now
         return self.remaining_ns(job)

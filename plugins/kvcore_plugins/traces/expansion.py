@@ -48,7 +48,6 @@ class Expansion:
         self._evicted.append(event.runs)
 
     def _forget(self, event: Event) -> None:
-        del event
         self._evicted = []
 
     def _alloc(self, event: Alloc) -> None:

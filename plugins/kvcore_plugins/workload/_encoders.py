@@ -35,7 +35,6 @@ class Encoder:
 
     def encode(self, text: str, *, begins: bool = False) -> list[int]:
         """Return the tokens of a text, with the special ones of a prompt if it `begins` one."""
-        del begins
         return self._tokens(text) if "\0" not in text else self._mixed(text)
 
     def _mixed(self, text: str) -> list[int]:
@@ -70,7 +69,6 @@ class Encoder:
 
     def ends(self, lengths: Sequence[int], total: int) -> Iterable[int]:
         """Return the ends of tools and messages of these lengths in the last prompt."""
-        del lengths, total
         return self._ends
 
 

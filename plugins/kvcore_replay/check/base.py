@@ -134,5 +134,4 @@ class CacheChecker(Generic[State]):
 
     def _end(self, event: events.End) -> None:
         """Check that no request or sequence is open; the reader has checked its fields."""
-        del event
         self.lifecycles.end(len(self.state.sequences))

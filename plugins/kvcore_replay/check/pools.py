@@ -243,7 +243,6 @@ class PoolChecker(TraceChecker):
 
     def _limits(self, prompt: TracedPrompt, *, resumed: bool) -> tuple[int, int]:
         """Return the blocks that can hit, twice: `_must_hit` checks those that do."""
-        del resumed
         return prompt.limit, prompt.limit
 
     def _opened(self, event: events.Hit | events.Miss) -> None:
@@ -267,7 +266,6 @@ class PoolChecker(TraceChecker):
 
     def _closed(self, event: events.Free) -> None:
         """Record what a sequence that has closed has used, and needs no more."""
-        del event
         if (seq := self._ends) is not None:
             if not self.lifecycles.waits(seq.prompt.id):
                 self._use_windows(seq.span)

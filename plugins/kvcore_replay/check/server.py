@@ -264,7 +264,6 @@ class TraceChecker(CacheChecker[CacheState]):
 
     def _begin_generated(self, seq: TracedSequence, first: int) -> int:
         """Return the first block that `seq` may share with those generated from `first` on."""
-        del seq
         return first
 
     def _store(self, event: events.Commit, seq: TracedSequence, ids: Ids) -> None:
@@ -327,7 +326,6 @@ class TraceChecker(CacheChecker[CacheState]):
 
     def _chooser(self, event: events.Evict) -> str | None:
         """Return the name of what has chosen a victim."""
-        del event
         return self._eviction
 
     def _must_be_as_used(self, event: events.Evict, span: TracedSpan) -> None:
@@ -553,11 +551,9 @@ class TraceChecker(CacheChecker[CacheState]):
             violated(f"request {prompt.id!r} needs {need} blocks, and the pool has enough")
 
     def _refuse_routing(self, event: Any) -> None:
-        del event
         violated("HEADER has no replicas")
 
     def _refuse_pools(self, event: Any) -> None:
-        del event
         violated("HEADER has no pools of layers")
 
     def _refuse_early(self, name: str) -> None:

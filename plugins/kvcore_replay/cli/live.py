@@ -67,7 +67,6 @@ class Picture:
 
     def due(self, view: LiveView) -> bool:
         """Return True if the last picture is older than `FRAME_SECONDS`."""
-        del view
         return self._clock() - self._drawn >= FRAME_SECONDS
 
     def draw(self, view: LiveView, progress: str) -> None:
@@ -101,7 +100,6 @@ class Lines:
 
     def draw(self, view: LiveView, progress: str) -> None:
         """Write a line."""
-        del progress
         self._next = view.now - view.now % self._step + self._step
         self._file.write(f"{escaped(view.line())}\n")
         self._file.flush()

@@ -240,13 +240,7 @@ class MissClassifier:
             blocks, other = self.elsewhere.pop(prompt.id)
             first, start = start, max(start, min(blocks, prompt.limit))
             if start > first:
-                segment = MissSegment(
-                    category="elsewhere",
-                    first=first * self._size,
-                    tokens=(start - first) * self._size,
-                    replica=other,
-                )
-                losses.append(segment)
+                losses.append(self._missed("elsewhere", first, start, replica=other))
         reasons.losses = [
             *losses,
             *self._lost(reasons, prompt, keys, start, reach),
@@ -264,17 +258,12 @@ class MissClassifier:
         self, reasons: RequestMisses, prompt: TracedPrompt, hit: int
     ) -> Iterator[MissSegment]:
         """Yield the missed segments that lower tiers hold, before any load of them."""
-        tiers, size = self.state.tiers, self._size
+        tiers = self.state.tiers
         if tiers is None:
             return
         for tier, first, end in tiers.found(prompt, hit):
-            yield MissSegment(
-                category="recomputed",
-                first=first * size,
-                tokens=(end - first) * size,
-                tier=tier.name,
-                load_ns=tier.load_ns(end - first, reasons.admitted or 0),
-            )
+            load_ns = tier.load_ns(end - first, reasons.admitted or 0)
+            yield self._missed("recomputed", first, end, tier=tier.name, load_ns=load_ns)
 
     def _load_start(self, event: events.LoadStart) -> None:
         """Record a load for a first admission; other blocks in the tier are recomputed."""
@@ -350,14 +339,11 @@ class MissClassifier:
         """Yield the missed segments of blocks that an earlier request contained."""
         if hit >= reach:
             return
-        start, size = hit, self._size
+        start = hit
         if self._shares:
             start, other = self._in_flight(reasons, prompt, hit, reach)
             if start > hit:
-                tokens = (start - hit) * size
-                yield MissSegment(
-                    category="in_flight", first=hit * size, tokens=tokens, other=other
-                )
+                yield self._missed("in_flight", hit, start, other=other)
         upto = max(start, min(reach, self._pool))
         for first, end, eviction in self._evictions.pieces(keys, start, upto):
             category, other = "unstored", self._sender(keys, end)
@@ -365,20 +351,17 @@ class MissClassifier:
                 category = "expired" if eviction.expired else EVICTED
                 other = eviction.user
             for low, high, drop in self._drops.pieces(keys, first, end):
-                yield MissSegment(
-                    category=category,
-                    first=low * size,
-                    tokens=(high - low) * size,
-                    eviction=eviction,
-                    other=other,
-                    drop=drop,
+                yield self._missed(
+                    category, low, high, eviction=eviction, other=other, drop=drop
                 )
         if upto < reach:
-            tokens = (reach - upto) * size
             other = self._sender(keys, reach)
-            yield MissSegment(
-                category="truncated", first=upto * size, tokens=tokens, other=other
-            )
+            yield self._missed("truncated", upto, reach, other=other)
+
+    def _missed(self, category: str, first: int, end: int, **about: Any) -> MissSegment:
+        """Return the segment of blocks `[first, end)`."""
+        tokens = (end - first) * self._size
+        return MissSegment(category=category, first=first * self._size, tokens=tokens, **about)
 
     def _rest(
         self,

@@ -113,20 +113,14 @@ class GroupMisses(MissClassifier):
     ) -> Iterator[MissSegment]:
         """Yield the missed segments of blocks that an earlier request contained."""
         assert reasons.seq is not None
-        size = self._size
-        junction = self.state.sequences[reasons.seq].junction // size
+        junction = self.state.sequences[reasons.seq].junction // self._size
         start = max(hit, min(junction, reach))
         if start > hit:
             yield self._segment(prompt, keys, hit, start)
         if start < reach:
             end, other = self._in_flight(reasons, prompt, start, reach)
             if end > start:
-                yield MissSegment(
-                    category="in_flight",
-                    first=start * size,
-                    tokens=(end - start) * size,
-                    other=other,
-                )
+                yield self._missed("in_flight", start, end, other=other)
             if end < reach:
                 yield self._segment(prompt, keys, end, reach)
 
@@ -152,14 +146,8 @@ class GroupMisses(MissClassifier):
         else:
             category = "unstored" if any(group.kind == "full" for group in short) else "unkept"
             other = self._sender(keys, end)
-        return MissSegment(
-            category=category,
-            first=first * self._size,
-            tokens=(end - first) * self._size,
-            eviction=gone,
-            other=other,
-            groups=tuple(group.index for group in short),
-        )
+        groups = tuple(group.index for group in short)
+        return self._missed(category, first, end, eviction=gone, other=other, groups=groups)
 
     def _last_eviction(
         self, prompt: TracedPrompt, group: TracedGroup, first: int, tokens: int

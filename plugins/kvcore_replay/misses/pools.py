@@ -102,7 +102,7 @@ class PoolMisses(MissClassifier):
         self, spans: list[TracedSpan], hit: int, end: int, keys: list[Any]
     ) -> MissSegment:
         """Return the segment of blocks `[hit, end)` that full attention alone has."""
-        state, size = self.state, self._size
+        state = self.state
         short = state.lacks(spans, end)
         needed = [
             span for span in spans if span.end > end - state.window_blocks and "window" in short
@@ -111,10 +111,10 @@ class PoolMisses(MissClassifier):
         if "state" in short:
             gone.append(self._lost_by["state"].get(spans[-1].id))
         last = max(filter(None, gone), key=lambda event: event.line, default=None)
-        return MissSegment(
-            category="unkept" if last is None else TOMBSTONE,
-            first=hit * size,
-            tokens=(end - hit) * size,
+        return self._missed(
+            "unkept" if last is None else TOMBSTONE,
+            hit,
+            end,
             eviction=last,
             other=self._sender(keys, end) if last is None else last.user,
             groups=tuple(1 + list(state.kept).index(pool) for pool in short),

@@ -1,10 +1,9 @@
 """The built-in routers pass the tests that every router must pass."""
 
-import pytest
+from helpers.configurations import configured, names
 from helpers.seeds import FewSeeds
 
 from kvcore import Plugins
-from kvcore.plugins import resolve
 from kvcore.testing import RouterTests
 
 CONFIGURATIONS = [
@@ -37,18 +36,12 @@ BOUNDS = {"session": 1.25, "session:bound=2,points=3": 2.0, "prefix-affinity:bou
 
 def test_every_router_is_in_the_list():
     """Each registered router is tested in at least one configuration."""
-    assert {text.partition(":")[0] for text in CONFIGURATIONS} == set(Plugins().names("router"))
+    assert names(CONFIGURATIONS) == set(Plugins().names("router"))
 
 
-class TestBuiltIn(FewSeeds, RouterTests):
+def _about(spec):
+    return {"draws": spec.partition(":")[0] in DRAWS, "bound": BOUNDS.get(spec)}
+
+
+class TestBuiltIn(FewSeeds, configured("router", CONFIGURATIONS, _about), RouterTests):
     """Every configuration in the list above."""
-
-    @pytest.fixture(autouse=True, params=CONFIGURATIONS)
-    def _configured(self, request):
-        self.spec = request.param
-        self.draws = self.spec.partition(":")[0] in DRAWS
-        self.bound = BOUNDS.get(self.spec)
-
-    def make(self):
-        """Build the configured router."""
-        return resolve("router", self.spec)

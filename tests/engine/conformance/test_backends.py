@@ -1,6 +1,7 @@
 """The built-in backends pass the tests that every backend must pass."""
 
 import os
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -59,11 +60,8 @@ class TestInOneBatch(FewSeeds, TestBuiltIn):
 class WithTriton(BackendTests):
     """The kit on a backend whose decoding sequences are computed by Triton's kernels."""
 
+    backend = partial(TorchCPU, attention="triton")
     dtypes = ("fp32", "fp16", "bf16")
-
-    def make(self):
-        """Build a backend on the CPU that decodes with Triton's kernels."""
-        return TorchCPU(attention="triton")
 
     def batch(self, seed, dtype=None, **fixed):
         """Return a random batch, with a block size that the kernels support."""

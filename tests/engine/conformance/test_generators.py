@@ -1,5 +1,7 @@
 """The built-in generators pass the tests that every generator must pass."""
 
+from functools import partial
+
 import pytest
 from helpers.configurations import configured, names
 from helpers.seeds import FewSeeds
@@ -33,11 +35,8 @@ class TestBuiltIn(FewSeeds, configured("generator", CONFIGURATIONS), GeneratorTe
 class TestSinCos(GeneratorTests):
     """The `sincos` generator, which rounds nothing: equal logits have equal bytes."""
 
+    generator = partial(resolve, "generator", "sincos:layers=2,kv_heads=2,head_dim=8")
     tolerance = 0
-
-    def make(self):
-        """Build a small `sincos` generator."""
-        return resolve("generator", "sincos:layers=2,kv_heads=2,head_dim=8")
 
 
 def test_every_generator_is_in_the_list():

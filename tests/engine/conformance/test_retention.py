@@ -4,10 +4,9 @@ from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-import pytest
+from helpers.configurations import configured
 
 from kvcore import Plugins
-from kvcore.plugins import resolve
 from kvcore.testing import RetentionPolicyTests
 
 POLICIES = [
@@ -32,19 +31,13 @@ POLICIES = [
 EXAMPLE = Path(__file__).parents[3] / "examples/third_party_retention/kvcore_big_values.py"
 
 
-class TestBuiltIn(RetentionPolicyTests):
+def _about(spec):
+    forgets, per_head = not spec.startswith(("full", "quest")), not spec.startswith("tova")
+    return {"forgets": forgets, "per_head": per_head}
+
+
+class TestBuiltIn(configured("retention", POLICIES, _about), RetentionPolicyTests):
     """Every configuration in the list above."""
-
-    @pytest.fixture(autouse=True, params=POLICIES)
-    def _configured(self, request, monkeypatch):
-        self.spec = request.param
-        keeps_all = self.spec.startswith(("full", "quest"))
-        monkeypatch.setattr(type(self), "forgets", not keeps_all)
-        monkeypatch.setattr(type(self), "per_head", not self.spec.startswith("tova"))
-
-    def make(self):
-        """Build the configured policy."""
-        return resolve("retention", self.spec)
 
 
 def example():

@@ -1,7 +1,7 @@
 """The built-in eviction policies pass the tests that every eviction policy must pass."""
 
-import pytest
-from helpers.policies import POLICIES, build
+from helpers.configurations import configured
+from helpers.policies import POLICIES
 from helpers.seeds import FewSeeds
 
 from kvcore import Plugins
@@ -11,18 +11,10 @@ from kvcore.testing import EvictionPolicyTests
 PLUGINS = Plugins()
 
 
-class TestBuiltIn(FewSeeds, EvictionPolicyTests):
+class TestBuiltIn(FewSeeds, configured("eviction", POLICIES), EvictionPolicyTests):
     """Every configuration in the list of policies."""
 
     machine_examples = 2
-
-    @pytest.fixture(autouse=True, params=POLICIES)
-    def _configured(self, request):
-        self.spec = request.param
-
-    def make(self):
-        """Build the configured policy."""
-        return build(self.spec)
 
 
 def test_every_policy_is_in_the_list():

@@ -1,10 +1,9 @@
 """The built-in schedulers pass the tests that every scheduler must pass."""
 
-import pytest
+from helpers.configurations import configured
 from helpers.seeds import FewSeeds
 
 from kvcore import Plugins
-from kvcore.plugins import resolve
 from kvcore.plugins.options import parse
 from kvcore.testing import SchedulerTests
 
@@ -30,17 +29,12 @@ STARVES = {
 """Every configuration under test, and whether jobs may starve."""
 
 
-class TestBuiltIn(FewSeeds, SchedulerTests):
+def _starves(spec):
+    return {"starves": STARVES[spec]}
+
+
+class TestBuiltIn(FewSeeds, configured("scheduler", STARVES, _starves), SchedulerTests):
     """Every configuration in the list above."""
-
-    @pytest.fixture(autouse=True, params=STARVES)
-    def _configured(self, request, monkeypatch):
-        self.spec = request.param
-        monkeypatch.setattr(type(self), "starves", STARVES[self.spec])
-
-    def make(self):
-        """Build the configured scheduler."""
-        return resolve("scheduler", self.spec)
 
 
 def test_every_scheduler_is_in_the_list():

@@ -115,24 +115,31 @@ class TestRecording(WorkloadTests):
         return Recording(self.path)
 
 
-class TestLMCache(WorkloadTests):
-    """Logged lookups of two models with popular prefixes, some of them out of order."""
+class FileTests(WorkloadTests):
+    """Conformance tests of a workload that reads one file, `file`, which has `text`."""
+
+    options: ClassVar = {}
 
     @pytest.fixture(autouse=True)
-    def log(self, tmp_path):
-        """Write the log of lookups."""
-        self.path = tmp_path / "lookup_hashes.jsonl"
-        rows = [
-            f'{{"timestamp":{1e9 + n / 5 - n % 2 / 2},"request_id":"r{n % 50}",'
-            f'"model_name":"m{n % 2}","chunk_size":256,"seq_len":{512 + n},'
-            f'"chunk_hashes":["{hex(n % 3)}","{hex(10 + n)}"]}}'
-            for n in range(60)
-        ]
-        self.path.write_text("\n".join(rows))
+    def _write(self, tmp_path):
+        self.path = tmp_path / self.file
+        self.path.write_text(self.text)
 
     def make(self):
-        """Return the workload that reads the log."""
-        return LMCache(self.path)
+        """Return the workload that reads the file."""
+        return self.workload(self.path, **self.options)
+
+
+class TestLMCache(FileTests):
+    """Logged lookups of two models with popular prefixes, some of them out of order."""
+
+    workload, file = LMCache, "lookup_hashes.jsonl"
+    text = "\n".join(
+        f'{{"timestamp":{1e9 + n / 5 - n % 2 / 2},"request_id":"r{n % 50}",'
+        f'"model_name":"m{n % 2}","chunk_size":256,"seq_len":{512 + n},'
+        f'"chunk_hashes":["{hex(n % 3)}","{hex(10 + n)}"]}}'
+        for n in range(60)
+    )
 
 
 CHATS = [
@@ -145,81 +152,51 @@ CHATS = [
 ]  # fmt: skip
 
 
-class TestChat(WorkloadTests):
+class TestChat(FileTests):
     """Overlapping conversations with equal beginnings, and requests of one turn."""
 
+    workload, file = Chat, "chats.jsonl"
     options: ClassVar = {"rate": 2, "think": 0.7, "key_tokens": 2}
-
-    @pytest.fixture(autouse=True)
-    def chats(self, tmp_path):
-        """Write the conversations, one a line."""
-        self.path = tmp_path / "chats.jsonl"
-        self.path.write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
-
-    def make(self):
-        """Return the workload that reads the conversations."""
-        return Chat(self.path, **self.options)
+    text = "".join(json.dumps(chat) + "\n" for chat in CHATS)
 
 
-class TestChatArray(TestChat):
+class TestChatArray(FileTests):
     """The conversations as a JSON array without times, with a token per byte."""
 
+    workload, file = Chat, "chats.json"
     options: ClassVar = {"tokens": "bytes", "key_tokens": 16}
-
-    @pytest.fixture(autouse=True)
-    def chats(self, tmp_path):
-        """Write the conversations as one array."""
-        self.path = tmp_path / "chats.json"
-        self.path.write_text(json.dumps(CHATS))
+    text = json.dumps(CHATS)
 
 
-class TestLengthsWithoutTimes(WorkloadTests):
+class TestLengthsWithoutTimes(FileTests):
     """A table of lengths, whose arrivals are drawn."""
 
-    @pytest.fixture(autouse=True)
-    def table(self, tmp_path):
-        """Write the table."""
-        self.path = tmp_path / "lengths.csv"
-        self.path.write_text("input,output\n" + "".join(f"{n + 1},{n}\n" for n in range(60)))
-
-    def make(self):
-        """Return the workload that reads the table."""
-        return Lengths(self.path, rate=3)
+    workload, file = Lengths, "lengths.csv"
+    options: ClassVar = {"rate": 3}
+    text = "input,output\n" + "".join(f"{n + 1},{n}\n" for n in range(60))
 
 
-class TestBenchmark(WorkloadTests):
+class TestBenchmark(FileTests):
     """The result of a vLLM benchmark in which some requests failed."""
 
-    @pytest.fixture(autouse=True)
-    def result(self, tmp_path):
-        """Write the result."""
-        self.path = tmp_path / "result.json"
-        columns = {
+    workload, file = Lengths, "result.json"
+    text = json.dumps(
+        {
+            "backend": "vllm",
+            "duration": 60.0,
             "input_lens": [*range(1, 61)],
             "output_lens": [n % 7 for n in range(60)],
             "start_times": [n + n % 3 for n in range(60)],
             "errors": ["" if n % 9 else "gone" for n in range(60)],
         }
-        self.path.write_text(json.dumps({"backend": "vllm", "duration": 60.0, **columns}))
-
-    def make(self):
-        """Return the workload that reads the result."""
-        return Lengths(self.path)
+    )
 
 
-class TestLengths(WorkloadTests):
+class TestLengths(FileTests):
     """A table in BurstGPT's format, with sessions."""
 
-    @pytest.fixture(autouse=True)
-    def table(self, tmp_path):
-        """Write the table."""
-        self.path = tmp_path / "lengths.csv"
-        rows = [
-            f"{n / 7},chat{n % 4},ChatGPT,{n + 1},{n % 9},{n + 1 + n % 9}" for n in range(60)
-        ]
-        header = "Timestamp,Session ID,Model,Request tokens,Response tokens,Total tokens"
-        self.path.write_text("\n".join([header, *rows]))
-
-    def make(self):
-        """Return the workload that reads the table."""
-        return Lengths(self.path)
+    workload, file = Lengths, "lengths.csv"
+    text = "Timestamp,Session ID,Model,Request tokens,Response tokens,Total tokens\n"
+    text += "\n".join(
+        f"{n / 7},chat{n % 4},ChatGPT,{n + 1},{n % 9},{n + 1 + n % 9}" for n in range(60)
+    )
