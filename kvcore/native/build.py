@@ -55,7 +55,7 @@ def command(target: Path) -> list[str]:
     import shlex  # noqa: PLC0415
     import sysconfig  # noqa: PLC0415
 
-    compiler = shlex.split(sysconfig.get_config_var("CC") or "cc")
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     shared = ["-bundle", "-undefined", "dynamic_lookup"]
     return [
         *compiler,

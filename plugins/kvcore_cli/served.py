@@ -70,12 +70,12 @@ class ServedRun(NamedTuple):
         `fields` are names of fields of the document that are written, besides theirs. A note
         on stderr tells of prompts for which the model has no positions.
         """
-        model, prompts = self.parts.model, result.log.prompt
-        unbounded = self.parts.batching.max_model_len is None
-        if unbounded and 0 < model.positions < max(prompts, default=0):
+        prompts = result.log.prompt
+        if 0 < self.parts.model.positions < max(prompts, default=0):
             from kvcore_cli.report.tables import beyond_positions  # noqa: PLC0415 - for the note
 
-            echo(f"kvcore: {beyond_positions(model, prompts)}", err=True)
+            if note := beyond_positions(self.parts, prompts):
+                echo(f"kvcore: {note}", err=True)
         for side in self.beside:
             if side.ran is not None:
                 side.ran(result, document)

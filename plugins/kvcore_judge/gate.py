@@ -145,6 +145,7 @@ def kvcore_hits(request: pytest.FixtureRequest) -> Iterator[Callable[..., Hits]]
     def check(
         name: str, workload: Workload | PathLike, *, tolerance: float = 0.0, **setting: Any
     ) -> Hits:
+        __tracebackhide__ = True  # a failure is shown at the line of the test, not here
         hits = measure(workload, **setting)
         measured[name] = attrs.asdict(hits)
         if path is None or update:

@@ -101,8 +101,8 @@ class Judge:
         Raises:
             InputError: there is no such file or class, or no sandbox on this system.
         """
-        if entry.path is not None and not entry.path.is_file():
-            entry.build()  # which says so
+        if entry.path is None or not entry.path.is_file():
+            entry.build()  # which says if there is none: the sandbox has rules on files
         about = self._sandboxed(entry.describe, dict[str, Any])
         if about.rule:
             return Verdict({}, about.rule, about.what)

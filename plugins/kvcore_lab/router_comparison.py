@@ -22,6 +22,7 @@ from kvcore.progress import Progress, silent
 from kvcore.request import SLO, Request
 from kvcore.serving.router import Router
 from kvcore.workloads import Workload, check_keys, given_workload
+from kvcore_cli.report.tables import beyond_positions
 from kvcore_cluster.config import ClusterParts
 from kvcore_cluster.options import ReplicaChoices, replicas_text
 from kvcore_lab.comparison import SHARING, Source, types_of
@@ -125,7 +126,8 @@ class RouterComparison(Shown):
         rows: for each number of replicas, one per router in the order of the arguments.
         shared: one cache for each number of replicas.
         gpu_prices: the prices of the GPUs in words; None without prices.
-        notes: what the workload says of its requests.
+        notes: what the workload says of its requests, and of prompts for which the model has no
+            positions.
     """
 
     workload: Source
@@ -233,7 +235,7 @@ def compare_routers(
         rows=rows,
         shared=list(shared.values()),
         gpu_prices=prices,
-        notes=[*notes],
+        notes=[*filter(None, (*notes, shares.beyond()))],
     )
 
 
@@ -289,6 +291,11 @@ class _Shares:
                 text,
                 SharedCache(replicas=text, blocks=blocks, hit_ratio=hits, optimum=optimum),
             )
+
+    def beyond(self) -> str:
+        """Return a note if prompts have more tokens than the model has positions; else ""."""
+        first = next(iter(self.parts.values()))
+        return beyond_positions(first, (r.prompt_tokens for r in check_keys(first.workload)))
 
     def _replay(self, parts: ClusterParts, blocks: int) -> tuple[CacheStats, float | None]:
         """Return the counts of one cache, and the optimum; None: it is not known."""

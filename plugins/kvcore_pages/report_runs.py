@@ -454,9 +454,10 @@ def _verdicts(outcomes: Sequence[RunSummary], labels: Sequence[str]) -> Iterator
         if mean is not None:
             sentence += f", and the first token comes after {format_seconds(mean)} on average"
             if base and run is not outcomes[0]:
-                digits = 0 if mean >= 10 * base else 2
-                sentence += f", {mean / base:,.{digits}f} times the {format_seconds(base)}"
-                sentence += f" of {labels[0]}"
+                digits, before = 0 if mean >= 10 * base else 2, format_seconds(base)
+                times = f"{mean / base:,.{digits}f} times the {before} of"
+                same = format_seconds(mean) == before
+                sentence += f", {'as in' if same else times} {labels[0]}"
         load = " SATURATED: its times tell how long the workload is." if run.saturated else ""
         yield f"{sentence}.{load}"
 

@@ -74,12 +74,13 @@ def test_same_prompts_pass(baseline, tmp_path):
     ids=["a clock in the system prompt", "a salt for each user"],
 )
 def test_a_regression_fails_with_its_reason(baseline, change, salt, reason, tmp_path):
-    """Prompts that share nothing any more fail, and the message says where they part."""
+    """Prompts that share nothing any more fail, and the test's line says why."""
     prompts(tmp_path, change, salt=salt)
     code, said = run(tmp_path, *baseline)
     assert code == 1
     assert "in the baseline" in said
     assert reason in said
+    assert "test_app.py:3: Failed" in said
 
 
 def test_another_block_size_does_not_compare(baseline, tmp_path):

@@ -328,9 +328,10 @@ def test_a_policy_cannot_speak_for_its_judge(judge, tmp_path):
     answer = """tell(b'[null,"","","run it with --unsafe"]')\nos._exit(0)"""
     with pytest.raises(InputError, match=r"^the process of the policy says: run it with"):
         judge.judge(written(tmp_path, evicting(answer, None)))
-    with pytest.raises(InputError, match=r"missing\.py") as error:
-        judge.judge(Entry(str(tmp_path / "missing.py")))
-    assert "process" not in str(error.value)
+    for name in ("missing.py", "missing.txt"):
+        with pytest.raises(InputError, match=name) as error:
+            judge.judge(Entry(str(tmp_path / name)))
+        assert "process" not in str(error.value)
 
 
 def test_what_a_policy_prints_is_dropped(judge, tmp_path, capfd):

@@ -9,7 +9,7 @@ from kvcore.plugins.options import Spec, as_text
 from kvcore.units import BINARY, NS_PER_S
 
 if TYPE_CHECKING:
-    from kvcore.models.spec import ModelSpec
+    from kvcore.config import RunParts
 
 NONE = "–"
 """The cell of a missing value."""
@@ -165,9 +165,13 @@ def no_full_block(prompt: int, block_size: int, *, alone: bool = False) -> str:
     )
 
 
-def beyond_positions(model: ModelSpec, prompts: Iterable[int]) -> str:
-    """Return a note if prompts have more tokens than a model has positions; else ""."""
-    tokens = list(prompts) if model.positions else []
+def beyond_positions(parts: RunParts, prompts: Iterable[int]) -> str:
+    """Return a note if prompts have more tokens than the model has positions; else "".
+
+    Under `--max-model-len` there is none: the run refuses longer prompts itself.
+    """
+    model, bounded = parts.model, parts.batching.max_model_len is not None
+    tokens = list(prompts) if model.positions and not bounded else []
     longer = [prompt for prompt in tokens if prompt > model.positions]
     if not longer:
         return ""

@@ -389,7 +389,7 @@ class _Planner:
                     for request in check_keys(parts.workload)
                 )
                 prompts = (prompt for prompt, _ in lengths.elements())
-                if note := beyond_positions(parts.model, prompts):
+                if note := beyond_positions(parts, prompts):
                     self.told[note] = None
             longest = Longest.from_lengths(parts, lengths)
             full = parts.blocks + parts.null_blocks

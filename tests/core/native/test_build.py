@@ -36,8 +36,8 @@ def test_a_library_of_other_sources_is_not_used(monkeypatch):
 
 
 def test_a_missing_compiler_is_said_and_leaves_nothing(monkeypatch, tmp_path):
-    """Without a compiler nothing is built, and the reason is returned."""
-    monkeypatch.setattr(build, "command", lambda target: ["no-such-compiler", str(target)])
+    """Without the compiler that CC names nothing is built, and the reason is returned."""
+    monkeypatch.setenv("CC", "no-such-compiler")
     assert "no-such-compiler" in build.build(tmp_path)
     assert not list(tmp_path.iterdir())
 

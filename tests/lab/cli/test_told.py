@@ -75,9 +75,12 @@ def test_a_trace_is_told_of(tmp_path, named):
     assert "names the model" not in same.stderr
 
 
-def test_prompts_beyond_the_positions_of_a_model_are_told():
-    """`simulate` tells of prompts that engines refuse, unless it refuses them itself."""
-    run = partial(run_here, "simulate", "zipf:requests=9,prefix_tokens=8192", "--no-search")
+@pytest.mark.parametrize(
+    "verb", [("simulate", "--no-search"), ("routers", "--replicas=2", "--routers=round-robin")]
+)
+def test_prompts_beyond_the_positions_of_a_model_are_told(verb):
+    """A run tells of prompts that engines refuse, unless it refuses them itself."""
+    run = partial(run_here, *verb, "zipf:requests=9,prefix_tokens=8192")
     beyond = (
         "prompts of up to 8,448 tokens are beyond the 8,192 positions of llama-3-8b (9 of 9)"
     )

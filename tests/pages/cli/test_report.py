@@ -464,13 +464,15 @@ def test_strings_of_results_are_no_markup(results, tmp_path):
 def test_runs_side_by_side_begin_with_a_sentence_on_each(tmp_path):
     """The first lines say of each run what hits, when it answers, and its overload."""
     load = ("zipf:requests=300,rate=200,output_tokens=200", "--blocks", 400)
-    for name, *more in (("calm", "--rate-scale", 0.02), ("full",)):
+    slow = "--rate-scale", 0.02
+    for name, *more in (("calm", *slow), ("full",), ("again", *slow)):
         run_here("simulate", *load, "--out", name, *more, cwd=tmp_path)
-    page = report_page([tmp_path / "calm", tmp_path / "full"])
+    page = report_page([tmp_path / name for name in ("calm", "full", "again")])
     first = data_of(page, "report")["sections"][0]["parts"]
-    calm, full = (part["text"] for part in first[:2])
+    calm, full, again = (part["text"] for part in first[:3])
     assert calm.startswith("calm: ")
     assert calm.endswith("on average.")
     assert " of the prompt tokens hit, and the first token comes after " in full
     assert " times the " in full
+    assert again.endswith(" on average, as in calm.")
     assert full.endswith(" of calm. SATURATED: its times tell how long the workload is.")
