@@ -127,10 +127,12 @@ class LeaderboardReport:
     @property
     def reading(self) -> str:
         """Sentences about the columns."""
+        least, most = (f"{end(self.board.panel.shares) / 10:g}" for end in (min, max))
         scores = (
             "Score: geometric mean of hits over those of LRU in the cells on which the policy "
-            "was not tuned; a cell is a stream and a pool of 0.5 to 50 % of its footprint. "
-            "Cost: CPU time for each block looked up or evicted, over that of LRU in this run."
+            f"was not tuned; a cell is a stream and a pool of {least} to {most} % of its "
+            "footprint. Cost: CPU time for each block looked up or evicted, over that of LRU "
+            "in this run."
         )
         times = (
             "Hits are not time: the table of TTFT has the same policies under a clock, on the "
@@ -201,18 +203,19 @@ def _points(line: list[float], top: float) -> str:
 
 
 _STYLE = """
+:root { color-scheme: light dark }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem;
   padding: 0 1rem }
 table { border-collapse: collapse }
 .wide { overflow-x: auto }
-td, th { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #ddd }
+td, th { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #8886 }
 td:first-child, th:first-child { text-align: left }
 figure { display: inline-block; width: 300px; margin: 1rem 1rem 0 0; vertical-align: top }
 figcaption { font-size: 13px }
 @media (max-width: 40rem) { td, th { padding: .2rem .25rem; font-size: 12px } }
 svg { width: 100% }
-text { font-size: 9px; text-anchor: middle }
+text { fill: currentColor; font-size: 9px; text-anchor: middle }
 polyline { fill: none; stroke-width: 2; stroke: currentColor }
-.l0 { color: #666 } .l1 { color: #0072b2 } .l2 { color: #d55e00 } .l3 { color: #009e73 }
-.l4 { color: #000 } polyline.l4 { stroke-dasharray: 4 3 }
+.l0 { color: #808080 } .l1 { color: #0072b2 } .l2 { color: #d55e00 } .l3 { color: #009e73 }
+.l4 { color: canvastext } polyline.l4 { stroke-dasharray: 4 3 }
 """

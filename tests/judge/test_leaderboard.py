@@ -182,11 +182,12 @@ def test_interval_holds_a_constant_ratio(lru, factor):
 
 
 def test_page_has_a_picture_for_each_stream(board):
-    """The page fetches nothing, and draws each stream."""
+    """The page fetches nothing, draws each stream, and names the sizes of its panel."""
     page = leaderboard_page(board)
     assert page.count("<svg") == len(PANEL.streams)
     assert "http" not in page
     assert "slru" in page
+    assert "a pool of 5 to 20 % of its footprint" in page
 
 
 def test_panel_of_a_file(tmp_path):
