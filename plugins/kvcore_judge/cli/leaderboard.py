@@ -72,9 +72,10 @@ PAGE, DOCUMENT = ".html", ".json"
 def leaderboard(**given: Any) -> None:
     """Rank eviction policies by one protocol.
 
-    Each policy is replayed on each stream of a panel, in pools of 0.5 to 50 % of the blocks
-    that the stream ever uses. The score is the geometric mean of its hits over those of LRU,
-    beside its worst cell and its share of the optimum.
+    Each policy is replayed on each stream of a panel, in pools that hold a share of the blocks
+    that the stream ever uses: 0.5 to 50 % of them in the panel `public`. The score is the
+    geometric mean of its hits over those of LRU, beside its worst cell and its share of the
+    optimum.
     """
     panel, out = find_panel(given["panel"]), given["out"]
     if given["check"] is not None:
