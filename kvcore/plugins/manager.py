@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, suppress
 from functools import cache, lru_cache, partial
 from importlib import import_module
 from pathlib import Path
+from time import time_ns
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -760,7 +761,7 @@ def imported_place(place: str) -> Any:
 
 
 def _class_of_file(kind: str, file: str, name: str) -> type[Plugin]:
-    """Return the class `name` of a file, which is run once; without a name its only one.
+    """Return the class `name` of a file, which is run once, at `__loaded__`; "": its only one.
 
     Raises:
         InputError: there is no such file, or it has other classes, or several.
@@ -776,10 +777,9 @@ def _class_of_file(kind: str, file: str, name: str) -> type[Plugin]:
     if module is None:
         from importlib.util import module_from_spec, spec_from_file_location  # noqa: PLC0415
 
-        spec = spec_from_file_location(module_name, path)
-        assert spec is not None
-        assert spec.loader is not None
+        spec: Any = spec_from_file_location(module_name, path)
         module = sys.modules[module_name] = module_from_spec(spec)
+        vars(module)["__loaded__"] = time_ns()
         try:
             spec.loader.exec_module(module)
         except FAILURES as error:

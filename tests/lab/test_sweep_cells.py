@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from importlib import import_module
 from pathlib import Path
+from time import time_ns
 
 import pytest
 from helpers.serving import BLOCK, ask
 
 import kvcore
-from kvcore import KVCache, PluginError, ScoreEviction, simulate
+from kvcore import InputError, KVCache, PluginError, ScoreEviction, simulate
 from kvcore.config import RunConfig
 from kvcore.workloads import RequestList
 from kvcore_lab.comparison import compare_policies
@@ -151,6 +153,13 @@ def test_every_option_that_may_change_a_result_changes_the_digest(fields):
     assert digest(**fields) != digest()
 
 
+@pytest.mark.parametrize("fields", [{"codec": "fp8"}, {"tensor_parallel": 2}])
+def test_what_changes_the_blocks_of_a_tier_changes_the_digest(fields):
+    """Bytes of a block are part of the digest, also where no time depends on them."""
+    same = {"latency": "linear", "tier": "host:memory=64MiB"}
+    assert digest(**same, **fields) != digest(**same)
+
+
 def test_the_seed_changes_the_digest_of_random_policies_only():
     """The seed changes the digest of a random policy, but not of a deterministic one.
 
@@ -210,7 +219,7 @@ WORTH = "def worth(span):\n    return span.last_access\n"
 
 def of_policy(folder, policy=POLICY, base=WORTH):
     """Return the digest of a cell with a policy in a file that imports another one."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "base.py").write_text(base)
     (folder / "policy.py").write_text(policy)
     sys.path.insert(0, str(folder))
@@ -228,6 +237,29 @@ def test_the_code_of_a_plugin_changes_the_digest(edited, tmp_path):
     assert of_policy(tmp_path / "other") == before
     text = {"policy": POLICY, "base": WORTH}[edited] + "# edited\n"
     assert of_policy(tmp_path / "edited", **{edited: text}) != before
+
+
+def test_a_folder_without_init_is_a_package_of_a_plugin(tmp_path):
+    """What a plugin imports from a folder without `__init__.py` is part of the digest."""
+    policy = POLICY.replace("from base", "import base\nfrom parts.worth")
+    digests = []
+    for name in ("one", "other", "edited"):
+        (tmp_path / name / "parts").mkdir(parents=True)
+        (tmp_path / name / "parts" / "worth.py").write_text(WORTH + f"# {name[0]}\n")
+        digests.append(of_policy(tmp_path / name, policy))
+        del sys.modules["parts"], sys.modules["parts.worth"]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_plugin_that_was_edited_after_it_was_loaded_has_no_digest(tmp_path):
+    """A file that a process has loaded and that was edited since is refused, with its name."""
+    folder = tmp_path / "edited"
+    of_policy(folder)
+    plugin_digests.cache_clear()
+    late = time_ns() + 10**9
+    os.utime(folder / "base.py", ns=(late, late))
+    with pytest.raises(InputError, match=r"base.py was edited after this process had loaded"):
+        plugin_digests(str(folder / "policy.py"))
 
 
 def test_a_module_of_a_package_changes_the_digest_of_its_plugins(tmp_path, monkeypatch):

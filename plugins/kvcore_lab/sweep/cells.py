@@ -303,9 +303,9 @@ class CellRun:
     def digest(self) -> str:
         """The BLAKE2b digest of everything that the result depends on, as canonical JSON.
 
-        That is the code of kvcore, the digest of the workload, the sizes, and for every plugin
-        its name, its options and its code with all that it imports: an edited policy is
-        another policy. Files that plugins read count by their content.
+        That is the code of kvcore, the digest of the workload, the model, the sizes, and for
+        every plugin its name, its options and its code with all that it imports: an edited
+        policy is another policy. Files that plugins read count by their content.
         """
         text = orjson.dumps(self._description(), option=orjson.OPT_SORT_KEYS)
         return hashlib.blake2b(text, digest_size=DIGEST_BYTES).hexdigest()
@@ -379,7 +379,7 @@ class CellRun:
             else parts.built("checkpoint")
         )
         served = self.scheduler, self.latency, self.drafter, rules, checkpoint
-        plugins = (self.eviction, prefix, retention, *served, *below)
+        plugins = (self.eviction, prefix, retention, parts.codec, *served, *below)
         described: dict[str, Any] = {
             "kvcore": kvcore_digest(),
             "mode": cell.mode,
@@ -388,6 +388,9 @@ class CellRun:
             "key_tokens": parts.geometry.key_tokens,
             "block_size": parts.geometry.block_size,
             "blocks": parts.blocks,
+            # With the codec: how many blocks a tier of so many bytes has.
+            "model": parts.model.as_dict(),
+            "devices": parts.deployment.devices,
             "recompute": attrs.asdict(cast("Any", parts.recompute)),
             "plugins": [self._described(plugin) for plugin in plugins if plugin is not None],
         }

@@ -6,14 +6,20 @@ import sys
 import sysconfig
 from functools import cache
 from hashlib import blake2b
+from importlib.machinery import PathFinder
 from modulefinder import ModuleFinder
 from pathlib import Path
+from typing import Any
 
 import kvcore
+from kvcore.errors import InputError
 from kvcore.workloads.files import file_digest
 
 CODE = {".py", ".json", ".gz"}
 """Suffixes of kvcore's code and tables. The core in C decides as Python does."""
+
+PACKAGE = 5
+"""The mark of packages for `ModuleFinder`."""
 
 
 @cache
@@ -24,7 +30,8 @@ def kvcore_digest() -> str:
     """
     state = blake2b(digest_size=16)
     for package in _packages():
-        for path in sorted(path for path in package.rglob("*") if path.suffix in CODE):
+        files = (path for path in package.rglob("*") if path.suffix in CODE and path.is_file())
+        for path in sorted(files):
             name = path.relative_to(package.parent).as_posix()
             state.update(f"{name} {file_digest(path)}\n".encode())
     return state.hexdigest()
@@ -37,9 +44,12 @@ def plugin_digests(module: str) -> dict[str, str]:
     They are those of its package; of a plugin in a file, of the file and all that it imports,
     which is found without running it. Kvcore itself, the standard library and `site-packages`
     are left out, and so is what a class that was typed in has in place of a file.
+
+    Raises:
+        InputError: a file was edited after this process had loaded it, and so is not what runs.
     """
-    file = getattr(sys.modules[module], "__file__", None)
-    packages = {package.name for package in _packages()}
+    loaded = vars(sys.modules[module])
+    file, packages = loaded.get("__file__"), {package.name for package in _packages()}
     if file is None or module.partition(".")[0] in packages:
         return {}
     path = Path(file)
@@ -49,12 +59,43 @@ def plugin_digests(module: str) -> dict[str, str]:
         return {
             path.relative_to(folder).as_posix(): file_digest(path)
             for path in sorted(folder.rglob("*.py"))
+            if path.is_file()
         }
     folders = [str(path.parent), *(set(sys.path) - {*sysconfig.get_paths().values()})]
-    finder = ModuleFinder(folders, excludes=packages)
+    finder = _Finder(folders, excludes=packages)
     finder.run_script(file)
     files = {name: vars(imported)["__file__"] for name, imported in finder.modules.items()}
+    for source in filter(None, files.values()):
+        if Path(source).stat().st_mtime_ns > loaded.get("__loaded__", sys.maxsize):
+            msg = (
+                f"{source} was edited after this process had loaded {file}, which runs as it "
+                "was: start a new process (in a notebook, restart the kernel)"
+            )
+            raise InputError(msg)
     return {name: file_digest(Path(file)) for name, file in files.items() if file}
+
+
+class _Finder(ModuleFinder):
+    """Finds what a file imports, also in folders without `__init__.py`.
+
+    For these `ModuleFinder` raises AttributeError, since no loader belongs to their specs.
+    """
+
+    def find_module(self, name: str, path: Any, parent: Any = None) -> Any:
+        """Return where a module is; for a folder without `__init__.py`, its paths."""
+        try:
+            return super().find_module(name, path, parent)
+        except AttributeError:
+            spec: Any = PathFinder.find_spec(name, self.path if path is None else path)
+            return None, spec.submodule_search_locations, ("", "", PACKAGE)
+
+    def load_package(self, fqname: str, pathname: Any) -> Any:
+        """Return the module of a package, which is run unless it is paths alone."""
+        if isinstance(pathname, str):
+            return super().load_package(fqname, pathname)
+        package: Any = self.add_module(fqname)
+        package.__path__ = [*pathname]
+        return package
 
 
 def _packages() -> list[Path]:
