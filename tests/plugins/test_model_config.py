@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import attrs
 import pytest
@@ -11,6 +12,7 @@ from helpers.model_configs import CONFIGS
 
 from kvcore.errors import InputError
 from kvcore.models.memory import KVLayout
+from kvcore_plugins.models.config import Config
 from kvcore_plugins.models.families import FAMILIES
 from kvcore_plugins.models.harmless import HARMLESS
 from kvcore_plugins.models.huggingface import read_config
@@ -400,6 +402,26 @@ def test_a_layer_may_have_fields_of_its_own(read_model):
     assert [(cache.layers, cache.kv_heads) for cache in own.caches] == [(31, 8), (1, 2)]
     with pytest.raises(InputError, match=r"field 'per_layer_config' has .* for layer 3"):
         read_model(fields | {"per_layer_config": {"3": {"sliding_window": 2}}})
+
+
+@pytest.mark.parametrize("name", ["1" * 5000, "-1", "x"])
+def test_a_layer_with_fields_of_its_own_has_a_number(read_model, name):
+    """Names of `per_layer_config` that are no numbers of layers, however long, are refused."""
+    fields = LLAMA | {"model_type": "qwen3", "head_dim": 128, "per_layer_config": {name: {}}}
+    with pytest.raises(InputError, match="must have numbers of layers as names"):
+        read_model(fields)
+
+
+def test_layers_of_a_long_config_are_looked_up():
+    """Fields of a layer are kept by its number, and the layers in a list are a set."""
+    tables = {"03": {"head_dim": 2}}
+    config = Config(Path("config.json"), {"per_layer_config": tables, "first": [2, 1]})
+    assert config.of_layer(2) is config
+    tables.clear()  # read once
+    assert config.of_layer(3).count("head_dim") == 2
+    assert config.indices("first") == frozenset({1, 2})
+    with pytest.raises(InputError, match="field 'first' must list numbers of layers, not"):
+        config.indices("first", ["1"])
 
 
 BY_HAND = """

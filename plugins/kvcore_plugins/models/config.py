@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections import ChainMap
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import attrs
 
@@ -123,20 +126,36 @@ class Config:
             self.refuse(name, f"must be an object, not {value!r}")
         return value
 
+    def indices(self, name: str, listed: Any = None) -> frozenset[int]:
+        """Return a field, or its part `listed`, that lists numbers of layers."""
+        values = self.items(name) if listed is None else listed
+        if not all(type(value) is int for value in values):
+            self.refuse(name, f"must list numbers of layers, not {shorten(repr(values))}")
+        return frozenset(values)
+
+    def having(self, fields: dict[str, Any]) -> Config:
+        """Return the config with other values of `fields`. O(1): layers may have their own."""
+        return attrs.evolve(self, fields=ChainMap(fields, cast("Any", self.fields)))
+
     def of_layer(self, index: int) -> Config:
-        """Return the config with the fields that `per_layer_config` has for a layer."""
-        tables = self.table("per_layer_config")
-        if not all(str(key).isdecimal() for key in tables):
-            self.refuse("per_layer_config", "must have numbers of layers as names")
-        own: Any = next((fields for key, fields in tables.items() if int(key) == index), {})
+        """Return the config with the fields that `per_layer_config` has for a layer. O(1)."""
+        own = self._by_index.get(index, {})
         if not isinstance(own, dict) or own.keys() - _BY_LAYER:
             self.refuse("per_layer_config", f"has {shorten(repr(own))} for layer {index}")
-        return attrs.evolve(self, fields={**self.fields, **own}) if own else self
+        return self.having(own) if own else self
+
+    @cached_property
+    def _by_index(self) -> dict[int, Any]:
+        """What `per_layer_config` has, by the numbers of layers, which may begin with zeros."""
+        tables = self.table("per_layer_config")
+        if not all(re.fullmatch("[0-9]{1,9}", key) for key in tables):
+            self.refuse("per_layer_config", "must have numbers of layers as names")
+        return {int(key): own for key, own in tables.items()}
 
     def by_layer(self, name: str, index: int) -> int:
         """Return an integer field that may be a list with an integer for each layer."""
         value = self.get(name)
         if isinstance(value, list) and value:
             own = self.of_layers(name)[index]
-            return attrs.evolve(self, fields={**self.fields, name: own}).count(name)
+            return self.having({name: own}).count(name)
         return self.count(name)

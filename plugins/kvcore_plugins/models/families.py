@@ -43,7 +43,7 @@ def _all(kind: str) -> Callable[[Config, Family], list[str]]:
 
 def _bamba(config: Config, family: Family) -> list[str]:
     del family
-    full = config.items("attn_layer_indices")
+    full = config.indices("attn_layer_indices")
     layers = range(config.count("num_hidden_layers"))
     return ["full_attention" if i in full else "linear_attention" for i in layers]
 
@@ -63,6 +63,7 @@ def _kimi(config: Config, family: Family) -> list[str]:
     layers = config.count("num_hidden_layers")
     if not isinstance(full, list):
         config.refuse("linear_attn_config", "does not list its 'full_attn_layers'")
+    full = config.indices("linear_attn_config", full)
     return ["full_attention" if i in full else "linear_attention" for i in range(1, layers + 1)]
 
 
@@ -121,11 +122,11 @@ def _renamed(names: Mapping[str, str], build: Build) -> Build:
 def _global_heads(config: Config, family: Family, layer: Layer) -> Any:
     """Build attention of Gemma 4, whose full layers have heads of their own."""
     heads = config.get("num_global_key_value_heads")
-    fields = {**config.fields, "head_dim": config.count("global_head_dim", 512)}
+    fields: dict[str, Any] = {"head_dim": config.count("global_head_dim", 512)}
     if config.flag("attention_k_eq_v") and heads is not None:
         fields["num_key_value_heads"] = heads
     if not config.table("per_layer_config"):
-        config = attrs.evolve(config, fields=fields)
+        config = config.having(fields)
     return attention(config, family, layer)
 
 

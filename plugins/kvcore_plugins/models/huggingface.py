@@ -303,14 +303,14 @@ def _sparse_layers(config: Config, family: Family, count: int) -> list[bool]:
     if config.count(experts.count, fewest - 1, least=0) < fewest:
         return [False] * count
     kinds = config.of_layers("mlp_layer_types")
-    if indices := config.items("moe_layers"):
+    if indices := config.indices("moe_layers"):
         kinds = ["sparse" if layer in indices else "dense" for layer in range(count)]
     frequencies = config.get("moe_layer_freq", 1)
     if isinstance(frequencies, list):
         frequencies = config.of_layers("moe_layer_freq")
         kinds = ["sparse" if frequency else "dense" for frequency in frequencies]
-        config = attrs.evolve(config, fields={**config.fields, "moe_layer_freq": 1})
-    dense = config.items("mlp_only_layers")
+        config = config.having({"moe_layer_freq": 1})
+    dense = config.indices("mlp_only_layers")
     first = config.count("first_k_dense_replace", config.get("num_dense_layers", 0), least=0)
     step = config.count("interleave_moe_layer_step", config.count("decoder_sparse_step", 1))
     every = config.count("moe_layer_freq", 1)

@@ -460,8 +460,7 @@ def nas_layer(config: Config, family: Family, layer: Layer) -> list[Part]:
     hidden, parts = config.count("hidden_size"), list[Part]()
     if heads is not None:
         shared = max(1, config.count("num_attention_heads") // int(heads))
-        fields = {**config.fields, "num_key_value_heads": shared}
-        parts += attention(attrs.evolve(config, fields=fields), family, layer)
+        parts += attention(config.having({"num_key_value_heads": shared}), family, layer)
     if ffn is not None:
         # Two thirds of so many hidden sizes, in whole 256.
         width = int(2 * ffn * hidden / 3)
