@@ -295,10 +295,10 @@ def wrong_answer(plugin: Plugin, question: str, why: str) -> PolicyError:
 
 
 def has_no_order(value: Any) -> bool:
-    """Return True if a score or a priority is None or NaN, or a tuple that has NaN in it."""
-    if type(value) is tuple:
-        return any(part != part for part in value)  # noqa: PLR0124
-    return value is None or bool(value != value)  # noqa: PLR0124
+    """Return True if a score or a priority is None or NaN, or a tuple with NaN at any depth."""
+    if not isinstance(value, tuple):
+        return value is None or bool(value != value)  # noqa: PLR0124
+    return any(part != part or isinstance(part, tuple) and has_no_order(part) for part in value)  # noqa: PLR0124, RUF021
 
 
 def describe(plugin: Plugin) -> dict[str, Any]:

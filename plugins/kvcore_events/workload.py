@@ -251,6 +251,8 @@ class KvEvents(Workload):
 
 def _moment(time: int) -> str:
     """Return a time in ns as seconds, and as the date that it is if it counts from 1970."""
+    if not 0 <= time < INT64_LIMIT:  # of another clock, or none
+        return f"{time / NS_PER_S:.3f} s"
     date = datetime.fromtimestamp(time // NS_PER_S, UTC)
     return f"{time / NS_PER_S:.3f} s ({date:%Y-%m-%d %H:%M:%S} UTC)"
 

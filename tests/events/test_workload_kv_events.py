@@ -75,6 +75,15 @@ def test_a_log_outside_the_recording_is_refused(joined):
     assert "another clock or time zone?" in message
 
 
+def test_a_recording_beyond_all_dates_is_told_in_seconds(tmp_path):
+    """A log that does not fit a recording whose times are no dates is refused in seconds."""
+    path = record(tmp_path / "r.jsonl", batch(stored(1, size=4), ts=1e14))
+    log = tmp_path / "log.jsonl"
+    log.write_bytes(b'{"id":1,"time":1,"tokens":[1]}\n')
+    with pytest.raises(InputError, match=r"the recording from 99999999999999.984 s to"):
+        list(KvEvents(path, requests=log))
+
+
 def test_lines_outside_the_recording_are_counted(tmp_path):
     """Lines of a log outside the recording are counted in a note after each reading."""
     path = record(tmp_path / "r.jsonl", batch(stored(1, size=4), ts=10.0), batch(ts=20.0))

@@ -419,3 +419,5 @@ def test_what_a_result_of_a_benchmark_lacks_is_named(path):
     """A server that neither the result nor an option names is asked for."""
     assert "a row needs a value of device, or the option --device" in refused(path, BENCH)
     assert "completed 0: expected a whole number" in refused(path, BENCH | {"completed": 0})
+    for name in ("total_input_tokens", "mean_ttft_ms"):
+        assert f"{name} 'x': expected a number" in refused(path, BENCH | {name: "x"})

@@ -178,7 +178,9 @@ def _bench(fields: Mapping[str, Any]) -> dict[str, Any]:
         (name for name in ("vllm", "sglang") if backend.startswith(name)), None
     )
     for name in ("input", "output"):
-        row[f"{name}_tokens"] = max(1, round(fields[f"total_{name}_tokens"] / completed))
+        row[f"{name}_tokens"] = max(
+            1, round(_figure(fields, f"total_{name}_tokens") / completed)
+        )
     rate, clients = fields["request_rate"], fields.get("max_concurrency")
     unlimited = rate in ("inf", inf, None)
     if unlimited and clients is not None:
@@ -187,9 +189,17 @@ def _bench(fields: Mapping[str, Any]) -> dict[str, Any]:
         row["rate"] = "inf" if unlimited else rate
     row |= {"requests": completed, "spread": 0, "throughput": fields.get("output_throughput")}
     for name in ("ttft", "tpot"):
-        mean = fields.get(f"mean_{name}_ms")
-        row[name] = mean / 1000 if mean else None
+        row[name] = _figure(fields, f"mean_{name}_ms") / 1000 or None
     return row
+
+
+def _figure(fields: Mapping[str, Any], name: str) -> int | float:
+    """Return a number of a result; 0 if it has none. Raises InputError for anything else."""
+    value = fields.get(name) or 0
+    if type(value) in (int, float) and isfinite(value):
+        return value
+    msg = f"{name} {shown(value)}: expected a number"
+    raise InputError(msg)
 
 
 def _number(name: str, cell: Any) -> int | float:

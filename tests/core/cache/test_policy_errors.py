@@ -243,7 +243,9 @@ def test_a_score_without_a_value_is_refused():
     assert_poisoned(cache, caught.value)
 
 
-@pytest.mark.parametrize("score", [float("nan"), (float("nan"), 1), (1, float("nan"))])
+@pytest.mark.parametrize(
+    "score", [float("nan"), (float("nan"), 1), (1, float("nan")), ((0, float("nan")), 1)]
+)
 def test_a_score_with_nan_is_refused(score):
     """A `score` that is NaN, or a tuple with NaN in it, raises PolicyError that shows it."""
 
