@@ -24,7 +24,7 @@ from kvcore.histogram import Histogram, borders
 from kvcore.request import SLO
 from kvcore.serving.result import REQUESTS, SUMMARY, Result
 from kvcore.trace.fields import slo_field
-from kvcore.units import NS_PER_S, format_number, format_seconds
+from kvcore.units import INT64_LIMIT, NS_PER_S, format_number, format_seconds
 from kvcore_cli.report.simulation import SimulationReport
 from kvcore_cli.report.tables import counted, printable, setup
 from kvcore_replay.report.charts import end_labels
@@ -387,22 +387,33 @@ class Latencies:
         summary, rows = _document(folder / SUMMARY), _lines(folder / REQUESTS)
         try:
             samples = {
-                name: [float(row[column]) for row in rows if row[column] is not None]
+                name: [_seconds(row[column]) for row in rows if row[column] is not None]
                 for name, column in COLUMNS.items()
             }
             slo = summary["slo"]
             limits = {name: slo[f"{part}_s"] for part, name in SLO_NAMES.items()}
-            expected = {name: time for name, time in limits.items() if time is not None}
-            gaps, config = summary["itl_s"] or {}, summary.get("config")
+            expected = {
+                name: _seconds(time) for name, time in limits.items() if time is not None
+            }
+            gaps = {name: _seconds(time) for name, time in (summary["itl_s"] or {}).items()}
+            config = summary.get("config")
             requests = counted(summary["requests"], "request")
             caption = "" if config is None else _setup(summary, config)
-        except (KeyError, TypeError, ValueError) as error:
+            if summary["rejected"]:
+                requests += f", {summary['rejected']:,} rejected"
+            name = "" if config is None else f"{shorten(config['workload']['name'])}, "
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             msg = f"{folder}: {SUMMARY} and {REQUESTS} are not those of a run ({error!r:.80})"
             raise InputError(msg) from error
-        if summary["rejected"]:
-            requests += f", {summary['rejected']:,} rejected"
-        name = "" if config is None else f"{shorten(config['workload']['name'])}, "
         return cls(samples, gaps, expected, printable(f"{name}{requests}"), caption)
+
+
+def _seconds(value: Any) -> float:
+    """Return a time of a result. Raises ValueError for what is none, or of no run."""
+    if type(value) in (int, float) and 0 <= value * NS_PER_S < INT64_LIMIT:
+        return float(value)
+    msg = f"{value!r:.20} is no time in seconds"
+    raise ValueError(msg)
 
 
 def _limits(slo: Mapping[str, int]) -> dict[str, float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 
 import pytest
 from helpers import traces
@@ -69,6 +71,26 @@ def test_a_result_without_a_trace_has_latencies(folder, tmp_path):
         "plot", folder / "out", "--kind", "hits", "-o", "y.svg", cwd=tmp_path
     )
     assert "has no trace.jsonl.gz, which --kind hits is drawn from" in printed_error
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value"),
+    [
+        ("requests.jsonl", "tpot_s", "nan"),
+        ("requests.jsonl", "ttft_s", 1e308),
+        ("summary.json", "rejected", [1]),
+    ],
+)
+def test_a_result_whose_figures_are_none_of_a_run_is_refused(
+    folder, tmp_path, file, name, value
+):
+    """A text for a time, a time beyond all and a list for a number are refused in one line."""
+    shutil.copytree(folder / "out", tmp_path / "out")
+    path = tmp_path / "out" / file
+    first, *rest = path.read_text().split("\n") if file.endswith("l") else [path.read_text()]
+    path.write_text("\n".join([json.dumps(json.loads(first) | {name: value}), *rest]))
+    words = "plot", "out", "--kind", "latency", "-o", "x.svg"
+    assert "are not those of a run" in refused(*words, cwd=tmp_path)
 
 
 def test_without_a_clock_there_are_no_latencies(tmp_path):
