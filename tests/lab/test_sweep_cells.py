@@ -240,7 +240,7 @@ def test_the_code_of_a_plugin_changes_the_digest(edited, tmp_path):
 
 
 def test_a_folder_without_init_is_a_package_of_a_plugin(tmp_path):
-    """What a plugin imports from a folder without `__init__.py` is part of the digest."""
+    """Modules imported from a folder without `__init__.py` are part of the digest."""
     policy = POLICY.replace("from base", "import base\nfrom parts.worth")
     digests = []
     for name in ("one", "other", "edited"):

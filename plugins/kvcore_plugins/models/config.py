@@ -146,7 +146,7 @@ class Config:
 
     @cached_property
     def _by_index(self) -> dict[int, Any]:
-        """What `per_layer_config` has, by the numbers of layers, which may begin with zeros."""
+        """Values of `per_layer_config` by numbers of layers, which may begin with zeros."""
         tables = self.table("per_layer_config")
         if not all(re.fullmatch("[0-9]{1,9}", key) for key in tables):
             self.refuse("per_layer_config", "must have numbers of layers as names")
