@@ -11,6 +11,8 @@ import gc
 import json
 import os
 import signal
+import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -108,11 +110,24 @@ def forget_garbage():
     gc.freeze()
 
 
+def replace_language_once():
+    """Let Triton's interpreter replace the functions of its language for good.
+
+    It does so at each launch, and at each call of a device function, and puts them back, which
+    takes longer than the kernels. A process that interprets kernels compiles none.
+    """
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is not None:
+        interpreter._patch_lang = cache(interpreter._patch_lang)
+        interpreter._LangPatchScope.restore = lambda scope: None
+
+
 def pytest_collection_finish():
     """Exclude modules and tests from garbage collections, which they would slow down.
 
     Collections are as rare as they are in the program `kvcore`.
     """
+    replace_language_once()
     gc.set_threshold(50_000, 20, 20)
     forget_garbage()
 

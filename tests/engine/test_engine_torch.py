@@ -1,6 +1,7 @@
 """The engine on torch: outputs are right despite sharing, eviction and preemption."""
 
 import math
+from functools import cache
 
 import pytest
 from helpers.engine import compute, decided
@@ -59,6 +60,19 @@ def requests(count=14):
     ]
 
 
+def in_fp64(requests, generator, backend, **options):
+    """Return the run of requests whose K/V is in fp64."""
+    generator, backend = PLUGINS.build("generator", generator), backend_of(backend)
+    return compute(requests, generator=generator, backend=backend, dtype="fp64", **options)
+
+
+@cache
+def alone(generator, backend):
+    """Return the outputs of servers with one request."""
+    runs = (in_fp64([request], generator, backend) for request in requests())
+    return {name: text for run in runs for name, text in run.result.outputs.items()}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("generator", GENERATORS)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -73,21 +87,8 @@ def requests(count=14):
 )
 def test_a_crowded_server_computes_what_a_lone_request_gets(generator, backend, options):
     """In fp64 each output of a crowded server is that of a server with one request."""
-    crowded = compute(
-        requests(),
-        generator=PLUGINS.build("generator", generator),
-        backend=backend_of(backend),
-        dtype="fp64",
-        **options,
-    )
-    for request in requests():
-        alone = compute(
-            [request],
-            generator=PLUGINS.build("generator", generator),
-            backend=backend_of(backend),
-            dtype="fp64",
-        )
-        assert crowded.result.outputs[request.id] == alone.result.outputs[request.id]
+    crowded = in_fp64(requests(), generator, backend, **options)
+    assert crowded.result.outputs == alone(generator, backend)
     assert crowded.result.cache.tree.evicted_blocks or crowded.of("PREEMPT")
 
 

@@ -3,7 +3,7 @@
 import pytest
 from helpers.engine import compute
 from helpers.serving import ask
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import Plugins
@@ -73,7 +73,7 @@ def test_replayed_steps_generate_the_same_tokens(graphs, options):
     codec = options.get("codec")
     options = options | {"codec": codec and Plugins().build("codec", codec)}
     replayed = served(GraphedCPU(attention="triton"), **options)
-    launched = served(TorchCPU(attention="triton"), **options)
+    launched = served(TorchCPU(attention="sdpa"), **options)
     assert replayed.result.outputs == launched.result.outputs
     assert replayed.result.cache.stats.hit_blocks > 0
     (made, _) = graphs
@@ -242,7 +242,6 @@ def test_few_changes_of_tables_are_sent_with_the_step(changed, uploads):
 
 
 @given(st.data())
-@settings(max_examples=12, deadline=None)
 def test_contexts_are_divided_alike_on_the_device(data):
     """A plan in shapes of a graph has the chunks of that of the host, and then empty ones."""
     draw = data.draw

@@ -1,5 +1,6 @@
 """Hugging Face models with windows and states, generated through cache groups."""
 
+from functools import cache
 from itertools import pairwise
 
 import attrs
@@ -26,15 +27,15 @@ from kvcore_engine.generator.hf_cache import PagedCache  # noqa: E402
 from kvcore_plugins.workload import Mooncake  # noqa: E402
 
 KEY = 4
-OUTPUT = 8
+OUTPUT = 5
 SECOND = 10**9
 
 
 def prompts():
-    """Return prompts with equal beginnings, some at the ends of blocks, and two others."""
+    """Return prompts with equal beginnings, some at the ends of blocks, and another."""
     long = prompt(70, seed=1)
-    turns = [torch.cat([long[:, :n], prompt(9, seed=n)], 1) for n in (33, 48, 65, 70)]
-    return [long, *turns, long, turns[1][:, :50], prompt(1), prompt(14)]
+    turns = [torch.cat([long[:, :n], prompt(9, seed=n)], 1) for n in (33, 48, 70)]
+    return [long, *turns, long, turns[1][:, :50], prompt(1)]
 
 
 def requests(every, arrivals, salts=None):
@@ -63,6 +64,12 @@ def generated(model, every):
     return {n: text[-OUTPUT:].tolist() for n, text in enumerate(texts)}
 
 
+@cache
+def expected(family):
+    """Return what transformers generates with a family after each of `prompts()`."""
+    return generated(tiny(family), prompts())
+
+
 def serve(generator, every, cache, apart=SECOND, salts=None, **limits):
     """Serve prompts on tensors, each `apart` ns after the one before; return the result."""
     limits = {"max_tokens": 32, "max_seqs": 8} | limits
@@ -79,11 +86,9 @@ def serve(generator, every, cache, apart=SECOND, salts=None, **limits):
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_tokens_equal_those_of_transformers(family):
     """Prompts that resume in a cached window or at a cached state have `generate`'s tokens."""
-    model, every = tiny(family), prompts()
-    wanted = generated(model, every)
-    generator = HuggingFace(model)
+    generator = HuggingFace(tiny(family))
     cache = grouped(generator)
-    assert serve(generator, every, cache).outputs == wanted
+    assert serve(generator, prompts(), cache).outputs == expected(family)
     assert cache.stats.hit_tokens >= 96
     cache.check_integrity()
 
@@ -91,14 +96,15 @@ def test_tokens_equal_those_of_transformers(family):
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_tokens_are_the_same_under_pressure(family):
     """Evictions, preemptions, and steps with many sequences change no token."""
-    model, every = tiny(family), prompts()
-    wanted = generated(model, every)
-    generator = HuggingFace(model)
+    generator = HuggingFace(tiny(family))
     largest = grouped(generator)
     largest.in_flight_tokens = 24
     cache = grouped(generator, largest.most_blocks(80 + OUTPUT) * 3 // 2, None)
-    assert serve(generator, every, cache, apart=1, max_tokens=24).outputs == wanted
+    result = serve(generator, prompts(), cache, apart=1, max_tokens=24)
+    assert result.outputs == expected(family)
     assert cache.evicted_blocks
+    # What these two keep of running requests, windows alone or K/V of few layers, has room.
+    assert sum(result.log.recomputes) or family in {"mistral-window", "jamba"}
     cache.check_integrity()
 
 
@@ -123,7 +129,7 @@ def test_logits_after_a_hit_are_those_without_a_cache(family, capsys):
 
     They differ by rounding, far less than the least margin between the two likeliest tokens.
     """
-    model, every, kept = tiny(family), prompts(), []
+    model, every, kept = tiny(family), prompts()[:4], []
     for salts, chunk in ((False, 16), (True, 256)):
         generator = Recorded(model)
         cache = grouped(generator)
@@ -189,7 +195,7 @@ def test_a_cached_state_is_never_written_again(family):
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_an_attached_model_generates_through_groups(family):
     """`generate` through a `PagedCache` of groups has the tokens that it has without."""
-    model, every = tiny(family), [prompts()[n] for n in (0, 3, 5)]
+    model, every = tiny(family), [prompts()[n] for n in (0, 3, 4)]
     options = {"do_sample": False, "max_new_tokens": OUTPUT}
     ids, mask = padded(5, 14, 9)
     wanted = generated(model, every), model.generate(ids, attention_mask=mask, **options)

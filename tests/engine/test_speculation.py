@@ -288,14 +288,19 @@ DRAFTERS = [
 ]
 
 
+@pytest.fixture(scope="module", params=[0, 1])
+def sampled(request):
+    """Return the generator of a temperature, and its output without drafts."""
+    generator = f"transformer:{SIZE},temperature={request.param}"
+    return generator, torch_run(None, generator, dtype="fp64")[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("blocks", [500, 20])
-def test_no_drafter_changes_the_output(drafter, temperature, blocks):
+def test_no_drafter_changes_the_output(sampled, drafter, blocks):
     """No drafter changes the output, greedy or sampled, and some drafts are accepted."""
-    generator = f"transformer:{SIZE},temperature={temperature}"
-    plain, _ = torch_run(None, generator, dtype="fp64")
+    generator, plain = sampled
     drafted, stats = torch_run(drafter, generator, dtype="fp64", blocks=blocks)
     assert drafted == plain
     assert stats.accepted > 0

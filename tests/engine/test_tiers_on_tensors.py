@@ -45,10 +45,13 @@ def moved(run, column="loaded"):
 
 
 def coded(codec, blocks, **options):
-    """Run ten requests that share prefixes on a model whose K/V a codec stores."""
+    """Run eight requests that share prefixes on a model whose K/V a codec stores.
+
+    Outputs end in a block after that of the end of the prompt.
+    """
     requests = [
-        ask(n, 100 * n, 64 + 16 * (n % 3), 20, keys=[*range(n % 4, 60, 10)], key_tokens=16)
-        for n in range(10)
+        ask(n, 100 * n, 60 + 16 * (n % 3), 8, keys=[*range(n % 4, 60, 10)], key_tokens=16)
+        for n in range(8)
     ]
     model = {"generator": MODEL, "backend": "torch-cpu", "codec": codec, "block_size": 16}
     return compute(requests, blocks=blocks, **model, **options)
@@ -73,14 +76,14 @@ def test_tiers_do_not_change_the_text(plain, swaps, tmp_path):
     size = slot_bytes_of(resolve("generator", MODEL).spec, 16, codec=codec)
     write = "through" if swaps else "evict"
     tiers = [
-        tier("host", 12, size, write=write),
+        tier("host", 9, size, write=write),
         tier("disk", 40, size, path=tmp_path, write=write),
     ]
-    run = coded(codec, 13 if swaps else 17, max_seqs=3 if swaps else 1, tiers=tiers)
+    run = coded(codec, 9 if swaps else 14, max_seqs=3 if swaps else 1, tiers=tiers)
     assert run.result.outputs == outputs
     host, disk = moved(run)
     assert host
-    assert disk or swaps
+    assert disk
     assert sum(run.result.log.swaps) >= swaps
     assert moved(run, "errors") == [0, 0]
 

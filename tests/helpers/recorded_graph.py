@@ -41,6 +41,11 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.launched = launched
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        """Return False: nothing is compiled here, and to import torch's compiler takes long."""
+        return False
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         """Run an operation."""
         kwargs = kwargs or {}

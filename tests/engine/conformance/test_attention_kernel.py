@@ -6,7 +6,7 @@ from math import nan
 
 import pytest
 from helpers.engine import compute
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import Plugins
@@ -232,7 +232,6 @@ def test_chunks_of_a_context_are_combined_for_each_new_token():
 
 
 @given(st.data())
-@settings(max_examples=6, deadline=None)
 def test_attention_of_any_step(data):
     """Any step of prompts, chunks and single tokens is right, over any blocks and heads."""
     draw = data.draw

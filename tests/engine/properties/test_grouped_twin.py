@@ -7,10 +7,11 @@ pytest.importorskip("transformers", reason="its helpers make models")
 
 from helpers.engine import decided
 from helpers.grouped_tensors import expected, grouped_servers
+from hypothesis import settings
 
 
 # At seed 29 a request that is preempted fits again at the next step.
-@pytest.mark.parametrize("seed", [*range(20), 29])
+@pytest.mark.parametrize("seed", sorted({*range(settings.default.max_examples), 29}))
 def test_a_run_in_groups_has_the_trace_of_the_simulator(seed):
     """Windows and states on tensors: the simulator's trace, and outputs as without a cache.
 
@@ -22,3 +23,4 @@ def test_a_run_in_groups_has_the_trace_of_the_simulator(seed):
     rejected = {result.log.ids[row] for row in result.log.reasons}
     wanted = {each.id: expected(each, groups) for each in served if each.id not in rejected}
     assert result.outputs == wanted
+    assert result.cache.evicted_blocks

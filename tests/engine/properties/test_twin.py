@@ -159,15 +159,15 @@ def server_rejects(result):
 
 @pytest.fixture(scope="module")
 def recorded():
-    """Return 75 requests of a production trace, 64 times shorter."""
-    return list(WorkloadSample(Mooncake(), limit=75, scale=64))
+    """Return 40 requests of a production trace, 64 times shorter."""
+    return list(WorkloadSample(Mooncake(), limit=40, scale=64))
 
 
 @pytest.mark.parametrize(
     ("eviction", "scheduler"), [*zip(EVICTIONS, cycle(SCHEDULERS), strict=False)]
 )
 def test_recorded_requests_have_the_trace_of_the_simulator(recorded, eviction, scheduler):
-    """A run of 75 real requests on tensors has the simulator's trace, for every plugin."""
+    """A run of 40 real requests on tensors has the simulator's trace, for every plugin."""
     options = {"blocks": 450, "block_size": 8, "max_tokens": 512, "rate_scale": 1e6}
     server = Server(recorded, eviction, (None,), options)
     simulated = server.run(scheduler)
