@@ -170,7 +170,7 @@ class EvictionPolicyTests(PluginTests[EvictionPolicy]):
 
         A policy that hits less is not wrong: the test skips, and tells the loss.
         """
-        requests = random_requests(0, 2000, Traffic(key_tokens=_KEY, most_keys=12, width=3))
+        requests = random_requests(0, 1000, Traffic(key_tokens=_KEY, most_keys=12, width=3))
         hits = []
         for prefix in ("radix", "hashed:spans=block"):
             cache = KVCache(60, _KEY, accounting="keys", eviction=self.make(), prefix=prefix)

@@ -23,7 +23,7 @@ def requests(rng, count):
             earlier = rng.choice(known[-8:])
             keys = earlier[: rng.randint(1, len(earlier))] + keys[: rng.randint(0, 12)]
         known.append(keys)
-        made.append(keyed_request(rng, number, now, keys, (1, 5, 40, 300), generating=0.2))
+        made.append(keyed_request(rng, number, now, keys, (1, 5, 40, 150), generating=0.2))
     return made
 
 

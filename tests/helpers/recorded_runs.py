@@ -1,5 +1,7 @@
 """Checks of recorded runs: a trace is that of its run, and damage of it is detected."""
 
+from itertools import chain, zip_longest
+
 from kvcore import TraceError
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.recorded_run import recorded_run
@@ -23,6 +25,20 @@ def check_recorded(path, alone, traced, cache):
         assert report.hit[name] == recorded.hit[name]
     assert recorded.hit["hit_tokens"] == traced.cache.stats.hit_tokens
     return report
+
+
+def drawn_lines(rng, recorded, numbers, count):
+    """Return up to `count` of the `numbers` of lines at random, the kinds of lines in turn.
+
+    The kind of a line is its event, with its reason, its policy or its way if it has them.
+    """
+    kinds = {}
+    for n in rng.sample(numbers, len(numbers)):
+        line = recorded[n]
+        kind = [line.get(name) for name in ("event", "reason", "by", "how")]
+        kinds.setdefault(str(kind), []).append(n)
+    in_turn = chain.from_iterable(zip_longest(*kinds.values()))
+    return [n for n in in_turn if n is not None][:count]
 
 
 def is_detected(path):

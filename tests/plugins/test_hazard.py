@@ -148,7 +148,7 @@ def test_hits_on_the_bundled_trace(name, conversation):
 
 def test_a_span_for_each_block_changes_little(conversation):
     """With one span a block, as in engines, the gain over LRU is within a tenth of its hits."""
-    requests = conversation[:4000]
+    requests = conversation[:2500]
     runs, each = (
         hits(FREE(), requests, 2000, prefix) for prefix in (None, "hashed:spans=block")
     )
@@ -165,7 +165,7 @@ def test_it_gains_where_leaves_are_evicted_whole(conversation):
 
 def test_a_host_of_single_blocks_hits_what_a_cache_of_them_hits(conversation):
     """A host evicts spans whole: that of a last key, which is all of it, goes as in a cache."""
-    requests, hosted, hit = conversation[:4000], HostedCache(FREE(), 500, 512, None), 0
+    requests, hosted, hit = conversation[:1500], HostedCache(FREE(), 500, 512, None), 0
     for request in requests:
         opened = hosted.open(request, None, request.arrival)
         hosted.commit(opened, opened.tokens - opened.computed, request.arrival)

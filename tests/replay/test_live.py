@@ -136,7 +136,9 @@ def cache_lines(path, asks):
 )
 def test_events_are_described_in_words(tmp_path, make, texts):
     """The view describes the last events in words, with their times."""
-    described = viewed(make(tmp_path / "run.jsonl")).last_events(500)
+    view = viewed(make(tmp_path / "run.jsonl"))
+    described = view.last_events(500)
+    assert view.last_events(3) == described[-3:]
     for text in texts:
         assert any(text in each for each in described), (text, described)
     assert all(each.startswith("0:00.0  ") for each in described)

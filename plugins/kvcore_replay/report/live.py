@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, islice
 from typing import Any, NamedTuple, TypeAlias
 
 from kvcore.trace import events
@@ -153,11 +153,11 @@ class LiveView:
 
     def last_events(self, limit: int) -> list[str]:
         """Return the last events in words; evictions at one time for one request are one."""
-        texts = deque[str](maxlen=max(limit, 0))
-        for _, alike in groupby(self._last, key=_kind):
-            *_, event = group = list(alike)
+        texts = []
+        for _, alike in islice(groupby(reversed(self._last), key=_kind), max(limit, 0)):
+            event, *_ = group = list(alike)
             texts.append(f"{clock(event.t)}  {_words(event, group, self._builder.state)}")
-        return list(texts)
+        return texts[::-1]
 
     def _about(self) -> str:
         """Return the workload and the policies of the run."""

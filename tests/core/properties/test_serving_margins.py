@@ -35,7 +35,7 @@ TIGHT_AND_LOOSE = Class(LONG, 2 * ALONE), Class(SHORT, 20)
 ALL_ALIKE = Class(LONG, 5 * ALONE), Class(SHORT, 5 * ALONE, weight=4)
 
 
-def traffic(load, classes, requests=2000):
+def traffic(load, classes, requests=1200):
     """Yield random jobs of `classes` at `load` times the capacity of the server."""
     random, now = Random(0), 0.0
     weights = [cls.weight for cls in classes]
@@ -78,7 +78,7 @@ def test_srpt_beats_fcfs_on_mean_time(load):
     assert fcfs > 1.6 * srpt
 
 
-@pytest.mark.parametrize("load", [1.05, 1.1, 1.2])
+@pytest.mark.parametrize("load", [1.05, 1.2])
 def test_slo_beats_both_if_long_jobs_have_tight_deadlines(load):
     """If long jobs have tight deadlines, `slo` meets over 1.6 times as many as the others.
 

@@ -30,7 +30,7 @@ from kvcore.request import Hints
 BLOCK_EVICTIONS = ("lru", "fifo", "mru", "slru", "lfu:decay=1", "ttl:ttl=2e-8")
 """Policies that the block-by-block cache has too."""
 
-together = settings(max_examples=max(settings.default.max_examples // len(SCHEDULERS), 10))
+together = settings(max_examples=max(settings.default.max_examples // len(SCHEDULERS), 4))
 """As many servers for all schedulers together as another property has for one."""
 
 

@@ -28,6 +28,7 @@ def assume_order(scheduler, server):
 
 
 @every_scheduler
+@few
 @given(server=ruled_servers())
 def test_jumps_change_no_decision(scheduler, server):
     """Decisions are the same with jumps and without, traced or not."""
@@ -62,6 +63,7 @@ for name in DECISIONS:
 
 
 @every_scheduler
+@few
 @given(server=ruled_servers())
 def test_methods_say_what_the_loop_does_without_them(scheduler, server):
     """Rules that override each method with that of the base class decide the same."""

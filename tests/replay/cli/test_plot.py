@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from itertools import cycle
 
 import pytest
 from helpers import traces
@@ -47,11 +48,12 @@ def refused(*words, cwd, code=2):
     return done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", MAGIC)
+@pytest.mark.parametrize(("kind", "form"), [*zip(KINDS, cycle(MAGIC), strict=False)])
 def test_a_trace_has_plots_of_all_kinds(kind, form, folder, tmp_path):
-    """Each kind of plot is drawn from a trace, in the format that the file's name ends with."""
+    """Each kind of plot is drawn from a trace, in the format that the file's name ends with.
+
+    Formats alternate: what writes them knows nothing of the kind.
+    """
     words = "plot", folder / "run.jsonl", "--kind", kind, "-o", f"x.{form}"
     assert drawn(*words, cwd=tmp_path, form=form) == ""
 

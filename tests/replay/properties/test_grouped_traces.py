@@ -1,36 +1,43 @@
 """Traces of random servers with cache groups: they record the run, and damage is found."""
 
+from collections import Counter
 from random import Random
 
 import pytest
 from helpers.grouped_traces import TIERS, grouped_run
-from helpers.recorded_runs import check_recorded, is_detected
+from helpers.recorded_runs import check_recorded, drawn_lines, is_detected
 from helpers.traces import lines, seal
+from hypothesis import settings
 
 from kvcore import InputError
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.recorded_run import recorded_run
 from kvcore_replay.what_if import whatif
 
-SEEDS = range(60)
+PARTS = 6
+SEEDS = max(24, settings.default.max_examples // 50)
+"""Tests that share the seeds of runs without tiers, and how many there are."""
 
-RUNS = [(seed, ()) for seed in range(12)]
+RUNS = [(seed, ()) for seed in range(6)]
 """Seeds of runs, and their tiers."""
 
-DAMAGED = [*RUNS[:6], *enumerate(TIERS[:3])]
+DAMAGED = [*RUNS, *enumerate(TIERS[:3])]
 """The same of runs whose traces are damaged."""
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_traced_run_is_the_same_run_and_is_checked(seed, tmp_path):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_traced_run_is_the_same_run_and_is_checked(part, tmp_path):
     """A trace changes no decision, every line of it is right, and its counts are the run's."""
-    path = tmp_path / "trace.jsonl"
-    (alone, _), (traced, cache) = grouped_run(seed), grouped_run(seed, path)
-    report = check_recorded(path, alone, traced, cache)
-    assert sum(group["cached"] for group in report.groups) == report.pool["cached"]
+    path, met = tmp_path / "trace.jsonl", Counter()
+    for seed in range(part, SEEDS, PARTS):
+        (alone, _), (traced, cache) = grouped_run(seed), grouped_run(seed, path)
+        report = check_recorded(path, alone, traced, cache)
+        assert sum(group["cached"] for group in report.groups) == report.pool["cached"]
+        met += Counter(report.events)
+    assert {"HIT", "EVICT", "PREEMPT"} <= met.keys()
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(2 * len(TIERS)))
 def test_a_traced_run_with_tiers_is_checked(seed, tmp_path):
     """A trace with tiers changes no decision; it has the blocks and bytes that these moved."""
     path, tiers = tmp_path / "trace.jsonl", TIERS[seed % len(TIERS)]
@@ -72,8 +79,7 @@ def test_a_removed_or_repeated_line_is_found(seed, tiers, tmp_path):
     path, rng = tmp_path / "trace.jsonl", Random(seed)
     grouped_run(seed, path, count=14, blocks=60, tiers=tiers)
     recorded = lines(path)
-    numbers = range(1, len(recorded) - 1)
-    for n in rng.sample(numbers, min(30, len(numbers))):
+    for n in drawn_lines(rng, recorded, range(1, len(recorded) - 1), 12):
         seal(path, recorded[:n] + recorded[n + 1 :])
         may_wait = recorded[n].get("reason") == "passed" and not recorded[n]["runs"]
         assert is_detected(path) or may_wait, recorded[n]
@@ -93,7 +99,7 @@ def test_a_line_of_another_group_is_found(seed, tiers, tmp_path):
     recorded = lines(path)
     groups = len(recorded[0]["cache_groups"]["groups"])
     of_groups = [n for n, line in enumerate(recorded) if "group" in line]
-    for n in Random(seed).sample(of_groups, min(30, len(of_groups))):
+    for n in drawn_lines(Random(seed), recorded, of_groups, 12):
         line = recorded[n]
         other = line | {"group": (line["group"] + 1) % groups}
         seal(path, [*recorded[:n], other, *recorded[n + 1 :]])
@@ -105,7 +111,7 @@ def test_a_line_of_another_group_is_found(seed, tiers, tmp_path):
 def test_a_run_with_groups_is_made_again(seed, tiers, tmp_path):
     """A recorded run that is made again has the same lines, and another pool other ones."""
     path, again = tmp_path / "trace.jsonl", tmp_path / "again.jsonl"
-    grouped_run(seed, path, blocks=150, tiers=tiers)
+    grouped_run(seed, path, blocks=150, count=28, tiers=tiers)
     same = whatif(path, export=again)
     assert again.read_bytes() == path.read_bytes()
     assert same.changes == []

@@ -1,11 +1,13 @@
 """Traces of random servers with a pool for each kind of layer: they record the run."""
 
+from collections import Counter
 from random import Random
 
 import pytest
 from helpers.pooled_traces import pooled_run
-from helpers.recorded_runs import check_recorded, is_detected
+from helpers.recorded_runs import check_recorded, drawn_lines, is_detected
 from helpers.traces import lines, seal
+from hypothesis import settings
 
 from kvcore import InputError
 from kvcore_replay.check.trace import check_trace
@@ -13,15 +15,22 @@ from kvcore_replay.what_if import whatif
 
 OF_POOLS = ("KEEP", "TOMBSTONE")
 
+PARTS = 4
+SEEDS = max(24, settings.default.max_examples // 50)
+"""Tests that share the seeds of runs, and how many there are."""
 
-@pytest.mark.parametrize("seed", range(60))
-def test_a_traced_run_is_the_same_run_and_is_checked(seed, tmp_path):
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_traced_run_is_the_same_run_and_is_checked(part, tmp_path):
     """A trace changes no decision, every line of it is right, and its counts are the run's."""
-    path = tmp_path / "trace.jsonl"
-    (alone, _), (traced, cache) = pooled_run(seed), pooled_run(seed, path)
-    report = check_recorded(path, alone, traced, cache)
-    slots = {pool["pool"]: (pool["slots"], pool["free"]) for pool in report.pools}
-    assert slots == {side.name: (side.slots, side.free) for side in cache.tree.sides}
+    path, met = tmp_path / "trace.jsonl", Counter()
+    for seed in range(part, SEEDS, PARTS):
+        (alone, _), (traced, cache) = pooled_run(seed), pooled_run(seed, path)
+        report = check_recorded(path, alone, traced, cache)
+        slots = {pool["pool"]: (pool["slots"], pool["free"]) for pool in report.pools}
+        assert slots == {side.name: (side.slots, side.free) for side in cache.tree.sides}
+        met += Counter(report.events)
+    assert {"HIT", "EVICT", "PREEMPT", "SPLIT", *OF_POOLS} <= met.keys()
 
 
 def of_pools(recorded):
@@ -46,7 +55,7 @@ def test_a_removed_or_repeated_line_is_found(seed, tmp_path):
     pooled_run(seed, path, count=14)
     recorded = lines(path)
     numbers = of_pools(recorded)
-    for n in rng.sample(numbers, min(25, len(numbers))):
+    for n in drawn_lines(rng, recorded, numbers, 12):
         line, before, after = recorded[n], recorded[n - 1]["event"], recorded[n + 1]
         seal(path, recorded[:n] + recorded[n + 1 :])
         shares = "windows" in line or "state" in line or before in ("COMMIT", "SPLIT")
@@ -64,7 +73,8 @@ def test_a_line_that_is_changed_is_found(seed, tmp_path):
     pooled_run(seed, path, count=14)
     recorded = lines(path)
     spans = {line["span"] for line in recorded if line["event"] == "COMMIT"}
-    for n in [n for n in of_pools(recorded) if recorded[n]["event"] not in ("SPLIT", "HIT")]:
+    changed = [n for n in of_pools(recorded) if recorded[n]["event"] not in ("SPLIT", "HIT")]
+    for n in drawn_lines(rng, recorded, changed, 16):
         line = recorded[n]
         if line["event"] == "TOMBSTONE":
             pool = "state" if line["pool"] == "window" else "window"
@@ -88,7 +98,7 @@ def test_a_line_that_is_changed_is_found(seed, tmp_path):
         assert is_detected(path), other
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_run_with_pools_is_made_again(seed, tmp_path):
     """A recorded run that is made again has the same lines, and another pool other slots."""
     path, again = tmp_path / "trace.jsonl", tmp_path / "again.jsonl"

@@ -166,11 +166,17 @@ def test_forged_block_ids_are_detected(recorded, damaged, n, data):
 
 
 def test_a_file_cut_at_any_byte_yields_every_event_before_the_cut(recorded, damaged):
-    """A cut file yields all events before the cut and a reason, and raises nothing."""
+    """A cut file yields all events before the cut and a reason, and raises nothing.
+
+    It is cut beside the ends of all lines, and at every byte of the first two and the last two.
+    """
     damaged.write_bytes(recorded)
     events = lines(damaged)
     ends = list(itertools.accumulate(map(len, recorded.splitlines(keepends=True))))
-    for size in range(len(recorded)):
+    beside = {end + by for end in ends for by in (-2, -1, 0, 1)}
+    for size in sorted({*range(ends[1]), *beside, *range(ends[-3], ends[-1])}):
+        if size >= len(recorded):
+            break
         damaged.write_bytes(recorded[:size])
         reader = read_events(damaged)
         # A line is whole with its closing brace: only its newline may be missing.
