@@ -119,7 +119,7 @@ def replace_language_once():
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is not None:
         interpreter._patch_lang = cache(interpreter._patch_lang)
-        interpreter._LangPatchScope.restore = lambda scope: None
+        interpreter._LangPatchScope.restore = lambda _: None
 
 
 def pytest_collection_finish():
