@@ -35,7 +35,10 @@ def scripts(tmp_path_factory):
     newest = written(HOW_TO.read_text("utf-8"), home.parent / "newest")
     packages = [f"{ROOT}[testing]", EXAMPLE, RETENTION, CODEC, VERB, "--editable", newest]
     subprocess.run([*pip, *pins, "hatchling", "editables"], check=True)
-    subprocess.run([*pip, *pins, "--no-build-isolation", *packages], check=True)
+    python_alone = {**os.environ, "KVCORE_PURE": "1"}  # of the core in C others are the tests
+    subprocess.run(
+        [*pip, *pins, "--no-build-isolation", *packages], check=True, env=python_alone
+    )
     return scripts
 
 
