@@ -88,8 +88,10 @@ def test_a_removed_or_repeated_line_is_found(seed, tiers, tmp_path):
 
 
 @pytest.mark.parametrize(("seed", "tiers"), DAMAGED)
-def test_a_line_of_another_group_is_found(seed, tiers, tmp_path):
+def test_a_line_of_another_group_or_block_is_found(seed, tiers, tmp_path):
     """A block that goes to another group, is named in it or evicted from it is found.
+
+    So is another block in its stead.
 
     The exceptions are a FREE of a window that has passed no private block, if it may come
     later, and a DROP in place of which another block of the tier may leave.
@@ -105,6 +107,11 @@ def test_a_line_of_another_group_is_found(seed, tiers, tmp_path):
         seal(path, [*recorded[:n], other, *recorded[n + 1 :]])
         may_be = line["event"] == "DROP" or (line["event"] == "FREE" and not line["runs"])
         assert is_detected(path) or may_be, line
+        if line.get("runs"):
+            (block, count), *rest = line["runs"]
+            other = line | {"runs": [[block + 1, count], *rest]}
+            seal(path, [*recorded[:n], other, *recorded[n + 1 :]])
+            assert is_detected(path), other
 
 
 @pytest.mark.parametrize(("seed", "tiers"), [*RUNS, *enumerate(TIERS)])
