@@ -53,22 +53,6 @@ def test_any_changed_byte_is_detected(recorded, damaged, at, byte):
     assert is_detected(damaged)
 
 
-def test_any_deleted_line_is_detected(recorded, damaged):
-    """A replay detects any deleted line."""
-    text = recorded.splitlines(keepends=True)
-    for n in range(LINES):
-        damaged.write_bytes(b"".join(text[:n] + text[n + 1 :]))
-        assert is_detected(damaged), n
-
-
-def test_any_duplicated_line_is_detected(recorded, damaged):
-    """A replay detects any duplicated line."""
-    text = recorded.splitlines(keepends=True)
-    for n in range(LINES):
-        damaged.write_bytes(b"".join(text[: n + 1] + text[n:]))
-        assert is_detected(damaged), n
-
-
 @given(pair=st.tuples(st.integers(0, LINES - 1), st.integers(0, LINES - 1)))
 def test_any_swapped_lines_are_detected(recorded, damaged, pair):
     """A replay detects any two swapped lines."""
