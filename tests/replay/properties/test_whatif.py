@@ -252,7 +252,7 @@ def test_whatif_repeats_the_keys_of_a_run_on_texts(scheduler, texts, blocks, seq
 def test_whatif_repeats_a_comparison(eviction, tmp_path):
     """`whatif` repeats a traced comparison byte for byte, seed and workload's name included.
 
-    Policies without a seed or a view of what comes are alike here, and replayed above.
+    Policies without a seed or a view of what comes are repeated the same way as `lru`.
     """
     path = tmp_path / "trace.jsonl.gz"
     workload = Zipf(requests=80, prefixes=30)
