@@ -53,6 +53,15 @@ def test_any_changed_byte_is_detected(recorded, damaged, at, byte):
     assert is_detected(damaged)
 
 
+@pytest.mark.parametrize("times", [0, 2], ids=["deleted", "repeated"])
+def test_any_line_that_is_there_too_seldom_or_too_often_is_detected(recorded, damaged, times):
+    """A replay detects any deleted and any repeated line."""
+    text = recorded.splitlines(keepends=True)
+    for n, line in enumerate(text):
+        damaged.write_bytes(b"".join([*text[:n], *[line] * times, *text[n + 1 :]]))
+        assert is_detected(damaged), n
+
+
 @given(pair=st.tuples(st.integers(0, LINES - 1), st.integers(0, LINES - 1)))
 def test_any_swapped_lines_are_detected(recorded, damaged, pair):
     """A replay detects any two swapped lines."""
