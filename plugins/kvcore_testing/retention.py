@@ -37,8 +37,8 @@ _dtypes = pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16", "bf16"])
 class RetentionPolicyTests(PluginTests[RetentionPolicy]):
     """Conformance tests of a retention policy; a derived `Test...` class makes the policy.
 
-    `retention` (or `make`, if that needs fixtures of the instance) returns a new policy, made
-    with the same options each time:
+    `retention` makes a new policy at each call, always with the same options. Where this takes
+    fixtures of the instance, `make` does:
 
         class TestMine(RetentionPolicyTests):
             retention = Mine
