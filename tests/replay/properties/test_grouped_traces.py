@@ -114,6 +114,23 @@ def test_a_line_of_another_group_or_block_is_found(seed, tiers, tmp_path):
             assert is_detected(path), other
 
 
+@pytest.mark.parametrize(("seed", "tiers"), RUNS)
+def test_an_eviction_in_an_earlier_call_is_found(seed, tiers, tmp_path):
+    """A block that is evicted before the call which takes it has begun is found."""
+    path = tmp_path / "trace.jsonl"
+    grouped_run(seed, path, count=14, blocks=60, tiers=tiers)
+    recorded = lines(path)
+    moved = 0
+    for n in range(2, len(recorded) - 1):
+        line, before = recorded[n], recorded[n - 1]
+        if line["event"] == "EVICT" and before["event"] in ("MISS", "REQUEST", "COMMIT"):
+            other = [line | {"t": before["t"]}, before]
+            seal(path, [*recorded[: n - 1], *other, *recorded[n + 1 :]])
+            assert is_detected(path), line
+            moved += 1
+    assert moved
+
+
 @pytest.mark.parametrize(("seed", "tiers"), [*RUNS, *enumerate(TIERS)])
 def test_a_run_with_groups_is_made_again(seed, tiers, tmp_path):
     """A recorded run that is made again has the same lines, and another pool other ones."""
