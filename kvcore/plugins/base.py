@@ -296,9 +296,9 @@ def wrong_answer(plugin: Plugin, question: str, why: str) -> PolicyError:
 
 def has_no_order(value: Any) -> bool:
     """Return True if a score or a priority is None or NaN, or a tuple with NaN at any depth."""
-    if not isinstance(value, tuple):
-        return value is None or bool(value != value)  # noqa: PLR0124
-    return any(part != part or isinstance(part, tuple) and has_no_order(part) for part in value)  # noqa: PLR0124, RUF021
+    if isinstance(value, tuple):
+        return any(part is not None and has_no_order(part) for part in value)
+    return value is None or bool(value != value)  # noqa: PLR0124
 
 
 def describe(plugin: Plugin) -> dict[str, Any]:

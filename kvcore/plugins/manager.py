@@ -761,7 +761,7 @@ def imported_place(place: str) -> Any:
 
 
 def _class_of_file(kind: str, file: str, name: str) -> type[Plugin]:
-    """Return the class `name` of a file, which is run once, at `__loaded__`; "": its only one.
+    """Return the class `name` of a file, which is run once; without a name its only one.
 
     Raises:
         InputError: there is no such file, or it has other classes, or several.
@@ -779,7 +779,7 @@ def _class_of_file(kind: str, file: str, name: str) -> type[Plugin]:
 
         spec: Any = spec_from_file_location(module_name, path)
         module = sys.modules[module_name] = module_from_spec(spec)
-        vars(module)["__loaded__"] = time_ns()
+        vars(module)["__loaded__"] = time_ns()  # a file that is edited later is not what runs
         try:
             spec.loader.exec_module(module)
         except FAILURES as error:

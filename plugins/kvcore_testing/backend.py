@@ -45,8 +45,7 @@ their last place."""
 class BackendTests(PluginTests[Backend]):
     """Conformance tests of a backend; a derived `Test...` class makes the backend.
 
-    `backend` (or `make`, if that needs fixtures of the instance) returns a new backend,
-    made with the same options each time:
+    The attribute `backend` is what `make` calls:
 
         class TestMine(BackendTests):
             backend = Mine

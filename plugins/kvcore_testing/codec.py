@@ -32,8 +32,7 @@ HEADS = 6
 class CodecTests(PluginTests[Codec]):
     """Conformance tests of a codec; a derived `Test...` class makes the codec.
 
-    `codec` (or `make`, if that needs fixtures of the instance) returns a new codec, made with
-    the same options each time, and `error` bounds the error of a decoded number:
+    The attribute `codec` is what `make` calls, and `error` bounds that of a decoded number:
 
         class TestMine(CodecTests):
             codec = Mine

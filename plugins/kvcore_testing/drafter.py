@@ -23,8 +23,7 @@ _MANY = 40
 class DrafterTests(PluginTests[Drafter]):
     """Conformance tests of a drafter; a derived `Test...` class makes the drafter.
 
-    `drafter` (or `make`, if that needs fixtures of the instance) returns a new drafter, made
-    with the same options each time:
+    The attribute `drafter` is what `make` calls:
 
         class TestMine(DrafterTests):
             drafter = Mine

@@ -41,8 +41,7 @@ _STAY, _AS_MUCH = 0.5, 0.9
 class EvictionPolicyTests(PluginTests[EvictionPolicy]):
     """Conformance tests of an eviction policy; a derived `Test...` class makes the policy.
 
-    `eviction` (or `make`, if that needs fixtures of the instance) returns a new policy, made
-    with the same options each time:
+    The attribute `eviction` is what `make` calls:
 
         class TestMine(EvictionPolicyTests):
             eviction = Mine

@@ -38,8 +38,8 @@ BLOCK = 4
 class GeneratorTests(NamedTests[Generator]):
     """Conformance tests of a generator; a derived `Test...` class makes the generator.
 
-    `generator` (or `make`, if that needs fixtures of the instance) returns a new generator,
-    made with the same options each time, small enough to compute hundreds of tokens quickly:
+    The attribute `generator` is what `make` calls. It is small enough to compute hundreds of
+    tokens quickly:
 
         class TestMine(GeneratorTests):
             generator = Mine

@@ -23,8 +23,7 @@ _STEPS = 100
 class LatencyModelTests(PluginTests[LatencyModel]):
     """Conformance tests of a latency model; a derived `Test...` class makes the model.
 
-    `latency` (or `make`, if that needs fixtures of the instance) returns a new model, made
-    with the same options each time:
+    The attribute `latency` is what `make` calls:
 
         class TestMine(LatencyModelTests):
             latency = Mine

@@ -42,7 +42,11 @@ class NamedTests(Generic[P]):
     base: ClassVar[type[Plugin]]
 
     def make(self) -> P:
-        """Return a new plugin, which the attribute with the name of its kind makes."""
+        """Return a new plugin: what the attribute with the name of its kind returns.
+
+        That is a class, or a function that takes no arguments; options are the same each time.
+        Where fixtures of the instance are needed, a derived class overrides this method.
+        """
         plugin: P = getattr(type(self), self.base.kind)()
         return plugin
 

@@ -44,8 +44,7 @@ class Oldest(ScoreEviction):
 class PrefixIndexTests(NamedTests[PrefixIndex]):
     """Conformance tests of a prefix index; a derived `Test...` class makes the index.
 
-    `prefix` (or `make`, if that needs fixtures of the instance) returns a new index,
-    made with the same options each time:
+    The attribute `prefix` is what `make` calls:
 
         class TestMine(PrefixIndexTests):
             prefix = Mine

@@ -37,8 +37,7 @@ _dtypes = pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16", "bf16"])
 class RetentionPolicyTests(PluginTests[RetentionPolicy]):
     """Conformance tests of a retention policy; a derived `Test...` class makes the policy.
 
-    `retention` makes a new policy at each call, always with the same options. Where this takes
-    fixtures of the instance, `make` does:
+    The attribute `retention` is what `make` calls:
 
         class TestMine(RetentionPolicyTests):
             retention = Mine

@@ -40,8 +40,7 @@ class Routing:
 class RouterTests(PluginTests[Router]):
     """Conformance tests of a router; a derived `Test...` class makes the router.
 
-    `router` (or `make`, if that needs fixtures of the instance) returns a new router, made
-    with the same options each time:
+    The attribute `router` is what `make` calls:
 
         class TestMine(RouterTests):
             router = Mine

@@ -319,8 +319,7 @@ _servers = pytest.mark.parametrize("server", ["toy", "loop"])
 class SchedulerTests(PluginTests[Scheduler]):
     """Conformance tests of a scheduler; a derived `Test...` class makes the scheduler.
 
-    `scheduler` (or `make`, if that needs fixtures of the instance) returns a new scheduler,
-    made with the same options each time:
+    The attribute `scheduler` is what `make` calls:
 
         class TestMine(SchedulerTests):
             scheduler = Mine

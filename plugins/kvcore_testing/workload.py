@@ -20,8 +20,7 @@ _FEW = 4
 class WorkloadTests(NamedTests[Workload]):
     """Conformance tests of a workload; a derived `Test...` class makes the workload.
 
-    `workload` (or `make`, if that needs fixtures of the instance) returns a new workload,
-    made with the same options each time:
+    The attribute `workload` is what `make` calls:
 
         class TestMine(WorkloadTests):
             workload = staticmethod(lambda: Mine(path="some.file"))

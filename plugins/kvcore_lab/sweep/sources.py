@@ -64,15 +64,16 @@ def plugin_digests(module: str) -> dict[str, str]:
     folders = [str(path.parent), *(set(sys.path) - {*sysconfig.get_paths().values()})]
     finder = _Finder(folders, excludes=packages)
     finder.run_script(file)
-    files = {name: vars(imported)["__file__"] for name, imported in finder.modules.items()}
-    for source in filter(None, files.values()):
-        if Path(source).stat().st_mtime_ns > loaded.get("__loaded__", sys.maxsize):
+    sources = {name: vars(imported)["__file__"] for name, imported in finder.modules.items()}
+    files = {name: Path(source) for name, source in sources.items() if source}
+    for source in files.values():
+        if source.stat().st_mtime_ns > loaded.get("__loaded__", sys.maxsize):
             msg = (
                 f"{source} was edited after this process had loaded {file}, which runs as it "
                 "was: start a new process (in a notebook, restart the kernel)"
             )
             raise InputError(msg)
-    return {name: file_digest(Path(file)) for name, file in files.items() if file}
+    return {name: file_digest(source) for name, source in files.items()}
 
 
 class _Finder(ModuleFinder):
