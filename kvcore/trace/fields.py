@@ -186,15 +186,15 @@ class EvictionDigest:
 
         self._sha = sha256()
 
-    def add(self, key: Key) -> None:
-        """Add the key of an evicted block, which may be its 32 hex digits. Costs 0.5 µs."""
+    def add(self, key: Key, blocks: int = 1) -> None:
+        """Add `blocks` evicted blocks of one key, which may be 32 hex digits. Costs 0.5 µs."""
         if isinstance(key, int):
             key = key.to_bytes(KEY_BYTES, "big")
         elif isinstance(key, str):
             key = bytes.fromhex(key)
         if isinstance(key, bytes):
-            self._sha.update(key)
-            self.blocks += 1
+            self._sha.update(key * blocks)
+            self.blocks += blocks
 
     @classmethod
     def joined(cls, parts: Iterable[EvictionDigest]) -> EvictionDigest:

@@ -309,8 +309,12 @@ class TraceChecker(CacheChecker[CacheState]):
         first, ratio = span.end - len(ids), self._ratio
         self._cached_keys.remove(span.keys, first, span.end)
         if event.reason == "capacity":
-            for index in range(span.end - 1, first - 1, -1):
-                self.evictions.add(span.keys[index // ratio])
+            end = span.end
+            while end > first:
+                key = (end - 1) // ratio
+                start = max(key * ratio, first)
+                self.evictions.add(span.keys[key], end - start)
+                end = start
             if event.by == self._eviction and not self._of_engine:
                 self._evict_for(event.requester)
                 self._order.evict(ids, event.requester)
