@@ -555,4 +555,7 @@ class CacheState(TracedState[TracedSequence]):
 
 def run_blocks(runs: list[tuple[int, int]]) -> int:
     """Return the number of blocks in runs."""
-    return sum(abs(count) for _, count in runs)
+    blocks = 0
+    for _, count in runs:
+        blocks += abs(count)
+    return blocks
