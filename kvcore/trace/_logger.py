@@ -112,17 +112,17 @@ class TraceLogger(structlog.BoundLoggerBase):
             self._batch = [batch.pop()]
         if not batch:
             return
-        counted, n, event = 0, self.lines, itemgetter("event")
+        counts, counted, n, event = self.events, 0, self.lines, itemgetter("event")
         for index, line in enumerate(batch):
             line["n"] = n
             n += 1
             if "grown" in line:
                 # It stands for an ALLOC of each block, and an EVICT of each victim's block.
                 lines = ["ALLOC"] * len(line["grown"]) + ["EVICT"] * len(line.get("for", ()))
-                self.events.update(chain(map(event, batch[counted:index]), lines))
+                counts.update(chain(map(event, batch[counted:index]), lines))
                 counted = index + 1
                 n += len(lines) - 1
-        self.events.update(map(event, batch[counted:]))
+        counts.update(map(event, batch[counted:]))
         self.lines = n
         last = batch[-1]
         self.time = last["grown"][-1][0] if last["event"] == "GROW" else last["t"]
