@@ -11,7 +11,7 @@ import attrs
 
 from kvcore import KVCache, Request
 from kvcore.cache import Sequence
-from kvcore.engine import Attend, RaggedBatch, Sampling, Tensor, TensorLayout
+from kvcore.engine import Attend, RaggedBatch, Sampling, Tensor, TensorLayout, row_positions
 from kvcore.request import block_keys
 from kvcore_engine.backend import TorchCPU
 from kvcore_engine.generator import Transformer
@@ -78,11 +78,7 @@ class Writer:
             contexts=starts,
             lengths=lengths,
             token_ids=[token for tokens in new for token in tokens],
-            positions=[
-                start + place
-                for start, tokens in zip(starts, new, strict=True)
-                for place in range(len(tokens))
-            ],
+            positions=row_positions(starts, lengths),
             output_indices=[0] * len(branches),
             seeds=[0] * len(branches),
         )

@@ -663,7 +663,14 @@ class KVCache:
                 sequences would write different tokens into one block.
         """
         now = self._begin(seq, now)
-        seq.check_fork()
+        # A token is known if it is computed, of the prompt, or has a key.
+        known = max(seq.request.prompt_tokens, seq.cacheable * self.geometry.block_size)
+        if seq.computed < seq.tokens and known < seq.tokens + seq.compacted:
+            msg = (
+                f"fork of sequence {seq.id}: {seq.tokens - seq.computed} allocated tokens "
+                "are not committed; commit them or roll them back first"
+            )
+            raise InputError(msg)
         pool = self._pool_with_ids()
         self._last_id += 1
         child = copy(seq)
@@ -688,12 +695,20 @@ class KVCache:
         """Drop the newest `tokens` tokens of `seq` (rejected drafts); free whole blocks.
 
         Raises:
-            InputError: some of the tokens are in shared or dropped blocks.
+            InputError: some of the tokens are in shared or dropped blocks, or a compaction has
+                left them; says how many tokens stay.
         """
         now = self._begin(seq, now)
-        seq.check_rollback(tokens)
-        left = seq.tokens - tokens
-        first = -(-left // self.geometry.block_size)
+        left, size = seq.tokens - tokens, self.geometry.block_size
+        fixed = max(seq.span.end, seq.holes[-1][1] if seq.holes else 0)
+        fixed = max(fixed * size, seq.compacted_to)
+        if tokens and not fixed <= left <= seq.tokens:
+            msg = (
+                f"rollback of {tokens} tokens of sequence {seq.id}: it has {seq.tokens}, of "
+                f"which the first {fixed} are shared or forgotten, and stay"
+            )
+            raise InputError(msg)
+        first = -(-left // size)
         freed = self._free_last(seq, seq.blocks - first)
         if first < seq.blocks and self.trace is not None:
             self.trace.free(now, seq=seq.id, runs=freed, reason="rollback", first=first)

@@ -32,7 +32,7 @@ class Pin(NamedTuple):
 
 
 class PinnedTree(Protocol):
-    """The attributes and methods of a `SpanTree` that pins use."""
+    """The attributes and methods of `SpanTree` that pins use: its module imports this one."""
 
     root: Span
     pool: CountingPool
@@ -84,33 +84,27 @@ class ClientPins:
 
         The span in which the share ends is split. O(its spans).
         """
-        tree = self._tree
-        path, span = [], seq.span
-        while span is not tree.root:
-            span.creator = None
-            path.append(span)
+        tree, held = self._tree, self.held
+        above = span = seq.span
+        while above is not tree.root and above not in held:
+            above = above.parent  # type: ignore[assignment]
+        # Of the blocks that no client pins yet, those behind `above`, some have room.
+        end = min(span.end, above.end + int(PIN_SHARE * tree.pool.blocks) - self.blocks)
+        self.refused_blocks += span.end - end
+        while span is not above and span.start >= end:
             span = span.parent  # type: ignore[assignment]
-        room = int(PIN_SHARE * tree.pool.blocks) - self.blocks
-        pinned: list[Span] = []
-        for span in reversed(path):
-            if span not in self.held and span.blocks > room:
-                self.refused_blocks += seq.span.end - span.start - room
-                if room:
-                    upper = tree.split(span, span.start + room)
-                    upper.ref_count -= 1
-                    pinned.append(upper)
-                break
-            if span not in self.held:
-                room -= span.blocks
-            pinned.append(span)
-        for span in pinned:
+        if span.end > end:
+            span = tree.split(span, end)
+            span.ref_count -= 1  # the pin of who splits
+        if span is tree.root:
+            return
+        self.blocks += end - above.end
+        self._serial += 1
+        heappush(self._heap, Pin(until, self._serial, span))
+        while span is not tree.root:
             span.ref_count += 1
-            if span not in self.held:
-                self.blocks += span.blocks
-            self.held[span] = self.held.get(span, 0) + 1
-        if pinned:
-            self._serial += 1
-            heappush(self._heap, Pin(until, self._serial, pinned[-1]))
+            held[span] = held.get(span, 0) + 1
+            span = span.parent  # type: ignore[assignment]
 
     def on_split(self, upper: Span, lower: Span) -> None:
         """Called when the head of `lower` became `upper`, which the same pins hold."""

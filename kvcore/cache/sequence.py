@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
-from collections.abc import Sequence as Keys
+from collections import abc
 from typing import Any, NoReturn, TypeAlias
 
 from kvcore.cache.hints import PriorityStep
@@ -62,15 +61,15 @@ class Sequence:
         dropped: number of blocks in holes.
         freed: number of these that were private, and are free again; the others stay cached.
         compacted: tokens that compactions have removed.
-        kept: tokens that the last compaction left.
+        compacted_to: tokens that the last compaction left.
         dropped_tokens: computed tokens whose K/V is dropped or removed by compactions.
         is_open: whether it is open.
         data: data of the executor that computes its K/V; None in a new fork.
     """
 
     __slots__ = (
-        "admission", "blocks", "cacheable", "compacted", "computed", "data", "dropped",
-        "dropped_tokens", "family", "freed", "hit_blocks", "holes", "id", "is_open", "kept",
+        "admission", "blocks", "cacheable", "compacted", "compacted_to", "computed", "data",
+        "dropped", "dropped_tokens", "family", "freed", "hit_blocks", "holes", "id", "is_open",
         "keys", "lookup_blocks", "priorities", "private", "request", "span", "target", "tokens",
     )  # fmt: skip
 
@@ -79,7 +78,7 @@ class Sequence:
         id: int,  # noqa: A002 - as it is read
         admission: int,
         request: Request,
-        keys: Keys[Key],
+        keys: abc.Sequence[Key],
         cacheable: int,
         lookup_blocks: int,
         hit_blocks: int,
@@ -106,7 +105,7 @@ class Sequence:
         self.family: list[Sequence] | None = None
         self.holes: tuple[Hole, ...] = ()
         self.dropped = self.freed = 0
-        self.compacted = self.kept = self.dropped_tokens = 0
+        self.compacted = self.compacted_to = self.dropped_tokens = 0
         self.is_open = True
         self.data: Any = None
 
@@ -122,7 +121,7 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Number of computed tokens of its text, with or without K/V in its table."""
+        """Number of computed tokens of its text, held or not: the position of the next one."""
         return self.computed + self.compacted
 
     @property
@@ -158,39 +157,9 @@ class Sequence:
         self.compacted += self.computed - tokens
         self.dropped_tokens = self.compacted
         self.tokens, self.computed, self.blocks = tokens + ahead, tokens, blocks
-        self.kept = tokens
+        self.compacted_to = tokens
         self.span, self.cacheable = root, 0
         self.holes, self.dropped, self.freed = (), 0, 0
-
-    def check_fork(self) -> None:
-        """Check that each allocated token is computed, or known since it has a key.
-
-        Raises:
-            InputError: one is neither, so a fork would write another token in its place.
-        """
-        known = max(self.request.prompt_tokens, self.cacheable * self.span.geometry.block_size)
-        if self.computed < self.tokens and known < self.tokens + self.compacted:
-            msg = (
-                f"fork of sequence {self.id}: {self.tokens - self.computed} allocated tokens "
-                "are not committed; commit them or roll them back first"
-            )
-            raise InputError(msg)
-
-    def check_rollback(self, tokens: int) -> None:
-        """Check that the last `tokens` tokens are in private blocks behind all holes.
-
-        Raises:
-            InputError: they are not, or a compaction kept some; says how many tokens stay.
-        """
-        left = self.tokens - tokens
-        fixed = max(self.span.end, self.holes[-1][1] if self.holes else 0)
-        fixed = max(fixed * self.span.geometry.block_size, self.kept)
-        if tokens and not fixed <= left <= self.tokens:
-            msg = (
-                f"rollback of {tokens} tokens of sequence {self.id}: it has {self.tokens}, of "
-                f"which the first {fixed} are shared or forgotten, and stay"
-            )
-            raise InputError(msg)
 
     def refuse_commit(self, tokens: int) -> NoReturn:
         """Raise the InputError of a commit of more tokens than are allocated, or below 0."""
@@ -206,7 +175,7 @@ class Sequence:
         return f"<Sequence {self.id}: request {self.request.id}, {self.tokens} tokens>"
 
 
-def merge_holes(holes: Iterable[Hole]) -> tuple[Hole, ...]:
+def merge_holes(holes: abc.Iterable[Hole]) -> tuple[Hole, ...]:
     """Return disjoint holes in order; adjacent ones are merged."""
     parts: list[Hole] = []
     for first, end in sorted(holes):

@@ -141,7 +141,8 @@ class Span:
 
     @property
     def is_generated(self) -> bool:
-        """Whether its last block is output without a key, which one request alone can hit."""
+        """Whether it is output without keys, which one request alone can hit."""
+        # Output begins a span of its own (`keep_generated`), so the last key is as all are.
         key = self.path_keys[(self.end - 1) // self.geometry.ratio]
         return type(key) is tuple and key[0] == GENERATED
 
@@ -157,7 +158,7 @@ class Span:
         return min(self.recompute_seconds, self.geometry.reload_seconds)
 
     def priority_at(self, now: int) -> int:
-        """Return the retention priority that holds at `now`: 35 once a duration is over."""
+        """Return the retention priority that holds at `now`; the default once it has ended."""
         if self.priority_until is not None and self.priority_until <= now:
             return DEFAULT_PRIORITY
         return self.priority

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -51,11 +51,11 @@ class RaggedBatch:
         seeds: seed of the samples of each sequence, `[sequences]`.
         samplings: how the tokens of each sequence are drawn, `[sequences]`; None: as those of
             the generator. Empty: all are.
-        held_positions: for each sequence that has lost tokens, the position in the text of
-            each of its `contexts` held ones, as integers: `[context]` if all layers and
-            heads hold the same tokens, `[layers, kv_heads, context]` after a compaction. None
-            for a sequence whose tokens lie at their positions. Empty: none has lost tokens, or
-            no layer has a window. In layers with a window a backend reads it, and `positions`.
+        held_positions: of each sequence that has lost tokens, by its index, the position in
+            the text of each of its `contexts` held ones, as integers: `[context]` if all
+            layers and heads hold the same tokens, `[layers, kv_heads, context]` after a
+            compaction. In layers with a window a backend reads it, and `positions`; empty if
+            no layer has one.
         fuses_rotation: whether a generator may leave the rotation of its keys to `attend`,
             with the option `rotation`, and should: it costs no pass of its own there.
     """
@@ -68,17 +68,13 @@ class RaggedBatch:
     output_indices: Sequence[int | None] = ()
     seeds: Sequence[int] = ()
     samplings: Sequence[Sampling | None] = ()
-    held_positions: Sequence[Any] = ()
+    held_positions: Mapping[int, Any] = attrs.field(factory=dict)
     fuses_rotation: bool = False
 
     @property
     def total_tokens(self) -> int:
         """Number of new tokens of all sequences."""
         return sum(self.lengths)
-
-    def has_lost_tokens(self, sequence: int) -> bool:
-        """Return True if the sequence of that index has `held_positions`."""
-        return bool(self.held_positions) and self.held_positions[sequence] is not None
 
     @property
     def last_rows(self) -> list[int]:
@@ -98,3 +94,9 @@ class RaggedBatch:
         """
         values = iter(generated)
         return [None if index is None else next(values) for index in self.output_indices]
+
+
+def row_positions(starts: Iterable[int], lengths: Iterable[int]) -> list[int]:
+    """Return `RaggedBatch.positions` of sequences that go on from `starts` by `lengths`."""
+    parts = zip(starts, lengths, strict=True)
+    return [place for start, n in parts for place in range(start, start + n)]

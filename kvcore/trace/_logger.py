@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain, repeat
 from operator import itemgetter
@@ -29,24 +30,28 @@ BATCH_BLOCKS = 1 << 18
 
 
 class TraceLogger(structlog.BoundLoggerBase):
-    """Logger of one trace, bound to its file, its processors and its counts of events.
+    """Logger of one trace, bound to the `write` of its file and to its processors.
 
     A processor has the signature of structlog's, and gets a batch of lines in place of one
     event: its call costs little for each line.
 
     Attributes:
         lines: number of rendered lines, as a reader yields them.
+        events: number of rendered lines of each event, in order of first appearance.
         time: time of the last rendered line, in ns.
         batch_lines: largest number of lines that are rendered at once.
+        on_lines: called with lines before they are written; None: not called.
     """
 
     lines = 0
     time = 0
     batch_lines = BATCH_LINES
+    on_lines: Callable[[bytes], object] | None = None
 
     def __init__(self, *bound: Any) -> None:
         """Start with an empty batch."""
         super().__init__(*bound)
+        self.events: Counter[str] = Counter()
         self._batch: list[dict[str, Any]] = []
         self._blocks = 0
         # What EVICT lines have evicted since the last other line with blocks.
@@ -107,8 +112,7 @@ class TraceLogger(structlog.BoundLoggerBase):
             self._batch = [batch.pop()]
         if not batch:
             return
-        counts: Any = self._context
-        counted, n, event = 0, self.lines, itemgetter("event")
+        counts, counted, n, event = self.events, 0, self.lines, itemgetter("event")
         for index, line in enumerate(batch):
             line["n"] = n
             n += 1
@@ -123,8 +127,12 @@ class TraceLogger(structlog.BoundLoggerBase):
         last = batch[-1]
         self.time = last["grown"][-1][0] if last["event"] == "GROW" else last["t"]
         rendered: Any = batch
+        # structlog's own way to its processors copies what is bound into each event; here the
+        # lines are complete, and pass together.
         for process in self._processors:
             rendered = process(self._logger, "write", rendered)
+        if self.on_lines is not None:
+            self.on_lines(rendered)
         self._logger(rendered)
 
     def discard(self) -> None:
@@ -151,13 +159,9 @@ def render_lines(_: Any, __: str, batch: list[dict[str, Any]]) -> bytes:
     return b"".join(map(dumps, batch, repeat(None), repeat(OPT_APPEND_NEWLINE)))
 
 
-def bind_logger(file: BinaryIO, batch_lines: int = BATCH_LINES) -> TraceLogger:
-    """Return a logger that writes its lines to `file`, from line 0 on."""
-    logger = TraceLogger(file.write, (find_runs, render_lines), Counter[str]())
-    logger.batch_lines = batch_lines
+def bind_logger(file: BinaryIO, on_lines: Callable[[bytes], object] | None) -> TraceLogger:
+    """Return a logger that writes to `file`; with `on_lines`, that gets each line at once."""
+    logger = TraceLogger(file.write, (find_runs, render_lines), {})
+    if on_lines is not None:
+        logger.on_lines, logger.batch_lines = on_lines, 1
     return logger
-
-
-def events_written(logger: TraceLogger) -> dict[str, int]:
-    """Return how many lines of each event `logger` wrote, in order of first appearance."""
-    return dict(structlog.get_context(logger))

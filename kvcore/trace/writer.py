@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from orjson import dumps
 
@@ -96,6 +96,8 @@ class Trace(SealedWriter, JsonRecorder):
         mode: clock of the times: `untimed`, `model` or `wall`.
         workload: the workload of the run; or its name, digest and options; or None.
         seed: seed of the random choices of the run.
+        on_lines: called with the JSON of each line, at once, before it is written; None: lines
+            are rendered and written in batches.
         extras: more fields of the header: `model`, `device`, `recompute`, or any other field
             of `describe`, by which a run adds further ones.
 
@@ -104,7 +106,6 @@ class Trace(SealedWriter, JsonRecorder):
             as `trace.free(now, seq=1, runs=ids, reason="close")`. Costs 0.7 µs a line, most of
             it when a batch of lines is rendered. Look it up for every line, since the first
             line changes it.
-        batch_lines: largest number of lines that are rendered at once; a class may set its own.
 
     Raises:
         InputError: the file cannot be opened, an unknown mode or header field.
@@ -112,7 +113,6 @@ class Trace(SealedWriter, JsonRecorder):
     """
 
     write: Callable[[dict[str, Any]], None]
-    batch_lines: ClassVar[int] = 128
 
     def __init__(
         self,
@@ -121,6 +121,7 @@ class Trace(SealedWriter, JsonRecorder):
         mode: str = "untimed",
         workload: Workload | Mapping[str, Any] | None = None,
         seed: int | None = None,
+        on_lines: Callable[[bytes], object] | None = None,
         **extras: Any,
     ) -> None:
         """Open the file. HEADER is written with the first line."""
@@ -128,6 +129,7 @@ class Trace(SealedWriter, JsonRecorder):
         self._cache: dict[str, Any] = {}
         self._plugins: dict[str, Any] = {}
         self._logger: TraceLogger | None = None
+        self._on_lines = on_lines
         self._seen: set[int | str] = set()
         # RECOVER lines: they are there before the header is complete.
         self._recovered: list[dict[str, Any]] = []
@@ -289,7 +291,7 @@ class Trace(SealedWriter, JsonRecorder):
             plugins = {**self._cache["plugins"], **self._plugins}
             run, cache = dict(self._run), {**self._cache, "plugins": plugins}
             about = {"schema": SCHEMA, "kvcore": version(), "mode": run.pop("mode")}
-            logger = bind_logger(self._buffer, self.batch_lines)
+            logger = bind_logger(self._buffer, self._on_lines)
             line = {"n": 0, "t": 0, "event": "HEADER", **plain({**about, **cache, **run})}
             _render("the header", line)
             logger.write(line)
@@ -302,14 +304,12 @@ class Trace(SealedWriter, JsonRecorder):
         if not self._cache:
             msg = f"the trace {self.name} is empty: no KVCache was made with it"
             raise InputError(msg)
-        from kvcore.trace._logger import events_written  # noqa: PLC0415  (imports structlog)
-
         logger = self._write_header()
         logger.flush()
         logger.write({
             "n": 0, "t": logger.time, "event": "END",
             "lines": logger.lines,
-            "events": events_written(logger),
+            "events": dict(logger.events),
             "digest": self._digest_so_far(),
         })  # fmt: skip
         logger.flush()

@@ -226,15 +226,15 @@ class Compactor:
 
     def held_positions(
         self, sequences: Iterable[Sequence], contexts: Iterable[int]
-    ) -> list[Any]:
+    ) -> dict[int, Any]:
         """Return `RaggedBatch.held_positions` of a step; empty if no layer needs them."""
         if not self._has_windows:
-            return []
-        positions = [
-            self._positions_of(seq, context)
-            for seq, context in zip(sequences, contexts, strict=True)
-        ]
-        return positions if any(positions_of is not None for positions_of in positions) else []
+            return {}
+        return {
+            index: self._positions_of(seq, context)
+            for index, (seq, context) in enumerate(zip(sequences, contexts, strict=True))
+            if seq.compacted or seq.holes
+        }
 
     def positions(self, seq: Sequence) -> Tensor:
         """Return the position in the text of each token that `seq` holds.
@@ -247,13 +247,11 @@ class Compactor:
         return known
 
     def _positions_of(self, seq: Sequence, context: int) -> Any:
-        """Return the positions by which windows see the tokens of `seq`; None: their places."""
+        """Return the positions by which windows see the tokens of `seq`; it has lost some."""
         if seq.compacted:
             record = self._record(seq)
             known = record.positions if record.turned is None else record.turned
             return self._known(known, context, seq.compacted)
-        if not seq.holes:
-            return None
         size = seq.span.geometry.block_size
         edges = [edge * size for hole in seq.holes for edge in hole]
         edges = [0, *edges, context + seq.dropped_tokens]

@@ -12,7 +12,7 @@ import attrs
 from kvcore.cache import BlockPool, Ids, KVCache
 from kvcore.cache.sequence import Sequence as HeldSequence
 from kvcore.engine.backend import Backend, TensorLayout
-from kvcore.engine.batch import RaggedBatch
+from kvcore.engine.batch import RaggedBatch, row_positions
 from kvcore.engine.generator import Attend, Generator, attend_through
 from kvcore.errors import InputError, KvcoreError, PolicyError, StorageError
 from kvcore.models.codec import Codec
@@ -237,19 +237,14 @@ class TensorExecutor:
     def _batch(self, sequences: Sequence[ScheduledSequence]) -> RaggedBatch:
         """Return the batch of the new tokens of sequences."""
         contexts = [sequence.context for sequence in sequences]
+        lengths = [len(sequence.token_ids) for sequence in sequences]
         samplings = [sequence.stream.sampling for sequence in sequences]
         return RaggedBatch(
             block_tables=[sequence.block_table for sequence in sequences],
             contexts=contexts,
-            lengths=[len(sequence.token_ids) for sequence in sequences],
+            lengths=lengths,
             token_ids=[token for sequence in sequences for token in sequence.token_ids],
-            positions=[
-                position
-                for sequence in sequences
-                for position in range(
-                    sequence.position, sequence.position + len(sequence.token_ids)
-                )
-            ],
+            positions=row_positions((sequence.position for sequence in sequences), lengths),
             output_indices=[sequence.output_index for sequence in sequences],
             seeds=[sequence.stream.seed for sequence in sequences],
             samplings=samplings if any(samplings) else (),

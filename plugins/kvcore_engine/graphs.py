@@ -219,7 +219,7 @@ class StepGraphs:
             return PROMPTS
         if attend != self._backend.attend:
             return OBSERVED
-        if any(positions is not None for positions in batch.held_positions):
+        if batch.held_positions:
             return LOST
         return None
 

@@ -10,7 +10,15 @@ from typing import Any, TypedDict, Unpack
 import attrs
 
 from kvcore.cache import KVCache, RetentionPolicy
-from kvcore.engine import Backend, Codec, Generator, RaggedBatch, Tensor, TensorLayout
+from kvcore.engine import (
+    Backend,
+    Codec,
+    Generator,
+    RaggedBatch,
+    Tensor,
+    TensorLayout,
+    row_positions,
+)
 from kvcore.errors import InputError, KvcoreError
 from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import FAILURES, policy_error
@@ -513,11 +521,7 @@ class _Run:
             contexts=[seq.held for seq in seqs],
             lengths=lengths,
             token_ids=[token for new in tokens for token in new],
-            positions=[
-                position
-                for seq, n in zip(seqs, lengths, strict=True)
-                for position in range(seq.position, seq.position + n)
-            ],
+            positions=row_positions((seq.position for seq in seqs), lengths),
             output_indices=[self._output] * len(seqs),
             seeds=range(len(seqs)),
             held_positions=self._compactor.held_positions(seqs, [seq.held for seq in seqs]),

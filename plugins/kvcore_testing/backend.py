@@ -683,10 +683,10 @@ class RandomBatch:
             self.contexts,
             self.lengths,
             positions=torch.cat(positions).tolist(),
-            held_positions=[
-                positions_held[0, 0] if alike else positions_held
-                for positions_held in held_positions
-            ],
+            held_positions={
+                index: positions_held[0, 0] if alike else positions_held
+                for index, positions_held in enumerate(held_positions)
+            },
         )
         try:
             plan = self.backend.plan(batch)

@@ -518,7 +518,7 @@ _PLAIN = [
 
 def _sequence_fields(seq: Sequence) -> tuple[Any, ...]:
     private = None if seq.private is None else list(seq.private)
-    lengths = seq.tokens, seq.computed, seq.blocks, seq.compacted, seq.kept, seq.holes
+    lengths = seq.tokens, seq.computed, seq.blocks, seq.compacted, seq.compacted_to, seq.holes
     return seq.id, lengths, seq.cacheable, seq.span.id, private, seq.is_open
 
 

@@ -184,7 +184,7 @@ def test_positions_are_computed_by_torch():
     Without a window the kernel computes such a sequence.
     """
     made = Decoding([20, 30], dtype="fp32")
-    held = [torch.arange(19), None]
+    held = {0: torch.arange(19)}
     batch = RaggedBatch(made.tables, [19, 29], [1, 1], positions=[19, 29], held_positions=held)
     plan = made.backend.plan(batch)
     made.backend.attend(0, plan, made.queries)

@@ -4,7 +4,7 @@ from functools import cache
 from itertools import count
 
 from kvcore import KVCache, OutOfBlocks, Request
-from kvcore.engine import RaggedBatch, TensorLayout
+from kvcore.engine import RaggedBatch, TensorLayout, row_positions
 from kvcore.plugins.options import instantiate, parse
 from kvcore.request import block_keys
 from kvcore.testing.dense import DenseCache, Text, advance, loaded, next_batch
@@ -107,9 +107,7 @@ class Paged:
             tables,
             contexts,
             list(counts.values()),
-            positions=[
-                p for seq, n in counts.items() for p in range(seq.position, seq.position + n)
-            ],
+            positions=row_positions((seq.position for seq in counts), counts.values()),
             held_positions=self.compactor.held_positions(counts, contexts),
         )
         plan = self.backend.plan(step)

@@ -191,7 +191,7 @@ def test_a_window_may_drop_what_a_compaction_kept(tmp_path):
         cache.commit(seq, 3 * BLOCK - 1)
         cache.compact(seq, 3 * BLOCK - 2)
         cache.commit(seq, 2)
-        assert (seq.held, seq.kept) == (2 * BLOCK, 3 * BLOCK - 2)
+        assert (seq.held, seq.compacted_to) == (2 * BLOCK, 3 * BLOCK - 2)
         cache.rollback(seq, BLOCK - 1)
         cache.compact(seq, BLOCK)
         cache.close(seq)

@@ -315,7 +315,7 @@ class Divider:
             if not length:
                 continue
             new = NewToken(index, firsts[index], context, length)
-            by_position = kind.window is not None and batch.has_lost_tokens(index)
+            by_position = kind.window is not None and index in batch.held_positions
             in_place = length == 1 or takes_chunks
             if in_place and not by_position:
                 (singles if length == 1 else chunks).append(new)

@@ -9,7 +9,7 @@ import attrs
 from attrs.validators import ge
 
 from kvcore import Backend, Generator, InputError, LatencyModel
-from kvcore.engine import Attend, RaggedBatch, Tensor, attend_through
+from kvcore.engine import Attend, RaggedBatch, Tensor, attend_through, row_positions
 from kvcore.plugins.manager import installed
 from kvcore.plugins.options import Spec
 from kvcore.serving import StepWork
@@ -150,19 +150,16 @@ class DraftModel(TokenDrafter):
     ) -> RaggedBatch:
         """Return the batch of a pass: of each sequence some tokens, from a position on."""
         size = self._pool.layout.block_size
+        starts, lengths = [start for _, start, _ in parts], [len(new) for _, _, new in parts]
         return RaggedBatch(
             block_tables=[
                 sequence.block_table[: -(-(start + len(new)) // size)]
                 for sequence, start, new in parts
             ],
-            contexts=[start for _, start, _ in parts],
-            lengths=[len(new) for _, _, new in parts],
+            contexts=starts,
+            lengths=lengths,
             token_ids=[token for _, _, new in parts for token in new],
-            positions=[
-                position
-                for _, start, new in parts
-                for position in range(start, start + len(new))
-            ],
+            positions=row_positions(starts, lengths),
             output_indices=[sequence.index + step for sequence, _, _ in parts],
             seeds=[sequence.stream.seed for sequence, _, _ in parts],
         )

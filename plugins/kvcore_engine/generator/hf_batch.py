@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcore import Backend, InputError, KVCache, Request
 from kvcore.cache import Ids, Sequence
-from kvcore.engine import RaggedBatch, attend_through
+from kvcore.engine import RaggedBatch, attend_through, row_positions
 from kvcore.request import block_keys
 from kvcore_engine.compaction import Compactor
 from kvcore_engine.generator._hf_model import (
@@ -294,11 +294,7 @@ class PagedBatch(AttentionCache):
             block_tables=[self._table(sequence) for sequence in sequences],
             contexts=contexts,
             lengths=lengths,
-            positions=[
-                position
-                for sequence, length in zip(sequences, lengths, strict=True)
-                for position in range(sequence.position, sequence.position + length)
-            ],
+            positions=row_positions((sequence.position for sequence in sequences), lengths),
             held_positions=self._compactor.held_positions(sequences, contexts),
         )
 

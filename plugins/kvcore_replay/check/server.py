@@ -367,10 +367,10 @@ class TraceChecker(CacheChecker[CacheState]):
         self._expired_for = None
         self.lifecycles.grow(seq.prompt.id, seq.id)
         dropped = sum(end - first for first, end in seq.holes)
-        computed = kept + dropped * layout.block_size
-        if layout.blocks_for(kept + ahead) != seq.blocks - dropped or computed < seq.kept:
+        computed, before = kept + dropped * layout.block_size, seq.compacted_to
+        if layout.blocks_for(kept + ahead) != seq.blocks - dropped or computed < before:
             violated(
-                f"sequence {seq.id} has {seq.blocks - dropped} blocks, and kept {seq.kept} "
+                f"sequence {seq.id} has {seq.blocks - dropped} blocks, and kept {before} "
                 f"tokens before: they are not for {kept} tokens and {ahead} to come"
             )
         if tokens >= kept or computed < seq.span.end * layout.block_size:
@@ -431,7 +431,7 @@ class TraceChecker(CacheChecker[CacheState]):
             if reason == "rollback":
                 first = event.first if isinstance(event.first, int) else seq.blocks - len(ids)
                 keep = first - seq.span.end - seq.freed
-                fixed = seq.span.end or self.state.layout.blocks_for(seq.kept)
+                fixed = seq.span.end or self.state.layout.blocks_for(seq.compacted_to)
                 if first < fixed or not 0 <= keep < len(seq.private):
                     violated(f"blocks {fixed} to {seq.blocks} can be rolled back")
             dropped = seq.private[keep:]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -21,7 +20,6 @@ from kvcore.errors import InputError
 from kvcore.hookspecs import Running
 from kvcore.trace import Trace
 from kvcore.trace.events import Event, Header, decode
-from kvcore.trace.jsonl_file import BUFFER_BYTES
 from kvcore.units import NS_PER_S
 from kvcore.untrusted import escaped
 from kvcore_cli.output import done_so_far
@@ -29,9 +27,6 @@ from kvcore_cli.served import trace_path
 from kvcore_plugins.traces.expansion import Expansion
 from kvcore_replay.report.live import LiveView
 from kvcore_replay.report.live import clock as clock_text
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 FRAME_SECONDS = 0.1
 """Real time between two pictures."""
@@ -95,14 +90,18 @@ class Lines:
     def due(self, view: LiveView) -> bool:
         """Return True if the time of the next line is reached."""
         if self._next is None:
-            self._next = view.now - view.now % self._step + self._step
+            self._next = self._time_after(view)
         return view.now >= self._next
 
     def draw(self, view: LiveView, progress: str) -> None:
         """Write a line."""
-        self._next = view.now - view.now % self._step + self._step
+        self._next = self._time_after(view)
         self._file.write(f"{escaped(view.line())}\n")
         self._file.flush()
+
+    def _time_after(self, view: LiveView) -> int:
+        """Return the time (ns) of the first line after that of the view."""
+        return view.now - view.now % self._step + self._step
 
 
 @contextmanager
@@ -202,43 +201,22 @@ class Player:
         return "  ".join(filter(None, words))
 
 
-class WatchedTrace(Trace):
-    """A trace that shows every line when it is written."""
-
-    batch_lines = 1
-
-    def __init__(
-        self, file: Path | BinaryIO, show: Callable[[Event], None], header: Mapping[str, Any]
-    ) -> None:
-        super().__init__(file, **header)
-        raw = self._buffer.detach()
-        self._buffer = _ShownLines(raw, show)  # type: ignore[assignment]  # of the same bytes
-
-
-class _ShownLines(io.BufferedWriter):
-    """A write buffer that shows each line."""
-
-    def __init__(self, raw: io.RawIOBase, show: Callable[[Event], None]) -> None:
-        super().__init__(raw, BUFFER_BYTES)
-        self._show, self._expansion = show, Expansion()
-
-    def write(self, lines: Buffer, /) -> int:
-        """Show lines, and write them."""
-        for line in bytes(lines).splitlines():
-            for event in self._expansion.expand(decode(line)):
-                self._show(event)
-        return super().write(lines)
-
-
 @contextmanager
 def live_trace(
     path: Path | None, requests: int | None, header: Mapping[str, Any]
 ) -> Iterator[Trace]:
     """Open a trace that is shown on stderr while it is written; without a path none is kept."""
-    with display(sys.stderr) as shown, ExitStack() as stack:
+    expansion = Expansion()
+
+    def show(lines: bytes) -> None:
+        # Read as from a file, so that the view is that of `kvcore watch`.
+        for line in lines.splitlines():
+            for event in expansion.expand(decode(line)):
+                player.show(event)
+
+    with display(sys.stderr) as shown:
         player = Player(shown, inf, requests=requests)
-        file = path or stack.enter_context(Path(os.devnull).open("wb"))
-        with WatchedTrace(file, player.show, header) as trace:
+        with Trace(path or os.devnull, on_lines=show, **header) as trace:
             yield trace
         player.draw()
 

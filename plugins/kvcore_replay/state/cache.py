@@ -72,7 +72,7 @@ class TracedSequence:
         holes: the blocks it has dropped, as positions `[first, end)` in its table.
         freed: number of dropped blocks that were private.
         compacted: number of tokens that its compactions, and holes before them, have removed.
-        kept: number of tokens that its last compaction has kept.
+        compacted_to: number of tokens that its last compaction has left.
         copies: number of entries that its table, that of a fork, has from another one.
     """
 
@@ -85,7 +85,7 @@ class TracedSequence:
     holes: tuple[Hole, ...] = ()
     freed: int = 0
     compacted: int = 0
-    kept: int = 0
+    compacted_to: int = 0
     copies: int = 0
 
     @property
@@ -497,7 +497,7 @@ class CacheState(TracedState[TracedSequence]):
         forgotten = sum(end - first for first, end in seq.holes) * self.layout.block_size
         seq.compacted += event.held - event.tokens + forgotten
         seq.span, seq.holes, seq.freed = self._root, (), 0
-        seq.kept = event.tokens
+        seq.compacted_to = event.tokens
 
     def _fork(self, event: events.Fork) -> None:
         seq = self.sequence(event.seq)

@@ -11,17 +11,18 @@
       40     16    chain of the block before it
       56     16    XXH3-128 of the K/V
       72      n    key
-    72 + n   16    XXH3-128 of identity and size of the blocks, then of all fields before
+    72 + n   16    XXH3-128 of the owner, then of all bytes before
 
-Numbers are little-endian. A header is intact if its own hash is right. K/V are intact if their
-header is, if it has the slot, position and chain of the requested block, and if it has their
-hash.
+The owner is the XXH3-128 of the size of a block in bytes, as 8 bytes, and of the identity of
+the K/V. Numbers are little-endian. A header is intact if its own hash is right. K/V are intact
+if their header is, if it has the slot, position and chain of the requested block, and if it
+has their hash.
 """
 
 from __future__ import annotations
 
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcore.cache.tiers import StoredBlock
 from kvcore.lazy import import_extra
@@ -36,15 +37,29 @@ _SUM_BYTES = 16
 _LONGEST_KEY = HEADER_BYTES - _FIELDS.size - _SUM_BYTES
 
 
+class _Header(NamedTuple):
+    """The fields of a header before the key, in their order."""
+
+    magic: bytes
+    kind: int
+    parent_bytes: int
+    key_bytes: int
+    slot: int
+    position: int
+    chain: bytes
+    parent: bytes
+    data_sum: bytes
+
+
 class Sealer:
     """Makes and checks headers of blocks of `size` bytes of one `identity`.
 
     Attributes:
-        owner: hash of both, 16 bytes.
+        owner: hash of size and identity, 16 bytes.
     """
 
     def __init__(self, identity: bytes, size: int) -> None:
-        """Store the hash function, and the hash of size and identity."""
+        """Store the hash function, and compute `owner`."""
         package = import_extra("xxhash", "checksums of a tier need xxhash", "torch")
         self._hash: Any = package.xxh3_128
         self.owner: bytes = self._hash(size.to_bytes(8, "little") + identity).digest()
@@ -60,27 +75,28 @@ class Sealer:
 
     def unseal(self, header: bytes) -> StoredBlock | None:
         """Return the block of `header`; None if it is damaged, or of another identity."""
-        fields = self._fields(header)
-        if fields is None:
+        found = self._fields(header)
+        if found is None:
             return None
-        _, kind, parent_bytes, key_bytes, slot, position, chain, parent, _ = fields
-        key = _decoded(kind, header[_FIELDS.size : _FIELDS.size + key_bytes])
-        return StoredBlock(slot, position, key, chain, parent[:parent_bytes])
+        key = _decoded(found.kind, header[_FIELDS.size : _FIELDS.size + found.key_bytes])
+        parent = found.parent[: found.parent_bytes]
+        return StoredBlock(found.slot, found.position, key, found.chain, parent)
 
     def matches(self, block: StoredBlock, header: bytes, data: memoryview) -> bool:
         """Return True if `header` is that of `block`, and has the hash of `data`."""
-        fields = self._fields(header)
+        found, place = self._fields(header), (block.slot, block.position, block.chain)
         return (
-            fields is not None
-            and fields[4:7] == (block.slot, block.position, block.chain)
-            and fields[8] == self._hash(data).digest()
+            found is not None
+            and (found.slot, found.position, found.chain) == place
+            and found.data_sum == self._hash(data).digest()
         )
 
-    def _fields(self, header: bytes) -> tuple[Any, ...] | None:
+    def _fields(self, header: bytes) -> _Header | None:
+        """Return the fields of a header; None if it is damaged, or of another owner."""
         if len(header) < _FIELDS.size or not header.startswith(_MAGIC):
             return None
-        fields = _FIELDS.unpack_from(header)
-        end = _FIELDS.size + fields[3]
+        fields = _Header._make(_FIELDS.unpack_from(header))
+        end = _FIELDS.size + fields.key_bytes
         right = header[end : end + _SUM_BYTES] == self._sum(header[:end])
         return fields if right else None
 

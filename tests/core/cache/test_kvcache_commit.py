@@ -15,7 +15,7 @@ from helpers.caches import (
     table,
 )
 
-from kvcore import InputError, OutOfBlocks
+from kvcore import InputError, OutOfBlocks, Span
 from kvcore_plugins.prefix import Radix
 
 
@@ -358,6 +358,19 @@ def test_a_split_copies_statistics():
         upper.released_order,
         2 * BLOCK,
     )
+
+
+def test_the_head_of_a_span_copies_every_attribute_but_its_own():
+    """`Span.head` leaves out no attribute: what is not its own is that of the span."""
+    cache = make()
+    serve(cache, "abcd")
+    whole = spans(cache)["|abcd"]
+    own = {"id", "end", "children", "ref_count", "ids", "data", "creator"}
+    copied = {name: object() for name in Span.__slots__ if name not in own}
+    for name, value in copied.items():
+        setattr(whole, name, value)
+    head = whole.head(7, 2, "c")
+    assert {name: getattr(head, name) for name in copied} == copied
 
 
 def test_recency_counts_up_from_leaf_to_root():

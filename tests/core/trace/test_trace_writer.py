@@ -134,6 +134,16 @@ def test_a_flush_writes_the_last_line(tmp_path):
             assert lines(tmp_path / "trace.jsonl.part")[-1]["seq"] == now
 
 
+def test_who_listens_gets_each_line_at_once(tmp_path):
+    """`on_lines` gets every line of the file, whole, before the next thing happens."""
+    path, heard = tmp_path / "trace.jsonl", []
+    with Trace(path, on_lines=heard.append) as trace:
+        cache = KVCache(8, 4, trace=trace)
+        cache.close(cache.open(ask(1, "ab")))
+        assert json.loads(heard[-1])["event"] == "FREE"
+    assert b"".join(heard) == path.read_bytes()
+
+
 def test_end_has_the_numbers_of_lines_and_events(tmp_path):
     """END has the numbers of lines and events before it, and the time of the last line."""
     path = write(tmp_path / "trace.jsonl", ask(1, "a"), ask(2, "b"))
