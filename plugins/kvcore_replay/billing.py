@@ -275,9 +275,9 @@ def bill(
 ) -> Bills:
     """Return the bills of an API for `requests`, in order of arrival.
 
-    With the `log` of a run of these requests, their arrival times are those of the run, and its
-    hits are billed too; requests that it rejected are left out of all bills. O(keys); with a
-    `log`, the requests are held in memory.
+    With the `log` of a run of these requests, arrival times and output tokens are those of the
+    run, and its hits are billed too; requests that it rejected are left out of all bills.
+    O(keys); with a `log`, the requests are held in memory.
 
     Args:
         requests: a workload, or its requests.
@@ -295,15 +295,18 @@ def bill(
         rows = {id_: row for row, id_ in enumerate(log.ids) if row not in log.reasons}
         served = (request for request in requests if request.id in rows)
         came, hits = list(log.arrival), list(map(add, log.hit, log.loaded))
+        outputs = list(log.output)
         arrived = sorted(served, key=lambda request: came[rows[request.id]])
     uncached, api, reported, run = (list[Charge]() for _ in range(4))
     for request in arrived:
-        now, output = request.arrival, request.output_tokens
+        now = request.arrival
         if log is not None:
             row = rows[request.id]
             now = came[row]
+            if request.output_tokens != outputs[row]:
+                request = attrs.evolve(request, output_tokens=outputs[row])  # noqa: PLW2901
             run.append(hit_charge(price, request, hits[row]))
-        uncached.append(Charge(request.prompt_tokens, 0, 0, 0, output))
+        uncached.append(Charge(request.prompt_tokens, 0, 0, 0, request.output_tokens))
         api.append(cache.charge(request, now))
         if isinstance(request, LoggedRequest) and request.usage is not None:
             reported.append(reported_charge(price, request.usage))

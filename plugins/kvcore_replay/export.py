@@ -26,6 +26,7 @@ from kvcore_events.model import (
     EventBatch,
 )
 from kvcore_plugins.traces.reader import read_events
+from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.state.cache import CacheState
 from kvcore_replay.state.replicas import ServerReader
 
@@ -180,7 +181,8 @@ class MooncakeRows:
     """The requests of a trace as rows of Mooncake's format: JSON, each with its newline.
 
     `hash_ids` are the keys of the trace, or 63 bits of a digest. Times are rounded down to
-    milliseconds. The format does not have the number of tokens of a key; readers assume 512.
+    milliseconds. The output of a text is as long as it was. The format does not have the number
+    of tokens of a key; readers assume 512.
 
     Attributes:
         trace: path of the trace.
@@ -205,6 +207,7 @@ class MooncakeRows:
     def __iter__(self) -> Iterator[bytes]:
         """Yield the rows. Memory: one line."""
         reader = read_events(self.trace)
+        generated = TraceWorkload(self.trace).generated
         for line in ticked(reader, self.tick):
             if not isinstance(line, events.Request):
                 continue
@@ -223,7 +226,7 @@ class MooncakeRows:
             row = {
                 "timestamp": milliseconds,
                 "input_length": line.prompt,
-                "output_length": line.output,
+                "output_length": generated.get(line.id, line.output),
                 "hash_ids": [block_hash(key) >> (type(key) is str) for key in line.keys],
             }
             yield orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
+from msgspec.structs import replace
 
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.residency import CacheStats
@@ -22,6 +23,7 @@ from kvcore.trace.fields import slo_of
 from kvcore.untrusted import BYTES_OF_REQUEST, FREE_REQUESTS
 from kvcore_plugins.traces.reader import TraceReader, read_request
 from kvcore_plugins.workload.recorded import TraceWorkload
+from kvcore_replay.check.base import Caps
 from kvcore_replay.check.trace import Checker, check_event
 from kvcore_replay.state.replicas import Replicas, ServerReader
 
@@ -163,6 +165,7 @@ class Recorded:
         self._reader = reader
         self._timed = header.mode != "untimed"
         self._drafts = "drafter" in header.plugins
+        self._caps = Caps.from_header(header)
         self._geometry = BlockLayout(header.count, header.block_size, header.key_tokens)
         self._jobs: dict[int | str, Job] = {}
         self._open: dict[int, Job] = {}
@@ -217,6 +220,7 @@ class Recorded:
             self.log.last_start = max(self.log.last_start, self._started)
         slo = request.slo or self.log.slo
         job = Job(request, self._serial, event.t, self._steps, request.prompt_tokens, slo)
+        job.output_tokens = self._caps.output(event)
         self._jobs[request.id] = job
 
     def _hit(self, event: events.Hit) -> None:
@@ -280,7 +284,9 @@ class Recorded:
         job.swaps += event.how == "swap"
 
     def _finish(self, event: events.Finish) -> None:
-        self.log.ended(self._jobs.pop(event.request), event.t)
+        job = self._jobs.pop(event.request)
+        job.output_tokens = event.output
+        self.log.ended(job, event.t)
 
     def _reject(self, event: events.Reject) -> None:
         self.log.rejected(self._jobs.pop(event.request), event.why)
@@ -351,8 +357,10 @@ class RecordedLives:
                 return
             if getattr(event, "leg", None) == "prefill":
                 self._prefills[event.request] = life  # type: ignore[attr-defined]
-            # It arrived when it came to the cluster, not when it came to the replica.
-            life.take(request if event.event == "ROUTE" and request else line)
+            if event.event == "ROUTE" and request:
+                # It arrived when it came to the cluster, not when it came to the replica.
+                line = replace(line, t=request.t)
+            life.take(line)
         elif event.event == "REJECT" and request:
             self._refused.take(request)
             self._refused.take(event)

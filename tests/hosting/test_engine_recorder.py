@@ -23,6 +23,8 @@ from kvcore_hosting import recorder as recorder_module
 from kvcore_plugins.workload import Jsonl
 from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.check.trace import check_trace
+from kvcore_replay.export import MooncakeRows
+from kvcore_replay.recorded_run import recorded_run
 from kvcore_replay.what_if import whatif
 
 SECOND = 1_000_000_000
@@ -100,6 +102,22 @@ def test_each_decision_of_an_engine_is_a_line(path):
         *("REQUEST", "HIT", "MISS", "ALLOC", "COMMIT", "FIRST_TOKEN", "FINISH", "FREE"),
     ]
     assert (report.finished, report.hit["hit_blocks"]) == (2, 2)
+
+
+def test_readers_take_an_answer_as_long_as_it_became(path):
+    """An answer that ended before the tokens asked for is run again as long as it became."""
+    recorder = make(path)
+    serve(recorder, "a", [1, 2], 0)
+    recorder.request(ask("b", [1, 2, 3], output=1_000), SECOND)
+    recorder.opened("b", hit=2, blocks=4, now=SECOND)
+    recorder.closed("b", 2 * SECOND, output=3)
+    finish(recorder, path)
+    for workload in (TraceWorkload(path), Jsonl(path=path)):
+        assert [request.output_tokens for request in workload] == [1, 3]
+    rows = [orjson.loads(row)["output_length"] for row in MooncakeRows(path)]
+    summary = recorded_run(path)
+    assert rows == [1, 3]
+    assert (summary.simulated_s, summary.throughput_tokens_s) == (2, 2)
 
 
 def test_blocks_are_evicted_in_the_order_of_the_engine(path):
@@ -291,7 +309,7 @@ def test_a_recording_is_a_workload_of_its_requests(path):
     finish(recorder, path)
     first, second = TraceWorkload(path)
     assert (first.arrival, second.arrival) == (0, SECOND)
-    assert first == attrs.evolve(ask("a", [1, 2]), arrival=0)
+    assert first == attrs.evolve(ask("a", [1, 2], output=1), arrival=0)
 
 
 def serial(path, policy, *, blocks=24):

@@ -142,6 +142,16 @@ def test_tokens_loaded_from_a_tier_are_billed_as_read():
     assert found.run.read_tokens == sum(result.log.hit) + loaded
 
 
+def test_a_run_is_billed_for_what_it_generated():
+    """Tokens that a limit of the run cut off are in no bill."""
+    work = Zipf(requests=10, prefix_tokens=96, suffix_tokens=32, output_tokens=50)
+    result = kvcore.simulate(work, max_model_len=150)
+    assert sum(result.log.output) == 10 * 22
+    found = bill(work, "input=3,cached=0.3,output=9", log=result.log)
+    charges = (found.uncached, found.api, found.run)
+    assert [charge.output_tokens for charge in charges] == [220] * 3
+
+
 def test_a_run_is_billed_by_its_hits():
     """The bill of a run uses its hits and arrival times, and leaves out rejected requests."""
     work = Zipf(requests=40, prefixes=4, prefix_tokens=64, suffix_tokens=32, rate=100)

@@ -42,6 +42,8 @@ RECORDED = {
         "first_output": "decode",
         "fail": (),
     },
+    "answers cut short": {"max_model_len": 100, "fail": ()},
+    "all too long": {"max_model_len": 80, "fail": ()},
     "split, failing": {"disaggregate": "prefill=2,decode=1,overlap=whole"},
 }
 

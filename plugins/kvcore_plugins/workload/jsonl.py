@@ -50,14 +50,14 @@ class Jsonl(FileWorkload):
     def __iter__(self) -> Iterator[Request]:
         """Yield a request for each REQUEST line. Memory: one line, and the recorded keys.
 
-        Where later lines have keys of generated blocks, as those of a run on texts and of an
-        engine, these are read first.
+        Where later lines have keys of generated blocks, or say how long an answer became, as
+        those of a run on texts and of an engine, these are read first.
         """
         return Turns().link(self._lines()) if self.turns else self._lines()
 
     def _lines(self) -> Iterator[Request]:
         """Yield the requests at the times of their lines."""
-        recorded = self._recorded_keys()
+        recorded, generated = self._texts()
         earliest, key_tokens = 0, None
         for row in self._requests():
             expected = f"{earliest} or later (sorted rows)"
@@ -65,6 +65,7 @@ class Jsonl(FileWorkload):
             request = _request(row, arrival)
             if request.id in recorded:
                 request.output_keys = recorded[request.id]
+            request.output_tokens = generated.get(request.id, request.output_tokens)
             key_tokens = key_tokens or request.key_tokens
             if request.key_tokens != key_tokens:
                 raise row.error(field="key_tokens", expected=f"{key_tokens}, as before")
@@ -106,25 +107,28 @@ class Jsonl(FileWorkload):
             return []
         return [f"the trace is cut: it is read up to line {self._cut_after:,}"]
 
-    def _recorded_keys(self) -> dict[int | str, list[Any]]:
-        """Return the keys of generated blocks in lines after the requests, by request.
+    def _texts(self) -> tuple[dict[int | str, list[Any]], dict[int | str, int]]:
+        """Return the keys of generated blocks, and the tokens of answers, by request.
 
-        FINISH of a run on texts has all of a request, each KEYS of an engine further ones.
+        FINISH says how long an answer became, and of a run on texts has all of its keys; each
+        KEYS of an engine has further ones.
         """
+        keys: dict[int | str, list[Any]] = {}
+        lengths: dict[int | str, int] = {}
         with closing(self._rows()) as rows:
             header = next(rows).fields
-            if header.get("executor") == "run":
-                event, field = "FINISH", "output_keys"
-            elif header.get("engine"):
-                event, field = "KEYS", "keys"
-            else:
-                return {}
-            recorded: dict[int | str, list[Any]] = {}
+            engine = header.get("engine")
+            if not generates_texts(header.get("executor"), header.get("mode"), engine):
+                return keys, lengths
+            event, field = ("KEYS", "keys") if engine else ("FINISH", "output_keys")
             for row in rows:
-                if row.fields.get("event") == event and field in row.fields:
-                    known = recorded.setdefault(row.identifier("request"), [])
+                kind = row.fields.get("event")
+                if kind == event and field in row.fields:
+                    known = keys.setdefault(row.identifier("request"), [])
                     known.extend(row.keys(field, digests=True))
-            return recorded
+                if kind == "FINISH":
+                    lengths[row.identifier("request")] = row.natural("output")
+        return keys, lengths
 
     def _requests(self) -> Generator[Row, None, None]:
         empty = True
@@ -160,6 +164,14 @@ class Jsonl(FileWorkload):
             if not (traced and isinstance(error.__cause__, CutError)):
                 raise
         self._cut_after = last if traced and not ended else None
+
+
+def generates_texts(executor: object, mode: object, engine: object) -> bool:
+    """Return True if outputs in the trace with these fields of HEADER may end before asked.
+
+    A simulated run generates all that a workload asks for, within the limits of its options.
+    """
+    return executor == "run" or mode == "wall" or bool(engine)
 
 
 def _request(row: Row, arrival: int) -> Request:

@@ -18,6 +18,7 @@ from kvcore.trace import events
 from kvcore.trace.events import Event, Header
 from kvcore.workloads import file_digest
 from kvcore_plugins.traces.reader import TraceReader, read_keys, read_request
+from kvcore_plugins.workload.jsonl import generates_texts
 
 
 @attrs.define(slots=False, eq=False)
@@ -29,7 +30,8 @@ class TraceWorkload(Workload):
     arrival. Requests of an open loop arrive when the workload let them, whatever the rate of
     the run: run at that rate again, they arrive as recorded (a trace at a rate above 1 has
     lost up to `rate_scale` ns of each time). A request that came after another one arrives
-    as recorded.
+    as recorded. The output of a text is as long as it was: a client of a server or an engine
+    asks for the most tokens, and its text may end before.
 
     Attributes:
         file: path of a kvcore trace of any mode.
@@ -44,8 +46,8 @@ class TraceWorkload(Workload):
     file: Path = attrs.field(converter=as_path)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield a request for each REQUEST line. Memory: one request, and the recorded keys."""
-        scale, recorded_keys = self._scale, self.recorded_keys
+        """Yield a request for each REQUEST line. Memory: one request, and what texts became."""
+        scale, recorded_keys, generated = self._scale, self.recorded_keys, self.generated
         for reader, event in self._events():
             if not isinstance(event, events.Request):
                 continue
@@ -57,6 +59,7 @@ class TraceWorkload(Workload):
                 reader.fail(f"REQUEST: {error}")
             if request.id in recorded_keys:
                 request.output_keys = recorded_keys[request.id]
+            request.output_tokens = generated.get(request.id, request.output_tokens)
             yield request
 
     @cached_property
@@ -72,18 +75,32 @@ class TraceWorkload(Workload):
         msg = f"{self.file}: {reader.cut_reason}"
         raise TraceError(msg)
 
-    @cached_property
+    @property
     def recorded_keys(self) -> dict[int | str, list[Key]]:
         """Keys of generated blocks that the workload did not have, by request, in order.
 
-        Runs on texts and engines record them; a trace of another run is not read for them.
+        Runs on texts and engines record them.
         """
-        recorded: dict[int | str, list[Key]] = {}
-        if self.header.executor == "run" or self.header.engine:
+        return self._texts[0]
+
+    @property
+    def generated(self) -> dict[int | str, int]:
+        """Tokens of generated texts, by request: all that were asked for, or fewer."""
+        return self._texts[1]
+
+    @cached_property
+    def _texts(self) -> tuple[dict[int | str, list[Key]], dict[int | str, int]]:
+        """The keys and the lengths of generated texts; a trace of no texts is not read."""
+        keys: dict[int | str, list[Key]] = {}
+        lengths: dict[int | str, int] = {}
+        header = self.header
+        if generates_texts(header.executor, header.mode, header.engine):
             for _, event in self._events():
                 if isinstance(event, events.Keys):
-                    recorded.setdefault(event.request, []).extend(read_keys(event.keys))
-        return recorded
+                    keys.setdefault(event.request, []).extend(read_keys(event.keys))
+                elif isinstance(event, events.Finish):
+                    lengths[event.request] = event.output
+        return keys, lengths
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -107,14 +124,19 @@ class TraceWorkload(Workload):
         """Whether the requests are exactly those of the recorded workload. Reads the file.
 
         They are not where requests came after others under a clock, where the run has recorded
-        keys of its own, or where the rate has rounded the times.
+        keys of its own, where texts have ended early, or where the rate has rounded the times.
         """
         if self.header.workload is None or self._scale > 1 or self.recorded_keys:
             return False
-        if self.header.mode == "untimed":
+        generated = self.generated
+        if self.header.mode == "untimed" and not generated:
             return True
         return not any(
-            isinstance(event, events.Request) and isinstance(event.after, (int, str))
+            isinstance(event, events.Request)
+            and (
+                isinstance(event.after, (int, str))
+                or generated.get(event.id, event.output) != event.output
+            )
             for _, event in self._events()
         )
 
