@@ -11,6 +11,7 @@ import pytest
 
 from kvcore import SLO, InputError, recorded_config, simulate, simulate_cluster
 from kvcore.config import RunConfig, RunParts, read_toml
+from kvcore.config.values import convert
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.plugins.options import Spec
 from kvcore_plugins.eviction import LFU
@@ -57,6 +58,12 @@ def test_the_error_for_a_wrong_value_begins_with_the_option(options, reason):
     with pytest.raises(InputError) as refused:
         RunConfig(**options)
     assert str(refused.value).startswith(reason)
+
+
+@pytest.mark.parametrize("kind", [int | None, None | int])
+def test_none_may_be_either_member_of_a_union(kind):
+    """A type that may be None is read whether None is its first member or its last."""
+    assert (convert("3", kind), convert(None, kind)) == (3, None)
 
 
 def test_evolve_checks_the_changed_options():
