@@ -9,7 +9,7 @@ import pytest
 
 from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, find_device, find_model
-from kvcore.models.memory import Deployment, KVLayout, kv_copies, tensor_degrees
+from kvcore.models.memory import Deployment, KVLayout, tensor_degrees
 
 LLAMA, DEEPSEEK = find_model("llama-3-8b"), find_model("deepseek-v3")
 H100, H200 = find_device("h100"), find_device("h200")
@@ -20,7 +20,7 @@ H100, H200 = find_device("h100"), find_device("h200")
 )
 def test_heads_are_divided_among_up_to_eight_devices(devices, copies):
     """Eight K/V heads are stored once on up to 8 devices, if these share them evenly."""
-    assert kv_copies(LLAMA, devices) == copies
+    assert KVLayout(LLAMA).copies(devices) == copies
 
 
 def test_the_pool_has_nine_tenths_of_the_memory_less_the_weights():
