@@ -80,7 +80,7 @@ def read_slo(text: str) -> SLO:
     if "=" not in text.partition(",")[0]:
         msg = f"{text!r} is no SLO; write one such as ttft=30,tpot=0.1, or none"
         raise InputError(msg)
-    return _slo_of(read_plugin(f"slo:{text}").options)
+    return _slo_of(read_plugin(f"slo:{text}").options)  # as options of plugins are written
 
 
 def slo_text(slo: SLO) -> str:

@@ -63,7 +63,7 @@ def printed_by(command, capsys):
 
 
 def assert_shown(output, printed, command):
-    """Check that stdout or stderr has each line of `output`, after those above; `...`: a gap."""
+    """Check that stdout or stderr has the lines of `output` in order; `...` marks a gap."""
     left = [[*lines, ""] for lines in printed]
     for line in output.splitlines():
         words = " ".join(line.split())
