@@ -83,7 +83,7 @@ def simulate(
             opened_source(workload, plugins), cache=cache, **kept, **measured
         )
         return served
-    config = RunConfig.for_mode("simulate", plugins, workload=workload, **flat_options(options))
+    config = RunConfig("simulate", plugins, workload=workload, **flat_options(options))
     parts = config.build(plugins, many=False)
     with traced(parts, trace) as written:
         result: Result = parts.run(written, **measured)

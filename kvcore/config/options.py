@@ -316,7 +316,7 @@ class SimulateOptions(PoolOptions, StepOptions, total=False):
             optional=True,
         ),
     ]
-    """Its defaults have an effect where a configuration is made by `RunConfig.for_mode`."""
+    """`RunConfig(...)` has its defaults; `changed` leaves the other options as they are."""
     scheduler: Annotated[
         PluginChoice,
         Option(

@@ -14,7 +14,6 @@ from kvcore.config.options import (
     find_mode,
     find_option,
     known_modes,
-    mode_options,
     option_named,
     option_names,
     read_option,
@@ -24,11 +23,9 @@ from kvcore.errors import InputError, PluginError
 from kvcore.plugins.base import Plugin
 from kvcore.plugins.manager import imported_place, installed, resolve
 from kvcore.plugins.options import Spec
-from kvcore.serving import Batching, Rules
-from kvcore.serving.scheduler import LIMITS
+from kvcore.serving import Rules
 
 if TYPE_CHECKING:
-    from kvcore.hookspecs import Mode
     from kvcore.plugins import Plugins
 
 
@@ -41,6 +38,13 @@ class RunConfig:
     `40GiB`, `ttft=30,tpot=0.1` or `lfu:half_life=300` is read. Plugins are names with options,
     instances, classes, or functions that build one. `changed` returns one with other values.
 
+    Args:
+        mode: the mode.
+        plugins: the rules by name; None: those that are installed.
+        options: the values of another configuration or of a record, as they are; None: the
+            defaults of the mode, and of the rules in `like`.
+        given: options by name.
+
     Attributes:
         mode: `simulate`: served in the time of a latency model; `compare`: replayed serially
             and untimed; or a mode of a package, such as `run`.
@@ -50,17 +54,31 @@ class RunConfig:
     Raises:
         InputError: an unknown mode or option, or a value that an option cannot have; begins
             with the option's name.
+        PluginError: rules that are broken.
     """
 
     mode: str
     options: Mapping[str, Any]
 
     def __init__(
-        self, mode: str = "simulate", options: Mapping[str, Any] | None = None, **changed: Any
+        self,
+        mode: str = "simulate",
+        plugins: Plugins | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        **given: Any,
     ) -> None:
-        find_mode(mode)
+        defaults = find_mode(mode).defaults
+        if options is None:
+            given = renamed(given)
+            like = read_option("like", given.get("like"))
+            try:
+                options = {**defaults, **built_rules(like, plugins).defaults}
+            except (InputError, PluginError) as error:
+                msg = f"like: {error}"
+                raise type(error)(msg) from error
         values = {name: option.default for name, option in CORE.items()}
-        for name, value in {**(options or {}), **changed}.items():
+        for name, value in {**options, **given}.items():
             option = option_named(name)
             read = option.read(value)
             if name in CORE or read != option.default:
@@ -85,33 +103,13 @@ class RunConfig:
         """Return the names of attributes, those of options too, for completion."""
         return sorted({*super().__dir__(), *option_names()})
 
-    @classmethod
-    def for_mode(
-        cls, mode: str = "simulate", plugins: Plugins | None = None, **options: Any
-    ) -> Self:
-        """Return the configuration of a mode, with its defaults, or those of rules.
-
-        `plugins` has the rules by name; None: those that are installed.
-
-        Raises:
-            InputError: an unknown option, or a value that an option cannot have.
-            PluginError: rules that are broken.
-        """
-        defaults, options = find_mode(mode).defaults, renamed(options)
-        try:
-            rules = built_rules(options.get("like"), plugins)
-        except (InputError, PluginError) as error:
-            msg = f"like: {error}".replace("like: like: ", "like: ")
-            raise type(error)(msg) from error
-        return cls(mode, **{**defaults, **rules.defaults, **options})
-
     def changed(self, **options: Any) -> Self:
         """Return this configuration with other values of some options.
 
         Raises:
             InputError: an unknown option, or a value that an option cannot have.
         """
-        return type(self)(self.mode, self.options, **options)
+        return type(self)(self.mode, options=self.options, **options)
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str], mode: str = "simulate") -> Self:
@@ -125,7 +123,7 @@ class RunConfig:
         """
         from kvcore.config.files import read_toml  # noqa: PLC0415 - for files alone
 
-        return cls.for_mode(mode, **read_toml(path))
+        return cls(mode, **read_toml(path))
 
     @classmethod
     def from_trace(cls, path: str | os.PathLike[str], plugins: Plugins | None = None) -> Any:
@@ -176,16 +174,6 @@ class RunConfig:
             raise InputError(msg)
         return parts(self, plugins, **more)
 
-    @property
-    def batching(self) -> Batching:
-        """The limits of a step, and the rules of the engine by the installed plugins.
-
-        Raises:
-            InputError: limits that let nothing run, or rules that there are not.
-        """
-        limits = {name: self.options[name] for name in LIMITS}
-        return Batching(**limits, rules=built_rules(self.like))
-
 
 def built_rules(like: Any, plugins: Plugins | None = None) -> Rules:
     """Return the rules that a value of the option `like` stands for.
@@ -204,10 +192,3 @@ def built_rules(like: Any, plugins: Plugins | None = None) -> Rules:
         return rules
     built: Rules = resolve("rules", like if isinstance(like, Plugin | type) else like())
     return built
-
-
-def without(config: RunConfig, mode: Mode) -> RunConfig:
-    """Return a configuration without the options that a mode adds."""
-    added = mode_options(mode)
-    kept = {name: value for name, value in config.options.items() if name not in added}
-    return RunConfig(config.mode, kept)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from os import PathLike, fspath
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias, Union, get_args, get_origin
 
 from kvcore.errors import InputError
@@ -41,14 +41,14 @@ def convert(value: object, kind: Any) -> Any:
     """
     origin = get_origin(kind)
     if origin in (Union, UnionType):
-        kind, _ = get_args(kind)
+        (kind,) = (member for member in get_args(kind) if member is not NoneType)
         return None if value is None else convert(value, kind)
     if origin is Literal:
         return _choice(value, get_args(kind))
     if origin is list:
         (entry_kind,) = get_args(kind)
         if not isinstance(value, (list, tuple)):
-            return refuse("a list", value)
+            refuse("a list", value)
         return [convert(entry, entry_kind) for entry in value]
     if origin is Annotated:
         _, read = get_args(kind)
@@ -80,7 +80,7 @@ def read_slo(text: str) -> SLO:
     if "=" not in text.partition(",")[0]:
         msg = f"{text!r} is no SLO; write one such as ttft=30,tpot=0.1, or none"
         raise InputError(msg)
-    return _slo_of(read_plugin(f"slo:{text}").options)
+    return _slo_of(read_plugin(f"slo:{text}").options)  # as options of plugins are written
 
 
 def slo_text(slo: SLO) -> str:
@@ -112,7 +112,7 @@ def as_whole(value: object) -> int:
         return parse_whole(value)
     if isinstance(value, Integral) and not isinstance(value, bool):
         return check_whole(int(value))  # NumPy's too
-    return refuse("a whole number", value)
+    refuse("a whole number", value)
 
 
 def as_natural(value: object) -> int:
@@ -126,7 +126,7 @@ def as_bytes(value: object) -> int:
         return parse_bytes(value)
     if isinstance(value, Integral):
         return as_whole(value)
-    return refuse("a number of bytes, such as '40GiB'", value)
+    refuse("a number of bytes, such as '40GiB'", value)
 
 
 LEAST_WINDOW = 1_000_000
@@ -138,7 +138,7 @@ def as_window(value: object) -> Any:
     if isinstance(value, str):
         return parse_window(value)
     if not isinstance(value, tuple):
-        return refuse("a window of time in seconds, such as '60:120'", value)
+        refuse("a window of time in seconds, such as '60:120'", value)
     match value:
         case (int(start), None) if start >= 0:
             limit = start or None
@@ -167,7 +167,7 @@ def as_slo(value: object) -> SLO:
         return read_slo(value)
     if isinstance(value, Mapping):
         return _slo_of({str(name): as_text(time) for name, time in value.items()})
-    return refuse("an SLO such as ttft=30,tpot=0.1, or none", value)
+    refuse("an SLO such as ttft=30,tpot=0.1, or none", value)
 
 
 def as_plugin(value: object) -> Any:
@@ -184,6 +184,8 @@ def as_plugin(value: object) -> Any:
 
 def as_checkpoint(value: object) -> Any:
     """Return a checkpoint policy; tokens, or `none`, are those of vLLM's retention interval."""
+    # Of vLLM's intervals None keeps all ends of chunks, 0 none but those of prompts and where
+    # prompts part, and N multiples of N besides.
     if value is None or value == "none":
         return Spec("chunk")
     if type(value) is int or (isinstance(value, str) and value.isdigit()):
@@ -213,7 +215,7 @@ def as_workload(value: object) -> Any:
     if (workload := given_workload(value)) is not None:
         check_name(workload)
         return workload
-    return refuse("a workload: a plugin's name with options, a file, or requests", value)
+    refuse("a workload: a plugin's name with options, a file, or requests", value)
 
 
 def as_model(value: object) -> ModelSpec | str:
@@ -233,20 +235,24 @@ def _choice(value: object, choices: tuple[object, ...]) -> Any:
     raise InputError(msg)
 
 
-def _number(value: object) -> float:
+def _number(value: object) -> int | float:
     if isinstance(value, Real) and not isinstance(value, bool):
         # An integer stays one: it is written to traces as it was given. NumPy's cannot be.
         return value if isinstance(value, int | float) else float(value)
-    return refuse("a number", value)
+    refuse("a number", value)
 
 
 def _flag(value: object) -> bool:
-    return value if isinstance(value, bool) else refuse("true or false", value)
+    if not isinstance(value, bool):
+        refuse("true or false", value)
+    return value
 
 
 def read_text(value: object) -> str:
-    """Return a text as it is."""
-    return value if isinstance(value, str) else refuse("text", value)
+    """Return a text as it is; all else is refused."""
+    if not isinstance(value, str):
+        refuse("text", value)
+    return value
 
 
 def _path(value: object) -> Path:
@@ -295,7 +301,7 @@ def _text_of(value: object) -> str:
     """Return the value of an option of a plugin as text, which the plugin's type reads."""
     if isinstance(value, str | bool | int | float):
         return as_text(value)
-    return refuse("text, a number, true or false", value)
+    refuse("text, a number, true or false", value)
 
 
 PluginChoice: TypeAlias = Annotated[str | Spec | Plugin | Callable[[], Any], as_plugin]

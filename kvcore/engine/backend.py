@@ -12,12 +12,9 @@ import attrs
 from kvcore.engine.batch import RaggedBatch, Tensor
 from kvcore.engine.rotary import Rotation
 from kvcore.errors import InputError
-from kvcore.models.codec import BYTES_PER_NUMBER, Codec, Part
+from kvcore.models.codec import PLANE_BYTES, TENSOR_DTYPES, Codec, Part
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import Plugin
-
-TENSOR_DTYPES = tuple(BYTES_PER_NUMBER)
-"""Dtypes that K/V can be computed in; fp64 is for references."""
 
 
 @attrs.frozen(kw_only=True)
@@ -75,7 +72,7 @@ class TensorLayout:
             head = self.codec.head_bytes(self.block_size, self.head_dim, self.value_dim)
             return head * self.kv_heads * self.layers
         numbers = self.kv_heads * self.block_size * (self.head_dim + self.value_dim)
-        return numbers * self.layers * BYTES_PER_NUMBER[self.dtype]
+        return numbers * self.layers * PLANE_BYTES[self.dtype]
 
     @property
     def bytes(self) -> int:

@@ -6,10 +6,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Unpack
 
-from kvcore.engine.backend import TENSOR_DTYPES, AttendOptions, Backend
+from kvcore.engine.backend import AttendOptions, Backend
 from kvcore.engine.batch import RaggedBatch, Tensor
 from kvcore.engine.rotary import Rotary, Rotation
 from kvcore.errors import InputError
+from kvcore.models.codec import TENSOR_DTYPES
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import Plugin
 from kvcore.serving.latency import Windows

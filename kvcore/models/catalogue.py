@@ -46,28 +46,27 @@ def load_model(text: str, weights_dtype: str | None = None) -> ModelSpec:
     Raises:
         InputError: no known name, and no file that can be used.
     """
-    is_path = text.endswith((".json", ".toml")) or os.sep in text
-    if is_path or (text not in MODELS and os.path.exists(text)):  # noqa: PTH110 - never raises
-        near = _near(MODELS, text.partition("/")[2]) if _is_hub_id(text) else []
+    if text not in MODELS:
+        exists = os.path.exists(text)  # noqa: PTH110 - never raises
+        near = _near(MODELS, text.partition("/")[2]) if _is_hub_id(text) and not exists else []
         if near:
             msg = (
                 f"{text}: there is no such file or folder; ids of a hub are not looked up: "
                 f"did you mean {' or '.join(near)}, or the config.json of that model?"
             )
             raise InputError(msg)
-        # The front door says where files are read: most runs name a model of the table.
-        return kvcore.read_config(text, weights_dtype)
-    try:
-        model = find_model(text)
-    except InputError as error:
-        msg = f"{error}; or give the path of a model's config.json"
-        raise InputError(msg) from None
+        if exists or os.sep in text or text.endswith((".json", ".toml")):
+            # This call imports what reads files, which a model of the table does without.
+            return kvcore.read_config(text, weights_dtype)
+    model = _find("model", MODELS, text, "; or give the path of a model's config.json")
     return model.with_weights(weights_dtype) if weights_dtype else model
 
 
 def _flops(text: str) -> int:
     return parse_whole(text.upper().removesuffix("FLOP/S").removesuffix("FLOPS"))
 
+
+_PCIE5 = 64 * 10**9
 
 BY_FIGURES = "memory=141GB,bandwidth=4.8TB,flops=989T"
 
@@ -94,7 +93,7 @@ def find_device(name: str) -> DeviceSpec:
         InputError: no such GPU; names the nearest ones. Figures that are none, or are missing.
     """
     if "=" not in name:
-        return _find("device", DEVICES, name)
+        return _find("device", DEVICES, name, f"; or give its figures, such as {BY_FIGURES}")
     try:
         return _by_figures(name)
     except InputError as error:
@@ -120,7 +119,7 @@ def _by_figures(text: str) -> DeviceSpec:
     return DeviceSpec(name=text, **figures)
 
 
-def _find(what: str, table: Mapping[str, Spec], name: str) -> Spec:
+def _find(what: str, table: Mapping[str, Spec], name: str, otherwise: str = "") -> Spec:
     key = name.strip().lower().replace("_", "-")
     if key in table:
         return table[key]
@@ -128,16 +127,13 @@ def _find(what: str, table: Mapping[str, Spec], name: str) -> Spec:
     hint = f"known: {', '.join(sorted(table))}"
     if near:
         hint = f"did you mean {' or '.join(near)}? `kvcore size --help` lists all"
-    if what == "device":
-        hint += f"; or give its figures, such as {BY_FIGURES}"
-    msg = f"unknown {what} {name!r}; {hint}"
+    msg = f"unknown {what} {name!r}; {hint}{otherwise}"
     raise InputError(msg)
 
 
 def _is_hub_id(text: str) -> bool:
-    """Return True if `text` is written as `owner/name`, and no file has that path."""
-    named = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.json)", text)
-    return named is not None and not os.path.exists(text)  # noqa: PTH110 - never raises
+    """Return True if `text` is written as `owner/name`."""
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.json)", text) is not None
 
 
 def _near(table: Iterable[str], name: str) -> list[str]:
@@ -206,17 +202,13 @@ def _gpu(name: str, figures: Mapping[str, str]) -> DeviceSpec:
 
 _OF_SOURCES = {*Source._fields, "note"}
 
-_RELEASED = _Table("models.json", _model)
-
-MODELS: Mapping[str, ModelSpec] = _RELEASED
+MODELS = _Table("models.json", _model)
 """Models that were released, by name."""
 
 SOURCES: Mapping[str, Source] = {
-    name: Source(row["config"], row["checked"]) for name, row in _RELEASED.rows.items()
+    name: Source(row["config"], row["checked"]) for name, row in MODELS.rows.items()
 }
 """Where each model of `MODELS` is from."""
-
-_PCIE5 = 64 * 10**9
 
 DEVICES: Mapping[str, DeviceSpec] = _Table("devices.json", _gpu)
 """GPUs by name."""

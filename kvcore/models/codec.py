@@ -28,9 +28,8 @@ PLANE_BYTES = {
 }
 """Bytes of a number, by the dtypes of planes."""
 
-
-BYTES_PER_NUMBER = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
-"""Bytes of a number, by the dtypes in which K/V can be computed."""
+TENSOR_DTYPES = ("fp64", "fp32", "fp16", "bf16")
+"""Dtypes in which K/V can be computed; fp64 is for references."""
 
 
 @attrs.frozen(repr=False)

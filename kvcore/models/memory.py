@@ -21,24 +21,16 @@ from kvcore.units import DECIMAL, format_bytes
 USABLE = Fraction(9, 10)
 """Share of the memory of a device for weights and K/V; the rest is for activations."""
 
-
-_SUGGESTIONS = 3
-"""Largest number of other devices that an error names."""
-
-
-def kv_copies(model: ModelSpec, devices: int) -> Fraction:
-    """Return how many copies of the K/V of a token `devices` keep, all layers together.
-
-    Each kind of layer has its own: see `LayerCache.copies`.
-    """
-    return KVLayout(model).copies(devices)
-
-
 SERVER = 8
 """GPUs of a server: remedies take no more, unless more were given."""
 
 MOST_DEVICES = 65_536
 """Largest number of devices that share a model."""
+
+_SUGGESTIONS = 3
+"""Largest number of other devices that an error names."""
+
+_NOT_IN_BLOCKS = "state", "compressed", "cross"
 
 
 def can_share(model: ModelSpec, devices: int) -> bool:
@@ -127,10 +119,6 @@ class Deployment(Record):
         usable = USABLE * self.device.hbm_bytes * self.devices
         return int(usable) - self.layout.model.weight_bytes
 
-    def blocks_in(self, size: int) -> int:
-        """Return the number of blocks in `size` bytes, on all devices together."""
-        return max(0, size) // self.bytes_per_block
-
     def staged_bytes(self, sequences: int) -> int:
         """Return the bytes that unfinished blocks of `sequences` sequences stage, together."""
         return ceil(sequences * self.layout.staged_bytes() * self.layout.copies(self.devices))
@@ -144,11 +132,11 @@ class Deployment(Record):
         Raises:
             InputError: no block fits; names the missing bytes, and devices on which one does.
         """
-        free = self.kv_bytes - self.staged_bytes(sequences)
-        blocks = self.blocks_in(free)
+        blocks = self.fitting(sequences)
         if not blocks:
             weights = format_bytes(self.layout.model.weight_bytes, DECIMAL)
-            missing = format_bytes(self.bytes_per_block - free, DECIMAL)
+            needed = self.bytes_per_block + self.staged_bytes(sequences)
+            missing = format_bytes(needed - self.kv_bytes, DECIMAL)
             staged = (
                 f", the unfinished blocks of {sequences} sequences,"
                 if self.layout.staged_bytes()
@@ -162,17 +150,16 @@ class Deployment(Record):
             raise InputError(msg)
         return blocks
 
+    def fitting(self, sequences: int) -> int:
+        """Return how many blocks fit, as `blocks` does; 0 if none does."""
+        free = self.kv_bytes - self.staged_bytes(sequences)
+        return max(0, free) // self.bytes_per_block
+
     def _remedy(self, sequences: int) -> str:
         """Return a sentence with servers on which the model would fit."""
 
         def fits(device: DeviceSpec, devices: int) -> bool:
-            on_this_device = attrs.evolve(self, device=device, devices=devices)
-            return (
-                on_this_device.blocks_in(
-                    on_this_device.kv_bytes - on_this_device.staged_bytes(sequences)
-                )
-                > 0
-            )
+            return attrs.evolve(self, device=device, devices=devices).fitting(sequences) > 0
 
         servers = servers_that_fit(self.layout.model, self.device, self.devices, fits)
         if servers:
@@ -200,9 +187,6 @@ def check_pool(model: ModelSpec) -> None:
             "`kvcore size` sizes it; here, give a model whose layers keep K/V"
         )
         raise InputError(msg)
-
-
-_NOT_IN_BLOCKS = "state", "compressed", "cross"
 
 
 def _built(codec: Codec | type[Codec] | Spec | str | None) -> Codec:
@@ -327,11 +311,8 @@ class KVLayout(Record):
             tokens: tokens of the request.
             devices: number of devices that share the model, on all of which together it is.
         """
-        return ceil(self._request_bytes(tokens, devices))
-
-    def _request_bytes(self, tokens: int, devices: int = 1) -> Fraction:
         caches = self.model.layer_caches
-        return sum((self.kept_bytes(cache, tokens, devices) for cache in caches), Fraction(0))
+        return ceil(sum(self.kept_bytes(cache, tokens, devices) for cache in caches))
 
     def kept_bytes(self, cache: LayerCache, tokens: int, devices: int = 1) -> Fraction:
         """Return the bytes that the layers of a cache keep of a request of `tokens` tokens."""
@@ -384,9 +365,10 @@ class KVLayout(Record):
 
         Each takes its blocks and states, and the bytes that it stages, on `devices` devices.
         """
-        staged = self.staged_bytes() * self.copies(devices)
-        return int(max(0, budget) // (self._request_bytes(tokens, devices) + staged))
+        caches = self.model.layer_caches
+        kept = sum(self.kept_bytes(cache, tokens, devices) for cache in caches)
+        return int(max(0, budget) // (kept + self.staged_bytes() * self.copies(devices)))
 
     def copies(self, devices: int) -> Fraction:
-        """Return the copies of the K/V of a token, as `kv_copies` does."""
+        """Return how many copies of the K/V of a token devices keep, all layers together."""
         return self.token_bytes(devices) / self.token_bytes() if devices > 1 else Fraction(1)

@@ -354,7 +354,7 @@ def config_of(given: dict[str, Any], mode: str, *others: str) -> RunConfig:
     options = run_options(given, *others)
     if options.get("workload") is None:
         options.pop("workload", None)
-    return RunConfig.for_mode(mode, **options)
+    return RunConfig(mode, **options)
 
 
 def naming(path: Path | None, from_file: set[str]) -> Callable[[str], str]:

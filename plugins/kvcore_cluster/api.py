@@ -46,7 +46,7 @@ def simulate_cluster(
         PluginError: a plugin that cannot work here.
         PolicyError: a plugin failed, or a scheduler lets nothing run.
     """
-    config = RunConfig.for_mode("simulate", plugins, workload=workload, **flat_options(options))
+    config = RunConfig("simulate", plugins, workload=workload, **flat_options(options))
     parts = ClusterParts(config, plugins)
     source = parts.workload
     with (

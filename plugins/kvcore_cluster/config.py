@@ -9,9 +9,9 @@ from typing import Any, cast
 import attrs
 
 from kvcore.cache import Recorder
-from kvcore.config.options import find_mode, renamed
+from kvcore.config.options import find_mode, mode_options, renamed
 from kvcore.config.parts import RunParts, plugins_of
-from kvcore.config.run_config import built_rules, without
+from kvcore.config.run_config import RunConfig, built_rules
 from kvcore.errors import InputError
 from kvcore.plugins import Plugin, describe
 from kvcore.request import Request
@@ -85,7 +85,9 @@ class ClusterParts(RunParts):
     def _grouped(self) -> list[tuple[int, RunParts]]:
         """Return the groups; `groups` checks how many replicas they have."""
         groups: list[tuple[int, RunParts]] = []
-        alone = without(self.config, find_mode("cluster"))
+        added, options = mode_options(find_mode("cluster")), self.config.options
+        kept = {name: value for name, value in options.items() if name not in added}
+        alone = RunConfig(self.config.mode, options=kept)
         for count, own in self.tables:
             # A size of the pool replaces the other one.
             sized = {"blocks": None, "memory": None} if own.keys() & SIZES else {}

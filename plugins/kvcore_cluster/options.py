@@ -40,9 +40,9 @@ def as_failures(value: object) -> tuple[str, ...]:
         return ()
     if isinstance(value, str):
         return (value,)
-    if isinstance(value, list | tuple):
-        return tuple(map(read_text, value))
-    return refuse("failures such as 'replica=3,at=600,for=120'", value)
+    if not isinstance(value, list | tuple):
+        refuse("failures such as 'replica=3,at=600,for=120'", value)
+    return tuple(map(read_text, value))
 
 
 def as_replicas(value: object) -> Any:
@@ -52,14 +52,14 @@ def as_replicas(value: object) -> Any:
     if isinstance(value, Mapping):
         value = (value,)
     if not isinstance(value, list | tuple) or not value:
-        return refuse("a number of servers, or a list of tables of their options", value)
+        refuse("a number of servers, or a list of tables of their options", value)
     return tuple(_replica(table) for table in value)
 
 
 def _replica(table: object) -> Mapping[str, Any]:
     """Parse the options of a group of identical replicas."""
     if not isinstance(table, Mapping):
-        return refuse("a table of options", table)
+        refuse("a table of options", table)
     options = {str(name).replace("-", "_"): value for name, value in table.items()}
     former = {name: options.pop(name) for name in CHOICES if name in options}
     check_names(options, ["count", *OF_REPLICAS])

@@ -79,7 +79,7 @@ def run(
             residency=residency,
             **resolved_options(kept, plugins),
         )
-    config = RunConfig.for_mode("run", plugins, workload=workload, **flat_options(options))
+    config = RunConfig("run", plugins, workload=workload, **flat_options(options))
     texts = [prompts] if isinstance(prompts, str) else list(prompts or ())
     if prompts is not None and not texts:
         msg = "prompts: there is none: give a text, or leave prompts out to serve a workload"

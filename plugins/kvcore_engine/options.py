@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from kvcore.config.options import Option, SimulateOptions
 from kvcore.config.values import PluginChoice
 from kvcore.hookspecs import MODEL, REQUESTS
-from kvcore.models.codec import BYTES_PER_NUMBER
+from kvcore.models.codec import TENSOR_DTYPES
 from kvcore.plugins.options import Spec
 
 
@@ -38,7 +38,7 @@ class EngineOptions(SimulateOptions, total=False):
             "fp32",
             "Number format in which the model computes.",
             MODEL,
-            choices=tuple(BYTES_PER_NUMBER),
+            choices=TENSOR_DTYPES,
         ),
     ]
     """K/V without a codec is kept in it too."""

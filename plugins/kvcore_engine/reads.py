@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from kvcore.cache.sequence import Sequence as HeldSequence
 from kvcore.engine.backend import TensorLayout
 from kvcore.engine.batch import RaggedBatch
-from kvcore.models.codec import BYTES_PER_NUMBER, Part
+from kvcore.models.codec import PLANE_BYTES, Part
 from kvcore_engine.page_reader import PageReader
 
 
@@ -92,4 +92,4 @@ def waiting_bytes(layout: TensorLayout) -> int:
         ("values", layout.value_dim),
     )
     width = sum(width for part, width in parts if not codec.by_token(part))
-    return width * layout.kv_heads * BYTES_PER_NUMBER[layout.dtype]
+    return width * layout.kv_heads * PLANE_BYTES[layout.dtype]

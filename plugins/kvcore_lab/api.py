@@ -56,7 +56,7 @@ def find_capacity(
     Raises:
         InputError, PluginError, PolicyError: as for `simulate`.
     """
-    config = RunConfig.for_mode("simulate", plugins, workload=workload, **flat_options(options))
+    config = RunConfig("simulate", plugins, workload=workload, **flat_options(options))
     if config.drafter is not None:
         msg = "drafter: what would hold is searched without drafts: leave it out"
         raise InputError(msg)
@@ -182,7 +182,7 @@ def compare(
     uniform = kept.pop("disable_hybrid_kv_cache_manager", False)
     prefix: Any = kept.pop("prefix", SHARING)
     # Of no pool here: the sizes are those of the rows.
-    config = RunConfig.for_mode("compare", workload=workload, blocks=1, **kept)
+    config = RunConfig("compare", workload=workload, blocks=1, **kept)
     accounting = options.get("accounting", "keys")
     grouped = accounting == "tokens" and memory is not None and not uniform
     parts = (GroupedParts if grouped else RunParts)(config, plugins)

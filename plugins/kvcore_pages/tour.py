@@ -17,7 +17,7 @@ import orjson
 from kvcore.cache import KVCache
 from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS
-from kvcore.models.codec import BYTES_PER_NUMBER
+from kvcore.models.codec import PLANE_BYTES
 from kvcore.models.cost import prefill_flop
 from kvcore.models.memory import KVLayout
 from kvcore.models.spec import ModelSpec
@@ -104,7 +104,7 @@ def _caching() -> dict[str, Any]:
         "layers": spec.layers,
         "kv_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
-        "number_bytes": BYTES_PER_NUMBER[DTYPE],
+        "number_bytes": PLANE_BYTES[DTYPE],
         "caches": [
             {
                 "cache": generation.cache,

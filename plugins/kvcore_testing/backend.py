@@ -13,9 +13,9 @@ import attrs
 import pytest
 
 from kvcore.engine import Backend, RaggedBatch, Rotary, Rotation, TensorLayout
-from kvcore.engine.backend import TENSOR_DTYPES
 from kvcore.errors import InputError, StorageError
 from kvcore.lazy import LazyModule
+from kvcore.models.codec import TENSOR_DTYPES
 from kvcore.plugins import Plugins
 from kvcore.plugins.base import qualified
 from kvcore_testing.plugin import PluginTests, seeds

@@ -62,8 +62,8 @@ class RulesTests(PluginTests[Rules]):
     def test_defaults_are_options_of_a_run(self) -> None:
         """`defaults` has options of a run, with values that these may have."""
         rules = self.make()
-        config = RunConfig.for_mode(like=rules)
-        assert config.batching.rules is rules
+        config = RunConfig(like=rules)
+        assert config.build().batching.rules is rules
         assert rules.defaults.keys() <= config.options.keys()
 
     @_servers

@@ -42,7 +42,7 @@ from kvcore_cluster.config import ClusterParts
 from kvcore_plugins.workload import Zipf
 replicas, requests = int(sys.argv[1]), int(sys.argv[2])
 workload = Zipf(requests=requests, rate=4.0 * replicas, prefixes=20_000, key_tokens=256)
-config = RunConfig.for_mode(
+config = RunConfig(
     "simulate", workload="zipf", replicas=replicas, router=sys.argv[3], block_size=256,
     blocks=1_000,
 )

@@ -51,7 +51,7 @@ class Wave(kvcore.Workload):
 
 def serve(trace=None, autoscale="throughput:interval=20,start_up=10,cool_down=0", **options):
     """Serve the wave with at most four replicas that prefill 1,000 tokens a second."""
-    config = RunConfig.for_mode(
+    config = RunConfig(
         "simulate",
         workload=Wave(),
         router="least-requests",

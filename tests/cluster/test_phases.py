@@ -68,7 +68,7 @@ def test_the_first_token_comes_from_where_it_is_said_to(output, first_output, ex
 )
 def test_rules_of_an_engine_say_where_the_first_token_comes_from(like, first_output, expected):
     """`like` sets it as the engine has it, where the run does not say it."""
-    config = RunConfig.for_mode(
+    config = RunConfig(
         "cluster", like=like, first_output=first_output, replicas=2, disaggregate=ONE
     )
     assert config.build().split.first_output == expected

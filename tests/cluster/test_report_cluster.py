@@ -20,7 +20,7 @@ def reported():
     """Return a function that simulates a cluster and returns its report."""
 
     def report(**options):
-        parts = ClusterParts(RunConfig.for_mode(workload=SMALL, tensor_parallel=1, **options))
+        parts = ClusterParts(RunConfig(workload=SMALL, tensor_parallel=1, **options))
         result = simulate_cluster(parts.workload, **parts.cluster())
         document = parts.document(result)
         return ClusterReport(document, document["config"])

@@ -1,12 +1,12 @@
 """The border: what it decodes, what it refuses, and the table of its limits."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
 import orjson
 import pytest
-from helpers.limits import LIMITS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,11 +31,59 @@ JSON = st.recursive(
 )
 
 
+LIMITS = """
+a line of a file | LONGEST_LINE MOST_VALUES
+the header of a trace | TRACE_HEADER_BYTES
+JSON, from files, clients and servers | JSON_LEVELS
+lists and objects in the JSON of clients and servers | MOST_VALUES
+names in that JSON | MOST_NAMES
+a TOML file | TOML_BYTES TOML_LEVELS
+a compressed trace, expanded | TRACE_EXPANSION EXPANDED_BYTES
+a compressed recording, expanded | RECORDING_EXPANSION EXPANDED_BYTES
+lines of a recording | FREE_LINES BYTES_OF_LINE
+a compressed workload file, expanded | WORKLOAD_EXPANSION EXPANDED_BYTES
+requests of a compressed trace that is run again (a what-if) | FREE_REQUESTS BYTES_OF_REQUEST
+blocks that the runs of a line stand for | MOST_RUN_BLOCKS
+blocks in use at once | MOST_BLOCKS
+entries in the tables of open forks | MOST_COPIES
+keys of blocks in all tiers together | MOST_TIER_KEYS
+blocks and spans named, each time counted | WORK WORK_OF_LINE
+a payload of KV events | PAYLOAD_BYTES PAYLOAD_LEVELS
+events, and texts, lists and maps, in such a payload | PAYLOAD_EVENTS PAYLOAD_OBJECTS
+headers of a request to `serve` or `route` | MOST_HEADERS LONGEST_HEADER
+tokens of a request by a server's count | MOST_TOKENS
+the name of a session in a header or a body | LONGEST_SESSION
+a `cache_salt` of a request to `serve` | LONGEST_SALT
+an event in the stream of a server behind `route` | LONGEST_EVENT
+the metrics of a server behind `route` | LONGEST_METRICS
+the tokens of a prompt by such a server | LONGEST_TOKENS
+"""
+"""What the rows of the table in SECURITY.md limit, and their constants in the order shown."""
+
+
+def without_limits(text, names):
+    """Return the text of a row without the numbers that these constants have there."""
+    for limit in (getattr(untrusted, name) for name in names.split()):
+        power = f"2^{limit.bit_length() - 1} ({limit:,})"
+        forms = (power, f"{limit >> 20} MiB", f"{limit:,}")
+        text = text.replace(next(form for form in forms if form in text), "", 1)
+    return text
+
+
 def test_the_page_on_security_has_the_table_of_limits():
     """SECURITY.md prints the limits of the border, all of them, and no others."""
     page = (ROOT / "SECURITY.md").read_text("utf-8")
     table = page.partition("| limit | value |\n|---|---|\n")[2].partition("\n\n")[0]
-    assert table.splitlines() == [f"| {what} | {value} |" for what, value in LIMITS]
+    shown = dict(line.strip("| ").split(" | ") for line in table.splitlines())
+    assert shown.pop("numbers in a trace") == "2^63 - 1"
+    names = dict(line.split(" | ") for line in LIMITS.strip().splitlines())
+    assert list(shown) == list(names)
+    left = [without_limits(shown[what], names[what]) for what in names]
+    assert not re.search(r"\d", str(left))
+    known = {
+        name for name, value in vars(untrusted).items() if type(value) is int and name[0] != "_"
+    }
+    assert known == set(" ".join(names.values()).split())
 
 
 @given(JSON)

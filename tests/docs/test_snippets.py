@@ -53,21 +53,24 @@ def needs_no_file(command):
 
 
 def printed_by(command, capsys):
-    """Run `command` in this process and return the lines it prints, without their spacing.
-
-    Notes about a workload, which go to stderr, are among them.
-    """
+    """Run `command` in this process; return its lines of stdout and stderr without spacing."""
     code = run(shlex.split(command)[1:])
     done = capsys.readouterr()
     assert code == 0, f"{command}\n{done.err}"
-    return {" ".join(line.split()) for line in f"{done.out}\n{done.err}".splitlines()}
+    return [
+        [" ".join(line.split()) for line in text.splitlines()] for text in (done.out, done.err)
+    ]
 
 
 def assert_shown(output, printed, command):
-    """Check that each line of `output` is among the `printed` lines; `...` marks a gap."""
+    """Check that stdout or stderr has the lines of `output` in order; `...` marks a gap."""
+    left = [[*lines, ""] for lines in printed]
     for line in output.splitlines():
-        if line != "...":
-            assert " ".join(line.split()) in printed, f"{command} does not print {line!r}"
+        words = " ".join(line.split())
+        if words != "...":
+            found = next((lines for lines in left if words in lines), None)
+            assert found is not None, f"{command} does not print {line!r} there"
+            del found[: found.index(words) + 1]
 
 
 def name(page):

@@ -97,7 +97,7 @@ def wait_for(url, process):
 
 def parts(block_size=16, **options):
     """Return the engine parts of a small model."""
-    config = RunConfig.for_mode(
+    config = RunConfig(
         "run",
         workload=ClientWorkload(block_size),
         generator=options.pop("generator", SMALL),
@@ -112,7 +112,7 @@ def parts(block_size=16, **options):
 def simulated_parts(**options):
     """Return the parts of a simulated model, by default of a large one."""
     options = {"model": "llama-3-70b", "device": "h100", **options}
-    return RunParts(RunConfig.for_mode("simulate", workload=ClientWorkload(16), **options))
+    return RunParts(RunConfig("simulate", workload=ClientWorkload(16), **options))
 
 
 def metrics(server):

@@ -312,7 +312,7 @@ def kvcore_steps(server: Server, eviction: EvictionPolicy | None = None) -> list
     """
     choices = {"lag": server.lag, **server.options}
     longest = choices.pop("max_model_len", None)
-    config = RunConfig.for_mode(
+    config = RunConfig(
         like=VLLM(**choices),
         max_model_len=longest,
         scheduler="priority" if server.by_priority else "fcfs",
@@ -321,7 +321,8 @@ def kvcore_steps(server: Server, eviction: EvictionPolicy | None = None) -> list
         chunked=server.chunked,
         watermark=server.watermark,
     )
-    blocks = server.blocks - config.batching.rules.null_block
+    batching = config.build().batching
+    blocks = server.blocks - batching.rules.null_block
     cache: ServedCache
     if server.groups:
         kind = kvcore.HostedGroups if eviction else GroupedCache
@@ -339,7 +340,7 @@ def kvcore_steps(server: Server, eviction: EvictionPolicy | None = None) -> list
         cache,
         resolve("scheduler", config.scheduler),
         recorder,
-        config.batching,
+        batching,
         slo=None,
         rate_scale=1.0,
         residency=False,

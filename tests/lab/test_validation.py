@@ -145,7 +145,7 @@ def test_a_row_of_a_known_engine_is_simulated_by_its_rules(path):
     rows = write_rows(path, ROW | {"engine": "vllm"}, ROW | {"engine": "trtllm"})
     found = kvcore.validate(rows).compared
     assert [each.config.like for each in found] == [Spec("vllm"), None]
-    assert [each.config.batching.rules.lag for each in found] == [1, 0]
+    assert [each.config.build().batching.rules.lag for each in found] == [1, 0]
     found = kvcore.validate(rows, like=None).compared
     assert [each.config.like for each in found] == [None, None]
 

@@ -274,7 +274,7 @@ def build(**options):
     """Return the parts of a run of gemma-3-12b."""
     workload = Zipf(requests=20, rate=5)
     given = {"model": "gemma-3-12b", "tensor_parallel": 1, **options}
-    return RunConfig.for_mode(**given).build(workload=workload)
+    return RunConfig(**given).build(workload=workload)
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_duplicates_of_vllm_are_kept_in_one_group():
 def test_keys_that_do_not_fit_the_blocks_of_states_are_refused():
     """Blocks into which a state fits are named, with a block size that fits the keys."""
     workload = Zipf(requests=20, rate=5, key_tokens=512)
-    config = RunConfig.for_mode(model="qwen3-next-80b-a3b", block_size=16)
+    config = RunConfig(model="qwen3-next-80b-a3b", block_size=16)
     with pytest.raises(InputError, match=r"^block_size: .*528 tokens.* Give block_size=512"):
         config.build(workload=workload)
     groups = config.changed(block_size=512).build(workload=workload).served_cache().groups

@@ -453,7 +453,5 @@ def test_what_does_not_fit_is_refused(make, text):
 def test_a_retention_interval_is_a_policy(value, spec):
     """The earlier option of vLLM's name works, with a warning, and chooses the same policy."""
     with pytest.warns(FutureWarning, match="'checkpoint'"):
-        config = kvcore.config.RunConfig.for_mode(
-            "simulate", prefix_cache_retention_interval=value
-        )
+        config = kvcore.config.RunConfig("simulate", prefix_cache_retention_interval=value)
     assert str(config.checkpoint) == spec

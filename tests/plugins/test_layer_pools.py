@@ -189,7 +189,7 @@ def test_pools_take_the_memory_that_there_is(name):
 def test_like_sglang_serves_a_hybrid_model_in_pools(model):
     """Rules of SGLang give a hybrid model its pools, which a run and its document show."""
     workload = Zipf(requests=150, rate=20, key_tokens=16)
-    parts = RunConfig.for_mode(
+    parts = RunConfig(
         model=model, like="sglang", device="h200", tensor_parallel=2, block_size=16
     ).build(workload=workload)
     result = parts.run()

@@ -217,7 +217,7 @@ def test_replicas_sum_up_their_drafts():
     options = {"blocks": 4000, "max_seqs": 16, "drafter": "acceptance:probability=0.8"}
     asked = "zipf:requests=60"
     alone = simulate(asked, **options)
-    one = RunConfig.for_mode("simulate", workload=asked, **options)
+    one = RunConfig("simulate", workload=asked, **options)
     parts = ClusterParts(one)
     same = simulate_cluster(parts.workload, **parts.cluster())
     assert same.log.drafts == alone.log.drafts

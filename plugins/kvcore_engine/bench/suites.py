@@ -7,9 +7,9 @@ from time import monotonic
 
 import attrs
 
-from kvcore.engine.backend import TENSOR_DTYPES
 from kvcore.errors import InputError, PluginError
 from kvcore.lazy import import_extra
+from kvcore.models.codec import TENSOR_DTYPES
 from kvcore.plugins import Plugins
 from kvcore_engine.bench.machine import describe_machine
 from kvcore_engine.bench.result import BenchResult, Settings, Tell

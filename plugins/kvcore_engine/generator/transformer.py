@@ -8,7 +8,7 @@ import attrs
 
 from kvcore import Backend, InputError, StorageError
 from kvcore.engine import Attend, RaggedBatch, Rotary, Tensor
-from kvcore.models.codec import BYTES_PER_NUMBER
+from kvcore.models.codec import PLANE_BYTES
 from kvcore.models.spec import ModelSpec
 from kvcore.units import format_bytes
 from kvcore_engine.generator._shape import resized
@@ -123,7 +123,7 @@ class Transformer(SamplingGenerator):
 
     def weight_bytes(self, dtype: str) -> int:
         """Return the bytes of all weights."""
-        return self._spec.parameters * BYTES_PER_NUMBER[dtype]
+        return self._spec.parameters * PLANE_BYTES[dtype]
 
     def load(self, backend: Backend, dtype: str) -> None:
         """Draw the weights and put them on the backend's device.

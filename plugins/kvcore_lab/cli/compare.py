@@ -303,7 +303,7 @@ def _below(
     names = ("model", "codec", "block_size", "accounting", "seed", "tier")
     options = {name: given[name] for name in names if given[name] is not None}
     # The pool has a block here: the sizes are those of the rows.
-    config = RunConfig.for_mode("compare", blocks=1, **options)
+    config = RunConfig("compare", blocks=1, **options)
     parts = RunParts
     if plan is not None:
         from kvcore_lab.api import GroupedParts  # noqa: PLC0415 - hybrid models alone

@@ -209,7 +209,7 @@ def _compare(
     if engine in get_args(EngineName):
         known["latency"] = f"roofline:engine={engine}"
     options_of_row = {**known, **options, **row.options}
-    config = RunConfig.for_mode("simulate", plugins, **options_of_row, workload=workload)
+    config = RunConfig("simulate", plugins, **options_of_row, workload=workload)
     parts = RunParts(config, plugins)
     result = simulate(parts.workload, residency=False, **parts.arguments())
     return Compared(row, options_of_row, config, _values(result))

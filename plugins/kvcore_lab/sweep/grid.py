@@ -100,7 +100,7 @@ class Grid:
     def __iter__(self) -> Iterator[RunConfig]:
         """Yield the cells, the last axis changing fastest."""
         for values in product(*self.axes.values()):
-            yield RunConfig.for_mode(self.mode, **dict(zip(self.axes, values, strict=True)))
+            yield RunConfig(self.mode, **dict(zip(self.axes, values, strict=True)))
 
     @property
     def varied(self) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import click
 from click.core import ParameterSource
 
@@ -197,6 +196,5 @@ def _planned_late(config: RunConfig) -> RunConfig:
     """Return the options with lag=0, unless one was given: a step is planned after another."""
     like = config.like
     if isinstance(like, Spec) and "lag" not in like.options and built_rules(like).lag:
-        changes: dict[str, Any] = {"like": Spec(like.name, {**like.options, "lag": "0"})}
-        return attrs.evolve(config, **changes)
+        return config.changed(like=Spec(like.name, {**like.options, "lag": "0"}))
     return config

@@ -56,13 +56,13 @@ def recorded_config(path: str | PathLike[str], plugins: Plugins | None = None) -
     """
     trace = TraceWorkload(path)
     header, plugins = trace.header.as_dict(), plugins or Plugins()
-    return RunConfig(**recorded_options(trace.file, header, trace, plugins))
+    return config_of_header(trace.file, header, trace, plugins)
 
 
-def recorded_options(
+def config_of_header(
     file: Path, header: Mapping[str, Any], workload: Workload, plugins: Plugins
-) -> dict[str, Any]:
-    """Return the options of the run that wrote the header of a trace.
+) -> RunConfig:
+    """Return the configuration of the run that wrote the header of a trace.
 
     Args:
         file: the trace, named in errors.
@@ -75,8 +75,7 @@ def recorded_options(
     """
     timed = header["mode"] != "untimed"
     _check_header(file, header, timed=timed)
-    return {
-        "mode": "simulate" if timed else "compare",
+    options = {
         "workload": workload,
         "accounting": header["count"],
         "block_size": header["block_size"],
@@ -86,6 +85,7 @@ def recorded_options(
         **_of_server(file, header, plugins),
         **(_of_cluster(file, header, plugins) if "replicas" in header else {}),
     }
+    return RunConfig("simulate" if timed else "compare", options=options)
 
 
 def _of_server(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict[str, Any]:

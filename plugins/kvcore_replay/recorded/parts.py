@@ -29,10 +29,10 @@ from kvcore_replay.recorded.config import (
     OF_CACHES,
     OF_SERVERS,
     OPTIONAL,
+    config_of_header,
     deployment_options,
     object_of,
     rebuilt,
-    recorded_options,
     redeployed_latency,
     replica_groups,
     unknown_caps,
@@ -81,7 +81,7 @@ class RecordedParts(RunParts):
         self._changes, self._changed = changes, changes.keys()
         self._check_changes(changes)
         plugins = plugins or Plugins()
-        recorded = RunConfig(**recorded_options(file, header, workload, plugins))
+        recorded = config_of_header(file, header, workload, plugins)
         config = self._changed_config(
             recorded, self._with_deployment(changes, recorded, plugins)
         )

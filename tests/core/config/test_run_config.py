@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy, deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from kvcore import SLO, InputError, recorded_config, simulate, simulate_cluster
 from kvcore.config import RunConfig, RunParts, read_toml
+from kvcore.config.values import convert
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.plugins.options import Spec
 from kvcore_plugins.eviction import LFU
@@ -54,8 +56,14 @@ def test_the_slo_may_be_left_out(given, slo):
 def test_the_error_for_a_wrong_value_begins_with_the_option(options, reason):
     """The error for a wrong value begins with the name of the option."""
     with pytest.raises(InputError) as refused:
-        RunConfig.for_mode(**options)
+        RunConfig(**options)
     assert str(refused.value).startswith(reason)
+
+
+@pytest.mark.parametrize("kind", [int | None, None | int])
+def test_none_may_be_either_member_of_a_union(kind):
+    """A type that may be None is read whether None is its first member or its last."""
+    assert (convert("3", kind), convert(None, kind)) == (3, None)
 
 
 def test_evolve_checks_the_changed_options():
@@ -113,10 +121,27 @@ def test_defaults_follow_the_mode():
 
     A simulation defaults to blocks of 16 tokens and `tokens` accounting.
     """
-    replayed = RunParts(RunConfig.for_mode("compare", workload="mooncake", blocks=9))
-    served = RunParts(RunConfig.for_mode("simulate", workload="mooncake", blocks=9))
+    replayed = RunParts(RunConfig("compare", workload="mooncake", blocks=9))
+    served = RunParts(RunConfig("simulate", workload="mooncake", blocks=9))
     assert (replayed.geometry.block_size, replayed.geometry.accounting) == (512, "keys")
     assert (served.geometry.block_size, served.geometry.accounting) == (16, "tokens")
+
+
+def test_a_configuration_has_the_defaults_of_its_mode_and_rules():
+    """A mode and rules bring their defaults, which given options replace."""
+    assert (RunConfig().max_seqs, RunConfig().tensor_parallel) == (256, 4)
+    like = RunConfig(like="vllm", max_seqs=7)
+    assert (like.max_tokens, like.watermark, like.max_seqs) == (8192, 0, 7)
+    assert like.prefix == Spec("hashed")
+    assert RunConfig("compare").tensor_parallel == 1
+
+
+@pytest.mark.parametrize("copied", [copy, deepcopy, attrs.evolve])
+def test_a_copy_has_the_values_of_its_original(copied):
+    """A copy keeps its values, where those of the rules differ too."""
+    config = RunConfig(limit=3).changed(like="vllm")
+    assert (config.like, config.max_seqs) == (Spec("vllm"), 256)
+    assert copied(config) == config
 
 
 def test_options_are_read_from_a_toml_file(tmp_path):
@@ -137,16 +162,15 @@ def test_options_are_read_from_a_toml_file(tmp_path):
 
 
 def test_an_unknown_mode_is_refused():
-    """An unknown mode raises InputError, given to `of` or to the constructor."""
-    for make in (RunConfig.for_mode, lambda mode: RunConfig(mode=mode)):
-        with pytest.raises(InputError, match="mode: 'plan' is not one of 'simulate'"):
-            make("plan")
+    """An unknown mode raises InputError that names those that there are."""
+    with pytest.raises(InputError, match="mode: 'plan' is not one of 'simulate'"):
+        RunConfig("plan")
 
 
 def test_options_choose_no_mode_beside_a_named_one():
     """A configuration that names its mode refuses options that choose another one."""
     with pytest.raises(InputError, match="replicas: this is for one server"):
-        RunConfig.for_mode("compare", workload=ZIPF, replicas=2).build()
+        RunConfig("compare", workload=ZIPF, replicas=2).build()
 
 
 def test_a_trace_gives_the_configuration_of_its_run(tmp_path):
@@ -161,3 +185,11 @@ def test_a_trace_gives_the_configuration_of_its_run(tmp_path):
     assert parts.cache().eviction.half_life == 3
     assert parts.latency().device == "h200"
     assert len(list(parts.workload)) == 20
+
+
+def test_a_recorded_configuration_has_the_values_of_the_run(tmp_path):
+    """A run under rules, with another limit and policy than theirs, is read back as it was."""
+    path = tmp_path / "trace.jsonl"
+    simulate(ZIPF, trace=path, blocks=60, like="vllm", max_seqs=5, prefix="radix")
+    config = recorded_config(path)
+    assert (config.like.lag, config.max_seqs, config.prefix().name) == (1, 5, "radix")

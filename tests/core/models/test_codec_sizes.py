@@ -180,7 +180,7 @@ def test_a_pool_of_tensors_reserves_staged_blocks_in_the_dtype():
     """A pool of tensors has the blocks that fit beside two sequences' staged blocks in fp32."""
 
     def blocks(**options):
-        config = RunConfig.for_mode("run", workload="zipf:requests=1", max_seqs=2, **options)
+        config = RunConfig("run", workload="zipf:requests=1", max_seqs=2, **options)
         return EngineParts(config)
 
     spec = blocks().model

@@ -8,8 +8,8 @@ import attrs
 import pytest
 
 from kvcore.errors import InputError
-from kvcore.models.catalogue import DEVICES, find_device, find_model
-from kvcore.models.memory import Deployment, KVLayout, kv_copies, tensor_degrees
+from kvcore.models.catalogue import find_device, find_model
+from kvcore.models.memory import Deployment, KVLayout, servers_that_fit, tensor_degrees
 
 LLAMA, DEEPSEEK = find_model("llama-3-8b"), find_model("deepseek-v3")
 H100, H200 = find_device("h100"), find_device("h200")
@@ -20,7 +20,7 @@ H100, H200 = find_device("h100"), find_device("h200")
 )
 def test_heads_are_divided_among_up_to_eight_devices(devices, copies):
     """Eight K/V heads are stored once on up to 8 devices, if these share them evenly."""
-    assert kv_copies(LLAMA, devices) == copies
+    assert KVLayout(LLAMA).copies(devices) == copies
 
 
 def test_the_pool_has_nine_tenths_of_the_memory_less_the_weights():
@@ -81,20 +81,34 @@ def test_a_degree_that_no_engine_runs_is_refused(devices):
         Deployment(KVLayout(find_model("phi-4")), H100, devices)
 
 
-@pytest.mark.parametrize("memory", [2, 20, 60])
+def test_servers_that_fit_divide_the_heads():
+    """The smallest server of the own GPU, and of three others, divides the heads."""
+    servers = servers_that_fit(find_model("phi-4"), H100, 1, lambda _, count: count > 2)
+    assert servers[0] == "5 x h100"
+    assert [server.partition(" x ")[0] for server in servers] == ["5"] * 4
+
+
+def test_servers_that_fit_have_at_most_eight_gpus():
+    """A server has at most 8 GPUs, unless more were given."""
+    for given, servers in (1, []), (16, ["16 x h100"]):
+        fitting = servers_that_fit(
+            DEEPSEEK, H100, given, lambda gpu, count: gpu == H100 and count > 8
+        )
+        assert fitting == servers
+
+
 @pytest.mark.parametrize("model", ["phi-4", "llama-3.1-405b", "deepseek-v3", "llama-3-70b"])
-def test_remedies_are_degrees_of_one_server(model, memory):
-    """Each remedy divides the heads, and is at most 8 GPUs, which hold the model."""
-    small = attrs.evolve(H100, name="small", hbm_bytes=memory * 10**9)
+def test_remedies_hold_the_model(model):
+    """The error for weights that do not fit names the servers that hold them and a block."""
+    small = attrs.evolve(H100, name="small", hbm_bytes=20 * 10**9)
     deployment = Deployment(KVLayout(find_model(model)), small)
-    try:
-        assert deployment.blocks()
-    except InputError as error:
-        remedies = str(error).partition("fits on ")[2].split(", ")
-        for count, _, name in (remedy.partition(" x ") for remedy in remedies):
-            device = {"small": small, **DEVICES}[name]
-            assert int(count) <= 8
-            assert attrs.evolve(deployment, device=device, devices=int(count)).blocks() > 0
+
+    def fits(gpu, count):
+        return attrs.evolve(deployment, device=gpu, devices=count).fitting(0) > 0
+
+    servers = servers_that_fit(deployment.layout.model, small, 1, fits)
+    with pytest.raises(InputError, match=f"It fits on {', '.join(servers)}$"):
+        deployment.blocks()
 
 
 def test_no_server_of_eight_is_said():

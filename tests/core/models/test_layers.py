@@ -14,7 +14,7 @@ from kvcore.errors import InputError
 from kvcore.models.catalogue import MODELS, find_device, find_model
 from kvcore.models.cost import attended_pairs, pair_flop, prefill_flop
 from kvcore.models.layers import CACHE_KINDS, LayerCache, merged
-from kvcore.models.memory import KVLayout, can_share, check_pool, kv_copies
+from kvcore.models.memory import KVLayout, can_share, check_pool
 from kvcore.models.spec import ModelSpec
 
 FULL = LayerCache(kind="full", layers=2, kv_heads=4, key_dim=8, value_dim=8, pair_flop=100)
@@ -93,7 +93,7 @@ def test_caches_that_say_what_heads_and_windows_say_size_the_same(name):
     for tokens in (1, 1000, 5000):
         assert one.request_bytes(tokens) == other.request_bytes(tokens)
         assert prefill_flop(plain, tokens) == prefill_flop(said, tokens)
-    assert kv_copies(plain, 16) == kv_copies(said, 16)
+    assert KVLayout(plain).copies(16) == KVLayout(said).copies(16)
 
 
 @given(lengths, st.integers(1, 40))

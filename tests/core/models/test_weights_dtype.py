@@ -15,7 +15,7 @@ SERVED = {"model": "llama-3-70b", "device": "h100", "tensor_parallel": 4}
 def test_smaller_weights_leave_more_blocks():
     """The pool grows by the memory that weights in fp8 save, 70 billion bytes here."""
     pools = [
-        RunParts(RunConfig.for_mode(workload=BENCH, weights_dtype=dtype, **SERVED))
+        RunParts(RunConfig(workload=BENCH, weights_dtype=dtype, **SERVED))
         for dtype in (None, "fp8")
     ]
     block = pools[0].deployment.bytes_per_block
@@ -26,11 +26,7 @@ def test_smaller_weights_leave_more_blocks():
 def test_a_model_spec_gets_the_format_of_weights():
     """The option gives a ModelSpec the same weights as the model of that name."""
     by_name, by_numbers = (
-        RunParts(
-            RunConfig.for_mode(
-                workload=BENCH, weights_dtype="int4", **SERVED | {"model": model}
-            )
-        )
+        RunParts(RunConfig(workload=BENCH, weights_dtype="int4", **SERVED | {"model": model}))
         for model in ("llama-3-70b", find_model("llama-3-70b"))
     )
     assert by_name.model == by_numbers.model
@@ -58,4 +54,4 @@ def test_a_run_on_tensors_refuses_a_format_of_weights():
 def test_an_unknown_format_is_refused():
     """An unknown format raises InputError that lists the known ones."""
     with pytest.raises(InputError, match="weights_dtype: 'fp3' is not one of 'fp32'"):
-        RunConfig.for_mode(weights_dtype="fp3")
+        RunConfig(weights_dtype="fp3")

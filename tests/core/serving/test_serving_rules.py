@@ -13,6 +13,7 @@ from hypothesis import given
 import kvcore
 from kvcore import InputError, PluginError, PolicyError
 from kvcore.config import RunConfig
+from kvcore.plugins.options import Spec
 from kvcore.serving import Batching, Rules, StepPlan, StepState
 from kvcore.serving.job import DECODE, DONE, PREFILL, WAITING
 from kvcore.serving.rules import DECISIONS, TokenRatio
@@ -322,8 +323,8 @@ class TestLike:
     @pytest.mark.parametrize("engine", ["kvcore", "sglang", "vllm"])
     def test_the_defaults_of_an_engine_are_options_of_a_run(self, engine):
         """Each default of an engine is valid, and its value is kept."""
-        config = RunConfig.for_mode(like=engine)
-        for name, value in type(config.batching.rules).defaults.items():
+        config = RunConfig(like=engine)
+        for name, value in type(config.build().batching.rules).defaults.items():
             got = getattr(config, name)
             assert (got if type(got) is type(value) else str(got)) == value
 
@@ -332,8 +333,8 @@ class TestLike:
     )
     def test_rules_are_given_as_other_plugins_are(self, like):
         """Rules are a name, a table, a class, an instance, or a function that makes one."""
-        config = RunConfig.for_mode(like=like)
-        assert type(config.batching.rules) is VLLM
+        config = RunConfig(like=like)
+        assert type(config.build().batching.rules) is VLLM
         assert config.max_seqs == 1024
 
     @pytest.mark.parametrize(
@@ -348,7 +349,7 @@ class TestLike:
     def test_an_unknown_engine_is_refused(self, like, message):
         """The error for rules that cannot be says why."""
         with pytest.raises(InputError, match=message):
-            RunConfig.for_mode(like=like)
+            RunConfig(like=like)
 
     def test_a_run_with_like_equals_one_with_the_options_of_the_engine(self):
         """A run with `like` equals a run with the options that it stands for."""
@@ -365,12 +366,12 @@ class TestFormerOptions:
     def test_an_option_becomes_one_of_like(self):
         """A choice of rules is an option of `like`; the warning says what to write."""
         with pytest.warns(FutureWarning, match="write like='vllm:lag=0', or --like vllm:lag=0"):
-            config = RunConfig.for_mode(like="vllm", lag=0)
+            config = RunConfig(like="vllm", lag=0)
         assert str(config.like) == "vllm:lag=0"
         with pytest.warns(FutureWarning, match="write like='kvcore:null_block=true'"):
-            assert RunConfig.for_mode(null_block=True).batching.rules.null_block
+            assert RunConfig(null_block=True).build().batching.rules.null_block
         with pytest.warns(FutureWarning, match=r"write like=VLLM\("):
-            assert RunConfig.for_mode(like=VLLM(), lag=0).batching.rules.lag == 0
+            assert RunConfig(like=VLLM(), lag=0).like.lag == 0
 
     def test_a_field_of_batching_becomes_one_of_its_rules(self):
         """A choice of rules given to `Batching` is one of its rules."""
@@ -382,7 +383,7 @@ class TestFormerOptions:
         (tmp_path / "run.toml").write_text("lag = 1\n[batching]\nties = 'first'\n")
         with pytest.warns(FutureWarning, match="ties, lag: options of the rules"):
             config = RunConfig.from_toml(tmp_path / "run.toml")
-        assert (config.batching.rules.lag, config.batching.rules.ties) == (1, "first")
+        assert config.like == Spec("kvcore", {"lag": "1", "ties": "first"})
 
     def test_axes_of_a_sweep(self):
         """Axes of a sweep become values of the axis `like`."""

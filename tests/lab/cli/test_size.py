@@ -304,7 +304,7 @@ def test_as_many_requests_fit_as_the_pool_of_simulate_holds(name):
     tokens = 2 * chunk or 9_000 // size * size + size + 1
     device = "memory=8TB,bandwidth=3TB,flops=1P"
     fit = report(name, "--device", device, "--tokens", str(tokens))["fit"]
-    config = RunConfig.for_mode(model=name, device=device, tensor_parallel=1, codec="fp16")
+    config = RunConfig(model=name, device=device, tensor_parallel=1, codec="fp16")
     parts = config.build(workload=Zipf(requests=1, key_tokens=size))
     need = plan.blocks_for(tokens)
     assert fit.get("grouped_blocks", fit["blocks"]) == parts.blocks

@@ -33,7 +33,7 @@ def test_a_run_that_ends_early_is_judged_as_the_whole_one(
     first `held` of them. It carries any rate if it rejects requests or sessions wait.
     """
     workload = workload.replace("examples", str(request.config.rootpath / "examples"))
-    parts = RunConfig.for_mode("simulate", workload=workload, **options).build()
+    parts = RunConfig("simulate", workload=workload, **options).build()
     whole = parts.run()
     search = _Search(parts, whole, unseen, list(parts.workload))
     verdicts = []

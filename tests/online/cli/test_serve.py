@@ -25,7 +25,7 @@ from kvcore_online.supervision import log_as_json
 )
 def test_rules_of_an_engine_need_no_lag_to_be_left_out(like, lag):
     """Rules whose default is a lag are taken without it; one that was given is refused."""
-    config = _planned_late(RunConfig.for_mode("run", workload="zipf", like=like))
+    config = _planned_late(RunConfig("run", workload="zipf", like=like))
     assert built_rules(config.like).lag == lag
 
 

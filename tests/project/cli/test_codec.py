@@ -129,7 +129,7 @@ def test_instances_classes_and_functions_are_codecs():
     exec(THIRDS, names)  # noqa: S102 - the codec above
     thirds = names["Thirds"]
     for codec in (thirds(more=5), lambda: thirds(more=5)):
-        found = RunParts(RunConfig.for_mode(workload=SMALL, codec=codec, blocks=5)).describe()
+        found = RunParts(RunConfig(workload=SMALL, codec=codec, blocks=5)).describe()
         assert (found["codec"], found["bytes_per_block"]) == ("thirds:more=5", BLOCK)
     assert kvcore.simulate(SMALL, codec=thirds, blocks=50).latency.codec.more == 1
     rows = kvcore.compare(SMALL, "lru", memory=9 * BLOCK, codec=thirds(more=5)).rows
@@ -181,7 +181,7 @@ def test_the_earlier_key_works_with_a_warning(tmp_path):
     with pytest.warns(FutureWarning, match=notice):
         assert read_toml(tmp_path / "c.toml")["codec"].name == "fp8"
     with pytest.warns(FutureWarning, match=notice):
-        assert str(RunParts(RunConfig.for_mode(kv_dtype="fp8")).codec) == "fp8-e4m3"
+        assert str(RunParts(RunConfig(kv_dtype="fp8")).codec) == "fp8-e4m3"
     with pytest.warns(FutureWarning, match=notice):
         assert list(Grid("simulate", kv_dtype="bf16").axes) == ["codec"]
     with pytest.warns(FutureWarning, match=notice):
@@ -189,7 +189,7 @@ def test_the_earlier_key_works_with_a_warning(tmp_path):
     with pytest.warns(FutureWarning, match="'kv_dtype' of latency plugin 'roofline'"):
         assert Plugins().build("latency", "roofline:kv_dtype=fp8").codec == "fp8-e4m3"
     with pytest.raises(kvcore.InputError, match="'kv_dtype' is the earlier name of 'codec'"):
-        RunConfig.for_mode(kv_dtype="fp8", codec="fp8")
+        RunConfig(kv_dtype="fp8", codec="fp8")
 
 
 def test_a_codec_with_a_path_option_is_not_built_from_a_trace(thirds, tmp_path):
