@@ -109,7 +109,7 @@ def test_unknown_outputs_are_explained_in_the_headline():
     """If no request has a first token, the headline explains why, and amounts are left out."""
     unknown = dict.fromkeys(("ttft_s", "tpot_s", "itl_s", "throughput_tokens_s", "goodput"))
     report = SimulationReport(summary(**unknown), CONFIG)
-    assert "Lengths of outputs are unknown: no request asks for any." in report.headline
+    assert "outputs are unknown: no completed request asks for any." in report.headline
     assert not {"throughput", "goodput", "within the SLO"} & {row[0] for row in report.amounts}
 
 

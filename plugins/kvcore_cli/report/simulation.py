@@ -300,8 +300,8 @@ class SimulationReport(NamedTuple):
             )
         if completed and self.summary["ttft_s"] is None:
             ended += (
-                "\nLengths of outputs are unknown: no request asks for any. Prompts alone were "
-                "computed; nothing can be said of TTFT, TPOT, or what is generated."
+                "\nLengths of outputs are unknown: no completed request asks for any. Prompts "
+                "alone were computed; nothing can be said of TTFT, TPOT, or what is generated."
             )
         return ended
 
