@@ -119,6 +119,16 @@ def test_the_share_within_the_slo_is_of_judged_requests():
     assert amounts(slo=slo)["within the SLO"] == "75.0% of 2 judged (TTFT 30 s, E2E 60 s)"
 
 
+@pytest.mark.parametrize(
+    ("scale", "times"),
+    [(1e-9, "1e-09"), (0.0125, "0.0125"), (0.5, "0.5"), (2, "2"), (1234.5, "1,234")],
+)
+def test_the_headline_has_the_rate_however_slow(scale, times):
+    """A run at another rate says so with three digits, and never at 0 times the rate."""
+    headline = SimulationReport(summary(), CONFIG | {"rate_scale": scale}).headline
+    assert f" {times} times as fast as recorded," in " ".join(headline.split())
+
+
 def test_the_headline_names_workload_model_and_devices():
     """The headline has workload, model, devices, pool, load and outcome."""
     assert SimulationReport(summary(), CONFIG).headline.splitlines() == [

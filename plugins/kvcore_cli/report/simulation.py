@@ -289,7 +289,9 @@ class SimulationReport(NamedTuple):
     @property
     def _rate(self) -> str:
         scale = self.config["rate_scale"]
-        return "" if scale == 1 else f" {format_number(scale)} times as fast as recorded,"
+        # With three digits, however slow: 0 times as fast would be no run.
+        times = format_number(scale) if scale >= 1 else f"{scale:.3g}"
+        return "" if scale == 1 else f" {times} times as fast as recorded,"
 
     def _ended(self) -> str:
         completed, rejected = self.summary["completed"], self.summary["rejected"]
