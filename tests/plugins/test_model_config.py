@@ -142,7 +142,7 @@ def test_a_harmless_field_is_passed_over(read_model, field):
     ],
 )
 def test_a_field_of_the_makers_that_no_class_reads_is_passed_over(read_model, name, fields):
-    """What a published config has beside the fields of its class changes nothing."""
+    """Fields that a published config has beside those of its class change nothing."""
     assert read_model(CONFIGS[name] | fields) == read_model(CONFIGS[name])
 
 
