@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from numbers import Rational
 from typing import Any, Final
 
 from kvcore.errors import InputError, shorten
@@ -166,8 +167,8 @@ def picoseconds(seconds: float, what: str) -> int:
         InputError: negative, not a number, or 2^63 ps (106 days) and more.
     """
     limit = INT64_LIMIT // PS_PER_S
-    if not 0 <= seconds < limit:
-        msg = f"{what}={seconds} must be a number of seconds, from 0 and below {limit:,}"
+    if not (isinstance(seconds, Rational | float) and 0 <= seconds < limit):
+        msg = f"{what}={seconds!r} must be a number of seconds, from 0 and below {limit:,}"
         raise InputError(msg)
     return round(Fraction(seconds) * PS_PER_S)
 

@@ -98,10 +98,7 @@ class EvictionPolicy(Plugin):
         """
 
     def on_miss(self, request: Request, hit_blocks: int, now: int) -> None:
-        """Called when a first admission hit fewer blocks of its prompt than it could have.
-
-        No block has been evicted for this admission yet.
-        """
+        """Called before a first admission evicts, if it hit fewer blocks than it could have."""
 
     def on_queued(self, request: Request, now: int, *, front: bool = False) -> None:
         """Called when `request` enters the waiting queue: it arrived or was preempted.
@@ -183,11 +180,7 @@ class LazyHeap(Generic[Item]):
         self._entries.pop(item, None)
 
     def first_entry(self) -> tuple[Any, ...]:
-        """Return the lowest entry.
-
-        Raises:
-            LookupError: the queue is empty.
-        """
+        """Return the lowest entry. Raises LookupError if there is none."""
         heap, entries = self._heap, self._entries
         while heap:
             entry = heap[0]
@@ -253,7 +246,7 @@ class ScoreEviction(EvictionPolicy):
         """
 
     def changes_at(self, span: Span, now: int) -> int | None:
-        """Return the time in ns at which the score of `span` changes by itself, or None."""
+        """Return the ns after `now` at which the score of `span` changes by itself, or None."""
         return None
 
     def rescore(self, span: Span) -> None:
@@ -315,10 +308,13 @@ class ScoreEviction(EvictionPolicy):
         self._leaves.push(entry)
         if self._timed:
             due = self.changes_at(span, now)
-            if due is not None and due > now:
+            if due is None:
+                self._timers.discard(span)
+            elif type(due) is int and due > now:
                 self._timers.push((due, span.id, span))
             else:
-                self._timers.discard(span)
+                msg = f"changes_at() of {span!r} is {due!r}: give whole ns after {now}, or None"
+                raise ValueError(msg)
         return entry
 
     def _leave(self, span: Span) -> None:

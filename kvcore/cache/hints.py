@@ -124,12 +124,14 @@ def raise_expiry(span: Span, before: int | None, below: int | None) -> int | Non
     expires = span.expires
     if expires is None:
         return None
+    if type(expires) is not int or expires < 0:
+        msg = f"expires of {span!r} is {expires!r}: give whole ns from 0 on, or None"
+        raise ValueError(msg)
     if span.children and (before is None or expires < before):
         times = [child.expires for child in span.children.values()]
         below = None if None in times else max(filter(None, times), default=0)
     if below is None or expires < below:
-        span.expires = below
-        return below
+        span.expires = expires = below
     return expires
 
 

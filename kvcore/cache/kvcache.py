@@ -154,7 +154,9 @@ class KVCache:
             self._keeps = find_override(self.retention, "keeps")
             self.geometry.shares_output = self.retention.reads_all
             if self.retention.reads_all and not self.forgets:
-                self.retention = None  # it changes nothing, so a call would be wasted
+                # It changes nothing, so a call would be wasted: the cache is one without it.
+                plugins.remove(self.retention)
+                self.retention = None
         if trace is not None:
             trace.begin(
                 count=accounting,

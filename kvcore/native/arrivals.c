@@ -148,7 +148,7 @@ static int arrive(Core *c, PyObject *request, i64 now)
     if (!PyErr_Occurred()
         && (!job->prompt || bounded || length > (i128)c->tree.pool * c->tree.size
             || (c->in_one >= 0 && length > c->in_one)))
-        why = PyObject_CallMethod(c->loop, "unfit", "O", request);
+        why = PyObject_CallMethod(c->loop, "unfit", "(O)", request);
     if (PyErr_Occurred()) {
         free_job(job);
         return -1;

@@ -30,7 +30,7 @@ static int priority_failed(Core *c)
 {
     PyObject *error = take_exception();
     PyObject *batcher = get(c->loop, "batcher");
-    PyObject *done = batcher ? PyObject_CallMethod(batcher, "refuse_order", "O", error) : NULL;
+    PyObject *done = batcher ? PyObject_CallMethod(batcher, "refuse_order", "(O)", error) : NULL;
     Py_XDECREF(batcher), Py_XDECREF(done), Py_XDECREF(error);
     return -1;
 }

@@ -18,7 +18,7 @@ int flush_rows(Core *c)
     }
     COLUMNS(COLUMN)
 #undef COLUMN
-    PyObject *done = failed ? NULL : PyObject_CallMethod(c->log, "extend", "O", columns);
+    PyObject *done = failed ? NULL : PyObject_CallMethod(c->log, "extend", "(O)", columns);
     Py_XDECREF(columns), Py_XDECREF(done);
     rows->count = 0;
     return done && put(&rows->ids, PyList_New(0)) == 0 && put(&rows->tenants, PyList_New(0)) == 0

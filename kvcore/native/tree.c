@@ -418,7 +418,7 @@ static PyObject *next_victim(Tree *t, i64 *count)
     if (!is_leaf) {
         if (!PyErr_Occurred() && set_int(t->tree, "unpinned_blocks", t->unpinned) == 0)
             refuse(t, t->policy, PyUnicode_FromString("victim()"),
-                   PyObject_CallMethod(t->tree, "_why_not", "O", span));
+                   PyObject_CallMethod(t->tree, "_why_not", "(O)", span));
         Py_DECREF(span);
         return NULL;
     }
@@ -507,7 +507,7 @@ int tree_free_ahead(Tree *t, i64 blocks, PyObject *requester, i64 now, const i64
 /* Use the size of keys of the first request. */
 static int check_key_tokens(Tree *t, PyObject *request)
 {
-    PyObject *done = PyObject_CallMethod(t->geometry, "check_key_tokens", "O", request);
+    PyObject *done = PyObject_CallMethod(t->geometry, "check_key_tokens", "(O)", request);
     Py_XDECREF(done);
     if (!done)
         return -1;

@@ -163,10 +163,9 @@ class ServingLoop:
         waits = not batching.chunked and rules.unchunked == "wait"
         self._in_one = batching.max_tokens if waits else None
         # By the wall clock the front end takes its real time.
-        frontend_ps = picoseconds(latency.frontend, "frontend")
-        self._frontend_ns = frontend_ps // PS_PER_NS if executor.mode == "model" else 0
-        # Under a lag, or with a front end: jobs that have arrived and cannot be planned yet,
-        # with the time (ns) from which on they can.
+        frontend = picoseconds(latency.frontend, f"latency plugin {latency.name!r}: frontend")
+        self._frontend_ns = frontend // PS_PER_NS if executor.mode == "model" else 0
+        # Under a lag, or with a front end: jobs that cannot be planned before a time (ns).
         self._unseen: deque[tuple[int, Job]] = deque()
         self._lag = Lag() if rules.lag else None
         self._drafts: kvcore.Speculation | None = None

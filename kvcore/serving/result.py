@@ -107,12 +107,10 @@ class Outcome(Shown):
 
     @property
     def throughput_tokens_s(self) -> float | None:
-        """Output tokens of finished requests a second; None if none asks for any."""
+        """Output tokens of finished requests a second; None if none of them asks for any."""
         output, rejected = self.log.output, self.log.reasons
-        if not any(output):
-            return None
         generated = sum(output) - sum(output[row] for row in rejected)
-        return generated / self.simulated_s if self.simulated_s else None
+        return generated / self.simulated_s if generated and self.simulated_s else None
 
     @property
     def goodput(self) -> float | None:

@@ -255,7 +255,7 @@ class PolicyHost:
             if self._on_insert is not None:
                 self._call("on_insert", self._on_insert, span, now)
             if self._expires:
-                raise_expiry_above(span)
+                self._call("on_insert", raise_expiry_above, span)
             above = span
 
     def pin(self, block: Block) -> None:
@@ -345,7 +345,7 @@ class PolicyHost:
             if self._on_access is not None:
                 self._call("on_access", self._on_access, span, now)
             if self._expires:
-                below = raise_expiry(span, before, below)
+                below = self._call("on_access", raise_expiry, span, before, below)
 
     def hinted(self, block: Block, request: Request, now: int) -> None:
         """Apply the retention priorities of `request` to the path that ends at `block`."""
@@ -459,7 +459,9 @@ class PolicyHost:
     def expired(self, block: Block, now: int) -> bool:
         """Return True if a block has expired: the engine must not hit it, but drop it."""
         span = self._spans.get(block)
-        expires = None if span is None or span.ref_count else span.expires
+        if span is None or span.ref_count or not self._expires:
+            return False
+        expires = span.expires
         return expires is not None and expires <= now
 
     def clear(self) -> None:
@@ -559,10 +561,8 @@ class PolicyHost:
                     self._on_release(span, now)
                 except FAILURES as error:
                     self._fail(policy_error(self.eviction, "on_release", error), error)
-            if self._expires and span.children:
-                times = [child.expires for child in span.children.values()]
-                latest = None if None in times else max(filter(None, times), default=0)
-                raise_expiry(span, span.expires, latest)
+            if self._expires:
+                self._call("on_release", raise_expiry, span, None, 0)
             span = span.parent  # type: ignore[assignment]
 
     def _pin_orphan(self, block: Block, pins: int) -> None:
@@ -704,12 +704,15 @@ class PolicyHost:
     def _key(self, span: Span) -> Key:
         return span.path_keys[span.start // self._geometry.ratio]
 
-    def _call(self, method: str, hook: Callable[..., Any], *args: Any, **more: Any) -> None:
-        """Call a method of the policy, when the state of the host is consistent."""
+    def _call(self, method: str, hook: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        """Call a method of the policy, when the state of the host is consistent.
+
+        Errors of `hook`, which may also read what the method has stored, are the method's.
+        """
         try:
-            hook(*args, **more)
+            return hook(*args, **more)
         except FAILURES as error:
-            self._fail(policy_error(self.eviction, method, error), error)
+            return self._fail(policy_error(self.eviction, method, error), error)
 
     def _fail(self, failure: PolicyError, error: BaseException | None = None) -> None:
         """Raise `failure`, or replace the policy by `lru`."""

@@ -109,7 +109,7 @@ def test_unknown_outputs_are_explained_in_the_headline():
     """If no request has a first token, the headline explains why, and amounts are left out."""
     unknown = dict.fromkeys(("ttft_s", "tpot_s", "itl_s", "throughput_tokens_s", "goodput"))
     report = SimulationReport(summary(**unknown), CONFIG)
-    assert "Lengths of outputs are unknown: no request asks for any." in report.headline
+    assert "outputs are unknown: no completed request asks for any." in report.headline
     assert not {"throughput", "goodput", "within the SLO"} & {row[0] for row in report.amounts}
 
 
@@ -117,6 +117,16 @@ def test_the_share_within_the_slo_is_of_judged_requests():
     """The share within the SLO is that of the judged requests, whose number is shown."""
     slo = summary()["slo"] | {"judged": 2}
     assert amounts(slo=slo)["within the SLO"] == "75.0% of 2 judged (TTFT 30 s, E2E 60 s)"
+
+
+@pytest.mark.parametrize(
+    ("scale", "times"),
+    [(1e-9, "1e-09"), (0.0125, "0.0125"), (0.5, "0.5"), (2, "2"), (1234.5, "1,234")],
+)
+def test_the_headline_has_the_rate_however_slow(scale, times):
+    """A run at another rate says so with three digits, and never at 0 times the rate."""
+    headline = SimulationReport(summary(), CONFIG | {"rate_scale": scale}).headline
+    assert f" {times} times as fast as recorded," in " ".join(headline.split())
 
 
 def test_the_headline_names_workload_model_and_devices():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -244,11 +246,14 @@ def test_seconds_are_converted_to_the_nearest_picosecond(seconds, expected):
     assert picoseconds(seconds, "step") == expected
 
 
-@pytest.mark.parametrize("seconds", [-1e-9, float("nan"), float("inf"), 1e7])
+@pytest.mark.parametrize(
+    "seconds",
+    [-1e-9, float("nan"), float("inf"), 1e7, None, "0.1", [0.1], (1,), 1j, Decimal("NaN")],
+)
 def test_an_invalid_time_of_a_step_is_refused(seconds):
     """An invalid time of a step raises InputError with the caller's name and the bounds."""
     with pytest.raises(InputError) as caught:
         picoseconds(seconds, "linear: step")
     assert str(caught.value) == (
-        f"linear: step={seconds} must be a number of seconds, from 0 and below 9,223,372"
+        f"linear: step={seconds!r} must be a number of seconds, from 0 and below 9,223,372"
     )

@@ -249,6 +249,14 @@ def test_invalid_times_of_a_latency_model_are_refused(pieces, message):
         compute([text("a")], latency=Wrong())
 
 
+@pytest.mark.parametrize("frontend", [None, "0.1", -1.0])
+def test_an_invalid_time_of_a_front_end_is_refused(frontend):
+    """A latency model whose front end takes no time that is one raises, with its name."""
+    model = type("Wrong", (LatencyModel,), {"name": "wrong", "frontend": frontend})()
+    with pytest.raises(InputError, match=r"latency plugin 'wrong': frontend=.* must be a num"):
+        compute([text("a")], latency=model)
+
+
 def test_without_stop_at_eos_end_tokens_end_nothing():
     """Without `stop_at_eos` the output has the requested length, end tokens included."""
     run = compute([text("a")], generator=Exact(ending=100))

@@ -472,6 +472,30 @@ def test_the_fallback_evicts_as_lru(method, seed, caplog):
     assert "failing" in str(host.failure)
 
 
+@pytest.mark.parametrize("time", [float("nan"), -5, "soon"])
+@pytest.mark.parametrize("method", ["on_insert", "on_access", "on_release"])
+def test_a_time_of_expiry_that_is_none_is_a_failure(method, time):
+    """A policy that stores in `expires` what is no time is replaced by `lru`."""
+
+    def sets(policy, span, now):
+        getattr(LRU, method)(policy, span, now)
+        span.expires = time
+
+    policy = type("Wrong", (LRU,), {"name": "wrong", "expires_spans": True, method: sets})()
+    host = make(policy, fallback=True)
+    release(host, store(host, "ab"))
+    store(host, "c", below="b")
+    for block in "abc":
+        host.pin(block)
+    host.hit("abc", 1, 1)
+    release(host, "abc")
+    release(host, "c")
+    assert (host.failures, host.eviction.name) == (1, "lru")
+    assert "(): expires of" in str(host.failure)
+    assert not any(host.expired(block, 2) for block in "abc")
+    assert host.victims(3, now=2) == ["c", "b", "a"]
+
+
 def test_environment_variables_set_the_policy_and_the_trace(tmp_path):
     """KVCORE_EVICTION is a policy with options or a TOML file; KVCORE_TRACE a trace file."""
     plain = HostSettings.from_environment({"KVCORE_EVICTION": "slru:protected=0.5"})

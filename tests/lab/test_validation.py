@@ -207,7 +207,7 @@ def test_a_bad_cell_is_named(path, change, reason):
         ("model,model\na,b\n", ":1: two columns are called 'model'"),
         ("model,device\na\n", ":2: 1 cells under 2 columns"),
         ('{"model": \n', ":1: not a JSON object"),
-        ('model\n"a\n', ":2: not a row of a table"),
+        ('model\n"a\n', ":2: not a row of a table: a quoted cell has no end on this line"),
         ("model,device\n", "none of 0 rows can be simulated"),
     ],
 )

@@ -290,6 +290,22 @@ LEFT_OUT = {
         {"messages": USER, "usage": {"prompt_tokens": -4, "completion_tokens": 1}},
         "not readable",
     ),
+    "a prompt beyond 63 bits": (
+        {"messages": USER, "usage": {"prompt_tokens": 2**63, "completion_tokens": 1}},
+        "not readable",
+    ),
+    "parts of a prompt beyond 63 bits": (
+        {
+            "messages": USER,
+            "usage": dict.fromkeys(("input_tokens", "cache_read_input_tokens"), 2**62)
+            | {"output_tokens": 1},
+        },
+        "not readable",
+    ),
+    "an answer beyond 63 bits": (
+        {"messages": USER, "usage": {"prompt_tokens": 9, "completion_tokens": 1e30}},
+        "not readable",
+    ),
 }
 
 

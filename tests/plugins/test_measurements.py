@@ -83,7 +83,7 @@ def test_work_in_windows_follows_from_the_attended_pairs():
         (f"{HEADER}\n", "steps.csv: no rows after the header"),
         (f"{HEADER}\n1,2,3\n", "steps.csv:2: expected 4 cells, as in the header, got 3"),
         (f"{HEADER}\n1,2,3,4,5\n", "steps.csv:2: expected 4 cells, as in the header, got 5"),
-        (f'{HEADER}\n1,2,3,"4\n', "steps.csv:2: not CSV in UTF-8: unexpected end of data"),
+        (f'{HEADER}\n1,2,3,"4\n', "steps.csv:2: not CSV in UTF-8: a quoted cell has no end"),
         (
             f"{HEADER}\n1,2,3,4\n-1,2,3,4\n",
             "steps.csv:3: prefill_tokens: expected a whole number",

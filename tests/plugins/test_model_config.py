@@ -134,6 +134,25 @@ def test_a_harmless_field_is_passed_over(read_model, field):
     assert read_model(LLAMA | {field: 5}) == read_model(LLAMA)
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("gemma-2-9b", {"sliding_window_size": 4096}),
+        ("phi-4-mini", {"full_attn_mod": 1, "interpolate_factor": 1}),
+    ],
+)
+def test_a_field_of_the_makers_that_no_class_reads_is_passed_over(read_model, name, fields):
+    """Fields that a published config has beside those of its class change nothing."""
+    assert read_model(CONFIGS[name] | fields) == read_model(CONFIGS[name])
+
+
+def test_gemma_2_has_the_window_of_its_class_where_none_is_named(read_model):
+    """A second field for the window is no window, and leaves that of the class."""
+    fields = CONFIGS["gemma-2-9b"]
+    unnamed = without(fields, "sliding_window") | {"sliding_window_size": 512}
+    assert read_model(unnamed) == read_model(fields)
+
+
 def test_no_family_reads_a_harmless_field():
     """A field that some family reads for its size is not harmless in another one."""
     read = {"sliding_window", "num_kv_shared_layers", "index_topk", "kv_lora_rank", "head_dim"}

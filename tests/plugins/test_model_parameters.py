@@ -17,8 +17,11 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SAME_CLASS = {"kimi_k2": "deepseek_v3", "qwen2_5_vl": None, "qwen2_vl": None}
-"""Types that transformers reads as another one; None: its config has the text's inside."""
+SAME_CLASS = {"kimi_k2": "deepseek_v3"}
+"""Types that transformers reads as another one."""
+
+FLAT = ["qwen2_5_vl", "qwen2_vl"]
+"""Types whose config may have the fields of the language model beside `vision_config`."""
 
 NO_CLASS = {"mimo", "nemotron-nas"}
 
@@ -123,9 +126,23 @@ def test_each_option_of_a_family_changes_the_parameters_as_in_its_class(kind, fi
     assert model_of(written, kind, kind).parameters == counted(config)
 
 
+@pytest.mark.parametrize("kind", FLAT)
+def test_the_fields_of_a_text_model_may_stand_beside_its_vision_tower(kind):
+    """A config without `text_config` is one of the language model, as its class reads it."""
+    text = transformers.CONFIG_MAPPING[f"{kind}_text"](num_hidden_layers=3).to_dict()
+    towers = transformers.CONFIG_MAPPING[kind]().to_dict()
+    fields = {**towers, **text, "model_type": kind, "dtype": "bfloat16"}
+    del fields["text_config"]
+    assert fields["vision_config"]
+    config = transformers.CONFIG_MAPPING[kind](**copy.deepcopy(fields)).text_config
+    model = model_of(fields, kind, kind)
+    assert model.parameters == counted(config)
+    assert (model.layers, model.kv_heads) == (3, config.num_key_value_heads)
+
+
 def test_each_family_of_transformers_is_compared():
     """A family without a class in transformers is named here, any other one is compared."""
-    compared = {kind for kind, _ in VARIANTS} | set(map(kind_of, DISTINCT))
+    compared = {kind for kind, _ in VARIANTS} | set(map(kind_of, DISTINCT)) | set(FLAT)
     left = set(FAMILIES) - compared - NO_CLASS
     assert left <= SAME_CLASS.keys() | {"granitemoehybrid"}
     assert all(kind not in transformers.CONFIG_MAPPING for kind in NO_CLASS)

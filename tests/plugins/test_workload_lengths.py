@@ -158,7 +158,7 @@ def test_whole_numbers_may_have_a_point(tmp_path):
         ("0", "field 'timestamp': expected a number.* the field is missing"),
         ("0,9999-12-31,1,1", "field 'timestamp': expected a time less than 292 years after"),
         ("0,2,1,1,5", "field 'output_tokens': expected the last column"),
-        ('0,2,"1,1', "not a row of a table: unexpected end of data"),
+        ('0,2,"1,1', "not a row of a table: a quoted cell has no end on this line; a row is"),
     ],
 )
 def test_bad_field_is_named(tmp_path, row, complaint):

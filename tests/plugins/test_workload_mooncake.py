@@ -167,11 +167,47 @@ def test_times_with_fractions_are_seconds(tmp_path):
     workload = Mooncake(path)
     assert [request.arrival for request in workload] == [0, 5 * 10**8]
     assert workload.notes == [
-        "times in 'timestamp' are read as s, since they have a fraction: unit= says otherwise"
+        "times in 'timestamp' are read as s, since some have a fraction: unit= says otherwise"
     ]
     workload = Mooncake(path, unit="ms")
     assert [request.arrival for request in workload] == [0, 5 * 10**5]
     assert workload.notes == []
+
+
+@pytest.mark.parametrize("write_time", [float, str, lambda time: str(float(time))])
+@pytest.mark.parametrize(
+    ("times", "arrivals"),
+    [
+        ([0, 1.5, 3.25], [0, 1_500 * 10**6, 3_250 * 10**6]),
+        ([0, 1_000, 2_000], [0, 10**9, 2 * 10**9]),
+    ],
+)
+def test_the_unit_follows_from_the_values_of_times(tmp_path, times, arrivals, write_time):
+    """Numbers and texts of equal value have one unit; a whole number with a point is whole."""
+    numbers, others = (
+        Mooncake(write(tmp_path / name, *(ROW | {"timestamp": each(time)} for time in times)))
+        for name, each in (("numbers.jsonl", lambda time: time), ("others.jsonl", write_time))
+    )
+    assert [request.arrival for request in others] == arrivals
+    assert [request.arrival for request in numbers] == arrivals
+    assert others.notes == numbers.notes
+
+
+def test_whole_times_of_bailian_are_seconds(tmp_path):
+    """The unit of Qwen-Bailian's traces is known, whether or not times have a fraction."""
+    rows = [row | {"timestamp": float(round(row["timestamp"]))} for row in BAILIAN]
+    arrivals = [request.arrival for request in Mooncake(write(tmp_path / "t.jsonl", *rows))]
+    assert arrivals == [0, 10**9, 30 * 10**9, 50 * 10**9]
+
+
+@pytest.mark.parametrize("last", [200.5, "200.5"])
+def test_a_fraction_behind_the_first_rows_is_noted(tmp_path, last):
+    """Where the first hundred times are whole, a later fraction is noted, no unit."""
+    rows = [ROW | {"timestamp": time} for time in (*range(200), last)]
+    workload = Mooncake(write(tmp_path / "t.jsonl", *rows))
+    assert [request.arrival for request in workload][-1] == 200_500_000
+    (note,) = (note for note in workload.notes if "fraction" in note)
+    assert "read as ms, since the first 100 are whole, but later ones have a fraction" in note
 
 
 def test_sessions_of_aiperf_are_closed_loops(tmp_path):

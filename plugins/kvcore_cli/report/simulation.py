@@ -289,7 +289,9 @@ class SimulationReport(NamedTuple):
     @property
     def _rate(self) -> str:
         scale = self.config["rate_scale"]
-        return "" if scale == 1 else f" {format_number(scale)} times as fast as recorded,"
+        # With three digits, however slow: 0 times as fast would be no run.
+        times = format_number(scale) if scale >= 1 else f"{scale:.3g}"
+        return "" if scale == 1 else f" {times} times as fast as recorded,"
 
     def _ended(self) -> str:
         completed, rejected = self.summary["completed"], self.summary["rejected"]
@@ -300,8 +302,8 @@ class SimulationReport(NamedTuple):
             )
         if completed and self.summary["ttft_s"] is None:
             ended += (
-                "\nLengths of outputs are unknown: no request asks for any. Prompts alone were "
-                "computed; nothing can be said of TTFT, TPOT, or what is generated."
+                "\nLengths of outputs are unknown: no completed request asks for any. Prompts "
+                "alone were computed; nothing can be said of TTFT, TPOT, or what is generated."
             )
         return ended
 

@@ -23,6 +23,7 @@ from kvcore_cluster.options import OF_REPLICAS
 from kvcore_lab.measured.measurement import Measured
 from kvcore_lab.measured.samples import COLUMNS as SAMPLE_COLUMNS
 from kvcore_lab.measured.samples import read_samples, samples_path
+from kvcore_plugins.csv_rows import split_row
 
 MEASURES = ("ttft", "tpot", "throughput")
 """The columns of measured values: mean seconds, mean seconds, output tokens per second."""
@@ -114,7 +115,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise InputError(msg) from error
             continue
         try:
-            (cells,) = csv.reader([line.decode().rstrip("\r\n")], strict=True)
+            cells = split_row(line.decode())
         except (csv.Error, UnicodeDecodeError) as error:
             msg = f"{path}:{line_number}: not a row of a table: {error}"
             raise InputError(msg) from error

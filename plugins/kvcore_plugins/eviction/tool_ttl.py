@@ -141,9 +141,10 @@ class ToolTTL(ScoreEviction):
         return values[_bucket(now - since)] * span.loss_seconds
 
     def changes_at(self, span: Span, now: int) -> int | None:
-        """Return when the age of `span` enters the next bucket, in ns."""
+        """Return when the age of `span` enters the next bucket, in ns; None: never."""
         since: int = span.data[1]
-        return since + (1 << (_SHIFT + _bucket(now - since)))
+        bucket = _bucket(now - since)
+        return since + (1 << (_SHIFT + bucket)) if bucket < _BUCKETS - 1 else None
 
     def _give_up(self, wait: Wait, now: int) -> None:
         self._counts(self._given_up, wait[2])[_bucket(now - wait[3])] += 1

@@ -15,6 +15,7 @@ from kvcore.models.cost import attended_pairs
 from kvcore.serving.latency import StepWork, Windows
 from kvcore.units import INT64_LIMIT, NS_PER_S, PS_PER_NS, picoseconds
 from kvcore.workloads.files import lines
+from kvcore_plugins.csv_rows import split_row
 
 COUNTS = ("prefill_tokens", "decode_sequences", "context_tokens")
 """Columns with the work of a step."""
@@ -131,7 +132,7 @@ def write_steps(file: TextIO, steps: Iterable[MeasuredStep]) -> None:
 
 def _cells(path: Path, line_number: int, line: bytes) -> list[str]:
     try:
-        return next(csv.reader([line.decode().rstrip("\r\n")], strict=True))
+        return split_row(line.decode())
     except (UnicodeDecodeError, csv.Error) as error:
         msg = f"{path}:{line_number}: not CSV in UTF-8: {error}"
         raise InputError(msg) from error

@@ -164,6 +164,9 @@ _QWEN_2: dict[str, Any] = {
     "known": named("sliding_window max_window_layers decoder_sparse_step"),
 }
 
+# A config of these has the fields of the language model beside those of the vision tower.
+_QWEN_2_VL = _QWEN_2 | {"known": _QWEN_2["known"] | {"vision_config"}}
+
 _QWEN_3: dict[str, Any] = {
     "qk_norm": True,
     "window": Window(by_default=False),
@@ -257,7 +260,13 @@ FAMILIES: Mapping[str, Family] = {
         ),
     ),
     "gemma": Family(defaults=_TIED),
-    "gemma2": Family(norms=4, window=Window(full_every=2), defaults=_TIED),
+    "gemma2": Family(
+        norms=4,
+        window=Window(full_every=2),
+        defaults=_TIED | {"sliding_window": 4096},
+        # It stands beside `sliding_window`, which alone is read by the class.
+        known=named("sliding_window_size"),
+    ),
     "gemma3_text": Family(
         **_GEMMA_3,
         window=Window(full_every=6),
@@ -437,12 +446,14 @@ FAMILIES: Mapping[str, Family] = {
         ),
     ),
     "phi": Family(final_norms=2, gated=False, head_bias=True, **_BIASED),
-    "phi3": Family(window=Window()),
+    "phi3": Family(
+        window=Window(), only={"full_attn_mod": 1}, known=named("interpolate_factor")
+    ),
     "qwen2": Family(**_QWEN_2),
-    "qwen2_5_vl": Family(**_QWEN_2),
+    "qwen2_5_vl": Family(**_QWEN_2_VL),
     "qwen2_5_vl_text": Family(**_QWEN_2),
     "qwen2_moe": Family(experts=Experts("num_experts"), **_QWEN_2),
-    "qwen2_vl": Family(**_QWEN_2),
+    "qwen2_vl": Family(**_QWEN_2_VL),
     "qwen2_vl_text": Family(**_QWEN_2),
     "qwen3": Family(**_QWEN_3),
     "qwen3_5_moe_text": Family(**_QWEN_NEXT, experts=Experts("num_experts")),

@@ -14,6 +14,7 @@ import attrs
 
 from kvcore import InputError
 from kvcore.workloads import lines
+from kvcore_plugins.csv_rows import split_row
 from kvcore_plugins.workload.file_workload import FileWorkload
 from kvcore_plugins.workload.rows import Row, parse_row
 from kvcore_plugins.workload.times import HEAD, find_times
@@ -286,6 +287,5 @@ def _cells(path: Path, line_number: int, line: bytes, delimiter: str) -> list[st
 
 
 def _split(line: bytes, delimiter: str) -> list[str]:
-    text = line.decode(errors="replace").rstrip("\r\n")
-    (cells,) = csv.reader([text], delimiter=delimiter, strict=True, skipinitialspace=True)
+    cells = split_row(line.decode(errors="replace"), delimiter, skip_spaces=True)
     return [cell.strip() for cell in cells]

@@ -23,7 +23,7 @@ from kvcore.units import INT64_LIMIT
 from kvcore.workloads import file_digest, json_fields, lines
 from kvcore_plugins.workload._plain import json_reader
 from kvcore_plugins.workload.rows import Row, by_options, parse_row, time_order
-from kvcore_plugins.workload.times import HEAD, UNITS, Clock, Timed, TimeOrder
+from kvcore_plugins.workload.times import HEAD, UNITS, Clock, Timed, TimeOrder, has_fraction
 
 if TYPE_CHECKING:
     from kvcore_plugins.workload._sessions import Pending
@@ -57,9 +57,10 @@ class Mooncake(Workload):
     - Dynamo's own request traces (`event_type`, `request.replay`).
 
     A request of a session is sent after the one before it, or that it names: a closed loop.
-    Times are milliseconds, unless they have a fraction or count from 1970; rows are sorted by
-    time, and arrivals count from the first. The id of a request is its row, from 0. Ids of
-    blocks are whole numbers of up to 64 bits, or hexadecimal texts.
+    Times are milliseconds; seconds if one of the first hundred has a fraction; or what their
+    size tells if they count from 1970. Rows are sorted by time, and arrivals count from the
+    first. The id of a request is its row, from 0. Ids of blocks are whole numbers of up to 64
+    bits, or hexadecimal texts.
 
     Source: Qin et al., Mooncake, FAST'25; Wang et al., KVCache cache in the wild, ATC'25;
     AIPerf, `docs/benchmark-modes/trace-replay.md`; Dynamo, `docs/agents/agent-tracing.md`.
@@ -176,12 +177,16 @@ class _Reading:
         self._chained = options.chain or self._bailian
         self._key_tokens = options.key_tokens
         self._found_key_tokens = options.found_key_tokens
-        fraction = any(type(row.fields.get("timestamp")) is float for row in head)
-        self._clock = Clock("timestamp", options.unit, "s" if fraction else "ms")
+        fraction = any(has_fraction(row.fields.get("timestamp")) for row in head)
+        in_seconds = self._bailian or fraction
+        self._clock = Clock("timestamp", options.unit, "s" if in_seconds else "ms")
         # Of the published formats the unit is known.
         self._clock.reason = (
-            "" if self._bailian or not fraction else "since they have a fraction"
+            "" if self._bailian or not fraction else "since some have a fraction"
         )
+        # Whether later times have a fraction, although milliseconds are assumed.
+        self._late_fraction = False
+        self._may_be_seconds = options.unit is None and not in_seconds
         self._order: TimeOrder = time_order("timestamp", self._row)
         self.closed = any(row.fields.get(name) is not None for row in head for name in _SESSION)
         self._untimed = all(row.fields.get("timestamp") is None for row in head)
@@ -246,6 +251,11 @@ class _Reading:
     def notes(self) -> list[str]:
         """Return what was assumed of the rows so far."""
         notes = self._order.notes(self._clock)
+        if self._late_fraction and not self._clock.guess:
+            notes.append(
+                f"times in 'timestamp' are read as ms, since the first {HEAD} are whole, but "
+                "later ones have a fraction: unit= says otherwise"
+            )
         if self._found_key_tokens:
             notes.append(
                 f"a key stands for {self._key_tokens} tokens, as the first rows have it"
@@ -329,16 +339,19 @@ class _Reading:
 
     def _timed(self) -> Iterator[Timed[Row | Request]]:
         clock, latest, lacks_times = self._clock, 0, self.closed or self._untimed
-        read = clock.read
+        read, may_be_seconds = clock.read, self._may_be_seconds
         for serial, row in enumerate(self._rows):
             if isinstance(row, Request):
                 latest = row.arrival
                 yield latest, serial, row
                 continue
-            time = read(row.fields.get("timestamp"))
+            value = row.fields.get("timestamp")
+            time = read(value)
             if time is not None:
                 latest = time
-            elif row.fields.get("timestamp") is not None or not lacks_times:
+                if may_be_seconds and type(value) is not int and has_fraction(value):
+                    self._late_fraction = True
+            elif value is not None or not lacks_times:
                 latest = row.time("timestamp", clock)  # an error
             # A turn without a time comes after the one before it, whatever its time.
             yield latest, serial, row

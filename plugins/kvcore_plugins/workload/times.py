@@ -186,6 +186,16 @@ class Clock:
         return time if -INT64_LIMIT < time < INT64_LIMIT else None
 
 
+def has_fraction(value: Any) -> bool:
+    """Return True if a time is a number, perhaps as a text, that is not whole: 1.5, not 1.0."""
+    if type(value) is float:
+        return not value.is_integer()
+    if type(value) is not str or re.fullmatch(_NUMBER, value.strip()) is None:
+        return False
+    number = Decimal(value.strip())
+    return number != number.to_integral_value()
+
+
 def moment(text: str) -> int | None:
     """Return the ns since 1970 of a date and time of ISO 8601; None for other texts.
 

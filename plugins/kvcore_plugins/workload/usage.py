@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from kvcore.units import INT64_LIMIT
 from kvcore_plugins.workload.rows import Row
 
 USAGE_FIELDS = ("usage", "usageMetadata", "usage_metadata", "usage_details", "usageDetails")
@@ -70,6 +71,8 @@ _REASONING = (
 )  # fmt: skip
 _REASONING_BESIDE = ("thoughtstokencount", "outputreasoningtokens")
 _TOOL_RESULTS = ("tooluseprompttokencount",)
+# What is the sum of a few counts is below 2^63 as well.
+_COUNT_LIMIT = INT64_LIMIT >> 3
 _COUNT_NAMES = frozenset((
     *_PROMPT[:-1], *_INPUT[:-1], *_OUTPUT[:-2], *_TOTAL[:-1], *_READ_INSIDE, *_READ_BESIDE,
     *_WRITTEN_INSIDE, *_WRITTEN_BESIDE, *_REASONING, *_REASONING_BESIDE,
@@ -134,9 +137,9 @@ class _Counts:
         value = self.values[name]
         if type(value) is float and value.is_integer():
             value = int(value)
-        if type(value) is int and value >= 0:
+        if type(value) is int and 0 <= value < _COUNT_LIMIT:
             return value
-        expected = "a whole number of tokens, at least 0"
+        expected = f"a whole number of tokens, from 0 to {_COUNT_LIMIT - 1}"
         raise self.row.error(field=self.spelled[name], expected=expected, got=value)
 
 

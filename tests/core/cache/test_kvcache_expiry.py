@@ -16,7 +16,7 @@ from helpers.caches import (
     table,
 )
 
-from kvcore import KVCache, OutOfBlocks
+from kvcore import KVCache, OutOfBlocks, PolicyError
 from kvcore.testing.harness import EVEN, FORKS, Driver, Traffic, random_steps, snapshot
 from kvcore_plugins.eviction import TTL
 
@@ -223,6 +223,20 @@ def test_the_end_of_a_use_raises_its_ancestors():
     assert expiries(cache) == {"|ab": 60, "ab|c": 60}
     cache.close(two, 51)
     assert expiries(cache) == {"|ab": 61, "ab|c": 60}
+
+
+@pytest.mark.parametrize("time", [float("nan"), float("inf"), 0.5, -5, "soon"])
+@pytest.mark.parametrize("method", ["on_insert", "on_access", "on_release"])
+def test_a_time_of_expiry_that_is_no_whole_number_is_refused(method, time):
+    """A policy that stores in `expires` what is no time is named, once the span is released."""
+
+    def sets(_, span, __):
+        span.expires = time
+
+    policy = type("Wrong", (Mortal,), {"name": "wrong", method: sets})()
+    cache = make(12, policy)
+    with pytest.raises(PolicyError, match=rf"'wrong' .* expires of .* is {time!r}: give whole"):
+        serve(cache, "ab", "ab")
 
 
 def test_a_span_may_expire_at_time_0():

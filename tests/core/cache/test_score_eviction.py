@@ -8,7 +8,7 @@ import attrs
 import pytest
 from helpers.caches import make, serve, spans
 
-from kvcore import ScoreEviction
+from kvcore import PolicyError, ScoreEviction
 
 
 class Backwards(ScoreEviction):
@@ -142,3 +142,16 @@ def test_a_score_that_changes_no_more_is_not_computed_again():
     policy.rescore(spans(cache)["|a"])
     policy.victim(10)
     assert policy.computed == 2
+
+
+@pytest.mark.parametrize("due", [float("nan"), float("inf"), 7.5, 3, -5, "soon"])
+def test_a_time_of_change_that_is_none_is_refused(due):
+    """A `changes_at` that is no whole number, or not in the future, raises PolicyError."""
+    policy = type(
+        "Wrong",
+        (ScoreEviction,),
+        {"name": "wrong", "score": lambda *_: 0, "changes_at": lambda *_: due},
+    )()
+    cache = make(4, policy, accounting="keys")
+    with pytest.raises(PolicyError, match=rf"'wrong' .* is {due!r}: give whole ns after 3, or"):
+        serve(cache, "a", now=3)

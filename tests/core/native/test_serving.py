@@ -221,10 +221,12 @@ def test_a_method_that_cannot_be_called_is_an_error_of_its_policy(method):
     [
         lambda *_: None,
         lambda *_: 7,
+        lambda *_: (1, 2),
+        lambda policy, _: (next(iter(policy._order)),),
         lambda policy, _: next(iter(policy._order)).parent,
         lambda policy, _: next(reversed(policy._order)),
     ],
-    ids=["none", "number", "parent", "newest"],
+    ids=["none", "number", "tuple", "span in a tuple", "parent", "newest"],
 )
 def test_a_wrong_victim_is_refused_in_the_same_words(answer):
     """A victim that is no unpinned leaf ends the run with the error that Python gives."""

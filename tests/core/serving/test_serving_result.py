@@ -127,6 +127,13 @@ def test_a_request_without_output_has_no_first_token():
     assert result.summary()["ttft_s"] is None
 
 
+@pytest.mark.parametrize("bounds", [{}, {"max_model_len": 100}])
+def test_what_a_rejected_request_asks_for_is_no_throughput(bounds):
+    """There is no throughput if the only request with an output was rejected, why ever."""
+    result = run([ask("none", output=0), ask("huge", prompt=4001, output=3)], **bounds)
+    assert result.throughput_tokens_s is None
+
+
 def test_the_summary_of_three_requests():
     """The summary of three requests has the counts, rates and times calculated by hand."""
     summary = three().summary()

@@ -124,7 +124,7 @@ def test_unknown_outputs_are_reported(tmp_path):
     path = tmp_path / "mine.jsonl"
     write_rows(path, *(row | {"timestamp": t} for t in range(3)))
     out = run(path)
-    assert "Lengths of outputs are unknown: no request asks for any." in out
+    assert "Lengths of outputs are unknown: no completed request asks for any." in out
     assert not [name for name in ("within the SLO", "goodput", "tokens/s") if name in out]
 
 
