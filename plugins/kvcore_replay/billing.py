@@ -22,7 +22,6 @@ from kvcore_plugins.workload.usage import Usage
 from kvcore_replay.pricing import HOUR, PriceModel, find_price
 
 _HOUR_NS = int(HOUR) * NS_PER_S
-_NEVER = -(1 << 80)
 
 
 class Charge(NamedTuple):
@@ -142,16 +141,19 @@ def hit_charge(price: PriceModel, request: Request, hit: int) -> Charge:
     """
     prompt, keyed = request.prompt_tokens, len(request.keys) * request.key_tokens
     read, stored = (price.cacheable(min(tokens, prompt)) for tokens in (hit, keyed))
-    return _charge(price, prompt, read, stored, price.ttl_ns, request.output_tokens)
+    stored = max(read, stored)
+    return _charge(price, request, read, stored if price.ttl_ns >= _HOUR_NS else read, stored)
 
 
-def _charge(
-    price: PriceModel, prompt: int, read: int, stored: int, ttl_ns: int, output: int
-) -> Charge:
-    """Return the charge of a prompt whose tokens `[read, stored)` are written to the cache."""
-    written = max(stored - read, 0) if price.write is not None else 0
-    long = written if ttl_ns >= _HOUR_NS else 0
-    return Charge(prompt - read - written, read, written - long, long, output)
+def _charge(price: PriceModel, request: Request, read: int, long: int, stored: int) -> Charge:
+    """Return the charge of a prompt whose tokens from `read` to `stored` are written.
+
+    Those up to `long` are written for an hour. Where writing has no price, none are.
+    """
+    if price.write is None:
+        long = stored = read
+    uncached = request.prompt_tokens - stored
+    return Charge(uncached, read, stored - long, long - read, request.output_tokens)
 
 
 class PromptCache:
@@ -178,11 +180,10 @@ class PromptCache:
 
     def charge(self, request: Request, now: int) -> Charge:
         """Return the charge of a request that arrives at `now` (ns), and store its prompt."""
-        size, output = PromptSize.from_request(request, self._price), request.output_tokens
         serve = self._entry if self._price.breakpoints else self._prefix
-        return serve(request, size, now, output)
+        return serve(request, PromptSize.from_request(request, self._price), now)
 
-    def _prefix(self, request: Request, size: PromptSize, now: int, output: int) -> Charge:
+    def _prefix(self, request: Request, size: PromptSize, now: int) -> Charge:
         """Serve a prompt by a rule that finds any common prefix again."""
         price, used = self._price, self._used
         keys = full_keys(request, size)
@@ -191,9 +192,10 @@ class PromptCache:
         read, stored = (
             price.cacheable(size.scaled(count * size.key)) for count in (live, len(keys))
         )
-        return _charge(price, size.billed, read, stored, price.ttl_ns, output)
+        long = stored if price.ttl_ns >= _HOUR_NS else read
+        return _charge(price, request, read, long, stored)
 
-    def _entry(self, request: Request, size: PromptSize, now: int, output: int) -> Charge:
+    def _entry(self, request: Request, size: PromptSize, now: int) -> Charge:
         """Serve a prompt by a rule that finds only prefixes that end at a breakpoint."""
         price, entries = self._price, self._entries
         ends, path, marks, lookback = self._path(request, size)
@@ -213,11 +215,7 @@ class PromptCache:
                 entries[path[mark]] = now + ttl, ttl
                 stored = max(stored, end)
                 long = max(long, end) if ttl >= _HOUR_NS else long
-        first = _charge(price, size.billed, read, long, _HOUR_NS, output)
-        rest = _charge(price, size.billed, long, stored, 0, output)
-        written = first.written_1h + rest.written
-        uncached = size.billed - read - written
-        return Charge(uncached, read, rest.written, first.written_1h, output)
+        return _charge(price, request, read, long, stored)
 
     def _lives(self, key: Key, now: int) -> bool:
         """Return True if there is an entry of `key` within its TTL."""
@@ -256,9 +254,7 @@ def live_keys(keys: Any, used: Mapping[Key, int], since: int) -> int:
 
     A prompt uses all of its keys at once, so no key is used later than the one before it.
     """
-    return bisect_left(
-        range(len(keys)), 1, key=lambda index: used.get(keys[index], _NEVER) <= since
-    )
+    return bisect_left(keys, x=True, key=lambda key: key not in used or used[key] <= since)
 
 
 def reported_charge(price: PriceModel, usage: Usage) -> Charge:
