@@ -89,7 +89,7 @@ class LatencyModel(Plugin):
     """
 
     kind: ClassVar[str] = "latency"
-    jumps: ClassVar[bool] = True
+    jumps: bool = True
     """Whether the lines hold while contexts grow. If not, they hold only for `work.context`,
     and `pieces` is called for every step. False where only `seconds` is defined."""
 

@@ -79,7 +79,7 @@ class Single(Bent):
     """The latencies of `Bent`, but computed step by step, without jumps."""
 
     name: ClassVar[str] = "single"
-    jumps: ClassVar[bool] = False
+    jumps = False
 
 
 @attrs.define(slots=False, eq=False)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
+from math import ceil, prod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +22,9 @@ from kvcore_plugins.latency.measured_steps import COUNTS, PAIRS, MeasuredStep, r
 from kvcore_plugins.latency.step_times import TableDtype, shipped_grid
 
 Point = tuple[int, ...]
+
+_WITH_PAIRS = (*COUNTS[:2], PAIRS, COUNTS[2])
+"""Columns of a grid with pairs. The context is last in any grid: its cells lie side by side."""
 
 
 @attrs.define(slots=False, eq=False)
@@ -50,7 +54,7 @@ class Table(LatencyModel):
     """
 
     name: ClassVar[str] = "table"
-    jumps: ClassVar[bool] = False
+    jumps = False
 
     path: Path | None = attrs.field(default=None, converter=attrs.converters.optional(as_path))
     engine: EngineName | None = attrs.field(default=None)
@@ -61,14 +65,8 @@ class Table(LatencyModel):
 
     def __attrs_post_init__(self) -> None:
         """Read the grid and check that it is whole and monotone."""
-        measured, columns = self._steps()
-        steps = _by_counts(self.path, measured, columns)
-        # The context last, as its cells lie side by side.
-        self._names = tuple(sorted(columns, key=COUNTS[2].__eq__))
-        order = [columns.index(name) for name in self._names]
-        steps = {
-            tuple(counts[index] for index in order): step for counts, step in steps.items()
-        }
+        measured, self._names = self._steps()
+        steps = self._by_counts(measured)
         self._axes = [sorted(set(values)) for values in zip(*steps, strict=True)]
         grid = list(product(*self._axes))
         missing = next((counts for counts in grid if counts not in steps), None)
@@ -80,9 +78,9 @@ class Table(LatencyModel):
             raise InputError(msg)
         self._times = [steps[counts].time for counts in grid]
         sizes = [len(axis) for axis in self._axes]
-        self._strides = [*accumulate(sizes[:0:-1], int.__mul__, initial=1)][::-1]
+        self._strides = [prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
         self._beyond = [self._steepest(axis, grid, steps) for axis in range(len(sizes))]
-        self.jumps = self._has_lines()  # type: ignore[misc]
+        self.jumps = self._has_lines()
 
     def _steps(self) -> tuple[list[MeasuredStep], tuple[str, ...]]:
         """Return the points of the grid, and the names of its columns."""
@@ -93,13 +91,28 @@ class Table(LatencyModel):
             name = self.model, self.device, self.tensor_parallel, str(self.engine)
             grid = shipped_grid(*name, self.weights_dtype)
             self._source = {"source": "AIConfigurator"}
-            return list(grid.steps()), (*COUNTS, PAIRS)
+            return list(grid.steps()), _WITH_PAIRS
         self._source = {"digest": file_digest(self.path)}
         steps = read_steps(self.path)
         has_pairs = len({step.counts for step in steps}) < len(
             {(*step.counts, step.pairs) for step in steps}
         )
-        return steps, (*COUNTS, PAIRS) if has_pairs else COUNTS
+        return steps, _WITH_PAIRS if has_pairs else COUNTS
+
+    def _by_counts(self, measured: list[MeasuredStep]) -> dict[Point, MeasuredStep]:
+        """Return the points of the grid by their values; refuse one that is given twice."""
+        steps: dict[Point, MeasuredStep] = {}
+        for step in measured:
+            pairs = (step.pairs,) if PAIRS in self._names else ()
+            counts = (step.prefill, step.decode, *pairs, step.context)
+            first = steps.setdefault(counts, step)
+            if first is not step:
+                msg = (
+                    f"{self.path}:{step.line}: {self._point(counts)} is in line {first.line} "
+                    "already; give each point of the grid once"
+                )
+                raise InputError(msg)
+        return steps
 
     def pieces(self, work: StepWork) -> Sequence[LinearPiece]:
         """Return the lines in the context, or the time of this batch as a flat one.
@@ -126,7 +139,7 @@ class Table(LatencyModel):
             )
             span = scale * (end - start)
             lines.append(_bend(lines[-1], start, (2 * rise + span) // (2 * span)))
-        lines.append(_bend(lines[-1], axis[-1], max(-(-self._beyond[-1] // 1), lines[-1][1])))
+        lines.append(_bend(lines[-1], axis[-1], max(ceil(self._beyond[-1]), lines[-1][1])))
         return lines if axis[0] else lines[1:]
 
     def coefficients(self) -> dict[str, Any]:
@@ -206,30 +219,11 @@ class Table(LatencyModel):
         return steepest
 
     def _point(self, counts: Point) -> str:
-        by_name = dict(zip(self._names, counts, strict=True))
-        return _named({name: by_name[name] for name in (*COUNTS, PAIRS) if name in by_name})
+        return ", ".join(
+            f"{name}={count}" for name, count in zip(self._names, counts, strict=True)
+        )
 
 
 def _bend(line: tuple[int, int], start: int, slope: int) -> tuple[int, int]:
     """Return the line that goes on from `line` at a context with another slope."""
     return line[0] + (line[1] - slope) * start, slope
-
-
-def _by_counts(
-    path: Path | None, measured: list[MeasuredStep], columns: Sequence[str]
-) -> dict[Point, MeasuredStep]:
-    steps: dict[Point, MeasuredStep] = {}
-    for step in measured:
-        counts = (*step.counts, step.pairs)[: len(columns)]
-        first = steps.setdefault(counts, step)
-        if first is not step:
-            msg = (
-                f"{path}:{step.line}: {_named(dict(zip(columns, counts, strict=True)))} is in "
-                f"line {first.line} already; give each point of the grid once"
-            )
-            raise InputError(msg)
-    return steps
-
-
-def _named(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name}={count}" for name, count in counts.items())
