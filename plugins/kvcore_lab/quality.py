@@ -12,23 +12,22 @@ import attrs
 from kvcore.cache import KVCache, RetentionPolicy
 from kvcore.engine import (
     Backend,
-    Codec,
     Generator,
     RaggedBatch,
     Tensor,
     TensorLayout,
+    attend_through,
     row_positions,
 )
-from kvcore.errors import InputError, KvcoreError
+from kvcore.errors import InputError
 from kvcore.notebook import Shown, data_frame
-from kvcore.plugins import FAILURES, policy_error
 from kvcore.plugins.base import options_of
 from kvcore.plugins.manager import Plugins, resolve
 from kvcore.plugins.options import Spec, parse
 from kvcore.progress import Progress, Tick, silent, unseen
 from kvcore.request import Request
 from kvcore_engine.compaction import Compactor
-from kvcore_engine.executor import tensor_layout
+from kvcore_engine.executor import call, tensor_layout
 from kvcore_engine.reads import waiting_bytes
 from kvcore_engine.retention.page_selection import PageSelection
 from kvcore_lab.comparison import types_of
@@ -221,13 +220,11 @@ def measure(
     samples = _Samples(**options)
     _check(shares, block_size, samples)
     defaults = {"seed": samples.seed}
-    built: Generator = _built(plugins, generator, defaults)
+    built = _built(plugins, generator, defaults)
     if needle_generator is None:
         needle_generator = COPIES if built.name == CANNOT_COPY else built
-    finder: Generator = built
-    if samples.needles and needle_generator is not built:
-        finder = _built(plugins, needle_generator, defaults)
-    generators = {id(model): model for model in (built, finder)}.values()
+    finder = _built(plugins, needle_generator, defaults) if samples.needles else built
+    generators = [built] if finder is built else [built, finder]
     for model in generators:
         if model.positions is not None and model.positions < samples.length:
             msg = (
@@ -254,26 +251,19 @@ def measure(
         (progress or silent)(f"measuring {built.name}", steps) as parts.tick,
     ):
         full = _Full.run(parts, built, samples, parts_of_text)
-        rows = []
+        rows: list[QualityRow] = []
         for cell in cells:
-            row = full.compared(parts, built, cell)
+            row = full.compared(parts, built, cell, rows[0] if rows else None)
             if haystacks:
                 row = _with_answers(parts, finder, cell, haystacks, row)
             rows.append(row)
-    first, read = rows[0].bytes_per_token, rows[0].read_bytes_per_token
-    rows = [
-        attrs.evolve(
-            row, share=row.bytes_per_token / first, read_share=row.read_bytes_per_token / read
-        )
-        for row in rows
-    ]
     return Quality(
         generator=built.name,
         needle_generator=finder.name if samples.needles else None,
         dtype=dtype,
         block_size=block_size,
         full_codec=str(codecs[0]),
-        full_bytes_per_token=first,
+        full_bytes_per_token=rows[0].bytes_per_token,
         rows=sorted(rows, key=_order),
         **attrs.asdict(samples, filter=attrs.filters.exclude("text")),
     )
@@ -347,14 +337,15 @@ class _Samples:
 
 def _check(shares: list[float], block_size: int, samples: _Samples) -> None:
     """Raise InputError for sizes below 1, needles below 0, and budgets outside (0, 1)."""
-    needles = samples.needles
-    msg = "" if needles >= 0 else f"needles={needles}: give 0 or more"
-    if min(block_size, samples.prompt_tokens, samples.tokens, samples.texts) < 1:
-        msg = "block_size, prompt_tokens, tokens and texts must be 1 or more"
     for share in shares:
         if not 0 < share < 1:
             msg = f"budget {share:g}: give shares of the full bytes, above 0 and below 1"
-    if msg:
+            raise InputError(msg)
+    if min(block_size, samples.prompt_tokens, samples.tokens, samples.texts) < 1:
+        msg = "block_size, prompt_tokens, tokens and texts must be 1 or more"
+        raise InputError(msg)
+    if samples.needles < 0:
+        msg = f"needles={samples.needles}: give 0 or more"
         raise InputError(msg)
 
 
@@ -399,9 +390,8 @@ class _Parts:
 
     def layout(self, generator: Generator, codec: Spec | None, blocks: int = 1) -> TensorLayout:
         """Return the layout of `blocks` blocks in a codec; None: in the dtype of a run."""
-        layout = tensor_layout(generator.spec, blocks, self.block_size, self.dtype)
-        built: Codec | None = None if codec is None else self.plugins.build("codec", codec)
-        return attrs.evolve(layout, codec=built)
+        built = None if codec is None else self.plugins.build("codec", codec)
+        return tensor_layout(generator.spec, blocks, self.block_size, self.dtype, built)
 
     def cells(
         self, generator: Generator, policy: Spec, codecs: Sequence[Spec], shares: list[float]
@@ -526,23 +516,14 @@ class _Run:
             seeds=range(len(seqs)),
             held_positions=self._compactor.held_positions(seqs, [seq.held for seq in seqs]),
         )
-        plan, attend = backend.plan(batch), self._compactor.attend(seqs, batch)
-        self.attended = []
+        attend, self.attended = self._compactor.attend(seqs, batch), []
 
-        def attended(
-            layer: int, queries: Tensor, keys: Tensor, values: Tensor, **options: Any
-        ) -> Tensor:
-            backend.store(layer, plan, keys, values)
-            out = attend(layer, plan, queries, **options)
-            self.attended.append(out)
-            return out
+        def attended(*step: Any, **options: Any) -> Tensor:
+            self.attended.append(attend(*step, **options))
+            return self.attended[-1]
 
-        try:
-            logits = self._generator.logits(batch, attended)
-        except KvcoreError:
-            raise
-        except FAILURES as error:
-            raise policy_error(self._generator, "logits", error) from error
+        through = attend_through(backend.plan(batch), backend.store_rotated, attended)
+        logits: Tensor = call(self._generator, self._generator.logits, batch, through)
         for seq, n in zip(seqs, lengths, strict=True):
             self._cache.commit(seq, n)
         return logits
@@ -602,8 +583,13 @@ class _Full:
             full.attended.append(run.attended)
         return full
 
-    def compared(self, parts: _Parts, generator: Generator, cell: _Cell) -> QualityRow:
-        """Compute the texts with the policy and codec of `cell`; return the losses."""
+    def compared(
+        self, parts: _Parts, generator: Generator, cell: _Cell, first: QualityRow | None
+    ) -> QualityRow:
+        """Compute the texts with the policy and codec of `cell`; return the losses.
+
+        Shares are those of the bytes in the row `first`; None: this is the first row.
+        """
         import torch  # noqa: PLC0415 - see `run`
 
         run = _Run(parts, generator, cell, self.prompts, len(self.outputs))
@@ -619,14 +605,16 @@ class _Full:
         apart = torch.cat(divergences)
         # A layer whose output is 0 has an error of 0.
         relative = (errors[:, 0] / errors[:, 1].clamp_min(torch.finfo().tiny)).sqrt()
+        held = sum(run.bytes_per_token) / len(run.bytes_per_token)
+        read = sum(run.read_per_token) / len(run.read_per_token)
         return QualityRow(
             retention=str(cell.retention),
             codec=str(cell.codec),
             budget=cell.budget,
-            bytes_per_token=sum(run.bytes_per_token) / len(run.bytes_per_token),
-            share=1.0,
-            read_bytes_per_token=sum(run.read_per_token) / len(run.read_per_token),
-            read_share=1.0,
+            bytes_per_token=held,
+            share=held / (first.bytes_per_token if first else held),
+            read_bytes_per_token=read,
+            read_share=read / (first.read_bytes_per_token if first else read),
             attention_error=float(relative.mean()),
             kl=float(apart.mean()),
             kl_p95=float(apart.quantile(0.95)),

@@ -304,7 +304,11 @@ def test_impossible_options_are_refused(options, wrong):
 
 def test_a_failing_generator_is_named(monkeypatch):
     """An exception in a generator raises PolicyError that names it; NaN raises InputError."""
-    monkeypatch.setattr(Transformer, "logits", lambda *_: 1 / 0)
+
+    def logits(*_):
+        return 1 / 0
+
+    monkeypatch.setattr(Transformer, "logits", logits)
     with pytest.raises(PolicyError, match=r"transformer.*logits\(\).*division by zero"):
         measure("transformer", codec="fp32", **SMALL)
     nan = torch.full((2, 512), float("nan"))
