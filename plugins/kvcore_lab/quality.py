@@ -335,6 +335,10 @@ class _Samples:
         return _Haystack(prompt, questions)
 
 
+DEFAULTS = _Samples()
+"""The texts and haystacks of `measure` and of `kvcore quality` without options."""
+
+
 def _check(shares: list[float], block_size: int, samples: _Samples) -> None:
     """Raise InputError for sizes below 1, needles below 0, and budgets outside (0, 1)."""
     for share in shares:

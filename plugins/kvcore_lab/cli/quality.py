@@ -12,7 +12,7 @@ from kvcore.hookspecs import MODEL, POLICIES, REQUESTS
 from kvcore_cli.options import shared
 from kvcore_cli.output import emit_json, input_option, json_option, print_sections, progress
 from kvcore_cli.verb import Count, option, plugin_completion, verb
-from kvcore_lab.quality import measure
+from kvcore_lab.quality import DEFAULTS, measure
 from kvcore_lab.report.quality import QualityReport
 from kvcore_replay.cli.plot_option import plot_file, plot_option
 
@@ -56,21 +56,21 @@ RETENTION, CODEC, BUDGET = "h2o,snapkv,window,random", "fp16,int4", "0.1,0.25,0.
     "--prompt-tokens",
     heading=REQUESTS,
     type=Count(),
-    default=512,
+    default=DEFAULTS.prompt_tokens,
     help="Number of tokens of a prompt.",
 )
 @option(
     "--tokens",
     heading=REQUESTS,
     type=Count(),
-    default=64,
+    default=DEFAULTS.tokens,
     help="Number of tokens after a prompt to compare.",
 )
 @option(
     "--texts",
     heading=REQUESTS,
     type=Count(),
-    default=4,
+    default=DEFAULTS.texts,
     help="Number of texts, and of haystacks to search.",
 )
 @click.option("--block-size", type=Count(), default=16, help="Number of tokens in a KV block.")
@@ -78,13 +78,13 @@ RETENTION, CODEC, BUDGET = "h2o,snapkv,window,random", "fp16,int4", "0.1,0.25,0.
     "--needles",
     heading=REQUESTS,
     type=Count(0),
-    default=12,
+    default=DEFAULTS.needles,
     help="Number of questions about each haystack.",
 )
 @option(
     "--announce/--no-announce",
     heading=REQUESTS,
-    default=True,
+    default=DEFAULTS.announced,
     help="End the haystack with the questions, so that policies can see them.",
 )
 @option(
@@ -95,7 +95,7 @@ RETENTION, CODEC, BUDGET = "h2o,snapkv,window,random", "fp16,int4", "0.1,0.25,0.
     **plugin_completion("generator"),
 )
 @shared("threads")
-@shared("seed", default=0, text="Seed of texts, haystacks, and plugins that draw.")
+@shared("seed", default=DEFAULTS.seed, text="Seed of texts, haystacks, and plugins that draw.")
 @plot_option
 @json_option
 def quality(**given: Any) -> None:
