@@ -55,19 +55,10 @@ class Azure(FileWorkload):
         header = _text(line).split(",")
         self._order = order = time_order(_COLUMNS[0], partial(self._row, header))
         empty = True
-        for time, serial, row in order.sort(self._timed(header, source)):
+        for time, _, request in order.sort(self._timed(header, source)):
             empty = False
-            if isinstance(row, Request):
-                row.arrival = time - order.first
-                yield row
-                continue
-            yield Request(
-                id=serial,
-                arrival=time - order.first,
-                prompt_tokens=_tokens(row, _COLUMNS[1], 1),
-                output_tokens=_tokens(row, _COLUMNS[2], 0),
-                key_tokens=self.key_tokens,
-            )
+            request.arrival = time - order.first
+            yield request
         if empty:
             msg = f"{self.path}: no rows after the header"
             raise InputError(msg)
@@ -86,20 +77,25 @@ class Azure(FileWorkload):
 
     def _timed(
         self, header: list[str], source: Iterator[tuple[int, bytes]]
-    ) -> Iterator[Timed[Row | Request]]:
-        """Yield the rows with their times; those that the core reads as requests."""
+    ) -> Iterator[Timed[Request]]:
+        """Yield the requests with their times: plain rows as the core in C reads them."""
         time, prompt, output = map(header.index, _COLUMNS)
         read = csv_reader((time, prompt, output), self.key_tokens)
         for serial, (line_number, line) in enumerate(source):
             request = None if read is None else read(line, serial)
-            if request is not None:
-                yield request.arrival, serial, request
-                continue
-            row = self._parsed(header, line_number, line)
-            yield _nanoseconds(row), serial, row
+            if request is None:
+                row = self._parsed(header, line_number, line)
+                request = Request(
+                    id=serial,
+                    arrival=_nanoseconds(row),
+                    prompt_tokens=_tokens(row, _COLUMNS[1], 1),
+                    output_tokens=_tokens(row, _COLUMNS[2], 0),
+                    key_tokens=self.key_tokens,
+                )
+            yield request.arrival, serial, request
 
     def _row(self, header: list[str], request: Request) -> Row:
-        """Return the row of a request that the core has read, for an error."""
+        """Return the row of a request, for an error."""
         index = cast("int", request.id) + 1
         return self._parsed(header, *next(islice(lines(self.path), index, None)))
 
