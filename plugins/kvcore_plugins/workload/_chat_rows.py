@@ -56,6 +56,19 @@ _KNOWN = frozenset((
 # Largest ratio of the tokens that are reported to those of the texts, either way, with which
 # the texts are taken to be the prompts.
 _RATIO = 2.0
+_TIME = "time|date|stamp|created"
+_LIKELY = re.compile(rf"{_TIME}|_at$|(^|_)ts$", re.IGNORECASE)
+_PROMPT = re.compile(r"(prompt|question|instruction|query|input|text)\w*$", re.IGNORECASE)
+_ROLES: Sequence[tuple[str, re.Pattern[str], tuple[type, ...]]] = tuple(
+    (role, re.compile(rf"({words})$", re.IGNORECASE), kinds)
+    for role, words, kinds in (
+        ("answer", r"(answer|completion|repl|respons|output)\w*", (str,)),
+        ("usage", r"(usage|tokens)\w*", (dict,)),
+        ("model", r"model(_?(name|id))?", (str,)),
+        ("time", rf"{_TIME}|_at|ts", (int, float, str)),
+    )
+)
+_DEPTH = 4
 
 
 class Exchange(NamedTuple):
@@ -124,9 +137,11 @@ class Reading:
         self._likely: list[str] = []
 
     def sessions(self) -> Iterator[tuple[int, Callable[[], list[Turn]]]]:
-        """Yield the arrival of the first request of each row, and its reader."""
-        drawn = self._chat.drawn_arrivals()
-        start = first = None
+        """Yield the arrival of the first request of each row, and its reader.
+
+        Readers count what `notes` tells of the rows.
+        """
+        drawn, first = self._chat.drawn_arrivals(), None
         for time, tokens in self._measured(self._tokens()):
             self._rows += 1
             if time is None:
@@ -135,7 +150,7 @@ class Reading:
                 first = time if first is None else first
                 start = time - first
             yield start, partial(self._turns, tokens, start)
-        if first is start is None:
+        if not self._rows:
             why = self.left_out.first
             if why is not None and self.left_out.reasons.total() == 1:
                 raise why
@@ -154,10 +169,10 @@ class Reading:
         if self._order is not None and self._clock is not None:
             notes += self._order.notes(self._clock)
         elif chat.rate is None:
-            named = f" (or does time={' or time='.join(self._likely)} have them?)"
-            named = named if self._likely else ""
+            likely = " or ".join(f"time={name}" for name in self._likely)
+            hint = f" (or does {likely} have them?)" if likely else ""
             notes.append(
-                f"the file has no times{named}: all arrives at once, a conversation's turns in "
+                f"the file has no times{hint}: all arrives at once, a conversation's turns in "
                 "a row; rate=PER_SECOND and think=SECONDS spread them"
             )
         if self.linked.linked:
@@ -211,42 +226,26 @@ class Reading:
 
     def _timed(self) -> Iterator[tuple[int | None, Exchange]]:
         """Yield each row that may be a request, in order of time; without times as they are."""
-        chat, time_field = self._chat, self._names.get("time")
+        chat, named = self._chat, self._names.get("time")
         source = exchanges(chat, self.left_out, self._names)
         head = list(islice(source, HEAD))
-        samples = [times_of(exchange.row, time_field) for exchange in head]
-        names = list(dict.fromkeys(name for times in samples for name in times))
-        field = finest(names, samples, chat.unit) or next(
-            (name for name in names if 2 * sum(name in times for times in samples) > len(head)),
-            None,
-        )
-        rows = chain(head, source)
+        rows, field = chain(head, source), _time_field(head, named, chat.unit)
         if field is None:
-            first = head[0].row.fields if head else {}
-            self._likely = [
-                name
-                for name, value in first.items()
-                if _LIKELY.search(name) and type(value) in (int, float, str)
-            ]
-            if time_field is not None and head:
-                msg = f"{chat.path}: no field {time_field!r} in most of the first rows"
+            self._likely = _likely_times(head)
+            if named is not None and head:
+                msg = f"{chat.path}: no field {named!r} in most of the first rows"
                 msg += f"; there are: {', '.join(self._likely)}" if self._likely else ""
                 raise InputError(msg)
             yield from ((None, exchange) for exchange in map(self._untimed, rows))
             return
-        first_row = next(
-            exchange.row
-            for exchange, times in zip(head, samples, strict=True)
-            if field in times
-        )
-        chat.refuse_rate(first_row, field)
+        chat.refuse_rate(next(row for row, _, _ in head if times_of(row, field)), field)
         self._clock, self._order = Clock(field, chat.unit), time_order(field)
-        for time, _, exchange in self._order.sort(self._clocked(rows, field)):
+        for time, _, exchange in self._order.sort(self._clocked(rows, self._clock)):
             yield time, exchange
 
-    def _clocked(self, rows: Iterable[Exchange], field: str) -> Iterator[Timed[Exchange]]:
+    def _clocked(self, rows: Iterable[Exchange], clock: Clock) -> Iterator[Timed[Exchange]]:
         """Yield the rows that have a time."""
-        clock, latest = self._clock or Clock(field), -INT64_LIMIT
+        field, latest = clock.name, -INT64_LIMIT
         for exchange in rows:
             row = exchange.row
             holder = row if row.fields.get(field) is not None else nested(row, *RESPONSE)
@@ -315,15 +314,13 @@ class Reading:
         body, encoder = exchange.body, self._encoder
         messages = messages_of(body)
         answered = messages[-1]["role"] == ANSWER and len(messages) > 1
-        single = "messages" in body.fields and (
-            answer is not None or usage is not None or not answered
-        )
-        if single or answer is not None:
+        logged = "messages" in body.fields
+        if answer is not None or (logged and (usage is not None or not answered)):
             if answer is None and answered:
                 answer = Answer(text_of(messages[-1]), reasoning_of(messages.pop()))
             (prompt,) = encoder.prompts(messages, [len(messages)], body)
             tokens = self._one(exchange, prompt, answer, usage, explicit=explicit)
-            if "messages" in body.fields:
+            if logged:
                 tokens.parts, marked = log_parts(body, encoder.ends, len(prompt))
                 tokens.explicit = explicit or marked
             return tokens
@@ -392,10 +389,10 @@ class Reading:
         return tokens * self._chat.key_tokens // self._key_text
 
     def _turns(self, tokens: _Tokens, start: int) -> list[Turn]:
-        """Return the turns of a row, the last one first."""
+        """Return the turns of a row, the last one first; count what `notes` tells of them."""
         exchange, chat = tokens.exchange, self._chat
         serial, think = exchange.row.line - 1, round(chat.think * NS_PER_S)
-        salt, size = salt_of(exchange, chat.isolate), chat.key_tokens
+        salt, size = _salt_of(exchange, chat.isolate), chat.key_tokens
         alone = len(tokens.prompts) == 1
         make, turns = self._maker(tokens), list[Turn]()
         for turn, (prompt, answer) in enumerate(
@@ -404,6 +401,9 @@ class Reading:
             usage, generated = tokens.usage, answer or []
             prompt_tokens = usage.prompt_tokens if usage else self._scaled(len(prompt))
             output = self._output_tokens(tokens, generated)
+            if output is None:
+                self._unanswered += 1
+                output = chat.output_tokens
             if usage is not None:
                 self._reported += prompt_tokens
                 self._counted += len(prompt)
@@ -436,17 +436,13 @@ class Reading:
         turns.reverse()
         return turns
 
-    def _output_tokens(self, tokens: _Tokens, generated: list[int]) -> int:
-        """Return the generated tokens: as reported, else those of the answer, or the option."""
+    def _output_tokens(self, tokens: _Tokens, generated: list[int]) -> int | None:
+        """Return the generated tokens: as reported, or of the answer; None: it has neither."""
         if tokens.usage is not None and tokens.usage.output_tokens:
             return tokens.usage.output_tokens
         if generated:
             return self._scaled(len(generated))
-        count = _output_count(tokens.exchange)
-        if count is None:
-            self._unanswered += 1
-            count = self._chat.output_tokens
-        return count
+        return _output_count(tokens.exchange)
 
     def _maker(self, tokens: _Tokens) -> Callable[..., Request]:
         """Return the function that builds a row's requests."""
@@ -462,19 +458,15 @@ class Reading:
         )
 
 
-_LIKELY = re.compile(r"time|date|stamp|created|_at$|(^|_)ts$", re.IGNORECASE)
-
-
 def models_in_head(chat: ChatFile) -> list[str]:
     """Return the models that the first rows of a file name."""
     head = islice(exchanges(chat, LeftOut(strict=False), chat.field_names), HEAD)
-    named = (
+    return [
         holder.fields["model"]
         for row, body, response in head
         for holder in (body, response, row)
         if type(holder.fields.get("model")) is str
-    )
-    return list(named)
+    ]
 
 
 def exchanges(
@@ -501,12 +493,39 @@ def exchanges(
             left_out.add(fault, unusable(row, fault))
 
 
+def _time_field(head: list[Exchange], named: str | None, unit: str | None) -> str | None:
+    """Return the field with the times of the first rows; None: most have none.
+
+    Args:
+        head: the first rows.
+        named: the field that an option gives; None: those with usual names are looked at.
+        unit: the unit that an option gives.
+    """
+    samples = [times_of(row, named) for row, _, _ in head]
+    names = list(dict.fromkeys(name for times in samples for name in times))
+    # A field that most rows have counts even if others lack it, or have no time in it: these
+    # rows are left out.
+    return finest(names, samples, unit) or next(
+        (name for name in names if 2 * sum(name in times for times in samples) > len(head)),
+        None,
+    )
+
+
+def _likely_times(head: list[Exchange]) -> list[str]:
+    """Return the fields of the first row that may be times by their names."""
+    return [
+        name
+        for name, value in (head[0].row.fields.items() if head else ())
+        if _LIKELY.search(name) and type(value) in (int, float, str)
+    ]
+
+
 def _exchange(row: Row, names: Mapping[str, str], image_tokens: int | None) -> Exchange:
     """Return a row with its request and its answer, whatever its format."""
     fields = row.fields
     unpacked(fields, "request", "body", "response", "messages", "input", "output")
     for role, name in names.items():
-        value = dotted(fields, name)
+        value = _dotted(fields, name)
         if role == "time":
             fields[name] = value
         elif role == "answer":
@@ -521,7 +540,7 @@ def _exchange(row: Row, names: Mapping[str, str], image_tokens: int | None) -> E
     return Exchange(row, body, nested(row, "response", "body"))
 
 
-def dotted(fields: Any, name: str) -> Any:
+def _dotted(fields: Any, name: str) -> Any:
     """Return the value under a dotted name such as `payload.messages`; None: there is none."""
     if type(fields) is dict and name in fields:
         return fields[name]
@@ -536,7 +555,7 @@ def dotted(fields: Any, name: str) -> Any:
 def likely_fields(line: bytes) -> dict[str, str]:
     """Return the fields of a row that look like those of a request, by the options' names.
 
-    None if it has neither messages nor a text that may be a prompt.
+    There are none if it has neither messages nor a text that may be a prompt.
     """
     try:
         row = orjson.loads(line)
@@ -558,19 +577,6 @@ def likely_fields(line: bytes) -> dict[str, str]:
                 names[role] = name
                 break
     return names
-
-
-_PROMPT = re.compile(r"(prompt|question|instruction|query|input|text)\w*$", re.IGNORECASE)
-_ROLES: Sequence[tuple[str, re.Pattern[str], tuple[type, ...]]] = tuple(
-    (role, re.compile(rf"({words})$", re.IGNORECASE), kinds)
-    for role, words, kinds in (
-        ("answer", r"(answer|completion|repl|respons|output)\w*", (str,)),
-        ("usage", r"(usage|tokens)\w*", (dict,)),
-        ("model", r"model(_?(name|id))?", (str,)),
-        ("time", r"time|date|stamp|created|_at|ts", (int, float, str)),
-    )
-)
-_DEPTH = 4
 
 
 def _fields_in(fields: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -600,7 +606,7 @@ def _prompt_ids(exchange: Exchange) -> list[int] | None:
     return token_ids(exchange.response.fields.get("prompt_token_ids"))
 
 
-def salt_of(exchange: Exchange, isolate: str | None) -> str | None:
+def _salt_of(exchange: Exchange, isolate: str | None) -> str | None:
     """Return the model of a request, with all that keeps its cache apart from others'.
 
     Args:
@@ -616,7 +622,7 @@ def salt_of(exchange: Exchange, isolate: str | None) -> str | None:
     apart: dict[str, Any] = {}
     for holder in holders:
         for name in (*(holder.keys() & _ISOLATING), *further):
-            value = dotted(holder, name)
+            value = _dotted(holder, name)
             if value not in (None, "", {}, []):
                 apart.setdefault(name, value)
     if not apart:
