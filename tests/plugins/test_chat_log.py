@@ -61,6 +61,19 @@ def test_content_blocks_are_parts(read):
     assert request.output_tokens == len(TEXT["text"])
 
 
+def test_an_answer_at_the_end_of_the_messages_is_no_part(read):
+    """With `usage` beside them, messages that end with the answer have parts of the others."""
+    question = {"role": "user", "content": "Look it up."}
+    answer = {"role": "assistant", "content": "A boat."}
+    usage = {"prompt_tokens": 3, "completion_tokens": 2}
+    (whole,) = read({"messages": [question, answer], "usage": usage})
+    (apart,) = read(
+        {"messages": [question], "usage": usage, "answer": "A boat."}, answer="answer"
+    )
+    assert [part.label for part in whole.parts] == ["messages[0]"]
+    assert whole == apart
+
+
 def test_equal_sentences_have_equal_hashes(read):
     """Equal sentences have equal hashes in different prompts; the last ends with its part."""
     one, other = read(

@@ -56,6 +56,7 @@ _KNOWN = frozenset((
 # Largest ratio of the tokens that are reported to those of the texts, either way, with which
 # the texts are taken to be the prompts.
 _RATIO = 2.0
+# Names of fields: words in those of times, and those that may be what an option asks for.
 _TIME = "time|date|stamp|created"
 _LIKELY = re.compile(rf"{_TIME}|_at$|(^|_)ts$", re.IGNORECASE)
 _PROMPT = re.compile(r"(prompt|question|instruction|query|input|text)\w*$", re.IGNORECASE)
@@ -318,6 +319,7 @@ class Reading:
         if answer is not None or (logged and (usage is not None or not answered)):
             if answer is None and answered:
                 answer = Answer(text_of(messages[-1]), reasoning_of(messages.pop()))
+                body.fields["messages"] = body.fields["messages"][:-1]  # no part of the prompt
             (prompt,) = encoder.prompts(messages, [len(messages)], body)
             tokens = self._one(exchange, prompt, answer, usage, explicit=explicit)
             if logged:
