@@ -578,6 +578,7 @@ class _RowMaker:
 
     def _call(self, policy: Candidate, blocks: int) -> Call[Row]:
         """Return the call that makes the row of a policy, in this process or another."""
+        name = self.setup.workload.name
         built = attrs.evolve(
             policy,
             make=partial(_prebuilt, policy.build()),
@@ -585,8 +586,7 @@ class _RowMaker:
         )
         return Call(
             partial(self._sent.row, built, blocks),
-            f"{self._parts} with policy {policy.name!r}",
-            f"the replay of {self.setup.workload.name} with {blocks} blocks",
+            f"the replay of {name} with {blocks} blocks and policy {policy.name!r}",
         )
 
     @property
@@ -597,10 +597,6 @@ class _RowMaker:
         sent = _RowMaker(setup, self.residency, self.price)
         sent.tick = unseen
         return sent
-
-    @property
-    def _parts(self) -> str:
-        return f"workload {self.setup.workload.name!r}"
 
     def row(self, policy: Candidate, blocks: int, trace: Trace | None = None) -> Row:
         """Replay under one policy in a pool of one size."""

@@ -319,8 +319,7 @@ class _CurveMaker:
         name = self.setup.workload.name
         return Call(
             partial(_replayed_hits, self.setup, policy, blocks),
-            f"workload {name!r} with policy {policy.name!r}",
-            f"the replay of {name} with {blocks} blocks",
+            f"the replay of {name} with {blocks} blocks and policy {policy.name!r}",
         )
 
     @contextmanager

@@ -257,13 +257,11 @@ class _PlaneMaker:
 
     def _replayed(self, grid: list[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], Hits]]:
         """Yield each point with its hits: those of a replay."""
-        name = self.setup.workload.name
-        parts = f"workload {name!r} with policy {self.eviction!r}"
+        name, policy = self.setup.workload.name, f"policy {self.eviction!r}"
         calls = [
             Call(
                 partial(_hits, self.setup, self.make(), self.tier, self.layout, *point),
-                parts,
-                f"the replay of {name} with sizes {list(point)}",
+                f"the replay of {name} with sizes {list(point)} and {policy}",
             )
             for point in grid
         ]
