@@ -563,9 +563,9 @@ class _RowMaker:
             return [self.row(policy, size) for policy, size in pairs]
         # The future that the bound needs is read in this process: it takes more memory than a
         # row.
-        sent = [pair for pair in pairs if pair[0].kind is not Belady]
+        sent = [pair for pair in pairs if pair[0].optimum is None]
         computed = iter(self.in_processes(sent, jobs))
-        return [self.row(*pair) if pair[0].kind is Belady else next(computed) for pair in pairs]
+        return [self.row(*pair) if pair[0].optimum else next(computed) for pair in pairs]
 
     def in_processes(self, pairs: list[tuple[Candidate, int]], jobs: int) -> list[Row]:
         """Return the row of each policy and size, made by `jobs` processes."""
@@ -604,8 +604,8 @@ class _RowMaker:
         cache: KVCache | GroupedCache | None = None
         reused: CacheStats | None = None
         charged = None
-        if isinstance(policy.make, Belady):
-            hits, stats, evicted = self._optimum(policy.make, blocks)
+        if policy.optimum is not None:
+            hits, stats, evicted = self._optimum(policy.optimum, blocks)
             self.tick(len(hits))
             if self.setup.slots:
                 # Pool and tiers hit at most what one cache hits that need not keep its prompts.
@@ -615,11 +615,11 @@ class _RowMaker:
             if self.price is not None:
                 charged = self._bill(zip(self.setup.workload, hits, strict=True))
         elif self.setup.groups:
-            cache = self.setup.grouped(policy.make(), blocks, policy.make_checkpoint())
+            cache = self.setup.grouped(policy.build(), blocks, policy.make_checkpoint())
             lengths = Counter(replay_groups(ticked(self.setup.workload, self.tick), cache))
             stats, evicted = cache.stats, cache.evicted_blocks
         else:
-            cache = self.setup.cache(policy.make(), blocks, trace)
+            cache = self.setup.cache(policy.build(), blocks, trace)
             if self.setup.put_tiers is not None:
                 self.setup.put_tiers(cache)
             if self.residency:
