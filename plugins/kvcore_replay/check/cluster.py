@@ -283,7 +283,9 @@ class ClusterChecker:
                 self._handed += 1
                 self.replicas[replica].handed.add(request)
                 if current == replica:
-                    self._since[request] = self._replica_of.pop(request)
+                    # No replica decodes it: its router refuses it, and no ROUTE may follow.
+                    del self._replica_of[request]
+                    self._since[request] = -1
                 return
         del self._replica_of[request]
 
