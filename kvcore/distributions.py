@@ -14,43 +14,46 @@ import os
 import re
 import sys
 from contextlib import suppress
-from functools import cache, reduce
+from functools import cache, cached_property, reduce
 from importlib import import_module
 from importlib.machinery import PathFinder
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-FOLDERS = (".dist-info", ".egg-info")
-"""Suffixes of the directories with the metadata of a distribution."""
-
 
 class Installed:
-    """An installed distribution. Other attributes are read from `importlib.metadata`.
+    """An installed distribution, whose metadata are in the directory `folder`.
 
-    Attributes:
-        folder: the directory with its metadata.
-        name, version: its name and version in them.
+    Other attributes are read from `importlib.metadata`.
     """
-
-    name: str
-    version: str
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
 
+    @cached_property
+    def name(self) -> str:
+        """The name in its metadata."""
+        return self._field("name")
+
+    @cached_property
+    def version(self) -> str:
+        """The version in its metadata."""
+        return self._field("version")
+
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the `importlib.metadata.Distribution` in the same folder."""
-        if name in ("name", "version"):
-            text = _text(self.folder, "METADATA") or _text(self.folder, "PKG-INFO")
-            for line in text.partition("\n\n")[0].splitlines():
-                key, _, value = line.partition(":")
-                if key.lower() == name:
-                    return vars(self).setdefault(name, value.strip())
         from importlib.metadata import Distribution  # noqa: PLC0415 - see above
 
         return getattr(Distribution.at(self.folder), name)
+
+    def _field(self, name: str) -> str:
+        """Return a field of the metadata."""
+        text = _text(self.folder, "METADATA") or _text(self.folder, "PKG-INFO")
+        fields = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+        found = [value.strip() for key, _, value in fields if key.lower() == name]
+        return found[0] if found else cast("str", self.__getattr__(name))
 
     def points(self, group: str) -> list[Point]:
         """Return the entry points of a group."""
@@ -77,7 +80,7 @@ class Point:
         self.module, _, self._names = value.partition(":")
 
     @property
-    def plain(self) -> bool:
+    def is_dotted(self) -> bool:
         """Whether the value consists of dotted names, without extras or spaces."""
         return all(map(str.isidentifier, self.value.replace(":", ".", 1).split(".")))
 
@@ -96,7 +99,7 @@ def entry_points(group: str, of: str | None = None) -> list[EntryPoint | Point]:
     if installed is not None:
         wanted = installed if of is None else {_normal(of)} & installed.keys()
         points = [point for name in wanted for point in installed[name].points(group)]
-        if all(point.plain for point in points):
+        if all(point.is_dotted for point in points):
             return [*points]
     from importlib import metadata  # noqa: PLC0415 - see above
 
@@ -146,7 +149,7 @@ def _folders(parent: str, changed_ns: int) -> list[tuple[str, str]]:
     return [
         (_normal(os.path.splitext(entry)[0].partition("-")[0]), os.path.join(parent, entry))
         for entry in os.listdir(parent)
-        if entry.lower().endswith(FOLDERS)
+        if entry.lower().endswith((".dist-info", ".egg-info"))
     ]
 
 

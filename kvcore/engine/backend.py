@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, TypeAlias, TypedDict, Unpack
+from typing import Any, ClassVar, NoReturn, TypeAlias, TypedDict, Unpack
 
 import attrs
 
@@ -286,10 +286,10 @@ class Backend(Plugin):
 
         All sources are read before a target is written.
         """
-        both = list(pairs)
-        if not both:
+        copies = list(pairs)
+        if not copies:
             return
-        sources, targets = map(self._block_ids, zip(*both, strict=True))
+        sources, targets = map(self._block_ids, zip(*copies, strict=True))
         for part in self._all_blocks():
             part[targets] = part[sources]
 
@@ -350,18 +350,15 @@ class Backend(Plugin):
                 overridden. Or a block is not full, so that its codec has not coded it.
         """
         del blocks, into
-        msg = (
-            f"backend {self.name!r} does not give the bytes of its blocks, which tiers keep: "
-            "leave the tiers out, or take backend torch-cpu"
-        )
-        raise InputError(msg)
+        self._refuse_bytes()
 
     def write_blocks(self, blocks: Sequence[int], data: memoryview) -> None:
         """Write the bytes that `read_blocks` has read, `[len(blocks), bytes]`, into `blocks`.
 
         `data` may be used again when this returns.
         """
-        Backend.read_blocks(self, blocks, data)
+        del blocks, data
+        self._refuse_bytes()
 
     def fill(self, value: float, blocks: Sequence[int] | None = None) -> None:
         """Set every number of `blocks` (None: of all) to `value`: 0 clears, NaN poisons."""
@@ -390,6 +387,13 @@ class Backend(Plugin):
     def synchronize(self) -> None:
         """Wait until all submitted work is done. Does nothing unless overridden."""
 
+    def _refuse_bytes(self) -> NoReturn:
+        msg = (
+            f"backend {self.name!r} does not give the bytes of its blocks, which tiers keep: "
+            "leave the tiers out, or take backend torch-cpu"
+        )
+        raise InputError(msg)
+
     def _block_ids(self, blocks: Sequence[int]) -> Tensor:
         """Return block ids as an index tensor, `[blocks]`."""
         # The leading 0 keeps the ids integers where there are none.
@@ -416,10 +420,10 @@ def _in_rounds(pairs: Iterable[Pair], limit: int) -> tuple[list[list[Pair]], lis
     Raises:
         InputError: two pairs share a source or a target.
     """
-    both = list(pairs)
-    source_of = {target: source for source, target in both}
+    moves = list(pairs)
+    source_of = {target: source for source, target in moves}
     sources = set(source_of.values())
-    if not len(sources) == len(source_of) == len(both):
+    if not len(sources) == len(source_of) == len(moves):
         msg = "moves share a source or a target: a block goes to one place, from one"
         raise InputError(msg)
     ordered = _take_chains(source_of, sources)

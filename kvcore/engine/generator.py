@@ -13,7 +13,6 @@ from kvcore.errors import InputError
 from kvcore.models.codec import TENSOR_DTYPES
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.base import Plugin
-from kvcore.serving.latency import Windows
 
 
 class Attend(Protocol):
@@ -112,11 +111,6 @@ class Generator(Plugin):
         return None
 
     @property
-    def windows(self) -> Windows:
-        """The attention window of each layer."""
-        return self.spec.windows
-
-    @property
     def rotary(self) -> tuple[Rotary | None, ...]:
         """The rotary embedding of each layer, known after `load`; None unless overridden.
 
@@ -130,7 +124,7 @@ class Generator(Plugin):
         return frozenset()
 
     def identity(self) -> str:
-        """Return a text that names everything that K/V depends on but tokens and positions.
+        """Return a text that names all that K/V depends on, apart from tokens and positions.
 
         Tiers keep K/V for later runs: generators that compute different K/V have different
         texts, and a generator that is made again has the same one. It consists of class,

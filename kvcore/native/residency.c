@@ -109,22 +109,20 @@ static PyObject *run_of(i64 start, i64 end, PyObject *keys, i64 clock)
     return run;
 }
 
+/* Remove a value from a dictionary, and return it; NULL: there is none. */
+static PyObject *pop(PyObject *dict, PyObject *key)
+{
+    PyObject *value = Py_XNewRef(PyDict_GetItemWithError(dict, key));
+    if (value && PyDict_DelItem(dict, key) < 0)
+        Py_CLEAR(value);
+    return value;
+}
+
 /* Remove the run that begins in the block `name`, and return it; NULL: there is none. */
 static PyObject *take_run(Residency *r, PyObject *name)
 {
-    for (int n = 0; n < 2; n++) {
-        PyObject *runs = n ? r->old : r->young;
-        PyObject *run = PyDict_GetItemWithError(runs, name);
-        if (!run && PyErr_Occurred())
-            return NULL;
-        if (!run)
-            continue;
-        Py_INCREF(run);
-        if (PyDict_DelItem(runs, name) < 0)
-            Py_CLEAR(run);
-        return run;
-    }
-    return NULL;
+    PyObject *run = pop(r->young, name);
+    return run || PyErr_Occurred() ? run : pop(r->old, name);
 }
 
 static int remember(Residency *r, PyObject *keys, i64 start, i64 end, i64 clock, i64 ratio)
@@ -175,7 +173,8 @@ int residency_store(Residency *r)
 {
     PyObject *evicted = get(r->object, "evicted_blocks");
     PyObject *count = PyLong_FromLongLong(r->evicted);
-    int failed = !evicted || !count || run_left(r) < 0 || PyDict_SetItemString(evicted, "capacity", count) < 0
+    int failed = !evicted || !count || run_left(r) < 0
+        || PyDict_SetItemString(evicted, "capacity", count) < 0
         || set_int(r->object, "stored_blocks", r->stored) < 0
         || histogram_store(&r->age_at_hit, r->object, "age_at_hit") < 0
         || histogram_store(&r->age_at_eviction, r->object, "age_at_eviction") < 0
@@ -212,12 +211,12 @@ int residency_stored(Residency *r, PyObject *keys, i64 start, i64 end, i64 ratio
         Py_XDECREF(name);
         if (!run)
             return PyErr_Occurred() ? -1 : 0;
-        i64 first, last, clock;
+        i64 first, last, clock, stop = -1;
         PyObject *path;
-        int failed = !PyArg_ParseTuple(run, "LLOL", &first, &last, &path, &clock);
-        i64 stop = failed ? -1
-            : common_prefix(path, keys, start, last < end ? last : end, ratio);
-        failed = stop < 0;
+        /* Unlike `run_of` this is slow, for it checks: a run may be one that Python stored. */
+        if (PyArg_ParseTuple(run, "LLOL", &first, &last, &path, &clock))
+            stop = common_prefix(path, keys, start, last < end ? last : end, ratio);
+        int failed = stop < 0;
         if (!failed && clock >= oldest) {
             i64 fresh = clock - oldest + 1;
             r->refaulted += stop - start < fresh ? stop - start : fresh;

@@ -28,8 +28,8 @@ CLUSTER = "Cluster"
 OF_REPLICAS = (
     *("model", "device", "tensor_parallel", "codec", "weights_dtype", "blocks", "memory"),
     *("eviction", "prefix", "retention", "checkpoint", "tier", "latency", "scheduler"),
-    "drafter",
-    *("like", *LIMITS),
+    *("drafter", "like"),
+    *LIMITS,
 )
 """Options that servers of a cluster may have of their own."""
 
@@ -72,11 +72,11 @@ def replicas_text(replicas: int | Sequence[Mapping[str, Any]]) -> int | str:
     """Return replicas as a table has them: `8`, or `2 x device=h200 + 6 x max_seqs=64`."""
     if isinstance(replicas, int):
         return replicas
-    groups = (
-        (table["count"], ",".join(f"{k}={_shown(v)}" for k, v in table.items() if k != "count"))
-        for table in replicas
-    )
-    return " + ".join(f"{count} x {own}" if own else str(count) for count, own in groups)
+    groups = []
+    for table in replicas:
+        own = ",".join(f"{k}={_shown(v)}" for k, v in table.items() if k != "count")
+        groups.append(f"{table['count']} x {own}" if own else str(table["count"]))
+    return " + ".join(groups)
 
 
 def _shown(value: object) -> str:

@@ -174,7 +174,7 @@ class Compactor:
         """
         # A model may have to compute tokens to find its rotary embedding.
         rotary = generator.rotary if cache.retention is not None else ()
-        return cls(cache, backend, generator.windows, rotary)
+        return cls(cache, backend, generator.spec.windows, rotary)
 
     def attend(
         self, sequences: Iterable[Sequence], batch: RaggedBatch

@@ -228,8 +228,7 @@ def _call(entry: Entry, column: Column) -> Call[CellResult]:
     cell = Cell(entry, column.stream, column.share)
     return Call(
         partial(run_cell, cell, timed=column.timed),
-        f"policy {entry.text!r}",
-        f"{entry.text} on {column.name}",
+        f"policy {entry.text!r} on {column.name}",
     )
 
 

@@ -28,7 +28,8 @@ class Candidate:
     Attributes:
         kind: the class of the policy, or `Belady`.
         options: the options as JSON values.
-        make: builds a new instance of the policy for each pool; or is the bound itself.
+        make: builds a new instance of the policy for each pool; None: it is the bound.
+        optimum: the bound; None: it is a policy.
         checkpoint: the checkpoint policy of pools with cache groups, as text; None: the
             default.
         make_checkpoint: builds a new instance of it.
@@ -36,7 +37,8 @@ class Candidate:
 
     kind: type[EvictionPolicy | Belady]
     options: dict[str, Any]
-    make: Callable[[], EvictionPolicy] | Belady = attrs.field(eq=False)
+    make: Callable[[], EvictionPolicy] | None = attrs.field(default=None, eq=False)
+    optimum: Belady | None = None
     checkpoint: str | None = None
     make_checkpoint: Callable[[], CheckpointPolicy] = attrs.field(
         default=CheckpointPolicy, eq=False
@@ -51,16 +53,16 @@ class Candidate:
         """
         policy = make()
         check_name(type(policy))
-        return cls(type(policy), plain(policy.options()), make)
+        return cls(type(policy), plain(policy.options()), make=make)
 
     @classmethod
     def bound(cls, optimum: Belady) -> Candidate:
         """Return Belady's bound as a candidate."""
-        return cls(Belady, optimum.options(), optimum)
+        return cls(Belady, optimum.options(), optimum=optimum)
 
     def build(self) -> EvictionPolicy:
         """Return a new instance of the policy; the candidate is not the bound."""
-        assert not isinstance(self.make, Belady)
+        assert self.make is not None
         return self.make()
 
     @property
@@ -71,7 +73,7 @@ class Candidate:
 
 def has_bound(candidates: Iterable[Candidate]) -> bool:
     """Return True if Belady's bound is among the candidates."""
-    return any(policy.kind is Belady for policy in candidates)
+    return any(policy.optimum is not None for policy in candidates)
 
 
 def refuse_bound(candidates: Iterable[Candidate], accounting: str) -> None:
@@ -105,10 +107,7 @@ def with_checkpoints(
                 attrs.evolve(candidate, checkpoint=str(spec), make_checkpoint=make)
                 for candidate in candidates
             ]
-    limited = [
-        candidate for index, candidate in enumerate(limited) if candidate not in limited[:index]
-    ]
-    return [*limited, Candidate.bound(Belady(bypass=True))]
+    return [*_distinct(limited), Candidate.bound(Belady(bypass=True))]
 
 
 def candidates_of(
@@ -124,28 +123,24 @@ def candidates_of(
     """
     if isinstance(policies, str) or not isinstance(policies, Iterable):
         policies = [policies]
-    found_candidates: list[Candidate] = []
+    found: list[Candidate] = []
     for policy in policies:
         if isinstance(policy, str):
-            found_candidates.extend(_named(spec, plugins, seed) for spec in parse(policy))
+            found.extend(_named(spec, plugins, seed) for spec in parse(policy))
         elif isinstance(policy, Belady):
-            found_candidates.append(Candidate.bound(policy))
+            found.append(Candidate.bound(policy))
         elif callable(policy):
-            found_candidates.append(Candidate.building(policy))
+            found.append(Candidate.building(policy))
         else:
             msg = (
                 f"{policy!r} cannot be compared: give a name, a policy class, or a function "
                 "that builds a policy, since every pool needs one of its own"
             )
             raise InputError(msg)
-    if not found_candidates:
+    if not found:
         msg = "there is nothing to compare: name at least one eviction policy"
         raise InputError(msg)
-    candidates = [
-        candidate
-        for index, candidate in enumerate(found_candidates)
-        if candidate not in found_candidates[:index]
-    ]
+    candidates = _distinct(found)
     for first, second in combinations(candidates, 2):
         if (first.name, first.options) == (second.name, second.options):
             msg = (
@@ -154,6 +149,14 @@ def candidates_of(
             )
             raise InputError(msg)
     return candidates
+
+
+def _distinct(candidates: list[Candidate]) -> list[Candidate]:
+    """Return the candidates without repetitions, in their order."""
+    # Options are dicts, so that candidates have no hash.
+    return [
+        candidate for n, candidate in enumerate(candidates) if candidate not in candidates[:n]
+    ]
 
 
 def _named(spec: Spec, plugins: Plugins, seed: int | None) -> Candidate:

@@ -563,9 +563,9 @@ class _RowMaker:
             return [self.row(policy, size) for policy, size in pairs]
         # The future that the bound needs is read in this process: it takes more memory than a
         # row.
-        sent = [pair for pair in pairs if pair[0].kind is not Belady]
+        sent = [pair for pair in pairs if pair[0].optimum is None]
         computed = iter(self.in_processes(sent, jobs))
-        return [self.row(*pair) if pair[0].kind is Belady else next(computed) for pair in pairs]
+        return [self.row(*pair) if pair[0].optimum else next(computed) for pair in pairs]
 
     def in_processes(self, pairs: list[tuple[Candidate, int]], jobs: int) -> list[Row]:
         """Return the row of each policy and size, made by `jobs` processes."""
@@ -578,6 +578,7 @@ class _RowMaker:
 
     def _call(self, policy: Candidate, blocks: int) -> Call[Row]:
         """Return the call that makes the row of a policy, in this process or another."""
+        name = self.setup.workload.name
         built = attrs.evolve(
             policy,
             make=partial(_prebuilt, policy.build()),
@@ -585,8 +586,7 @@ class _RowMaker:
         )
         return Call(
             partial(self._sent.row, built, blocks),
-            f"{self._parts} with policy {policy.name!r}",
-            f"the replay of {self.setup.workload.name} with {blocks} blocks",
+            f"the replay of {name} with {blocks} blocks and policy {policy.name!r}",
         )
 
     @property
@@ -598,18 +598,14 @@ class _RowMaker:
         sent.tick = unseen
         return sent
 
-    @property
-    def _parts(self) -> str:
-        return f"workload {self.setup.workload.name!r}"
-
     def row(self, policy: Candidate, blocks: int, trace: Trace | None = None) -> Row:
         """Replay under one policy in a pool of one size."""
         begin = perf_counter()
         cache: KVCache | GroupedCache | None = None
         reused: CacheStats | None = None
         charged = None
-        if isinstance(policy.make, Belady):
-            hits, stats, evicted = self._optimum(policy.make, blocks)
+        if policy.optimum is not None:
+            hits, stats, evicted = self._optimum(policy.optimum, blocks)
             self.tick(len(hits))
             if self.setup.slots:
                 # Pool and tiers hit at most what one cache hits that need not keep its prompts.
@@ -619,11 +615,11 @@ class _RowMaker:
             if self.price is not None:
                 charged = self._bill(zip(self.setup.workload, hits, strict=True))
         elif self.setup.groups:
-            cache = self.setup.grouped(policy.make(), blocks, policy.make_checkpoint())
+            cache = self.setup.grouped(policy.build(), blocks, policy.make_checkpoint())
             lengths = Counter(replay_groups(ticked(self.setup.workload, self.tick), cache))
             stats, evicted = cache.stats, cache.evicted_blocks
         else:
-            cache = self.setup.cache(policy.make(), blocks, trace)
+            cache = self.setup.cache(policy.build(), blocks, trace)
             if self.setup.put_tiers is not None:
                 self.setup.put_tiers(cache)
             if self.residency:

@@ -111,12 +111,10 @@ class Call(Generic[OutcomeT]):
 
     Attributes:
         function: the function; a process that is no fork of this one needs it pickled.
-        parts: its parts in error messages: `workload 'zipf' with policy 'lru'`.
-        name: the call in error messages: `the replay of zipf with 100 blocks`.
+        name: the call in error messages: `the replay of zipf with 9 blocks and policy 'lru'`.
     """
 
     function: Callable[[], OutcomeT]
-    parts: str
     name: str
 
 
@@ -135,17 +133,8 @@ def call_all(calls: Sequence[Call[OutcomeT]], jobs: int) -> Iterator[tuple[int, 
         for index, call in enumerate(calls):
             yield index, call.function()
         return
-    numbered: Generator[tuple[Any, Any]]
-    if can_fork():
-        numbered_calls = [(index, b"") for index in range(len(calls))]
-        numbered = work_all(
-            lambda: lambda task: _outcome(calls[task[0]].function), numbered_calls, jobs, "fork"
-        )
-    else:
-        packed = [(index, _packed(call)) for index, call in enumerate(calls)]
-        numbered = work_all(_calling, packed, jobs)
-    with closing(numbered):
-        for (index, _), outcome in numbered:
+    with closing(_outcomes(calls, jobs)) as outcomes:
+        for index, outcome in outcomes:
             if isinstance(outcome, WorkerDied):
                 msg = f"{calls[index].name} failed: {outcome}"
                 raise PluginError(msg)
@@ -159,32 +148,46 @@ def can_fork() -> bool:
     return sys.platform == "linux" and active_count() == 1
 
 
+def _outcomes(calls: Sequence[Call[Any]], jobs: int) -> Generator[tuple[int, Any]]:
+    """Yield (place in `calls`, outcome) of each call, made by another process."""
+    if can_fork():
+        places = range(len(calls))
+        yield from work_all(
+            lambda: lambda index: _outcome(calls[index].function), places, jobs, "fork"
+        )
+        return
+    packed = [(index, _packed(call)) for index, call in enumerate(calls)]
+    with closing(work_all(_calling, packed, jobs)) as outcomes:
+        for (index, _), outcome in outcomes:
+            yield index, outcome
+
+
 def _packed(call: Call[Any]) -> bytes:
     """Return the function of a call, pickled."""
     try:
         return pickle.dumps(call.function)
     except Exception as error:
         msg = (
-            f"{call.parts} cannot be sent to another process ({error}): define their classes "
+            f"{call.name} cannot be sent to another process ({error}): define their classes "
             "at the top of a module, or use one job"
         )
         raise InputError(msg) from error
 
 
 def _calling() -> Callable[[tuple[int, bytes]], Any]:
-    """Return the function that a worker process calls."""
-    return _called
+    """Return the function that makes packed calls; an exception is their outcome."""
 
+    def call(task: tuple[int, bytes]) -> Any:
+        try:
+            function = pickle.loads(task[1])  # noqa: S301 - of the parent's making
+        except FAILURES as error:  # whatever the classes do
+            return InputError(
+                "the workload or a policy cannot be read by another process "
+                f"({error}): use one job"
+            )
+        return _outcome(function)
 
-def _called(task: tuple[int, bytes]) -> Any:
-    """Make a call packed by `_packed`; an exception is its outcome."""
-    try:
-        function = pickle.loads(task[1])  # noqa: S301 - of the parent's making
-    except FAILURES as error:  # whatever the classes do
-        return InputError(
-            f"the workload or a policy cannot be read by another process ({error}): use one job"
-        )
-    return _outcome(function)
+    return call
 
 
 def _outcome(function: Callable[[], Any]) -> Any:
@@ -228,11 +231,13 @@ class _Pool(Generic[TaskT, OutcomeT]):
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
                 task = running.pop(future)
+                outcome: OutcomeT | WorkerDied
                 try:
-                    yield task, future.result()
+                    outcome = future.result()
                 except BrokenProcessPool:
                     alive = False
-                    yield task, WorkerDied(self._ended())
+                    outcome = WorkerDied(self._ended())
+                yield task, outcome
 
     def close(self) -> None:
         """Kill all worker processes."""
@@ -247,7 +252,7 @@ class _Pool(Generic[TaskT, OutcomeT]):
         # Ctrl-C is for the parent alone: workers start with the signal blocked.
         with _interrupts_delayed():
             try:
-                future: Future[OutcomeT] = self._executor.submit(_attempt, task)
+                future: Future[OutcomeT] = self._executor.submit(_run, task)
             finally:
                 self._processes |= set(active_children()) - before
         return future
@@ -260,7 +265,12 @@ class _Pool(Generic[TaskT, OutcomeT]):
         codes = [process.exitcode or 0 for process in self._processes]
         # The pool terminates the others when one has died.
         code = next((code for code in codes if code != -signal.SIGTERM), codes[0])
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        if code >= 0:
+            return f"exit code {code}"
+        try:
+            return signal.Signals(-code).name
+        except ValueError:  # most real-time signals have no name
+            return f"signal {-code}"
 
 
 @contextmanager
@@ -295,8 +305,8 @@ def _interrupts_delayed() -> Iterator[None]:
             signal.raise_signal(caught[0])
 
 
-_attempts: list[Callable[[Any], Any]] = []
-"""The function that runs a task, if this process is a worker."""
+_task_function: list[Callable[[Any], Any]] = []
+"""The function of the tasks, alone, if this process is a worker; else empty."""
 
 
 def _begin(work: Work[Any, Any]) -> None:
@@ -305,11 +315,11 @@ def _begin(work: Work[Any, Any]) -> None:
     Thread(target=_die_with_parent, daemon=True).start()
     # Output of plugins is no part of the parent's results.
     os.dup2(2, 1)
-    _attempts.append(work())
+    _task_function.append(work())
 
 
-def _attempt(task: Any) -> Any:
-    return _attempts[0](task)
+def _run(task: Any) -> Any:
+    return _task_function[0](task)
 
 
 def _die_with_parent() -> None:

@@ -25,17 +25,21 @@ from kvcore.units import NS_PER_S, PS_PER_NS, format_number
 if TYPE_CHECKING:
     from kvcore.serving.result import Result
 
-FEWEST = 30
+MIN_REQUESTS = 30
 """Requests below which a queue is too short to have a trend."""
 
-STEPS = 10
+MIN_ADMISSION_TIMES = 10
 """Times at which jobs are admitted, below which the queue may be that of one long step."""
 
-MOMENTS = 64
-"""Number of parts into which the time of arrivals is divided to sample the queue."""
+PARTS = 64
+"""Parts of the time of arrivals: the queue is sampled at their borders, and at both ends."""
 
-LAST = MOMENTS // 4
-"""The last moments, at which the queue of a server that is too slow is never empty."""
+LAST_MOMENTS = PARTS // 4
+"""How many of the last moments: there the queue of a server that is too slow is never empty."""
+
+
+Samples: TypeAlias = Sequence[int] | Times
+"""Times (ns) that can be iterated over more than once."""
 
 
 class Saturation(NamedTuple):
@@ -80,19 +84,20 @@ class Saturation(NamedTuple):
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON; `holds`, which costs simulations, is None."""
+        """Return the fields as JSON. `holds` is None until `simulate` has searched for it."""
         return {**self._asdict(), "why": self.why, "holds": None}
 
 
 def saturation_of(log: RunLog, max_seqs: int, load: float | None) -> Saturation | None:
     """Return whether the queue of a run grew until the last arrival. O(n).
 
-    None if that is unknown: fewer than `FEWEST` requests finished, or all came at once. A
+    None if that is unknown: fewer than `MIN_REQUESTS` requests finished, or all came at once. A
     queue has grown if it is longer at the end of arrivals than at half time, and at the end
     longer than chance makes it: than twice the root of the number of requests. Where the
     offered load is above 1 that is all. Otherwise the queue must also never have been empty
     in the last quarter of the time, so that a burst does not count, and jobs must have been
-    admitted at `STEPS` times of the second half, so that one long step does not count.
+    admitted at `MIN_ADMISSION_TIMES` times of the second half, so that one long step does
+    not count.
 
     In a closed loop the queue is that of the time in which conversations begin. It must never
     have been empty at its end, whatever the load, and requests must have waited longer than
@@ -111,7 +116,14 @@ def saturation_of(log: RunLog, max_seqs: int, load: float | None) -> Saturation 
         saturated = saturated and 2 * sum(admitted) > sum(came) + sum(finished)
     come_per_s = (queue.requests - 1) * NS_PER_S / queue.span
     served_per_s = queue.requests * NS_PER_S / (max(finished) - queue.first)
-    return Saturation(saturated, queue.half, queue.end, come_per_s, served_per_s, closed)
+    return Saturation(
+        saturated=saturated,
+        waiting_half=queue.half,
+        waiting_end=queue.end,
+        arrivals_per_s=come_per_s,
+        served_per_s=served_per_s,
+        closed=closed,
+    )
 
 
 class Queue(NamedTuple):
@@ -140,26 +152,26 @@ class Queue(NamedTuple):
     @classmethod
     def from_times(
         cls,
-        came: Iterable[int],
-        admitted: Iterable[int],
-        finished: Iterable[int],
+        came: Samples,
+        admitted: Samples,
+        finished: Samples,
         max_seqs: int,
         until: int | None = None,
     ) -> Queue | None:
         """Return the queue, by times (ns) in any order; None if they are too few for a trend.
 
         `until` is the end of the time that is looked at; None: the last arrival.
-        The times are iterated over more than once. O(n), in memory that does not grow with n.
+        O(n), in memory that does not grow with n.
         """
         requests = sum(map(len, batches(came)))
-        if requests < FEWEST:
+        if requests < MIN_REQUESTS:
             return None
         first = min(came)
         last = max(came) if until is None else max(first, until)
         span = last - first
         if not span:
             return None
-        # The queue at 64 moments: who has come, less who runs or has ended.
+        # The queue at each moment: who has come, less who runs or has ended.
         times = moments(first, last)
         before = _counts(bisect_left, came, times)
         started = _counts(bisect_right, admitted, times)
@@ -169,28 +181,34 @@ class Queue(NamedTuple):
             here - min(begun, done + max_seqs)
             for here, begun, done in zip(before, started, ended, strict=True)
         ]
-        eighth, middle = MOMENTS // 8, MOMENTS // 2
+        eighth, middle = PARTS // 8, PARTS // 2
         half = sum(queue[middle - eighth + 1 : middle + 1]) / eighth
         end = sum(queue[-eighth:]) / eighth
-        later: set[int] = set()
-        for time in admitted:
-            if time > first + span // 2:
-                later.add(time)
-                if len(later) == STEPS:
-                    break
         return cls(
-            requests,
-            first,
-            span,
-            half,
-            end,
-            end > half and end > 2 * sqrt(requests),
-            len(later) == STEPS and min(queue[-LAST:]) > 0,
+            requests=requests,
+            first=first,
+            span=span,
+            half=half,
+            end=end,
+            grows=end > half and end > 2 * sqrt(requests),
+            persists=min(queue[-LAST_MOMENTS:]) > 0
+            and _admitted_often(admitted, first + span // 2),
         )
 
 
+def _admitted_often(admitted: Samples, after: int) -> bool:
+    """Return True if jobs were admitted at `MIN_ADMISSION_TIMES` later times, or more."""
+    times: set[int] = set()
+    for time in admitted:
+        if time > after:
+            times.add(time)
+            if len(times) == MIN_ADMISSION_TIMES:
+                return True
+    return False
+
+
 def _counts(
-    bisect: Callable[[list[int], int], int], events: Iterable[int], times: list[int]
+    bisect: Callable[[list[int], int], int], events: Samples, times: list[int]
 ) -> list[int]:
     """Count the `events` before each of `times`; `bisect` is left or right."""
     counts = [0] * len(times)
@@ -202,7 +220,7 @@ def _counts(
 
 def moments(first: int, last: int) -> list[int]:
     """Return the times (ns) at which the queue is sampled, from those of two arrivals."""
-    return [first + (last - first) * part // MOMENTS for part in range(MOMENTS + 1)]
+    return [first + (last - first) * part // PARTS for part in range(PARTS + 1)]
 
 
 Work: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]

@@ -59,10 +59,9 @@ class GeneratorTests(NamedTests[Generator]):
     seed = seeds(3)
 
     def test_describes_itself_before_load(self) -> None:
-        """Shape, vocabulary, windows and end tokens are known before `load`, and consistent."""
+        """Shape, vocabulary and end tokens are known before `load`, and consistent."""
         generator = self.make()
         assert isinstance(generator.spec, ModelSpec)
-        assert len(generator.windows) == generator.spec.layers
         assert generator.vocabulary >= 1
         assert all(0 <= token < generator.vocabulary for token in generator.eos_token_ids)
 
@@ -85,7 +84,7 @@ class GeneratorTests(NamedTests[Generator]):
         layers = list(range(generator.spec.layers))
         for step in calls:
             assert [call.layer for call in step] == layers, "layers of the calls of attend"
-            assert tuple(call.window for call in step) == tuple(generator.windows)
+            assert tuple(call.window for call in step) == tuple(generator.spec.windows)
 
     def test_shapes(self) -> None:
         """Queries, keys and values are `[tokens, heads, width]` of the spec, in the dtype."""

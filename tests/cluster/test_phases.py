@@ -6,6 +6,7 @@ import attrs
 import pytest
 from helpers.clusters import Longest, serve_cluster
 from helpers.serving import SLOT, ask
+from helpers.traces import lines, seal
 
 import kvcore
 from kvcore import InputError
@@ -99,6 +100,17 @@ def test_a_trace_has_the_first_token_that_a_client_gets(tmp_path, first_output):
     run = recorded_run(path)
     for name in ("ttft_s", "tpot_s", "e2e_s"):
         assert getattr(run, name) == result.summary()[name]
+
+
+def test_a_trace_may_say_that_the_prefill_answers(tmp_path):
+    """A trace whose HEADER names the default `first_output` reads as one that leaves it out."""
+    path = tmp_path / "trace.jsonl"
+    kvcore.simulate_cluster(
+        "zipf:requests=5", disaggregate="prefill=1,decode=1", blocks=300, trace=path
+    )
+    events = lines(path)
+    events[0]["routing"]["disaggregate"] += ",first_output=prefill"
+    assert check_trace(seal(tmp_path / "named.jsonl", events)).complete
 
 
 def test_a_first_token_without_split_phases_is_refused():

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hashlib import sha256
 
 import pytest
-from helpers.clusters import record_cluster
+from helpers.clusters import Longest, record_cluster, serve_cluster
+from helpers.serving import ask
 from helpers.traces import lines, record, seal
 
 import kvcore
@@ -43,6 +44,13 @@ def forge(tmp_path):
         return str(caught.value)
 
     return forged
+
+
+class Refusing(Longest):
+    """A router that refuses every request."""
+
+    def route(self, request, replicas, now):
+        """Return no replica."""
 
 
 def places(events, name):
@@ -218,6 +226,20 @@ class TestForgeries:
             ),
         ):
             assert reason in forge([*events[:n], events[n] | change, *events[n + 1 :]])
+
+    def test_a_request_that_the_decode_router_refuses_goes_nowhere(self, tmp_path, forge):
+        """A request that was prefilled, and that no replica decodes, is refused, not routed."""
+        requests = [ask("a", prompt=8, output=4)]
+        run = serve_cluster(
+            requests, split="prefill=1,decode=1,latency=0s", decode_router=Refusing()
+        )
+        (tmp_path / "trace.jsonl").write_bytes(run.trace)
+        events = lines(tmp_path / "trace.jsonl")
+        report = check_trace(tmp_path / "trace.jsonl")
+        assert (report.complete, report.finished, report.rejected) == (True, 0, 1)
+        route, refused = events[places(events, "ROUTE")[0]], places(events, "REJECT")[0]
+        again = route | {"t": events[refused]["t"]}
+        assert "with replicas up" in forge([*events[:refused], again, *events[refused:]])
 
     def test_a_replica_that_leaves_must_stop(self, tmp_path, forge):
         """A replica that leaves must stop after its last request."""

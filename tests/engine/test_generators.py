@@ -73,8 +73,8 @@ def test_options_replace_the_sizes_of_the_model():
 def test_layers_keep_their_windows():
     """The first layers have the windows of the model's layers; more layers repeat them."""
     windows = MODELS["gpt-oss-20b"].windows
-    assert SinCos(model="gpt-oss-20b", layers=3).windows == windows[:3]
-    assert SinCos(model="gpt-oss-20b", layers=25).windows == (*windows, windows[0])
+    assert SinCos(model="gpt-oss-20b", layers=3).spec.windows == windows[:3]
+    assert SinCos(model="gpt-oss-20b", layers=25).spec.windows == (*windows, windows[0])
 
 
 def test_sincos_kv_differ_by_token_and_position():

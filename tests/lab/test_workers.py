@@ -45,6 +45,13 @@ def test_the_signal_that_killed_a_worker_is_reported(monkeypatch):
     ]
 
 
+def test_a_signal_without_a_name_is_reported_by_its_number(monkeypatch):
+    """A worker that a real-time signal killed has the number of the signal in its outcome."""
+    monkeypatch.setattr(workers, "ATTEMPTS", 1)
+    number = signal.SIGRTMIN + 1
+    assert list(work_all(suicide, [number], 1)) == [(number, WorkerDied(f"signal {number}"))]
+
+
 def test_an_interrupt_during_the_start_of_a_worker_is_raised_later(monkeypatch):
     """An interrupt during the start of a worker is raised afterwards, and ends the worker."""
     start = ProcessPoolExecutor._spawn_process
@@ -109,10 +116,10 @@ def test_forks_call_functions_that_cannot_be_pickled(monkeypatch):
         msg = "no row"
         raise ValueError(msg)
 
-    calls = [Call(lambda n=n: (n, read["requests"], os.getpid()), "", "") for n in range(4)]
+    calls = [Call(lambda n=n: (n, read["requests"], os.getpid()), "") for n in range(4)]
     results = dict(call_all(calls, 2))
     assert [results[n][:2] for n in range(4)] == [(n, 3) for n in range(4)]
     assert os.getpid() not in {pid for *_, pid in results.values()}
     assert not active_children()
     with pytest.raises(ValueError, match="no row"):
-        list(call_all([*calls, Call(wrong, "", "")], 2))
+        list(call_all([*calls, Call(wrong, "")], 2))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvcore.serving.stats import Column, RunLog
-from kvcore_plugins.load import FEWEST, _time, saturation_of
+from kvcore_plugins.load import MIN_REQUESTS, _time, saturation_of
 
 SERVICE = 1000
 """Nanoseconds that a request takes on a server that serves them one by one."""
@@ -66,7 +66,7 @@ def found(arrivals, load=None):
 
 
 @pytest.mark.parametrize("load", [0.5, 0.8, 0.95])
-@pytest.mark.parametrize("requests", [FEWEST, 100, 1000, 10_000])
+@pytest.mark.parametrize("requests", [MIN_REQUESTS, 100, 1000, 10_000])
 def test_a_server_that_is_fast_enough_is_not_saturated(load, requests):
     """M/D/1 below a load of 1 is not saturated, however few the requests are."""
     assert not any(found(poisson(load, requests, seed)) for seed in range(10))
@@ -94,7 +94,7 @@ def test_a_closed_loop_is_judged_while_conversations_begin(load, saturated, thin
         log = conversations(poisson(load / 4, 500, seed), 4, think)
         figures = saturation_of(log, 1, 0.9)
         assert (figures.closed, figures.saturated) == (True, saturated)
-        assert ("conversations begin" in figures.why) is True
+        assert "conversations begin" in figures.why
 
 
 def test_conversations_that_begin_in_a_burst_are_no_saturation():
@@ -117,7 +117,7 @@ def test_an_overload_in_the_second_half_is_saturation():
 
 
 @pytest.mark.parametrize(
-    "arrivals", [[], [5] * 1000, poisson(5, FEWEST - 1)], ids=["none", "at once", "a few"]
+    "arrivals", [[], [5] * 1000, poisson(5, MIN_REQUESTS - 1)], ids=["none", "at once", "a few"]
 )
 def test_saturation_of_a_batch_or_of_few_requests_is_unknown(arrivals):
     """Saturation is unknown for requests that arrive at once, or for too few, at any load."""

@@ -65,7 +65,7 @@ class Mine(Generator):
 
     def order(self):
         """Yield each layer with its window."""
-        return enumerate(self.windows)
+        return enumerate(self.spec.windows)
 
     def drawn(self, step):
         """Return the next token of each sequence that samples, and None for the others."""

@@ -27,7 +27,6 @@ from kvcore.workloads.selection import as_workload
 from kvcore_lab.candidates import Candidate, Policy, candidates_of, refuse_bound
 from kvcore_lab.comparison import ReplaySetup, Source, pool_sizes
 from kvcore_lab.workers import Call, call_all, check_jobs
-from kvcore_replay.belady import Belady
 from kvcore_replay.untimed import replay, replay_groups
 
 if TYPE_CHECKING:
@@ -272,7 +271,7 @@ class _CurveMaker:
         if self.setup.geometry.accounting != "keys":
             return False
         if policy.name != LRU or LRU not in self.plugins.names("eviction"):
-            return policy.kind is Belady
+            return policy.optimum is not None
         usual = policy.kind is self.plugins.get("eviction", LRU)
         return usual and not policy.options.get("renew_split")
 
@@ -286,14 +285,14 @@ class _CurveMaker:
 
     def _exact(self, policy: Candidate, sizes: list[int], reuse: Reuse) -> Curve:
         """Return the curve of LRU, known at every size, or of Belady's bound."""
-        if not isinstance(policy.make, Belady):
+        if policy.optimum is None:
             steps = Steps(*reuse.lru())
             hits = [steps.at(size) for size in sizes]
             return _curve_of(policy, sizes, hits, steps)
         hits = []
         with self.progress("the optimum by size", len(sizes)) as tick:
             for size in sizes:
-                hits.append(reuse.optimum(size, bypass=policy.make.bypass))
+                hits.append(reuse.optimum(size, bypass=policy.optimum.bypass))
                 tick(1)
         return _curve_of(policy, sizes, hits)
 
@@ -319,8 +318,7 @@ class _CurveMaker:
         name = self.setup.workload.name
         return Call(
             partial(_replayed_hits, self.setup, policy, blocks),
-            f"workload {name!r} with policy {policy.name!r}",
-            f"the replay of {name} with {blocks} blocks",
+            f"the replay of {name} with {blocks} blocks and policy {policy.name!r}",
         )
 
     @contextmanager

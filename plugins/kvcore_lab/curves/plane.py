@@ -31,7 +31,6 @@ from kvcore_lab.candidates import Policy, candidates_of
 from kvcore_lab.comparison import ReplaySetup, Source, pool_sizes
 from kvcore_lab.curves.mrc import LRU, check_points, compiled_reuse, spread_sizes
 from kvcore_lab.workers import Call, call_all, check_jobs
-from kvcore_replay.belady import Belady
 from kvcore_replay.untimed import served
 from kvcore_tiers.hierarchy import Tiers
 
@@ -161,7 +160,7 @@ def plane(
         recompute=recompute,
     )
     policy, *more = candidates_of(eviction, plugins, seed)
-    if more or isinstance(policy.make, Belady):
+    if more or policy.optimum is not None:
         msg = f"eviction {eviction!r}: a plane is of one policy, which is not the optimum"
         raise InputError(msg)
     below = tier.options()["eviction"]
@@ -174,7 +173,9 @@ def plane(
         rules = " and ".join(filter(None, wrong))
         msg = f"{rules}: one pass knows LRU and write=evict alone: add --exact (exact=True)"
         raise InputError(msg)
-    maker = _PlaneMaker(setup, tier, layout, policy.make, policy.name, jobs, progress or silent)
+    maker = _PlaneMaker(
+        setup, tier, layout, policy.build, policy.name, jobs, progress or silent
+    )
     sizes = None if pools is None else pool_sizes(pools, "to show")
     return maker.plane(sizes, points, exact=exact)
 
@@ -257,13 +258,11 @@ class _PlaneMaker:
 
     def _replayed(self, grid: list[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], Hits]]:
         """Yield each point with its hits: those of a replay."""
-        name = self.setup.workload.name
-        parts = f"workload {name!r} with policy {self.eviction!r}"
+        name, policy = self.setup.workload.name, f"policy {self.eviction!r}"
         calls = [
             Call(
                 partial(_hits, self.setup, self.make(), self.tier, self.layout, *point),
-                parts,
-                f"the replay of {name} with sizes {list(point)}",
+                f"the replay of {name} with sizes {list(point)} and {policy}",
             )
             for point in grid
         ]

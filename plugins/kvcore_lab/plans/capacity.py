@@ -26,7 +26,7 @@ from kvcore.units import PS_PER_NS
 from kvcore.workloads.arrivals import NEVER
 from kvcore_lab.contiguous.loop import ContiguousAllocator, contiguous_cache
 from kvcore_lab.plans.early_end import DecidedError, EarlyEnd, loop_of, run_until_decided
-from kvcore_plugins.load import LAST, Queue, finished_work, moments, offered_load
+from kvcore_plugins.load import LAST_MOMENTS, Queue, finished_work, moments, offered_load
 
 if TYPE_CHECKING:
     from kvcore_cluster.config import ClusterParts
@@ -238,7 +238,7 @@ class _Search:
         )
         if load is None or load > 1:
             return []
-        return moments(came[0], came[-1])[: -LAST - 1 : -1]
+        return moments(came[0], came[-1])[: -LAST_MOMENTS - 1 : -1]
 
 
 class _QueueJudge(EarlyEnd):

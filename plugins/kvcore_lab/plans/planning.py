@@ -41,7 +41,7 @@ from kvcore_lab.plans.start import not_in_start, start_command
 from kvcore_lab.statistics import share_interval
 from kvcore_lab.sweep.cells import CellRun, Outcome, WorkloadCache
 from kvcore_lab.sweep.executors import Executor, ThisProcess, known_to
-from kvcore_lab.sweep.grid import CLUSTER, Grid
+from kvcore_lab.sweep.grid import CLUSTER_AXES, Grid
 from kvcore_lab.sweep.journal import Journal
 from kvcore_replay.gpu_cost import COLUMNS as COSTS
 from kvcore_replay.gpu_cost import Cost
@@ -287,7 +287,7 @@ def plan(
 def _check_options(grid: Grid) -> None:
     """Raise InputError for several values of an option, and for options of clusters."""
     for name, values in grid.axes.items():
-        if name in CLUSTER:
+        if name in CLUSTER_AXES:
             msg = (
                 f"{name}: a plan divides sessions by hash among replicas that are always up: "
                 "leave it out"
@@ -466,7 +466,7 @@ class _Planner:
         row = CellRun(cell, self.known).row
         if row["checkpoint"] == str(option_default("checkpoint")):
             del row["checkpoint"]  # few models keep states
-        return {n: value for n, value in row.items() if n not in (*searched, *CLUSTER)}
+        return {n: value for n, value in row.items() if n not in (*searched, *CLUSTER_AXES)}
 
     def _meets(self, fleet: Fleet) -> bool:
         """Return True if enough requests met their SLO on a fleet that was simulated."""

@@ -30,7 +30,7 @@ from kvcore_lab.sweep.cells import (
     file_plugins,
     type_of,
 )
-from kvcore_lab.sweep.grid import CLUSTER, PART, Grid, axes_of
+from kvcore_lab.sweep.grid import CLUSTER_AXES, PART, Grid, axes_of
 from kvcore_lab.sweep.journal import Journal
 from kvcore_lab.workers import ATTEMPTS, WorkerDied, can_fork, queue_of, work_all
 from kvcore_plugins.host import cpus
@@ -381,7 +381,7 @@ def sweep(
                 known[digest] = outcome.result
             notes |= dict.fromkeys(outcome.notes)
             tick(1)
-    hidden = {HIDDEN, *(() if plan.grid.axes.keys() & set(CLUSTER) else CLUSTER_COLUMNS)}
+    hidden = {HIDDEN, *(() if plan.grid.axes.keys() & set(CLUSTER_AXES) else CLUSTER_COLUMNS)}
     shown = [name for name in columns if name not in hidden]
     rows = []
     for task, row in zip(plan.tasks, plan.rows, strict=True):

@@ -53,10 +53,10 @@ AXES = tuple(dict.fromkeys((*UNTIMED, *TIMED)))
 """The options of a run that may have several values in a sweep."""
 
 
-CLUSTER = ("replicas", "view", "fail", "autoscale", "router")
+CLUSTER_AXES = ("replicas", "view", "fail", "autoscale", "router")
 """The axes of clusters: several servers that share the requests."""
 
-PART = ("limit", "window", "tier", "checkpoint", "drafter", *CLUSTER)
+PART = ("limit", "window", "tier", "checkpoint", "drafter", *CLUSTER_AXES)
 """The axes that are columns of a table only if they are given."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -41,8 +41,8 @@ class CheckedReplica:
         header: HEADER of the replica alone.
         leaving: whether it gets no more requests, and stops when all of its own have ended.
         failures: how often it failed, or stopped.
-        routed, finished, rejected, preemptions, hits, evictions: counts of the lives before
-            this one; `routed` and `evictions` of this one too.
+        routed, evictions: counts of all lives.
+        finished, rejected, preemptions, hits: counts of the earlier lives.
         sent: keys of the requests that were routed to it in this life, and of the blocks
             that they generated.
         handed: requests that it has prefilled in this life, and that another one decodes.
@@ -69,33 +69,33 @@ class CheckedReplica:
             self._life.evictions = self.evictions
         return self._life
 
+    @property
+    def all_hits(self) -> Hits:
+        """Lookups and hits of all lives."""
+        hits = attrs.evolve(self.hits)
+        hits.add(self.life.state.hits)
+        return hits
+
     def fail(self) -> None:
         """End the current life of the replica."""
-        report = self.report()
-        self.finished, self.rejected = report["finished"], report["rejected"]
-        self.preemptions = report["preemptions"]
-        self.hits.add(self.life.state.hits)
+        lifecycles = self.life.lifecycles
+        self.finished += lifecycles.finished
+        self.rejected += lifecycles.rejected
+        self.preemptions = _sums([self.preemptions, lifecycles.preemptions])
+        self.hits = self.all_hits
         self._life, self.leaving = None, False
         self.failures += 1
         self.sent.clear()
         self.handed.clear()
 
-    def end(self, event: events.End) -> None:
-        """Check that nothing is left open."""
-        if self._life is not None:
-            self._life.apply(event)
-
     def report(self) -> dict[str, Any]:
         """Return its state, and counts over all lives, in the form of a server's report."""
         own = self.life.report()
-        hits = attrs.evolve(self.hits)
-        hits.add(self.life.state.hits)
-        preempted = self.preemptions
         return own | {
             "finished": self.finished + own["finished"],
             "rejected": self.rejected + own["rejected"],
-            "preemptions": {how: n + preempted[how] for how, n in own["preemptions"].items()},
-            "hit": hits.as_dict(),
+            "preemptions": _sums([self.preemptions, own["preemptions"]]),
+            "hit": self.all_hits.as_dict(),
         }
 
 
@@ -104,7 +104,8 @@ class Moving:
     """A request between the replica that prefills it and the one that decodes it.
 
     Attributes:
-        source, target: the replicas; None: not known yet.
+        source: the replica that prefills it.
+        target: the replica that decodes it; None: it is not routed to one yet.
         blocks: blocks of it that were moved.
         missing: blocks of its prompt that the target had not.
         due: when the source may let go, ns: it is prefilled, room is made, K/V is there.
@@ -154,8 +155,6 @@ class ClusterChecker:
         if "fail" in routing and not self._scales:
             self._failures = _schedule(routing["fail"])
         self._pools = _pools(routing["disaggregate"]) if "disaggregate" in routing else None
-        # Whether the first token is that of the replica that prefills.
-        self._prefill_answers = "first_output=" not in str(routing.get("disaggregate", ""))
         eviction = header.plugins.get("eviction")
         self._exact = routing.get("view") == "exact" and not (
             eviction is None or expires(eviction.name)
@@ -193,8 +192,7 @@ class ClusterChecker:
         parts = [replica.report() for replica in self.replicas]
         hits = Hits()
         for replica in self.replicas:
-            hits.add(replica.hits)
-            hits.add(replica.life.state.hits)
+            hits.add(replica.all_hits)
         return {
             "pool": _sums(part["pool"] for part in parts),
             "finished": sum(part["finished"] for part in parts) - self._handed,
@@ -262,8 +260,9 @@ class ClusterChecker:
             moving.due = max(moving.due, event.t)
         if replica == moving.target:
             if isinstance(event, events.Route):
+                assert self._pools is not None  # else no request is routed twice
                 lifecycles = self.replicas[replica].life.lifecycles
-                lifecycles.adopt(event.request, answered=self._prefill_answers)
+                lifecycles.adopt(event.request, answered=self._pools.prefill_answers)
             elif isinstance(event, HITS):
                 moving.missing -= event.blocks
 
@@ -284,7 +283,9 @@ class ClusterChecker:
                 self._handed += 1
                 self.replicas[replica].handed.add(request)
                 if current == replica:
-                    self._since[request] = self._replica_of.pop(request)
+                    # No replica decodes it: its router refuses it, and no ROUTE may follow.
+                    del self._replica_of[request]
+                    self._since[request] = -1
                 return
         del self._replica_of[request]
 
@@ -320,7 +321,7 @@ class ClusterChecker:
             if self._header.mode != "wall" and event.t not in (since, self._returned):
                 violated(f"request {id_!r} waits since {since} ns, with replicas up")
         self._replica_of[id_] = number
-        self._must_be_thought(event.tokens or 0, request, replica)
+        self._check_expected(event.tokens or 0, request, replica)
         replica.routed += 1
         replica.sent.update(request.keys, request.output_keys or ())
 
@@ -332,18 +333,18 @@ class ClusterChecker:
         if self._pools is None:
             fits = not leg
         else:
-            prefill, decode = self._pools
-            mixed, prefills = replica >= prefill + decode, replica < prefill
+            pools = self._pools
+            mixed, prefills = replica >= pools.prefill + pools.decode, replica < pools.prefill
             fits = {"prefill": prefills, "decode": not prefills}.get(
-                leg, mixed or (prefills and request.output <= self._prefill_answers)
+                leg, mixed or (prefills and request.output <= pools.prefill_answers)
             )
         if not fits:
             violated(f"replica {replica} is not in a pool for {leg or 'whole requests'}")
 
-    def _must_be_thought(
+    def _check_expected(
         self, tokens: int, request: events.Request, replica: CheckedReplica
     ) -> None:
-        """Check that a router may think that `replica` has `tokens` tokens of a prompt."""
+        """Check that a router may expect `tokens` tokens of a prompt in `replica`'s cache."""
         sent = count_known(request.keys, replica.sent) * request.key_tokens
         if tokens > sent:
             violated(f"the router expects {tokens} cached tokens; {sent} were ever sent")
@@ -400,7 +401,7 @@ class ClusterChecker:
 
     def _end(self, event: events.End) -> None:
         for replica in self.replicas:
-            replica.end(event)
+            replica.life.apply(event)
         left = [*self._since, *self._replica_of]
         if left:
             violated(f"requests that are not served: {len(left)}; the first is {left[0]!r}")
@@ -430,15 +431,30 @@ def _schedule(failures: Any) -> list[tuple[int, bool, int]]:
     return sorted(changes, reverse=True)
 
 
-def _pools(text: Any) -> tuple[int, int]:
-    """Return how many replicas prefill, and how many decode.
+class Pools(NamedTuple):
+    """The pools of replicas that split the phases of requests: those that prefill come first.
+
+    Attributes:
+        prefill, decode: replicas of these pools; the others are mixed.
+        prefill_answers: whether the first token is that of the replica that prefills.
+    """
+
+    prefill: int
+    decode: int
+    prefill_answers: bool
+
+
+def _pools(text: Any) -> Pools:
+    """Return the pools that the routing of HEADER gives.
 
     Raises:
         ViolationError: HEADER has a text that gives no pools.
     """
     try:
         fields = dict(piece.split("=") for piece in text.split(","))
-        return int(fields["prefill"]), int(fields["decode"])
+        # Routers leave this field out where it is `prefill`.
+        answers = fields.get("first_output", "prefill") == "prefill"
+        return Pools(int(fields["prefill"]), int(fields["decode"]), answers)
     except (AttributeError, LookupError, ValueError):
         violated(f"HEADER has pools that cannot be: {text!r:.80}")
 

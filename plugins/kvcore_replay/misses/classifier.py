@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 from operator import itemgetter
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import attrs
 
@@ -35,11 +35,20 @@ class MissClassifier:
     """Classifies the misses of every first admission while a trace is read.
 
     Attributes:
+        EVENTS: the events that are recorded, each by the method of its name.
+        OF_TIERS: those that are recorded if there are lower tiers.
+        has_optimum: whether there is an optimum to compare with.
         state: the state of the cache, rebuilt from the trace.
         requests: the misses of each request so far, by id.
         elsewhere: on a cluster, by request, the blocks of its prompt that another replica held
             when the request was routed, and the number of that replica; None on one server.
     """
+
+    EVENTS: ClassVar[tuple[str, ...]] = (
+        *("REQUEST", "COMMIT", "SPLIT", "HIT", "MISS", "KEYS", "REJECT"),
+    )
+    OF_TIERS: ClassVar[tuple[str, ...]] = ("OFFLOAD", "LOAD_START", "LOAD", "DROP")
+    has_optimum: ClassVar[bool] = True
 
     elsewhere: dict[Id, tuple[int, int]] | None = None
 
@@ -84,11 +93,8 @@ class MissClassifier:
         self._partial: set[Id] = set()
         # The sequence of the latest readmission.
         self._returned: int | None = None
-        told = ("REQUEST", "COMMIT", "SPLIT", "HIT", "MISS", "KEYS", "REJECT")
-        of_tiers = (
-            ("OFFLOAD", "LOAD_START", "LOAD", "DROP") if self.state.tiers is not None else ()
-        )
-        self._take = methods_by_event(self, *told, *of_tiers)
+        of_tiers = () if self.state.tiers is None else self.OF_TIERS
+        self._take = methods_by_event(self, *self.EVENTS, *of_tiers)
 
     @property
     def header(self) -> events.Header:
@@ -134,7 +140,12 @@ class MissClassifier:
                 raise unfit(error) from error
 
     def judge(self) -> None:
-        """Divide evicted segments into capacity and policy misses, after the last line."""
+        """Divide evicted segments into capacity and policy misses, after the last line.
+
+        Only where there is an optimum to compare with.
+        """
+        if not self.has_optimum:
+            return
         admissions = self._admissions
         lengths = [min(prompt.cacheable, self._pool) for prompt in admissions]
         needs = [prompt.blocks for prompt in admissions]
@@ -185,16 +196,16 @@ class MissClassifier:
 
     def _evict(self, event: events.Evict, span: TracedSpan, end: int) -> None:
         eviction = Eviction(
-            event.n + 1,
-            event.t,
-            span.id,
-            end - span.end,
-            event.by,
-            event.requester,
-            self._users[span.id],
-            event.age,
-            event.hits,
-            event.reason != "capacity",
+            line=event.n + 1,
+            time=event.t,
+            span=span.id,
+            blocks=end - span.end,
+            by=event.by,
+            beneficiary=event.requester,
+            user=self._users[span.id],
+            age=event.age,
+            hits=event.hits,
+            expired=event.reason != "capacity",
         )
         self._evictions.add(span.keys, span.end, end, eviction)
         if span.id not in self.state.spans:

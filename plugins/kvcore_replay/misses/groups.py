@@ -31,6 +31,11 @@ class GroupMisses(MissClassifier):
         state: the state of the cache, rebuilt from the trace.
     """
 
+    # A block knows who stored it, none is damaged, and why they left a tier is not told.
+    EVENTS = ("REQUEST", "HIT", "MISS", "KEYS", "REJECT")
+    OF_TIERS = ("LOAD_START",)
+    has_optimum = False
+
     state: GroupState
 
     def __init__(self, header: events.Header, state: GroupState | None = None) -> None:
@@ -38,10 +43,6 @@ class GroupMisses(MissClassifier):
         super().__init__(header, GroupState(header) if state is None else state)
         # By group and name, the last eviction of a block.
         self._gone: list[dict[Any, Eviction]] = [{} for _ in self.state.groups]
-        # A block knows who stored it, none is damaged, and why they left a tier is not told.
-        for name in ("COMMIT", "LOAD", "DROP", "OFFLOAD"):
-            self._take.pop(name, None)
-        self._take["HIT"] = self._miss
 
     def before(self, event: Any) -> None:
         """Record the blocks that an event evicts, before it is applied to the state."""
@@ -50,17 +51,20 @@ class GroupMisses(MissClassifier):
         victims = [self.state.blocks.get(block) for block in self.state.ids(event.runs)]
         for block in filter(None, victims):
             self._gone[block.group][block.name] = Eviction(
-                event.n + 1,
-                event.t,
-                None,
-                len(victims),
-                event.by,
-                event.requester,
-                block.user,
-                event.t - block.last_access,
-                block.hits,
+                line=event.n + 1,
+                time=event.t,
+                span=None,
+                blocks=len(victims),
+                by=event.by,
+                beneficiary=event.requester,
+                user=block.user,
+                age=event.t - block.last_access,
+                hits=block.hits,
                 expired=False,
             )
+
+    def _hit(self, event: events.Hit) -> None:
+        self._miss(event)  # the state keeps the last user of each block
 
     def _below(
         self, reasons: RequestMisses, prompt: TracedPrompt, hit: int
@@ -96,12 +100,10 @@ class GroupMisses(MissClassifier):
             return
         for index, loss in enumerate(reasons.losses):
             if loss.category in ("recomputed", "loaded"):
-                started = loss.load_ns if loss.category == "loaded" else 0
-                took = max(event.done - event.t, started or 0)
+                took = event.done - event.t
+                if loss.category == "loaded":
+                    took = max(took, loss.load_ns or 0)
                 reasons.losses[index] = evolve(loss, category="loaded", load_ns=took)
-
-    def judge(self) -> None:
-        """Do nothing: there is no optimum of cache groups to compare with."""
 
     def _lost(
         self,

@@ -37,6 +37,9 @@ class PoolMisses(MissClassifier):
         state: the state of the cache, rebuilt from the trace.
     """
 
+    EVENTS = (*MissClassifier.EVENTS, *events.OF_POOLS)
+    has_optimum = False
+
     state: PoolState
 
     def __init__(self, header: events.Header, state: PoolState | None = None) -> None:
@@ -44,10 +47,6 @@ class PoolMisses(MissClassifier):
         super().__init__(header, PoolState(header) if state is None else state)
         # By pool and span, the last TOMBSTONE; a span that keeps again what it had has none.
         self._lost_by: dict[str, dict[int, Eviction]] = {pool: {} for pool in self.state.kept}
-        self._take |= {"KEEP": self._keep, "TOMBSTONE": self._tombstone}
-
-    def judge(self) -> None:
-        """Do nothing: there is no optimum of several pools to compare with."""
 
     def _keep(self, event: events.Keep) -> None:
         for span in event.windows or ():
@@ -58,15 +57,15 @@ class PoolMisses(MissClassifier):
     def _tombstone(self, event: events.Tombstone) -> None:
         span = self.state.spans[event.span]
         self._lost_by[event.pool][span.id] = Eviction(
-            event.n + 1,
-            event.t,
-            span.id,
-            len(span.ids),
-            event.pool,
-            event.requester,
-            self._users[span.id],
-            event.t - span.last_access,
-            span.hits,
+            line=event.n + 1,
+            time=event.t,
+            span=span.id,
+            blocks=len(span.ids),
+            by=event.pool,
+            beneficiary=event.requester,
+            user=self._users[span.id],
+            age=event.t - span.last_access,
+            hits=span.hits,
             expired=False,
         )
 
