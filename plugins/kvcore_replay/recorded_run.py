@@ -246,9 +246,9 @@ class Recorded:
 
     def _load(self, event: events.Load) -> None:
         size = self._geometry.block_size
-        if event.seq in self._resumed:
+        opened = self._open.get(event.seq)  # a prefetch opens a sequence without a job
+        if opened is None or event.seq in self._resumed:
             return
-        opened = self._open[event.seq]
         if isinstance(event.hit, int):
             # Lines of groups say what the sequence has once all of them are done.
             opened.loaded = event.hit * size - opened.hit
@@ -270,8 +270,8 @@ class Recorded:
             if not self._drafts:
                 self._by_hand()
         elif event.reason == "close":
-            job = self._open.pop(event.seq)
-            if not self._timed:
+            job = self._open.pop(event.seq, None)
+            if job is not None and not self._timed:
                 self.log.ended(self._jobs.pop(job.request.id), event.t)
 
     def _first_token(self, event: events.FirstToken) -> None:

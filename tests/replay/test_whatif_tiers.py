@@ -1,10 +1,13 @@
 """What-if with tiers, which are built again from the header, replaced or left out."""
 
+import attrs
 import pytest
 from helpers.commands import run_here
 from helpers.traces import lines, seal
 
-from kvcore import InputError, KvcoreError, api
+from kvcore import InputError, KvcoreError, Request, api
+from kvcore.request import Hints
+from kvcore.units import NS_PER_S
 from kvcore_plugins.workload import Zipf
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.what_if import whatif
@@ -32,6 +35,34 @@ def test_a_rerun_with_tiers_has_the_bytes_of_the_trace(path, tmp_path):
     assert (tmp_path / "new.jsonl").read_bytes() == path.read_bytes()
     assert not (tmp_path / "kv").exists()
     assert check_trace(path).events["LOAD"] > 0
+
+
+@pytest.mark.parametrize("shared", [10, 5])
+def test_a_rerun_with_prefetches_has_the_figures_of_the_run(tmp_path, shared):
+    """A run whose prefetches loaded from a tier has its own figures as recorded, and again.
+
+    What a prefetch brings counts as a hit, not as loaded by the request; 10 of 10 keys of a
+    prompt are in the tier, or 5.
+    """
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    requests = [
+        Request(
+            id=n,
+            arrival=n * NS_PER_S,
+            prompt_tokens=650,
+            output_tokens=10,
+            keys=[n % 6 * 100 + k if k < shared else 10_000 + n * 20 + k for k in range(10)],
+            key_tokens=64,
+            hints=Hints(prefetch=NS_PER_S // 3 if n % 2 else None),
+        )
+        for n in range(24)
+    ]
+    run = api.simulate(requests, blocks=130, tier="host:memory=256MiB", trace=old)
+    found = whatif(old, export=new)
+    assert new.read_bytes() == old.read_bytes()
+    assert attrs.asdict(found.recorded) == attrs.asdict(found.rerun)
+    assert found.recorded.loaded_tokens == sum(run.log.loaded) > 0
+    assert found.recorded.hit["hit_blocks"] == run.cache.stats.hit_blocks > 0
 
 
 @pytest.mark.parametrize("tier", ["none", "disk:memory=2GiB", ["host:memory=1GiB", HOST]])

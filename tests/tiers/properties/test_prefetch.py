@@ -8,7 +8,21 @@ from hypothesis import given, settings
 
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.misses.explain import explain
+from kvcore_replay.recorded_run import recorded_run
 from kvcore_replay.state.residency import rebuild_residency
+
+
+def assert_recorded(path, result):
+    """Assert that the figures of a recorded run are those of the run itself."""
+    recorded, log, stats = recorded_run(path), result.log, result.cache.stats
+    assert recorded.loaded_tokens == sum(log.loaded)
+    assert recorded.hit["hit_tokens"] == stats.hit_tokens
+    assert recorded.evicted_blocks == result.summary()["evicted_blocks"]
+    assert (recorded.completed, recorded.rejected) == (
+        len(log.ids) - len(log.reasons),
+        len(log.reasons),
+    )
+
 
 few = settings(max_examples=max(settings.default.max_examples // 2, 1))
 schedulers = pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "planning", "fickle"])
@@ -25,6 +39,7 @@ def test_prefetches_do_not_depend_on_jumps(tmp_path_factory, scheduler, server):
     path.write_bytes(run.trace)
     assert check_trace(path).pool["private"] == 0
     explain(path)
+    assert_recorded(path, run.result)
     rests = run.result.cache.tree.residency
     assert rebuild_residency(path).as_dict() == rests.as_dict()
     for level in run.result.cache.tiers.levels:
