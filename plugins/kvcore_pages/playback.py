@@ -153,30 +153,47 @@ class Prompts:
 
     def add(self, prompt: TracedPrompt, output: int, ratio: int) -> None:
         """Append a request. O(log keys) in Python, and O(keys) in C."""
-        request, keys, first = len(self.ids), prompt.keys, self._first
+        self.announce(prompt, ratio)
+        self.arrive(len(self.ids) - 1, prompt, output, ratio)
+
+    def announce(self, prompt: TracedPrompt, ratio: int) -> None:
+        """Append a request that is yet to arrive, of whose prompt the first keys are known.
+
+        It has none of their blocks for itself: they are those of earlier requests, and what
+        follows them may come with another request before it arrives.
+        """
+        request = len(self.ids)
+        self.ids.append(prompt.id)
+        self.last_key.append(None)
+        for column in (self.tokens, self.output, self.blocks, self.lookup, self.shared):
+            column.append(0)
+        for column in (self.leader, self.admitted, self.when):
+            column.append(NONE)
+        self._share(request, prompt.keys, ratio)
+
+    def arrive(self, request: int, prompt: TracedPrompt, output: int, ratio: int) -> None:
+        """Record the whole prompt of a request that was announced."""
+        keys = prompt.keys
+        self.tokens[request], self.output[request] = prompt.tokens, output
+        self.lookup[request] = prompt.lookup
+        self.last_key[request] = keys[-1] if keys else None
+        known = self._share(request, keys, ratio)
+        self._first.update(dict.fromkeys(keys[known:], request))
+
+    def _share(self, request: int, keys: list[Any], ratio: int) -> int:
+        """Record the blocks of a prompt; return how many keys an earlier request has too."""
+        first = self._first
         # Keys are chained: if one is known, so are those before it.
         known = bisect_left(keys, True, key=lambda key: key not in first)  # noqa: FBT003
-        self.ids.append(prompt.id)
-        self.tokens.append(prompt.tokens)
-        self.output.append(output)
-        self.blocks.append(len(keys) * ratio)
-        self.lookup.append(prompt.lookup)
-        self.leader.append(first[keys[known - 1]] if known else NONE)
-        self.shared.append(known * ratio)
-        self.last_key.append(keys[-1] if keys else None)
-        self.admitted.append(NONE)
-        self.when.append(NONE)
-        first.update(dict.fromkeys(keys[known:], request))
+        self.leader[request] = first[keys[known - 1]] if known else NONE
+        self.shared[request] = known * ratio
+        self.blocks[request] = len(keys) * ratio
+        return known
 
     def admit(self, request: int, line: int, now: int) -> None:
         """Record an admission, of which the first one counts."""
         if self.admitted[request] == NONE:
             self.admitted[request], self.when[request] = line, now
-
-    def arrive(self, request: int, prompt: TracedPrompt, output: int) -> None:
-        """Record the lengths of a request that was announced before, with the same keys."""
-        self.tokens[request], self.output[request] = prompt.tokens, output
-        self.lookup[request] = prompt.lookup
 
     def pieces(self, request: int, first: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield the blocks `[first, end)` of a prompt in pieces, each with its owner first."""
@@ -460,13 +477,12 @@ class Playback:
             request = self._numbers[event.id] = len(self._numbers)
             self.prompts.add(prompt, event.output, self.ratio)
         else:  # announced by a PREFETCH
-            self.prompts.arrive(request, prompt, event.output)
+            self.prompts.arrive(request, prompt, event.output, self.ratio)
         self._row(event, request)
 
     def _prefetch(self, event: events.Prefetch) -> None:
         request = self._numbers[event.request] = len(self._numbers)
-        prompt = self._state.requests[event.request]
-        self.prompts.add(prompt, 0, self.ratio)
+        self.prompts.announce(self._state.requests[event.request], self.ratio)
         self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
         span = event.span if isinstance(event.span, int) else NONE
         self._row(event, request, event.seq, event.blocks, span)

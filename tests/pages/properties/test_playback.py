@@ -10,12 +10,14 @@ from helpers.browser import browsing, tab
 from helpers.pages import put_playback, replayed
 from helpers.policies import build
 from helpers.pooled_traces import pooled_run
-from helpers.serving import random_server, random_talks, random_tiered_server
+from helpers.serving import ask, random_server, random_talks, random_tiered_server
+from helpers.serving import serve as serve_requests
 from helpers.toy_engine import ToyEngine, drive
 from helpers.traces import compact, drop_blocks, record, serve, serve_tiers
 
 from kvcore import KVCache, Trace, read_events
 from kvcore.errors import InputError
+from kvcore.request import Hints
 from kvcore.testing import COMPACTIONS, EVEN, FORKS, Driver, Traffic, random_steps
 from kvcore_engine.retention.window import Window as Recent
 from kvcore_pages.playback import Playback, Window, share_phrases
@@ -115,6 +117,22 @@ def pooled(path, seed):
     return path
 
 
+def prefetched(path):
+    """Record a prefetch of a part of a prompt, of which another brings more meanwhile."""
+    shared, turn = [*range(4)], [*range(50, 54)]
+    hints = Hints(prefetch=50_000)
+    requests = [
+        ask("first", 0, 17, keys=shared),
+        ask("other", 1000, 34, keys=[*range(100, 108)]),
+        ask("between", 160_000, 33, keys=[*shared, *turn]),
+        ask("again", 200_000, 37, keys=[*shared, *turn[:2], *range(60, 63)], hints=hints),
+        ask("last", 210_000, 34, keys=[*range(200, 208)]),
+        ask("third", 220_000, 37, keys=[*shared, *turn[:2], *range(60, 63)]),
+    ]
+    path.write_bytes(serve_requests(requests, blocks=11, tiers=("host:memory=1MB",)).trace)
+    return path
+
+
 def state_of(state):
     """Return a state of a replay in the form of the script."""
     root = lambda span: -1 if span is None else span.id  # noqa: E731
@@ -165,7 +183,7 @@ def check_uses(playback, path, uses):
     for event, state in replayed(path, CacheState):
         if event.event in ("REQUEST", "PREFETCH", "RECOVER"):
             name = event.id if event.event == "REQUEST" else event.request
-            keyed.setdefault(name, list(state.requests[name].keys))
+            keyed[name] = list(state.requests[name].keys)  # of a prefetch only the first
         if event.event == "KEYS":
             keyed[event.request] = list(state.requests[event.request].keys)
         if event.event in ("HIT", "MISS") and not event.again:
@@ -194,6 +212,7 @@ WRITTEN = {
     "serve": serve,
     "compact": compact,
     "serve_tiers": serve_tiers,
+    "prefetched": prefetched,
 }
 
 
