@@ -139,17 +139,9 @@ def checker_of(header: events.Header) -> Checker:
     """Return the checker of the lines after `header`, of one server or of several.
 
     Raises:
-        ValueError: the sizes do not fit one another.
+        ValueError: the sizes do not fit one another, or a proxy has written the trace.
     """
-    if not header.replicas:
-        return server_checker(header)
-    if "eviction" not in header.plugins:
-        msg = (
-            "a proxy has written this trace: it tells of requests and where they went, and "
-            "nothing of caches; `kvcore simulate FILE` runs the requests"
-        )
-        raise ValueError(msg)
-    return ClusterChecker(header)
+    return ClusterChecker(header) if header.replicas else server_checker(header)
 
 
 def _report(reader: TraceReader, checker: Checker | None, counts: dict[str, int]) -> Report:

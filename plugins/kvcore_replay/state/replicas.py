@@ -28,9 +28,14 @@ def replica_headers(header: Header) -> list[Header]:
     """Return HEADER of each replica, as if it were the only server.
 
     Raises:
-        ViolationError: HEADER is of one server, or of too many replicas.
+        ViolationError: HEADER is of one server, of too many replicas, or of no caches.
     """
     records = header.replicas or violated("HEADER has no replicas")
+    if "eviction" not in header.plugins:
+        violated(
+            "a proxy has written this trace: it tells of requests and where they went, and "
+            "nothing of caches; `kvcore simulate FILE` runs the requests"
+        )
     if sum(record.count for record in records) > MOST_REPLICAS:
         violated(f"HEADER has more than {MOST_REPLICAS:,} replicas, which is the most")
     plugins = {kind: plugin for kind, plugin in header.plugins.items() if kind != "router"}
