@@ -238,7 +238,7 @@ def _choice(value: object, choices: tuple[object, ...]) -> Any:
 def _number(value: object) -> int | float:
     if isinstance(value, Real) and not isinstance(value, bool):
         # An integer stays one: it is written to traces as it was given. NumPy's cannot be.
-        return value if isinstance(value, int | float) else float(value)
+        return value if isinstance(value, int) else float(value)
     refuse("a number", value)
 
 

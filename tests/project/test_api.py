@@ -194,6 +194,16 @@ def test_whole_numbers_of_numpy_are_numbers(tmp_path):
         kvcore.simulate(ZIPF, blocks=True)
 
 
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64", "longdouble"])
+def test_floats_of_numpy_are_numbers_of_any_option(kind, tmp_path):
+    """NumPy's floats of each width are the number itself, float64 too, which is a `float`."""
+    half = getattr(pytest.importorskip("numpy"), kind)(0.5)
+    paths = [tmp_path / f"{number}.jsonl" for number in range(2)]
+    for value, path in zip((0.5, half), paths, strict=True):
+        kvcore.simulate(ZIPF, watermark=value, rate_scale=value, limit=4, trace=path)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
 def test_a_window_in_seconds_is_text():
     """A window of a few ns in a tuple raises InputError that shows the text in seconds."""
     with pytest.raises(InputError, match=r"\(0, 3600\) has nanoseconds; .* the text '0:3600'"):
