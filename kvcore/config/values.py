@@ -159,10 +159,8 @@ def as_window(value: object) -> Any:
 
 def as_slo(value: object) -> SLO:
     """Return an SLO; text and tables have seconds, and None expects nothing."""
-    if value is None:
-        return SLO()
-    if isinstance(value, SLO):
-        return value
+    if value is None or isinstance(value, SLO):
+        return value or SLO()
     if isinstance(value, str):
         return read_slo(value)
     if isinstance(value, Mapping):
@@ -299,7 +297,7 @@ def _table(table: Mapping[str, Any]) -> Spec:
 
 def _text_of(value: object) -> str:
     """Return the value of an option of a plugin as text, which the plugin's type reads."""
-    if isinstance(value, str | bool | int | float):
+    if isinstance(value, str | Real):
         return as_text(value)
     refuse("text, a number, true or false", value)
 

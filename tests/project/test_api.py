@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from functools import partial
 
 import pytest
@@ -201,6 +202,17 @@ def test_floats_of_numpy_are_numbers_of_any_option(kind, tmp_path):
     paths = [tmp_path / f"{number}.jsonl" for number in range(2)]
     for value, path in zip((0.5, half), paths, strict=True):
         kvcore.simulate(ZIPF, watermark=value, rate_scale=value, limit=4, trace=path)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_times_and_options_of_plugins_may_be_fractions(tmp_path):
+    """Times of an SLO and options in a table of a plugin take fractions, as numbers do."""
+    paths = []
+    for number in (0.5, Fraction(1, 2)):
+        paths.append(tmp_path / f"{type(number).__name__}.jsonl")
+        policy = {"name": "lfu", "half_life": number}
+        slo = {"ttft": number}
+        kvcore.simulate(ZIPF, slo=slo, eviction=policy, limit=4, trace=paths[-1])
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
