@@ -23,7 +23,16 @@ from kvcore.progress import Progress, silent
 from kvcore.units import NS_PER_S
 from kvcore_judge.cells import Cell, CellResult, run_cell
 from kvcore_judge.entries import Entry
-from kvcore_judge.protocol import TIMED_SHARES, TUNED, Panel, Stream, cell_name, read_stream
+from kvcore_judge.protocol import (
+    BUILT_IN,
+    TIMED_SHARES,
+    TUNED,
+    Panel,
+    Stream,
+    cell_name,
+    find_panel,
+    read_stream,
+)
 from kvcore_judge.scores import Ratio, Score, interval, ratio_of, score_of
 from kvcore_lab.sweep.journal import Journal
 from kvcore_lab.workers import Call, call_all
@@ -242,6 +251,31 @@ def _digest(
     parts = [about[entry.text], streams[column.stream.name]]
     text = orjson.dumps([version("kvcore"), parts, column.blocks, column.timed])
     return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def panel_of(document: Any, given: str | None) -> Panel:
+    """Return the panel of a leaderboard.
+
+    Args:
+        document: the leaderboard, which may be anybody's.
+        given: the panel that the caller names; None: that of the leaderboard, whose files are
+            not opened.
+
+    Raises:
+        InputError: the panel is none of kvcore's, and none is given; or another one is given.
+    """
+    named = document.get("panel") if isinstance(document, dict) else None
+    if not isinstance(named, str):
+        msg = "this is no leaderboard: it names no panel"
+        raise InputError(msg)
+    if given is None and named not in BUILT_IN:
+        msg = f"its panel is that of a file, {named!r:.200}: give it by --panel FILE"
+        raise InputError(msg)
+    # A file may have another path here; what it says is compared by its cells and digests.
+    if given not in (None, named) and (given in BUILT_IN or named in BUILT_IN):
+        msg = f"--panel {given}: this leaderboard is of panel {named!r:.200}; leave out --panel"
+        raise InputError(msg)
+    return find_panel(given or named)
 
 
 @attrs.frozen

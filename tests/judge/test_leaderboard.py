@@ -4,6 +4,7 @@ import hashlib
 from decimal import Decimal
 from pathlib import Path
 
+import attrs
 import orjson
 import pytest
 from click.testing import CliRunner
@@ -240,6 +241,39 @@ def test_verb_writes_and_checks(tmp_path):
     checked = CliRunner().invoke(leaderboard, [*options, "--check", str(out), "--cells", "2"])
     assert checked.exit_code == 0, checked.output
     assert checked.output.count("the same") == 2
+
+
+@pytest.fixture
+def quick(tmp_path, monkeypatch):
+    """Return the file of a leaderboard of a panel `quick` that is a small one."""
+    small = attrs.evolve(PANEL, name="quick")
+    monkeypatch.setattr("kvcore_judge.leaderboard.find_panel", {"quick": small}.__getitem__)
+    path = tmp_path / "quick.json"
+    path.write_bytes(orjson.dumps(make_leaderboard(small, ENTRIES[:1]).document()))
+    return path
+
+
+def test_check_takes_the_panel_of_the_leaderboard(quick):
+    """Without `--panel`, cells are run on the panel that the leaderboard names."""
+    checked = CliRunner().invoke(leaderboard, ["--check", str(quick), "--cells", "8"])
+    assert checked.exit_code == 0, checked.output
+    assert checked.output.count("the same") == 8
+
+
+def test_check_refuses_another_panel(quick):
+    """A panel that is not that of the leaderboard is an error that names both."""
+    checked = CliRunner().invoke(leaderboard, ["--check", str(quick), "--panel", "public"])
+    assert isinstance(checked.exception, InputError)
+    assert "--panel public: this leaderboard is of panel 'quick'" in str(checked.exception)
+
+
+def test_check_opens_no_panel_that_a_leaderboard_names(tmp_path):
+    """The file of a panel is to be given: the error says so, and the file is not opened."""
+    path = tmp_path / "board.json"
+    path.write_text('{"panel": "/dev/stdin"}')
+    checked = CliRunner().invoke(leaderboard, ["--check", str(path)])
+    assert isinstance(checked.exception, InputError)
+    assert "a file, '/dev/stdin': give it by --panel FILE" in str(checked.exception)
 
 
 def test_a_leaderboard_nested_deeper_than_can_be_shown_is_one_line_of_error(tmp_path):

@@ -27,8 +27,9 @@ from kvcore_judge.leaderboard import (
     built_in_entries,
     check_leaderboard,
     make_leaderboard,
+    panel_of,
 )
-from kvcore_judge.protocol import find_panel
+from kvcore_judge.protocol import BUILT_IN, find_panel
 from kvcore_judge.report import LeaderboardReport, leaderboard_page
 from kvcore_plugins.host import cpus
 
@@ -50,9 +51,9 @@ PAGE, DOCUMENT = ".html", ".json"
 )
 @click.option(
     "--panel",
-    default="public",
     metavar="public|quick|FILE",
-    help="Streams and pool sizes: public, quick, or a TOML file with streams of your own.",
+    help="Streams and pool sizes: public, quick, or a TOML file with streams of your own.  "
+    "[default: public; with --check that of the leaderboard]",
 )
 @click.option("--jobs", type=Count(), help="Number of processes.  [default: one a CPU]")
 @file_option(
@@ -77,10 +78,10 @@ def leaderboard(**given: Any) -> None:
     geometric mean of its hits over those of LRU, beside its worst cell and its share of the
     optimum.
     """
-    panel, out = find_panel(given["panel"]), given["out"]
     if given["check"] is not None:
-        _check(given, panel)
+        _check(given)
         return
+    panel, out = find_panel(given["panel"] or BUILT_IN[0]), given["out"]
     if out is not None and out.suffix not in (PAGE, DOCUMENT):
         msg = f"--out {out}: the name ends in {PAGE} for a page, or {DOCUMENT} for the document"
         raise InputError(msg)
@@ -105,14 +106,14 @@ def _write(board: Leaderboard, out: Path) -> None:
         file.write(leaderboard_page(board) if out.suffix == PAGE else document.decode())
 
 
-def _check(given: dict[str, Any], panel: Any) -> None:
+def _check(given: dict[str, Any]) -> None:
     """Run cells again; raise InputError if one differs."""
     try:
         document = parse_json(given["check"].read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
         msg = f"--check {given['check']}: {error}"
         raise InputError(msg) from error
-    wrong = 0
+    wrong, panel = 0, panel_of(document, given["panel"])
     named = map(Entry, given["policies"])
     for checked in check_leaderboard(document, panel, given["cells"], entries=named):
         wrong += not checked.same
