@@ -134,7 +134,12 @@ class Panel:
     @property
     def cells(self) -> int:
         """The number of cells."""
-        return len(self.streams) * len(self.shares)
+        return len(self.names)
+
+    @property
+    def names(self) -> list[tuple[str, int]]:
+        """The stream and the share of each cell."""
+        return [(stream.name, share) for stream in self.streams for share in self.shares]
 
 
 def agentic_path() -> Path:
