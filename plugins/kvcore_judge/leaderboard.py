@@ -339,8 +339,8 @@ def _of_cells(cells: Any, field: str, names: Sequence[tuple[str, int]]) -> list[
     return numbers
 
 
-REPLAYED = ("hits", "lookups", "evicted", "evictions", "saved_s")
-"""Numbers of a cell that its replay gives again."""
+COMPARED = ("name", "optimum", "hits", "lookups", "evicted", "evictions", "saved_s")
+"""Values of a cell that are compared: its replay, the name of its policy, and the optimum."""
 
 
 @attrs.frozen
@@ -350,7 +350,7 @@ class Checked:
     Attributes:
         policy, cell: names of the policy and of the cell.
         same: whether the numbers are those of the leaderboard.
-        expected, found: the policy's own name and the numbers of `REPLAYED`, there and here.
+        expected, found: values of `COMPARED`, there and here.
     """
 
     policy: str
@@ -390,6 +390,9 @@ def check_leaderboard(
     try:
         every = [(policy, cell) for policy in document["policies"] for cell in policy["cells"]]
         digests = {stream["name"]: stream["digest"] for stream in document["streams"]}
+        optimum = {
+            (each["stream"], each["share"]): each["optimum"] for each in document["cells"]
+        }
         drawn = Random(seed).sample(every, min(cells, len(every)))  # noqa: S311 - no secret
         if not drawn:
             msg = "the leaderboard has no cells that could be run again"
@@ -409,12 +412,15 @@ def check_leaderboard(
                 )
                 raise InputError(msg)
             result = run_cell(Cell(entry, stream, share))
-            found = attrs.asdict(result) | {"name": described["name"], "hits": result.total}
+            (column,) = columns_of(stream, [share])
+            found = attrs.asdict(result) | {"hits": result.total}
+            found |= {"name": described["name"], "optimum": column.optimum}
+            said = cell | {"name": policy["name"], "optimum": optimum[stream.name, share]}
             yield Checked(
                 policy["entry"],
                 cell_name(stream.name, share),
-                {"name": policy["name"], **{name: cell[name] for name in REPLAYED}},
-                {name: found[name] for name in ("name", *REPLAYED)},
+                {name: said[name] for name in COMPARED},
+                {name: found[name] for name in COMPARED},
             )
     except (KeyError, TypeError) as error:
         msg = f"this is no leaderboard of panel {panel.name!r}: {error!r} is missing"

@@ -119,6 +119,13 @@ def test_check_compares_all_that_a_replay_gives(document, field):
     assert found.count(False) == 4
 
 
+def test_check_compares_the_optimum(document):
+    """The optimum, which is beside all policies, is compared in each cell that is run."""
+    document["cells"][0]["optimum"] += 1
+    found = [each.same for each in check_leaderboard(document, PANEL, 12)]
+    assert found.count(False) == 3
+
+
 @pytest.mark.parametrize("name", ["headline", "all_cells", "worst", "of_optimum"])
 def test_check_computes_each_score_again(document, name):
     """A score that the cells do not give is an error that says what they give."""
