@@ -159,10 +159,8 @@ def as_window(value: object) -> Any:
 
 def as_slo(value: object) -> SLO:
     """Return an SLO; text and tables have seconds, and None expects nothing."""
-    if value is None:
-        return SLO()
-    if isinstance(value, SLO):
-        return value
+    if value is None or isinstance(value, SLO):
+        return value or SLO()
     if isinstance(value, str):
         return read_slo(value)
     if isinstance(value, Mapping):
@@ -238,7 +236,7 @@ def _choice(value: object, choices: tuple[object, ...]) -> Any:
 def _number(value: object) -> int | float:
     if isinstance(value, Real) and not isinstance(value, bool):
         # An integer stays one: it is written to traces as it was given. NumPy's cannot be.
-        return value if isinstance(value, int | float) else float(value)
+        return value if isinstance(value, int) else float(value)
     refuse("a number", value)
 
 
@@ -299,7 +297,7 @@ def _table(table: Mapping[str, Any]) -> Spec:
 
 def _text_of(value: object) -> str:
     """Return the value of an option of a plugin as text, which the plugin's type reads."""
-    if isinstance(value, str | bool | int | float):
+    if isinstance(value, str | Real):
         return as_text(value)
     refuse("text, a number, true or false", value)
 

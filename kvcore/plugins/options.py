@@ -8,6 +8,7 @@ import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -170,6 +171,7 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
 
 def as_text(value: object) -> str:
     """Return the text of an option's value, which reads as the same value: `true`, `none`."""
+    value = float(value) if isinstance(value, Fraction) else value
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 

@@ -23,7 +23,16 @@ from kvcore.progress import Progress, silent
 from kvcore.units import NS_PER_S
 from kvcore_judge.cells import Cell, CellResult, run_cell
 from kvcore_judge.entries import Entry
-from kvcore_judge.protocol import TIMED_SHARES, TUNED, Panel, Stream, cell_name, read_stream
+from kvcore_judge.protocol import (
+    BUILT_IN,
+    TIMED_SHARES,
+    TUNED,
+    Panel,
+    Stream,
+    cell_name,
+    find_panel,
+    read_stream,
+)
 from kvcore_judge.scores import Ratio, Score, interval, ratio_of, score_of
 from kvcore_lab.sweep.journal import Journal
 from kvcore_lab.workers import Call, call_all
@@ -244,24 +253,114 @@ def _digest(
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
+def panel_of(document: Any, given: str | None) -> Panel:
+    """Return the panel of a leaderboard.
+
+    Args:
+        document: the leaderboard, which may be anybody's.
+        given: the panel that the caller names; None: that of the leaderboard, whose files are
+            not opened.
+
+    Raises:
+        InputError: the panel is none of kvcore's, and none is given; or another one is given.
+    """
+    named = document.get("panel") if isinstance(document, dict) else None
+    if not isinstance(named, str):
+        msg = "this is no leaderboard: it names no panel"
+        raise InputError(msg)
+    if given is None and named not in BUILT_IN:
+        msg = f"its panel is that of a file, {named!r:.200}: give it by --panel FILE"
+        raise InputError(msg)
+    # A file may have another path here; what it says is compared by its cells and digests.
+    if given not in (None, named) and (given in BUILT_IN or named in BUILT_IN):
+        msg = f"--panel {given}: this leaderboard is of panel {named!r:.200}; leave out --panel"
+        raise InputError(msg)
+    return find_panel(given or named)
+
+
+def check_scores(document: Mapping[str, Any], panel: Panel) -> None:
+    """Compute scores and ranks of a leaderboard from its cells; raise if it has others.
+
+    Args:
+        document: the leaderboard, which may be anybody's.
+        panel: streams and pool sizes.
+
+    Raises:
+        InputError: the document is no leaderboard of the panel, or has other scores or ranks
+            than its cells give.
+    """
+    names, least = panel.names, None
+    try:
+        optimum = _of_cells(document["cells"], "optimum", names)
+        policies = [
+            (policy, _of_cells(policy["cells"], "hits", names))
+            for policy in document["policies"]
+        ]
+        bases = [hits for policy, hits in policies if policy["entry"] == BASE.text]
+        if len(bases) != 1:
+            msg = f"the leaderboard has {len(bases)} policies {BASE.text!r}, and needs one"
+            raise InputError(msg)
+        for policy, hits in policies:
+            tuned = TUNED.get(policy["name"], frozenset())
+            ratios = [
+                ratio_of(cell_name(stream, share), *numbers, tuned=stream in tuned)
+                for (stream, share), *numbers in zip(names, hits, *bases, optimum, strict=True)
+            ]
+            score, said = score_of(ratios), policy["score"]
+            for name, number in orjson.loads(orjson.dumps(attrs.asdict(score))).items():
+                if said[name] != number:
+                    msg = (
+                        f"policy {policy['entry']!r:.200}: the leaderboard says {name}="
+                        f"{said[name]!r:.80}, and its cells give {number!r}"
+                    )
+                    raise InputError(msg)
+            if least is not None and _number(score) > least:
+                msg = f"policy {policy['entry']!r:.200} ranks below one of a lower score"
+                raise InputError(msg)
+            least = _number(score)
+    except (KeyError, TypeError) as error:
+        msg = f"this is no leaderboard of panel {panel.name!r}: {error!r} is missing"
+        raise InputError(msg) from error
+
+
+def _of_cells(cells: Any, field: str, names: Sequence[tuple[str, int]]) -> list[int]:
+    """Return a number of each cell of a panel, in the order of their names.
+
+    Raises:
+        InputError: there are other cells, or no whole numbers of 0 or more.
+    """
+    numbers = [cell[field] for cell in cells]
+    if [(cell["stream"], cell["share"]) for cell in cells] != names:
+        msg = f"the leaderboard has {field} of other cells than those of its panel"
+        raise InputError(msg)
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        msg = f"the leaderboard has {field} of cells that are no whole numbers of 0 or more"
+        raise InputError(msg)
+    return numbers
+
+
+COMPARED = ("name", "optimum", "hits", "lookups", "evicted", "evictions", "saved_s")
+"""Values of a cell that are compared: its replay, the name of its policy, and the optimum."""
+
+
 @attrs.frozen
 class Checked:
     """A cell of a leaderboard that was run again.
 
     Attributes:
         policy, cell: names of the policy and of the cell.
-        same: whether hits and evictions are those of the leaderboard.
-        expected, found: hits and digest of the evictions, there and here.
+        same: whether the numbers are those of the leaderboard.
+        expected, found: values of `COMPARED`, there and here.
     """
 
     policy: str
     cell: str
-    expected: tuple[int, str]
-    found: tuple[int, str]
+    expected: Mapping[str, Any]
+    found: Mapping[str, Any]
 
     @property
     def same(self) -> bool:
-        """Whether hits and evictions are those of the leaderboard."""
+        """Whether the numbers are those of the leaderboard."""
         return self.expected == self.found
 
 
@@ -291,6 +390,9 @@ def check_leaderboard(
     try:
         every = [(policy, cell) for policy in document["policies"] for cell in policy["cells"]]
         digests = {stream["name"]: stream["digest"] for stream in document["streams"]}
+        optimum = {
+            (each["stream"], each["share"]): each["optimum"] for each in document["cells"]
+        }
         drawn = Random(seed).sample(every, min(cells, len(every)))  # noqa: S311 - no secret
         if not drawn:
             msg = "the leaderboard has no cells that could be run again"
@@ -301,7 +403,8 @@ def check_leaderboard(
                 msg = f"stream {stream.name!r} here is another one than in the leaderboard"
                 raise InputError(msg)
             entry = own.get(policy["entry"]) or _installed(policy["entry"])
-            source = entry.describe()["source"]
+            described = entry.describe()
+            source = described["source"]
             if source != policy["source"]:
                 msg = (
                     f"policy {policy['entry']!r} here has the source digest {source}, and in "
@@ -309,11 +412,15 @@ def check_leaderboard(
                 )
                 raise InputError(msg)
             result = run_cell(Cell(entry, stream, share))
+            (column,) = columns_of(stream, [share])
+            found = attrs.asdict(result) | {"hits": result.total}
+            found |= {"name": described["name"], "optimum": column.optimum}
+            said = cell | {"name": policy["name"], "optimum": optimum[stream.name, share]}
             yield Checked(
                 policy["entry"],
                 cell_name(stream.name, share),
-                (cell["hits"], cell["evictions"]),
-                (result.total, result.evictions),
+                {name: said[name] for name in COMPARED},
+                {name: found[name] for name in COMPARED},
             )
     except (KeyError, TypeError) as error:
         msg = f"this is no leaderboard of panel {panel.name!r}: {error!r} is missing"

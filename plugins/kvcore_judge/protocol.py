@@ -18,6 +18,9 @@ from kvcore.untrusted import load_toml
 from kvcore.workloads import Workload, check_keys
 from kvcore.workloads.selection import find_workload
 
+BUILT_IN = ("public", "quick")
+"""The panels that come with kvcore; others are TOML files."""
+
 SHARES = (5, 10, 20, 50, 100, 200, 500)
 """Pool sizes, in thousandths of the footprint of a stream: the blocks that it ever uses."""
 
@@ -131,7 +134,12 @@ class Panel:
     @property
     def cells(self) -> int:
         """The number of cells."""
-        return len(self.streams) * len(self.shares)
+        return len(self.names)
+
+    @property
+    def names(self) -> list[tuple[str, int]]:
+        """The stream and the share of each cell."""
+        return [(stream.name, share) for stream in self.streams for share in self.shares]
 
 
 def agentic_path() -> Path:

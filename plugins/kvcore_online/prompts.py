@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -14,6 +15,9 @@ from kvcore.untrusted import LONGEST_SESSION, MOST_VALUES, parse_json
 
 MOST_KEYS = 8_192
 """Largest number of blocks that get a key: a longer prompt has keys of its beginning."""
+
+MOST_ANSWERS = 128
+"""Largest number of answers to a call that have a request each: more are told as one."""
 
 ASKED_OUTPUT = 16
 """Output tokens of a completion if neither its client nor its server gives a number."""
@@ -30,7 +34,9 @@ class SentCall:
         body: the bytes of the body.
         stream: whether the answer is streamed.
         counted: whether the client asks for the usage at the end of a stream.
-        most_output: largest number of output tokens that the client asks for.
+        most_output: largest number of output tokens of an answer that the client asks for.
+        parts: a request for each prompt, if there are several and they are counted.
+        choices: number of answers to each prompt, if they are counted.
     """
 
     path: str
@@ -38,6 +44,13 @@ class SentCall:
     stream: bool
     counted: bool
     most_output: int
+    parts: Sequence[Request] = ()
+    choices: int = 1
+
+    @property
+    def answers(self) -> int:
+        """Number of answers to all prompts."""
+        return max(1, len(self.parts)) * self.choices
 
 
 @attrs.define(eq=False)
@@ -107,6 +120,42 @@ class Call:
                 return min(tokens, 1 << 20)
         return ASKED_OUTPUT
 
+    def parts(self, request: Request, key_chars: int) -> tuple[Sequence[Request], int]:
+        """Return requests of the prompts if there are several, and the answers to each.
+
+        Prompts or answers beyond `MOST_ANSWERS` are one prompt, and one answer. All requests
+        have no more keys than one may have.
+
+        Args:
+            request: the request that the router gets.
+            key_chars: bytes of text that stand for a block.
+        """
+        asked: Any = self.document.get("n")
+        prompt: Any = self.document.get("prompt")
+        choices = asked if type(asked) is int and 0 < asked <= MOST_ANSWERS else 1
+        several = isinstance(prompt, list) and len(prompt) > 1 and type(prompt[0]) is not int
+        if not several or "messages" in self.document:
+            return (), choices
+        if len(prompt) * choices > MOST_ANSWERS:
+            return (), 1
+        start, parts = self._start(request.salt), list[Request]()
+        more: dict[str, Any] = {
+            "id": 0,
+            "salt": request.salt,
+            "key_tokens": request.key_tokens,
+            "most": MOST_KEYS // len(prompt) // choices,
+        }
+        for each in prompt:
+            tokens, part = token_ids(each), None
+            if isinstance(each, str):
+                part = text_request(each.encode(), start, key_chars=key_chars, **more)
+            elif tokens is not None:
+                part = token_request(tokens, **more)
+            if part is None:
+                return (), 1  # only a server can refuse it
+            parts.append(part)
+        return parts, choices
+
     def request(
         self,
         number: int,
@@ -137,20 +186,20 @@ class Call:
             "arrival": now,
             "key_tokens": key_tokens,
             "session": session[:LONGEST_SESSION] or None,
+            "most": MOST_KEYS,
         }
-        model = self._text("model")  # which a server refuses if it is none
         if tokens is not None and (made := token_request(tokens, salt=salt, **more)):
             return made
-        text = self._prompt()
-        ends = range(key_chars, min(len(text), MOST_KEYS * key_chars) + 1, key_chars)
-        # The first parent is of fixed length too, so that parts cannot be confused.
-        key = blake2b(f"{model}\n{salt}".encode(), digest_size=KEY_BYTES).digest()
-        keys: list[Key] = []
-        for end in ends:
-            key = blake2b(key + text[end - key_chars : end], digest_size=KEY_BYTES).digest()
-            keys.append(key)
-        length = max(1, len(text) * key_tokens // key_chars)
-        return Request(prompt_tokens=length, keys=keys, salt=salt, **more)
+        start = self._start(salt)
+        return text_request(self._prompt(), start, key_chars=key_chars, salt=salt, **more)
+
+    def _start(self, salt: str | None) -> bytes:
+        """Return the parent of the first key of a text.
+
+        It is of fixed length too, so that parts cannot be confused.
+        """
+        model = self._text("model")  # which a server refuses if it is none
+        return blake2b(f"{model}\n{salt}".encode(), digest_size=KEY_BYTES).digest()
 
     def _prompt(self) -> bytes:
         """Return the bytes of the prompt, in which common parts of two prompts come first."""
@@ -173,8 +222,40 @@ def token_ids(value: Any) -> list[int] | None:
     return None
 
 
+def text_request(
+    text: bytes,
+    key: bytes,
+    *,
+    key_tokens: int,
+    key_chars: int,
+    most: int,
+    **more: Any,
+) -> Request:
+    """Return a request with keys of a text, whose number of tokens is estimated.
+
+    Args:
+        text: the text of the prompt.
+        key: the parent of its first key.
+        key_tokens: number of tokens in a block.
+        key_chars: bytes of text that stand for a block.
+        most: largest number of keys.
+        more: the other fields of the request.
+    """
+    keys: list[Key] = []
+    for end in range(key_chars, min(len(text), most * key_chars) + 1, key_chars):
+        key = blake2b(key + text[end - key_chars : end], digest_size=KEY_BYTES).digest()
+        keys.append(key)
+    length = max(1, len(text) * key_tokens // key_chars)
+    return Request(prompt_tokens=length, keys=keys, key_tokens=key_tokens, **more)
+
+
 def token_request(
-    tokens: list[int], *, key_tokens: int, salt: str | None, **more: Any
+    tokens: list[int],
+    *,
+    key_tokens: int,
+    salt: str | None,
+    most: int,
+    **more: Any,
 ) -> Request | None:
     """Return a request with keys of these token ids; None: only a server can refuse them.
 
@@ -184,10 +265,11 @@ def token_request(
         tokens: the token ids of the prompt.
         key_tokens: number of tokens in a block.
         salt: the salt of the keys.
+        most: largest number of keys.
         more: the other fields of the request.
     """
     try:
-        keys = block_keys(tokens[: MOST_KEYS * key_tokens], key_tokens, salt=salt)
+        keys = block_keys(tokens[: most * key_tokens], key_tokens, salt=salt)
     except InputError:
         return None
     more |= {"key_tokens": key_tokens, "salt": salt}

@@ -33,7 +33,7 @@ from kvcore_online.listener import (
     Listener,
     error_body,
 )
-from kvcore_online.prompts import Call, SentCall, token_ids, token_request
+from kvcore_online.prompts import MOST_KEYS, Call, SentCall, token_ids, token_request
 from kvcore_online.route_config import RouteConfig
 from kvcore_online.supervision import signalled, stopped, warn
 from kvcore_online.traffic import Flight
@@ -343,8 +343,8 @@ class Proxy:
             if question is not None and (data := await self._tokenize(http, question)):
                 told = partial(_with_tokens, request, data)
                 request = await self._listener.in_turn(len(data), told)
-            self._numbers += 1
-            request.id, request.arrival = self._numbers - 1, self.fleet.now()
+            request.id, request.arrival = self._numbers, self.fleet.now()
+            self._numbers += sent.answers  # each has a line in the trace
             return await self._serve(http, sent, request)
         finally:
             self._busy -= 1
@@ -369,7 +369,11 @@ class Proxy:
         )
         asked = tokens is None and config.by_tokens
         question = orjson.dumps(call.question) if asked else None
-        return call.sent(count=config.trace is not None), request, question
+        sent = call.sent(count=config.trace is not None)
+        if config.trace is not None:
+            parts, choices = call.parts(request, config.key_chars)
+            sent = attrs.evolve(sent, parts=parts, choices=choices)
+        return sent, request, question
 
     async def _tokenize(self, http: web.Request, question: bytes) -> bytes | None:
         """Return the answer of a server, by turns, with token ids; None if it gives none."""
@@ -396,7 +400,7 @@ class Proxy:
         self, http: web.Request, call: SentCall, request: Request
     ) -> web.StreamResponse:
         """Serve a request, and record it in the trace."""
-        flight = Flight(request)
+        flight = Flight(request, parts=call.parts, choices=call.choices)
         self.fleet.begin(flight)
         try:
             return await self._route(http, call, flight)
@@ -430,7 +434,7 @@ class Proxy:
                 self.fleet.end(attempt)
                 if answer is not None:
                     answer.response.close()
-        flight.refused, flight.output = "no server", call.most_output
+        flight.refused, flight.output = "no server", call.most_output * call.answers
         return self._refusal(NO_SERVER, why)
 
     async def _ask(self, http: web.Request, call: SentCall, attempt: Attempt) -> Answer:
@@ -600,7 +604,7 @@ def _with_tokens(request: Request, answer: bytes) -> Request:
         return request
     names = ("id", "arrival", "key_tokens", "salt", "session")
     fields = {name: getattr(request, name) for name in names}
-    return token_request(tokens, **fields) or request
+    return token_request(tokens, most=MOST_KEYS, **fields) or request
 
 
 class _ClientGoneError(Exception):

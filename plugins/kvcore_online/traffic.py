@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvcore.serving.router import Replica
 from kvcore.trace.writer import LiveTrace
 from kvcore_cluster.trace import ClusterTrace
 from kvcore_lab.report.prometheus import FIRST_TOKEN
+from kvcore_online.prompts import MOST_KEYS
 from kvcore_plugins.traces.keyed import KeyedNames
 
 MOST_HELD = 1 << 20
@@ -32,9 +34,13 @@ class Flight:
 
     Attributes:
         request: the request that the router saw.
+        parts: the requests of its prompts if there are several; once it has ended, those that
+            are written, one an answer.
+        choices: number of answers to each prompt.
         routes: of each attempt the time (ns), the number of the replica, and the number of
             tokens that the router expected to hit there.
-        prompt, output: numbers of tokens by a server's count; that of a stream grows.
+        prompt, output: numbers of tokens by a server's count, of all prompts and of all
+            answers; that of a stream grows.
         refused: the reason if no server answered; None otherwise.
         ended: whether the record is complete.
         wrong: whether a server refused the request as invalid; it is left out of the trace.
@@ -47,18 +53,44 @@ class Flight:
     refused: str | None = None
     ended: bool = False
     wrong: bool = False
+    parts: Sequence[Request] = ()
+    choices: int = 1
 
-    def final(self, names: KeyedNames) -> Request:
-        """Return the request as it is written: with counted lengths, and hashed names."""
+    def final(self, names: KeyedNames) -> list[Request]:
+        """Return the requests as they are written: with counted lengths, and hashed names.
+
+        There is one for each answer, prompt by prompt. What the server counted of all is
+        divided: between prompts by their estimated lengths, between answers evenly.
+        """
+        if not self.parts and self.choices == 1:
+            return [self._written(names, self.request, self.prompt, MOST_KEYS)]
+        parts, first = self.parts or (self.request,), int(self.request.id)
+        estimates = [part.prompt_tokens for part in parts]
+        lengths = _divided(self.prompt or sum(estimates), estimates)
+        answers = len(parts) * self.choices
+        ids, outputs = count(first), iter(_divided(self.output, [1] * answers))
+        written: list[Request] = []
+        for part, length in zip(parts, lengths, strict=True):
+            one = self._written(names, part, length or 1, MOST_KEYS // answers)
+            written += [
+                attrs.evolve(one, id=next(ids), output_tokens=next(outputs))
+                for _ in range(self.choices)
+            ]
+        return written
+
+    def _written(
+        self, names: KeyedNames, part: Request, prompt: int | None, most: int
+    ) -> Request:
+        """Return a request of a prompt as it is written, with at most `most` keys."""
         request = self.request
-        tokens = self.prompt or request.prompt_tokens
+        tokens = prompt or part.prompt_tokens
         hidden: dict[str, Any] = names.hidden(request, "salt", "session")
         return Request(
             id=request.id,
             arrival=request.arrival,
             prompt_tokens=tokens,
             output_tokens=self.output,
-            keys=names.keys(request.keys[: tokens // request.key_tokens]),
+            keys=names.keys(part.keys[: min(tokens // request.key_tokens, most)]),
             key_tokens=request.key_tokens,
             **hidden,
         )
@@ -118,11 +150,11 @@ class TrafficLog:
             return  # already written, with the lengths counted by then
         flight.ended = True
         # What waits is as it is written: without tokens, and no longer than hashes are.
-        final = self._final(flight)
-        if final is None:
+        flight.parts = self._final(flight)
+        if not flight.parts:
             del self._flights[flight.request.id]
         else:
-            flight.request = final
+            flight.request = flight.parts[0]
             self._held += _size(flight)
         while self._flights:
             first = next(iter(self._flights.values()))
@@ -158,18 +190,19 @@ class TrafficLog:
         """Remove the file."""
         self._file.discard()
 
-    def _final(self, flight: Flight) -> Request | None:
-        """Return a request as it is written; None if it is left out."""
+    def _final(self, flight: Flight) -> Sequence[Request]:
+        """Return the requests of a flight as they are written; none if it is left out."""
         try:
-            return None if flight.wrong else flight.final(self._names)
+            return () if flight.wrong else flight.final(self._names)
         except InputError as error:
             self._unlogged(error)
-            return None
+            return ()
 
     def _write(self, flight: Flight) -> None:
-        request = flight.request if flight.ended else self._final(flight)
-        if request is None:
-            return
+        for request in flight.parts if flight.ended else self._final(flight):
+            self._write_one(flight, request)
+
+    def _write_one(self, flight: Flight, request: Request) -> None:
         try:
             self._trace.request(request, request.arrival)
         except InputError as error:
@@ -188,7 +221,14 @@ class TrafficLog:
 
 
 def _size(flight: Flight) -> int:
-    return REQUEST_KEYS + len(flight.request.keys)
+    return sum(REQUEST_KEYS + len(part.keys) for part in flight.parts)
+
+
+def _divided(total: int, weights: Sequence[int]) -> list[int]:
+    """Return shares of `total`, whole numbers whose sum it is, by weights above 0."""
+    whole = sum(weights)
+    ends = [total * end // whole for end in accumulate(weights)]
+    return [end - begin for begin, end in pairwise([0, *ends])]
 
 
 def _quick(metric: Any) -> Any:

@@ -4,6 +4,7 @@ import hashlib
 from decimal import Decimal
 from pathlib import Path
 
+import attrs
 import orjson
 import pytest
 from click.testing import CliRunner
@@ -14,7 +15,7 @@ from kvcore import InputError, KVCache
 from kvcore_judge.cells import Cell, EvictionDigest, run_cell
 from kvcore_judge.cli.leaderboard import leaderboard
 from kvcore_judge.entries import Entry, source_files
-from kvcore_judge.leaderboard import check_leaderboard, make_leaderboard
+from kvcore_judge.leaderboard import check_leaderboard, check_scores, make_leaderboard
 from kvcore_judge.protocol import Panel, Stream, find_panel, read_stream
 from kvcore_judge.report import leaderboard_page
 from kvcore_judge.scores import Ratio, interval, ratio_of, score_of
@@ -107,6 +108,59 @@ def test_check_finds_a_cell_that_was_changed(document):
     document["policies"][0]["cells"][0]["hits"] += 1
     found = [each.same for each in check_leaderboard(document, PANEL, everything)]
     assert found.count(False) == 1
+
+
+@pytest.mark.parametrize("field", ["lookups", "evicted", "saved_s", "evictions"])
+def test_check_compares_all_that_a_replay_gives(document, field):
+    """A number of a cell that the scores do not have is compared as its hits are."""
+    for cell in document["policies"][0]["cells"]:
+        cell[field] = 7
+    found = [each.same for each in check_leaderboard(document, PANEL, 12)]
+    assert found.count(False) == 4
+
+
+def test_check_compares_the_optimum(document):
+    """The optimum, which is beside all policies, is compared in each cell that is run."""
+    document["cells"][0]["optimum"] += 1
+    found = [each.same for each in check_leaderboard(document, PANEL, 12)]
+    assert found.count(False) == 3
+
+
+@pytest.mark.parametrize("name", ["headline", "all_cells", "worst", "of_optimum"])
+def test_check_computes_each_score_again(document, name):
+    """A score that the cells do not give is an error that says what they give."""
+    check_scores(document, PANEL)
+    document["policies"][1]["score"][name] = "9.0000"
+    with pytest.raises(InputError, match=f"says {name}='9.0000', and its cells give"):
+        check_scores(document, PANEL)
+
+
+def test_check_computes_ranks_again(document):
+    """A policy that is ranked above one of a higher score is an error."""
+    document["policies"].reverse()
+    with pytest.raises(InputError, match="ranks below one of a lower score"):
+        check_scores(document, PANEL)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda each: each["cells"].pop(), "other cells"),
+        (lambda each: [policy["cells"].pop() for policy in each["policies"]], "other cells"),
+        (lambda each: each["policies"][0]["cells"][0].update(hits=-1), "no whole numbers"),
+        (lambda each: each["policies"][0]["cells"][0].update(hits=1.5), "no whole numbers"),
+        (lambda each: each["policies"].extend(each["policies"]), "2 policies 'lru'"),
+        (lambda each: each["policies"].clear(), "0 policies 'lru'"),
+        (lambda each: each["policies"][0].update(name=[]), "no leaderboard"),
+        (lambda each: each["policies"][0].update(score=5), "no leaderboard"),
+        (lambda each: each.update(cells=5), "no leaderboard"),
+    ],
+)
+def test_scores_of_what_is_no_leaderboard(document, change, match):
+    """Cells that are left out, or that are no numbers, are an error: they make no score."""
+    change(document)
+    with pytest.raises(InputError, match=match):
+        check_scores(document, PANEL)
 
 
 @pytest.mark.parametrize("options", ["", ":Policy", ":load=here"])
@@ -240,6 +294,64 @@ def test_verb_writes_and_checks(tmp_path):
     checked = CliRunner().invoke(leaderboard, [*options, "--check", str(out), "--cells", "2"])
     assert checked.exit_code == 0, checked.output
     assert checked.output.count("the same") == 2
+
+
+@pytest.fixture
+def quick(tmp_path, monkeypatch):
+    """Return the file of a leaderboard of a panel `quick` that is a small one."""
+    small = attrs.evolve(PANEL, name="quick")
+    monkeypatch.setattr("kvcore_judge.leaderboard.find_panel", {"quick": small}.__getitem__)
+    path = tmp_path / "quick.json"
+    path.write_bytes(orjson.dumps(make_leaderboard(small, ENTRIES[:1]).document()))
+    return path
+
+
+def test_check_takes_the_panel_of_the_leaderboard(quick):
+    """Without `--panel`, cells are run on the panel that the leaderboard names."""
+    checked = CliRunner().invoke(leaderboard, ["--check", str(quick), "--cells", "8"])
+    assert checked.exit_code == 0, checked.output
+    assert checked.output.count("the same") == 8
+
+
+def test_check_draws_cells_by_a_seed_that_it_prints(quick, monkeypatch):
+    """Each check has a seed of its own; `--seed` draws the same cells again."""
+    seeds = iter((7, 8))
+    monkeypatch.setattr("kvcore_judge.cli.leaderboard.randbelow", lambda _: next(seeds))
+
+    def cells(*options):
+        options = ["--check", str(quick), "--cells", "2", *options]
+        return CliRunner().invoke(leaderboard, options).output
+
+    first, second = cells(), cells()
+    assert "run again, by --seed 7:" in first
+    assert first.splitlines()[1:] != second.splitlines()[1:]
+    assert cells("--seed", "7") == first
+
+
+def test_check_refuses_forged_scores(quick):
+    """A headline that its cells do not give is an error, whichever cells are drawn."""
+    quick.write_bytes(
+        quick.read_bytes().replace(b'"headline":"1.0000"', b'"headline":"2.0000"')
+    )
+    checked = CliRunner().invoke(leaderboard, ["--check", str(quick), "--cells", "1"])
+    assert isinstance(checked.exception, InputError)
+    assert "says headline='2.0000', and its cells give '1.0000'" in str(checked.exception)
+
+
+def test_check_refuses_another_panel(quick):
+    """A panel that is not that of the leaderboard is an error that names both."""
+    checked = CliRunner().invoke(leaderboard, ["--check", str(quick), "--panel", "public"])
+    assert isinstance(checked.exception, InputError)
+    assert "--panel public: this leaderboard is of panel 'quick'" in str(checked.exception)
+
+
+def test_check_opens_no_panel_that_a_leaderboard_names(tmp_path):
+    """The file of a panel is to be given: the error says so, and the file is not opened."""
+    path = tmp_path / "board.json"
+    path.write_text('{"panel": "/dev/stdin"}')
+    checked = CliRunner().invoke(leaderboard, ["--check", str(path)])
+    assert isinstance(checked.exception, InputError)
+    assert "a file, '/dev/stdin': give it by --panel FILE" in str(checked.exception)
 
 
 def test_a_leaderboard_nested_deeper_than_can_be_shown_is_one_line_of_error(tmp_path):

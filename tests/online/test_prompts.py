@@ -149,3 +149,52 @@ def test_keys_of_texts_are_shared_up_to_the_first_difference(monkeypatch):
     assert listed == keys(prompt=json.dumps(["a" * 20, "b"], separators=(",", ":")))
     monkeypatch.setattr(prompts, "MOST_KEYS", 1)
     assert keys(prompt="a" * 8 + "b" * 8) == one[:1]
+
+
+def parts(body):
+    """Return the prompts' lengths and numbers of keys, and the answers to each, of a body."""
+    options = {"tokens": None, "key_tokens": 4, "key_chars": 8}
+    call = read(body)
+    made, choices = call.parts(call.request(5, 9, None, **options), 8)
+    return [(part.prompt_tokens, len(part.keys)) for part in made], choices
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"prompt": "a" * 16}, ([], 1)),
+        ({"prompt": "a" * 16, "n": 3}, ([], 3)),
+        ({"messages": [], "n": 3}, ([], 3)),
+        ({"messages": [], "prompt": ["a", "b"], "n": 3}, ([], 3)),
+        ({"prompt": [1, 2, 3], "n": 3}, ([], 3)),
+        ({"prompt": ["a"]}, ([], 1)),
+        ({"prompt": ["a" * 16, "b" * 9], "n": 2}, ([(8, 2), (4, 1)], 2)),
+        ({"prompt": [[1] * 9, [2]]}, ([(9, 2), (1, 0)], 1)),
+        ({"prompt": ["a" * 8, [1] * 4]}, ([(4, 1), (4, 1)], 1)),
+    ],
+)
+def test_a_call_has_a_request_for_each_prompt(body, expected):
+    """Several prompts are requests with keys of their own; `n` is the answers to each."""
+    assert parts(body) == expected
+
+
+@pytest.mark.parametrize("n", [0, -1, 129, 10**18, True, "3", 2.0, None, [], {}])
+def test_a_number_of_answers_that_is_none_counts_as_one(n):
+    """Numbers that a server refuses, and more answers than are told apart, are one answer."""
+    assert parts({"prompt": "a", "n": n}) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [["a"] * 129, ["a", 5], ["a", []], [[1], [-1]], [[1], [1 << 70]], [None, "a"], [[], []]],
+)
+def test_prompts_that_are_none_are_not_told_apart(prompt):
+    """Too many prompts, or prompts that only a server can refuse, are one request."""
+    assert parts({"prompt": prompt, "n": 2}) == ([], 1)
+
+
+def test_prompts_of_a_call_have_no_more_keys_than_one(monkeypatch):
+    """The keys of all answers to all prompts are at most those of one prompt."""
+    monkeypatch.setattr(prompts, "MOST_KEYS", 13)
+    texts = ["a" * 80, "b" * 80, "c" * 8]
+    assert parts({"prompt": texts, "n": 2}) == ([(40, 2), (40, 2), (4, 1)], 2)

@@ -618,6 +618,24 @@ def test_the_trace_has_requests_and_routes(tmp_path):
     assert (second.prompt_tokens, second.output_tokens, len(second.session)) == (40, 3, 32)
 
 
+def test_the_trace_has_a_request_for_each_answer(tmp_path):
+    """Answers to one call, and its prompts, are requests with numbers of their own."""
+    path = tmp_path / "day.jsonl"
+
+    async def scene(proxy, servers, client):
+        for prompts, choices in (("a" * 640, 2), (["a" * 640, "b" * 640], 1), ("a", 1)):
+            assert (await ask(client, prompt=prompts, n=choices))[0] == 200
+
+    play(scene, count=1, trace=path)
+    found = list(TraceWorkload(path))
+    assert [each.id for each in found] == [*range(5)]
+    assert [each.output_tokens for each in found] == [1, 2, 1, 2, 3]
+    assert [each.prompt_tokens for each in found] == [40, 40, 20, 20, 40]
+    keys = [[*each.keys] for each in found]
+    assert keys[0] == keys[1]
+    assert (keys[2], keys[2] != keys[3]) == (keys[0][: len(keys[2])], True)
+
+
 def test_the_trace_of_a_killed_proxy_can_be_read(tmp_path):
     """The unfinished trace of a killed proxy is readable up to its last synchronisation."""
     path = tmp_path / "day.jsonl.gz"

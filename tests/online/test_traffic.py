@@ -125,6 +125,64 @@ def test_a_request_has_its_routes_and_counted_lengths(tmp_path):
     assert request.session == other.session != "s"
 
 
+def prompt_of(length, name):
+    """Return the request of a prompt with `length` tokens, in blocks of 2."""
+    keys = [f"{name}{index:07}".encode() for index in range(length // 2)]
+    return Request(id=0, prompt_tokens=length, keys=keys, key_tokens=2)
+
+
+def written(path, *flights):
+    """Return what a trace has of flights: id, lengths and keys of each request."""
+    log = make_log(path)
+    for flight in flights:
+        log.begin(flight)
+        log.end(flight)
+    log.close(1_000)
+    return [
+        (line.id, line.prompt, line.output, tuple(line.keys))
+        for line in read_events(path)
+        if line.event == "REQUEST"
+    ]
+
+
+@given(st.integers(1, 9), st.integers(0, 40))
+def test_answers_to_one_prompt_are_requests(tmp_path_factory, choices, output):
+    """Each answer has the prompt, its route, its own id, and an even share of the output."""
+    path = tmp_path_factory.mktemp("traffic") / "day.jsonl"
+    flight = flown(1, prompt=8, output=output, choices=choices)
+    found = written(path, flight, flown(10))
+    assert lines(path) == [
+        *((event, 1 + turn) for event in ("REQUEST", "ROUTE") for turn in range(choices)),
+        ("REQUEST", 10),
+        ("ROUTE", 10),
+    ]
+    outputs = [output for _, _, output, _ in found[:-1]]
+    assert (sum(outputs), max(outputs) - min(outputs) <= 1) == (output, True)
+    assert {(prompt, keys) for _, prompt, _, keys in found[:-1]} == {(8, found[0][3])}
+
+
+def test_prompts_of_a_call_are_requests(tmp_path):
+    """Each answer to each prompt has the keys of that; its length is a share of the count."""
+    parts = [prompt_of(6, "a"), prompt_of(3, "b")]
+    flight = flown(1, prompt=18, output=7, parts=parts, choices=2)
+    found = written(tmp_path / "day.jsonl", flight)
+    assert [(name, prompt, output) for name, prompt, output, _ in found] == [
+        (1, 12, 1),
+        (2, 12, 2),
+        (3, 6, 2),
+        (4, 6, 2),
+    ]
+    assert found[0][3] == found[1][3] != found[2][3] == found[3][3]
+    assert [len(keys) for *_, keys in found] == [3, 3, 1, 1]
+
+
+def test_answers_have_no_more_keys_than_one(tmp_path, monkeypatch):
+    """The keys of all answers to a prompt are at most those that one may have."""
+    monkeypatch.setattr(traffic, "MOST_KEYS", 2 * KEYS - 1)
+    found = written(tmp_path / "day.jsonl", flown(1, choices=2))
+    assert [len(keys) for *_, keys in found] == [KEYS - 1] * 2
+
+
 def test_an_unfinished_log_has_all_lines_that_do_not_wait(tmp_path):
     """After a sync the file has each request that has ended before the first open one."""
     log = make_log(tmp_path / "day.jsonl")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from functools import partial
 
 import pytest
@@ -192,6 +193,27 @@ def test_whole_numbers_of_numpy_are_numbers(tmp_path):
     assert len(kvcore.simulate_cluster(ZIPF, replicas=numpy.int64(2), blocks=60).served) == 2
     with pytest.raises(InputError, match="blocks: expected a whole number, not true"):
         kvcore.simulate(ZIPF, blocks=True)
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64", "longdouble"])
+def test_floats_of_numpy_are_numbers_of_any_option(kind, tmp_path):
+    """NumPy's floats of each width are the number itself, float64 too, which is a `float`."""
+    half = getattr(pytest.importorskip("numpy"), kind)(0.5)
+    paths = [tmp_path / f"{number}.jsonl" for number in range(2)]
+    for value, path in zip((0.5, half), paths, strict=True):
+        kvcore.simulate(ZIPF, watermark=value, rate_scale=value, limit=4, trace=path)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_times_and_options_of_plugins_may_be_fractions(tmp_path):
+    """Times of an SLO and options in a table of a plugin take fractions, as numbers do."""
+    paths = []
+    for number in (0.5, Fraction(1, 2)):
+        paths.append(tmp_path / f"{type(number).__name__}.jsonl")
+        policy = {"name": "lfu", "half_life": number}
+        slo = {"ttft": number}
+        kvcore.simulate(ZIPF, slo=slo, eviction=policy, limit=4, trace=paths[-1])
+    assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
 def test_a_window_in_seconds_is_text():

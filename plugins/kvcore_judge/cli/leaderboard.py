@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from secrets import randbelow
 from typing import Any
 
 import click
@@ -10,6 +11,7 @@ import orjson
 
 from kvcore.errors import InputError
 from kvcore.files import atomic_file
+from kvcore.units import INT64_LIMIT
 from kvcore.untrusted import parse_json
 from kvcore_cli.output import (
     emit_json,
@@ -26,9 +28,11 @@ from kvcore_judge.leaderboard import (
     Leaderboard,
     built_in_entries,
     check_leaderboard,
+    check_scores,
     make_leaderboard,
+    panel_of,
 )
-from kvcore_judge.protocol import find_panel
+from kvcore_judge.protocol import BUILT_IN, find_panel
 from kvcore_judge.report import LeaderboardReport, leaderboard_page
 from kvcore_plugins.host import cpus
 
@@ -50,9 +54,9 @@ PAGE, DOCUMENT = ".html", ".json"
 )
 @click.option(
     "--panel",
-    default="public",
     metavar="public|quick|FILE",
-    help="Streams and pool sizes: public, quick, or a TOML file with streams of your own.",
+    help="Streams and pool sizes: public, quick, or a TOML file with streams of your own.  "
+    "[default: public; with --check that of the leaderboard]",
 )
 @click.option("--jobs", type=Count(), help="Number of processes.  [default: one a CPU]")
 @file_option(
@@ -61,10 +65,15 @@ PAGE, DOCUMENT = ".html", ".json"
 )
 @input_option(
     "--check",
-    help="Run some cells of a leaderboard again, and say whether they are the same. Policies "
-    "in files are those of --policy.",
+    help="Compute the scores of a leaderboard again, run some of its cells again, and say "
+    "whether they are the same. Policies in files are those of --policy.",
 )
 @click.option("--cells", type=Count(), default=3, help="With --check: number of cells.")
+@click.option(
+    "--seed",
+    type=Count(-INT64_LIMIT),
+    help="With --check: seed that draws the cells.  [default: another each time]",
+)
 @file_option(
     "-o", "--out", help="File for the leaderboard: .html for a page, .json for the document."
 )
@@ -77,10 +86,10 @@ def leaderboard(**given: Any) -> None:
     geometric mean of its hits over those of LRU, beside its worst cell and its share of the
     optimum.
     """
-    panel, out = find_panel(given["panel"]), given["out"]
     if given["check"] is not None:
-        _check(given, panel)
+        _check(given)
         return
+    panel, out = find_panel(given["panel"] or BUILT_IN[0]), given["out"]
     if out is not None and out.suffix not in (PAGE, DOCUMENT):
         msg = f"--out {out}: the name ends in {PAGE} for a page, or {DOCUMENT} for the document"
         raise InputError(msg)
@@ -105,19 +114,23 @@ def _write(board: Leaderboard, out: Path) -> None:
         file.write(leaderboard_page(board) if out.suffix == PAGE else document.decode())
 
 
-def _check(given: dict[str, Any], panel: Any) -> None:
+def _check(given: dict[str, Any]) -> None:
     """Run cells again; raise InputError if one differs."""
     try:
         document = parse_json(given["check"].read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
         msg = f"--check {given['check']}: {error}"
         raise InputError(msg) from error
-    wrong = 0
+    wrong, panel = 0, panel_of(document, given["panel"])
+    check_scores(document, panel)
+    # Whoever made a leaderboard cannot know which of its cells are run.
+    seed = randbelow(1 << 32) if given["seed"] is None else given["seed"]
+    echo(f"scores and ranks follow from the cells; run again, by --seed {seed}:")
     named = map(Entry, given["policies"])
-    for checked in check_leaderboard(document, panel, given["cells"], entries=named):
+    for checked in check_leaderboard(document, panel, given["cells"], seed, named):
         wrong += not checked.same
         how = "the same" if checked.same else "DIFFERS"
-        hits, digest = checked.found
+        hits, digest = checked.found["hits"], checked.found["evictions"]
         echo(f"{checked.policy} on {checked.cell}: {hits:,} hits, evictions {digest}: {how}")
     if wrong:
         msg = f"{wrong} of the cells that were run again differ from the leaderboard"
