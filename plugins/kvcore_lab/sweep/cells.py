@@ -33,6 +33,7 @@ from kvcore.workloads.files import file_digest
 from kvcore_cluster.options import replicas_text
 from kvcore_lab.comparison import SHARING, KeptWorkload
 from kvcore_lab.statistics import session_groups, shares
+from kvcore_lab.sweep.classes import class_digest
 from kvcore_lab.sweep.grid import Mode, axes_of
 from kvcore_lab.sweep.sources import kvcore_digest, plugin_digests
 from kvcore_replay.belady import Belady, Future
@@ -425,10 +426,13 @@ class CellRun:
 
     def _described(self, plugin: Plugin | Belady) -> dict[str, Any]:
         """Return the name of a plugin, its options, and the digests of its code."""
+        kind: type = type(plugin)
+        digest = class_digest(kind)
         return {
             "name": plugin.name,
             "options": {name: self._content(value) for name, value in plugin.options().items()},
-            "code": plugin_digests(type(plugin).__module__),
+            "code": plugin_digests(kind.__module__),
+            **({} if digest is None else {"class": digest}),
         }
 
     def _content(self, value: Any) -> Any:

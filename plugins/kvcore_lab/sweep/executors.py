@@ -30,6 +30,7 @@ from kvcore_lab.sweep.cells import (
     file_plugins,
     type_of,
 )
+from kvcore_lab.sweep.classes import class_digest
 from kvcore_lab.sweep.grid import CLUSTER_AXES, PART, Grid, axes_of
 from kvcore_lab.sweep.journal import Journal
 from kvcore_lab.workers import ATTEMPTS, WorkerDied, can_fork, queue_of, work_all
@@ -276,6 +277,7 @@ class Plan:
         Raises:
             InputError, PluginError: a cell is not valid; names the option.
         """
+        class_digest.cache_clear()
         known = WorkloadCache()
         tasks, rows = [], []
         left_out = set(PART) - grid.axes.keys()
