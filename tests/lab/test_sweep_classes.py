@@ -10,6 +10,11 @@ from types import ModuleType
 import pytest
 
 import kvcore
+from kvcore import InputError
+from kvcore.config import read_plugin
+from kvcore.plugins import Plugins
+from kvcore.plugins.options import instantiate
+from kvcore_lab.sweep import Grid, Plan
 from kvcore_lab.sweep.classes import class_digest
 from kvcore_plugins.eviction import LRU
 
@@ -155,3 +160,41 @@ def test_a_script_on_standard_input_may_sweep_its_class():
     command = [sys.executable, "-"]
     done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
     assert done.stdout == "1\n", done.stderr
+
+
+KINDS = {
+    "eviction": "lru",
+    "scheduler": "fcfs",
+    "router": "random",
+    "tier": "host:memory=1073741824",
+    "drafter": "acceptance",
+    "checkpoint": "default",
+    "latency": "roofline",
+    "prefix": "radix",
+    "retention": "window",
+    "codec": "fp16",
+    "like": "vllm",
+}
+
+
+@pytest.mark.parametrize("axis", KINDS)
+def test_two_classes_of_one_name_are_refused_in_one_sweep(axis):
+    """Rows of one name with other figures are refused, as `compare` refuses them."""
+    spec, kind = KINDS[axis], "rules" if axis == "like" else axis
+    own = Plugins().get(kind, spec.partition(":")[0])
+    other = instantiate(
+        type("Other", (own,), {"__module__": __name__}), read_plugin(spec).options
+    )
+    built = Plugins().build(kind, spec)
+    for first in [built] if axis == "tier" else [spec, built]:  # a tier built says its links
+        with pytest.raises(InputError, match=f"{axis}: two values are named .*Other: give one"):
+            Plan.from_grid(
+                Grid(**{axis: [[first], [other]] if axis == "tier" else [first, other]})
+            )
+
+
+def test_one_class_may_be_given_twice():
+    """A class and its name are one policy, and options make rows of their own."""
+    policies = ["lru", LRU, LRU(), "optimum", "belady", "lfu", "lfu:half_life=5"]
+    grid = Grid("compare", workload=ZIPF, eviction=policies, blocks=600)
+    assert len(Plan.from_grid(grid).rows) == len(policies)

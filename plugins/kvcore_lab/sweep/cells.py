@@ -21,6 +21,7 @@ from kvcore.config.options import option_default
 from kvcore.config.values import slo_text, tiers_text
 from kvcore.errors import InputError, KvcoreError
 from kvcore.plugins import FAILURES, Plugin, Plugins
+from kvcore.plugins.base import qualified
 from kvcore.plugins.options import Spec, spec_of
 from kvcore.request import SLO
 from kvcore.serving import LatencyModel, Scheduler, simulate
@@ -483,6 +484,34 @@ def _named(value: object) -> str | None:
     if isinstance(value, Spec):
         return str(value)
     return value.name if isinstance(value, type) and issubclass(value, Plugin) else None
+
+
+def refuse_namesakes(axis: str, values: Sequence[object]) -> None:
+    """Raise InputError if values of an axis are plugins of one text and different classes.
+
+    A table would have rows that nobody can tell apart.
+    """
+    kind, plugins = {"like": "rules"}.get(axis, axis), Plugins()
+
+    def class_of(value: object) -> type:
+        if isinstance(value, Spec):
+            return Belady if value.name in Belady.names else plugins.get(kind, value.name)
+        return value if isinstance(value, type) else type(value)
+
+    named: dict[str, tuple[object, ...]] = {}
+    for value in values:
+        parts = value if isinstance(value, tuple) else (value,)  # tiers
+        texts = [text for part in parts if (text := _named(part))]
+        if not texts or len(texts) < len(parts):
+            continue
+        for first, second in zip(named.setdefault(",".join(texts), parts), parts, strict=True):
+            if first != second and class_of(first) is not class_of(second):
+                msg = (
+                    f"{axis}: two values are named {_named(first)!r}, "
+                    f"{qualified(class_of(first))} and {qualified(class_of(second))}: give one "
+                    "of the classes another name"
+                )
+                raise InputError(msg)
 
 
 def file_plugins(kind: str, values: Sequence[object]) -> dict[str, str]:
