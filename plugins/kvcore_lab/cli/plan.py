@@ -180,5 +180,5 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
 def _journal(out: Path) -> Iterator[Journal]:
     """Make the directory of a plan, and open the journal in it."""
     make_directory(out)
-    with Journal(out / "journal.jsonl") as journal:
+    with Journal(out / "journal.jsonl", "--out") as journal:
         yield journal
