@@ -80,6 +80,17 @@ def test_a_class_that_a_function_has_made_has_its_closure_in_its_digest():
     assert class_digest(deepest(1)) == class_digest(deepest(1)) != class_digest(deepest(-1))
 
 
+def test_a_class_that_an_installed_function_has_made_is_known_by_its_closure_too():
+    """The name of its package does not say with which values the function was called."""
+    digests = []
+    for sign in 1, -1:
+        policy = deepest(sign)
+        policy.__module__ = "kvcore"
+        digests.append(class_digest(policy))
+    assert None not in digests
+    assert digests[0] != digests[1]
+
+
 def test_a_class_keeps_its_digest_in_another_process():
     """Neither addresses nor the order of sets are in a digest."""
     code = (
@@ -126,6 +137,18 @@ def test_a_journal_has_no_figures_of_another_class(tmp_path):
     for policy in deepest(1), deepest(-1):
         assert hits(policy, tmp_path / "journal") == hits(policy)
     assert hits(deepest(1)) != hits(deepest(-1))
+
+
+@pytest.mark.parametrize("names", [{}, {"__name__": "__console__"}])
+def test_a_console_without_a_module_may_sweep_its_class(names):
+    """A class that `exec` has made, or a console, is in no module."""
+    digests = []
+    for sign in "", "-":
+        exec(DEEPEST.replace("sign(", f"{sign}("), space := {**names})  # noqa: S102
+        assert len(kvcore.sweep(workload=ZIPF, eviction=space["Deepest"], blocks=600).rows) == 1
+        digests.append(class_digest(space["Deepest"]))
+    assert None not in digests
+    assert digests[0] != digests[1]
 
 
 def test_the_journal_of_a_plan_knows_classes_too(tmp_path):

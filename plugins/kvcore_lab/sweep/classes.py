@@ -33,6 +33,9 @@ VALUES = (tuple, frozenset, CodeType)
 INSTALLED = {"site-packages", "dist-packages"}
 """The folders of installed packages, of which an environment may have several."""
 
+HEAP = 1 << 9
+"""The flag of types that were made by running Python, `Py_TPFLAGS_HEAPTYPE`."""
+
 UNSAID = {
     *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__"),
     *("__firstlineno__", "__static_attributes__", "__slotnames__", "_abc_impl"),
@@ -52,7 +55,7 @@ def class_digest(cls: type) -> str | None:
     class keeps its digest until `cache_clear()`, which begins a sweep. With a value that cannot
     be pickled the digest is another one each time, so that no journal has it.
     """
-    if is_installed(cls.__module__):
+    if _is_known(cls):
         return None
     state, seen = blake2b(digest_size=16), dict[int, int]()
     parts: list[Any]
@@ -86,6 +89,13 @@ def is_installed(module: str) -> bool:
     return standard or not INSTALLED.isdisjoint(Path(file).parts)
 
 
+def _is_known(cls: type) -> bool:
+    """Return True if the name of a class and of its module say what it is."""
+    # What is run without the name of a module has that of `builtins`, as types of C have.
+    nowhere = cls.__module__ == "builtins" and cls.__flags__ & HEAP
+    return is_installed(cls.__module__) and not nowhere and "<locals>" not in cls.__qualname__
+
+
 def _parts(value: Any) -> Iterable[Any]:
     """Return the parts of a value, in an order that is the same in every process."""
     if isinstance(value, type):
@@ -97,7 +107,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _of_class(cls: type) -> Iterable[Any]:
-    if is_installed(cls.__module__):
+    if _is_known(cls):
         return cls.__module__, cls.__qualname__
     own = {
         name: value

@@ -48,7 +48,7 @@ def plugin_digests(module: str) -> dict[str, str]:
     Raises:
         InputError: a file was edited after this process had loaded it, and so is not what runs.
     """
-    loaded = vars(sys.modules[module])
+    loaded = getattr(sys.modules.get(module), "__dict__", {})
     file, ours = loaded.get("__file__"), {package.name for package in packages()}
     if file is None or not Path(file).is_file() or module.partition(".")[0] in ours:
         return {}
