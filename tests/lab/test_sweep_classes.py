@@ -92,7 +92,7 @@ def test_a_class_that_an_installed_function_has_made_is_known_by_its_closure_too
 
 
 def test_a_class_keeps_its_digest_in_another_process():
-    """Neither addresses nor the order of sets are in a digest."""
+    """A digest has no addresses, and no order of sets."""
     code = (
         "import attrs, functools, kvcore, random, re\n"
         "from kvcore_lab.sweep.classes import class_digest\n"

@@ -489,7 +489,7 @@ def _named(value: object) -> str | None:
 def refuse_namesakes(axis: str, values: Sequence[object]) -> None:
     """Raise InputError if values of an axis are plugins of one text and different classes.
 
-    A table would have rows that nobody can tell apart.
+    A table would have rows that cannot be told apart.
     """
     kind, plugins = {"like": "rules"}.get(axis, axis), Plugins()
 
