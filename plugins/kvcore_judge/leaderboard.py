@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -175,7 +174,7 @@ def make_leaderboard(
     entries: Iterable[Entry],
     *,
     jobs: int = 1,
-    journal: Path | None = None,
+    journal: Journal | None = None,
     progress: Progress = silent,
 ) -> Leaderboard:
     """Return the leaderboard of LRU and `entries`. Each cell is one replay.
@@ -184,7 +183,7 @@ def make_leaderboard(
         panel: streams and pool sizes.
         entries: the policies.
         jobs: number of processes.
-        journal: the `Journal` to which each finished cell is appended. Cells that it has
+        journal: the journal to which each finished cell is appended. Cells that it has
             already are not run again.
         progress: shows the number of cells that are done.
 
@@ -209,7 +208,7 @@ def make_leaderboard(
         columns += columns_of(stream, panel.shares)
     pairs = [(entry, column) for column in columns for entry in listed]
     digests = [_digest(*pair, about, streams) for pair in pairs]
-    with nullcontext() if journal is None else Journal(journal) as log:
+    with journal or nullcontext() as log:
         done = {} if log is None else log.results
         results = {
             (entry.text, column.name): CellResult(**done[digest])

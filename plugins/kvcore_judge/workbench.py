@@ -27,6 +27,7 @@ from kvcore_judge.leaderboard import BASE, Leaderboard, make_leaderboard
 from kvcore_judge.misses import meaning, missed_tokens, replay_summary
 from kvcore_judge.protocol import Panel, Stream, find_panel, read_stream
 from kvcore_judge.report import LeaderboardReport
+from kvcore_lab.sweep.journal import Journal
 
 RIVAL = Entry("arc")
 
@@ -69,7 +70,7 @@ def work(
     choice: str,
     limit: int | None = None,
     *,
-    journal: Path | None = None,
+    journal: Journal | None = None,
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """Return what the page shows of the policy in a file, as a JSON object.
@@ -189,7 +190,7 @@ def answer(
     policy.write_text(source, "utf-8", newline="")
     try:
         return work(
-            policy, choice, limit, journal=Path("cells.jsonl"), progress=_reported(report)
+            policy, choice, limit, journal=Journal("cells.jsonl"), progress=_reported(report)
         )
     except KvcoreError as error:
         return {"error": f"{error}{_place(error, policy)}"}

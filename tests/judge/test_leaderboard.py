@@ -19,6 +19,7 @@ from kvcore_judge.leaderboard import check_leaderboard, check_scores, make_leade
 from kvcore_judge.protocol import Panel, Stream, find_panel, read_stream
 from kvcore_judge.report import leaderboard_page
 from kvcore_judge.scores import Ratio, interval, ratio_of, score_of
+from kvcore_lab.sweep import Journal
 from kvcore_replay.untimed import replay
 
 PAGES = Path(__file__).parents[2] / "docs" / "reference"
@@ -78,7 +79,7 @@ def test_every_python_writes_the_same_document(document):
 def test_finished_cells_are_not_run_again(board, tmp_path, monkeypatch):
     """A journal has the finished cells; a torn last line costs its cell alone."""
     journal = tmp_path / "cells.jsonl"
-    make_leaderboard(PANEL, ENTRIES[:1], journal=journal)
+    make_leaderboard(PANEL, ENTRIES[:1], journal=Journal(journal))
     journal.write_bytes(journal.read_bytes()[:-20])
     cells = []
 
@@ -87,17 +88,20 @@ def test_finished_cells_are_not_run_again(board, tmp_path, monkeypatch):
         return run_cell(cell, **options)
 
     monkeypatch.setattr("kvcore_judge.leaderboard.run_cell", counted)
-    again = make_leaderboard(PANEL, ENTRIES, journal=journal)
+    again = make_leaderboard(PANEL, ENTRIES, journal=Journal(journal))
     assert again.document() == board.document()
     assert len(cells) == 1 + len(PANEL.streams) * len(PANEL.shares)
 
 
 def test_a_journal_of_something_else_is_refused(tmp_path):
-    """A file that is no journal is an error that names it, and stays as it is."""
+    """A file that is no journal is an error with its name and option, and stays as it is."""
     path = tmp_path / "notes.txt"
     path.write_text('{"a": 1}\n')
-    with pytest.raises(InputError, match="this is no journal"):
-        make_leaderboard(PANEL, ENTRIES, journal=path)
+    panel = tmp_path / "panel.toml"
+    panel.write_text(TOML)
+    refused = CliRunner().invoke(leaderboard, ["--panel", str(panel), "--resume", str(path)])
+    assert "notes.txt:1: no line has its digest" in str(refused.exception)
+    assert "give another --resume" in str(refused.exception)
     assert path.read_text() == '{"a": 1}\n'
 
 

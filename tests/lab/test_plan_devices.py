@@ -4,6 +4,7 @@ import json
 
 import pytest
 from helpers.commands import run_here
+from helpers.serving import ask
 
 from kvcore import InputError
 from kvcore_lab.plans.devices import devices_of, plan_devices
@@ -175,3 +176,33 @@ def test_a_note_about_the_workload_is_told_once_for_all_devices():
     options = SMALL | {"model": "llama-3-8b", "slo": "ttft=9", "policies": []}
     (note,) = plan_devices(["h100", "h200"], workload, **options).workload_notes
     assert "beyond the 8,192 positions of llama-3-8b (4 of 4)" in note
+
+
+@pytest.mark.parametrize("once", ["devices", "workload", "tensor_parallel", "replicas"])
+def test_what_can_be_read_once_is_read_for_all_devices(once):
+    """An iterator in place of a list gives the plans of the list."""
+    requests = [ask(n, n * 10**8, 16, keys=[n % 5], key_tokens=16) for n in range(40)]
+    given = {"devices": ["h100", "h200"], "workload": requests, "replicas": [1]}
+    given |= SMALL | {"policies": []}
+    found = plan_devices(**given | {once: iter(given[once])})
+    assert found.as_dict() == plan_devices(**given).as_dict()
+    assert len(found.plans) == 2
+
+
+def test_devices_are_read_as_on_the_command_line():
+    """Text has devices, not letters; and there is at least one."""
+    options = SMALL | {"tensor_parallel": 1, "policies": []}
+    found = plan_devices("h100,h200", ZIPF, **options)
+    assert [plan.setup["device"] for plan in found.plans] == ["h100", "h200"]
+    with pytest.raises(InputError, match="devices: none was given"):
+        plan_devices([], ZIPF, **options)
+
+
+def test_a_report_says_which_devices_were_left_out(tmp_path):
+    """The table has no line of them, so that a sentence says why, once."""
+    flags = ("--slo", "ttft=0.2", "--tensor-parallel", 1, "--max-gpus", 1, "--tier", "none")
+    asked = ("plan", ZIPF, *flags, "--model", "qwen3-32b", "--device", "rtx-4090,h200")
+    done = run_here(*asked, "--jobs", 1, cwd=tmp_path)
+    assert "\nLeft out: rtx-4090: " in done.stdout
+    assert "rtx-4090" not in done.stderr
+    assert "rtx-4090" in run_here(*asked, "--json", "--jobs", 1, cwd=tmp_path).stderr

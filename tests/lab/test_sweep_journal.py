@@ -147,6 +147,14 @@ def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch):
         Journal(path).__enter__()
 
 
+@pytest.mark.parametrize(("option", "name"), [((), "journal"), (("--out",), "--out")])
+def test_an_error_names_the_option_of_the_journal(option, name, tmp_path):
+    """Python has another option than the command line."""
+    (tmp_path / "j").write_text("text")
+    with pytest.raises(InputError, match=f"give another {name}$"):
+        Journal(tmp_path / "j", *option).__enter__()
+
+
 def test_a_journal_in_a_missing_directory_is_refused(tmp_path):
     """A journal in a missing directory raises InputError that names its path."""
     with pytest.raises(InputError, match="nowhere/j: cannot be written"):

@@ -34,6 +34,7 @@ from kvcore_judge.leaderboard import (
 )
 from kvcore_judge.protocol import BUILT_IN, find_panel
 from kvcore_judge.report import LeaderboardReport, leaderboard_page
+from kvcore_lab.sweep.journal import Journal
 from kvcore_plugins.host import cpus
 
 PAGE, DOCUMENT = ".html", ".json"
@@ -97,7 +98,7 @@ def leaderboard(**given: Any) -> None:
         panel,
         [Entry(text) for text in given["policies"]] or built_in_entries(),
         jobs=given["jobs"] or cpus(),
-        journal=given["resume"],
+        journal=None if given["resume"] is None else Journal(given["resume"], "--resume"),
         progress=progress,
     )
     if out is not None:

@@ -165,8 +165,12 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
     else:
         print_report(report.sections, given["markup"])
         echo(f"kvcore: the plan is in {written}", err=True)
+    printed = []
+    if isinstance(report, DevicePlansReport) and not given["as_json"]:
+        printed = report.left_out
     for note in (*plans.notes, *plans.workload_notes):
-        echo(f"kvcore: {note}", err=True)
+        if note not in printed:
+            echo(f"kvcore: {note}", err=True)
     tell_model(source, str(given["model"]))
     if plans.best is None:
         ctx.exit(NONE_FOUND)
@@ -176,5 +180,5 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
 def _journal(out: Path) -> Iterator[Journal]:
     """Make the directory of a plan, and open the journal in it."""
     make_directory(out)
-    with Journal(out / "journal.jsonl") as journal:
+    with Journal(out / "journal.jsonl", "--out") as journal:
         yield journal

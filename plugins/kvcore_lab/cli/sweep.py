@@ -105,7 +105,7 @@ def sweep(
     if journal.name == JOURNAL:
         make_directory(journal.parent)
     try:
-        with Journal(journal) as opened, plot_file(picture) as write_plot:
+        with Journal(journal, "--out") as opened, plot_file(picture) as write_plot:
             for line in opened.damaged:
                 text = f"{journal}:{line}: does not match its digest: its cell is run again"
                 echo(f"kvcore: {text}, unless a later line has it", err=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
 
 from kvcore.errors import InputError
 from kvcore.notebook import Shown, data_frame
+from kvcore.workloads import given_workload
 from kvcore_lab.plans.planning import FleetPlan, plan
 
 PAIRS = ("ttft_s", "tpot_s", "slo_met_interval")
@@ -84,14 +85,27 @@ class DevicePlans(Shown):
         return data_frame(rows, "`plans.fleets`", {"offered_load": "float"})
 
 
-def plan_devices(devices: Iterable[Any], workload: Any, **options: Any) -> DevicePlans:
+def plan_devices(devices: Iterable[Any] | str, workload: Any, **options: Any) -> DevicePlans:
     """Plan for each of several devices, as `plan` does for one.
 
+    Args:
+        devices: the devices, also in text, such as `h100,b200`.
+        workload: as of `plan`.
+        options: as of `plan`.
+
     Raises:
-        InputError: as `plan`, if that is so of every device.
+        InputError: there is no device, or as `plan`, if that is so of every device.
     """
-    plans, notes, fault = [], [], None
-    for device in devices:
+    plans, notes = [], []
+    fault = InputError("devices: none was given: give one or more, such as h100,b200")
+    if (requests := given_workload(workload)) is not None:
+        workload = requests
+    # What can be read once alone is read here, for all devices.
+    options = {
+        name: [*value] if isinstance(value, Iterator) else value
+        for name, value in options.items()
+    }
+    for device in devices_of(devices):
         try:
             plans.append(plan(workload, device=device, **options))
         except InputError as error:
@@ -99,7 +113,7 @@ def plan_devices(devices: Iterable[Any], workload: Any, **options: Any) -> Devic
             notes.append(f"{device}: {error}")
         else:
             notes += [f"{device}: {note}" for note in plans[-1].notes]
-    if not plans and fault is not None:
+    if not plans:
         raise fault
     return DevicePlans(plans=plans, notes=notes)
 
@@ -107,7 +121,7 @@ def plan_devices(devices: Iterable[Any], workload: Any, **options: Any) -> Devic
 def devices_of(text: Any) -> list[Any]:
     """Return the devices of text such as `h100,b200`; figures with commas are one device."""
     if not isinstance(text, str):
-        return list(text) if isinstance(text, list | tuple) else [text]
+        return [*text] if isinstance(text, Iterable) else [text]
     devices: list[str] = []
     for piece in text.split(","):
         if "=" in piece and devices and "=" in devices[-1]:

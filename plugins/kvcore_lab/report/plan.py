@@ -168,7 +168,14 @@ class DevicePlansReport:
         first = self.plans["plans"][0]
         caution = cautions(fleets, first["setup"])
         start = start_lines(fleets, first)
-        return [warning, self.headline, self.table, caution, start, self.reading]
+        left_out = "\n".join(f"Left out: {note}" for note in self.left_out)
+        return [warning, self.headline, self.table, left_out, caution, start, self.reading]
+
+    @property
+    def left_out(self) -> list[str]:
+        """The notes on devices that have no plan."""
+        of_plans = {note for plan in self.plans["plans"] for note in plan["notes"]}
+        return [note for note in self.plans["notes"] if note.split(": ", 1)[1] not in of_plans]
 
     @property
     def headline(self) -> str:

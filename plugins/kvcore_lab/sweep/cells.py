@@ -21,6 +21,7 @@ from kvcore.config.options import option_default
 from kvcore.config.values import slo_text, tiers_text
 from kvcore.errors import InputError, KvcoreError
 from kvcore.plugins import FAILURES, Plugin, Plugins
+from kvcore.plugins.base import qualified
 from kvcore.plugins.options import Spec, spec_of
 from kvcore.request import SLO
 from kvcore.serving import LatencyModel, Scheduler, simulate
@@ -33,6 +34,7 @@ from kvcore.workloads.files import file_digest
 from kvcore_cluster.options import replicas_text
 from kvcore_lab.comparison import SHARING, KeptWorkload
 from kvcore_lab.statistics import session_groups, shares
+from kvcore_lab.sweep.classes import class_digest
 from kvcore_lab.sweep.grid import Mode, axes_of
 from kvcore_lab.sweep.sources import kvcore_digest, plugin_digests
 from kvcore_replay.belady import Belady, Future
@@ -425,10 +427,13 @@ class CellRun:
 
     def _described(self, plugin: Plugin | Belady) -> dict[str, Any]:
         """Return the name of a plugin, its options, and the digests of its code."""
+        kind: type = type(plugin)
+        digest = class_digest(kind)
         return {
             "name": plugin.name,
             "options": {name: self._content(value) for name, value in plugin.options().items()},
-            "code": plugin_digests(type(plugin).__module__),
+            "code": plugin_digests(kind.__module__),
+            **({} if digest is None else {"class": digest}),
         }
 
     def _content(self, value: Any) -> Any:
@@ -479,6 +484,34 @@ def _named(value: object) -> str | None:
     if isinstance(value, Spec):
         return str(value)
     return value.name if isinstance(value, type) and issubclass(value, Plugin) else None
+
+
+def refuse_namesakes(axis: str, values: Sequence[object]) -> None:
+    """Raise InputError if values of an axis are plugins of one text and different classes.
+
+    A table would have rows that cannot be told apart.
+    """
+    kind, plugins = {"like": "rules"}.get(axis, axis), Plugins()
+
+    def class_of(value: object) -> type:
+        if isinstance(value, Spec):
+            return Belady if value.name in Belady.names else plugins.get(kind, value.name)
+        return value if isinstance(value, type) else type(value)
+
+    named: dict[str, tuple[object, ...]] = {}
+    for value in values:
+        parts = value if isinstance(value, tuple) else (value,)  # tiers
+        texts = [text for part in parts if (text := _named(part))]
+        if not texts or len(texts) < len(parts):
+            continue
+        for first, second in zip(named.setdefault(",".join(texts), parts), parts, strict=True):
+            if first != second and class_of(first) is not class_of(second):
+                msg = (
+                    f"{axis}: two values are named {_named(first)!r}, "
+                    f"{qualified(class_of(first))} and {qualified(class_of(second))}: give one "
+                    "of the classes another name"
+                )
+                raise InputError(msg)
 
 
 def file_plugins(kind: str, values: Sequence[object]) -> dict[str, str]:

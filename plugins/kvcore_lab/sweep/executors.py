@@ -28,8 +28,10 @@ from kvcore_lab.sweep.cells import (
     Task,
     WorkloadCache,
     file_plugins,
+    refuse_namesakes,
     type_of,
 )
+from kvcore_lab.sweep.classes import class_digest
 from kvcore_lab.sweep.grid import CLUSTER_AXES, PART, Grid, axes_of
 from kvcore_lab.sweep.journal import Journal
 from kvcore_lab.workers import ATTEMPTS, WorkerDied, can_fork, queue_of, work_all
@@ -274,10 +276,14 @@ class Plan:
         Reads each workload for its digest; runs no cell.
 
         Raises:
-            InputError, PluginError: a cell is not valid; names the option.
+            InputError, PluginError: a cell is not valid, or two classes have one name; names
+                the option.
         """
+        class_digest.cache_clear()
         known = WorkloadCache()
         tasks, rows = [], []
+        for axis, values in grid.axes.items():
+            refuse_namesakes(axis, values)
         left_out = set(PART) - grid.axes.keys()
         names = {axis: file_plugins(axis, values) for axis, values in grid.axes.items()}
         for config in grid:

@@ -33,8 +33,12 @@ class Journal:
     is run again. A kernel lock allows one sweep at a time (not on Windows, which has none); it
     ends with its process, so that no stale lock remains. Use it as a context manager.
 
-    Attributes:
+    Args:
         path: the file; it is created if it does not exist.
+        option: the option that names it, for errors.
+
+    Attributes:
+        path: the file.
         results: the results of the finished cells, by digest.
         damaged: numbers of the lines that were skipped.
 
@@ -44,8 +48,9 @@ class Journal:
         StorageError: the disk refused a line (from `add`).
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], option: str = "journal") -> None:
         self.path = Path(path)
+        self._option = option
         self.results: dict[str, dict[str, Any]] = {}
         self.damaged: list[int] = []
         self._file = -1
@@ -94,13 +99,13 @@ class Journal:
         except BlockingIOError as error:
             msg = (
                 f"{self.path}: {self._holder()} is using it: wait for that one, or "
-                "give another --out"
+                f"give another {self._option}"
             )
             raise InputError(msg) from error
         except OSError as error:  # a file system without locks
             msg = (
                 f"{self.path}: cannot be locked against other processes ({error.strerror}): "
-                "give an --out on another file system"
+                f"give another {self._option}, on another file system"
             )
             raise InputError(msg) from error
 
@@ -120,7 +125,7 @@ class Journal:
             msg = (
                 f"{self.path}:1: no line has its digest: this is no journal, or one "
                 "of an older kvcore: remove the file to run all cells again, or give another "
-                "--out"
+                f"{self._option}"
             )
             raise InputError(msg)
         for line, entry in enumerate(entries, 1):

@@ -29,7 +29,7 @@ def kvcore_digest() -> str:
     A version stands for many commits of a checkout that is installed, and for its edits.
     """
     state = blake2b(digest_size=16)
-    for package in _packages():
+    for package in packages():
         files = (path for path in package.rglob("*") if path.suffix in CODE and path.is_file())
         for path in sorted(files):
             name = path.relative_to(package.parent).as_posix()
@@ -43,14 +43,14 @@ def plugin_digests(module: str) -> dict[str, str]:
 
     They are those of its package; of a plugin in a file, of the file and all that it imports,
     which is found without running it. Kvcore itself, the standard library and `site-packages`
-    are left out, and so is what a class that was typed in has in place of a file.
+    are left out. What was typed in, or read from a pipe, has no file: see `class_digest`.
 
     Raises:
         InputError: a file was edited after this process had loaded it, and so is not what runs.
     """
-    loaded = vars(sys.modules[module])
-    file, packages = loaded.get("__file__"), {package.name for package in _packages()}
-    if file is None or module.partition(".")[0] in packages:
+    loaded = getattr(sys.modules.get(module), "__dict__", {})
+    file, ours = loaded.get("__file__"), {package.name for package in packages()}
+    if file is None or not Path(file).is_file() or module.partition(".")[0] in ours:
         return {}
     path = Path(file)
     above = module.count(".") - 1 + (path.name == "__init__.py")
@@ -62,7 +62,7 @@ def plugin_digests(module: str) -> dict[str, str]:
             if path.is_file()
         }
     folders = [str(path.parent), *(set(sys.path) - {*sysconfig.get_paths().values()})]
-    finder = _Finder(folders, excludes=packages)
+    finder = _Finder(folders, excludes=ours)
     finder.run_script(file)
     sources = {name: vars(imported)["__file__"] for name, imported in finder.modules.items()}
     files = {name: Path(source) for name, source in sources.items() if source}
@@ -99,6 +99,6 @@ class _Finder(ModuleFinder):
         return package
 
 
-def _packages() -> list[Path]:
+def packages() -> list[Path]:
     """Return the folders of kvcore's packages, which lie beside that of this module."""
     return [Path(kvcore.__file__).parent, *sorted(Path(__file__).parents[2].glob("kvcore_*"))]
