@@ -40,7 +40,6 @@ from kvcore_lab.plans.longest import Longest
 from kvcore_lab.plans.start import not_in_start, start_command
 from kvcore_lab.statistics import share_interval
 from kvcore_lab.sweep.cells import CellRun, Outcome, WorkloadCache
-from kvcore_lab.sweep.classes import class_digest
 from kvcore_lab.sweep.executors import Executor, ThisProcess, known_to
 from kvcore_lab.sweep.grid import CLUSTER_AXES, Grid
 from kvcore_lab.sweep.journal import Journal
@@ -279,7 +278,6 @@ def plan(
         raise InputError(msg)
     executor = executor or ThisProcess()
     planner = _Planner(percentile, max_gpus, None, executor, known_to(executor))
-    class_digest.cache_clear()
     planner.add(cells, counts)
     with nullcontext() if journal is None else journal() as planner.journal:
         plans = planner.plan(counts, policies, progress or silent)

@@ -34,9 +34,8 @@ from kvcore.workloads.files import file_digest
 from kvcore_cluster.options import replicas_text
 from kvcore_lab.comparison import SHARING, KeptWorkload
 from kvcore_lab.statistics import session_groups, shares
-from kvcore_lab.sweep.classes import class_digest
 from kvcore_lab.sweep.grid import Mode, axes_of
-from kvcore_lab.sweep.sources import kvcore_digest, plugin_digests
+from kvcore_lab.sweep.sources import class_digests, kvcore_digest
 from kvcore_replay.belady import Belady, Future
 from kvcore_replay.untimed import hits_of
 
@@ -427,13 +426,11 @@ class CellRun:
 
     def _described(self, plugin: Plugin | Belady) -> dict[str, Any]:
         """Return the name of a plugin, its options, and the digests of its code."""
-        kind: type = type(plugin)
-        digest = class_digest(kind)
+        cls: type = type(plugin)
         return {
             "name": plugin.name,
             "options": {name: self._content(value) for name, value in plugin.options().items()},
-            "code": plugin_digests(kind.__module__),
-            **({} if digest is None else {"class": digest}),
+            "code": class_digests(cls),
         }
 
     def _content(self, value: Any) -> Any:

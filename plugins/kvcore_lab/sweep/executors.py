@@ -31,7 +31,6 @@ from kvcore_lab.sweep.cells import (
     refuse_namesakes,
     type_of,
 )
-from kvcore_lab.sweep.classes import class_digest
 from kvcore_lab.sweep.grid import CLUSTER_AXES, PART, Grid, axes_of
 from kvcore_lab.sweep.journal import Journal
 from kvcore_lab.workers import ATTEMPTS, WorkerDied, can_fork, queue_of, work_all
@@ -279,7 +278,6 @@ class Plan:
             InputError, PluginError: a cell is not valid, or two classes have one name; names
                 the option.
         """
-        class_digest.cache_clear()
         known = WorkloadCache()
         tasks, rows = [], []
         for axis, values in grid.axes.items():

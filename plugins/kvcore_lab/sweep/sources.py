@@ -10,6 +10,7 @@ from importlib.machinery import PathFinder
 from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import kvcore
 from kvcore.errors import InputError
@@ -29,7 +30,7 @@ def kvcore_digest() -> str:
     A version stands for many commits of a checkout that is installed, and for its edits.
     """
     state = blake2b(digest_size=16)
-    for package in packages():
+    for package in _packages():
         files = (path for path in package.rglob("*") if path.suffix in CODE and path.is_file())
         for path in sorted(files):
             name = path.relative_to(package.parent).as_posix()
@@ -38,19 +39,35 @@ def kvcore_digest() -> str:
 
 
 @cache
+def class_digests(cls: type) -> dict[str, str]:
+    """Return what the cells of a journal have of the code of a plugin's class.
+
+    A class that was typed in, read from a pipe or made by a function is told by no file: it has
+    a name that no other class gets, so that a journal returns no figures of another.
+
+    Raises:
+        InputError: as `plugin_digests` does.
+    """
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    if file is None or not Path(file).is_file() or "<locals>" in cls.__qualname__:
+        return {cls.__qualname__: uuid4().hex}
+    return plugin_digests(cls.__module__)
+
+
+@cache
 def plugin_digests(module: str) -> dict[str, str]:
     """Return the digests of the code of a plugin, by the name of the module or the file.
 
     They are those of its package; of a plugin in a file, of the file and all that it imports,
     which is found without running it. Kvcore itself, the standard library and `site-packages`
-    are left out. What was typed in, or read from a pipe, has no file: see `class_digest`.
+    are left out.
 
     Raises:
         InputError: a file was edited after this process had loaded it, and so is not what runs.
     """
-    loaded = getattr(sys.modules.get(module), "__dict__", {})
-    file, ours = loaded.get("__file__"), {package.name for package in packages()}
-    if file is None or not Path(file).is_file() or module.partition(".")[0] in ours:
+    loaded = vars(sys.modules[module])
+    file, ours = loaded["__file__"], {package.name for package in _packages()}
+    if module.partition(".")[0] in ours:
         return {}
     path = Path(file)
     above = module.count(".") - 1 + (path.name == "__init__.py")
@@ -99,6 +116,6 @@ class _Finder(ModuleFinder):
         return package
 
 
-def packages() -> list[Path]:
+def _packages() -> list[Path]:
     """Return the folders of kvcore's packages, which lie beside that of this module."""
     return [Path(kvcore.__file__).parent, *sorted(Path(__file__).parents[2].glob("kvcore_*"))]
