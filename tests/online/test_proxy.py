@@ -139,10 +139,10 @@ def test_a_prompt_goes_to_the_server_that_has_its_prefix(more):
 def test_token_ids_of_a_server_are_whole_numbers_from_0_on():
     """A prompt has the token ids that its server tells; all else that it tells is none."""
     call = Call.read(COMPLETIONS, json.dumps(prompt()).encode())
-    request = call.request(3, 7, "s", tokens=None, key_tokens=1, key_chars=64)
+    request = call.request("s", tokens=None, key_tokens=1, key_chars=64)
     for tokens in ([0, 1], [5, 2**31], [2**64 - 1]):
         told = _with_tokens(request, orjson.dumps({"tokens": tokens}))
-        assert told == call.request(3, 7, "s", tokens=tokens, key_tokens=1, key_chars=64)
+        assert told == call.request("s", tokens=tokens, key_tokens=1, key_chars=64)
         assert told.keys == block_keys(tokens, 1)
     wrong = ([], [-1], [True], ["a"], "a", [2**64], None)
     for answer in (5, [], {}, *({"tokens": tokens} for tokens in wrong)):
@@ -150,14 +150,14 @@ def test_token_ids_of_a_server_are_whole_numbers_from_0_on():
     assert _with_tokens(request, b"{") is request
 
 
-@pytest.mark.parametrize("script", ["die", "busy", "nonsense"])
+@pytest.mark.parametrize("script", ["die", "busy", "nonsense", "empty"])
 @played()
 async def test_a_request_without_a_response_is_sent_to_another_server(
     proxy, servers, client, script
 ):
-    """A request is sent to another server if the first one dies, is busy or returns no JSON."""
+    """A request is sent to another server if one dies, is busy, or returns no JSON or event."""
     servers[0].script = script
-    status, headers, _ = await ask(client)
+    status, headers, _ = await ask(client, stream=script == "empty")
     assert (status, headers["x-kvcore-replica"]) == (200, servers[1].url[7:])
     assert [len(server.calls) for server in servers] == [1, 1]
     assert sample(proxy, "retries_total", replica=servers[0].url[7:]) == 1
@@ -904,6 +904,13 @@ def test_the_time_to_the_first_byte_counts_from_the_arrival():
     assert told in fleet.metrics.text().decode()
 
 
+def test_a_router_is_told_how_long_a_server_computes_a_prompt():
+    """Of 50 tokens, a server that computes 100 tokens a second computes half a second."""
+    replica = {"url": "http://127.0.0.1:9", "prefill_rate": 100.0}
+    (server,) = Fleet(RouteConfig.from_options([replica]), lambda: 0).servers
+    assert server.replica.prefill_seconds(50, 7) == 0.5
+
+
 def test_the_openai_client_reads_responses_streams_and_errors():
     """The client of the package openai reads completions, streams, models and errors."""
     openai = pytest.importorskip("openai", reason="needs openai")
@@ -942,7 +949,7 @@ def test_kv_events_of_servers_update_the_replicas_of_a_prefix():
         def found(text):
             call = Call.read(COMPLETIONS, json.dumps({"prompt": text}).encode())
             codes = [ord(letter) for letter in text]
-            request = call.request(0, 0, None, tokens=codes, key_tokens=4, key_chars=64)
+            request = call.request(None, tokens=codes, key_tokens=4, key_chars=64)
             return dict(view.find(request, proxy.fleet.now()))
 
         view = proxy.fleet.dispatcher.view
@@ -1058,7 +1065,7 @@ def test_the_trace_tells_nobody_what_was_asked(tmp_path):
         text = path.read_text()
         assert not [word for word in (*secret.values(), "Alice") if word in text]
         known = Call.read(COMPLETIONS, json.dumps(prompt("a" * 640)).encode()).request(
-            0, 0, None, tokens=None, key_tokens=16, key_chars=64
+            None, tokens=None, key_tokens=16, key_chars=64
         )
         requests = list(TraceWorkload(path))
         assert not set(known.keys) & {key for request in requests for key in request.keys}
