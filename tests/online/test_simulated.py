@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import attrs
@@ -452,6 +453,22 @@ def ask(client, messages, **options):
     return client.chat.completions.create(model="llama-3-70b", messages=messages, **options)
 
 
+def test_a_server_has_four_connections_for_each_answer():
+    """Of a server of one answer at a time, the fifth connection is closed at once."""
+    with (
+        serving(attrs.evolve(FAST, requests=1), simulated=True) as server,
+        ExitStack() as stack,
+    ):
+        host, port = server.url.removeprefix("http://").split(":")
+        clients = [socket.create_connection((host, int(port)), timeout=20) for _ in range(5)]
+        answers = []
+        for client in map(stack.enter_context, clients):
+            with suppress(ConnectionError):
+                client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+                answers.append(client.recv(15))
+    assert list(filter(None, answers)) == [b"HTTP/1.1 200 OK"] * 4
+
+
 def test_a_conversation_hits_the_blocks_of_its_answers(client):
     """The text of an answer is read back as the tokens that were generated."""
     messages = [{"role": "user", "content": "hello " * 100}]
@@ -604,8 +621,8 @@ def test_options_that_do_not_fit_are_refused(words, reason):
     assert reason in run.stderr
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_tokens_that_come_at_once_are_sent_together(stream):
+@pytest.mark.parametrize(("stream", "cached"), [(False, 4), (True, 0)])
+def test_tokens_that_come_at_once_are_sent_together(stream, cached):
     """Tokens that an engine has before the loop takes them are one piece, up to a limit.
 
     With a piece for each token no other client was served while a fast engine had many answers.
@@ -616,7 +633,7 @@ def test_tokens_that_come_at_once_are_sent_together(stream):
 
         def submit(_, listener):
             for _ in range(tokens):
-                listener(Tokens([word], cached=4))
+                listener(Tokens([word], cached=cached))
             listener(Tokens(end=FINISHED))
 
         server.engine.submit = submit
@@ -631,7 +648,7 @@ def test_tokens_that_come_at_once_are_sent_together(stream):
     usage = parts[-1].usage
     assert "".join(texts) == f" {WORDS[0]}" * tokens
     assert usage.completion_tokens == tokens
-    assert usage.prompt_tokens_details.cached_tokens == 4
+    assert usage.prompt_tokens_details.cached_tokens == cached
     assert len(texts) == (5 if stream else 1)
 
 
@@ -679,7 +696,7 @@ def test_prompts_that_begin_alike_share_their_keys():
 
 
 def test_a_server_holds_keys_that_prompts_share_once():
-    """Of two cached prompts that begin alike, the keys of the beginning are the same objects."""
+    """Of two cached prompts that begin alike, the first keys are the same objects."""
     prompts = [[*range(32), *range(end, end + 32)] for end in (100, 200)]
     _, loop = played(
         text_request(index, prompt, output=1, block_size=16, arrival=index * NS_PER_S)
