@@ -2,6 +2,9 @@
 
 import attrs
 import pytest
+from helpers.caches import Lines, Mortal, make
+from helpers.caches import ask as key
+from helpers.caches import start as store
 from helpers.engine import SPEC, compute, slot_bytes_of
 from helpers.serving import BLOCK, SLOT, Slow, ask, serve
 from helpers.traces import lines, seal
@@ -163,6 +166,34 @@ def test_a_prefetch_without_room_opens_no_sequence():
     assert cache.open_ahead(planned, 4, 0, cache.available_blocks) is planned
     assert not cache.sequences
     assert cache.open_ahead(planned, 4, 0, cache.available_blocks - 1).blocks == 1
+
+
+def test_a_prefetch_finds_no_expired_blocks():
+    """What has expired is dropped for the request that used it last: no other has come."""
+    cache = make(8, Mortal(), trace=Lines())
+    first = store(cache, "ab", now=0)
+    cache.close(first, 0)
+    seq = cache.open_ahead(cache.plan_ahead(key("abc"), 50), 3, 50, 0)
+    assert (seq.hit_blocks, seq.blocks, cache.tree.expired_blocks) == (0, 3, 2)
+    (line,) = (fields for event, fields in cache.trace.lines if event == "EVICT")
+    assert line["for"] == first.request.id
+
+
+def test_the_line_of_a_prefetch_has_the_keys_of_its_blocks():
+    """Of keys of 4 blocks each, those behind the last block are left out."""
+    cache = make(12, trace=Lines(), key_tokens=4 * BLOCK)
+    request = ask("a", prompt=12 * BLOCK, keys=[1, 2, 3], key_tokens=4 * BLOCK)
+    cache.open_ahead(cache.plan_ahead(request, 0), 5, 0, 0)
+    (line,) = (fields for event, fields in cache.trace.lines if event == "PREFETCH")
+    assert line["keys"] == [1, 2]
+
+
+def test_a_prefetch_counts_as_an_admission():
+    """A sequence into which blocks are loaded ahead comes after those that were opened."""
+    cache = make(8)
+    seqs = [cache.open(key("a")), cache.open_ahead(cache.plan_ahead(key("b"), 0), 1, 0, 0)]
+    seqs.append(cache.open(key("c")))
+    assert [seq.admission for seq in seqs] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(("room", "parts"), [(1, [1]), (2, [2]), (3, [2, 1]), (9, [2, 2])])
