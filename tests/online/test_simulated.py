@@ -4,6 +4,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -311,6 +312,16 @@ def test_usage_of_the_cache_is_the_share_of_its_blocks_in_use():
     assert 'vllm:kv_cache_usage_perc{model_name="m"} 0.14\n' in text
 
 
+def test_a_tier_is_asked_for_what_no_nearer_level_held():
+    """Of 100 tokens the pool has 20 and the first tier three blocks, which leaves 32."""
+    server = made(blocks=50, tier=["host:memory=1GiB"] * 2)
+    server.cache.stats.lookup_tokens, server.cache.stats.hit_tokens = 100, 20
+    server.cache.tiers.levels[0].stats.hits = 3
+    text = server_metrics(server.engine.loop, server.cache, "m", None)
+    name = 'vllm:external_prefix_cache_queries_total{model_name="m",tier='
+    assert re.findall(rf"^{re.escape(name)}.* (\d+)$", text, re.MULTILINE) == ["80", "32"]
+
+
 @pytest.mark.parametrize(
     ("longest", "limit"),
     [
@@ -519,7 +530,10 @@ def test_its_metrics_are_those_of_the_model(server, client):
 
 
 def test_blocks_are_stored_and_evicted_in_events():
-    """A small pool evicts real blocks, which KV events report with 32-bit token ids."""
+    """A small pool evicts real blocks, which KV events report with 32-bit token ids.
+
+    Tokens of requests that have ended are kept for cached blocks alone.
+    """
     address = f"tcp://127.0.0.1:{free_port()}"
     config = ServeConfig(port=0, grace=2, speed_up=1000, kv_events=address)
     with (
@@ -539,6 +553,8 @@ def test_blocks_are_stored_and_evicted_in_events():
                 for event in decode(payload).events:
                     kinds.add(type(event).__name__)
                     assert all(token < 1 << 32 for token in getattr(event, "tokens", ()))
+        asyncio.run(until(lambda: not server.engine.loop.open))
+        assert server.stored._tokens.keys() == server.stored._stored
     assert kinds == {"BlockStored", "BlockRemoved"}
 
 
