@@ -94,7 +94,8 @@ async def test_a_whole_answer_needs_two_timers(proxy, servers, client):
 def test_a_stream_is_passed_on_unchanged(traced, tmp_path):
     """A stream is passed on unchanged, and has the usage only if the client asked for it.
 
-    A proxy that writes a trace asks its servers for the usage in any case.
+    A proxy that writes a trace asks its servers for the usage in any case, and counts the
+    cached tokens in it.
     """
 
     async def scene(proxy, servers, client):
@@ -108,6 +109,7 @@ def test_a_stream_is_passed_on_unchanged(traced, tmp_path):
         assert text.endswith("data: [DONE]\n\n")
         asked = servers[0].calls[0].get("stream_options")
         assert asked == ({"include_usage": True} if traced else None)
+        assert sample(proxy, "cached_tokens_total") == (32 if traced else 0)
         _, _, text = await ask(client, stream=True, stream_options={"include_usage": True})
         assert events(text)[-1]["usage"]["completion_tokens"] == 3
 
@@ -554,6 +556,14 @@ async def test_a_proxy_with_one_server_up_is_healthy(proxy, servers, client):
             200,
             {"status": "ok", "up": 1, "replicas": 1},
         )
+
+
+@played(count=1)
+async def test_a_proxy_that_ends_is_not_healthy(proxy, servers, client):
+    """From the beginning of its end on, whoever balances load sends a proxy no more."""
+    await proxy.stop()
+    answer = await proxy._health(None)
+    assert (answer.status, json.loads(answer.body)["status"]) == (503, "unavailable")
 
 
 @played(health_interval=60)

@@ -480,6 +480,17 @@ def test_a_server_has_four_connections_for_each_answer():
     assert list(filter(None, answers)) == [b"HTTP/1.1 200 OK"] * 4
 
 
+def test_a_server_that_is_aborted_closes_the_connections_of_its_clients():
+    """No client is waited for, be it that it has sent nothing or takes nothing."""
+    with serving(FAST, simulated=True) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as client:
+            asyncio.run(until(lambda: server._listener._http.connections))
+            server._loop.call_soon_threadsafe(server.abort)
+            with suppress(ConnectionError):
+                assert client.recv(1) == b""
+
+
 def test_a_conversation_hits_the_blocks_of_its_answers(client):
     """The text of an answer is read back as the tokens that were generated."""
     messages = [{"role": "user", "content": "hello " * 100}]
