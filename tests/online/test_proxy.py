@@ -41,7 +41,7 @@ from kvcore_events.model import AllBlocksCleared, BlockRemoved, BlockStored, Eve
 from kvcore_events.publisher import Publisher
 from kvcore_online.fleet import Fleet
 from kvcore_online.prompts import Call
-from kvcore_online.proxy import EventStream, Proxy, _with_tokens, run, take_usage
+from kvcore_online.proxy import EventStream, Proxy, UnservedError, _with_tokens, run, take_usage
 from kvcore_online.route_config import RouteConfig
 from kvcore_online.traffic import Flight, TrafficLog
 from kvcore_plugins.workload.recorded import TraceWorkload
@@ -257,6 +257,14 @@ async def test_a_request_is_sent_to_another_server_after_the_timeout(proxy, serv
     servers[1].script = "wait"
     assert (await ask(client))[0] == 503
     await until(lambda: servers[0].left == 2)
+
+
+@played(first_byte_timeout=0.05)
+async def test_the_connection_of_an_answer_without_a_byte_is_closed(proxy, servers, client):
+    """A server whose answer has headers and no more is left."""
+    servers[0].script = "silent"
+    assert (await ask(client, stream=True))[0] == 200
+    await until(lambda: servers[0].left == 1)
 
 
 @played(between_timeout=0.1)
