@@ -41,7 +41,7 @@ from kvcore_events.model import AllBlocksCleared, BlockRemoved, BlockStored, Eve
 from kvcore_events.publisher import Publisher
 from kvcore_online.fleet import Fleet
 from kvcore_online.prompts import Call
-from kvcore_online.proxy import EventStream, Proxy, UnservedError, _with_tokens, run, take_usage
+from kvcore_online.proxy import EventStream, Proxy, _with_tokens, run, take_usage
 from kvcore_online.route_config import RouteConfig
 from kvcore_online.traffic import Flight, TrafficLog
 from kvcore_plugins.workload.recorded import TraceWorkload
