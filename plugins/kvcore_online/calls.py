@@ -145,7 +145,7 @@ class CallReader:
         choices = _number(document, "n", 1, 1, MOST_CHOICES, whole=True)
         if len(prompts) * choices > self.answers:
             msg = f"the call has more answers than the {self.answers} requests of this server"
-            raise ApiError(400, msg, "n" if choices > 1 else "prompt")
+            raise ApiError(400, msg, "n")  # of one answer each, `prompts` has taken no more
         options = document.get("stream_options")
         counted = isinstance(options, dict) and options.get("include_usage") is True
         salt = document.get("cache_salt")

@@ -158,8 +158,6 @@ class Call:
 
     def request(
         self,
-        number: int,
-        now: int,
         session: str | None,
         *,
         tokens: list[int] | None,
@@ -168,9 +166,9 @@ class Call:
     ) -> Request:
         """Return the request that the router gets, without an output length.
 
+        Its id and its arrival are 0: both are known when it is routed.
+
         Args:
-            number: id of the request.
-            now: time of arrival in ns.
             session: name of the session in a header; None: that of the body, if any.
             tokens: token ids of the prompt; None: its keys are those of its text.
             key_tokens: number of tokens in a block.
@@ -182,8 +180,7 @@ class Call:
             filter(None, map(self._text, ("prompt_cache_key", "user"))), ""
         )
         more: dict[str, Any] = {
-            "id": number,
-            "arrival": now,
+            "id": 0,
             "key_tokens": key_tokens,
             "session": session[:LONGEST_SESSION] or None,
             "most": MOST_KEYS,

@@ -354,14 +354,11 @@ class Proxy:
     ) -> tuple[SentCall, Request, bytes | None]:
         """Return a call for servers, its request, and the body that asks for its token ids.
 
-        All that takes time with the length of a body is done here. Number and arrival of the
-        request are 0.
+        All that takes time with the length of a body is done here.
         """
         call, config = Call.read(path, body), self.config
         tokens = call.tokens
         request = call.request(
-            0,
-            0,
             session,
             tokens=tokens,
             key_tokens=config.key_tokens,
@@ -602,7 +599,7 @@ def _with_tokens(request: Request, answer: bytes) -> Request:
         return request
     if tokens is None:
         return request
-    names = ("id", "arrival", "key_tokens", "salt", "session")
+    names = ("id", "key_tokens", "salt", "session")
     fields = {name: getattr(request, name) for name in names}
     return token_request(tokens, most=MOST_KEYS, **fields) or request
 

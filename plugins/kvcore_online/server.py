@@ -45,8 +45,8 @@ Pieces: TypeAlias = AsyncGenerator[tuple[int, Tokens], None]
 T = TypeVar("T")
 
 MOST_HELD = 16
-"""Tokens without the end of a character from which on they are text as they are: a character
-has at most 4 bytes, and all that is held back is decoded again with each token."""
+"""Most tokens that are held back for the end of a character: one has at most 4 bytes, and all
+that is held back is decoded again with each token."""
 
 MOST_JOINED = 256
 """Most tokens of an answer that are sent as one piece: their text takes about 1 ms."""

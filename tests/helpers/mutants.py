@@ -88,6 +88,7 @@ ROOMS = {
                 "tests/plugins/test_serving_load.py",
             ),
             *("tests/plugins/test_speculation_simulated.py", "tests/core/workloads"),
+            "tests/lab/test_fragmentation.py",
         ],
     ),
     "online": (["plugins/kvcore_online"], ["tests/online"]),

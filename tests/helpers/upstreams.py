@@ -19,7 +19,8 @@ class Upstream:
     Attributes:
         script: the response to a completion: `answer`, `die` before or `break` within the
             answer, `pause` within or `wait` before it until `gate` is set, `busy` (503), `fail`
-            (500), `nonsense` (invalid JSON), or `flood` (an endless stream).
+            (500), `nonsense` (invalid JSON), `empty` (a stream of no bytes), `silent` (one
+            whose first byte waits until `gate` is set), or `flood` (an endless stream).
         sent: headers of a whole answer besides those of aiohttp, as bytes; then it is written
             to the socket as it is.
         counted: the `usage` of answers.
@@ -110,6 +111,10 @@ class Upstream:
     async def _stream(self, http, body):
         out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await out.prepare(http)
+        if self.script == "empty":
+            return out
+        if self.script == "silent":
+            await self.gate.wait()
         while self.script == "flood":
             await out.write(event({"choices": [{"text": "x" * 50_000}]}))
             self.flooded += 50_000

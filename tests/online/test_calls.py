@@ -203,7 +203,7 @@ def test_messages_reach_the_chat_template_with_calls_of_tools_as_objects():
 
 
 def test_each_answer_is_a_request_with_a_seed_of_its_own():
-    """The answers to a prompt share its keys, and differ in their seeds."""
+    """The answers to a prompt share its keys, and differ in their seeds; no one has an id."""
     call = read({"prompt": [[*range(9)], [5]], "n": 2, "seed": 7, "max_tokens": 3})
     first, second, third, fourth = call.requests(4, "x", publish=True)
     assert first.keys == second.keys
@@ -214,7 +214,7 @@ def test_each_answer_is_a_request_with_a_seed_of_its_own():
         (3, "x", True)
     }
     (drawn,) = read({}).requests(4, None, publish=False)
-    assert (drawn.seed, drawn.publish) == (None, False)
+    assert (drawn.id, drawn.seed, drawn.publish) == (0, None, False)
 
 
 @pytest.mark.parametrize(

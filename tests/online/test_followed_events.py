@@ -270,6 +270,14 @@ def test_gaps_of_a_server_are_told_and_not_kept(view, capsys):
     ]
 
 
+def test_missing_batches_are_not_kept(view):
+    """Of a server that leaves out every other batch, none of the gaps is remembered."""
+    batch = encode(EventBatch(ts=1.0, events=(AllBlocksCleared(),)))
+    for number in range(0, 20, 2):
+        list(view._parts(0, Delivery(rank=0, sequence=number, payload=batch)))
+        assert not view._lives[0].tracker.gaps
+
+
 def test_what_is_lost_meanwhile_is_not_applied(view):
     """Parts of a batch that come after their replica has lost all blocks change nothing."""
     first, *later = view._parts(0, blocks(0, 2 * fleets.PART_KEYS))

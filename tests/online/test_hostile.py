@@ -275,7 +275,7 @@ def read_body(data):
         call = Call.read(path, data)
         orjson.dumps(call.question)
         call.sent(count=True)
-        request = call.request(0, 0, "", tokens=call.tokens, key_tokens=16, key_chars=64)
+        request = call.request("", tokens=call.tokens, key_tokens=16, key_chars=64)
         assert call.most_output <= 1 << 20
         orjson.dumps([request.session, request.salt])
 

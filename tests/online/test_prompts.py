@@ -22,7 +22,7 @@ def read(body):
 def request(body, session=None, tokens=None):
     """Return the request of a body, in blocks of 4 tokens or 8 bytes."""
     options = {"tokens": tokens, "key_tokens": 4, "key_chars": 8}
-    return read(body).request(5, 9, session, **options)
+    return read(body).request(session, **options)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_keys_of_tokens_are_those_of_any_other_request(monkeypatch):
     tokens = [*range(11)]
     made = request({"prompt": "a", "cache_salt": "s"}, tokens=tokens)
     assert type(made) is Request  # without the ids, which take much memory
-    assert (made.id, made.arrival, made.salt, made.prompt_tokens) == (5, 9, "s", 11)
+    assert (made.id, made.arrival, made.salt, made.prompt_tokens) == (0, 0, "s", 11)
     assert made.keys == block_keys(tokens, 4, salt="s")
     assert request({"prompt": "a", "cache_salt": 5}, tokens=tokens).keys == block_keys(
         tokens, 4

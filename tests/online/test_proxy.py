@@ -94,7 +94,8 @@ async def test_a_whole_answer_needs_two_timers(proxy, servers, client):
 def test_a_stream_is_passed_on_unchanged(traced, tmp_path):
     """A stream is passed on unchanged, and has the usage only if the client asked for it.
 
-    A proxy that writes a trace asks its servers for the usage in any case.
+    A proxy that writes a trace asks its servers for the usage in any case, and counts the
+    cached tokens in it.
     """
 
     async def scene(proxy, servers, client):
@@ -108,6 +109,7 @@ def test_a_stream_is_passed_on_unchanged(traced, tmp_path):
         assert text.endswith("data: [DONE]\n\n")
         asked = servers[0].calls[0].get("stream_options")
         assert asked == ({"include_usage": True} if traced else None)
+        assert sample(proxy, "cached_tokens_total") == (32 if traced else 0)
         _, _, text = await ask(client, stream=True, stream_options={"include_usage": True})
         assert events(text)[-1]["usage"]["completion_tokens"] == 3
 
@@ -139,10 +141,10 @@ def test_a_prompt_goes_to_the_server_that_has_its_prefix(more):
 def test_token_ids_of_a_server_are_whole_numbers_from_0_on():
     """A prompt has the token ids that its server tells; all else that it tells is none."""
     call = Call.read(COMPLETIONS, json.dumps(prompt()).encode())
-    request = call.request(3, 7, "s", tokens=None, key_tokens=1, key_chars=64)
+    request = call.request("s", tokens=None, key_tokens=1, key_chars=64)
     for tokens in ([0, 1], [5, 2**31], [2**64 - 1]):
         told = _with_tokens(request, orjson.dumps({"tokens": tokens}))
-        assert told == call.request(3, 7, "s", tokens=tokens, key_tokens=1, key_chars=64)
+        assert told == call.request("s", tokens=tokens, key_tokens=1, key_chars=64)
         assert told.keys == block_keys(tokens, 1)
     wrong = ([], [-1], [True], ["a"], "a", [2**64], None)
     for answer in (5, [], {}, *({"tokens": tokens} for tokens in wrong)):
@@ -150,14 +152,14 @@ def test_token_ids_of_a_server_are_whole_numbers_from_0_on():
     assert _with_tokens(request, b"{") is request
 
 
-@pytest.mark.parametrize("script", ["die", "busy", "nonsense"])
+@pytest.mark.parametrize("script", ["die", "busy", "nonsense", "empty"])
 @played()
 async def test_a_request_without_a_response_is_sent_to_another_server(
     proxy, servers, client, script
 ):
-    """A request is sent to another server if the first one dies, is busy or returns no JSON."""
+    """A request is sent to another server if one dies, is busy, or returns no JSON or event."""
     servers[0].script = script
-    status, headers, _ = await ask(client)
+    status, headers, _ = await ask(client, stream=script == "empty")
     assert (status, headers["x-kvcore-replica"]) == (200, servers[1].url[7:])
     assert [len(server.calls) for server in servers] == [1, 1]
     assert sample(proxy, "retries_total", replica=servers[0].url[7:]) == 1
@@ -255,6 +257,14 @@ async def test_a_request_is_sent_to_another_server_after_the_timeout(proxy, serv
     servers[1].script = "wait"
     assert (await ask(client))[0] == 503
     await until(lambda: servers[0].left == 2)
+
+
+@played(first_byte_timeout=0.05)
+async def test_the_connection_of_an_answer_without_a_byte_is_closed(proxy, servers, client):
+    """A server whose answer has headers and no more is left."""
+    servers[0].script = "silent"
+    assert (await ask(client, stream=True))[0] == 200
+    await until(lambda: servers[0].left == 1)
 
 
 @played(between_timeout=0.1)
@@ -554,6 +564,14 @@ async def test_a_proxy_with_one_server_up_is_healthy(proxy, servers, client):
             200,
             {"status": "ok", "up": 1, "replicas": 1},
         )
+
+
+@played(count=1)
+async def test_a_proxy_that_ends_is_not_healthy(proxy, servers, client):
+    """From the beginning of its end on, whoever balances load sends a proxy no more."""
+    await proxy.stop()
+    answer = await proxy._health(None)
+    assert (answer.status, json.loads(answer.body)["status"]) == (503, "unavailable")
 
 
 @played(health_interval=60)
@@ -922,6 +940,13 @@ def test_the_time_to_the_first_byte_counts_from_the_arrival():
     assert told in fleet.metrics.text().decode()
 
 
+def test_a_router_is_told_how_long_a_server_computes_a_prompt():
+    """Of 50 tokens, a server that computes 100 tokens a second computes half a second."""
+    replica = {"url": "http://127.0.0.1:9", "prefill_rate": 100.0}
+    (server,) = Fleet(RouteConfig.from_options([replica]), lambda: 0).servers
+    assert server.replica.prefill_seconds(50, 7) == 0.5
+
+
 def test_the_openai_client_reads_responses_streams_and_errors():
     """The client of the package openai reads completions, streams, models and errors."""
     openai = pytest.importorskip("openai", reason="needs openai")
@@ -960,7 +985,7 @@ def test_kv_events_of_servers_update_the_replicas_of_a_prefix():
         def found(text):
             call = Call.read(COMPLETIONS, json.dumps({"prompt": text}).encode())
             codes = [ord(letter) for letter in text]
-            request = call.request(0, 0, None, tokens=codes, key_tokens=4, key_chars=64)
+            request = call.request(None, tokens=codes, key_tokens=4, key_chars=64)
             return dict(view.find(request, proxy.fleet.now()))
 
         view = proxy.fleet.dispatcher.view
@@ -1076,7 +1101,7 @@ def test_the_trace_tells_nobody_what_was_asked(tmp_path):
         text = path.read_text()
         assert not [word for word in (*secret.values(), "Alice") if word in text]
         known = Call.read(COMPLETIONS, json.dumps(prompt("a" * 640)).encode()).request(
-            0, 0, None, tokens=None, key_tokens=16, key_chars=64
+            None, tokens=None, key_tokens=16, key_chars=64
         )
         requests = list(TraceWorkload(path))
         assert not set(known.keys) & {key for request in requests for key in request.keys}

@@ -30,7 +30,7 @@ from kvcore.request import TextRequest, block_keys
 from kvcore.untrusted import LONGEST_EVENT, MOST_NAMES, MOST_VALUES, parse_json
 from kvcore_online.listener import LONG, Listener
 from kvcore_online.prompts import Call
-from kvcore_online.proxy import EventStream, _usage_document
+from kvcore_online.proxy import EventStream, UnservedError, _usage_document
 from kvcore_online.traffic import Flight
 from kvcore_plugins.workload.recorded import TraceWorkload
 
@@ -371,6 +371,15 @@ def test_an_event_that_comes_byte_by_byte_is_read_once():
     assert process_time() - began < 10
 
 
+def test_the_beginning_of_an_event_is_kept_up_to_the_limit():
+    """4 MiB without the end of an event are kept, and a byte more is refused."""
+    flight = Flight(Request(id=0, prompt_tokens=1, key_tokens=16))
+    stream = EventStream(flight, counted=False)
+    assert stream.feed(b"x" * LONGEST_EVENT) == b""
+    with pytest.raises(UnservedError, match="an event of its stream is too long"):
+        stream.feed(b"x")
+
+
 def test_an_event_with_many_empty_lines_is_read_once():
     """Events with the usage take time with their length, whatever ends them."""
     flight = Flight(Request(id=0, prompt_tokens=1, key_tokens=16))
@@ -503,7 +512,7 @@ def test_a_model_that_is_no_text_is_the_servers_to_refuse():
         for model in (b"[1]", b"null")
     ]
     options = {"tokens": None, "key_tokens": 1, "key_chars": 1}
-    one, other = (call.request(0, 0, None, **options).keys for call in calls)
+    one, other = (call.request(None, **options).keys for call in calls)
     assert one == other
 
 

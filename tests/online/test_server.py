@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 
@@ -36,7 +37,7 @@ from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved, BlockStored
 from kvcore_online import calls
 from kvcore_online.listener import LONG
-from kvcore_online.server import THREADED, ServeConfig, Text
+from kvcore_online.server import THREADED, ServeConfig, StopText, Text
 from kvcore_online.tally import CANCELLED
 from kvcore_replay.check.trace import replay
 from kvcore_tiers.tier.disk import DiskStore
@@ -678,6 +679,15 @@ def test_a_stop_text_ends_the_text_however_tokens_split_it(size):
             break
     assert text.stopped
     assert "".join(parts) == "one\nEN two "
+
+
+def test_a_stop_text_is_found_where_it_ends_first():
+    """Of texts that begin as they do or not, all stop texts are found as `str.find` does."""
+    stops = ["".join(letters) for size in range(1, 5) for letters in product("ab", repeat=size)]
+    for text in map("".join, product("ab", repeat=7)):
+        for stop in stops:
+            end = text.find(stop) + len(stop) if stop in text else None
+            assert StopText(stop).end(text) == end
 
 
 def test_a_stop_text_costs_what_the_answer_is_long():

@@ -4,10 +4,12 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import attrs
@@ -26,13 +28,14 @@ from helpers.serving import Even
 from helpers.upstreams import until
 
 import kvcore
-from kvcore import KVCache
+from kvcore import KVCache, read_events
 from kvcore.request import text_request
 from kvcore.serving.latency import StepWork
+from kvcore.trace.writer import LiveTrace
 from kvcore.units import NS_PER_S
 from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved
-from kvcore_online.engine import LiveEngine, LiveLoop, Tokens, share_keys
+from kvcore_online.engine import LiveEngine, LiveInbox, LiveLoop, Tokens, share_keys
 from kvcore_online.metrics import server_metrics
 from kvcore_online.server import MOST_JOINED, ServeConfig, Server, run
 from kvcore_online.simulated import WORDS, SimulatedModel, SimulatedTokens
@@ -97,12 +100,10 @@ class World:
             self.sleep(seconds)
 
 
-def played(requests, speed=1.0, **options):
-    """Return the times (ns) of the tokens of requests, by id, and the loop that served them."""
-    made = simulated_parts(**options)
-    arguments = made.arguments()
+def served(world, speed=1.0, trace=None, **options):
+    """Serve the requests of a world; return the loop that did."""
+    arguments = simulated_parts(**options).arguments(trace)
     arguments["latency"].bind()
-    world = World(requests)
     executor = SimulatedTokens(arguments["latency"], SimulatedModel(), 0)
     world.loop = loop = LiveLoop(
         arguments["cache"],
@@ -115,6 +116,13 @@ def played(requests, speed=1.0, **options):
     )
     loop.inbox.changed = world
     loop.run()
+    return loop
+
+
+def played(requests, **options):
+    """Return the times (ns) of the tokens of requests, by id, and the loop that served them."""
+    world = World(requests)
+    loop = served(world, **options)
     return world.tokens, loop
 
 
@@ -199,27 +207,12 @@ def test_a_machine_that_is_too_slow_does_not_slow_the_model():
         def sleep(self, seconds):
             super().sleep(seconds + 0.004)
 
-    def times(world):
-        made = simulated_parts()
-        arguments = made.arguments()
-        arguments["latency"].bind()
-        executor = SimulatedTokens(arguments["latency"], SimulatedModel(), 0)
-        parts = (arguments[name] for name in ("cache", "scheduler"))
-        world.loop = LiveLoop(
-            *parts,
-            executor,
-            arguments["batching"],
-            clock=world.clock,
-            speed=1.0,
-            sleep=world.sleep,
-        )
-        world.loop.inbox.changed = world
-        world.loop.run()
-        return world.tokens[0]
-
     request = [text_request(0, range(100), output=200, block_size=16)]
-    exact, late = times(World(request)), times(Slow(request))
-    assert max(b - a for a, b in zip(exact, late, strict=True)) <= 5_000_000
+    exact, slow = World(request), Slow(request)
+    served(exact)
+    served(slow)
+    pairs = zip(exact.tokens[0], slow.tokens[0], strict=True)
+    assert max(late - time for time, late in pairs) <= 5_000_000
 
 
 def test_the_time_between_steps_counts_where_steps_take_their_own():
@@ -230,14 +223,8 @@ def test_the_time_between_steps_counts_where_steps_take_their_own():
             super().wait(seconds)
             self.loop.listeners[0] = lambda _: self.sleep(1)
 
-    arguments = simulated_parts().arguments()
-    arguments["latency"].bind()
     world = Busy([text_request(0, range(100), output=3, block_size=16)])
-    executor = SimulatedTokens(arguments["latency"], SimulatedModel(), 0)
-    parts = (arguments["cache"], arguments["scheduler"], executor, arguments["batching"])
-    world.loop = loop = LiveLoop(*parts, clock=world.clock)
-    loop.inbox.changed = world
-    loop.run()
+    loop = served(world, speed=None)
     gaps = loop.log.times["inter_token_latency_seconds"].samples("")
     assert gaps["_sum{}"] == pytest.approx(2, abs=0.1)
 
@@ -325,6 +312,16 @@ def test_usage_of_the_cache_is_the_share_of_its_blocks_in_use():
     assert 'vllm:kv_cache_usage_perc{model_name="m"} 0.14\n' in text
 
 
+def test_a_tier_is_asked_for_what_no_nearer_level_held():
+    """Of 100 tokens the pool has 20 and the first tier three blocks, which leaves 32."""
+    server = made(blocks=50, tier=["host:memory=1GiB"] * 2)
+    server.cache.stats.lookup_tokens, server.cache.stats.hit_tokens = 100, 20
+    server.cache.tiers.levels[0].stats.hits = 3
+    text = server_metrics(server.engine.loop, server.cache, "m", None)
+    name = 'vllm:external_prefix_cache_queries_total{model_name="m",tier='
+    assert re.findall(rf"^{re.escape(name)}.* (\d+)$", text, re.MULTILINE) == ["80", "32"]
+
+
 @pytest.mark.parametrize(
     ("longest", "limit"),
     [
@@ -402,6 +399,52 @@ def test_a_server_whose_engine_fails_ends():
         run(simulated_parts(), FAST, ready)
 
 
+def test_a_server_that_serves_nothing_leaves_no_trace(tmp_path):
+    """If `ready` raises an exception, the trace, in which nothing has happened, is removed."""
+
+    def ready(_):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(simulated_parts(), attrs.evolve(FAST, trace=tmp_path / "day.jsonl"), ready)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_is_closed_once_its_loop_has_ended():
+    """`close` returns after the last request, however long that takes."""
+    _, loop = played(drawn(1))
+    loop.inbox = LiveInbox(lambda *_: None, int)
+    engine = LiveEngine(loop, lambda _: None)
+    ended = []
+
+    def serve():
+        with loop.inbox.changed:
+            loop.inbox.changed.wait_for(lambda: loop.inbox.closing)
+        ended.append("the last request")
+
+    loop.run = serve
+    engine.start()
+    engine.close()
+    assert ended == ["the last request"]
+
+
+def test_a_trace_is_flushed_each_second_and_before_a_wait(tmp_path, monkeypatch):
+    """Of a server that is killed, the last second is lost, and nothing if it was idle."""
+    flushed, flush = [], LiveTrace.flush
+
+    def noted(trace):
+        flushed.append(world.now / NS_PER_S)
+        flush(trace)
+
+    monkeypatch.setattr(LiveTrace, "flush", noted)
+    world = World([text_request(0, range(100), output=70, block_size=16)])
+    with LiveTrace(tmp_path / "day.jsonl", **simulated_parts().header()) as trace:
+        served(world, trace=trace)
+        (part,) = tmp_path.iterdir()
+        assert [event.event for event in read_events(part)][-1] == "FREE"
+    assert flushed == pytest.approx([0, 1, world.now / NS_PER_S], abs=0.1)
+
+
 @pytest.fixture(scope="module")
 def server():
     """Yield a simulated server."""
@@ -419,6 +462,33 @@ def client(server):
 def ask(client, messages, **options):
     """Return the answer to a chat."""
     return client.chat.completions.create(model="llama-3-70b", messages=messages, **options)
+
+
+def test_a_server_has_four_connections_for_each_answer():
+    """Of a server of one answer at a time, the fifth connection is closed at once."""
+    with (
+        serving(attrs.evolve(FAST, requests=1), simulated=True) as server,
+        ExitStack() as stack,
+    ):
+        host, port = server.url.removeprefix("http://").split(":")
+        clients = [socket.create_connection((host, int(port)), timeout=20) for _ in range(5)]
+        answers = []
+        for client in map(stack.enter_context, clients):
+            with suppress(ConnectionError):
+                client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+                answers.append(client.recv(15))
+    assert list(filter(None, answers)) == [b"HTTP/1.1 200 OK"] * 4
+
+
+def test_a_server_that_is_aborted_closes_the_connections_of_its_clients():
+    """No client is waited for, be it that it has sent nothing or takes nothing."""
+    with serving(FAST, simulated=True) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as client:
+            asyncio.run(until(lambda: server._listener._http.connections))
+            server._loop.call_soon_threadsafe(server.abort)
+            with suppress(ConnectionError):
+                assert client.recv(1) == b""
 
 
 def test_a_conversation_hits_the_blocks_of_its_answers(client):
@@ -471,7 +541,10 @@ def test_its_metrics_are_those_of_the_model(server, client):
 
 
 def test_blocks_are_stored_and_evicted_in_events():
-    """A small pool evicts real blocks, which KV events report with 32-bit token ids."""
+    """A small pool evicts real blocks, which KV events report with 32-bit token ids.
+
+    Tokens of requests that have ended are kept for cached blocks alone.
+    """
     address = f"tcp://127.0.0.1:{free_port()}"
     config = ServeConfig(port=0, grace=2, speed_up=1000, kv_events=address)
     with (
@@ -491,6 +564,8 @@ def test_blocks_are_stored_and_evicted_in_events():
                 for event in decode(payload).events:
                     kinds.add(type(event).__name__)
                     assert all(token < 1 << 32 for token in getattr(event, "tokens", ()))
+        asyncio.run(until(lambda: not server.engine.loop.open))
+        assert server.stored._tokens.keys() == server.stored._stored
     assert kinds == {"BlockStored", "BlockRemoved"}
 
 
@@ -573,8 +648,8 @@ def test_options_that_do_not_fit_are_refused(words, reason):
     assert reason in run.stderr
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_tokens_that_come_at_once_are_sent_together(stream):
+@pytest.mark.parametrize(("stream", "cached"), [(False, 4), (True, 0)])
+def test_tokens_that_come_at_once_are_sent_together(stream, cached):
     """Tokens that an engine has before the loop takes them are one piece, up to a limit.
 
     With a piece for each token no other client was served while a fast engine had many answers.
@@ -585,7 +660,7 @@ def test_tokens_that_come_at_once_are_sent_together(stream):
 
         def submit(_, listener):
             for _ in range(tokens):
-                listener(Tokens([word], cached=4))
+                listener(Tokens([word], cached=cached))
             listener(Tokens(end=FINISHED))
 
         server.engine.submit = submit
@@ -600,8 +675,20 @@ def test_tokens_that_come_at_once_are_sent_together(stream):
     usage = parts[-1].usage
     assert "".join(texts) == f" {WORDS[0]}" * tokens
     assert usage.completion_tokens == tokens
-    assert usage.prompt_tokens_details.cached_tokens == 4
+    assert usage.prompt_tokens_details.cached_tokens == cached
     assert len(texts) == (5 if stream else 1)
+
+
+def test_a_stop_text_ends_an_answer_before_its_request():
+    """A whole answer is sent once its stop text has come: no later token is waited for."""
+    with serving(FAST, simulated=True) as server:
+        model = server.engine.loop._tokens._model
+        server.engine.submit = lambda _, listener: listener(Tokens(model.encode("of the and")))
+        with openai.OpenAI(
+            base_url=f"{server.url}/v1", api_key="-", timeout=10, max_retries=0
+        ) as api:
+            answer = api.completions.create(model=server.model, prompt="a", stop="the")
+    assert answer.choices[0].text == " of "
 
 
 def test_a_request_that_comes_as_the_engine_fails_is_told_once(monkeypatch):
@@ -633,3 +720,16 @@ def test_prompts_that_begin_alike_share_their_keys():
         a is b for keys in kept[1:] for a, b in zip(keys[:10], kept[0][:10], strict=True)
     )
     cache.check_integrity()
+
+
+def test_a_server_holds_keys_that_prompts_share_once():
+    """Of two cached prompts that begin alike, the first keys are the same objects."""
+    prompts = [[*range(32), *range(end, end + 32)] for end in (100, 200)]
+    _, loop = played(
+        text_request(index, prompt, output=1, block_size=16, arrival=index * NS_PER_S)
+        for index, prompt in enumerate(prompts)
+    )
+    one, other = (span.path_keys for span in loop._cache.tree.spans() if span.end == 4)
+    assert [key is same for key, same in zip(one, other, strict=True)] == [True] * 2 + [
+        False
+    ] * 2

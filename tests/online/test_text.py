@@ -30,6 +30,13 @@ def test_no_more_is_held_back_than_may_be_a_stop_text(parts, stop):
     assert made + text.add([], last=True) == whole
 
 
+def test_some_tokens_are_held_back_for_the_end_of_a_character():
+    """As many tokens as the limit are held back, and all are text with a further one."""
+    text = Text(lambda ids: bytes(ids).decode(errors="replace"))
+    made = [text.add([0xFF]) for _ in range(MOST_HELD + 1)]
+    assert made == [""] * MOST_HELD + ["\N{REPLACEMENT CHARACTER}" * (MOST_HELD + 1)]
+
+
 def test_bytes_that_are_no_characters_are_text_in_the_end():
     """Bytes that make no character are passed on after some tokens, and decoded no more."""
     longest = 0

@@ -41,6 +41,15 @@ def test_a_hit_counts_its_tokens_and_its_blocks():
     assert (cache.stats.hit_tokens, cache.stats.hit_blocks) == (64, 4)
 
 
+def test_what_is_cached_needs_no_more_than_its_own_blocks():
+    """To open a request for its hit alone takes the idle blocks of the hit, and no other."""
+    cache = GroupedCache([LayerGroup("full", 16), LayerGroup("window", 16, 40)], 20)
+    request = Request(id=0, prompt_tokens=70, keys=range(4), key_tokens=16)
+    cache.compute(request, 100)
+    match = cache.match(request)
+    assert cache.need(match, match.tokens) == sum(map(len, match.blocks)) == 7
+
+
 @pytest.mark.parametrize("tokens", [-1, 9])
 def test_a_commit_that_cannot_be_is_refused(tokens):
     """A commit of fewer tokens than none, or of more than allocated, raises InputError."""

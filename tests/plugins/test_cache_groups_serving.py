@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from random import Random
 from typing import get_args
 
 import attrs
+import orjson
 import pytest
 from helpers.grouped_requests import FULL, GROUPS, STATE, WINDOW, grouped_requests
 from helpers.jobs import job as job_of
 from helpers.serving import Even
 
-from kvcore import Request
+from kvcore import Request, Trace
 from kvcore.cache import KVCache
 from kvcore.config import RunConfig
 from kvcore.errors import InputError
@@ -65,6 +67,22 @@ def test_one_group_of_full_attention_serves_as_a_cache_of_spans():
             {name: summary[name] for name in ("steps", "simulated_s", "preemptions")}
         )
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(("commit", "times"), [("scheduled", [0, 80]), ("computed", [10, 90])])
+def test_blocks_are_shared_once_they_are_scheduled_or_computed(commit, times):
+    """Of a prompt of 8 tokens and 12 generated ones, two blocks are full at 0 and at 80 ns.
+
+    They can hit then, or as the step ends that computes their last token.
+    """
+    file, asked = BytesIO(), {"prompt_tokens": 8, "output_tokens": 12, "key_tokens": 8}
+    served = [Request(id="a", keys=[1], output_keys=[2, 3], **asked)]
+    batching = Batching(rules=Rules(commit=commit))
+    with Trace(file) as trace:
+        cache = GroupedCache([FULL], 100, key_tokens=8, trace=trace)
+        simulate(served, cache=cache, batching=batching, latency=Even())
+    lines = map(orjson.loads, file.getvalue().splitlines())
+    assert [line["t"] for line in lines if line["event"] == "COMMIT"] == times
 
 
 def test_a_state_cuts_chunks_at_its_blocks():

@@ -68,6 +68,20 @@ def test_what_stayed_in_the_pool_is_hit_with_what_is_loaded():
     assert level.stats.hits == loaded // 4
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_blocks_that_are_computed_faster_count_as_found_and_recomputed(resumed):
+    """Where computing takes no time nothing is loaded; one that returns is not counted."""
+    cache, tiers = below([FULL, WINDOW])
+    for name, keys in enumerate(([1, 2, 3, 4], [5, 6, 7])):
+        serve(cache, tiers, name, keys)
+    stats = tiers.levels[0].stats
+    assert not stats.found
+    seq = cache.open(ask("again", prompt=17, keys=[1, 2, 3, 4]), 0, 10**9)
+    assert tiers.load(seq, 10**9, lambda *_: 0, resumed=resumed) is None
+    assert stats.recomputed == stats.found
+    assert bool(stats.found) is not resumed
+
+
 def test_a_state_is_loaded_with_the_attention_before_it():
     """A prefix that has left the pool comes back whole: all attention, and one state."""
     cache, tiers = below([FULL, STATE])

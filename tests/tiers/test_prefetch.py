@@ -1,7 +1,12 @@
 """The hint `prefetch`: blocks of a prompt are loaded from tiers before its request arrives."""
 
+from types import SimpleNamespace
+
 import attrs
 import pytest
+from helpers.caches import Lines, Mortal, make
+from helpers.caches import ask as key
+from helpers.caches import start as store
 from helpers.engine import SPEC, compute, slot_bytes_of
 from helpers.serving import BLOCK, SLOT, Slow, ask, serve
 from helpers.traces import lines, seal
@@ -129,10 +134,10 @@ def test_no_request_is_preempted_for_a_prefetch(blocks, prefetched):
     assert (prefetch_counts(run)[0], run.of("PREEMPT")) == (prefetched, [])
 
 
-def ahead(hints, slots=20, pool=8):
+def ahead(hints, slots=20, pool=8, *, ids=False):
     """Return tiers with 4 blocks of a request that the pool has lost, and the request."""
-    cache = KVCache(pool, BLOCK, accounting="tokens", key_tokens=BLOCK)
-    tiers = Tiers(cache, [f"host:memory={slots * SLOT},load=always"], SLOT)
+    cache = KVCache(pool, BLOCK, accounting="tokens", key_tokens=BLOCK, ids=ids)
+    tiers = Tiers(cache, [f"host:memory={slots * SLOT},load=always"], SLOT, ids=ids)
     request = ask("a", prompt=4 * BLOCK + 1, keys=[*range(4)], hints=hints)
     first = attrs.evolve(request, prompt_tokens=4 * BLOCK, hints=NO_HINTS)
     for other in (first, ask("b", prompt=pool * BLOCK, keys=[*range(10, 10 + pool)])):
@@ -165,9 +170,52 @@ def test_a_prefetch_without_room_opens_no_sequence():
     assert cache.open_ahead(planned, 4, 0, cache.available_blocks - 1).blocks == 1
 
 
+def test_a_prefetch_finds_no_expired_blocks():
+    """What has expired is dropped for the request that used it last: no other has come."""
+    cache = make(8, Mortal(), trace=Lines())
+    first = store(cache, "ab", now=0)
+    cache.close(first, 0)
+    seq = cache.open_ahead(cache.plan_ahead(key("abc"), 50), 3, 50, 0)
+    assert (seq.hit_blocks, seq.blocks, cache.tree.expired_blocks) == (0, 3, 2)
+    (line,) = (fields for event, fields in cache.trace.lines if event == "EVICT")
+    assert line["for"] == first.request.id
+
+
+def test_the_line_of_a_prefetch_has_the_keys_of_its_blocks():
+    """Of keys of 4 blocks each, those behind the last block are left out."""
+    cache = make(12, trace=Lines(), key_tokens=4 * BLOCK)
+    request = ask("a", prompt=12 * BLOCK, keys=[1, 2, 3], key_tokens=4 * BLOCK)
+    cache.open_ahead(cache.plan_ahead(request, 0), 5, 0, 0)
+    (line,) = (fields for event, fields in cache.trace.lines if event == "PREFETCH")
+    assert line["keys"] == [1, 2]
+
+
+def test_what_could_not_be_written_is_not_prefetched():
+    """Of 4 blocks, the last 2 of which a write has failed, a prefetch loads the first 2."""
+    tiers, request = ahead(Hints(prefetch=1), ids=True)
+    (level,) = tiers.levels
+    mover = dict.fromkeys(("store", "load", "dropped"), lambda *_: None)
+    mover |= {"is_ready": lambda _: True, "present": lambda _, slots: len(slots)}
+    lost = [(level, level._holder("a", None, request.keys, 4), 2)]
+    tiers.move_with(SimpleNamespace(lost=lambda: lost, **mover))
+    (part,) = tiers.prefetch(request, 0, 10**9, lambda *_: 10**9, 0).parts
+    assert (part.first, part.end) == (0, 2)
+
+
+def test_a_prefetch_counts_as_an_admission():
+    """A sequence into which blocks are loaded ahead comes after those that were opened."""
+    cache = make(8)
+    seqs = [cache.open(key("a")), cache.open_ahead(cache.plan_ahead(key("b"), 0), 1, 0, 0)]
+    seqs.append(cache.open(key("c")))
+    assert [seq.admission for seq in seqs] == [1, 2, 3]
+
+
 @pytest.mark.parametrize(("room", "parts"), [(1, [1]), (2, [2]), (3, [2, 1]), (9, [2, 2])])
 def test_a_prefetch_takes_from_each_level_what_the_pool_has_room_for(room, parts):
-    """Of what two levels have, a prefetch loads as many blocks as are beside the reserve."""
+    """Of what two levels have, a prefetch loads as many blocks as are beside the reserve.
+
+    No request has asked for them yet: they are loaded, and were not found.
+    """
     cache = KVCache(9, BLOCK, accounting="tokens", key_tokens=BLOCK)
     tiers = Tiers(cache, ["host:memory=1MB,load=always"] * 2, SLOT)
     request = ask("a", prompt=4 * BLOCK + 1, keys=[*range(4)])
@@ -180,6 +228,7 @@ def test_a_prefetch_takes_from_each_level_what_the_pool_has_room_for(room, parts
     load = tiers.prefetch(request, 0, 10**9, lambda *_: 10**9, 9 - room)
     assert [part.end - part.first for part in load.parts] == parts
     assert [level.stats.loads for level in tiers.levels] == [1, len(parts) - 1]
+    assert not any(level.stats.found for level in tiers.levels)
     cache.check_integrity()
 
 

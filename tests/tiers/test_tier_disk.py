@@ -408,7 +408,8 @@ def test_a_directory_that_others_may_write_is_refused(tmp_path, mode):
     path = tmp_path / "kv"
     filled(path)
     path.chmod(mode)
-    with pytest.raises(InputError, match=r"can be written by others .*chmod go-w"):
+    told = rf"can be written by others \(mode {mode & 0o777:o}\), .*chmod go-w"
+    with pytest.raises(InputError, match=told):
         opened(path)
     path.chmod(0o755)
     assert len(found(path)) == SLOTS

@@ -49,6 +49,14 @@ def test_none_and_empty_lists_mean_no_tiers(given):
     assert RunParts(RunConfig(workload=ZIPF, blocks=90, tier=given)).cache().tiers is None
 
 
+def test_a_model_with_cache_groups_has_tiers():
+    """The blocks of groups are kept in tiers as those of one group are."""
+    config = RunConfig(workload=ZIPF, blocks=90, model="gpt-oss-20b", tier="host:memory=1GiB")
+    cache = RunParts(config).served_cache()
+    assert cache.grouped
+    assert [level.name for level in cache.tiers.levels] == ["host"]
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -184,6 +184,18 @@ def test_a_run_recovers_no_more_blocks_than_it_has_slots(url):
         assert sorted(block.position for block in store.recover()) == [0, 1, 2]
 
 
+@pytest.mark.parametrize(("there", "warnings"), [(5, 0), (6, 1)])
+def test_a_run_looks_at_no_more_than_twice_as_many_blocks_as_it_has_slots(
+    url, caplog, there, warnings
+):
+    """With 3 slots it stops at the 6th block, and logs a warning."""
+    with opened(url) as store:
+        write(store, blocks(range(there)))
+    with opened(url, slots=3) as store:
+        assert len(list(store.recover())) == 3
+    assert len(caplog.records) == warnings
+
+
 def test_blocks_of_a_flushed_server_are_missing(url, redis_client):
     """Blocks deleted on the server are neither present nor read; new ones can be written."""
     path = blocks(range(3))

@@ -525,7 +525,10 @@ def test_a_mover_is_told_which_slots_are_dropped():
 
 
 def test_paths_of_an_earlier_run_are_there_at_the_beginning():
-    """Paths are recovered at the time 0: a later one continues an earlier one that expires."""
+    """Paths are recovered at the time 0: a later one continues an earlier one that expires.
+
+    It is no hit of that.
+    """
     cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
     tier = Host(memory="1MB", eviction="ttl:ttl=1e-9")
     (level,) = Tiers(cache, [tier], SLOT, ids=True).levels
@@ -537,6 +540,17 @@ def test_paths_of_an_earlier_run_are_there_at_the_beginning():
         (0, 2, 0), (2, 3, 0),
     ]  # fmt: skip
     assert not level.stats.dropped
+    assert not any(span.hit_count for span in level.tree.spans())
+
+
+@pytest.mark.parametrize(("slots", "written"), [(2, None), (3, 3)])
+def test_a_sequence_is_parked_where_all_its_blocks_fit(slots, written):
+    """To park a sequence of 3 blocks takes 3 free slots, and no more."""
+    cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
+    (level,) = Tiers(cache, [f"host:memory={slots * SLOT}"], SLOT).levels
+    seq = cache.open(ask("a", prompt=3 * BLOCK))
+    cache.commit(seq, 3 * BLOCK)
+    assert level.to_park(seq, 3 * BLOCK, 0) == written
 
 
 @pytest.mark.parametrize("forks", [False, True])

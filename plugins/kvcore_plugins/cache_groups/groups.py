@@ -204,8 +204,6 @@ class BlockNames:
             )
             skipped = first // ratio * ratio
             return list(chain.from_iterable(ids))[first - skipped : end - skipped]
-        if self._numbered:
-            return [keys[p // ratio] * ratio + p % ratio for p in positions]
         return [self[position] for position in positions]
 
     def walk(self, start: int, end: int, step: int = 1) -> Iterator[tuple[int, Name]]:

@@ -196,7 +196,7 @@ class Speculation:
             if accepted:
                 batch.gain(job, accepted)
                 more += accepted
-            if job in extended and limit > accepted:
+            if job in extended:
                 assert job.seq is not None
                 cache.rollback(job.seq, limit - accepted, now)
         extended.clear()

@@ -169,13 +169,14 @@ def test_a_sibling_commit_of_committed_blocks_changes_nothing():
 
 
 def test_every_sibling_is_pinned(cache):
-    """A commit pins its blocks for all open siblings, but not for closed ones."""
+    """A commit pins its blocks for all open siblings; a closed one is not kept."""
     seq = cache.open(ask("abc"))
     child = cache.fork(seq)
     grandchild = cache.fork(child)
     cache.close(child)
     compute(cache, grandchild)
     assert pins(cache) == {"|abc": 2}
+    assert seq.family == [seq, grandchild]
     cache.close(seq)
     cache.close(grandchild)
     assert pins(cache) == {"|abc": 0}

@@ -65,6 +65,15 @@ def test_growth_in_place_stays_inside_a_range():
     assert hints(cache) == {"|ab": (60, None), "ab|cd": (35, None)}
 
 
+def test_chunks_whose_priority_ends_no_earlier_extend_a_span():
+    """Chunks of a range, stored at one time or later, extend a span to the end of the last."""
+    cache = make()
+    seq = cache.open(ask("abc", retention=(hint(0, None, 80, 100),)), now=5)
+    for now in (7, 7, 9):
+        compute(cache, seq, BLOCK, now)
+    assert hints(cache) == {"|abc": (80, 109)}
+
+
 def test_a_duration_counts_from_the_commit():
     """A duration counts from the commit of the blocks, not from the admission."""
     cache = make()

@@ -164,6 +164,14 @@ def test_paths_that_leave_together_are_remembered_apart():
     assert refaults.blocks == 4
 
 
+def test_a_path_that_ends_where_another_begins_is_remembered_apart():
+    """Of blocks that leave one after another, those of one path are joined alone."""
+    refaults = Refaults(8)
+    refaults.record([], [([1, 2, 3, 4], 2, 4, 1, 0, 0, 0), ([5, 6], 0, 2, 1, 0, 0, 0)])
+    refaults.record([(0, [5, 6], 0, 2, 1)], [])
+    assert refaults.blocks == 2
+
+
 def test_blocks_stored_again_after_more_evictions_are_no_refaults():
     """Blocks stored again after more than a pool of other evictions are no refaults."""
     cache, seen = watched(4)
@@ -241,7 +249,9 @@ def test_json_has_the_counts_and_the_histograms():
     age = rested["age_at_hit_s"]
     assert (age["blocks"], age["sum"], age["mean"], age["p50"]) == (1, 0.003, 0.003, 0.003)
     assert (age["buckets"]["0.002"], age["buckets"]["0.005"]) == (0, 1)
-    assert rested["never_hit_blocks"] == rested["hits_at_eviction"]["buckets"]["0"] == 1
+    hits_ = rested["hits_at_eviction"]["buckets"]
+    assert rested["never_hit_blocks"] == hits_["0"] == 1
+    assert list(map(float, hits_)) == [0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
 
 
 @pytest.mark.parametrize(

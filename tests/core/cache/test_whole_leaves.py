@@ -1,7 +1,7 @@
 """Eviction of whole leaves, and splits that renew spans: rules of SGLang's radix cache."""
 
 import pytest
-from helpers.caches import Lines, ask, make, serve, start
+from helpers.caches import BLOCK, Lines, ask, compute, make, serve, spans, start
 
 from kvcore import InputError, KVCache
 from kvcore_plugins.eviction import LRU
@@ -49,6 +49,16 @@ def test_each_step_of_a_prompt_is_a_leaf():
     cache.close(seq)
     serve(cache, "uvwxy")
     assert cache.probe(ask("abcde")) == 2
+
+
+def test_all_generated_blocks_are_a_leaf():
+    """With evict="leaf" the blocks that a request generates, step by step, are one leaf."""
+    cache = make(8, prefix=Radix(evict="leaf"))
+    seq = start(cache, "ab", output_keys=["abc", "abcd"])
+    for _ in range(2):
+        cache.extend(seq, BLOCK)
+        compute(cache, seq)
+    assert set(spans(cache)) == {"|ab", "ab|cd"}
 
 
 @pytest.mark.parametrize(("renews", "left"), [(False, [2, 2]), (True, [4, 0])])

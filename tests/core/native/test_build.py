@@ -6,15 +6,18 @@ import sys
 import pytest
 from helpers.native import needs_core
 
+from kvcore.cache.native import core
 from kvcore.native import build
 
 
 @pytest.fixture
 def unloaded():
     """Forget the library that this process has loaded, for a test."""
-    build._load.cache_clear()
+    for remembered in (build._load, core):
+        remembered.cache_clear()
     yield
-    build._load.cache_clear()
+    for remembered in (build._load, core):
+        remembered.cache_clear()
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -22,6 +25,7 @@ def test_a_variable_switches_the_core_off(monkeypatch):
     """With KVCORE_PURE=1 the library is not used, and the state says so."""
     monkeypatch.setenv(build.PURE, "1")
     assert build.library() is None
+    assert core() is None
     assert build.PURE in build.state()
 
 

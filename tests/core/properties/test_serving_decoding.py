@@ -20,7 +20,11 @@ EMPTY = KVCache(1, 1)
 some = st.integers(0, 99)
 actions = st.one_of(
     st.tuples(
-        st.just("add"), st.integers(1, 20), st.integers(2, 30), st.booleans(), st.integers(0, 1)
+        st.just("add"),
+        st.integers(1, 20),
+        st.integers(2, 30),
+        st.booleans(),
+        *[st.integers(0, 1)] * 2,
     ),
     st.tuples(st.just("run"), st.integers(1, 9), *[st.integers(0, 2)] * 3),
     st.tuples(st.just("remove"), some),
@@ -115,7 +119,7 @@ def test_the_decode_batch_equals_the_model(size, history, ahead):
         assert recorded == model.gaps
 
 
-def _add(model, batch, number, prompt, output, keyed, paused):
+def _add(model, batch, number, prompt, output, keyed, paused, compacted):
     keys = (1,) if keyed else ()
     request = Request(
         id=number, prompt_tokens=prompt, output_tokens=output, key_tokens=1, output_keys=keys
@@ -136,7 +140,9 @@ def _add(model, batch, number, prompt, output, keyed, paused):
         prompt,
         EMPTY.tree.root,
     )
-    # The newest token may have come long before, if it was paused since.
+    # It may have been compacted, and its newest token come long before, if it was paused.
+    job.seq.compacted = job.seq.dropped_tokens = compacted
+    job.seq.tokens -= compacted
     job.last_token_ps = model.newest[job] = model.clock - 100 * paused
     batch.add(job, 1)
     model.lengths[job] = prompt

@@ -112,6 +112,7 @@ NEGATIVE = r"the lines of 1 decoding sequences are \[\(9, -5\)\]"
         (lambda: [(-10_000, 5)], r"'answering': StepWork\(.*\) takes -10000 ps; give whole"),
         (lambda: [(float("nan"), 0)], r"'answering': StepWork\(.*\) takes nan ps"),
         (lambda: [(5, 0), (float("nan"), 0)], r"'answering': StepWork\(.*\) takes nan ps"),
+        (lambda: [(5, 0), (5,)], r"'answering' .* raised ValueError in pieces\(\)"),
         (lambda: [(None, 0)], r"'answering' .* raised TypeError in pieces\(\)"),
         (lambda: [(10**40, 0)], r"a step takes 1[.0]*e[+]28 s by latency model 'answering'"),
         (sys.exit, r"'answering' .* raised SystemExit in pieces\(\)"),

@@ -225,6 +225,12 @@ def test_the_slot_of_a_finished_request_is_free_a_step_later(lag, admitted):
     assert run.rows["b"]["admitted"] == admitted
 
 
+def test_the_pool_over_time_has_the_blocks_of_a_finished_request_free():
+    """With `lag=1`, 2 blocks are active for 10 ns, 4 for the next 10, and 2 for the last 40."""
+    run = serve([ask("a", output=2), ask("b", output=6)], lag=1)
+    assert run.result.summary()["pool"]["active"] == {"mean": 140 / 60, "peak": 4}
+
+
 @attrs.define(slots=False, eq=False)
 class Turns(FCFS):
     """A scheduler that pauses all running jobs, and offers them last."""
@@ -374,9 +380,10 @@ class TestFormerOptions:
             assert RunConfig(like=VLLM(), lag=0).like.lag == 0
 
     def test_a_field_of_batching_becomes_one_of_its_rules(self):
-        """A choice of rules given to `Batching` is one of its rules."""
-        with pytest.warns(FutureWarning, match="write rules='kvcore:lag=1'"):
+        """A choice of rules given to `Batching` is one of its rules; its user is warned."""
+        with pytest.warns(FutureWarning, match="write rules='kvcore:lag=1'") as notices:
             assert Batching(lag=1) == Batching(rules=Rules(lag=1))
+        assert notices[0].filename == __file__
 
     def test_keys_of_a_file(self, tmp_path):
         """Keys of a TOML file, in the table `batching` too, are options of `like`."""

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import attrs
 import click
 import pytest
+from helpers.online import SMALL
 
 from kvcore.config import RunConfig
 from kvcore.config.run_config import built_rules
@@ -41,6 +42,16 @@ def test_a_server_prints_lines_or_objects(as_json, monkeypatch, capsys):
     finally:
         log_as_json(as_json=False)
     assert capsys.readouterr().err.startswith("{") == as_json
+
+
+def test_a_server_takes_any_number_of_requests(monkeypatch):
+    """The workload of a server, which its trace names, has no limit."""
+    server = pytest.importorskip("kvcore_online.server", reason="needs aiohttp")
+    pytest.importorskip("torch", reason="needs torch")
+    served = []
+    monkeypatch.setattr(server, "run", lambda parts, *_: served.append(parts))
+    serve.main(["--generator", SMALL, "--memory", "4MiB"], standalone_mode=False)
+    assert served[0].header()["workload"].options()["limit"] is None
 
 
 def test_a_server_has_the_defaults_of_its_command():
