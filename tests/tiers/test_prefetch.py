@@ -171,7 +171,7 @@ def test_a_prefetch_without_room_opens_no_sequence():
 
 
 def test_a_prefetch_finds_no_expired_blocks():
-    """What has expired is dropped for the request that used it last: no other has come."""
+    """Expired blocks are dropped for the request that used them last: no other has come."""
     cache = make(8, Mortal(), trace=Lines())
     first = store(cache, "ab", now=0)
     cache.close(first, 0)
