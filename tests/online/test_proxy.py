@@ -568,7 +568,7 @@ async def test_a_proxy_with_one_server_up_is_healthy(proxy, servers, client):
 
 @played(count=1)
 async def test_a_proxy_that_ends_is_not_healthy(proxy, servers, client):
-    """From the beginning of its end on, whoever balances load sends a proxy no more."""
+    """The health check of a proxy that ends tells a load balancer to send it no more."""
     await proxy.stop()
     answer = await proxy._health(None)
     assert (answer.status, json.loads(answer.body)["status"]) == (503, "unavailable")

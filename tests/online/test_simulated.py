@@ -723,7 +723,7 @@ def test_prompts_that_begin_alike_share_their_keys():
 
 
 def test_a_server_holds_keys_that_prompts_share_once():
-    """Of two cached prompts that begin alike, the first keys are the same objects."""
+    """Of two cached prompts with equal beginnings, the first keys are the same objects."""
     prompts = [[*range(32), *range(end, end + 32)] for end in (100, 200)]
     _, loop = played(
         text_request(index, prompt, output=1, block_size=16, arrival=index * NS_PER_S)

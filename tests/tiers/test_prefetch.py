@@ -171,7 +171,7 @@ def test_a_prefetch_without_room_opens_no_sequence():
 
 
 def test_a_prefetch_finds_no_expired_blocks():
-    """What has expired is dropped for the request that used it last: no other has come."""
+    """Expired blocks are dropped for the request that used them last: no other has come."""
     cache = make(8, Mortal(), trace=Lines())
     first = store(cache, "ab", now=0)
     cache.close(first, 0)
@@ -190,16 +190,20 @@ def test_the_line_of_a_prefetch_has_the_keys_of_its_blocks():
     assert line["keys"] == [1, 2]
 
 
-def test_what_could_not_be_written_is_not_prefetched():
-    """Of 4 blocks, the last 2 of which a write has failed, a prefetch loads the first 2."""
+@pytest.mark.parametrize("early", [False, True])
+def test_what_could_not_be_written_is_not_loaded(early):
+    """Of 4 blocks, of which the last 2 were not written, the first 2 are loaded."""
     tiers, request = ahead(Hints(prefetch=1), ids=True)
     (level,) = tiers.levels
     mover = dict.fromkeys(("store", "load", "dropped"), lambda *_: None)
     mover |= {"is_ready": lambda _: True, "present": lambda _, slots: len(slots)}
     lost = [(level, level._holder("a", None, request.keys, 4), 2)]
     tiers.move_with(SimpleNamespace(lost=lambda: lost, **mover))
-    (part,) = tiers.prefetch(request, 0, 10**9, lambda *_: 10**9, 0).parts
-    assert (part.first, part.end) == (0, 2)
+    if early:
+        load = tiers.prefetch(request, 0, 10**9, lambda *_: 10**9, 0)
+    else:
+        load = tiers.load(tiers.cache.open(request), 0, lambda *_: 10**9)
+    assert [(part.first, part.end) for part in load.parts] == [(0, 2)]
 
 
 def test_a_prefetch_counts_as_an_admission():

@@ -280,6 +280,14 @@ def test_fork_of_a_compacted_sequence_with_uncommitted_tokens_is_refused(cache):
         cache.fork(seq)
 
 
+def test_a_compacted_sequence_shares_no_block_with_its_forks(cache):
+    """From its compaction on a sequence is none of those that share private blocks."""
+    seq = start(cache, "abc")
+    child = cache.fork(seq)
+    cache.compact(child, 2)
+    assert (seq.family, child.family) == ([seq], None)
+
+
 def test_fork_in_the_middle_of_a_prompt(cache):
     """A fork may share prompt tokens that are allocated and not yet committed."""
     seq = cache.open(ask("abc"), 6)
