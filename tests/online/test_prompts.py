@@ -155,7 +155,7 @@ def parts(body):
     """Return the prompts' lengths and numbers of keys, and the answers to each, of a body."""
     options = {"tokens": None, "key_tokens": 4, "key_chars": 8}
     call = read(body)
-    made, choices = call.parts(call.request(5, 9, None, **options), 8)
+    made, choices = call.parts(call.request(None, **options), 8)
     return [(part.prompt_tokens, len(part.keys)) for part in made], choices
 
 

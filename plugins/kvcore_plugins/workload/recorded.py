@@ -72,7 +72,7 @@ class TraceWorkload(Workload):
         reader = TraceReader(self.file)
         for event in reader:
             return event  # type: ignore[return-value]  # the reader has seen to it
-        msg = f"{self.file}: {reader.cut_reason}"
+        msg = f"{self.file}: incomplete: {reader.cut_reason}"
         raise TraceError(msg)
 
     @property
