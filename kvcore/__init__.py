@@ -49,11 +49,10 @@ if TYPE_CHECKING:
     from kvcore_engine.api import run
     from kvcore_engine.retention.token_retention import ScoreRetention
     from kvcore_hosting.groups import HostedGroups
-    from kvcore_lab.api import compare, find_capacity, plan, sweep
+    from kvcore_lab.api import compare, find_capacity, plan, plan_devices, sweep
     from kvcore_lab.contiguous.fragmentation import MeasuredAllocator, Occupancy
     from kvcore_lab.curves.mrc import curve
     from kvcore_lab.measured.validation import validate
-    from kvcore_lab.plans.devices import plan_devices
     from kvcore_lab.report.notebook import report_html, report_on, report_text
     from kvcore_lab.router_comparison import compare_routers
     from kvcore_plugins.cache_groups import GroupedCache, LayerGroup, groups_of
@@ -100,11 +99,10 @@ _MODULES = {
     "kvcore_hosting.groups": "HostedGroups",
     "kvcore_cluster.api": "simulate_cluster",
     "kvcore_engine.api": "run",
-    "kvcore_lab.api": "compare find_capacity plan sweep",
+    "kvcore_lab.api": "compare find_capacity plan plan_devices sweep",
     "kvcore_lab.contiguous.fragmentation": "MeasuredAllocator Occupancy",
     "kvcore_lab.curves.mrc": "curve",
     "kvcore_lab.measured.validation": "validate",
-    "kvcore_lab.plans.devices": "plan_devices",
     "kvcore_lab.router_comparison": "compare_routers",
 }
 """Names of the front door by the module that defines them, imported when it is first needed."""

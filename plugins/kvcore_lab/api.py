@@ -23,6 +23,7 @@ from kvcore.units import parse_bytes
 from kvcore_lab.candidates import Policy
 from kvcore_lab.comparison import SHARING, Comparison, compare_policies
 from kvcore_lab.plans.capacity import find_capacity as search_capacity
+from kvcore_lab.plans.devices import DevicePlans, search_devices
 from kvcore_lab.plans.planning import FleetPlan
 from kvcore_lab.plans.planning import plan as search_plan
 from kvcore_lab.sweep import Grid, Journal, Mode, Plan, Sweep
@@ -280,6 +281,22 @@ def plan(
         progress=progress,
         **flat_options(options),
     )
+
+
+def plan_devices(devices: Iterable[Any] | str, workload: Source, **options: Any) -> DevicePlans:
+    """Return the plans for each of several devices, as `plan` makes them for one.
+
+    Args:
+        devices: the devices, also in text, such as `h100,b200`.
+        workload: as of `plan`.
+        options: as of `plan`; with a journal, that of all devices.
+
+    Raises:
+        InputError: there is no device, or as `plan`, if that is so of every device.
+        PluginError: as `plan`.
+        StorageError: as `plan`.
+    """
+    return search_devices(plan, devices, workload, **options)
 
 
 def sweep(

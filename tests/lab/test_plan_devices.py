@@ -7,7 +7,8 @@ from helpers.commands import run_here
 from helpers.serving import ask
 
 from kvcore import InputError
-from kvcore_lab.plans.devices import devices_of, plan_devices
+from kvcore_lab.api import plan_devices
+from kvcore_lab.plans.devices import devices_of
 from kvcore_lab.plans.start import not_in_start, start_command
 
 SMALL = {"tier": "none", "tensor_parallel": [1, 2], "max_gpus": 2, "slo": "ttft=0.2"}
@@ -206,3 +207,12 @@ def test_a_report_says_which_devices_were_left_out(tmp_path):
     assert "\nLeft out: rtx-4090: " in done.stdout
     assert "rtx-4090" not in done.stderr
     assert "rtx-4090" in run_here(*asked, "--json", "--jobs", 1, cwd=tmp_path).stderr
+
+
+def test_plans_for_devices_go_on_from_one_journal(tmp_path):
+    """`kvcore.plan_devices` takes the options of `kvcore.plan`: a journal's path, and jobs."""
+    journal, cells = tmp_path / "journal", []
+    for _ in range(2):
+        plan_devices("h100,h200", ZIPF, **SMALL, policies=[], journal=journal, jobs=1)
+        cells.append(journal.read_text().count('"cell"'))
+    assert 0 < cells[0] == cells[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -10,7 +10,7 @@ import attrs
 from kvcore.errors import InputError
 from kvcore.notebook import Shown, data_frame
 from kvcore.workloads import given_workload
-from kvcore_lab.plans.planning import FleetPlan, plan
+from kvcore_lab.plans.planning import FleetPlan
 
 PAIRS = ("ttft_s", "tpot_s", "slo_met_interval")
 """The fields of a fleet that have several values, which a row of a table has not."""
@@ -21,7 +21,7 @@ OBJECTIVES = {"usd_per_day": 1, "throughput_tokens_s": -1, "ttft_p99_s": 1}
 
 @attrs.frozen(kw_only=True, repr=False)
 class DevicePlans(Shown):
-    """The result of `plan_devices`.
+    """The plans for several devices.
 
     Attributes:
         plans: the plan of each device on which the model fits, in the order given.
@@ -85,10 +85,16 @@ class DevicePlans(Shown):
         return data_frame(rows, "`plans.fleets`", {"offered_load": "float"})
 
 
-def plan_devices(devices: Iterable[Any] | str, workload: Any, **options: Any) -> DevicePlans:
-    """Plan for each of several devices, as `plan` does for one.
+def search_devices(
+    plan: Callable[..., FleetPlan],
+    devices: Iterable[Any] | str,
+    workload: Any,
+    **options: Any,
+) -> DevicePlans:
+    """Return the plans that `plan` makes for each of several devices.
 
     Args:
+        plan: plans for one device.
         devices: the devices, also in text, such as `h100,b200`.
         workload: as of `plan`.
         options: as of `plan`.
