@@ -124,6 +124,7 @@ class Listener:
         self._http: Any = None
         self._server: asyncio.Server | None = None
         self._threaded = threaded
+        self._opening = 0  # connections that are accepted and not made yet
         self._lanes = asyncio.Lock(), asyncio.Lock()  # of short bodies and of long ones
 
     async def start(self) -> None:
@@ -260,10 +261,17 @@ class Listener:
 
     def _accept(self) -> asyncio.BaseProtocol:
         """Return the protocol of a new connection, which closes it if there are too many."""
-        if len(self._http.connections) >= self._connections:
+        if len(self._http.connections) + self._opening >= self._connections:
             return _Refusal()
+        # Several may come at once, and each is made in the turn of the loop after this one.
+        self._opening += 1
+        asyncio.get_running_loop().call_soon(self._opened)
         protocol: asyncio.BaseProtocol = self._http()
         return protocol
+
+    def _opened(self) -> None:
+        """Called just before a connection is made, which is counted from then on."""
+        self._opening -= 1
 
     async def _answered(self, http: web.Request) -> web.StreamResponse:
         """Send the answer to a request to its client, which must take it in time; return it."""

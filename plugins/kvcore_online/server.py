@@ -387,7 +387,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         try:
             await self._listener.start()
-        except InputError as error:
+        except BaseException as error:
             await self._listener.stop()
             self.discard(error)  # so that an older trace stays
             raise
@@ -719,16 +719,14 @@ def run(parts: RunParts, config: ServeConfig, ready: Callable[[Server], None]) -
 
 
 async def _run(server: Server, ready: Callable[[Server], None]) -> None:
-    try:
-        with signalled() as ending:
-            await server.start()
+    with signalled() as ending:
+        await server.start()
+        try:
             ready(server)
             loop = asyncio.get_running_loop()
             waits = [loop.create_task(ending.wait()), loop.create_task(server.failed())]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for wait in waits:
                 wait.cancel()
+        finally:
             await stopped(server.stop(), ending, server.abort)
-    except BaseException as error:
-        server.discard(error)
-        raise

@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import socket
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 from helpers.online_scenes import sentence
+from helpers.upstreams import until
 
 pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'kvcore[serve]'")
 
@@ -73,6 +76,27 @@ def test_a_request_is_answered_whatever_its_host(target):
         return answer
 
     assert asyncio.run(scene()).split()[1] in (b"200", b"400")
+
+
+def test_connections_that_come_at_once_keep_to_the_limit():
+    """Beside one connection, of two there is room for one of two that come at once."""
+    address = {"host": "127.0.0.1", "port": 0, "client_timeout": 30, "shutdown_timeout": 1}
+    listener = Listener({}, "a test", body=1, connections=2, **address)
+
+    async def scene():
+        await listener.start()
+        clients, at = [], listener._server.sockets[0].getsockname()
+        for count in (1, 2):
+            clients += [socket.create_connection(at, timeout=5) for _ in range(count)]
+            await until(lambda: listener._http.connections)
+        with suppress(ConnectionError):
+            assert await asyncio.to_thread(clients[-1].recv, 1) == b""
+        assert len(listener._http.connections) == 2
+        for client in clients:
+            client.close()
+        await listener.stop()
+
+    asyncio.run(scene())
 
 
 def test_others_have_their_turn_between_two_bodies():

@@ -399,15 +399,18 @@ def test_a_server_whose_engine_fails_ends():
         run(simulated_parts(), FAST, ready)
 
 
-def test_a_server_that_serves_nothing_leaves_no_trace(tmp_path):
-    """If `ready` raises an exception, the trace, in which nothing has happened, is removed."""
+def test_a_server_is_stopped_whatever_ends_it(tmp_path):
+    """If `ready` raises an exception, no thread is left, and the trace is complete."""
+    started, trace = [], tmp_path / "day.jsonl"
 
-    def ready(_):
+    def ready(server):
+        started.append(server)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        run(simulated_parts(), attrs.evolve(FAST, trace=tmp_path / "day.jsonl"), ready)
-    assert not list(tmp_path.iterdir())
+        run(simulated_parts(), attrs.evolve(FAST, trace=trace), ready)
+    assert not started[0].engine._thread.is_alive()
+    assert replay(trace).complete
 
 
 def test_an_engine_is_closed_once_its_loop_has_ended():
@@ -428,17 +431,17 @@ def test_an_engine_is_closed_once_its_loop_has_ended():
     assert ended == ["the last request"]
 
 
-def test_a_trace_is_flushed_each_second_and_before_a_wait(tmp_path, monkeypatch):
+def test_a_trace_is_flushed_each_second_and_before_a_wait(tmp_path):
     """Of a server that is killed, the last second is lost, and nothing if it was idle."""
-    flushed, flush = [], LiveTrace.flush
+    flushed = []
 
-    def noted(trace):
-        flushed.append(world.now / NS_PER_S)
-        flush(trace)
+    class Noted(LiveTrace):
+        def flush(self):
+            flushed.append(world.now / NS_PER_S)
+            super().flush()
 
-    monkeypatch.setattr(LiveTrace, "flush", noted)
     world = World([text_request(0, range(100), output=70, block_size=16)])
-    with LiveTrace(tmp_path / "day.jsonl", **simulated_parts().header()) as trace:
+    with Noted(tmp_path / "day.jsonl", **simulated_parts().header()) as trace:
         served(world, trace=trace)
         (part,) = tmp_path.iterdir()
         assert [event.event for event in read_events(part)][-1] == "FREE"
