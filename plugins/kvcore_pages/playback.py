@@ -153,8 +153,7 @@ class Prompts:
 
     def add(self, prompt: TracedPrompt, output: int, ratio: int) -> None:
         """Append a request. O(log keys) in Python, and O(keys) in C."""
-        self.announce(prompt, ratio)
-        self.arrive(len(self.ids) - 1, prompt, output, ratio)
+        self.arrive(self._append(prompt), prompt, output, ratio)
 
     def announce(self, prompt: TracedPrompt, ratio: int) -> None:
         """Append a request that is yet to arrive, of whose prompt the first keys are known.
@@ -162,14 +161,7 @@ class Prompts:
         It has none of their blocks for itself: they are those of earlier requests, and what
         follows them may come with another request before it arrives.
         """
-        request = len(self.ids)
-        self.ids.append(prompt.id)
-        self.last_key.append(None)
-        for column in (self.tokens, self.output, self.blocks, self.lookup, self.shared):
-            column.append(0)
-        for column in (self.leader, self.admitted, self.when):
-            column.append(NONE)
-        self._share(request, prompt.keys, ratio)
+        self._share(self._append(prompt), prompt.keys, ratio)
 
     def arrive(self, request: int, prompt: TracedPrompt, output: int, ratio: int) -> None:
         """Record the whole prompt of a request that was announced."""
@@ -179,6 +171,16 @@ class Prompts:
         self.last_key[request] = keys[-1] if keys else None
         known = self._share(request, keys, ratio)
         self._first.update(dict.fromkeys(keys[known:], request))
+
+    def _append(self, prompt: TracedPrompt) -> int:
+        """Append a request of which nothing but its id is known yet; return its row."""
+        self.ids.append(prompt.id)
+        self.last_key.append(None)
+        for column in (self.tokens, self.output, self.blocks, self.lookup, self.shared):
+            column.append(0)
+        for column in (self.leader, self.admitted, self.when):
+            column.append(NONE)
+        return len(self.ids) - 1
 
     def _share(self, request: int, keys: list[Any], ratio: int) -> int:
         """Record the blocks of a prompt; return how many keys an earlier request has too."""
