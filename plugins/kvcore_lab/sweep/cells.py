@@ -17,11 +17,12 @@ import orjson
 
 from kvcore.cache import EvictionPolicy, KVCache, ServedCache
 from kvcore.config import RunConfig, RunParts
-from kvcore.config.options import option_default
+from kvcore.config.options import kind_of, option_default
 from kvcore.config.values import slo_text, tiers_text
 from kvcore.errors import InputError, KvcoreError
 from kvcore.plugins import FAILURES, Plugin, Plugins
 from kvcore.plugins.base import qualified
+from kvcore.plugins.manager import installed
 from kvcore.plugins.options import Spec, spec_of
 from kvcore.request import SLO
 from kvcore.serving import LatencyModel, Scheduler, simulate
@@ -488,7 +489,7 @@ def refuse_namesakes(axis: str, values: Sequence[object]) -> None:
 
     A table would have rows that cannot be told apart.
     """
-    kind, plugins = {"like": "rules"}.get(axis, axis), Plugins()
+    kind, plugins = kind_of(axis), installed()
 
     def class_of(value: object) -> type:
         if isinstance(value, Spec):
