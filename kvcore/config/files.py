@@ -61,8 +61,9 @@ def read_toml(
     if options is None:
         options = {name: option_named(name).type for name in option_names()}
         options |= dict.fromkeys(CHOICES, Any)  # keys of the release before
+    document = read_tables(Path(path))
     try:
-        entries = _entries(_document(Path(path)), options)
+        entries = _entries(document, options)
         check_names(entries, options)
         for name, value in entries.items():
             values = value if lists and isinstance(value, list) else [value]
@@ -75,14 +76,19 @@ def read_toml(
     return entries
 
 
-def _document(path: Path) -> dict[str, Any]:
+def read_tables(path: Path) -> dict[str, Any]:
+    """Return the tables of a TOML file of options.
+
+    Raises:
+        InputError: it cannot be read, or is not TOML; names the file.
+    """
     try:
         return load_toml(path)
     except ValueError as error:
-        msg = f"is not TOML: {error}"
+        msg = f"{path}: is not TOML: {error}"
         raise InputError(msg) from error
     except OSError as error:
-        msg = f"cannot be read: {unreadable_reason(path, error)}"
+        msg = f"{path}: cannot be read: {unreadable_reason(path, error)}"
         raise InputError(msg) from error
 
 

@@ -11,12 +11,11 @@ from urllib.parse import urlsplit
 
 import attrs
 
+from kvcore.config.files import read_tables
 from kvcore.config.options import check_names, option_named
 from kvcore.config.values import Natural, PluginChoice, as_bytes, convert
 from kvcore.errors import InputError, redact
-from kvcore.files import unreadable_reason
 from kvcore.plugins.options import Spec
-from kvcore.untrusted import load_toml
 
 Bytes: TypeAlias = Annotated[int, as_bytes]
 """A number of bytes; as text with a unit, such as `8MiB`."""
@@ -217,15 +216,7 @@ class RouteConfig:
             InputError: the file cannot be read, is no TOML, or has an unknown key or an
                 invalid value; the message names the file and the key.
         """
-        try:
-            fields = load_toml(path)
-        except OSError as error:
-            msg = f"{path}: cannot be read: {unreadable_reason(path, error)}"
-            raise InputError(msg) from error
-        except ValueError as error:
-            msg = f"{path}: is not TOML: {error}"
-            raise InputError(msg) from error
-        fields = {key.replace("-", "_"): value for key, value in fields.items()}
+        fields = {key.replace("-", "_"): value for key, value in read_tables(path).items()}
         if "servers" in fields and "replicas" not in fields:
             fields["replicas"] = fields.pop("servers")  # the word of the help
         if isinstance(fields.get("trace"), str) and fields["trace"]:
