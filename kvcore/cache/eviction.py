@@ -98,7 +98,10 @@ class EvictionPolicy(Plugin):
         """
 
     def on_miss(self, request: Request, hit_blocks: int, now: int) -> None:
-        """Called before a first admission evicts, if it hit fewer blocks than it could have."""
+        """Called when a first admission hit fewer blocks of its prompt than it could have.
+
+        No block has been evicted for this admission yet.
+        """
 
     def on_queued(self, request: Request, now: int, *, front: bool = False) -> None:
         """Called when `request` enters the waiting queue: it arrived or was preempted.
@@ -180,7 +183,11 @@ class LazyHeap(Generic[Item]):
         self._entries.pop(item, None)
 
     def first_entry(self) -> tuple[Any, ...]:
-        """Return the lowest entry. Raises LookupError if there is none."""
+        """Return the lowest entry.
+
+        Raises:
+            LookupError: the queue is empty.
+        """
         heap, entries = self._heap, self._entries
         while heap:
             entry = heap[0]
@@ -246,7 +253,7 @@ class ScoreEviction(EvictionPolicy):
         """
 
     def changes_at(self, span: Span, now: int) -> int | None:
-        """Return the ns after `now` at which the score of `span` changes by itself, or None."""
+        """Return the time (ns), after `now`, at which the score changes by itself, or None."""
         return None
 
     def rescore(self, span: Span) -> None:

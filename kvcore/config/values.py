@@ -159,8 +159,10 @@ def as_window(value: object) -> Any:
 
 def as_slo(value: object) -> SLO:
     """Return an SLO; text and tables have seconds, and None expects nothing."""
-    if value is None or isinstance(value, SLO):
-        return value or SLO()
+    if value is None:
+        return SLO()
+    if isinstance(value, SLO):
+        return value
     if isinstance(value, str):
         return read_slo(value)
     if isinstance(value, Mapping):

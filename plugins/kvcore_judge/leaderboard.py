@@ -299,11 +299,12 @@ def check_scores(document: Mapping[str, Any], panel: Panel) -> None:
         if len(bases) != 1:
             msg = f"the leaderboard has {len(bases)} policies {BASE.text!r}, and needs one"
             raise InputError(msg)
+        (base,) = bases
         for policy, hits in policies:
             tuned = TUNED.get(policy["name"], frozenset())
             ratios = [
                 ratio_of(cell_name(stream, share), *numbers, tuned=stream in tuned)
-                for (stream, share), *numbers in zip(names, hits, *bases, optimum, strict=True)
+                for (stream, share), *numbers in zip(names, hits, base, optimum, strict=True)
             ]
             score, said = score_of(ratios), policy["score"]
             for name, number in orjson.loads(orjson.dumps(attrs.asdict(score))).items():

@@ -565,7 +565,9 @@ class _RowMaker:
         # row.
         sent = [pair for pair in pairs if pair[0].optimum is None]
         computed = iter(self.in_processes(sent, jobs))
-        return [self.row(*pair) if pair[0].optimum else next(computed) for pair in pairs]
+        return [
+            next(computed) if pair[0].optimum is None else self.row(*pair) for pair in pairs
+        ]
 
     def in_processes(self, pairs: list[tuple[Candidate, int]], jobs: int) -> list[Row]:
         """Return the row of each policy and size, made by `jobs` processes."""
