@@ -24,7 +24,8 @@ PURE: Final = "KVCORE_PURE"
 """The variable of the environment that switches the core off."""
 
 LACKS: Final = (
-    "traces, tiers, retention, drafts, cache groups, attention windows",
+    "clusters, servers and runs on tensors, whose turns are driven from outside",
+    "traces, tiers, retention, drafts, cache groups, attention windows, fragmentation",
     "rules that decide by methods or by future tokens, schedulers that pause jobs or plan",
     "policies by which spans expire or that hear of the queue, leaves evicted whole",
     "of requests: hints, retention priorities, output keys",
