@@ -32,6 +32,7 @@ from kvcore.trace.fields import plain, slo_field
 from kvcore.units import NS_PER_S, window_text
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
+from kvcore_cli.report.tables import beyond_positions
 from kvcore_cluster.options import replicas_text
 from kvcore_lab.comparison import SHARING, KeptWorkload
 from kvcore_lab.statistics import session_groups, shares
@@ -158,7 +159,8 @@ class Outcome:
         result: the columns of the result; None if the task failed.
         error: the reason of a failure.
         wall_s: seconds that the task took.
-        notes: what its workload says of the requests that were read, after its name.
+        notes: what its workload says of the requests that were read, and which of them are
+            longer than the positions of the model, after its name.
     """
 
     digest: str
@@ -178,10 +180,12 @@ class WorkloadCache:
     Attributes:
         plugins: the installed plugins.
         file: returns the digest of a file, which is computed once.
+        beyond: the note on prompts of the latest cell for which its model has no positions.
     """
 
     def __init__(self) -> None:
         self.plugins = Plugins()
+        self.beyond = ""
         self._workloads: dict[tuple[object, ...], KeptWorkload] = {}
         self._digests: dict[tuple[object, ...], str] = {}
         self._sessions: dict[str, Mapping[int | str, int]] = {}
@@ -212,9 +216,10 @@ class WorkloadCache:
             cast("KeptWorkload", self.parts(cell).workload).hold()
 
     def notes(self, cell: RunConfig) -> list[str]:
-        """Return the notes of the workload of a cell, each after its name."""
+        """Return the notes on the workload of the latest cell that was run, after its name."""
         workload = self._workloads[_workload_key(cell)]
-        return [f"{workload.name}: {note}" for note in workload.notes]
+        notes = *workload.notes, *filter(None, [self.beyond])
+        return [f"{workload.name}: {note}" for note in notes]
 
     def digest(self, parts: RunParts) -> str:
         """Return the digest of a workload, which is computed once."""
@@ -317,6 +322,7 @@ class CellRun:
         if self.scheduler is None or self.latency is None:
             return self._replayed()
         result, parts = self._simulated(), self.parts
+        self._known.beyond = beyond_positions(parts, result.log.prompt)
         summary, paths = result.summary(), TIMED_COLUMNS | CLUSTER_COLUMNS
         columns = {column: _at(summary, path) for column, path in paths.items()}
         return columns | {HIDDEN: _shares(result, self._known.sessions(parts))}
@@ -448,7 +454,7 @@ class CellRunner:
 
     def attempt(self, task: Task) -> Outcome:
         """Run a task; an exception becomes its outcome, so that other tasks continue."""
-        begin = perf_counter()
+        begin, self._known.beyond = perf_counter(), ""
         try:
             result = task.run(self._known)
         except FAILURES as error:  # It is reported, and the sweep fails in the end.

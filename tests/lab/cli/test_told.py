@@ -58,6 +58,17 @@ def test_a_sweep_tells_of_each_log(log, tmp_path):
     assert "model = llama-3.1-70b takes it" in done.stderr
 
 
+def test_a_sweep_tells_of_prompts_beyond_the_positions(tmp_path):
+    """A sweep tells once of each model that has no positions for prompts of its cells."""
+    grid = tmp_path / "grid.toml"
+    axes = 'model = ["llama-3-8b", "llama-3.1-8b"]\nscheduler = ["fcfs", "srpt"]\n'
+    grid.write_text(f'workload = "zipf:requests=9,prefix_tokens=9000"\n{axes}')
+    done = run_here("sweep", grid, "--jobs", 1)
+    (note,) = (line for line in done.stderr.splitlines() if "positions of" in line)
+    beyond = "prompts of up to 9,256 tokens are beyond the 8,192 positions of llama-3-8b"
+    assert note.startswith(f"kvcore: zipf: {beyond} (9 of 9)")
+
+
 def test_explain_takes_the_model_of_a_log(log):
     """The seconds of prefill of a log's misses are those of the model that it names."""
     done = run_here("explain", log, "--summary", "--blocks", 99, "--json")
