@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, cast
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import attrs
 
@@ -22,12 +24,11 @@ from kvcore.progress import Progress, silent
 from kvcore.request import SLO, Request
 from kvcore.serving.router import Router
 from kvcore.workloads import Workload, check_keys, given_workload
-from kvcore_cli.report.tables import beyond_positions
 from kvcore_cluster.config import ClusterParts
 from kvcore_cluster.options import ReplicaChoices, replicas_text
 from kvcore_lab.comparison import SHARING, Source, types_of
 from kvcore_lab.sweep import Executor, Grid, Plan
-from kvcore_lab.sweep.cells import WorkloadCache
+from kvcore_lab.sweep.cells import CellRun, Task, WorkloadCache
 from kvcore_lab.sweep.executors import ThisProcess, known_to
 from kvcore_replay.belady import Future, belady
 from kvcore_replay.gpu_cost import Cost, gpus_of
@@ -38,8 +39,13 @@ if TYPE_CHECKING:
 
     from kvcore_plugins.cache_groups import GroupedCache
 
+HITS, CAME = "reuse_ratio_token", "came"
+"""The columns of hits and of the times at which requests came, in the result of a task."""
+
+Came: TypeAlias = Mapping[int | str, int] | None
+
 COLUMNS = {
-    "hit_ratio": "reuse_ratio_token",
+    "hit_ratio": HITS,
     "imbalance_requests": "imbalance_requests",
     "imbalance_busy": "imbalance_busy",
     "ttft_mean_s": "ttft_s_mean",
@@ -96,8 +102,10 @@ class SharedCache:
     """Hits of one cache that has the memory of all replicas.
 
     Serial and untimed: requests come one after another, and each finds the blocks of those
-    before it. That bounds routers if requests are served in this order too; under a clock they
-    overlap, and running ones take room.
+    before it. Their order is that of the workload; where requests of sessions follow the end
+    of others, it is that in which they came to the router with the most hits. That bounds
+    routers if requests are served in this order too; under a clock they overlap, and running
+    ones take room.
 
     Attributes:
         replicas: the same as in `RouterRow`.
@@ -198,8 +206,8 @@ def compare_routers(
     plan = Plan.from_grid(grid)
     executor = executor or ThisProcess()
     shares = _Shares(plan, known_to(executor))
-    results, notes = {}, dict[str, None]()
-    tasks = {task.digest: task for task in plan.tasks}
+    results, notes = dict[str, dict[str, Any]](), dict[str, None]()
+    tasks = {task.digest: _RouterTask(task.digest, task.cell) for task in plan.tasks}
     steps = len(tasks) + len(shares.parts)
     name = shares.source.name
     with (
@@ -215,8 +223,9 @@ def compare_routers(
             notes |= dict.fromkeys(outcome.notes)
             tick(1)
         shared = {}
-        for text, cache in shares:
-            shared[text] = cache
+        for text, digests in shares.tasks.items():
+            best = max((results[digest] for digest in digests), key=lambda row: row[HITS] or 0)
+            shared[text] = shares.of_one_cache(text, best[CAME])
             tick(1)
     rows, prices = [], None
     for task, axes in zip(plan.tasks, plan.rows, strict=True):
@@ -235,8 +244,26 @@ def compare_routers(
         rows=rows,
         shared=list(shared.values()),
         gpu_prices=prices,
-        notes=[*filter(None, (*notes, shares.beyond()))],
+        notes=[*notes],
     )
+
+
+class _RouterTask(Task):
+    """A cell whose result also has the times at which requests of sessions came."""
+
+    def run(self, known: WorkloadCache) -> dict[str, Any]:
+        """Return the columns, and `CAME`: times (ns) by request, in order; None: as recorded.
+
+        Raises:
+            KvcoreError: the cell has another digest in this process.
+        """
+        cell = CellRun(self.cell, known)
+        self.check(cell.digest)
+        result = cell.simulated()
+        log, came = result.log, None
+        if log.last_start is not None:
+            came = dict(sorted(zip(log.ids, log.arrival, strict=True), key=itemgetter(1)))
+        return cell.columns(result) | {CAME: came}
 
 
 def _name(router: Any) -> str:
@@ -263,14 +290,17 @@ class _Shares:
 
     Attributes:
         parts: the parts of each cluster, by its replicas.
+        tasks: the digests of the tasks of each cluster, one a router.
         source: the workload.
         config: the configuration of the first cluster.
     """
 
     def __init__(self, plan: Plan, known: WorkloadCache) -> None:
         self.parts: dict[int | str, ClusterParts] = {}
+        self.tasks = defaultdict[int | str, list[str]](list)
         for task in plan.tasks:
             text = replicas_text(cast("Any", task.cell.replicas))
+            self.tasks[text].append(task.digest)
             if text not in self.parts:
                 workload = known.parts(task.cell).workload
                 self.parts[text] = ClusterParts(task.cell, workload=workload)
@@ -281,25 +311,23 @@ class _Shares:
         self.config = first.describe(*plugins, first.latency(), *first.tiers())
         self._futures: dict[int, tuple[Future, array[int], array[int], int]] = {}
 
-    def __iter__(self) -> Iterator[tuple[int | str, SharedCache]]:
-        """Yield the replicas of each cluster, and the hits of one cache for them."""
-        for text, parts in self.parts.items():
-            blocks = sum(member.blocks + member.tier_blocks for member in parts.members)
-            stats, optimum = self._replay(parts, blocks)
-            hits = stats.ratios()["token"]
-            yield (
-                text,
-                SharedCache(replicas=text, blocks=blocks, hit_ratio=hits, optimum=optimum),
-            )
+    def of_one_cache(self, text: int | str, came: Came) -> SharedCache:
+        """Return the hits of one cache for a cluster, named by its replicas.
 
-    def beyond(self) -> str:
-        """Return a note if prompts have more tokens than the model has positions; else ""."""
-        first = next(iter(self.parts.values()))
-        return beyond_positions(first, (r.prompt_tokens for r in check_keys(first.workload)))
+        `came` has the times (ns) of the requests, in the order in which the cache gets them;
+        None: the order of the workload.
+        """
+        parts = self.parts[text]
+        blocks = sum(member.blocks + member.tier_blocks for member in parts.members)
+        stats, optimum = self._replay(parts, blocks, came)
+        hits = stats.ratios()["token"]
+        return SharedCache(replicas=text, blocks=blocks, hit_ratio=hits, optimum=optimum)
 
-    def _replay(self, parts: ClusterParts, blocks: int) -> tuple[CacheStats, float | None]:
+    def _replay(
+        self, parts: ClusterParts, blocks: int, came: Came
+    ) -> tuple[CacheStats, float | None]:
         """Return the counts of one cache, and the optimum; None: it is not known."""
-        requests = check_keys(parts.workload)
+        requests = _ordered(parts.workload, came)
         groups = parts.served_cache(blocks=blocks) if parts.layers else None
         if groups is not None and groups.grouped:
             groups = cast("GroupedCache", groups)
@@ -307,7 +335,8 @@ class _Shares:
             return groups.stats, None
         cache = self._cache(parts, blocks)
         stats = replay(requests, cache)
-        return stats, self._optimum(parts, blocks) if cache.prefix.name == SHARING else None
+        known = cache.prefix.name == SHARING
+        return stats, self._optimum(parts, blocks, came) if known else None
 
     def _cache(self, parts: ClusterParts, blocks: int) -> KVCache:
         return KVCache(
@@ -320,13 +349,13 @@ class _Shares:
             recompute=parts.recompute,
         )
 
-    def _optimum(self, parts: ClusterParts, blocks: int) -> float | None:
+    def _optimum(self, parts: ClusterParts, blocks: int, came: Came) -> float | None:
         """Return the share of the prompt tokens that Belady's rule hits."""
         if parts.config.retention is not None:
             return None
         size = parts.geometry.block_size
-        if size not in self._futures:
-            self._futures[size] = self._read(parts.workload, size)
+        if came is not None or size not in self._futures:
+            self._futures[size] = self._read(parts.workload, size, came)
         future, shareable, limits, tokens = self._futures[size]
         hits = array("i", bytes(4 * len(shareable)))
         runs = future.starts, future.wanted, future.ends
@@ -336,7 +365,9 @@ class _Shares:
         return sum(map(min, hits, limits)) * size / tokens if tokens else None
 
     @staticmethod
-    def _read(workload: Workload, size: int) -> tuple[Future, array[int], array[int], int]:
+    def _read(
+        workload: Workload, size: int, came: Came
+    ) -> tuple[Future, array[int], array[int], int]:
         """Return the future of a workload, and by request the blocks that can be shared or hit.
 
         The last item is the number of prompt tokens.
@@ -346,7 +377,7 @@ class _Shares:
 
         def requests() -> Iterator[Request]:
             nonlocal tokens
-            for request in check_keys(workload):
+            for request in _ordered(workload, came):
                 prompt = layout.prompt(request)
                 shareable.append(prompt.cacheable)
                 limits.append(prompt.limit)
@@ -354,3 +385,11 @@ class _Shares:
                 yield request
 
         return Future.read(requests(), layout), shareable, limits, tokens
+
+
+def _ordered(workload: Workload, came: Came) -> Iterable[Request]:
+    """Return the requests of a workload as they came; None: as recorded."""
+    if came is None:
+        return check_keys(workload)
+    known = {request.id: request for request in check_keys(workload)}
+    return (attrs.evolve(known[name], arrival=at) for name, at in came.items())

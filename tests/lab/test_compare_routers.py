@@ -8,7 +8,7 @@ import sys
 
 import attrs
 import pytest
-from helpers.requests import keyed
+from helpers.requests import keyed, prefixes
 
 import kvcore
 from kvcore import InputError, PluginError, Router
@@ -104,6 +104,32 @@ def test_no_router_beats_one_cache_that_evicts_nothing():
     found = compare_routers(RequestList(turns), [First], 2, blocks=100, block_size=16)
     (shared,), (row,) = found.shared, found.rows
     assert row.hit_ratio == shared.hit_ratio == shared.optimum == (2 + 4 + 6) / (1 + 3 + 5 + 7)
+
+
+@pytest.mark.parametrize(("think_time", "hits"), [(0, 8 / 20), (10**10, 0)])
+def test_one_cache_gets_turns_as_they_came_under_the_clock(think_time, hits):
+    """Turns of two chats that interleave in a run do so in the one cache and its optimum.
+
+    The cache has room for one chat. If a turn follows at once it finds its chat there; after
+    10 seconds the other chat, which came meanwhile, has taken its place.
+    """
+    turns = [
+        keyed(
+            f"{chat}{turn}",
+            prefixes(chat * 5),
+            16,
+            arrival=5 * 10**9 * (chat == "b"),
+            session=chat,
+            after=f"{chat}0" if turn else None,
+            think_time=think_time * turn,
+            output_tokens=1,
+        )
+        for chat in "ab"
+        for turn in range(2)
+    ]
+    found = compare_routers(RequestList(turns), [First], 1, blocks=5, block_size=16)
+    (shared,) = found.shared
+    assert (shared.hit_ratio, shared.optimum) == (hits, hits)
 
 
 @pytest.mark.parametrize(

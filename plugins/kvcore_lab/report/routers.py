@@ -95,7 +95,8 @@ class RoutersReport:
         optimum = "and the optimum, which is Belady's rule in that cache, serve"
         bounds = (
             "One shared cache has the memory of all replicas; it "
-            f"{optimum if bounded else 'serves'} requests one after another, without a clock."
+            f"{optimum if bounded else 'serves'} requests one after another, as they came, "
+            "without a clock."
         )
         lines = [*filter(None, [self._best()]), table, bounds, *self._costs()]
         saturated = sum(bool(row.saturated) for row in self.comparison.rows)

@@ -319,16 +319,18 @@ class CellRun:
 
     def run(self) -> dict[str, Any]:
         """Return the columns of the result."""
-        if self.scheduler is None or self.latency is None:
-            return self._replayed()
-        result, parts = self._simulated(), self.parts
-        self._known.beyond = beyond_positions(parts, result.log.prompt)
+        timed = self.scheduler is not None and self.latency is not None
+        return self.columns(self.simulated()) if timed else self._replayed()
+
+    def columns(self, result: Reported) -> dict[str, Any]:
+        """Return the columns of the result of `simulated`."""
+        self._known.beyond = beyond_positions(self.parts, result.log.prompt)
         summary, paths = result.summary(), TIMED_COLUMNS | CLUSTER_COLUMNS
         columns = {column: _at(summary, path) for column, path in paths.items()}
-        return columns | {HIDDEN: _shares(result, self._known.sessions(parts))}
+        return columns | {HIDDEN: _shares(result, self._known.sessions(self.parts))}
 
-    def _simulated(self) -> Reported:
-        """Simulate the cell; return the result of the run."""
+    def simulated(self) -> Reported:
+        """Simulate the cell, which has a clock; return the result of the run."""
         parts = self.parts
         if parts.many:
             result: Reported = parts.run(residency=False)
