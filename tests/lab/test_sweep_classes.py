@@ -141,3 +141,11 @@ def test_one_class_may_be_given_twice():
     policies = ["lru", LRU, LRU(), "optimum", "belady", "lfu", "lfu:half_life=5"]
     grid = Grid("compare", workload=ZIPF, eviction=policies, blocks=600)
     assert len(Plan.from_grid(grid).rows) == len(policies)
+
+
+def test_a_mode_in_place_of_the_file_is_told():
+    """A mode in the place of the file of a sweep is refused with the words to give it."""
+    with pytest.raises(InputError, match="has the options of the sweep: give mode='compare'"):
+        kvcore.sweep("compare", workload=ZIPF)
+    with pytest.raises(InputError, match="leave blocks out"):
+        kvcore.sweep("grid.toml", blocks=5)
