@@ -28,6 +28,7 @@ from kvcore.units import (
     parse_whole,
     parse_window,
 )
+from kvcore.untrusted import parse_digits
 from kvcore.workloads import Workload, given_workload
 
 EMPTY_PATH = "empty path; name a file"
@@ -188,8 +189,9 @@ def as_checkpoint(value: object) -> Any:
     # prompts part, and N multiples of N besides.
     if value is None or value == "none":
         return Spec("chunk")
-    if type(value) is int or (isinstance(value, str) and value.isdigit()):
-        return Spec("every", {"tokens": str(value)}) if int(value) else Spec("default")
+    tokens = parse_digits(value) if isinstance(value, str) else value
+    if type(tokens) is int:
+        return Spec("every", {"tokens": str(tokens)}) if tokens else Spec("default")
     return as_plugin(value)
 
 

@@ -358,6 +358,11 @@ def test_paths_of_completions_are_not_left_out(log, path):
     assert len(list(log({"messages": USER, "path": path}))) == 1
 
 
+def test_a_status_of_endless_digits_is_no_failure(log):
+    """A status that is no number of HTTP is read as one of success, however long it is."""
+    assert len(list(log({"messages": USER, "status": "5" * 5000}))) == 1
+
+
 def test_images_have_the_tokens_of_an_option(log):
     """With `image_tokens` an image has as many tokens, with keys of its own."""
     rows = [

@@ -14,6 +14,7 @@ import orjson
 from kvcore import InputError, Request
 from kvcore.request import block_keys
 from kvcore.units import INT64_LIMIT, NS_PER_S
+from kvcore.untrusted import parse_digits
 from kvcore.workloads import lines
 from kvcore_plugins.workload._chat_log import log_parts
 from kvcore_plugins.workload._chat_options import ChatFile
@@ -547,8 +548,9 @@ def _dotted(fields: Any, name: str) -> Any:
     if type(fields) is dict and name in fields:
         return fields[name]
     for part in name.split("."):
-        if type(fields) is list and part.isdecimal() and int(part) < len(fields):
-            fields = fields[int(part)]
+        if type(fields) is list:
+            index = parse_digits(part)
+            fields = None if index is None or index >= len(fields) else fields[index]
         else:
             fields = fields.get(part) if type(fields) is dict else None
     return fields
