@@ -81,7 +81,8 @@ def read_slo(text: str) -> SLO:
     if "=" not in text.partition(",")[0]:
         msg = f"{text!r} is no SLO; write one such as ttft=30,tpot=0.1, or none"
         raise InputError(msg)
-    return _slo_of(read_plugin(f"slo:{text}").options)  # as options of plugins are written
+    # An SLO is written as the options of a plugin are, without its name.
+    return _slo_of(read_plugin(f"slo:{text}").options)
 
 
 def slo_text(slo: SLO) -> str:
@@ -140,18 +141,15 @@ def as_window(value: object) -> Any:
         return parse_window(value)
     if not isinstance(value, tuple):
         refuse("a window of time in seconds, such as '60:120'", value)
-    match value:
-        case (int(start), None) if start >= 0:
-            limit = start or None
-        case (int(start), int(end)) if 0 <= start < end:
-            limit = end
-        case _:
-            msg = (
-                "expected a window of time in ns, such as (0, 10**9) or (10**9, None), "
-                f"not {value!r:.60}"
-            )
-            raise InputError(msg)
-    if limit is not None and limit < LEAST_WINDOW:
+    types = [*map(type, value)]  # true and false are integers otherwise
+    start, end = value if types in ([int, int], [int, NoneType]) else (-1, None)
+    if start < 0 or (end is not None and start >= end):
+        msg = (
+            "expected a window of time in ns, such as (0, 10**9) or (10**9, None), "
+            f"not {value!r:.60}"
+        )
+        raise InputError(msg)
+    if 0 < (end or start) < LEAST_WINDOW:
         seconds = ":".join("" if time is None else str(time) for time in value)
         msg = f"{value!r} has nanoseconds; for seconds give the text {seconds!r}"
         raise InputError(msg)
