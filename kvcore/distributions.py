@@ -17,10 +17,10 @@ from contextlib import suppress
 from functools import cache, cached_property, reduce
 from importlib import import_module
 from importlib.machinery import PathFinder
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
+    from importlib.metadata import Distribution, EntryPoint
 
 
 class Installed:
@@ -44,24 +44,31 @@ class Installed:
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the `importlib.metadata.Distribution` in the same folder."""
+        return getattr(self._distribution(), name)
+
+    def _distribution(self) -> Distribution:
         from importlib.metadata import Distribution  # noqa: PLC0415 - see above
 
-        return getattr(Distribution.at(self.folder), name)
+        return Distribution.at(self.folder)
 
     def _field(self, name: str) -> str:
         """Return a field of the metadata."""
         text = _text(self.folder, "METADATA") or _text(self.folder, "PKG-INFO")
         fields = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
         found = [value.strip() for key, _, value in fields if key.lower() == name]
-        return found[0] if found else cast("str", self.__getattr__(name))
+        return found[0] if found else self._distribution().metadata[name]
 
     def points(self, group: str) -> list[Point]:
         """Return the entry points of a group."""
+        points, section = [], ""
         text = _text(self.folder, "entry_points.txt")
-        _, _, section = f"\n{text}".partition(f"\n[{group}]\n")
-        lines = map(str.strip, section.partition("\n[")[0].splitlines())
-        parts = [line.partition("=") for line in lines if line and not line.startswith("#")]
-        return [Point(name.strip(), value.strip(), group, self) for name, _, value in parts]
+        for line in map(str.strip, text.splitlines() if group in text else ()):
+            if line.startswith("[") and line.endswith("]"):
+                section = line.strip("[]")
+            elif section == group and line and not line.startswith("#"):
+                name, _, value = line.partition("=")
+                points.append(Point(name.strip(), value.strip(), group, self))
+        return points
 
 
 class Point:
