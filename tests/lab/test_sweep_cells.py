@@ -315,6 +315,13 @@ def test_data_that_change_while_a_process_runs_change_the_digest(packaged, tmp_p
     assert class_digests(policy)["weights.json"] != before["weights.json"]
 
 
+def test_a_folder_that_is_no_package_has_no_data(packaged, tmp_path):
+    """A folder without `__init__.py` may hold the journal that grows, and has code alone."""
+    policy = packaged("of_results")
+    (tmp_path / "of_results" / "__init__.py").unlink()
+    assert class_digests(policy).keys() == {"policies.py", "base.py"}
+
+
 def test_a_package_that_was_edited_after_it_was_loaded_has_no_digest(packaged, tmp_path):
     """The code of a package that is not what runs is refused, with the name of the file."""
     policy = packaged("of_code")

@@ -47,9 +47,9 @@ def class_digests(cls: type) -> dict[str, str]:
     A class that was typed in, read from a pipe or made by a function is told by no file: it has
     a name that no other class gets, so that a journal returns no figures of another. A class of
     a file has the digests of what it consists of, by the names of modules or files: the files
-    of its package, data among them; of a plugin in a file, the file and all that it imports,
-    which is found without running it. Kvcore itself, the standard library and `site-packages`
-    are left out.
+    of its package (data only beside an `__init__.py`); of a plugin in a file, the file and all
+    that it imports, which is found without running it. Kvcore itself, the standard library and
+    `site-packages` are left out.
 
     Code is read once, and data again when they have changed, as a plugin may do.
 
@@ -66,12 +66,15 @@ def class_digests(cls: type) -> dict[str, str]:
     package = None if cls.__module__ == file else _package(cls.__module__, Path(file))
     if package is None:
         return _imported(file, loaded_ns)
-    return {
-        name: _code_digest(path, loaded_ns)
-        if path.suffix == ".py"
-        else _data_digest(path, path.stat().st_mtime_ns)
-        for name, path in _files(package)
-    }
+    digests = {}
+    # A folder without `__init__.py` may hold anything: traces, results, the journal itself.
+    has_data = (package / "__init__.py").is_file()
+    for name, path in _files(package):
+        if path.suffix == ".py":
+            digests[name] = _code_digest(path, loaded_ns)
+        elif has_data:
+            digests[name] = _data_digest(path, path.stat().st_mtime_ns)
+    return digests
 
 
 @cache
