@@ -7,6 +7,7 @@ None, or `Annotated` with the function that reads it. The types of options are a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from numbers import Integral, Real
 from os import PathLike, fspath
 from pathlib import Path
@@ -218,14 +219,12 @@ def as_workload(value: object) -> Any:
     refuse("a workload: a plugin's name with options, a file, or requests", value)
 
 
-def as_model(value: object) -> ModelSpec | str:
-    """Return a model, or the text that names it."""
-    return value if isinstance(value, ModelSpec) else read_text(value)
+def _or_name(kind: type, value: object) -> Any:
+    """Return a value of the type `kind`, or the text that names one."""
+    return value if isinstance(value, kind) else read_text(value)
 
 
-def as_device(value: object) -> DeviceSpec | str:
-    """Return a GPU, or the text that names it."""
-    return value if isinstance(value, DeviceSpec) else read_text(value)
+as_model, as_device = partial(_or_name, ModelSpec), partial(_or_name, DeviceSpec)
 
 
 def _choice(value: object, choices: tuple[object, ...]) -> Any:
