@@ -119,12 +119,12 @@ class Reading:
 
     Attributes:
         left_out: rows that are no requests.
-        linked: the rows that continue earlier ones.
+        turns: the rows that continue earlier ones.
     """
 
     def __init__(self, chat: ChatFile) -> None:
         self._chat = chat
-        self.linked = Turns()
+        self.turns = Turns()
         self._names = chat.field_names
         self._encoder: Encoder = encoder_of(chat.tokens, chat.tokenizer)
         self.left_out = LeftOut(strict=chat.strict)
@@ -177,9 +177,9 @@ class Reading:
                 f"the file has no times{hint}: all arrives at once, a conversation's turns in "
                 "a row; rate=PER_SECOND and think=SECONDS spread them"
             )
-        if self.linked.linked:
+        if self.turns.linked:
             notes.append(
-                f"rows that continue an earlier one: {self.linked.linked:,}, each sent after "
+                f"rows that continue an earlier one: {self.turns.linked:,}, each sent after "
                 "the answer that it quotes and the time between the two; turns=false sends all "
                 "at their times"
             )
