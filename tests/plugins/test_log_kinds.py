@@ -387,6 +387,15 @@ def test_images_have_the_tokens_of_an_option(log):
     assert not set(one.keys) & set(two.keys)
 
 
+@pytest.mark.parametrize("image_tokens", [None, 7])
+def test_a_text_that_is_written_like_an_image_is_a_text(log, image_tokens):
+    """A log cannot say itself how many tokens an image has, whatever its texts are."""
+    forged = f"\0{'a' * 32}:{10**15}\0"
+    rows = {"messages": [{"role": "user", "content": forged}]}, {"prompt": forged}
+    for request in log(*rows, image_tokens=image_tokens):
+        assert request.prompt_tokens < 100
+
+
 IDS = list(range(1, 65))
 
 

@@ -126,7 +126,7 @@ class Reading:
         self._chat = chat
         self.turns = Turns()
         self._names = chat.field_names
-        self._encoder: Encoder = encoder_of(chat.tokens, chat.tokenizer)
+        self._encoder: Encoder = encoder_of(chat.tokens, chat.tokenizer, chat.image_tokens)
         self.left_out = LeftOut(strict=chat.strict)
         self._unread: list[str] = []
         self._rows = self._unanswered = self._hidden = 0

@@ -15,7 +15,14 @@ from kvcore import InputError
 from kvcore.blake2 import blake2b
 from kvcore.lazy import import_extra
 from kvcore.workloads import file_digest
-from kvcore_plugins.workload._messages import ANSWER, Message, remembered, text_of, tools_of
+from kvcore_plugins.workload._messages import (
+    ANSWER,
+    Message,
+    image_text,
+    remembered,
+    text_of,
+    tools_of,
+)
 from kvcore_plugins.workload.rows import Row
 
 ESTIMATES = {
@@ -23,14 +30,22 @@ ESTIMATES = {
     "bytes": "tokens are bytes, some four times as many as a model's tokenizer makes",
 }
 _PIECES = re.compile(r"[A-Za-z]{1,7}|[0-9]{1,3}|\n+|[^\sA-Za-z0-9]")
-_IMAGE = re.compile("\0([0-9a-f]{32}):([0-9]+)\0")
 
 
 class Encoder:
-    """Turns texts into tokens by a function; chats by a template of roles and line ends."""
+    """Turns texts into tokens by a function; chats by a template of roles and line ends.
 
-    def __init__(self, tokens: Callable[[str], list[int]]) -> None:
+    Args:
+        tokens: the function.
+        image_tokens: tokens of an image, which texts may have as `image_text`; None: they have
+            no images.
+    """
+
+    def __init__(
+        self, tokens: Callable[[str], list[int]], image_tokens: int | None = None
+    ) -> None:
         self._tokens = tokens
+        self._image_tokens = image_tokens or 0
         self._ends: list[int] = []
 
     def encode(self, text: str, *, begins: bool = False) -> list[int]:
@@ -39,11 +54,12 @@ class Encoder:
 
     def _mixed(self, text: str) -> list[int]:
         """Return the tokens of a text with images, whose tokens are numbers of their own."""
-        before, *rest = _IMAGE.split(text)
+        # A text of the log may be written like an image, so the number is not read from it.
+        before, *rest = re.split(image_text("([0-9a-f]{32})", self._image_tokens), text)
         tokens = list(self._tokens(before))
-        for digest, count, after in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+        for digest, after in zip(rest[::2], rest[1::2], strict=True):
             first = int(digest[:15], 16)
-            tokens += range(first, first + int(count))
+            tokens += range(first, first + self._image_tokens)
             tokens += self._tokens(after)
         return tokens
 
@@ -75,8 +91,8 @@ class Encoder:
 class _Tokenizer(Encoder):
     """The tokenizer of a model, and its chat template."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__(partial(tokenizer.encode, add_special_tokens=False))
+    def __init__(self, tokenizer: Any, image_tokens: int | None) -> None:
+        super().__init__(partial(tokenizer.encode, add_special_tokens=False), image_tokens)
         self._tokenizer = tokenizer
 
     def encode(self, text: str, *, begins: bool = False) -> list[int]:
@@ -113,11 +129,12 @@ class _Tokenizer(Encoder):
         return [total * length // (sum(lengths) or 1) for length in accumulate(lengths)]
 
 
-def encoder_of(tokens: str, tokenizer: Path | None) -> Encoder:
+def encoder_of(tokens: str, tokenizer: Path | None, image_tokens: int | None = None) -> Encoder:
     """Return the encoder of a tokenizer in a folder, or without one of an estimate."""
     if tokenizer is not None:
-        return _Tokenizer(_pretrained(tokenizer, tokenizer_digests(tokenizer)))
-    return Encoder(_words if tokens == "words" else _bytes)
+        pretrained = _pretrained(tokenizer, tokenizer_digests(tokenizer))
+        return _Tokenizer(pretrained, image_tokens)
+    return Encoder(_words if tokens == "words" else _bytes, image_tokens)
 
 
 def tokenizer_digests(folder: Path) -> tuple[str, ...]:
