@@ -302,7 +302,7 @@ class Reading:
                 (text,) = text
             if type(text) is not str:
                 raise body.error(field="prompt", expected="a text")
-            ids = self._encoder.encode(text, begins=True)
+            ids = self._encoder.begin(text)
         if ids is not None:
             if not ids:
                 raise body.error(field="prompt", expected="at least one token")
@@ -321,14 +321,14 @@ class Reading:
             if answer is None and answered:
                 answer = Answer(text_of(messages[-1]), reasoning_of(messages.pop()))
                 body.fields["messages"] = body.fields["messages"][:-1]  # no part of the prompt
-            (prompt,) = encoder.prompts(messages, [len(messages)], body)
+            ((prompt, ends),) = encoder.prompts(messages, [len(messages)], body)
             tokens = self._one(exchange, prompt, answer, usage, explicit=explicit)
             if logged:
-                tokens.parts, marked = log_parts(body, encoder.ends, len(prompt))
+                tokens.parts, marked = log_parts(body, ends, len(prompt))
                 tokens.explicit = explicit or marked
             return tokens
         indices = answer_indices(messages)
-        prompts = list(encoder.prompts(messages, indices, body))
+        prompts = [prompt for prompt, _ in encoder.prompts(messages, indices, body)]
         answers = [
             self._encoded(reasoning_of(messages[index]), text_of(messages[index]))
             if index < len(messages)

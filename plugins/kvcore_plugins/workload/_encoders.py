@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +45,13 @@ class Encoder:
     ) -> None:
         self._tokens = tokens
         self._image_tokens = image_tokens or 0
-        self._ends: list[int] = []
 
-    def encode(self, text: str, *, begins: bool = False) -> list[int]:
-        """Return the tokens of a text, with the special ones of a prompt if it `begins` one."""
+    def begin(self, text: str) -> list[int]:
+        """Return the tokens of a text that is a prompt, with the special ones of its model."""
+        return self.encode(text)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, without special ones."""
         return self._tokens(text) if "\0" not in text else self._mixed(text)
 
     def _mixed(self, text: str) -> list[int]:
@@ -65,10 +67,13 @@ class Encoder:
 
     def prompts(
         self, messages: list[Message], places: list[int], body: Row
-    ) -> Iterator[list[int]]:
-        """Yield the tokens of all messages before each of the ascending `places`."""
+    ) -> Iterator[tuple[list[int], list[int] | None]]:
+        """Yield the tokens of all messages before each of the ascending `places`.
+
+        With them are the tokens up to the end of the tools and of each message; None: unknown.
+        """
         tokens: list[int] = []
-        self._ends = ends = []
+        ends: list[int] = []
         tools = tools_of(body)
         if tools:
             tokens += self.encode(orjson.dumps(tools).decode())
@@ -81,59 +86,47 @@ class Encoder:
                     tokens += self.encode(text)
                 ends.append(len(tokens))
             done = end
-            yield [*tokens, *self.encode(f"{ANSWER}\n")]
-
-    def ends(self, lengths: Sequence[int], total: int) -> Iterable[int]:
-        """Return the ends of tools and messages of these lengths in the last prompt."""
-        return self._ends
+            yield [*tokens, *self.encode(f"{ANSWER}\n")], [*ends]
 
 
 class _Tokenizer(Encoder):
-    """The tokenizer of a model, and its chat template."""
+    """The tokenizer of a model without a chat template."""
 
     def __init__(self, tokenizer: Any, image_tokens: int | None) -> None:
         super().__init__(partial(tokenizer.encode, add_special_tokens=False), image_tokens)
         self._tokenizer = tokenizer
 
-    def encode(self, text: str, *, begins: bool = False) -> list[int]:
-        if not begins:
-            return super().encode(text)
+    def begin(self, text: str) -> list[int]:
         tokens: list[int] = self._tokenizer.encode(text)
         return tokens
 
+
+class _Template(_Tokenizer):
+    """The tokenizer of a model with a chat template."""
+
     def prompts(
         self, messages: list[Message], places: list[int], body: Row
-    ) -> Iterator[list[int]]:
-        if self._tokenizer.chat_template is None:
-            yield from super().prompts(messages, places, body)
-            return
-        images = any("\0" in message["content"] for message in messages)
+    ) -> Iterator[tuple[list[int], None]]:
         for end in places:
             try:
-                tokens = self._tokenizer.apply_chat_template(
+                text = self._tokenizer.apply_chat_template(
                     messages[:end],
                     tools=tools_of(body),
                     add_generation_prompt=True,
-                    tokenize=not images,
-                    return_dict=False,
+                    tokenize=False,
                 )
             except Exception as error:
                 msg = f"{body.path}:{body.line}: the tokenizer's chat template fails: {error}"
                 raise InputError(msg) from error
-            yield self.encode(tokens) if images else tokens
-
-    def ends(self, lengths: Sequence[int], total: int) -> Iterable[int]:
-        if self._tokenizer.chat_template is None:
-            return super().ends(lengths, total)
-        # A template gives only the length of the whole, which is divided by those of the texts.
-        return [total * length // (sum(lengths) or 1) for length in accumulate(lengths)]
+            yield self.encode(text), None
 
 
 def encoder_of(tokens: str, tokenizer: Path | None, image_tokens: int | None = None) -> Encoder:
     """Return the encoder of a tokenizer in a folder, or without one of an estimate."""
     if tokenizer is not None:
         pretrained = _pretrained(tokenizer, tokenizer_digests(tokenizer))
-        return _Tokenizer(pretrained, image_tokens)
+        kind = _Tokenizer if pretrained.chat_template is None else _Template
+        return kind(pretrained, image_tokens)
     return Encoder(_words if tokens == "words" else _bytes, image_tokens)
 
 
