@@ -20,7 +20,7 @@ from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from importlib.metadata import Distribution, EntryPoint
+    from importlib.metadata import EntryPoint
 
 
 class Installed:
@@ -44,19 +44,16 @@ class Installed:
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the `importlib.metadata.Distribution` in the same folder."""
-        return getattr(self._distribution(), name)
-
-    def _distribution(self) -> Distribution:
         from importlib.metadata import Distribution  # noqa: PLC0415 - see above
 
-        return Distribution.at(self.folder)
+        return getattr(Distribution.at(self.folder), name)
 
     def _field(self, name: str) -> str:
         """Return a field of the metadata."""
         text = _text(self.folder, "METADATA") or _text(self.folder, "PKG-INFO")
         fields = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
         found = [value.strip() for key, _, value in fields if key.lower() == name]
-        return found[0] if found else self._distribution().metadata[name]
+        return (found or [self.metadata[name]])[0]
 
     def points(self, group: str) -> list[Point]:
         """Return the entry points of a group."""
