@@ -331,7 +331,7 @@ def test_a_package_that_was_edited_after_it_was_loaded_has_no_digest(packaged, t
 
 
 def test_a_module_that_was_loaded_again_has_its_new_digest(packaged, tmp_path):
-    """What a notebook loads anew after an edit is what runs, and is digested."""
+    """A module that a notebook loads again after an edit is what runs, and is digested."""
     policy = packaged("of_reloads")
     before = class_digests(policy)
     path = tmp_path / "of_reloads" / "policies.py"
@@ -342,7 +342,7 @@ def test_a_module_that_was_loaded_again_has_its_new_digest(packaged, tmp_path):
 
 
 def test_a_package_beside_those_of_kvcore_is_not_its_code(packaged, tmp_path, monkeypatch):
-    """What another distribution has installed under a name as kvcore's is a plugin's."""
+    """A package that another distribution has installed is that of a plugin, by any name."""
     policy = packaged("kvcore_others")
     (tmp_path / "kvcore_other-1.0.dist-info").mkdir()
     sources = tmp_path / "kvcore_lab" / "sweep" / "sources.py"
