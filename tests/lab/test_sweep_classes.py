@@ -121,6 +121,14 @@ KINDS = {
 
 
 @pytest.mark.parametrize("axis", KINDS)
+def test_a_class_of_each_kind_notes_when_it_was_loaded(axis):
+    """A class has a time of its own, and not that of its base, after which no edit counts."""
+    kind = "rules" if axis == "like" else axis
+    own = Plugins().get(kind, KINDS[axis].partition(":")[0])
+    assert type("Later", (own,), {}).__loaded__ > own.__loaded__
+
+
+@pytest.mark.parametrize("axis", KINDS)
 def test_two_classes_of_one_name_are_refused_in_one_sweep(axis):
     """Rows of one name with other figures are refused, as `compare` refuses them."""
     spec, kind = KINDS[axis], "rules" if axis == "like" else axis
