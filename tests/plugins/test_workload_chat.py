@@ -22,6 +22,8 @@ CHAT = [
     {"role": "assistant", "content": "Likewise, but its mizzen stands before the rudder."},
 ]
 
+SAID = CHAT[4]["content"]
+
 
 @pytest.fixture
 def read(tmp_path):
@@ -73,6 +75,18 @@ def test_sharegpt_is_read(tmp_path):
         },
         {"request": {"messages": CHAT[:4]}, "response": {"choices": [{"message": CHAT[4]}]}},
         {"request": {"body": {"messages": CHAT[:4]}}, "response": CHAT[4]["content"]},
+        *(
+            {"messages": CHAT[:4], name: answer}
+            for name in ("response", "output", "completion", "answer", "message")
+            for answer in (CHAT[4], [CHAT[4]], CHAT[4] | {"content": [{"text": SAID}]})
+        ),
+        *({"messages": CHAT[:4], "response": {name: SAID}} for name in ("content", "text")),
+        *(
+            {"messages": CHAT[:4], name: [SAID]}
+            for name in ("response", "output", "completion")
+        ),
+        {"messages": CHAT[:4], "completion": {"choices": [{"message": CHAT[4]}]}},
+        {"messages": CHAT[:4], "response": json.dumps(CHAT[4])},
     ],
 )
 def test_logged_requests_are_read(read, row):
@@ -80,6 +94,53 @@ def test_logged_requests_are_read(read, row):
     (request,) = read(row)
     *_, turn = read({"messages": CHAT})
     assert (request.keys, request.output_keys) == (turn.keys, turn.output_keys)
+
+
+@pytest.mark.parametrize("text", ['{"city": "Paris"}', "[1, 2]", '[{"city": "Paris"}]'])
+def test_an_answer_in_json_is_a_text(read, text):
+    """JSON that a model was asked for is its answer, and no response with one inside."""
+    logged = [read({"prompt": "where", name: text})[0] for name in ("response", "completion")]
+    assert logged[0].output_keys == logged[1].output_keys != ()
+
+
+@pytest.mark.parametrize(
+    ("rest", "options", "hint"),
+    [
+        ({"response": {"reply": SAID}}, {}, "FIELD names it, such as answer=response.reply"),
+        ({"response": {"generations": [[{"text": SAID}]]}}, {}, "=response.generations"),
+        (
+            {"final_output": [CHAT[4], CHAT[4]]},
+            {},
+            "answer=FIELD names it, such as answer=final",
+        ),
+        ({"reply": SAID}, {"answer": "said"}, "answer=said has none, such as answer=reply"),
+    ],
+)
+def test_answers_that_are_not_found_are_noted(tmp_path, rest, options, hint):
+    """A field that looks like an answer and is not read as one is named, with the option."""
+    rows = [{"messages": CHAT[:4], "usage": {"prompt_tokens": 40}} | rest] * 2
+    workload = Chat(write_rows(tmp_path / "c.jsonl", *rows), rate=1, **options)
+    assert [request.output_keys for request in workload] == [(), ()]
+    (note,) = (note for note in workload.notes if "not found" in note)
+    assert note.startswith("rows whose answer was not found: 2 (answer=")
+    assert hint in note
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        {},
+        {"response": {"id": "call", "output_tokens": 9}, "response_format": {"type": "text"}},
+        {"message": CHAT[3]},
+    ],
+)
+def test_rows_without_an_answer_are_told_so(tmp_path, rest):
+    """Where no row has an answer, none is said to differ in length, and none is missed."""
+    row = {"messages": CHAT[:4], "usage": {"prompt_tokens": 40}} | rest
+    workload = Chat(write_rows(tmp_path / "c.jsonl", row), rate=1)
+    assert [request.output_keys for request in workload] == [()]
+    assert not any("not found" in note for note in workload.notes)
+    assert any("in 1 rows without an answer" in note for note in workload.notes)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from kvcore_plugins.workload._messages import (
     chat_body,
     fault_of,
     generated_nothing,
+    is_response,
     messages_of,
     nested,
     reasoning_of,
@@ -68,6 +69,12 @@ _ROLES: Sequence[tuple[str, re.Pattern[str], tuple[type, ...]]] = tuple(
         ("model", r"model(_?(name|id))?", (str,)),
         ("time", rf"{_TIME}|_at|ts", (int, float, str)),
     )
+)
+# Fields where an answer would be, and those inside them that have its text.
+_ANSWERED = re.compile(
+    r"(^|[._])(answer|completion|reply|replie|response|output|generation|generated)s?"
+    r"(_?(text|message|body|content))?(\.([^.]+\.)*(text|content|value|parts|messages))?$",
+    re.IGNORECASE,
 )
 _DEPTH = 4
 
@@ -128,7 +135,8 @@ class Reading:
         self._encoder: Encoder = encoder_of(chat.tokens, chat.tokenizer)
         self.left_out = LeftOut(strict=chat.strict)
         self._unread: list[str] = []
-        self._rows = self._unanswered = self._hidden = 0
+        self._rows = self._unanswered = self._hidden = self._answers = self._unfound = 0
+        self._likely_answer = ""
         self._estimated = False
         self._other_prompts = self._other_outputs = 0
         self._reported = self._counted = 0
@@ -194,12 +202,19 @@ class Reading:
         return notes
 
     def _usage_notes(self) -> Iterator[str]:
+        if self._unfound:
+            named, likely = self._names.get("answer"), self._likely_answer
+            hint = f"answer={named} has none" if named else "answer=FIELD names it"
+            hint += f", such as answer={likely}" if likely else ""
+            yield f"rows whose answer was not found: {self._unfound:,} ({hint})"
         if self._other_prompts or self._other_outputs:
+            others = f" and {self._other_outputs:,} answers in {self._rows:,} rows"
             text = (
                 f"lengths are those of usage, which differ from the texts' in "
                 f"{self._other_prompts:,} prompts ({self._reported:,} tokens, by the texts "
-                f"{self._counted:,}) and {self._other_outputs:,} answers in {self._rows:,} rows"
+                f"{self._counted:,})"
             )
+            text += others if self._answers else f", in {self._rows:,} rows without an answer"
             if self._key_text != self._chat.key_tokens:
                 text += (
                     f"; a key of {self._chat.key_tokens} tokens is one of {self._key_text} "
@@ -401,6 +416,11 @@ class Reading:
             zip(tokens.prompts, tokens.answers, strict=True)
         ):
             usage, generated = tokens.usage, answer or []
+            self._answers += answer is not None
+            if answer is None and alone:
+                likely = _likely_answer(exchange.row.fields)
+                self._unfound += "answer" in self._names or bool(likely)
+                self._likely_answer = self._likely_answer or likely
             prompt_tokens = usage.prompt_tokens if usage else self._scaled(len(prompt))
             output = self._output_tokens(tokens, generated)
             if output is None:
@@ -525,7 +545,11 @@ def _likely_times(head: list[Exchange]) -> list[str]:
 def _exchange(row: Row, names: Mapping[str, str], image_tokens: int | None) -> Exchange:
     """Return a row with its request and its answer, whatever its format."""
     fields = row.fields
+    said = {name: fields.get(name) for name in ("response", "output")}
     unpacked(fields, "request", "body", "response", "messages", "input", "output")
+    for name, text in said.items():
+        if type(text) is str and not is_response(fields[name]):
+            fields[name] = text  # JSON that the model was asked for
     for role, name in names.items():
         value = _dotted(fields, name)
         if role == "time":
@@ -579,6 +603,16 @@ def likely_fields(line: bytes) -> dict[str, str]:
                 names[role] = name
                 break
     return names
+
+
+def _likely_answer(fields: dict[str, Any]) -> str:
+    """Return the field of a row that looks like an answer; empty: none does."""
+    found = (
+        name
+        for name, value in _fields_in(fields, "")
+        if value and type(value) in (str, list) and _ANSWERED.search(name)
+    )
+    return next(found, "")
 
 
 def _fields_in(fields: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
