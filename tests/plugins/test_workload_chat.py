@@ -397,3 +397,50 @@ def test_the_digest_depends_on_the_files_of_the_tokenizer(tmp_path, folder):
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="transformers cannot read it"):
         list(Chat(chats, tokenizer=path))
+
+
+def of_model(name, **more):
+    """Return a row that was answered by a model."""
+    return (
+        {"messages": CHAT[:4], "response": {"role": "assistant", "content": SAID}}
+        | more
+        | {"model": name}
+    )
+
+
+def test_several_models_are_counted(tmp_path):
+    """A note has the models with the most rows, and the option that takes one of them."""
+    rows = [of_model(name) for name in "aabccccdde"] + [{"prompt": "of none"}]
+    workload = Chat(write_rows(tmp_path / "c.jsonl", *rows), rate=1)
+    assert len([*workload]) == 11
+    (note,) = (note for note in workload.notes if "models" in note)
+    assert note.startswith("rows are of 5 models: c (4), a (2), d (2) and 2 more, all read as")
+    assert "only_model=NAME" in note
+    assert workload.served_model == "c"
+
+
+@pytest.mark.parametrize("request_in", [None, "request"])
+def test_the_rows_of_one_model_are_read(tmp_path, request_in):
+    """With `only_model` the rest is left out, ids stay those of the file, a note tells."""
+    rows = [of_model(name) for name in "aba"]
+    if request_in is not None:
+        rows = [{request_in: {"messages": CHAT[:4]}, "model": name} for name in "aba"]
+    path = write_rows(tmp_path / "c.jsonl", *rows)
+    workload = Chat(path, rate=1, only_model="a")
+    assert [request.id for request in workload] == [0, 2]
+    assert "rows are of 2 models: a (2), b (1); those of a alone are read" in workload.notes
+    assert workload.served_model == "a"
+    assert workload.digest != Chat(path, rate=1).digest
+
+
+def test_a_model_of_no_row_is_refused_by_those_that_are(tmp_path):
+    """A model that no row names is an error, which has the models that are named."""
+    path = write_rows(tmp_path / "c.jsonl", of_model("qwen3-32b"), of_model("llama"))
+    with pytest.raises(InputError, match=r"'qwen'; there are: qwen3-32b \(1\), llama \(1\)"):
+        list(Chat(path, only_model="qwen"))
+
+
+def test_a_model_beside_the_request_keeps_prompts_apart(read):
+    """Equal prompts of two models share nothing, also with the model beside a request."""
+    first, second = read(*({"request": {"messages": CHAT[:4]}, "model": name} for name in "ab"))
+    assert not {*first.keys} & {*second.keys}

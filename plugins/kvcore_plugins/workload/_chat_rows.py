@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -39,7 +40,7 @@ from kvcore_plugins.workload._messages import (
     unpacked,
     unusable,
 )
-from kvcore_plugins.workload.left_out import LeftOut, unread_fields
+from kvcore_plugins.workload.left_out import LeftOut, models_note, no_model, unread_fields
 from kvcore_plugins.workload.logged import LoggedRequest, PromptPart
 from kvcore_plugins.workload.rows import Row, Turn, parse_row, time_order
 from kvcore_plugins.workload.times import HEAD, Clock, Timed, TimeOrder, finest
@@ -134,6 +135,7 @@ class Reading:
         self._names = chat.field_names
         self._encoder: Encoder = encoder_of(chat.tokens, chat.tokenizer)
         self.left_out = LeftOut(strict=chat.strict)
+        self._models = Counter[str]()
         self._unread: list[str] = []
         self._rows = self._unanswered = self._hidden = self._answers = self._unfound = 0
         self._likely_answer = ""
@@ -160,6 +162,9 @@ class Reading:
                 start = time - first
             yield start, partial(self._turns, tokens, start)
         if not self._rows:
+            chosen = self._chat.only_model
+            if chosen is not None and chosen not in self._models:
+                raise no_model(self._chat.path, chosen, self._models)
             why = self.left_out.first
             if why is not None and self.left_out.reasons.total() == 1:
                 raise why
@@ -190,6 +195,7 @@ class Reading:
                 "the answer that it quotes and the time between the two; turns=false sends all "
                 "at their times"
             )
+        notes += models_note(self._models, chat.only_model, "only_model")
         notes += self.left_out.notes
         notes += self._usage_notes()
         if self._unanswered:
@@ -243,7 +249,7 @@ class Reading:
     def _timed(self) -> Iterator[tuple[int | None, Exchange]]:
         """Yield each row that may be a request, in order of time; without times as they are."""
         chat, named = self._chat, self._names.get("time")
-        source = exchanges(chat, self.left_out, self._names)
+        source = self._chosen(exchanges(chat, self.left_out, self._names))
         head = list(islice(source, HEAD))
         rows, field = chain(head, source), _time_field(head, named, chat.unit)
         if field is None:
@@ -258,6 +264,16 @@ class Reading:
         self._clock, self._order = Clock(field, chat.unit), time_order(field)
         for time, _, exchange in self._order.sort(self._clocked(rows, self._clock)):
             yield time, exchange
+
+    def _chosen(self, source: Iterable[Exchange]) -> Iterator[Exchange]:
+        """Yield the rows of the models that are read; count those of each."""
+        chosen = self._chat.only_model
+        for exchange in source:
+            model = _model_of(exchange)
+            if model is not None:
+                self._models[model] += 1
+            if chosen in (None, model):
+                yield exchange
 
     def _clocked(self, rows: Iterable[Exchange], clock: Clock) -> Iterator[Timed[Exchange]]:
         """Yield the rows that have a time."""
@@ -481,14 +497,17 @@ class Reading:
 
 
 def models_in_head(chat: ChatFile) -> list[str]:
-    """Return the models that the first rows of a file name."""
+    """Return the models of the first rows of a file that name one."""
     head = islice(exchanges(chat, LeftOut(strict=False), chat.field_names), HEAD)
-    return [
-        holder.fields["model"]
-        for row, body, response in head
-        for holder in (body, response, row)
-        if type(holder.fields.get("model")) is str
-    ]
+    models = filter(None, map(_model_of, head))
+    return [name for name in models if chat.only_model in (None, name)]
+
+
+def _model_of(exchange: Exchange) -> str | None:
+    """Return the model that a row names: what was asked for, rather than what answered."""
+    row, body, response = exchange
+    names = (holder.fields.get("model") for holder in (body, row, response))
+    return next((name for name in names if type(name) is str and name), None)
 
 
 def exchanges(
@@ -650,7 +669,7 @@ def _salt_of(exchange: Exchange, isolate: str | None) -> str | None:
         isolate: further fields that do so, joined by `+`.
     """
     row, body, _ = exchange
-    model = body.optional(body.text, "model", None)
+    model = body.optional(body.text, "model", None) or row.optional(row.text, "model", None)
     holders = [body.fields, row.fields]
     if type(extra := body.fields.get("extra_body")) is dict:
         holders.append(extra)
