@@ -109,6 +109,11 @@ class Workload(Plugin):
         """The model that the file says has served its requests; None: it does not say."""
         return None
 
+    @property
+    def reported_hit_ratio(self) -> float | None:
+        """The share of the prompt tokens read last that a log reports as cached, if it does."""
+        return None
+
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
         """Return True if a file that starts with `first_line` is of this format.

@@ -76,6 +76,8 @@ class ServedRun(NamedTuple):
 
             if note := beyond_positions(self.parts, prompts):
                 echo(f"kvcore: {note}", err=True)
+        if (reported := self.parts.workload.reported_hit_ratio) is not None:
+            document["reported_hit_ratio"] = reported
         for side in self.beside:
             if side.ran is not None:
                 side.ran(result, document)
@@ -84,7 +86,8 @@ class ServedRun(NamedTuple):
         for ran in self.added:
             _merge(document, ran.fields)
         if self.given["out"] is not None:
-            names = ("config", *fields, *(name for ran in self.added for name in ran.fields))
+            added = (name for ran in self.added for name in ran.fields)
+            names = ("config", "reported_hit_ratio", *fields, *added)
             parted = {name: document[name] for name in names if name in document}
             result.write(self.given["out"], **parted)
 

@@ -143,6 +143,8 @@ class Source:
         requests: number of its requests.
         longest_prompt: number of tokens of the longest prompt; 0 in documents of earlier
             versions.
+        reported_hit_ratio: the share of the prompt tokens that a log reports as cached; None:
+            it does not say.
     """
 
     name: str
@@ -151,6 +153,14 @@ class Source:
     key_tokens: int
     options: dict[str, Any]
     longest_prompt: int = 0
+    reported_hit_ratio: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a JSON object: without a reported ratio if there is none."""
+        fields = attrs.asdict(self)
+        if self.reported_hit_ratio is None:
+            del fields["reported_hit_ratio"]
+        return fields
 
     @classmethod
     def from_workload(cls, workload: Workload) -> Source:
@@ -300,7 +310,12 @@ def compare_policies(
             rows = maker.rows(candidates, sizes, jobs)
         else:
             rows = [maker.traced_row(candidates[0], sizes[0], trace, seed)]
-    source = attrs.evolve(source, requests=requests, longest_prompt=maker.longest_prompt)
+    source = attrs.evolve(
+        source,
+        requests=requests,
+        longest_prompt=maker.longest_prompt,
+        reported_hit_ratio=requested.reported_hit_ratio,
+    )
     bills = None
     if price is not None:
         from kvcore_replay.billing import bill  # noqa: PLC0415 - as above

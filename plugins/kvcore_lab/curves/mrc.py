@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -64,6 +64,11 @@ class Steps:
             return self.hits[-1]
         sizes, hits = self.blocks[right - 1 : right + 1], self.hits[right - 1 : right + 1]
         return hits[0] + (hits[1] - hits[0]) // (sizes[1] - sizes[0]) * (blocks - sizes[0])
+
+    def size_for(self, hits: float) -> int | None:
+        """Return the smallest pool with as many hits; None: there is none."""
+        last = self.blocks[-1]
+        return bisect_left(range(last), hits, key=self.at) if self.at(last) >= hits else None
 
 
 @attrs.frozen(kw_only=True)
@@ -255,7 +260,10 @@ class _CurveMaker:
         replayed = iter(self._replayed(replaying, sizes))
         return Curves(
             workload=attrs.evolve(
-                source, requests=self.requests, longest_prompt=self.longest_prompt
+                source,
+                requests=self.requests,
+                longest_prompt=self.longest_prompt,
+                reported_hit_ratio=self.setup.workload.reported_hit_ratio,
             ),
             accounting=geometry.accounting,
             block_size=geometry.block_size,

@@ -141,7 +141,7 @@ class Reading:
         self._likely_answer = ""
         self._estimated = False
         self._other_prompts = self._other_outputs = 0
-        self._reported = self._counted = 0
+        self._reported = self._counted = self._cached = 0
         self._key_text = chat.key_tokens
         self._clock: Clock | None = None
         self._order: TimeOrder | None = None
@@ -207,7 +207,13 @@ class Reading:
             notes.append(f"fields that are not read: {', '.join(self._unread)}")
         return notes
 
+    def reported_hit_ratio(self) -> float | None:
+        """Return the share of the reported prompt tokens that was cached; None: none was."""
+        return self._cached / self._reported if self._cached else None
+
     def _usage_notes(self) -> Iterator[str]:
+        if (ratio := self.reported_hit_ratio()) is not None:
+            yield f"the log reports {ratio:.1%} of its prompt tokens as cached"
         if self._unfound:
             named, likely = self._names.get("answer"), self._likely_answer
             hint = f"answer={named} has none" if named else "answer=FIELD names it"
@@ -445,6 +451,7 @@ class Reading:
             if usage is not None:
                 self._reported += prompt_tokens
                 self._counted += len(prompt)
+                self._cached += usage.read_tokens
                 self._other_prompts += prompt_tokens != len(prompt)
                 self._other_outputs += answer is not None and output != len(generated)
             # Reported lengths and those of the text differ by some blocks. Of a prompt with

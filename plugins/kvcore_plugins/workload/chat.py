@@ -134,6 +134,11 @@ class Chat(ChatFile):
         return max(names := models_in_head(self), key=names.count, default=None)
 
     @property
+    def reported_hit_ratio(self) -> float | None:
+        """The share of the reported prompt tokens that was cached; None: no row reports any."""
+        return None if self._reading is None else self._reading.reported_hit_ratio()
+
+    @property
     def notes(self) -> Sequence[str]:
         """Assumptions about the rows that were read last, and the rows that were left out."""
         return () if self._reading is None else self._reading.notes()

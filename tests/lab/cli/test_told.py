@@ -49,6 +49,37 @@ def test_a_model_that_was_chosen_is_not_told_of(log, verb):
     assert HUB_ID not in done.stderr
 
 
+@pytest.fixture
+def cached(tmp_path):
+    """Return the path of a log of four equal prompts, that has three of them as cached."""
+    path = tmp_path / "cached.jsonl"
+    row = {"messages": [{"role": "user", "content": "A question. " * 40}]}
+    counts = ({"prompt_tokens": 120, "cached_tokens": cached} for cached in (0, 96, 96, 96))
+    rows = (row | {"ts": ts, "usage": usage} for ts, usage in enumerate(counts))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("verb", ["simulate", "compare", "curve"])
+def test_the_cached_tokens_of_a_log_are_told(cached, log, verb):
+    """The share that a log has as cached is in a note and in JSON, beside that of its replay."""
+    done = run_here(verb, cached, *VERBS[verb], "--json")
+    assert "kvcore: chat: the log reports 60.0% of its prompt tokens as cached" in done.stderr
+    document = json.loads(done.stdout)
+    told = document if verb == "simulate" else document["workload"]
+    assert told["reported_hit_ratio"] == 3 * 96 / 480
+    other = run_here(verb, log, *VERBS[verb], "--json")
+    assert "reported_hit_ratio" not in other.stdout
+    assert "the log reports" not in other.stderr
+
+
+def test_the_files_of_a_run_have_what_its_log_reports(cached, tmp_path):
+    """The summary that `--out` writes has the share that the log reports as cached."""
+    run_here("simulate", cached, "--limit", 2, "--out", tmp_path / "out")
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["reported_hit_ratio"] == 96 / 240
+
+
 def test_a_sweep_tells_of_each_log(log, tmp_path):
     """A sweep has the notes of a log that another process has read, and its model."""
     grid = tmp_path / "grid.toml"
