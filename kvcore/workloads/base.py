@@ -141,6 +141,14 @@ class Workload(Plugin):
         return cls(path=path)  # type: ignore[call-arg]
 
 
+def notes_of(requests: object) -> list[str]:
+    """Return the notes on requests that were read, each after the name of their workload."""
+    source = requests.items if isinstance(requests, Ticked) else requests
+    if not isinstance(source, Workload):
+        return []
+    return [f"{source.name}: {note}" for note in source.notes]
+
+
 def _guarded(
     method: Callable[[Workload], Iterator[Request]],
 ) -> Callable[[Workload], Iterator[Request]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -112,6 +112,11 @@ class Curves(Shown):
     hit_blocks: int
     curves: list[Curve]
     answers_left_out: int = 0
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """The notes of the workload on the requests that were read."""
+        return self.workload.notes
 
     def ratio(self, hit_blocks: int) -> float | None:
         """Return hits as a share of the blocks looked up; None if no block was looked up."""
@@ -259,11 +264,10 @@ class _CurveMaker:
         ]
         replayed = iter(self._replayed(replaying, sizes))
         return Curves(
-            workload=attrs.evolve(
-                source,
+            workload=source.read(
+                self.setup.workload,
                 requests=self.requests,
                 longest_prompt=self.longest_prompt,
-                reported_hit_ratio=self.setup.workload.reported_hit_ratio,
             ),
             accounting=geometry.accounting,
             block_size=geometry.block_size,

@@ -158,6 +158,7 @@ class CurvesReport:
         curves = self.curves
         document = {
             "workload": curves.workload.as_dict(),
+            **curves.workload.told(),
             "count": curves.accounting,
             "block_size": curves.block_size,
             "weighting": "block",

@@ -135,6 +135,7 @@ class PlaneReport:
         plane = self.plane
         return {
             "workload": plane.workload.as_dict(),
+            **plane.workload.told(),
             "count": "keys",
             "block_size": plane.block_size,
             "eviction": plane.eviction,

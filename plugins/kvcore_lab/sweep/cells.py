@@ -30,7 +30,7 @@ from kvcore.serving.result import Reported
 from kvcore.serving.stats import MET, Percentiles
 from kvcore.trace.fields import plain, slo_field
 from kvcore.units import NS_PER_S, window_text
-from kvcore.workloads import Workload
+from kvcore.workloads import Workload, notes_of
 from kvcore.workloads.files import file_digest
 from kvcore_cli.report.tables import beyond_positions
 from kvcore_cluster.options import replicas_text
@@ -218,8 +218,8 @@ class WorkloadCache:
     def notes(self, cell: RunConfig) -> list[str]:
         """Return the notes on the workload of the latest cell that was run, after its name."""
         workload = self._workloads[_workload_key(cell)]
-        notes = *workload.notes, *filter(None, [self.beyond])
-        return [f"{workload.name}: {note}" for note in notes]
+        beyond = [f"{workload.name}: {self.beyond}"] if self.beyond else []
+        return notes_of(workload) + beyond
 
     def digest(self, parts: RunParts) -> str:
         """Return the digest of a workload, which is computed once."""

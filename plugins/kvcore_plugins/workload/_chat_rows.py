@@ -155,6 +155,8 @@ class Reading:
         drawn, first = self._chat.drawn_arrivals(), None
         for time, tokens in self._measured(self._tokens()):
             self._rows += 1
+            if (model := _model_of(tokens.exchange)) is not None:
+                self._models[model] += 1
             if time is None:
                 start = next(drawn)
             else:
@@ -272,14 +274,14 @@ class Reading:
             yield time, exchange
 
     def _chosen(self, source: Iterable[Exchange]) -> Iterator[Exchange]:
-        """Yield the rows of the models that are read; count those of each."""
+        """Yield the rows of the models that are read; count those of others."""
         chosen = self._chat.only_model
         for exchange in source:
             model = _model_of(exchange)
-            if model is not None:
-                self._models[model] += 1
             if chosen in (None, model):
                 yield exchange
+            elif model is not None:
+                self._models[model] += 1
 
     def _clocked(self, rows: Iterable[Exchange], clock: Clock) -> Iterator[Timed[Exchange]]:
         """Yield the rows that have a time."""

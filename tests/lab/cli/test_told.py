@@ -62,7 +62,7 @@ def cached(tmp_path):
 
 @pytest.mark.parametrize("verb", ["simulate", "compare", "curve"])
 def test_the_cached_tokens_of_a_log_are_told(cached, log, verb):
-    """The share that a log has as cached is in a note and in JSON, beside that of its replay."""
+    """The share that a log has as cached is in a note, and in JSON beside its hits."""
     done = run_here(verb, cached, *VERBS[verb], "--json")
     assert "kvcore: chat: the log reports 60.0% of its prompt tokens as cached" in done.stderr
     document = json.loads(done.stdout)
@@ -71,6 +71,24 @@ def test_the_cached_tokens_of_a_log_are_told(cached, log, verb):
     other = run_here(verb, log, *VERBS[verb], "--json")
     assert "reported_hit_ratio" not in other.stdout
     assert "the log reports" not in other.stderr
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ("simulate",),
+        ("simulate", "--replicas", 2),
+        ("compare", "--blocks", 99),
+        ("curve",),
+        ("curve", "--tier", "host:memory=1GiB", "--sizes", 2),
+    ],
+)
+def test_documents_have_the_notes_there_are(log, verb):
+    """JSON has the notes of a log, and no field for them where there are none."""
+    document = json.loads(run_here(*verb, log, "--json").stdout)
+    assert any(note.startswith("chat: left out: 1") for note in document["notes"])
+    assert "notes" not in document["workload" if "workload" in document else "config"]
+    assert '"notes"' not in run_here(*verb, "zipf:requests=9", "--json").stdout
 
 
 def test_the_files_of_a_run_have_what_its_log_reports(cached, tmp_path):
