@@ -444,3 +444,34 @@ def test_a_model_beside_the_request_keeps_prompts_apart(read):
     """Equal prompts of two models share nothing, also with the model beside a request."""
     first, second = read(*({"request": {"messages": CHAT[:4]}, "model": name} for name in "ab"))
     assert not {*first.keys} & {*second.keys}
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "tenant"),
+    [
+        ({"tenant": "harbour"}, {}, "harbour"),
+        ({"tenant": 7}, {}, "7"),
+        ({"user": "ann"}, {}, None),
+        ({"user": "ann", "tenant": "harbour"}, {"tenant": "user"}, "ann"),
+        ({"meta": {"org": "harbour"}}, {"tenant": "meta.org"}, "harbour"),
+        ({"tenant": ""}, {}, None),
+        ({"tenant": ["a"]}, {}, None),
+        ({"user": "ann"}, {"tenant": "team"}, None),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_tenant_of_a_row_is_read(read, row, options, tenant, inside):
+    """The tenant is the field `tenant` of a row or its request, or the one that is named.
+
+    A user is none unless that is asked for.
+    """
+    rows = {"request": {"messages": CHAT} | row} if inside else {"messages": CHAT} | row
+    assert {request.tenant for request in read(rows, **options)} == {tenant}
+
+
+def test_rows_without_the_tenant_that_is_named_are_counted(tmp_path):
+    """A note counts the rows that lack the field that was named."""
+    rows = [{"prompt": "a", "user": "ann"}, {"prompt": "b"}, {"prompt": "c", "user": None}]
+    workload = Chat(write_rows(tmp_path / "c.jsonl", *rows), rate=1, tenant="user")
+    assert [request.tenant for request in workload] == ["ann", None, None]
+    assert "rows without tenant=user: 2" in workload.notes

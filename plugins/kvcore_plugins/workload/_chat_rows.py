@@ -139,6 +139,7 @@ class Reading:
         self._unread: list[str] = []
         self._rows = self._unanswered = self._hidden = self._answers = self._unfound = 0
         self._likely_answer = ""
+        self._tenantless = 0
         self._estimated = False
         self._other_prompts = self._other_outputs = 0
         self._reported = self._counted = self._cached = 0
@@ -197,6 +198,8 @@ class Reading:
                 "the answer that it quotes and the time between the two; turns=false sends all "
                 "at their times"
             )
+        if self._tenantless:
+            notes.append(f"rows without tenant={self._names['tenant']}: {self._tenantless:,}")
         notes += models_note(self._models, chat.only_model, "only_model")
         notes += self.left_out.notes
         notes += self._usage_notes()
@@ -434,6 +437,8 @@ class Reading:
         exchange, chat = tokens.exchange, self._chat
         serial, think = exchange.row.line - 1, round(chat.think * NS_PER_S)
         salt, size = _salt_of(exchange, chat.isolate), chat.key_tokens
+        tenant = _tenant_of(exchange, self._names.get("tenant", "tenant"))
+        self._tenantless += tenant is None and "tenant" in self._names
         alone = len(tokens.prompts) == 1
         make, turns = self._maker(tokens), list[Turn]()
         for turn, (prompt, answer) in enumerate(
@@ -474,6 +479,7 @@ class Reading:
                 keys=keys[:full_blocks],
                 key_tokens=size,
                 salt=salt,
+                tenant=tenant,
                 session=None if alone else str(serial),
                 after=f"{serial}/{turn - 1}" if turn else None,
                 think_time=think if turn else 0,
@@ -582,6 +588,8 @@ def _exchange(row: Row, names: Mapping[str, str], image_tokens: int | None) -> E
         value = _dotted(fields, name)
         if role == "time":
             fields[name] = value
+        elif role == "tenant":
+            continue  # of the row, or of the request in it
         elif role == "answer":
             fields["response"] = value if type(value) is dict else {"output": value}
         else:
@@ -692,6 +700,15 @@ def _salt_of(exchange: Exchange, isolate: str | None) -> str | None:
     if not apart:
         return model
     return orjson.dumps([model, apart], option=orjson.OPT_SORT_KEYS).decode()
+
+
+def _tenant_of(exchange: Exchange, name: str) -> str | None:
+    """Return the tenant of a row, in the field `name` of it or of its request."""
+    for holder in (exchange.row, exchange.body):
+        value = _dotted(holder.fields, name)
+        if type(value) in (str, int) and value != "":
+            return str(value)
+    return None
 
 
 def _output_count(exchange: Exchange) -> int | None:

@@ -57,6 +57,8 @@ class Chat(ChatFile):
             digits, signs, line ends) or `bytes`.
         time, messages, prompt, answer, usage, model: fields of a row, where they have other
             names or lie deeper than those above, such as `payload.messages`.
+        tenant: the field of a row or of the request in it with the tenant, such as `user`;
+            None: `tenant`, where rows have it.
         only_model: the model whose rows alone are read; None: those of all models are.
         fields: path of a TOML file with these names.
         image_tokens: tokens of an image, or of another part without a text; None: rows with

@@ -118,6 +118,26 @@ def test_a_sweep_tells_of_prompts_beyond_the_positions(tmp_path):
     assert note.startswith(f"kvcore: zipf: {beyond} (9 of 9)")
 
 
+FAIR = "scheduler fair divides among tenants, and no request has one"
+
+
+def test_fairness_among_nobody_is_told(log):
+    """A run under `fair` tells of a log without tenants, and of no other one."""
+    assert FAIR in run_here("simulate", log, "--scheduler", "fair").stderr
+    assert FAIR not in run_here("simulate", log).stderr
+    named = run_here("simulate", f"chat:{log},tenant=model", "--scheduler", "fair")
+    assert named.returncode == 0
+    assert FAIR not in named.stderr
+
+
+def test_a_sweep_tells_of_fairness_among_nobody(tmp_path):
+    """A sweep tells once of each workload that `fair` cannot divide."""
+    grid = tmp_path / "grid.toml"
+    grid.write_text('workload = "zipf:requests=9"\nscheduler = ["fair", "fcfs", "srpt"]\n')
+    done = run_here("sweep", grid, "--jobs", 1)
+    assert done.stderr.count(f"kvcore: zipf: {FAIR}") == 1
+
+
 def test_explain_takes_the_model_of_a_log(log):
     """The seconds of prefill of a log's misses are those of the model that it names."""
     done = run_here("explain", log, "--summary", "--blocks", 99, "--json")
