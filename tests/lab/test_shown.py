@@ -52,7 +52,8 @@ def test_the_short_form_of_a_simulation_has_its_size():
 @pytest.fixture
 def log(tmp_path):
     """Return the path of a log of chats, of which one row cannot be read."""
-    row = {"messages": [{"role": "user", "content": "A question. " * 20}], "ts": 1, "output_tokens": 9}
+    row = {"messages": [{"role": "user", "content": "A question. " * 20}]}
+    row |= {"ts": 1, "output_tokens": 9}
     return write_rows(tmp_path / "log.jsonl", row, {"ts": 2}, row | {"ts": 3}, row | {"ts": 4})
 
 
