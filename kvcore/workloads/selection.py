@@ -339,6 +339,11 @@ class WorkloadSample(Workload):
         """The model that the source names."""
         return self.source.served_model
 
+    @property
+    def reported_hit_ratio(self) -> float | None:
+        """That of the source."""
+        return self.source.reported_hit_ratio
+
     def options(self) -> dict[str, Any]:
         """Return the options of the source, `limit`, `scale` as `shrink`, and the window."""
         own: dict[str, Any] = {"limit": self.limit, "shrink": self.scale}

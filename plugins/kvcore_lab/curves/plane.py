@@ -212,7 +212,7 @@ class _PlaneMaker:
             point: self._point(*point, *hits_of_sizes, seconds) for point, hits_of_sizes in hits
         }
         return Plane(
-            workload=attrs.evolve(source, requests=len(reuse.lengths)),
+            workload=source.read(workload, requests=len(reuse.lengths)),
             tier=self.tier,
             eviction=self.eviction,
             exact=exact,

@@ -57,6 +57,9 @@ class Chat(ChatFile):
             digits, signs, line ends) or `bytes`.
         time, messages, prompt, answer, usage, model: fields of a row, where they have other
             names or lie deeper than those above, such as `payload.messages`.
+        tenant: the field of a row or of the request in it with the tenant, such as `user`;
+            None: `tenant`, where rows have it.
+        only_model: the model whose rows alone are read; None: those of all models are.
         fields: path of a TOML file with these names.
         image_tokens: tokens of an image, or of another part without a text; None: rows with
             such parts are left out.
@@ -131,6 +134,11 @@ class Chat(ChatFile):
         from kvcore_plugins.workload._chat_rows import models_in_head  # noqa: PLC0415 - as above
 
         return max(names := models_in_head(self), key=names.count, default=None)
+
+    @property
+    def reported_hit_ratio(self) -> float | None:
+        """The share of the reported prompt tokens that was cached; None: no row reports any."""
+        return None if self._reading is None else self._reading.reported_hit_ratio()
 
     @property
     def notes(self) -> Sequence[str]:
