@@ -339,7 +339,7 @@ def test_a_segment_whose_prefix_has_left_is_not_resumable():
 
 
 def test_a_segment_whose_prefix_has_come_back_is_resumable_again():
-    """When another text has computed the prefix anew, a request resumes behind it again."""
+    """When another text has computed the prefix again, a request resumes behind it again."""
     cache = broken_branch()
     (last,) = (s for s in cache._segments if s.borrowed)
     for n in range(3):
