@@ -392,7 +392,7 @@ class Cluster:
         dispatcher, replica = self._seen(server)
         server.up = True
         server.loop.wake(now)
-        server.loop.rejoin(replica, self._clock)
+        server.loop.join(replica, self._clock)
         if self._reporting:
             dispatcher.view.connect(server.number, server.loop.cache)
         dispatcher.joined(replica, now)

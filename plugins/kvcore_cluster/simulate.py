@@ -137,7 +137,9 @@ def simulate_cluster(
     wall_s = perf_counter() - begun
     lives = [
         [
-            Result(loop.log, loop.cache, loop.batcher.batching, loop.latency, None, wall_s)
+            Result(
+                loop.log, loop.cache, loop.batcher.batching, loop.executor.latency, None, wall_s
+            )
             for loop in server.lives
         ]
         for server in cluster.servers
