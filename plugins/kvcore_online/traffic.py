@@ -41,7 +41,7 @@ class Flight:
             tokens that the router expected to hit there.
         prompt, output: numbers of tokens by a server's count, of all prompts and of all
             answers; that of a stream grows.
-        refused: the reason if no server answered; None otherwise.
+        refused: the reason if no server answered, or one with an error; None otherwise.
         ended: whether the record is complete.
         wrong: whether a server refused the request as invalid; it is left out of the trace.
     """
