@@ -563,7 +563,7 @@ class Recorder(ABC):
     ) -> None:
         """Write FINISH: `request` has all of its `output` tokens.
 
-        `output_keys` are the keys of its output that no earlier line has; left out if empty.
+        `output_keys` are the keys of its output that REQUEST does not have; left out if empty.
         """
         line = {
             "n": 0, "t": now, "event": "FINISH",

@@ -145,8 +145,9 @@ class Text:
 
     Args:
         decode: returns the text of tokens.
-        stop: texts that end the text, and are not part of it.
-        eos: token ids that end the text, and are not part of it.
+        stop: texts that end the text.
+        eos: token ids that end the text.
+        shown: whether the text or the token that ends the text is part of it.
 
     Attributes:
         stopped: whether a stop text or an end-of-sequence token has come.
@@ -157,8 +158,10 @@ class Text:
         decode: Callable[[list[int]], str],
         stop: tuple[str, ...] = (),
         eos: frozenset[int] = frozenset(),
+        *,
+        shown: bool = False,
     ) -> None:
-        self._decode, self._eos = decode, eos
+        self._decode, self._eos, self._shown = decode, eos, shown
         self._stops = list(map(StopText, stop))
         self._ids: list[int] = []
         self._begin = self._read_to = 0
@@ -167,10 +170,10 @@ class Text:
 
     def add(self, ids: Sequence[int], *, last: bool = False) -> str:
         """Return the text that `ids` add; with `last`, also the text held back."""
-        shown = [token for token in ids if token not in self._eos]
-        self.stopped = len(shown) < len(ids)
+        others = [token for token in ids if token not in self._eos]
+        self.stopped = len(others) < len(ids)
         last |= self.stopped
-        self._ids += shown
+        self._ids += ids if self._shown else others
         before = self._decode(self._ids[self._begin : self._read_to])
         text = self._decode(self._ids[self._begin :])
         piece = ""
@@ -181,11 +184,15 @@ class Text:
             piece = text[len(before) :]
         held, self._held = self._held + piece, ""
         before_piece = len(held) - len(piece)
-        ends = ((stop, stop.end(piece)) for stop in self._stops)
-        starts = [before_piece + end - len(stop.text) for stop, end in ends if end is not None]
-        if starts:
+        found = ((stop, stop.end(piece)) for stop in self._stops)
+        ends = [
+            before_piece + end - (0 if self._shown else len(stop.text))
+            for stop, end in found
+            if end is not None
+        ]
+        if ends:
             self.stopped = True
-            return held[: min(starts)]
+            return held[: min(ends)]
         if last:
             return held
         until = len(held) - max((stop.begun for stop in self._stops), default=0)
@@ -618,7 +625,8 @@ class Server:
 
     def _answer(self, call: Call) -> Answer:
         model = self._model
-        return Answer(Text(model.decode, call.stop, model.eos_token_ids))
+        ends = model.eos_token_ids | call.stop_ids
+        return Answer(Text(model.decode, call.stop, ends, shown=call.stop_shown))
 
     def _head(self, request: Request, call: Call, *, chunk: bool) -> dict[str, Any]:
         """Return the fields with which each document of an answer begins."""

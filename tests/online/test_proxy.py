@@ -688,11 +688,11 @@ def test_a_request_refused_by_the_router_is_in_the_trace(tmp_path):
 
 
 def test_a_request_refused_by_a_server_is_not_in_the_trace(tmp_path):
-    """A request that a server answers with an error is not in the trace."""
+    """A request that a server refuses as invalid is not in the trace."""
 
     async def scene(proxy, servers, client):
-        servers[0].script = "fail"
-        assert (await ask(client))[0] == 500
+        servers[0].script = "refuse"
+        assert (await ask(client))[0] == 400
         servers[0].script = "answer"
         assert (await ask(client))[0] == 200
 
@@ -1108,3 +1108,20 @@ def test_the_trace_tells_nobody_what_was_asked(tmp_path):
         found.append([(request.salt, request.session, request.keys) for request in requests])
     assert found[0] == found[1]
     assert len({str(each) for each in found}) == 3
+
+
+def test_a_request_at_which_a_server_fails_is_in_the_trace(tmp_path):
+    """A request that gets a status 500 is in the trace, with what it asked for, and refused."""
+    path = tmp_path / "day.jsonl"
+
+    async def scene(proxy, servers, client):
+        servers[0].script = "fail"
+        assert (await ask(client, max_tokens=7))[0] == 500
+        servers[0].script = "answer"
+        assert (await ask(client, max_tokens=7))[0] == 200
+
+    play(scene, count=1, trace=path)
+    read = list(read_events(path))
+    assert [line.why for line in read if line.event == "REJECT"] == ["status 500"]
+    assert sum(line.event == "ROUTE" for line in read) == 2
+    assert [each.output_tokens for each in TraceWorkload(path)] == [7, 3]

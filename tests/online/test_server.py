@@ -967,3 +967,15 @@ def test_a_cancelled_request_has_an_end(server):
     while (part := parts.get(timeout=60)).end is None:
         assert part.ids
     assert part.end == CANCELLED
+
+
+def test_a_call_has_end_tokens_of_its_own(server):
+    """An answer ends before the first of its `stop_token_ids`, and the rest is not made."""
+    options = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6}
+    create = client(server).completions.create
+    words = create(**options).choices[0].text.split()
+    token = next(word for word in words[1:] if word != words[0])
+    answer = create(**options, extra_body={"stop_token_ids": [int(token)]})
+    assert answer.choices[0].text.split() == words[: words.index(token)]
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == words.index(token) + 1
