@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, M
 from contextlib import ExitStack, aclosing, suppress
 from functools import partial
 from itertools import count
+from operator import itemgetter
 from pathlib import Path
 from threading import Lock
 from time import perf_counter_ns, time
@@ -145,7 +146,8 @@ class Text:
 
     Args:
         decode: returns the text of tokens.
-        stop: texts that end the text, and are not part of it.
+        stop: texts that end the text, and are not part of it: the one that ends first, of those
+            that end together the first in the list.
         eos: token ids that end the text, and are not part of it.
 
     Attributes:
@@ -182,10 +184,11 @@ class Text:
         held, self._held = self._held + piece, ""
         before_piece = len(held) - len(piece)
         ends = ((stop, stop.end(piece)) for stop in self._stops)
-        starts = [before_piece + end - len(stop.text) for stop, end in ends if end is not None]
-        if starts:
+        found = [(end, len(stop.text)) for stop, end in ends if end is not None]
+        if found:
             self.stopped = True
-            return held[: min(starts)]
+            end, size = min(found, key=itemgetter(0))
+            return held[: before_piece + end - size]
         if last:
             return held
         until = len(held) - max((stop.begun for stop in self._stops), default=0)
