@@ -40,7 +40,7 @@ def test_every_field_is_in_the_reference(pages, command, tmp_path, monkeypatch):
 
 
 def shape(document):
-    """Return the fields of a document in their order, but for those of `OPEN`."""
+    """Return the fields of a document in their order, without those in `OPEN`."""
     if isinstance(document, dict):
         return [(name, name not in OPEN and shape(each)) for name, each in document.items()]
     return [shape(each) for each in document[:1]] if isinstance(document, list) else None

@@ -59,7 +59,7 @@ OPEN = {"options", "packages"}
 
 
 def fields_of(document):
-    """Return the names of all fields of a JSON document, but for those of `OPEN`."""
+    """Return the names of all fields of a JSON document, at any depth but below `OPEN`."""
     if isinstance(document, dict):
         inner = [each for name, each in document.items() if name not in OPEN]
         return set(document).union(*map(fields_of, inner))
