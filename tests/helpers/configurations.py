@@ -1,9 +1,17 @@
 """Configurations of plugins, by text, for the kit of their kind."""
 
+from functools import cache
+
 import pytest
 
 from kvcore import Plugins
 from kvcore.plugins import resolve
+
+
+@cache
+def registered(kind):
+    """Return the names of the plugins of a kind."""
+    return set(Plugins().names(kind))
 
 
 def configured(kind, specs, about=lambda _: {}, *, elsewhere=(), defaults=False):
@@ -18,7 +26,7 @@ def configured(kind, specs, about=lambda _: {}, *, elsewhere=(), defaults=False)
     class Configured:
         @pytest.fixture(autouse=True, params=specs)
         def _configured(self, request):
-            assert set(Plugins().names(kind)) <= tested | set(elsewhere)
+            assert registered(kind) <= tested | set(elsewhere)
             self.spec = request.param
             vars(self).update(about(self.spec))
 
