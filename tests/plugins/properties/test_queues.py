@@ -1,7 +1,7 @@
 """Policies against the published algorithms on one-key requests, and queues on prefixes.
 
-The algorithms are implemented a second time in `reference/queues.py` and `reference/flat.py`, in
-these variants:
+The algorithms are implemented a second time in `reference/queues.py` and `reference/flat.py`,
+in these variants:
 
 * SIEVE has no variants.
 * S3-FIFO is algorithm 1 of its paper as in its authors' simulator: counts start at zero in the
