@@ -170,8 +170,9 @@ class Run:
         log, cache = self.result.log, self.result.cache
         stats = attrs.asdict(cache.stats), cache.residency_by_tier()
         tiers = cache.tiers.as_dict() if cache.tiers else []
+        summary = self.result.summary() | {"wall_s": 0}
         itl = log.itl.percentiles(1)
-        return log.columns(), log.reasons, log.steps, log.busy_ps, itl, stats, tiers
+        return log.columns(), log.reasons, log.busy_ps, itl, stats, tiers, summary
 
     def sum(self, column):
         """Return the sum of a column over all finished requests."""
