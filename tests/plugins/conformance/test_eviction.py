@@ -3,6 +3,7 @@
 from helpers.configurations import configured
 from helpers.policies import POLICIES
 from helpers.seeds import FewSeeds
+from hypothesis import settings
 
 from kvcore.testing import EvictionPolicyTests
 
@@ -12,4 +13,4 @@ class TestBuiltIn(
 ):
     """Every configuration in the list of policies."""
 
-    machine_examples = 2
+    machine_examples = max(settings.default.max_examples // 3, 1)
