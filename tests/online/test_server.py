@@ -486,14 +486,6 @@ def test_hits_and_bytes_of_tiers_are_metrics():
     assert found[moved, "host", "store"] >= 4 * 12 * block
 
 
-@pytest.mark.parametrize("port", ["65536", "99999"])
-def test_an_impossible_port_is_refused(port):
-    """The error for an impossible port names the address and the port."""
-    run = run_here("serve", "--port", port)
-    assert run.returncode == 2
-    assert f"port {port} of 127.0.0.1" in run.stderr
-
-
 def test_blocks_stored_and_not_removed_by_events_are_cached():
     """Blocks stored and not removed by KV events are cached.
 
@@ -638,13 +630,6 @@ def test_two_servers_cannot_have_one_port(server):
     done = run_here("serve", "--port", port, "--generator", SMALL)
     assert done.returncode == 2
     assert f"port {port} of 127.0.0.1: Address already in use" in done.stderr
-
-
-def test_kv_replay_without_kv_events_is_refused():
-    """`--kv-replay` without `--kv-events` is an error."""
-    run = run_here("serve", "--kv-replay", "tcp://127.0.0.1:5558")
-    assert run.returncode == 2
-    assert "--kv-replay sends the events of --kv-events again" in run.stderr
 
 
 def test_times_of_a_file_may_be_numbers(tmp_path):

@@ -72,7 +72,7 @@ replay good.jsonl good.jsonl | unexpected extra argument
 explain | say what to explain: a REQUEST
 explain good.jsonl | say what to explain: a REQUEST, such as `kvcore
 explain good.jsonl 0 --summary | or --summary, not both
-export good.jsonl | Missing option '--to'
+export good.jsonl | Missing option '--to'. Choose from: vllm, dynamo, mooncake, perfetto; try
 export good.jsonl --to vllm | give --out FILE, or with
 export good.jsonl --to nothing --out x | '--to': 'nothing' is not one of 'vllm', 'dynamo'
 export good.jsonl --to mooncake --zmq tcp://h:1 | give --out FILE, or with --to vllm --zmq
@@ -365,7 +365,7 @@ size mixtral-8x7b --device h200 --tokens 1e18 | their K/V exceeds 2^63 bytes; as
 size mixtral-8x7b --device h200 --batch 1e18 | their K/V exceeds 2^63 bytes; ask for less
 size mixtral-8x7b --device h200 --block-size 1e18 | their K/V exceeds 2^63 bytes; ask for less
 size mixtral-8x7b --device h200 --window 1e18 | window must be 1 to 2,147,483,647
-# replicas, routers and planners
+# replicas, routers, servers and planners
 simulate W --replicas 0 | '--replicas': 0 is out of range: it must be at least 1
 simulate W --replicas 1e6 | --replicas: more than 10,000 are too many
 simulate W --replicas 2 --fail replica=2,at=1 | --fail: replica=2,at=1: replicas
@@ -414,6 +414,16 @@ route http://a --view exact | 'exact' is no view; there are: index, events
 route http://a --view events:delay=1 | events that servers publish have no options
 route http://a --view event | did you mean 'events'
 route http://a --trace nowhere/day.jsonl | cannot write the trace nowhere
+serve --port 65536 | port 65536 of 127.0.0.1
+serve --port 99999 | port 99999 of 127.0.0.1
+serve --kv-replay tcp://127.0.0.1:5558 | --kv-replay sends the events of --kv-events again
+serve --simulate --generator sincos | --generator is not for --simulate
+serve --simulate --dtype fp16 | --dtype is not for --simulate
+serve --device h200 | --device is for --simulate alone
+serve --speed-up 2 | --speed-up is for --simulate alone
+serve --simulate --model llama-9 | --model: unknown model 'llama-9'
+serve --simulate --model gpt-oss-20b --kv-events tcp://127.0.0.1:1 | layers of gpt-oss-20b keep
+serve --simulate --model llama-3-70b --tensor-parallel 1 | tensor-parallel
 route http://a --port 99999 | port 99999 of 127.0.0.1: bind(): port must be
 # drafters, planes, prices, plans, benchmarks
 simulate W --drafter prompt-lookup | a simulation has none
