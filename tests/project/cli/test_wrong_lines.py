@@ -24,8 +24,6 @@ CONTENTS = {
     "REQUEST": REQUEST,
     "STEPS": STEPS,
     "AZURE": "TIMESTAMP,ContextTokens,GeneratedTokens",
-    "LLAMA": '{"model_type":"llama","num_hidden_layers":2,"hidden_size":8,'
-    '"num_attention_heads":4,"vocab_size":9,"intermediate_size":9}',
 }
 """Names of what the files in `INPUTS` have."""
 
@@ -653,15 +651,6 @@ simulate W --latency table:path=F | prefill_tokens,seconds\n | F:1: column 'deco
 simulate W --latency table:path=F | STEPS1,1,1,x\n | --latency: F:2: seconds: expected seconds
 simulate W --latency table:path=F |  | --latency: F: the file is empty: expected one row a line
 size F.json |  | F.json: not a JSON file: Expecting value: line 1 column 1
-size F.json | { | F.json: not a JSON file: Expecting property name enclosed
-size F.json | [] | F.json: expected a JSON object, as in a Hugging Face config.json
-size F.json | {} | F.json: field 'model_type' is missing
-size F.json | {"model_type":"llama"} | F.json: field 'num_hidden_layers' is missing
-size F.json | {"model_type":"foo"} | F.json: field 'model_type' is 'foo'
-size F.json | {"model_type":3} | F.json: field 'model_type' is 3
-size F.json | LLAMA with 2 -> -1 | F.json: field 'num_hidden_layers' must be an integer
-size F.json | LLAMA with 2 -> "x" | F.json: field 'num_hidden_layers' must be an integer
-size F.json | LLAMA with 4 -> 0 | F.json: field 'num_attention_heads' must be an integer
 size F.json | \xff\xfe\x00 | F.json: not a JSON file: 'utf-16-le' codec can't decode
 simulate W --model F.json | [] | --model: F.json: expected a JSON object
 """
