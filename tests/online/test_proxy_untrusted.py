@@ -24,8 +24,7 @@ from helpers.online_scenes import (
 from helpers.upstreams import prompt, until
 
 from kvcore import Request
-from kvcore.errors import InputError, StorageError
-from kvcore.files import AtomicFile
+from kvcore.errors import InputError
 from kvcore.request import TextRequest, block_keys
 from kvcore.untrusted import LONGEST_EVENT, MOST_NAMES, MOST_VALUES, parse_json
 from kvcore_online import proxy as proxy_module
@@ -339,27 +338,6 @@ async def test_checks_that_fail_unexpectedly_start_again(proxy, servers, client,
     monkeypatch.undo()
     servers[0].healthy = False
     await until(lambda: not proxy.fleet.dispatcher.up)
-
-
-def test_a_full_disk_ends_the_trace_and_the_exit_code_says_so(tmp_path, monkeypatch):
-    """The error of the disk that has ended the trace is kept, for the exit code."""
-
-    async def scene(proxy, servers, client):
-        await ask(client)
-
-        def full(*_):
-            msg = "cannot write the trace: No space left on device"
-            raise StorageError(msg)
-
-        monkeypatch.setattr(AtomicFile, "write", full)
-        while proxy.fleet.log is not None:  # a write that fails is noticed by the next one
-            await ask(client)
-            proxy.fleet._write(lambda log: log.sync(proxy.fleet.now()))
-        return proxy.fleet
-
-    fleet = play(scene, trace=tmp_path / "day.jsonl")
-    assert isinstance(fleet.log_error, StorageError)
-    assert "day.jsonl.part keeps what was written" in str(fleet.log_error)
 
 
 def test_an_event_that_comes_byte_by_byte_is_read_once(monkeypatch):
