@@ -144,16 +144,6 @@ def test_weights_dtype_replaces_a_missing_dtype(tmp_path):
     assert report(str(path), "--weights-dtype", "fp16")["model"]["dtype"] == "fp16"
 
 
-def test_a_folder_in_the_way_does_not_hide_a_model(tmp_path, monkeypatch):
-    """A name in the catalogue is that model, even if a folder has the same name."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "gpt2").mkdir()
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.json").write_text(json.dumps(LLAMA_3_8B))
-    assert report("gpt2")["model"]["name"] == "gpt2"
-    assert report("mine")["model"]["name"] == "mine"
-
-
 def test_large_requests_are_sized_as_json():
     """Figures beyond 64 bits are printed as JSON numbers."""
     document = report("llama-3-8b", "--device", "h200", "--tokens", "1e7", "--batch", "1e6")
