@@ -26,7 +26,8 @@ def configured(kind, specs, about=lambda _: {}, *, elsewhere=(), defaults=False)
     class Configured:
         @pytest.fixture(autouse=True, params=specs)
         def _configured(self, request):
-            assert registered(kind) <= tested | set(elsewhere)
+            missing = registered(kind) - tested - {*elsewhere}
+            assert not missing, f"{kind} plugins without a configuration: {missing}"
             self.spec = request.param
             vars(self).update(about(self.spec))
 
