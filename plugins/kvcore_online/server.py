@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, M
 from contextlib import ExitStack, aclosing, suppress
 from functools import partial
 from itertools import count
+from operator import itemgetter
 from pathlib import Path
 from threading import Lock
 from time import perf_counter_ns, time
@@ -145,7 +146,8 @@ class Text:
 
     Args:
         decode: returns the text of tokens.
-        stop: texts that end the text.
+        stop: texts that end the text: the one that ends first, of those that end together the
+            first in the list.
         eos: token ids that end the text.
         shown: whether the text or the token that ends the text is part of it.
 
@@ -184,15 +186,12 @@ class Text:
             piece = text[len(before) :]
         held, self._held = self._held + piece, ""
         before_piece = len(held) - len(piece)
-        found = ((stop, stop.end(piece)) for stop in self._stops)
-        ends = [
-            before_piece + end - (0 if self._shown else len(stop.text))
-            for stop, end in found
-            if end is not None
-        ]
-        if ends:
+        ends = ((stop, stop.end(piece)) for stop in self._stops)
+        found = [(end, len(stop.text)) for stop, end in ends if end is not None]
+        if found:
             self.stopped = True
-            return held[: min(ends)]
+            end, size = min(found, key=itemgetter(0))
+            return held[: before_piece + end - (0 if self._shown else size)]
         if last:
             return held
         until = len(held) - max((stop.begun for stop in self._stops), default=0)

@@ -43,9 +43,6 @@ def deepest(sign):
     return Deepest
 
 
-SIGNED = "def sign(depth): return {}depth\n" + DEEPEST
-
-
 def test_a_class_in_a_file_is_named_by_its_files():
     """The digest of kvcore stands for its classes, in each process."""
     assert class_digests(LRU) == {}
