@@ -94,10 +94,10 @@ def opened_source(workload: Source, plugins: Plugins | None) -> Iterable[Request
     """Return the requests of a workload, which is opened if it is a name or a path."""
     if not isinstance(workload, str | Spec | PathLike):
         return workload
-    from kvcore.workloads.selection import as_workload  # noqa: PLC0415 - as above
+    from kvcore.workloads.selection import open_workload  # noqa: PLC0415 - as above
 
     named = str(workload) if isinstance(workload, Spec) else workload
-    requests: Iterable[Request] = as_workload(named, plugins or Plugins())
+    requests: Iterable[Request] = open_workload(named, plugins or Plugins())
     return requests
 
 

@@ -24,7 +24,6 @@ from contextlib import AbstractContextManager, suppress
 from functools import cache, lru_cache, partial
 from importlib import import_module
 from pathlib import Path
-from time import time_ns
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -779,7 +778,6 @@ def _class_of_file(kind: str, file: str, name: str) -> type[Plugin]:
 
         spec: Any = spec_from_file_location(module_name, path)
         module = sys.modules[module_name] = module_from_spec(spec)
-        vars(module)["__loaded__"] = time_ns()  # a file that is edited later is not what runs
         try:
             spec.loader.exec_module(module)
         except FAILURES as error:

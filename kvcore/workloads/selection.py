@@ -74,7 +74,7 @@ def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -
     return _recognised(path, head, candidates.values())
 
 
-def as_workload(workload: Any, plugins: Plugins) -> Any:
+def open_workload(workload: Any, plugins: Plugins) -> Any:
     """Return the workload that a text or path names, or that requests are; others as they are.
 
     Raises:

@@ -29,7 +29,7 @@ from kvcore_lab.plans.planning import plan as search_plan
 from kvcore_lab.sweep import Grid, Journal, Mode, Plan, Sweep
 from kvcore_lab.sweep import sweep as run_sweep
 from kvcore_lab.sweep.executors import executor_for
-from kvcore_lab.sweep.grid import SweepFile
+from kvcore_lab.sweep.grid import MODES, SweepFile
 from kvcore_plugins.cache_groups import GroupPlan, LayerGroup, groups_of
 from kvcore_replay.pricing import PriceModel
 
@@ -334,7 +334,9 @@ def sweep(
         StorageError: the journal cannot be written.
     """
     if file is not None and axes:
-        msg = f"{fspath(file)} has the options of the sweep: leave {', '.join(axes)} out"
+        name = fspath(file)
+        instead = f"give mode={name!r}" if name in MODES else f"leave {', '.join(axes)} out"
+        msg = f"{name}, read as a sweep in TOML, has the options of the sweep: {instead}"
         raise InputError(msg)
     grid = Grid(mode, **axes) if file is None else SweepFile.read(as_path(file)).grid
     with nullcontext() if journal is None else Journal(journal) as opened:

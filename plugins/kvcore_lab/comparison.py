@@ -31,7 +31,7 @@ from kvcore.request import Request
 from kvcore.trace import Trace
 from kvcore.trace.fields import plain
 from kvcore.workloads import Workload, WorkloadSample, check_keys
-from kvcore.workloads.selection import as_workload
+from kvcore.workloads.selection import open_workload
 from kvcore_lab.candidates import (
     Candidate,
     Policy,
@@ -259,7 +259,7 @@ def compare_policies(
     alone, and that `options` are those of `ReplayOptions`.
     """
     plugins = plugins or Plugins()
-    requested: Workload = as_workload(workload, plugins)
+    requested: Workload = open_workload(workload, plugins)
     setup = ReplaySetup.from_workload(requested, plugins, **options)
     if setup.groups:
         alone = options.get("prefix", SHARING) == SHARING

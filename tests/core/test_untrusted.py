@@ -19,6 +19,7 @@ from kvcore.untrusted import (
     fits_header,
     header_text,
     load_toml,
+    parse_digits,
     parse_json,
     token_count,
 )
@@ -204,3 +205,10 @@ def test_an_escaped_text_can_be_printed(text):
     shown = escaped(text)
     shown.encode()
     assert all(character.isprintable() or character in "\t\n" for character in shown)
+
+
+def test_digits_are_ascii_and_below_a_bound():
+    """A number in digits is read; signs, other alphabets and endless numbers are none."""
+    assert [*map(parse_digits, ("0", "007", "9" * 18))] == [0, 7, 10**18 - 1]
+    refused = ("", "-1", "1.0", "1_0", " 1", "²", "١٢", "9" * 19, "1" * 5000)
+    assert {*map(parse_digits, refused)} == {None}

@@ -121,6 +121,14 @@ KINDS = {
 
 
 @pytest.mark.parametrize("axis", KINDS)
+def test_a_class_of_each_kind_notes_when_it_was_loaded(axis):
+    """A class has a time of its own, and not that of its base, after which no edit counts."""
+    kind = "rules" if axis == "like" else axis
+    own = Plugins().get(kind, KINDS[axis].partition(":")[0])
+    assert type("Later", (own,), {}).__loaded__ > own.__loaded__
+
+
+@pytest.mark.parametrize("axis", KINDS)
 def test_two_classes_of_one_name_are_refused_in_one_sweep(axis):
     """Rows of one name with other figures are refused, as `compare` refuses them."""
     spec, kind = KINDS[axis], "rules" if axis == "like" else axis
@@ -141,3 +149,11 @@ def test_one_class_may_be_given_twice():
     policies = ["lru", LRU, LRU(), "optimum", "belady", "lfu", "lfu:half_life=5"]
     grid = Grid("compare", workload=ZIPF, eviction=policies, blocks=600)
     assert len(Plan.from_grid(grid).rows) == len(policies)
+
+
+def test_a_mode_in_place_of_the_file_is_told():
+    """A mode in the place of the file of a sweep is refused with the words to give it."""
+    with pytest.raises(InputError, match="has the options of the sweep: give mode='compare'"):
+        kvcore.sweep("compare", workload=ZIPF)
+    with pytest.raises(InputError, match="leave blocks out"):
+        kvcore.sweep("grid.toml", blocks=5)

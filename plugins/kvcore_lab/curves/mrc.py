@@ -23,7 +23,7 @@ from kvcore.plugins.options import as_text
 from kvcore.progress import Progress, silent, ticked
 from kvcore.request import Request
 from kvcore.workloads import Workload, check_keys
-from kvcore.workloads.selection import as_workload
+from kvcore.workloads.selection import open_workload
 from kvcore_lab.candidates import Candidate, Policy, candidates_of, refuse_bound
 from kvcore_lab.comparison import ReplaySetup, Source, pool_sizes
 from kvcore_lab.workers import Call, call_all, check_jobs
@@ -180,7 +180,7 @@ def curve(
     """
     plugins = plugins or Plugins()
     setup = ReplaySetup.from_workload(
-        as_workload(workload, plugins),
+        open_workload(workload, plugins),
         plugins,
         accounting=accounting,
         block_size=block_size,

@@ -22,14 +22,17 @@ class Costs {
     const best = this.lost.reduce((most, lost, at) => (lost > (this.lost[most] ?? 0) ? at : most), -1);
     this.costliest = this.rows[best] ?? -1;
     this.most = this.lost[best] ?? 0;
-    this.idle = this._idle();
+    [this.idle, this.left] = this._idle();
     const { hits, lookups } = contents.totals;
     const ofOptimum = contents.order.reduce((sum, request) => sum + playback.requests.optimum[request], 0);
     this.ratio = lookups ? hits / lookups : null;
     this.optimum = lookups ? ofOptimum / lookups : null;
   }
 
-  /** Return the share of the cached blocks, by time, that no request asked for before their eviction. O(rows). */
+  /**
+   * Return the share of the cached blocks, by time, that no request asked for before their eviction, and the number of
+   * blocks that are cached in the end, which that leaves out. O(rows).
+   */
   _idle() {
     const { times, columns, kinds, words } = this.side.playback;
     const { kind, c, d, age } = columns;
@@ -42,7 +45,7 @@ class Costs {
       cached -= this.side.playback.blocksOf(row);
       for (const { dead } of this.parts(row)) idle += dead * age[row];
     }
-    return all ? idle / all : 0;
+    return [all ? idle / all : 0, cached];
   }
 
   /** Yield the blocks that the EVICT at `row` took, in pieces: positions, next request, and how many are what. */
@@ -155,7 +158,8 @@ class StoryPanel {
         `${policy} evicted ${format.counted(sums.evicted, "block")}. Later requests asked again for ${format.share(again)} of them: ` +
         `${format.count(sums.policy)} missed although the optimum would have had them, ` +
         `${format.count(sums.capacity)} that the optimum would not have had either. On average at least ${format.share(costs.idle)} of what was ` +
-        "cached waited for nobody: no request asked for it again before it was evicted.");
+        "cached waited for nobody: no request asked for it again before it was evicted." +
+        (costs.left ? ` That leaves out the ${format.counted(costs.left, "block")} that stayed to the end.` : ""));
     } else told.push(`${policy} evicted nothing.`);
     return told.map((text) => element("p", {}, text));
   }

@@ -328,12 +328,15 @@ function introduction({ playback }) {
     "misses and is computed. A full pool must evict cached blocks to make room: which ones, the eviction policy decides.");
 }
 
-/** Go to where the page opens: the time that was asked for, else the costliest eviction, unless it takes long to get there. */
+/**
+ * Go to where the page opens: the time that was asked for, else the costliest eviction of the trace with fewer hits, unless it
+ * takes long to get there.
+ */
 function open(app) {
   if (app.about.at != null) app.seek(app.about.at);
   else {
     const costliest = app.sides.map((side) => ({ side, costs: side.costs })).filter(({ costs }) => costs?.most)
-      .sort((one, other) => other.costs.most - one.costs.most)[0];
+      .sort(({ costs: one }, { costs: other }) => one.ratio - other.ratio || other.most - one.most)[0];
     if (costliest && costliest.costs.costliest < OPENED_AT) app.seekRow(costliest.side, costliest.costs.costliest);
     else app.seek(app.begin);
   }

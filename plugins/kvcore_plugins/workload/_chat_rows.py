@@ -14,6 +14,7 @@ import orjson
 from kvcore import InputError, Request
 from kvcore.request import block_keys
 from kvcore.units import INT64_LIMIT, NS_PER_S
+from kvcore.untrusted import parse_digits
 from kvcore.workloads import lines
 from kvcore_plugins.workload._chat_log import log_parts
 from kvcore_plugins.workload._chat_options import ChatFile
@@ -118,14 +119,14 @@ class Reading:
 
     Attributes:
         left_out: rows that are no requests.
-        linked: the rows that continue earlier ones.
+        turns: the rows that continue earlier ones.
     """
 
     def __init__(self, chat: ChatFile) -> None:
         self._chat = chat
-        self.linked = Turns()
+        self.turns = Turns()
         self._names = chat.field_names
-        self._encoder: Encoder = encoder_of(chat.tokens, chat.tokenizer)
+        self._encoder: Encoder = encoder_of(chat.tokens, chat.tokenizer, chat.image_tokens)
         self.left_out = LeftOut(strict=chat.strict)
         self._unread: list[str] = []
         self._rows = self._unanswered = self._hidden = 0
@@ -176,9 +177,9 @@ class Reading:
                 f"the file has no times{hint}: all arrives at once, a conversation's turns in "
                 "a row; rate=PER_SECOND and think=SECONDS spread them"
             )
-        if self.linked.linked:
+        if self.turns.linked:
             notes.append(
-                f"rows that continue an earlier one: {self.linked.linked:,}, each sent after "
+                f"rows that continue an earlier one: {self.turns.linked:,}, each sent after "
                 "the answer that it quotes and the time between the two; turns=false sends all "
                 "at their times"
             )
@@ -301,7 +302,7 @@ class Reading:
                 (text,) = text
             if type(text) is not str:
                 raise body.error(field="prompt", expected="a text")
-            ids = self._encoder.encode(text, begins=True)
+            ids = self._encoder.begin(text)
         if ids is not None:
             if not ids:
                 raise body.error(field="prompt", expected="at least one token")
@@ -320,14 +321,14 @@ class Reading:
             if answer is None and answered:
                 answer = Answer(text_of(messages[-1]), reasoning_of(messages.pop()))
                 body.fields["messages"] = body.fields["messages"][:-1]  # no part of the prompt
-            (prompt,) = encoder.prompts(messages, [len(messages)], body)
+            ((prompt, ends),) = encoder.prompts(messages, [len(messages)], body)
             tokens = self._one(exchange, prompt, answer, usage, explicit=explicit)
             if logged:
-                tokens.parts, marked = log_parts(body, encoder.ends, len(prompt))
+                tokens.parts, marked = log_parts(body, ends, len(prompt))
                 tokens.explicit = explicit or marked
             return tokens
         indices = answer_indices(messages)
-        prompts = list(encoder.prompts(messages, indices, body))
+        prompts = [prompt for prompt, _ in encoder.prompts(messages, indices, body)]
         answers = [
             self._encoded(reasoning_of(messages[index]), text_of(messages[index]))
             if index < len(messages)
@@ -547,8 +548,9 @@ def _dotted(fields: Any, name: str) -> Any:
     if type(fields) is dict and name in fields:
         return fields[name]
     for part in name.split("."):
-        if type(fields) is list and part.isdecimal() and int(part) < len(fields):
-            fields = fields[int(part)]
+        if type(fields) is list:
+            index = parse_digits(part)
+            fields = None if index is None or index >= len(fields) else fields[index]
         else:
             fields = fields.get(part) if type(fields) is dict else None
     return fields

@@ -10,6 +10,7 @@ import orjson
 
 from kvcore import InputError
 from kvcore.blake2 import blake2b
+from kvcore.untrusted import parse_digits
 from kvcore_plugins.workload.rows import Row
 from kvcore_plugins.workload.times import find_times
 
@@ -440,9 +441,10 @@ def _is_other(endpoint: str) -> bool:
 
 def _has_failed(status: Any) -> bool:
     """Return True if a status is that of an error, as a word or as HTTP has it."""
-    if type(status) is str and not status.isdecimal():
-        return status.lower() in _FAILED
-    return type(status) in (int, str) and int(status) in _HTTP_ERRORS
+    code = parse_digits(status) if type(status) is str else status
+    if type(code) is int:
+        return code in _HTTP_ERRORS
+    return type(status) is str and status.lower() in _FAILED
 
 
 def generated_nothing(response: Row) -> bool:

@@ -84,7 +84,7 @@ class Chat(ChatFile):
 
         self._reading = reading = Reading(self)
         requests = merged(reading.sessions())
-        return reading.linked.link(requests, reading.timed) if self.turns else requests
+        return reading.turns.link(requests, reading.timed) if self.turns else requests
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:

@@ -275,25 +275,25 @@ def test_the_summary_adds_up_all_evictions(page, explanations, sides):
     assert f"asked again for {100 * again / evicted:.1f}% of them: " in shown_story
     assert f" {policy:,} missed although the optimum would have had them" in shown_story
     assert f" {missed - policy:,} that the optimum would not have had either" in shown_story
+    *_, cached = side.cached()
+    assert f"That leaves out the {len(cached):,} blocks that stayed to the end." in shown_story
 
 
-def test_the_page_opens_at_the_costliest_eviction(
+def test_the_page_opens_at_the_costliest_eviction_of_the_worse_policy(
     browser, folder, files, explanations, sides, page
 ):
-    """The page opens at the first eviction with the largest loss against the optimum.
+    """The page opens at the first eviction with the largest loss of the trace with fewer hits.
 
     `--at` opens it at another time.
     """
     del page  # the fixture has written the file
-    costs = [
-        (losses(side, explanation, eviction)[2], -index, -eviction.row)
-        for index, (side, explanation) in enumerate(zip(sides, explanations, strict=True))
-        for eviction in side.evictions
-    ]
-    _, number, row = max(costs)
+    hits = [sum(request.hit for request in e.requests.values()) for e in explanations]
+    worse = hits.index(min(hits))
+    side, explanation = sides[worse], explanations[worse]
+    row = -max((losses(side, explanation, each)[2], -each.row) for each in side.evictions)[1]
     with tab(browser) as found:
         opened = found.open(folder / "page.html")
-        assert opened.evaluate("(at) => kvcore.sides[at].row", -number) == -row
+        assert opened.evaluate("(at) => kvcore.sides[at].row", worse) == row
         for seconds, time in (("12.5", 12.5 * NS_PER_S), ("1e6", sides[0].lines[-1]["t"])):
             file = folder / f"{seconds}.html"
             assert run_here("view", files[0], "--at", seconds, "-o", file).returncode == 0
