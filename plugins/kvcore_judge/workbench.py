@@ -196,6 +196,11 @@ def answer(
         return {"error": f"{error}{_place(error, policy)}"}
 
 
+def forget() -> None:
+    """Forget the requests that were read, since other ones have come to a path."""
+    read_stream.cache_clear()
+
+
 def _reported(report: Callable[[str, int, int], None]) -> Progress:
     @contextmanager
     def progress(description: str, total: int | None) -> Iterator[Tick]:

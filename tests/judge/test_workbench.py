@@ -48,6 +48,20 @@ WRONG = {
 LOOP = POLICY.replace("return", "\n        while True: pass\n        return")
 
 
+def rows_of(count):
+    """Return the first rows of the bundled trace."""
+    rows = [
+        {
+            "timestamp": request.arrival // 1_000_000,
+            "input_length": request.prompt_tokens,
+            "output_length": request.output_tokens,
+            "hash_ids": list(request.keys),
+        }
+        for request, _ in zip(Mooncake(), range(count), strict=False)
+    ]
+    return b"".join(orjson.dumps(row) + b"\n" for row in rows)
+
+
 @pytest.fixture
 def answer(tmp_path, monkeypatch):
     """Return the function of the page, which works in the working directory."""
@@ -128,6 +142,20 @@ def test_error_names_the_line(answer, wrong):
 def test_what_is_no_policy_is_refused(answer, source, what):
     """A file without a policy, or with one that looks ahead, has no score."""
     assert what in answer(source, "quick", None)["error"]
+
+
+def test_another_file_at_a_path_is_read_after_the_first_is_forgotten(answer, tmp_path):
+    """The requests of a file are kept by its path, until they are forgotten."""
+    path = tmp_path / "own.jsonl"
+    path.write_bytes(rows_of(60))
+    requests = []
+    for count, forgotten in ((60, False), (80, False), (80, True)):
+        path.write_bytes(rows_of(count))
+        if forgotten:
+            workbench.forget()
+        [stream] = orjson.loads(answer(POLICY, str(path), None)["document"])["streams"]
+        requests.append(stream["requests"])
+    assert requests == [60, 60, 80]
 
 
 # The site.
@@ -336,21 +364,35 @@ def test_page_shows_an_error_and_goes_on(shown, wrong):
 
 def test_a_dropped_file_stays_here(shown, answer, tmp_path):
     """Requests of a compressed file give the native document, and are sent nowhere."""
-    rows = [
-        {
-            "timestamp": request.arrival // 1_000_000,
-            "input_length": request.prompt_tokens,
-            "output_length": request.output_tokens,
-            "hash_ids": list(request.keys),
-        }
-        for request, _ in zip(Mooncake(), range(200), strict=False)
-    ]
     file = tmp_path / "own.jsonl.zst"
-    file.write_bytes(zstandard.compress(b"\n".join(map(orjson.dumps, rows))))
+    file.write_bytes(zstandard.compress(rows_of(200)))
     shown.page.set_input_files("#file", file)
     _, document = shown.run(POLICY, None, "")
     native = orjson.loads(answer(POLICY, str(file), None)["document"])
     assert orjson.loads(document)["policies"] == native["policies"]
+
+
+def test_a_dropped_file_is_kept_once(shown, tmp_path):
+    """A second run on a file replays the policy alone; the next file takes its place."""
+    shown.page.evaluate(
+        "told = []; new MutationObserver(() => told.push(state.textContent))"
+        ".observe(state, {childList: true})"
+    )
+    documents = []
+    for name, count, hits in (("a", 150, ""), ("a", 150, "-"), ("b", 90, "")):
+        file = tmp_path / f"{name}.jsonl"
+        if not file.exists():
+            file.write_bytes(rows_of(count))
+        shown.page.set_input_files("#file", file)
+        source = POLICY.replace("span.hit", f"{hits}span.hit")
+        documents.append(orjson.loads(shown.run(source, None, "")[1]))
+    totals = [
+        text[-2:] for text in shown.page.evaluate("told") if text.startswith("judging: 0")
+    ]
+    assert totals == ["21", " 7", "21"]
+    assert [each["streams"][0]["requests"] for each in documents] == [150, 150, 90]
+    listing = "import os\nraise ValueError(os.listdir('dropped'))\n"
+    assert "['b.jsonl']" in shown.run(listing)[0]
 
 
 def test_a_policy_reaches_no_network_and_nothing_that_is_kept(shown):

@@ -7,7 +7,9 @@ const SVG = "http://www.w3.org/2000/svg";
 const OWN = "policy.py";
 const WIDTH = 300, HEIGHT = 170, MARGIN = 28;
 
-let worker = null, script = null, ready = false, running = false, dropped = null;
+let worker = null, script = null, ready = false, running = false;
+// The file that was dropped, and the one that Python has.
+let dropped = null, kept = null;
 
 function made(name, attributes = {}, ...children) {
   const element = document.createElement(name);
@@ -51,6 +53,7 @@ async function text(name) {
 // elsewhere, whatever the server of these files allows.
 async function start() {
   ready = running = false;
+  kept = null;
   enable();
   say("Loading Python and kvcore, about 15 MB at the first visit.");
   try {
@@ -102,8 +105,12 @@ async function run() {
   enable();
   if (ready) say("Running.");
   const choice = at("choice").value;
-  const file = choice ? null : dropped;
-  worker.postMessage({ kind: "run", source: at("policy").value, choice, limit, file });
+  // A file is sent once: Python keeps it, and what it has found of it.
+  if (!choice && kept !== dropped) {
+    worker.postMessage({ kind: "keep", ...dropped });
+    kept = dropped;
+  }
+  worker.postMessage({ kind: "run", source: at("policy").value, choice, limit });
 }
 
 // Python cannot be interrupted from here: it is started again.
@@ -214,7 +221,9 @@ function choose() {
 
 async function take(file) {
   if (!file) return;
-  dropped = { name: file.name, data: await file.arrayBuffer() };
+  const { name, size, lastModified } = file;
+  const same = dropped && dropped.name === name && dropped.size === size && dropped.lastModified === lastModified;
+  if (!same) dropped = { name, size, lastModified, data: await file.arrayBuffer() };
   const own = at("choice").querySelector('option[value=""]');
   own.hidden = false;
   own.textContent = `your file: ${file.name}`;
