@@ -15,6 +15,7 @@ import pytest
 import zstandard
 from click.testing import CliRunner
 from helpers.browser import NARROW
+from helpers.kv_events import batch, record, stored
 from helpers.programs import PYODIDE
 
 from kvcore_cli.output import json_bytes
@@ -142,6 +143,22 @@ def test_error_names_the_line(answer, wrong):
 def test_what_is_no_policy_is_refused(answer, source, what):
     """A file without a policy, or with one that looks ahead, has no score."""
     assert what in answer(source, "quick", None)["error"]
+
+
+@pytest.mark.parametrize("limit", [0, -5, 0.5, 1e30, True])
+def test_a_number_of_requests_that_is_none_is_refused(answer, limit):
+    """Of one stream, requests are a whole number from 1 on: any other is named."""
+    found = answer(POLICY, "conversation", limit)
+    assert found == {
+        "error": f"requests must be a whole number from 1 on, or none for all, not {limit}"
+    }
+
+
+def test_a_recording_of_events_is_refused_with_the_way_to_its_requests(answer, tmp_path):
+    """No field of the page says that every use was reported: the error has a command."""
+    path = record(tmp_path / "events.jsonl", batch(stored(1)))
+    error = answer(POLICY, str(path), None)["error"]
+    assert "`kvcore simulate kv-events:path=events.jsonl,lookups=full --trace" in error
 
 
 def test_another_file_at_a_path_is_read_after_the_first_is_forgotten(answer, tmp_path):
@@ -393,6 +410,27 @@ def test_a_dropped_file_is_kept_once(shown, tmp_path):
     assert [each["streams"][0]["requests"] for each in documents] == [150, 150, 90]
     listing = "import os\nraise ValueError(os.listdir('dropped'))\n"
     assert "['b.jsonl']" in shown.run(listing)[0]
+
+
+@pytest.mark.parametrize("limit", ["1e30", "-5", "0.5", "0"])
+def test_page_refuses_a_number_of_requests_that_is_none(shown, limit):
+    """The page says what to give, and Python goes on."""
+    error, document = shown.run(POLICY, "agentic", limit)
+    assert document is None
+    assert "Requests: give a whole number from 1 on" in error
+    assert shown.page.inner_text("#state") != "Running."
+    assert shown.run(POLICY, "quick")[0] == ""
+
+
+@pytest.mark.parametrize("link", ["#e30", "#bnVsbA", "#W10"])
+def test_a_link_without_a_policy_is_refused(browser, served, link):
+    """`{}`, `null` and `[]` are no links: the policy stays the page's own."""
+    with browser.visit() as (page, _):
+        page.goto(served[0] + link)
+        page.wait_for_selector("#error:not([hidden])")
+        assert "no link that this page has made" in page.inner_text("#error")
+        assert "class Shallow" in page.input_value("#policy")
+        assert page.is_hidden("#linked")
 
 
 def test_a_policy_reaches_no_network_and_nothing_that_is_kept(shown):

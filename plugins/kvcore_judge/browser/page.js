@@ -79,7 +79,7 @@ const hear = {
   },
   result({ result, seconds }) {
     running = false;
-    say(result.error ? "The policy failed." : `Done in ${seconds.toFixed(1)} s.`);
+    say(result.error ? "There is no result." : `Done in ${seconds.toFixed(1)} s.`);
     fail(result.error ?? "");
     if (!result.error) show(result);
     enable();
@@ -98,9 +98,11 @@ const hear = {
 async function run() {
   fail("");
   at("result").replaceChildren();
+  const { value, validity } = at("limit");
+  const limited = !at("limiting").hidden;
+  if (limited && !validity.valid) return fail("Requests: give a whole number from 1 on, or nothing for all of them.");
   if (worker === null) await start();
   if (worker === null) return;
-  const limit = at("limit").value === "" ? null : Math.max(1, Math.floor(Number(at("limit").value)));
   running = true;
   enable();
   if (ready) say("Running.");
@@ -110,6 +112,7 @@ async function run() {
     worker.postMessage({ kind: "keep", ...dropped });
     kept = dropped;
   }
+  const limit = limited && value !== "" ? Number(value) : null;
   worker.postMessage({ kind: "run", source: at("policy").value, choice, limit });
 }
 
@@ -203,7 +206,8 @@ function follow() {
   if (location.hash.length < 2) return;
   try {
     const { policy, choice, limit } = fromText(location.hash.slice(1));
-    at("policy").value = String(policy);
+    if (![policy, choice, limit].every((each) => typeof each === "string")) throw new TypeError("not a link");
+    at("policy").value = policy;
     at("choice").value = [...at("choice").options].some((each) => each.value === choice) ? choice : "quick";
     at("limit").value = limit;
     at("linked").hidden = false;
