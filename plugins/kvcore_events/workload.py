@@ -118,7 +118,7 @@ class KvEvents(Workload):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the recording read last lacks, and lines of the log outside it."""
+        """The parts that the recording lacks, and lines of the log outside it."""
         return self._notes
 
     @property
@@ -263,7 +263,7 @@ class KvEvents(Workload):
 
 @attrs.define
 class _Losses:
-    """What one reading of a recording finds to be missing.
+    """The parts of a stream that one reading of its recording finds to be missing.
 
     Attributes:
         breaks: number of gaps, restarts and messages that were no batch, by publisher.

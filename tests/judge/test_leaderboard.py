@@ -202,7 +202,7 @@ def test_all_cells_are_run_again_after_an_edit_of_kvcore(resumed, monkeypatch):
 
 
 def test_a_policy_that_was_edited_after_it_was_loaded_is_refused(helped, resumed):
-    """What this process runs of a file is what was there: its digest would be another one."""
+    """A process runs the code that it has loaded: the digest of the file is that of another."""
     entry = helped("span.depth")
     entry.build()
     late = time_ns() + 10**9
