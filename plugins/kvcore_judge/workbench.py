@@ -137,7 +137,7 @@ def work(
             {"label": curves.label, "sizes": curves.sizes, "lines": curves.lines}
             for curves in report.curves
         ],
-        "reading": report.reading,
+        "reading": "\n".join([report.reading, *panel.notes]),
         "document": orjson.dumps(board.document(), option=_OPTIONS).decode(),
     }
 

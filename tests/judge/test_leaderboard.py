@@ -12,11 +12,14 @@ import attrs
 import orjson
 import pytest
 from click.testing import CliRunner
+from helpers.kv_events import batch, stored
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import InputError, KVCache
+from kvcore_events.recording import RecordingWriter
 from kvcore_judge.cells import Cell, EvictionDigest, run_cell
+from kvcore_judge.cli.judge import judge
 from kvcore_judge.cli.leaderboard import leaderboard
 from kvcore_judge.entries import Entry, source_files
 from kvcore_judge.leaderboard import check_leaderboard, check_scores, make_leaderboard
@@ -109,6 +112,8 @@ class Helped(ScoreEviction):
         return worth.of(span)
 """
 
+
+ALONE = HELPED.replace("import worth", "").replace("worth.of(span)", "0")
 
 SIGNED = """\
 from pathlib import Path
@@ -418,6 +423,27 @@ def test_verb_writes_and_checks(tmp_path):
     assert checked.output.count("the same") == 2
 
 
+@pytest.mark.parametrize("command", ["leaderboard", "judge"])
+def test_verbs_say_what_the_requests_of_a_panel_lack(command, tmp_path):
+    """A recording of a panel that lost batches is noted on stderr, and on the page."""
+    with RecordingWriter(tmp_path / "events.jsonl") as recording:
+        for number in (0, 1, 9):
+            recording.batch(batch(stored(1, 2)), number, 0)
+    panel, page = tmp_path / "panel.toml", tmp_path / "board.html"
+    workload = f"kv-events:path={tmp_path}/events.jsonl,lookups=full"
+    panel.write_text(f"[[stream]]\nname = 'own'\nworkload = '{workload}'\n")
+    (tmp_path / "own.py").write_text(ALONE)
+    given = {
+        "leaderboard": ["--policy", "lfu", "--jobs", "1", "-o", str(page)],
+        "judge": [str(tmp_path / "own.py"), "--no-kit", "--unsafe"],
+    }[command]
+    verbs = {"leaderboard": leaderboard, "judge": judge}
+    done = CliRunner().invoke(verbs[command], [*given, "--panel", str(panel)])
+    assert done.exit_code == 0, done.output
+    assert "kvcore: own: lost batches: 7 (gaps: 1)" in done.stderr
+    assert command == "judge" or "own: lost batches: 7 (gaps: 1)" in page.read_text()
+
+
 @pytest.fixture
 def quick(tmp_path, monkeypatch):
     """Return the file of a leaderboard of a panel `quick` that is a small one."""
@@ -509,7 +535,7 @@ def test_the_source_of_a_policy_has_what_it_imports():
 def test_the_source_of_a_policy_alone_in_its_file_is_the_file(tmp_path):
     """The digest of a policy in one file is what `b2sum -l 128` prints of the file."""
     path = tmp_path / "own.py"
-    path.write_text(HELPED.replace("import worth", "").replace("worth.of(span)", "0"))
+    path.write_text(ALONE)
     source = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
     assert Entry(str(path)).describe()["source"] == source
 

@@ -18,6 +18,7 @@ from helpers.browser import NARROW
 from helpers.kv_events import batch, record, stored
 from helpers.programs import PYODIDE
 
+from kvcore import simulate
 from kvcore_cli.output import json_bytes
 from kvcore_judge import site as sites
 from kvcore_judge import workbench
@@ -26,7 +27,7 @@ from kvcore_judge.cli.workbench import workbench as verb
 from kvcore_judge.entries import Entry
 from kvcore_judge.leaderboard import make_leaderboard
 from kvcore_judge.protocol import find_panel
-from kvcore_plugins.workload import Mooncake
+from kvcore_plugins.workload import Mooncake, Zipf
 
 POLICY = """\
 from kvcore import ScoreEviction
@@ -159,6 +160,15 @@ def test_a_recording_of_events_is_refused_with_the_way_to_its_requests(answer, t
     path = record(tmp_path / "events.jsonl", batch(stored(1)))
     error = answer(POLICY, str(path), None)["error"]
     assert "`kvcore simulate kv-events:path=events.jsonl,lookups=full --trace" in error
+
+
+def test_answer_says_what_the_requests_of_a_file_lack(answer, tmp_path):
+    """A trace that is cut is told of below the result."""
+    path = tmp_path / "cut.jsonl"
+    simulate(Zipf(requests=50), blocks=400, trace=path)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    last = answer(POLICY, str(path), None)["reading"].splitlines()[-1]
+    assert last.startswith("cut.jsonl: the trace is cut")
 
 
 def test_another_file_at_a_path_is_read_after_the_first_is_forgotten(answer, tmp_path):
