@@ -353,6 +353,15 @@ def test_a_good_drafter_halves_the_time_per_output_token(served):
     assert drafted < plain / 2
 
 
+def test_a_fleet_that_cannot_hold_the_draft_model_is_left_out():
+    """Weights that fit alone, but not beside those of drafts, are left out with a note."""
+    drafter = "acceptance:draft=llama-3-70b"
+    config = {"workload": "zipf:requests=2", "tensor_parallel": [1, 4], "drafter": drafter}
+    found = plan(**config)
+    assert found.best.fleet.devices == 4
+    assert "16.1 GB and 141 GB for drafts" in found.notes[0]
+
+
 def test_a_policy_that_cannot_serve_is_left_out_with_a_note(served):
     """A policy that cannot be built is skipped with a note."""
     parts = [[100 * n + key for key in range(8)] for n in range(3)]
