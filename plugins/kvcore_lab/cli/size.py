@@ -14,7 +14,7 @@ import click
 
 from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
-from kvcore.models.cost import PrefillCost, prefill_flop
+from kvcore.models.cost import prefill_flop
 from kvcore.models.memory import SERVER, KVLayout, degree_problem, servers_that_fit
 from kvcore.models.spec import MAX_COUNT, WEIGHT_DTYPES, DeviceSpec
 from kvcore.units import format_bytes, parse_bytes
@@ -328,6 +328,8 @@ class _Server:
             fits["fit"]["grouped_requests"] = self.ranks * (blocks // plan.blocks_for(tokens))
         if budget < 0:
             return fits
+        from kvcore_plugins.latency.roofline import least_prefill  # noqa: PLC0415 - as it runs
+
         step_bytes = model.weight_bytes_read(batch) + (self.ranks - 1) * model.shared_bytes
         step_bytes += batch * layout.read_bytes(tokens, self.sharing)
         step_seconds = step_bytes / (gpu.bandwidth * self.devices)
@@ -342,7 +344,7 @@ class _Server:
             "prefill": {
                 # A float, since JSON for other programs has no integers past 64 bits.
                 "flop": float(prefill_flop(model, tokens)),
-                "seconds": PrefillCost.for_model(model, gpu)(0, tokens) / self.devices,
+                "seconds": least_prefill(model, gpu)(0, tokens) / self.devices,
                 "load_seconds": float(load_bytes / (gpu.host_link * self.devices)),
             },
         }
