@@ -88,7 +88,7 @@ def test_the_verb_compares_devices(tmp_path):
     assert written["fleets"][0]["start"].startswith("vllm serve meta-llama/Llama-3.1-8B ")
     lines = done.stdout.splitlines()
     assert any(line.startswith("Take 1 replica on 1 x h100") for line in lines)
-    assert "Start each replica with:" in lines
+    assert "Start each replica, with all the K/V memory of its GPUs:" in lines
     assert json.loads(run_here(*asked, "--json", cwd=tmp_path).stdout) == written
 
 
