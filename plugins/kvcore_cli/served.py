@@ -67,14 +67,19 @@ class ServedRun(NamedTuple):
     def end(self, result: Reported, document: dict[str, Any], *fields: str) -> None:
         """Tell packages of the result, add their fields to its document, and write `--out`.
 
-        `fields` are names of fields of the document that are written, besides theirs. A note
-        on stderr tells of prompts for which the model has no positions.
+        `fields` are names of fields of the document that are written, besides theirs. Notes
+        on stderr tell of prompts for which the model has no positions, and of larger blocks.
         """
         prompts = result.log.prompt
         if 0 < self.parts.model.positions < max(prompts, default=0):
             from kvcore_cli.report.tables import beyond_positions  # noqa: PLC0415 - for the note
 
             if note := beyond_positions(self.parts, prompts):
+                echo(f"kvcore: {note}", err=True)
+        if self.parts.config.block_size is None:
+            from kvcore_cli.report.tables import larger_blocks  # noqa: PLC0415 - for the note
+
+            if note := larger_blocks(self.parts):
                 echo(f"kvcore: {note}", err=True)
         for side in self.beside:
             if side.ran is not None:

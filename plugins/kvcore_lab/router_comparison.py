@@ -22,7 +22,7 @@ from kvcore.progress import Progress, silent
 from kvcore.request import SLO, Request
 from kvcore.serving.router import Router
 from kvcore.workloads import Workload, check_keys, given_workload
-from kvcore_cli.report.tables import beyond_positions
+from kvcore_cli.report.tables import beyond_positions, larger_blocks
 from kvcore_cluster.config import ClusterParts
 from kvcore_cluster.options import ReplicaChoices, replicas_text
 from kvcore_lab.comparison import SHARING, Source, types_of
@@ -235,7 +235,7 @@ def compare_routers(
         rows=rows,
         shared=list(shared.values()),
         gpu_prices=prices,
-        notes=[*filter(None, (*notes, shares.beyond()))],
+        notes=[*filter(None, (*notes, *shares.notes()))],
     )
 
 
@@ -292,10 +292,14 @@ class _Shares:
                 SharedCache(replicas=text, blocks=blocks, hit_ratio=hits, optimum=optimum),
             )
 
-    def beyond(self) -> str:
-        """Return a note if prompts have more tokens than the model has positions; else ""."""
+    def notes(self) -> tuple[str, str]:
+        """Return notes on prompts beyond the positions of the model, and on larger blocks.
+
+        One that does not apply is "".
+        """
         first = next(iter(self.parts.values()))
-        return beyond_positions(first, (r.prompt_tokens for r in check_keys(first.workload)))
+        prompts = (request.prompt_tokens for request in check_keys(first.workload))
+        return beyond_positions(first, prompts), larger_blocks(first)
 
     def _replay(self, parts: ClusterParts, blocks: int) -> tuple[CacheStats, float | None]:
         """Return the counts of one cache, and the optimum; None: it is not known."""

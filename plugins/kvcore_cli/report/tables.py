@@ -182,6 +182,22 @@ def beyond_positions(parts: RunParts, prompts: Iterable[int]) -> str:
     )
 
 
+def larger_blocks(parts: RunParts) -> str:
+    """Return a note if blocks are larger than by default, so that layers fit the keys."""
+    from kvcore.config.parts import BLOCK_SIZE  # noqa: PLC0415 - most reports have no parts
+
+    size = parts.geometry.block_size
+    chosen = parts.config.block_size is None and parts.config.timed and parts.layers is not None
+    if not chosen or size == BLOCK_SIZE:
+        return ""
+    return (
+        f"blocks have {size:,} tokens, not {BLOCK_SIZE}: those of {parts.model.name} are so "
+        "large that a state fits, as in vLLM, and keys of the workload have "
+        f"{parts.workload.key_tokens:,} tokens, of which a block is to be a multiple "
+        f"(--block-size {size})"
+    )
+
+
 def printable(text: str) -> str:
     """Return text with a replacement for each character that cannot be printed."""
     return "".join(

@@ -34,7 +34,7 @@ from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, Tick, silent, unseen
 from kvcore.request import SLO
 from kvcore.workloads import check_keys, given_workload
-from kvcore_cli.report.tables import beyond_positions, counted
+from kvcore_cli.report.tables import beyond_positions, counted, larger_blocks
 from kvcore_lab.plans.fleet import GRANTS, Fleet, FleetTask, Served
 from kvcore_lab.plans.longest import Longest
 from kvcore_lab.plans.start import not_in_start, start_command
@@ -407,8 +407,8 @@ class _Planner:
                     for request in check_keys(parts.workload)
                 )
                 prompts = (prompt for prompt, _ in lengths.elements())
-                if note := beyond_positions(parts, prompts):
-                    self.told[note] = None
+                notes = beyond_positions(parts, prompts), larger_blocks(parts)
+                self.told |= dict.fromkeys(filter(None, notes))
             longest = Longest.from_lengths(parts, lengths)
             full = parts.blocks + parts.null_blocks
             if cell.max_model_len is not None and longest.blocks > full:
