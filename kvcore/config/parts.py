@@ -24,8 +24,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-import attrs
-
 import kvcore
 from kvcore.cache import KVCache, LayerPlan, Recorder, ServedCache
 from kvcore.cache.layout import BlockLayout
@@ -164,10 +162,10 @@ class RunParts:
             layout = KVLayout(model, codec, self.geometry.block_size)
         with self._about("tensor_parallel"):
             block_bytes = None if plan is None else plan.bytes_per_block
-            deployment = Deployment(layout, self.device, self._tensor_parallel, block_bytes)
+            parts = layout, self.device, self._tensor_parallel, block_bytes
+            Deployment(*parts)
         with self._about("drafter"):
-            drafter = self.config.drafter and self.built("drafter")
-            return attrs.evolve(deployment, drafter=drafter)
+            return Deployment(*parts, self.config.drafter and self.built("drafter"))
 
     @property
     def _tensor_parallel(self) -> int:

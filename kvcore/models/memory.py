@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from kvcore.errors import InputError, KvcoreError
+from kvcore.errors import InputError
 from kvcore.models.codec import PLANE_BYTES, Codec, Part
 from kvcore.models.layers import LayerCache
 from kvcore.models.spec import DeviceSpec, ModelSpec, count_field
 from kvcore.plugins import FAILURES, policy_error, resolve, wrong_answer
+from kvcore.plugins.base import raise_policy_error
 from kvcore.plugins.options import Spec
 from kvcore.record import Record
 from kvcore.units import DECIMAL, format_bytes
@@ -129,10 +130,8 @@ class Deployment(Record):
             kept = DraftMemory(*self.drafter.memory(self.layout, self.devices))
             if min(kept) < 0:
                 raise wrong_answer(self.drafter, "memory()", f"{kept}, not 0 bytes or more")
-        except KvcoreError:
-            raise
         except FAILURES as error:
-            raise policy_error(self.drafter, "memory", error) from error
+            raise_policy_error(self.drafter, "memory", error)
         return kept
 
     @property
@@ -376,15 +375,6 @@ class KVLayout(Record):
             size = cache.layers * layer_tokens * cache.copies(devices)
             reads[cache.reach] = reads.get(cache.reach, Fraction(0)) + size
         return reads
-
-    def window_bytes(self, sequences: int, window: int) -> int:
-        """Return the bytes of `sequences` sequences that each keep `window` tokens."""
-        fixed = sum(
-            self.kept_bytes(cache, window)
-            for cache in self.model.layer_caches
-            if not cache.grows
-        )
-        return ceil(sequences * (window * self.token_bytes() + fixed))
 
     def blocks_in(self, budget: int, devices: int = 1) -> int:
         """Return how many blocks fit into `budget` bytes on `devices` devices together."""

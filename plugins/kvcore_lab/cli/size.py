@@ -42,8 +42,8 @@ def _listed(what: str, names: Iterable[str]) -> str:
 @click.argument("model")
 @click.option(
     "--device",
-    help="GPU that holds the model: a name such as h200, or figures such as "
-    "memory=141GB,bandwidth=4.8TB,flops=989T.",
+    help="GPU that holds the model: a name such as h200, figures such as "
+    "memory=141GB,bandwidth=4.8TB,flops=989T, or both: h100:memory=84.9GB.",
 )
 @click.option(
     "--tensor-parallel", type=Count(), default=1, help="Number of GPUs that share the model."
@@ -111,7 +111,7 @@ def size(
     layout = KVLayout(spec, codec, block_size)
     report = {"schema": 1, **_memory(layout, tokens, batch), **_groups(layout, tokens)}
     if window is not None:
-        report["kv"] |= {"window": window, "window_bytes": layout.window_bytes(batch, window)}
+        report["kv"] |= {"window": window, "window_bytes": _window_bytes(layout, batch, window)}
     if max(report["kv"].values()) > MAX_COUNT:
         msg = f"--tokens {tokens}, --batch {batch}: their K/V exceeds 2^63 bytes; ask for less"
         raise InputError(msg)
@@ -132,6 +132,13 @@ def size(
         from kvcore_lab.report.size import size_sections  # noqa: PLC0415 - JSON does without it
 
         print_sections(*size_sections(report), compact=True)
+
+
+def _window_bytes(layout: KVLayout, sequences: int, window: int) -> int:
+    """Return the bytes of `sequences` sequences that each keep `window` tokens."""
+    caches = layout.model.layer_caches
+    fixed = sum(layout.kept_bytes(cache, window) for cache in caches if not cache.grows)
+    return ceil(sequences * (window * layout.token_bytes() + fixed))
 
 
 def _reserve(text: str, device: DeviceSpec | None) -> int:

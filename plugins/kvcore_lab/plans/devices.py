@@ -134,7 +134,7 @@ def devices_of(text: Any) -> list[Any]:
         return [*text] if isinstance(text, Iterable) else [text]
     devices: list[str] = []
     for piece in text.split(","):
-        if "=" in piece and devices and "=" in devices[-1]:
+        if "=" in piece and ":" not in piece and devices and "=" in devices[-1]:
             devices[-1] += f",{piece}"
         else:
             devices.append(piece)

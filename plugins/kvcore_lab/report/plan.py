@@ -8,10 +8,19 @@ from typing import Any
 import attrs
 
 from kvcore.config.options import option_default, read_option
+from kvcore.models.catalogue import DEVICES
+from kvcore.models.memory import USABLE
 from kvcore.plugins.options import as_text
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import version
-from kvcore.units import BINARY, format_bytes, format_dollars, format_number, format_seconds
+from kvcore.units import (
+    BINARY,
+    DECIMAL,
+    format_bytes,
+    format_dollars,
+    format_number,
+    format_seconds,
+)
 from kvcore_cli.report.simulation import overload
 from kvcore_cli.report.tables import NONE, cell, counted, share
 from kvcore_lab.statistics import share_interval
@@ -56,6 +65,7 @@ class PlanReport:
             self.headline,
             self.table,
             cautions(self.plan["plans"], self.plan["setup"]),
+            counted_memory([self.plan["setup"]["device"]]),
             *chart,
             self.limit,
             start_lines(self.plan["plans"], self.plan),
@@ -170,6 +180,8 @@ class DevicePlansReport:
         caution = cautions(fleets, first["setup"])
         start = start_lines(fleets, first)
         left_out = "\n".join(f"Left out: {note}" for note in self.left_out)
+        devices = [plan["setup"]["device"] for plan in self.plans["plans"]]
+        caution = "\n".join(filter(None, [caution, counted_memory(devices)]))
         return [warning, self.headline, self.table, left_out, caution, start, self.reading]
 
     @property
@@ -299,6 +311,19 @@ def cautions(fleets: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> s
             "(docs/explanation/fidelity.md)."
         )
     return "\n".join(lines)
+
+
+def counted_memory(devices: Iterable[str]) -> str:
+    """Return a sentence on which memory of GPUs was counted; "" if it was given for all."""
+    sheets = [DEVICES[name] for name in devices if name in DEVICES]
+    if not sheets:
+        return ""
+    sizes = ", ".join(f"{format_bytes(gpu.hbm_bytes, DECIMAL)} of {gpu.name}" for gpu in sheets)
+    return (
+        f"GPU memory is that of data sheets ({sizes}), of which {float(USABLE):.0%} are for "
+        "weights and K/V. K/V is what weights leave: give what nvidia-smi reports, mostly "
+        f"more, as --device {sheets[0].name}:memory=SIZE."
+    )
 
 
 def _met(fleet: Mapping[str, Any]) -> str:

@@ -45,7 +45,8 @@ class Acceptance(Drafter):
         seed: seed of the draws; None: the seed of the run.
 
     Raises:
-        InputError: a wrong probability, or a file without measured acceptance.
+        InputError: an unknown model, a wrong probability, or a file without measured
+            acceptance.
 
     Source: Leviathan et al., "Fast inference from transformers via speculative decoding",
     2023, for the expected tokens a step, (1 - a^(k + 1)) / (1 - a).
@@ -73,7 +74,8 @@ class Acceptance(Drafter):
     _key: bytes = attrs.field(init=False, repr=False, default=b"")
 
     def __attrs_post_init__(self) -> None:
-        """Read the probabilities, or the file that has them."""
+        """Find the draft model, and read the probabilities, or the file that has them."""
+        self._model()
         if self.file is not None:
             if self.probability is not None:
                 msg = "acceptance: probability and file both say what is accepted: give one"

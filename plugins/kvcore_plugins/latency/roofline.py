@@ -24,6 +24,7 @@ from kvcore_plugins.latency.engine_times import (
     EngineName,
     ExpertTimes,
     engine_times,
+    known_name,
 )
 
 Rates: TypeAlias = Mapping[str, tuple[str, ...]]
@@ -217,7 +218,9 @@ class Roofline(LatencyModel):
         fp4 = device.fp4_flops > 0
         # Without units for fp4 weights alone are in it, and with MXFP4 those of experts.
         quantised = model.dtype == "fp8" or (fp4 and model.expert_dtype == "nvfp4")
-        times = engine_times(self.engine, device.name, model.expert_dtype if fp4 else "")
+        times = engine_times(
+            self.engine, known_name(device.name), model.expert_dtype if fp4 else ""
+        )
         overhead = picoseconds(self.overhead, "roofline: overhead")
         launches = picoseconds(self.layer_overhead, "roofline: layer_overhead")
         picoseconds(self.frontend, "roofline: frontend")

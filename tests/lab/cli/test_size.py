@@ -490,6 +490,19 @@ def test_a_device_may_be_given_by_its_figures(text):
     assert found == known
 
 
+def test_figures_after_a_name_replace_its_own():
+    """An H100 with the memory that drivers report has that alone changed, and more K/V."""
+    sheet, own = (
+        report("qwen3-32b", "--device", device) for device in ("h100", "h100:memory=84.9GB")
+    )
+    assert own["device"] == sheet["device"] | {
+        "name": "h100:memory=84.9GB",
+        "hbm_bytes": 84_900_000_000,
+    }
+    budgets = (found["fit"]["kv_budget_bytes"] / 2**30 for found in (sheet, own))
+    assert [round(budget, 2) for budget in budgets] == [6.03, 10.14]
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -500,6 +513,9 @@ def test_a_device_may_be_given_by_its_figures(text):
         ("memory=0B,bandwidth=4.8TB,flops=989T", "hbm_bytes must be at least 1"),
         ("memory=141GB,bandwidth=4.8TB,flops=fast", "expected a whole number"),
         ("h100=1", "'h100=1' is none of memory"),
+        ("h100:memry=84.9GB", "'memry=84.9GB' is none of memory"),
+        ("h10:memory=84.9GB", "unknown device 'h10'; did you mean h100"),
+        ("h100:memory=", "expected a number"),
     ],
 )
 def test_figures_that_cannot_be_are_refused(text, problem):
