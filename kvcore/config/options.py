@@ -145,8 +145,8 @@ class PoolOptions(TypedDict, total=False):
         DeviceChoice,
         Option(
             "h100",
-            "GPU that the model is served on: a name that `kvcore size --help` lists, or "
-            "figures such as memory=141GB,bandwidth=4.8TB,flops=989T.",
+            "GPU that the model is served on: a name that `kvcore size --help` lists, figures "
+            "such as memory=141GB,bandwidth=4.8TB,flops=989T, or both: h100:memory=84.9GB.",
             MODEL,
             what_if=True,
             metavar="TEXT",

@@ -162,7 +162,10 @@ class RunParts:
             layout = KVLayout(model, codec, self.geometry.block_size)
         with self._about("tensor_parallel"):
             block_bytes = None if plan is None else plan.bytes_per_block
-            return Deployment(layout, self.device, self._tensor_parallel, block_bytes)
+            parts = layout, self.device, self._tensor_parallel, block_bytes
+            Deployment(*parts)
+        with self._about("drafter"):
+            return Deployment(*parts, self.config.drafter and self.built("drafter"))
 
     @property
     def _tensor_parallel(self) -> int:
@@ -186,8 +189,15 @@ class RunParts:
         with self._about("model"):
             plan = self.rules.layer_plan(layout, self._tensor_parallel)
         if plan is not None:
-            with self._about("block_size"):
-                plan.check_keys(model.name, self.workload.key_tokens)
+            keys = self.workload.key_tokens
+            try:
+                with self._about("block_size"):
+                    plan.check_keys(model.name, keys)
+            except InputError:
+                if config.block_size is not None or self.geometry.block_size == keys:
+                    raise
+                self.geometry = BlockLayout("tokens", keys, keys)
+                return self.layers  # of blocks in which a state fits, in whole keys
         return plan
 
     def served_cache(

@@ -66,9 +66,7 @@ def _flops(text: str) -> int:
     return parse_whole(text.upper().removesuffix("FLOP/S").removesuffix("FLOPS"))
 
 
-_PCIE5 = 64 * 10**9
-
-BY_FIGURES = "memory=141GB,bandwidth=4.8TB,flops=989T"
+BY_FIGURES = "memory=141GB,bandwidth=4.8TB,flops=989T, or h100:memory=84.9GB"
 
 _FIGURES: Mapping[str, tuple[str, Callable[[str], int]]] = {
     "memory": ("hbm_bytes", parse_bytes),
@@ -86,8 +84,8 @@ def find_device(name: str) -> DeviceSpec:
     """Return the well-known GPU called `name`, such as `h100`, or one that is given by figures.
 
     Figures are `memory=141GB,bandwidth=4.8TB,flops=989T`, and if they are known `fp8_flops`,
-    `fp4_flops`, `host_link` (else that of PCIe 5), `link` and `server_size` (else 8). The text
-    is the name of that device.
+    `fp4_flops`, `host_link` (else that of PCIe 5), `link` and `server_size` (else 8). After a
+    name, as in `h100:memory=84.9GB`, they replace its own. The text is the name of that device.
 
     Raises:
         InputError: no such GPU; names the nearest ones. Figures that are none, or are missing.
@@ -102,21 +100,21 @@ def find_device(name: str) -> DeviceSpec:
 
 
 def _by_figures(text: str) -> DeviceSpec:
-    figures: dict[str, Any] = {"host_link": _PCIE5}
-    for piece in text.split(","):
+    known, colon, given = text.rpartition(":")
+    figures = {"host_link": "64GB"}  # of PCIe 5
+    if colon:
+        figures = {**DEVICES.rows[_find("device", DEVICES, known).name]}
+    for piece in given.split(","):
         figure, _, value = (part.strip() for part in piece.partition("="))
         if figure not in _FIGURES:
             msg = f"{piece!r} is none of {', '.join(_FIGURES)}, with = and a value"
             raise InputError(msg)
-        field, read = _FIGURES[figure]
-        figures[field] = read(value)
-    missing = [
-        name for name in ("memory", "bandwidth", "flops") if _FIGURES[name][0] not in figures
-    ]
+        figures[figure] = value
+    missing = [name for name in ("memory", "bandwidth", "flops") if name not in figures]
     if missing:
         msg = f"there is no {' and no '.join(missing)}"
         raise InputError(msg)
-    return DeviceSpec(name=text, **figures)
+    return _gpu(text, figures)
 
 
 def _find(what: str, table: Mapping[str, Spec], name: str, otherwise: str = "") -> Spec:
@@ -210,5 +208,5 @@ SOURCES: Mapping[str, Source] = {
 }
 """Where each model of `MODELS` is from."""
 
-DEVICES: Mapping[str, DeviceSpec] = _Table("devices.json", _gpu)
+DEVICES = _Table("devices.json", _gpu)
 """GPUs by name."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from itertools import islice
 from math import ceil
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -14,6 +15,7 @@ from kvcore.models.codec import PLANE_BYTES, Codec, Part
 from kvcore.models.layers import LayerCache
 from kvcore.models.spec import DeviceSpec, ModelSpec, count_field
 from kvcore.plugins import FAILURES, policy_error, resolve, wrong_answer
+from kvcore.plugins.base import raise_policy_error
 from kvcore.plugins.options import Spec
 from kvcore.record import Record
 from kvcore.units import DECIMAL, format_bytes
@@ -78,6 +80,13 @@ def degree_problem(model: ModelSpec, devices: int) -> str:
     return f"{heads} cannot be divided among {devices} devices; give {known}"
 
 
+class DraftMemory(NamedTuple):
+    """Bytes of weights, and of K/V a token, that drafting adds on all devices together."""
+
+    weight_bytes: int = 0
+    token_bytes: Fraction | int = 0
+
+
 @attrs.frozen(repr=False)
 class Deployment(Record):
     """One copy of a model: weights and K/V heads divided by identical devices.
@@ -88,6 +97,8 @@ class Deployment(Record):
         devices: number of devices (the degree of tensor parallelism).
         group_block_bytes: bytes of a block of the cache groups of the model, on all devices
             together; None: a block has the K/V of all layers.
+        drafter: a `Drafter`, whose weights and K/V lie beside the model's; None: there is none.
+        drafting: the bytes that it adds.
 
     Raises:
         InputError: no engine divides the heads of the model among so many devices.
@@ -97,6 +108,8 @@ class Deployment(Record):
     device: DeviceSpec
     devices: int = 1
     group_block_bytes: int | None = None
+    drafter: Any = None
+    drafting: DraftMemory = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         """Refuse a number of devices among which the heads cannot be divided."""
@@ -108,16 +121,30 @@ class Deployment(Record):
         """Return the number and type of the devices: `4 x h100`."""
         return f"{self.devices} x {self.device.name}"
 
+    @drafting.default
+    def _asked(self) -> DraftMemory:
+        """Return what the drafter adds; raise PolicyError if it does not tell."""
+        if self.drafter is None:
+            return DraftMemory()
+        try:
+            kept = DraftMemory(*self.drafter.memory(self.layout, self.devices))
+            if min(kept) < 0:
+                raise wrong_answer(self.drafter, "memory()", f"{kept}, not 0 bytes or more")
+        except FAILURES as error:
+            raise_policy_error(self.drafter, "memory", error)
+        return kept
+
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of a block on all devices together."""
-        return self.group_block_bytes or ceil(self.layout.block_bytes(self.devices))
+        """Bytes of a block on all devices together, K/V of drafts included."""
+        token_bytes = self.layout.token_bytes(self.devices) + self.drafting.token_bytes
+        return self.group_block_bytes or ceil(self.layout.block_size * token_bytes)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes left for K/V on all devices together; negative if the weights do not fit."""
         usable = USABLE * self.device.hbm_bytes * self.devices
-        return int(usable) - self.layout.model.weight_bytes
+        return int(usable) - self.layout.model.weight_bytes - self.drafting.weight_bytes
 
     def staged_bytes(self, sequences: int) -> int:
         """Return the bytes that unfinished blocks of `sequences` sequences stage, together."""
@@ -135,6 +162,8 @@ class Deployment(Record):
         blocks = self.fitting(sequences)
         if not blocks:
             weights = format_bytes(self.layout.model.weight_bytes, DECIMAL)
+            if drafting := self.drafting.weight_bytes:
+                weights += f" and {format_bytes(drafting, DECIMAL)} for drafts"
             needed = self.bytes_per_block + self.staged_bytes(sequences)
             missing = format_bytes(needed - self.kv_bytes, DECIMAL)
             staged = (
@@ -346,15 +375,6 @@ class KVLayout(Record):
             size = cache.layers * layer_tokens * cache.copies(devices)
             reads[cache.reach] = reads.get(cache.reach, Fraction(0)) + size
         return reads
-
-    def window_bytes(self, sequences: int, window: int) -> int:
-        """Return the bytes of `sequences` sequences that each keep `window` tokens."""
-        fixed = sum(
-            self.kept_bytes(cache, window)
-            for cache in self.model.layer_caches
-            if not cache.grows
-        )
-        return ceil(sequences * (window * self.token_bytes() + fixed))
 
     def blocks_in(self, budget: int, devices: int = 1) -> int:
         """Return how many blocks fit into `budget` bytes on `devices` devices together."""

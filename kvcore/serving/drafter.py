@@ -19,6 +19,7 @@ import attrs
 
 from kvcore.errors import InputError
 from kvcore.lazy import former
+from kvcore.models.memory import DraftMemory, KVLayout
 from kvcore.plugins.base import Plugin
 from kvcore.request import Request
 from kvcore.serving.latency import LatencyModel, StepWork
@@ -78,6 +79,14 @@ class Drafter(Plugin):
         """
         del work, drafts
         return 0
+
+    def memory(self, layout: KVLayout, devices: int) -> DraftMemory:
+        """Return what drafting adds to a model that `devices` share: nothing unless overridden.
+
+        The pool is smaller by it. Called before `attach`, with the layout of the model's K/V.
+        """
+        del layout, devices
+        return DraftMemory()
 
 
 @attrs.define

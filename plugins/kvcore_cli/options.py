@@ -255,7 +255,7 @@ def _former(name: str) -> Callable[[Command], Command]:
 
 
 batching_options = all_of(
-    shared("block_size", default=BLOCK_SIZE),
+    shared("block_size", otherwise=f"{BLOCK_SIZE}"),
     *map(shared, ("max_tokens", "max_seqs", "steps", "chunked", "watermark", "max_model_len")),
     shared("like"),
     *map(_former, CHOICES),

@@ -116,9 +116,11 @@ class Cost(NamedTuple):
         """
         usd, words = 0.0, []
         for device, count in gpus.items():
-            price = PRICES.get(device)
-            if device in given or ANY in given:
-                price = GpuPrice(given.get(device, given.get(ANY, 0.0)), "given")
+            known = device.partition(":")[0]  # with other figures it costs the same
+            price = PRICES.get(known)
+            own = [given[name] for name in (device, known, ANY) if name in given]
+            if own:
+                price = GpuPrice(own[0], "given")
             if price is None:
                 return None
             usd += count * price.usd

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from io import BytesIO
 from typing import Any, ClassVar
 
 import pytest
 
 from kvcore.cache import KVCache
+from kvcore.models.catalogue import find_model
+from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import resolve
 from kvcore.request import Request, text_request
 from kvcore.serving import Batching, LatencyModel, StepWork, simulate
@@ -69,6 +72,18 @@ class DrafterTests(PluginTests[Drafter]):
             took = drafter.duration(work, drafts)
             assert type(took) is int
             assert took >= 0
+
+    @pytest.mark.parametrize("devices", [1, 4])
+    def test_tells_the_memory_that_it_takes(self, devices: int) -> None:
+        """`memory` answers 0 bytes or more before `attach`, and the same if asked again."""
+        layout = KVLayout(find_model("llama-3-70b"))
+        answers = [self.make().memory(layout, devices) for _ in range(2)]
+        assert answers[0] == answers[1], "asked again, it takes other memory"
+        weights, token_bytes = answers[0]
+        assert type(weights) is int
+        assert isinstance(token_bytes, int | Fraction)
+        assert weights >= 0
+        assert token_bytes >= 0
 
     @pytest.mark.parametrize("blocks", [200, 26])
     def test_output_is_that_without_drafts(self, blocks: int) -> None:

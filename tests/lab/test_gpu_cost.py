@@ -122,3 +122,12 @@ def test_routers_have_costs():
     assert row.usd_per_day == 72
     assert row.usd_per_million_output_tokens > 0
     assert found.gpu_prices == "h100 at $1.50 an hour, given"
+
+
+@pytest.mark.parametrize(
+    ("given", "usd"), [({}, 3.99), ({"h100": 2.0}, 2.0), ({"h100:memory=84.9GB": 3.0}, 3.0)]
+)
+def test_a_gpu_with_other_figures_has_the_price_of_its_name(given, usd):
+    """A device with figures after its name has the price of the device, or its own."""
+    cost = Cost.for_gpus({"h100:memory=84.9GB": 1}, given, None)
+    assert cost.usd_per_hour == usd

@@ -10,6 +10,7 @@ from kvcore import InputError
 from kvcore_lab.api import plan_devices
 from kvcore_lab.plans.devices import devices_of
 from kvcore_lab.plans.start import not_in_start, start_command
+from kvcore_lab.report.plan import counted_memory
 
 SMALL = {"tier": "none", "tensor_parallel": [1, 2], "max_gpus": 2, "slo": "ttft=0.2"}
 ZIPF = "zipf:requests=40,prefixes=4,rate=4"
@@ -88,7 +89,7 @@ def test_the_verb_compares_devices(tmp_path):
     assert written["fleets"][0]["start"].startswith("vllm serve meta-llama/Llama-3.1-8B ")
     lines = done.stdout.splitlines()
     assert any(line.startswith("Take 1 replica on 1 x h100") for line in lines)
-    assert "Start each replica with:" in lines
+    assert "Start each replica, with all the K/V memory of its GPUs:" in lines
     assert json.loads(run_here(*asked, "--json", cwd=tmp_path).stdout) == written
 
 
@@ -101,11 +102,30 @@ def test_the_verb_compares_devices(tmp_path):
             "h100,memory=141GB,bandwidth=4.8TB,flops=989T,b200",
             ["h100", "memory=141GB,bandwidth=4.8TB,flops=989T", "b200"],
         ),
+        (
+            "h100:memory=84.9GB,link=1GB,h200:memory=150GB,b200",
+            ["h100:memory=84.9GB,link=1GB", "h200:memory=150GB", "b200"],
+        ),
     ],
 )
 def test_figures_of_a_device_are_one_of_a_list(text, devices):
     """Figures with commas are one device of a list."""
     assert devices_of(text) == devices
+
+
+@pytest.mark.parametrize(
+    ("devices", "told"),
+    [
+        (["h100"], "(80 GB of h100)"),
+        (["h100:memory=84.9GB", "b200"], "(180 GB of b200)"),
+        (["h100:memory=84.9GB"], ""),
+    ],
+)
+def test_the_memory_that_was_counted_is_told(devices, told):
+    """A plan says which memory of a GPU it counted, unless it was given."""
+    text = counted_memory(devices)
+    assert (told in text) if told else text == ""
+    assert not text or f"--device {devices[-1]}:memory=SIZE" in text
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 from helpers.requests import keyed
 
-from kvcore import InputError, KVCache, PluginError, Request, plan
+from kvcore import InputError, KVCache, PluginError, Request, plan, simulate
 from kvcore.cache.layout import BlockLayout
 from kvcore.workloads import Workload
 from kvcore_lab.plans.fleet import Fleet, Traffic, replica_of
@@ -68,6 +68,36 @@ def test_an_slo_that_any_fleet_meets_has_no_limit():
     found = plan(Requests(short), slo="ttft=9", blocks=64, **ONE)
     assert found.limit == Limit(verdict="none")
     assert found.best.fleet == Fleet(replicas=1, devices=1, blocks=2)
+
+
+def test_the_command_serves_with_all_the_memory_of_the_gpus():
+    """The least memory is told, what all of it gives too, and the command takes all of it."""
+    found = plan("zipf:requests=200,prefixes=40,rate=5", slo="ttft=1", **ONE | {"tier": "none"})
+    (row,), whole = found.as_dict()["plans"], found.best.whole
+    assert row["blocks"] < row["full_pool"]["blocks"] == whole.blocks
+    assert row["full_pool"]["pool_bytes"] == whole.blocks * 2**21
+    assert f"--kv-cache-memory-bytes {row['full_pool']['pool_bytes']} " in row["start"]
+    config = {"tensor_parallel": 1, "latency": GPU, "blocks": whole.blocks}
+    alone = simulate("zipf:requests=200,prefixes=40,rate=5", **config)
+    assert row["full_pool"]["ttft_s"] == alone.ttft.as_dict()
+    text = " ".join(str(found).split())
+    assert "That is the least that does: its GPUs have 52.1 GiB, with which TTFT p99 is" in text
+
+
+def test_a_memory_that_was_given_is_all_there_is():
+    """With a largest pool the command takes no more than that."""
+    options = {**ONE, "tier": "none", "memory": "8GiB"}
+    found = plan("zipf:requests=60,prefixes=4,rate=5", slo="ttft=1", **options)
+    assert f"--kv-cache-memory-bytes {8 * 2**30} " in found.as_dict()["plans"][0]["start"]
+
+
+@pytest.mark.parametrize(("slo", "told"), [({}, True), ({"slo": "ttft=1,tpot=0.05"}, False)])
+def test_the_default_slo_is_named(slo, told):
+    """A plan for the default SLO says that it is that, and how to ask for more."""
+    found = plan("zipf:requests=20,rate=5", **ONE | {"tier": "none"}, **slo)
+    text = " ".join(str(found).split())
+    asked = "ttft=30,tpot=0.1, the default; --slo ttft=1,tpot=0.05 asks for more."
+    assert (asked in text) is told
 
 
 def test_a_fleet_whose_queue_grows_is_told():
@@ -351,6 +381,15 @@ def test_a_good_drafter_halves_the_time_per_output_token(served):
         for drafter in (None, "acceptance:tokens=3,probability=0.9")
     )
     assert drafted < plain / 2
+
+
+def test_a_fleet_that_cannot_hold_the_draft_model_is_left_out():
+    """Weights that fit alone, but not beside those of drafts, are left out with a note."""
+    drafter = "acceptance:draft=llama-3-70b"
+    config = {"workload": "zipf:requests=2", "tensor_parallel": [1, 4], "drafter": drafter}
+    found = plan(**config)
+    assert found.best.fleet.devices == 4
+    assert "16.1 GB and 141 GB for drafts" in found.notes[0]
 
 
 def test_a_policy_that_cannot_serve_is_left_out_with_a_note(served):

@@ -350,11 +350,33 @@ def test_duplicates_of_vllm_are_kept_in_one_group():
     assert cache.unpinned_blocks == 2
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("jamba-v0.1", "qwen3-next-80b-a3b", "qwen3.5-27b", "kimi-linear-48b-a3b"),
+        "nemotron-3-nano-30b-a3b",
+    ],
+)
+def test_blocks_fit_a_state_and_the_keys_where_no_size_is_given(model):
+    """Without a block size, blocks beside a state are a multiple of the keys of a workload."""
+    workload = Zipf(requests=20, rate=5, key_tokens=512)
+    parts = RunConfig(model=model).build(workload=workload)
+    assert parts.geometry.block_size == 512
+    given = RunConfig(model=model, block_size=512).build(workload=workload)
+    assert (parts.blocks, parts.layers) == (given.blocks, given.layers)
+
+
+def test_blocks_stay_small_where_they_fit_the_keys():
+    """Where blocks of 16 tokens fit the keys of the workload, a state changes nothing."""
+    workload = Zipf(requests=20, rate=5, key_tokens=16)
+    assert RunConfig(model="jamba-v0.1").build(workload=workload).geometry.block_size == 16
+
+
 def test_keys_that_do_not_fit_the_blocks_of_states_are_refused():
     """Blocks into which a state fits are named, with a block size that fits the keys."""
     workload = Zipf(requests=20, rate=5, key_tokens=512)
     config = RunConfig(model="qwen3-next-80b-a3b", block_size=16)
-    with pytest.raises(InputError, match=r"^block_size: .*528 tokens.* Give block_size=512"):
+    with pytest.raises(InputError, match=r"^block_size: .*528 tokens.* Give block_size=512,"):
         config.build(workload=workload)
     groups = config.changed(block_size=512).build(workload=workload).served_cache().groups
     assert {(group.kind, group.block_size) for group in groups} == {

@@ -351,3 +351,13 @@ def test_impossible_options_are_refused(option, value, problem):
     with pytest.raises(InputError) as caught:
         Roofline(**{option: value})
     assert str(caught.value).startswith(problem)
+
+
+def test_an_engine_has_the_times_of_the_named_device_with_other_figures():
+    """A device with figures after its name takes the engine's times that are known of it."""
+    options = {"tensor_parallel": 2, "engine": "vllm"}
+    known, other = (
+        Roofline("mixtral-8x7b", device, **options).coefficients()
+        for device in ("h100", "h100:memory=84.9GB")
+    )
+    assert other == known | {"device": "h100:memory=84.9GB"}

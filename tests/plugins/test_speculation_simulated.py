@@ -7,9 +7,10 @@ from helpers.serving import STEP, Even, ask, serve, servers, tiered_servers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore import InputError, Plugins, simulate
+from kvcore import InputError, Plugins, PolicyError, simulate
 from kvcore.config import RunConfig
 from kvcore.models.catalogue import find_model
+from kvcore.models.memory import KVLayout
 from kvcore.serving import StepWork
 from kvcore.serving.drafter import Drafter
 from kvcore.units import PS_PER_NS
@@ -191,6 +192,82 @@ def test_drafters_cost_their_passes_or_weights():
     byte = 2 * 10**9 / (4 * 3.35e12 * 0.85)
     assert heads.duration(work, [4] * 8) == pytest.approx(byte * 1e12, rel=0.01)
     assert heads.duration(prompt, []) == 0
+
+
+@pytest.mark.parametrize(
+    ("drafter", "weights", "block"),
+    [
+        ("", 0, 0),
+        (",draft=llama-3.1-8b", 2 * 8_030_261_248, 2 * 2**20),
+        (",parameters=2e10", 4 * 10**10, 0),
+        (",draft=llama-3.2-1b,parameters=10", 2 * 1_235_814_400 + 20, 2**19),
+    ],
+)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_pool_is_what_weights_and_kv_of_drafts_leave(devices, drafter, weights, block):
+    """A draft model takes its weights, and K/V in each block; heads take their weights."""
+    parts = RunConfig(
+        "simulate",
+        PLUGINS,
+        workload="zipf:requests=1",
+        tensor_parallel=devices,
+        drafter=f"acceptance:probability=0.7{drafter}",
+    ).build(PLUGINS)
+    left = 72 * 10**9 * devices - 2 * 8_030_261_248 - weights
+    assert parts.deployment.bytes_per_block == 2 * 2**20 + block
+    assert parts.blocks + parts.null_blocks == left // (2 * 2**20 + block)
+
+
+def test_a_draft_model_that_devices_cannot_share_takes_as_much_of_each():
+    """The device that holds a draft model with other heads bounds the blocks of all."""
+    layout, odd = KVLayout(find_model("llama-3-70b")), find_model("qwen2.5-7b")
+    alone, all_of = (Acceptance(draft=odd).memory(layout, devices) for devices in (1, 8))
+    assert alone == (odd.weight_bytes, KVLayout(odd).token_bytes())
+    assert all_of == (8 * alone[0], 8 * alone[1])
+
+
+def test_heads_take_the_format_of_the_weights_that_are_served():
+    """Extra heads are kept in the number format in which their cost reads them: here fp8."""
+    layout = KVLayout(find_model("llama-3-70b").with_weights("fp8"))
+    assert Acceptance(parameters=10**9).memory(layout, 4) == (10**9, 0)
+
+
+def test_drafts_that_leave_no_room_are_named():
+    """The error about weights that do not fit names those of drafts, and servers for both."""
+    drafter = "acceptance:draft=llama-3-70b"
+    with pytest.raises(InputError, match=r"16\.1 GB and 141 GB for drafts and .* 4 x h100"):
+        simulate("zipf:requests=1", tensor_parallel=1, drafter=drafter)
+
+
+def test_blocks_that_are_given_stay_beside_drafts():
+    """The size of the pool that was given stays, whatever drafting takes."""
+    drafter = "acceptance:draft=llama-3.1-8b"
+    result = simulate("zipf:requests=1", tensor_parallel=1, blocks=500, drafter=drafter)
+    assert result.cache.pool.blocks == 500
+
+
+@pytest.mark.parametrize("answer", [(-1, 0), (0, -1), None, (1, 2, 3)])
+def test_a_wrong_answer_about_memory_names_the_drafter(answer):
+    """A drafter that says less than 0 bytes, or no bytes, is named in the error."""
+
+    class Odd(Acceptance):
+        """A drafter that says nonsense of its memory."""
+
+        def memory(self, layout, devices):
+            return answer
+
+    with pytest.raises(PolicyError, match=r"drafter.*acceptance.*memory"):
+        simulate("zipf:requests=1", drafter=Odd())
+
+
+def test_a_tier_holds_blocks_with_the_kv_of_drafts():
+    """A tier of some bytes holds half as many blocks where a draft model doubles their K/V."""
+    options = {"workload": "zipf:requests=1", "tier": "host:memory=1GiB", "tensor_parallel": 1}
+    drafters = None, "acceptance:draft=llama-3.1-8b"
+    configs = [
+        RunConfig("simulate", PLUGINS, **options, drafter=drafter) for drafter in drafters
+    ]
+    assert [config.build(PLUGINS).tier_blocks for config in configs] == [512, 256]
 
 
 def test_a_draft_model_of_unknown_cost_is_refused():

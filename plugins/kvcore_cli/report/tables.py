@@ -183,9 +183,25 @@ def beyond_positions(parts: RunParts, prompts: Iterable[int]) -> str:
     )
 
 
+def larger_blocks(parts: RunParts) -> str:
+    """Return a note if blocks are larger than by default, so that layers fit the keys."""
+    from kvcore.config.parts import BLOCK_SIZE  # noqa: PLC0415 - most reports have no parts
+
+    size = parts.geometry.block_size
+    chosen = parts.config.block_size is None and parts.config.timed and parts.layers is not None
+    if not chosen or size == BLOCK_SIZE:
+        return ""
+    return (
+        f"blocks have {size:,} tokens, not {BLOCK_SIZE}: those of {parts.model.name} are so "
+        "large that a state fits, as in vLLM, and keys of the workload have "
+        f"{parts.workload.key_tokens:,} tokens, of which a block is to be a multiple "
+        f"(--block-size {size})"
+    )
+
+
 def told_of_run(parts: RunParts, log: RunLog) -> list[str]:
-    """Return notes on a run: prompts beyond the positions, fairness among no tenants."""
-    notes = [beyond_positions(parts, log.prompt)]
+    """Return notes on a run: prompts without positions, larger blocks, tenants that are none."""
+    notes = [beyond_positions(parts, log.prompt), larger_blocks(parts)]
     fair = getattr(parts.config.scheduler, "name", "") == "fair"
     if fair and len(log.ids) and all(tenant is None for tenant in log.tenants):
         notes.append(

@@ -14,7 +14,7 @@ import click
 
 from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
-from kvcore.models.cost import PrefillCost, prefill_flop
+from kvcore.models.cost import prefill_flop
 from kvcore.models.memory import SERVER, KVLayout, degree_problem, servers_that_fit
 from kvcore.models.spec import MAX_COUNT, WEIGHT_DTYPES, DeviceSpec
 from kvcore.units import format_bytes, parse_bytes
@@ -42,8 +42,8 @@ def _listed(what: str, names: Iterable[str]) -> str:
 @click.argument("model")
 @click.option(
     "--device",
-    help="GPU that holds the model: a name such as h200, or figures such as "
-    "memory=141GB,bandwidth=4.8TB,flops=989T.",
+    help="GPU that holds the model: a name such as h200, figures such as "
+    "memory=141GB,bandwidth=4.8TB,flops=989T, or both: h100:memory=84.9GB.",
 )
 @click.option(
     "--tensor-parallel", type=Count(), default=1, help="Number of GPUs that share the model."
@@ -111,7 +111,7 @@ def size(
     layout = KVLayout(spec, codec, block_size)
     report = {"schema": 1, **_memory(layout, tokens, batch), **_groups(layout, tokens)}
     if window is not None:
-        report["kv"] |= {"window": window, "window_bytes": layout.window_bytes(batch, window)}
+        report["kv"] |= {"window": window, "window_bytes": _window_bytes(layout, batch, window)}
     if max(report["kv"].values()) > MAX_COUNT:
         msg = f"--tokens {tokens}, --batch {batch}: their K/V exceeds 2^63 bytes; ask for less"
         raise InputError(msg)
@@ -132,6 +132,13 @@ def size(
         from kvcore_lab.report.size import size_sections  # noqa: PLC0415 - JSON does without it
 
         print_sections(*size_sections(report), compact=True)
+
+
+def _window_bytes(layout: KVLayout, sequences: int, window: int) -> int:
+    """Return the bytes of `sequences` sequences that each keep `window` tokens."""
+    caches = layout.model.layer_caches
+    fixed = sum(layout.kept_bytes(cache, window) for cache in caches if not cache.grows)
+    return ceil(sequences * (window * layout.token_bytes() + fixed))
 
 
 def _reserve(text: str, device: DeviceSpec | None) -> int:
@@ -328,6 +335,8 @@ class _Server:
             fits["fit"]["grouped_requests"] = self.ranks * (blocks // plan.blocks_for(tokens))
         if budget < 0:
             return fits
+        from kvcore_plugins.latency.roofline import least_prefill  # noqa: PLC0415 - as it runs
+
         step_bytes = model.weight_bytes_read(batch) + (self.ranks - 1) * model.shared_bytes
         step_bytes += batch * layout.read_bytes(tokens, self.sharing)
         step_seconds = step_bytes / (gpu.bandwidth * self.devices)
@@ -342,7 +351,7 @@ class _Server:
             "prefill": {
                 # A float, since JSON for other programs has no integers past 64 bits.
                 "flop": float(prefill_flop(model, tokens)),
-                "seconds": PrefillCost.for_model(model, gpu)(0, tokens) / self.devices,
+                "seconds": least_prefill(model, gpu)(0, tokens) / self.devices,
                 "load_seconds": float(load_bytes / (gpu.host_link * self.devices)),
             },
         }

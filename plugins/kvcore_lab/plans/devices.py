@@ -15,6 +15,9 @@ from kvcore_lab.plans.planning import FleetPlan
 PAIRS = ("ttft_s", "tpot_s", "slo_met_interval")
 """The fields of a fleet that have several values, which a row of a table has not."""
 
+NESTED = ("saturation", "full_pool")
+"""The fields of a fleet that are objects, which a column is not."""
+
 OBJECTIVES = {"usd_per_day": 1, "throughput_tokens_s": -1, "ttft_p99_s": 1}
 """The columns by which fleets are compared, each with the sign that makes less better."""
 
@@ -79,7 +82,8 @@ class DevicePlans(Shown):
             PluginError: polars is not installed.
         """
         rows = [
-            fleet | {"saturated": bool((fleet.pop("saturation") or {}).get("saturated"))}
+            {name: value for name, value in fleet.items() if name not in NESTED}
+            | {"saturated": bool((fleet["saturation"] or {}).get("saturated"))}
             for fleet in self.fleets
         ]
         return data_frame(rows, "`plans.fleets`", {"offered_load": "float"})
@@ -130,7 +134,7 @@ def devices_of(text: Any) -> list[Any]:
         return [*text] if isinstance(text, Iterable) else [text]
     devices: list[str] = []
     for piece in text.split(","):
-        if "=" in piece and devices and "=" in devices[-1]:
+        if "=" in piece and ":" not in piece and devices and "=" in devices[-1]:
             devices[-1] += f",{piece}"
         else:
             devices.append(piece)

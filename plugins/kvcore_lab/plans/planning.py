@@ -34,7 +34,7 @@ from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, Tick, silent, unseen
 from kvcore.request import SLO
 from kvcore.workloads import check_keys, given_workload
-from kvcore_cli.report.tables import beyond_positions, counted
+from kvcore_cli.report.tables import beyond_positions, counted, larger_blocks
 from kvcore_lab.plans.fleet import GRANTS, Fleet, FleetTask, Served
 from kvcore_lab.plans.longest import Longest
 from kvcore_lab.plans.start import not_in_start, start_command
@@ -82,11 +82,16 @@ class Option:
         fleet: the fleet.
         pool_bytes: K/V memory of a replica, on all its GPUs together.
         served: the outcome of the workload.
+        whole: the fleet with all the K/V memory of its GPUs, or what `memory` allows; `fleet`
+            itself if that misses the SLO.
+        whole_served: its outcome.
     """
 
     fleet: Fleet
     pool_bytes: int
     served: Served
+    whole: Fleet
+    whole_served: Served
 
 
 @attrs.frozen(kw_only=True)
@@ -173,7 +178,8 @@ class FleetPlan(Shown):
                     option.served, filter=attrs.filters.exclude("complete", "requests")
                 )
                 | self._costs(option)
-                | {"start": start_command(self.setup, self._sizes(option.fleet))}
+                | {"full_pool": self._whole(option)}
+                | {"start": start_command(self.setup, self._sizes(option.whole))}
                 for option in self.options
             ],
             "not_in_start": not_in_start(self.setup),
@@ -197,6 +203,18 @@ class FleetPlan(Shown):
         gpus = {self.setup["device"]: option.fleet.gpus}
         cost = Cost.for_gpus(gpus, self.gpu_price, option.served.throughput_tokens_s)
         return dict.fromkeys(COSTS) if cost is None else cost.columns()
+
+    def _whole(self, option: Option) -> dict[str, Any]:
+        """Return a fleet with all the K/V memory of its GPUs as a JSON object."""
+        sizes, served = self._sizes(option.whole), option.whole_served
+        return {
+            "blocks": sizes["blocks"],
+            "pool_bytes": sizes["pool_bytes"],
+            "slo_met": served.attainment,
+            "hit_ratio": served.hit_ratio,
+            "ttft_s": served.ttft_s,
+            "tpot_s": served.tpot_s,
+        }
 
     def _sizes(self, fleet: Fleet) -> dict[str, int]:
         return {
@@ -389,8 +407,8 @@ class _Planner:
                     for request in check_keys(parts.workload)
                 )
                 prompts = (prompt for prompt, _ in lengths.elements())
-                if note := beyond_positions(parts, prompts):
-                    self.told[note] = None
+                notes = beyond_positions(parts, prompts), larger_blocks(parts)
+                self.told |= dict.fromkeys(filter(None, notes))
             longest = Longest.from_lengths(parts, lengths)
             full = parts.blocks + parts.null_blocks
             if cell.max_model_len is not None and longest.blocks > full:
@@ -455,7 +473,8 @@ class _Planner:
         smaller = [self._small(fleet) for fleet in candidates if fleet.gpus == fewest]
         small = yield from self._together(smaller)
         candidates += [fleet for fleet in small if fleet is not None]
-        options = sorted(map(self._option, dict.fromkeys(candidates)), key=_rank)
+        found = [self._option(fleet) for fleet in dict.fromkeys(candidates)]
+        options = sorted((yield from self._together(found)), key=_rank)
         (limit,) = yield from self._together([self._limit(options, tried)])
         return options, limit
 
@@ -475,9 +494,22 @@ class _Planner:
             return False
         return Fraction(served.met, served.judged) >= self.share
 
-    def _option(self, fleet: Fleet) -> Option:
-        size = fleet.blocks * self.block_bytes[fleet.devices]
-        return Option(fleet=fleet, pool_bytes=size, served=self.served[fleet])
+    def _option(self, fleet: Fleet) -> Search[Option]:
+        """Return a fleet, and the same with the largest pool, with which the search began.
+
+        Where it began with more host RAM too, that is one more simulation.
+        """
+        whole = attrs.evolve(fleet, blocks=self.full[fleet.devices])
+        yield [whole]
+        if not self._meets(whole):  # more memory is rarely worse
+            whole = fleet
+        return Option(
+            fleet=fleet,
+            pool_bytes=fleet.blocks * self.block_bytes[fleet.devices],
+            served=self.served[fleet],
+            whole=whole,
+            whole_served=self.served[whole],
+        )
 
     def _full(self, devices: int, replicas: int) -> list[Fleet]:
         """Return fleets with the largest pool: one without host RAM, and one with all of it."""

@@ -7,10 +7,20 @@ from typing import Any
 
 import attrs
 
+from kvcore.config.options import option_default, read_option
+from kvcore.models.catalogue import DEVICES
+from kvcore.models.memory import USABLE
 from kvcore.plugins.options import as_text
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import version
-from kvcore.units import BINARY, format_bytes, format_dollars, format_number, format_seconds
+from kvcore.units import (
+    BINARY,
+    DECIMAL,
+    format_bytes,
+    format_dollars,
+    format_number,
+    format_seconds,
+)
 from kvcore_cli.report.simulation import overload
 from kvcore_cli.report.tables import NONE, cell, counted, share
 from kvcore_lab.statistics import share_interval
@@ -55,6 +65,7 @@ class PlanReport:
             self.headline,
             self.table,
             cautions(self.plan["plans"], self.plan["setup"]),
+            counted_memory([self.plan["setup"]["device"]]),
             *chart,
             self.limit,
             start_lines(self.plan["plans"], self.plan),
@@ -69,7 +80,7 @@ class PlanReport:
         if not plan["plans"]:
             return f"{request}\nNo fleet of up to {counted(plan['max_gpus'], 'GPU')} does."
         best = plan["plans"][0]
-        return f"{request}\nTake {self.fleet(best)}: {_met(best)}."
+        return f"{request}\nTake {self.fleet(best)}: {_met(best)}.{_more(best)}"
 
     @property
     def table(self) -> Table:
@@ -169,6 +180,8 @@ class DevicePlansReport:
         caution = cautions(fleets, first["setup"])
         start = start_lines(fleets, first)
         left_out = "\n".join(f"Left out: {note}" for note in self.left_out)
+        devices = [plan["setup"]["device"] for plan in self.plans["plans"]]
+        caution = "\n".join(filter(None, [caution, counted_memory(devices)]))
         return [warning, self.headline, self.table, left_out, caution, start, self.reading]
 
     @property
@@ -188,7 +201,8 @@ class DevicePlansReport:
         best = self.plans["fleets"][0]
         cost = best["usd_per_day"]
         day = "" if cost is None else f", ${format_dollars(cost)} a day"
-        return f"{request}\nTake {fleet_text(best, best['device'])}{day}: {_met(best)}."
+        take = f"Take {fleet_text(best, best['device'])}{day}: {_met(best)}."
+        return f"{request}\n{take}{_more(best)}"
 
     @property
     def table(self) -> Table:
@@ -239,7 +253,7 @@ class DevicePlansReport:
             Panel("TTFT, p99", bars("ttft_p99_s"), format_seconds),
             Panel("generated tokens/s", bars("throughput_tokens_s"), format_number),
         ]
-        return Chart(self.headline.splitlines()[-1], self.reading, "", panels)
+        return Chart(self.headline.splitlines()[1], self.reading, "", panels)
 
 
 COSTS = {"usd_per_day": "$ a day", "usd_per_million_output_tokens": "$/M"}
@@ -299,6 +313,19 @@ def cautions(fleets: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> s
     return "\n".join(lines)
 
 
+def counted_memory(devices: Iterable[str]) -> str:
+    """Return a sentence on which memory of GPUs was counted; "" if it was given for all."""
+    sheets = [DEVICES[name] for name in devices if name in DEVICES]
+    if not sheets:
+        return ""
+    sizes = ", ".join(f"{format_bytes(gpu.hbm_bytes, DECIMAL)} of {gpu.name}" for gpu in sheets)
+    return (
+        f"GPU memory is that of data sheets ({sizes}), of which {float(USABLE):.0%} are for "
+        "weights and K/V. K/V is what weights leave: give what nvidia-smi reports, mostly "
+        f"more, as --device {sheets[0].name}:memory=SIZE."
+    )
+
+
 def _met(fleet: Mapping[str, Any]) -> str:
     """Return how many requests meet the SLO, in words, with the interval of their share."""
     low, high = share_interval(fleet["met"], fleet["judged"])
@@ -326,7 +353,11 @@ def start_lines(fleets: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) ->
     ]
     if absent := plan.get("not_in_start"):
         lines.append(f"Not in this command: {', '.join(absent)}.")
-    return "\n".join(["Start each replica with:", *lines]) if fleets and lines else ""
+    if not fleets or not lines:
+        return ""
+    whole = all("full_pool" in fleet for fleet in fleets)
+    memory = ", with all the K/V memory of its GPUs" if whole else " with"
+    return "\n".join([f"Start each replica{memory}:", *lines])
 
 
 def _cells(fleet: Mapping[str, Any]) -> list[str]:
@@ -362,10 +393,30 @@ def fleet_text(fleet: Mapping[str, Any], device: str) -> str:
     )
 
 
+def _more(fleet: Mapping[str, Any]) -> str:
+    """Return a sentence on what all the K/V memory of the GPUs gives; "" if it is no more."""
+    whole = fleet.get("full_pool")  # earlier releases did not write it
+    if whole is None or whole["blocks"] == fleet["blocks"]:
+        return ""
+    times = [
+        f"TTFT p99 is {cell((whole['ttft_s'] or {}).get('p99'), format_seconds)}",
+        f"TPOT p99 {cell((whole['tpot_s'] or {}).get('p99'), format_seconds)}",
+    ]
+    has = "each replica has" if fleet["replicas"] > 1 else "its GPUs have"
+    return (
+        f"\nThat is the least that does: {has} {format_bytes(whole['pool_bytes'])}, with which "
+        f"{', '.join(times)} and {share(whole['hit_ratio'])} hit. The command below serves "
+        "with all of it."
+    )
+
+
 def _asked(plan: Mapping[str, Any], devices: str) -> str:
     """Return a sentence about the workload, the devices and the SLO of a plan."""
     setup = plan["setup"]
+    default = ""
+    if read_option("slo", setup["slo"]) == option_default("slo"):
+        default = ", the default; --slo ttft=1,tpot=0.05 asks for more"
     return (
         f"{setup['workload']}: {counted(plan['requests'], 'request')} to {setup['model']} "
-        f"on {devices}, of which {plan['percentile']:g}% are to meet {setup['slo']}."
+        f"on {devices}, of which {plan['percentile']:g}% are to meet {setup['slo']}{default}."
     )

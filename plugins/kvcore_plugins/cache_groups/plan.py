@@ -73,7 +73,8 @@ class GroupPlan:
                 msg = (
                     f"blocks of {model} have {size:,} tokens, so that all groups take the same "
                     f"bytes, and keys of the workload {key_tokens}: one must divide the other. "
-                    f"Give block_size={key_tokens}"
+                    f"Give block_size={key_tokens}, on the command line --block-size "
+                    f"{key_tokens}"
                 )
                 raise InputError(msg)
 

@@ -12,7 +12,8 @@ from attrs.validators import instance_of, optional
 from kvcore import Drafter, InputError, LatencyModel, Request
 from kvcore.blake2 import blake2b
 from kvcore.models.catalogue import find_model
-from kvcore.models.spec import ModelSpec
+from kvcore.models.memory import DraftMemory, KVLayout, can_share
+from kvcore.models.spec import ModelSpec, bytes_of
 from kvcore.serving import StepWork
 from kvcore_plugins.drafter.cost import HeadCost, ModelCost
 from kvcore_plugins.drafter.measured_acceptance import read_acceptance
@@ -37,13 +38,15 @@ class Acceptance(Drafter):
         probability: of a draft to be accepted if all before it are; one for all positions, or
             one each with `/` between, as in `0.8/0.7/0.6`, the last for all that follow.
         file: measured acceptance, in place of `probability`.
-        draft: the draft model, for its time: a name of the catalogue, in code also a
-            `ModelSpec`; None: there is no draft model.
-        parameters: number of weights of extra heads on the served model, for their time.
+        draft: the draft model, for its time and memory: a name of the catalogue, in code also
+            a `ModelSpec`; None: there is no draft model.
+        parameters: number of weights of extra heads on the served model, for their time and
+            memory; K/V of heads, which some have, is not counted.
         seed: seed of the draws; None: the seed of the run.
 
     Raises:
-        InputError: a wrong probability, or a file without measured acceptance.
+        InputError: an unknown model, a wrong probability, or a file without measured
+            acceptance.
 
     Source: Leviathan et al., "Fast inference from transformers via speculative decoding",
     2023, for the expected tokens a step, (1 - a^(k + 1)) / (1 - a).
@@ -71,7 +74,8 @@ class Acceptance(Drafter):
     _key: bytes = attrs.field(init=False, repr=False, default=b"")
 
     def __attrs_post_init__(self) -> None:
-        """Read the probabilities, or the file that has them."""
+        """Find the draft model, and read the probabilities, or the file that has them."""
+        self._model()
         if self.file is not None:
             if self.probability is not None:
                 msg = "acceptance: probability and file both say what is accepted: give one"
@@ -94,8 +98,7 @@ class Acceptance(Drafter):
         """Store the seed, and build the cost of the draft model."""
         super().attach(latency, seed)
         self._key = f"{seed if self.seed is None else self.seed} {self.name} ".encode()
-        if self.draft is not None:
-            model = find_model(self.draft) if isinstance(self.draft, str) else self.draft
+        if (model := self._model()) is not None:
             self._costs.append(ModelCost(latency, model))
         if self.parameters:
             self._costs.append(HeadCost(latency, self.parameters))
@@ -118,6 +121,24 @@ class Acceptance(Drafter):
     def duration(self, work: StepWork, drafts: Sequence[int]) -> int:
         """Return the time of the draft model and of extra heads; 0 without any."""
         return sum(cost.duration(work, drafts) for cost in self._costs)
+
+    def memory(self, layout: KVLayout, devices: int) -> DraftMemory:
+        """Return the weights of the draft model and of heads, and the K/V of the draft model.
+
+        Its K/V lies under the block tables of the served model, in the same codec. A draft
+        model that the devices cannot share takes as much of each of them as of one.
+        """
+        heads = bytes_of(self.parameters, layout.model.dtype)
+        if (model := self._model()) is None:
+            return DraftMemory(heads)
+        own = KVLayout(model, layout.codec, layout.block_size)
+        if can_share(model, devices):
+            return DraftMemory(model.weight_bytes + heads, own.token_bytes(devices))
+        return DraftMemory(devices * model.weight_bytes + heads, devices * own.token_bytes())
+
+    def _model(self) -> ModelSpec | None:
+        """Return the draft model; None if there is none."""
+        return find_model(self.draft) if isinstance(self.draft, str) else self.draft
 
     def _drawn(self, name: int | str, index: int) -> float:
         """Return the number in [0, 1) of an output token; a digest has nine numbers."""

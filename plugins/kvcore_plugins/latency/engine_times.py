@@ -83,6 +83,11 @@ _EXPERTS_IN_FP4 = {
 }
 
 
+def known_name(device: str) -> str:
+    """Return the name in the catalogue of a device with figures of its own after it."""
+    return device.partition(":")[0]
+
+
 def engine_times(engine: EngineName | None, device: str, fp4: str = "") -> EngineTimes:
     """Return the times of an engine on a device, of a name in the catalogue.
 

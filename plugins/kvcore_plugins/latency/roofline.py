@@ -14,7 +14,7 @@ import attrs
 from kvcore import InputError, LatencyModel
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.codec import Codec
-from kvcore.models.cost import pair_flop
+from kvcore.models.cost import PrefillCost, pair_flop
 from kvcore.models.memory import KVLayout, can_share, degree_problem, tensor_degrees
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.serving import LinearPiece, StepWork, Windows
@@ -24,6 +24,7 @@ from kvcore_plugins.latency.engine_times import (
     EngineName,
     ExpertTimes,
     engine_times,
+    known_name,
 )
 
 Rates: TypeAlias = Mapping[str, tuple[str, ...]]
@@ -217,7 +218,9 @@ class Roofline(LatencyModel):
         fp4 = device.fp4_flops > 0
         # Without units for fp4 weights alone are in it, and with MXFP4 those of experts.
         quantised = model.dtype == "fp8" or (fp4 and model.expert_dtype == "nvfp4")
-        times = engine_times(self.engine, device.name, model.expert_dtype if fp4 else "")
+        times = engine_times(
+            self.engine, known_name(device.name), model.expert_dtype if fp4 else ""
+        )
         overhead = picoseconds(self.overhead, "roofline: overhead")
         launches = picoseconds(self.layer_overhead, "roofline: layer_overhead")
         picoseconds(self.frontend, "roofline: frontend")
@@ -229,7 +232,7 @@ class Roofline(LatencyModel):
         peak = _peak(device, RATES.get(model.dtype, ())) * devices
         products = peak * Fraction(self.compute) * Fraction(times.compute)
         bandwidth = device.bandwidth * Fraction(self.bandwidth)
-        routed = Fraction(model.expert_parameters * model.experts_per_token, model.experts or 1)
+        routed = _routed(model)
         memory = (PS_PER_S << SHIFT) / (bandwidth * devices)
         experts = self._experts(model, device, times.experts, routed, memory)
 
@@ -476,10 +479,34 @@ class Roofline(LatencyModel):
         return ""
 
 
+def least_prefill(model: ModelSpec, device: DeviceSpec) -> PrefillCost:
+    """Return what a prefill takes at least, with products in the formats of the weights.
+
+    All FLOP/s of the data sheet are reached, and nothing but FLOP takes time.
+    """
+    routed = _routed(model)
+    rates = RATES.get(model.dtype, ()), EXPERT_RATES.get(model.expert_dtype, ())
+    work = 2 * (model.active_parameters - routed), 2 * routed
+    seconds = sum(
+        flop / (_narrow(device, names) or device.flops)
+        for flop, names in zip(work, rates, strict=True)
+    )
+    return attrs.evolve(PrefillCost.for_model(model, device), token_seconds=float(seconds))
+
+
+def _routed(model: ModelSpec) -> Fraction:
+    """Return the parameters of routed experts that a token takes."""
+    return Fraction(model.expert_parameters * model.experts_per_token, model.experts or 1)
+
+
+def _narrow(device: DeviceSpec, rates: Iterable[str]) -> int:
+    """Return the first of these FLOP/s that a device has; 0: it has none of them."""
+    return next((flops for name in rates if (flops := getattr(device, name))), 0)
+
+
 def _peak(device: DeviceSpec, rates: Iterable[str]) -> Fraction | int:
     """Return the FLOP/s of products at the first of these rates that a device has, if any."""
-    narrow = next((flops for name in rates if (flops := getattr(device, name))), 0)
-    return narrow * NARROW_PRODUCTS or device.flops
+    return _narrow(device, rates) * NARROW_PRODUCTS or device.flops
 
 
 def _fine(seconds: Fraction) -> int:

@@ -104,7 +104,7 @@ def test_a_sliding_window_stops_growth():
 
 def test_window_memory_of_active_sequences():
     """64 sequences of Mistral 7B with a window of 4,096 tokens take 32 GiB."""
-    assert layout("mistral-7b").window_bytes(64, 4096) == 32 * GIB
+    assert 64 * layout("mistral-7b").request_bytes(4096) == 32 * GIB
 
 
 def test_a_prefix_of_50_tokens_takes_4_blocks_of_16():

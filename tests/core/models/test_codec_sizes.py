@@ -109,7 +109,7 @@ def test_shared_bytes_of_a_block_are_rounded_up_once():
     assert layout.token_bytes() / 3 == 2 * (24 + Fraction(2, 5))
     assert layout.bytes_per_token == heads * 24 + 3
     assert [layout.read_bytes(tokens) for tokens in (1, 2, 5)] == [147, 293, heads * 122]
-    assert layout.window_bytes(1, 5) == layout.bytes_per_block
+    assert layout.request_bytes(5) == layout.bytes_per_block
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,18 @@ from helpers.configs import LLAMA_3_8B
 
 from kvcore.config import RunConfig
 from kvcore.errors import OutOfBlocks
-from kvcore.models.catalogue import DEVICES, MODELS
+from kvcore.models.catalogue import DEVICES, MODELS, load_model
+from kvcore.models.cost import attended_pairs
 from kvcore.models.memory import KVLayout
 from kvcore.plugins import Plugins
 from kvcore.request import Request
+from kvcore.serving import StepWork
+from kvcore.units import PS_PER_S
 from kvcore_lab.cli.size import size
 from kvcore_lab.report.size import size_sections
 from kvcore_plugins.cache_groups import GroupedCache
 from kvcore_plugins.cache_groups.plan import groups_of
+from kvcore_plugins.latency import Roofline
 from kvcore_plugins.models.huggingface import FAMILIES
 from kvcore_plugins.workload import Zipf
 
@@ -86,6 +90,40 @@ def test_the_prefill_floor_is_flop_over_flop_per_second():
     pairs = 1000 * 1001 // 2
     assert prefill["flop"] == 2 * 8_030_261_248 * 1000 + 4 * 32 * 32 * 128 * pairs
     assert prefill["seconds"] == pytest.approx(prefill["flop"] / 989.5e12)
+
+
+@pytest.mark.parametrize("model", ["qwen3-32b", "gpt-oss-20b", "deepseek-v3", "mixtral-8x7b"])
+@pytest.mark.parametrize("dtype", [None, "fp8", "nvfp4", "int4"])
+@pytest.mark.parametrize("device", ["h100", "b200", "a100-80g"])
+def test_the_prefill_floor_is_below_the_roofline(model, dtype, device):
+    """No prefill is simulated to take less than the bound, in any format of weights."""
+    weights = ["--weights-dtype", dtype] if dtype else []
+    gpus = ["--device", device, "--tensor-parallel", "8", "--tokens", "8k"]
+    found = report(model, *gpus, *weights)
+    if "prefill" not in found:
+        return  # the weights do not fit
+    latency = Roofline(
+        model=load_model(model, dtype),
+        device=device,
+        tensor_parallel=8,
+        compute=1,
+        bandwidth=1,
+        layer_overhead=0,
+    )
+    pairs = tuple(attended_pairs(0, 8192, window) for window in latency.windows)
+    work = StepWork(8192, pairs, 0, (0,) * len(pairs))
+    assert found["prefill"]["seconds"] <= latency.duration(work) / PS_PER_S
+
+
+def test_the_prefill_floor_is_computed_in_the_format_of_the_weights():
+    """Products of weights in fp8 take the FLOP/s of fp8, attention those of 16 bits."""
+    options = ["qwen3-32b", "--device", "h100", "--tensor-parallel", "2", "--tokens", "32768"]
+    narrow = report(*options, "--weights-dtype", "fp8")["prefill"]
+    wide = report(*options)["prefill"]
+    products = 2 * MODELS["qwen3-32b"].active_parameters * 32768 / 2
+    assert wide["seconds"] - narrow["seconds"] == pytest.approx(
+        products * (1 / 989.5e12 - 1 / 1979e12)
+    )
 
 
 @pytest.mark.parametrize(
@@ -435,6 +473,19 @@ def test_a_device_may_be_given_by_its_figures(text):
     assert found == known
 
 
+def test_figures_after_a_name_replace_its_own():
+    """An H100 with the memory that drivers report has that alone changed, and more K/V."""
+    sheet, own = (
+        report("qwen3-32b", "--device", device) for device in ("h100", "h100:memory=84.9GB")
+    )
+    assert own["device"] == sheet["device"] | {
+        "name": "h100:memory=84.9GB",
+        "hbm_bytes": 84_900_000_000,
+    }
+    budgets = (found["fit"]["kv_budget_bytes"] / 2**30 for found in (sheet, own))
+    assert [round(budget, 2) for budget in budgets] == [6.03, 10.14]
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -445,6 +496,9 @@ def test_a_device_may_be_given_by_its_figures(text):
         ("memory=0B,bandwidth=4.8TB,flops=989T", "hbm_bytes must be at least 1"),
         ("memory=141GB,bandwidth=4.8TB,flops=fast", "expected a whole number"),
         ("h100=1", "'h100=1' is none of memory"),
+        ("h100:memry=84.9GB", "'memry=84.9GB' is none of memory"),
+        ("h10:memory=84.9GB", "unknown device 'h10'; did you mean h100"),
+        ("h100:memory=", "expected a number"),
     ],
 )
 def test_figures_that_cannot_be_are_refused(text, problem):

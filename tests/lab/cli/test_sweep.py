@@ -11,7 +11,6 @@ from helpers.sweeps import SMALL, command, finished, install_mortal, run, wait_f
 
 from kvcore.config import RunConfig
 from kvcore.config.options import option_named
-from kvcore.config.parts import BLOCK_SIZE
 from kvcore_cli import main as frame
 from kvcore_lab.sweep import axes_of
 
@@ -85,13 +84,12 @@ def test_the_best_policies_are_printed(sweep):
 def test_defaults_of_a_cell_are_those_of_simulate():
     """The defaults of a cell are the defaults of `kvcore simulate`."""
     given = frame.loaded_verb("simulate").make_context("simulate", []).params
-    for name in set(axes_of("simulate")) - {"workload", "block_size"}:
+    for name in set(axes_of("simulate")) - {"workload"}:
         # An option that may be repeated has the value None if it is not given.
         assert getattr(RunConfig(), name) == (
             given[name] or () if option_named(name).multiple else given[name]
         )
     assert given["workload"] is given["tier"] is None
-    assert given["block_size"] == BLOCK_SIZE
 
 
 def test_plugins_may_be_tables(sweep):

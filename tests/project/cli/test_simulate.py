@@ -6,7 +6,7 @@ import json
 from functools import partial
 
 import pytest
-from helpers.commands import error_of, json_of, stdout_of
+from helpers.commands import error_of, json_of, run_here, stdout_of
 from helpers.rows import write_rows
 
 from kvcore import find_capacity
@@ -248,3 +248,17 @@ def test_a_failed_run_leaves_earlier_files_unchanged(tmp_path):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     refused(SMALL, "--out", tmp_path, "--max-tokens", 1)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_larger_blocks_are_told_with_the_reason():
+    """Where a state and the keys need larger blocks than 16 tokens, a note says which and why.
+
+    A size that was given stays, and is refused with the flag that would do.
+    """
+    asked = ("simulate", "--model", "jamba-v0.1", "--limit", "5", "--no-search")
+    done = run_here(*asked)
+    assert done.returncode == 0
+    assert "512 tokens a block" in " ".join(done.stdout.split())
+    assert done.stderr.startswith("kvcore: blocks have 512 tokens, not 16: those of jamba-v0.1")
+    error = refused(*asked[1:], "--block-size", "16")
+    assert "Give block_size=512, on the command line --block-size 512" in error
