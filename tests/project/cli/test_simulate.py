@@ -70,8 +70,9 @@ def test_the_report_has_pool_outcome_and_options():
     _, _, setup = " ".join(lines).partition("Setup: kvcore ")
     for words in (
         "llama-3.1-8b in fp16 on 4 x h100; 50 blocks of 16 tokens",
-        "concurrency=32, preemptive=true, length=true; eviction lfu:half_life=60.0, unit=s",
+        "eviction lfu:half_life=60.0, unit=s",
         "retention window:tokens=32, sinks=0",
+        "concurrency=32, preemptive=true, length=true; latency roofline:",
         "latency roofline:compute=0.8, bandwidth=0.85, overhead=0.0, layer_overhead=4.5e-05",
         "max_tokens 8192",
         "slo ttft=30, tpot=0.1; seed 0.",
