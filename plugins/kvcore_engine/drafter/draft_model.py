@@ -187,9 +187,7 @@ class DraftModel(TokenDrafter):
         absent = (index for index, block in enumerate(before) if block in self._absent)
         return min(known, next(absent, len(before)) * self._pool.layout.block_size)
 
-    def _split(
-        self, table: Sequence[int], tokens: int
-    ) -> tuple[Sequence[int], Sequence[int]]:
+    def _split(self, table: Sequence[int], tokens: int) -> tuple[Sequence[int], Sequence[int]]:
         """Return the blocks of the first `tokens` tokens, and those that begin after them."""
         blocks = -(-tokens // self._pool.layout.block_size)
         return table[:blocks], table[blocks:]
