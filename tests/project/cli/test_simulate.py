@@ -267,7 +267,7 @@ def test_a_failed_run_names_the_row_and_leaves_no_file(tmp_path):
     ]
     source = tmp_path / "trace.jsonl"
     write_rows(source, *rows)
-    out = tmp_path / "run"
+    out = tmp_path / "of" / "a" / "run"
     assert "trace.jsonl:2" in refused(source, "--block-size", 512, "--out", out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.jsonl"]
 
