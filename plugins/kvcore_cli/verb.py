@@ -257,7 +257,7 @@ class Seconds(Time):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Read the text of a time, or a number of seconds from a file."""
+        """Read a time as `Time` does; refuse 0."""
         time = super().convert(value, param, ctx) / NS_PER_S
         if not time:
             self.fail("must be above 0 seconds", param, ctx)
