@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Source: TypeAlias = str | PathLike[str] | Spec | Workload | Iterable[Request]
 """Where requests come from: a plugin's name with options, a file, a workload, or requests."""
 
-SERVING = ("scheduler", "latency", "drafter", "batching", "slo", "rate_scale")
+WITH_CACHE = ("scheduler", "latency", "drafter", "batching", "slo", "rate_scale")
 """Options that go with a cache of the caller's."""
 
 
@@ -74,15 +74,11 @@ def simulate(
     """
     from kvcore.config import RunConfig  # noqa: PLC0415 - `import kvcore` is light
 
-    measured: dict[str, Any] = {"fragmentation": fragmentation, "residency": residency}
-    measured["jumps"] = jumps
+    measured = {"fragmentation": fragmentation, "residency": residency, "jumps": jumps}
     if cache is not None:
         serve, more = _served_by(options)
-        kept = resolved_options(kept_options(options, (*SERVING, *more), trace), plugins)
-        served: Result = serve(
-            opened_source(workload, plugins), cache=cache, **kept, **measured
-        )
-        return served
+        kept = resolved_options(kept_options(options, (*WITH_CACHE, *more), trace), plugins)
+        return serve(opened_source(workload, plugins), cache=cache, **kept, **measured)
     config = RunConfig("simulate", plugins, workload=workload, **flat_options(options))
     parts = config.build(plugins, many=False)
     with traced(parts, trace) as written:
@@ -94,10 +90,10 @@ def opened_source(workload: Source, plugins: Plugins | None) -> Iterable[Request
     """Return the requests of a workload, which is opened if it is a name or a path."""
     if not isinstance(workload, str | Spec | PathLike):
         return workload
-    from kvcore.workloads.selection import as_workload  # noqa: PLC0415 - as above
+    from kvcore.workloads.selection import open_workload  # noqa: PLC0415 - as above
 
     named = str(workload) if isinstance(workload, Spec) else workload
-    requests: Iterable[Request] = as_workload(named, plugins or Plugins())
+    requests: Iterable[Request] = open_workload(named, plugins or Plugins())
     return requests
 
 
@@ -118,12 +114,13 @@ def flat_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return flat | caps
 
 
-def _served_by(options: Mapping[str, Any]) -> tuple[Callable[..., Any], list[str]]:
+def _served_by(options: Mapping[str, Any]) -> tuple[Callable[..., Result], list[str]]:
     """Return what serves with the caller's cache, and the options that it has of a mode."""
     from kvcore.config.options import MODES, known_modes, mode_options  # noqa: PLC0415 - as above
 
     mode = MODES["simulate"]
-    for other in known_modes().values() if options.keys() - {*SERVING} else ():
+    others = known_modes().values() if options.keys() - {*WITH_CACHE} else ()
+    for other in others:
         if other.chosen_by and options.keys() & mode_options(other).keys():
             mode = other
     parts: type[RunParts] = imported_place(mode.parts)

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import cache, cached_property, reduce
 from importlib import import_module
 from importlib.machinery import PathFinder
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -53,15 +53,19 @@ class Installed:
         text = _text(self.folder, "METADATA") or _text(self.folder, "PKG-INFO")
         fields = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
         found = [value.strip() for key, _, value in fields if key.lower() == name]
-        return found[0] if found else cast("str", self.__getattr__(name))
+        return (found or [self.metadata[name]])[0]
 
     def points(self, group: str) -> list[Point]:
         """Return the entry points of a group."""
+        points, section = [], ""
         text = _text(self.folder, "entry_points.txt")
-        _, _, section = f"\n{text}".partition(f"\n[{group}]\n")
-        lines = map(str.strip, section.partition("\n[")[0].splitlines())
-        parts = [line.partition("=") for line in lines if line and not line.startswith("#")]
-        return [Point(name.strip(), value.strip(), group, self) for name, _, value in parts]
+        for line in map(str.strip, text.splitlines() if group in text else ()):
+            if line.startswith("[") and line.endswith("]"):
+                section = line.strip("[]")
+            elif section == group and line and not line.startswith("#"):
+                name, _, value = line.partition("=")
+                points.append(Point(name.strip(), value.strip(), group, self))
+        return points
 
 
 class Point:

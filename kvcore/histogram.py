@@ -70,10 +70,8 @@ class Histogram:
         self._weights: defaultdict[int, int] = defaultdict(int)
 
     def extend(self, values: Sequence[int], weights: Sequence[int]) -> None:
-        """Add each of `values`, as many times as its weight."""
-        self.weight += sum(weights)
-        self.total += sum(map(mul, values, weights))
-        self.high = max(self.high, *values)
+        """Add each of `values`, of which there is one or more, as many times as its weight."""
+        self._sum_up(sum(weights), sum(map(mul, values, weights)), max(values))
         # Many values fall into few buckets at a time.
         low = bisect_left(self._borders, min(values))
         high = bisect_left(self._borders, max(values), low)
@@ -83,14 +81,12 @@ class Histogram:
             counts[bucket] += weight * times
 
     def add_ascending(self, times: Sequence[int], since: int) -> None:
-        """Add the difference from `since` to each of `times`, which ascend.
+        """Add the difference from `since` to each of `times`, one or more, which ascend.
 
         O(buckets between the first and the last), and one addition for each time.
         """
         count, last = len(times), times[-1] - since
-        self.weight += count
-        self.total += sum(times) - count * since
-        self.high = max(self.high, last)
+        self._sum_up(count, sum(times) - count * since, last)
         borders, counts = self._borders, self._weights
         bucket, done = bisect_left(borders, times[0] - since), 0
         while borders[bucket] < last:
@@ -105,30 +101,24 @@ class Histogram:
 
         `weights` are machine integers of 8 bytes.
         """
-        self.weight += weight
-        self.total += total
-        self.high = max(self.high, high)
+        self._sum_up(weight, total, high)
         counts = memoryview(weights).cast("q").tolist() if weight else ()
         for bucket in compress(range(len(counts)), counts):  # few buckets have any
             self._weights[bucket] += counts[bucket]
 
     def merge(self, other: Histogram) -> None:
         """Add the samples of another histogram. O(its buckets)."""
-        self.weight += other.weight
-        self.total += other.total
-        self.high = max(self.high, other.high)
+        self._sum_up(other.weight, other.total, other.high)
         for bucket, weight in other._weights.items():
             self._weights[bucket] += weight
 
     def add_progression(self, first: int, step: int, count: int, weight: int) -> None:
         """Add `first`, `first + step`, ... (`count` values), each `weight` times.
 
-        `step` is above 0. Costs O(buckets between the first and the last value).
+        `step` and `count` are above 0. Costs O(buckets between the first and the last value).
         """
         last = first + step * (count - 1)
-        self.weight += count * weight
-        self.total += weight * (first + last) * count // 2
-        self.high = max(self.high, last)
+        self._sum_up(count * weight, weight * (first + last) * count // 2, last)
         borders, counts = self._borders, self._weights
         bucket = bisect_left(borders, first)
         done = 0
@@ -140,6 +130,12 @@ class Histogram:
                 return
             done = upto
             bucket = bisect_left(borders, first + step * done, bucket)
+
+    def _sum_up(self, weight: int, total: int, high: int) -> None:
+        """Add samples to the exact figures, though not to the buckets."""
+        self.weight += weight
+        self.total += total
+        self.high = max(self.high, high)
 
     def at_most(self, bounds: Iterable[int]) -> list[int]:
         """Return for each of `bounds` the number of samples up to it.
@@ -164,11 +160,11 @@ class Histogram:
             values[f"p{percent}"] = min(border, self.high)
         return values
 
-    def as_dict(self, unit: int, bounds: Iterable[int]) -> dict[str, Any] | None:
+    def as_dict(self, unit: int, bounds: Iterable[int], counted: str) -> dict[str, Any] | None:
         """Return the JSON object of the histogram in units of `unit`; None without samples.
 
-        `blocks` is the weight, since weights are numbers of blocks here; `buckets` maps each
-        of `bounds`, in units, to the number of blocks up to the bound.
+        Its weight is under the name of what is counted, such as `blocks`; `buckets` maps each
+        of `bounds`, in units, to the weight up to the bound.
         """
         percentiles = self.percentiles()
         if percentiles is None:
@@ -176,7 +172,7 @@ class Histogram:
         bounds = list(bounds)
         names = (f"{bound / unit:.15g}" for bound in bounds)
         return {
-            "blocks": self.weight,
+            counted: self.weight,
             "sum": self.total / unit,
             "mean": self.total / (self.weight * unit),
             **{name: value / unit for name, value in percentiles.items()},

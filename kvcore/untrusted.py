@@ -202,6 +202,13 @@ def token_count(value: object) -> int | None:
     return value if type(value) is int and 0 <= value <= MOST_TOKENS else None
 
 
+def parse_digits(text: str) -> int | None:
+    """Return the number below 10^18 that ASCII digits are; None for any other text."""
+    # `int` refuses some characters that `str.isdigit` accepts, and thousands of digits.
+    is_number = text.isascii() and text.isdigit() and len(text) < len(str(1 << 63))
+    return int(text) if is_number else None
+
+
 def media_type(header: str | None) -> str:
     """Return the media type of a Content-Type header, without its parameters. O(header).
 

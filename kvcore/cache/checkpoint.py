@@ -23,8 +23,8 @@ class Segment(Record):
 
     Attributes:
         start, end: tokens before it, and up to the boundary at its end.
-        resumable: whether its windows and states are cached, so that a request can resume at
-            `end`. If not, it follows the last boundary of a text.
+        resumable: whether a request can resume at `end`. If not, it follows the last boundary
+            of a text, or blocks before it have left.
         last_use: serial number of the last admission that stored it, or resumed at its end.
         order: rises from segment to segment as they are stored, or resumed at.
         children: number of boundaries that come next after its own, in different texts.
@@ -94,8 +94,8 @@ class CheckpointPolicy(Plugin):
         """Return the segment that leaves, of those of which a block can be evicted.
 
         It loses its windows and states first; and then, if it has no children, its blocks of
-        full attention, from the end on. `segments` are sorted by `order`, and looked up as they
-        are asked for; `in` is O(1). Those with two children or more are not among them.
+        full attention, from the end on. `segments` are sorted by `order`. `in` is O(1); `len`
+        and an index look at all. Those with two children or more are not among them.
         """
         return segments[0]
 

@@ -68,7 +68,7 @@ def _check_children(span: Span, children: list[Span]) -> None:
 
 
 def check_blocks(pool: CountingPool, tree: SpanTree, sequences: Iterable[Sequence]) -> None:
-    """Check free + cached + private = blocks, and with ids that each block is in one place.
+    """Check pins, free + cached + private = blocks, and of ids that each is in one place.
 
     Raises:
         AssertionError: the sum is wrong; the message has all the numbers.
@@ -113,9 +113,9 @@ def _check_pins(spans: list[Span], ends: list[Span]) -> None:
     for span in spans:
         count = pins.pop(span, 0)
         if count != span.ref_count:
-            _broken(f"{span!r} is on the paths of {count} open sequences")
+            _broken(f"{span!r} is on the paths of {count} open sequences and pins")
     if pins:
-        _broken(f"open sequences hold {list(pins)}, which are not cached")
+        _broken(f"open sequences and pins hold {list(pins)}, which are not cached")
 
 
 def _check_client_pins(pins: ClientPins, pool_blocks: int) -> None:

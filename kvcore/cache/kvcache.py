@@ -409,12 +409,12 @@ class KVCache:
 
     def open_ahead(
         self, planned: CacheSequence, blocks: int, now: int, reserve: int
-    ) -> CacheSequence:
+    ) -> CacheSequence | None:
         """Open the sequence of `plan_ahead`, into which blocks are loaded before it arrives.
 
         The sequence pins its hit, which counts as used and not as hit. It gets private blocks
         up to position `blocks`, or fewer, so that `reserve` blocks stay free or evictable.
-        If it would get none, `planned` is returned, and no sequence is open.
+        Returns None if it would get none: no sequence is open then.
         """
         tree, trace, request = self.tree, self.trace, planned.request
         now = self._at(now)
@@ -425,7 +425,7 @@ class KVCache:
         hit = match.blocks
         blocks = min(blocks, hit + self.available_blocks - match.unpinned_blocks - reserve)
         if blocks <= hit:
-            return planned
+            return None
         self._last_id += 1
         self._admissions += 1
         tokens = hit * self.geometry.block_size

@@ -401,12 +401,11 @@ class Recorder(ABC):
         runs: Ids | None,
         by: str,
         requester: Id,
-        reason: Literal["capacity"],
     ) -> None:
         """Write EVICT of scope `cache`: the blocks `runs` of `group` lost their names."""
         self.write({
             "n": 0, "t": now, "event": "EVICT", "group": group, "runs": runs, "by": by,
-            "for": requester, "reason": reason, "scope": "cache",
+            "for": requester, "reason": "capacity", "scope": "cache",
         })  # fmt: skip
 
     def group_free(
@@ -427,7 +426,8 @@ class Recorder(ABC):
             "n": 0, "t": now, "event": "FREE", "seq": seq, "runs": runs, "reason": reason,
         }  # fmt: skip
         if group is not None:
-            line |= {"group": group, "first": first}
+            line["group"] = group
+            line["first"] = first
         self.write(line)
 
     def fork(self, now: int, *, seq: int, child: int) -> None:
@@ -563,7 +563,7 @@ class Recorder(ABC):
     ) -> None:
         """Write FINISH: `request` has all of its `output` tokens.
 
-        `output_keys` are the keys of its output that no earlier line has; left out if empty.
+        `output_keys` are the keys of its output that REQUEST does not have; left out if empty.
         """
         line = {
             "n": 0, "t": now, "event": "FINISH",

@@ -319,10 +319,10 @@ class Residency:
         if not (self.age_at_hit.weight or self.lifetime.weight):
             return None
         return {
-            "age_at_hit_s": self.age_at_hit.as_dict(NS_PER_S, AGES),
-            "age_at_eviction_s": self.age_at_eviction.as_dict(NS_PER_S, AGES),
-            "lifetime_s": self.lifetime.as_dict(NS_PER_S, AGES),
-            "hits_at_eviction": self.hits_at_eviction.as_dict(1, COUNTS),
+            "age_at_hit_s": self.age_at_hit.as_dict(NS_PER_S, AGES, "blocks"),
+            "age_at_eviction_s": self.age_at_eviction.as_dict(NS_PER_S, AGES, "blocks"),
+            "lifetime_s": self.lifetime.as_dict(NS_PER_S, AGES, "blocks"),
+            "hits_at_eviction": self.hits_at_eviction.as_dict(1, COUNTS, "blocks"),
             "stored_blocks": self.stored_blocks,
             "restored_blocks": self.restored_blocks,
             "evicted_blocks": dict(self.evicted_blocks),

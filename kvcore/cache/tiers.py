@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, get_args
 
 import attrs
 
@@ -23,20 +23,27 @@ def _bytes(value: int | str) -> int:
     return parse_bytes(value) if isinstance(value, str) else value
 
 
-def _positive(_: object, option: attrs.Attribute[Any], value: object) -> None:
-    if type(value) is not int or value < 1:
-        what = "bytes a second" if option.name.endswith("bandwidth") else "bytes"
-        msg = f"{option.name}={value!r}: give {what}, 1 or more, such as 64GiB"
-        raise InputError(msg)
+def _amount(wanted: str, default: Any = attrs.NOTHING) -> Any:
+    """Return an option of bytes, 1 or more; `wanted` says in its error what to give."""
+
+    def check(_: object, option: attrs.Attribute[Any], value: object) -> None:
+        if type(value) is not int or value < 1:
+            msg = f"{option.name}={value!r}: give {wanted}"
+            raise InputError(msg)
+
+    return attrs.field(default=default, converter=_bytes, validator=check)
 
 
 def bandwidth(default: int | str) -> Any:
     """Return an option of bytes a second, which may be text with a unit, such as `25GB`."""
-    return attrs.field(default=default, converter=_bytes, validator=_positive)
+    return _amount("bytes a second, 1 or more, such as 25GB", default)
 
 
 WriteRule: TypeAlias = int | Literal["evict", "through"]
 """The condition for writing a block into a tier: see `Tier.write`."""
+
+KeepRule: TypeAlias = Literal["inclusive", "exclusive"]
+LoadRule: TypeAlias = Literal["cost", "always", "never"]
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -77,11 +84,11 @@ class Tier(Plugin):
     per_device: ClassVar[bool] = False
     parks: ClassVar[bool] = False
 
-    memory: int | str = attrs.field(converter=_bytes, validator=_positive)
+    memory: int | str = _amount("bytes, 1 or more, such as 64GiB")
     eviction: str | EvictionPolicy | type[EvictionPolicy] = "lru"
     write: WriteRule = "evict"
-    keep: Literal["inclusive", "exclusive"] = "inclusive"
-    load: Literal["cost", "always", "never"] = "cost"
+    keep: KeepRule = "inclusive"
+    load: LoadRule = "cost"
     read_bandwidth: int | str = bandwidth("25GB")
     write_bandwidth: int | str = bandwidth("25GB")
     latency: float = 1e-5
@@ -90,10 +97,7 @@ class Tier(Plugin):
 
     def __attrs_post_init__(self) -> None:
         """Check the rules and the times."""
-        for name, choices in (
-            ("keep", ("inclusive", "exclusive")),
-            ("load", ("cost", "always", "never")),
-        ):
+        for name, choices in (("keep", get_args(KeepRule)), ("load", get_args(LoadRule))):
             if getattr(self, name) not in choices:
                 msg = f"{name}={getattr(self, name)!r} is not known; there are: "
                 raise InputError(msg + ", ".join(choices))

@@ -251,7 +251,8 @@ class SpanTree:
         except BaseException as error:
             raise self.fail(self.eviction, "on_pin", error) from error
         if self._callbacks.on_miss is not None and missed and not resumed:
-            self.missed(seq.request, seq.hit_blocks, now)
+            hook = self._callbacks.on_miss
+            self._call(self.eviction, "on_miss", hook, seq.request, seq.hit_blocks, now)
         pool = self.pool
         if need <= pool.free_blocks and type(pool) is CountingPool:
             pool.free_blocks -= need
@@ -549,7 +550,7 @@ class SpanTree:
         `first` that `seq` had exchanged for cached ones are exchanged there too.
         O(sequences · blocks).
         """
-        for other in seq.family or ():
+        for other in seq.family:  # type: ignore[union-attr]
             if other is seq or other.private is None or other.span.end > first:
                 continue
             common = 0
@@ -813,10 +814,7 @@ class SpanTree:
         if self._demoted:
             self._demoted.pop(span, None)
         if self._callbacks.on_remove is not None:
-            try:
-                self._callbacks.on_remove(span, reason)
-            except BaseException as error:
-                raise self.fail(self.eviction, "on_remove", error) from error
+            self._call(self.eviction, "on_remove", self._callbacks.on_remove, span, reason)
         span.parent = None
         if self._callbacks.on_leaf is not None and not children and not parent.ref_count:
             self._call(self.eviction, "on_leaf", self._callbacks.on_leaf, parent)

@@ -7,6 +7,7 @@ None, or `Annotated` with the function that reads it. The types of options are a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from numbers import Integral, Real
 from os import PathLike, fspath
 from pathlib import Path
@@ -28,6 +29,7 @@ from kvcore.units import (
     parse_whole,
     parse_window,
 )
+from kvcore.untrusted import parse_digits
 from kvcore.workloads import Workload, given_workload
 
 EMPTY_PATH = "empty path; name a file"
@@ -80,7 +82,8 @@ def read_slo(text: str) -> SLO:
     if "=" not in text.partition(",")[0]:
         msg = f"{text!r} is no SLO; write one such as ttft=30,tpot=0.1, or none"
         raise InputError(msg)
-    return _slo_of(read_plugin(f"slo:{text}").options)  # as options of plugins are written
+    # An SLO is written as the options of a plugin are, without its name.
+    return _slo_of(read_plugin(f"slo:{text}").options)
 
 
 def slo_text(slo: SLO) -> str:
@@ -139,18 +142,15 @@ def as_window(value: object) -> Any:
         return parse_window(value)
     if not isinstance(value, tuple):
         refuse("a window of time in seconds, such as '60:120'", value)
-    match value:
-        case (int(start), None) if start >= 0:
-            limit = start or None
-        case (int(start), int(end)) if 0 <= start < end:
-            limit = end
-        case _:
-            msg = (
-                "expected a window of time in ns, such as (0, 10**9) or (10**9, None), "
-                f"not {value!r:.60}"
-            )
-            raise InputError(msg)
-    if limit is not None and limit < LEAST_WINDOW:
+    types = [*map(type, value)]  # true and false are integers otherwise
+    start, end = value if types in ([int, int], [int, NoneType]) else (-1, None)
+    if start < 0 or (end is not None and start >= end):
+        msg = (
+            "expected a window of time in ns, such as (0, 10**9) or (10**9, None), "
+            f"not {value!r:.60}"
+        )
+        raise InputError(msg)
+    if 0 < (end or start) < LEAST_WINDOW:
         seconds = ":".join("" if time is None else str(time) for time in value)
         msg = f"{value!r} has nanoseconds; for seconds give the text {seconds!r}"
         raise InputError(msg)
@@ -188,8 +188,9 @@ def as_checkpoint(value: object) -> Any:
     # prompts part, and N multiples of N besides.
     if value is None or value == "none":
         return Spec("chunk")
-    if type(value) is int or (isinstance(value, str) and value.isdigit()):
-        return Spec("every", {"tokens": str(value)}) if int(value) else Spec("default")
+    tokens = parse_digits(value) if isinstance(value, str) else value
+    if type(tokens) is int:
+        return Spec("every", {"tokens": str(tokens)}) if tokens else Spec("default")
     return as_plugin(value)
 
 
@@ -218,14 +219,12 @@ def as_workload(value: object) -> Any:
     refuse("a workload: a plugin's name with options, a file, or requests", value)
 
 
-def as_model(value: object) -> ModelSpec | str:
-    """Return a model, or the text that names it."""
-    return value if isinstance(value, ModelSpec) else read_text(value)
+def _or_name(kind: type, value: object) -> Any:
+    """Return a value of the type `kind`, or the text that names one."""
+    return value if isinstance(value, kind) else read_text(value)
 
 
-def as_device(value: object) -> DeviceSpec | str:
-    """Return a GPU, or the text that names it."""
-    return value if isinstance(value, DeviceSpec) else read_text(value)
+as_model, as_device = partial(_or_name, ModelSpec), partial(_or_name, DeviceSpec)
 
 
 def _choice(value: object, choices: tuple[object, ...]) -> Any:

@@ -8,7 +8,7 @@
  *     residency.c      kvcore/cache/residency.py and kvcore/histogram.py
  *     decode_batch.c   kvcore/serving/decode_batch.py, and the step times of latency.py
  *     untimed.c        kvcore_replay/untimed.py
- *     named_blocks.c   kvcore/cache/named_blocks.py
+ *     named_blocks.c   kvcore_plugins/cache_groups/named_blocks.py
  *     rows.c           plain rows of kvcore_plugins/workload
  *     stats.c          kvcore/serving/stats.py
  *     batcher.c        kvcore/serving/batcher.py, waiting.py
@@ -113,6 +113,7 @@ static inline PyObject *take_exception(void)
 }
 
 PyObject *big_int(i128 value);
+i128 read_int(PyObject *number, int *overflow);
 int set_int(PyObject *object, const char *name, i64 value);
 
 /* Room for one more item. */
@@ -374,7 +375,7 @@ typedef struct {
     i64 next_at, came, last, first_number, next_number;
     i128 scale_above, scale_below;
     int in_python, has_named;
-    int leaves;                           /* a request that came needs what the core lacks */
+    int leaves;                           /* a request or a time needs what the core lacks */
     /* Jobs. */
     Job **heap; i64 heap_room;            /* waiting ones by rank */
     List waiting, running, prefilling;    /* the waiting ones as they queued up */

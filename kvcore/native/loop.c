@@ -7,30 +7,26 @@ enum { SHIFT = 32 };
 static int ask_time(StepTime *time, i64 tokens)
 {
     PyObject *fine = PyObject_CallFunction(time->by_tokens, "L", tokens);
-    PyObject *high = fine ? PyObject_CallMethod(fine, "__rshift__", "i", 60) : NULL;
-    PyObject *mask = PyLong_FromLongLong((1LL << 60) - 1);
-    PyObject *low = high && mask ? PyNumber_And(fine, mask) : NULL;
     int overflow = 0;
-    i64 above = low ? PyLong_AsLongLongAndOverflow(high, &overflow) : -1;
-    if (overflow || above >= 1LL << 60)
+    i128 term = fine ? read_int(fine, &overflow) : -1;
+    Py_XDECREF(fine);
+    if (PyErr_Occurred())
+        return -1;
+    if (overflow || term >> 120)
         Py_CLEAR(time->by_tokens);
-    else if (low)
-        time->known[tokens] = ((i128)above << 60) | PyLong_AsLongLong(low);
-    Py_XDECREF(fine), Py_XDECREF(high), Py_XDECREF(mask), Py_XDECREF(low);
-    return PyErr_Occurred() ? -1 : 0;
+    else
+        time->known[tokens] = term;
+    return 0;
 }
 
-/* Refuse steps that take `took`, an integer of Python, up to 2^63 ps or longer; return -1. */
-static int refuse_time(Core *c, i64 steps, PyObject *took)
+/* Raise the error of steps that take `took`, an integer of Python, and end too late. */
+static void refuse_time(Core *c, i64 steps, PyObject *took)
 {
-    PyObject *clock = big_int(c->clock), *thousand = PyLong_FromLong(1000), *done = NULL;
+    PyObject *clock = big_int(c->clock), *done = NULL;
     PyObject *end = clock && took ? PyNumber_Add(clock, took) : NULL;
-    if (end && thousand)
-        Py_SETREF(end, PyNumber_FloorDivide(end, thousand));
     if (end)
         done = PyObject_CallMethod(c->loop, "_refuse_time", "LOO", steps, took, end);
-    Py_XDECREF(clock), Py_XDECREF(thousand), Py_XDECREF(end), Py_XDECREF(done);
-    return -1;
+    Py_XDECREF(clock), Py_XDECREF(end), Py_XDECREF(done);
 }
 
 /* Return the picoseconds of the step that is planned; -1 with an exception. */
@@ -63,14 +59,15 @@ static i128 duration_of(Core *c)
     if (!took)
         return -1;
     int overflow;
-    i64 result = PyLong_AsLongLongAndOverflow(took, &overflow);
+    i64 result = PyLong_AsLongLongAndOverflow(took, &overflow); /* -1 on overflow, too */
     if (overflow)
-        result = refuse_time(c, 1, took);
+        refuse_time(c, 1, took);
     Py_DECREF(took);
     return result;
 }
 
-/* Return the lines of decode steps of the batch; NULL with an exception. */
+/* Return the lines of decode steps of the batch. NULL: an exception; or they have too many digits
+ * for the core, and Python runs the step. */
 static const Times *lines_of(Core *c)
 {
     i64 size = c->batch.jobs.count;
@@ -96,11 +93,11 @@ static const Times *lines_of(Core *c)
             times->lines[n] = (Line){first, slope};
         } else if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
             PyErr_Clear();
-            refuse_time(c, 1, PyTuple_GET_ITEM(line, 0));
+            c->leaves = 1;
         }
     }
     Py_XDECREF(fast), Py_XDECREF(pieces);
-    if (PyErr_Occurred())
+    if (c->leaves || PyErr_Occurred())
         return NULL;
     times->count = (int)count;
     return times;
@@ -115,7 +112,7 @@ static int pass(Core *c, i64 steps, i128 took, i128 last, i64 *now)
     c->steps += steps;
     c->busy += took;
     *now = (i64)(c->clock / 1000);
-    if (c->clock > NEVER && (took > NEVER || c->clock / 1000 > NEVER)) {
+    if (took > NEVER || c->clock / 1000 > NEVER) {
         PyObject *picoseconds = big_int(took);
         c->clock -= took;
         refuse_time(c, steps, picoseconds);
@@ -268,15 +265,21 @@ static int prefill_step(Core *c)
     return finish(c, now);
 }
 
+/* Return when (ns) the next request comes, or can be planned; NEVER: there is none. */
+static i64 next_event(Core *c)
+{
+    Job *job = c->unseen.first;
+    return job && job->visible < c->next_at ? job->visible : c->next_at;
+}
+
 static int decode_steps(Core *c)
 {
     const Times *lines = lines_of(c);
-    i64 steps, now, event = c->next_at;
+    i64 steps, now, event = c->changed ? 0 : next_event(c);
     i128 took, last;
-    if (c->unseen.first && c->unseen.first->visible < event)
-        event = c->unseen.first->visible;
-    if (!lines
-        || batch_jump(&c->batch, lines, c->clock, c->changed ? 0 : event, &steps, &took, &last) < 0
+    if (!lines)
+        return PyErr_Occurred() ? -1 : 0;
+    if (batch_jump(&c->batch, lines, c->clock, event, &steps, &took, &last) < 0
         || pass(c, steps, took, last, &now) < 0)
         return -1;
     c->without_progress = 0;
@@ -300,9 +303,7 @@ int run(Core *c, i64 turns)
         int caught = c->has_lag ? catch_up(c, now) : 0;
         if (caught < 0)
             return -1;
-        i64 wake = c->next_at;
-        if (c->unseen.first && c->unseen.first->visible < wake)
-            wake = c->unseen.first->visible;
+        i64 wake = next_event(c);
         if (c->chunk_count) {
             if (prefill_step(c) < 0)
                 return -1;

@@ -1,4 +1,4 @@
-/* The twin of kvcore/cache/named_blocks.py: the class `NamedBlocks`.
+/* The twin of kvcore_plugins/cache_groups/named_blocks.py: the class `NamedBlocks`.
  *
  * Idle blocks are a list through the array of blocks, as in an `OrderedDict`. The names are
  * numbers, strings and tuples of them, which refer to no cache: the collector of garbage need not
@@ -137,7 +137,9 @@ static PyObject *hold(NamedBlocks *self, PyObject *list)
 
 static PyObject *release(NamedBlocks *self, PyObject *list)
 {
-    PyObject *bare = is_list(list) ? PyList_New(0) : NULL;
+    if (!is_list(list))
+        return NULL;
+    PyObject *bare = PyList_New(0);
     for (Py_ssize_t n = 0; bare && n < PyList_GET_SIZE(list); n++) {
         PyObject *number = PyList_GET_ITEM(list, n);
         if (PyLong_AsLongLong(number) == NO_BLOCK && !PyErr_Occurred())
@@ -154,14 +156,16 @@ static PyObject *release(NamedBlocks *self, PyObject *list)
 
 static PyObject *count_idle(NamedBlocks *self, PyObject *list)
 {
+    if (!is_list(list))
+        return NULL;
     i64 count = 0;
-    for (Py_ssize_t n = 0; is_list(list) && n < PyList_GET_SIZE(list); n++) {
+    for (Py_ssize_t n = 0; n < PyList_GET_SIZE(list); n++) {
         int id = known(self, PyList_GET_ITEM(list, n));
         if (id < 0)
             return NULL;
         count += !self->blocks[id].holders;
     }
-    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(count);
+    return PyLong_FromLongLong(count);
 }
 
 static PyObject *pop(NamedBlocks *self, PyObject *number)
@@ -169,7 +173,7 @@ static PyObject *pop(NamedBlocks *self, PyObject *number)
     i64 count = PyLong_AsLongLong(number);
     if (count > self->idle)
         PyErr_SetString(PyExc_KeyError, "fewer blocks are idle");
-    PyObject *victims = PyErr_Occurred() ? NULL : PyList_New(count);
+    PyObject *victims = PyErr_Occurred() ? NULL : PyList_New(count < 0 ? 0 : count);
     int next = self->first;
     for (i64 n = 0; victims && n < count; n++, next = self->blocks[next].after) {
         PyObject *victim = PyLong_FromLong(next);
@@ -192,7 +196,9 @@ static PyObject *remove_idle(NamedBlocks *self, PyObject *number)
 
 static PyObject *forget(NamedBlocks *self, PyObject *list)
 {
-    for (Py_ssize_t n = 0; is_list(list) && n < PyList_GET_SIZE(list); n++) {
+    if (!is_list(list))
+        return NULL;
+    for (Py_ssize_t n = 0; n < PyList_GET_SIZE(list); n++) {
         int id = known(self, PyList_GET_ITEM(list, n));
         if (id < 0)
             return NULL;
@@ -201,28 +207,28 @@ static PyObject *forget(NamedBlocks *self, PyObject *list)
         PyObject *first = block->name ? PyDict_GetItemWithError(cached, block->name) : NULL;
         if (!first && !PyErr_Occurred())
             PyErr_SetObject(PyExc_KeyError, PyList_GET_ITEM(list, n));
-        int older = first ? known(self, first) : -1, failed = older < 0;
-        if (!failed && older != id) {
+        int older = first ? known(self, first) : -1;
+        if (older < 0)
+            return NULL;
+        if (older != id) {
             while (older >= 0 && self->blocks[older].younger != id)
                 older = self->blocks[older].younger;
-            failed = older < 0;
-            if (failed)
-                PyErr_Format(PyExc_KeyError, "block %d is no copy of its name", id);
-            else
-                self->blocks[older].younger = block->younger;
-        } else if (!failed && block->younger >= 0) {
+            if (older < 0)
+                return PyErr_Format(PyExc_KeyError, "block %d is no copy of its name", id);
+            self->blocks[older].younger = block->younger;
+        } else if (block->younger >= 0) {
             PyObject *next = PyLong_FromLong(block->younger);
-            failed = !next || PyDict_SetItem(cached, block->name, next) < 0;
+            int failed = !next || PyDict_SetItem(cached, block->name, next) < 0;
             Py_XDECREF(next);
-        } else if (!failed) {
-            failed = PyDict_DelItem(cached, block->name) < 0;
-        }
-        if (failed)
+            if (failed)
+                return NULL;
+        } else if (PyDict_DelItem(cached, block->name) < 0) {
             return NULL;
+        }
         block->younger = NO_BLOCK;
         Py_CLEAR(block->name);
     }
-    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    Py_RETURN_NONE;
 }
 
 static PyObject *place(NamedBlocks *self, PyObject *number)

@@ -22,6 +22,18 @@ PyObject *big_int(i128 value)
     return result;
 }
 
+/* Return an integer of Python; -1 with `overflow` set if it has more than 127 bits. */
+i128 read_int(PyObject *number, int *overflow)
+{
+    i64 high = PyLong_AsLongLongAndOverflow(number, overflow);
+    if (!*overflow)
+        return high;
+    PyObject *shifted = PyObject_CallMethod(number, "__rshift__", "i", 64);
+    high = shifted ? PyLong_AsLongLongAndOverflow(shifted, overflow) : -1;
+    Py_XDECREF(shifted);
+    return *overflow ? -1 : (i128)high << 64 | PyLong_AsUnsignedLongLongMask(number);
+}
+
 int set_int(PyObject *object, const char *name, i64 value)
 {
     PyObject *number = PyLong_FromLongLong(value);

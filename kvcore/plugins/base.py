@@ -8,6 +8,7 @@ import warnings
 from abc import ABC
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from time import time_ns
 from types import CodeType
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
@@ -40,7 +41,13 @@ class Plugin(ABC):
     renamed_options: ClassVar[Mapping[str, str]] = {}
     later_options: ClassVar[Collection[str]] = ()
 
+    __loaded__: ClassVar[int]
     _bound = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Note when the class was loaded: code that was edited later is not what runs."""
+        super().__init_subclass__(**options)
+        cls.__loaded__ = time_ns()
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Create an instance, unless `cls` is incomplete.

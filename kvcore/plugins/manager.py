@@ -24,7 +24,6 @@ from contextlib import AbstractContextManager, suppress
 from functools import cache, lru_cache, partial
 from importlib import import_module
 from pathlib import Path
-from time import time_ns
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -548,13 +547,19 @@ class Plugins:
         return claims
 
     def _collect(self, kind: str) -> dict[str, Found]:
-        """Return the classes of `kind` by name; of two of the same name, neither."""
+        """Return the classes of `kind` by name; of two of the same name, neither.
+
+        A class that is registered twice is one.
+        """
         claims = self._claims(kind)
         for name, claimed in claims.items():
             if len(claimed) == 1:
                 continue
-            located = [(self._located(kind, name, *claim), claim[1]) for claim in claimed]
-            usable = [(cls, origin) for cls, origin in located if cls is not None]
+            usable: list[tuple[type[Plugin], Origin]] = []
+            for place, origin in claimed:
+                cls = self._located(kind, name, place, origin)
+                if cls is not None and all(cls is not other for other, _ in usable):
+                    usable.append((cls, origin))
             claims[name] = list(usable)
             if len(usable) > 1:
                 first, second, *_ = (f"{qualified(cls)} of {origin}" for cls, origin in usable)
@@ -779,7 +784,6 @@ def _class_of_file(kind: str, file: str, name: str) -> type[Plugin]:
 
         spec: Any = spec_from_file_location(module_name, path)
         module = sys.modules[module_name] = module_from_spec(spec)
-        vars(module)["__loaded__"] = time_ns()  # a file that is edited later is not what runs
         try:
             spec.loader.exec_module(module)
         except FAILURES as error:

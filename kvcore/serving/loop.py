@@ -547,7 +547,7 @@ class ServingLoop:
         log.busy_ps += took_ps
         now = clock_ps // PS_PER_NS
         if clock_ps >= INT64_LIMIT and (took_ps >= INT64_LIMIT or now >= INT64_LIMIT):
-            self._refuse_time(steps, took_ps, now)
+            self._refuse_time(steps, took_ps, clock_ps)
         if self.arrivals.next_at <= now:
             self._take_arrivals(now)
         if named:
@@ -559,10 +559,10 @@ class ServingLoop:
             self._meter.passed(self, took_ps, prefill, decode, steps)
         return now
 
-    def _refuse_time(self, steps: int, took_ps: int, now: int) -> NoReturn:
-        """Raise the InputError of steps that took `took_ps`, too long, and ended at `now`."""
+    def _refuse_time(self, steps: int, took_ps: int, end_ps: int) -> NoReturn:
+        """Raise the InputError of steps that took `took_ps` and ended at `end_ps`: too late."""
         # Integers of any size, which floats divide only up to 1e308.
-        took, end = float(Decimal(took_ps).scaleb(-12)), float(Decimal(now).scaleb(-9))
+        took, end = (float(Decimal(ps).scaleb(-12)) for ps in (took_ps, end_ps))
         what = "a step takes" if steps == 1 else f"{steps} steps take"
         msg = (
             f"{what} {took:.3g} s by latency model "

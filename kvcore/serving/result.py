@@ -60,9 +60,11 @@ class Outcome(Shown):
 
     Attributes:
         log: the columns that were recorded while it ran.
+        notes: what its workload says of the requests that were read.
     """
 
     log: RunLog
+    notes: Sequence[str] = attrs.field(default=(), kw_only=True, repr=False)
 
     def __repr__(self) -> str:
         """Return the class with the numbers of requests and of simulated seconds."""
@@ -156,6 +158,7 @@ class Outcome(Shown):
                 "recompute": sum(log.recomputes),
                 "swap": sum(log.swaps),
             },
+            **({"notes": list(self.notes)} if self.notes else {}),
         }
 
     @cached_property

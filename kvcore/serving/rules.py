@@ -140,6 +140,7 @@ class Rules(Plugin):
 
     def __init_subclass__(cls) -> None:
         """Leave a class without a name of its own without one."""
+        super().__init_subclass__()
         if cls.name == Rules.name and "name" not in vars(cls):
             cast("Any", cls).name = None  # which is refused where a name is needed
 

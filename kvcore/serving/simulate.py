@@ -19,7 +19,7 @@ from kvcore.serving.loop import AllocatorFactory, MemoryMeter, ServingLoop
 from kvcore.serving.result import Result
 from kvcore.serving.rules import with_choices
 from kvcore.serving.scheduler import Batching, Scheduler
-from kvcore.workloads import Workload, check_keys
+from kvcore.workloads import Workload, check_keys, notes_of
 from kvcore.workloads.arrivals import Arrivals
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def simulate(
         latency,
         memory,
         wall_s=wall_s,
+        notes=notes_of(workload),
         drafter=built,
     )
 

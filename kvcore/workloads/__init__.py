@@ -6,6 +6,7 @@ from kvcore.workloads.base import (
     checked,
     exponential,
     json_fields,
+    notes_of,
     poisson_arrivals,
 )
 from kvcore.workloads.files import file_digest, lines
@@ -32,6 +33,7 @@ __all__ = [
     "given_workload",
     "json_fields",
     "lines",
+    "notes_of",
     "part_of",
     "poisson_arrivals",
     "recognise",

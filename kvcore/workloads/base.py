@@ -109,6 +109,11 @@ class Workload(Plugin):
         """The model that the file says has served its requests; None: it does not say."""
         return None
 
+    @property
+    def reported_hit_ratio(self) -> float | None:
+        """The share of the prompt tokens read last that a log reports as cached, if it does."""
+        return None
+
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
         """Return True if a file that starts with `first_line` is of this format.
@@ -134,6 +139,14 @@ class Workload(Plugin):
     def from_file(cls, path: Path) -> Self:
         """Build the workload that reads `path`. Called if `recognises` returned True."""
         return cls(path=path)  # type: ignore[call-arg]
+
+
+def notes_of(requests: object) -> list[str]:
+    """Return the notes on requests that were read, each after the name of their workload."""
+    source = requests.items if isinstance(requests, Ticked) else requests
+    if not isinstance(source, Workload):
+        return []
+    return [f"{source.name}: {note}" for note in source.notes]
 
 
 def _guarded(

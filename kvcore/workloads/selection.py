@@ -74,7 +74,7 @@ def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -
     return _recognised(path, head, candidates.values())
 
 
-def as_workload(workload: Any, plugins: Plugins) -> Any:
+def open_workload(workload: Any, plugins: Plugins) -> Any:
     """Return the workload that a text or path names, or that requests are; others as they are.
 
     Raises:
@@ -338,6 +338,11 @@ class WorkloadSample(Workload):
     def served_model(self) -> str | None:
         """The model that the source names."""
         return self.source.served_model
+
+    @property
+    def reported_hit_ratio(self) -> float | None:
+        """That of the source."""
+        return self.source.reported_hit_ratio
 
     def options(self) -> dict[str, Any]:
         """Return the options of the source, `limit`, `scale` as `shrink`, and the window."""

@@ -22,7 +22,7 @@ from kvcore.progress import Tick, unseen
 from kvcore.sections import Section, Table
 from kvcore.units import DECIMAL, NS_PER_S, format_bytes, format_number, parse_seconds
 from kvcore.untrusted import escaped, escaped_json
-from kvcore.workloads import Workload
+from kvcore.workloads import Workload, notes_of
 from kvcore_cli.verb import VerbT, echo, option, results, results_alone
 
 PROGRESS_SECONDS = "KVCORE_PROGRESS_SECONDS"
@@ -169,8 +169,8 @@ def print_text(text: str) -> None:
 
 def print_notes(workload: Workload) -> None:
     """Print on stderr the notes of `workload` on the requests that were read."""
-    for note in workload.notes:
-        echo(f"kvcore: {workload.name}: {note}", err=True)
+    for note in notes_of(workload):
+        echo(f"kvcore: {note}", err=True)
 
 
 Column: TypeAlias = tuple[str, ...]

@@ -27,7 +27,6 @@ from kvcore.progress import silent, ticked, unseen
 from kvcore.sections import Section
 from kvcore.serving.result import REQUESTS, SUMMARY, TRACE, Reported
 from kvcore_cli.output import emit_json, print_notes, print_sections, progress
-from kvcore_cli.report.tables import beyond_positions
 from kvcore_cli.verb import echo
 
 
@@ -70,11 +69,15 @@ class ServedRun(NamedTuple):
     def end(self, result: Reported, document: dict[str, Any], *fields: str) -> None:
         """Tell packages of the result, add their fields to its document, and write `--out`.
 
-        `fields` are names of fields of the document that are written, besides theirs. A note
-        on stderr tells of prompts for which the model has no positions.
+        `fields` are names of fields of the document that are written, besides theirs. Notes
+        on stderr tell of prompts for which the model has no positions, and the like.
         """
-        if note := beyond_positions(self.parts, result.log.prompt):
+        from kvcore_cli.report.tables import told_of_run  # noqa: PLC0415 - as for reports
+
+        for note in told_of_run(self.parts, result.log):
             echo(f"kvcore: {note}", err=True)
+        if (reported := self.parts.workload.reported_hit_ratio) is not None:
+            document["reported_hit_ratio"] = reported
         for side in self.beside:
             if side.ran is not None:
                 side.ran(result, document)
@@ -83,7 +86,8 @@ class ServedRun(NamedTuple):
         for ran in self.added:
             _merge(document, ran.fields)
         if self.given["out"] is not None:
-            names = ("config", *fields, *(name for ran in self.added for name in ran.fields))
+            added = (name for ran in self.added for name in ran.fields)
+            names = ("config", "reported_hit_ratio", *fields, *added)
             parted = {name: document[name] for name in names if name in document}
             self.written.extend(self.given["out"] / name for name in (SUMMARY, REQUESTS))
             result.write(self.given["out"], **parted)

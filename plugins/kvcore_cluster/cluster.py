@@ -29,6 +29,7 @@ from kvcore.errors import InputError, PolicyError
 from kvcore.request import SLO, Request
 from kvcore.serving.router import Replica, Router
 from kvcore.units import NS_PER_S, PS_PER_NS, parse_seconds
+from kvcore.untrusted import parse_digits
 from kvcore.workloads.arrivals import NEVER, Arrivals
 from kvcore_cluster.dispatcher import Dispatcher, PrefixView
 from kvcore_cluster.planner import Autoscaler, Planner
@@ -79,11 +80,12 @@ class Failure:
                 msg = f"{text!r} is no failure: write replica=3,at=600,for=120"
                 raise InputError(msg)
             fields[name] = value
-        if not {"replica", "at"} <= fields.keys() or not fields["replica"].isdecimal():
+        replica = parse_digits(fields.get("replica", ""))
+        if replica is None or "at" not in fields:
             msg = f"{text!r}: a failure needs replica=, its number, and at=, seconds"
             raise InputError(msg)
         gone = parse_seconds(fields["for"]) if "for" in fields else None
-        return cls(parse_seconds(fields["at"]), int(fields["replica"]), gone)
+        return cls(parse_seconds(fields["at"]), replica, gone)
 
     def __str__(self) -> str:
         """Return the failure as `parse` reads it."""
@@ -390,7 +392,7 @@ class Cluster:
         dispatcher, replica = self._seen(server)
         server.up = True
         server.loop.wake(now)
-        server.loop.rejoin(replica, self._clock)
+        server.loop.join(replica, self._clock)
         if self._reporting:
             dispatcher.view.connect(server.number, server.loop.cache)
         dispatcher.joined(replica, now)

@@ -403,7 +403,7 @@ class Autoscaler:
         have = len(self._since)
         sample = next(iter(self._servers.values())).loop
         profile = Profile(
-            sample.latency,
+            sample.executor.latency,
             sample.cache.pool.blocks * sample.cache.geometry.block_size,
             sample.batcher.batching.max_seqs,
         )

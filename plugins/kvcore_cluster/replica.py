@@ -33,14 +33,14 @@ class Inbox(Arrivals):
     def put(self, request: Request, now: int, arrival: int) -> None:
         """Add a request that is sent at `now`, and came to the cluster at `arrival`, ns."""
         self._sent.append((now, arrival, request))
-        self.next_at = self._sent[0][0]
+        self._update()
 
     def remove(self, request: int | str) -> bool:
         """Remove the request of this id; return True if it was there."""
         left = [entry for entry in self._sent if entry[2].id != request]
         removed = len(left) < len(self._sent)
         self._sent = deque(left)
-        self.next_at = left[0][0] if left else NEVER
+        self._update()
         return removed
 
     def ended(self, request: Request, now: int) -> None:
@@ -50,8 +50,12 @@ class Inbox(Arrivals):
     def take_sent(self) -> tuple[int, int, Request]:
         """Remove the next request; return when it was sent, when it arrived, and itself."""
         taken = self._sent.popleft()
-        self.next_at = self._sent[0][0] if self._sent else NEVER
+        self._update()
         return taken
+
+    def _update(self) -> None:
+        """Set when the next request was sent."""
+        self.next_at = self._sent[0][0] if self._sent else NEVER
 
 
 class ReplicaLoop(ServingLoop):
@@ -82,11 +86,13 @@ class ReplicaLoop(ServingLoop):
     ) -> None:
         batching = served_batching(cache, batching)
         self.inbox = Inbox(on_ended)
-        executor = SimulatedExecutor(latency)
-        if drafter is not None:
-            executor = SpeculativeSimulator(latency, drafter)
-        super().__init__(self.inbox, cache, scheduler, executor, batching, slo=slo)
-        self.cache, self.latency, self.executor = cache, latency, executor
+        self.executor = (
+            SimulatedExecutor(latency)
+            if drafter is None
+            else SpeculativeSimulator(latency, drafter)
+        )
+        super().__init__(self.inbox, cache, scheduler, self.executor, batching, slo=slo)
+        self.cache = cache
         self.handed: set[int] = set()
         self.on_first_token = lambda job, now: on_first_token(job.request, now)
         # The steps of a jump that has begun and is not run yet, and their times.
@@ -125,11 +131,9 @@ class ReplicaLoop(ServingLoop):
         if self._ahead is None:
             return None
         steps, times = self._ahead
-        self._ahead = None
         if steps > 1:
             steps = times.reach(now * PS_PER_NS - self.clock_ps, steps)
-        self._jumped = self.allocator.run(steps, times, self.clock_ps)
-        return self.clock_ps + self._jumped[1]
+        return self._run_ahead(steps, times)
 
     def break_off(self, now: int) -> None:
         """End the current turn at `now` (ns); no other follows."""
@@ -139,9 +143,14 @@ class ReplicaLoop(ServingLoop):
     def end(self) -> None:
         """Run the current turn to its end."""
         if self._ahead is not None:
-            self._jumped = self.allocator.run(*self._ahead, self.clock_ps)
-            self._ahead = None
+            self._run_ahead(*self._ahead)
         super().end()
+
+    def _run_ahead(self, steps: int, times: StepTimes) -> int:
+        """Run `steps` steps of the jump that is under way; return when (ps) they end."""
+        self._ahead = None
+        self._jumped = self.allocator.run(steps, times, self.clock_ps)
+        return self.clock_ps + self._jumped[1]
 
     def _growth(self, steps: int) -> int:
         """Return the blocks that the batch allocates after the first of `steps` steps."""
@@ -150,7 +159,7 @@ class ReplicaLoop(ServingLoop):
 
     def _room(self, *, reporting: bool) -> int:
         """Return the blocks that a jump may allocate without an event before its end."""
-        cache = self._cache
+        cache = self.cache
         # A tier that stores evicted blocks may use others for it.
         if reporting or cache.tiers:
             return cache.pool.free_blocks
@@ -177,8 +186,8 @@ class ReplicaLoop(ServingLoop):
 
         The blocks that a jump takes while it is under way are counted as its steps begin.
         """
-        blocks = self._cache.pool.blocks
-        used = blocks - self._cache.available_blocks
+        blocks = self.cache.pool.blocks
+        used = blocks - self.cache.available_blocks
         elapsed_ps = now * PS_PER_NS - self.clock_ps
         if self._ahead is not None and elapsed_ps > 0:
             steps, times = self._ahead
@@ -187,10 +196,10 @@ class ReplicaLoop(ServingLoop):
 
     def replica(self, number: int) -> Replica:
         """Return this replica as a router sees it."""
-        cache, max_seqs = self._cache, self.batcher.batching.max_seqs
+        cache, max_seqs = self.cache, self.batcher.batching.max_seqs
         return Replica(number, cache.pool.blocks, cache.geometry.block_size, max_seqs)
 
-    def rejoin(self, replica: Replica, clock: Callable[[], int]) -> None:
+    def join(self, replica: Replica, clock: Callable[[], int]) -> None:
         """Make `replica` read its load from this loop, at the time (ns) of `clock`."""
         replica.connect(lambda: self.usage(clock()), self._prefill_seconds)
 
@@ -212,7 +221,8 @@ class Server:
         loop: the loop that serves now.
         lives: all loops so far, the present one last.
         sent: requests in flight, with their time of arrival, by id.
-        turn: the turn of its valid events in the heap; others are outdated.
+        turn: serial number of its present turn. Events in the heap have that of theirs: those
+            of earlier turns are void.
         busy: whether a turn has begun.
         up: whether it is sent requests.
         draining: since when (ns) it was paid for, if it is to stop; else None.

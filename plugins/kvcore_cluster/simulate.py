@@ -17,7 +17,7 @@ from kvcore.serving.result import Result
 from kvcore.serving.router import Router
 from kvcore.serving.simulate import check_cache, record_run
 from kvcore.units import PS_PER_NS
-from kvcore.workloads import check_keys
+from kvcore.workloads import check_keys, notes_of
 from kvcore.workloads.arrivals import Arrivals
 from kvcore_cluster.cluster import Cluster, Failure, Start
 from kvcore_cluster.dispatcher import PrefixView
@@ -137,7 +137,9 @@ def simulate_cluster(
     wall_s = perf_counter() - begun
     lives = [
         [
-            Result(loop.log, loop.cache, loop.batcher.batching, loop.latency, None, wall_s)
+            Result(
+                loop.log, loop.cache, loop.batcher.batching, loop.executor.latency, None, wall_s
+            )
             for loop in server.lives
         ]
         for server in cluster.servers
@@ -162,6 +164,7 @@ def simulate_cluster(
         changes,
         None if planner is None else _rented(cluster),
         cluster.figures() if isinstance(cluster, PhaseCluster) else None,
+        notes=notes_of(workload),
     )
 
 

@@ -148,7 +148,7 @@ class ClusterTrace:
         self.put(line | ({"leg": leg} if leg else {}))
 
     def refuse(self, now: int, request: Request, why: str) -> None:
-        """Write REJECT: `request` is sent to no replica."""
+        """Write REJECT: `request` is answered by no replica."""
         self.put({"n": 0, "t": now, "event": "REJECT", "request": request.id, "why": why})
 
     def fail(self, now: int, replica: int) -> None:

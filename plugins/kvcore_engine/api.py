@@ -7,7 +7,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack
 
 from kvcore.api import (
-    SERVING,
+    WITH_CACHE,
     Source,
     flat_options,
     kept_options,
@@ -71,7 +71,7 @@ def run(
     """
     if cache is not None:
         kept: dict[str, Any] = {"generator": "transformer", "backend": "torch-cpu"}
-        kept |= kept_options(options, (*SERVING, *COMPUTING), trace)
+        kept |= kept_options(options, (*WITH_CACHE, *COMPUTING), trace)
         return run_engine(
             opened_source(workload, plugins),
             cache=cache,

@@ -20,6 +20,7 @@ from kvcore.serving import Batching, LatencyModel, Scheduler
 from kvcore.serving.drafter import Drafter
 from kvcore.serving.result import Result
 from kvcore.serving.simulate import check_cache, serve, served_batching, serving_parts
+from kvcore.workloads import notes_of
 from kvcore_engine.executor import Computing, TensorExecutor
 from kvcore_engine.reads import AttentionReads
 from kvcore_engine.speculation import SpeculativeTensorExecutor
@@ -169,6 +170,7 @@ def run(
         latency=latency,
         fragmentation=memory,
         wall_s=took,
+        notes=notes_of(workload),
         outputs={name: stream.output for name, stream in executor.streams.items()},
         steps=executor.measured,
         scheduler=scheduler,

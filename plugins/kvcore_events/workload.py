@@ -49,7 +49,8 @@ class KvEvents(Workload):
     With `lookups=full` the engine has reported the reused blocks of each request, too: a run
     without a parent begins a request, and runs that continue it belong to it. Generated blocks
     are among them, since events do not distinguish them from a prompt: there are that many
-    lookups too many. Runs without a recorded beginning, or with one in a gap, are left out.
+    lookups too many. Runs without a recorded beginning, or with one in a gap, are left out; how
+    many, and what the recording lacks, is in `notes`.
 
     With `requests` each line of a log is a request: `id`, `time` (seconds by the clock of
     the events), `tokens` (ids of the prompt) or `hashes` (the engine's, of its full blocks)
@@ -57,7 +58,7 @@ class KvEvents(Workload):
     the period: requests outside it are left out, and counted in `notes`.
 
     Times count from the first batch; a batch earlier than the one before it counts as
-    simultaneous. A recording that is cut is read up to the cut.
+    simultaneous. A recording that is cut is read up to the cut, with a note.
 
     Attributes:
         path: the recording.
@@ -77,7 +78,7 @@ class KvEvents(Workload):
     requests: Path | None = attrs.field(default=None, converter=optional(as_path))
     block_size: int | None = attrs.field(default=None, validator=if_given(ge(1)))
     group: int = attrs.field(default=0, validator=ge(0))
-    _outside: str = attrs.field(default="", init=False, repr=False)
+    _notes: tuple[str, ...] = attrs.field(default=(), init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         """Raise InputError unless either `lookups` or `requests` is given."""
@@ -109,7 +110,7 @@ class KvEvents(Workload):
         """Tokens of a block: those of the option, or of the first stored run."""
         if self.block_size is not None:
             return self.block_size
-        for event, *_ in self._stored():
+        for event, *_ in self._stored(_Losses()):
             if size := getattr(event, "block_size", None):
                 return int(size)
         msg = f"{self.path}: nothing in it says how many tokens a block has: give 'block_size'"
@@ -117,8 +118,8 @@ class KvEvents(Workload):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The number of lines of the log outside the recording."""
-        return (self._outside,) if self._outside else ()
+        """The parts that the recording lacks, and lines of the log outside it."""
+        return self._notes
 
     @property
     def digest(self) -> str:
@@ -139,7 +140,8 @@ class KvEvents(Workload):
         numbers: dict[tuple[Any, Any], int] = {}
         ends: dict[tuple[Any, Any], list[int]] = {}
         reported: set[tuple[Any, ...]] = set()
-        for event, now, stream, gaps in self._stored():
+        losses = _Losses()
+        for event, now, stream, breaks in self._stored(losses):
             self._check_size(event, size)
             blocks = list(event.blocks())
             if not blocks:
@@ -151,21 +153,25 @@ class KvEvents(Workload):
                 chains.append(array("Q"))
             elif open_chains := ends.get((stream, parent)):
                 chain = open_chains.pop()
-            elif (stream, gaps, parent) in reported:
+            elif (stream, breaks, parent) in reported:
                 msg = f"{self.path}: {INCREMENTAL.format(parent=parent)}"
                 raise InputError(msg)
             else:
+                losses.runs += 1
                 continue
             keys = chains[chain]
             for block in blocks:
                 before = keys[-1] if keys else None
                 keys.append(numbers.setdefault((before, block.hash), len(numbers)))
-                reported.add((stream, gaps, block.hash))
+                reported.add((stream, breaks, block.hash))
             ends.setdefault((stream, blocks[-1].hash), []).append(chain)
+        self._notes = (*losses.notes, *losses.cut)
         return arrivals, chains
 
-    def _stored(self) -> Iterator[tuple[BlockStored | PagesStored, int, Any, int]]:
-        """Yield the runs stored in the first tier and the group.
+    def _stored(
+        self, losses: _Losses
+    ) -> Iterator[tuple[BlockStored | PagesStored, int, Any, int]]:
+        """Yield the runs stored in the first tier and the group; count in `losses` what lacks.
 
         With each come its time in ns, its stream (the publisher, the source and the rank), and
         the number of gaps and restarts before it.
@@ -173,10 +179,9 @@ class KvEvents(Workload):
         from kvcore_events.model import BlockStored, PagesStored  # noqa: PLC0415 - a slow import
         from kvcore_events.recording import Received  # noqa: PLC0415 - a slow import
 
-        gaps: Counter[int | None] = Counter()
-        for item, now in self._timed():
+        for item, now in self._timed(losses):
+            losses.take(item)
             if not isinstance(item, Received):
-                gaps[item.publisher] += 1
                 continue
             stream = (item.publisher, item.batch.source, item.batch.dp_rank)
             for event in item.batch.events:
@@ -184,10 +189,15 @@ class KvEvents(Workload):
                     continue
                 tiers = {block.medium for block in event.blocks()}
                 if event.group in (None, self.group) and tiers <= set(FIRST_TIER):
-                    yield event, now, stream, gaps[item.publisher]
+                    yield event, now, stream, losses.breaks[item.publisher]
 
-    def _timed(self) -> Iterator[tuple[Received | Lost | Restarted | Skipped, int]]:
-        """Yield the items of the recording, with the time from its first batch on, in ns."""
+    def _timed(
+        self, losses: _Losses
+    ) -> Iterator[tuple[Received | Lost | Restarted | Skipped, int]]:
+        """Yield the items of the recording, with the time from its first batch on, in ns.
+
+        Where a recording is cut is told to `losses` at the end.
+        """
         from kvcore_events.recording import Received, RecordingReader  # noqa: PLC0415 - a slow import
 
         reader = RecordingReader(self.path)
@@ -204,6 +214,8 @@ class KvEvents(Workload):
                 )
                 raise InputError(msg)
             yield item, now
+        if reader.cut_reason:
+            losses.cut = (f"the recording is cut, and read up to there: {reader.cut_reason}",)
 
     def _check_size(self, event: BlockStored | PagesStored, size: int) -> None:
         other = getattr(event, "block_size", None)
@@ -217,16 +229,16 @@ class KvEvents(Workload):
     def _logged(self, log: Path) -> Iterator[Request]:
         from kvcore_events.recording import Received  # noqa: PLC0415 - a slow import
 
-        size = self.key_tokens
+        size, losses = self.key_tokens, _Losses()
         times = [
             item.batch.time
-            for item, _ in self._timed()
+            for item, _ in self._timed(losses)
             if isinstance(item, Received) and item.batch.time is not None
         ]
         if not times:
             msg = f"{self.path}: its events have no times: no log can be joined to it"
             raise InputError(msg)
-        first, last = min(times), max(times)
+        first, last, self._notes = min(times), max(times), losses.cut
         begin, latest, total, inside = None, 0, 0, 0
         for row in rows(log):
             time = row.nanoseconds("time")
@@ -236,17 +248,90 @@ class KvEvents(Workload):
             if first <= time <= last:
                 inside += 1
                 yield _request(row, time - first, size)
-        self._outside = ""
         if inside < total:
             many = f"{total - inside} of the {total} lines" if inside else f"all {total} lines"
-            self._outside = (
+            outside = (
                 f"{many} of {log} lie outside the time of {self.path}: the log goes from "
                 f"{_moment(begin or 0)} to {_moment(latest)}, the recording from "
                 f"{_moment(first)} to {_moment(last)}"
             )
-        if not inside:
-            msg = f"{self._outside}. Is the log by another clock or time zone?"
-            raise InputError(msg)
+            if not inside:
+                msg = f"{outside}. Is the log by another clock or time zone?"
+                raise InputError(msg)
+            self._notes = (*losses.cut, outside)
+
+
+@attrs.define
+class _Losses:
+    """The parts of a stream that one reading of its recording finds to be missing.
+
+    Attributes:
+        breaks: number of gaps, restarts and messages that were no batch, by publisher.
+        batches, gaps: number of lost batches, and of the gaps in which they were: those that
+            are recorded, and those that the numbers of batches show.
+        messages: number of messages that were no batch.
+        events: number of events that cannot be read.
+        runs: number of runs that continue a request whose beginning is missing.
+        cut: a note on where the recording is cut; empty if it is whole.
+    """
+
+    breaks: Counter[int | None] = attrs.field(factory=Counter)
+    batches: int = 0
+    gaps: int = 0
+    messages: int = 0
+    events: int = 0
+    runs: int = 0
+    cut: tuple[str, ...] = ()
+    # The number of the next batch, by publisher; without one by the source or the rank.
+    _next: dict[int | None, int] = attrs.field(factory=dict)
+
+    def take(self, item: Received | Lost | Restarted | Skipped) -> None:
+        """Count what an item says to be missing, or its number shows to be."""
+        from kvcore_events.model import UnparsedEvent  # noqa: PLC0415 - a slow import
+        from kvcore_events.recording import Lost, Received, Skipped  # noqa: PLC0415 - likewise
+
+        if isinstance(item, Received):
+            self.events += sum(isinstance(event, UnparsedEvent) for event in item.batch.events)
+            self._number(item)
+            return
+        self.breaks[item.publisher] += 1
+        self.messages += isinstance(item, Skipped)
+        if isinstance(item, Lost):
+            self.gaps += 1
+            self.batches += item.count
+        # The next batch has a number that this one explains.
+        if item.publisher is None:
+            self._next.clear()
+        self._next.pop(item.publisher, None)
+
+    def _number(self, item: Received) -> None:
+        """Count the batches whose numbers are left out before a batch."""
+        batch = item.batch
+        number = batch.seq if item.seq is None else item.seq
+        if number is None:
+            return
+        names = (item.publisher, batch.source, batch.dp_rank)
+        publisher = next((name for name in names if name is not None), None)
+        expected = self._next.get(publisher, number)
+        if number > expected:
+            self.breaks[item.publisher] += 1
+            self.gaps += 1
+            self.batches += number - expected
+        # One that comes again has an earlier number.
+        self._next[publisher] = max(number + 1, expected)
+
+    @property
+    def notes(self) -> list[str]:
+        """A note on each kind of what is missing."""
+        notes = {
+            f"lost batches: {self.batches:,} (gaps: {self.gaps:,}); requests in them are "
+            "missing": self.batches,
+            f"messages left out, which were no batch: {self.messages:,}": self.messages,
+            f"events left out, which cannot be read: {self.events:,}": self.events,
+            f"runs of blocks left out, whose request began before the recording or in what is "
+            f"missing: {self.runs:,}": self.runs,
+        }
+        return [note for note, count in notes.items() if count]
 
 
 def _moment(time: int) -> str:

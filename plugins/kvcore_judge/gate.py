@@ -65,11 +65,11 @@ def measure(
         InputError: the workload cannot be read, or the block size does not fit its keys.
     """
     from kvcore import KVCache, Plugins  # noqa: PLC0415 - every run of pytest loads this
-    from kvcore.workloads.selection import as_workload  # noqa: PLC0415 - as above
+    from kvcore.workloads.selection import open_workload  # noqa: PLC0415 - as above
     from kvcore_judge.misses import missed_tokens, replay_summary  # noqa: PLC0415 - as above
 
     cache = partial(KVCache, blocks, block_size, eviction=eviction)
-    summary = replay_summary(as_workload(workload, Plugins()), cache)
+    summary = replay_summary(open_workload(workload, Plugins()), cache)
     return Hits(
         requests=summary.admitted,
         prompt_tokens=summary.prompt_tokens,

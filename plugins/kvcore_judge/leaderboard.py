@@ -194,6 +194,7 @@ def make_leaderboard(
     """
     listed = list(dict.fromkeys([BASE, *entries]))
     about = {entry.text: entry.describe() for entry in listed}
+    code = {entry.text: entry.code() for entry in listed}
     columns: list[Column] = []
     streams: dict[str, dict[str, Any]] = {}
     for stream in panel.streams:
@@ -207,7 +208,10 @@ def make_leaderboard(
         }
         columns += columns_of(stream, panel.shares)
     pairs = [(entry, column) for column in columns for entry in listed]
-    digests = [_digest(*pair, about, streams) for pair in pairs]
+    digests = [
+        _digest(about[entry.text], code[entry.text], streams[column.stream.name], column)
+        for entry, column in pairs
+    ]
     with journal or nullcontext() as log:
         done = {} if log is None else log.results
         results = {
@@ -241,14 +245,11 @@ def _call(entry: Entry, column: Column) -> Call[CellResult]:
 
 
 def _digest(
-    entry: Entry,
-    column: Column,
-    about: Mapping[str, Mapping[str, Any]],
-    streams: Mapping[str, Mapping[str, Any]],
+    about: Mapping[str, Any], code: Mapping[str, str], stream: Mapping[str, Any], column: Column
 ) -> str:
     """Return what the result of a cell depends on, as a digest."""
-    parts = [about[entry.text], streams[column.stream.name]]
-    text = orjson.dumps([version("kvcore"), parts, column.blocks, column.timed])
+    parts = [version("kvcore"), about, code, stream, column.blocks, column.timed]
+    text = orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 

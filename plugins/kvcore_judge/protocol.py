@@ -80,12 +80,14 @@ class Footprint:
         digest: digest of the workload.
         key_tokens: tokens of a key, and of a block.
         blocks: distinct blocks.
+        notes: remarks of the workload about the requests, such as rows that it has left out.
     """
 
     requests: Sequence[Request] = attrs.field(repr=False)
     digest: str
     key_tokens: int
     blocks: int
+    notes: tuple[str, ...] = ()
 
     def pool(self, share: int) -> int:
         """Return the blocks of a pool of `share` thousandths of the footprint."""
@@ -114,7 +116,8 @@ def read_stream(stream: Stream) -> Footprint:
             f"texts, {workload.key_tokens} tokens have one"
         )
         raise InputError(msg)
-    return Footprint(requests, workload.digest, workload.key_tokens, len(keys))
+    notes, size = (*workload.notes,), workload.key_tokens
+    return Footprint(requests, workload.digest, size, len(keys), notes)
 
 
 @attrs.frozen
@@ -135,6 +138,15 @@ class Panel:
     def cells(self) -> int:
         """The number of cells."""
         return len(self.names)
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks about the requests of its streams, each after the name of the stream."""
+        return [
+            f"{stream.name}: {note}"
+            for stream in self.streams
+            for note in read_stream(stream).notes
+        ]
 
     @property
     def names(self) -> list[tuple[str, int]]:

@@ -149,7 +149,8 @@ def leaderboard_page(board: Leaderboard) -> str:
     parts += [_picture(curves) for curves in report.curves]
     if report.times.rows:
         parts.append(_table(report.times))
-    parts += [f"<p>{escape(line)}</p>" for line in report.reading.splitlines()]
+    lines = *report.reading.splitlines(), *board.panel.notes
+    parts += [f"<p>{escape(line)}</p>" for line in lines]
     body = "\n".join(parts)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'

@@ -89,6 +89,8 @@ class Judge:
                 instead = ", or leave it out by --no-kit (kit=False)"
                 import_extra(module, needed, "testing", instead)
             import kvcore_testing  # noqa: F401, PLC0415 - here, since a sandbox reads no files
+        # Which packages are kvcore's is read from files, too, and kept.
+        BASE.describe()
         self._columns = [
             (column, run_cell(Cell(BASE, column.stream, column.share)))
             for stream in panel.streams

@@ -22,6 +22,7 @@ from kvcore.errors import InputError, KvcoreError
 from kvcore.progress import Progress, Tick, silent
 from kvcore.sections import Table
 from kvcore_cli.report.tables import NONE
+from kvcore_events.recording import is_recording
 from kvcore_judge.entries import Entry
 from kvcore_judge.leaderboard import BASE, Leaderboard, make_leaderboard
 from kvcore_judge.misses import meaning, missed_tokens, replay_summary
@@ -40,6 +41,13 @@ PANELS = {
 MISSES_SHARE = 100
 """The pool size, in thousandths of the footprint, in which misses are explained."""
 
+RECORDING = (
+    "{file} is a recording of KV events, which does not say whether every use was reported, "
+    "nor can it be said here. If the engine reported them (kv_cache_report_mode=full), `kvcore "
+    "simulate kv-events:path={file},lookups=full --trace run.jsonl.gz` writes a trace of its "
+    "requests, to be dropped in its place; with a log of the requests, requests=LOG does"
+)
+
 _OPTIONS = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
 
 
@@ -54,10 +62,21 @@ def panel_of(choice: str, limit: int | None) -> Panel:
     Args:
         choice: the name of a panel or of a stream, or the path of a file of requests.
         limit: number of the first requests of one stream; None: all. A panel has its own.
+
+    Raises:
+        InputError: the limit is no whole number from 1 on, or the file is a recording of KV
+            events, which are no requests without an option.
     """
     if choice in PANELS:
         return find_panel(choice)
-    stream = _streams().get(choice) or Stream(Path(choice).name, choice)
+    # JavaScript has one kind of numbers: what is beyond 53 bits comes as a float.
+    if limit is not None and (type(limit) is not int or limit < 1):
+        msg = f"requests must be a whole number from 1 on, or none for all, not {limit!r}"
+        raise InputError(msg)
+    streams = _streams()
+    stream = streams.get(choice) or Stream(Path(choice).name, choice)
+    if choice not in streams and is_recording(choice):
+        raise InputError(RECORDING.format(file=stream.name))
     return Panel(stream.name, (attrs.evolve(stream, limit=limit, timed=True),))
 
 
@@ -120,7 +139,7 @@ def work(
             {"label": curves.label, "sizes": curves.sizes, "lines": curves.lines}
             for curves in report.curves
         ],
-        "reading": report.reading,
+        "reading": "\n".join([report.reading, *panel.notes]),
         "document": orjson.dumps(board.document(), option=_OPTIONS).decode(),
     }
 
@@ -196,6 +215,11 @@ def answer(
     # Half of a pair of surrogates has no bytes; a constructor may look for a file.
     except (KvcoreError, UnicodeError, OSError) as error:
         return {"error": f"{error}{_place(error, policy)}"}
+
+
+def forget() -> None:
+    """Forget the requests that were read, since other ones have come to a path."""
+    read_stream.cache_clear()
 
 
 def _reported(report: Callable[[str, int, int], None]) -> Progress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import product
 from math import fsum, lcm
@@ -30,8 +30,8 @@ from kvcore.progress import Progress, Tick, silent, ticked, unseen
 from kvcore.request import Request
 from kvcore.trace import Trace
 from kvcore.trace.fields import plain
-from kvcore.workloads import Workload, WorkloadSample, check_keys
-from kvcore.workloads.selection import as_workload
+from kvcore.workloads import Workload, WorkloadSample, check_keys, notes_of
+from kvcore.workloads.selection import open_workload
 from kvcore_lab.candidates import (
     Candidate,
     Policy,
@@ -143,6 +143,9 @@ class Source:
         requests: number of its requests.
         longest_prompt: number of tokens of the longest prompt; 0 in documents of earlier
             versions.
+        reported_hit_ratio: the share of the prompt tokens that a log reports as cached; None:
+            it does not say.
+        notes: what the workload says of the requests that were read.
     """
 
     name: str
@@ -151,6 +154,24 @@ class Source:
     key_tokens: int
     options: dict[str, Any]
     longest_prompt: int = 0
+    reported_hit_ratio: float | None = None
+    notes: Sequence[str] = ()
+
+    def read(self, workload: Workload, **found: Any) -> Source:
+        """Return this with what `workload` says once it was read, and what was `found`."""
+        ratio = workload.reported_hit_ratio
+        return attrs.evolve(self, reported_hit_ratio=ratio, notes=notes_of(workload), **found)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON has them: the ratio if there is one, and no notes."""
+        fields = attrs.asdict(self, filter=attrs.filters.exclude("notes"))
+        if self.reported_hit_ratio is None:
+            del fields["reported_hit_ratio"]
+        return fields
+
+    def told(self) -> dict[str, Any]:
+        """Return the field of a JSON document that has the notes; none without notes."""
+        return {"notes": self.notes} if self.notes else {}
 
     @classmethod
     def from_workload(cls, workload: Workload) -> Source:
@@ -181,6 +202,11 @@ class Comparison(Shown):
     rows: list[Row]
     infinite: Infinite
     bills: Bills | None = None
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """The notes of the workload on the requests that were read."""
+        return self.workload.notes
 
     def to_frame(self) -> Any:
         """Return a polars DataFrame of the rows, with hit ratios in columns of their own.
@@ -259,7 +285,7 @@ def compare_policies(
     alone, and that `options` are those of `ReplayOptions`.
     """
     plugins = plugins or Plugins()
-    requested: Workload = as_workload(workload, plugins)
+    requested: Workload = open_workload(workload, plugins)
     setup = ReplaySetup.from_workload(requested, plugins, **options)
     if setup.groups:
         alone = options.get("prefix", SHARING) == SHARING
@@ -300,7 +326,7 @@ def compare_policies(
             rows = maker.rows(candidates, sizes, jobs)
         else:
             rows = [maker.traced_row(candidates[0], sizes[0], trace, seed)]
-    source = attrs.evolve(source, requests=requests, longest_prompt=maker.longest_prompt)
+    source = source.read(requested, requests=requests, longest_prompt=maker.longest_prompt)
     bills = None
     if price is not None:
         from kvcore_replay.billing import bill  # noqa: PLC0415 - as above

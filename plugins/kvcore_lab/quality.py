@@ -26,6 +26,7 @@ from kvcore.plugins.manager import Plugins, resolve
 from kvcore.plugins.options import Spec, parse
 from kvcore.progress import Progress, Tick, silent, unseen
 from kvcore.request import Request
+from kvcore.untrusted import parse_digits
 from kvcore_engine.compaction import Compactor
 from kvcore_engine.executor import call, tensor_layout
 from kvcore_engine.reads import waiting_bytes
@@ -427,7 +428,7 @@ class _Parts:
         defaults: dict[str, Any] = {"seed": self.seed}
         if cell.tokens is not None:
             text = cell.retention.options.get("sinks", "0")
-            sinks = int(text) if text.isdecimal() else 0  # Other text is an error in `build`.
+            sinks = parse_digits(text) or 0  # Other text is an error in `build`.
             kept = int(cell.tokens * prompt_tokens)
             defaults |= {"budget": cell.tokens, "tokens": max(1, kept - sinks)}
         policy: RetentionPolicy = self.plugins.build("retention", cell.retention, defaults)

@@ -12,6 +12,7 @@ import attrs
 from kvcore.engine import Generator, Sampling
 from kvcore.errors import KvcoreError, shorten
 from kvcore.plugins.base import FAILURES, raise_policy_error
+from kvcore.plugins.options import nearest
 from kvcore.request import block_keys
 from kvcore.untrusted import LONGEST_SALT, parse_json
 from kvcore_engine.tokens import SampledRequest, hashed
@@ -20,23 +21,85 @@ from kvcore_online.simulated import SimulatedModel
 
 MOST_STOPS = 4
 MOST_CHOICES = 128
+MOST_NAMED = 64
+"""Characters of the name of an option from which on an error has only its beginning."""
+
+MOST_URGENT = 1 << 31
 OUTPUT = 16
 """Largest number of tokens of an answer if the client gives none."""
 
+READ = frozenset({
+    *("model", "prompt", "messages", "tools", "tool_choice", "function_call", "cache_salt"),
+    *("n", "max_tokens", "max_completion_tokens", "min_tokens", "ignore_eos"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output"),
+    *(*Sampling._fields, "seed", "stream", "stream_options", "priority"),
+})  # fmt: skip
+"""Options of the API that this server reads."""
+
+WITHOUT_EFFECT = frozenset({
+    # Of whose call it is, and what is kept of it.
+    *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    *("request_id", "safety_identifier", "service_tier", "store", "user"),
+    # Of what this server has in no answer: beams, pictures, grammars, cut prompts.
+    *("early_stopping", "length_penalty", "media_io_kwargs", "mm_processor_kwargs"),
+    *("guided_decoding_backend", "guided_whitespace_pattern", "truncation_side"),
+    *("prediction", "spaces_between_special_tokens"),
+})  # fmt: skip
+"""Options of the API by which no answer of this server changes, whatever their values are."""
+
 UNSUPPORTED: Mapping[str, Any] = {
     "best_of": 1,
+    "use_beam_search": False,
     "logprobs": False,
+    "top_logprobs": 0,
+    "prompt_logprobs": False,
+    "return_token_ids": False,
+    "return_tokens_as_token_ids": False,
+    "return_token_strs": False,
     "functions": [],
+    "parallel_tool_calls": True,
     "response_format": {"type": "text"},
+    "structured_outputs": {},
+    "structural_tag": None,
+    **dict.fromkeys(("guided_choice", "guided_regex", "guided_json", "guided_grammar")),
+    **dict.fromkeys(("regex", "ebnf", "json_schema")),
     "suffix": "",
     "echo": False,
     "presence_penalty": 0,
     "frequency_penalty": 0,
     "repetition_penalty": 1,
+    "repetition_detection": None,
     "min_p": 0,
     "logit_bias": {},
+    "logits_processors": [],
+    "allowed_token_ids": [],
+    "bad_words": [],
+    "skip_special_tokens": True,
+    "truncate_prompt_tokens": None,
+    "prompt_embeds": None,
+    "add_special_tokens": True,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "chat_template": None,
+    "chat_template_kwargs": {},
+    "documents": [],
+    "reasoning_effort": None,
+    "include_reasoning": True,
+    "thinking_token_budget": None,
+    "verbosity": "medium",
+    "modalities": ["text"],
+    "audio": None,
+    "moderation": None,
+    "web_search_options": None,
+    "kv_transfer_params": {},
+    "vllm_xargs": {},
 }
-"""Options of the API that this server does not have, and the values that change nothing."""
+"""Options of the API that this server does not have, and the values that change nothing.
+
+None is such a value of each, and False of `add_special_tokens` in a chat, whose template has
+them. Those of vLLM and OpenAI are here; an option that is in none of these tables is refused
+too: nobody knows what an answer without it would be.
+"""
 
 MESSAGE_FIELDS = ("name", "tool_call_id")
 """Fields of a message that its chat template may read, beside role, content and tool calls."""
@@ -53,6 +116,9 @@ class Call:
         output: largest number of output tokens of an answer.
         stream, counted: whether the answers are streamed, and with the usage at the end.
         stop: texts that end an answer.
+        stop_ids: tokens that end an answer, beside those of the model.
+        stop_shown: whether an answer has the text or the token that ends it.
+        priority: how urgent it is to schedulers that ask: higher comes first.
         salt: text that keeps equal prompts apart in the cache (`cache_salt` in vLLM).
         sampling: how tokens are drawn; None: as those of the generator.
         seed: seed of the samples; None: each answer has its own.
@@ -65,6 +131,9 @@ class Call:
     stream: bool
     counted: bool
     stop: tuple[str, ...]
+    stop_ids: frozenset[int]
+    stop_shown: bool
+    priority: int
     salt: str | None
     sampling: Sampling | None
     seed: int | None
@@ -94,6 +163,7 @@ class Call:
                     keys=keys,
                     key_tokens=block_size,
                     salt=salt,
+                    priority=self.priority,
                     tokens=tokens,
                     publish=publish,
                     sampling=self.sampling,
@@ -129,7 +199,6 @@ class CallReader:
         if model is not None and model != self.name:
             named = shorten(repr(model))
             raise ApiError(404, f"there is no model {named}; this is {self.name!r}", "model")
-        _refuse_unsupported(document)
         output = OUTPUT
         for name in ("max_tokens", "max_completion_tokens"):
             output = _number(document, name, output, 1, whole=True)
@@ -147,17 +216,43 @@ class CallReader:
             msg = f"the call has more answers than the {self.answers} requests of this server"
             raise ApiError(400, msg, "n")  # of one answer each, `prompts` has taken no more
         options = document.get("stream_options")
-        counted = isinstance(options, dict) and options.get("include_usage") is True
+        options = options if isinstance(options, dict) else {}
+        if options.get("continuous_usage_stats"):
+            msg = "continuous_usage_stats is not supported: leave it out"
+            raise ApiError(400, msg, "stream_options")
+        counted = options.get("include_usage") is True
         salt = document.get("cache_salt")
         if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= LONGEST_SALT):
             msg = f"cache_salt must be a text of 1 to {LONGEST_SALT:,} characters"
             raise ApiError(400, msg, "cache_salt")
-        stream = document.get("stream") or False
-        if type(stream) is not bool:
-            raise ApiError(400, "stream must be true or false", "stream")
-        seed = _number(document, "seed", None, -(1 << 63), 1 << 63, whole=True)
-        stop, sampling = _stops(document), self._sampling(document)
-        return Call(chat, prompts, choices, output, stream, counted, stop, salt, sampling, seed)
+        stop, stop_ids = _stops(document), _stop_ids(document)
+        self._refuse_length(document, output, stops=bool(stop or stop_ids))
+        return Call(
+            chat=chat,
+            prompts=prompts,
+            choices=choices,
+            output=output,
+            stream=_flag(document, "stream"),
+            counted=counted,
+            stop=stop,
+            stop_ids=stop_ids,
+            stop_shown=_flag(document, "include_stop_str_in_output"),
+            # vLLM serves the lowest first.
+            priority=-_number(document, "priority", 0, -MOST_URGENT, MOST_URGENT, whole=True),
+            salt=salt,
+            sampling=self._sampling(document),
+            seed=_number(document, "seed", None, -(1 << 63), 1 << 63, whole=True),
+        )
+
+    def _refuse_length(self, document: dict[str, Any], output: int, *, stops: bool) -> None:
+        """Raise ApiError if an answer may end earlier than the call says."""
+        _number(document, "min_tokens", 0, 0, output, whole=True)
+        _flag(document, "ignore_eos")
+        ends = bool(self.model.eos_token_ids)
+        for name, wrong in (("ignore_eos", ends), ("min_tokens", ends or stops)):
+            if wrong and document.get(name):
+                msg = f"{name} is not supported where an answer may end early: leave it out"
+                raise ApiError(400, msg, name)
 
     def prompts(self, document: dict[str, Any], *, chat: bool) -> list[Sequence[int]]:
         """Return the tokens of each prompt, or of messages.
@@ -165,6 +260,7 @@ class CallReader:
         Raises:
             ApiError: there is none, or one that the model cannot have.
         """
+        _refuse_unsupported(document, chat=chat)
         tools = document.get("tools") or ()
         if chat:
             return [self._chat(document.get("messages"), tools)]
@@ -235,17 +331,32 @@ class CallReader:
         return None if sampling == own else sampling
 
 
-def _refuse_unsupported(document: dict[str, Any]) -> None:
-    """Raise ApiError for options of the API that this server does not have."""
-    for name in UNSUPPORTED.keys() & document.keys():
-        value, neutral = document[name], UNSUPPORTED[name]
+def _refuse_unsupported(document: dict[str, Any], *, chat: bool) -> None:
+    """Raise ApiError for options that this server does not have, or that no API has."""
+    for name, value in document.items():
+        if value is None or name in READ or name in WITHOUT_EFFECT:
+            continue
+        if name not in UNSUPPORTED:
+            hint = nearest(name[:MOST_NAMED], [*READ, *UNSUPPORTED], 0.75)
+            msg = f"there is no option {shorten(repr(name))}{hint}: leave it out"
+            raise ApiError(400, msg, name[:MOST_NAMED])
+        neutral = not chat if name == "add_special_tokens" else UNSUPPORTED[name]
         # False is no number here: `"logprobs": 0` asks for those of the chosen tokens.
         same = value is neutral if isinstance(neutral, bool) else value == neutral
-        if value is not None and not same:
+        if not same:
             raise ApiError(400, f"{name} is not supported: leave it out", name)
-    if document.get("tool_choice") not in (None, "auto", "none"):
-        msg = "tool_choice can be auto or none, since no call is enforced: leave it out"
-        raise ApiError(400, msg, "tool_choice")
+    for name in ("tool_choice", "function_call"):
+        if document.get(name) not in (None, "auto", "none"):
+            msg = f"{name} can be auto or none, since no call is enforced: leave it out"
+            raise ApiError(400, msg, name)
+
+
+def _flag(document: dict[str, Any], name: str) -> bool:
+    """Return whether a body asks for something; null and no value do not."""
+    value = document.get(name)
+    if value is not None and type(value) is not bool:
+        raise ApiError(400, f"{name} must be true or false", name)
+    return bool(value)
 
 
 def _number(
@@ -281,6 +392,14 @@ def _stops(document: dict[str, Any]) -> tuple[str, ...]:
     if not texts or len(stop) > MOST_STOPS:
         raise ApiError(400, f"stop must be a text, or up to {MOST_STOPS} of them", "stop")
     return stop
+
+
+def _stop_ids(document: dict[str, Any]) -> frozenset[int]:
+    """Return the token ids that end an answer."""
+    ids = document.get("stop_token_ids") or []
+    if not (type(ids) is list and all(type(token) is int for token in ids)):
+        raise ApiError(400, "stop_token_ids must be a list of token ids", "stop_token_ids")
+    return frozenset(ids)
 
 
 def _message(value: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvcore.errors import InputError, PolicyError, StorageError, TraceError
+from kvcore.errors import InputError, PolicyError, StorageError, TraceError, shorten
 from kvcore.plugins import Plugins, describe, resolve
 from kvcore.plugins.options import Spec
 from kvcore.request import block_keys
@@ -24,7 +24,14 @@ from kvcore_cluster.dispatcher import Dispatcher, PrefixView
 from kvcore_cluster.views import EventsView, SentIndex, parse_view
 from kvcore_events.block_tracker import BlockTracker
 from kvcore_events.formats import decode
-from kvcore_events.model import BlockRemoved, BlockStored, Event, EventBatch, Hash
+from kvcore_events.model import (
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+    Hash,
+    UnparsedEvent,
+)
 from kvcore_events.sequencer import Delivery, Gap, Restart, StreamItem
 from kvcore_events.subscriber import Server, Subscriber
 from kvcore_online.route_config import RouteConfig, Upstream
@@ -52,11 +59,18 @@ class _ReportedBlocks:
     The key of a block is computed from its tokens and its parent, whatever hash its server
     gives it. Blocks of adapters, images or salts are left out: their tokens alone do not name
     their content.
+
+    Args:
+        block_size: number of tokens in a block.
+        ignored: called with what is wrong with an event that tells nothing of a cache: its
+            blocks have another size, or no token ids, or it cannot be read.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(
+        self, block_size: int, ignored: Callable[[str], None] = lambda _: None
+    ) -> None:
         self.tracker = BlockTracker()
-        self._block_size = block_size
+        self._block_size, self._ignored = block_size, ignored
         self._keys: dict[Hash, bytes] = {}
 
     def changes(
@@ -87,6 +101,8 @@ class _ReportedBlocks:
                 yield [], self.gone(event.hashes)
             else:
                 unclear = True
+                if isinstance(event, UnparsedEvent):
+                    self._ignored(shorten(event.reason))
         # Once for all events of the batch: it looks at all blocks.
         if unclear:
             yield [], self.gone(list(self._keys))
@@ -95,12 +111,15 @@ class _ReportedBlocks:
         """Return the keys of blocks that were stored."""
         if event.lora_id is not None or event.lora_name or any(event.extra_keys or ()):
             return []
-        parent = None if event.parent is None else self._keys.get(event.parent)
         tokens, size = event.tokens or (), self._block_size
-        unknown = event.parent is not None and parent is None
-        if unknown or event.block_size != size or len(tokens) != size * len(event.hashes):
+        sized, whole = event.block_size == size, len(tokens) == size * len(event.hashes)
+        if not (sized and whole and all(type(t) is int and t >= 0 for t in tokens)):
+            self._ignored(
+                "blocks without token ids" if sized else f"blocks of {event.block_size} tokens"
+            )
             return []
-        if not all(type(token) is int and token >= 0 for token in tokens):
+        parent = None if event.parent is None else self._keys.get(event.parent)
+        if event.parent is not None and parent is None:
             return []
         keys = block_keys(tokens, size, parent=parent)  # type: ignore[arg-type]  # checked
         self._keys.update(zip(event.hashes, keys, strict=True))
@@ -124,6 +143,7 @@ class FollowedEvents(EventsView):
         clock: returns the time in ns.
         lost_batches: called with the number of a replica, and how many batches are lost.
         failed: called with the number of a replica whose follower has failed.
+        ignored: called with the number of a replica, and what is wrong with an event of it.
     """
 
     def __init__(
@@ -133,21 +153,26 @@ class FollowedEvents(EventsView):
         clock: Callable[[], int],
         lost_batches: Callable[[int, int], None],
         failed: Callable[[int], None],
+        ignored: Callable[[int, str], None],
     ) -> None:
         super().__init__()
         self._block_size, self._clock = block_size, clock
-        self._lost_batches, self._failed = lost_batches, failed
+        self._lost_batches, self._failed, self._ignored = lost_batches, failed, ignored
         self._messages = Messages()
         self._stopping = Flag()
         self._servers = servers
-        self._lives = [_ReportedBlocks(block_size) for _ in servers]
+        self._lives = [self._life(number) for number in range(len(servers))]
         self._subscribers: list[Subscriber] = []
         self._threads: list[Thread] = []
 
     def lost(self, replica: int, now: int) -> None:
         """Remove all blocks of a replica, which reports them again when it stores them."""
         super().lost(replica, now)
-        self._lives[replica] = _ReportedBlocks(self._block_size)
+        self._lives[replica] = self._life(replica)
+
+    def _life(self, number: int) -> _ReportedBlocks:
+        """Return the empty cache of a replica."""
+        return _ReportedBlocks(self._block_size, partial(self._ignored, number))
 
     def start(self) -> None:
         """Follow the events in a thread for each server; the running loop applies them.
@@ -310,6 +335,7 @@ class Fleet:
         self._config = config
         self._clock, self._began = clock, clock()
         self.metrics = Metrics()
+        self._messages = Messages()
         router = _router(config)
         self.servers = [
             LiveServer(
@@ -318,13 +344,13 @@ class Fleet:
             )
             for index, upstream in enumerate(config.replicas)
         ]
-        self._view = _view(config, self.now, self._lost_batches, self._restarted)
+        told = self._lost_batches, self._restarted, self._ignored_event
+        self._view = _view(config, self.now, *told)
         self.dispatcher = Dispatcher(
             router, [server.replica for server in self.servers], self._view
         )
         self.log: TrafficLog | None = None
         self.log_error: StorageError | None = None
-        self._messages = Messages()
         if config.trace is not None:
             replicas = self.dispatcher.replicas
             routing = {"view": config.view}
@@ -420,6 +446,17 @@ class Fleet:
 
     def _lost_batches(self, replica: int, batches: int) -> None:
         self.metrics.lost_batches.labels(self.servers[replica].options.name).inc(batches)
+
+    def _ignored_event(self, replica: int, found: str) -> None:
+        """Count and tell of a KV event that says nothing of keys that requests have."""
+        name = self.servers[replica].options.name
+        self.metrics.ignored_events.labels(name).inc()
+        needed = f"blocks of {self._config.key_tokens} tokens with their ids"
+        self._messages.warn(
+            f"{name}: KV events are ignored ({found}): the router needs {needed}; "
+            "give the block size of the servers as block_size and key_tokens",
+            f"ignored {name}",
+        )
 
     def _restarted(self, replica: int) -> None:
         name = self.servers[replica].options.name
@@ -525,13 +562,15 @@ def _view(
     clock: Callable[[], int],
     lost_batches: Callable[[int, int], None],
     failed: Callable[[int], None],
+    ignored: Callable[[int, str], None],
 ) -> PrefixView:
     if config.view == "events":
         servers = [
             Server(address=upstream.kv_events or "", replay=upstream.kv_replay)
             for upstream in config.replicas
         ]
-        return FollowedEvents(servers, config.key_tokens, clock, lost_batches, failed)
+        told = lost_batches, failed, ignored
+        return FollowedEvents(servers, config.key_tokens, clock, *told)
     view = parse_view(config.view, ("index", "events"))
     if not isinstance(view, SentIndex):
         msg = f"view: {config.view!r}: events that servers publish have no options here"

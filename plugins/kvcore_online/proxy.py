@@ -55,6 +55,9 @@ ELSEWHERE = {429, 502, 503, 504}
 STATUSES = range(200, 600)
 """Statuses that end a request."""
 
+INVALID = range(400, 500)
+"""Statuses that say that the request is wrong: it would be at every server."""
+
 MOST_HINTS = 16
 """Most answers of status 1xx, as `103 Early Hints`, before that which ends a request."""
 
@@ -431,7 +434,7 @@ class Proxy:
                 self.fleet.end(attempt)
                 if answer is not None:
                     answer.response.close()
-        flight.refused, flight.output = "no server", call.most_output * call.answers
+        _record_refusal(flight, call, None)
         return self._refusal(NO_SERVER, why)
 
     async def _ask(self, http: web.Request, call: SentCall, attempt: Attempt) -> Answer:
@@ -462,9 +465,10 @@ class Proxy:
             stream = EventStream(attempt.flight, counted=call.counted) if streams else None
             if stream is None:
                 data = await self._whole(response, data)
-                attempt.flight.wrong = response.status != OK
                 if response.status == OK:
                     self._note(attempt, data)
+                else:
+                    _record_refusal(attempt.flight, call, response.status)
             elif not data:
                 _refuse("an empty stream")
             self.fleet.first_byte(attempt)
@@ -606,6 +610,16 @@ def _with_tokens(request: Request, answer: bytes) -> Request:
 
 class _ClientGoneError(Exception):
     """Raised if a client has disconnected, or does not take its answer in time."""
+
+
+def _record_refusal(flight: Flight, call: SentCall, status: int | None) -> None:
+    """Record that a request got no answer, but a status of its server; None: it has none.
+
+    So the trace has what it asked for, unless the server calls the request wrong.
+    """
+    flight.wrong = status in INVALID
+    flight.refused = "no server" if status is None else f"status {status}"
+    flight.output = call.most_output * call.answers
 
 
 def _refuse(why: str, *, failure: bool = False) -> NoReturn:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, M
 from contextlib import ExitStack, aclosing, suppress
 from functools import partial
 from itertools import count
+from operator import itemgetter
 from pathlib import Path
 from threading import Lock
 from time import perf_counter_ns, time
@@ -145,8 +146,10 @@ class Text:
 
     Args:
         decode: returns the text of tokens.
-        stop: texts that end the text, and are not part of it.
-        eos: token ids that end the text, and are not part of it.
+        stop: texts that end the text: the one that ends first, of those that end together the
+            first in the list.
+        eos: token ids that end the text.
+        shown: whether the text or the token that ends the text is part of it.
 
     Attributes:
         stopped: whether a stop text or an end-of-sequence token has come.
@@ -157,8 +160,10 @@ class Text:
         decode: Callable[[list[int]], str],
         stop: tuple[str, ...] = (),
         eos: frozenset[int] = frozenset(),
+        *,
+        shown: bool = False,
     ) -> None:
-        self._decode, self._eos = decode, eos
+        self._decode, self._eos, self._shown = decode, eos, shown
         self._stops = list(map(StopText, stop))
         self._ids: list[int] = []
         self._begin = self._read_to = 0
@@ -167,10 +172,10 @@ class Text:
 
     def add(self, ids: Sequence[int], *, last: bool = False) -> str:
         """Return the text that `ids` add; with `last`, also the text held back."""
-        shown = [token for token in ids if token not in self._eos]
-        self.stopped = len(shown) < len(ids)
+        others = [token for token in ids if token not in self._eos]
+        self.stopped = len(others) < len(ids)
         last |= self.stopped
-        self._ids += shown
+        self._ids += ids if self._shown else others
         before = self._decode(self._ids[self._begin : self._read_to])
         text = self._decode(self._ids[self._begin :])
         piece = ""
@@ -182,10 +187,11 @@ class Text:
         held, self._held = self._held + piece, ""
         before_piece = len(held) - len(piece)
         ends = ((stop, stop.end(piece)) for stop in self._stops)
-        starts = [before_piece + end - len(stop.text) for stop, end in ends if end is not None]
-        if starts:
+        found = [(end, len(stop.text)) for stop, end in ends if end is not None]
+        if found:
             self.stopped = True
-            return held[: min(starts)]
+            end, size = min(found, key=itemgetter(0))
+            return held[: before_piece + end - (0 if self._shown else size)]
         if last:
             return held
         until = len(held) - max((stop.begun for stop in self._stops), default=0)
@@ -618,7 +624,8 @@ class Server:
 
     def _answer(self, call: Call) -> Answer:
         model = self._model
-        return Answer(Text(model.decode, call.stop, model.eos_token_ids))
+        ends = model.eos_token_ids | call.stop_ids
+        return Answer(Text(model.decode, call.stop, ends, shown=call.stop_shown))
 
     def _head(self, request: Request, call: Call, *, chunk: bool) -> dict[str, Any]:
         """Return the fields with which each document of an answer begins."""

@@ -41,7 +41,7 @@ class Flight:
             tokens that the router expected to hit there.
         prompt, output: numbers of tokens by a server's count, of all prompts and of all
             answers; that of a stream grows.
-        refused: the reason if no server answered; None otherwise.
+        refused: the reason if no server answered, or one with an error; None otherwise.
         ended: whether the record is complete.
         wrong: whether a server refused the request as invalid; it is left out of the trace.
     """
@@ -250,6 +250,8 @@ class Metrics:
         in_flight: requests in flight, by replica.
         unlogged: requests that could not be written to the trace.
         lost_batches: batches of KV events that are lost or cannot be read, by replica.
+        ignored_events: KV events of blocks of another size or without tokens, or that cannot
+            be read, by replica.
         restarts: background work that has failed and was started again, by what it does.
         up: 1 for replicas that are up, 0 for others.
 
@@ -281,6 +283,9 @@ class Metrics:
         self.unlogged = counter("unlogged", "Requests left out of the trace.")
         self.lost_batches = counter(
             "lost_batches", "Batches of KV events not read.", by_replica
+        )
+        self.ignored_events = counter(
+            "ignored_events", "KV events of blocks whose keys are unknown.", by_replica
         )
         self.restarts = counter("restarts", "Background work started again.", "what")
         self.first_byte = _quick(

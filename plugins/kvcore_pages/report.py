@@ -5,20 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from kvcore.errors import InputError
-from kvcore.files import (
-    FOREIGN,
-    CutError,
-    DamageError,
-    as_path,
-    decompressed,
-    unreadable_reason,
-)
+from kvcore.files import CutError, DamageError, as_path, decompressed, unreadable_reason
 from kvcore.lazy import import_extra
 from kvcore.progress import Progress, silent
 from kvcore.serving.result import REQUESTS, SUMMARY
@@ -31,13 +24,19 @@ from kvcore_pages.shell import Page, charting_library
 
 __all__ = ["report_page"]
 
+PARQUET = b"PAR1"
+"""The first bytes of a table in Parquet."""
+
 IN_FOLDERS = (SUMMARY, "plan.json", "results.json", "results.csv")
 """Files that make a folder a result, in the order of the search."""
 
-
 SCHEMA = 1
+"""The schema of every kind of document that is read here; each kind numbers its own."""
 
-FAULTS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError)
+FAULTS = (
+    *(LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError),
+    csv.Error,
+)
 """Exceptions of reading a document that lacks a field, or has another type there."""
 
 FEW = 2
@@ -46,21 +45,27 @@ FEW = 2
 RUN = {"ttft_s", "pool", "hit"}
 """Keys of the document of a run."""
 
-OTHERS: Mapping[frozenset[str], str] = {
-    frozenset(keys.split()): told
-    for keys, told in {
-        "events lines header": "what `kvcore replay` says of a trace: give the trace itself",
-        "event n t": "a line of a trace, but not its first: give the whole trace",
-        "prompt_tokens bills": "a bill of an API's cache, of which there is no report: see its "
-        "table by `kvcore explain --price`",
-        "id arrival_s ttft_s": f"a {REQUESTS}: give the folder that `--out` wrote, with its "
-        f"{SUMMARY}",
-        "timestamp input_length": "a workload: give what came of it, as `kvcore simulate FILE "
-        "--out results`",
-        "schema run digest": "the journal of a sweep or a plan: give its table, or plan.json",
-    }.items()
-}
-"""Other documents with known keys, and what to give in their place."""
+OTHERS = (
+    ("events lines header", "what `kvcore replay` says of a trace: give the trace itself"),
+    ("event n t", "a line of a trace, but not its first: give the whole trace"),
+    (
+        "prompt_tokens bills",
+        "a bill of an API's cache, of which there is no report: see `kvcore explain --price`",
+    ),
+    (
+        "id arrival_s ttft_s",
+        f"a {REQUESTS}: give the folder that `--out` wrote, with its {SUMMARY}",
+    ),
+    (
+        "timestamp input_length",
+        "a workload: give what came of it, as `kvcore simulate FILE --out results`",
+    ),
+    (
+        "schema run digest",
+        "the journal of a sweep or a plan: give its table, or plan.json",
+    ),
+)
+"""Keys of other documents, and what each of them seems to be, with what to give instead."""
 
 NEEDED = (
     "give a folder that `kvcore simulate --out` wrote, a trace, or the JSON that compare, "
@@ -115,11 +120,10 @@ def read_result(
     file, name = as_path(path), str(path)
     if file.is_dir():
         return _folder(file, progress)
-    head = _head(file)
-    first = _json(head.split(b"\n", 1)[0])
-    if isinstance(first, dict) and first.get("event") == "HEADER":
-        return Run.of_trace(file, progress, replica)
-    if head.startswith(b"PAR1"):
+    with _opened(file) as opened:
+        is_parquet = opened.peek(len(PARQUET)).startswith(PARQUET)
+        head = b"" if is_parquet else next(decompressed(opened, WORKLOAD_EXPANSION), b"")
+    if is_parquet:
         polars = import_extra("polars", "a table in Parquet needs polars", "lab")
         try:
             rows = polars.read_parquet(file).to_dicts()
@@ -127,12 +131,17 @@ def read_result(
             msg = f"{file}: a damaged table in Parquet: {error}"
             raise InputError(msg) from error
         return _read(name, _swept(rows))
-    start = head.lstrip()[:1]
-    if start == b"{":
-        return _read(name, _parsed(file, first))
-    columns = head.split(b"\n", 1)[0].decode("utf-8", "replace").split(",")
-    if {"workload", "eviction", "error"} <= {column.strip() for column in columns}:
-        return _read(name, _swept(_cells(_whole(file))))
+    first = _first_line(head)
+    if isinstance(first, dict) and first.get("event") == "HEADER":
+        return Run.of_trace(file, progress, replica)
+    if head.lstrip().startswith(b"{"):
+        return _read(name, _parsed(file))
+    columns: list[str] = next(_csv(head), [])
+    if {"workload", "eviction", "error"} <= {*columns}:
+        data = _whole(file)
+        with _naming(name):
+            rows = _cells(data)
+        return _read(name, _swept(rows))
     msg = f"{file}: {_seems(head, columns)}; {NEEDED}"
     raise InputError(msg)
 
@@ -146,51 +155,48 @@ def _folder(folder: Path, progress: Progress) -> Result:
     if known.name != SUMMARY:
         return read_result(known, progress)
     with _naming(str(known)):
-        return Run.read(folder, _parsed(known, None), progress)
+        return Run.read(folder, _parsed(known), progress)
 
 
-def _head(file: Path) -> bytes:
-    """Return the first bytes of a file, decompressed."""
+@contextmanager
+def _opened(file: Path) -> Iterator[io.BufferedReader]:
+    """Open a file to read it; raise errors of that, and of decompressing it, as InputError."""
     try:
         with file.open("rb") as opened:
-            for piece in decompressed(opened, WORKLOAD_EXPANSION):
-                return piece
-    except DamageError:
-        with file.open("rb") as opened:
-            return opened.read(1 << 10)
-    except CutError:
-        pass
+            yield opened
+    except (CutError, DamageError) as error:
+        remedy = ": write it again" if isinstance(error, CutError) else ""
+        msg = f"{file}: {error}{remedy}"
+        raise InputError(msg) from error
     except OSError as error:
         msg = f"{file}: cannot be read: {unreadable_reason(file, error)}"
         raise InputError(msg) from error
-    return b""
 
 
 def _whole(file: Path) -> bytes:
     """Return a file, decompressed."""
-    try:
-        with file.open("rb") as opened:
-            return b"".join(decompressed(opened, WORKLOAD_EXPANSION))
-    except (CutError, DamageError) as error:
-        msg = f"{file}: {error}"
-        raise InputError(msg) from error
+    with _opened(file) as opened:
+        return b"".join(decompressed(opened, WORKLOAD_EXPANSION))
 
 
-def _json(text: bytes) -> Any:
+def _first_line(text: bytes) -> Any:
+    """Return the JSON value in the first line of a text; None if that is no JSON."""
     with suppress(ValueError):
-        return parse_json(text)
+        return parse_json(text.partition(b"\n")[0])
     return None
 
 
-def _parsed(file: Path, first: Any) -> Document:
+def _parsed(file: Path) -> Document:
     """Return the JSON object in a file.
 
     Raises:
         InputError: the document is cut off or damaged, or has lines of JSON objects.
     """
+    text = _whole(file)
     try:
-        document = parse_json(_whole(file))
+        document = parse_json(text)
     except ValueError as error:
+        first = _first_line(text)
         if isinstance(first, dict):
             msg = f"{file}: {_told(first)}"
         else:
@@ -239,8 +245,8 @@ def _naming(name: str) -> Iterator[None]:
 
 def _told(document: Document) -> str:
     """Return a sentence on a JSON object that is no result: its likely kind, and a remedy."""
-    for keys, told in OTHERS.items():
-        if keys <= document.keys():
+    for keys, told in OTHERS:
+        if {*keys.split()} <= document.keys():
             return f"it seems to be {told}"
     names = ", ".join(map(repr, [*document][:5])) or "nothing"
     return f"JSON that is no result known here (with {names:.120}); {NEEDED}"
@@ -249,10 +255,7 @@ def _told(document: Document) -> str:
 def _seems(head: bytes, columns: Sequence[str]) -> str:
     """Return the likely kind of a file that is neither JSON nor a table of a sweep."""
     if not head:
-        return "it is empty, or cut off"
-    for magic, (what, _) in FOREIGN.items():
-        if head.startswith(magic):
-            return f"it is {what}"
+        return "it is empty"
     if {"eviction", "options", "blocks"} <= {*columns}:
         return "the CSV of `kvcore compare` or `curve`, which leaves out what a report needs"
     if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml", b"<svg")):
@@ -262,17 +265,34 @@ def _seems(head: bytes, columns: Sequence[str]) -> str:
     return "it is no result"
 
 
+def _csv(data: bytes) -> Any:
+    """Return a reader of the rows of a CSV, as `kvcore sweep` or a spreadsheet writes it."""
+    # A spreadsheet may begin with a byte order mark, and quote each cell.
+    return csv.reader(io.StringIO(data.decode("utf-8-sig", "replace"), newline=""))
+
+
 def _cells(data: bytes) -> list[dict[str, Any]]:
-    """Return the rows of a sweep's CSV, with numbers and booleans; empty cells are None."""
-    rows = csv.DictReader(io.StringIO(data.decode("utf-8", "replace"), newline=""))
-    return [{name: _value(text) for name, text in row.items()} for row in rows]
+    """Return the rows of a sweep's CSV, with numbers and booleans; empty cells are None.
+
+    Raises:
+        ValueError: a row has more cells than the header, or fewer.
+    """
+    rows = _csv(data)
+    columns, cells = next(rows), []
+    for row in rows:
+        if row and len(row) != len(columns):
+            msg = f"line {rows.line_num} has {len(row)} cells, and the header {len(columns)}"
+            raise ValueError(msg)
+        if row:
+            cells.append(dict(zip(columns, map(_value, row), strict=True)))
+    return cells
 
 
-def _value(text: str | None) -> Any:
+def _value(text: str) -> Any:
     if not text:
         return None
-    if text in ("true", "false"):
-        return text == "true"
+    if text.lower() in ("true", "false"):  # A spreadsheet has them in capitals.
+        return text.lower() == "true"
     for read in (int, float):
         with suppress(ValueError):
             return read(text)

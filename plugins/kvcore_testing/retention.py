@@ -120,7 +120,8 @@ class RetentionPolicyTests(PluginTests[RetentionPolicy]):
             pytest.skip("only for policies with a budget (when=always)")
         for seq in _grow(policy, 400, chunk):
             if seq.position > seq.target:
-                assert seq.blocks <= -(-policy.tokens_of(seq) // BLOCK) + 2
+                most = -(-policy.tokens_of(seq) // BLOCK) + 2
+                assert seq.blocks <= most, f"{seq.blocks} blocks are held, {most} are the most"
 
     def test_decisions_do_not_depend_on_block_ids(self) -> None:
         """With and without block ids, a cache has the same blocks after every token."""
@@ -168,8 +169,10 @@ class RetentionPolicyTests(PluginTests[RetentionPolicy]):
         policy, keys, queries = self._pages()
         before = keys.clone(), queries.clone()
         first = policy.score(policy.summarise(keys), queries).clone()
-        assert (keys.equal(before[0]), queries.equal(before[1])) == (True, True)
-        assert first.equal(policy.score(policy.summarise(keys), queries))
+        assert keys.equal(before[0]), "summarise() or score() changed keys"
+        assert queries.equal(before[1]), "score() changed queries"
+        again = policy.score(policy.summarise(keys), queries)
+        assert first.equal(again), "called again, it scored otherwise"
 
     def test_scores_a_page_by_its_own_keys(self) -> None:
         """The score of a page depends on no other page, and on no other K/V head."""
@@ -179,13 +182,15 @@ class RetentionPolicyTests(PluginTests[RetentionPolicy]):
             for page in range(keys.shape[1]):
                 alone = policy.summarise(keys[head : head + 1, page : page + 1])
                 computed = policy.score(alone, queries[head : head + 1])
-                assert computed[0, 0].allclose(score[head, page], rtol=1e-4)
+                same = computed[0, 0].allclose(score[head, page], rtol=1e-4)
+                assert same, f"page {page} of head {head} scores otherwise alone"
 
     def test_summaries_take_what_is_declared(self) -> None:
         """The summary of a page takes as many numbers as `summary_keys` keys."""
         policy, keys, _ = self._pages()
         numbers = policy.summarise(keys)[0, 0].numel()
-        assert numbers == policy.summary_keys * keys.shape[-1]
+        declared = policy.summary_keys * keys.shape[-1]
+        assert numbers == declared, f"a summary has {numbers} numbers, not {declared}"
 
     def _pages(
         self, *, dtype: str = "fp32", factor: float = 1.0
@@ -224,12 +229,12 @@ class RetentionPolicyTests(PluginTests[RetentionPolicy]):
     def test_scores_of_extreme_tokens_are_finite(self, dtype: str, factor: float) -> None:
         """Scores are finite also for keys, values and queries of zero, and for large ones."""
         policy, held = self._held(dtype=dtype, factor=factor)
-        assert policy.score(held).isfinite().all()
+        assert policy.score(held).isfinite().all(), "a score is infinite or NaN"
 
     def test_scores_a_single_token(self) -> None:
         """The score of a prompt of one token is finite."""
         policy, held = self._held(prompt=1)
-        assert policy.score(held).isfinite().all()
+        assert policy.score(held).isfinite().all(), "a score is infinite or NaN"
 
     def test_scores_are_repeatable(self) -> None:
         """Scores depend on the tokens alone, and `score` leaves these unchanged."""
@@ -248,7 +253,8 @@ class RetentionPolicyTests(PluginTests[RetentionPolicy]):
         policy, held = self._held()
         score = policy.score(held)
         for row in range(len(held.layers)):
-            assert policy.score(_layer(held, row))[0].allclose(score[row], rtol=1e-4)
+            alone = policy.score(_layer(held, row))[0]
+            assert alone.allclose(score[row], rtol=1e-4), f"layer {row} scores otherwise alone"
 
     def test_scores_a_head_by_its_own_tokens(self) -> None:
         """The scores of a K/V head do not depend on the tokens of others."""
@@ -262,14 +268,16 @@ class RetentionPolicyTests(PluginTests[RetentionPolicy]):
             if name not in {"query_positions", "positions"}:
                 heads = tensor.shape[1] // 2
                 tensor[:, heads:] = getattr(other, name)[:, heads:]
-        assert policy.score(held)[:, 0].allclose(score[:, 0], rtol=1e-4)
+        same = policy.score(held)[:, 0].allclose(score[:, 0], rtol=1e-4)
+        assert same, "tokens of another head change the scores of a head"
 
     def test_scores_tokens_in_any_order(self) -> None:
         """The score of a token does not depend on its place in the block table."""
         policy, held = self._held()
         order = _shuffled(held)
         score = policy.score(_reordered(held, order))
-        assert score.allclose(policy.score(held)[..., order], rtol=1e-4, atol=1e-7)
+        same = score.allclose(policy.score(held)[..., order], rtol=1e-4, atol=1e-7)
+        assert same, "in another order of the block table, tokens score otherwise"
 
     # Merging, of a policy that does not drop all tokens that go.
 
@@ -299,9 +307,8 @@ class RetentionPolicyTests(PluginTests[RetentionPolicy]):
         for name, tensor in _tensors(held).items():
             assert tensor.equal(before[name]), f"merge() changed {name}"
         again = policy.merge(held, stays)
-        assert all(
-            first_part.equal(other) for first_part, other in zip(first, again, strict=True)
-        )
+        same = all(part.equal(other) for part, other in zip(first, again, strict=True))
+        assert same, "called again, it merged otherwise"
 
     def test_merges_a_layer_alone_as_with_others(self) -> None:
         """The merges of a layer are the same with and without other layers in the call."""
@@ -309,8 +316,9 @@ class RetentionPolicyTests(PluginTests[RetentionPolicy]):
         into, weights = policy.merge(held, stays)
         for row in range(len(held.layers)):
             alone = policy.merge(_layer(held, row), stays[row : row + 1])
-            assert alone[0][0].equal(into[row])
-            assert alone[1][0].allclose(weights[row], rtol=1e-4)
+            same = alone[0][0].equal(into[row])
+            same = same and alone[1][0].allclose(weights[row], rtol=1e-4)
+            assert same, f"layer {row} merges otherwise alone"
 
     def test_merges_tokens_in_any_order(self) -> None:
         """The merges of a token do not depend on its place in the block table."""
@@ -319,8 +327,9 @@ class RetentionPolicyTests(PluginTests[RetentionPolicy]):
         order = _shuffled(held)
         moved, heavy = policy.merge(_reordered(held, order), stays[..., order])
         index = into.new_tensor(order)
-        assert index[moved.clamp_min(0)].where(moved >= 0, -1).equal(into[..., order])
-        assert heavy.allclose(weights[..., order], rtol=1e-4)
+        same = index[moved.clamp_min(0)].where(moved >= 0, -1).equal(into[..., order])
+        same = same and heavy.allclose(weights[..., order], rtol=1e-4)
+        assert same, "in another order of the block table, tokens merge otherwise"
 
     def _merging(
         self, *, dtype: str = "fp32", factor: float = 1.0

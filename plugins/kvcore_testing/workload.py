@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 from weakref import finalize
 
@@ -15,6 +15,12 @@ from kvcore.workloads import Workload, checked
 from kvcore_testing.plugin import NamedTests
 
 _FEW = 4
+
+
+def _assert_equal(first: Iterable[Request], second: Iterable[Request]) -> None:
+    """Assert that two readings, which advance in turns, give equal requests."""
+    for one, other in zip(first, second, strict=True):
+        assert one == other
 
 
 class WorkloadTests(NamedTests[Workload]):
@@ -41,23 +47,19 @@ class WorkloadTests(NamedTests[Workload]):
     def test_starts_again_from_the_beginning(self) -> None:
         """Iterating a second time yields equal requests."""
         workload = self.make()
-        before = list(workload)
-        for first, second in zip(before, workload, strict=True):
-            assert first == second
+        _assert_equal(list(workload), workload)
 
     def test_iterators_do_not_disturb_each_other(self) -> None:
         """Two iterators that advance in turns yield equal requests."""
         workload = self.make()
-        for first, second in zip(workload, workload, strict=True):
-            assert first == second
+        _assert_equal(workload, workload)
 
     def test_equal_options_give_equal_requests(self) -> None:
         """A workload built from the `options()` of another has its requests and its digest."""
         workload = self.make()
         again = type(workload)(**workload.options())
         assert workload.digest == again.digest
-        for first, second in zip(workload, again, strict=True):
-            assert first == second
+        _assert_equal(workload, again)
 
     def test_streams(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """At no time do more than half of the requests exist, if the reader keeps none."""
@@ -87,12 +89,12 @@ class WorkloadTests(NamedTests[Workload]):
 
     def test_arrivals_do_not_decrease(self) -> None:
         """Requests are in order of arrival; arrivals are integers (ns), not negative."""
-        earliest = 0
+        previous = 0
         for request in self.make():
             where = f"request {request.id!r} arrives at {request.arrival!r}"
             assert type(request.arrival) is int, f"{where}: not an integer (ns)"
-            assert request.arrival >= earliest, f"{where}, after one at {earliest}"
-            earliest = request.arrival
+            assert request.arrival >= previous, f"{where}, after one at {previous}"
+            previous = request.arrival
 
     def test_ids_are_unique(self) -> None:
         """No two requests share an id; ids are integers or strings."""

@@ -14,6 +14,7 @@ and use the same eviction policies.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
@@ -87,6 +88,7 @@ class TierStack(Generic[LevelT]):
     def _tell_reload(self, slot_bytes: int) -> None:
         """Set how long the nearest tier takes to give a block back, for the policies."""
         if self.levels and self.levels[0].tier.load != "never":
+            # Of many, which share the latency of one transfer, and its rounding to whole ns.
             many = self.levels[0].link.load_ns(1000 * slot_bytes, 0)
             self.cache.geometry.reload_seconds = many / (1000 * NS_PER_S)
 
@@ -98,9 +100,8 @@ class TierStack(Generic[LevelT]):
         stats: CacheStats = self.cache.stats
         size = self.cache.geometry.block_size
         of = self.levels if level is None else [level]
-        hits, ratios = (
-            sum(getattr(each.stats, n) for each in of) for n in ("hits", "ratio_sum")
-        )
+        hits = sum(each.stats.hits for each in of)
+        ratios = sum(each.stats.ratio_sum for each in of)
         pool = stats if level is None else CacheStats()
         return attrs.evolve(
             stats,
@@ -241,12 +242,12 @@ class Tiers(TierStack[Level]):
             load = self._load_parked(seq, *parked, now, prefill_ns)
             if load is not None:
                 return load
-        run_found = self._find(seq, now, resumed=resumed)
-        if not run_found:
+        runs = self._find(seq, now, counts=not resumed)
+        if not runs:
             return None
-        end = self._cheapest(seq, run_found, now, prefill_ns)
+        end = self._cheapest(seq, runs, now, prefill_ns)
         parts = []
-        for level, first, upto in run_found:
+        for level, first, upto in runs:
             last = min(upto, max(first, end))
             if not resumed:
                 level.stats.recomputed += upto - last
@@ -258,8 +259,11 @@ class Tiers(TierStack[Level]):
         tokens = end * self.cache.geometry.block_size
         return self._begin(seq, parts, tokens, now, resumed=resumed)
 
-    def _find(self, seq: Holder, now: int, *, resumed: bool) -> list[tuple[Level, int, int]]:
-        """Return the ranges `[first, end)` of blocks that may be loaded, with their levels."""
+    def _find(self, seq: Holder, now: int, *, counts: bool) -> list[tuple[Level, int, int]]:
+        """Return the ranges `[first, end)` of blocks that may be loaded, with their levels.
+
+        `counts`: it is the first look-up of a request, of which statistics and policies know.
+        """
         geometry = self.cache.geometry
         limit, end = min(seq.cacheable, seq.blocks), seq.hit_blocks
         if geometry.accounting == "tokens":
@@ -271,10 +275,10 @@ class Tiers(TierStack[Level]):
             upto = level.find(seq.keys, limit, now)
             if upto > end and level.tier.load != "never":
                 upto = level.confirm(seq, end, upto, now)
-            if upto < limit and not resumed:
+            if upto < limit and counts:
                 level.tree.missed(seq.request, upto, now)
             if upto > end:
-                if not resumed:
+                if counts:
                     level.stats.found += upto - end
                 if level.tier.load != "never":
                     runs.append((level, end, upto))
@@ -382,15 +386,16 @@ class Tiers(TierStack[Level]):
             if self.mover is not None and seq.private is not None and complete:
                 offset = part.first - seq.span.end
                 right = self.mover.finish(part, seq.private[offset : offset + blocks])
-            end += right or 0
-            complete = complete and right == blocks
-            if right and not (load.resumed or load.ahead):
-                part.level.stats.hits += right
-                part.level.stats.ratio_sum += right / seq.lookup_blocks
+            came = right or 0
+            end += came
+            complete = complete and came == blocks
+            if came and not (load.resumed or load.ahead):
+                part.level.stats.hits += came
+                part.level.stats.ratio_sum += came / seq.lookup_blocks
             if trace is not None:
                 trace.load(
                     now, tier=part.level.name, request=seq.request.id, seq=seq.id,
-                    first=part.first, blocks=right or 0,
+                    first=part.first, blocks=came,
                 )  # fmt: skip
             part.level.give_back(part, right, now)
         if load.ahead:
@@ -421,19 +426,19 @@ class Tiers(TierStack[Level]):
             return None
         self.drop_lost(now)
         planned = cache.plan_ahead(request, now)
-        runs = self._find(planned, now, resumed=True)
+        runs = self._find(planned, now, counts=False)
         busy = (index for index, (level, *_) in enumerate(runs) if level.is_busy(now))
         runs = runs[: next(busy, None)]
         end = self._cheapest(planned, runs, now, prefill_ns, arrival - now)
         if end <= planned.hit_blocks:
             return None
         seq = cache.open_ahead(planned, end, now, reserve)
-        if seq is planned:
+        if seq is None:
             return None
         # The evictions in the pool may have evicted blocks of the tiers too.
         parts = [
             level.take(request, seq.keys, first, min(upto, seq.blocks), now)
-            for level, first, upto in self._find(seq, now, resumed=True)
+            for level, first, upto in self._find(seq, now, counts=False)
             if first < seq.blocks
         ]
         if not parts:
@@ -566,12 +571,12 @@ class Tiers(TierStack[Level]):
 
 def named_tiers(tiers: Iterable[Tier | str]) -> list[tuple[str, Tier]]:
     """Return each tier with its name in traces and reports."""
-    built = [resolve("tier", tier) for tier in tiers]
-    called = [tier.name for tier in built]
-    return [(_numbered(called, index), tier) for index, tier in enumerate(built)]
-
-
-def _numbered(names: list[str], index: int) -> str:
-    """Return the name at position `at`, with a number if it occurs several times."""
-    name = names[index]
-    return name if names.count(name) == 1 else f"{name}-{names[:index].count(name) + 1}"
+    built: list[Tier] = [resolve("tier", tier) for tier in tiers]
+    times = Counter(tier.name for tier in built)
+    serials: Counter[str] = Counter()
+    named = []
+    for tier in built:
+        name = tier.name
+        serials[name] += 1
+        named.append((name if times[name] == 1 else f"{name}-{serials[name]}", tier))
+    return named

@@ -83,6 +83,7 @@ def test_a_failure_is_parsed_with_its_parts_in_any_order(text, failure):
     [
         ("replica=1", "needs replica=, its number, and at="),
         ("replica=x,at=1", "needs replica="),
+        pytest.param(f"replica={'1' * 5000},at=1", "needs replica=", id="endless"),
         ("replica=1,at=1,at=2", "is no failure"),
         ("replica=1,when=3", "is no failure"),
         ("replica=1,at=soon", "expected a number of seconds"),

@@ -324,6 +324,8 @@ class TestServerReader:
             ("1:3", "lives 1 to 2, and no 3"),
             ("1:0", "lives 1 to 2, and no 0"),
             ("first", "is no replica: give its number"),
+            pytest.param("1" * 5000, "is no replica", id="endless"),
+            pytest.param("1:" + "1" * 5000, "is no replica", id="endless life"),
         ],
     )
     def test_a_missing_or_unknown_replica_is_refused(self, path, replica, reason):

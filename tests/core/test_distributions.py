@@ -81,6 +81,22 @@ def test_entry_points_of_all_directories_and_eggs_are_found(places):
     assert agree() == ["x", "z"]
 
 
+@pytest.mark.parametrize(
+    ("points", "names"),
+    [
+        ("[kvcore] \nx = pack:Class\n", ["x"]),
+        ("[other]\ny = pack\n  [kvcore]\n  x = pack:Class\n", ["x"]),
+        ("[kvcore]\nx = pack\n[other]\ny = pack\n[kvcore]\nz = pack\n", ["x", "z"]),
+        ("[kvcore]\r\nx = pack:Class\r\n\r\n[other]\r\ny = pack\r\n", ["x"]),
+        ("[kvcore_other]\ny = pack\n", []),
+    ],
+)
+def test_sections_may_be_indented_and_come_twice(places, points, names):
+    """The header of a section may have blanks around it, and a section may come twice."""
+    install(places[0], "one", points=points)
+    assert agree() == names
+
+
 def test_the_first_distribution_of_a_name_hides_others(places):
     """Of distributions with the same normalised name, only the first on the path counts."""
     install(places[0], "Some.Name")

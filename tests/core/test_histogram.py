@@ -75,7 +75,7 @@ def test_memory_is_bounded():
 def test_figures_in_json_are_divided_by_the_unit():
     """The sum, the percentiles and the bounds in the JSON are divided by the unit."""
     histogram, _ = filled([(2_000_000, 3), (5_000_001, 1)])
-    assert histogram.as_dict(10**9, [10**6, 2 * 10**6, 5 * 10**6]) == {
+    assert histogram.as_dict(10**9, [10**6, 2 * 10**6, 5 * 10**6], "blocks") == {
         "blocks": 4,
         "sum": 0.011000001,
         "mean": pytest.approx(0.00275000025),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from decimal import Decimal
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -24,24 +25,46 @@ from kvcore.units import (
     window_text,
 )
 
+count = partial(parse_whole, least=1)
+decimal = partial(format_bytes, units=DECIMAL)
+step = partial(picoseconds, what="step")
+
+CONVERSIONS = [
+    # A size is a number and a unit of any case; a fraction of a byte is dropped.
+    (parse_bytes, {"0": 0, "4096B": 4096, "7B": 7, "40GiB": 40 * 2**30, "40GB": 40 * 10**9}),
+    (parse_bytes, {"1.5 MiB": 3 * 2**19, ".5kb": 500, " 2 tib ": 2 * 2**40}),
+    (parse_bytes, {"0.1GiB": 107374182}),
+    # A count may have a power of ten or a unit, and is parsed exactly.
+    (count, {"1": 1, "8192": 8192, "8k": 8000, "8Ki": 8192, "1.5M": 1_500_000}),
+    (count, {"1e5": 100_000, " 1.5E3 ": 1500, str(INT64_LIMIT - 1): INT64_LIMIT - 1}),
+    # Seconds are converted to ns exactly, even where a float could not hold the ns.
+    (parse_seconds, {"1.5": 1_500_000_000, "0": 0, "90": 90 * 10**9, "1e-3": 1_000_000}),
+    (parse_seconds, {" 2E2 ": 200 * 10**9, ".000000001": 1, "120s": 120 * 10**9}),
+    (parse_seconds, {"9007199.254740993": 9_007_199_254_740_993}),
+    (parse_seconds, {"1.5 ms": 1_500_000, "7us": 7_000, "8NS": 8}),
+    # They are converted to the nearest whole number of picoseconds.
+    (step, {0: 0, 1: 10**12, 0.005: 5 * 10**9, 2e-5: 2 * 10**7, 1.2e-8: 12_000, 2.5e-12: 2}),
+    # A size is written with three digits and the largest unit not above it.
+    (format_bytes, {0: "0 B", 999: "999 B", 131072: "128 KiB", 2**30: "1 GiB"}),
+    (format_bytes, {40 * 2**30: "40 GiB", 2**50: "1,024 TiB"}),
+    (decimal, {0: "0 B", 999: "999 B", 131072: "131 KB", 2**30: "1.07 GB"}),
+    (decimal, {40 * 2**30: "42.9 GB", 2**50: "1,126 TB"}),
+    # A duration is written with a unit that leaves a digit before the point.
+    (format_seconds, {1.5: "1.5 s", 0.0312: "31.2 ms", 7.06e-6: "7.06 us", 2e-9: "2 ns"}),
+    (format_seconds, {816: "816 s"}),
+    # A number is written with three digits, or all before the point unless it is huge.
+    (format_number, {12345.6: "12,346", 1.0: "1", 8.03: "8.03", 12.88: "12.9"}),
+    (format_number, {-1e300: "-1e+300"}),
+]
+
 
 @pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("0", 0),
-        ("4096B", 4096),
-        ("7B", 7),
-        ("40GiB", 40 * 2**30),
-        ("40GB", 40 * 10**9),
-        ("1.5 MiB", 3 * 2**19),
-        (".5kb", 500),
-        (" 2 tib ", 2 * 2**40),
-        ("0.1GiB", 107374182),
-    ],
+    ("convert", "given", "expected"),
+    [(convert, *row) for convert, rows in CONVERSIONS for row in rows.items()],
 )
-def test_sizes_are_read(text, size):
-    """A size is a number and a unit of any case; a fraction of a byte is dropped."""
-    assert parse_bytes(text) == size
+def test_a_value_is_converted(convert, given, expected):
+    """A size, a count, a time or a number is read, or written, as the table says."""
+    assert convert(given) == expected
 
 
 @pytest.mark.parametrize(
@@ -71,24 +94,6 @@ def test_the_error_of_a_size_has_a_hint(text, hint):
 
 
 @pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("1", 1),
-        ("8192", 8192),
-        ("8k", 8000),
-        ("8Ki", 8192),
-        ("1.5M", 1_500_000),
-        ("1e5", 100_000),
-        (" 1.5E3 ", 1500),
-        (str(INT64_LIMIT - 1), INT64_LIMIT - 1),
-    ],
-)
-def test_counts_are_read(text, count):
-    """A count may have a power of ten or a unit, and is parsed exactly."""
-    assert parse_whole(text, least=1) == count
-
-
-@pytest.mark.parametrize(
     ("texts", "reason"),
     [
         (
@@ -103,7 +108,7 @@ def test_text_that_is_no_count_is_refused(texts, reason):
     """Text that is no number, fractions, and counts below 1 or above 63 bits are refused."""
     for text in texts:
         with pytest.raises(InputError, match=reason):
-            parse_whole(text, least=1)
+            count(text)
 
 
 @pytest.mark.parametrize(
@@ -142,27 +147,6 @@ def test_a_size_of_2_pow_63_bytes_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("text", "nanoseconds"),
-    [
-        ("1.5", 1_500_000_000),
-        ("0", 0),
-        ("90", 90 * 10**9),
-        ("1e-3", 1_000_000),
-        (" 2E2 ", 200 * 10**9),
-        (".000000001", 1),
-        ("9007199.254740993", 9_007_199_254_740_993),
-        ("120s", 120 * 10**9),
-        ("1.5 ms", 1_500_000),
-        ("7us", 7_000),
-        ("8NS", 8),
-    ],
-)
-def test_seconds_are_converted_to_nanoseconds_exactly(text, nanoseconds):
-    """Seconds are converted to ns exactly, even where a float could not hold the ns."""
-    assert parse_seconds(text) == nanoseconds
-
-
-@pytest.mark.parametrize(
     ("texts", "reason"),
     [
         (
@@ -187,63 +171,12 @@ def test_written_nanoseconds_are_read_back(nanoseconds):
     assert parse_seconds(f"{seconds}.{rest:09}") == nanoseconds
 
 
-@pytest.mark.parametrize(
-    ("size", "binary", "decimal"),
-    [
-        (0, "0 B", "0 B"),
-        (999, "999 B", "999 B"),
-        (131072, "128 KiB", "131 KB"),
-        (2**30, "1 GiB", "1.07 GB"),
-        (40 * 2**30, "40 GiB", "42.9 GB"),
-        (2**50, "1,024 TiB", "1,126 TB"),
-    ],
-)
-def test_sizes_are_written_with_three_digits(size, binary, decimal):
-    """A size is written with three digits and the largest unit not above it."""
-    assert format_bytes(size) == binary
-    assert format_bytes(size, DECIMAL) == decimal
-
-
 @given(st.sampled_from([*BINARY, *DECIMAL]), st.integers(1, 999))
 def test_sizes_of_whole_units_are_read_back(unit, number):
     """A whole number of one unit is the same after formatting and parsing."""
     units = BINARY if unit in BINARY else DECIMAL
     size = number * units[unit]
     assert parse_bytes(format_bytes(size, units)) == size
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(1.5, "1.5 s"), (0.0312, "31.2 ms"), (7.06e-6, "7.06 us"), (2e-9, "2 ns"), (816, "816 s")],
-)
-def test_durations_are_written_with_a_fitting_unit(seconds, text):
-    """A duration is written with a unit that leaves a digit before the point."""
-    assert format_seconds(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(12345.6, "12,346"), (1.0, "1"), (8.03, "8.03"), (12.88, "12.9"), (-1e300, "-1e+300")],
-)
-def test_numbers_are_written_with_three_digits(value, text):
-    """A number is written with three digits, or all before the point unless it is huge."""
-    assert format_number(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        (0, 0),
-        (1, 10**12),
-        (0.005, 5 * 10**9),
-        (2e-5, 2 * 10**7),
-        (1.2e-8, 12_000),
-        (2.5e-12, 2),
-    ],
-)
-def test_seconds_are_converted_to_the_nearest_picosecond(seconds, expected):
-    """Seconds are converted to the nearest whole number of picoseconds."""
-    assert picoseconds(seconds, "step") == expected
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from kvcore.untrusted import (
     fits_header,
     header_text,
     load_toml,
+    parse_digits,
     parse_json,
     token_count,
 )
@@ -121,28 +122,31 @@ def test_many_brackets_that_are_not_deep_are_read():
     assert parse_json(json.dumps(wide).encode()) == wide
 
 
+DEEP = f"nested more than {TOML_LEVELS} levels deep, which is the most"
+
+
 @pytest.mark.parametrize(
-    "text",
+    ("text", "problem"),
     [
-        "a = " + "[" * (TOML_LEVELS + 1) + "]" * (TOML_LEVELS + 1),
-        "a = " + "[" * 200_000,
-        "a = " + "[" * 5_000 + "]" * 5_000,
-        "a = " + "{b = " * 5_000 + "1" + "}" * 5_000,
-        ".".join("a" * (TOML_LEVELS + 2)) + " = 1",
-        ".".join("a" * 100_000) + " = 1",
-        "[" + ".".join("a" * (TOML_LEVELS + 2)) + "]",
-        "a = 1\n" * 2,
-        "a = ",
-        "a = '" + "x" * TOML_BYTES + "'",
-        "\udcff",
+        ("a = " + "[" * (TOML_LEVELS + 1) + "]" * (TOML_LEVELS + 1), DEEP),
+        ("a = " + "[" * 200_000, DEEP),
+        ("a = " + "[" * 5_000 + "]" * 5_000, DEEP),
+        ("a = " + "{b = " * 5_000 + "1" + "}" * 5_000, DEEP),
+        (".".join("a" * (TOML_LEVELS + 2)) + " = 1", DEEP),
+        (".".join("a" * 100_000) + " = 1", DEEP),
+        ("[" + ".".join("a" * (TOML_LEVELS + 2)) + "]", DEEP),
+        ("a = 1\n" * 2, "Cannot overwrite a value"),
+        ("a = ", "Invalid value"),
+        ("a = '" + "x" * TOML_BYTES + "'", f"longer than {TOML_BYTES:,} bytes"),
+        ("\udcff", "can't decode byte 0xff"),
     ],
     ids=range(11),
 )
-def test_toml_that_is_too_deep_or_too_long_is_a_value_error(tmp_path, text):
+def test_toml_that_is_too_deep_or_too_long_is_a_value_error(tmp_path, text, problem):
     """TOML beyond a limit, or no TOML, is a ValueError, as each reader of TOML expects."""
     path = tmp_path / "a.toml"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ValueError, match=r"."):
+    with pytest.raises(ValueError, match=problem):
         load_toml(path)
 
 
@@ -204,3 +208,10 @@ def test_an_escaped_text_can_be_printed(text):
     shown = escaped(text)
     shown.encode()
     assert all(character.isprintable() or character in "\t\n" for character in shown)
+
+
+def test_digits_are_ascii_and_below_a_bound():
+    """A number in digits is read; signs, other alphabets and endless numbers are none."""
+    assert [*map(parse_digits, ("0", "007", "9" * 18))] == [0, 7, 10**18 - 1]
+    refused = ("", "-1", "1.0", "1_0", " 1", "²", "١٢", "9" * 19, "1" * 5000)
+    assert {*map(parse_digits, refused)} == {None}

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 from helpers.engine import compute, decided
+from helpers.rows import write_rows
 from helpers.schedulers import scheduler_of
 from helpers.serving import Bent, ask, serve
 
@@ -122,3 +123,11 @@ def test_a_preempted_short_prompt_misses_its_full_block_as_partial(tmp_path, len
     missed = [event for event in read_events(path) if event.event == "MISS" and event.again]
     assert "partial" in {event.why for event in missed}
     assert replay(path).finished == len(texts)
+
+
+def test_a_run_has_the_notes_of_its_workload(tmp_path):
+    """A run on tensors has what its workload says of its rows, in its summary too."""
+    rows = {"prompt": "a question " * 20, "output_tokens": 2}, {"of": "no prompt"}
+    result = kvcore.run(write_rows(tmp_path / "log.jsonl", *rows), blocks=9)
+    assert any(note.startswith("chat: left out: 1") for note in result.notes)
+    assert result.summary()["notes"] == result.notes

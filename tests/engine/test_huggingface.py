@@ -473,3 +473,9 @@ def test_a_chat_that_the_template_refuses(tokenizer):
     tokenizer.chat_template = "{{ 1 / 0 }}"
     with pytest.raises(InputError, match=r"template of the model refuses .*: division by zero"):
         generator.encode_chat([{"role": "user", "content": "a"}])
+
+
+def test_texts_have_no_special_tokens(tokenizer):
+    """Special tokens are no part of a text, as in vLLM unless a call asks for them."""
+    generator = HuggingFace(tiny("llama"), tokenizer=tokenizer)
+    assert generator.decode([2, tokenizer.unk_token_id, 1]) == "cache a"

@@ -107,11 +107,6 @@ def test_a_budget_of_all_pages_is_dense_attention(size):
     assert reads.bytes == reads.text_bytes > 0
 
 
-def selected_blocks(blocks, heads, tokens):
-    """Return the selection of `blocks` in each of `heads` heads, for the first row."""
-    return BlockSelection(0, torch.tensor([blocks] * heads), tokens)
-
-
 def stored(codec, contexts, lengths):
     """Return a backend with random K/V of sequences, the plan of a step, and its queries."""
     backend = TorchCPU()

@@ -59,33 +59,28 @@ def test_files_of_json_events_are_recordings(tmp_path):
         assert [item.batch for item in found] == [decode(payload)] * 2
 
 
-@pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_a_compressed_killed_recording_is_readable(tmp_path, suffix):
-    """A compressed recording of a killed process is read up to its last flush."""
-    recording = RecordingWriter(tmp_path / f"r.jsonl.{suffix}")
-    recording.batch(RUN[0], 0)
-    recording.flush()
-    recording._sink.hexdigest()
-    found, reader = items(tmp_path / f"r.jsonl.{suffix}.part")
-    recording.discard()
-    assert [item.batch for item in found] == RUN[:1]
-    assert reader.cut_reason == "the file ends after line 2, without END"
-
-
-def test_a_killed_recording_is_readable(tmp_path):
+@pytest.mark.parametrize(
+    ("suffix", "torn", "end"),
+    [
+        ("", b'{"n":2,"ki', "inside line 3"),
+        (".gz", b"", "after line 2, without END"),
+        (".zst", b"", "after line 2, without END"),
+    ],
+)
+def test_a_killed_recording_is_readable(tmp_path, suffix, torn, end):
     """A recording of a killed process is read up to its last flush, and is incomplete."""
-    recording = RecordingWriter(tmp_path / "r.jsonl")
+    path, copy = (tmp_path / f"{name}.jsonl{suffix}" for name in ("r", "copy"))
+    recording = RecordingWriter(path)
     recording.batch(RUN[0], 0)
     recording.flush()
     recording.batch(RUN[1], 1)
-    copy = tmp_path / "copy.jsonl"
     recording._sink.hexdigest()
-    copy.write_bytes((tmp_path / "r.jsonl.part").read_bytes() + b'{"n":2,"ki')
+    copy.write_bytes(path.with_name(f"{path.name}.part").read_bytes() + torn)
     recording.discard()
     found, reader = items(copy)
-    assert [item.seq for item in found] == [0]
+    assert [item.batch for item in found] == RUN[:1]
     assert not reader.complete
-    assert reader.cut_reason == "the file ends inside line 3"
+    assert reader.cut_reason == f"the file ends {end}"
     assert not list(tmp_path.glob("r.jsonl*"))
 
 

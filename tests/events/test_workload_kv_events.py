@@ -2,6 +2,7 @@
 
 import re
 
+import msgspec
 import orjson
 import pytest
 from helpers.kv_events import DYNAMO, batch, record, removed, stored, wire_payload
@@ -127,6 +128,99 @@ def test_a_run_after_a_gap_is_no_incremental_report(tmp_path, what):
         recording.batch(batch(stored(3, parent=1), stored(4, parent=2)), 2, 0)
     [only] = KvEvents(path, lookups="full")
     assert only.keys == [0, 1, 2]
+
+
+def test_lost_batches_are_counted_in_a_note(tmp_path):
+    """Batches lost in recorded gaps are counted after a reading, and so are the gaps."""
+    path = tmp_path / "r.jsonl"
+    with RecordingWriter(path) as recording:
+        recording.batch(batch(stored(1)), 0, 0)
+        recording.gap(1, 2_000, 0)
+        recording.batch(batch(stored(2)), 2_001, 0)
+        recording.gap(2_002, 1, 0)
+        recording.batch(batch(stored(3)), 2_003, 0)
+    workload = KvEvents(path, lookups="full")
+    assert workload.notes == ()
+    for _ in range(2):
+        assert len(list(workload)) == 3
+        assert workload.key_tokens
+        assert workload.notes == (
+            "lost batches: 2,001 (gaps: 2); requests in them are missing",
+        )
+
+
+@pytest.mark.parametrize("publisher", [0, None])
+def test_numbers_that_are_left_out_are_lost_batches(tmp_path, publisher):
+    """A batch whose number is too high shows lost batches; one that comes again shows none."""
+    path = tmp_path / "r.jsonl"
+    with RecordingWriter(path) as recording:
+        for number in (5, 6, 9, 6, 10):
+            recording.batch(EventBatch(0.0, (stored(number),), 0), number, publisher)
+        recording.gap(11, 3, publisher)
+        recording.batch(EventBatch(0.0, (stored(14, parent=2),), 0), 14, publisher)
+    workload = KvEvents(path, lookups="full")
+    assert len(list(workload)) == 5
+    lost, runs = workload.notes
+    assert lost.startswith("lost batches: 5 (gaps: 2)")
+    assert runs.endswith("before the recording or in what is missing: 1")
+
+
+@pytest.mark.parametrize("lost", ["the beginning", "a gap", "a restart"])
+def test_runs_that_are_left_out_are_counted_in_a_note(tmp_path, lost):
+    """Runs whose request began before the recording, in a gap or a restart are counted."""
+    path = tmp_path / "r.jsonl"
+    with RecordingWriter(path) as recording:
+        recording.batch(batch(stored(1, 2)), 0, 0)
+        if lost == "a gap":
+            recording.gap(1, 1, 0)
+        if lost == "a restart":
+            recording.restart(0)
+        recording.batch(batch(stored(8, parent=7), stored(9, parent=6)), 2, 0)
+    workload = KvEvents(path, lookups="full")
+    assert len(list(workload)) == 1
+    assert workload.notes[-1] == (
+        "runs of blocks left out, whose request began before the recording or in what is "
+        "missing: 2"
+    )
+
+
+def test_what_cannot_be_read_is_counted_in_a_note(tmp_path):
+    """Messages that were no batch, and events that cannot be read, are counted."""
+    path = tmp_path / "r.jsonl"
+    with RecordingWriter(path) as recording:
+        recording.batch(decode(msgspec.msgpack.encode([1.0, [{"type": "BlockStored"}]])), 0, 0)
+        recording.invalid_message("it is a picture", 0)
+        recording.batch(batch(stored(1)), 1, 0)
+    workload = KvEvents(path, lookups="full")
+    assert len(list(workload)) == 1
+    assert workload.notes == (
+        "messages left out, which were no batch: 1",
+        "events left out, which cannot be read: 1",
+    )
+
+
+@pytest.mark.parametrize("by_log", [False, True])
+def test_a_recording_that_is_cut_has_a_note(tmp_path, by_log):
+    """Where a recording is cut is told after each reading, also of one joined to a log."""
+    path = record(tmp_path / "r.jsonl", batch(stored(1, size=4), ts=1.0), batch(ts=2.0))
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"id":1,"time":1.5,"tokens":[1]}\n')
+    workload = KvEvents(path, requests=log) if by_log else KvEvents(path, lookups="full")
+    for _ in range(2):
+        assert len(list(workload)) == 1
+        [note] = workload.notes
+        assert note.startswith(
+            "the recording is cut, and read up to there: the file ends after"
+        )
+
+
+def test_a_whole_recording_has_no_notes(tmp_path):
+    """A recording that lacks nothing has no notes."""
+    path = record(tmp_path / "r.jsonl", batch(stored(1)), batch(stored(2, parent=1)))
+    workload = KvEvents(path, lookups="full")
+    assert len(list(workload)) == 1
+    assert workload.notes == ()
 
 
 def test_times_too_far_apart_are_refused(full):

@@ -54,10 +54,15 @@ def words_of(text):
     return [line.split() for line in text.splitlines() if line.strip(" ─")]
 
 
+OPEN = {"options", "packages"}
+"""Fields whose objects have names that plugins and packages bring."""
+
+
 def fields_of(document):
-    """Return the names of all fields of a JSON document, at any depth."""
+    """Return the names of all fields of a JSON document, at any depth but below `OPEN`."""
     if isinstance(document, dict):
-        return set(document).union(*map(fields_of, document.values()))
+        inner = [each for name, each in document.items() if name not in OPEN]
+        return set(document).union(*map(fields_of, inner))
     return set().union(*map(fields_of, document)) if isinstance(document, list) else set()
 
 

@@ -27,7 +27,7 @@ def requests(rng, count):
     return made
 
 
-def pooled_run(seed, path=None, count=40, eviction="lru:renew_split=true"):
+def pooled_run(seed, path=None, count=40, eviction="lru:renew_split=true", *, jumps=True):
     """Serve random requests with random pools and rules; return the result and the cache.
 
     With a `path` the run writes a trace there.
@@ -51,7 +51,7 @@ def pooled_run(seed, path=None, count=40, eviction="lru:renew_split=true"):
             trace=trace, **sizes,
         )  # fmt: skip
         batching = Batching(rules=rules, max_tokens=chunk, max_seqs=16)
-        return simulate(served, cache=cache, batching=batching), cache
+        return simulate(served, cache=cache, batching=batching, jumps=jumps), cache
 
     if path is None:
         return serve(None)

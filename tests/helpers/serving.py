@@ -168,21 +168,15 @@ class Run:
     def decisions(self):
         """All decisions and statistics that are known without a trace."""
         log, cache = self.result.log, self.result.cache
-        columns = {column: getattr(log, column) for column in COLUMNS}
         stats = attrs.asdict(cache.stats), cache.residency_by_tier()
         tiers = cache.tiers.as_dict() if cache.tiers else []
+        summary = self.result.summary() | {"wall_s": 0}
         itl = log.itl.percentiles(1)
-        return log.ids, log.reasons, columns, log.steps, log.busy_ps, itl, stats, tiers
+        return log.columns(), log.reasons, log.busy_ps, itl, stats, tiers, summary
 
     def sum(self, column):
         """Return the sum of a column over all finished requests."""
         return sum(row[column] for row in self.rows.values())
-
-
-COLUMNS = (
-    *("arrival", "admitted", "first_token", "finish", "prompt", "output", "hit"),
-    *("pauses", "recomputes"),
-)
 
 
 def batching_of(**options):
@@ -244,10 +238,10 @@ def serve(
     for level in cache.tiers.levels if tiers else ():
         assert level.pool.free_blocks + level.tree.cached_blocks == level.pool.blocks
     log = result.log
-    columns = [getattr(log, column) for column in COLUMNS]
+    columns = log.columns()
     rows = {
-        name: dict(zip(COLUMNS, row, strict=True))
-        for index, (name, *row) in enumerate(zip(log.ids, *columns, strict=True))
+        log.ids[index]: dict(zip(columns, row, strict=True))
+        for index, row in enumerate(zip(*columns.values(), strict=True))
         if index not in log.reasons
     }
     assert len(rows) + len(log.reasons) == len(log.ids)

@@ -19,8 +19,9 @@ class Upstream:
     Attributes:
         script: the response to a completion: `answer`, `die` before or `break` within the
             answer, `pause` within or `wait` before it until `gate` is set, `busy` (503), `fail`
-            (500), `nonsense` (invalid JSON), `empty` (a stream of no bytes), `silent` (one
-            whose first byte waits until `gate` is set), or `flood` (an endless stream).
+            (500), `refuse` (400), `nonsense` (invalid JSON), `empty` (a stream of no bytes),
+            `silent` (one whose first byte waits until `gate` is set), or `flood` (an endless
+            stream).
         sent: headers of a whole answer besides those of aiohttp, as bytes; then it is written
             to the socket as it is.
         counted: the `usage` of answers.
@@ -82,8 +83,8 @@ class Upstream:
                 await self.gate.wait()
             if script == "die":
                 await _cut(http)
-            if script in ("busy", "fail"):
-                status = {"busy": 503, "fail": 500}[script]
+            if script in ("busy", "fail", "refuse"):
+                status = {"busy": 503, "fail": 500, "refuse": 400}[script]
                 return web.json_response({"error": {"message": script}}, status=status)
             if script == "nonsense":
                 return web.Response(body=b"{nonsense", content_type="application/json")

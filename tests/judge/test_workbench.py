@@ -15,8 +15,10 @@ import pytest
 import zstandard
 from click.testing import CliRunner
 from helpers.browser import NARROW
+from helpers.kv_events import batch, record, stored
 from helpers.programs import PYODIDE
 
+from kvcore import simulate
 from kvcore_cli.output import json_bytes
 from kvcore_judge import site as sites
 from kvcore_judge import workbench
@@ -25,7 +27,7 @@ from kvcore_judge.cli.workbench import workbench as verb
 from kvcore_judge.entries import Entry
 from kvcore_judge.leaderboard import make_leaderboard
 from kvcore_judge.protocol import find_panel
-from kvcore_plugins.workload import Mooncake
+from kvcore_plugins.workload import Mooncake, Zipf
 
 POLICY = """\
 from kvcore import ScoreEviction
@@ -46,6 +48,20 @@ WRONG = {
 }
 
 LOOP = POLICY.replace("return", "\n        while True: pass\n        return")
+
+
+def rows_of(count):
+    """Return the first rows of the bundled trace."""
+    rows = [
+        {
+            "timestamp": request.arrival // 1_000_000,
+            "input_length": request.prompt_tokens,
+            "output_length": request.output_tokens,
+            "hash_ids": list(request.keys),
+        }
+        for request, _ in zip(Mooncake(), range(count), strict=False)
+    ]
+    return b"".join(orjson.dumps(row) + b"\n" for row in rows)
 
 
 @pytest.fixture
@@ -147,6 +163,45 @@ def test_every_failure_is_an_answer(answer, source, what):
     assert [*found] == ["error"]
     assert what in found["error"]
     assert "line None" not in found["error"]
+
+
+@pytest.mark.parametrize("limit", [0, -5, 0.5, 1e30, True])
+def test_a_number_of_requests_that_is_none_is_refused(answer, limit):
+    """Of one stream, requests are a whole number from 1 on: any other is named."""
+    found = answer(POLICY, "conversation", limit)
+    assert found == {
+        "error": f"requests must be a whole number from 1 on, or none for all, not {limit}"
+    }
+
+
+def test_a_recording_of_events_is_refused_with_the_way_to_its_requests(answer, tmp_path):
+    """No field of the page says that every use was reported: the error has a command."""
+    path = record(tmp_path / "events.jsonl", batch(stored(1)))
+    error = answer(POLICY, str(path), None)["error"]
+    assert "`kvcore simulate kv-events:path=events.jsonl,lookups=full --trace" in error
+
+
+def test_answer_says_what_the_requests_of_a_file_lack(answer, tmp_path):
+    """A trace that is cut is told of below the result."""
+    path = tmp_path / "cut.jsonl"
+    simulate(Zipf(requests=50), blocks=400, trace=path)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    last = answer(POLICY, str(path), None)["reading"].splitlines()[-1]
+    assert last.startswith("cut.jsonl: the trace is cut")
+
+
+def test_another_file_at_a_path_is_read_after_the_first_is_forgotten(answer, tmp_path):
+    """The requests of a file are kept by its path, until they are forgotten."""
+    path = tmp_path / "own.jsonl"
+    path.write_bytes(rows_of(60))
+    requests = []
+    for count, forgotten in ((60, False), (80, False), (80, True)):
+        path.write_bytes(rows_of(count))
+        if forgotten:
+            workbench.forget()
+        [stream] = orjson.loads(answer(POLICY, str(path), None)["document"])["streams"]
+        requests.append(stream["requests"])
+    assert requests == [60, 60, 80]
 
 
 # The site.
@@ -355,21 +410,56 @@ def test_page_shows_an_error_and_goes_on(shown, wrong):
 
 def test_a_dropped_file_stays_here(shown, answer, tmp_path):
     """Requests of a compressed file give the native document, and are sent nowhere."""
-    rows = [
-        {
-            "timestamp": request.arrival // 1_000_000,
-            "input_length": request.prompt_tokens,
-            "output_length": request.output_tokens,
-            "hash_ids": list(request.keys),
-        }
-        for request, _ in zip(Mooncake(), range(200), strict=False)
-    ]
     file = tmp_path / "own.jsonl.zst"
-    file.write_bytes(zstandard.compress(b"\n".join(map(orjson.dumps, rows))))
+    file.write_bytes(zstandard.compress(rows_of(200)))
     shown.page.set_input_files("#file", file)
     _, document = shown.run(POLICY, None, "")
     native = orjson.loads(answer(POLICY, str(file), None)["document"])
     assert orjson.loads(document)["policies"] == native["policies"]
+
+
+def test_a_dropped_file_is_kept_once(shown, tmp_path):
+    """A second run on a file replays the policy alone; the next file takes its place."""
+    shown.page.evaluate(
+        "told = []; new MutationObserver(() => told.push(state.textContent))"
+        ".observe(state, {childList: true})"
+    )
+    documents = []
+    for name, count, hits in (("a", 150, ""), ("a", 150, "-"), ("b", 90, "")):
+        file = tmp_path / f"{name}.jsonl"
+        if not file.exists():
+            file.write_bytes(rows_of(count))
+        shown.page.set_input_files("#file", file)
+        source = POLICY.replace("span.hit", f"{hits}span.hit")
+        documents.append(orjson.loads(shown.run(source, None, "")[1]))
+    totals = [
+        text[-2:] for text in shown.page.evaluate("told") if text.startswith("judging: 0")
+    ]
+    assert totals == ["21", " 7", "21"]
+    assert [each["streams"][0]["requests"] for each in documents] == [150, 150, 90]
+    listing = "import os\nraise ValueError(os.listdir('dropped'))\n"
+    assert "['b.jsonl']" in shown.run(listing)[0]
+
+
+@pytest.mark.parametrize("limit", ["1e30", "-5", "0.5", "0"])
+def test_page_refuses_a_number_of_requests_that_is_none(shown, limit):
+    """The page says what to give, and Python goes on."""
+    error, document = shown.run(POLICY, "agentic", limit)
+    assert document is None
+    assert "Requests: give a whole number from 1 on" in error
+    assert shown.page.inner_text("#state") != "Running."
+    assert shown.run(POLICY, "quick")[0] == ""
+
+
+@pytest.mark.parametrize("link", ["#e30", "#bnVsbA", "#W10"])
+def test_a_link_without_a_policy_is_refused(browser, served, link):
+    """`{}`, `null` and `[]` are no links: the policy stays the page's own."""
+    with browser.visit() as (page, _):
+        page.goto(served[0] + link)
+        page.wait_for_selector("#error:not([hidden])")
+        assert "no link that this page has made" in page.inner_text("#error")
+        assert "class Shallow" in page.input_value("#policy")
+        assert page.is_hidden("#linked")
 
 
 def test_a_policy_reaches_no_network_and_nothing_that_is_kept(shown):

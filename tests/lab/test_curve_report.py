@@ -70,6 +70,22 @@ def test_with_a_layout_sizes_have_bytes():
     assert report.document()["memory"]["bytes_per_block"] == 2 * 2**20
 
 
+@pytest.mark.parametrize(
+    ("ratio", "told"),
+    [
+        (0.05, "5.0% that the log reports from 4 blocks on."),
+        (0.8, "80.0% that the log reports in"),
+    ],
+)
+def test_the_pool_that_hits_what_a_log_reports_is_told(ratio, told):
+    """With an exact curve the text has the least pool in which LRU hits as much as the log."""
+    source = attrs.evolve(CURVES.workload, reported_hit_ratio=ratio)
+    curves = attrs.evolve(CURVES, workload=source)
+    assert f" lru hits the {told}" in CurvesReport(curves).reading
+    unknown = attrs.evolve(curves, curves=curves.curves[1:])
+    assert "reports" not in CurvesReport(unknown).reading
+
+
 def test_the_csv_has_a_row_for_each_policy_and_size():
     """The CSV has a row for each policy and size; bytes are empty without a layout."""
     file = io.StringIO()

@@ -90,6 +90,13 @@ def test_steps_interpolate_and_end_level():
     assert [steps.at(blocks) for blocks in (0, 1, 2, 3, 5, 99)] == [0, 2, 4, 4, 4, 4]
 
 
+@pytest.mark.parametrize(("hits", "size"), [(0, 0), (1, 1), (2, 1), (4, 2), (4.1, None)])
+def test_the_size_for_hits_is_the_smallest(hits, size):
+    """`Steps.size_for` is the first size with as many hits; None if no pool has as many."""
+    steps = Steps(array("q", [0, 2, 5]), array("q", [0, 4, 4]))
+    assert steps.size_for(hits) == size
+
+
 def test_workloads_without_keys_have_curves_without_hits():
     """Requests without keys, and a workload without requests, have curves without hits."""
     for served in ([], [Request(id=0, prompt_tokens=4, key_tokens=1)]):

@@ -64,7 +64,10 @@ def test_each_workload_has_a_row_with_the_best_policy():
     assert report.headline == (
         "6 cells (2 x workload, 3 x eviction), replayed without a clock."
     )
-    assert report.reading == "Each row: the best by eviction, all else being equal."
+    assert report.reading == (
+        "Each row: the best by eviction, all else being equal; those within 1% of it are named "
+        "with it."
+    )
 
 
 def test_a_tie_names_one_policy_and_counts_the_others():
@@ -72,6 +75,14 @@ def test_a_tie_names_one_policy_and_counts_the_others():
     grid = Grid("compare", blocks=[1000, 2000], eviction=["lru", "lfu", "fifo"])
     rows = SweepReport(untimed(grid, 0.5, 0.5, 0.1, 0.2, 0.2, 0.2)).table.rows
     assert rows == [["1,000", "lru and 1 more", "50.0%"], ["2,000", "all alike", "20.0%"]]
+
+
+def test_cells_within_one_per_cent_of_the_best_are_named_after_it():
+    """A cell within 1 % of the best is named with it, and the value is that of the best."""
+    grid = Grid("compare", workload="zipf", blocks=1000, eviction=["lru", "lfu", "arc"])
+    assert SweepReport(untimed(grid, 0.496, 0.5, 0.49)).table.rows == [
+        ["lfu and 1 more", "50.0%"]
+    ]
 
 
 def test_a_simulation_has_a_best_by_each_measure():

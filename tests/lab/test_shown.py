@@ -2,9 +2,10 @@
 
 import pytest
 from helpers.commands import run_here
+from helpers.rows import write_rows
 
 import kvcore
-from kvcore import compare, simulate, whatif
+from kvcore import KVCache, compare, simulate, whatif
 
 ZIPF = "zipf:requests=40,prefixes=6"
 
@@ -46,6 +47,43 @@ def test_the_short_form_of_a_result_is_a_line(tmp_path, name):
 def test_the_short_form_of_a_simulation_has_its_size():
     """`repr` of a simulation has the numbers of its requests and of its simulated seconds."""
     assert repr(simulate("zipf:requests=40,rate=20")).startswith("Result(40 requests, ")
+
+
+@pytest.fixture
+def log(tmp_path):
+    """Return the path of a log of chats, of which one row cannot be read."""
+    row = {"messages": [{"role": "user", "content": "A question. " * 20}]}
+    row |= {"ts": 1, "output_tokens": 9}
+    return write_rows(tmp_path / "log.jsonl", row, {"ts": 2}, row | {"ts": 3}, row | {"ts": 4})
+
+
+CALLS = {
+    "simulate": simulate,
+    "simulate with a cache": lambda log: simulate(log, cache=KVCache(99, key_tokens=16)),
+    "simulate_cluster": lambda log: kvcore.simulate_cluster(log, replicas=2),
+    "compare": lambda log: compare(log, "lru", [99]),
+    "curve": lambda log: kvcore.curve(log, "lru"),
+    "compare_routers": lambda log: kvcore.compare_routers(log, "random", 2),
+    "plan": lambda log: kvcore.plan(log, max_gpus=1, tensor_parallel=1, tier="none"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_result_has_the_notes_of_its_workload(log, name):
+    """A result of a call has the notes on the requests, which its text and its HTML show."""
+    result = CALLS[name](log)
+    notes = result.workload_notes if name == "plan" else result.notes
+    assert any(note.startswith("chat: left out: 1 (1 without a prompt)") for note in notes)
+    assert str(result).count("chat: left out: 1 (1 without a prompt)") == 1
+    assert result._repr_html_().count("<p>chat: left out: 1 (1 without a prompt)") == 1
+
+
+@pytest.mark.parametrize("name", ["simulate", "simulate_cluster", "compare", "curve"])
+def test_a_result_without_notes_has_none(name):
+    """A workload without notes leaves a result without, and its text as it was."""
+    result = CALLS[name](ZIPF)
+    assert len(result.notes) == 0
+    assert "zipf: " not in str(result).partition("\n")[2]
 
 
 def test_frames_of_comparisons_go_together():

@@ -6,16 +6,18 @@ import json
 import os
 import shutil
 import sys
-from importlib import import_module
+from importlib import import_module, reload
 from pathlib import Path
 from time import time_ns
 
 import pytest
+from helpers.distributions import install
 from helpers.serving import BLOCK, ask
 
 import kvcore
 from kvcore import InputError, KVCache, PluginError, ScoreEviction, simulate
 from kvcore.config import RunConfig
+from kvcore.plugins import Plugins
 from kvcore.workloads import RequestList
 from kvcore_lab.comparison import compare_policies
 from kvcore_lab.sweep import (
@@ -32,7 +34,7 @@ from kvcore_lab.sweep import (
 )
 from kvcore_lab.sweep.cells import CellRun, WorkloadCache
 from kvcore_lab.sweep.executors import ThisProcess
-from kvcore_lab.sweep.sources import kvcore_digest, plugin_digests
+from kvcore_lab.sweep.sources import _beside, class_digests, kvcore_digest
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Roofline
 from kvcore_plugins.workload import Zipf
@@ -251,32 +253,113 @@ def test_a_folder_without_init_is_a_package_of_a_plugin(tmp_path):
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_plugin_that_was_edited_after_it_was_loaded_has_no_digest(tmp_path):
-    """A file that a process has loaded and that was edited since is refused, with its name."""
-    folder = tmp_path / "edited"
-    of_policy(folder)
-    plugin_digests.cache_clear()
+def edit_later(path):
+    """Give a file the time of an edit that comes after all that this process has loaded."""
     late = time_ns() + 10**9
-    os.utime(folder / "base.py", ns=(late, late))
+    os.utime(path, ns=(late, late))
+
+
+def test_a_plugin_that_was_edited_after_it_was_loaded_has_no_digest(tmp_path, monkeypatch):
+    """A file that a process has loaded and that was edited since is refused, with its name."""
+    (tmp_path / "policy.py").write_text(POLICY)
+    (tmp_path / "base.py").write_text(WORTH)
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = Plugins().get("eviction", f"{tmp_path}/policy.py:Worth")
+    del sys.modules["base"]
+    edit_later(tmp_path / "base.py")
     with pytest.raises(InputError, match=r"base.py was edited after this process had loaded"):
-        plugin_digests(str(folder / "policy.py"))
+        class_digests(policy)
 
 
-def test_a_module_of_a_package_changes_the_digest_of_its_plugins(tmp_path, monkeypatch):
-    """All modules of the package of a plugin are part of the digest."""
-    digests = []
-    for package in ("first", "second"):
+@pytest.fixture
+def packaged(tmp_path, monkeypatch):
+    """Return a function that writes a package with a policy, and returns the policy."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(package):
         folder = tmp_path / package
-        folder.mkdir()
-        (folder / "__init__.py").write_text("")
-        (folder / "policies.py").write_text("from .base import worth\n")
-        (folder / "base.py").write_text(WORTH + "# edited\n" * len(digests))
-        monkeypatch.syspath_prepend(tmp_path)
-        import_module(f"{package}.policies")
-        digests.append(plugin_digests(f"{package}.policies"))
-    first, second = digests
-    assert first.keys() == second.keys() == {"__init__.py", "policies.py", "base.py"}
-    assert {name for name in first if first[name] != second[name]} == {"base.py"}
+        (folder / "__pycache__").mkdir(parents=True)
+        for name, text in {
+            "__init__.py": "",
+            "policies.py": POLICY.replace("from base", "from .base"),
+            "base.py": WORTH,
+            "weights.json": "[1]",
+            ".hidden": "",
+            "__pycache__/cached": "",
+        }.items():
+            (folder / name).write_text(text)
+        return import_module(f"{package}.policies").Worth
+
+    return write
+
+
+@pytest.mark.parametrize("file", ["base.py", "weights.json"])
+def test_a_file_of_a_package_changes_the_digest_of_its_plugins(packaged, file):
+    """All modules and data of the package of a plugin are part of the digest, no caches."""
+    policies = [packaged(f"{file[0]}_{name}") for name in ("first", "second")]
+    with Path(sys.modules[policies[1].__module__].__file__).with_name(file).open("a") as edited:
+        edited.write("\n")
+    os.utime(edited.name, ns=(0, 0))
+    first, second = map(class_digests, policies)
+    names = {"__init__.py", "policies.py", "base.py", "weights.json"}
+    assert first.keys() == second.keys() == names
+    assert {name for name in first if first[name] != second[name]} == {file}
+
+
+def test_data_that_change_while_a_process_runs_change_the_digest(packaged, tmp_path):
+    """A plugin may read its data whenever it is built, so that they are read again."""
+    policy = packaged("of_data")
+    before = class_digests(policy)
+    (tmp_path / "of_data" / "weights.json").write_text("[2]")
+    edit_later(tmp_path / "of_data" / "weights.json")
+    assert class_digests(policy)["weights.json"] != before["weights.json"]
+
+
+def test_a_folder_that_is_no_package_has_no_data(packaged, tmp_path):
+    """A folder without `__init__.py` may hold the journal that grows, and has code alone."""
+    policy = packaged("of_results")
+    (tmp_path / "of_results" / "__init__.py").unlink()
+    assert class_digests(policy).keys() == {"policies.py", "base.py"}
+
+
+def test_a_package_that_was_edited_after_it_was_loaded_has_no_digest(packaged, tmp_path):
+    """The code of a package that is not what runs is refused, with the name of the file."""
+    policy = packaged("of_code")
+    edit_later(tmp_path / "of_code" / "base.py")
+    with pytest.raises(InputError, match=r"of_code/base.py was edited after this process"):
+        class_digests(policy)
+
+
+def test_a_module_that_was_loaded_again_has_its_new_digest(packaged, tmp_path):
+    """A module that a notebook loads again after an edit is what runs, and is digested."""
+    policy = packaged("of_reloads")
+    before = class_digests(policy)
+    path = tmp_path / "of_reloads" / "policies.py"
+    path.write_text(path.read_text() + "# edited\n")
+    again = reload(sys.modules[policy.__module__]).Worth
+    assert class_digests(again)["policies.py"] != before["policies.py"]
+    assert class_digests(policy) == before
+
+
+def test_a_package_beside_those_of_kvcore_is_not_its_code(packaged, tmp_path, monkeypatch):
+    """A package that another distribution has installed is that of a plugin, by any name."""
+    policy = packaged("kvcore_others")
+    (tmp_path / "kvcore_other-1.0.dist-info").mkdir()
+    sources = tmp_path / "kvcore_lab" / "sweep" / "sources.py"
+    for name in ("kvcore_lab", "kvcore_cli"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    monkeypatch.setattr("kvcore_lab.sweep.sources.__file__", str(sources))
+    beside = _beside.__wrapped__
+    install(tmp_path, "kvcore", [])
+    assert [package.name for package in beside()] == [
+        *("kvcore_cli", "kvcore_lab", "kvcore_others")
+    ]
+    record = "kvcore_cli/__init__.py,,\nkvcore_lab/__init__.py,,\n"
+    (tmp_path / "kvcore-1.0.dist-info" / "RECORD").write_text(record)
+    assert [package.name for package in beside()] == ["kvcore_cli", "kvcore_lab"]
+    monkeypatch.setattr("kvcore_lab.sweep.sources._beside", beside)
+    assert class_digests(policy)
 
 
 def test_a_worker_with_another_digest_refuses_the_cell():

@@ -43,9 +43,6 @@ def deepest(sign):
     return Deepest
 
 
-SIGNED = "def sign(depth): return {}depth\n" + DEEPEST
-
-
 def test_a_class_in_a_file_is_named_by_its_files():
     """The digest of kvcore stands for its classes, in each process."""
     assert class_digests(LRU) == {}
@@ -118,6 +115,14 @@ KINDS = {
     "codec": "fp16",
     "like": "vllm",
 }
+
+
+@pytest.mark.parametrize("axis", KINDS)
+def test_a_class_of_each_kind_notes_when_it_was_loaded(axis):
+    """A class has a time of its own, and not that of its base, after which no edit counts."""
+    kind = "rules" if axis == "like" else axis
+    own = Plugins().get(kind, KINDS[axis].partition(":")[0])
+    assert type("Later", (own,), {}).__loaded__ > own.__loaded__
 
 
 @pytest.mark.parametrize("axis", KINDS)

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'kvcore[serve]'")
 
 from kvcore.engine import Sampling
-from kvcore_online.calls import OUTPUT, CallReader
+from kvcore_online.calls import OUTPUT, UNSUPPORTED, WITHOUT_EFFECT, CallReader
 from kvcore_online.engine import Tokens
 from kvcore_online.listener import ApiError
 from kvcore_online.server import Answer, Text, _check, _deltas, _usage
@@ -300,3 +300,98 @@ def test_a_chat_without_tokens_is_refused():
     with pytest.raises(ApiError, match="no tokens") as caught:
         read({"messages": [user()]}, model=Mute())
     assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({name: ["x"]} for name in ("bad_words", "guided_choice", "documents")),
+        *({name: "x"} for name in ("guided_regex", "guided_grammar", "regex", "prompt_embeds")),
+        *({name: "x"} for name in ("chat_template", "reasoning_effort", "function_call")),
+        *({name: {}} for name in ("guided_json", "audio", "web_search_options")),
+        *({name: True} for name in ("use_beam_search", "return_token_ids", "top_logprobs")),
+        *({name: False} for name in ("skip_special_tokens", "add_special_tokens")),
+        *({name: False} for name in ("parallel_tool_calls", "include_reasoning")),
+        {"allowed_token_ids": [7]},
+        {"structured_outputs": {"choice": ["x"]}},
+        {"prompt_logprobs": 0},
+        {"truncate_prompt_tokens": -1},
+        {"kv_transfer_params": {"do_remote_decode": True}},
+        {"verbosity": "low"},
+        {"min_tokens": OUTPUT + 1},
+        {"min_tokens": 1, "stop": "x"},
+        {"min_tokens": 1, "stop_token_ids": [7]},
+        *({"stop_token_ids": ids} for ids in (7, ["7"], [True])),
+        *({name: "yes"} for name in ("ignore_eos", "include_stop_str_in_output")),
+        *({"priority": level} for level in (1.5, True, 1 << 32)),
+        {"frobnicate": 0},
+        {"messages": [user()], "add_special_tokens": True},
+    ],
+)
+def test_what_a_server_does_not_have_is_refused(fields):
+    """An option that would change an answer, and that the server lacks, is a 400 naming it."""
+    with pytest.raises(ApiError) as caught:
+        read(fields)
+    name = next(name for name in fields if name != "messages")
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
+def test_an_option_that_no_api_has_is_refused_with_the_nearest_one():
+    """A misspelt option is told, however long it is; without a value it asks for nothing."""
+    with pytest.raises(
+        ApiError, match=r"no option 'max_token' .did you mean 'max_tokens'"
+    ) as one:
+        read({"max_token": 5})
+    assert one.value.param == "max_token"
+    with pytest.raises(ApiError) as one:
+        read({"x" * 1_000_000: 5})
+    assert len(str(one.value)) + len(one.value.param) < 500
+    assert read({"max_token": None}) == read({})
+
+
+def test_options_without_an_effect_are_taken():
+    """Options that change no answer are taken with any value, others with one of no effect."""
+    neutral = {**UNSUPPORTED, **dict.fromkeys(WITHOUT_EFFECT, "x")}
+    neutral |= {
+        "min_tokens": OUTPUT,
+        "ignore_eos": True,
+        "function_call": "none",
+        "priority": 0,
+    }
+    neutral |= {"stop_token_ids": [], "include_stop_str_in_output": False}
+    assert read(neutral) == read(dict.fromkeys(neutral)) == read({})
+    chat = {"messages": [user()]}
+    assert read({**chat, "add_special_tokens": False}) == read(chat)
+
+
+def test_an_answer_that_may_end_early_has_no_least_length():
+    """Of a model with an end token, a call cannot ask that its answers do not end there."""
+
+    class Ending(SimulatedModel):
+        eos_token_ids = frozenset({2})
+
+    for fields in ({"min_tokens": 1}, {"ignore_eos": True}):
+        assert read(fields)
+        with pytest.raises(ApiError, match="may end early"):
+            read(fields, model=Ending())
+
+
+def test_the_lowest_priority_is_the_most_urgent_as_in_vllm():
+    """Requests of a call have its priority for schedulers, of which the highest is first."""
+    levels = []
+    for level in (-3, 0, 3):
+        (made,) = read({"priority": level}).requests(4, None, publish=False)
+        levels.append(made.priority)
+    assert levels == [3, 0, -3]
+
+
+def test_tokens_and_texts_that_end_an_answer_are_part_of_it_if_it_says_so():
+    """The end of an answer is left out of it unless `include_stop_str_in_output` is true."""
+    call = read({"stop_token_ids": [99], "include_stop_str_in_output": True})
+    assert (call.stop_ids, call.stop_shown) == ({99}, True)
+    for shown, text in (False, "ab"), (True, "abc"):
+        for ends in ({"stop": ("c",)}, {"eos": frozenset(b"c")}):
+            made = Text(lambda ids: bytes(ids).decode(), **ends, shown=shown)
+            answer = Answer(made)
+            assert answer.add(Tokens(b"abcd")) == text
+            assert (answer.tokens, answer.reason) == (3, "stop")

@@ -213,7 +213,8 @@ def test_a_follower_that_fails_starts_again_from_an_empty_cache(monkeypatch, cap
 def view():
     """Return a view of one server, which is not connected."""
     server = Server(address="tcp://127.0.0.1:9")
-    return fleets.FollowedEvents([server], 1, lambda: 0, lambda *_: None, lambda _: None)
+    calls = (lambda *_: None, lambda _: None, lambda *_: None)
+    return fleets.FollowedEvents([server], 1, lambda: 0, *calls)
 
 
 def blocks(sequence, count):
@@ -302,3 +303,29 @@ def test_a_removed_block_after_a_gap_is_removed():
             await until(lambda: not holds(view, 1))
 
         followed(scene, publisher)
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"block_size": 8, "hashes": (1,)}, "blocks of 8 tokens"),
+        ({"tokens": TOKENS[:4]}, "blocks without token ids"),
+        ({"tokens": None}, "events[0].token_ids: expected `array`"),
+    ],
+)
+def test_events_that_a_view_cannot_use_are_told_and_counted(fields, found, capsys):
+    """Events of another block size than the router's, or without tokens, are told and count."""
+    event = block(**{"medium": "GPU", **fields})
+    with Publisher("tcp://127.0.0.1:*") as publisher:
+
+        async def scene(proxy, view):
+            for _ in range(3):
+                publisher.publish(encode(EventBatch(ts=1.0, events=(event,))))
+            publisher.publish(stored(6))
+            await until(lambda: holds(view, 6))
+            assert sample(proxy, "ignored_events_total") == 3
+
+        followed(scene, publisher)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "are ignored" in line]
+    assert len(lines) == 1
+    assert f"127.0.0.1:9: KV events are ignored ({found}" in lines[0]

@@ -654,22 +654,6 @@ def test_the_trace_has_a_request_for_each_answer(tmp_path):
     assert (keys[2], keys[2] != keys[3]) == (keys[0][: len(keys[2])], True)
 
 
-def test_the_trace_of_a_killed_proxy_can_be_read(tmp_path):
-    """The unfinished trace of a killed proxy is readable up to its last synchronisation."""
-    path = tmp_path / "day.jsonl.gz"
-
-    async def scene(proxy, servers, client):
-        await ask(client)
-        proxy.fleet.log.sync(proxy.fleet.now())
-        proxy.fleet.log._file._sink._wait()
-        (part,) = tmp_path.iterdir()
-        copy = tmp_path / "copy.gz"
-        copy.write_bytes(part.read_bytes())
-        assert [event.event for event in read_events(copy)] == ["HEADER", "REQUEST", "ROUTE"]
-
-    play(scene, trace=path)
-
-
 def test_a_request_refused_by_the_router_is_in_the_trace(tmp_path):
     """A request that the router refuses is in the trace, with max_tokens as its output."""
     path = tmp_path / "day.jsonl"
@@ -688,11 +672,11 @@ def test_a_request_refused_by_the_router_is_in_the_trace(tmp_path):
 
 
 def test_a_request_refused_by_a_server_is_not_in_the_trace(tmp_path):
-    """A request that a server answers with an error is not in the trace."""
+    """A request that a server refuses as invalid is not in the trace."""
 
     async def scene(proxy, servers, client):
-        servers[0].script = "fail"
-        assert (await ask(client))[0] == 500
+        servers[0].script = "refuse"
+        assert (await ask(client))[0] == 400
         servers[0].script = "answer"
         assert (await ask(client))[0] == 200
 
@@ -905,26 +889,19 @@ async def test_an_event_that_is_too_long_is_no_failure(proxy, servers, client):
 
 
 def test_a_port_in_use_is_refused(tmp_path):
-    """The error for a port in use names port and address, and no trace file is left."""
+    """The error for a port in use names it; no trace and no connection to a server is left."""
 
     async def scene(proxy, servers, client):
         port = int(proxy.url.rpartition(":")[2])
-        with pytest.raises(InputError, match=f"port {port} of 127.0.0.1"):
-            async with routed(1, port=port, trace=tmp_path / "day.jsonl"):
-                pass
+        trace = tmp_path / "day.jsonl"
+        other = Proxy(RouteConfig.from_options([servers[0].url], port=port, trace=trace))
+        error = f"port {port} of 127.0.0.1: Address already in use"
+        with pytest.raises(InputError, match=error):
+            await other.start()
+        assert other._session.closed
 
     play(scene, count=1)
     assert not list(tmp_path.iterdir())
-
-
-@played(count=1)
-async def test_a_proxy_that_cannot_listen_is_closed(proxy, servers, client):
-    """If the port is in use, the connections to servers are closed."""
-    config = RouteConfig.from_options([servers[0].url], port=int(proxy.url.rpartition(":")[2]))
-    other = Proxy(config)
-    with pytest.raises(InputError, match="Address already in use"):
-        await other.start()
-    assert other._session.closed
 
 
 def test_the_time_to_the_first_byte_counts_from_the_arrival():
@@ -1054,7 +1031,10 @@ def test_keys_of_the_proxy_match_the_events_of_a_kvcore_server():
 
 
 def test_a_full_disk_leaves_the_trace_up_to_it(tmp_path, monkeypatch, capsys):
-    """On a full disk the proxy goes on without a trace, and keeps what it has written."""
+    """On a full disk the proxy goes on without a trace, and keeps what it has written.
+
+    The error is kept for the exit code.
+    """
     path = tmp_path / "day.jsonl"
 
     async def scene(proxy, servers, client):
@@ -1072,8 +1052,9 @@ def test_a_full_disk_leaves_the_trace_up_to_it(tmp_path, monkeypatch, capsys):
             proxy.fleet._write(lambda log: log.sync(proxy.fleet.now()))
         assert proxy.fleet.log is None
         assert (await ask(client))[0] == 200
+        return proxy.fleet.log_error
 
-    play(scene, trace=path)
+    assert isinstance(play(scene, trace=path), StorageError)
     (part,) = tmp_path.iterdir()
     assert part.name == "day.jsonl.part"
     assert [event.event for event in read_events(part)] == ["HEADER", "REQUEST", "ROUTE"]
@@ -1108,3 +1089,20 @@ def test_the_trace_tells_nobody_what_was_asked(tmp_path):
         found.append([(request.salt, request.session, request.keys) for request in requests])
     assert found[0] == found[1]
     assert len({str(each) for each in found}) == 3
+
+
+def test_a_request_at_which_a_server_fails_is_in_the_trace(tmp_path):
+    """A request that gets a status 500 is in the trace, with what it asked for, and refused."""
+    path = tmp_path / "day.jsonl"
+
+    async def scene(proxy, servers, client):
+        servers[0].script = "fail"
+        assert (await ask(client, max_tokens=7))[0] == 500
+        servers[0].script = "answer"
+        assert (await ask(client, max_tokens=7))[0] == 200
+
+    play(scene, count=1, trace=path)
+    read = list(read_events(path))
+    assert [line.why for line in read if line.event == "REJECT"] == ["status 500"]
+    assert sum(line.event == "ROUTE" for line in read) == 2
+    assert [each.output_tokens for each in TraceWorkload(path)] == [7, 3]

@@ -196,7 +196,7 @@ def test_events_need_an_address_and_the_block_size_of_each_server():
 def test_the_index_of_a_proxy_is_bounded(view, blocks):
     """The router's own index has a million entries unless its option says how many."""
     config = RouteConfig.from_options(["http://a"], view=view)
-    assert _view(config, None, None, None).blocks == blocks
+    assert _view(config, *[None] * 4).blocks == blocks
 
 
 def test_paths_of_a_file_are_relative_to_it(tmp_path):

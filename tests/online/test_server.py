@@ -23,7 +23,7 @@ pytest.importorskip("prometheus_client", reason="needs it: pip install 'kvcore[s
 from helpers.commands import run_here
 from helpers.online import SMALL, ServerProcess, free_port, metrics, serving
 from helpers.upstreams import until
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvcore
@@ -198,19 +198,30 @@ def test_the_sequence_of_a_disconnected_client_is_cancelled():
         assert not server.cache.sequences
 
 
+ONE = b'{"prompt": "a", "max_tokens": 1}'
+
+
 @pytest.mark.parametrize(
-    ("body", "status", "what"),
+    ("body", "headers", "status", "what"),
     [
-        (b"{", 400, "not JSON"),
-        (b"[]", 400, "must be a JSON object"),
-        (b"{}", 400, "prompt must be a text"),
-        (b'{"prompt": "a", "model": "gpt"}', 404, "there is no model 'gpt'"),
-        (b'{"prompt": "' + b"a" * (2 << 20) + b'"}', 413, "Request Entity Too Large"),
+        (b"{", {}, 400, "not JSON"),
+        (b"[]", {}, 400, "must be a JSON object"),
+        (b"{}", {}, 400, "prompt must be a text"),
+        (b'{"prompt": "a", "model": "gpt"}', {}, 404, "there is no model 'gpt'"),
+        pytest.param(b'"' + b"a" * (2 << 20), {}, 413, "Request Entity Too Large", id="2 MiB"),
+        # A form of a browser is not declared as JSON; a small compressed body may be huge.
+        (ONE, {"Content-Type": "text/plain"}, 415, ""),
+        *(
+            pytest.param(
+                gzip.compress(ONE), {"Content-Encoding": encoding}, 415, "Content-", id=encoding
+            )
+            for encoding in ("gzip", "deflate", "br", "identity, gzip")
+        ),
     ],
 )
-def test_a_wrong_request_is_refused(server, body, status, what):
+def test_a_wrong_request_is_refused(server, body, headers, status, what):
     """A wrong request gets an error of the API, and later requests are served."""
-    answered, document = ask(server, "/v1/completions", body)
+    answered, document = ask(server, "/v1/completions", body, headers)
     assert answered == status
     assert what in document["error"]["message"]
     assert document["error"]["code"] == status
@@ -392,12 +403,6 @@ def test_a_huge_header_is_refused(server):
     assert status == 400
 
 
-def test_a_form_of_a_browser_is_refused(server):
-    """A body that is not declared as JSON, as a form of a browser, gets status 415."""
-    body = b'{"prompt": "a"}'
-    assert ask(server, "/v1/completions", body, {"Content-Type": "text/plain"})[0] == 415
-
-
 def test_a_body_that_does_not_arrive_in_time_is_refused():
     """A body that does not arrive in time gets status 408."""
     with serving(ServeConfig(port=0, client_timeout=0.2)) as server:
@@ -468,30 +473,28 @@ def test_times_are_histograms_under_the_names_of_vllm():
     assert ("vllm:inter_token_latency_seconds_bucket", "0.025") in found
 
 
-def test_hits_and_bytes_of_tiers_are_metrics():
-    """Tokens that a tier gave back and bytes that were moved are counted by its name.
+def test_what_a_tier_gives_back_is_counted():
+    """Tokens that a tier gave back are `cached_tokens`; metrics have them, and bytes, by tier.
 
     The tier is asked for what the cache does not hold.
     """
     prompts = [" ".join(f"{name}{index}" for index in range(200)) for name in "abcd"]
     with serving(blocks=20, memory=None, tier=["host:memory=4MiB,load=always"]) as server:
-        for prompt in [*prompts * 2, prompts[-1]]:
-            complete(server, prompt, tokens=2)
+        create = client(server).completions.create
+        cached = [
+            create(
+                model="tiny", prompt=each, max_tokens=2
+            ).usage.prompt_tokens_details.cached_tokens
+            for each in [*prompts * 2, prompts[-1]]
+        ]
         found = metrics(server)
+    assert cached == [0] * 4 + [192] * 5
     assert found["vllm:external_prefix_cache_hits_total", "host"] == 4 * 192
     assert found["vllm:external_prefix_cache_queries_total", "host"] == 9 * 200 - 192
     moved = "vllm:kv_offload_total_bytes_total"
     block = 16 * 2 * 1 * 16 * 4
     assert found[moved, "host", "load"] == 4 * 12 * block
     assert found[moved, "host", "store"] >= 4 * 12 * block
-
-
-@pytest.mark.parametrize("port", ["65536", "99999"])
-def test_an_impossible_port_is_refused(port):
-    """The error for an impossible port names the address and the port."""
-    run = run_here("serve", "--port", port)
-    assert run.returncode == 2
-    assert f"port {port} of 127.0.0.1" in run.stderr
 
 
 def test_blocks_stored_and_not_removed_by_events_are_cached():
@@ -605,10 +608,11 @@ def events_of(path):
     return [event.event for event in read_events(path)] if path.stat().st_size else []
 
 
-def test_open_requests_get_503_if_the_engine_fails():
+def test_open_requests_get_503_if_the_engine_fails(tmp_path):
     """If the engine fails, requests get 503 with the reason.
 
-    The server raises the error when it ends.
+    The server raises the error when it ends, and keeps the trace of the requests before as
+    `.part`.
     """
 
     def forward(batch, attend):
@@ -617,7 +621,8 @@ def test_open_requests_get_503_if_the_engine_fails():
         raise RuntimeError(msg)
 
     def end():
-        with serving() as server:
+        with serving(ServeConfig(port=0, grace=2, trace=tmp_path / "day.jsonl")) as server:
+            complete(server, "before", 3)
             server._model.forward = forward
             answers = [
                 ask(server, "/v1/completions", b'{"prompt": "a"}'),
@@ -630,21 +635,9 @@ def test_open_requests_get_503_if_the_engine_fails():
 
     with pytest.raises(PolicyError, match="out of luck"):
         end()
-
-
-def test_two_servers_cannot_have_one_port(server):
-    """The error for a port in use names it, and the command ends."""
-    port = server.url.rsplit(":", 1)[1]
-    done = run_here("serve", "--port", port, "--generator", SMALL)
-    assert done.returncode == 2
-    assert f"port {port} of 127.0.0.1: Address already in use" in done.stderr
-
-
-def test_kv_replay_without_kv_events_is_refused():
-    """`--kv-replay` without `--kv-events` is an error."""
-    run = run_here("serve", "--kv-replay", "tcp://127.0.0.1:5558")
-    assert run.returncode == 2
-    assert "--kv-replay sends the events of --kv-events again" in run.stderr
+    (part,) = tmp_path.iterdir()
+    assert part.name == "day.jsonl.part"
+    assert events_of(part).count("FINISH") == 1
 
 
 def test_times_of_a_file_may_be_numbers(tmp_path):
@@ -663,22 +656,6 @@ def test_text_is_returned_in_whole_characters():
     parts.append(text.add([], last=True))
     assert "".join(parts) == whole
     assert all("\ufffd" not in part for part in parts)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 100])
-def test_a_stop_text_ends_the_text_however_tokens_split_it(size):
-    """A text ends before its first stop text, however it is split into tokens.
-
-    A beginning of a stop text that is not completed remains in the text.
-    """
-    text = Text(lambda ids: bytes(ids).decode(), ("END", "\n\n"))
-    data, parts = b"one\nEN two END three\n\n", []
-    for begin in range(0, len(data), size):
-        parts.append(text.add(data[begin : begin + size]))
-        if text.stopped:
-            break
-    assert text.stopped
-    assert "".join(parts) == "one\nEN two "
 
 
 def test_a_stop_text_is_found_where_it_ends_first():
@@ -710,10 +687,17 @@ def test_a_stop_text_costs_what_the_answer_is_long():
 
 
 @given(st.lists(st.text("ab", max_size=4)), st.lists(st.text("ab", min_size=1), max_size=3))
-def test_a_text_ends_before_its_first_stop_text(pieces, stops):
-    """A text has no stop text in it, however it comes in pieces, and is whole without one."""
+@example(["aba"], ["b", "aba"])
+@example(["ab"], ["b", "ab"])
+def test_a_text_ends_before_the_stop_text_that_ends_first(pieces, stops):
+    """However a text comes in pieces, it ends before the first text in it that is a stop text.
+
+    First is what ends first, of those that end together what is first in the list. A beginning
+    of a stop text that is not completed remains in the text.
+    """
     whole = "".join(pieces)
-    ends = [(whole.find(stop) + len(stop), stop) for stop in stops if stop in whole]
+    ends = (whole[:end] for end in range(len(whole) + 1))
+    cut = [text.removesuffix(stop) for text in ends for stop in stops if text.endswith(stop)]
     text, parts = Text(lambda ids: bytes(ids).decode(), tuple(stops)), []
     for piece in pieces:
         parts.append(text.add(piece.encode()))
@@ -721,12 +705,8 @@ def test_a_text_ends_before_its_first_stop_text(pieces, stops):
             break
     else:
         parts.append(text.add([], last=True))
-    assert text.stopped is bool(ends)
-    assert whole.startswith("".join(parts))
-    if not ends:
-        assert "".join(parts) == whole
-    else:
-        assert not any(stop in "".join(parts) for stop in stops)
+    assert text.stopped is bool(cut)
+    assert "".join(parts) == (cut[0] if cut else whole)
 
 
 def test_an_incomplete_stop_text_is_returned_at_the_end():
@@ -824,15 +804,6 @@ def test_a_request_that_a_stop_text_ends_has_finished(stream):
         assert 40 < log.output_tokens < 80
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "identity, gzip"])
-def test_a_compressed_body_is_refused_unread(server, encoding):
-    """A body with a Content-Encoding gets status 415: a small one may expand to a huge one."""
-    body = gzip.compress(json.dumps({"prompt": "a", "max_tokens": 1}).encode())
-    status, document = ask(server, "/v1/completions", body, {"Content-Encoding": encoding})
-    assert status == 415
-    assert "Content-Encoding" in document["error"]["message"]
-
-
 def test_a_text_beyond_the_positions_of_the_model_is_refused():
     """A request for more tokens than the model has positions gets 400; the server goes on."""
     hugging = pytest.importorskip("helpers.hugging", reason="needs transformers")
@@ -850,26 +821,6 @@ def test_a_text_beyond_the_positions_of_the_model_is_refused():
         assert document["usage"]["completion_tokens"] == 6
         _, document = ask(server, "/tokenize", b'{"prompt": [5]}')
         assert document["max_model_len"] == 256
-
-
-def test_the_trace_of_an_engine_that_fails_stays(tmp_path):
-    """If the engine fails, the trace of the requests before is kept as `.part`."""
-
-    def forward(*_):
-        raise RuntimeError
-
-    def end():
-        with serving(ServeConfig(port=0, grace=2, trace=tmp_path / "day.jsonl")) as server:
-            complete(server, "before", 3)
-            server._model.forward = forward
-            status, _ = ask(server, "/v1/completions", b'{"prompt": "a"}')
-            assert status == 503
-
-    with pytest.raises(PolicyError, match="RuntimeError"):
-        end()
-    (part,) = tmp_path.iterdir()
-    assert part.name == "day.jsonl.part"
-    assert events_of(part).count("FINISH") == 1
 
 
 def test_the_trace_of_a_cache_that_is_inconsistent_stays(tmp_path, monkeypatch):
@@ -890,29 +841,15 @@ def test_the_trace_of_a_cache_that_is_inconsistent_stays(tmp_path, monkeypatch):
 
 
 def test_a_port_in_use_leaves_an_older_trace(server, tmp_path):
-    """A server that cannot listen leaves an older trace as it is."""
+    """The error for a port in use names it, and an older trace stays as it is."""
     port, trace = int(server.url.rpartition(":")[2]), tmp_path / "day.jsonl"
     trace.write_text("yesterday")
     config = ServeConfig(port=port, trace=trace)
-    with pytest.raises(kvcore.InputError, match="Address already in use"), serving(config):
+    error = f"port {port} of 127.0.0.1: Address already in use"
+    with pytest.raises(kvcore.InputError, match=error), serving(config):
         pass
     assert list(tmp_path.iterdir()) == [trace]
     assert trace.read_text() == "yesterday"
-
-
-def test_what_a_tier_gives_back_is_cached():
-    """Tokens loaded from a tier were not computed: `cached_tokens` counts them."""
-    tier = "host:memory=4MiB,load=always"
-    prompts = [" ".join(f"{name}{index}" for index in range(200)) for name in "abcd"]
-    with serving(blocks=20, memory=None, tier=[tier]) as server:
-        ask_ = client(server).completions.create
-        cached = [
-            ask_(
-                model="tiny", prompt=each, max_tokens=2
-            ).usage.prompt_tokens_details.cached_tokens
-            for each in prompts * 2
-        ]
-    assert cached == [0] * 4 + [192] * 4
 
 
 def test_a_generator_that_cannot_encode_is_reported():
@@ -967,3 +904,15 @@ def test_a_cancelled_request_has_an_end(server):
     while (part := parts.get(timeout=60)).end is None:
         assert part.ids
     assert part.end == CANCELLED
+
+
+def test_a_call_has_end_tokens_of_its_own(server):
+    """An answer ends before the first of its `stop_token_ids`, and the rest is not made."""
+    options = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6}
+    create = client(server).completions.create
+    words = create(**options).choices[0].text.split()
+    token = next(word for word in words[1:] if word != words[0])
+    answer = create(**options, extra_body={"stop_token_ids": [int(token)]})
+    assert answer.choices[0].text.split() == words[: words.index(token)]
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == words.index(token) + 1

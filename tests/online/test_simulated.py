@@ -20,7 +20,6 @@ pytest.importorskip("prometheus_client", reason="needs it: pip install 'kvcore[s
 openai = pytest.importorskip("openai", reason="needs openai: pip install openai")
 zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install 'kvcore[serve]'")
 
-from helpers.commands import run_here
 from helpers.jobs import job
 from helpers.online import free_port, metrics, serving, simulated_parts, timers
 from helpers.online_scenes import http_request, raw
@@ -625,28 +624,6 @@ def test_a_model_with_cache_groups_is_served(tmp_path):
     assert cached[0] == 0
     assert cached[1] > 200
     assert replay(config.trace).finished == 2
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("--simulate", "--generator", "sincos"), "--generator is not for --simulate"),
-        (("--simulate", "--dtype", "fp16"), "--dtype is not for --simulate"),
-        (("--device", "h200"), "--device is for --simulate alone"),
-        (("--speed-up", "2"), "--speed-up is for --simulate alone"),
-        (("--simulate", "--model", "llama-9"), "--model: "),
-        (
-            ("--simulate", "--model", "gpt-oss-20b", "--kv-events", "tcp://127.0.0.1:1"),
-            "--kv-events: layers of gpt-oss-20b keep different things",
-        ),
-        (("--simulate", "--model", "llama-3-70b", "--tensor-parallel", "1"), "tensor-parallel"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(words, reason):
-    """An option without an effect, or a model that does not fit, is an error."""
-    run = run_here("serve", *words)
-    assert run.returncode == 2
-    assert reason in run.stderr
 
 
 @pytest.mark.parametrize(("stream", "cached"), [(False, 4), (True, 0)])

@@ -260,9 +260,9 @@ class Ends(CheckpointPolicy):
 def test_segments_are_a_tree(seed, tier):
     """Each cached block is in one segment; none is below one that has lost its states.
 
-    A segment with states has all its blocks of full attention, or what is below it has those
-    that had left with its states before these were loaded again. The policy has been told of
-    them all, and of those that have left.
+    A segment at which a request can resume has all its blocks of full attention, or borrows
+    them: blocks of these names are cached. The policy has been told of them all, and of those
+    that have left.
     """
     cache = new_cache(Ends(-(seed % 2)), 120)
     levels = GroupTiers(cache, [tier], 1 << 20).levels if tier else ()
@@ -274,17 +274,83 @@ def test_segments_are_a_tree(seed, tier):
     assert cache.checkpoint.known == set(segments)
     for segment in segments:
         above = segment.above
-        assert segment.resumable == bool(segment.kept)
+        assert segment.kept or not segment.resumable
         assert segment.blocks == len(segment.full) + len(segment.kept)
         assert segment.start == (0 if above is None else above.end) < segment.end
         if segment.resumable:
-            assert levels or len(segment.full) * SIZE == segment.end - segment.start
+            lacking = (segment.end - segment.start) // SIZE - len(segment.full)
+            assert levels or len(segment.borrowed) >= lacking
             assert above is None or (above.resumable and segment in above.next)
+        assert all(name in cache._cached[group] for group, name in segment.borrowed)
         assert segment.children == len(segment.next)
         assert segment.below == (
             1 + next(iter(segment.next)).below if segment.children == 1 else 0
         )
         assert all(child.above is segment for child in segment.next)
+
+
+def begin(cache, asked):
+    """Return the sequence of a request whose prompt is computed, and which runs on."""
+    match, seq = cache.match(asked), None
+    computed, length = match.tokens, asked.prompt_tokens
+    while computed < length:
+        rest = min(CHUNK, length - computed)
+        tokens = cache.chunk_tokens(computed, rest, length, length, match.boundaries, CHUNK)
+        if seq is None:
+            seq = cache.open(asked, tokens, match=match)
+        else:
+            cache.extend(seq, tokens)
+        cache.commit(seq, tokens)
+        computed += tokens
+    return seq
+
+
+def broken_branch():
+    """Return a cache that has lost the state where three texts part, for want of other blocks.
+
+    The second and the third of them ran on; the second has got the blocks before that.
+    """
+    cache = new_cache(Ends(0), 60)
+    cache.compute(request(0, parting(1, 6)), CHUNK)
+    running = [begin(cache, request(n, parting(n + 1, 6))) for n in (1, 2)]
+    (branch,) = (s for s in cache._segments if s.children == 2)
+    cache.compute(request(3, range(5000, 5027)), CHUNK)
+    assert not branch.resumable
+    for seq in running:
+        cache.close(seq)
+    cache.check_integrity()
+    return cache
+
+
+def test_a_segment_whose_prefix_has_left_is_not_resumable():
+    """Texts that part stand on one prefix: when it leaves with one, none resumes at another."""
+    cache = broken_branch()
+    text = request(9, parting(3, 6))
+    (last,) = (s for s in cache._segments if s.borrowed)
+    found = set()
+    for n in range(6):
+        hit = cache.match(text).tokens
+        found.add(hit)
+        assert last.resumable == (hit == last.end)
+        assert bool(last.seconds) == last.resumable
+        cache.compute(request(10 + n, range(6000 + 100 * n, 6005 + 100 * n)), CHUNK)
+        cache.check_integrity()
+    assert found == {0, 12 * SIZE}
+
+
+def test_a_segment_whose_prefix_has_come_back_is_resumable_again():
+    """When another text has computed the prefix again, a request resumes behind it again."""
+    cache = broken_branch()
+    (last,) = (s for s in cache._segments if s.borrowed)
+    for n in range(3):
+        cache.compute(request(10 + n, range(6000 + 100 * n, 6005 + 100 * n)), CHUNK)
+    assert last.kept
+    assert not last.resumable
+    cache.checkpoint.index = -1  # so that it stays
+    cache.compute(request(13, range(7)), CHUNK)
+    assert cache.compute(request(14, parting(3, 6)), CHUNK).tokens == last.end
+    assert last.resumable
+    assert last.seconds > 0
 
 
 # The program.

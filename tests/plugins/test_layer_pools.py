@@ -8,10 +8,11 @@ from random import Random
 
 import pytest
 from helpers.pool_streams import CacheSide, Pools, drive
+from helpers.pooled_traces import pooled_run
 from helpers.requests import keyed
 
 import kvcore
-from kvcore import InputError, OutOfBlocks, Request
+from kvcore import InputError, OutOfBlocks
 from kvcore.config import RunConfig
 from kvcore.models.catalogue import MODELS
 from kvcore.models.memory import KVLayout
@@ -203,33 +204,18 @@ def test_like_sglang_serves_a_hybrid_model_in_pools(model):
     )
 
 
-@pytest.mark.parametrize("kind", ["window", "state"])
-def test_jumps_change_no_decision(kind):
+@pytest.mark.parametrize("seed", range(9))
+def test_jumps_change_no_decision(seed):
     """Many decode steps at once end as step by step: times, evictions, free slots."""
-    runs = []
+    ends = []
     for jumps in (True, False):
-        rng, served = Random(kind), []
-        for index in range(60):
-            keys = (*text(rng.randrange(4), rng.randint(1, 40)), *text(index + 9, 20))
-            served.append(
-                Request(
-                    id=index, arrival=index * 10**7, prompt_tokens=len(keys) * 4,
-                    output_tokens=rng.choice((1, 30, 400)), keys=keys, key_tokens=4,
-                )
-            )  # fmt: skip
-        sizes = {"window": {"window": 33, "window_slots": 230}, "state": {"state_slots": 25}}
-        cache = PooledCache(
-            500, 4, prefix="radix:evict=leaf", key_tokens=4, eviction="lru:renew_split=true",
-            **sizes[kind],
-        )  # fmt: skip
-        batching = Batching(rules=SGLang(), max_tokens=64, max_seqs=16)
-        result = simulate(served, cache=cache, batching=batching, jumps=jumps)
+        result, cache = pooled_run(seed, jumps=jumps)
         cache.check_integrity()
         sides = [(side.free, side.available) for side in cache.tree.sides]
-        runs.append(({**result.summary(), "wall_s": 0}, cache.pool.free_blocks, sides))
-    assert runs[0] == runs[1]
-    assert runs[0][0]["completed"] == 60
-    assert runs[0][0]["evicted_blocks"] > 0
+        ends.append(({**result.summary(), "wall_s": 0}, cache.pool.free_blocks, sides))
+    assert ends[0] == ends[1]
+    assert ends[0][0]["completed"] == 40
+    assert ends[0][0]["evicted_blocks"] > 0
 
 
 def test_a_model_without_pools_is_named():

@@ -358,6 +358,11 @@ def test_paths_of_completions_are_not_left_out(log, path):
     assert len(list(log({"messages": USER, "path": path}))) == 1
 
 
+def test_a_status_of_endless_digits_is_no_failure(log):
+    """A status that is no number of HTTP is read as one of success, however long it is."""
+    assert len(list(log({"messages": USER, "status": "5" * 5000}))) == 1
+
+
 def test_images_have_the_tokens_of_an_option(log):
     """With `image_tokens` an image has as many tokens, with keys of its own."""
     rows = [
@@ -380,6 +385,15 @@ def test_images_have_the_tokens_of_an_option(log):
     assert one.prompt_tokens == plain.prompt_tokens + 100
     assert one.keys == same.keys
     assert not set(one.keys) & set(two.keys)
+
+
+@pytest.mark.parametrize("image_tokens", [None, 7])
+def test_a_text_that_is_written_like_an_image_is_a_text(log, image_tokens):
+    """A log cannot say itself how many tokens an image has, whatever its texts are."""
+    forged = f"\0{'a' * 32}:{10**15}\0"
+    rows = {"messages": [{"role": "user", "content": forged}]}, {"prompt": forged}
+    for request in log(*rows, image_tokens=image_tokens):
+        assert request.prompt_tokens < 100
 
 
 IDS = list(range(1, 65))

@@ -91,6 +91,13 @@ def test_both_name_hold_and_evict_alike(script):
         assert python.state() == native.state()
 
 
+@pytest.mark.parametrize("count", [-1, 0])
+def test_none_are_popped_where_none_are_missing(count):
+    """So many blocks are a list of none, where more are free than were asked for."""
+    for kind in (NamedBlocks, library().NamedBlocks):
+        assert kind(GROUPS).pop(count) == []
+
+
 @pytest.mark.parametrize(
     ("call", "arguments"),
     [

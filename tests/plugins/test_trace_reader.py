@@ -61,16 +61,6 @@ def test_a_damaged_stream_is_refused(trace, pack, name):
         lines(trace)
 
 
-@pytest.mark.parametrize(
-    ("pack", "name"), [(gzip.compress, "gzip"), (zstandard.compress, "zstd")]
-)
-def test_bytes_after_a_compressed_stream_are_refused(trace, pack, name):
-    """Bytes after the end of a compressed stream raise TraceError."""
-    trace.write_bytes(pack(trace.read_bytes()) + b"more")
-    with pytest.raises(TraceError, match=f"the {name} stream is damaged"):
-        lines(trace)
-
-
 def test_a_missing_file_is_refused(tmp_path):
     """A missing file or a directory raises InputError with its path and the reason."""
     with pytest.raises(InputError, match=r"cannot read the trace .*nowhere: No such file"):

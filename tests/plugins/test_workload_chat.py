@@ -22,6 +22,8 @@ CHAT = [
     {"role": "assistant", "content": "Likewise, but its mizzen stands before the rudder."},
 ]
 
+SAID = CHAT[4]["content"]
+
 
 @pytest.fixture
 def read(tmp_path):
@@ -73,6 +75,18 @@ def test_sharegpt_is_read(tmp_path):
         },
         {"request": {"messages": CHAT[:4]}, "response": {"choices": [{"message": CHAT[4]}]}},
         {"request": {"body": {"messages": CHAT[:4]}}, "response": CHAT[4]["content"]},
+        *(
+            {"messages": CHAT[:4], name: answer}
+            for name in ("response", "output", "completion", "answer", "message")
+            for answer in (CHAT[4], [CHAT[4]], CHAT[4] | {"content": [{"text": SAID}]})
+        ),
+        *({"messages": CHAT[:4], "response": {name: SAID}} for name in ("content", "text")),
+        *(
+            {"messages": CHAT[:4], name: [SAID]}
+            for name in ("response", "output", "completion")
+        ),
+        {"messages": CHAT[:4], "completion": {"choices": [{"message": CHAT[4]}]}},
+        {"messages": CHAT[:4], "response": json.dumps(CHAT[4])},
     ],
 )
 def test_logged_requests_are_read(read, row):
@@ -80,6 +94,53 @@ def test_logged_requests_are_read(read, row):
     (request,) = read(row)
     *_, turn = read({"messages": CHAT})
     assert (request.keys, request.output_keys) == (turn.keys, turn.output_keys)
+
+
+@pytest.mark.parametrize("text", ['{"city": "Paris"}', "[1, 2]", '[{"city": "Paris"}]'])
+def test_an_answer_in_json_is_a_text(read, text):
+    """JSON that a model was asked for is its answer, and no response with one inside."""
+    logged = [read({"prompt": "where", name: text})[0] for name in ("response", "completion")]
+    assert logged[0].output_keys == logged[1].output_keys != ()
+
+
+@pytest.mark.parametrize(
+    ("rest", "options", "hint"),
+    [
+        ({"response": {"reply": SAID}}, {}, "FIELD names it, such as answer=response.reply"),
+        ({"response": {"generations": [[{"text": SAID}]]}}, {}, "=response.generations"),
+        (
+            {"final_output": [CHAT[4], CHAT[4]]},
+            {},
+            "answer=FIELD names it, such as answer=final",
+        ),
+        ({"reply": SAID}, {"answer": "said"}, "answer=said has none, such as answer=reply"),
+    ],
+)
+def test_answers_that_are_not_found_are_noted(tmp_path, rest, options, hint):
+    """A field that looks like an answer and is not read as one is named, with the option."""
+    rows = [{"messages": CHAT[:4], "usage": {"prompt_tokens": 40}} | rest] * 2
+    workload = Chat(write_rows(tmp_path / "c.jsonl", *rows), rate=1, **options)
+    assert [request.output_keys for request in workload] == [(), ()]
+    (note,) = (note for note in workload.notes if "not found" in note)
+    assert note.startswith("rows whose answer was not found: 2 (answer=")
+    assert hint in note
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        {},
+        {"response": {"id": "call", "output_tokens": 9}, "response_format": {"type": "text"}},
+        {"message": CHAT[3]},
+    ],
+)
+def test_rows_without_an_answer_are_told_so(tmp_path, rest):
+    """Where no row has an answer, none is said to differ in length, and none is missed."""
+    row = {"messages": CHAT[:4], "usage": {"prompt_tokens": 40}} | rest
+    workload = Chat(write_rows(tmp_path / "c.jsonl", row), rate=1)
+    assert [request.output_keys for request in workload] == [()]
+    assert not any("not found" in note for note in workload.notes)
+    assert any("in 1 rows without an answer" in note for note in workload.notes)
 
 
 @pytest.mark.parametrize(
@@ -336,3 +397,81 @@ def test_the_digest_depends_on_the_files_of_the_tokenizer(tmp_path, folder):
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="transformers cannot read it"):
         list(Chat(chats, tokenizer=path))
+
+
+def of_model(name, **more):
+    """Return a row that was answered by a model."""
+    return (
+        {"messages": CHAT[:4], "response": {"role": "assistant", "content": SAID}}
+        | more
+        | {"model": name}
+    )
+
+
+def test_several_models_are_counted(tmp_path):
+    """A note has the models with the most rows, and the option that takes one of them."""
+    rows = [of_model(name) for name in "aabccccdde"] + [{"prompt": "of none"}]
+    workload = Chat(write_rows(tmp_path / "c.jsonl", *rows), rate=1)
+    assert len([*workload]) == 11
+    (note,) = (note for note in workload.notes if "models" in note)
+    assert note.startswith("rows are of 5 models: c (4), a (2), d (2) and 2 more, all read as")
+    assert "only_model=NAME" in note
+    assert workload.served_model == "c"
+
+
+@pytest.mark.parametrize("request_in", [None, "request"])
+def test_the_rows_of_one_model_are_read(tmp_path, request_in):
+    """With `only_model` the rest is left out, ids stay those of the file, a note tells."""
+    rows = [of_model(name) for name in "aba"]
+    if request_in is not None:
+        rows = [{request_in: {"messages": CHAT[:4]}, "model": name} for name in "aba"]
+    path = write_rows(tmp_path / "c.jsonl", *rows)
+    workload = Chat(path, rate=1, only_model="a")
+    assert [request.id for request in workload] == [0, 2]
+    assert "rows are of 2 models: a (2), b (1); those of a alone are read" in workload.notes
+    assert workload.served_model == "a"
+    assert workload.digest != Chat(path, rate=1).digest
+
+
+def test_a_model_of_no_row_is_refused_by_those_that_are(tmp_path):
+    """A model that no row names is an error, which has the models that are named."""
+    path = write_rows(tmp_path / "c.jsonl", of_model("qwen3-32b"), of_model("llama"))
+    with pytest.raises(InputError, match=r"'qwen'; there are: qwen3-32b \(1\), llama \(1\)"):
+        list(Chat(path, only_model="qwen"))
+
+
+def test_a_model_beside_the_request_keeps_prompts_apart(read):
+    """Equal prompts of two models share nothing, also with the model beside a request."""
+    first, second = read(*({"request": {"messages": CHAT[:4]}, "model": name} for name in "ab"))
+    assert not {*first.keys} & {*second.keys}
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "tenant"),
+    [
+        ({"tenant": "harbour"}, {}, "harbour"),
+        ({"tenant": 7}, {}, "7"),
+        ({"user": "ann"}, {}, None),
+        ({"user": "ann", "tenant": "harbour"}, {"tenant": "user"}, "ann"),
+        ({"meta": {"org": "harbour"}}, {"tenant": "meta.org"}, "harbour"),
+        ({"tenant": ""}, {}, None),
+        ({"tenant": ["a"]}, {}, None),
+        ({"user": "ann"}, {"tenant": "team"}, None),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_tenant_of_a_row_is_read(read, row, options, tenant, inside):
+    """The tenant is the field `tenant` of a row or its request, or the one that is named.
+
+    A user is none unless that is asked for.
+    """
+    rows = {"request": {"messages": CHAT} | row} if inside else {"messages": CHAT} | row
+    assert {request.tenant for request in read(rows, **options)} == {tenant}
+
+
+def test_rows_without_the_tenant_that_is_named_are_counted(tmp_path):
+    """A note counts the rows that lack the field that was named."""
+    rows = [{"prompt": "a", "user": "ann"}, {"prompt": "b"}, {"prompt": "c", "user": None}]
+    workload = Chat(write_rows(tmp_path / "c.jsonl", *rows), rate=1, tenant="user")
+    assert [request.tenant for request in workload] == ["ann", None, None]
+    assert "rows without tenant=user: 2" in workload.notes

@@ -68,6 +68,17 @@ def test_rows_of_one_model_can_be_selected(tmp_path):
     assert workload.digest != LMCache(path).digest
 
 
+def test_several_models_are_noted(tmp_path):
+    """A note counts the rows of each model, whether all or those of one are read."""
+    path = write(tmp_path / "l.jsonl", {"model_name": "x"}, {}, {})
+    for options, rest in ({}, "all read as"), ({"model": "x"}, "those of x alone are read"):
+        workload = LMCache(path, **options)
+        assert len([*workload]) == len([*workload]) == (1 if options else 3)
+        (note,) = workload.notes
+        assert note.startswith("rows are of 2 models: big (2), x (1)")
+        assert rest in note
+
+
 def test_a_second_lookup_of_a_request_has_another_id(tmp_path):
     """A second lookup of the same request has an id with another line number."""
     ids = [request.id for request in checked(LMCache(write(tmp_path / "l.jsonl", {}, {})))]
@@ -111,5 +122,7 @@ def test_bad_field_is_named(tmp_path, change, complaint):
 def test_a_missing_model_is_named(tmp_path):
     """If no row is of the requested model, InputError names the model."""
     path = write(tmp_path / "l.jsonl", {})
-    with pytest.raises(InputError, match="no row has the model_name 'small'"):
+    with pytest.raises(
+        InputError, match=r"no row is of the model 'small'; there are: big \(1\)"
+    ):
         list(LMCache(path, model="small"))

@@ -315,6 +315,14 @@ def test_what_is_left_out_is_noted(tmp_path, tool, note):
     assert note in read(tmp_path, TOOLS[tool])[1]
 
 
+@pytest.mark.parametrize("column", ["status", "status_code"])
+def test_a_status_of_endless_digits_is_no_failure(tmp_path, column):
+    """A status that is no number of HTTP leaves nothing out, however many digits it has."""
+    row = {"arrival": 2.0, "prompt_tokens": 110, "output_tokens": 20}
+    requests, _ = read(tmp_path, jsonl(row | {column: "200"}, row | {column: "5" * 5000}))
+    assert len(requests) == 2
+
+
 def test_turns_of_aiperf_are_a_closed_loop(tmp_path):
     """A turn is sent after the answer before it, and the recorded time between the two."""
     rows = jsonl(

@@ -6,6 +6,8 @@ from itertools import groupby, pairwise
 import pytest
 
 from kvcore.errors import InputError
+from kvcore.plugins.manager import Plugins
+from kvcore_plugins import hooks
 from kvcore_plugins.workload import Zipf
 
 SECOND = 10**9
@@ -117,3 +119,10 @@ def test_a_seed_beyond_64_bits_has_no_digest():
     """The digest of a workload with a seed beyond 64 bits raises InputError."""
     with pytest.raises(InputError, match="workload zipf: its options have no digest: Int"):
         _ = Zipf(seed=2**70).digest
+
+
+def test_options_given_as_text_are_converted():
+    """Options given as text are converted to their types, `key_tokens` included."""
+    plugins = Plugins(extra=[hooks], entry_points=[])
+    workload = plugins.build("workload", "zipf:requests=3,rate=2,key_tokens=32")
+    assert workload.options() == Zipf(requests=3, rate=2.0, key_tokens=32).options()

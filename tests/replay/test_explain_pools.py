@@ -113,7 +113,10 @@ def test_readers_show_the_pools(recorded):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda line: {"windows": [10**9]} if line["event"] == "KEEP" else {}, "."),
+        (
+            lambda line: {"windows": [10**9]} if line["event"] == "KEEP" else {},
+            "KEEP: no span 1000000000 is cached",
+        ),
         (lambda line: {"layer_pools": {"window": 9}} if not line["n"] else {}, "window slots"),
         (
             lambda line: {"count": "keys"} if not line["n"] else {},

@@ -112,14 +112,19 @@ class Placed(Newest):
 WRONG = [
     (Requester, "lengths_alone_decide_how_many_tokens_stay", (64,), "lengths"),
     (Nothing, "forgets", (), "0 tokens of 65: give 1 or more, or None for all"),
-    (Growing, "holds_its_budget", (5,), None),
+    (Growing, "holds_its_budget", (5,), "11 blocks are held, 10 are the most"),
     (Rough, "scores_are_finite_numbers", ("fp32",), "float16, too coarse to order tokens"),
-    (Infinite, "scores_of_extreme_tokens_are_finite", ("fp32", 0.0), None),
+    (
+        Infinite,
+        "scores_of_extreme_tokens_are_finite",
+        ("fp32", 0.0),
+        "a score is infinite or NaN",
+    ),
     (Greedy, "scores_are_repeatable", (), r"score\(\) changed keys"),
     (Undeclared, "scores_are_finite_numbers", ("fp32",), "'NoneType' object has no attr"),
-    (Ranked, "scores_layers_alone_as_with_others", (), None),
-    (Together, "scores_a_head_by_its_own_tokens", (), None),
-    (Placed, "scores_tokens_in_any_order", (), None),
+    (Ranked, "scores_layers_alone_as_with_others", (), "layer 0 scores otherwise alone"),
+    (Together, "scores_a_head_by_its_own_tokens", (), "tokens of another head"),
+    (Placed, "scores_tokens_in_any_order", (), "in another order .* score otherwise"),
 ]
 
 
@@ -213,13 +218,13 @@ class Layered(KVMerger):
     ("wrong", "test", "options", "message"),
     [
         (Divided, "scores_of_pages_are_finite_numbers", ("fp32", 0.0), "infinite or NaN"),
-        (Compared, "scores_a_page_by_its_own_keys", (), None),
-        (Sorted, "scores_of_pages_are_repeatable", (), None),
-        (Wide, "summaries_take_what_is_declared", (), None),
+        (Compared, "scores_a_page_by_its_own_keys", (), "page 0 of head 0 scores otherwise"),
+        (Sorted, "scores_of_pages_are_repeatable", (), "changed keys"),
+        (Wide, "summaries_take_what_is_declared", (), "has 32 numbers, not 16"),
         (Next, "merges_into_tokens_that_stay", ("fp32", 1.0), "that does not stay"),
         (Heavy, "merges_into_tokens_that_stay", ("fp32", 1.0), "sum is not 1"),
-        (Tabled, "merges_tokens_in_any_order", (), None),
-        (Layered, "merges_a_layer_alone_as_with_others", (), None),
+        (Tabled, "merges_tokens_in_any_order", (), "in another order .* merge otherwise"),
+        (Layered, "merges_a_layer_alone_as_with_others", (), "layer 0 merges otherwise"),
     ],
 )
 def test_each_mistake_in_pages_and_merges_fails_its_test(wrong, test, options, message):

@@ -161,11 +161,11 @@ def test_hints_take_effect_after_the_request_not_after_its_prefetch(hints):
 
 
 def test_a_prefetch_without_room_opens_no_sequence():
-    """If no block is left beside its hit and the reserve, the planned sequence is returned."""
+    """If no block is left beside its hit and the reserve, there is none."""
     tiers, request = ahead(Hints(prefetch=1))
     cache = tiers.cache
     planned = cache.plan_ahead(request, 0)
-    assert cache.open_ahead(planned, 4, 0, cache.available_blocks) is planned
+    assert cache.open_ahead(planned, 4, 0, cache.available_blocks) is None
     assert not cache.sequences
     assert cache.open_ahead(planned, 4, 0, cache.available_blocks - 1).blocks == 1
 

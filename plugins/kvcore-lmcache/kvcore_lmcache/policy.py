@@ -19,6 +19,7 @@ from kvcore import Request
 from kvcore.cache import EvictionPolicy
 from kvcore.errors import InputError
 from kvcore.plugins import find_override
+from kvcore.untrusted import parse_digits
 from kvcore_hosting import EngineRecorder, HostSettings, PolicyHost
 
 CHUNKS = "KVCORE_LMCACHE_CHUNKS"
@@ -112,10 +113,11 @@ class KvcorePolicy(BaseCachePolicy):
         self._has_stored = False  # the latest request
         chunks = os.environ.get(CHUNKS)
         if chunks:
-            if not chunks.isdecimal() or not int(chunks):
+            size = parse_digits(chunks)
+            if not size:
                 msg = f"{CHUNKS}={chunks!r}: give the size of a back end in chunks, above 0"
                 raise InputError(msg)
-            self._begin(int(chunks))
+            self._begin(size)
 
     # Methods that LMCache calls.
 

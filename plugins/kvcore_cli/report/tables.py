@@ -12,6 +12,7 @@ from kvcore.units import BINARY, NS_PER_S
 
 if TYPE_CHECKING:
     from kvcore.config import RunParts
+    from kvcore.serving.stats import RunLog
 
 NONE = "–"
 """The cell of a missing value."""
@@ -188,6 +189,18 @@ def beyond_positions(parts: RunParts, prompts: Iterable[int]) -> str:
         f"of {model.name} ({len(longer):,} of {len(tokens):,}): engines refuse them, and such "
         "a context length; give a --model with more positions"
     )
+
+
+def told_of_run(parts: RunParts, log: RunLog) -> list[str]:
+    """Return notes on a run: prompts beyond the positions, fairness among no tenants."""
+    notes = [beyond_positions(parts, log.prompt)]
+    fair = getattr(parts.config.scheduler, "name", "") == "fair"
+    if fair and len(log.ids) and all(tenant is None for tenant in log.tenants):
+        notes.append(
+            "scheduler fair divides among tenants, and no request has one: all are served as "
+            "of one, first come, first served; tenant=FIELD of `chat` takes a field of a log"
+        )
+    return [note for note in notes if note]
 
 
 def printable(text: str) -> str:

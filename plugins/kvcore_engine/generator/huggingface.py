@@ -246,11 +246,11 @@ class HuggingFace(SamplingGenerator):
             return list(tokenizer.encode(str(text), add_special_tokens=False))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids by the tokenizer, or the ids themselves."""
+        """Return the text of token ids, without special ones, or the ids themselves."""
         if self._tokenizer is None:
             return super().decode(tokens)
         with _refusing("the tokenizer of the model fails"):
-            return str(self._tokenizer.decode(list(tokens)))
+            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 @contextmanager

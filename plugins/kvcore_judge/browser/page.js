@@ -7,7 +7,9 @@ const SVG = "http://www.w3.org/2000/svg";
 const OWN = "policy.py";
 const WIDTH = 300, HEIGHT = 170, MARGIN = 28;
 
-let worker = null, script = null, ready = false, running = false, dropped = null;
+let worker = null, script = null, ready = false, running = false;
+// The file that was dropped, and the one that Python has.
+let dropped = null, kept = null;
 
 function made(name, attributes = {}, ...children) {
   const element = document.createElement(name);
@@ -51,6 +53,7 @@ async function text(name) {
 // elsewhere, whatever the server of these files allows.
 async function start() {
   ready = running = false;
+  kept = null;
   enable();
   say("Loading Python and kvcore, about 15 MB at the first visit.");
   try {
@@ -76,7 +79,7 @@ const hear = {
   },
   result({ result, seconds }) {
     running = false;
-    say(result.error ? "The policy failed." : `Done in ${seconds.toFixed(1)} s.`);
+    say(result.error ? "There is no result." : `Done in ${seconds.toFixed(1)} s.`);
     fail(result.error ?? "");
     if (!result.error) show(result);
     enable();
@@ -95,15 +98,22 @@ const hear = {
 async function run() {
   fail("");
   at("result").replaceChildren();
+  const { value, validity } = at("limit");
+  const limited = !at("limiting").hidden;
+  if (limited && !validity.valid) return fail("Requests: give a whole number from 1 on, or nothing for all of them.");
   if (worker === null) await start();
   if (worker === null) return;
-  const limit = at("limit").value === "" ? null : Math.max(1, Math.floor(Number(at("limit").value)));
   running = true;
   enable();
   if (ready) say("Running.");
   const choice = at("choice").value;
-  const file = choice ? null : dropped;
-  worker.postMessage({ kind: "run", source: at("policy").value, choice, limit, file });
+  // A file is sent once: Python keeps it, and what it has found of it.
+  if (!choice && kept !== dropped) {
+    worker.postMessage({ kind: "keep", ...dropped });
+    kept = dropped;
+  }
+  const limit = limited && value !== "" ? Number(value) : null;
+  worker.postMessage({ kind: "run", source: at("policy").value, choice, limit });
 }
 
 // Python cannot be interrupted from here: it is started again.
@@ -196,7 +206,8 @@ function follow() {
   if (location.hash.length < 2) return;
   try {
     const { policy, choice, limit } = fromText(location.hash.slice(1));
-    at("policy").value = String(policy);
+    if (![policy, choice, limit].every((each) => typeof each === "string")) throw new TypeError("not a link");
+    at("policy").value = policy;
     at("choice").value = [...at("choice").options].some((each) => each.value === choice) ? choice : "quick";
     at("limit").value = limit;
     at("linked").hidden = false;
@@ -214,7 +225,9 @@ function choose() {
 
 async function take(file) {
   if (!file) return;
-  dropped = { name: file.name, data: await file.arrayBuffer() };
+  const { name, size, lastModified } = file;
+  const same = dropped && dropped.name === name && dropped.size === size && dropped.lastModified === lastModified;
+  if (!same) dropped = { name, size, lastModified, data: await file.arrayBuffer() };
   const own = at("choice").querySelector('option[value=""]');
   own.hidden = false;
   own.textContent = `your file: ${file.name}`;

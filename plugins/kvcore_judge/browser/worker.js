@@ -8,7 +8,7 @@ const CLOSED = [
   "webkitResolveLocalFileSystemURL", "webkitResolveLocalFileSystemSyncURL",
 ];
 
-let python = null, files = 0;
+let python = null, dropped = null;
 
 async function bytes(base, name) {
   const response = await fetch(base + name);
@@ -29,18 +29,23 @@ async function load({ base, wheel }) {
   postMessage({ kind: "ready" });
 }
 
-function run({ source, choice, limit, file }) {
+// The file on which policies are run, in place of the one before.
+function keep({ name, data }) {
+  if (dropped) python.FS.unlink(dropped);
+  dropped = null;
+  // What has been read of a file is kept by its path.
+  python.pyimport("kvcore_judge.workbench").forget();
+  const path = `dropped/${name.replace(/[^A-Za-z0-9._-]/g, "_")}`;
+  python.FS.mkdirTree("dropped");
+  python.FS.writeFile(path, new Uint8Array(data), { canOwn: true });
+  dropped = path;
+}
+
+function run({ source, choice, limit }) {
   const began = performance.now();
-  if (file) {
-    // Another folder for each, since what has been read of a file is kept by its path.
-    const folder = `dropped/${(files += 1)}`;
-    python.FS.mkdirTree(folder);
-    choice = `${folder}/${file.name.replace(/[^A-Za-z0-9._-]/g, "_")}`;
-    python.FS.writeFile(choice, new Uint8Array(file.data));
-  }
   const answer = python.pyimport("kvcore_judge.workbench").answer;
   const report = (text, done, total) => postMessage({ kind: "progress", text, done, total });
-  const result = answer(source, choice, limit ?? undefined, report);
+  const result = answer(source, choice || dropped, limit ?? undefined, report);
   const dict = result.toJs({ dict_converter: Object.fromEntries });
   result.destroy();
   postMessage({ kind: "result", result: dict, seconds: (performance.now() - began) / 1000 });
@@ -48,7 +53,7 @@ function run({ source, choice, limit, file }) {
 
 async function answer({ data }) {
   try {
-    await { load, run }[data.kind](data);
+    await { load, keep, run }[data.kind](data);
   } catch (error) {
     postMessage({ kind: "broken", text: String(error.message ?? error) });
   }

@@ -10,7 +10,7 @@ import click
 from kvcore.sections import Section, Table
 from kvcore_cli.output import emit_json, json_option, print_sections
 from kvcore_cli.report.tables import NONE
-from kvcore_cli.verb import Count, verb
+from kvcore_cli.verb import Count, echo, verb
 from kvcore_judge.entries import Entry
 from kvcore_judge.protocol import Panel, cell_name, find_panel
 from kvcore_judge.sandbox import Limits
@@ -53,6 +53,8 @@ def judge(file: str, **given: Any) -> None:
     limits = Limits(given["seconds"], given["memory"] << 20)
     panel = find_panel(given["panel"])
     judge_of_panel = Judge(panel, limits, kit=not given["no_kit"], unsafe=given["unsafe"])
+    for note in panel.notes:
+        echo(f"kvcore: {note}", err=True)
     verdict = judge_of_panel.judge(Entry(file))
     if given["as_json"]:
         emit_json(verdict.document())

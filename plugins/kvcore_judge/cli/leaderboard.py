@@ -101,6 +101,8 @@ def leaderboard(**given: Any) -> None:
         journal=None if given["resume"] is None else Journal(given["resume"], "--resume"),
         progress=progress,
     )
+    for note in panel.notes:
+        echo(f"kvcore: {note}", err=True)
     if out is not None:
         _write(board, out)
     if given["as_json"]:

@@ -221,8 +221,9 @@ def _document(comparison: Comparison) -> dict[str, Any]:
     if all(row.reuse_ratio is None for row in comparison.rows):
         left_out |= {"reused_blocks", "reuse_ratio", "tiers"}
     rows = [{k: v for k, v in row.items() if k not in left_out} for row in fields["rows"]]
-    document = {"schema": 1, "workload": fields["workload"], "count": fields["accounting"]}
-    document |= {"rows": rows, "infinite": fields["infinite"]}
+    source = comparison.workload
+    document = {"schema": 1, "workload": source.as_dict(), **source.told()}
+    document |= {"count": fields["accounting"], "rows": rows, "infinite": fields["infinite"]}
     return document if comparison.bills is None else document | {"bill": fields["bills"]}
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from array import array
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -23,7 +23,7 @@ from kvcore.plugins.options import as_text
 from kvcore.progress import Progress, silent, ticked
 from kvcore.request import Request
 from kvcore.workloads import Workload, check_keys
-from kvcore.workloads.selection import as_workload
+from kvcore.workloads.selection import open_workload
 from kvcore_lab.candidates import Candidate, Policy, candidates_of, refuse_bound
 from kvcore_lab.comparison import ReplaySetup, Source, pool_sizes
 from kvcore_lab.workers import Call, call_all, check_jobs
@@ -64,6 +64,11 @@ class Steps:
             return self.hits[-1]
         sizes, hits = self.blocks[right - 1 : right + 1], self.hits[right - 1 : right + 1]
         return hits[0] + (hits[1] - hits[0]) // (sizes[1] - sizes[0]) * (blocks - sizes[0])
+
+    def size_for(self, hits: float) -> int | None:
+        """Return the smallest pool with as many hits; None: there is none."""
+        last = self.blocks[-1]
+        return bisect_left(range(last), hits, key=self.at) if self.at(last) >= hits else None
 
 
 @attrs.frozen(kw_only=True)
@@ -107,6 +112,11 @@ class Curves(Shown):
     hit_blocks: int
     curves: list[Curve]
     answers_left_out: int = 0
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """The notes of the workload on the requests that were read."""
+        return self.workload.notes
 
     def ratio(self, hit_blocks: int) -> float | None:
         """Return hits as a share of the blocks looked up; None if no block was looked up."""
@@ -180,7 +190,7 @@ def curve(
     """
     plugins = plugins or Plugins()
     setup = ReplaySetup.from_workload(
-        as_workload(workload, plugins),
+        open_workload(workload, plugins),
         plugins,
         accounting=accounting,
         block_size=block_size,
@@ -254,8 +264,10 @@ class _CurveMaker:
         ]
         replayed = iter(self._replayed(replaying, sizes))
         return Curves(
-            workload=attrs.evolve(
-                source, requests=self.requests, longest_prompt=self.longest_prompt
+            workload=source.read(
+                self.setup.workload,
+                requests=self.requests,
+                longest_prompt=self.longest_prompt,
             ),
             accounting=geometry.accounting,
             block_size=geometry.block_size,

@@ -26,7 +26,7 @@ from kvcore.progress import Progress, silent, ticked
 from kvcore.request import Request
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import Workload, check_keys
-from kvcore.workloads.selection import as_workload
+from kvcore.workloads.selection import open_workload
 from kvcore_lab.candidates import Policy, candidates_of
 from kvcore_lab.comparison import ReplaySetup, Source, pool_sizes
 from kvcore_lab.curves.mrc import LRU, check_points, compiled_reuse, spread_sizes
@@ -154,7 +154,7 @@ def plane(
     if isinstance(tier, str | Spec):
         tier = cast("Tier", plugins.build("tier", tier))
     setup = ReplaySetup.from_workload(
-        as_workload(workload, plugins),
+        open_workload(workload, plugins),
         plugins,
         block_size=layout.block_size,
         recompute=recompute,
@@ -212,7 +212,7 @@ class _PlaneMaker:
             point: self._point(*point, *hits_of_sizes, seconds) for point, hits_of_sizes in hits
         }
         return Plane(
-            workload=attrs.evolve(source, requests=len(reuse.lengths)),
+            workload=source.read(workload, requests=len(reuse.lengths)),
             tier=self.tier,
             eviction=self.eviction,
             exact=exact,

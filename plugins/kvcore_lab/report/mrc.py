@@ -115,9 +115,20 @@ class CurvesReport:
             f"A cache that never evicts holds {counted(curves.distinct_blocks, 'block')} in "
             f"the end and hits {curves.ratio(curves.hit_blocks):.1%}."
         ) + left_out(curves.answers_left_out)
+        text += self._reported()
         if self.layout is not None:
             text += f"\n{block_bytes(self.layout, self.groups)}"
         return text
+
+    def _reported(self) -> str:
+        """Return a sentence on the pool in which LRU hits as much as the log reports."""
+        curves, ratio = self.curves, self.curves.workload.reported_hit_ratio
+        steps = next((curve.steps for curve in curves.curves if curve.steps is not None), None)
+        if ratio is None or steps is None:
+            return ""
+        size = steps.size_for(ratio * curves.lookup_blocks)
+        where = "in no pool" if size is None else f"from {counted(size, 'block')} on"
+        return f" lru hits the {ratio:.1%} that the log reports {where}."
 
     def chart(self) -> Chart:
         """Return a chart of the share of blocks that hit, by the size of the pool.
@@ -146,7 +157,8 @@ class CurvesReport:
         """Return the curves as a JSON object."""
         curves = self.curves
         document = {
-            "workload": attrs.asdict(curves.workload),
+            "workload": curves.workload.as_dict(),
+            **curves.workload.told(),
             "count": curves.accounting,
             "block_size": curves.block_size,
             "weighting": "block",

@@ -59,18 +59,24 @@ def report_on(result: object) -> Any:
     raise TypeError(msg)
 
 
+def told(result: object) -> str:
+    """Return the notes of the workload of a result, each on a line."""
+    notes = getattr(result, "workload_notes", None)  # of plans, which have notes of their own
+    return "\n".join(getattr(result, "notes", ()) if notes is None else notes)
+
+
 def report_text(result: object) -> str:
     """Return a result as the command line prints it."""
     text = StringIO()
     with redirect_stdout(text):
-        print_sections(*report_on(result).sections)
+        print_sections(*report_on(result).sections, told(result))
     return text.getvalue().rstrip("\n")
 
 
 def report_html(result: object) -> str:
     """Return a result as HTML: all texts escaped, and the plot as an image."""
     report = report_on(result)
-    parts = map(_part, report.sections)
+    parts = map(_part, (*report.sections, told(result)))
     plot: Callable[[str], bytes] | None = getattr(report, "plot", None)
     return f"<div>{''.join(parts)}{'' if plot is None else _picture(plot)}</div>"
 

@@ -134,7 +134,8 @@ class PlaneReport:
         """Return the plane as a JSON object, without its `schema`."""
         plane = self.plane
         return {
-            "workload": attrs.asdict(plane.workload),
+            "workload": plane.workload.as_dict(),
+            **plane.workload.told(),
             "count": "keys",
             "block_size": plane.block_size,
             "eviction": plane.eviction,

@@ -149,7 +149,8 @@ class RoutersReport:
 
     def document(self) -> dict[str, Any]:
         """Return the comparison as a JSON object."""
-        return {"schema": 1, **attrs.asdict(self.comparison)}
+        source = self.comparison.workload.as_dict()
+        return {"schema": 1, **attrs.asdict(self.comparison), "workload": source}
 
     def chart(self) -> Chart:
         """Return a chart of hits, latency and balance over the number of replicas."""

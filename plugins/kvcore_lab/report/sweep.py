@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import product
-from math import fsum, prod
+from math import fsum, isclose, prod
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,9 @@ LEAST_COST = Measure(
     names=False,
 )
 """The measure of sweeps whose cells have different GPUs."""
+
+TIED = 0.01
+"""Figures that differ by no more than this share of them are told as equal."""
 
 PRICED = {"device", "model", "tensor_parallel", "replicas", "autoscale", "rate_scale"}
 """The axes by which cells differ in their GPUs, or in the tokens that these generate."""
@@ -241,7 +244,8 @@ class SweepReport:
             )
         elif self._competing:
             by = " and ".join(self._competing)
-            lines.append(f"Each row: the best by {by}, all else being equal.")
+            tied = f"those within {TIED:.0%} of it are named with it"
+            lines.append(f"Each row: the best by {by}, all else being equal; {tied}.")
         saturated = sum(row.get("saturated") is True for row in self.sweep.rows)
         if saturated:
             lines.append(
@@ -358,7 +362,9 @@ class SweepReport:
                 yield from [NONE] * len(self._headers(measure))
                 continue
             value = measure.best(row[measure.column] for row in ranked)
-            best = [row for row in ranked if row[measure.column] == value]
+            tied = [row for row in ranked if isclose(row[measure.column], value, rel_tol=TIED)]
+            best = [row for row in tied if row[measure.column] == value]
+            best += [row for row in tied if row[measure.column] != value]
             text = measure.text(value)
             if self._competing and measure.names:
                 nothing = measure.best is max and text == measure.text(0)  # there is no winner

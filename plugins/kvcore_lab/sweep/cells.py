@@ -30,9 +30,9 @@ from kvcore.serving.result import Reported
 from kvcore.serving.stats import MET, Percentiles
 from kvcore.trace.fields import plain, slo_field
 from kvcore.units import NS_PER_S, window_text
-from kvcore.workloads import Workload
+from kvcore.workloads import Workload, notes_of
 from kvcore.workloads.files import file_digest
-from kvcore_cli.report.tables import beyond_positions
+from kvcore_cli.report.tables import told_of_run
 from kvcore_cluster.options import replicas_text
 from kvcore_lab.comparison import SHARING, KeptWorkload
 from kvcore_lab.statistics import session_groups, shares
@@ -180,12 +180,12 @@ class WorkloadCache:
     Attributes:
         plugins: the installed plugins.
         file: returns the digest of a file, which is computed once.
-        beyond: the note on prompts of the latest cell for which its model has no positions.
+        told: the notes on the run of the latest cell, such as prompts without positions.
     """
 
     def __init__(self) -> None:
         self.plugins = Plugins()
-        self.beyond = ""
+        self.told: list[str] = []
         self._workloads: dict[tuple[object, ...], KeptWorkload] = {}
         self._digests: dict[tuple[object, ...], str] = {}
         self._sessions: dict[str, Mapping[int | str, int]] = {}
@@ -218,8 +218,7 @@ class WorkloadCache:
     def notes(self, cell: RunConfig) -> list[str]:
         """Return the notes on the workload of the latest cell that was run, after its name."""
         workload = self._workloads[_workload_key(cell)]
-        notes = *workload.notes, *filter(None, [self.beyond])
-        return [f"{workload.name}: {note}" for note in notes]
+        return notes_of(workload) + [f"{workload.name}: {note}" for note in self.told]
 
     def digest(self, parts: RunParts) -> str:
         """Return the digest of a workload, which is computed once."""
@@ -324,7 +323,7 @@ class CellRun:
 
     def columns(self, result: Reported) -> dict[str, Any]:
         """Return the columns of the result of `simulated`."""
-        self._known.beyond = beyond_positions(self.parts, result.log.prompt)
+        self._known.told = told_of_run(self.parts, result.log)
         summary, paths = result.summary(), TIMED_COLUMNS | CLUSTER_COLUMNS
         columns = {column: _at(summary, path) for column, path in paths.items()}
         return columns | {HIDDEN: _shares(result, self._known.sessions(self.parts))}
@@ -456,7 +455,7 @@ class CellRunner:
 
     def attempt(self, task: Task) -> Outcome:
         """Run a task; an exception becomes its outcome, so that other tasks continue."""
-        begin, self._known.beyond = perf_counter(), ""
+        begin, self._known.told = perf_counter(), []
         try:
             result = task.run(self._known)
         except FAILURES as error:  # It is reported, and the sweep fails in the end.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
 from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, distribution
 from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from uuid import uuid4
 
 import kvcore
 from kvcore.errors import InputError
+from kvcore.hookspecs import PROJECT
 from kvcore.workloads.files import file_digest
 
 CODE = {".py", ".json", ".gz"}
@@ -31,66 +35,107 @@ def kvcore_digest() -> str:
     """
     state = blake2b(digest_size=16)
     for package in _packages():
-        files = (path for path in package.rglob("*") if path.suffix in CODE and path.is_file())
-        for path in sorted(files):
-            name = path.relative_to(package.parent).as_posix()
-            state.update(f"{name} {file_digest(path)}\n".encode())
+        for name, path in _files(package):
+            if path.suffix in CODE:
+                state.update(f"{package.name}/{name} {file_digest(path)}\n".encode())
     return state.hexdigest()
 
 
-@cache
 def class_digests(cls: type) -> dict[str, str]:
     """Return what the cells of a journal have of the code of a plugin's class.
 
     A class that was typed in, read from a pipe or made by a function is told by no file: it has
-    a name that no other class gets, so that a journal returns no figures of another.
+    a name that no other class gets, so that a journal returns no figures of another. A class of
+    a file has the digests of what it consists of, by the names of modules or files: the files
+    of its package (data only beside an `__init__.py`); of a plugin in a file, the file and all
+    that it imports, which is found without running it. Kvcore itself, the standard library and
+    `site-packages` are left out.
+
+    Code is read once, and data again when they have changed, as a plugin may do.
 
     Raises:
-        InputError: as `plugin_digests` does.
+        InputError: code was edited after this process had loaded it, and so is not what runs.
     """
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     if file is None or not Path(file).is_file() or "<locals>" in cls.__qualname__:
-        return {cls.__qualname__: uuid4().hex}
-    return plugin_digests(cls.__module__)
+        return _name_of_its_own(cls)
+    if cls.__module__.partition(".")[0] in {ours.name for ours in _packages()}:
+        return {}
+    loaded_ns: int = cls.__loaded__  # type: ignore[attr-defined]  # as `Plugin` has noted it
+    # The module of a plugin in a file is named by its path, which has points of its own.
+    package = None if cls.__module__ == file else _package(cls.__module__, Path(file))
+    if package is None:
+        return _imported(file, loaded_ns)
+    digests = {}
+    # A folder without `__init__.py` may hold anything: traces, results, the journal itself.
+    has_data = (package / "__init__.py").is_file()
+    for name, path in _files(package):
+        if path.suffix == ".py":
+            digests[name] = _code_digest(path, loaded_ns)
+        elif has_data:
+            digests[name] = _data_digest(path, path.stat().st_mtime_ns)
+    return digests
 
 
 @cache
-def plugin_digests(module: str) -> dict[str, str]:
-    """Return the digests of the code of a plugin, by the name of the module or the file.
+def _name_of_its_own(cls: type) -> dict[str, str]:
+    """Return a name and a digest that are only those of this class in this process."""
+    return {cls.__qualname__: uuid4().hex}
 
-    They are those of its package; of a plugin in a file, of the file and all that it imports,
-    which is found without running it. Kvcore itself, the standard library and `site-packages`
-    are left out.
+
+def _package(module: str, file: Path) -> Path | None:
+    """Return the folder of the package of a module in `file`; None: it is in no package."""
+    above = module.count(".") - 1 + (file.name == "__init__.py")
+    return file.parents[above] if above >= 0 else None
+
+
+def _files(package: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the files of a package by name: all but hidden ones and caches, in their order.
+
+    Compiled modules are among them, since they may do another thing than before.
+    """
+    for path in sorted(package.rglob("*")):
+        parts = path.relative_to(package).parts
+        is_left_out = any(part.startswith(".") or part == "__pycache__" for part in parts)
+        if not is_left_out and path.is_file():
+            yield "/".join(parts), path
+
+
+@cache
+def _code_digest(path: Path, loaded_ns: int) -> str:
+    """Return the digest of a file of code that was loaded at a time.
 
     Raises:
-        InputError: a file was edited after this process had loaded it, and so is not what runs.
+        InputError: it was edited after that.
     """
-    loaded = vars(sys.modules[module])
-    file, ours = loaded["__file__"], {package.name for package in _packages()}
-    if module.partition(".")[0] in ours:
-        return {}
-    path = Path(file)
-    above = module.count(".") - 1 + (path.name == "__init__.py")
-    if module != file and above >= 0:
-        folder = path.parents[above]
-        return {
-            path.relative_to(folder).as_posix(): file_digest(path)
-            for path in sorted(folder.rglob("*.py"))
-            if path.is_file()
-        }
-    folders = [str(path.parent), *(set(sys.path) - {*sysconfig.get_paths().values()})]
-    finder = _Finder(folders, excludes=ours)
+    if path.stat().st_mtime_ns > loaded_ns:
+        msg = (
+            f"{path} was edited after this process had loaded what it belongs to, which runs "
+            "as it was: start a new process (in a notebook, restart the kernel)"
+        )
+        raise InputError(msg)
+    return file_digest(path)
+
+
+@cache
+def _data_digest(path: Path, changed_ns: int) -> str:
+    """Return the digest of a file, which is read again after it has changed."""
+    del changed_ns  # for the cache
+    return file_digest(path)
+
+
+@cache
+def _imported(file: str, loaded_ns: int) -> dict[str, str]:
+    """Return the digests of a file and of all that it imports, by the names of modules."""
+    folders = [str(Path(file).parent), *(set(sys.path) - {*sysconfig.get_paths().values()})]
+    finder = _Finder(folders, excludes={package.name for package in _packages()})
     finder.run_script(file)
     sources = {name: vars(imported)["__file__"] for name, imported in finder.modules.items()}
-    files = {name: Path(source) for name, source in sources.items() if source}
-    for source in files.values():
-        if source.stat().st_mtime_ns > loaded.get("__loaded__", sys.maxsize):
-            msg = (
-                f"{source} was edited after this process had loaded {file}, which runs as it "
-                "was: start a new process (in a notebook, restart the kernel)"
-            )
-            raise InputError(msg)
-    return {name: file_digest(source) for name, source in files.items()}
+    return {
+        name: _code_digest(Path(source), loaded_ns)
+        for name, source in sources.items()
+        if source
+    }
 
 
 class _Finder(ModuleFinder):
@@ -117,5 +162,20 @@ class _Finder(ModuleFinder):
 
 
 def _packages() -> list[Path]:
-    """Return the folders of kvcore's packages, which lie beside that of this module."""
-    return [Path(kvcore.__file__).parent, *sorted(Path(__file__).parents[2].glob("kvcore_*"))]
+    """Return the folders of kvcore's packages."""
+    return [Path(kvcore.__file__).parent, *_beside()]
+
+
+@cache
+def _beside() -> list[Path]:
+    """Return the folders of kvcore's packages that lie beside that of this module.
+
+    In `site-packages` there may be others of such names, which are not in the list of files of
+    kvcore's distribution. One that is installed from a checkout lists none, and lies alone.
+    """
+    inits = sorted(Path(__file__).parents[2].glob("kvcore_*/__init__.py"))
+    listed = set()
+    with suppress(PackageNotFoundError):
+        listed = {file.parts[0] for file in distribution(PROJECT).files or ()}
+    found = [init.parent for init in inits]
+    return [package for package in found if package.name in listed] or found

@@ -997,7 +997,7 @@ class GroupedCache:
         for index, run in groupby(victims, key=lambda block: self._blocks.place(block)[0]):
             trace.group_evict(
                 self.now, group=index, runs=array("i", run), by=self._chooser.name,
-                requester=seq.request.id, reason="capacity",
+                requester=seq.request.id,
             )  # fmt: skip
 
     def _trace_names(

@@ -24,15 +24,18 @@ class CachedSegment(Segment):
 
     Attributes:
         above: the segment that ends where it starts; None: it begins a text.
-        next: those that start where it ends, of which it is `above`: boundaries, not tails.
+        next: the resumable segments whose `above` it is. Tails are not among them.
         kept: its blocks of windows and states.
         full: its blocks of full attention, from the first one on.
+        borrowed: group and name of each block of full attention before its end that neither it
+            owns nor one above it: those of other segments are hit in their place.
     """
 
     above: CachedSegment | None = None
     next: dict[CachedSegment, None] = attrs.field(factory=dict)
     kept: list[int] = attrs.field(factory=list)
     full: list[int] = attrs.field(factory=list)
+    borrowed: dict[tuple[int, Name], None] = attrs.field(factory=dict)
 
 
 @attrs.define(eq=False, slots=True)
@@ -53,6 +56,12 @@ class _Text:
     kept: list[tuple[int, int]] = attrs.field(factory=list)
     ends: set[int] = attrs.field(factory=set)
 
+    def take(self, end: int) -> tuple[list[int], list[int]]:
+        """Remove the blocks up to `end` tokens: those of full attention, and the others."""
+        full, self.full = _split(self.full, end)
+        kept, self.kept = _split(self.kept, end)
+        return full, kept
+
 
 class SegmentedGroups(GroupedCache):
     r"""A `GroupedCache` from which the segments leave that its checkpoint policy chooses.
@@ -66,7 +75,10 @@ class SegmentedGroups(GroupedCache):
 
     A boundary is where a state is kept. One behind which texts part stays. Any other can leave:
     its windows and states first, and then its blocks of full attention if nothing is below it;
-    else the segment below gets these. Blocks of no segment leave when no segment can.
+    else the segment below gets these. When no segment can leave, idle blocks do, the one that
+    was freed first before the others, and whatever segment they are of: a branch too. What
+    stands then on blocks of other segments, and can be hit while these stay, borrows them; a
+    segment is not resumable any more when one that it borrows has left.
 
     Args:
         groups, blocks: as for `GroupedCache`; one group at least keeps states.
@@ -85,12 +97,17 @@ class SegmentedGroups(GroupedCache):
             )
             raise InputError(msg)
         self._seconds = self.geometry.recompute_seconds
-        self.hears_names, self._chooser = True, self.checkpoint
+        self.hears_names = True
+        self._chooser = self.checkpoint
         self._on_changed = find_override(self.checkpoint, "on_changed")
         self.checkpoint.replay = self._replay
         self._segments: OrderedDict[CachedSegment, None] = OrderedDict()  # by their order
         self._order = 0
         self._segment_of: dict[int, CachedSegment] = {}
+        self._sizes_of_full = [
+            group.block_size for group in self.groups if group.kind in ("full", "chunk")
+        ]
+        self._borrowers: dict[tuple[int, Name], dict[CachedSegment, None]] = {}
         self._texts: dict[int, _Text] = {}
         self._leaving: CachedSegment | None = None
         self._admissions = 0
@@ -110,6 +127,8 @@ class SegmentedGroups(GroupedCache):
         if above is not None:
             above.last_use = self._admissions
             self._put_last(above)
+            if not above.resumable:
+                self._restore(above, seq)
             self._tell(above)
         self._texts[seq.id] = _Text(self._admissions, above)
         return seq
@@ -120,9 +139,7 @@ class SegmentedGroups(GroupedCache):
         if states:
             text = self._texts[seq.id]
             for end in sorted(text.ends):
-                full, text.full = _split(text.full, end)
-                kept, text.kept = _split(text.kept, end)
-                text.above = self._add(text, end, full, kept)
+                text.above = self._add(seq, end, *text.take(end))
             text.ends.clear()
         return states
 
@@ -132,8 +149,8 @@ class SegmentedGroups(GroupedCache):
         If the boundary is still there, its segment gets back what it had lost.
         """
         super().end_load(seq, runs, now)
-        text, end = self._texts[seq.id], seq.computed
-        (full, text.full), (kept, text.kept) = _split(text.full, end), _split(text.kept, end)
+        text = self._texts[seq.id]
+        full, kept = text.take(seq.computed)
         text.ends.clear()
         states = (
             table.blocks[-1]
@@ -142,22 +159,23 @@ class SegmentedGroups(GroupedCache):
         )
         segment = next(filter(None, map(self._segment_of.get, states)), None)
         if segment is None:
-            text.above = self._add(text, end, full, kept)
+            text.above = self._add(seq, seq.computed, full, kept)
+            self._borrow_missing(text.above, seq)
             return
-        text.above, segment.last_use = segment, text.serial
-        segment.full[:0] = full
-        segment.kept += kept
-        segment.blocks += len(full) + len(kept)
-        self._segment_of.update(dict.fromkeys((*full, *kept), segment))
-        self._put_last(segment)
+        text.above = segment
+        segment.last_use = text.serial
+        self._own(segment, full, kept)
+        if not segment.resumable:
+            self._restore(segment, seq)
         self._tell(segment)
 
     def close(self, seq: GroupSequence, *arguments: Any, **options: Any) -> None:
         """Give back all blocks of `seq`. What follows its last boundary is its tail."""
         if seq.is_open:
-            text = self._texts.pop(seq.id)
+            text = self._texts[seq.id]
             if text.full:
-                self._add(text, text.full[-1][0], [block for _, block in text.full], [])
+                self._add(seq, text.full[-1][0], [block for _, block in text.full], [])
+            del self._texts[seq.id]
         super().close(seq, *arguments, **options)
 
     def _stored(self, seq: GroupSequence, group: int, copies: dict[int, bool]) -> None:
@@ -170,21 +188,34 @@ class SegmentedGroups(GroupedCache):
             if kind == "state":
                 text.ends.add((position + 1) * size)
 
-    def _add(self, text: _Text, end: int, full: list[int], kept: list[int]) -> CachedSegment:
-        """Add the segment that follows the last one of `text`."""
+    def _add(
+        self, seq: GroupSequence, end: int, full: list[int], kept: list[int]
+    ) -> CachedSegment:
+        """Add the segment that follows the last one of the text of `seq`."""
+        text = self._texts[seq.id]
         above = text.above
         while above is not None and not above.resumable:
             # It has lost its boundary since: its blocks go to what follows it.
-            full, above.full, above.blocks = above.full + full, [], 0
+            full = above.full + full
+            above.full = []
+            above.blocks = 0
             self._segments.pop(above, None)
             self._tell(above)
             above = above.above
-        segment = CachedSegment(0, end, bool(kept), text.serial, full=full, kept=kept)
-        self._segment_of.update(dict.fromkeys((*full, *kept), segment))
-        segment.blocks = len(full) + len(kept)
-        self._put_last(segment)
+        segment = CachedSegment(0, end, bool(kept), text.serial)
+        self._own(segment, full, kept)
         self._put_below(segment, above)
+        if above is not text.above:  # others may have got some of its blocks
+            self._borrow_missing(segment, seq)
         return segment
+
+    def _own(self, segment: CachedSegment, full: list[int], kept: list[int]) -> None:
+        """Give blocks to `segment`, `full` before its own; make it the last in the order."""
+        segment.full[:0] = full
+        segment.kept += kept
+        segment.blocks = len(segment.full) + len(segment.kept)
+        self._segment_of.update(dict.fromkeys((*full, *kept), segment))
+        self._put_last(segment)
 
     def _put_last(self, segment: CachedSegment) -> None:
         """Make `segment` the last one in the order."""
@@ -233,6 +264,72 @@ class SegmentedGroups(GroupedCache):
         for request in requests:
             cache.compute(request, self.in_flight_tokens or request.prompt_tokens)
         return cache.stats.hit_tokens
+
+    # What segments borrow.
+
+    def _borrow(self, segment: CachedSegment, places: Iterable[tuple[int, Name]]) -> None:
+        """Note that `segment` stands on blocks of these groups and names, of other segments."""
+        for place in places:
+            if self.groups[place[0]].kind == "full":  # of chunks the last one is needed
+                segment.borrowed[place] = None
+                self._borrowers.setdefault(place, {})[segment] = None
+
+    def _borrow_missing(self, segment: CachedSegment, seq: GroupSequence) -> None:
+        """Let `segment`, of the text of `seq`, borrow those of its blocks that it lacks."""
+        tokens = segment.end - segment.start
+        whole = sum(tokens // size for size in self._sizes_of_full)
+        if not segment.resumable or len(segment.full) >= whole:
+            return
+        own = set(map(self._blocks.place, segment.full))
+        for index, group in enumerate(self.groups):
+            size = group.block_size
+            names = seq.names[size].at(range(segment.start // size, segment.end // size))
+            self._borrow(segment, ((index, name) for name in names if (index, name) not in own))
+
+    def _evict(self, blocks: list[int]) -> None:
+        """Remove the names of `blocks`; what borrows the last one of a name cannot be hit."""
+        if not self._borrowers:
+            super()._evict(blocks)
+            return
+        places = [*map(self._blocks.place, blocks)]
+        super()._evict(blocks)
+        for group, name in places:
+            if name not in self._cached[group]:
+                while borrowers := self._borrowers.get((group, name)):
+                    self._part(next(iter(borrowers)))
+
+    def _part(self, segment: CachedSegment) -> None:
+        """Let nothing resume at `segment` or below: blocks before them have left.
+
+        What they hold stays until the policy chooses it, each for itself.
+        """
+        if segment.above is not None:
+            segment.above.next.pop(segment, None)
+            self._count_below(segment.above)
+        parted = [segment]
+        for each in parted:
+            parted += each.next
+            each.next.clear()
+            each.children = each.below = 0
+            each.resumable = False
+            each.seconds = 0.0
+            self._give_back(each)
+            self._tell(each)
+
+    def _restore(self, segment: CachedSegment, seq: GroupSequence) -> None:
+        """Let requests resume at `segment` again, as `seq` does: what was missing is back."""
+        segment.resumable = True
+        self._put_below(segment, None)
+        self._borrow_missing(segment, seq)
+
+    def _give_back(self, segment: CachedSegment) -> None:
+        """Let `segment` borrow nothing any more."""
+        for place in segment.borrowed:
+            borrowers = self._borrowers[place]
+            del borrowers[segment]
+            if not borrowers:
+                del self._borrowers[place]
+        segment.borrowed.clear()
 
     # Evictions.
 
@@ -299,7 +396,12 @@ class SegmentedGroups(GroupedCache):
         if block in segment.kept:
             segment.kept.remove(block)
         else:
-            segment.full.remove(block)
+            if segment.full[-1] == block:  # as a rule
+                segment.full.pop()
+            else:
+                segment.full.remove(block)
+            if segment.resumable:
+                self._borrow(segment, [self._blocks.place(block)])
         segment.blocks -= 1
         if segment.resumable and not segment.kept:
             self._dissolve(segment)
@@ -309,17 +411,23 @@ class SegmentedGroups(GroupedCache):
 
     def _dissolve(self, segment: CachedSegment) -> None:
         """Let the segments below `segment`, which lost its boundary, start where it starts."""
-        segment.resumable, segment.seconds = False, 0.0
-        above, below = segment.above, [*segment.next]
+        segment.resumable = False
+        segment.seconds = 0.0
+        above = segment.above
+        below = [*segment.next]
         if above is not None:
             del above.next[segment]
         segment.next.clear()
         segment.children = segment.below = 0
         for child in below:
             self._put_below(child, above)
+            self._borrow(child, segment.borrowed)
+        self._give_back(segment)
         self._count_below(above)
         if below:
             heir = below[0]
+            for child in below[1:]:
+                self._borrow(child, map(self._blocks.place, segment.full))
             self._segment_of.update(dict.fromkeys(segment.full, heir))
             heir.full[:0] = segment.full
             heir.blocks += len(segment.full)
@@ -357,4 +465,6 @@ class _Leaving(Sequence[CachedSegment]):
 def _split(blocks: list[tuple[int, int]], end: int) -> tuple[list[int], list[tuple[int, int]]]:
     """Return the blocks up to `end` tokens, and the others with their tokens."""
     first = [block for tokens, block in blocks if tokens <= end]
+    if len(first) == len(blocks):
+        return first, []
     return first, [entry for entry in blocks if entry[0] > end]

@@ -13,7 +13,8 @@ import attrs
 from kvcore.errors import InputError
 from kvcore.models.cost import attended_pairs
 from kvcore.serving.latency import StepWork, Windows
-from kvcore.units import INT64_LIMIT, NS_PER_S, PS_PER_NS, picoseconds
+from kvcore.units import NS_PER_S, PS_PER_NS, picoseconds
+from kvcore.untrusted import parse_digits
 from kvcore.workloads.files import lines
 from kvcore_plugins.csv_rows import split_row
 
@@ -150,10 +151,11 @@ def _place(path: Path, number: int, header: list[str], name: str) -> int:
 
 
 def _count(where: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < len(str(INT64_LIMIT))):
+    count = parse_digits(text)
+    if count is None:
         msg = f"{where}: expected a whole number, at least 0 and below 10^18, got {text!r}"
         raise InputError(msg)
-    return int(text)
+    return count
 
 
 def _seconds(where: str, text: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -35,20 +35,21 @@ class Block(NamedTuple):
 
 
 def log_parts(
-    body: Row, ends: Callable[[Sequence[int], int], Iterable[int]], total: int
+    body: Row, ends: Sequence[int] | None, total: int
 ) -> tuple[tuple[PromptPart, ...], bool]:
     """Return the content blocks of a logged prompt, and whether it has breakpoints.
 
     Args:
         body: row of the request.
-        ends: returns the tokens up to the end of the tools and of each message, from the
-            lengths of their texts and `total`.
+        ends: the tokens up to the end of the tools and of each message; None: `total` is
+            divided by the lengths of their texts.
         total: tokens of the prompt's text.
     """
     groups = list(message_blocks(body))
     marked = any(block.ttl_ns is not None for group in groups for block in group)
-    lengths = [sum(len(block.text) for block in group) for group in groups]
-    parts = prompt_parts(body, groups, ends(lengths, total))
+    if ends is None:
+        ends = _divided([sum(len(block.text) for block in group) for group in groups], 0, total)
+    parts = prompt_parts(body, groups, ends)
     return parts, marked or _ttl(body) is not None
 
 

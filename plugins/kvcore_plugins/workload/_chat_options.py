@@ -16,8 +16,8 @@ from kvcore.units import as_float
 from kvcore.untrusted import load_toml
 from kvcore_plugins.workload.file_workload import TimedFile
 
-_NAMES = ("messages", "prompt", "answer", "usage", "model", "time")
-_LATER = ("image_tokens", "isolate", "strict", "turns", "fields", *_NAMES[:-1])
+_NAMES = ("messages", "prompt", "answer", "usage", "model", "tenant", "time")
+_LATER = ("image_tokens", "isolate", "strict", "turns", "fields", "only_model", *_NAMES[:-1])
 
 
 @attrs.define(eq=False)
@@ -42,6 +42,8 @@ class ChatFile(TimedFile):
     answer: str | None = None
     usage: str | None = None
     model: str | None = None
+    tenant: str | None = None
+    only_model: str | None = None
     fields: Path | None = attrs.field(default=None, converter=optional(as_path))
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -14,6 +15,7 @@ import orjson
 from kvcore import InputError, Request
 from kvcore.request import block_keys
 from kvcore.units import INT64_LIMIT, NS_PER_S
+from kvcore.untrusted import parse_digits
 from kvcore.workloads import lines
 from kvcore_plugins.workload._chat_log import log_parts
 from kvcore_plugins.workload._chat_options import ChatFile
@@ -29,6 +31,7 @@ from kvcore_plugins.workload._messages import (
     chat_body,
     fault_of,
     generated_nothing,
+    is_response,
     messages_of,
     nested,
     reasoning_of,
@@ -38,7 +41,7 @@ from kvcore_plugins.workload._messages import (
     unpacked,
     unusable,
 )
-from kvcore_plugins.workload.left_out import LeftOut, unread_fields
+from kvcore_plugins.workload.left_out import LeftOut, models_note, no_model, unread_fields
 from kvcore_plugins.workload.logged import LoggedRequest, PromptPart
 from kvcore_plugins.workload.rows import Row, Turn, parse_row, time_order
 from kvcore_plugins.workload.times import HEAD, Clock, Timed, TimeOrder, finest
@@ -68,6 +71,12 @@ _ROLES: Sequence[tuple[str, re.Pattern[str], tuple[type, ...]]] = tuple(
         ("model", r"model(_?(name|id))?", (str,)),
         ("time", rf"{_TIME}|_at|ts", (int, float, str)),
     )
+)
+# Fields where an answer would be, and those inside them that have its text.
+_ANSWERED = re.compile(
+    r"(^|[._])(answer|completion|reply|replie|response|output|generation|generated)s?"
+    r"(_?(text|message|body|content))?(\.([^.]+\.)*(text|content|value|parts|messages))?$",
+    re.IGNORECASE,
 )
 _DEPTH = 4
 
@@ -118,20 +127,23 @@ class Reading:
 
     Attributes:
         left_out: rows that are no requests.
-        linked: the rows that continue earlier ones.
+        turns: the rows that continue earlier ones.
     """
 
     def __init__(self, chat: ChatFile) -> None:
         self._chat = chat
-        self.linked = Turns()
+        self.turns = Turns()
         self._names = chat.field_names
-        self._encoder: Encoder = encoder_of(chat.tokens, chat.tokenizer)
+        self._encoder: Encoder = encoder_of(chat.tokens, chat.tokenizer, chat.image_tokens)
         self.left_out = LeftOut(strict=chat.strict)
+        self._models = Counter[str]()
         self._unread: list[str] = []
-        self._rows = self._unanswered = self._hidden = 0
+        self._rows = self._unanswered = self._hidden = self._answers = self._unfound = 0
+        self._likely_answer = ""
+        self._tenantless = 0
         self._estimated = False
         self._other_prompts = self._other_outputs = 0
-        self._reported = self._counted = 0
+        self._reported = self._counted = self._cached = 0
         self._key_text = chat.key_tokens
         self._clock: Clock | None = None
         self._order: TimeOrder | None = None
@@ -145,6 +157,8 @@ class Reading:
         drawn, first = self._chat.drawn_arrivals(), None
         for time, tokens in self._measured(self._tokens()):
             self._rows += 1
+            if (model := _model_of(tokens.exchange)) is not None:
+                self._models[model] += 1
             if time is None:
                 start = next(drawn)
             else:
@@ -152,6 +166,9 @@ class Reading:
                 start = time - first
             yield start, partial(self._turns, tokens, start)
         if not self._rows:
+            chosen = self._chat.only_model
+            if chosen is not None and chosen not in self._models:
+                raise no_model(self._chat.path, chosen, self._models)
             why = self.left_out.first
             if why is not None and self.left_out.reasons.total() == 1:
                 raise why
@@ -176,12 +193,15 @@ class Reading:
                 f"the file has no times{hint}: all arrives at once, a conversation's turns in "
                 "a row; rate=PER_SECOND and think=SECONDS spread them"
             )
-        if self.linked.linked:
+        if self.turns.linked:
             notes.append(
-                f"rows that continue an earlier one: {self.linked.linked:,}, each sent after "
+                f"rows that continue an earlier one: {self.turns.linked:,}, each sent after "
                 "the answer that it quotes and the time between the two; turns=false sends all "
                 "at their times"
             )
+        if self._tenantless:
+            notes.append(f"rows without tenant={self._names['tenant']}: {self._tenantless:,}")
+        notes += models_note(self._models, chat.only_model, "only_model")
         notes += self.left_out.notes
         notes += self._usage_notes()
         if self._unanswered:
@@ -193,13 +213,26 @@ class Reading:
             notes.append(f"fields that are not read: {', '.join(self._unread)}")
         return notes
 
+    def reported_hit_ratio(self) -> float | None:
+        """Return the share of the reported prompt tokens that was cached; None: none was."""
+        return self._cached / self._reported if self._cached else None
+
     def _usage_notes(self) -> Iterator[str]:
+        if (ratio := self.reported_hit_ratio()) is not None:
+            yield f"the log reports {ratio:.1%} of its prompt tokens as cached"
+        if self._unfound:
+            named, likely = self._names.get("answer"), self._likely_answer
+            hint = f"answer={named} has none" if named else "answer=FIELD names it"
+            hint += f", such as answer={likely}" if likely else ""
+            yield f"rows whose answer was not found: {self._unfound:,} ({hint})"
         if self._other_prompts or self._other_outputs:
+            others = f" and {self._other_outputs:,} answers in {self._rows:,} rows"
             text = (
                 f"lengths are those of usage, which differ from the texts' in "
                 f"{self._other_prompts:,} prompts ({self._reported:,} tokens, by the texts "
-                f"{self._counted:,}) and {self._other_outputs:,} answers in {self._rows:,} rows"
+                f"{self._counted:,})"
             )
+            text += others if self._answers else f", in {self._rows:,} rows without an answer"
             if self._key_text != self._chat.key_tokens:
                 text += (
                     f"; a key of {self._chat.key_tokens} tokens is one of {self._key_text} "
@@ -228,7 +261,7 @@ class Reading:
     def _timed(self) -> Iterator[tuple[int | None, Exchange]]:
         """Yield each row that may be a request, in order of time; without times as they are."""
         chat, named = self._chat, self._names.get("time")
-        source = exchanges(chat, self.left_out, self._names)
+        source = self._chosen(exchanges(chat, self.left_out, self._names))
         head = list(islice(source, HEAD))
         rows, field = chain(head, source), _time_field(head, named, chat.unit)
         if field is None:
@@ -243,6 +276,16 @@ class Reading:
         self._clock, self._order = Clock(field, chat.unit), time_order(field)
         for time, _, exchange in self._order.sort(self._clocked(rows, self._clock)):
             yield time, exchange
+
+    def _chosen(self, source: Iterable[Exchange]) -> Iterator[Exchange]:
+        """Yield the rows of the models that are read; count those of others."""
+        chosen = self._chat.only_model
+        for exchange in source:
+            model = _model_of(exchange)
+            if chosen in (None, model):
+                yield exchange
+            elif model is not None:
+                self._models[model] += 1
 
     def _clocked(self, rows: Iterable[Exchange], clock: Clock) -> Iterator[Timed[Exchange]]:
         """Yield the rows that have a time."""
@@ -301,7 +344,7 @@ class Reading:
                 (text,) = text
             if type(text) is not str:
                 raise body.error(field="prompt", expected="a text")
-            ids = self._encoder.encode(text, begins=True)
+            ids = self._encoder.begin(text)
         if ids is not None:
             if not ids:
                 raise body.error(field="prompt", expected="at least one token")
@@ -320,14 +363,14 @@ class Reading:
             if answer is None and answered:
                 answer = Answer(text_of(messages[-1]), reasoning_of(messages.pop()))
                 body.fields["messages"] = body.fields["messages"][:-1]  # no part of the prompt
-            (prompt,) = encoder.prompts(messages, [len(messages)], body)
+            ((prompt, ends),) = encoder.prompts(messages, [len(messages)], body)
             tokens = self._one(exchange, prompt, answer, usage, explicit=explicit)
             if logged:
-                tokens.parts, marked = log_parts(body, encoder.ends, len(prompt))
+                tokens.parts, marked = log_parts(body, ends, len(prompt))
                 tokens.explicit = explicit or marked
             return tokens
         indices = answer_indices(messages)
-        prompts = list(encoder.prompts(messages, indices, body))
+        prompts = [prompt for prompt, _ in encoder.prompts(messages, indices, body)]
         answers = [
             self._encoded(reasoning_of(messages[index]), text_of(messages[index]))
             if index < len(messages)
@@ -395,12 +438,19 @@ class Reading:
         exchange, chat = tokens.exchange, self._chat
         serial, think = exchange.row.line - 1, round(chat.think * NS_PER_S)
         salt, size = _salt_of(exchange, chat.isolate), chat.key_tokens
+        tenant = _tenant_of(exchange, self._names.get("tenant", "tenant"))
+        self._tenantless += tenant is None and "tenant" in self._names
         alone = len(tokens.prompts) == 1
         make, turns = self._maker(tokens), list[Turn]()
         for turn, (prompt, answer) in enumerate(
             zip(tokens.prompts, tokens.answers, strict=True)
         ):
             usage, generated = tokens.usage, answer or []
+            self._answers += answer is not None
+            if answer is None and alone:
+                likely = _likely_answer(exchange.row.fields)
+                self._unfound += "answer" in self._names or bool(likely)
+                self._likely_answer = self._likely_answer or likely
             prompt_tokens = usage.prompt_tokens if usage else self._scaled(len(prompt))
             output = self._output_tokens(tokens, generated)
             if output is None:
@@ -409,6 +459,7 @@ class Reading:
             if usage is not None:
                 self._reported += prompt_tokens
                 self._counted += len(prompt)
+                self._cached += usage.read_tokens
                 self._other_prompts += prompt_tokens != len(prompt)
                 self._other_outputs += answer is not None and output != len(generated)
             # Reported lengths and those of the text differ by some blocks. Of a prompt with
@@ -429,6 +480,7 @@ class Reading:
                 keys=keys[:full_blocks],
                 key_tokens=size,
                 salt=salt,
+                tenant=tenant,
                 session=None if alone else str(serial),
                 after=f"{serial}/{turn - 1}" if turn else None,
                 think_time=think if turn else 0,
@@ -461,14 +513,17 @@ class Reading:
 
 
 def models_in_head(chat: ChatFile) -> list[str]:
-    """Return the models that the first rows of a file name."""
+    """Return the models of the first rows of a file that name one."""
     head = islice(exchanges(chat, LeftOut(strict=False), chat.field_names), HEAD)
-    return [
-        holder.fields["model"]
-        for row, body, response in head
-        for holder in (body, response, row)
-        if type(holder.fields.get("model")) is str
-    ]
+    models = filter(None, map(_model_of, head))
+    return [name for name in models if chat.only_model in (None, name)]
+
+
+def _model_of(exchange: Exchange) -> str | None:
+    """Return the model that a row names: what was asked for, rather than what answered."""
+    row, body, response = exchange
+    names = (holder.fields.get("model") for holder in (body, row, response))
+    return next((name for name in names if type(name) is str and name), None)
 
 
 def exchanges(
@@ -525,11 +580,17 @@ def _likely_times(head: list[Exchange]) -> list[str]:
 def _exchange(row: Row, names: Mapping[str, str], image_tokens: int | None) -> Exchange:
     """Return a row with its request and its answer, whatever its format."""
     fields = row.fields
+    said = {name: fields.get(name) for name in ("response", "output")}
     unpacked(fields, "request", "body", "response", "messages", "input", "output")
+    for name, text in said.items():
+        if type(text) is str and not is_response(fields[name]):
+            fields[name] = text  # JSON that the model was asked for
     for role, name in names.items():
         value = _dotted(fields, name)
         if role == "time":
             fields[name] = value
+        elif role == "tenant":
+            continue  # of the row, or of the request in it
         elif role == "answer":
             fields["response"] = value if type(value) is dict else {"output": value}
         else:
@@ -547,8 +608,9 @@ def _dotted(fields: Any, name: str) -> Any:
     if type(fields) is dict and name in fields:
         return fields[name]
     for part in name.split("."):
-        if type(fields) is list and part.isdecimal() and int(part) < len(fields):
-            fields = fields[int(part)]
+        if type(fields) is list:
+            index = parse_digits(part)
+            fields = None if index is None or index >= len(fields) else fields[index]
         else:
             fields = fields.get(part) if type(fields) is dict else None
     return fields
@@ -579,6 +641,16 @@ def likely_fields(line: bytes) -> dict[str, str]:
                 names[role] = name
                 break
     return names
+
+
+def _likely_answer(fields: dict[str, Any]) -> str:
+    """Return the field of a row that looks like an answer; empty: none does."""
+    found = (
+        name
+        for name, value in _fields_in(fields, "")
+        if value and type(value) in (str, list) and _ANSWERED.search(name)
+    )
+    return next(found, "")
 
 
 def _fields_in(fields: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -616,7 +688,7 @@ def _salt_of(exchange: Exchange, isolate: str | None) -> str | None:
         isolate: further fields that do so, joined by `+`.
     """
     row, body, _ = exchange
-    model = body.optional(body.text, "model", None)
+    model = body.optional(body.text, "model", None) or row.optional(row.text, "model", None)
     holders = [body.fields, row.fields]
     if type(extra := body.fields.get("extra_body")) is dict:
         holders.append(extra)
@@ -630,6 +702,15 @@ def _salt_of(exchange: Exchange, isolate: str | None) -> str | None:
     if not apart:
         return model
     return orjson.dumps([model, apart], option=orjson.OPT_SORT_KEYS).decode()
+
+
+def _tenant_of(exchange: Exchange, name: str) -> str | None:
+    """Return the tenant of a row, in the field `name` of it or of its request."""
+    for holder in (exchange.row, exchange.body):
+        value = _dotted(holder.fields, name)
+        if type(value) in (str, int) and value != "":
+            return str(value)
+    return None
 
 
 def _output_count(exchange: Exchange) -> int | None:

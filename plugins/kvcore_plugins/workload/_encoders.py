@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,14 @@ from kvcore import InputError
 from kvcore.blake2 import blake2b
 from kvcore.lazy import import_extra
 from kvcore.workloads import file_digest
-from kvcore_plugins.workload._messages import ANSWER, Message, remembered, text_of, tools_of
+from kvcore_plugins.workload._messages import (
+    ANSWER,
+    Message,
+    image_text,
+    remembered,
+    text_of,
+    tools_of,
+)
 from kvcore_plugins.workload.rows import Row
 
 ESTIMATES = {
@@ -23,36 +29,51 @@ ESTIMATES = {
     "bytes": "tokens are bytes, some four times as many as a model's tokenizer makes",
 }
 _PIECES = re.compile(r"[A-Za-z]{1,7}|[0-9]{1,3}|\n+|[^\sA-Za-z0-9]")
-_IMAGE = re.compile("\0([0-9a-f]{32}):([0-9]+)\0")
 
 
 class Encoder:
-    """Turns texts into tokens by a function; chats by a template of roles and line ends."""
+    """Turns texts into tokens by a function; chats by a template of roles and line ends.
 
-    def __init__(self, tokens: Callable[[str], list[int]]) -> None:
+    Args:
+        tokens: the function.
+        image_tokens: tokens of an image, which texts may have as `image_text`; None: they have
+            no images.
+    """
+
+    def __init__(
+        self, tokens: Callable[[str], list[int]], image_tokens: int | None = None
+    ) -> None:
         self._tokens = tokens
-        self._ends: list[int] = []
+        self._image_tokens = image_tokens or 0
 
-    def encode(self, text: str, *, begins: bool = False) -> list[int]:
-        """Return the tokens of a text, with the special ones of a prompt if it `begins` one."""
+    def begin(self, text: str) -> list[int]:
+        """Return the tokens of a text that is a prompt, with the special ones of its model."""
+        return self.encode(text)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, without special ones."""
         return self._tokens(text) if "\0" not in text else self._mixed(text)
 
     def _mixed(self, text: str) -> list[int]:
         """Return the tokens of a text with images, whose tokens are numbers of their own."""
-        before, *rest = _IMAGE.split(text)
+        # A text of the log may be written like an image, so the number is not read from it.
+        before, *rest = re.split(image_text("([0-9a-f]{32})", self._image_tokens), text)
         tokens = list(self._tokens(before))
-        for digest, count, after in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+        for digest, after in zip(rest[::2], rest[1::2], strict=True):
             first = int(digest[:15], 16)
-            tokens += range(first, first + int(count))
+            tokens += range(first, first + self._image_tokens)
             tokens += self._tokens(after)
         return tokens
 
     def prompts(
         self, messages: list[Message], places: list[int], body: Row
-    ) -> Iterator[list[int]]:
-        """Yield the tokens of all messages before each of the ascending `places`."""
+    ) -> Iterator[tuple[list[int], list[int] | None]]:
+        """Yield the tokens of all messages before each of the ascending `places`.
+
+        With them are the tokens up to the end of the tools and of each message; None: unknown.
+        """
         tokens: list[int] = []
-        self._ends = ends = []
+        ends: list[int] = []
         tools = tools_of(body)
         if tools:
             tokens += self.encode(orjson.dumps(tools).decode())
@@ -65,59 +86,48 @@ class Encoder:
                     tokens += self.encode(text)
                 ends.append(len(tokens))
             done = end
-            yield [*tokens, *self.encode(f"{ANSWER}\n")]
-
-    def ends(self, lengths: Sequence[int], total: int) -> Iterable[int]:
-        """Return the ends of tools and messages of these lengths in the last prompt."""
-        return self._ends
+            yield [*tokens, *self.encode(f"{ANSWER}\n")], [*ends]
 
 
 class _Tokenizer(Encoder):
-    """The tokenizer of a model, and its chat template."""
+    """The tokenizer of a model without a chat template."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__(partial(tokenizer.encode, add_special_tokens=False))
+    def __init__(self, tokenizer: Any, image_tokens: int | None) -> None:
+        super().__init__(partial(tokenizer.encode, add_special_tokens=False), image_tokens)
         self._tokenizer = tokenizer
 
-    def encode(self, text: str, *, begins: bool = False) -> list[int]:
-        if not begins:
-            return super().encode(text)
+    def begin(self, text: str) -> list[int]:
         tokens: list[int] = self._tokenizer.encode(text)
         return tokens
 
+
+class _Template(_Tokenizer):
+    """The tokenizer of a model with a chat template."""
+
     def prompts(
         self, messages: list[Message], places: list[int], body: Row
-    ) -> Iterator[list[int]]:
-        if self._tokenizer.chat_template is None:
-            yield from super().prompts(messages, places, body)
-            return
-        images = any("\0" in message["content"] for message in messages)
+    ) -> Iterator[tuple[list[int], None]]:
         for end in places:
             try:
-                tokens = self._tokenizer.apply_chat_template(
+                text = self._tokenizer.apply_chat_template(
                     messages[:end],
                     tools=tools_of(body),
                     add_generation_prompt=True,
-                    tokenize=not images,
-                    return_dict=False,
+                    tokenize=False,
                 )
             except Exception as error:
                 msg = f"{body.path}:{body.line}: the tokenizer's chat template fails: {error}"
                 raise InputError(msg) from error
-            yield self.encode(tokens) if images else tokens
-
-    def ends(self, lengths: Sequence[int], total: int) -> Iterable[int]:
-        if self._tokenizer.chat_template is None:
-            return super().ends(lengths, total)
-        # A template gives only the length of the whole, which is divided by those of the texts.
-        return [total * length // (sum(lengths) or 1) for length in accumulate(lengths)]
+            yield self.encode(text), None
 
 
-def encoder_of(tokens: str, tokenizer: Path | None) -> Encoder:
+def encoder_of(tokens: str, tokenizer: Path | None, image_tokens: int | None = None) -> Encoder:
     """Return the encoder of a tokenizer in a folder, or without one of an estimate."""
     if tokenizer is not None:
-        return _Tokenizer(_pretrained(tokenizer, tokenizer_digests(tokenizer)))
-    return Encoder(_words if tokens == "words" else _bytes)
+        pretrained = _pretrained(tokenizer, tokenizer_digests(tokenizer))
+        kind = _Tokenizer if pretrained.chat_template is None else _Template
+        return kind(pretrained, image_tokens)
+    return Encoder(_words if tokens == "words" else _bytes, image_tokens)
 
 
 def tokenizer_digests(folder: Path) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import orjson
 
 from kvcore import InputError
 from kvcore.blake2 import blake2b
+from kvcore.untrusted import parse_digits
 from kvcore_plugins.workload.rows import Row
 from kvcore_plugins.workload.times import find_times
 
@@ -307,30 +308,62 @@ class Answer(NamedTuple):
 _TEXTS = ("completion", "response", "output", "answer", "generated_text", "output_text")
 
 
+_ENVELOPE = frozenset(("choices", "candidates", "content", "message", "usage", "error", "body",
+                       "id", "object", *_TEXTS))  # fmt: skip
+
+
+def is_response(value: Any) -> bool:
+    """Return True if what was JSON in a text may be a response or messages, and no answer."""
+    first = value[0] if type(value) is list and value else value
+    return type(first) is dict and not _ENVELOPE.isdisjoint(first)
+
+
 def answer_of(response: Row) -> Answer | None:
     """Return what a server answered, if it is recorded."""
     fields = response.fields
     if type(fields.get("choices")) is list:
         return _choice(response)
-    if type(fields.get("output")) is list:
+    if type(fields.get("output")) is list and type(_only(fields["output"])) is not str:
         return _items(response)
     candidates = fields.get("candidates")
     if type(candidates) is list:
         first = candidates[0] if candidates and type(candidates[0]) is dict else {}
         return _parts(first.get("content"), max(len(candidates), 1))
-    if type(fields.get("content")) is list:
+    if _is_answer(response):
         return _spoken(response, fields)
-    for name in ("output", "message"):
-        inside = fields.get(name)
-        if type(inside) is dict and type(inside.get("message")) is dict:
-            inside = inside["message"]  # Bedrock
-        if type(inside) is dict and "content" in inside:
-            return _spoken(response, inside)
-    texts = (fields.get(name) for name in _TEXTS)
+    for name in (*_TEXTS, "message"):
+        inside = _only(fields.get(name))
+        if type(inside) is dict:
+            prefix = f"{response.prefix}{name}."
+            answer = answer_of(Row(response.path, response.line, inside, prefix))
+            if answer is not None:
+                return answer
+    names = (*_TEXTS, "text") if _is_inside(response) else _TEXTS
+    texts = (_only(fields.get(name)) for name in names)
     text = next((text for text in texts if type(text) is str), None)
     ids = next(filter(None, map(token_ids, (fields.get("completion_token_ids"),
                                             fields.get("output_ids")))), None)  # fmt: skip
     return None if text is None and ids is None else Answer(text or "", tokens=ids)
+
+
+def _only(value: Any) -> Any:
+    """Return the one element of a list of one, or else the value itself."""
+    return value[0] if type(value) is list and len(value) == 1 else value
+
+
+def _is_inside(response: Row) -> bool:
+    """Return True if an object has what was answered alone, and no request beside it."""
+    return response.prefix not in ("", "body.")
+
+
+def _is_answer(response: Row) -> bool:
+    """Return True if an object is an assistant's message; beside a request, by its role."""
+    fields = response.fields
+    content = fields.get("content", 0)
+    if type(content) not in (str, list) and content is not None and "tool_calls" not in fields:
+        return False
+    role = fields.get("role", ANSWER if type(content) is list or _is_inside(response) else "")
+    return type(role) is str and _ROLES.get(role, role) == ANSWER
 
 
 def _spoken(response: Row, fields: dict[str, Any]) -> Answer:
@@ -440,9 +473,10 @@ def _is_other(endpoint: str) -> bool:
 
 def _has_failed(status: Any) -> bool:
     """Return True if a status is that of an error, as a word or as HTTP has it."""
-    if type(status) is str and not status.isdecimal():
-        return status.lower() in _FAILED
-    return type(status) in (int, str) and int(status) in _HTTP_ERRORS
+    code = parse_digits(status) if type(status) is str else status
+    if type(code) is int:
+        return code in _HTTP_ERRORS
+    return type(status) is str and status.lower() in _FAILED
 
 
 def generated_nothing(response: Row) -> bool:

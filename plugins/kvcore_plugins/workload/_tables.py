@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 
 from kvcore import InputError
+from kvcore.untrusted import parse_digits
 from kvcore.workloads import lines
 from kvcore_plugins.csv_rows import split_row
 from kvcore_plugins.workload.file_workload import FileWorkload
@@ -255,11 +256,11 @@ def _is_failure(name: str, value: Any) -> bool:
     if value is None or text in ("", "null", "none"):
         return False
     if name in _CODES:
-        return text.isdecimal() and int(text) >= _WORSE
+        return (parse_digits(text) or 0) >= _WORSE
     if name == "status":
         if type(value) is dict:  # a span's: 2 is an error
             return str(value.get("code", value.get("status_code"))).endswith(("2", "ERROR"))
-        return text in _BAD or (text.isdecimal() and int(text) >= _WORSE)
+        return text in _BAD or (parse_digits(text) or 0) >= _WORSE
     is_true = text not in ("false", "0", "no")
     return not is_true if name in _SUCCESS else is_true and bool(value)
 

@@ -58,6 +58,9 @@ class Chat(ChatFile):
             digits, signs, line ends) or `bytes`.
         time, messages, prompt, answer, usage, model: fields of a row, where they have other
             names or lie deeper than those above, such as `payload.messages`.
+        tenant: the field of a row or of the request in it with the tenant, such as `user`;
+            None: `tenant`, where rows have it.
+        only_model: the model whose rows alone are read; None: those of all models are.
         fields: path of a TOML file with these names.
         image_tokens: tokens of an image, or of another part without a text; None: rows with
             such parts are left out.
@@ -85,7 +88,7 @@ class Chat(ChatFile):
 
         self._reading = reading = Reading(self)
         requests = merged(reading.sessions())
-        return reading.linked.link(requests, reading.timed) if self.turns else requests
+        return reading.turns.link(requests, reading.timed) if self.turns else requests
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
@@ -133,6 +136,11 @@ class Chat(ChatFile):
 
         counts = Counter(models_in_head(self))
         return max(counts, key=counts.__getitem__, default=None)
+
+    @property
+    def reported_hit_ratio(self) -> float | None:
+        """The share of the reported prompt tokens that was cached; None: no row reports any."""
+        return None if self._reading is None else self._reading.reported_hit_ratio()
 
     @property
     def notes(self) -> Sequence[str]:

@@ -110,23 +110,22 @@ class Jsonl(FileWorkload):
     def _texts(self) -> tuple[dict[int | str, list[Any]], dict[int | str, int]]:
         """Return the keys of generated blocks, and the tokens of answers, by request.
 
-        FINISH says how long an answer became, and of a run on texts has all of its keys; each
-        KEYS of an engine has further ones.
+        Each KEYS has further ones, also of an answer that its client has left, whose FINISH
+        has none; FINISH says how long an answer became.
         """
         keys: dict[int | str, list[Any]] = {}
         lengths: dict[int | str, int] = {}
         with closing(self._rows()) as rows:
             header = next(rows).fields
-            engine = header.get("engine")
-            if not generates_texts(header.get("executor"), header.get("mode"), engine):
+            told = (header.get(name) for name in ("executor", "mode", "engine"))
+            if not generates_texts(*told):
                 return keys, lengths
-            event, field = ("KEYS", "keys") if engine else ("FINISH", "output_keys")
             for row in rows:
                 kind = row.fields.get("event")
-                if kind == event and field in row.fields:
+                if kind == "KEYS":
                     known = keys.setdefault(row.identifier("request"), [])
-                    known.extend(row.keys(field, digests=True))
-                if kind == "FINISH":
+                    known.extend(row.keys("keys", digests=True))
+                elif kind == "FINISH":
                     lengths[row.identifier("request")] = row.natural("output")
         return keys, lengths
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable
+from pathlib import Path
 
 import attrs
 
@@ -45,6 +46,38 @@ class LeftOut:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.reasons.items())
         total = self.reasons.total()
         return [f"left out: {total:,} ({reasons}); the first: {self.first}"]
+
+
+_MODELS = 3
+
+
+def of_models(models: Counter[str]) -> str:
+    """Return the models with the most rows, each with their number."""
+    shown = ", ".join(f"{name} ({count:,})" for name, count in models.most_common(_MODELS))
+    others = len(models) - _MODELS
+    return shown + (f" and {others:,} more" if others > 0 else "")
+
+
+def models_note(models: Counter[str], chosen: str | None, option: str) -> list[str]:
+    """Return the note on a log of several models; none if there is one.
+
+    Args:
+        models: rows by model.
+        chosen: the model whose rows alone are read; None: those of all are.
+        option: the option that chooses it.
+    """
+    if len(models) < 2:  # noqa: PLR2004 - several
+        return []
+    told = f"rows are of {len(models):,} models: {of_models(models)}"
+    if chosen is not None:
+        return [f"{told}; those of {chosen} alone are read"]
+    return [f"{told}, all read as the requests of one; {option}=NAME reads those of one alone"]
+
+
+def no_model(path: Path, chosen: str, models: Counter[str]) -> InputError:
+    """Return the error of a model that no row names."""
+    there = of_models(models) if models else "none"
+    return InputError(f"{path}: no row is of the model {chosen!r}; there are: {there}")
 
 
 def unread_fields(names: Iterable[str], read: Collection[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from fractions import Fraction
@@ -11,11 +12,12 @@ from typing import ClassVar
 import attrs
 from attrs.validators import ge
 
-from kvcore import InputError, Request
+from kvcore import Request
 from kvcore.blake2 import blake2b
 from kvcore.request import KEY_BYTES
 from kvcore.units import NS_PER_S
 from kvcore_plugins.workload.file_workload import FileWorkload
+from kvcore_plugins.workload.left_out import models_note, no_model
 from kvcore_plugins.workload.rows import Row, rows
 
 _HASH = re.compile(r"-?0x[0-9a-fA-F]{1,128}")
@@ -50,11 +52,14 @@ class LMCache(FileWorkload):
     model: str | None = None
     output_tokens: int = attrs.field(default=0, validator=ge(0))
 
+    _models: Counter[str] = attrs.field(factory=Counter, init=False, repr=False)
+
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each row. Keeps one row in memory."""
         key_tokens = self.key_tokens
         first, latest = None, 0
-        for row in self._rows():
+        self._models.clear()
+        for row in self._rows(self._models):
             time = _time(row)
             first = time if first is None else first
             latest = max(latest, first)
@@ -79,24 +84,29 @@ class LMCache(FileWorkload):
     @property
     def key_tokens(self) -> int:
         """Tokens of a chunk, read from the first row."""
-        with closing(self._rows()) as rows:
+        with closing(self._rows(Counter())) as rows:
             return next(rows).natural("chunk_size", 1)
 
     @property
     def served_model(self) -> str:
         """The model of the first row."""
-        with closing(self._rows()) as found:
+        with closing(self._rows(Counter())) as found:
             return next(found).text("model_name")
 
-    def _rows(self) -> Generator[Row, None, None]:
-        empty = True
+    @property
+    def notes(self) -> list[str]:
+        """The models of the rows that were read last, if there are several."""
+        return models_note(self._models, self.model, "model")
+
+    def _rows(self, models: Counter[str]) -> Generator[Row, None, None]:
+        """Yield the rows of the models that are read; count those of each in `models`."""
         for row in rows(self.path):
-            if self.model in (None, row.text("model_name")):
-                empty = False
+            name = row.text("model_name")
+            models[name] += 1
+            if self.model in (None, name):
                 yield row
-        if empty:
-            msg = f"{self.path}: no row has the model_name {self.model!r}"
-            raise InputError(msg)
+        if self.model is not None and self.model not in models:
+            raise no_model(self.path, self.model, models)
 
 
 def _time(row: Row) -> int:

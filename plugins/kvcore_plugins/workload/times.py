@@ -158,12 +158,12 @@ class Clock:
             return None
         text = str(value).strip()
         digits, _, part = text.partition(".")
-        if digits.isdecimal() and len(digits) <= 2 * _DIGITS:
+        if text.isascii() and digits.isdigit() and len(digits) <= 2 * _DIGITS:
             integer = int(digits)
             factor = self._factor or self._guess(integer)
             if not part:
                 return self._in_range(integer * factor)
-            if factor == NS_PER_S and len(part) <= _DIGITS and part.isdecimal():
+            if factor == NS_PER_S and len(part) <= _DIGITS and part.isdigit():
                 return self._in_range(integer * factor + int(part.ljust(_DIGITS, "0")))
         if re.fullmatch(_NUMBER, text):
             decimal = Decimal(text)

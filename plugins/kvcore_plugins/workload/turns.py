@@ -61,24 +61,23 @@ class Turns:
                 if quoted is None:
                     return None
                 if quoted.tokens <= request.prompt_tokens:
-                    if following is None or following == quoted.following:
-                        return quoted
-                    if quoted.following is not None:
-                        ends[key] = None
-                        return None
-                    ends[key] = quoted._replace(following=following)
-                    return quoted
+                    if following is not None:
+                        is_turn = quoted.following in (None, following)
+                        ends[key] = quoted._replace(following=following) if is_turn else None
+                    return ends[key]
             following = key
         return None
 
     def add(self, request: Request, session: str) -> None:
         """Record a request, which later ones may continue."""
-        full = min(request.prompt_tokens // request.key_tokens, len(request.keys))
-        last = request.output_keys[-1] if request.output_keys else None
-        if last is None and full:
+        if request.output_keys:
+            last = request.output_keys[-1]
+        elif full := min(request.prompt_tokens // request.key_tokens, len(request.keys)):
             last = request.keys[full - 1]
-        known = None if last is None else self._ends.get(last)
-        if last is None or (known is None and last in self._ends):
+        else:
+            return
+        known = self._ends.get(last)
+        if known is None and last in self._ends:
             return
         tokens = request.prompt_tokens + request.output_tokens
         following = None if known is None else known.following

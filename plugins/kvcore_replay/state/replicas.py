@@ -20,6 +20,7 @@ from kvcore.errors import InputError
 from kvcore.trace import events
 from kvcore.trace.events import Event, Header, violated
 from kvcore.units import NS_PER_S
+from kvcore.untrusted import parse_digits
 from kvcore_cluster.trace import MOST_REPLICAS
 from kvcore_plugins.traces.reader import TraceReader
 
@@ -151,13 +152,13 @@ class ServerReader(TraceReader):
         self._replica = self._life = None
         if replica is not None:
             index, colon, life = str(replica).partition(":")
-            if not index.isdecimal() or (colon and not life.isdecimal()):
+            self._replica, self._life = parse_digits(index), parse_digits(life)
+            if self._replica is None or (colon and self._life is None):
                 msg = (
                     f"{replica!r} is no replica: give its number, such as 1, and if it has "
                     "failed which of its lives, such as 1:2"
                 )
                 raise InputError(msg)
-            self._replica, self._life = int(index), int(life) if colon else None
 
     def __iter__(self) -> Iterator[Event]:
         """Yield the lines of the server."""

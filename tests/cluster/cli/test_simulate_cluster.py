@@ -7,7 +7,7 @@ from functools import partial
 
 import orjson
 import pytest
-from helpers.commands import error_of, stdout_of
+from helpers.commands import stdout_of
 
 import kvcore
 from kvcore_cli import main as frame
@@ -28,7 +28,6 @@ blocks = 50
 """
 
 run = partial(stdout_of, "simulate", SMALL)
-refused = partial(error_of, "simulate", SMALL)
 
 
 def report(*arguments):

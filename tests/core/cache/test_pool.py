@@ -38,18 +38,6 @@ def test_freed_blocks_that_are_not_allocated_keep_their_order():
     assert pool.allocate(2) == ids(2, 3)
 
 
-@pytest.mark.parametrize("first", range(6))
-def test_two_allocations_give_the_ids_of_one(first):
-    """allocate(a + b) gives the same ids as allocate(a) and then allocate(b)."""
-    one, two = BlockPool(8), BlockPool(8)
-    for pool in (one, two):
-        pool.allocate(5)
-        pool.free(ids(4, 0, 2), 3)
-    parts = two.allocate(first)
-    parts.extend(two.allocate(5 - first))
-    assert one.allocate(5) == parts
-
-
 def test_an_allocation_of_no_blocks_changes_nothing():
     """`allocate(0)` returns no ids and changes nothing, even if freed blocks are there."""
     pool = BlockPool(4)

@@ -28,6 +28,18 @@ def test_sizes_slos_and_plugins_are_read_from_text():
     assert config.eviction == Spec("lfu", {"half_life": "3"})
 
 
+@pytest.mark.parametrize("text", ["²", "١٢", pytest.param("1" * 5000, id="endless")])
+def test_a_checkpoint_that_is_no_number_in_ascii_names_a_plugin(text):
+    """Digits of other alphabets, and thousands of digits, are no retention interval."""
+    assert RunConfig(checkpoint=text).checkpoint == Spec(text)
+
+
+@pytest.mark.parametrize("tokens", [64, "64"])
+def test_a_checkpoint_may_be_a_number_of_tokens(tokens):
+    """A number, also as text, is vLLM's retention interval."""
+    assert RunConfig(checkpoint=tokens).checkpoint == Spec("every", {"tokens": "64"})
+
+
 def test_slos_and_plugins_are_read_from_tables():
     """SLOs and plugins are read from tables as TOML has them."""
     config = RunConfig(slo={"ttft": 1.5}, scheduler={"name": "srpt", "preemptive": False})
@@ -49,6 +61,9 @@ def test_the_slo_may_be_left_out(given, slo):
         ({"like": {}}, "like: the table needs a name"),
         ({"window": (5, 3)}, "window: expected a window of time in ns, such as (0, 10**9)"),
         ({"window": (1.5, None)}, "window: expected a window of time in ns"),
+        ({"window": (False, True)}, "window: expected a window of time in ns"),
+        ({"window": (True, None)}, "window: expected a window of time in ns"),
+        ({"window": (1, 2, 3)}, "window: expected a window of time in ns"),
         ({"window": ("1", "2")}, "window: expected a window of time in ns"),
         ({"workload": 3}, "workload: expected a workload: "),
     ],

@@ -11,7 +11,15 @@ from helpers.requests import keyed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore import KVCache, PolicyError, Request, Rules, Scheduler
+from kvcore import (
+    InputError,
+    KVCache,
+    LatencyModel,
+    PolicyError,
+    Request,
+    Rules,
+    Scheduler,
+)
 from kvcore.serving import Batching, simulate
 from kvcore.serving import native as serving
 from kvcore.serving.loop import ServingLoop
@@ -105,6 +113,42 @@ def test_what_the_core_lacks_is_served_in_python(options, reason, monkeypatch):
     request = Request(id=0, prompt_tokens=100, output_tokens=5, key_tokens=16)
     simulate([request], cache=KVCache(100, 16), **options)
     assert reasons == [reason]
+
+
+class Steep(LatencyModel):
+    """A latency model whose steps take 1 ns, and more by the context of those that decode."""
+
+    name = "steep"
+
+    def __init__(self, line):
+        """Take the line of the picoseconds in the context."""
+        self.line = line
+
+    def pieces(self, *_):
+        """Return the line."""
+        return [self.line]
+
+
+@pytest.mark.parametrize("line", [(1000, 1 << 63), (1 << 64, 1), (10**40, 0)])
+@pytest.mark.parametrize("rules", [None, VLLM()])
+def test_a_time_with_many_digits_is_refused_in_the_same_words(line, rules):
+    """A decode step that takes too long is an error with the time that Python computes."""
+    requests = [
+        Request(id=n, prompt_tokens=2000, output_tokens=99, key_tokens=16) for n in range(3)
+    ]
+
+    def serve():
+        with pytest.raises(InputError, match="by latency model 'steep'") as caught:
+            simulate(
+                requests, cache=KVCache(900, 16), latency=Steep(line),
+                batching=Batching(rules=rules),
+            )  # fmt: skip
+        return str(caught.value)
+
+    with core():
+        found = serve()
+    with core(used=False):
+        assert found == serve()
 
 
 class ByBlocks(Scheduler):

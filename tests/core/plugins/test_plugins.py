@@ -298,3 +298,17 @@ def test_hook_that_raises_is_reported(failure):
     text = error(PluginError, plugins.names, "workload")
     hook = "kvcore_workloads of extra[0] (registered in code)"
     assert text.startswith(f"{hook} raised {failure!r} ({__file__}:")
+
+
+def test_a_class_that_is_registered_twice_is_one():
+    """A class that one hook returns twice, or two hooks each, is no duplicate of itself."""
+    twice, again, twin = (
+        module(kvcore_eviction_policies=classes)
+        for classes in ([Oldest, Oldest], [Oldest], [Twin, Twin])
+    )
+    assert Plugins([twice, again], entry_points=()).names("eviction") == ["oldest"]
+    both = Plugins([twice, twin], entry_points=())
+    assert error(PluginError, both.names, "eviction").startswith(
+        f"two eviction plugins are named 'oldest': {__name__}.Oldest of extra[0] (registered "
+        f"in code), and {__name__}.Twin of extra[1]"
+    )

@@ -5,7 +5,7 @@ from copy import copy
 import attrs
 import pytest
 from helpers.schedulers import scheduler_of
-from helpers.serving import BLOCK, COLUMNS, STEP, Bent, Even, ask, batching_of, serve
+from helpers.serving import BLOCK, STEP, Bent, Even, ask, batching_of, serve
 
 from kvcore import InputError, KVCache, LatencyModel, Request
 from kvcore.request import Hints
@@ -278,7 +278,7 @@ def test_blocks_with_ids_are_served_as_those_that_are_counted():
         batching = batching_of(watermark=0)
         log = simulate(requests, cache=cache, latency=Even(), batching=batching).log
         cache.check_integrity()
-        return {column: list(getattr(log, column)) for column in COLUMNS}
+        return {name: list(column) for name, column in log.columns().items()}
 
     counted = served(ids=False)
     assert sum(counted["recomputes"]) > 0

@@ -8,8 +8,7 @@ from fractions import Fraction
 
 import pytest
 from helpers.jobs import job
-from helpers.schedulers import SCHEDULERS
-from helpers.serving import BLOCK, Even, ask, batching_of, serve, servers
+from helpers.serving import BLOCK, Even, ask, batching_of, serve
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -327,50 +326,6 @@ def test_arrivals_at_one_time_have_no_rate(ats):
     """Requests that all arrive at once have no offered load."""
     requests = [ask(index, at=at) for index, at in enumerate(ats)]
     assert run(requests).summary()["offered_load"] is None
-
-
-def test_littles_law_for_requests():
-    """The mean of requests in the server is their rate x their mean time (Little's law)."""
-    requests = [ask(n, at=n * n, prompt=1 + n % 9, output=n % 5) for n in range(40)]
-    served = serve(requests, max_seqs=3)
-    here, since, area = 0, 0, 0
-    for line in served.lines:
-        if line["event"] in ("REQUEST", "FINISH"):
-            area += here * (line["t"] - since)
-            since = line["t"]
-            here += 1 if line["event"] == "REQUEST" else -1
-    summary = served.result.summary()
-    rate = summary["completed"] / summary["simulated_s"]
-    mean = area / NS / summary["simulated_s"]
-    assert mean == pytest.approx(rate * summary["e2e_s"]["mean"])
-
-
-@given(servers())
-def test_every_token_after_the_first_is_one_gap(server):
-    """Every token after the first has one inter-token latency, even after preemptions.
-
-    Together they are the time from the first token to the end.
-    """
-    result = server.run("fcfs", trace=False).result
-    log = result.log
-    finished = [row for row in range(len(log.ids)) if row not in log.reasons]
-    count = sum(max(log.output[row] - 1, 0) for row in finished)
-    assert log.itl.count == count
-    if count:
-        times = [log.finish[r] - log.first_token[r] for r in finished if log.output[r]]
-        total = result.summary()["itl_s"]["mean"] * count * NS
-        assert sum(times) == pytest.approx(total, abs=len(times) + 1e-6)
-
-
-@pytest.mark.parametrize("scheduler", SCHEDULERS[:4])
-@given(server=servers())
-def test_jumps_change_no_value_of_the_result(scheduler, server):
-    """The result with jumps is exactly equal to that of single steps."""
-    jumped, stepped = (
-        server.run(scheduler, trace=False, jumps=jumps).result for jumps in (True, False)
-    )
-    assert jumped.requests == stepped.requests
-    assert jumped.summary() | {"wall_s": 0} == stepped.summary() | {"wall_s": 0}
 
 
 def test_attributes_of_the_result_equal_the_summary():

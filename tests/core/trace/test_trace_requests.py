@@ -17,7 +17,7 @@ from kvcore.workloads.files import file_digest
 from kvcore_lab.comparison import compare_policies
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.traces.reader import read_request
-from kvcore_plugins.workload import Recording, Zipf
+from kvcore_plugins.workload import Jsonl, Recording, Zipf
 from kvcore_plugins.workload.recorded import TraceWorkload
 
 FULL = Request(
@@ -197,3 +197,23 @@ def test_requests_are_read_from_a_handmade_trace(tmp_path):
         "short",
         "silent",
     ]
+
+
+@pytest.mark.parametrize("output_keys", [{"output_keys": [7, 9]}, {}])
+def test_both_readers_of_a_trace_have_the_same_texts(tmp_path, output_keys):
+    """The blocks of a text are those of KEYS; FINISH has none if its client has left."""
+    path = tmp_path / "trace.jsonl"
+    text = text_request("a", range(4), output=99, block_size=4, publish=True)
+    write(
+        path,
+        ("REQUEST", request_fields(text)),
+        ("KEYS", {"request": "a", "keys": [7]}),
+        ("KEYS", {"request": "a", "keys": [9]}),
+        ("FINISH", {"request": "a", "seq": 0, "output": 9, **output_keys}),
+    )
+    events = lines(path)
+    events[0]["executor"] = "run"
+    seal(path, events)
+    for workload in (TraceWorkload(path), Jsonl(path)):
+        (request,) = workload
+        assert (request.output_keys, request.output_tokens) == ([7, 9], 9)

@@ -1,9 +1,15 @@
-"""Arrivals: recorded times, sessions with think times, and invalid workloads."""
+"""Arrivals: recorded times, drawn gaps, sessions with think times, and invalid workloads."""
+
+from __future__ import annotations
+
+from math import exp
+from random import Random
 
 import pytest
 from helpers.serving import STEP, ask, serve
 
 from kvcore import InputError, Request
+from kvcore.workloads import exponential
 from kvcore.workloads.arrivals import NEVER, Arrivals
 
 
@@ -186,3 +192,31 @@ def test_a_turn_may_arrive_before_requests_recorded_earlier():
         ask("next", 3000, session="s", after="turn", think_time=5),
     ]
     assert serve(requests).of("FINISH")[1] == (25, "next")
+
+
+@pytest.mark.parametrize(
+    ("draws", "gap"),
+    [
+        ([0.25, 0.5], 0.25),
+        ([0.75, 0.5, 0.25, 0.5], 0.75),
+        ([0.75, 0.5, 0.625, 0.125, 0.25], 1.125),
+        ([0.5, 0.5], 0.5),
+    ],
+    ids=["one", "three", "two, then one", "a tie ends it"],
+)
+def test_a_gap_is_the_first_draw_of_a_descent_of_odd_length(draws, gap):
+    """A gap is the first draw of a descent of odd length.
+
+    Each descent of even length before it adds 1.
+    """
+    left = iter(draws)
+    assert exponential(left.__next__) == gap
+    assert list(left) == []
+
+
+def test_gaps_are_exponentially_distributed():
+    """The distribution of 50,000 gaps lies within 1% of 1 - exp(-x)."""
+    draw = Random(1).random
+    gaps = sorted(exponential(draw) for _ in range(50_000))
+    apart = (abs(rank / len(gaps) - (1 - exp(-gap))) for rank, gap in enumerate(gaps))
+    assert max(apart) < 0.01

@@ -108,16 +108,6 @@ def test_cut_file_yields_lines_before_the_cut(tmp_path, pack, name):
 
 
 @pytest.mark.parametrize(
-    ("pack", "name"), [(gzip.compress, "gzip"), (zstandard.compress, "zstd")]
-)
-def test_a_file_cut_by_one_byte_is_refused(rows, pack, name):
-    """A compressed file that lacks only its last byte raises InputError."""
-    path = rows(pack(b"one\ntwo\n")[:-1])
-    with pytest.raises(InputError, match=f"the {name} stream stops early"):
-        list(lines(path))
-
-
-@pytest.mark.parametrize(
     ("pack", "name", "place"), [(gzip.compress, "gzip", -8), (zstandard.compress, "zstd", 5)]
 )
 def test_damaged_file_is_reported(tmp_path, pack, name, place):

@@ -58,21 +58,6 @@ def test_tensor_operations_are_timed_and_correct():
     assert all(row["error"] in (0, None) for row in exact)
 
 
-def test_the_document_has_the_documented_fields():
-    """The JSON document has exactly the documented fields, in this order."""
-    document = bench_document("cpu", *SMALL, "--only", "copy")
-    assert list(document) == [
-        *("schema", "machine", "settings", "ceilings", "rows", "wrong", "seconds"),
-    ]
-    assert list(document["machine"]) == [
-        *("kvcore", "date", "python", "system", "cpu", "cpus", "memory_bytes", "packages"),
-    ]
-    assert list(document["rows"][0]) == [
-        *("suite", "operation", "case", "by", "amount", "unit", "seconds", "spread", "of"),
-        *("share", "target", "error", "allowed", "note", "rate", "correct", "reached"),
-    ]
-
-
 def test_a_wrong_backend_fails_the_check(monkeypatch):
     """With `--check`, a wrong result ends with exit code 1 and is named in the output."""
     right = TorchCPU.attend

@@ -5,7 +5,7 @@ from functools import partial
 from importlib.util import find_spec
 
 import pytest
-from helpers.configurations import configured, names
+from helpers.configurations import configured
 from helpers.pages import class_on_page
 from helpers.seeds import FewSeeds
 
@@ -34,7 +34,7 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
-class TestBuiltIn(configured("backend", HERE), BackendTests):
+class TestBuiltIn(configured("backend", HERE, elsewhere=CONFIGURATIONS), BackendTests):
     """Every configuration in the list above that can work here."""
 
 
@@ -103,8 +103,3 @@ class TestPage(BackendTests):
     def make(self):
         """Build the backend from the code on the page."""
         return class_on_page("reference/backends.md", "Numpy")()
-
-
-def test_every_backend_is_in_the_list():
-    """Each registered backend is tested in at least one configuration."""
-    assert names(CONFIGURATIONS) == set(Plugins().names("backend"))

@@ -3,10 +3,9 @@
 from functools import partial
 
 import pytest
-from helpers.configurations import configured, names
+from helpers.configurations import configured
 from helpers.seeds import FewSeeds
 
-from kvcore import Plugins
 from kvcore.plugins import resolve
 from kvcore.testing import GeneratorTests
 
@@ -24,11 +23,10 @@ CONFIGURATIONS = [
     "induction:heads=3,kv_heads=1,vocab_size=16,head_dim=24,temperature=30",
 ]
 
-# Generators that need more than torch, which have tests of their own.
-ELSEWHERE = {"huggingface"}
+BuiltIn = configured("generator", CONFIGURATIONS, elsewhere=["huggingface"])
 
 
-class TestBuiltIn(FewSeeds, configured("generator", CONFIGURATIONS), GeneratorTests):
+class TestBuiltIn(FewSeeds, BuiltIn, GeneratorTests):
     """Every configuration in the list above."""
 
 
@@ -37,9 +35,3 @@ class TestSinCos(GeneratorTests):
 
     generator = partial(resolve, "generator", "sincos:layers=2,kv_heads=2,head_dim=8")
     tolerance = 0
-
-
-def test_every_generator_is_in_the_list():
-    """Each registered generator is tested in at least one configuration."""
-    tested = names(CONFIGURATIONS)
-    assert set(Plugins().names("generator")) - ELSEWHERE == tested

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from helpers.configurations import configured
 
-from kvcore import Plugins
 from kvcore.testing import RetentionPolicyTests
 
 POLICIES = [
@@ -52,8 +51,3 @@ class TestExample(RetentionPolicyTests):
     """The example of a third party's policy, of ten lines."""
 
     retention = partial(example().BigValues, budget=64)
-
-
-def test_every_policy_is_in_the_list():
-    """Each registered policy is tested in at least one configuration."""
-    assert {name.partition(":")[0] for name in POLICIES} == set(Plugins().names("retention"))

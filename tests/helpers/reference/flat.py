@@ -11,16 +11,17 @@ class LRUK:
     One thing is left out: a page in its correlated period may be evicted.
     """
 
-    def __init__(self, size, k, correlated, history):
-        """Store the size of the buffer, and the number of evicted pages in the history."""
-        self.size, self.k, self.correlated, self.history = size, k, correlated, history
+    def __init__(self, size, *, k=2, correlated=0, history=1.0):
+        """Store the size of the buffer; `history` is its share that evicted pages have."""
+        self.size, self.k, self.correlated = size, k, correlated
+        self.history = int(history * size)
         self.now = 0
         self.last: dict[object, int] = {}
         self.hist: dict[object, list[int]] = {}
         self.gone: OrderedDict[object, list[int]] = OrderedDict()
 
-    def request(self, page):
-        """Return True if `page` hits."""
+    def hits(self, page):
+        """Return True if `page` hits, and store it if not."""
         self.now += 1
         if page in self.last:
             if self.now - self.last[page] > self.correlated:
@@ -71,20 +72,22 @@ class Counts:
 class TinyLFU:
     """Einziger, Friedman and Manes 2017 (W-TinyLFU): a window, and an SLRU behind a filter.
 
-    A variant: the item that left the window last is compared when room is needed next.
+    A variant: the item that left the window last is compared when room is needed next. Uses
+    are counted without error.
     """
 
-    def __init__(self, size, window, protected, counts):
-        """Store the sizes of the cache, of the window and of the protected segment."""
-        self.size, self.sizes, self.counts = size, (window, protected), counts
+    def __init__(self, size, *, window=0.01, protected=0.8, period=10):
+        """Store the size of the cache, and the shares of window and protected segment."""
+        self.size, self.counts = size, Counts(period * size)
+        self.sizes = int(window * size), int(protected * (1 - window) * size)
         self.window: OrderedDict[object, None] = OrderedDict()
         self.probation: OrderedDict[object, None] = OrderedDict()
         self.protected: OrderedDict[object, None] = OrderedDict()
         self.trial: list[object] = []
         self.evicted = False
 
-    def request(self, item):
-        """Return True if `item` hits."""
+    def hits(self, item):
+        """Return True if `item` hits, and store it if not."""
         segments = (self.window, self.probation, self.protected)
         inside = next((one for one in segments if item in one), None)
         if inside is None and sum(map(len, segments)) == self.size:

@@ -40,39 +40,6 @@ def mooncake(path, *rows):
     return path
 
 
-def test_json_has_the_documented_fields():
-    """The JSON document has exactly the documented fields, in this order."""
-    document = report(SMALL, "--eviction", "lru,optimum", "--blocks", "20")
-    assert list(document) == ["schema", "workload", "count", "rows", "infinite"]
-    workload = ["name", "digest", "requests", "key_tokens", "options", "longest_prompt"]
-    assert list(document["workload"]) == workload
-    assert list(document["rows"][0]) == [
-        "eviction",
-        "options",
-        "blocks",
-        "block_size",
-        "requests",
-        "lookup_blocks",
-        "hit_blocks",
-        "hit_ratio",
-        "saved_s",
-        "evicted_blocks",
-        "share_of_optimum",
-        "residency",
-        "wall_s",
-    ]
-    assert list(document["rows"][0]["hit_ratio"]) == ["block", "token", "request"]
-    assert list(document["infinite"]) == [
-        "distinct_blocks",
-        "lookup_blocks",
-        "hit_blocks",
-        "hit_ratio",
-        "prefill_s",
-        "answers_left_out",
-    ]
-    assert (document["schema"], document["count"]) == (1, "keys")
-
-
 def test_savings_are_told_for_each_policy_and_pool():
     """--savings adds the prefill that hits save, its share, and the time of a request."""
     options = ("--eviction", "lru,fifo", "--blocks", "20,40")

@@ -31,29 +31,6 @@ def test_the_table_has_a_row_for_each_size():
     assert lines[6].startswith("A cache that never evicts holds")
 
 
-def test_json_has_the_documented_fields():
-    """The JSON document has exactly the documented fields, in this order."""
-    document = json.loads(run(SMALL, "--sizes", "3", "--json", "--model", "llama-3.1-8b"))
-    assert list(document) == [
-        "schema",
-        "workload",
-        "count",
-        "block_size",
-        "weighting",
-        "lookup_blocks",
-        "infinite",
-        "curves",
-        "memory",
-    ]
-    infinite = ["distinct_blocks", "hit_blocks", "hit_ratio", "answers_left_out"]
-    assert list(document["infinite"]) == infinite
-    first = document["curves"][0]
-    assert list(first) == ["eviction", "options", "every_size", "points"]
-    assert list(first["points"][0]) == ["blocks", "hit_blocks", "hit_ratio"]
-    assert list(document["memory"]) == ["model", "codec", "bytes_per_block"]
-    assert document["schema"] == 1
-
-
 def test_the_last_of_a_number_of_sizes_is_the_footprint():
     """With a number of sizes, the last is the footprint, with an infinite cache's hits."""
     document = json.loads(run(SMALL, "--sizes", "5", "--json"))

@@ -37,21 +37,10 @@ def test_budgets_that_hold_all_tokens_have_a_sentence():
     assert text.count("60%") == 2
 
 
-def test_json_has_the_documented_fields():
-    """The JSON document has exactly the documented fields, in this order."""
+def test_the_first_row_holds_all_tokens():
+    """The first row of the document holds all tokens, and all bytes; others hold a share."""
     document = json.loads(quality_output("--retention", "tova", "--budget", "0.5", "--json"))
-    assert list(document) == [
-        *("schema", "generator", "needle_generator", "dtype", "block_size"),
-        *("prompt_tokens", "tokens", "texts", "needles", "announced", "seed"),
-        *("full_codec", "full_bytes_per_token", "rows"),
-    ]
-    assert document["schema"] == 1
     full, bounded = document["rows"]
-    assert list(full) == [
-        *("retention", "codec", "budget", "bytes_per_token", "share"),
-        *("read_bytes_per_token", "read_share", "attention_error"),
-        *("kl", "kl_p95", "top1", "needle", "needle_by_depth"),
-    ]
     assert (full["kl"], full["top1"], full["needle"]) == (0, 1, 1)
     assert full["needle_by_depth"] == [[0.25, 1], [0.75, 1]]
     assert 0 < bounded["share"] < 1

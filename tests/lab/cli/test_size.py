@@ -9,7 +9,7 @@ from math import lcm
 from pathlib import Path
 
 import pytest
-from helpers.commands import error_of, fields_of, json_of, stdout_of, words_of
+from helpers.commands import error_of, json_of, stdout_of, words_of
 from helpers.configs import LLAMA_3_8B
 
 from kvcore.config import RunConfig
@@ -144,16 +144,6 @@ def test_weights_dtype_replaces_a_missing_dtype(tmp_path):
     assert report(str(path), "--weights-dtype", "fp16")["model"]["dtype"] == "fp16"
 
 
-def test_a_folder_in_the_way_does_not_hide_a_model(tmp_path, monkeypatch):
-    """A name in the catalogue is that model, even if a folder has the same name."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "gpt2").mkdir()
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.json").write_text(json.dumps(LLAMA_3_8B))
-    assert report("gpt2")["model"]["name"] == "gpt2"
-    assert report("mine")["model"]["name"] == "mine"
-
-
 def test_large_requests_are_sized_as_json():
     """Figures beyond 64 bits are printed as JSON numbers."""
     document = report("llama-3-8b", "--device", "h200", "--tokens", "1e7", "--batch", "1e6")
@@ -257,13 +247,6 @@ def test_every_option_and_model_type_is_in_the_reference():
     options = [option for parameter in size.params for option in parameter.opts]
     assert [o for o in options if o.startswith("--") and f"| `{o}` |" not in REFERENCE] == []
     assert ", ".join(f"`{kind}`" for kind in FAMILIES) in REFERENCE
-
-
-@pytest.mark.parametrize("model", [("mixtral-8x7b", "--window", "512"), ("gemma-3-12b",)])
-def test_every_json_field_is_in_the_reference(model):
-    """The reference names every field of the documents, those of cache groups too."""
-    document = report(*model, "--device", "h100")
-    assert [name for name in fields_of(document) if f"`{name}`" not in REFERENCE] == []
 
 
 def test_requests_fit_into_the_cache_groups_that_an_engine_plans():

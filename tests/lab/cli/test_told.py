@@ -49,6 +49,55 @@ def test_a_model_that_was_chosen_is_not_told_of(log, verb):
     assert HUB_ID not in done.stderr
 
 
+@pytest.fixture
+def cached(tmp_path):
+    """Return the path of a log of four equal prompts, that has three of them as cached."""
+    path = tmp_path / "cached.jsonl"
+    row = {"messages": [{"role": "user", "content": "A question. " * 40}]}
+    counts = ({"prompt_tokens": 120, "cached_tokens": cached} for cached in (0, 96, 96, 96))
+    rows = (row | {"ts": ts, "usage": usage} for ts, usage in enumerate(counts))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("verb", ["simulate", "compare", "curve"])
+def test_the_cached_tokens_of_a_log_are_told(cached, log, verb):
+    """The share that a log has as cached is in a note, and in JSON beside its hits."""
+    done = run_here(verb, cached, *VERBS[verb], "--json")
+    assert "kvcore: chat: the log reports 60.0% of its prompt tokens as cached" in done.stderr
+    document = json.loads(done.stdout)
+    told = document if verb == "simulate" else document["workload"]
+    assert told["reported_hit_ratio"] == 3 * 96 / 480
+    other = run_here(verb, log, *VERBS[verb], "--json")
+    assert "reported_hit_ratio" not in other.stdout
+    assert "the log reports" not in other.stderr
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ("simulate",),
+        ("simulate", "--replicas", 2),
+        ("compare", "--blocks", 99),
+        ("curve",),
+        ("curve", "--tier", "host:memory=1GiB", "--sizes", 2),
+    ],
+)
+def test_documents_have_the_notes_there_are(log, verb):
+    """JSON has the notes of a log, and no field for them where there are none."""
+    document = json.loads(run_here(*verb, log, "--json").stdout)
+    assert any(note.startswith("chat: left out: 1") for note in document["notes"])
+    assert "notes" not in document["workload" if "workload" in document else "config"]
+    assert '"notes"' not in run_here(*verb, "zipf:requests=9", "--json").stdout
+
+
+def test_the_files_of_a_run_have_what_its_log_reports(cached, tmp_path):
+    """The summary that `--out` writes has the share that the log reports as cached."""
+    run_here("simulate", cached, "--limit", 2, "--out", tmp_path / "out")
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["reported_hit_ratio"] == 96 / 240
+
+
 def test_a_sweep_tells_of_each_log(log, tmp_path):
     """A sweep has the notes of a log that another process has read, and its model."""
     grid = tmp_path / "grid.toml"
@@ -67,6 +116,26 @@ def test_a_sweep_tells_of_prompts_beyond_the_positions(tmp_path):
     (note,) = (line for line in done.stderr.splitlines() if "positions of" in line)
     beyond = "prompts of up to 9,256 tokens are beyond the 8,192 positions of llama-3-8b"
     assert note.startswith(f"kvcore: zipf: {beyond} (9 of 9)")
+
+
+FAIR = "scheduler fair divides among tenants, and no request has one"
+
+
+def test_fairness_among_nobody_is_told(log):
+    """A run under `fair` tells of a log without tenants, and of no other one."""
+    assert FAIR in run_here("simulate", log, "--scheduler", "fair").stderr
+    assert FAIR not in run_here("simulate", log).stderr
+    named = run_here("simulate", f"chat:{log},tenant=model", "--scheduler", "fair")
+    assert named.returncode == 0
+    assert FAIR not in named.stderr
+
+
+def test_a_sweep_tells_of_fairness_among_nobody(tmp_path):
+    """A sweep tells once of each workload that `fair` cannot divide."""
+    grid = tmp_path / "grid.toml"
+    grid.write_text('workload = "zipf:requests=9"\nscheduler = ["fair", "fcfs", "srpt"]\n')
+    done = run_here("sweep", grid, "--jobs", 1)
+    assert done.stderr.count(f"kvcore: zipf: {FAIR}") == 1
 
 
 def test_explain_takes_the_model_of_a_log(log):

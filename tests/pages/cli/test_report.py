@@ -1,5 +1,6 @@
 """Tests of `kvcore report`: it makes one page of results, and refuses other files."""
 
+import csv
 import gzip
 import json
 import shlex
@@ -161,6 +162,46 @@ def test_damaged_files_are_named(tmp_path, text):
     assert run.returncode == 2
     assert run.stderr.startswith("kvcore: error: it: ")
     assert [each.name for each in tmp_path.iterdir()] == ["it"]
+
+
+@pytest.mark.parametrize("cells", [23, 25])
+def test_a_row_of_a_sweep_with_another_number_of_cells_is_named(results, tmp_path, cells):
+    """A row of a CSV with more cells than the header, or fewer, is an error with its line."""
+    header, first, *rows = (results / "sweep.csv").read_text().splitlines()
+    assert header.count(",") == 23
+    odd = ",".join([*first.split(","), "1"][:cells])
+    (tmp_path / "s.csv").write_text("\n".join([header, odd, *rows]))
+    run = run_here("report", "s.csv", "-o", "page.html", cwd=tmp_path)
+    assert (run.returncode, [*tmp_path.glob("page*")]) == (2, [])
+    assert "s.csv: a damaged result" in run.stderr
+    assert f"line 2 has {cells} cells, and the header 24" in run.stderr
+
+
+def test_a_csv_with_a_cell_beyond_all_bounds_is_named(results, tmp_path):
+    """A CSV with a cell of more text than can be read is a damaged result, and named."""
+    text = (results / "sweep.csv").read_text()
+    (tmp_path / "s.csv").write_text(text + "a" * 200_000)
+    run = run_here("report", "s.csv", "-o", "page.html", cwd=tmp_path)
+    assert run.returncode == 2
+    assert run.stderr.startswith("kvcore: error: s.csv: a damaged result")
+
+
+def test_a_sweep_that_a_spreadsheet_saved_is_reported(results, tmp_path):
+    """A byte order mark, quoted cells and other ends of lines change nothing in a report."""
+    with (results / "sweep.csv").open(newline="") as file:
+        rows = [*csv.reader(file)]
+    with (tmp_path / "sweep.csv").open("w", encoding="utf-8-sig", newline="") as file:
+        csv.writer(file, quoting=csv.QUOTE_ALL, lineterminator="\r\n").writerows(rows)
+    assert tables(reported(tmp_path, "sweep.csv")) == tables(reported(results, "sweep.csv"))
+
+
+def test_the_error_for_a_cut_file_says_that_it_is_cut(results, tmp_path):
+    """A compressed file that is cut before its first byte is told from an empty one."""
+    whole = gzip.compress((results / "sweep.csv").read_bytes())
+    for size, wanted in ((12, "the gzip stream stops early"), (0, "it is empty")):
+        (tmp_path / "s.csv.gz").write_bytes(whole[:size])
+        run = run_here("report", "s.csv.gz", "-o", "page.html", cwd=tmp_path)
+        assert run.stderr.startswith(f"kvcore: error: s.csv.gz: {wanted}")
 
 
 @pytest.mark.parametrize("name", ["compare.json", "whatif.json", "plan/plan.json", "one.json"])

@@ -336,13 +336,6 @@ def test_a_file_name_that_is_not_utf8_gives_valid_output(words, tmp_path):
     assert (tmp_path / "out").read_text("utf-8")
 
 
-def test_view_needs_o_or_serve(served):
-    """`view` with neither `-o` nor `--serve` is a usage error that names both."""
-    done = run_here("view", served)
-    assert done.returncode == 2
-    assert "-o FILE, or --serve" in done.stderr
-
-
 def test_a_page_does_not_overwrite_its_trace(served):
     """`-o` refuses to overwrite the trace."""
     before = served.read_bytes()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from helpers.configurations import configured, names
+from helpers.configurations import configured
 from helpers.seeds import FewSeeds
 
-from kvcore.plugins import Plugins
 from kvcore.testing import CheckpointTests
 
 POLICIES = [
@@ -17,8 +16,3 @@ POLICIES = [
 
 class TestBuiltIns(FewSeeds, configured("checkpoint", POLICIES), CheckpointTests):
     """Each built-in policy."""
-
-
-def test_each_built_in_policy_is_tested():
-    """The list of these tests names all built-in checkpoint policies."""
-    assert names(POLICIES) == set(Plugins().names("checkpoint"))

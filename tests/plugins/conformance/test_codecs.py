@@ -5,10 +5,9 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
-from helpers.configurations import configured, names
+from helpers.configurations import configured
 from helpers.seeds import FewSeeds
 
-from kvcore import Plugins
 from kvcore.testing import CodecTests
 
 torch = pytest.importorskip("torch", reason="codecs code torch tensors")
@@ -92,8 +91,3 @@ def test_the_codec_on_the_docs_page_keeps_its_error_bound(name):
         kit.test_infinity_stays_the_greatest(part, 1)
         kit.test_tokens_are_coded_alone(part)
     kit.test_attention_is_near(0)
-
-
-def test_every_codec_is_in_the_list():
-    """Each registered codec is tested in at least one configuration."""
-    assert names(CONFIGURATIONS) == set(Plugins().names("codec"))

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from helpers.configurations import configured, names
+from helpers.configurations import configured
 from helpers.seeds import FewSeeds
 
-from kvcore import Plugins
 from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.testing.latency import LatencyModelTests
 from kvcore_plugins.latency import Roofline, Table
@@ -48,8 +47,3 @@ class TestTable(LatencyModelTests):
     """A table whose path is a string."""
 
     latency = staticmethod(lambda: Table(str(GRID)))
-
-
-def test_every_model_is_in_the_list():
-    """Each registered latency model is tested in at least one configuration."""
-    assert names(CONFIGURATIONS) == set(Plugins().names("latency"))

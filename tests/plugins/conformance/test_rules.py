@@ -3,17 +3,11 @@
 from helpers.configurations import configured
 from helpers.seeds import FewSeeds
 
-from kvcore import Plugins
 from kvcore.testing import RulesTests
 
 RULES = ("kvcore", "kvcore:reserve=first-chunk,max_chunk=8", "sglang", "vllm", "vllm:lag=0")
 """Every configuration under test."""
 
 
-class TestBuiltIn(FewSeeds, configured("rules", RULES), RulesTests):
+class TestBuiltIn(FewSeeds, configured("rules", RULES, defaults=True), RulesTests):
     """Every configuration in the list above."""
-
-
-def test_all_rules_are_in_the_list():
-    """All registered rules are tested, with their default options among others."""
-    assert set(Plugins().names("rules")) <= set(RULES)

@@ -3,8 +3,6 @@
 from helpers.configurations import configured
 from helpers.seeds import FewSeeds
 
-from kvcore import Plugins
-from kvcore.plugins.options import parse
 from kvcore.testing import SchedulerTests
 
 STARVES = {
@@ -33,11 +31,8 @@ def _starves(spec):
     return {"starves": STARVES[spec]}
 
 
-class TestBuiltIn(FewSeeds, configured("scheduler", STARVES, _starves), SchedulerTests):
+BuiltIn = configured("scheduler", STARVES, _starves, defaults=True)
+
+
+class TestBuiltIn(FewSeeds, BuiltIn, SchedulerTests):
     """Every configuration in the list above."""
-
-
-def test_every_scheduler_is_in_the_list():
-    """Each registered scheduler is tested, with its default options among others."""
-    assert set(Plugins().names("scheduler")) <= set(STARVES)
-    assert {parse(name)[0].name for name in STARVES} == set(Plugins().names("scheduler"))

@@ -1,6 +1,7 @@
-"""Queue policies against the published algorithms on one-key requests, and on prefixes.
+"""Policies against the published algorithms on one-key requests, and queues on prefixes.
 
-The algorithms are implemented a second time in `reference/queues.py`, in these variants:
+The algorithms are implemented a second time in `reference/queues.py` and `reference/flat.py`,
+in these variants:
 
 * SIEVE has no variants.
 * S3-FIFO is algorithm 1 of its paper as in its authors' simulator: counts start at zero in the
@@ -10,14 +11,13 @@ The algorithms are implemented a second time in `reference/queues.py`, in these 
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import islice
 from random import Random
 
 import attrs
 import pytest
 from helpers.policies import build
-from helpers.reference import queues
+from helpers.reference import flat, queues
 from helpers.requests import keyed
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,30 +29,56 @@ from kvcore_plugins.workload import Mooncake
 from kvcore_replay.untimed import served
 
 KEY = 6
-PLAIN = {
+ALGORITHMS = {
     "sieve": queues.SIEVE,
     "s3fifo": queues.S3FIFO,
-    "s3fifo:small=0.4,ghost=2,promote=1": partial(queues.S3FIFO, small=0.4, ghost=2, promote=1),
-    "s3fifo:ghost=0,promote=3": partial(queues.S3FIFO, ghost=0, promote=3),
     "arc": queues.ARC,
+    "lruk": flat.LRUK,
+    "tinylfu": flat.TinyLFU,
 }
+QUEUES = [
+    "sieve",
+    "s3fifo",
+    "s3fifo:small=0.4,ghost=2,promote=1",
+    "s3fifo:ghost=0,promote=3",
+    "arc",
+]
+PLAIN = [
+    *QUEUES,
+    "lruk",
+    "lruk:k=1,history=0",
+    "lruk:k=3,correlated=2,history=0.5",
+    "lruk:k=3,correlated=50,history=4",
+    "tinylfu",
+    "tinylfu:window=0.2,period=1",
+    "tinylfu:window=0.5,protected=0.2,period=3",
+    "tinylfu:window=0,protected=1",
+    "tinylfu:window=1,protected=0",
+]
 
 every_policy = pytest.mark.parametrize("name", PLAIN)
+every_queue = pytest.mark.parametrize("name", QUEUES)
 
 
-def flat_hits(name, keys, blocks):
-    """Return which of `keys`, each a separate request, hit in a cache of `blocks` blocks."""
-    cache = KVCache(blocks, 1, eviction=build(name), accounting="keys")
+def hits(name, keys, blocks):
+    """Return which of `keys`, each a separate request, hit, and hit in the plain algorithm."""
+    policy = build(name)
+    plain = ALGORITHMS[policy.name](blocks, **policy.options())
+    if policy.name == "tinylfu":
+        policy._sketch = flat.Counts(policy.period * blocks)  # which never confuses two keys
+    cache = KVCache(blocks, 1, eviction=policy, accounting="keys")
     requests = (keyed(index, [key], 1) for index, key in enumerate(keys))
-    return [bool(seq.hit_blocks) for seq in served(requests, cache)]
+    return [bool(seq.hit_blocks) for seq in served(requests, cache)], list(
+        map(plain.hits, keys)
+    )
 
 
 @every_policy
 @given(keys=st.lists(st.integers(0, 12), max_size=120), blocks=st.integers(1, 9))
 def test_any_keys_hit_as_in_the_plain_algorithm(name, keys, blocks):
     """The policy hits like the plain algorithm on any sequence of keys."""
-    plain = PLAIN[name](blocks)
-    assert flat_hits(name, keys, blocks) == [plain.hits(key) for key in keys]
+    found, plain = hits(name, keys, blocks)
+    assert found == plain
 
 
 @every_policy
@@ -62,8 +88,8 @@ def test_long_streams_hit_as_in_the_plain_algorithm(name):
         draw = Random(seed)
         blocks = draw.randint(1, 9)
         keys = [draw.randint(0, blocks + 4) for _ in range(200)]
-        plain = PLAIN[name](blocks)
-        assert flat_hits(name, keys, blocks) == [plain.hits(key) for key in keys]
+        found, plain = hits(name, keys, blocks)
+        assert found == plain
 
 
 @every_policy
@@ -71,13 +97,12 @@ def test_long_streams_hit_as_in_the_plain_algorithm(name):
 def test_the_bundled_trace_hits_as_in_the_plain_algorithm(name, blocks):
     """The policy hits like the plain algorithm on the blocks of the bundled trace."""
     keys = list(islice((key for request in Mooncake() for key in request.keys), 10_000))
-    plain = PLAIN[name](blocks)
-    hits = [plain.hits(key) for key in keys]
-    assert any(hits)
-    assert flat_hits(name, keys, blocks) == hits
+    found, plain = hits(name, keys, blocks)
+    assert any(plain)
+    assert found == plain
 
 
-@every_policy
+@every_queue
 @given(requests=request_lists(Traffic(key_tokens=KEY)), blocks=st.integers(1, 20))
 def test_block_size_does_not_matter(name, requests, blocks):
     """`ratio` blocks per key give `ratio` times the hits, and the same victims."""
@@ -89,7 +114,7 @@ def test_block_size_does_not_matter(name, requests, blocks):
         assert keys[::ratio] == [key for d in coarse for _, key, _ in d.evicted]
 
 
-@every_policy
+@every_queue
 @pytest.mark.parametrize("seed", range(4))
 def test_splitting_a_span_changes_no_decision(name, seed):
     """A split of a span into parts with the same history changes no decision.

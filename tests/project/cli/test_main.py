@@ -534,12 +534,6 @@ def test_main_exits_with_the_code(monkeypatch, verb):
     assert caught.value.code == 1
 
 
-def test_choices_of_a_missing_option_are_one_line():
-    """The error for a missing option lists its choices in one line."""
-    err = run_here("export", "run.jsonl").stderr
-    assert "'--to'. Choose from: vllm, dynamo, mooncake, perfetto; try" in err
-
-
 def test_the_list_of_verbs_has_their_first_sentences():
     """The list of verbs has the first sentence of the help page of each."""
     context = click.Context(frame.kvcore)

@@ -13,12 +13,6 @@ from kvcore import find_capacity
 from kvcore_cli import main as frame
 
 SMALL = "zipf:requests=40,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tokens=8"
-FIELDS = [
-    *("schema", "count", "requests", "completed", "rejected", "offered_load", "simulated_s"),
-    *("wall_s", "steps", "ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s"),
-    *("throughput_tokens_s", "goodput", "preemptions", "evicted_blocks", "hit"),
-]
-
 run = partial(stdout_of, "simulate")
 report = partial(json_of, "simulate")
 refused = partial(error_of, "simulate")
@@ -37,28 +31,6 @@ def header(path):
 def test_equal_runs_have_equal_documents():
     """The document is the same for each run, except for the wall time."""
     assert without_wall_time(report(SMALL)) == without_wall_time(report(SMALL))
-
-
-def test_json_has_the_documented_fields():
-    """The document has the documented fields and the configuration of the run."""
-    document = report(SMALL)
-    assert set(FIELDS) < set(document)
-    assert list(document["ttft_s"]) == ["mean", "p50", "p90", "p95", "p99"]
-    assert list(document["preemptions"]) == ["pause", "recompute", "swap"]
-    assert list(document["hit"]["ratio"]) == ["block", "token", "request"]
-    assert list(document["config"]) == [
-        *(
-            "kvcore",
-            "workload",
-            "model",
-            "device",
-            "tensor_parallel",
-            "codec",
-            "bytes_per_block",
-        ),
-        *("plugins", "tiers", "batching", "allocation", "rate_scale", "seed"),
-    ]
-    assert (document["schema"], document["requests"], document["completed"]) == (1, 40, 40)
 
 
 def test_the_report_has_pool_outcome_and_options():
@@ -201,10 +173,9 @@ def test_the_seed_reaches_every_plugin_that_draws():
 
 def test_rate_scale_shortens_a_run():
     """`--rate-scale 10` shortens the simulated time of a run to less than a fifth."""
-    loads = [report(SMALL, "--rate-scale", s)["config"]["rate_scale"] for s in (1, 10)]
-    assert loads == [1, 10]
-    spans = [report(SMALL, "--rate-scale", scale)["simulated_s"] for scale in (1, 10)]
-    assert spans[0] > 5 * spans[1]
+    slow, fast = (report(SMALL, "--rate-scale", scale) for scale in (1, 10))
+    assert [document["config"]["rate_scale"] for document in (slow, fast)] == [1, 10]
+    assert slow["simulated_s"] > 5 * fast["simulated_s"]
 
 
 def test_the_limits_of_a_step_are_set():

@@ -24,8 +24,6 @@ CONTENTS = {
     "REQUEST": REQUEST,
     "STEPS": STEPS,
     "AZURE": "TIMESTAMP,ContextTokens,GeneratedTokens",
-    "LLAMA": '{"model_type":"llama","num_hidden_layers":2,"hidden_size":8,'
-    '"num_attention_heads":4,"vocab_size":9,"intermediate_size":9}',
 }
 """Names of what the files in `INPUTS` have."""
 
@@ -72,7 +70,7 @@ replay good.jsonl good.jsonl | unexpected extra argument
 explain | say what to explain: a REQUEST
 explain good.jsonl | say what to explain: a REQUEST, such as `kvcore
 explain good.jsonl 0 --summary | or --summary, not both
-export good.jsonl | Missing option '--to'
+export good.jsonl | Missing option '--to'. Choose from: vllm, dynamo, mooncake, perfetto; try
 export good.jsonl --to vllm | give --out FILE, or with
 export good.jsonl --to nothing --out x | '--to': 'nothing' is not one of 'vllm', 'dynamo'
 export good.jsonl --to mooncake --zmq tcp://h:1 | give --out FILE, or with --to vllm --zmq
@@ -365,7 +363,7 @@ size mixtral-8x7b --device h200 --tokens 1e18 | their K/V exceeds 2^63 bytes; as
 size mixtral-8x7b --device h200 --batch 1e18 | their K/V exceeds 2^63 bytes; ask for less
 size mixtral-8x7b --device h200 --block-size 1e18 | their K/V exceeds 2^63 bytes; ask for less
 size mixtral-8x7b --device h200 --window 1e18 | window must be 1 to 2,147,483,647
-# replicas, routers and planners
+# replicas, routers, servers and planners
 simulate W --replicas 0 | '--replicas': 0 is out of range: it must be at least 1
 simulate W --replicas 1e6 | --replicas: more than 10,000 are too many
 simulate W --replicas 2 --fail replica=2,at=1 | --fail: replica=2,at=1: replicas
@@ -414,6 +412,16 @@ route http://a --view exact | 'exact' is no view; there are: index, events
 route http://a --view events:delay=1 | events that servers publish have no options
 route http://a --view event | did you mean 'events'
 route http://a --trace nowhere/day.jsonl | cannot write the trace nowhere
+serve --port 65536 | port 65536 of 127.0.0.1
+serve --port 99999 | port 99999 of 127.0.0.1
+serve --kv-replay tcp://127.0.0.1:5558 | --kv-replay sends the events of --kv-events again
+serve --simulate --generator sincos | --generator is not for --simulate
+serve --simulate --dtype fp16 | --dtype is not for --simulate
+serve --device h200 | --device is for --simulate alone
+serve --speed-up 2 | --speed-up is for --simulate alone
+serve --simulate --model llama-9 | --model: unknown model 'llama-9'
+serve --simulate --model gpt-oss-20b --kv-events tcp://127.0.0.1:1 | layers of gpt-oss-20b keep
+serve --simulate --model llama-3-70b --tensor-parallel 1 | tensor-parallel
 route http://a --port 99999 | port 99999 of 127.0.0.1: bind(): port must be
 # drafters, planes, prices, plans, benchmarks
 simulate W --drafter prompt-lookup | a simulation has none
@@ -643,15 +651,6 @@ simulate W --latency table:path=F | prefill_tokens,seconds\n | F:1: column 'deco
 simulate W --latency table:path=F | STEPS1,1,1,x\n | --latency: F:2: seconds: expected seconds
 simulate W --latency table:path=F |  | --latency: F: the file is empty: expected one row a line
 size F.json |  | F.json: not a JSON file: Expecting value: line 1 column 1
-size F.json | { | F.json: not a JSON file: Expecting property name enclosed
-size F.json | [] | F.json: expected a JSON object, as in a Hugging Face config.json
-size F.json | {} | F.json: field 'model_type' is missing
-size F.json | {"model_type":"llama"} | F.json: field 'num_hidden_layers' is missing
-size F.json | {"model_type":"foo"} | F.json: field 'model_type' is 'foo'
-size F.json | {"model_type":3} | F.json: field 'model_type' is 3
-size F.json | LLAMA with 2 -> -1 | F.json: field 'num_hidden_layers' must be an integer
-size F.json | LLAMA with 2 -> "x" | F.json: field 'num_hidden_layers' must be an integer
-size F.json | LLAMA with 4 -> 0 | F.json: field 'num_attention_heads' must be an integer
 size F.json | \xff\xfe\x00 | F.json: not a JSON file: 'utf-16-le' codec can't decode
 simulate W --model F.json | [] | --model: F.json: expected a JSON object
 """

@@ -31,69 +31,132 @@ MIXED = "mixed.jsonl"
 CHATS = "chats.jsonl"
 BLOCK = 16
 
-# `whole`, `events` and `written`, by run.
-GOLDEN = {
-    "lru": (
+
+@attrs.frozen
+class Golden:
+    """A run whose trace must not change.
+
+    Attributes:
+        arguments: its command line.
+        whole, events, written: its digests.
+        shows: events, ways and reasons that the trace has.
+        lacks: one that it does not have.
+    """
+
+    arguments: str
+    whole: str
+    events: str
+    written: str
+    shows: str
+    lacks: str | None = None
+
+
+RUNS = {
+    # An untimed LRU, in `keys` accounting.
+    "lru": Golden(
+        "compare chats.jsonl --eviction lru --blocks 1000",
         "ba88458ef5d4a841e4bd4651f4fae74d",
         "a325ccaec3f0e0b1cfa3e315225ad06e",
         "d1f62286a4a79bf607595f51f2ae2d38",
+        "capacity",
     ),
-    "lfu": (
+    # An untimed LFU with aging; the last block of a prompt is partial.
+    "lfu": Golden(
+        "compare zipf:requests=600,prefixes=20,prefix_tokens=250,suffix_tokens=60 "
+        "--eviction lfu:half_life=20 --blocks 300 --block-size 16 --accounting tokens",
         "ac30cc577cc244b4c0716f2d5d136a4a",
         "4aab5874881b94258dd15293aa2f8cbb",
         "531ad700e0b5922e0a998e948b307efc",
+        "capacity",
     ),
-    "fcfs": (
+    # Zipf-popular prefixes in an ample pool, with defaults.
+    "fcfs": Golden(
+        "simulate zipf:requests=200,prefixes=9,prefix_tokens=300,suffix_tokens=90,rate=40",
         "9889e073849b469220b30e708c557343",
         "d96b117ba99f4faddb00426478e1244e",
         "e2c89df45aacea3df3b513fd2ca65fc0",
+        "HIT",
+        lacks="EVICT",
     ),
-    "bursts": (
+    # Bursts, with whole prompts in steps of their own and a watermark.
+    "bursts": Golden(
+        "simulate zipf:requests=160,prefixes=12,prefix_tokens=300,suffix_tokens=60,seed=7,"
+        "arrivals=bursty,burst=20,rate=30,output_tokens=40 --steps prefill-first --no-chunked "
+        "--scheduler lpm --eviction slru --blocks 160 --watermark 0.1",
         "71b112c8758e67153958c7e49d9e5490",
         "8645700be66d9c757e8f401e8df44b66",
         "0dad279e0251af047119bdbfe345e989",
+        "capacity",
     ),
-    "srpt": (
+    # Chunked prompts, in steps of at most 128 tokens and 6 sequences.
+    "srpt": Golden(
+        "simulate mixed.jsonl --scheduler srpt --max-tokens 128 --max-seqs 6 --blocks 300 "
+        "--rate-scale 4",
         "2c6f085ec9f098d9b831233ddb26a8f0",
         "02774f624f5d0a3bca602d207ccdb9f9",
         "fa8c5cd2d3acb8fdebb8ff784b89fbf2",
+        "pause capacity",
+        lacks="recompute",
     ),
-    "slo": (
+    # Deadlines of requests, and a default.
+    "slo": Golden(
+        "simulate mixed.jsonl --scheduler slo:preemptive=true,ttft=0.5 --max-seqs 8 "
+        "--blocks 200 --rate-scale 3",
         "97d06691ee96aa588c9798eea5e6404b",
         "bd4fda82c3eeb7902d1b7859f10a7aeb",
         "b57835a8b6c6076f2f4d475f09bff3e4",
+        "pause",
     ),
-    "preemptions": (
+    # A pool so small that requests are paused and recomputed.
+    "preemptions": Golden(
+        "simulate mixed.jsonl --scheduler srpt --eviction cost --blocks 120 --max-seqs 6 "
+        "--watermark 0 --rate-scale 4",
         "7e1908a9e7991a84dca4bfccccb7ac16",
         "4fd29a66bfc46c9a0d9a6cb60f6891e7",
         "97cebf98f4018cfae918ee87db224f80",
+        "pause recompute",
     ),
-    "sessions": (
+    # A closed loop of agents: a request arrives when the one before it is done.
+    "sessions": Golden(
+        "simulate weka_sessions.jsonl --blocks 9000",
         "2c4ea9f864f346e16575ed5d11d03aec",
         "100ea11a11f9c964d7087ed156400b8a",
         "7c552e2a16511357e298e733596b2e40",
+        "capacity",
     ),
-    "hints": (
+    # Eviction by retention hints, which expire.
+    "hints": Golden(
+        "simulate mixed.jsonl --eviction priority --blocks 160",
         "da44de7fff952c78221df8307a50fa24",
         "d563e247cfab5b30f376f609b40cde96",
         "eabfc2a65f99d5e15ac183df411b9efa",
+        "capacity",
     ),
-    "expiry": (
+    # Eviction of blocks that are unused for 0.3 s, with fair scheduling.
+    "expiry": Golden(
+        "simulate mixed.jsonl --eviction ttl:ttl=0.3 --scheduler fair",
         "4852df79caab6bafdc57ac9c46367805",
         "d24a8fcd2cf4f305c4717adebcbe2123",
         "40896c5aa4f26d05606089b7fa0f26f3",
+        "expired",
     ),
-    "tensors": (
+    # A tiny transformer that keeps a window, in a pool too small.
+    "tensors": Golden(
+        "run zipf:requests=16,prefixes=3,prefix_tokens=64,suffix_tokens=32,rate=300,"
+        "output_tokens=30 --generator transformer:layers=2 --latency linear "
+        "--retention window:tokens=40,sinks=8 --blocks 32 --block-size 8",
         "3604e6b196e8fa6358df31f151297235",
         "f50a429601f820f96bcbfbe6a0cdece8",
         "c568c6c30588319cfe378e20aea2bc10",
-    ),
-    "forks": (
-        "63098e176ed449797134257a5f154e38",
-        "e089ef9c39a2dc0778e9118b8ee35a77",
-        "b603f8606b8a880539bca27368b74d5e",
+        "retention recompute",
     ),
 }
+FORKS = (
+    "63098e176ed449797134257a5f154e38",
+    "e089ef9c39a2dc0778e9118b8ee35a77",
+    "b603f8606b8a880539bca27368b74d5e",
+)
+"""The digests of a run of forks that share blocks, in Python."""
 
 
 @attrs.frozen
@@ -188,10 +251,12 @@ def recorded(tmp_path, monkeypatch, capsys):
     (tmp_path / SESSIONS).write_bytes(sessions.replace(b'"stop":', b'"then":'))
 
     def run(*arguments):
+        if CHATS in arguments:
+            write_chats(tmp_path / CHATS)
         # The model that was the default when the runs were recorded; some sessions are longer
         # than its positions.
         model = () if arguments[0] == "run" else ("--model", "llama-3-8b")
-        code = frame.run([*map(str, arguments), *model, "--trace", "run.jsonl"])
+        code = frame.run([*arguments, *model, "--trace", "run.jsonl"])
         told = capsys.readouterr().err.splitlines()
         assert (code, [line for line in told if "8,192 positions" not in line]) == (0, [])
         return read(tmp_path / "run.jsonl")
@@ -199,117 +264,16 @@ def recorded(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_trace_of_an_lru_replay(recorded, tmp_path):
-    """An untimed LRU in 1,000 blocks of 512 tokens, in `keys` accounting, writes its trace."""
-    pytest.importorskip("kvcore_lab")
-    write_chats(tmp_path / CHATS)
-    run = recorded("compare", CHATS, "--eviction", "lru", "--blocks", 1000)
-    assert "capacity" in run.ways
-    assert run.digests == GOLDEN["lru"]
-
-
-def test_trace_of_an_lfu_replay_in_tokens_accounting(recorded):
-    """An untimed LFU with aging, in `tokens` accounting, writes the recorded trace.
-
-    Blocks have 16 tokens, and the last block of a prompt is partial.
-    """
-    pytest.importorskip("kvcore_lab")
-    workload = "zipf:requests=600,prefixes=20,prefix_tokens=250,suffix_tokens=60"
-    arguments = ("--eviction", "lfu:half_life=20", "--blocks", 300, "--block-size", 16)
-    run = recorded("compare", workload, *arguments, "--accounting", "tokens")
-    assert "capacity" in run.ways
-    assert run.digests == GOLDEN["lfu"]
-
-
-def test_trace_of_fcfs_with_popular_prefixes(recorded):
-    """`simulate` with defaults writes the recorded trace.
-
-    The workload has Zipf-popular prefixes, and the pool is ample.
-    """
-    workload = "zipf:requests=200,prefixes=9,prefix_tokens=300,suffix_tokens=90,rate=40"
-    run = recorded("simulate", workload)
-    assert run.counts["HIT"]
-    assert "EVICT" not in run.counts
-    assert run.digests == GOLDEN["fcfs"]
-
-
-def test_trace_of_bursts_with_whole_prompts_in_steps(recorded):
-    """Bursts, with whole prompts in steps of their own and a watermark, write their trace."""
-    workload = "zipf:requests=160,prefixes=12,prefix_tokens=300,suffix_tokens=60,seed=7"
-    run = recorded(
-        "simulate",
-        f"{workload},arrivals=bursty,burst=20,rate=30,output_tokens=40",
-        *("--steps", "prefill-first", "--no-chunked", "--scheduler", "lpm"),
-        *("--eviction", "slru", "--blocks", 160, "--watermark", 0.1),
-    )
-    assert "capacity" in run.ways
-    assert run.digests == GOLDEN["bursts"]
-
-
-def test_trace_of_srpt_with_chunked_prompts(recorded):
-    """`srpt` in steps of at most 128 tokens and 6 sequences writes the recorded trace."""
-    caps = ("--max-tokens", 128, "--max-seqs", 6, "--blocks", 300)
-    run = recorded("simulate", MIXED, "--scheduler", "srpt", *caps, "--rate-scale", 4)
-    assert run.counts["COMMIT"] > run.counts["FINISH"]
-    assert {"pause", "capacity"} <= run.ways
-    assert "recompute" not in run.ways
-    assert run.digests == GOLDEN["srpt"]
-
-
-def test_trace_of_slo_with_deadlines(recorded):
-    """`slo`, with deadlines of requests and a default, writes the recorded trace."""
-    scheduler = "slo:preemptive=true,ttft=0.5"
-    caps = ("--max-seqs", 8, "--blocks", 200)
-    run = recorded("simulate", MIXED, "--scheduler", scheduler, *caps, "--rate-scale", 3)
-    assert "pause" in run.ways
-    assert run.digests == GOLDEN["slo"]
-
-
-def test_trace_of_a_small_pool_with_both_kinds_of_preemption(recorded):
-    """A pool so small that requests are paused and recomputed writes the recorded trace."""
-    scheduler = ("--scheduler", "srpt", "--eviction", "cost")
-    caps = ("--blocks", 120, "--max-seqs", 6, "--watermark", 0)
-    run = recorded("simulate", MIXED, *scheduler, *caps, "--rate-scale", 4)
-    assert {"pause", "recompute"} <= run.ways
-    assert run.digests == GOLDEN["preemptions"]
-
-
-def test_trace_of_a_closed_loop_of_sessions(recorded):
-    """A closed loop of agents' sessions writes the recorded trace.
-
-    A request arrives when the one before it is done.
-    """
-    run = recorded("simulate", SESSIONS, "--blocks", 9000)
-    assert "capacity" in run.ways
-    assert run.digests == GOLDEN["sessions"]
-
-
-def test_trace_of_eviction_by_retention_hints(recorded):
-    """Eviction by retention hints, which expire, writes the recorded trace."""
-    run = recorded("simulate", MIXED, "--eviction", "priority", "--blocks", 160)
-    assert "capacity" in run.ways
-    assert run.digests == GOLDEN["hints"]
-
-
-def test_trace_of_ttl_eviction_with_fair_scheduling(recorded):
-    """`ttl`, which evicts blocks unused for 0.3 s, with `fair` writes the recorded trace."""
-    run = recorded("simulate", MIXED, "--eviction", "ttl:ttl=0.3", "--scheduler", "fair")
-    assert "expired" in run.ways
-    assert run.digests == GOLDEN["expiry"]
-
-
-def test_trace_of_a_transformer_with_a_window(recorded):
-    """A tiny transformer that keeps a window, in a pool too small, writes its trace."""
-    pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
-    workload = "zipf:requests=16,prefixes=3,prefix_tokens=64,suffix_tokens=32,rate=300"
-    run = recorded(
-        "run",
-        f"{workload},output_tokens=30",
-        *("--generator", "transformer:layers=2", "--latency", "linear"),
-        *("--retention", "window:tokens=40,sinks=8", "--blocks", 32, "--block-size", 8),
-    )
-    assert {"retention", "recompute"} <= run.ways
-    assert run.digests == GOLDEN["tensors"]
+@pytest.mark.parametrize("golden", RUNS.values(), ids=list(RUNS))
+def test_trace_of_a_run(recorded, golden):
+    """A run writes its recorded trace, which shows what the run is for."""
+    verb, *_ = arguments = golden.arguments.split()
+    pytest.importorskip({"compare": "kvcore_lab", "run": "torch"}.get(verb, "kvcore"))
+    run = recorded(*arguments)
+    shown = run.ways | run.counts.keys()
+    assert {*golden.shows.split()} <= shown
+    assert golden.lacks not in shown
+    assert run.digests == (golden.whole, golden.events, golden.written)
 
 
 def test_trace_of_forks_with_copy_on_write(tmp_path):
@@ -341,4 +305,4 @@ def test_trace_of_forks_with_copy_on_write(tmp_path):
     run = read(path)
     assert {"FORK", "COPY"} <= run.counts.keys()
     assert {"capacity", "rollback", "close"} <= run.ways
-    assert run.digests == GOLDEN["forks"]
+    assert run.digests == FORKS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import pytest
 from helpers.reference.optimum import most_hits
 from helpers.tries import requests
 from hypothesis import given, settings
@@ -20,32 +21,18 @@ def optimum_hits(prompts, ratio, pool, *, bypass):
     return stats.hit_blocks
 
 
+@pytest.mark.parametrize("bypass", [False, True])
+@pytest.mark.parametrize("ratio", [1, 2])
 @given(prompts=PROMPTS, pool=st.integers(1, 5))
 @settings(max_examples=200, deadline=None)
-def test_the_optimum_that_must_admit_hits_the_most(prompts, pool):
-    """The optimum hits as much as the best choice of victims, if requests must be admitted."""
-    expected = most_hits(prompts, 1, pool, bypass=False)
-    assert optimum_hits(prompts, 1, pool, bypass=False) == expected
+def test_the_optimum_hits_the_most(ratio, bypass, prompts, pool):
+    """The optimum hits as much as the best choice of victims, or of cached blocks.
 
-
-@given(prompts=PROMPTS, pool=st.integers(1, 4))
-@settings(max_examples=200, deadline=None)
-def test_the_optimum_that_may_bypass_hits_the_most(prompts, pool):
-    """The optimum hits as much as the best choice of cached blocks, if requests may bypass."""
-    expected = most_hits(prompts, 1, pool, bypass=True)
-    assert optimum_hits(prompts, 1, pool, bypass=True) == expected
-
-
-@given(
-    prompts=st.lists(st.text("ab", max_size=2), min_size=1, max_size=6),
-    pool=st.integers(1, 5),
-    bypass=st.booleans(),
-)
-@settings(max_examples=100, deadline=None)
-def test_the_optimum_with_two_blocks_a_key_hits_the_most(prompts, pool, bypass):
-    """The optimum hits as much as the best choice where a key is two blocks."""
-    expected = most_hits(prompts, 2, pool, bypass=bypass)
-    assert optimum_hits(prompts, 2, pool, bypass=bypass) == expected
+    The one is where requests must be admitted, the other where they may bypass.
+    """
+    prompts = [prompt[: 4 - ratio] for prompt in prompts[: 8 - ratio]]
+    expected = most_hits(prompts, ratio, pool, bypass=bypass)
+    assert optimum_hits(prompts, ratio, pool, bypass=bypass) == expected
 
 
 @given(

@@ -5,11 +5,12 @@ import random
 
 import orjson
 import pytest
+from helpers.recorded_runs import is_detected
 from helpers.traces import compact, drop_blocks, lines, record, seal, serve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcore import InputError, KVCache, OutOfBlocks, Request, Trace, TraceError, read_events
+from kvcore import InputError, KVCache, OutOfBlocks, Request, Trace, read_events
 from kvcore_plugins.eviction import FIFO, LRU
 from kvcore_plugins.prefix import Radix
 from kvcore_replay.check.trace import check_trace
@@ -32,14 +33,6 @@ def damaged(tmp_path_factory):
 def as_json(event):
     """Return an event as the JSON of its line."""
     return orjson.loads(orjson.dumps(event.as_dict()))
-
-
-def is_detected(path):
-    """Return True if a replay finds that the trace is damaged or incomplete."""
-    try:
-        return not check_trace(path).complete
-    except TraceError as error:
-        return str(error).startswith(f"{path}:")
 
 
 @given(at=st.integers(0), byte=st.integers(0, 255))

@@ -185,13 +185,13 @@ def test_every_admission_looks_up_every_level(server, write):
             opened.append(request.id)
             return seq
 
-    def finding(tiers, seq, now, *, resumed):
+    def finding(tiers, seq, now, *, counts):
         geometry, lookups = tiers.cache.geometry, []
         limit = min(seq.cacheable, seq.blocks)
         if geometry.accounting == "tokens":
             limit = min(limit, (seq.target - 1) // geometry.block_size)
         admissions.append((seq.hit_blocks, limit, lookups))
-        return find_all(tiers, seq, now, resumed=resumed)
+        return find_all(tiers, seq, now, counts=counts)
 
     def found(level, keys, limit, now):
         upto = find_in(level, keys, limit, now)
