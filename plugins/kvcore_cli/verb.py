@@ -149,8 +149,8 @@ class VerbCommand(Helped):
             if record is not None and isinstance(param, click.Option):
                 heading = REST if few else _heading_of(param)
                 listed.setdefault(heading, []).append(record)
-        last = [heading for heading in (OUTPUT, REST) if heading in listed]
-        for heading in [*(heading for heading in listed if heading not in last), *last]:
+        # The others keep their order.
+        for heading in sorted(listed, key=lambda heading: (heading == REST, heading == OUTPUT)):
             if listed[heading]:
                 with formatter.section(heading):
                     formatter.write_dl(listed[heading])
