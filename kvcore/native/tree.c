@@ -597,9 +597,10 @@ static int record_hit(Tree *t, Job *job, PyObject *id, int resumed)
     if (left(t, span) < 0)
         return -1;
     if (!resumed && t->hooks[ON_ACCESS]) {
-        UPWARDS(t, span, job->span)
+        UPWARDS(t, span, job->span) {
             if (call(t, ON_ACCESS, span, t->now_object, NULL) < 0)
                 break;
+        }
         if (left(t, span) < 0)
             return -1;
     }
@@ -866,12 +867,12 @@ static int store(Tree *t, Job *job, i64 upto)
         if (SPAN_PUT(parent, children, children) < 0)
             goto done;
     }
-    PyObject *there = PyDict_SetDefault(children, key, span);
-    if (!there)
+    PyObject *known = PyDict_SetDefault(children, key, span);
+    if (!known)
         goto done;
-    if (there != span) {
+    if (known != span) {
         refuse(t, t->index, PyUnicode_FromString("match()"),
-               PyUnicode_FromFormat("no more than %R, which %R continues", parent, there));
+               PyUnicode_FromFormat("no more than %R, which %R continues", parent, known));
         goto done;
     }
     if (SPAN_PUT(parent, creator, Py_NewRef(Py_None)) < 0)

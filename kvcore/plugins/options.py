@@ -58,7 +58,8 @@ def parse(text: str) -> list[Spec]:
     """Read a list of plugins: `lru,lfu:half_life=300,unit=s,cost` names three.
 
     A piece `key=value` continues the name before it. A value cannot contain a comma. The name
-    of a class in a file is `my.py:Class`, or `my.py` if it has no other of the kind.
+    of a class in a file is `my.py:Class`, or `my.py` if it has no other of the kind; behind
+    another name, a file in a folder `a=b` is `./a=b/my.py`.
 
     Raises:
         InputError: an empty name, an option without a name or a value, or given twice.
@@ -66,10 +67,13 @@ def parse(text: str) -> list[Spec]:
     specs: list[Spec] = []
     for piece in text.split(","):
         name, colon, option = piece.partition(":")
-        if name.endswith(".py"):
-            class_name, colon, option = option.partition(":")
-            name = f"{name}:{class_name.strip()}"
-        if "=" in name:
+        key, equals, _ = name.partition("=")
+        if name.endswith(".py") and not (specs and equals and "/" not in key):
+            class_name, further, rest = option.partition(":")
+            if "=" in class_name:
+                class_name, further, rest = "", colon, option
+            name, equals, colon, option = f"{name}:{class_name.strip()}", "", further, rest
+        if equals:
             option = piece
             if not specs:
                 msg = f"{redact(text)!r} starts with an option; write NAME:{piece.strip()}"
@@ -170,7 +174,7 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
 
 
 def as_text(value: object) -> str:
-    """Return the text of an option's value, which reads as the same value: `true`, `none`."""
+    """Return the text of an option's value, such as `true` or `none`; a fraction is a float."""
     value = float(value) if isinstance(value, Fraction) else value
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
@@ -240,15 +244,11 @@ def _expected(kind: Any) -> str:
     Raises:
         KeyError: `kind` has no text form.
     """
-    if _is_literal(kind):
+    if get_origin(kind) is Literal:
         return " or ".join(map(as_text, get_args(kind)))
     if get_origin(kind) in (Union, UnionType):
         return " or ".join(_expected(member) for member in _members(kind))
     return _TYPES[kind][0]
-
-
-def _is_literal(kind: Any) -> bool:
-    return get_origin(kind) is Literal
 
 
 def _members(union: Any) -> list[Any]:
@@ -257,7 +257,7 @@ def _members(union: Any) -> list[Any]:
     Raises:
         KeyError: no member has one, except None.
     """
-    members = [m for m in get_args(union) if _is_literal(m) or m in _TYPES]
+    members = [m for m in get_args(union) if m in _TYPES or get_origin(m) is Literal]
     if members in ([], [NoneType]):
         raise KeyError(union)
     return members
@@ -271,14 +271,14 @@ def _read(kind: Any, text: str) -> Any:
     """
     if kind in _TYPES:
         return _TYPES[kind][1](text)
-    if _is_literal(kind):
+    if get_origin(kind) is Literal:
         return {as_text(value): value for value in get_args(kind)}[text]
     members = _members(kind)
     # Of both kinds of numbers, 1.0 is a share and 1.5k a count.
     if float in members and "." in text and text[-1:].isdigit():
         members = [member for member in members if member is not int]
-    order = list(_TYPES)
-    for member in sorted(members, key=lambda m: order.index(m) if m in order else -1):
+    literals = [member for member in members if member not in _TYPES]
+    for member in sorted(members, key=[*literals, *_TYPES].index):
         with suppress(ValueError, LookupError, InputError):
             return _read(member, text)
     raise ValueError(text)

@@ -35,7 +35,7 @@ from kvcore.request import SLO
 from kvcore.serving.rules import CHOICES, Rules
 from kvcore.units import INT64_LIMIT, parse_whole
 from kvcore.workloads import Workload, find_workload
-from kvcore_cli.output import file_option, file_path, input_file, trace_file
+from kvcore_cli.output import file_option, file_or_stdout, file_path, input_file, trace_file
 from kvcore_cli.verb import (
     Count,
     Time,
@@ -408,7 +408,7 @@ def _type(param: click.Parameter) -> Any:
         return Any
     if declaration := find_option(str(param.name)):
         return declaration.type
-    if param.callback in (file_path, input_file, trace_file):
+    if param.callback in (file_path, file_or_stdout, input_file, trace_file):
         return Path
     if isinstance(param.type, click.Choice):
         return Literal[tuple(param.type.choices)]

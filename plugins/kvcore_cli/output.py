@@ -16,13 +16,7 @@ from typing import Any, TextIO, TypeAlias
 import click
 
 from kvcore.errors import InputError
-from kvcore.files import (
-    STDIN,
-    atomic_file,
-    file_bytes,
-    input_path,
-    part_path,
-)
+from kvcore.files import STDIN, atomic_file, file_bytes, input_path, part_path
 from kvcore.hookspecs import OUTPUT
 from kvcore.progress import Tick, unseen
 from kvcore.sections import Section, Table
@@ -41,6 +35,7 @@ TEXT_WIDTH = 80
 """Columns of sentences in a pipe or file."""
 
 STDOUT = Path("-")
+"""Standard output, where a verb can write a file to it: see `file_or_stdout`."""
 
 _NAMED = "kvcore.named"
 """Key in a context's `meta`: the files that a command line names, each with its flag."""
@@ -58,9 +53,7 @@ def json_option(verb: VerbT) -> VerbT:
 
 
 def file_path(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
-    """Return the path of a file that a command line names once.
-
-    `-` is refused, except for metrics: reports and JSON are what a verb prints.
+    """Return the path of a file that a command line names once; `-` is refused.
 
     Raises:
         BadParameter: the path is empty (`Path("")` is the working directory), or `-`.
@@ -69,19 +62,26 @@ def file_path(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     if value == "":
         msg = "empty path; name a file"
         raise click.BadParameter(msg, ctx=ctx, param=param)
-    if value == STDIN and param.name != "prometheus":
+    if value == STDIN:
         msg = "a file is needed, not '-' (write './-' for a file of that name)"
         raise click.BadParameter(msg, ctx=ctx, param=param)
     if value is None:
         return None
     path = Path(value)
-    if path != STDOUT and part_path(path) != path:  # a device may be named twice
+    if part_path(path) != path:  # a device may be named twice
         flag = param.opts[-1] if isinstance(param, click.Option) else param.human_readable_name
         other = ctx.meta.setdefault(_NAMED, {}).setdefault(path.resolve(), flag)
         if other != flag:
             msg = f"{other} and {flag} name the same file, {path}: give each its own"
             raise InputError(msg)
     return path
+
+
+def file_or_stdout(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> Path | None:
+    """Return the path of a file, as `file_path` does, or `STDOUT` for `-`."""
+    return STDOUT if value == STDIN else file_path(ctx, param, value)
 
 
 def input_file(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
@@ -145,6 +145,8 @@ def json_bytes(payload: Mapping[str, Any]) -> bytes:
     except TypeError:
         import json  # noqa: PLC0415 - for integers beyond 64 bits alone
 
+        # Read again: a number that is none, or infinite, is null, as orjson has it.
+        payload = json.loads(json.dumps(payload), parse_constant=lambda _: None)
         return json.dumps(payload, indent=2).encode() + b"\n"
 
 
@@ -188,9 +190,11 @@ def print_table(
 
     No cell is cut. In a pipe every row is one line, of any width. On a terminal long cells
     fold; with `split` a table that is too wide is printed as several, one below another, each
-    with the first column. Brackets in cells are no markup.
+    with the first column. Brackets in cells are no markup. Without columns nothing is printed.
     """
     width = terminal_width()
+    if not headers:
+        return
     inert = [[escaped(str(cell)) for cell in row] for row in (headers, *rows)]
     columns: list[Column] = list(zip(*inert, strict=True))
     flush = set(map(escaped, right))
@@ -346,7 +350,8 @@ def done_so_far(done: float, total: float | None, seconds: float) -> str:
     """
     if total is None or not 0 < done <= total:
         return f"{done:,.0f} ({format_number(done / seconds)}/s)" if done and seconds else ""
-    part = f"{done:.0f} of {total:.0f}" if total < FEW else f"{done / total:.0%}"
+    # Rounded down: all is done at the end alone.
+    part = f"{int(done)} of {total:.0f}" if total < FEW else f"{int(100 * done / total)}%"
     return f"{part}, {duration(seconds * (total - done) / done)} left"
 
 

@@ -47,6 +47,7 @@ class ServedRun(NamedTuple):
         recorder: what records it, if anything does.
         beside: what packages do beside it.
         added: what packages have to say of it, once it has ended.
+        written: files that it has written to `--out`, or has begun to write.
     """
 
     parts: RunParts
@@ -54,6 +55,7 @@ class ServedRun(NamedTuple):
     recorder: Recorder | None
     beside: Sequence[Running]
     added: list[Ran]
+    written: list[Path]
 
     def run(self, doing: str) -> Any:
         """Serve the workload, and show the progress of `doing` it; return the result."""
@@ -87,6 +89,7 @@ class ServedRun(NamedTuple):
             added = (name for ran in self.added for name in ran.fields)
             names = ("config", "reported_hit_ratio", *fields, *added)
             parted = {name: document[name] for name in names if name in document}
+            self.written.extend(self.given["out"] / name for name in (SUMMARY, REQUESTS))
             result.write(self.given["out"], **parted)
 
     def report(
@@ -116,33 +119,48 @@ def opened(parts: RunParts, given: Mapping[str, Any]) -> Iterator[ServedRun]:
     """
     path, out = trace_path(parts, given), given["out"]
     others = [] if out is None else [out / SUMMARY, out / REQUESTS]
-    for written in filter(None, (path, *others)):
-        refuse_overwrite(written, parts.workload.options().values())
+    for file in filter(None, (path, *others)):
+        refuse_overwrite(file, parts.workload.options().values())
     with ExitStack() as stack:
-        if out is not None:
-            stack.enter_context(_directory(out))
+        written = stack.enter_context(_files(out))
         started = parts.plugins.results("kvcore_running", parts=parts, given=given)
         beside = [stack.enter_context(context) or Running() for context in started]
         recorder = next((side.recorder for side in beside if side.recorder is not None), None)
         if recorder is None and path is not None:
             from kvcore.trace import Trace  # noqa: PLC0415 - most runs are not traced
 
+            stack.enter_context(_listed(path, written))
             recorder = stack.enter_context(Trace(path, **parts.header()))
-        yield ServedRun(parts, given, recorder, beside, [])
+        yield ServedRun(parts, given, recorder, beside, [], written)
 
 
 @contextmanager
-def _directory(path: Path) -> Iterator[None]:
-    """Make a directory; if the body raises, remove it unless it was there before."""
-    made = not path.exists()
-    make_directory(path)
+def _files(folder: Path | None) -> Iterator[list[Path]]:
+    """Make a directory, if one is given, and yield a list for files that are written.
+
+    If the body raises, these are removed, and the directories that were not there before.
+    """
+    made: list[Path] = []
+    if folder is not None:
+        made += [path for path in (folder, *folder.parents) if not path.exists()]
+        make_directory(folder)
+    written: list[Path] = []
     try:
-        yield
+        yield written
     except BaseException:
-        if made:
-            with suppress(OSError):
+        with suppress(OSError):
+            for file in filter(Path.is_file, written):  # a trace may go to a device
+                file.unlink()
+            for path in made:
                 path.rmdir()
         raise
+
+
+@contextmanager
+def _listed(path: Path, written: list[Path]) -> Iterator[None]:
+    """Add a file to those that are written, once the body has written it."""
+    yield
+    written.append(path)
 
 
 def _merge(document: dict[str, Any], fields: Mapping[str, Any]) -> None:

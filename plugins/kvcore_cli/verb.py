@@ -149,8 +149,8 @@ class VerbCommand(Helped):
             if record is not None and isinstance(param, click.Option):
                 heading = REST if few else _heading_of(param)
                 listed.setdefault(heading, []).append(record)
-        last = [heading for heading in (OUTPUT, REST) if heading in listed]
-        for heading in [*(heading for heading in listed if heading not in last), *last]:
+        # The others keep their order.
+        for heading in sorted(listed, key=lambda heading: (heading == REST, heading == OUTPUT)):
             if listed[heading]:
                 with formatter.section(heading):
                     formatter.write_dl(listed[heading])
@@ -257,7 +257,7 @@ class Seconds(Time):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Read the text of a time, or a number of seconds from a file."""
+        """Read a time as `Time` does; refuse 0."""
         time = super().convert(value, param, ctx) / NS_PER_S
         if not time:
             self.fail("must be above 0 seconds", param, ctx)

@@ -277,6 +277,7 @@ class TensorMover:
 
     Attributes:
         spent_ns: time in which the loop has copied and waited here, since it was last set to 0.
+        on_loaded: called with the blocks of the pool into which blocks of a tier were copied.
     """
 
     def __init__(self, tiers: Tiers, backend: Backend, identity: bytes) -> None:
@@ -287,6 +288,7 @@ class TensorMover:
             StorageError: there is too little room for a tier.
         """
         self.spent_ns = 0
+        self.on_loaded: Callable[[Ids], object] = lambda _blocks: None
         self._tiers, self._backend = tiers, backend
         self._changed = Condition()
         self._free: list[memoryview] = []
@@ -463,6 +465,7 @@ class TensorMover:
             if right < len(ids):
                 self._backend.swap_in(channel.tails[slots[-1]], ids[right:])
                 right += 1
+        self.on_loaded(ids[:right])
         self.spent_ns += perf_counter_ns() - began
         return right
 

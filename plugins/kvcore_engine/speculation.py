@@ -14,6 +14,7 @@ sampling", 2023.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from time import perf_counter_ns
 from typing import Any
@@ -67,6 +68,8 @@ class SpeculativeTensorExecutor(TensorExecutor):
             drafter.bind()
             drafter.attach(self.latency, seed)
             call(drafter, drafter.load, self._generator, self._backend, seed)
+            if self._mover is not None:
+                self._mover.on_loaded = partial(call, drafter, drafter.on_loaded)
         except BaseException:
             self.close(whole=False)
             raise
@@ -118,6 +121,14 @@ class SpeculativeTensorExecutor(TensorExecutor):
             for first, later, (_, accepted) in zip(newest, behind, verified, strict=True)
         ]
         self._pass_states(sequences, [*prefilled, *lasts])
+        early = {job.request.id for job, _ in ended}
+        done = [
+            sequence.job.request.id
+            for sequence in [*prefilled, *newest]
+            if len(sequence.stream.output) >= sequence.job.output_tokens
+            or sequence.job.request.id in early
+        ]
+        call(self.drafter, self.drafter.on_end, done)
         if self._wall:
             complete = with_drafts(work, decoding, counts, self.latency.windows)
             took_ps = self._spent_ps(began_ns, sequences, complete)

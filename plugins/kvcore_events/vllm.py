@@ -87,7 +87,8 @@ class _Batch(msgspec.Struct):
     data_parallel_rank: Count | None = None
 
 
-# The fields of events that are arrays, in their order.
+# The fields of events that are arrays, in their order. The group, which is the last one of a
+# Struct, is the first one of the tail.
 _TAIL = ("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
 _STORED = _Stored.__struct_encode_fields__[:-1]
 _REMOVED = (*_Removed.__struct_encode_fields__[:-1], *_TAIL)
@@ -147,6 +148,11 @@ def write_batch(batch: EventBatch) -> list[Any] | dict[str, Any]:
 
 
 def _read(value: Any, field: str) -> Event:
+    """Return the event of a map or an array; `field` is its place in the payload.
+
+    Raises:
+        DecodeError: it is none of vLLM.
+    """
     named = _event_by_name(value) if type(value) is list else value
     parsed = parse_tagged(named, tuple(_CLASSES), field)
     if isinstance(parsed, _Stored):
@@ -182,6 +188,11 @@ def _by_name(names: tuple[str, ...], items: list[Any], first: int = 0) -> dict[s
 
 
 def _write(event: Event) -> Any:
+    """Return an event as vLLM packs it, as a map.
+
+    Raises:
+        InputError: vLLM does not have such events.
+    """
     if isinstance(event, UnparsedEvent):
         return event.value
     struct = _STRUCTS.get(type(event))

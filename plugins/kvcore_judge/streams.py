@@ -21,8 +21,10 @@ class Recency(Workload):
     """Prompts that return soon or not at all: the workload for which LRU is right.
 
     A third of the requests bring a new prompt. The others repeat the prompt that was used d
-    prompts ago; the chance of a depth between 2^k and 2^(k+1) is half of that of the depths
-    before. So of two prompts the one that was used last is always the likelier to return.
+    prompts ago; the chance of a depth between 2^k and 2^(k+1) is half of that of one between
+    2^(k-1) and 2^k. So the prompt that was used last is the likeliest to return, and of two
+    others the one that was used later is at least as likely. The oldest prompt alone, which
+    stands for all depths beyond it, may be likelier than some that were used after it.
 
     Attributes:
         requests: number of requests.
@@ -43,18 +45,18 @@ class Recency(Workload):
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests. Keeps one number for each prompt in memory."""
         draw = Random(f"{self.seed}/recency")  # noqa: S311 - a workload, not a secret
-        stack: list[int] = []
+        by_use: list[int] = []  # prompts, the one that was used last at the end
         arrival = 0
         for index in range(self.requests):
-            if stack and draw.randrange(3):
+            if by_use and draw.randrange(3):
                 octave = 0
                 while octave < 16 and draw.randrange(2):  # noqa: PLR2004 - 65,536 prompts
                     octave += 1
-                depth = min(len(stack), (1 << octave) + draw.randrange(1 << octave))
-                prompt = stack.pop(-depth)
+                depth = min(len(by_use), (1 << octave) + draw.randrange(1 << octave))
+                prompt = by_use.pop(-depth)
             else:
                 prompt = index
-            stack.append(prompt)
+            by_use.append(prompt)
             keys = range(100 * prompt, 100 * prompt + 8 + prompt % 57)
             yield Request(
                 id=index,
@@ -71,7 +73,7 @@ class Recency(Workload):
 class Agents(Workload):
     """Sessions of agents: a shared system prompt, then turns with loops of tool calls.
 
-    A turn is a loop of up to 16 calls of tools, whose answers take 1 to 30 s by the tool; then
+    A turn is a loop of up to 15 calls of tools, whose answers take 1 to 30 s by the tool; then
     the user thinks for 20 s to 10 min, or leaves. Each call appends to the prompt. Which tool
     is called tells when, and the end of a turn whether, the prompt returns.
 

@@ -53,10 +53,7 @@ _OPTIONS = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
 
 def choices() -> dict[str, str]:
     """Return what a policy can be run on, each with its description."""
-    streams = {
-        stream.name: f"{stream.name}: one stream" for stream in find_panel("public").streams
-    }
-    return PANELS | streams
+    return PANELS | {name: f"{name}: one stream" for name in _streams()}
 
 
 def panel_of(choice: str, limit: int | None) -> Panel:
@@ -76,11 +73,16 @@ def panel_of(choice: str, limit: int | None) -> Panel:
     if limit is not None and (type(limit) is not int or limit < 1):
         msg = f"requests must be a whole number from 1 on, or none for all, not {limit!r}"
         raise InputError(msg)
-    named = {stream.name: stream for stream in find_panel("public").streams}
-    stream = named.get(choice) or Stream(Path(choice).name, choice)
-    if choice not in named and is_recording(choice):
+    streams = _streams()
+    stream = streams.get(choice) or Stream(Path(choice).name, choice)
+    if choice not in streams and is_recording(choice):
         raise InputError(RECORDING.format(file=stream.name))
     return Panel(stream.name, (attrs.evolve(stream, limit=limit, timed=True),))
+
+
+def _streams() -> dict[str, Stream]:
+    """Return the streams of the public panel by name."""
+    return {stream.name: stream for stream in find_panel("public").streams}
 
 
 def work(
@@ -205,12 +207,13 @@ def answer(
         report: called with a description, the number of cells that are done, and of all.
     """
     policy = Path("policy.py")
-    policy.write_text(source, "utf-8", newline="")
     try:
+        policy.write_text(source, "utf-8", newline="")
         return work(
             policy, choice, limit, journal=Journal("cells.jsonl"), progress=_reported(report)
         )
-    except KvcoreError as error:
+    # Half of a pair of surrogates has no bytes; a constructor may look for a file.
+    except (KvcoreError, UnicodeError, OSError) as error:
         return {"error": f"{error}{_place(error, policy)}"}
 
 
@@ -238,7 +241,7 @@ def _reported(report: Callable[[str, int, int], None]) -> Progress:
 def _place(error: BaseException, policy: Path) -> str:
     """Return the line of a policy's file in which an error was raised, in words."""
     cause = error.__cause__ or error
-    if isinstance(cause, SyntaxError):
+    if isinstance(cause, SyntaxError) and cause.lineno is not None:
         return f"\nline {cause.lineno}: {(cause.text or '').strip()}"
     frames = [
         frame

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from time import perf_counter_ns, sleep
 from typing import Any, Protocol
 
@@ -117,7 +118,7 @@ class LiveInbox(Arrivals):
         return arrival, request
 
     def ended(self, request: Request, now: int) -> None:
-        """Called when a request has ended, in any way."""
+        """Pass on that a request has ended, in any way."""
         self._on_ended(request, now)
 
 
@@ -301,7 +302,7 @@ class LiveLoop(ServingLoop):
         self.clock_ps = max(self.clock_ps, self.elapsed_ns() * PS_PER_NS)
 
     def _gone(self, request: Request, now: int) -> None:
-        """Called when a request has ended, in any way."""
+        """Mark a request as ended, in any way, and forget what only an open one needs."""
         del now
         if request.id in self.open:
             self.open[request.id].ended = True
@@ -382,9 +383,10 @@ class LiveEngine:
         self.loop.inbox.leave(request, FINISHED)
 
     def close(self) -> None:
-        """Wait until all requests have ended and the thread has stopped."""
+        """Wait until all requests have ended and the thread has stopped, if it has started."""
         self.loop.inbox.close()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -399,5 +401,7 @@ class LiveEngine:
             listeners = [*self.loop.listeners.values()]
         listeners += [opened.listener for opened in self.loop.open.values()]
         for listener in listeners:
-            listener(Tokens(end=FAILED, reason=str(error)))
+            # A listener may have caused the failure: the others are told all the same.
+            with suppress(Exception):
+                listener(Tokens(end=FAILED, reason=str(error)))
         self._on_failure(error)

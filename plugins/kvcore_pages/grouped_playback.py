@@ -118,10 +118,7 @@ class GroupedPlayback(Playback):
             self._row_ends.append(len(self._ids))
 
     def _hit(self, event: Any) -> None:
-        request = self._numbers[event.request]
-        self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
-        if not event.again:
-            self.prompts.admit(request, event.n, event.t)
+        request = self._admit(event)
         ids = [block.id for block in self._held_by(event.seq)]
         self._moves(event, ids, request, event.seq, event.blocks, NONE, bool(event.again))
 

@@ -17,7 +17,7 @@ import os
 import re
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from heapq import nlargest
 from sys import byteorder
@@ -294,7 +294,6 @@ class Playback:
         self.evicted: list[EvictedContent] = []
         self._window = window
         self._flat = array("q")
-        self._put: Callable[[Iterable[int]], None] = self._flat.extend
         # The first row of the current moment; and where that is: before the window, inside it,
         # or after.
         self._boundary, self._stage = 0, "before" if window.start else "inside"
@@ -363,8 +362,6 @@ class Playback:
         """Store the check of the trace, and what finds the reasons of misses."""
         self._checker, self._state, self._inquest = checker, checker.state, inquest
         self.header: dict[str, Any] = header.as_dict()
-        if self._stage == "before":
-            self._put = _ignore
 
     def _set_kinds(self, structs: dict[str, type[events.Event]]) -> None:
         """Store the Structs of the trace by the kinds of their rows."""
@@ -393,7 +390,7 @@ class Playback:
         self.ended, window, flat = event.t, self._window, self._flat
         if self._stage == "before" and event.t >= window.start:
             self._stage, self.first_line, self.opening = "inside", event.n, self._snapshot()
-            self._put, self._before = flat.extend, 0
+            self._before = 0
         if self._stage != "inside":
             return
         rows = len(flat) // WIDTH
@@ -402,7 +399,7 @@ class Playback:
             while self.evicted and self.evicted[-1].row >= self._boundary:
                 self.evicted.pop()
         if rows >= window.max_rows or (window.end is not None and event.t >= window.end):
-            self._stage, self._put = "after", _ignore
+            self._stage = "after"
         self._boundary = len(flat) // WIDTH
 
     def _snapshot(self) -> dict[str, Any]:
@@ -462,9 +459,10 @@ class Playback:
         count: int = 0,
         age: int = 0,
     ) -> None:
-        """Append a row."""
+        """Append a row, if it is in the window."""
         now, kind = event.t, self._kinds[type(event)]
-        self._put((kind, request, a, b, c, d, e, count, now - self._before, age))
+        if self._stage == "inside":
+            self._flat.extend((kind, request, a, b, c, d, e, count, now - self._before, age))
         self._before = now
 
     def _plain(self, event: Any) -> None:
@@ -489,19 +487,20 @@ class Playback:
         span = event.span if isinstance(event.span, int) else NONE
         self._row(event, request, event.seq, event.blocks, span)
 
-    def _hit(self, event: events.Hit) -> None:
+    def _admit(self, event: events.Hit | events.Miss) -> int:
+        """Record that a sequence is opened for a request; return the number of the request."""
         request = self._numbers[event.request]
         self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
         if not event.again:
             self.prompts.admit(request, event.n, event.t)
+        return request
+
+    def _hit(self, event: events.Hit) -> None:
+        request = self._admit(event)
         self._row(event, request, event.seq, event.blocks, event.span, bool(event.again))
 
     def _miss(self, event: events.Miss) -> None:
-        request = self._numbers[event.request]
-        self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
-        if not event.again:
-            self.prompts.admit(request, event.n, event.t)
-        why = WHY.index(event.why)
+        request, why = self._admit(event), WHY.index(event.why)
         self._row(event, request, event.seq, event.block, why, bool(event.again))
 
     def _split(self, event: events.Split) -> None:
@@ -692,10 +691,6 @@ class Playback:
             "q", [request.optimum // size if request else 0 for request in explained]
         )
         return {"rows": pack(self.rows), "requests": pack(columns)}
-
-
-def _ignore(row: Iterable[int]) -> None:
-    """Discard a row outside the window."""
 
 
 PROMPT_COLUMNS = (

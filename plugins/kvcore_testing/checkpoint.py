@@ -26,21 +26,6 @@ _GROUPS = {
 }
 
 
-@attrs.frozen
-class Lookup:
-    """The hit of a request, and the decisions about its blocks.
-
-    Attributes:
-        hit: tokens of its prompt that hit.
-        boundaries: the lengths at which windows and states of it are kept.
-        evicted: number of blocks evicted for it.
-    """
-
-    hit: int
-    boundaries: tuple[int, ...]
-    evicted: int
-
-
 class CheckpointTests(PluginTests[CheckpointPolicy]):
     """Conformance tests of a checkpoint policy; a derived `Test...` class makes the policy.
 
@@ -84,11 +69,11 @@ class CheckpointTests(PluginTests[CheckpointPolicy]):
     ) -> None:
         """A hit is a prefix of an earlier prompt, in whole blocks, and not all of its own."""
         requests, computed = stream(seed), set[Key]()
-        for request, lookup in zip(
+        for request, (hit, _, _) in zip(
             requests, look_up(self.make(), requests, groups), strict=True
         ):
-            blocks = lookup.hit // BLOCK
-            assert lookup.hit == blocks * BLOCK < request.prompt_tokens
+            blocks = hit // BLOCK
+            assert hit == blocks * BLOCK < request.prompt_tokens
             assert computed.issuperset(request.keys[:blocks])
             computed.update(request.keys)
 
@@ -136,14 +121,18 @@ class CheckpointTests(PluginTests[CheckpointPolicy]):
 
 def look_up(
     policy: CheckpointPolicy, requests: list[Request], groups: tuple[LayerGroup, ...]
-) -> Iterator[Lookup]:
-    """Compute the prompts of `requests` one after the other; yield what each has found."""
+) -> Iterator[tuple[int, tuple[int, ...], int]]:
+    """Compute the prompts of `requests` one after the other; yield what the cache decides.
+
+    That is: the tokens that hit, the lengths at which windows and states of the prompt are
+    kept, and the number of blocks that were evicted for it.
+    """
     cache = _cache(policy, groups)
     for request in requests:
         before = cache.evicted_blocks
         match = cache.compute(request, _CHUNK)
         cache.check_integrity()
-        yield Lookup(match.tokens, match.boundaries, cache.evicted_blocks - before)
+        yield match.tokens, match.boundaries, cache.evicted_blocks - before
 
 
 def stream(seed: int) -> list[Request]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvcore import InputError, Plugins, PolicyError
 from kvcore.request import text_request
 from kvcore_engine import speculation
+from kvcore_engine.drafter.draft_model import DraftModel
 from kvcore_engine.drafter.prompt_lookup import PromptLookup
 from kvcore_engine.drafter.token_drafter import Draft, TokenDrafter
 from kvcore_engine.speculation import SpeculativeTensorExecutor
@@ -266,9 +267,16 @@ def verified(drafts, outcomes, weights, levels):
 
 def torch_run(drafter, generator="transformer:" + SIZE, dtype="fp32", **options):
     """Return the outputs and the draft statistics of a run on torch."""
+    asked = requests(options.pop("count", 8))
+    result = torch_result(asked, drafter, generator, dtype, **options)
+    return result.outputs, result.log.drafts
+
+
+def torch_result(asked, drafter, generator="transformer:" + SIZE, dtype="fp64", **options):
+    """Return the result of a run on torch."""
     pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
     run = compute(
-        requests(options.pop("count", 8)),
+        asked,
         generator=generator,
         backend="torch-cpu",
         latency=PLUGINS.build("latency", "roofline"),
@@ -276,7 +284,7 @@ def torch_run(drafter, generator="transformer:" + SIZE, dtype="fp32", **options)
         drafter=drafter,
         **options,
     )
-    return run.result.outputs, run.result.log.drafts
+    return run.result
 
 
 DRAFTERS = [
@@ -358,6 +366,44 @@ def test_all_drafts_of_an_equal_draft_model_are_accepted():
     assert stats.accepted == stats.drafted > 20
 
 
+TIER = "host:memory=1MiB,load=always"
+
+
+def test_a_draft_model_computes_what_a_swap_has_moved():
+    """All drafts of an equal draft model are accepted also after sequences were swapped."""
+    asked = [ask(n, n, 12, 40) for n in range(6)]
+    result = torch_result(asked, DRAFTERS[3], blocks=40, tiers=[TIER])
+    assert sum(level.stats.parked for level in result.cache.tiers.levels) > 0
+    stats = result.log.drafts
+    assert stats.accepted == stats.drafted > 20
+
+
+def test_a_draft_model_computes_what_a_tier_has_loaded():
+    """All drafts of an equal draft model are accepted also after prefixes were loaded.
+
+    Two requests hit the loaded prefix at different times, and one of them on the device.
+    """
+    shared = [3 * n % 31 for n in range(32)]
+    texts = [shared, [7 * n % 31 for n in range(60)], [*shared, 5], [*shared, 6, 6]]
+    asked = [
+        text_request(n, text, output=12, block_size=4, arrival=10**9 * n - 10**8 * (n == 3))
+        for n, text in enumerate(texts)
+    ]
+    result = torch_result(asked, DRAFTERS[3], blocks=20, tiers=[TIER])
+    assert sum(level.stats.loaded for level in result.cache.tiers.levels) > 0
+    stats = result.log.drafts
+    assert stats.accepted == stats.drafted > 20
+
+
+@pytest.mark.parametrize("name", [DRAFTERS[3], DRAFTERS[4]])
+def test_drafters_forget_requests_that_have_ended(name):
+    """After a run, a drafter keeps nothing of the requests."""
+    drafter = PLUGINS.build("drafter", name)
+    torch_result(requests(8), drafter)
+    assert not getattr(drafter, "_states", None)
+    assert not getattr(drafter, "_known", None)
+
+
 def test_drawn_drafts_of_the_model_itself_are_accepted():
     """Drafts sampled from the distribution of the served model are all accepted."""
     drafter = f"{DRAFTERS[3]},temperature=0.7"
@@ -389,6 +435,13 @@ def test_a_draft_model_accepts_the_options_that_are_given():
     assert drafter._drafting.vocabulary == 31
     with pytest.raises(InputError, match="layers"):
         PLUGINS.build("drafter", "draft-model:layers=0")
+
+
+@pytest.mark.parametrize("option", ["layers", "seed"])
+def test_a_generator_that_is_built_takes_no_options(option):
+    """Options of a generator beside one that is built raise InputError."""
+    with pytest.raises(InputError, match=f"draft-model: {option} beside a generator"):
+        DraftModel(generator=Exact(), **{option: 3})
 
 
 def test_impossible_lengths_of_n_grams_are_refused():

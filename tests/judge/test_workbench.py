@@ -146,6 +146,25 @@ def test_what_is_no_policy_is_refused(answer, source, what):
     assert what in answer(source, "quick", None)["error"]
 
 
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        (
+            POLICY + "\n    def __init__(self): open('nowhere')\n",
+            "'nowhere'\nline 10: def __init__",
+        ),
+        (POLICY.replace("used", "\udc00"), "surrogates not allowed"),
+        (POLICY + "\0", "null bytes"),
+    ],
+)
+def test_every_failure_is_an_answer(answer, source, what):
+    """A constructor without its file, and a text that is no source, give an error."""
+    found = answer(source, "quick", None)
+    assert [*found] == ["error"]
+    assert what in found["error"]
+    assert "line None" not in found["error"]
+
+
 @pytest.mark.parametrize("limit", [0, -5, 0.5, 1e30, True])
 def test_a_number_of_requests_that_is_none_is_refused(answer, limit):
     """Of one stream, requests are a whole number from 1 on: any other is named."""

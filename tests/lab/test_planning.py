@@ -299,7 +299,7 @@ def test_where_a_checkpoint_policy_chooses_what_leaves_there_is_no_foresight():
         checkpoint="marconi",
     )  # fmt: skip
     assert (found.options, found.limit.grants.keys()) == ([], {"endless", "seen"})
-    assert any(note.startswith("foresight was not tried: ") for note in found.notes)
+    assert any(note.startswith("foresight could not be judged: ") for note in found.notes)
     assert "with a pool that never fills" in str(found)
     assert "foresaw" not in str(found)
 
@@ -360,8 +360,13 @@ class _Ticking:
         ({"scheduler": ["fcfs", "lpm"]}, "scheduler: 2 values were given"),
         (
             {"policies": [("cache", "lru")]},
-            "policies: 'lru' is given as 'cache'; kinds are: evic",
+            r"policies: \('cache', 'lru'\) was given; give pairs of 'eviction' or",
         ),
+        ({"policies": ["lfu"]}, "policies: 'lfu' was given; give pairs"),
+        ({"tensor_parallel": "1"}, r"tensor_parallel: \['1'\] was given; give numbers"),
+        ({"replicas": [1.5]}, r"replicas: \[1.5\] was given; give numbers"),
+        ({"max_gpus": 1.5}, r"max_gpus: \[1.5\] was given; give numbers"),
+        ({"percentile": "99"}, "percentile '99': give a percentage"),
         ({"router": "random"}, "router: a plan divides sessions by hash"),
         ({"fail": "replica=0,at=1"}, "fail: a plan divides sessions by hash"),
     ],
@@ -399,7 +404,17 @@ def test_a_policy_that_cannot_serve_is_left_out_with_a_note(served):
         parts * 12, percentile=40, blocks=blocks(2), policies=[("eviction", "nothing")]
     )
     assert found.limit.verdict == "capacity"
-    assert found.notes[0].startswith("nothing was not tried: eviction: ")
+    assert found.notes[0].startswith("nothing could not be judged: eviction: ")
+
+
+def test_policies_that_are_the_same_are_simulated_once(served):
+    """Two names of one policy are judged by one simulation, with the limit of one name."""
+    parts = [[100 * n + key for key in range(8)] for n in range(3)]
+    options = {"percentile": 40, "blocks": blocks(2)}
+    names = [("scheduler", name) for name in ("slo", "slo:seed=0")]
+    one, both = (served(parts * 12, policies=given, **options) for given in (names[:1], names))
+    assert both.limit == one.limit
+    assert both.simulations == one.simulations + 1
 
 
 def test_a_simulation_that_fails_ends_the_search(served, monkeypatch):

@@ -8,8 +8,10 @@ import io
 import attrs
 import pytest
 
+from kvcore.config.options import read_option
 from kvcore.models.cost import default_prefill_cost
-from kvcore_cli.report.tables import setup
+from kvcore.trace.fields import slo_field
+from kvcore_cli.report.tables import setup, slo_times
 from kvcore_lab.comparison import Comparison, Infinite, Row, Source
 from kvcore_lab.report.comparison import ComparisonReport, write_csv
 
@@ -266,6 +268,12 @@ def test_the_setup_omits_options_that_repeat_the_deployment():
         "chunked true; rate_scale 2.0; slo ttft=1.5; seed 0."
     )
     assert "; slo none; " in setup(header | {"slo": {}})
+
+
+@pytest.mark.parametrize("times", ["ttft=1234.56789", "ttft=30,tpot=0.1", "deadline=1000000"])
+def test_times_of_an_slo_are_written_as_on_the_command_line(times):
+    """All digits of an SLO are written, and no exponent."""
+    assert slo_times(slo_field(read_option("slo", times))) == times
 
 
 def test_the_setup_of_a_header_with_missing_fields():

@@ -680,6 +680,37 @@ def test_a_request_that_comes_as_the_engine_fails_is_told_once(monkeypatch):
     assert ends == [Tokens(end=FAILED, reason="no more")] * 2
 
 
+def test_all_are_told_of_a_failure_that_a_listener_has_caused():
+    """If a listener fails, all others and the server are told, and `close` returns."""
+    _, loop = played(drawn(1))
+    loop.inbox = LiveInbox(lambda *_: None, int)
+    ends, failures = [], []
+    engine = LiveEngine(loop, failures.append)
+
+    def failing(_):
+        msg = "no reader"
+        raise RuntimeError(msg)
+
+    def serve():
+        for listener in (*loop.listeners.values(),):
+            listener(Tokens([1]))
+
+    loop.run = serve
+    for number, listener in enumerate((failing, ends.append)):
+        engine.submit(text_request(number, [1], output=1, block_size=16), listener)
+    engine.start()
+    engine.close()
+    assert ends == [Tokens(end=FAILED, reason="no reader")]
+    assert list(map(str, failures)) == ["no reader"]
+
+
+def test_an_engine_that_has_not_started_can_be_closed():
+    """`close` returns if the thread was never started."""
+    _, loop = played(drawn(1))
+    loop.inbox = LiveInbox(lambda *_: None, int)
+    LiveEngine(loop, lambda _: None).close()
+
+
 def test_prompts_that_begin_alike_share_their_keys():
     """A cached prompt has keys of its own for what is new in it, and those of others before."""
     cache = KVCache(64, 4)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from kvcore.plugins.manager import KINDS
 from kvcore.plugins.options import Spec, as_text
 from kvcore.units import BINARY, NS_PER_S
 
@@ -82,13 +84,10 @@ def setup(header: Mapping[str, Any]) -> str:
     routing: dict[str, Any] = {}
     if header.get("replicas") and header.get("routing"):
         routing = {**header["routing"], **header}
-        amounts = routing["replicas"]
-        some = (
-            amounts
-            if isinstance(amounts, int)
-            else sum(group.get("count", 1) for group in amounts)
-        )
-        parts.append(f"{counted(some, 'replica')}, the first with {blocks} of {size}")
+        replicas = routing["replicas"]
+        if not isinstance(replicas, int):
+            replicas = sum(group.get("count", 1) for group in replicas)
+        parts.append(f"{counted(replicas, 'replica')}, the first with {blocks} of {size}")
     else:
         parts.append(f"{blocks} of {size} ({header['count']} counting)")
     deployment = {
@@ -99,30 +98,39 @@ def setup(header: Mapping[str, Any]) -> str:
         "device": device.get("name"),
         "tensor_parallel": device.get("count"),
     }
-    for kind, plugin in header.get("plugins", {}).items():
-        # A model or a device of a file has all its fields.
-        amounts = plugin["options"].items()
-        options = {n: v.get("name", v) if isinstance(v, Mapping) else v for n, v in amounts}
+    plugins = header.get("plugins", {})
+    # A trace and a summary have their plugins in other orders.
+    for kind in sorted(plugins, key=[*KINDS, *plugins].index):
+        options = _named(plugins[kind]["options"])
         if kind == "latency":
             options = {n: v for n, v in options.items() if v != deployment.get(n)}
-        parts.append(f"{kind} {_wrappable(plugin['name'], options)}")
+        parts.append(f"{kind} {_wrappable(plugins[kind]['name'], options)}")
     tiers = header.get("tiers", ())
     parts += [f"tier {_wrappable(tier['name'], tier['options'])}" for tier in tiers]
     parts += [f"{name} {as_text(value)}" for name, value in header.get("batching", {}).items()]
-    for name in SETTINGS:
-        value = header.get(name)
-        if name == "slo" and isinstance(value, Mapping):
-            value = slo_times(value).replace(",", ", ")
-        if value is not None:
-            parts.append(f"{name} {as_text(value)}")
-    parts += _routed(routing)
+    parts += [*_settings(header), *_routed(routing)]
     return f"Setup: {'; '.join(parts)}."
+
+
+def _named(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options in which a model or a device of a file is its name, without its fields."""
+    return {n: v.get("name", v) if isinstance(v, Mapping) else v for n, v in options.items()}
 
 
 def slo_times(slo: Mapping[str, int | None]) -> str:
     """Format the SLO of a header, which has ns, as on the command line: `ttft=30,tpot=0.1`."""
-    times = (f"{name}={ns / NS_PER_S:g}" for name, ns in slo.items() if ns)
-    return ",".join(times) or "none"
+    seconds = {name: Decimal(round(ns)) / NS_PER_S for name, ns in slo.items() if ns}
+    return ",".join(f"{n}={time.normalize():f}" for n, time in seconds.items()) or "none"
+
+
+def _settings(header: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the options of a run that belong to none of its parts."""
+    for name in SETTINGS:
+        value = header.get(name)
+        if name == "slo" and isinstance(value, Mapping):
+            value = slo_times(value).replace(",", ", ")
+        if value not in (None, "paged"):  # no trace says that its allocation is paged
+            yield f"{name} {as_text(value)}"
 
 
 def _routed(routing: Mapping[str, Any]) -> Iterator[str]:
@@ -148,7 +156,7 @@ def _fields(value: Any) -> Mapping[str, Any]:
 
 def counted(number: int, what: str) -> str:
     """Format a number of things: `1 block`, `1,000 blocks`."""
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def no_full_block(prompt: int, block_size: int, *, alone: bool = False) -> str:
@@ -200,7 +208,7 @@ def larger_blocks(parts: RunParts) -> str:
 
 
 def told_of_run(parts: RunParts, log: RunLog) -> list[str]:
-    """Return notes on a run: prompts without positions, larger blocks, tenants that are none."""
+    """Return notes on a run: prompts without positions, larger blocks, missing tenants."""
     notes = [beyond_positions(parts, log.prompt), larger_blocks(parts)]
     fair = getattr(parts.config.scheduler, "name", "") == "fair"
     if fair and len(log.ids) and all(tenant is None for tenant in log.tenants):

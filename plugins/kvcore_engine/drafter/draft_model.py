@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 from attrs.validators import ge
 
 from kvcore import Backend, Generator, InputError, LatencyModel
+from kvcore.cache import Ids
 from kvcore.engine import Attend, RaggedBatch, Tensor, attend_through, row_positions
+from kvcore.lazy import LazyModule
 from kvcore.plugins.manager import installed
 from kvcore.plugins.options import Spec
 from kvcore.serving import StepWork
@@ -19,6 +21,11 @@ from kvcore_engine.speculation import inverted
 from kvcore_engine.tokens import uniform
 from kvcore_plugins.drafter.cost import ModelCost
 
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = LazyModule("torch", globals())
+
 
 @attrs.define(slots=False, eq=False)
 class DraftModel(TokenDrafter):
@@ -26,7 +33,8 @@ class DraftModel(TokenDrafter):
 
     Its K/V lies in a pool of its own, with the number of blocks and the block tables of the
     served model: tokens that are hit, preempted or rolled back there are so here. It computes a
-    prompt in the same steps as the served model.
+    prompt in the same steps as the served model, and tokens in blocks that a tier has loaded,
+    which bring no K/V for it, before it drafts after them.
 
     Options:
         tokens: drafts a step, k.
@@ -39,7 +47,8 @@ class DraftModel(TokenDrafter):
         seed: seed of the generator, if it has one.
 
     Raises:
-        InputError: the generator is unknown, or has other token ids.
+        InputError: the generator is unknown, has other token ids, or is an instance beside
+            options of a generator.
 
     Source: Leviathan et al., "Fast inference from transformers via speculative decoding",
     2023; Chen et al., "Accelerating large language model decoding with speculative
@@ -65,15 +74,24 @@ class DraftModel(TokenDrafter):
     _cost: ModelCost = attrs.field(init=False, repr=False)
     # By request: tokens with K/V in this pool. The last ones may have been rejected.
     _known: dict[int | str, int] = attrs.field(init=False, repr=False, factory=dict)
+    # Blocks that are in the served model's pool alone, or were computed after such blocks.
+    _absent: set[int] = attrs.field(init=False, repr=False, factory=set)
 
     def __attrs_post_init__(self) -> None:
         """Build the generator."""
+        names = ("model", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab_size")
+        values = {name: getattr(self, name) for name in names}
+        options = {name: str(value) for name, value in values.items() if value is not None}
         if isinstance(self.generator, Generator):
+            given = [*options, *["seed"] * (self.seed != 0)]
+            if given:
+                msg = (
+                    f"draft-model: {', '.join(given)} beside a generator that is built: give "
+                    "them to that generator, or give its name"
+                )
+                raise InputError(msg)
             self._drafting = self.generator
             return
-        names = ("model", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab_size")
-        sizes = {name: getattr(self, name) for name in names}
-        options = {name: str(size) for name, size in sizes.items() if size is not None}
         if self.temperature:
             options["temperature"] = str(self.temperature)
         spec = Spec(self.generator, options)
@@ -108,17 +126,35 @@ class DraftModel(TokenDrafter):
         self._drafting.forward(
             attrs.evolve(batch, output_indices=[None] * len(requests)), self._attend(batch)
         )
-        for request, context, length in zip(
-            requests, batch.contexts, batch.lengths, strict=True
+        for request, table, context, length in zip(
+            requests, batch.block_tables, batch.contexts, batch.lengths, strict=True
         ):
             self._known[request] = context + length
+            before, new = self._split(table, context)
+            if self._absent.isdisjoint(before):
+                self._absent.difference_update(new)
+            else:
+                self._absent.update(new)
+
+    def on_loaded(self, blocks: Ids) -> None:
+        """Note that no K/V of this model is in `blocks`."""
+        self._absent.update(blocks)
+
+    def on_end(self, requests: Sequence[int | str]) -> None:
+        """Forget requests."""
+        for request in requests:
+            self._known.pop(request, None)
 
     def drafts(self, sequences: Sequence[DraftSequence]) -> list[Draft]:
         """Draft for all sequences together, a pass for each position."""
         texts: list[list[int]] = [[] for _ in sequences]
         weights: list[list[Tensor]] = [[] for _ in sequences]
         # Tokens that were accepted since, and the newest one, are computed first.
-        starts = [min(self._known.get(s.request, 0), s.position) for s in sequences]
+        starts = [self._first_unknown(sequence) for sequence in sequences]
+        computed = [
+            self._split(sequence.block_table, start)[1]
+            for sequence, start in zip(sequences, starts, strict=True)
+        ]
         news = [
             sequence.stream.token_ids(start, sequence.position + 1)
             for sequence, start in zip(sequences, starts, strict=True)
@@ -133,10 +169,9 @@ class DraftModel(TokenDrafter):
                 news[n] = [token]
         for sequence in sequences:
             self._known[sequence.request] = sequence.position + sequence.most
+        self._absent.difference_update(*computed)
         if not self.temperature:
             return [Draft(text) for text in texts]
-        import torch  # noqa: PLC0415 - the generator has imported it
-
         return [
             Draft(text, torch.stack(rows)) for text, rows in zip(texts, weights, strict=True)
         ]
@@ -144,6 +179,18 @@ class DraftModel(TokenDrafter):
     def duration(self, work: StepWork, drafts: Sequence[int]) -> int:
         """Return the time of the passes of the draft model."""
         return self._cost.duration(work, drafts)
+
+    def _first_unknown(self, sequence: DraftSequence) -> int:
+        """Return the position of the first token that is to be computed."""
+        known = min(self._known.get(sequence.request, 0), sequence.position)
+        before, _ = self._split(sequence.block_table, known)
+        absent = (index for index, block in enumerate(before) if block in self._absent)
+        return min(known, next(absent, len(before)) * self._pool.layout.block_size)
+
+    def _split(self, table: Sequence[int], tokens: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the blocks of the first `tokens` tokens, and those that begin after them."""
+        blocks = -(-tokens // self._pool.layout.block_size)
+        return table[:blocks], table[blocks:]
 
     def _batch(
         self, parts: Sequence[tuple[DraftSequence, int, list[int]]], step: int

@@ -111,6 +111,11 @@ class Medusa(TokenDrafter):
             # A copy: a view would keep the states of the whole step in memory.
             self._states[name] = states[row].clone()
 
+    def on_end(self, requests: Sequence[int | str]) -> None:
+        """Drop the states of requests."""
+        for request in requests:
+            self._states.pop(request, None)
+
     def duration(self, work: StepWork, drafts: Sequence[int]) -> int:
         """Return the time of the heads."""
         return self._cost.duration(work, drafts)

@@ -82,8 +82,14 @@ class TokenDrafter(Drafter):
     def on_prefill(self, requests: Sequence[int | str], batch: RaggedBatch) -> None:
         """Called with the prompt tokens that a step computes, and their requests' ids."""
 
+    def on_loaded(self, blocks: Ids) -> None:
+        """Called when K/V is loaded from a tier into `blocks`: a drafter's own is not there."""
+
     def on_drawn(self, requests: Sequence[int | str], rows: Sequence[int]) -> None:
         """Called after a step, with the ids of requests that have a new newest token.
 
         `rows` are the rows of `generator.states` that these tokens were drawn from.
         """
+
+    def on_end(self, requests: Sequence[int | str]) -> None:
+        """Called after a step, with the ids of requests that have all of their output."""

@@ -130,7 +130,7 @@ def paging(ctx: click.Context, /, **given: Any) -> None:
     named = naming(given["config"], names_from_file(ctx, given))
     config = config_of(given, "simulate").changed(allocation="contiguous")
     parts = config.build(naming=named)
-    run = ServedRun(parts, {**given, "residency": True}, None, (), [])
+    run = ServedRun(parts, {**given, "residency": True}, None, (), [], [])
     result = run.run("simulating")
     document = parts.document(result) | paged_fields(parts)
     run.report(document, lambda _: report_of(result, document).sections)

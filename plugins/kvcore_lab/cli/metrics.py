@@ -13,11 +13,13 @@ from kvcore.files import atomic_file, refuse_overwrite
 from kvcore.hookspecs import Running
 from kvcore.untrusted import escaped
 from kvcore.workloads import Workload
-from kvcore_cli.output import STDOUT, file_option
+from kvcore_cli.output import STDOUT, file_option, file_or_stdout
 from kvcore_cli.verb import echo
 
 prometheus_option = file_option(
-    "--prometheus", help="File to write Prometheus metrics to; - prints them on stdout alone."
+    "--prometheus",
+    callback=file_or_stdout,
+    help="File to write Prometheus metrics to; - prints them on stdout alone.",
 )
 
 

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from fractions import Fraction
 from itertools import count, takewhile
 from math import inf
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import attrs
@@ -280,9 +280,10 @@ def plan(
     Arguments and errors are those of `kvcore.plan`, except that `journal` opens one, once the
     arguments are checked, and that an `executor` of None simulates in this process.
     """
-    if not 0 < percentile <= 100:  # noqa: PLR2004
-        msg = f"percentile {percentile:g}: give a percentage above 0 and up to 100"
+    if not isinstance(percentile, Real) or not 0 < percentile <= 100:  # noqa: PLR2004
+        msg = f"percentile {percentile!r}: give a percentage above 0 and up to 100"
         raise InputError(msg)
+    (max_gpus,) = _numbers("max_gpus", [max_gpus])
     degrees = _numbers("tensor_parallel", tensor_parallel)
     counts = None if replicas is None else _numbers("replicas", replicas)
     if (workload_given := given_workload(workload)) is not None:
@@ -318,11 +319,13 @@ def _check_options(grid: Grid) -> None:
 
 def _numbers(what: str, given: Iterable[int] | int) -> list[int]:
     """Return numbers of 1 or more, ascending and without repetitions."""
-    numbers = sorted({int(given)} if isinstance(given, int | Integral) else set(given))
-    if not numbers or numbers[0] < 1:
-        msg = f"{what}: {numbers} was given; give numbers of 1 or more"
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    numbers: list[Any] = [*given] if several else [given]  # type: ignore[misc]
+    whole = sorted({int(number) for number in numbers if isinstance(number, Integral)})
+    if not whole or whole[0] < 1 or not all(isinstance(n, Integral) for n in numbers):
+        msg = f"{what}: {numbers} was given; give numbers of 1 or more, without fractions"
         raise InputError(msg)
-    return numbers
+    return whole
 
 
 Search: TypeAlias = Generator[list[Fleet], None, T]
@@ -348,7 +351,8 @@ class _Planner:
         longest: the longest sequence that a replica serves, by its GPUs.
         host: the most bytes of host memory of a replica.
         queue: the tasks to run next; workers take them from it.
-        running: the fleets that are queued or being simulated, by the digest of their task.
+        running: the fleets that are queued or being simulated, by the digest of their task:
+            several if policies that are given are the same, such as `slo` and `slo:seed=0`.
         served: the outcome of each fleet that was simulated.
         failed: why a fleet with another policy, or with foresight, could not be simulated.
         notes, told: `notes` and `workload_notes` of `FleetPlan`.
@@ -366,7 +370,7 @@ class _Planner:
     longest: dict[int, Longest] = attrs.field(factory=dict)
     host: int = 0
     queue: deque[FleetTask] = attrs.field(factory=deque)
-    running: dict[str, Fleet] = attrs.field(factory=dict)
+    running: dict[str, list[Fleet]] = attrs.field(factory=dict)
     served: dict[Fleet, Served] = attrs.field(factory=dict)
     failed: dict[Fleet, str] = attrs.field(factory=dict)
     notes: list[str] = attrs.field(factory=list)
@@ -440,7 +444,8 @@ class _Planner:
     ) -> FleetPlan:
         """Search for the least fleets, then for what limits smaller ones."""
         tried = self._policies(policies)
-        budget = BUDGET * len(self.cells) * len(counts or "1") + len(tried) + len(GRANTS)
+        searches = len(self.cells) * (1 if counts is None else len(counts))
+        budget = BUDGET * searches + len(tried) + len(GRANTS)
         with progress("planning: simulations", budget) as self.tick:
             self.left = budget
             options, limit = self._run(self._phases(counts, tried))
@@ -467,7 +472,11 @@ class _Planner:
         (starts,) = yield from self._together([start])
         fewer = [self._least(self._replicas(*start)) for start in starts]
         fleets = _worthwhile((yield from self._together(fewer)))
-        less = [self._least(self._memories(fleet)) for fleet in fleets]
+        # The pools of fleets with host RAM are made smaller by `_small`.
+        less = [
+            self._least(self._hosts(fleet) if fleet.host_bytes else self._pools(fleet))
+            for fleet in fleets
+        ]
         candidates = yield from self._together(less)
         fewest = min((fleet.gpus for fleet in candidates), default=0)
         smaller = [self._small(fleet) for fleet in candidates if fleet.gpus == fewest]
@@ -565,13 +574,6 @@ class _Planner:
         numbers = range(fleet.replicas, missed, -1)
         return [attrs.evolve(fleet, replicas=number) for number in numbers]
 
-    def _memories(self, fleet: Fleet) -> list[Fleet]:
-        """Return the fleet, then those with less host RAM; without any, with smaller pools.
-
-        (`_small` makes the pools of fleets with host RAM smaller.)
-        """
-        return self._hosts(fleet) if fleet.host_bytes else self._pools(fleet)
-
     def _small(self, fleet: Fleet) -> Search[Fleet | None]:
         """Return a fleet with host RAM and the smallest pool, then with the least host RAM.
 
@@ -625,22 +627,25 @@ class _Planner:
         if pairs is None:
             pairs = [(kind, name) for kind in POLICY_KINDS for name in plugins.names(kind)]
         own = {(kind, str(getattr(config, kind))) for kind in POLICY_KINDS}
-        tried = [pair for pair in pairs if pair not in own]
-        for kind, name in tried:
-            if kind not in POLICY_KINDS:
-                known = ", ".join(POLICY_KINDS)
-                msg = f"policies: {name!r} is given as {kind!r}; kinds are: {known}"
-                raise InputError(msg)
-        return tried
+        tried: list[tuple[str, str]] = []
+        for pair in pairs:
+            match pair:
+                case (str(kind), str(name)) if kind in POLICY_KINDS:
+                    tried.append((kind, name))
+                case _:
+                    kinds = " or ".join(map(repr, POLICY_KINDS))
+                    msg = f"policies: {pair!r} was given; give pairs of {kinds} and a policy"
+                    raise InputError(msg)
+        return [pair for pair in tried if pair not in own]
 
     def _limit(self, options: list[Option], tried: list[tuple[str, str]]) -> Search[Limit]:
         """Return the resource that limits the fleet that misses the SLO by the least."""
         fleet = self._nearest_miss(options)
         if fleet is None:
             return Limit(verdict="none")
-        granted = [attrs.evolve(fleet, grant=grant, to_the_end=True) for grant in ("", *GRANTS)]
-        yield granted
-        reference, *granted = granted
+        fleets = [attrs.evolve(fleet, grant=grant, to_the_end=True) for grant in ("", *GRANTS)]
+        yield fleets
+        reference, *granted = fleets
         foresight, endless, seen = map(self._meets, granted)
         # If even a pool that never evicts misses the SLO, and foresight too, it is unlikely
         # that another eviction policy meets it.
@@ -660,7 +665,7 @@ class _Planner:
             if fleet.policy is not None and self._meets(fleet)
         }
         self.notes += [
-            f"{fleet.policy[1] if fleet.policy else fleet.grant} was not tried: {why}"
+            f"{fleet.policy[1] if fleet.policy else fleet.grant} could not be judged: {why}"
             for fleet, why in self.failed.items()
         ]
         return Limit(
@@ -723,15 +728,16 @@ class _Planner:
 
     def _ended(self, outcome: Outcome) -> None:
         """Record the outcome of a fleet that was queued, also in the journal."""
-        fleet = self.running.pop(outcome.digest)
-        if outcome.result is None:
-            self._fail(fleet, str(outcome.error))
-            return
-        if self.journal is not None:
-            row = attrs.asdict(fleet)
+        fleets = self.running.pop(outcome.digest)
+        if outcome.result is not None and self.journal is not None:
+            row = attrs.asdict(fleets[0])
             self.journal.add(outcome.digest, row, outcome.result, outcome.wall_s)
         self.told |= dict.fromkeys(outcome.notes)
-        self._record(fleet, outcome.result)
+        for fleet in fleets:
+            if outcome.result is None:
+                self._fail(fleet, str(outcome.error))
+            else:
+                self._record(fleet, outcome.result)
 
     def _together(self, searches: list[Search[T]]) -> Phases[list[T]]:
         """Run searches to their ends, all at the same time; return their results in order."""
@@ -770,9 +776,12 @@ class _Planner:
         known = results.get(task.digest)
         if known is not None and known.keys() == attrs.fields_dict(Served).keys():
             self._record(fleet, known)
-        elif task.digest not in self.running:
-            self.running[task.digest] = fleet
+            return
+        same = self.running.setdefault(task.digest, [])
+        if not same:
             self.queue.append(task)
+        if fleet not in same:
+            same.append(fleet)
 
     def _record(self, fleet: Fleet, result: dict[str, Any]) -> None:
         served = Served(**result)

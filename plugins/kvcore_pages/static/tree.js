@@ -159,11 +159,14 @@ class TreePanel extends BlockPanel {
     this.room.style.height = `${Math.max(0, whole - height)}px`;
     const { context, width } = fitCanvas(this.canvas, height);
     this.width = width - 1;
+    if (this.pointer) this._follow();
     this._bars(context, view, lit, height);
     this._axis(context);
     this._say();
-    if (!this.pointer) return;
-    // What was under the pointer may be gone.
+  }
+
+  /** Point to the bar that the one under the pointer is now, and to nothing if that is gone. */
+  _follow() {
     const { number, holder } = this.pointer.bar;
     const still = this.tree.shown.find((bar) => bar.number === number && bar.holder.owner === holder.owner);
     if (still && this.pointer.at < still.holder.ids.length) {

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import attrs
 import orjson
 
 from kvcore.blake2 import blake2b
@@ -92,10 +93,11 @@ def _ttl(row: Row) -> int | None:
     mark = row.fields.get(MARK)
     if mark is None:
         return None
-    ttl = mark.get("ttl") if type(mark) is dict else ""
-    if ttl not in _TTLS:
-        raise row.error(field=MARK, expected='{"type": "ephemeral"}, with a ttl of 5m or 1h')
-    return _TTLS[ttl]
+    if type(mark) is dict and mark.get("type", "ephemeral") == "ephemeral":
+        ttl = mark.get("ttl")
+        if ttl is None or (type(ttl) is str and ttl in _TTLS):
+            return _TTLS[ttl]
+    raise row.error(field=MARK, expected='{"type": "ephemeral"}, with a ttl of 5m or 1h')
 
 
 def prompt_parts(
@@ -114,8 +116,7 @@ def prompt_parts(
             parts.append(PromptPart(block.label, last, digest, pieces, block.ttl_ns))
     mark = _ttl(body)
     if mark is not None and parts:
-        *others, part = parts
-        parts = [*others, PromptPart(part.label, part.end, part.digest, part.pieces, mark)]
+        parts[-1] = attrs.evolve(parts[-1], ttl_ns=mark)
     return tuple(parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -133,7 +134,8 @@ class Chat(ChatFile):
         """The model that most of the first rows name."""
         from kvcore_plugins.workload._chat_rows import models_in_head  # noqa: PLC0415 - as above
 
-        return max(names := models_in_head(self), key=names.count, default=None)
+        counts = Counter(models_in_head(self))
+        return max(counts, key=counts.__getitem__, default=None)
 
     @property
     def reported_hit_ratio(self) -> float | None:

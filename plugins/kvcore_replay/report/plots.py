@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, cycle, islice
 from math import ceil, floor, isnan, log10
 from operator import add
@@ -208,15 +209,12 @@ def timeline(timeline: Timeline, form: str) -> bytes:
                 "writes it"
             )
         raise InputError(msg)
-    few = len(requests) <= ROWS and len(phases) <= BARS
-    title = f"Requests of {_requests(timeline)}"
-    if few:
-        size = INCHES[0], min(max(3.0, 1.8 + 0.2 * len(requests)), 14)
-        return _framed(
-            form, lambda figure: _rows(figure, timeline), title, _caption(timeline), size
-        )
-    title += ": too many for rows, so how many are in each phase"
-    return _framed(form, lambda figure: _density(figure, timeline), title, _caption(timeline))
+    title, size, draw = f"Requests of {_requests(timeline)}", INCHES, _density
+    if len(requests) <= ROWS and len(phases) <= BARS:
+        size, draw = (INCHES[0], min(max(3.0, 1.8 + 0.2 * len(requests)), 14)), _rows
+    else:
+        title += ": too many for rows, so how many are in each phase"
+    return _framed(form, partial(draw, timeline=timeline), title, _caption(timeline), size)
 
 
 def _rows(figure: Figure, timeline: Timeline) -> None:
@@ -281,7 +279,7 @@ def _density(figure: Figure, timeline: Timeline) -> None:
     above.set_ylabel(f"requests, mean of {_time(span // BINS)}")
     requests, phases = timeline.requests, timeline.phases
     waits = [
-        ((first / factor), (first - came) / NS_PER_S)
+        (first / factor, (first - came) / NS_PER_S)
         for came, first in zip(requests.arrival, requests.first_token, strict=True)
         if first > came
     ]
@@ -326,13 +324,14 @@ class Latencies:
 
     Attributes:
         samples: the latencies of all requests, by measure.
-        gaps: percentiles of the times between two tokens; empty if they are not known.
+        gaps: percentiles of the times between two tokens, by percentage; empty if they are not
+            known.
         expected: the SLO of the run, by measure.
         title, caption: the run, in a few words and with all options.
     """
 
     samples: dict[str, list[float]]
-    gaps: dict[str, float]
+    gaps: dict[float, float]
     expected: dict[str, float]
     title: str
     caption: str
@@ -373,7 +372,7 @@ class Latencies:
             name: [time for time in rows[column] if time is not None]
             for name, column in COLUMNS.items()
         }
-        gaps = {} if result.itl is None else result.itl.as_dict()
+        gaps = _percentiles({} if result.itl is None else result.itl.as_dict())
         expected = _limits(slo_field(log.slo or SLO()))
         return cls(samples, gaps, expected, counted(len(log.ids), "request"), "")
 
@@ -395,7 +394,7 @@ class Latencies:
             expected = {
                 name: _seconds(time) for name, time in limits.items() if time is not None
             }
-            gaps = {name: _seconds(time) for name, time in (summary["itl_s"] or {}).items()}
+            gaps = _percentiles(summary["itl_s"] or {})
             config = summary.get("config")
             requests = counted(summary["requests"], "request")
             caption = "" if config is None else _setup(summary, config)
@@ -414,6 +413,20 @@ def _seconds(value: Any) -> float:
         return float(value)
     msg = f"{value!r:.20} is no time in seconds"
     raise ValueError(msg)
+
+
+def _percentiles(times: Mapping[str, Any]) -> dict[float, float]:
+    """Return the percentiles of recorded times in seconds, such as `p99`, by percentage.
+
+    Raises:
+        ValueError: a name or a time is wrong, or there are times and no percentiles.
+    """
+    seconds = {name: _seconds(time) for name, time in times.items()}
+    known = {float(name[1:]): time for name, time in seconds.items() if name.startswith("p")}
+    if bool(known) != bool(times) or not all(0 <= percent <= 100 for percent in known):  # noqa: PLR2004
+        msg = f"{[*times]!r:.40} are no percentiles"
+        raise ValueError(msg)
+    return known
 
 
 def _limits(slo: Mapping[str, int]) -> dict[str, float]:
@@ -474,16 +487,15 @@ def _sampled(axes: Axes, times: Sequence[float]) -> None:
         _percentile(axes, percent, times[max(0, ceil(percent * size / 100) - 1)], low)
 
 
-def _recorded(axes: Axes, gaps: Mapping[str, float]) -> None:
+def _recorded(axes: Axes, known: Mapping[float, float]) -> None:
     """Draw the known percentiles of a distribution."""
-    known = [(float(name[1:]), gaps[name]) for name in gaps if name.startswith("p")]
-    percents, times = zip(*known, strict=True)
+    percents, times = [*known], [*known.values()]
     low = _lowest(times)
     axes.plot(
         [max(time, low) for time in times], percents, ":", color=BLUE, marker="o", markersize=4
     )
     _time_axis(axes.xaxis, low / 2, 2 * max(*times, low), "", FEW)
-    for percent, time in known:
+    for percent, time in known.items():
         if percent in (50, 99):
             _percentile(axes, percent, time, low)
 

@@ -83,8 +83,21 @@ def error(call, *arguments):
         ),
         (" lru , lfu : age = 300 ", [Spec("lru"), Spec("lfu", {"age": "300"})]),
         ("jsonl:path=a=b:c,unit=d:e", [Spec("jsonl", {"path": "a=b:c", "unit": "d:e"})]),
+        (
+            "my.py:weight=2,lru,my.py:path=c:d,Class.py:Class:a=1",
+            [
+                Spec("my.py:", {"weight": "2"}),
+                Spec("lru"),
+                Spec("my.py:", {"path": "c:d"}),
+                Spec("Class.py:Class", {"a": "1"}),
+            ],
+        ),
+        (
+            "a=b/my.py:Class,./a=b/my.py:c=1,path=my.py",
+            [Spec("a=b/my.py:Class"), Spec("./a=b/my.py:", {"c": "1", "path": "my.py"})],
+        ),
     ],
-    ids=["list", "spaces", "signs"],
+    ids=["list", "spaces", "signs", "files", "folders"],
 )
 def test_a_list_of_names_with_options(text, specs):
     """A piece with an equals sign continues the name before it; its value may have others."""

@@ -94,5 +94,5 @@ def test_the_report_says_what_served():
     options = "--eviction", "fifo", "--slo", "ttft=2", "--fail", "replica=1,at=0.1"
     printed = routers("--replicas", "2", "--routers", "round-robin", "--blocks", 60, *options)
     told = " ".join(printed.split())
-    assert "60 blocks of 16 tokens (tokens counting); scheduler fcfs; eviction fifo; " in told
+    assert "60 blocks of 16 tokens (tokens counting); eviction fifo; prefix " in told
     assert told.endswith("slo ttft=2; seed 0; fail replica=1,at=0.1.")

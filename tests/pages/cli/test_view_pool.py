@@ -53,6 +53,31 @@ HELD = """(request) => {
   return [...found].sort((one, two) => one - two);
 }"""
 
+OUTLINES = """(times) => {
+  const panel = kvcore.panels.find((each) => each.tree);
+  const { prototype } = CanvasRenderingContext2D;
+  const stroke = prototype.strokeRect;
+  let drawn = null;
+  prototype.strokeRect = function (...box) {
+    if (this.lineWidth === 2.5) drawn = box;
+    return stroke.apply(this, box);
+  };
+  const outlines = [];
+  for (const time of times) {
+    kvcore.seek(time * 1e9);
+    panel.draw();
+    if (panel.pointer) {
+      const { bar } = panel.pointer;
+      const [left, right] = [bar.holder.start, bar.end].map((position) => panel._x(position));
+      const top = bar.row * panel.high - panel.box.scrollTop + 18;
+      outlines.push([drawn.slice(0, 3), [left, top, right - left]]);
+    } else panel._enter({ bar: panel.tree.shown.at(-1), at: 0 }, 0, 0);
+  }
+  prototype.strokeRect = stroke;
+  panel._leave();
+  return outlines;
+}"""
+
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
@@ -171,6 +196,14 @@ def test_arrow_keys_move_the_cursor_of_the_map(page):
     assert page.locator("#card-text").text_content().startswith("Block 1:")
     page.keyboard.press("Escape")
     assert page.evaluate("() => kvcore.time") == before
+
+
+def test_the_outline_in_the_tree_is_that_of_the_bar_as_it_is_now(page, traced):
+    """While the tree changes, the bar under the pointer is outlined where it is drawn."""
+    last = lines(traced)[-1]["t"] / 1e9
+    outlines = page.evaluate(OUTLINES, [last * part / 200 for part in range(1, 200)])
+    assert len({tuple(drawn) for drawn, _ in outlines}) > 5
+    assert [drawn for drawn, _ in outlines] == [wanted for _, wanted in outlines]
 
 
 @pytest.mark.slow

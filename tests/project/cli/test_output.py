@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 import sys
 from contextlib import contextmanager
 
@@ -37,6 +39,23 @@ def test_json_is_the_payload_alone(capsys):
     assert out.startswith('{\n  "schema": 1,')
     assert out.endswith("}\n")
     assert err == ""
+
+
+def test_json_with_a_large_integer_has_null_for_what_is_no_number(capsys):
+    """An integer beyond 64 bits is printed whole, and a NaN beside it is null, as ever."""
+    emit_json({"schema": 1, "large": 2**70, "none": math.nan, "most": [math.inf]})
+
+    def refuse(constant):
+        pytest.fail(constant)
+
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert found == {"schema": 1, "large": 2**70, "none": None, "most": [None]}
+
+
+def test_a_table_without_columns_is_nothing(capsys):
+    """A table without columns prints nothing."""
+    print_table([], [])
+    assert capsys.readouterr().out == ""
 
 
 def test_json_without_schema_is_refused(capsys):
@@ -213,6 +232,8 @@ def test_an_invalid_interval_of_progress_lines_is_refused(monkeypatch):
         (2400, None, 20, "2,400 (120/s)"),
         (13, 12, 4, "13 (3.25/s)"),
         (0, 12, 10, ""),
+        (999.6, 1000, 10, "99%, 0 s left"),
+        (1000, 1000, 10, "100%, 0 s left"),
         (5, None, 0, ""),
     ],
 )

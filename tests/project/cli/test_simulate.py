@@ -42,8 +42,9 @@ def test_the_report_has_pool_outcome_and_options():
     _, _, setup = " ".join(lines).partition("Setup: kvcore ")
     for words in (
         "llama-3.1-8b in fp16 on 4 x h100; 50 blocks of 16 tokens",
-        "concurrency=32, preemptive=true, length=true; eviction lfu:half_life=60.0, unit=s",
+        "eviction lfu:half_life=60.0, unit=s",
         "retention window:tokens=32, sinks=0",
+        "concurrency=32, preemptive=true, length=true; latency roofline:",
         "latency roofline:compute=0.8, bandwidth=0.85, overhead=0.0, layer_overhead=4.5e-05",
         "max_tokens 8192",
         "slo ttft=30, tpot=0.1; seed 0.",
@@ -237,7 +238,7 @@ def test_a_failed_run_names_the_row_and_leaves_no_file(tmp_path):
     ]
     source = tmp_path / "trace.jsonl"
     write_rows(source, *rows)
-    out = tmp_path / "run"
+    out = tmp_path / "of" / "a" / "run"
     assert "trace.jsonl:2" in refused(source, "--block-size", 512, "--out", out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.jsonl"]
 

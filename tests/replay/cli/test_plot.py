@@ -63,7 +63,18 @@ def test_the_folder_of_a_result_is_drawn_from_its_trace(tmp_path):
     run_here("simulate", SMALL, "--out", "out", "--no-search", cwd=tmp_path)
     for kind in ("occupancy", "latency"):
         drawn("plot", "out", "--kind", kind, "-o", "x.svg", cwd=tmp_path)
-    assert b"zipf, 60 requests" in (tmp_path / "x.svg").read_bytes()
+    found = (tmp_path / "x.svg").read_text()
+    assert "zipf, 60 requests" in found
+    words = "plot", "out/trace.jsonl.gz", "--kind", "latency", "-o", "x.svg"
+    drawn(*words, cwd=tmp_path)
+    assert captioned(found) == captioned((tmp_path / "x.svg").read_text())
+
+
+def captioned(svg):
+    """Return the words of the caption of a plot."""
+    lines = re.findall("<!-- (.*) -->", svg)
+    first = next(n for n, line in enumerate(lines) if line.startswith("Setup: "))
+    return " ".join(lines[first:])
 
 
 def test_a_result_without_a_trace_has_latencies(folder, tmp_path):
@@ -81,6 +92,9 @@ def test_a_result_without_a_trace_has_latencies(folder, tmp_path):
         ("requests.jsonl", "tpot_s", "nan"),
         ("requests.jsonl", "ttft_s", 1e308),
         ("summary.json", "rejected", [1]),
+        ("summary.json", "itl_s", {"mean": 0.01}),
+        ("summary.json", "itl_s", {"mean": 0.01, "pfoo": 0.01}),
+        ("summary.json", "itl_s", {"p101": 0.01}),
     ],
 )
 def test_a_result_whose_figures_are_none_of_a_run_is_refused(
