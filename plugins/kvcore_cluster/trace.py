@@ -26,7 +26,7 @@ class ReplicaRecorder(JsonRecorder):
 
     Args:
         trace: the trace of the cluster.
-        number: of the replica.
+        replica: its number.
 
     Attributes:
         header: fields of HEADER that describe the replica.
