@@ -314,7 +314,7 @@ def described_rules(rules: Rules) -> tuple[object, ...]:
 
 
 def with_choices(rules: Rules, choices: Mapping[str, Any]) -> Rules:
-    """Return a copy of rules with other values of some options; it is not constructed anew."""
+    """Return a copy of rules with other values of some options, without their constructor."""
     changed = copy(rules)
     for name, value in choices.items():
         setattr(changed, name, value)

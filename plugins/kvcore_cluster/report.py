@@ -197,7 +197,7 @@ class ClusterReport(SimulationReport):
 
 
 def _pool_of_each(group: Mapping[str, Any], size: int) -> str:
-    """Return a sentence on the pool of each of some replicas that are alike."""
+    """Return a sentence on the pool of each replica of a group."""
     each = " of each" if group["count"] > 1 else ""
     of = f"{each} of {counted(group['count'], 'replica')}"
     return pool_text(group["blocks"], size, group, of)

@@ -324,7 +324,7 @@ class TestOtherChoices:
     """The same rules with other values of some options."""
 
     def test_a_constructor_of_their_own_is_not_called_again(self):
-        """What the constructor has set stays, and the rules that were given do not change."""
+        """Attributes that the constructor has set stay, and the given rules do not change."""
         given = Fixed(3)
         changed = with_choices(given, {"reserve": "chunk"})
         assert (changed.number, changed.max_chunk, changed.reserve) == (3, 8, "chunk")
