@@ -131,7 +131,7 @@ class ClusterTrace:
         """Write the buffered lines before `until` (ns); no further line is made before it."""
         lines = self._lines
         while lines and lines[0][0] < until:
-            # Looked up for each: it changes with the first.
+            # `Trace.write` is looked up for each line: the first one replaces it.
             self._trace.write(heappop(lines)[2])
         self._full = _LINES + 2 * len(lines)
 
