@@ -182,6 +182,13 @@ def _continue(loop: Loop, state: Mapping[str, Any]) -> None:
         lag.late = [job for job in batcher.running if job.stage == DONE]
 
 
+_SAME = (
+    *("output_tokens", "target", "computed", "hit", "generated_before", "recomputes"),
+    *("last_token_ps", "rank"),
+)
+"""Attributes of a job that the core has by the same names, and with the same values."""
+
+
 def _job(loop: Loop, fields: Mapping[str, Any]) -> Job:
     """Return a job of Python with the fields of one of the core, and its sequence."""
     request = fields["request"]
@@ -191,10 +198,7 @@ def _job(loop: Loop, fields: Mapping[str, Any]) -> Job:
         job = Job(
             request, fields["serial"], fields["arrival"], loop.steps, target, fields["slo"]
         )
-    for name in (
-        *("output_tokens", "target", "computed", "hit", "generated_before", "recomputes"),
-        *("last_token_ps", "rank"),
-    ):
+    for name in _SAME:
         setattr(job, name, fields[name])
     for name in ("admitted", "first_token", "joined"):
         setattr(job, name, None if fields[name] < 0 else fields[name])

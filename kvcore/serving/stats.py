@@ -107,7 +107,8 @@ class RunLog:
         """Append rows by column: lists, or the bytes of their machine integers."""
         for name, column in self.columns().items():
             cells, newest = columns[name], column.newest
-            newest.frombytes(cells) if isinstance(cells, bytes) else newest.extend(cells)
+            add_all = newest.frombytes if isinstance(cells, bytes) else newest.extend
+            add_all(cells)
             while len(newest) >= ROWS:
                 column.store()
 

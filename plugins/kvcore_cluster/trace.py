@@ -144,8 +144,11 @@ class ClusterTrace:
     ) -> None:
         """Write ROUTE: `request` is sent to `replica`, where `hit_tokens` tokens should hit."""
         line = {"n": 0, "t": now, "event": "ROUTE", "request": request.id, "replica": replica}
-        line |= {"tokens": hit_tokens} if hit_tokens else {}
-        self.put(line | ({"leg": leg} if leg else {}))
+        if hit_tokens:
+            line["tokens"] = hit_tokens
+        if leg:
+            line["leg"] = leg
+        self.put(line)
 
     def refuse(self, now: int, request: Request, why: str) -> None:
         """Write REJECT: `request` is sent to no replica."""
