@@ -70,7 +70,7 @@ def run(loop: Loop, turns: int = -1) -> None:
         turns: turns after which the loop goes on in Python in any case; -1: never.
     """
     native = core()
-    if native is None or not serves(loop):
+    if native is None or reason(loop):
         return
     # All that the core asks of the parts, once: numbers, and what it calls.
     batcher, batching, latency = loop.batcher, loop.batcher.batching, loop._executor.latency
@@ -126,7 +126,7 @@ def run(loop: Loop, turns: int = -1) -> None:
         walks_tree(cache),
         turns,
     )
-    if state is None:
+    if state is None:  # all have ended
         loop.arrivals.next_at, batcher.changed = INT64_LIMIT, False
     else:
         _continue(loop, state)
@@ -162,7 +162,7 @@ def _continue(loop: Loop, state: Mapping[str, Any]) -> None:
         batcher.running[jobs[fields["serial"]]] = None
     for serial in state["prefilling"]:
         batcher.prefilling[jobs[serial]] = None
-    fresh = [fields["serial"] for fields in state["running"] if fields["is_fresh"]]
+    fresh = {fields["serial"] for fields in state["running"] if fields["is_fresh"]}
     batch.restore(
         [ends[serial] for serial in state["batch"]],
         [jobs[serial] for serial in state["batch"] if serial in fresh],
@@ -182,6 +182,13 @@ def _continue(loop: Loop, state: Mapping[str, Any]) -> None:
         lag.late = [job for job in batcher.running if job.stage == DONE]
 
 
+_SAME = (
+    *("output_tokens", "target", "computed", "hit", "generated_before", "recomputes"),
+    *("last_token_ps", "rank"),
+)
+"""Attributes of a job that the core has by the same names, and with the same values."""
+
+
 def _job(loop: Loop, fields: Mapping[str, Any]) -> Job:
     """Return a job of Python with the fields of one of the core, and its sequence."""
     request = fields["request"]
@@ -191,10 +198,7 @@ def _job(loop: Loop, fields: Mapping[str, Any]) -> Job:
         job = Job(
             request, fields["serial"], fields["arrival"], loop.steps, target, fields["slo"]
         )
-    for name in (
-        *("output_tokens", "target", "computed", "hit", "generated_before", "recomputes"),
-        *("last_token_ps", "rank"),
-    ):
+    for name in _SAME:
         setattr(job, name, fields[name])
     for name in ("admitted", "first_token", "joined"):
         setattr(job, name, None if fields[name] < 0 else fields[name])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
 
 import attrs
@@ -141,19 +143,21 @@ class Rules(Plugin):
     def __init_subclass__(cls) -> None:
         """Leave a class without a name of its own without one."""
         super().__init_subclass__()
-        if cls.name == Rules.name and "name" not in vars(cls):
+        if "name" not in vars(cls):
             cast("Any", cls).name = None  # which is refused where a name is needed
 
     def __attrs_post_init__(self) -> None:
         """Check the options."""
-        msg = ""
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                msg = f"{name}={value!r} is not known; there are: {', '.join(choices)}"
+        for name, values in _VALUES.items():
+            if getattr(self, name) not in values:
+                known = ", ".join(values)
+                msg = f"{name}={getattr(self, name)!r} is not known; there are: {known}"
+                raise InputError(msg)
         for name in ("admit_after_preemption", "null_block"):
             if type(getattr(self, name)) is not bool:
                 msg = f"{name}={getattr(self, name)!r} must be True or False"
+                raise InputError(msg)
+        msg = ""
         ratio, cap = self.new_token_ratio, self.max_chunk
         if type(self.lag) is not int or self.lag not in (0, 1):
             msg = f"lag={self.lag!r}: a plan knows of the step before it (0), or does not (1)"
@@ -212,12 +216,8 @@ class Rules(Plugin):
             decoding = [job for job in jobs if job.stage == DECODE]
             if decoding:
                 return max(decoding, key=_brevity)
-        latest = self.ties == "last"
-
-        def order(job: Job) -> tuple[Any, int]:
-            return state.priority(job), job.seq.admission if latest and job.seq else job.arrival
-
-        return max(jobs, key=order)
+        order = attrgetter("seq.admission" if self.ties == "last" else "arrival")
+        return max(jobs, key=lambda job: (state.priority(job), order(job)))
 
     def headroom(self, job: Job, state: StepState) -> int | None:
         """Return how many blocks must be left for running jobs when `job` is admitted.
@@ -295,7 +295,7 @@ class Rules(Plugin):
         return self.generated == "cached" and not (preempted and self.preempts == "shortest")
 
 
-_CHOICES = {
+_VALUES = {
     "unchunked": ("alone", "wait"),
     "reserve": ("prompt", "chunk", "first-chunk"),
     "commit": ("computed", "scheduled"),
@@ -314,8 +314,12 @@ def described_rules(rules: Rules) -> tuple[object, ...]:
 
 
 def with_choices(rules: Rules, choices: Mapping[str, Any]) -> Rules:
-    """Return rules of the same class with other values of some options."""
-    return type(rules)(**{**rules.options(), **choices})
+    """Return a copy of rules with other values of some options, without their constructor."""
+    changed = copy(rules)
+    for name, value in choices.items():
+        setattr(changed, name, value)
+    changed.__attrs_post_init__()
+    return changed
 
 
 def _brevity(job: Job) -> tuple[int, int, int]:
@@ -413,8 +417,8 @@ DECISIONS: Mapping[str, tuple[Callable[..., bool], str]] = {
         "a number of blocks, 0 or more, or None",
     ),
     "reserved": (
-        lambda answer, *_: answer in _CHOICES["reserve"],
-        ", ".join(_CHOICES["reserve"]),
+        lambda answer, *_: answer in _VALUES["reserve"],
+        ", ".join(_VALUES["reserve"]),
     ),
     "chunk_tokens": (
         _is_chunk,
@@ -430,9 +434,9 @@ what an error asks for instead."""
 class TokenRatio:
     """The share of the future tokens of running jobs that an admission leaves room for.
 
-    It falls with each decode step, within 600 steps to 0.14 of its first value. A preemption
-    sets it to the share of their tokens that the remaining jobs have generated, with 20 more
-    each. When nothing runs it is reset. O(1) for any number of steps.
+    It falls with each decode step, by a 600th of the way from its first value to 0.14 of that,
+    the least. A preemption sets it to the share of their tokens that the remaining jobs have
+    generated, with 20 more each. When nothing runs it is reset. O(1) for any number of steps.
 
     Source: `new_token_ratio` of SGLang 0.5 and its constants.
     """

@@ -107,8 +107,9 @@ class RunLog:
         """Append rows by column: lists, or the bytes of their machine integers."""
         for name, column in self.columns().items():
             cells, newest = columns[name], column.newest
-            newest.frombytes(cells) if isinstance(cells, bytes) else newest.extend(cells)
-            if len(newest) >= ROWS:
+            add_all = newest.frombytes if isinstance(cells, bytes) else newest.extend
+            add_all(cells)
+            while len(newest) >= ROWS:
                 column.store()
 
     def rejected(self, job: Job, why: str) -> None:
@@ -218,6 +219,10 @@ class Column(Sequence[Cell]):
         """Show the cells."""
         return f"<Column of {len(self)}: {list(islice(self, 8))}>"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the cells: the file is of this process."""
+        return Column, (getattr(self.newest, "typecode", ""),), None, iter(self)
+
     def _part(self, index: int) -> Any:
         """Return a stored part; the last one that was read stays in memory."""
         if index != self._loaded:
@@ -285,24 +290,18 @@ class Percentiles(NamedTuple):
             second: how many of these units are a second.
         """
         ordered = sorted(islice(samples, ROWS + 1))
-        count = len(ordered)
+        count, total = len(ordered), sum(ordered)
         if not count:
             return None
         if count <= ROWS:
             ranked = [ordered[nearest_rank(percent, count) - 1] for percent in PERCENTS]
-            return cls(
-                sum(ordered) / (count * second),
-                *(value / second for value in ranked),
-            )
-        figures = [(len(b), sum(b), min(b), max(b)) for b in batches(samples)]
-        counts, sums, lows, highs = zip(*figures, strict=True)
-        count = sum(counts)
-        ranks = [nearest_rank(percent, count) for percent in PERCENTS]
-        ranked = _at_ranks(samples, ranks, min(lows), max(highs))
-        return cls(
-            sum(sums) / (count * second),
-            *(value / second for value in ranked),
-        )
+        else:
+            figures = [(len(b), sum(b), min(b), max(b)) for b in batches(samples)]
+            counts, sums, lows, highs = zip(*figures, strict=True)
+            count, total = sum(counts), sum(sums)
+            ranks = [nearest_rank(percent, count) for percent in PERCENTS]
+            ranked = _at_ranks(samples, ranks, min(lows), max(highs))
+        return cls(total / (count * second), *(value / second for value in ranked))
 
     def as_dict(self) -> dict[str, float]:
         """Return the JSON object: `mean`, `p50`, `p90`, `p95` and `p99`."""

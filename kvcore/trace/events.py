@@ -25,11 +25,6 @@ from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError
 from kvcore.errors import shorten
 from kvcore.untrusted import parse_json as check_json
 
-
-def _one_of(*words: str) -> Meta:
-    return Meta(description=f"one of {', '.join(words)}" if len(words) > 1 else words[0])
-
-
 # Of 64 bits, so that no reader of a trace needs to look whether its arithmetic holds a number.
 _LARGEST = 2**63 - 1
 
@@ -82,6 +77,7 @@ SloTimes: TypeAlias = Annotated[
 EventCounts: TypeAlias = Annotated[
     dict[str, Count], Meta(description="an object of event counts")
 ]
+_SCOPE = Meta(description="one of cache, sequence")
 
 
 class ViolationError(ValueError):
@@ -246,8 +242,8 @@ class Header(Event, tag="HEADER", kw_only=True):
 
     schema: Integer
     kvcore: Text
-    mode: Annotated[Literal["untimed", "model", "wall"], _one_of("untimed", "model", "wall")]
-    count: Annotated[Literal["keys", "tokens"], _one_of("keys", "tokens")]
+    mode: Literal["untimed", "model", "wall"]
+    count: Literal["keys", "tokens"]
     block_size: Size
     key_tokens: Size
     blocks: PoolSize
@@ -340,9 +336,7 @@ class Route(Event, tag="ROUTE"):
 
     request: RequestId
     tokens: Count | UnsetType = UNSET
-    leg: Annotated[Literal["prefill", "decode"], _one_of("prefill", "decode")] | UnsetType = (
-        UNSET
-    )
+    leg: Literal["prefill", "decode"] | UnsetType = UNSET
 
 
 class Transfer(Event, tag="TRANSFER"):
@@ -384,10 +378,7 @@ class Miss(RequestEvent, tag="MISS"):
     """A sequence opened, and a block of its prompt was not cached."""
 
     block: Count
-    why: Annotated[
-        Literal["absent", "partial", "expired", "no keys"],
-        _one_of("absent", "partial", "expired", "no keys"),
-    ]
+    why: Literal["absent", "partial", "expired", "no keys"]
     again: Again | UnsetType = UNSET
 
 
@@ -421,9 +412,7 @@ class Commit(SequenceEvent, tag="COMMIT"):
     span: Count
     first: Count
     blocks: Size
-    how: Annotated[
-        Literal["new", "grown", "same", "shared"], _one_of("new", "grown", "same", "shared")
-    ]
+    how: Literal["new", "grown", "same", "shared"]
     generated: Again | UnsetType = UNSET
 
 
@@ -443,17 +432,15 @@ class Evict(Event, tag="EVICT"):
     requester: RequestId = msgspec.field(name="for")
     age: Count
     hits: Count
-    reason: Annotated[
-        Literal["capacity", "expired", "gone"], _one_of("capacity", "expired", "gone")
-    ]
-    scope: Annotated[Literal["cache"], _one_of("cache", "sequence")]
+    reason: Literal["capacity", "expired", "gone"]
+    scope: Annotated[Literal["cache"], _SCOPE]
 
 
 class Tombstone(Event, tag="TOMBSTONE"):
     """A span lost its windows or its state, and keeps its K/V of full attention."""
 
     span: Count
-    pool: Annotated[Literal["window", "state"], _one_of("window", "state")]
+    pool: Literal["window", "state"]
     requester: RequestId = msgspec.field(name="for")
 
 
@@ -488,8 +475,8 @@ class Drop(SequenceEvent, tag="EVICT"):
     blocks: Size
     runs: Runs
     by: Text
-    reason: Annotated[Literal["retention"], _one_of("retention")]
-    scope: Annotated[Literal["sequence"], _one_of("cache", "sequence")]
+    reason: Literal["retention"]
+    scope: Annotated[Literal["sequence"], _SCOPE]
 
 
 class GroupHit(RequestEvent, tag="HIT"):
@@ -513,7 +500,7 @@ class GroupCommit(SequenceEvent, tag="COMMIT"):
     group: Count
     first: Count
     blocks: Size
-    how: Annotated[Literal["new", "copy"], _one_of("new", "copy")]
+    how: Literal["new", "copy"]
     generated: Again | UnsetType = UNSET
 
 
@@ -524,15 +511,15 @@ class GroupEvict(Event, tag="EVICT"):
     runs: Runs
     by: Text
     requester: RequestId = msgspec.field(name="for")
-    reason: Annotated[Literal["capacity"], _one_of("capacity")]
-    scope: Annotated[Literal["cache"], _one_of("cache")]
+    reason: Literal["capacity"]
+    scope: Literal["cache"]
 
 
 class GroupFree(SequenceEvent, tag="FREE"):
     """A sequence closed, or needs no block of a cache group before `first` any more."""
 
     runs: Runs
-    reason: Annotated[Literal["close", "passed"], _one_of("close", "passed")]
+    reason: Literal["close", "passed"]
     group: Count | UnsetType = UNSET
     first: Count | UnsetType = UNSET
 
@@ -551,10 +538,7 @@ class Free(SequenceEvent, tag="FREE"):
     """Private blocks of a sequence are free again, deepest first; or window slots of them."""
 
     runs: Runs
-    reason: Annotated[
-        Literal["close", "duplicate", "rollback", "passed"],
-        _one_of("close", "duplicate", "rollback", "passed"),
-    ]
+    reason: Literal["close", "duplicate", "rollback", "passed"]
     first: Count | UnsetType = UNSET
     forgotten: Runs | UnsetType = UNSET
     compacted: Count | UnsetType = UNSET
@@ -581,7 +565,7 @@ class FirstToken(RequestEvent, tag="FIRST_TOKEN"):
 class Preempt(RequestEvent, tag="PREEMPT"):
     """A request no longer runs, and waits to run again."""
 
-    how: Annotated[Literal["pause", "recompute", "swap"], _one_of("pause", "recompute", "swap")]
+    how: Literal["pause", "recompute", "swap"]
     requester: RequestId | UnsetType = msgspec.field(name="for", default=UNSET)
 
 
@@ -634,10 +618,7 @@ class Discard(TierEvent, tag="DROP"):
 
     first: Count
     blocks: Size
-    reason: Annotated[
-        Literal["capacity", "expired", "moved", "parked", "corrupt", "gone", "failed"],
-        _one_of("capacity", "expired", "moved", "parked", "corrupt", "gone", "failed"),
-    ]
+    reason: Literal["capacity", "expired", "moved", "parked", "corrupt", "gone", "failed"]
     group: Count | UnsetType = UNSET
 
 
@@ -677,10 +658,10 @@ _TAGGED = (
     | Finish | Reject | End
 )  # fmt: skip
 
-_OF_GROUPS = GroupHit | GroupAlloc | GroupCommit | GroupEvict | GroupFree
+_GROUPED = GroupHit | GroupAlloc | GroupCommit | GroupEvict | GroupFree
 
-OF_GROUPS: dict[str, type[Event]] = {
-    str(struct.__struct_config__.tag): struct for struct in get_args(_OF_GROUPS)
+GROUPED_EVENTS: dict[str, type[Event]] = {
+    str(struct.__struct_config__.tag): struct for struct in get_args(_GROUPED)
 }
 """The Structs of events that have other fields where HEADER has cache groups, by name."""
 
@@ -689,14 +670,14 @@ EVENTS: dict[str, type[Event]] = {
 }
 """The Struct of each event by its name; that of EVICT of scope `sequence` is `Drop`."""
 
-OF_POOLS = ("KEEP", "TOMBSTONE")
+POOL_EVENTS = ("KEEP", "TOMBSTONE")
 """Events that only the trace of a cache with a pool for each kind of layer has."""
 
-OF_CLUSTERS = ("ROUTE", "TRANSFER", "FAIL", "RETURN", "LEAVE")
+CLUSTER_EVENTS = ("ROUTE", "TRANSFER", "FAIL", "RETURN", "LEAVE")
 """Events that only the trace of a cluster has."""
 
 # Not as a property: readers ask for it several times a line.
-_structs: list[type[Event]] = [*EVENTS.values(), Drop, *OF_GROUPS.values()]
+_structs: list[type[Event]] = [*EVENTS.values(), Drop, *GROUPED_EVENTS.values()]
 for _struct in _structs:
     _struct.event = str(_struct.__struct_config__.tag)
 
@@ -728,7 +709,7 @@ def count_names(event: Event) -> int:
 
 _decode_tagged = msgspec.json.Decoder(_TAGGED).decode
 _decode_grouped: Callable[[bytes], Event] = msgspec.json.Decoder(
-    Union[*({**EVENTS, **OF_GROUPS}.values())]
+    Union[*({**EVENTS, **GROUPED_EVENTS}.values())]
 ).decode
 
 # A union has one Struct a tag, so lines of the other scope are known by how the writer
@@ -824,16 +805,18 @@ def describe_fields(event: type[Event]) -> dict[str, Field]:
         optional = field.default is UNSET
         # An optional field is the union of its type and UNSET's.
         kind = get_args(field.type)[0] if optional else field.type
-        (meta,) = (meta for meta in get_args(kind)[1:] if isinstance(meta, Meta))
-        fields.append(Field(field.encode_name, str(meta.description), kind, not optional))
+        parts = get_args(kind)  # of Literal, its words
+        holds = [str(part.description) for part in parts if isinstance(part, Meta)]
+        holds = holds or [f"one of {', '.join(parts)}" if len(parts) > 1 else parts[0]]
+        fields.append(Field(field.encode_name, holds[0], kind, not optional))
     fields[:3] = fields[1], fields[2], fields[0]
     return {field.name: field for field in fields}
 
 
 def _struct_of(line: dict[str, Any], *, grouped: bool = False) -> type[Event]:
     name = line["event"]
-    if grouped and name in OF_GROUPS:
-        return OF_GROUPS[name]
+    if grouped and name in GROUPED_EVENTS:
+        return GROUPED_EVENTS[name]
     return Drop if name == "EVICT" and line.get("scope") == "sequence" else EVENTS[name]
 
 

@@ -59,7 +59,7 @@ class Arrivals:
         *,
         prefetches: bool = False,
     ) -> None:
-        if not 0 < rate_scale < float("inf"):
+        if isinstance(rate_scale, bool) or not 0 < rate_scale < float("inf"):
             msg = (
                 f"rate_scale={rate_scale}: give how many times as fast they arrive: a finite "
                 "number above 0"
@@ -89,7 +89,7 @@ class Arrivals:
         return self._newest if self._follows else None
 
     def restart(self) -> Iterator[Request]:
-        """Return an iterator of all requests, which `resume` gives back; none was taken yet."""
+        """Return all requests, for the core in C, which gives them back by `resume`."""
         first = [request for _, _, request in self._due]
         self._due.clear()
         self._session_of.clear()
@@ -97,7 +97,7 @@ class Arrivals:
         return self._requests
 
     def note(self, name: int | str, first: int, following: int) -> int:
-        """Note a name that does not continue the numbers from `first` up to `following`.
+        """Note a name, for the core in C, that is not next after `first` up to `following`.
 
         Returns the number that continues them now.
         """
@@ -108,7 +108,7 @@ class Arrivals:
     def resume(
         self, ahead: Request | None, due: int, came: int, last: int, first: int, following: int
     ) -> None:
-        """Go on after `came` requests, the last of which arrived at `last` (ns).
+        """Go on where the core in C stopped: after `came` requests, the last at `last` (ns).
 
         `ahead` is the next one, if it has been read. It arrives at `due` (ns) and is one of
         those that came; at -1 it is not, and remains to be checked. The numbers are as for
@@ -150,7 +150,8 @@ class Arrivals:
 
     def check_all_came(self) -> None:
         """Raise InputError if requests wait for one that never ends."""
-        for awaited, ((_, first), *_) in self.following.items():
+        if self.following:
+            awaited, ((_, first), *_) = next(iter(self.following.items()))
             known = self._has_come(awaited)
             why = "in the end waits for it" if known else "is not in the workload"
             msg = f"request {first.id!r} comes after request {awaited!r}, which {why}"
@@ -186,26 +187,23 @@ class Arrivals:
 
     def _follow(self, request: Request, index: int) -> None:
         """Keep a request that comes after another one, until that has ended."""
-        name, session, awaited = request.id, request.session, request.after
+        awaited = request.after
         assert awaited is not None
-        if session is None:
+        if request.session is None:
             msg = (
-                f"request {name!r} comes after request {awaited!r} and has no session: give "
-                "both the same session"
+                f"request {request.id!r} comes after request {awaited!r} and has no session: "
+                "give both the same session"
             )
             raise InputError(msg)
-        other = self._session_of.get(awaited) if self._has_come(awaited) else session
-        if other != session:
-            msg = (
-                f"request {name!r} of session {session!r} comes after request {awaited!r} of "
-                f"session {other!r}: give both the same session"
-            )
-            raise InputError(msg)
+        if self._has_come(awaited):
+            _check_session(request, self._session_of.get(awaited))
         self._follows = True
         self.following.setdefault(awaited, []).append((index, request))
 
     def _note(self, name: int | str, session: str | None) -> None:
         """Keep the name of a request that was read, and its session."""
+        for _, follower in self.following.get(name, ()):
+            _check_session(follower, session)
         if session is not None:
             self.closed = True
         if session is None and name == self._next_number and name not in self._session_of:
@@ -234,3 +232,13 @@ class Arrivals:
             self._longest = max(self._longest, early)
             heappush(self._ahead, (arrival - early, index, arrival, request))
             self.prefetch_at = self._ahead[0][0]
+
+
+def _check_session(request: Request, other: str | None) -> None:
+    """Refuse a request that comes after one of another session."""
+    if request.session != other:
+        msg = (
+            f"request {request.id!r} of session {request.session!r} comes after request "
+            f"{request.after!r} of session {other!r}: give both the same session"
+        )
+        raise InputError(msg)

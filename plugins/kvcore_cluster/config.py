@@ -182,8 +182,10 @@ class ClusterParts(RunParts):
                     "codec": str(parts.codec),
                     "blocks": parts.blocks,
                     "bytes_per_block": parts.deployment.bytes_per_block,
+                    **(plan.as_dict(parts.blocks, parts.built("checkpoint")) if plan else {}),
                 }
                 for count, parts in self.groups
+                for plan in [parts.layers]
             ],
             "block_size": self.geometry.block_size,
             **self.routed(),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
 from kvcore.sections import Section, Table
 from kvcore.serving.result import Reported
 from kvcore.units import format_bytes, format_number, format_seconds
-from kvcore_cli.report.simulation import SimulationReport
+from kvcore_cli.report.simulation import SimulationReport, pool_text
 from kvcore_cli.report.tables import TableRow, cell, counted, share
 
 MOST_ROWS = 16
@@ -18,72 +18,88 @@ MOST_ROWS = 16
 GROUPS = 8
 """Number of groups of replicas."""
 
+MOST_NAMES = 8
+"""The most replicas that a sentence names."""
+
 
 class ClusterReport(SimulationReport):
     """The summary of a cluster as sentences and tables, the most important first."""
 
-    headers: ClassVar[tuple[str, ...]] = (
-        *("replica", "blocks", "requests", "busy", "mean TTFT", "token hits", "evicted"),
-        "stopped",
-    )
-
     def _details(self) -> list[Section]:
         """Return the sections on the replicas."""
-        return [Table(self.headers, self.replicas), self.reading]
+        headers = [
+            "replica",
+            "blocks",
+            "requests",
+            "busy",
+            "mean TTFT",
+            "token hits",
+            "evicted",
+        ]
+        headers += [] if self._planned else ["failed"]
+        return [Table(headers, self.replicas), self.reading]
 
     @property
     def replicas(self) -> list[TableRow]:
         """Rows of the table of replicas; of many replicas, the means of groups."""
         replicas = self.summary["replicas"]
         if len(replicas) <= MOST_ROWS:
-            return [_row(str(row["replica"]), [row]) for row in replicas]
+            return [self._row(str(row["replica"]), [row]) for row in replicas]
         ranked = iter(sorted(replicas, key=lambda row: -(row["busy"] or 0)))
         sizes = [len(replicas) // GROUPS + (n < len(replicas) % GROUPS) for n in range(GROUPS)]
         names = [f"{sizes[0]} busiest", *(f"next {size}" for size in sizes[1:-1])]
         names.append(f"{sizes[-1]} least busy")
         parts = [list(islice(ranked, size)) for size in sizes]
-        return [_row(name, part) for name, part in zip(names, parts, strict=True)]
+        return [self._row(name, part) for name, part in zip(names, parts, strict=True)]
 
     @property
     def reading(self) -> str:
         """Sentences about groups, and about replicas that failed, started or stopped."""
         summary, lines = self.summary, []
         if len(summary["replicas"]) > MOST_ROWS:
-            lines.append("Replicas by the time they were busy; figures are means of a group.")
-        if self.config.get("autoscale"):
+            line = "Replicas by the time they were busy; figures are means of a group"
+            lines.append(
+                f"{line}." if self._planned else f"{line}, and the sum of its failures."
+            )
+        if self._planned:
             changes, all_replicas = summary["changes"], len(summary["replicas"])
             starts, mean = sum(change["up"] for change in changes), self._mean_up
             decided = "The planner started and stopped no replica"
             if changes:
-                decided = (
-                    f"The planner started or stopped a replica {counted(len(changes), 'time')}"
-                    f", {starts:,} of these were starts"
-                )
+                stops = counted(len(changes) - starts, "stop")
+                decided = f"The planner decided on {counted(starts, 'start')} and {stops}"
             lines.append(
                 f"{decided}; in the mean {format_number(mean)} of {all_replicas:,} replicas "
                 f"were up ({share(mean / all_replicas)}). One that stops loses its K/V."
             )
-        failed = [row["replica"] for row in summary["replicas"] if row["failures"]]
+        failed = [row for row in summary["replicas"] if row["failures"]]
         if failed:
-            times = counted(sum(row["failures"] for row in summary["replicas"]), "time")
-            which = ", ".join(map(str, failed[:GROUPS])) + (", ..." * (len(failed) > GROUPS))
+            times = counted(sum(row["failures"] for row in failed), "time")
+            which = ", ".join(str(row["replica"]) for row in failed[:MOST_NAMES])
+            which += " and others" if len(failed) > MOST_NAMES else ""
             again = counted(summary["retried"], "request")
+            several = len(failed) > 1
             lines.append(
-                f"Failed, {times} in all: replica {which}. Its K/V was lost, and {again} in "
-                "flight there began again."
+                f"Failed, {times} in all: replica{'s' * several} {which}. "
+                f"{'Their' if several else 'Its'} K/V was lost, and {again} in flight there "
+                "began again."
             )
         return "\n".join(lines)
 
     @property
-    def setup(self) -> str:
-        """A sentence with all options of the run."""
-        config = self.config
-        pool = {"block_size": config["block_size"], "blocks": config["replicas"][0]["blocks"]}
-        report = self._replace(
-            summary={**self.summary, "count": "tokens", "pool": pool},
-            config={**config, "routing": {"view": config["view"]}},
-        )
-        return super(ClusterReport, report).setup
+    def _planned(self) -> bool:
+        """Whether a planner starts and stops replicas; beside one none fails."""
+        return bool(self.config.get("autoscale"))
+
+    @property
+    def _sized(self) -> dict[str, Any]:
+        """The fields of a header on the pool of the first replica, and the view of a router."""
+        return {
+            "count": "tokens",
+            "block_size": self.config["block_size"],
+            "blocks": self.config["replicas"][0]["blocks"],
+            "routing": {"view": self.config["view"]},
+        }
 
     @property
     def _blocks(self) -> int:
@@ -105,7 +121,7 @@ class ClusterReport(SimulationReport):
 
     @property
     def _able(self) -> str:
-        if not self.config.get("autoscale"):
+        if not self._planned:
             return self._devices
         up = format_number(self._mean_up)
         return f"the {up} of {self._devices} that the planner has up in the mean"
@@ -124,6 +140,8 @@ class ClusterReport(SimulationReport):
     @property
     def _pool(self) -> str:
         groups, size = self.config["replicas"], self.config["block_size"]
+        if any(group.keys() & {"cache_groups", "layer_pools"} for group in groups):
+            return "\n".join(_pool_of_each(group, size) for group in groups)
         memory = sum(
             group["count"] * group["blocks"] * group["bytes_per_block"] for group in groups
         )
@@ -155,28 +173,34 @@ class ClusterReport(SimulationReport):
                 ratio, deviation = format_number(uneven["most"]), share(uneven["variation"])
                 yield label, f"at most {ratio} times the mean, deviation {deviation} of it"
 
+    def _row(self, name: str, replicas: Sequence[Mapping[str, Any]]) -> TableRow:
+        """Return the row of a group of replicas: means, and without a planner all failures."""
 
-def _row(name: str, replicas: Sequence[Mapping[str, Any]]) -> TableRow:
-    """Return the row of a group of replicas: the sum of failures, the mean of other columns."""
+        def mean(key: str) -> float | None:
+            values = [row[key] for row in replicas if row[key] is not None]
+            return sum(values) / len(values) if values else None
 
-    def mean(key: str) -> float | None:
-        values = [row[key] for row in replicas if row[key] is not None]
-        return sum(values) / len(values) if values else None
+        looked, hit = (
+            sum(row["hit"][key] for row in replicas) for key in ("lookup_tokens", "hit_tokens")
+        )
+        cells = [
+            name,
+            f"{mean('blocks'):,.0f}",
+            f"{mean('requests'):,.0f}",
+            share(mean("busy")),
+            cell(mean("ttft_s"), format_seconds),
+            share(hit / looked if looked else None),
+            f"{mean('evicted_blocks'):,.0f}",
+        ]
+        failures = sum(row["failures"] for row in replicas)
+        return cells if self._planned else [*cells, f"{failures:,}"]
 
-    busy, ttft = mean("busy"), mean("ttft_s")
-    looked, hit = (
-        sum(row["hit"][key] for row in replicas) for key in ("lookup_tokens", "hit_tokens")
-    )
-    return [
-        name,
-        f"{mean('blocks'):,.0f}",
-        f"{mean('requests'):,.0f}",
-        share(busy),
-        cell(ttft, format_seconds),
-        share(hit / looked if looked else None),
-        f"{mean('evicted_blocks'):,.0f}",
-        f"{sum(row['failures'] for row in replicas)}",
-    ]
+
+def _pool_of_each(group: Mapping[str, Any], size: int) -> str:
+    """Return a sentence on the pool of each replica of a group."""
+    each = " of each" if group["count"] > 1 else ""
+    of = f"{each} of {counted(group['count'], 'replica')}"
+    return pool_text(group["blocks"], size, group, of)
 
 
 def report_of(result: Reported, document: Mapping[str, Any], **words: Any) -> ClusterReport:

@@ -19,7 +19,7 @@ from kvcore.serving.simulate import check_cache, record_run
 from kvcore.units import PS_PER_NS
 from kvcore.workloads import check_keys, notes_of
 from kvcore.workloads.arrivals import Arrivals
-from kvcore_cluster.cluster import Cluster, Failure, Start
+from kvcore_cluster.cluster import Cluster, Failure
 from kvcore_cluster.dispatcher import PrefixView
 from kvcore_cluster.phases import PhaseCluster, PhaseLoop
 from kvcore_cluster.planner import Planner
@@ -70,48 +70,47 @@ def simulate_cluster(
     """
     failures = tuple(failures)
 
-    def starts(number: int, parts: ReplicaParts) -> Start:
-        def start(
-            on_first_token: Callable[[Request, int], None],
-            on_ended: Callable[[Request, int], None],
-        ) -> ReplicaLoop:
-            recorder = None if trace is None else trace.recorder(number)
-            part = dict(parts(recorder))
-            cache: ServedCache = part["cache"]
-            check_cache(cache, "simulate")
-            part["latency"].bind()
-            drafter = part.get("drafter")
-            kind = ReplicaLoop if phases is None else PhaseLoop
-            loop = kind(
-                cache,
+    def start(
+        number: int,
+        parts: ReplicaParts,
+        on_first_token: Callable[[Request, int], None],
+        on_ended: Callable[[Request, int], None],
+    ) -> ReplicaLoop:
+        """Build the loop of one life of a replica."""
+        recorder = None if trace is None else trace.recorder(number)
+        part = dict(parts(recorder))
+        cache: ServedCache = part["cache"]
+        check_cache(cache, "simulate")
+        part["latency"].bind()
+        kind = ReplicaLoop if phases is None else PhaseLoop
+        loop = kind(
+            cache,
+            part["scheduler"],
+            part["latency"],
+            part["batching"],
+            slo=slo,
+            on_first_token=on_first_token,
+            on_ended=on_ended,
+            drafter=part.get("drafter"),
+        )
+        if recorder is not None:
+            record_run(
+                recorder,
+                workload,
                 part["scheduler"],
-                part["latency"],
+                loop.executor,
                 part["batching"],
+                rate_scale=rate_scale,
                 slo=slo,
-                on_first_token=on_first_token,
-                on_ended=on_ended,
-                drafter=drafter,
             )
-            if recorder is not None:
-                record_run(
-                    recorder,
-                    workload,
-                    part["scheduler"],
-                    loop.executor,
-                    part["batching"],
-                    rate_scale=rate_scale,
-                    slo=slo,
-                )
-            if residency:
-                cache.record_residency()
-            return loop
-
-        return start
+        if residency:
+            cache.record_residency()
+        return loop
 
     cluster_type = Cluster if phases is None else partial(PhaseCluster, **phases)
     cluster = cluster_type(
         Arrivals(check_keys(workload), rate_scale),
-        [starts(index, parts) for index, parts in enumerate(replicas)],
+        [partial(start, number, parts) for number, parts in enumerate(replicas)],
         router,
         view,
         failures=failures,

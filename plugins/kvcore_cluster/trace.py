@@ -26,7 +26,7 @@ class ReplicaRecorder(JsonRecorder):
 
     Args:
         trace: the trace of the cluster.
-        number: of the replica.
+        replica: its number.
 
     Attributes:
         header: fields of HEADER that describe the replica.
@@ -131,7 +131,7 @@ class ClusterTrace:
         """Write the buffered lines before `until` (ns); no further line is made before it."""
         lines = self._lines
         while lines and lines[0][0] < until:
-            # Looked up for each: it changes with the first.
+            # `Trace.write` is looked up for each line: the first one replaces it.
             self._trace.write(heappop(lines)[2])
         self._full = _LINES + 2 * len(lines)
 
@@ -144,8 +144,11 @@ class ClusterTrace:
     ) -> None:
         """Write ROUTE: `request` is sent to `replica`, where `hit_tokens` tokens should hit."""
         line = {"n": 0, "t": now, "event": "ROUTE", "request": request.id, "replica": replica}
-        line |= {"tokens": hit_tokens} if hit_tokens else {}
-        self.put(line | ({"leg": leg} if leg else {}))
+        if hit_tokens:
+            line["tokens"] = hit_tokens
+        if leg:
+            line["leg"] = leg
+        self.put(line)
 
     def refuse(self, now: int, request: Request, why: str) -> None:
         """Write REJECT: `request` is answered by no replica."""

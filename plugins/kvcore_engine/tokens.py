@@ -17,7 +17,11 @@ _BYTES_PER_DRAW = 8
 
 
 def hashed(*parts: object) -> int:
-    """Return a 64-bit hash of the texts of all of `parts`."""
+    """Return a 64-bit hash of the texts of all of `parts`, with blanks between them.
+
+    A text with blanks may come last alone, behind a fixed number of parts: ("a b", "c") and
+    ("a", "b c") are equal here.
+    """
     written = " ".join(map(str, parts)).encode()
     return int.from_bytes(blake2b(written, digest_size=8).digest(), "little")
 
@@ -60,7 +64,8 @@ class TokenStream:
         sampling: as of a `SampledRequest`; None for others.
 
     Raises:
-        InputError: the text has a token id that the vocabulary does not have.
+        InputError: the text has a token id that the vocabulary does not have, or fewer tokens
+            than the prompt.
     """
 
     __slots__ = (
@@ -75,12 +80,8 @@ class TokenStream:
     )
 
     def __init__(self, request: Request, vocabulary: int, seed: int) -> None:
-        if isinstance(request, TextRequest) and max(request.tokens, default=0) >= vocabulary:
-            msg = (
-                f"request {request.id!r} has token {max(request.tokens)}; the generator's are "
-                f"0 to {vocabulary - 1}"
-            )
-            raise InputError(msg)
+        if isinstance(request, TextRequest):
+            _check_text(request, vocabulary)
         self.output: list[int] = []
         self._published_keys = 0
         self._last_key: bytes | None = None
@@ -174,3 +175,23 @@ class TokenStream:
         if array("H", [1]).tobytes() != b"\x01\x00":
             words.byteswap()
         return [word % self._vocabulary for word in words]
+
+
+def _check_text(request: TextRequest, vocabulary: int) -> None:
+    """Refuse a text with fewer tokens than its prompt, or with ids beyond the vocabulary."""
+    tokens = request.tokens
+    if len(tokens) < request.prompt_tokens:
+        msg = (
+            f"request {request.id!r} has {len(tokens):,} tokens, and a prompt of "
+            f"{request.prompt_tokens:,}: give the tokens of the whole prompt"
+        )
+        raise InputError(msg)
+    wrong = [
+        t for t in (min(tokens, default=0), max(tokens, default=0)) if not 0 <= t < vocabulary
+    ]
+    if wrong:
+        msg = (
+            f"request {request.id!r} has token {wrong[0]}; the generator's are "
+            f"0 to {vocabulary - 1}"
+        )
+        raise InputError(msg)

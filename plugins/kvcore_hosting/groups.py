@@ -79,10 +79,11 @@ class HostedGroups(GroupedCache):
         preempted: bool = False,
     ) -> None:
         """Give back all blocks of `seq`, of each group the last one first."""
-        if preempted:
-            self.host.forget(seq.request.id)
-        elif seq.is_open:
-            self.host.ended(seq.request, self.now if now is None else now)
+        if seq.is_open:  # else the base class refuses it
+            if preempted:
+                self.host.forget(seq.request.id)
+            else:
+                self.host.ended(seq.request, self.now if now is None else now)
         super().close(seq, now, length, preempted=preempted)
 
     def _hold(self, blocks: list[int]) -> None:
@@ -134,8 +135,8 @@ class HostedGroups(GroupedCache):
         a copy of them.
         """
         host, victims = self.host, list[Any]()
-        if count_now := min(count, host.evictable):
-            victims += host.victims(count_now, now=self.now, requester=seq.request.id) or ()
+        if evictable := min(count, host.evictable):
+            victims += host.victims(evictable, now=self.now, requester=seq.request.id) or ()
         for block in victims:
             self._blocks.remove(block)
         while len(victims) < count:

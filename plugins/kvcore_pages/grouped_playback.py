@@ -79,7 +79,7 @@ class GroupedPlayback(Playback):
         self._before_load: list[TracedBlock] = []
         self._tiers = {tier.tier: index for index, tier in enumerate(header.tiers or ())}
         self._begin(header, checker, GroupMisses(header, checker.state))
-        structs = {**events.EVENTS, **events.OF_GROUPS}
+        structs = {**events.EVENTS, **events.GROUPED_EVENTS}
         self._set_kinds({name: structs[name] for name in KIND if name in structs})
         self._row(header)
 

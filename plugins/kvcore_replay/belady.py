@@ -25,12 +25,11 @@ from kvcore.cache import ScoreEviction, Span
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
-from kvcore.plugins.options import nearest
+from kvcore.plugins import Plugin
+from kvcore.plugins.options import instantiate
 from kvcore.request import Key, Request
 
 __all__ = ["Belady", "Future"]
-
-_BYPASS = {"true": True, "false": False}
 
 
 def belady(
@@ -62,7 +61,8 @@ def belady(
         hits: receives, for each request, the number of its first blocks that are cached.
 
     Returns:
-        The number of blocks that were evicted or, with `bypass`, not kept.
+        The number of blocks that were evicted; with `bypass`, those of a request that are
+        evicted with it among them. Blocks beyond the length of the pool never come in.
     """
     never = len(lengths)
     # Cached blocks by the request that wants them next.
@@ -75,7 +75,7 @@ def belady(
         hits[serial] = counts[serial]
         cached -= counts[serial]
         kept = min(lengths[serial], pool)
-        incoming = 0 if bypass else max(min(needs[serial], pool), kept)
+        incoming = 0 if bypass else min(needs[serial], pool)
         # With `bypass` the request's blocks compete with the others: they come in first.
         for placing in (bypass, not bypass):
             if placing:
@@ -133,25 +133,27 @@ class Future:
                 key that followed another key in an earlier request.
         """
         latest: dict[Key, int] = {}
-        lengths, reused, reached = array("i"), array("i"), array("i")
+        parents: dict[Key, Key | None] = {}
+        lengths, reused = array("i"), array("i")
         owners, wanted, ends = array("i"), array("i"), array("i")
         for serial, request in enumerate(requests):
             keys, _, blocks, *_ = geometry.prompt(request)
+            before = (None, *keys)[: len(keys)]
+            known = tuple(map(parents.setdefault, keys, before))
+            if known != before:
+                pairs = zip(keys, known, before, strict=True)
+                raise _contradiction(request, next(key for key, a, b in pairs if a != b))
             end = 0
             for owner, run in groupby(map(latest.get, keys)):
                 if owner is None:
                     break
-                if reached[owner] != end:
-                    raise _contradiction(request, keys[end // geometry.ratio])
                 end += sum(1 for _ in run) * geometry.ratio
-                reached[owner] = end
                 owners.append(owner)
                 wanted.append(serial)
                 ends.append(end)
             latest.update(dict.fromkeys(keys, serial))
             lengths.append(blocks)
-            reused.append(end)
-            reached.append(0)
+            reused.append(min(end, blocks))  # the last key may be of more tokens than there are
         # Runs were met in the order of the requests that want them; a stable sort puts
         # those of one owner side by side and keeps that order.
         order = sorted(range(len(owners)), key=owners.__getitem__)
@@ -175,7 +177,7 @@ class Future:
 
 
 @attrs.frozen
-class Belady:
+class Belady(Plugin):
     """The most blocks that any eviction could hit: a bound, not a policy.
 
     Serial, untimed, in `keys` accounting.
@@ -185,6 +187,7 @@ class Belady:
             allocates the blocks that it computes, as `KVCache` does, they stay.
     """
 
+    kind: ClassVar[str] = "bound"
     name: ClassVar[str] = "optimum"
     names: ClassVar[tuple[str, ...]] = ("belady", "optimum")
 
@@ -197,21 +200,7 @@ class Belady:
         Raises:
             InputError: another option than `bypass`, or another value than true and false.
         """
-        for option, value in options.items():
-            if option != "bypass":
-                msg = (
-                    f"the optimum has no option {option!r}{nearest(option, ['bypass'])}. "
-                    "Its options: bypass=false."
-                )
-                raise InputError(msg)
-            if value not in _BYPASS:
-                msg = f"option 'bypass' of the optimum takes true or false, not {value!r}"
-                raise InputError(msg)
-        return cls(**{option: _BYPASS[value] for option, value in options.items()})
-
-    def options(self) -> dict[str, Any]:
-        """Return the options by name."""
-        return {"bypass": self.bypass}
+        return instantiate(cls, options)
 
     def hits(self, future: Future, blocks: int) -> tuple[array[int], int]:
         """Serve `future` in a pool of `blocks` blocks.
@@ -219,8 +208,7 @@ class Belady:
         Costs O(runs · log requests), whatever the block size.
 
         Returns:
-            The blocks that each request hits, and the number of blocks that were evicted or,
-            with `bypass`, not kept.
+            The blocks that each request hits, and the number that `belady` returns.
         """
         hits = array("i", bytes(4 * len(future.lengths)))
         runs = future.starts, future.wanted, future.ends

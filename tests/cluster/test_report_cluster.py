@@ -54,12 +54,57 @@ def test_the_headline_names_different_devices(reported):
     assert "Pools: 2 x 10 and 1 x 20 blocks of 16 tokens, 640 tokens in all" in report.headline
 
 
+def test_pools_of_groups_are_those_of_one_server(reported):
+    """Blocks that any cache group may take are not told in tokens, as for one server."""
+    headline = reported(replicas=3, model="gemma-3-12b", blocks=40).headline
+    assert "Pool of each of 3 replicas: 40 blocks" in headline
+    assert "of which any goes to any cache group: 5 x 8 layers, a window of 1024" in headline
+    assert "tokens in all" not in headline
+
+
+def test_pools_of_layers_have_their_slots_by_replica(reported):
+    """Each kind of replica has a sentence with its own slots of windows."""
+    alike = {"count": 2, "blocks": 400}
+    headline = reported(
+        replicas=[alike, {"blocks": 200}], model="gemma-3-12b", like="sglang"
+    ).headline
+    assert "Pools of each of 2 replicas: 400 blocks" in headline
+    assert "320 window slots" in headline
+    assert "Pools of 1 replica: 200 blocks" in headline
+    assert "160 window slots" in headline
+
+
 def test_a_failure_is_reported_with_its_replica(reported):
     """A failure is reported with its replica and the number of restarted requests."""
     report = reported(replicas=2, fail="replica=1,at=0.5,for=0.5")
     assert report.reading.startswith("Failed, 1 time in all: replica 1.")
     assert [row[-1] for row in report.replicas] == ["0", "1"]
     assert report.setup.endswith("view index; fail replica=1,at=0.5,for=0.5.")
+
+
+def test_failures_of_several_replicas_are_in_the_plural(reported):
+    """Several replicas that failed are named, up to eight of them."""
+    one = reported(replicas=9, fail="replica=1,at=0.5,for=0.5")
+    rows = [{**row, "failures": 2} for row in one.summary["replicas"]]
+    report = one._replace(summary={**one.summary, "replicas": rows})
+    assert report.reading.startswith("Failed, 18 times in all: replicas 0, 1, ")
+    assert ", 6, 7 and others. Their K/V was lost" in report.reading
+
+
+def test_failures_of_a_group_are_summed(reported):
+    """The row of a group has the sum of failures, and the sentence says so."""
+    report = reported(replicas=20, fail="replica=1,at=0.5,for=0.5")
+    assert sum(int(row[-1]) for row in report.replicas) == 1
+    assert "means of a group, and the sum of its failures." in report.reading
+
+
+def test_a_planner_has_no_column_of_failures(reported):
+    """Beside a planner no replica fails: the table has no column that is 0 for all."""
+    table, _ = reported(replicas=2, autoscale="load")._details()
+    assert table.headers[-1] == "evicted"
+    assert {len(row) for row in table.rows} == {len(table.headers)}
+    table, _ = reported(replicas=2)._details()
+    assert table.headers[-1] == "failed"
 
 
 def test_the_setup_names_replicas_and_pools_of_phases(reported):

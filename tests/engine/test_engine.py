@@ -224,8 +224,19 @@ def test_a_request_is_not_changed_by_a_run():
 
 def test_a_token_outside_the_vocabulary_is_refused():
     """A token that the vocabulary of the generator does not have is refused."""
-    request = text_request("a", [1, 10_007], output=1, block_size=4)
-    with pytest.raises(InputError, match="'a' has token 10007; the generator's are 0 to"):
+    for token in (10_007, -5):
+        request = text_request("a", [1, 2], output=1, block_size=4)
+        request = attrs.evolve(request, tokens=[1, token])
+        with pytest.raises(
+            InputError, match=f"'a' has token {token}; the generator's are 0 to"
+        ):
+            compute([request])
+
+
+def test_a_text_with_fewer_tokens_than_its_prompt_is_refused():
+    """A text that ends before its prompt is refused, with both lengths."""
+    request = attrs.evolve(text_request("a", [1, 2], output=1, block_size=4), prompt_tokens=3)
+    with pytest.raises(InputError, match="'a' has 2 tokens, and a prompt of 3"):
         compute([request])
 
 

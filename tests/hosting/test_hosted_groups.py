@@ -143,3 +143,16 @@ def test_a_request_without_blocks_has_no_admission():
         )
         cache.close(cache.open(request, 4, 0), 1, preempted=preempted)
     assert not cache.host._orders
+
+
+def test_a_sequence_that_is_closed_changes_no_host():
+    """Closing a sequence for the second time is refused, before its host forgets a request."""
+    cache = HostedGroups([LayerGroup("full", 4)], 8, eviction=Hosted, key_tokens=4)
+    request = Request(id=1, prompt_tokens=8, keys=[1, 2], key_tokens=4)
+    sequence = cache.open(request)
+    cache.close(sequence, preempted=True)
+    cache.open(request, resumed=True)
+    known = dict(cache.host._orders)
+    with pytest.raises(InputError, match="is closed"):
+        cache.close(sequence, preempted=True)
+    assert cache.host._orders == known != {}

@@ -8,13 +8,14 @@ import sys
 import pytest
 
 import kvcore
-from kvcore import InputError
+from kvcore import InputError, PluginError
 from kvcore.config import read_plugin
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import instantiate
 from kvcore_lab.sweep import Grid, Plan
 from kvcore_lab.sweep.sources import class_digests
 from kvcore_plugins.eviction import LRU
+from kvcore_plugins.rules import VLLM
 
 ZIPF = "zipf:requests=100,rate=5"
 
@@ -130,15 +131,20 @@ def test_two_classes_of_one_name_are_refused_in_one_sweep(axis):
     """Rows of one name with other figures are refused, as `compare` refuses them."""
     spec, kind = KINDS[axis], "rules" if axis == "like" else axis
     own = Plugins().get(kind, spec.partition(":")[0])
-    other = instantiate(
-        type("Other", (own,), {"__module__": __name__}), read_plugin(spec).options
-    )
+    names = {"__module__": __name__, "name": own.name}
+    other = instantiate(type("Other", (own,), names), read_plugin(spec).options)
     built = Plugins().build(kind, spec)
     for first in [built] if axis == "tier" else [spec, built]:  # a tier built says its links
         with pytest.raises(InputError, match=f"{axis}: two values are named .*Other: give one"):
             Plan.from_grid(
                 Grid(**{axis: [[first], [other]] if axis == "tier" else [first, other]})
             )
+
+
+def test_rules_without_a_name_are_refused_in_a_sweep():
+    """Rows have the names of plugins: rules that derive from others need one of their own."""
+    with pytest.raises(PluginError, match="has no name"):
+        Plan.from_grid(Grid(like=["vllm", type("Other", (VLLM,), {})()]))
 
 
 def test_one_class_may_be_given_twice():

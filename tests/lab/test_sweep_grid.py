@@ -57,7 +57,11 @@ def test_impossible_axes_are_refused(mode, axes, reason):
         ("compare", {"memory": "1KiB"}, "memory: 1 KiB is less than a block"),
         ("compare", {"blocks": 9, "accounting": "bytes"}, "accounting: 'bytes' is not one of"),
         ("compare", {"blocks": 9, "eviction": "lfu:half=3"}, "eviction: eviction plugin 'lfu'"),
-        ("compare", {"blocks": 9, "eviction": "optimum:by=3"}, "eviction: the optimum has no"),
+        (
+            "compare",
+            {"blocks": 9, "eviction": "optimum:by=3"},
+            "eviction: bound plugin 'optimum'",
+        ),
         ("compare", {"blocks": 9, "prefix": "tree"}, "prefix: no prefix plugin"),
         ("simulate", {"eviction": "optimum"}, "eviction: no eviction plugin is named"),
         ("simulate", {"model": "llama-3.1-405b"}, "tensor_parallel: llama-3.1-405b on 4 x"),

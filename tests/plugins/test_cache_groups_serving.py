@@ -145,6 +145,8 @@ def test_a_sequence_waits_to_which_a_prompt_before_it_leaves_no_token(jumps):
 class Greedy(VLLM):
     """vLLM's rules, asked for the chunks of prompts, and of none where no token is left."""
 
+    name = "greedy"
+
     def chunk_tokens(self, job, tokens, state):
         """Return the chunk of vLLM."""
         assert state.budget > 0

@@ -1,10 +1,12 @@
 """The eviction policy `tool-ttl`, which learns how long each tool takes."""
 
+from types import SimpleNamespace
+
 import pytest
-from helpers.caches import ask, make, serve, spans
+from helpers.caches import ask, make, serve, spans, start
 
 from kvcore import InputError, KVCache
-from kvcore_plugins.eviction import LRU, ToolTTL
+from kvcore_plugins.eviction import LRU, ToolTTL, tool_ttl
 from kvcore_replay.untimed import replay
 from kvcore_tiers.hierarchy import Tiers
 
@@ -74,7 +76,49 @@ def test_a_request_of_another_branch_does_not_end_a_wait():
         policy = ToolTTL()
         cache = make(16, policy)
         replay([call("ab", 0, "grep"), call(text, 4, "grep")], cache)
-        assert sum(sum(counts) for counts in policy._ended.values()) == ended
+        assert sum(sum(tool.ended) for tool in policy._tools.values()) == ended
+
+
+def values(policy, tool, age):
+    """Return the score of a prefix that has waited for a tool, for an age in seconds."""
+    span = SimpleNamespace(data=(tool, 0), loss_seconds=1.0)
+    return policy.score(span, age * SECOND)
+
+
+def test_a_tool_that_was_never_seen_is_like_all_tools():
+    """A prefix that waits for a new tool is worth what the waits for all tools say."""
+    policy = ToolTTL()
+    replay(rounds("build", 100, 200), make(16, policy, accounting="keys"))
+    policy._learn(10**6 * SECOND)
+    assert values(policy, "new", 90) > 1.5 * values(policy, None, 90)
+    assert values(policy, "new", 90) == pytest.approx(values(policy, "build", 90), rel=0.1)
+
+
+def test_a_preemption_when_another_request_ends_waits_for_no_tool():
+    """Of two paths released at one time, the one whose request ended waits for its tool."""
+    policy = ToolTTL()
+    cache = make(16, policy, accounting="keys")
+    sequences = [start(cache, text, now=0, session=text, tool="grep") for text in ("ab", "cd")]
+    cache.close(sequences[0], 1)
+    cache.close(sequences[1], 1, preempted=True)
+    assert {name: span.data[0] for name, span in spans(cache).items()} == {
+        "|ab": "grep",
+        "|cd": None,
+    }
+
+
+def test_a_tool_is_forgotten_with_all_of_its_waits(monkeypatch):
+    """Beyond the most tools, that which was counted least recently goes as a whole."""
+    monkeypatch.setattr(tool_ttl, "_MOST_TOOLS", 2)
+    policy = ToolTTL()
+    lessons = [
+        *rounds("build", 1, 4),
+        *rounds("grep", 1, 4, 9_000),
+        *rounds("ls", 1, 4, 20_000),
+    ]
+    replay(lessons, make(16, policy, accounting="keys"))
+    policy._learn(10**6 * SECOND)
+    assert policy._tools.keys() == policy._values.keys() == {"grep", "ls"}
 
 
 def test_a_prior_of_no_weight_is_refused():

@@ -81,8 +81,26 @@ def test_a_key_under_two_parents_has_no_future():
         Request(id="second", prompt_tokens=2, keys=["c", "b"], key_tokens=1),
         Request(id="third", prompt_tokens=2, keys=["a", "b"], key_tokens=1),
     ]
-    with pytest.raises(InputError, match="request 'third': key 'b' does not follow"):
+    with pytest.raises(InputError, match="request 'second': key 'b' does not follow"):
         Future.read(wrong, BlockLayout("keys", 1, 1))
+
+
+@pytest.mark.parametrize("prompts", ["ab b b", "b ab", "aa", "ab cab", "ab a b"])
+def test_a_key_that_first_stood_elsewhere_has_no_future(prompts):
+    """A key keeps its place: one that began no prompt begins none later, and the reverse."""
+    wrong = [
+        Request(id=n, prompt_tokens=len(keys), keys=list(keys), key_tokens=1)
+        for n, keys in enumerate(prompts.split())
+    ]
+    with pytest.raises(InputError, match="does not follow the keys it followed"):
+        Future.read(wrong, BlockLayout("keys", 1, 1))
+
+
+def test_a_request_reuses_no_more_blocks_than_it_has():
+    """Of a last key with more tokens than the prompt has left, its blocks alone are reused."""
+    twice = [Request(id=n, prompt_tokens=24, keys=[1, 2], key_tokens=16) for n in range(2)]
+    future = Future.read(twice, BlockLayout("tokens", 8, 16))
+    assert (list(future.lengths), list(future.reused)) == ([3, 3], [0, 3])
 
 
 @pytest.mark.parametrize(
@@ -92,3 +110,16 @@ def test_a_key_under_two_parents_has_no_future():
 def test_bypass_is_parsed_from_text(options, bypass):
     """The option `bypass` is true or false in text, and false by default."""
     assert Belady.from_text(options) == Belady(bypass=bypass)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bypas": "true"}, r"bound plugin 'optimum' has no option 'bypas' \(did you mean"),
+        ({"bypass": "1"}, "option 'bypass' of bound plugin 'optimum' takes true or false, not"),
+    ],
+)
+def test_another_option_than_bypass_is_refused(options, message):
+    """An unknown option, and a value that is none, raise InputError as for plugins."""
+    with pytest.raises(InputError, match=message):
+        Belady.from_text(options)

@@ -122,6 +122,36 @@ def group_text(group: Mapping[str, Any]) -> str:
     return f"{layers}, {kept}, {counted(group['block_size'], 'token')} a block"
 
 
+def pool_text(blocks: int, size: int, config: Mapping[str, Any], of: str = "") -> str:
+    """Return a sentence on a pool, of one kind of layer or of several.
+
+    Args:
+        blocks: blocks of the pool.
+        size: tokens of a block.
+        config: has `bytes_per_block`, `codec`, and how the pool is divided, if it is.
+        of: says whose pool it is.
+    """
+    memory = f"{format_bytes(blocks * config['bytes_per_block'])} in {config['codec']}"
+    if "cache_groups" in config:
+        groups = Counter(map(group_text, config["cache_groups"]["groups"]))
+        listed = "; ".join(f"{count} x {text}" for text, count in groups.items())
+        return (
+            f"Pool{of}: {counted(blocks, 'block')}, {memory}, of which any goes to any cache "
+            f"group: {listed}."
+        )
+    if "layer_pools" in config:
+        slots = config["layer_pools"].items()
+        more = " and ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in slots)
+        return (
+            f"Pools{of}: {counted(blocks, 'block')} of {counted(size, 'token')} of full "
+            f"attention, {more}, {memory}."
+        )
+    return (
+        f"Pool{of}: {counted(blocks, 'block')} of {counted(size, 'token')}, "
+        f"{blocks * size:,} tokens in all, {memory}."
+    )
+
+
 class SimulationReport(NamedTuple):
     """The summary of a run as sentences and tables, the most important first.
 
@@ -246,36 +276,25 @@ class SimulationReport(NamedTuple):
                 "weights_dtype": config.get("weights_dtype"),
             },
             "device": {"name": config["device"], "count": config["tensor_parallel"]},
-            "count": summary["count"],
-            "block_size": summary["pool"]["block_size"],
-            "blocks": summary["pool"]["blocks"],
             "slo": {name: time * NS_PER_S for name, time in slo.items() if time is not None},
+            **self._sized,
         }
         return setup(header)
 
     @property
+    def _sized(self) -> dict[str, Any]:
+        """The fields of a header on the size of the pool."""
+        pool = self.summary["pool"]
+        return {
+            "count": self.summary["count"],
+            "block_size": pool["block_size"],
+            "blocks": pool["blocks"],
+        }
+
+    @property
     def _pool(self) -> str:
-        config, pool = self.config, self.summary["pool"]
-        blocks, size = pool["blocks"], pool["block_size"]
-        memory = format_bytes(blocks * config["bytes_per_block"])
-        if "cache_groups" in config:
-            groups = Counter(map(group_text, config["cache_groups"]["groups"]))
-            listed = "; ".join(f"{count} x {text}" for text, count in groups.items())
-            return (
-                f"Pool: {counted(blocks, 'block')}, {memory} in {config['codec']}, of which "
-                f"any goes to any cache group: {listed}."
-            )
-        if "layer_pools" in config:
-            slots = config["layer_pools"].items()
-            more = " and ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in slots)
-            return (
-                f"Pools: {counted(blocks, 'block')} of {counted(size, 'token')} of full "
-                f"attention, {more}, {memory} in {config['codec']}."
-            )
-        return (
-            f"Pool: {counted(blocks, 'block')} of {counted(size, 'token')}, "
-            f"{blocks * size:,} tokens in all, {memory} in {config['codec']}."
-        )
+        pool = self.summary["pool"]
+        return pool_text(pool["blocks"], pool["block_size"], self.config)
 
     @property
     def _devices(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING
 
 import attrs
@@ -181,18 +182,24 @@ class CodedHalf(Half):
         changed block is coded again, except the last: it goes to the stage unless its last
         slot is written.
         """
-        size, kv_heads = self.shape[2], self.shape[1]
         heads, sources, targets = moves
-        old, new = (torch.tensor([*blocks], dtype=torch.int64) for blocks in (table, into))
-        if self.by_token:
-            read, written = (
-                self._upload((ids[index // size] * kv_heads + heads) * size + index % size)
-                for ids, index in ((old, sources), (new, targets))
-            )
-            for plane in self._token_planes:
-                plane.index_copy_(0, written, gathered(plane, read))
+        if not self.by_token:
+            self._rewrite(into, heads, targets, self._tokens_at(table, heads, sources))
             return
-        moved = self.stage.rows.new_empty(len(heads), self.shape[3])
+        _, kv_heads, size, _ = self.shape
+        old, new = (torch.tensor([*blocks], dtype=torch.int64) for blocks in (table, into))
+        read, written = (
+            self._upload((ids[index // size] * kv_heads + heads) * size + index % size)
+            for ids, index in ((old, sources), (new, targets))
+        )
+        for plane in self._token_planes:
+            plane.index_copy_(0, written, gathered(plane, read))
+
+    def _tokens_at(self, table: Sequence[int], heads: Tensor, sources: Tensor) -> Tensor:
+        """Return the tokens at places of a table, one in each of `heads`, `[tokens, width]`."""
+        _, kv_heads, size, width = self.shape
+        old = torch.tensor([*table], dtype=torch.int64)
+        moved = self.stage.rows.new_empty(len(heads), width)
         for head in range(kv_heads):  # whole blocks are decoded: one head at a time
             which = (heads == head).nonzero()[:, 0]
             used, token_of = torch.unique(sources[which] // size, return_inverse=True)
@@ -202,6 +209,13 @@ class CodedHalf(Half):
             )
             index = token_of * size + sources[which] % size
             moved[self._upload(which)] = moving[0, self._upload(index)]
+        return moved
+
+    def _rewrite(
+        self, into: Sequence[int], heads: Tensor, targets: Tensor, moved: Tensor
+    ) -> None:
+        """Write tokens to places of a table, and code its changed blocks again."""
+        size = self.shape[2]
         # All blocks but the last are full when this is done, also those on the stage.
         changed = {*(targets // size).tolist()}
         changed |= {index for index, block in enumerate(into[:-1]) if block in self.stage}
@@ -408,7 +422,7 @@ class CodedPool(Pool):
             half.stage.drop(blocks)
             for index in indices:
                 shape = half.shape[1:]
-                end = begin + shape[0] * shape[1] * shape[2]
+                end = begin + prod(shape)
                 half.put_on_stage(blocks[index], content[begin:end].view(shape))
                 begin = end
 

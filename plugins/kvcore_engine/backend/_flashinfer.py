@@ -27,23 +27,20 @@ WORKSPACE_BYTES = 128 << 20
 def uncovered(pool: Pool) -> str | None:
     """Return why FlashInfer cannot attend to a pool; None if it can."""
     layout = pool.layout
-    reasons = {
-        "FlashInfer is not installed: pip install flashinfer-python": (
-            find_spec("flashinfer") is None
-        ),
-        "FlashInfer needs a GPU": pool.device.type != "cuda",
-        f"FlashInfer computes in fp16 and bf16, not in {layout.dtype}": (
-            pool.dtype not in {torch.float16, torch.bfloat16}
-        ),
-        f"FlashInfer takes keys and values of {', '.join(map(str, WIDTHS))} numbers, not "
-        f"{layout.head_dim} and {layout.value_dim}": (
-            layout.head_dim not in WIDTHS or layout.value_dim != layout.head_dim
-        ),
-        "codes of a codec are nothing that FlashInfer reads": (
-            not isinstance(pool.keys[0], LayerTensor)
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    if find_spec("flashinfer") is None:
+        return "FlashInfer is not installed: pip install flashinfer-python"
+    if pool.device.type != "cuda":
+        return "FlashInfer needs a GPU"
+    if pool.dtype not in {torch.float16, torch.bfloat16}:
+        return f"FlashInfer computes in fp16 and bf16, not in {layout.dtype}"
+    if layout.head_dim not in WIDTHS or layout.value_dim != layout.head_dim:
+        return (
+            f"FlashInfer takes keys and values of {', '.join(map(str, WIDTHS))} numbers, not "
+            f"{layout.head_dim} and {layout.value_dim}"
+        )
+    if not isinstance(pool.keys[0], LayerTensor):
+        return "codes of a codec are nothing that FlashInfer reads"
+    return None
 
 
 @attrs.frozen(eq=False)
@@ -124,11 +121,11 @@ class FlashInferDecode(AttentionKernel):
 
         The plan is passed once for all layers of a kind, since that is work of the host.
         """
-        kind = group, plan.window, scale
-        kept = self._wrappers.get(kind)
+        key = group, plan.window, scale
+        kept = self._wrappers.get(key)
         if kept is None:
-            planned = self._make(self._workspace, "HND", use_tensor_cores=True)
-            kept = self._wrappers[kind] = [planned, None]
+            made = self._make(self._workspace, "HND", use_tensor_cores=True)
+            kept = self._wrappers[key] = [made, None]
         wrapper, known = kept
         if known is not plan:
             layout = self._pool.layout

@@ -193,13 +193,7 @@ class _LayerAttention:
         values = self.pool.values[self.layer].tokens(group.values, self.gather("values"))
         keys, values = keys.view(*shape, layout.head_dim), values.view(*shape, layout.value_dim)
         queries = self.queries.index_select(0, group.rows)
-        if not self._weighs:
-            output = scaled_dot_product_attention(
-                queries, keys, values, attn_mask=group.mask, scale=self.scale
-            )
-        else:
-            weights = _weights(queries, keys, self.scale, group.mask, self.sink_logits)
-            output = weights.to(values.dtype) @ values
+        output, weights = self._computed(queries, keys, values, group.mask, self.sink_logits)
         if self.sums is not None:
             positions = self.pool.upload(group.places)
             for sequence, attended, got in zip(
@@ -236,42 +230,31 @@ class _LayerAttention:
             for parts, name in zip(halves, ("keys", "values"), strict=True)
         )
         query = self.queries[row]
-        if self.sink_logits is not None:
-            weights = _weights(query, keys, self.scale, None, self.sink_logits)
-            self.out[row] = weights.to(values.dtype) @ values
-            return
-        self.out[row] = scaled_dot_product_attention(
-            query[None], keys[None], values[None], scale=self.scale
-        )[0]
+        output, _ = self._computed(
+            query[None], keys[None], values[None], None, self.sink_logits
+        )
+        self.out[row] = output[0]
 
     def _single(self, tile: Tile, mask: Tensor | None, sums: Tensor | None) -> None:
         """Compute one token in some heads, without gathering V if the tile has bags."""
-        query = self.queries[tile.row, tile.heads]
-        keys = self._keys(tile)
-        if tile.bags is None and not self._weighs:
-            output = scaled_dot_product_attention(
-                query[None],
-                keys[None],
-                self._values(tile)[None],
-                attn_mask=mask,
-                scale=self.scale,
-            )
+        query, keys = self.queries[tile.row, tile.heads][None], self._keys(tile)[None]
+        sinks = self._sinks(tile)
+        if tile.bags is None:
+            values = self._values(tile)[None]
+            output, weights = self._computed(query, keys, values, mask, sinks)
         else:
-            weights = _weights(query, keys, self.scale, mask, self._sinks(tile))
-            if tile.bags is None:
-                output = weights.to(keys.dtype) @ self._values(tile)
-            else:
-                stored = self.pool.values[self.layer]
-                assert isinstance(stored, LayerTensor)
-                output = embedding_bag(
-                    tile.bags[0],
-                    stored.by_token,
-                    tile.bags[1],
-                    mode="sum",
-                    per_sample_weights=weights.flatten(),
-                )
-            if sums is not None:
-                tile.reach.add(sums, weights.sum(1), self.pool.layout.block_size)
+            stored = self.pool.values[self.layer]
+            assert isinstance(stored, LayerTensor)
+            weights = _weights(query, keys, self.scale, mask, sinks)
+            output = embedding_bag(
+                tile.bags[0],
+                stored.by_token,
+                tile.bags[1],
+                mode="sum",
+                per_sample_weights=weights.flatten(),
+            )
+        if sums is not None:
+            tile.reach.add(sums, weights[0].sum(1), self.pool.layout.block_size)
         target = self.out[tile.row, tile.heads]
         target.copy_(output.view(target.shape))
 
@@ -311,11 +294,29 @@ class _LayerAttention:
             # Rows are the query heads of a token, then those of the next one.
             sinks = self._sinks(tile)
             sinks = None if sinks is None else sinks.repeat(1, end - first)
-            weights = _weights(queries.flatten(1, 2), keys[:, :seen], self.scale, part, sinks)
-            output = weights.to(values.dtype) @ values[:, :seen]
+            output, weights = self._computed(
+                queries.flatten(1, 2), keys[:, :seen], values[:, :seen], part, sinks
+            )
             self.out[rows] = output.view(*queries.shape[:3], -1).transpose(0, 1)
             if sums is not None:
                 reach.add(sums, weights.sum(1), self.pool.layout.block_size)
+
+    def _computed(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output of rows, and the weights; those of torch are empty."""
+        if self._weighs:
+            weights = _weights(queries, keys, self.scale, mask, sinks)
+            return weights.to(values.dtype) @ values, weights
+        output = scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, scale=self.scale
+        )
+        return output, output.new_empty(0)
 
     def _sinks(self, tile: Tile) -> Tensor | None:
         """Return the scores of learned sinks in the heads of a tile, `[heads, group]`."""

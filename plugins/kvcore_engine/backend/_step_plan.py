@@ -9,8 +9,10 @@ chunks too if it can.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+from operator import neg
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import attrs
@@ -336,10 +338,12 @@ class Divider:
         ordered = sorted(
             ((kind.attended(token.context), token) for token in singles), reverse=True
         )
-        while ordered:
-            count = self._group_size([tokens for tokens, _ in ordered])
-            members = [token for _, token in ordered[:count]]
-            del ordered[:count]
+        attended = [tokens for tokens, _ in ordered]
+        first = 0
+        while first < len(ordered):
+            count = self._group_size(attended, first)
+            members = [token for _, token in ordered[first : first + count]]
+            first += count
             if count > 1:
                 yield self._group(members, [tables[token.number] for token in members], kind)
             else:
@@ -384,17 +388,17 @@ class Divider:
         layout = self.pool.layout
         return (layout.head_dim + layout.value_dim) * self.pool.dtype.itemsize
 
-    def _group_size(self, tokens: list[int]) -> int:
-        """Return how many sequences the next group takes; `tokens` is sorted downwards.
+    def _group_size(self, tokens: list[int], first: int) -> int:
+        """Return how many sequences the group from `first` takes; `tokens` is sorted downwards.
 
         One if K/V cannot be read token by token.
         """
         if not self.pool.by_token:
             return 1
-        longest = tokens[0]
+        longest = tokens[first]
         limit = self.group_bytes // (longest * self.pool.layout.kv_heads * self._token_bytes)
         least = longest - max(GROUP_SPREAD, longest // 8)
-        similar = sum(1 for count in tokens if count >= least)
+        similar = bisect_right(tokens, -least, first, key=neg) - first
         return max(1, min(limit, similar))
 
     def _tiles(
@@ -502,7 +506,7 @@ class StepPlan:
 
     def parts(self, kind: LayerKind, lengths: Sequence[int] | None = None) -> list[Part]:
         """Return the parts of layers of a kind; `lengths` as for `Divider.divide`."""
-        key = kind, lengths and tuple(lengths)
+        key = kind, None if lengths is None else tuple(lengths)
         if key not in self._parts:
             kernel = self.divider.kernel
             if self.on_device is None:
@@ -535,7 +539,7 @@ class StepPlan:
         mask = self._masks.get(reach)
         if mask is None:
             mask = reach.mask(pool.layout.block_size, pool.device)
-            kept = sum(mask.nbytes for mask in self._masks.values())
+            kept = sum(other.nbytes for other in self._masks.values())
             if mask is not None and kept + mask.nbytes <= KEPT_MASK_BYTES:
                 self._masks[reach] = mask
         return mask

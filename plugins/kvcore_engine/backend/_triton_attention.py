@@ -258,7 +258,8 @@ class AttentionPlan:
         slots: number of partial outputs.
         kind: the kind of the layers.
         launch: how the kernel is launched.
-        new: the new tokens; none where weights are not summed up.
+        new: the new tokens; none of a plan that is made on the device, where no weights are
+            summed up.
         firsts: where the blocks of each of them begin in `tables`.
     """
 
@@ -324,9 +325,10 @@ def _attended_ranges(pieces: list[NewToken], kind: LayerKind) -> list[tuple[int,
 def _cut(
     ranges: list[tuple[int, int, int]], longest: int, tile: int, part: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the chunks of ranges, of up to `most` tokens in tiles: places, begins and ends.
+    """Return the chunks of ranges, of up to `longest` tokens: owners, begins and ends.
 
-    Chunks of a range have equally many tiles; the first begins at a multiple of `part`.
+    Chunks of a range have equally many tiles, up to the end of a tile where `longest` is none.
+    Their tiles are counted from a multiple of `part`, at or before the range.
     """
     owners, begins, ends = torch.tensor(ranges).unbind(1)
     firsts = begins // part * part
@@ -412,7 +414,7 @@ class TritonAttention(AttentionKernel):
         """Return why the kernels cannot attend in layers of a kind; None if they can."""
         if kind.group > MOST_GROUP:
             return (
-                f"Triton's kernels take {MOST_GROUP} query heads of a K/V head, not "
+                f"Triton's kernels take up to {MOST_GROUP} query heads of a K/V head, not "
                 f"{kind.group}"
             )
         return None

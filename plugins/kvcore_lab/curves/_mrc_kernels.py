@@ -23,7 +23,8 @@ Places: TypeAlias = npt.NDArray[np.int32]
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
-FREE = -1
+FREE = NONE = -1
+"""A slot of a table without a key; and a key without a parent, an owner, or a fault."""
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 """2^64 over the golden ratio: multiplied by it, keys that follow one another lie far apart."""
@@ -76,7 +77,7 @@ def follow(
     another key in an earlier request.
     """
     owners, wanted, ends = runs
-    parent = owner = FREE
+    parent = owner = NONE
     for index in range(begin, end):
         slot = slot_of(table, keys, keys[index])
         first = table[slot]
@@ -93,7 +94,7 @@ def follow(
             ends[found - 1] = index + 1 - begin
         latest[first] = serial
         parent = first
-    return found, FREE
+    return found, NONE
 
 
 @compiled("Tuple((i8[:], i8[:], i8[:], i8))(i8[:], i8[:])")
@@ -117,13 +118,13 @@ def find_runs(keys: Array, lengths: Array) -> tuple[Array, Array, Array, int]:
     parents, latest = np.empty(keys.size, np.int32), np.empty(keys.size, np.int32)
     runs = (np.empty_like(keys), np.empty_like(keys), np.empty_like(keys))
     runs_found = begin = 0
-    wrong = FREE
+    wrong = NONE
     for serial in range(lengths.size):
         end = begin + lengths[serial]
         runs_found, wrong = follow(
             table, keys, parents, latest, runs, runs_found, serial, begin, end
         )
-        if wrong != FREE:
+        if wrong != NONE:
             break
         begin = end
     owners, wanted, ends = runs

@@ -22,7 +22,7 @@ from kvcore.config.values import slo_text, tiers_text
 from kvcore.errors import InputError, KvcoreError
 from kvcore.plugins import FAILURES, Plugin, Plugins
 from kvcore.plugins.base import qualified
-from kvcore.plugins.manager import installed
+from kvcore.plugins.manager import check_name, installed
 from kvcore.plugins.options import Spec, spec_of
 from kvcore.request import SLO
 from kvcore.serving import LatencyModel, Scheduler, simulate
@@ -483,8 +483,13 @@ def _optimum(parts: RunParts) -> Belady:
 
 
 def _named(value: object) -> str | None:
-    """Return the text of a plugin, as on the command line; None for any other value."""
+    """Return the text of a plugin, as on the command line; None for any other value.
+
+    Raises:
+        PluginError: it is a plugin without a name.
+    """
     if isinstance(value, Plugin):
+        check_name(value)
         value = spec_of(value)
     if isinstance(value, Spec):
         return str(value)

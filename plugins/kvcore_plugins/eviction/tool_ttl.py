@@ -6,6 +6,8 @@ from collections import OrderedDict
 from itertools import pairwise
 from typing import ClassVar, TypeAlias
 
+import attrs
+
 from kvcore import InputError, Request, ScoreEviction, Span
 from kvcore.request import Key
 from kvcore.units import NS_PER_S
@@ -28,8 +30,14 @@ _MOST_WAITS = 8
 _MOST_TOOLS = 1_000
 """Tools whose waits are counted apart: the names are those that clients send."""
 
-_Counts: TypeAlias = OrderedDict[str, list[int]]
-"""By tool, the number of waits in each bucket of age."""
+
+@attrs.define
+class _Tool:
+    """How many waits for a tool have ended in each bucket of age, and were given up in it."""
+
+    ended: list[int] = attrs.field(factory=lambda: [0] * _BUCKETS)
+    given_up: list[int] = attrs.field(factory=lambda: [0] * _BUCKETS)
+
 
 Wait: TypeAlias = tuple[int, Key, str, int]
 """(place, key, tool, since): a prompt with this key at this place ends the wait, which began
@@ -66,8 +74,10 @@ class ToolTTL(ScoreEviction):
 
     name: ClassVar[str] = "tool-ttl"
 
+    # The latest request that ended, when, and the span whose release would be its next one.
+    _ended: Request | None = None
     _ended_at = -1
-    _tool: str | None = None
+    _above: Span | None = None
 
     def __init__(self, prior: float = 8.0) -> None:
         """Store the option."""
@@ -80,12 +90,11 @@ class ToolTTL(ScoreEviction):
         """Store the size of the pool and create empty histograms."""
         super().attach(blocks, block_size)
         self._waits: OrderedDict[str, list[Wait]] = OrderedDict()
-        # By tool, how many waits have ended in each bucket, and were given up in it.
-        self._ended: _Counts = OrderedDict()
-        self._given_up: _Counts = OrderedDict()
+        self._tools: OrderedDict[str, _Tool] = OrderedDict()
         self._seen = self._due = 0
-        self._unknown = indices([_TAIL] * _BUCKETS, _WIDTHS)
-        self._values: dict[str | None, list[float]] = {}
+        # Values by age: of prefixes without a session, of all tools, and of each.
+        self._unknown = self._all = indices([_TAIL] * _BUCKETS, _WIDTHS)
+        self._values: dict[str, list[float]] = {}
 
     def on_queued(self, request: Request, now: int, *, front: bool = False) -> None:
         """End the waits of the session for prompts that begin as this one does."""
@@ -95,7 +104,7 @@ class ToolTTL(ScoreEviction):
             for wait in waits:
                 index, key, tool, since = wait
                 if index < len(keys) and keys[index] == key:
-                    self._counts(self._ended, tool)[_bucket(now - since)] += 1
+                    self._record(tool).ended[_bucket(now - since)] += 1
                     self._seen += 1
                 else:
                     going.append(wait)
@@ -103,10 +112,11 @@ class ToolTTL(ScoreEviction):
 
     def on_end(self, request: Request, now: int) -> None:
         """Start to wait for the next request of the session."""
-        self._ended_at, self._tool = now, None
+        self._ended, self._ended_at, self._above = request, now, None
         if request.session is None or not request.keys:
             return
-        self._tool = tool = request.tool or ""
+        tool = request.tool or ""
+        self._record(tool)
         index = len(request.keys) * 15 // 16
         waits = self._waits.setdefault(request.session, [])
         waits.append((index, request.keys[index], tool, now))
@@ -120,10 +130,13 @@ class ToolTTL(ScoreEviction):
 
     def on_release(self, span: Span, now: int) -> None:
         """Store the tool for which `span` waits from now on."""
-        if now != self._ended_at:  # a preemption, or the end of a client's pin
+        request = self._ended
+        if request is None or not self._is_its_end(span, request, now):
             tool = None if span.data is None else span.data[0]
+        elif request.session is None or not request.keys:
+            tool = None
         else:
-            tool = self._tool
+            tool = request.tool or ""
         span.data = tool, now
         super().on_release(span, now)
 
@@ -137,7 +150,7 @@ class ToolTTL(ScoreEviction):
         if self._seen >= self._due:
             self._learn(now)
         tool, since = span.data
-        values = self._values.get(tool, self._unknown)
+        values = self._unknown if tool is None else self._values.get(tool, self._all)
         return values[_bucket(now - since)] * span.loss_seconds
 
     def changes_at(self, span: Span, now: int) -> int | None:
@@ -146,39 +159,53 @@ class ToolTTL(ScoreEviction):
         bucket = _bucket(now - since)
         return since + (1 << (_SHIFT + bucket)) if bucket < _BUCKETS - 1 else None
 
-    def _give_up(self, wait: Wait, now: int) -> None:
-        self._counts(self._given_up, wait[2])[_bucket(now - wait[3])] += 1
+    def _is_its_end(self, span: Span, request: Request, now: int) -> bool:
+        """Return True if `span` is released by the end of `request`, the latest that ended.
 
-    def _counts(self, counts: _Counts, tool: str) -> list[int]:
+        A preemption and the end of a client's pin may come at the same time. The spans that an
+        end releases are a path: the first is of the request, each other one above the last.
+        """
+        if now != self._ended_at:
+            return False
+        own = span is self._above or span.last_request == request.id
+        if own or span.keys()[-1] in request.keys:
+            self._above = span.parent
+            return True
+        return False
+
+    def _give_up(self, wait: Wait, now: int) -> None:
+        self._record(wait[2]).given_up[_bucket(now - wait[3])] += 1
+
+    def _record(self, tool: str) -> _Tool:
         """Return the counts of a tool; beyond `_MOST_TOOLS` those counted least recently go."""
-        row = counts.setdefault(tool, [0] * _BUCKETS)
-        counts.move_to_end(tool)
-        if len(counts) > _MOST_TOOLS:
-            counts.popitem(last=False)
-        return row
+        record = self._tools.get(tool)
+        if record is None:
+            record = self._tools[tool] = _Tool()
+            if len(self._tools) > _MOST_TOOLS:
+                self._tools.popitem(last=False)
+        else:
+            self._tools.move_to_end(tool)
+        return record
 
     def _learn(self, now: int) -> None:
         """Compute the values by tool and age from the waits so far."""
         self._due = self._seen + self._seen // 8 + 8
-        open_: _Counts = OrderedDict()
+        # Waits that left a bucket without an end: those given up in it, and the open ones.
+        left = {tool: record.given_up[:] for tool, record in self._tools.items()}
         for waits in self._waits.values():
             for _, _, tool, since in waits:
-                self._counts(open_, tool)[_bucket(now - since)] += 1
+                if tool in left:
+                    left[tool][_bucket(now - since)] += 1
         none = [0] * _BUCKETS
-        ended, left = {}, {}
-        for tool in {**self._ended, **self._given_up, **open_}:
-            ended[tool] = self._ended.get(tool, none)
-            both = self._given_up.get(tool, none), open_.get(tool, none)
-            left[tool] = [a + b for a, b in zip(*both, strict=True)]
-        tail = [_TAIL] * _BUCKETS
         ended_in_all, left_in_all = (
-            [sum(column) for column in zip(none, *counts.values(), strict=True)]
-            for counts in (ended, left)
+            [sum(column) for column in zip(none, *rows, strict=True)]
+            for rows in ([record.ended for record in self._tools.values()], left.values())
         )
-        prior = hazards(ended_in_all, left_in_all, tail, self.prior)
+        prior = hazards(ended_in_all, left_in_all, [_TAIL] * _BUCKETS, self.prior)
+        self._all = indices(prior, _WIDTHS)
         self._values = {
-            tool: indices(hazards(ended[tool], left[tool], prior, self.prior), _WIDTHS)
-            for tool in ended
+            tool: indices(hazards(record.ended, left[tool], prior, self.prior), _WIDTHS)
+            for tool, record in self._tools.items()
         }
 
 

@@ -42,10 +42,18 @@ def read_events(file: str | os.PathLike[str]) -> TraceReader:
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a trace line, as its reader accepts it."""
-    lines, parts = msgspec.json.schema_components(
-        [*events.EVENTS.values(), events.Drop, *events.OF_GROUPS.values()],
-        ref_template="#/$defs/{name}",
-    )
+    structs: list[type[Event]] = [
+        *events.EVENTS.values(),
+        events.Drop,
+        *events.GROUPED_EVENTS.values(),
+    ]
+    lines, parts = msgspec.json.schema_components(structs, ref_template="#/$defs/{name}")
+    # msgspec has no words for the values of a Literal.
+    for struct in structs:
+        fields = parts[struct.__name__]["properties"]
+        for name, field in events.describe_fields(struct).items():
+            if "enum" in fields[name] and name != "event":
+                fields[name] = {"description": field.holds, **fields[name]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"A line of a kvcore trace, schema {SCHEMA}",

@@ -23,7 +23,7 @@ from typing import Any
 from msgspec import UNSET
 
 from kvcore.trace import events
-from kvcore.trace.events import OF_POOLS, methods_by_event, violated
+from kvcore.trace.events import POOL_EVENTS, methods_by_event, violated
 from kvcore_replay.check.server import TraceChecker
 from kvcore_replay.state.cache import TracedSequence, TracedSpan, path
 from kvcore_replay.state.layout import TracedPrompt
@@ -101,7 +101,7 @@ class PoolChecker(TraceChecker):
             ValueError: the sizes do not fit one another.
         """
         super().__init__(header, PoolState(header))
-        self._checks |= methods_by_event(self, *OF_POOLS)
+        self._checks |= methods_by_event(self, *POOL_EVENTS)
         kept = self.state.kept
         self._uses = {pool: Uses(kept[pool], splits=pool == "window") for pool in kept}
         # By open sequence, the span at which it resumes, and where the windows begin that it

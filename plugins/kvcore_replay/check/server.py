@@ -16,7 +16,7 @@ from kvcore.cache.pool import BlockPool, Ids
 from kvcore.errors import KvcoreError
 from kvcore.plugins.manager import default
 from kvcore.trace import events
-from kvcore.trace.events import OF_CLUSTERS, OF_POOLS, methods_by_event, violated
+from kvcore.trace.events import CLUSTER_EVENTS, POOL_EVENTS, methods_by_event, violated
 from kvcore.trace.fields import encode_runs
 from kvcore_replay.check.base import CacheChecker
 from kvcore_replay.check.pool import AllocationOrder, CachedKeys
@@ -69,8 +69,8 @@ class TraceChecker(CacheChecker[CacheState]):
         self._next: tuple[str, int, str | None] | None = None
         self._due: tuple[str, int, str | None] | None = None
         checks = methods_by_event(self, *APPLIED, "END")
-        checks |= dict.fromkeys(OF_CLUSTERS, self._refuse_routing)
-        checks |= dict.fromkeys(OF_POOLS, self._refuse_pools)
+        checks |= dict.fromkeys(CLUSTER_EVENTS, self._refuse_routing)
+        checks |= dict.fromkeys(POOL_EVENTS, self._refuse_pools)
         self._checks = checks
         self._tiers = self._tier_checker()
 

@@ -37,7 +37,7 @@ class PoolMisses(MissClassifier):
         state: the state of the cache, rebuilt from the trace.
     """
 
-    EVENTS = (*MissClassifier.EVENTS, *events.OF_POOLS)
+    EVENTS = (*MissClassifier.EVENTS, *events.POOL_EVENTS)
     has_optimum = False
 
     state: PoolState

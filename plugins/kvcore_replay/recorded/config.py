@@ -35,7 +35,7 @@ OPTIONAL = ("checkpoint", "drafter")
 DEPLOYED = ("model", "device", "tensor_parallel", "codec", "block_size")
 """Options of a latency model that the deployment gives, where its text leaves them out."""
 
-OF_CLUSTERS = ("replicas", "routing")
+CLUSTER_FIELDS = ("replicas", "routing")
 """Fields of the header that no server by itself has."""
 
 _INTERVAL = "prefix_cache_retention_interval"
@@ -152,7 +152,7 @@ def _texts(options: Mapping[str, Any]) -> dict[str, str]:
 
 def replica_groups(header: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
     """Return the groups of identical replicas in a header: their numbers and their record."""
-    alone = {name: value for name, value in header.items() if name not in OF_CLUSTERS}
+    alone = {name: value for name, value in header.items() if name not in CLUSTER_FIELDS}
     plugins = {kind: plugin for kind, plugin in header["plugins"].items() if kind != "router"}
     alone["plugins"] = plugins
     return [

@@ -18,7 +18,7 @@ from bisect import bisect_left
 from typing import Any
 
 from kvcore.trace import events
-from kvcore.trace.events import OF_POOLS, methods_by_event, violated
+from kvcore.trace.events import POOL_EVENTS, methods_by_event, violated
 from kvcore_replay.state.cache import CacheState, TracedSequence, TracedSpan, path
 
 STATES = 3
@@ -57,7 +57,7 @@ class PoolState(CacheState):
         self.passed: dict[int, int] = {}
         # By the name of its first block, each span.
         self._begins: dict[Any, TracedSpan] = {}
-        self._apply |= methods_by_event(self, *OF_POOLS)
+        self._apply |= methods_by_event(self, *POOL_EVENTS)
 
     def slots_of(self, pool: str, span: TracedSpan) -> int:
         """Return the slots that a span takes of a pool if it is no tombstone."""

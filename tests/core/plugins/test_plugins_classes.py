@@ -33,6 +33,8 @@ def plain(kind):
     """Return a class with a constructor that does not call the base's."""
 
     class Plain(contract(kind)):
+        name = f"some-{kind}"
+
         def __init__(self, width: int = 4, unit: Literal["s", "ms"] = "s") -> None:
             self.width = width
             self.unit = unit
@@ -45,6 +47,7 @@ def data(kind):
 
     @dataclass
     class Data(contract(kind)):
+        name = f"some-{kind}"
         width: int = 4
         unit: Literal["s", "ms"] = "s"
         _seen: list = field(default_factory=list, init=False, repr=False)
@@ -57,6 +60,7 @@ def checked(kind):
 
     @attrs.define
     class Checked(contract(kind)):
+        name = f"some-{kind}"
         width: int = attrs.field(default=4, validator=attrs.validators.ge(1))
         unit: Literal["s", "ms"] = "s"
         _seen: list = attrs.field(factory=list, init=False)
@@ -108,6 +112,7 @@ def test_an_annotation_without_a_decorator_is_refused(kind):
     base = contract(kind)
 
     class Bare(base):
+        name = "bare"
         width: int = 4
 
     says = (

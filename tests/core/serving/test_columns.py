@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 from array import array
+from copy import deepcopy
 
 import hypothesis.strategies as st
 import pytest
@@ -95,6 +97,32 @@ def test_rows_of_a_log_that_come_as_columns_move_to_the_file(as_bytes):
         for column in log.columns().values():
             assert column == list(range(first + ROWS))
             assert not column.newest
+
+
+def test_rows_that_come_at_once_move_to_the_file():
+    """A log keeps fewer than `ROWS` rows in memory, however many come at once."""
+    log = RunLog(1)
+    log.extend({name: list(range(3 * ROWS + 1)) for name in log.columns()})
+    for column in log.columns().values():
+        assert column == list(range(3 * ROWS + 1))
+        assert len(column.newest) == 1
+
+
+def sent(log):
+    """Return a log as another process gets it."""
+    return pickle.loads(pickle.dumps(log))  # noqa: S301 - stored by this test
+
+
+@pytest.mark.parametrize("length", [2, ROWS, 3 * ROWS + 1])
+@pytest.mark.parametrize("copied", [deepcopy, sent])
+def test_a_log_is_copied_with_the_rows_of_its_file(length, copied):
+    """A log can be copied and sent to another process, whose columns are of the same types."""
+    log = RunLog(1)
+    log.extend({name: list(range(length)) for name in log.columns()})
+    for name, column in copied(log).columns().items():
+        original = getattr(log, name)
+        assert column == original
+        assert type(column.newest) is type(original.newest)
 
 
 def test_columns_are_equal_by_their_cells():

@@ -16,7 +16,7 @@ from kvcore.config import RunConfig
 from kvcore.plugins.options import Spec
 from kvcore.serving import Batching, Rules, StepPlan, StepState
 from kvcore.serving.job import DECODE, DONE, PREFILL, WAITING
-from kvcore.serving.rules import DECISIONS, TokenRatio
+from kvcore.serving.rules import DECISIONS, TokenRatio, with_choices
 from kvcore_events.model import BlockStored
 from kvcore_lab.sweep.grid import Grid
 from kvcore_plugins.eviction import LRU
@@ -308,6 +308,45 @@ def test_wrong_rules_are_refused(rule, message):
     """The error for a wrong rule names the option and the accepted values."""
     with pytest.raises(InputError, match=message):
         Rules(**rule)
+
+
+class Fixed(Rules):
+    """Rules whose constructor has an option of its own, and chooses another itself."""
+
+    name = "fixed"
+
+    def __init__(self, number):
+        super().__init__(max_chunk=8)
+        self.number = number
+
+
+class TestOtherChoices:
+    """The same rules with other values of some options."""
+
+    def test_a_constructor_of_their_own_is_not_called_again(self):
+        """Attributes that the constructor has set stay, and the given rules do not change."""
+        given = Fixed(3)
+        changed = with_choices(given, {"reserve": "chunk"})
+        assert (changed.number, changed.max_chunk, changed.reserve) == (3, 8, "chunk")
+        assert given.reserve == "prompt"
+
+    def test_fields_in_slots_stay(self):
+        """Options that a class keeps in slots have their values in the copy too."""
+        slotted = attrs.define(kw_only=True, eq=False)(
+            type("Slotted", (Rules,), {"name": "slotted", "__annotations__": {"number": int}})
+        )
+        changed = with_choices(slotted(number=3, lag=1), {"reserve": "chunk"})
+        assert changed.options() == {**Rules(lag=1, reserve="chunk").options(), "number": 3}
+
+    def test_a_wrong_value_is_refused(self):
+        """A value that the option cannot have raises InputError."""
+        with pytest.raises(InputError, match="reserve='all' is not known"):
+            with_choices(Rules(), {"reserve": "all"})
+
+    def test_rules_with_a_constructor_serve_a_model_with_windows(self):
+        """Cache groups take blocks chunk by chunk under any rules."""
+        run = kvcore.simulate("zipf:requests=5", model="gemma-3-12b", like=Fixed(3))
+        assert run.summary()["completed"] == 5
 
 
 def test_a_lag_with_a_retention_policy_is_refused():
@@ -637,10 +676,11 @@ class TestOverrides:
         with pytest.raises(PolicyError, match=r"rules plugin 'mine' .* in headroom"):
             serve([ask("a", 0, 4, 9), ask("b", 0, 4, 9)], rules=mine)
 
-    def test_rules_without_a_name_are_refused(self):
-        """A class of rules has no name but its own."""
+    @pytest.mark.parametrize("base", [Rules, VLLM])
+    def test_rules_without_a_name_are_refused(self, base):
+        """A class of rules has no name but its own: not that of the class it derives from."""
         with pytest.raises(PluginError, match="has no name"):
-            Batching(rules=type("Nameless", (Rules,), {}))
+            Batching(rules=type("Nameless", (base,), {}))
 
     def test_a_misspelled_method_is_a_warning(self):
         """A method that is almost named as a decision is a warning."""

@@ -15,9 +15,9 @@ from kvcore.cache import Recorder
 from kvcore.request import Request
 from kvcore.trace import Trace
 from kvcore.trace.events import (
+    CLUSTER_EVENTS,
     EVENTS,
-    OF_CLUSTERS,
-    OF_GROUPS,
+    GROUPED_EVENTS,
     Drop,
     Header,
     decode,
@@ -61,10 +61,10 @@ def test_the_reference_describes_evictions_of_a_sequence():
     assert rows("#### EVICT of scope `sequence`") == described(Drop)
 
 
-@pytest.mark.parametrize("event", OF_GROUPS)
+@pytest.mark.parametrize("event", GROUPED_EVENTS)
 def test_the_reference_describes_the_lines_of_cache_groups(event):
     """The reference has a table of its own for each event with other fields for groups."""
-    assert rows(f"### {event} of cache groups") == described(OF_GROUPS[event])
+    assert rows(f"### {event} of cache groups") == described(GROUPED_EVENTS[event])
 
 
 def test_the_reference_describes_the_fields_of_every_line():
@@ -296,7 +296,7 @@ CALLS = {
 STRUCTS = {name.lower(): struct for name, struct in EVENTS.items()}
 STRUCTS |= {"drop": Drop, "drop_from_tier": EVENTS["DROP"]}
 STRUCTS["keep_slots"] = STRUCTS.pop("keep")
-STRUCTS |= {f"group_{name.lower()}": struct for name, struct in OF_GROUPS.items()}
+STRUCTS |= {f"group_{name.lower()}": struct for name, struct in GROUPED_EVENTS.items()}
 
 GROUPED = {
     "prefix_cache_retention_interval": 0,
@@ -306,7 +306,7 @@ GROUPED = {
 
 def test_a_recorder_has_a_method_for_each_event():
     """A recorder has a method for each event but HEADER, REQUEST, END and routing events."""
-    of_clusters = {name.lower() for name in OF_CLUSTERS}
+    of_clusters = {name.lower() for name in CLUSTER_EVENTS}
     assert STRUCTS.keys() - CALLS.keys() == {"header", "request", "end"} | of_clusters
 
 

@@ -113,7 +113,7 @@ def test_rate_scale_divides_the_times_of_arrival(scale, times):
     assert [at for at, _ in arrived(arrivals)] == times
 
 
-@pytest.mark.parametrize("scale", [0, -1, float("inf"), float("nan")])
+@pytest.mark.parametrize("scale", [0, -1, float("inf"), float("nan"), True])
 def test_a_rate_scale_is_a_finite_number_above_0(scale):
     """Requests cannot come infinitely fast, nor never."""
     with pytest.raises(InputError, match="a finite number above 0"):
@@ -147,6 +147,14 @@ def test_an_arrival_beyond_the_clock_is_refused():
         (
             [turn("a", session="x"), turn("b", session="y", after="a")],
             "'b' of session 'y' comes after request 'a' of session 'x'",
+        ),
+        (
+            [turn("b", session="y", after="a"), turn("a", session="x")],
+            "'b' of session 'y' comes after request 'a' of session 'x'",
+        ),
+        (
+            [turn("b", session="y", after="a"), ask("a")],
+            "'b' of session 'y' comes after request 'a' of session None",
         ),
         ([turn("a"), turn("b", after="z")], "'b' comes after request 'z', which is not in"),
         ([turn("a", after="a")], "'a' comes after request 'a', which in the end waits for it"),
