@@ -110,10 +110,14 @@ def test_a_report_without_lookups_has_no_table():
 
 
 @pytest.mark.parametrize(
-    ("share", "text"), [(1, "100%"), (0.123, "12%"), (0.001, "0.1%"), (1.5, "150%")]
+    ("share", "text"),
+    [
+        *[(1, "100%"), (0.123, "12%"), (0.001, "0.1%"), (0.997, "100%"), (1.5, "150%")],
+        *[(12.34, "1,234%"), (170.123, "17,012%")],
+    ],
 )
 def test_percent_has_two_significant_digits(share, text):
-    """`percent` prints two significant digits at most, and no exponent."""
+    """`percent` prints two digits, above 100% all whole ones, and no exponent."""
     assert percent(share) == text
 
 
