@@ -119,6 +119,12 @@ def test_steps_interpolate_and_end_level():
     assert [steps.at(blocks) for blocks in (0, 1, 2, 3, 5, 99)] == [0, 2, 4, 4, 4, 4]
 
 
+def test_steps_are_of_pools_that_there_can_be():
+    """There are no hits in a pool of fewer blocks than none."""
+    with pytest.raises(InputError, match="a pool of -1 blocks was asked for; give 0 or more"):
+        Steps(array("q", [0, 4]), array("q", [0, 4])).at(-1)
+
+
 @pytest.mark.parametrize(("hits", "size"), [(0, 0), (1, 1), (2, 1), (4, 2), (4.1, None)])
 def test_the_size_for_hits_is_the_smallest(hits, size):
     """`Steps.size_for` is the first size with as many hits; None if no pool has as many."""

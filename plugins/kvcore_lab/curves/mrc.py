@@ -58,7 +58,14 @@ class Steps:
     hits: array[int]
 
     def at(self, blocks: int) -> int:
-        """Return the hits in a pool of `blocks` blocks. O(log corners)."""
+        """Return the hits in a pool of `blocks` blocks. O(log corners).
+
+        Raises:
+            InputError: fewer than 0 blocks.
+        """
+        if blocks < 0:
+            msg = f"a pool of {blocks} blocks was asked for; give 0 or more"
+            raise InputError(msg)
         right = bisect_right(self.blocks, blocks)
         if right == len(self.blocks):
             return self.hits[-1]
