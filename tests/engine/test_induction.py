@@ -122,7 +122,7 @@ def test_codes_that_are_alike_are_refused(seed):
 
 
 def test_the_codes_of_many_tokens_are_compared_by_parts(monkeypatch):
-    """Which codes are too much alike does not depend on how many are compared at a time."""
+    """The largest cosine of two codes does not depend on how many are compared at a time."""
     monkeypatch.setattr("kvcore_engine.generator.induction._CHUNK", 1)
     with pytest.raises(InputError, match=r"a cosine of 0\.78"):
         loaded(Induction(vocab_size=3, head_dim=12, seed=194))

@@ -109,6 +109,12 @@ def test_a_report_without_lookups_has_no_table():
     assert report.document()["infinite"]["hit_ratio"] is None
 
 
+def test_pools_of_private_blocks_are_no_share_of_a_footprint():
+    """A cache that keeps nothing, since all blocks are private, has no footprint."""
+    report = CurvesReport(example_curves(curve_of(blocks=(1,), hits=(0,)), distinct=0))
+    assert report.table.rows == [["1", "–", "0.0%"]]
+
+
 @pytest.mark.parametrize(
     ("share", "text"),
     [

@@ -140,7 +140,7 @@ def test_figures_by_parts_add_up_to_those_of_a_sweep(tmp_path, mode, workload, p
 
 @pytest.mark.parametrize("share", [None, 8])
 def test_look_ups_of_parts_are_those_of_the_row(share):
-    """What parts look up adds up to the look-ups of a row, with private blocks too."""
+    """The look-ups of parts add up to those of a row, with private blocks too."""
     hints = Hints(share=share)
     made = [attrs.evolve(request, hints=hints) for request in Zipf(requests=90)]
     done = sweep(mode="compare", workload=[made], blocks=200)

@@ -76,7 +76,7 @@ class Induction(SamplingGenerator):
 
     Raises:
         InputError: sizes that do not fit, or codes too narrow for the vocabulary; from `load`:
-            two codes are too much alike.
+            two codes could be mistaken for one another.
 
     Source: Olsson et al., "In-context learning and induction heads", 2022, find this circuit
     in trained models.
