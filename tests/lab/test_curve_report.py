@@ -123,7 +123,7 @@ def test_pools_of_private_blocks_are_no_share_of_a_footprint():
     ],
 )
 def test_percent_has_two_significant_digits(share, text):
-    """`percent` prints two digits, above 100% all whole ones, and no exponent."""
+    """`percent` prints two digits, from 1,000% on all whole ones, and no exponent."""
     assert percent(share) == text
 
 

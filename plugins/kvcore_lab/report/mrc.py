@@ -229,7 +229,7 @@ def _dense(low: int, high: int) -> list[int]:
 
 
 def percent(share: float) -> str:
-    """Format a share of the footprint with two digits, above 1 whole: `0.1%`, `1,234%`."""
-    if share > 1:
+    """Format a share with about two digits, from 10 on with all: `0.1%`, `100%`, `1,234%`."""
+    if share >= 10:  # noqa: PLR2004
         return f"{100 * share:,.0f}%"
     return f"{float(f'{100 * share:.2g}'):.10g}%"
