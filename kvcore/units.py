@@ -184,7 +184,7 @@ def format_bytes(size: int, units: dict[str, int] = BINARY) -> str:
 def format_seconds(seconds: float, *, zeros: bool = False) -> str:
     """Return a duration with about three digits: `1.5 s`, `31.2 ms`, `7.06 us`."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * factor >= 1:
+        if abs(seconds) * factor >= 1:
             return f"{format_number(seconds * factor, zeros=zeros)} {unit}"
     return f"{format_number(seconds * 1e9, zeros=zeros)} ns"
 
@@ -197,7 +197,7 @@ def format_number(value: float, *, zeros: bool = False) -> str:
     if abs(value) >= 1e15:  # noqa: PLR2004
         return f"{value:.3g}"
     places = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0  # noqa: PLR2004
-    text = f"{value:,.{places}f}"
+    text = f"{value:z,.{places}f}"
     return text if zeros or not places else text.rstrip("0").rstrip(".")
 
 

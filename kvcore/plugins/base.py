@@ -83,10 +83,14 @@ class Plugin(ABC):
         hint = None if cls.__module__.startswith("kvcore") else uncalled(cls)
         if hint is not None:
             warnings.warn(f"{self.kind} plugin {qualified(cls)} {hint}", stacklevel=2)
+        self.check_unused()
+        self._bound = True
+
+    def check_unused(self) -> None:
+        """Raise InputError if this instance is in use already."""
         if self._bound:
             msg = f"this {self.kind} plugin {self.name!r} is in use already: build another one"
             raise InputError(msg)
-        self._bound = True
 
     @classmethod
     def unavailable(cls) -> str | None:

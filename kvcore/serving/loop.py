@@ -132,14 +132,19 @@ class ServingLoop:
             ahead=planned and not rules.lag,
         )
         server = ServiceEstimates(cache, latency, batching.max_seqs)
-        scheduler.bind()
-        scheduler.attach(server)
         self.allocator: DecodeAllocator
         if allocator is None and cache.allocator is not None:
             self.allocator = cache.allocator(self.batch, batching)
         else:
             pages: AllocatorFactory = allocator or DecodeAllocator
             self.allocator = pages(cache, self.batch)
+        # By the wall clock the front end takes its real time.
+        frontend = picoseconds(latency.frontend, f"latency plugin {latency.name!r}: frontend")
+        self._frontend_ns = frontend // PS_PER_NS if executor.mode == "model" else 0
+        drafter = cast("Drafter | None", executor.drafter)
+        _check_parts(drafter, cache, self.allocator, lag=rules.lag)
+        scheduler.bind()
+        scheduler.attach(server)
         self.batcher = Batcher(cache, scheduler, batching, self.batch, self.allocator, server)
         self.batcher.publishes_output, self.batcher.names_output = planned, named
         if named and rules.lag:
@@ -162,15 +167,10 @@ class ServingLoop:
         # The most tokens of a sequence that must be computed in one step; None: any number.
         waits = not batching.chunked and rules.unchunked == "wait"
         self._in_one = batching.max_tokens if waits else None
-        # By the wall clock the front end takes its real time.
-        frontend = picoseconds(latency.frontend, f"latency plugin {latency.name!r}: frontend")
-        self._frontend_ns = frontend // PS_PER_NS if executor.mode == "model" else 0
         # Under a lag, or with a front end: jobs that cannot be planned before a time (ns).
         self._unseen: deque[tuple[int, Job]] = deque()
         self._lag = Lag() if rules.lag else None
         self._drafts: kvcore.Speculation | None = None
-        drafter = cast("Drafter | None", executor.drafter)
-        _check_parts(drafter, cache, self.allocator, lag=rules.lag)
         if drafter is not None:
             # The front door says where drafts are verified: most runs have none.
             self._drafts = kvcore.Speculation(

@@ -14,7 +14,7 @@ import attrs
 from kvcore.errors import InputError
 from kvcore.plugins.base import Plugin
 from kvcore.plugins.manager import resolve
-from kvcore.plugins.options import spec_of
+from kvcore.plugins.options import nearest, spec_of
 from kvcore.request import Request
 from kvcore.serving.job import Job
 from kvcore.serving.rules import CHOICES, Rules, described_rules, with_choices
@@ -58,6 +58,9 @@ class Batching:
             built = with_choices(built, former)
             text = f"{', '.join(former)}: rules of engines are a plugin of Batching now: write "
             warnings.warn(f"{text}rules={str(spec_of(built))!r}", FutureWarning, stacklevel=2)
+        for name in sorted(limits.keys() - set(LIMITS)):
+            msg = f"Batching has no limit {name!r}{nearest(name, LIMITS)}: give one of {LIMITS}"
+            raise TypeError(msg)
         # The generated constructor, for one release beside the earlier fields.
         cast("Any", self).__attrs_init__(**limits, rules=built)
 
@@ -81,12 +84,9 @@ class Batching:
                 f"watermark={self.watermark} is no share of the blocks: give 0 or more, below 1"
             )
         elif self.rules.max_chunk is not None and not self.chunked:
-            msg = (
-                f"max_chunk={self.rules.max_chunk}: prompts are not chunked; leave out one of "
-                "both"
-            )
-        elif self.steps not in _STEPS:
-            msg = f"steps={self.steps!r} is not known; there are: {', '.join(_STEPS)}"
+            msg = f"max_chunk={self.rules.max_chunk} of whole prompts: leave out one of both"
+        elif self.steps not in ("mixed", "prefill-first"):
+            msg = f"steps={self.steps!r} is not known; there are: mixed, prefill-first"
         elif type(self.chunked) is not bool:
             msg = f"chunked={self.chunked!r} must be True or False"
         elif longest is not None and (type(longest) is not int or longest < 1):
@@ -124,8 +124,6 @@ class Batching:
             if complete or name not in plain or fields[name] != plain[name]
         }
 
-
-_STEPS = ("mixed", "prefill-first")
 
 LIMITS = tuple(name for name in attrs.fields_dict(Batching) if name != "rules")
 """The names of the limits of a step."""

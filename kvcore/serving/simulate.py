@@ -111,11 +111,8 @@ def serving_parts(
 ) -> tuple[Scheduler, LatencyModel, Batching]:
     """Return the parts of a run, with the default for each that is None.
 
-    The latency model is in use from now on.
-
     Raises:
-        InputError: `batching`, `slo` or a plugin is of another type, or the latency model is
-            in use already.
+        InputError: `batching`, `slo` or a plugin is of another type, or is in use already.
     """
     if batching is None:
         batching = Batching()
@@ -127,7 +124,7 @@ def serving_parts(
         raise InputError(msg)
     scheduler = resolve("scheduler", scheduler, "fcfs")
     latency = resolve("latency", latency, "roofline")
-    latency.bind()
+    latency.check_unused()
     return scheduler, latency, batching
 
 
@@ -204,6 +201,7 @@ def serve(
         allocator=allocator,
         meter=meter,
     )
+    executor.latency.bind()  # after all that may refuse the run, which can be mended then
     if cache.trace is not None:
         record_run(
             cache.trace,

@@ -454,8 +454,17 @@ def _or_none(read: Callable[[str], int]) -> Callable[[str], int | None]:
     return lambda text: None if text == "none" else read(text)
 
 
+def _some_time(text: str) -> int:
+    """Return a time above 0 in ns. Raises InputError if it is none."""
+    ns = parse_seconds(text)
+    if ns < 1:
+        msg = f"{text!r}: give a time above 0, such as 120s, or none for no end"
+        raise InputError(msg)
+    return ns
+
+
 VIEWS: dict[str, tuple[type[PrefixView], dict[str, Callable[[str], int | None]]]] = {
-    "index": (SentIndex, {"ttl": _or_none(parse_seconds), "blocks": _or_none(parse_whole)}),
+    "index": (SentIndex, {"ttl": _or_none(_some_time), "blocks": _or_none(parse_whole)}),
     "events": (EventsView, {"delay": parse_seconds}),
     "exact": (ExactView, {}),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import isfinite
 from typing import Any
 
 import msgspec
@@ -29,7 +31,8 @@ _PACKED = ("msgpack", "mooncake")
 _CONTAINERS = frozenset((*range(0x80, 0xA0), *range(0xDC, 0xE0)))
 # First bytes of strings, bytes, arrays and maps in msgpack.
 _OBJECTS = bytes((*range(0x80, 0xC0), 0xC4, 0xC5, 0xC6, 0xD9, 0xDA, 0xDB, *range(0xDC, 0xE0)))
-_SCALARS = {type(None), bool, int, float, str, bytes}
+_PLAIN = {type(None), bool, int, str, bytes}
+_SCALARS = _PLAIN | {float}
 
 
 def decode(payload: bytes) -> EventBatch:
@@ -112,7 +115,7 @@ def read_value(value: Any, format: str) -> EventBatch:  # noqa: A002 - its name 
         InputError: there is no such format.
     """
     read = READERS[_known(format)]
-    if type(value) not in _SCALARS and (fault := _fault(value)):
+    if type(value) not in _PLAIN and (fault := _fault(value)):
         msg = f"value{fault[0]} {fault[1]}"
         raise DecodeError(msg)
     return read(value).keep_raw(value)
@@ -152,20 +155,30 @@ def _most_objects(payload: bytes, *, packed: bool) -> int:
 
 def _fault(value: Any, depth: int = 0) -> tuple[str, str] | None:
     """Return where `value` has a value other than bytes that JSON cannot hold, and why."""
+    if type(value) is float:
+        return None if isfinite(value) else ("", f"must be a finite number, not {value}")
     if depth > PAYLOAD_LEVELS:
         return "", f"is nested more than {PAYLOAD_LEVELS} levels deep"
+    parts = _parts(value)
+    if isinstance(parts, str):
+        return "", parts
+    for place, item in parts:
+        if type(item) not in _PLAIN and (fault := _fault(item, depth + 1)):
+            return f"{place}{fault[0]}", fault[1]
+    return None
+
+
+def _parts(value: Any) -> Iterable[tuple[str, Any]] | str:
+    """Return what a map or a list holds, with its places; a text: why it is neither."""
     if type(value) is dict:
-        for name, item in value.items():
+        for name in value:
             if type(name) is not str:
                 shown = brief(name) if type(name) in _SCALARS else type(name).__name__
-                return "", f"must have texts as names, not {shown}"
-            if type(item) not in _SCALARS and (fault := _fault(item, depth + 1)):
-                return f".{name}{fault[0]}", fault[1]
-    elif type(value) is not list:
+                return f"must have texts as names, not {shown}"
+        return ((f".{name}", item) for name, item in value.items())
+    if type(value) is not list:
         # Not its text, which may have a memory address.
-        return "", f"must be plain data, not {type(value).__name__}"
-    elif not set(map(type, value)) <= _SCALARS:
-        for index, item in enumerate(value):
-            if type(item) not in _SCALARS and (fault := _fault(item, depth + 1)):
-                return f"[{index}]{fault[0]}", fault[1]
-    return None
+        return f"must be plain data, not {type(value).__name__}"
+    if set(map(type, value)) <= _PLAIN:
+        return ()
+    return ((f"[{index}]", item) for index, item in enumerate(value))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import count, islice
-from math import fsum, sqrt
+from itertools import chain, count, islice
+from math import fsum, inf, nan, sqrt
 from random import Random
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from kvcore.request import Request
 
@@ -18,9 +18,13 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
 def t_quantile(degrees: int) -> float:
     """Return the quantile of 97.5 % of Student's t; beyond the table to three digits.
 
+    Without a degree of freedom it is infinite: one run says nothing of others.
+
     Source: Cornish and Fisher's expansion: Abramowitz and Stegun, "Handbook of Mathematical
     Functions", 26.7.5.
     """
+    if degrees < 1:
+        return inf
     if degrees <= len(_T):
         return _T[degrees - 1]
     z = 1.959964
@@ -30,8 +34,12 @@ def t_quantile(degrees: int) -> float:
 def share_interval(successes: int, trials: int) -> tuple[float, float]:
     """Return Wilson's interval of 95 % of a share, as if the trials were independent.
 
+    Without a trial it is all from 0 to 1.
+
     Source: Wilson, "Probable inference, the law of succession", 1927.
     """
+    if not trials:
+        return 0.0, 1.0
     z = 1.959964
     middle = successes + z * z / 2
     half = z * sqrt(successes * (trials - successes) / trials + z * z / 4)
@@ -83,11 +91,13 @@ def session_groups(requests: Iterable[Request]) -> dict[int | str, int]:
     Sessions are dealt to `SESSIONS` groups in turn; a request without one is a session. Empty
     if there are no more sessions than `STRETCHES`, or the first requests have none.
     """
-    if all(request.session is None for request in islice(iter(requests), _FIRST)):
+    coming = iter(requests)
+    head = list(islice(coming, _FIRST))
+    if all(request.session is None for request in head):
         return {}
     numbers, sessions = count(), dict[str, int]()
     groups = {}
-    for request in requests:
+    for request in chain(head, coming):
         name = request.session
         group = next(numbers) if name is None else sessions.get(name, -1)
         if group < 0:
@@ -96,33 +106,60 @@ def session_groups(requests: Iterable[Request]) -> dict[int | str, int]:
     return groups if next(numbers) > STRETCHES else {}
 
 
-def shares(
-    values: Sequence[float], total: float, groups: Sequence[int] = ()
-) -> list[float] | None:
-    """Return the shares of a figure that groups of requests have, which add up to it.
+Parts: TypeAlias = Sequence[Sequence[float]]
+"""What groups of requests add to a figure, and to what it is divided by: a list each."""
+
+
+def sums(
+    values: Sequence[float], weights: Sequence[float] | float, groups: Sequence[int] = ()
+) -> Parts | None:
+    """Return the parts of groups of requests in a figure; None: it has no divisor.
 
     Args:
         values: what each request adds to the figure, in the order of arrival.
-        total: what the sum of all is divided by; 0: the figure is unknown.
+        weights: what each request adds to the divisor; a number: a divisor that does not
+            depend on the requests, such as the time, of which each group has as much.
         groups: the group of each request; none: they are `STRETCHES` stretches of time.
     """
-    if not total:
-        return None
     groups = groups or [index * STRETCHES // len(values) for index in range(len(values))]
-    sums = [0.0] * max(STRETCHES, 1 + max(groups, default=0))
-    for group, value in zip(groups, values, strict=True):
-        sums[group] += value
-    return [count / total for count in sums]
+    count = max(STRETCHES, 1 + max(groups, default=0))
+    above, below = [0.0] * count, [0.0] * count
+    if not isinstance(weights, Sequence):
+        below, weights = [weights / count] * count, [0.0] * len(values)
+    for group, value, weight in zip(groups, values, weights, strict=True):
+        above[group] += value
+        below[group] += weight
+    return (above, below) if any(below) else None
 
 
-def bootstrap(parts: Sequence[float]) -> tuple[float, float]:
-    """Return the interval of 95 % of the sum of parts, if other ones had come.
+def ratio(parts: Parts) -> float:
+    """Return the figure that has these parts."""
+    return fsum(parts[0]) / fsum(parts[1])
 
-    Of differences between two policies it is paired: both have the same requests in each. It
-    says how much a figure rests on few sessions, or stretches, of this traffic, nothing about
-    other traffic.
+
+def bootstrap(parts: Parts, first: Parts | None = None) -> tuple[float, float]:
+    """Return the interval of 95 % of a figure, if other requests had come.
+
+    Groups are drawn with all that they add, so that a share of what was looked up stays one.
+    With `first`, it is the interval of the difference to the figure of another policy, which
+    has the same groups in each draw. It says how much a figure rests on few sessions, or
+    stretches, of this traffic, nothing about other traffic.
     """
     draw = Random(0)  # noqa: S311 - a bootstrap, not a secret
-    count = len(parts)
-    sums = sorted(fsum(draw.choices(parts, k=count)) for _ in range(_DRAWS))
-    return sums[_TAIL], sums[-1 - _TAIL]
+    indices = range(len(parts[0]))
+    figures = []
+    for _ in range(_DRAWS):
+        drawn = draw.choices(indices, k=len(indices))
+        samples = [
+            [[column[index] for index in drawn] for column in each]
+            for each in (parts, first)
+            if each is not None
+        ]
+        if all(any(weights) for _, weights in samples):
+            figure, *others = map(ratio, samples)
+            figures.append(figure - sum(others))
+    if not figures:
+        return nan, nan
+    figures.sort()
+    tail = len(figures) * _TAIL // _DRAWS
+    return figures[tail], figures[-1 - tail]

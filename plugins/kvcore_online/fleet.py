@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Event as Flag
 from threading import Thread
@@ -381,34 +381,49 @@ class Fleet:
                 tasks.create_task(supervised(what, job, failed))
 
     async def check(self, server: LiveServer, session: ClientSession) -> None:
-        """Query the health and cache usage of a server."""
-        try:
-            async with asyncio.timeout(self._config.connect_timeout):
-                async with session.get(
-                    f"{server.options.url}/health", allow_redirects=False
-                ) as answer:
-                    healthy = answer.status == 200  # noqa: PLR2004
-                if healthy and not server.replica.up:
-                    server.failures = 0
-                    self._join(server)
-                async with session.get(
-                    f"{server.options.url}/metrics", allow_redirects=False
-                ) as answer:
-                    if healthy and answer.status == 200:  # noqa: PLR2004
-                        text = bytearray()
-                        async for part in answer.content.iter_any():
-                            text += part
-                            if len(text) >= LONGEST_METRICS:
-                                break
-                        match = _USAGE.search(text)
-                        usage = float(match[1]) if match else 0.0
-                        server.usage = usage if 0 <= usage <= 1 else 0.0
-        except Exception:  # noqa: BLE001 - any error is the server's
-            healthy = False
-        if healthy:
-            server.failures = 0
-        else:
+        """Query the health of a server, and if it is up its cache usage."""
+        healthy = False
+        with suppress(Exception):  # any error is the server's
+            async with (
+                asyncio.timeout(self._config.connect_timeout),
+                session.get(f"{server.options.url}/health", allow_redirects=False) as answer,
+            ):
+                healthy = answer.status == 200  # noqa: PLR2004
+        if not healthy:
             self.failed(server)
+            return
+        server.failures = 0
+        if not server.replica.up:
+            self._join(server)
+        try:
+            server.usage = await self._usage(server, session)
+        except Exception as error:  # noqa: BLE001 - any error is the server's, which serves
+            server.usage = 0.0
+            name = server.options.name
+            told = f"{name}: its cache usage is unknown, and counts as 0: /metrics"
+            self._messages.warn(f"{told}: {shorten(repr(error))}", f"usage {name}")
+
+    async def _usage(self, server: LiveServer, session: ClientSession) -> float:
+        """Return the share of a server's blocks in use; 0 if its metrics do not have it.
+
+        Raises:
+            Exception: any, if the metrics cannot be read.
+        """
+        async with (
+            asyncio.timeout(self._config.connect_timeout),
+            session.get(f"{server.options.url}/metrics", allow_redirects=False) as answer,
+        ):
+            if answer.status != 200:  # noqa: PLR2004
+                msg = f"status {answer.status}"
+                raise TraceError(msg)
+            text = bytearray()
+            async for part in answer.content.iter_any():
+                text += part
+                if len(text) >= LONGEST_METRICS:
+                    break
+        match = _USAGE.search(text)
+        usage = float(match[1]) if match else 0.0
+        return usage if 0 <= usage <= 1 else 0.0
 
     def failed(self, server: LiveServer) -> None:
         """Count a failure of a server, which is down after `failures` of them in a row."""

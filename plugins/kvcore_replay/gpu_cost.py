@@ -62,9 +62,9 @@ def read_gpu_prices(text: str) -> dict[str, float]:
     """Return dollars an hour by device, from text such as `h100=2.5,b200=5`, or `2.5` for all.
 
     Raises:
-        InputError: an unknown device, or no price of 0 or more.
+        InputError: an unknown device, no price of 0 or more, or two prices of a device.
     """
-    prices = {}
+    prices: dict[str, float] = {}
     for piece in text.split(","):
         name, equals, amount = piece.rpartition("=")
         try:
@@ -74,7 +74,11 @@ def read_gpu_prices(text: str) -> dict[str, float]:
         if not 0 <= usd < float("inf") or bool(equals) != bool(name.strip()):
             msg = f"{piece!r}: give dollars an hour, such as h100=2.5,b200=5, or 2.5 for all"
             raise InputError(msg)
-        prices[find_device(name).name if equals else ANY] = usd
+        device = find_device(name).name if equals else ANY
+        if device in prices:
+            msg = f"{text!r}: two prices of {device or 'all devices'}: leave out one of them"
+            raise InputError(msg)
+        prices[device] = usd
     return prices
 
 
@@ -167,7 +171,11 @@ class Cost(NamedTuple):
             (self.usd_per_million_output_tokens, "generated tokens"),
             (self.usd_per_million_tokens, "tokens in all"),
         )
-        rest = [f"${format_dollars(usd)} per million {what}" for usd, what in rates if usd]
+        rest = [
+            f"${format_dollars(usd)} per million {what}"
+            for usd, what in rates
+            if usd is not None
+        ]
         hour, day = map(format_dollars, (self.usd_per_hour, self.usd_per_day))
         ends = f"; {', '.join(rest)}" if rest else ""
         return f"Cost: ${hour} an hour, ${day} a day ({self.prices}){ends}."

@@ -492,7 +492,6 @@ class _Rerun:
         if self._server is None:
             return self._replayed(requests)
         scheduler, latency = self._server
-        latency.bind()
         executor = RecordedKeysExecutor(latency, keys) if keys else SimulatedExecutor(latency)
         if drafter := self._drafter:
             from kvcore_plugins.drafter.speculation import SpeculativeSimulator  # noqa: PLC0415 - rare

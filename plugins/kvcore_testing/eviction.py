@@ -153,11 +153,11 @@ class EvictionPolicyTests(PluginTests[EvictionPolicy]):
         """A `PolicyHost`, for blocks that an engine owns, has the victims of a `KVCache`."""
         mix = {"open": 5, "commit": 6, "close": 4, "serve": 3, "extend": 1}
         steps = random_steps(seed, 200, attrs.evolve(_HINTS, mix=mix))
-        policy, prefix = RecordingPolicy(self.make()), resolve("prefix", "hashed:spans=block")
+        policy, hosted = RecordingPolicy(self._working()), RecordingPolicy(self._working())
+        prefix = resolve("prefix", "hashed:spans=block")
         cache = KVCache(
             _BLOCKS, _KEY, accounting="keys", eviction=policy, prefix=prefix, recompute=_flat
         )
-        hosted = RecordingPolicy(self.make())
         engine: Any = HostedCache(hosted, _BLOCKS, _KEY, _flat)
         drivers = Driver(cache, policy.evicted), Driver(engine, hosted.evicted)
         cached, owned = (driver.run(steps) for driver in drivers)
@@ -172,7 +172,8 @@ class EvictionPolicyTests(PluginTests[EvictionPolicy]):
         requests = random_requests(0, 1000, Traffic(key_tokens=_KEY, most_keys=12, width=3))
         hits = []
         for prefix in ("radix", "hashed:spans=block"):
-            cache = KVCache(60, _KEY, accounting="keys", eviction=self.make(), prefix=prefix)
+            policy = self._working()
+            cache = KVCache(60, _KEY, accounting="keys", eviction=policy, prefix=prefix)
             hits.append(sum(d.hit or 0 for d in replay(cache, requests, [])))
             cache.check_integrity()
         if hits[1] < _AS_MUCH * hits[0]:
@@ -249,6 +250,7 @@ class EvictionPolicyTests(PluginTests[EvictionPolicy]):
 
     def test_state_machine(self) -> None:
         """Random calls of every kind keep the invariants of the cache."""
+        self._working()
         run_state_machine_as_test(
             cache_machine(self.make, self.make_prefix),
             settings=settings(
@@ -264,11 +266,7 @@ class EvictionPolicyTests(PluginTests[EvictionPolicy]):
 
     def driver(self, *, blocks: int = _BLOCKS, ratio: int = 1, **options: Any) -> Driver:
         """Return the driver of a new cache with a new policy; `options` are `KVCache`'s."""
-        policy = self.make()
-        reason = policy.unavailable()
-        if reason is not None:
-            pytest.skip(f"cannot work here: {reason}")
-        recording = RecordingPolicy(policy)
+        recording = RecordingPolicy(self._working())
         cache = KVCache(
             blocks * ratio,
             _KEY // ratio,
@@ -286,6 +284,14 @@ class EvictionPolicyTests(PluginTests[EvictionPolicy]):
         """Serve `requests` one after the other in a new cache; return the decisions."""
         driver = self.driver(blocks=blocks, **options)
         return replay(driver.cache, requests, _recording(driver).evicted)
+
+    def _working(self) -> EvictionPolicy:
+        """Return a new policy; the test skips where it cannot work."""
+        policy: EvictionPolicy = self.make()
+        reason = policy.unavailable()
+        if reason is not None:
+            pytest.skip(f"cannot work here: {reason}")
+        return policy
 
 
 def _recording(driver: Driver) -> RecordingPolicy:

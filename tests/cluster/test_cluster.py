@@ -330,7 +330,7 @@ def test_the_text_of_a_view_reads_back(text, shown):
         ("exact:delay=1", "view 'exact' has no option 'delay'; its options: none"),
         ("events:dealy=1", r"no option 'dealy' \(did you mean 'delay'\?\)"),
         ("events:delay=-1", "option 'delay' of view 'events': time '-1'"),
-        ("index:ttl=0", "option 'ttl' of view 'index'"),
+        ("index:ttl=0", "option 'ttl' of view 'index': '0': give a time above 0, such as"),
         ("index:blocks=0", "option 'blocks' of view 'index'"),
         ("index:blocks=few", "option 'blocks' of view 'index': expected a whole number"),
         ("index:ttl", "is no option"),

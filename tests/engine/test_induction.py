@@ -113,6 +113,39 @@ def test_accepted_codes_are_distinguishable():
         assert float(cosines.fill_diagonal_(0).max()) < 0.7
 
 
+@pytest.mark.parametrize("seed", [194, 4561])
+def test_codes_that_are_alike_are_refused(seed):
+    """A seed whose codes could be mistaken for one another is refused when it is loaded."""
+    generator = Induction(vocab_size=3, head_dim=12, seed=seed)
+    with pytest.raises(InputError, match=f"with seed={seed} .* above 0.7, .* another seed"):
+        loaded(generator)
+
+
+def test_the_codes_of_many_tokens_are_compared_by_parts(monkeypatch):
+    """The largest cosine of two codes does not depend on how many are compared at a time."""
+    monkeypatch.setattr("kvcore_engine.generator.induction._CHUNK", 1)
+    with pytest.raises(InputError, match=r"a cosine of 0\.78"):
+        loaded(Induction(vocab_size=3, head_dim=12, seed=194))
+
+
+@pytest.mark.parametrize("tokens", [[5], [5, 6, 7, 8, 9], [0, 1, 0, 2], others(300, 1024)])
+def test_a_text_without_an_answer_goes_on_with_the_blank(tokens):
+    """A token that was not there before has no answer: all logits are 0, and token 0 comes."""
+    generator = built()
+    tokens = [token for token in tokens if token != KEY] + [KEY]
+    step = next_batch([Text(tokens)], [len(tokens)])
+    logits = generator.logits(step, DenseCache().attend([0], [len(tokens)]))
+    assert not logits.any()
+    assert generator.sampled(logits, step) == [0]
+
+
+@pytest.mark.parametrize("option", ["heads", "kv_heads", "head_dim", "vocab_size", "seed"])
+def test_sizes_are_whole_numbers(option):
+    """A size with a fraction is refused, and named."""
+    with pytest.raises(InputError, match=rf"induction: {option}=4.0: give a whole number"):
+        Induction(**{option: 4.0})
+
+
 def test_without_torch_the_reason_names_the_package(monkeypatch):
     """Without torch, `unavailable()` names the package to install."""
     monkeypatch.setattr("kvcore_engine.generator.sampling.find_spec", lambda _: None)

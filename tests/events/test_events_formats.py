@@ -27,6 +27,19 @@ def read(*events):
     return decode(pack([1.0, list(events)])).events
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_json_cannot_hold_are_refused(number):
+    """A number that is none in JSON, wherever it stands, would be another one when recorded."""
+    for value in (
+        [number, []],
+        [1.0, [["Foo", number]]],
+        [1.0, [["Foo", {"a": [0.5, number]}]]],
+    ):
+        with pytest.raises(TraceError, match=rf"must be a finite number, not {number}$"):
+            decode(pack(value))
+    assert decode(pack([1.0, [["Foo", 0.5]]])).raw == [1.0, [["Foo", 0.5]]]
+
+
 def test_millions_of_tiny_values_are_refused():
     """A payload with too many values is refused before it takes a hundred times its size."""
     many = (8 << 20) + 1
@@ -187,7 +200,7 @@ def test_an_invalid_event_is_kept_with_its_place(event, reason):
     [
         (pack([1.0]), r"payload: batch must be \[ts, events, dp_rank\], not \[1\.0\]"),
         (pack(["x", []]), "batch.ts: expected `int . float`, got `str`"),
-        (pack([float("nan"), []]), "batch.ts: expected a finite number, got nan"),
+        (pack([float("nan"), []]), r"value\[0\] must be a finite number, not nan"),
         (pack([1.0, {}]), "batch.events: expected `array`, got `object`"),
         (pack([1.0, [], "r"]), "batch.data_parallel_rank: expected `int . null`, got `str`"),
         (pack({"ts": 1.0}), "batch: object missing required field `events`"),

@@ -109,11 +109,21 @@ def test_a_report_without_lookups_has_no_table():
     assert report.document()["infinite"]["hit_ratio"] is None
 
 
+def test_pools_of_private_blocks_are_no_share_of_a_footprint():
+    """A cache that keeps nothing, since all blocks are private, has no footprint."""
+    report = CurvesReport(example_curves(curve_of(blocks=(1,), hits=(0,)), distinct=0))
+    assert report.table.rows == [["1", "–", "0.0%"]]
+
+
 @pytest.mark.parametrize(
-    ("share", "text"), [(1, "100%"), (0.123, "12%"), (0.001, "0.1%"), (1.5, "150%")]
+    ("share", "text"),
+    [
+        *[(1, "100%"), (0.123, "12%"), (0.001, "0.1%"), (0.997, "100%"), (1.5, "150%")],
+        *[(12.34, "1,234%"), (170.123, "17,012%")],
+    ],
 )
 def test_percent_has_two_significant_digits(share, text):
-    """`percent` prints two significant digits at most, and no exponent."""
+    """`percent` prints two digits, from 1,000% on all whole ones, and no exponent."""
     assert percent(share) == text
 
 

@@ -16,6 +16,7 @@ from helpers.tries import number, requests
 
 from kvcore import InputError, PluginError, PolicyError, Request, Workload
 from kvcore.cache.layout import BlockLayout
+from kvcore.request import NO_HINTS, Hints
 from kvcore_lab.comparison import compare_policies
 from kvcore_lab.curves.mrc import Steps, curve, spread_sizes
 from kvcore_plugins.eviction import LRU
@@ -62,6 +63,34 @@ def test_a_curve_has_the_hits_of_compare(count):
     assert hits(curve(SMALL, policies, SIZES, accounting=count)) == expected
 
 
+HINTS = [
+    *(Hints(pin=50 * 10**9), Hints(demote=True), Hints(share=0), Hints(share=16)),
+    Hints(prefetch=10**9),
+]
+
+
+@pytest.mark.parametrize("hints", HINTS, ids=str)
+@pytest.mark.parametrize("policies", ["lru", "lru,optimum,fifo"])
+def test_a_curve_obeys_the_hints_of_requests(hints, policies):
+    """A curve has the hits and the bounds of `compare` where requests have hints."""
+    made = [
+        attrs.evolve(request, arrival=n * 10**9, hints=hints if n % 2 else NO_HINTS)
+        for n, request in enumerate(SMALL)
+    ]
+    rows = compare_policies(made, policies, SIZES)
+    expected = {}
+    for row in rows.rows:
+        expected.setdefault(row.eviction, []).append(row.hit_blocks)
+    found = curve(made, policies, SIZES)
+    assert hits(found) == expected
+    assert (found.hit_blocks, found.distinct_blocks) == (
+        rows.infinite.hit_blocks,
+        rows.infinite.distinct_blocks,
+    )
+    assert found.workload.requests == 80
+    assert (found.curves[0].steps is not None) == (hints.prefetch is not None)
+
+
 @pytest.mark.parametrize("count", ["keys", "tokens"])
 def test_a_curve_has_the_bounds_of_compare(count):
     """A curve has the lookups, distinct blocks and infinite hits of `compare`."""
@@ -88,6 +117,12 @@ def test_steps_interpolate_and_end_level():
     """`Steps.at` interpolates between two corners and is constant after the last one."""
     steps = Steps(array("q", [0, 2, 5]), array("q", [0, 4, 4]))
     assert [steps.at(blocks) for blocks in (0, 1, 2, 3, 5, 99)] == [0, 2, 4, 4, 4, 4]
+
+
+def test_steps_are_of_pools_that_there_can_be():
+    """There are no hits in a pool of fewer blocks than none."""
+    with pytest.raises(InputError, match="a pool of -1 blocks was asked for; give 0 or more"):
+        Steps(array("q", [0, 4]), array("q", [0, 4])).at(-1)
 
 
 @pytest.mark.parametrize(("hits", "size"), [(0, 0), (1, 1), (2, 1), (4, 2), (4.1, None)])

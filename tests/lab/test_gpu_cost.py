@@ -43,6 +43,24 @@ def test_text_that_is_no_price_is_refused(text):
         read_gpu_prices(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "device"),
+    [("h100=2,H100=3", "h100"), ("2.5,3", "all devices"), ("2,h100=3,h100=3", "h100")],
+)
+def test_two_prices_of_a_device_are_refused(text, device):
+    """Which of two prices holds is not guessed."""
+    with pytest.raises(InputError, match=f"two prices of {device}: leave out one of them"):
+        read_gpu_prices(text)
+
+
+def test_gpus_that_cost_nothing_have_all_figures():
+    """At a price of 0 all costs are known, and are 0."""
+    assert str(Cost.for_gpus({"h100": 2}, {"h100": 0.0}, 1000.0, 4000.0)) == (
+        "Cost: $0.0000 an hour, $0.0000 a day (h100 at $0.0000 an hour, given); "
+        "$0.0000 per million generated tokens, $0.0000 per million tokens in all."
+    )
+
+
 def test_costs_follow_from_prices_and_rates():
     """Two GPUs at 1.80 dollars, at 1,000 tokens a second, cost a dollar a million."""
     cost = Cost.for_gpus({"h100": 2}, {"h100": 1.8}, 1000.0, 4000.0)

@@ -50,6 +50,13 @@ def test_fleets_are_ordered_by_cost(plans):
     assert plans.best == fleets[0]
 
 
+def test_fleets_that_cost_nothing_come_first():
+    """A price of 0 is known: such a fleet is before those that cost something."""
+    given = {"gpu_price": {"b200": 0.0}, "policies": []}
+    plans = plan_devices(["h100", "b200"], ZIPF, **SMALL, **given)
+    assert (plans.best["device"], plans.best["usd_per_day"]) == ("b200", 0.0)
+
+
 def test_the_front_has_the_fleets_that_no_other_beats(plans):
     """A fleet is on the front unless another is as good in all objectives, and not equal."""
 

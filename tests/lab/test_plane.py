@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 
 from kvcore import InputError
 from kvcore.models.catalogue import load_model
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
+from kvcore.request import Hints
 from kvcore_lab.curves.mrc import curve
 from kvcore_lab.curves.plane import plane
 from kvcore_lab.report.plane import PlaneReport
@@ -40,6 +42,16 @@ def test_one_pass_is_lru_of_both_sizes():
             both = point.hit_blocks + point.found_blocks
             assert both == lru.steps.at(point.pool_blocks + size)
             assert point.loaded_blocks == point.found_blocks
+
+
+def test_hints_are_refused_in_one_pass_and_obeyed_in_a_replay():
+    """A plane of requests with hints has to be replayed, and says so."""
+    made = [attrs.evolve(request, hints=Hints(share=0)) for request in SMALL]
+    options = {"pools": POOLS, "points": 2}
+    with pytest.raises(InputError, match="share alone: add --exact"):
+        plane(made, host(800), LAYOUT, **options)
+    exact = plane(made, host(800), LAYOUT, exact=True, **options)
+    assert exact.points[0][0].hit_blocks == 0
 
 
 @pytest.mark.parametrize("keep", ["inclusive", "exclusive"])

@@ -180,7 +180,7 @@ def test_intervals_are_by_a_bootstrap_over_stretches():
     """With intervals each policy has one, and one of its difference to the first policy."""
     grid = Grid("compare", blocks=[10], eviction=["lru", "lfu"])
     rows = untimed(grid, 0.2, 0.4).rows
-    parts = [{"hit_ratio_block": [share / 20] * 20} for share in (0.2, 0.4)]
+    parts = [{"hit_ratio_block": ([share] * 20, [1] * 20)} for share in (0.2, 0.4)]
     report = SweepReport(Sweep(grid, rows, 0, 2, parts), intervals=True)
     (table,) = report.tables
     assert table.rows == [
@@ -194,7 +194,7 @@ def test_figures_of_statistics_keep_their_zeros():
     """Figures below one another have equal digits, and a unit of an interval stands once."""
     grid = Grid("simulate", eviction=["lru", "lfu"])
     values = {"goodput": 4.2, "ttft_s_mean": 1.5}
-    parts = [{name: [v / 20] * 20 for name, v in values.items()} for _ in range(2)]
+    parts = [{name: ([v] * 20, [1] * 20) for name, v in values.items()} for _ in range(2)]
     rows = timed(grid, values, values).rows
     goodput, ttft = SweepReport(Sweep(grid, rows, 0, 2, parts), intervals=True).tables
     assert goodput.rows[1] == ["lfu", "4.20", "4.20 to 4.20", "+0.00", "+0.00 to +0.00"]

@@ -2,20 +2,25 @@
 
 import json
 from collections import Counter
+from math import fsum, inf
 from pathlib import Path
 
+import attrs
 import pytest
 from helpers.commands import run_here
 
-from kvcore import Request
+from kvcore import Request, sweep
+from kvcore.request import Hints
 from kvcore_lab.statistics import (
     SESSIONS,
     bootstrap,
+    ratio,
     session_groups,
     share_interval,
-    shares,
+    sums,
     t_quantile,
 )
+from kvcore_plugins.workload import Zipf
 
 CHATS = Path(__file__).parents[2] / "examples" / "chats.jsonl"
 """Chats of 45 sessions, and 15 alone."""
@@ -29,22 +34,41 @@ def test_quantiles_are_those_of_students_t(degrees, quantile):
     assert t_quantile(degrees) == pytest.approx(quantile, abs=5e-4)
 
 
+def test_without_a_run_or_a_trial_nothing_is_known():
+    """The quantile of no degree of freedom is infinite; no trial leaves all from 0 to 1."""
+    assert t_quantile(0) == inf
+    assert share_interval(0, 0) == (0, 1)
+
+
 def test_stretches_add_up_to_the_figure():
-    """The shares of stretches add up to the sum over the total, if there is one."""
-    parts = shares(range(100), 50)
-    assert len(parts) == 20
-    assert sum(parts) == pytest.approx(4950 / 50)
-    assert sum(shares([1, 2, 3], 6)) == pytest.approx(1)
-    assert shares([1], 0) is None
+    """The parts of stretches add up to sum and divisor of a figure, if it has one."""
+    parts = sums(range(100), 50)
+    assert [len(column) for column in parts] == [20, 20]
+    assert ratio(parts) == pytest.approx(4950 / 50)
+    assert ratio(sums([1, 2, 3], [2, 2, 2])) == 1
+    assert sums([1], 0) is sums([0], [0]) is None
 
 
 def test_a_bootstrap_is_wide_where_stretches_differ():
     """Equal stretches have an interval without width; it covers the sum of others."""
-    low, high = bootstrap([0.5] * 20)
-    assert low == high == 10
-    low, high = bootstrap([0.0] * 10 + [1.0] * 10)
+    assert bootstrap(sums([0.5] * 20, 1)) == (pytest.approx(10), pytest.approx(10))
+    low, high = bootstrap(sums([0.0] * 10 + [1.0] * 10, 1))
     assert low < 10 < high
-    assert bootstrap([0.0] * 10 + [1.0] * 10) == (low, high)
+    assert bootstrap(sums([0.0] * 10 + [1.0] * 10, 1)) == (low, high)
+
+
+def test_the_interval_of_a_share_stays_within_0_and_1():
+    """Where one group has most of the hits and of the look-ups, both are drawn with it."""
+    groups = [*range(26)]
+    hits, lookups = [1] * 25 + [500], [2] * 25 + [502]
+    low, high = bootstrap(sums(hits, lookups, groups))
+    assert 0.5 == low < ratio(sums(hits, lookups, groups)) <= high < 1
+
+
+def test_a_policy_has_no_difference_to_itself():
+    """Both figures of a difference have the same groups in each draw."""
+    parts = sums(range(40), range(1, 41))
+    assert bootstrap(parts, parts) == (0, 0)
 
 
 def turns(sessions, count=3):
@@ -65,6 +89,7 @@ def turns(sessions, count=3):
 def test_requests_of_a_session_are_in_one_group():
     """All turns of a session are in its group; many sessions share groups evenly."""
     groups = session_groups(turns(50))
+    assert session_groups(iter(turns(50))) == groups
     assert list(groups) == [request.id for request in turns(50)]
     assert all(len({groups[f"{s}/{t}"] for t in range(3)}) == 1 for s in range(50))
     assert sorted(set(groups.values())) == list(range(50))
@@ -86,9 +111,10 @@ def test_a_figure_that_rests_on_a_session_has_a_wide_interval():
     requests = turns(40, count=20)
     hits = [float(request.session == "s7") for request in requests]
     groups = list(session_groups(requests).values())
-    low, high = bootstrap(shares(hits, 20, groups))
-    assert (low, high) == (0, pytest.approx(3, abs=1))
-    low, high = bootstrap(shares(hits, 20))
+    looked_up = [1] * len(hits)
+    low, high = bootstrap(sums(hits, looked_up, groups))
+    assert (low, high) == (0, pytest.approx(3 / 40, abs=1 / 40))
+    low, high = bootstrap(sums(hits, 20))
     assert (low, high) == (pytest.approx(1), pytest.approx(1))
 
 
@@ -108,8 +134,18 @@ def test_figures_by_parts_add_up_to_those_of_a_sweep(tmp_path, mode, workload, p
     parts = line["result"]["shares"]
     assert "shares" not in row
     for column, added in parts.items():
-        assert sum(added) == pytest.approx(row[column]), column
-        assert len(added) == parts_of
+        assert ratio(added) == pytest.approx(row[column]), column
+        assert [len(sums) for sums in added] == [parts_of, parts_of]
+
+
+@pytest.mark.parametrize("share", [None, 8])
+def test_look_ups_of_parts_are_those_of_the_row(share):
+    """The look-ups of parts add up to those of a row, with private blocks too."""
+    hints = Hints(share=share)
+    made = [attrs.evolve(request, hints=hints) for request in Zipf(requests=90)]
+    done = sweep(mode="compare", workload=[made], blocks=200)
+    (row,), (parts,) = done.rows, done.shares
+    assert fsum(parts["hit_ratio_block"][1]) == row["lookup_blocks"]
 
 
 def test_a_sweep_prints_intervals(tmp_path):

@@ -69,6 +69,7 @@ def test_the_readme_has_commands_that_work(kind):
         (("policy", "mine"), "policy"),
         (("eviction", "My Policy"), "small letters and digits"),
         (("eviction", "lru"), "eviction plugin 'lru' exists: give another name"),
+        (("eviction", "replay"), "the module kvcore_replay exists: give another name"),
         (("eviction", "mine", "--dir", "nowhere/else"), ""),
     ],
 )
@@ -108,8 +109,25 @@ def test_a_class_does_not_hide_the_one_that_it_derives_from():
         kind = name.rpartition("-")[2]
         source = package_files(kind, name)[f"kvcore_{name.replace('-', '_')}.py"]
         compile(source, name, "exec")
-        assert "Tier(Tier)" not in source
-        assert "ScoreEviction(ScoreEviction)" not in source
+        assert "class Tier(Tier)" not in source
+        assert "class ScoreEviction(ScoreEviction)" not in source
+
+
+@pytest.mark.parametrize("kind", KITS)
+@pytest.mark.parametrize("name", ["none", "true", "test-x", "any"])
+def test_a_name_that_python_or_pytest_has_becomes_another_class(kind, name):
+    """Keywords and names of tests are no names of the plugin's class, and of no other one."""
+    files = package_files(kind, name)
+    module = f"kvcore_{name.replace('-', '_')}"
+    for path, text in files.items():
+        if path.endswith(".py"):
+            compile(text, path, "exec")
+    (tested,) = re.findall(
+        rf"^from {module} import (\w+)$", files[f"tests/test_{module}.py"], re.MULTILINE
+    )
+    assert not tested.startswith("Test")
+    assert re.search(rf"^class {tested}\b", files[f"{module}.py"], re.MULTILINE)
+    assert f'name: ClassVar[str] = "{name}"' in files[f"{module}.py"]
 
 
 def test_the_help_names_every_kind():

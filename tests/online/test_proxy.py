@@ -549,7 +549,7 @@ async def test_a_redirect_is_not_followed(proxy, servers, client):
     checked = proxy.fleet.servers[0]
     checked.usage = 0.5
     await proxy.fleet.check(checked, proxy._session)
-    assert (checked.usage, checked.replica.up) == (0.5, True)
+    assert (checked.usage, checked.replica.up) == (0.0, True)
     await first.stop()
     first._health = elsewhere
     await first.start()
@@ -790,6 +790,23 @@ def test_a_connection_of_a_client_has_two_open_files(monkeypatch, capsys):
 
     play(scene, count=1)
     assert "at most 384 connections of 4,096:" in capsys.readouterr().err
+
+
+def test_a_server_whose_metrics_fail_stays_up(capsys):
+    """A healthy server whose cache usage cannot be read is up, at a usage of 0; told once."""
+
+    async def scene(proxy, servers, client):
+        (server,) = proxy.fleet.servers
+        await until(lambda: server.usage == 0.25)
+        servers[0].usage = "0,5"
+        for _ in range(5):
+            await proxy.fleet.check(server, proxy._session)
+            assert (server.replica.up, server.failures, server.usage) == (True, 0, 0.0)
+
+    play(scene, count=1)
+    told = capsys.readouterr().err
+    assert told.count("its cache usage is unknown, and counts as 0: /metrics: ValueError") == 1
+    assert " is down" not in told
 
 
 def test_a_server_that_is_down_at_the_start_is_in_the_metrics():

@@ -434,13 +434,44 @@ def test_a_layer_with_fields_of_its_own_has_a_number(read_model, name):
 def test_layers_of_a_long_config_are_looked_up():
     """Fields of a layer are kept by its number, and the layers in a list are a set."""
     tables = {"03": {"head_dim": 2}}
-    config = Config(Path("config.json"), {"per_layer_config": tables, "first": [2, 1]})
+    fields = {"num_hidden_layers": 9, "per_layer_config": tables, "first": [2, 1]}
+    config = Config(Path("config.json"), fields)
     assert config.of_layer(2) is config
     tables.clear()  # read once
     assert config.of_layer(3).count("head_dim") == 2
     assert config.indices("first") == frozenset({1, 2})
     with pytest.raises(InputError, match="field 'first' must list numbers of layers, not"):
         config.indices("first", ["1"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"per_layer_config": {"1": {}, "01": {}}}, "has two names of a layer, such as '1'"),
+        ({"per_layer_config": {"32": {}}}, "'per_layer_config' has layer 32 of 0 to 31"),
+    ],
+)
+def test_fields_of_a_layer_are_of_one_that_there_is(read_model, fields, fault):
+    """A layer has one name in `per_layer_config`, and is one of the model's."""
+    with pytest.raises(InputError, match=fault):
+        read_model(LLAMA | {"model_type": "qwen3", "head_dim": 128} | fields)
+
+
+@pytest.mark.parametrize(("first", "wrong"), [(0, 48), (0, -1), (1, 0), (1, 49)])
+def test_listed_layers_are_those_of_the_model(first, wrong):
+    """A list of layers has none before the first, or past the end."""
+    config = Config(Path("config.json"), {"num_hidden_layers": 48, "moe_layers": [2, wrong]})
+    with pytest.raises(InputError, match=f"has layer {wrong} of {first} to {first + 47}"):
+        config.indices("moe_layers", first=first)
+
+
+@pytest.mark.parametrize("read", ["flag", "items", "table"])
+def test_a_long_value_of_another_type_is_shortened(read):
+    """The error of a field of another type has the beginning of its value."""
+    config = Config(Path("config.json"), {"field": "x" * 10_000})
+    with pytest.raises(InputError, match=r"not 'x+\.\.\.$") as caught:
+        getattr(config, read)("field")
+    assert len(str(caught.value)) < 200
 
 
 BY_HAND = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.jobs import PROMPT, ask, job, serve
 
+from kvcore import InputError
 from kvcore.serving import LoopState
 from kvcore.testing import STEP, ToyServer
 from kvcore_plugins.scheduler import Fair
@@ -23,6 +24,14 @@ def test_weights_are_exact():
     prefill, decode = scheduler._weights
     assert prefill / decode == pytest.approx(1 / 3)
     assert counters(scheduler, requests) == {"x": 100 * (PROMPT * prefill + 3 * decode)}
+
+
+@pytest.mark.parametrize("weight", ["2", None, True, float("nan"), 0, -1.0])
+def test_a_weight_is_a_positive_number(weight):
+    """A weight of another type, or none above 0, is refused and named."""
+    message = f"fair: prefill_weight={weight!r} must be a positive number"
+    with pytest.raises(InputError, match=message):
+        Fair(prefill_weight=weight)
 
 
 def test_shares_are_of_tokens_not_of_requests():

@@ -111,6 +111,7 @@ def pooled(tmp_path_factory):
         ("SPLIT", {"at": 10**6}),
         ("SPLIT", {"at": 0}),
         ("EVICT", {"runs": [[699, -700]]}),
+        ("EVICT", {"runs": []}),
         ("FREE", {"runs": [[0, 2**31]]}),
     ],
     ids=str,

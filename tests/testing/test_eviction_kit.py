@@ -261,3 +261,32 @@ def test_a_skipped_conformance_test_gives_the_reason(test, reason):
     """A conformance test that does not apply to a policy is skipped with the reason."""
     with pytest.raises(pytest.skip.Exception, match=reason):
         run(Opaque, test)
+
+
+class Unavailable(Mine):
+    """A policy that needs an extra which is not installed."""
+
+    @classmethod
+    def unavailable(cls):
+        """Return what is missing."""
+        return "pip install foo"
+
+    def score(self, span, now):
+        """Raise the error of a missing module."""
+        del span, now
+        raise ImportError
+
+
+@pytest.mark.parametrize(
+    ("test", "arguments"),
+    [
+        ("an_engine_gets_the_same_decisions", [0]),
+        ("one_span_a_block_hits_as_much", []),
+        ("state_machine", []),
+        ("many_leaves", [0]),
+    ],
+)
+def test_a_policy_that_cannot_work_here_is_skipped(test, arguments):
+    """Tests that serve requests skip, with the reason."""
+    with pytest.raises(pytest.skip.Exception, match="cannot work here: pip install foo"):
+        run_test(EvictionPolicyTests, Unavailable, test, *arguments)

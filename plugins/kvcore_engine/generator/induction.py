@@ -28,8 +28,17 @@ BEFORE = 16.0
 SURE = 100.0
 """The logit of a token that is copied."""
 
+SILENT = 1.0
+"""The logits below it are 0: what all tokens that are looked up in vain add up to."""
+
 WIDTH_PER_NAT = 8.2
-"""Numbers of a code per ln(vocabulary), enough to tell any two codes apart."""
+"""Numbers of a code per ln(vocabulary), mostly enough to tell any two codes apart."""
+
+ALIKE = 0.7
+"""The largest cosine of two codes: `MATCH` times as much is well below `REST`."""
+
+_CHUNK = 1 << 10
+"""The codes that are compared with all others at a time."""
 
 
 @attrs.define(slots=False, eq=False)
@@ -55,9 +64,9 @@ class Induction(SamplingGenerator):
     of that place there is no answer. In layer 1 query head h looks up the tokens t with
     t % heads = h, and rests for all others: one K/V head has the answer.
 
-    Token 0 is a blank with a code of zero, which matches nothing and means "no answer". Codes
-    are drawn at random: the cosine of two of them is 0.7 at most, with the widths that are
-    accepted.
+    Token 0 is a blank with a code of zero, which matches nothing. It means "no answer": where
+    there is none all logits are 0, so that a greedy text has token 0. Codes are drawn at
+    random; `load` refuses those of which two have a cosine above 0.7.
 
     Options:
         heads, kv_heads, head_dim: sizes; query heads that share a K/V head are neighbours.
@@ -66,7 +75,8 @@ class Induction(SamplingGenerator):
         temperature: divides the logits before sampling; 0: greedy.
 
     Raises:
-        InputError: sizes that do not fit, or codes too narrow for the vocabulary.
+        InputError: sizes that do not fit, or codes too narrow for the vocabulary; from `load`:
+            two codes could be mistaken for one another.
 
     Source: Olsson et al., "In-context learning and induction heads", 2022, find this circuit
     in trained models.
@@ -87,6 +97,10 @@ class Induction(SamplingGenerator):
 
     def __attrs_post_init__(self) -> None:
         """Check the sizes."""
+        for name in ("heads", "kv_heads", "head_dim", "vocab_size", "seed"):
+            if type(getattr(self, name)) is not int:
+                msg = f"induction: {name}={getattr(self, name)!r}: give a whole number"
+                raise InputError(msg)
         least = 2 * ceil((WIDTH_PER_NAT * log(max(self.vocab_size, 2)) + 1) / 2)
         if self.vocab_size <= 1 or not 0 <= self.seed < 2**63:
             msg = "induction: vocab_size must be 2 or more, seed 0 to 2^63 - 1"
@@ -130,6 +144,7 @@ class Induction(SamplingGenerator):
         codes = torch.randn(self.vocab_size, self.head_dim, generator=source)
         codes[0], codes[:, -1] = 0, 0
         codes[1:] /= codes[1:].norm(dim=1, keepdim=True)
+        self._check_apart(codes)
         self._codes = backend.tensor(codes, dtype)
         self._speeds = backend.tensor(_speeds(self.head_dim), "fp64")
 
@@ -167,7 +182,22 @@ class Induction(SamplingGenerator):
             _each(value, spec.kv_heads),
             window=None,
         )
-        return answer[batch.sampled_rows].sum(1) @ (codes.T * SURE)
+        logits = answer[batch.sampled_rows].sum(1) @ (codes.T * SURE)
+        return logits.masked_fill(logits.abs() < SILENT, 0)
+
+    def _check_apart(self, codes: Tensor) -> None:
+        """Raise InputError if a token could be mistaken for another one."""
+        for begin in range(0, len(codes), _CHUNK):
+            likeness = codes[begin : begin + _CHUNK] @ codes.T
+            likeness.diagonal(begin).fill_(0)
+            most = float(likeness.max())
+            if most > ALIKE:
+                msg = (
+                    f"induction: with seed={self.seed} the codes of two tokens have a cosine "
+                    f"of {most:.2f}, above {ALIKE}, and would be mistaken for one another: "
+                    "give another seed, or a larger head_dim"
+                )
+                raise InputError(msg)
 
     def _places(self, positions: Tensor) -> Tensor:
         """Return the codes of positions: cosines, then sines, `[rows, head_dim]`."""

@@ -21,7 +21,7 @@ from kvcore.notebook import Shown, data_frame
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import as_text
 from kvcore.progress import Progress, silent, ticked
-from kvcore.request import Request
+from kvcore.request import NO_HINTS, Request
 from kvcore.workloads import Workload, check_keys
 from kvcore.workloads.selection import open_workload
 from kvcore_lab.candidates import Candidate, Policy, candidates_of, refuse_bound
@@ -58,7 +58,14 @@ class Steps:
     hits: array[int]
 
     def at(self, blocks: int) -> int:
-        """Return the hits in a pool of `blocks` blocks. O(log corners)."""
+        """Return the hits in a pool of `blocks` blocks. O(log corners).
+
+        Raises:
+            InputError: fewer than 0 blocks.
+        """
+        if blocks < 0:
+            msg = f"a pool of {blocks} blocks was asked for; give 0 or more"
+            raise InputError(msg)
         right = bisect_right(self.blocks, blocks)
         if right == len(self.blocks):
             return self.hits[-1]
@@ -165,9 +172,10 @@ def curve(
 
     In `keys` accounting one pass over the workload gives the exact curve of `lru` at every
     size, and the optimum at each of `blocks`; both need the extra `lab`. Other policies are
-    replayed once for each size. So is LRU in `tokens` accounting: there the partial last block
-    of a prompt takes room only while the request runs, so that a smaller pool need not hold
-    the most recent blocks of a larger one.
+    replayed once for each size. So is LRU where requests have hints, which pools obey and a
+    pass does not know, and in `tokens` accounting: there the partial last block of a prompt
+    takes room only while the request runs, so that a smaller pool need not hold the most
+    recent blocks of a larger one.
 
     Args:
         workload: the source of the requests, as for `compare`.
@@ -235,6 +243,7 @@ class _CurveMaker:
     requests: int = attrs.field(init=False, default=0)
     answers: int = attrs.field(init=False, default=0)
     longest_prompt: int = attrs.field(init=False, default=0)
+    hinted: bool = attrs.field(init=False, default=False)
 
     def curves(
         self, candidates: list[Candidate], sizes: list[int] | None, points: int
@@ -248,7 +257,7 @@ class _CurveMaker:
             reuse = self._reuse()
             lookups, hits = reuse.lookup_blocks, reuse.hit_blocks
             distinct = reuse.distinct_blocks
-        else:
+        if reuse is None or not any(self._in_one_pass(policy) for policy in candidates):
             with self._reading() as requests:
                 stats, distinct = self.setup.unbounded(requests)
             lookups, hits = stats.lookup_blocks, stats.hit_blocks
@@ -279,10 +288,14 @@ class _CurveMaker:
         )
 
     def _in_one_pass(self, policy: Candidate) -> bool:
-        """Return True if one pass over the workload gives the whole curve of `policy`."""
+        """Return True if one pass over the workload gives the whole curve of `policy`.
+
+        Not that of LRU once requests with hints were read: what they pin, demote or keep
+        private is in another order than that of use. The optimum is a bound in any case.
+        """
         if self.setup.geometry.accounting != "keys":
             return False
-        if policy.name != LRU or LRU not in self.plugins.names("eviction"):
+        if policy.name != LRU or LRU not in self.plugins.names("eviction") or self.hinted:
             return policy.optimum is not None
         usual = policy.kind is self.plugins.get("eviction", LRU)
         return usual and not policy.options.get("renew_split")
@@ -337,6 +350,7 @@ class _CurveMaker:
     def _reading(self) -> Iterator[Iterable[Request]]:
         """Open the workload's requests, counted and reported as they are read."""
         workload = self.setup.workload
+        self.requests = self.answers = 0
         with self.progress(f"reading {workload.name}", workload.size) as tick:
 
             def count(done: int) -> None:
@@ -348,9 +362,16 @@ class _CurveMaker:
     def _counted(self, requests: Iterable[Request]) -> Iterator[Request]:
         """Yield `requests`, count those whose answers have keys, and measure the prompts."""
         for request in requests:
+            self.hinted = self.hinted or is_hinted(request)
             self.answers += bool(request.output_keys)
             self.longest_prompt = max(self.longest_prompt, request.prompt_tokens)
             yield request
+
+
+def is_hinted(request: Request) -> bool:
+    """Return True if a pool may do something else for the hints of a request."""
+    hints = request.hints
+    return hints is not NO_HINTS and attrs.evolve(hints, prefetch=None) != NO_HINTS
 
 
 def compiled_reuse() -> type[Reuse]:

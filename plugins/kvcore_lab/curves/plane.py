@@ -29,7 +29,7 @@ from kvcore.workloads import Workload, check_keys
 from kvcore.workloads.selection import open_workload
 from kvcore_lab.candidates import Policy, candidates_of
 from kvcore_lab.comparison import ReplaySetup, Source, pool_sizes
-from kvcore_lab.curves.mrc import LRU, check_points, compiled_reuse, spread_sizes
+from kvcore_lab.curves.mrc import LRU, check_points, compiled_reuse, is_hinted, spread_sizes
 from kvcore_lab.workers import Call, call_all, check_jobs
 from kvcore_replay.untimed import served
 from kvcore_tiers.hierarchy import Tiers
@@ -144,7 +144,7 @@ def plane(
 
     Raises:
         InputError: as for `curve`; several policies; or, without `exact`, rules that are not
-            those of one LRU cache.
+            those of one LRU cache, or requests with hints that a pool obeys.
         PluginError: numba is not installed, or a plugin cannot be used here.
         PolicyError: a policy failed.
     """
@@ -199,7 +199,10 @@ class _PlaneMaker:
         workload, source = self.setup.workload, Source.from_workload(self.setup.workload)
         reuse_class = compiled_reuse()
         with self.progress(f"reading {workload.name}", workload.size) as tick:
-            reuse = reuse_class.read(ticked(check_keys(workload), tick), self.setup.geometry)
+            requests = ticked(check_keys(workload), tick)
+            if not exact:
+                requests = _without_hints(requests)
+            reuse = reuse_class.read(requests, self.setup.geometry)
         pools = sorted(pools or spread_sizes(reuse.distinct_blocks, points))
         largest = self.tier.slots(self.layout.bytes_per_block)
         tiers = [0, *spread_sizes(largest, points)]
@@ -270,6 +273,18 @@ class _PlaneMaker:
             for index, hits in call_all(calls, self.jobs):
                 tick(1)
                 yield grid[index], hits
+
+
+def _without_hints(requests: Iterable[Request]) -> Iterator[Request]:
+    """Yield `requests`. Raises InputError at one whose hints a pool obeys."""
+    for request in requests:
+        if is_hinted(request):
+            msg = (
+                f"request {request.id!r} has hints, {request.hints!r:.80}: one pass knows "
+                "requests without pin, demote and share alone: add --exact (exact=True)"
+            )
+            raise InputError(msg)
+        yield request
 
 
 def _hits(

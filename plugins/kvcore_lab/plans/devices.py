@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import inf
 from typing import Any
 
 import attrs
@@ -54,7 +55,7 @@ class DevicePlans(Shown):
             for plan in self.plans
             for fleet in plan.as_dict()["plans"]
         ]
-        fleets.sort(key=lambda fleet: (fleet["usd_per_day"] or float("inf"), fleet["gpus"]))
+        fleets.sort(key=lambda fleet: (_dollars(fleet), fleet["gpus"]))
         costs = [_objectives(fleet) for fleet in fleets]
         fronts = (
             None if own is None else not any(_beats(other, own) for other in costs if other)
@@ -149,3 +150,9 @@ def _objectives(fleet: Mapping[str, Any]) -> list[float] | None:
 
 def _beats(first: list[float], other: list[float]) -> bool:
     return first != other and all(a <= b for a, b in zip(first, other, strict=True))
+
+
+def _dollars(fleet: Mapping[str, Any]) -> float:
+    """Return the dollars that a fleet costs a day, infinite if they are unknown."""
+    usd: float | None = fleet["usd_per_day"]
+    return inf if usd is None else usd

@@ -12,7 +12,7 @@ import attrs
 from kvcore.models.memory import KVLayout
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import format_bytes, format_number
-from kvcore_cli.report.tables import counted, no_full_block, plugin_text
+from kvcore_cli.report.tables import NONE, counted, no_full_block, plugin_text
 from kvcore_lab.comparison import SHARING
 from kvcore_lab.curves.mrc import Curve, Curves
 from kvcore_lab.report.policies import (
@@ -91,7 +91,7 @@ class CurvesReport:
     @property
     def table(self) -> Table:
         """The share of blocks that hit: a row per pool size, and a column per policy."""
-        curves = self.curves.curves
+        curves, distinct = self.curves.curves, self.curves.distinct_blocks
         memory = [] if self.layout is None else ["memory"]
         headers = ["blocks", "of all", *memory, *(name for name, _ in named(curves))]
         rows = []
@@ -100,7 +100,7 @@ class CurvesReport:
             rows.append(
                 [
                     f"{blocks:,}",
-                    percent(blocks / self.curves.distinct_blocks),
+                    percent(blocks / distinct) if distinct else NONE,
                     *([] if taken is None else [format_bytes(taken)]),
                     *(f"{self.curves.ratio(c.hit_blocks[index]):.1%}" for c in curves),
                 ]
@@ -229,5 +229,7 @@ def _dense(low: int, high: int) -> list[int]:
 
 
 def percent(share: float) -> str:
-    """Format a share of the footprint with about two digits: `0.1%`, `1.6%`, `100%`."""
+    """Format a share with about two digits, from 10 on with all: `0.1%`, `100%`, `1,234%`."""
+    if share >= 10:  # noqa: PLR2004
+        return f"{100 * share:,.0f}%"
     return f"{float(f'{100 * share:.2g}'):.10g}%"

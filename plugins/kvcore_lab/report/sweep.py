@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import product
-from math import fsum, isclose, prod
+from math import isclose, prod
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import version
 from kvcore.units import format_bytes, format_dollars, format_number, format_seconds
 from kvcore_cli.report.tables import NONE, cell, counted, share
-from kvcore_lab.statistics import SESSIONS, STRETCHES, Interval, bootstrap
+from kvcore_lab.statistics import SESSIONS, STRETCHES, Interval, Parts, bootstrap, ratio
 from kvcore_lab.sweep import Grid, Row, Sweep, axes_of
 from kvcore_replay.report.charts import is_bound
 
@@ -157,7 +157,7 @@ class SweepReport:
 
     def _stretch_table(self, measure: Measure) -> Table:
         """Return each policy with intervals by a bootstrap over parts of the requests."""
-        firsts: dict[tuple[str, ...], list[float]] = {}
+        firsts: dict[tuple[str, ...], Parts] = {}
         label = f"{measure.title.partition(' ')[2]}, {measure.unit}"
         rows = []
         for row, parts in zip(self.sweep.rows, self.sweep.shares, strict=True):
@@ -168,14 +168,12 @@ class SweepReport:
             first = firsts.setdefault(key, own)
             change = [NONE, NONE]
             if first is not own:
-                apart = [
-                    here - first_value for here, first_value in zip(own, first, strict=True)
-                ]
-                low, high = (_signed(measure, end) for end in bootstrap(apart))
-                change = [_signed(measure, fsum(apart)), _between(low, high)]
+                low, high = (_signed(measure, end) for end in bootstrap(own, first))
+                apart = _signed(measure, ratio(own) - ratio(first))
+                change = [apart, _between(low, high)]
             interval = _between(*map(measure.figure, bootstrap(own)))
             policy = [self._policy(row)] if self._competing else []
-            rows.append([*key, *policy, measure.figure(fsum(own)), interval, *change])
+            rows.append([*key, *policy, measure.figure(ratio(own)), interval, *change])
         policy = [" + ".join(self._competing)] if self._competing else []
         headers = [*self._given, *policy, label, "95 %", "to the first", "95 % "]
         return Table(headers, rows, headers[len(self._given) + len(policy) :])
@@ -184,10 +182,10 @@ class SweepReport:
     def _drawn(self) -> str:
         """The parts that the bootstrap draws: sessions if a workload has them, or stretches."""
         sizes = {
-            len(shares)
+            len(parts[0])
             for row in self.sweep.shares
-            for shares in (row or {}).values()
-            if shares is not None
+            for parts in (row or {}).values()
+            if parts is not None
         }
         names = [f"{STRETCHES} stretches of the requests"] * (STRETCHES in sizes)
         names += [

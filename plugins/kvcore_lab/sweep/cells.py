@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -35,7 +36,7 @@ from kvcore.workloads.files import file_digest
 from kvcore_cli.report.tables import told_of_run
 from kvcore_cluster.options import replicas_text
 from kvcore_lab.comparison import SHARING, KeptWorkload
-from kvcore_lab.statistics import session_groups, shares
+from kvcore_lab.statistics import Parts, session_groups, sums
 from kvcore_lab.sweep.grid import Mode, axes_of
 from kvcore_lab.sweep.sources import class_digests, kvcore_digest
 from kvcore_replay.belady import Belady, Future
@@ -189,6 +190,7 @@ class WorkloadCache:
         self._workloads: dict[tuple[object, ...], KeptWorkload] = {}
         self._digests: dict[tuple[object, ...], str] = {}
         self._sessions: dict[str, Mapping[int | str, int]] = {}
+        self._lookups: dict[tuple[str, str, int], Sequence[int]] = {}
         self.file = cache(file_digest)
         self._kept: tuple[object, Any] = None, None
 
@@ -231,6 +233,15 @@ class WorkloadCache:
         if digest not in self._sessions:
             self._sessions[digest] = session_groups(parts.workload)
         return self._sessions[digest]
+
+    def lookups(self, parts: RunParts) -> Sequence[int]:
+        """Return the blocks that each request of a workload looks up, which are read once."""
+        geometry = parts.geometry
+        key = self.digest(parts), geometry.accounting, geometry.block_size
+        if key not in self._lookups:
+            blocks = array("q", (geometry.lay_out(request)[4] for request in parts.workload))
+            self._lookups = {key: blocks}
+        return self._lookups[key]
 
     def future(self, parts: RunParts) -> Future:
         """Return the future of a workload; only the latest one is kept in memory."""
@@ -372,7 +383,7 @@ class CellRun:
             "evicted_blocks": evicted,
             "reused_blocks": reused.hit_blocks,
             **{f"reuse_ratio_{unit}": ratio for unit, ratio in reused.ratios().items()},
-            HIDDEN: {"hit_ratio_block": shares(hits, stats.lookup_blocks, groups)},
+            HIDDEN: {"hit_ratio_block": sums(hits, self._known.lookups(parts), groups)},
         }
 
     def _description(self) -> dict[str, Any]:
@@ -555,9 +566,7 @@ def _reason(error: Exception | SystemExit) -> str:
     return f"{type(error).__name__} in {frame.name} ({frame.lineno}): {error}"
 
 
-def _shares(
-    result: Reported, sessions: Mapping[int | str, int]
-) -> dict[str, list[float] | None]:
+def _shares(result: Reported, sessions: Mapping[int | str, int]) -> dict[str, Parts | None]:
     """Return what parts of the requests add to the figures of a simulation.
 
     The parts are groups of sessions, or stretches of time if there are no `sessions`.
@@ -572,12 +581,11 @@ def _shares(
     groups = [sessions[ids[row]] for row in order] if sessions else []
     waits = [max(0, end - begin) / NS_PER_S for begin, end in zip(arrival, first, strict=True)]
     waits = [wait if end >= 0 else 0.0 for wait, end in zip(waits, first, strict=True)]
-    tokens = sum(prompts)
     reused = [hit + more for hit, more in zip(hits, loaded, strict=True)]
     met, judged = [v == MET for v in verdict], result.goodput is not None
     return {
-        "hit_ratio_token": shares(hits, tokens, groups),
-        "reuse_ratio_token": shares(reused, tokens, groups),
-        "ttft_s_mean": shares(waits, sum(end >= 0 for end in first), groups),
-        "goodput": shares(met, judged * result.simulated_s, groups),
+        "hit_ratio_token": sums(hits, prompts, groups),
+        "reuse_ratio_token": sums(reused, prompts, groups),
+        "ttft_s_mean": sums(waits, [end >= 0 for end in first], groups),
+        "goodput": sums(met, judged * result.simulated_s, groups),
     }

@@ -18,6 +18,7 @@ from kvcore.errors import InputError, PluginError
 from kvcore.lazy import import_extra
 from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, silent
+from kvcore_lab.statistics import Parts
 from kvcore_lab.sweep.cells import (
     CLUSTER_COLUMNS,
     HIDDEN,
@@ -308,8 +309,8 @@ class Sweep(Shown):
             the sweep was killed and resumed.
         found: number of distinct cells that the journal had before.
         ran: number of distinct cells that were run.
-        shares: of each row, what parts of the requests add to its figures; None of a row that
-            failed; empty: unknown.
+        shares: of each row, what parts of the requests add to its figures, and to what these
+            are divided by; None of a row that failed; empty: unknown.
         notes: what the workloads of the cells that were run say of their requests.
     """
 
@@ -317,7 +318,7 @@ class Sweep(Shown):
     rows: list[Row]
     found: int
     ran: int
-    shares: Sequence[Mapping[str, list[float] | None] | None] = ()
+    shares: Sequence[Mapping[str, Parts | None] | None] = ()
     notes: Sequence[str] = ()
 
     @property

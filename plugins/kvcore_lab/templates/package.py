@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from importlib.util import find_spec
+from keyword import iskeyword
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,7 +107,7 @@ def package_files(kind: str, name: str) -> dict[str, str]:
     """Return the files of a new package with a plugin, by their paths in it.
 
     Raises:
-        InputError: an unknown kind, or a name that no package can have.
+        InputError: an unknown kind, or a name that no package can have, or one here has.
     """
     if kind not in KITS:
         msg = f"there are no plugins of kind {kind!r}; there are: {', '.join(KITS)}"
@@ -113,13 +115,17 @@ def package_files(kind: str, name: str) -> dict[str, str]:
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         msg = f"{name!r}: give a name of small letters and digits, such as my-policy"
         raise InputError(msg)
+    module_name = f"kvcore_{name.replace('-', '_')}"
+    if find_spec(module_name):
+        msg = f"{name!r}: the module {module_name} exists: give another name"
+        raise InputError(msg)
     kit, source = KITS[kind], Path(__file__).with_name(f"{kind}.py").read_text("utf-8")
     about = re.search(r"class Example.*?\n    \"\"\"(.*?)(?:\n|\"\"\")", source)
     assert about is not None
     fields = {
         "kind": kind,
         "name": name,
-        "module": f"kvcore_{name.replace('-', '_')}",
+        "module": module_name,
         "about": about[1],
         "hook": KINDS[kind],
         **kit._asdict(),
@@ -128,8 +134,10 @@ def package_files(kind: str, name: str) -> dict[str, str]:
     if not imports:
         module = source.replace("from kvcore.", "from kvcore import hookimpl\nfrom kvcore.", 1)
     named = "".join(word.capitalize() for word in name.split("-"))
-    if re.search(rf"\b{named}\b", source):
-        named += "Plugin"  # else it would hide the class that it derives from
+    hides = re.search(rf"\b{named}\b", f"{source} {kit.tests}")
+    if hides or iskeyword(named) or named.startswith("Test"):
+        # It would hide a class that is used, be no name, or be taken for tests by pytest.
+        named = f"Custom{named}"
 
     def filled(text: str) -> str:
         text = text.format_map(fields)

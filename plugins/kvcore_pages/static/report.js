@@ -8,7 +8,7 @@ const LINE_HEIGHT = 14;
 const UNITS = {
   s: (value) => format.duration(value * NS.s),
   "%": (value) => `${Number(value.toFixed(1))}%`,
-  "": (value) => (Math.abs(value) < 1e4 ? format.number(value) : format.count(value)),
+  "": (value) => format.number(value),
 };
 
 const charts = [];

@@ -144,7 +144,7 @@ class RequestPanel {
     const { app } = this;
     const nodes = [];
     let done = 0;
-    for (const match of line.matchAll(/(equest )(\S+)|\b((?:at|from|to) )(\d+(?:\.\d+)?) (s|ms|µs)\b/g)) {
+    for (const match of line.matchAll(/(equest )(\S+)|\b((?:at|from|to) )(\d+(?:\.\d+)?) (s|ms|us|ns)\b/g)) {
       const [, noun, id, word, number, unit] = match;
       let node = null;
       if (noun) {
@@ -154,7 +154,7 @@ class RequestPanel {
       } else {
         // What is told is rounded: go to the end of what it can be.
         const half = 0.5 * 10 ** -(number.split(".")[1]?.length ?? 0) * (number.includes(".") ? 1 : 0);
-        const time = (Number(number) + half) * { s: NS.s, ms: NS.ms, µs: NS.us }[unit];
+        const time = (Number(number) + half) * NS[unit];
         node = element("button", { type: "button", class: "ref", title: "Go to this time", onclick: () => {
           app.play(false);
           app.seek(time);

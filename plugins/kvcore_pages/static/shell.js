@@ -1,6 +1,6 @@
 // Shared by all pages: data, elements, numbers as text, colours, and charts.
 
-const NS = { s: 1e9, ms: 1e6, us: 1e3 };
+const NS = { s: 1e9, ms: 1e6, us: 1e3, ns: 1 };
 
 /** Return the bytes of a data block, decompressed. */
 async function readBytes(name) {
@@ -35,19 +35,30 @@ function element(tag, attributes = {}, ...children) {
 
 /** Numbers as kvcore's tables have them. */
 const format = {
-  count: (value) => Math.round(value).toLocaleString("en-US"),
-  number: (value, digits = 3) =>
-    value === 0 ? "0" : Number(value.toPrecision(digits)).toLocaleString("en-US", { maximumFractionDigits: 6 }),
+  count: (value) => (Math.round(value) + 0).toLocaleString("en-US"),
+  /** A number with three digits, or all before the point, as `format_number` of kvcore/units.py. */
+  number(value) {
+    const size = Math.abs(value);
+    if (size >= 1e15) return value.toPrecision(3).replace(/\.?0+e/, "e");
+    const places = size < 10 ? 2 : size < 100 ? 1 : 0;
+    let text = size.toFixed(places);
+    // `toFixed` rounds what lies in the middle up, Python to an even digit.
+    const middle = (size * 2 ** (places + 1)) % 2 === 1;
+    if (middle && Number(text.at(-1)) % 2) text = (size * (1 - 1e-12)).toFixed(places);
+    text = Number(text).toLocaleString("en-US", { maximumFractionDigits: places });
+    return value < 0 && text !== "0" ? `-${text}` : text;
+  },
   share: (value) => (value == null ? "none" : `${(100 * value).toFixed(1)}%`),
-  /** A duration in ns: `1.35 s`, `20 ms`. */
+  /** A duration in ns, as `format_seconds` of kvcore/units.py: `1.35 s`, `20 ms`. */
   duration(ns) {
-    const size = Math.abs(ns);
-    if (size >= NS.s || size === 0) return `${format.number(ns / NS.s, size >= 1000 * NS.s ? 5 : 3)} s`;
-    if (size >= NS.ms) return `${format.number(ns / NS.ms)} ms`;
-    return `${format.number(ns / NS.us)} µs`;
+    const seconds = ns / NS.s;
+    for (const [unit, factor] of [["s", 1], ["ms", 1e3], ["us", 1e6]]) {
+      if (Math.abs(seconds) * factor >= 1) return `${format.number(seconds * factor)} ${unit}`;
+    }
+    return `${format.number(seconds * 1e9)} ns`;
   },
   /** A moment in ns: seconds with three decimals. */
-  moment: (ns) => `${(ns / NS.s).toLocaleString("en-US", { minimumFractionDigits: 3, maximumFractionDigits: 3 })} s`,
+  moment: (ns) => `${(Math.round(ns / NS.ms) / 1e3 + 0).toLocaleString("en-US", { minimumFractionDigits: 3, maximumFractionDigits: 3 })} s`,
   /** A noun with its number: `1 block`, `1,204 blocks`. */
   counted: (value, noun) => `${format.count(value)} ${noun}${value === 1 ? "" : "s"}`,
 };

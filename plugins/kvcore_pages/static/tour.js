@@ -231,7 +231,7 @@ function cachingPicture(data) {
     if (step === 0) {
       return `Step 1 is the prefill: both compute the K/V of the ${data.prompt} tokens of the prompt, and write token ${tokens + 1}. So far there is no difference.`;
     }
-    const times = format.number(naive.sum(step) / cached.sum(step), 2);
+    const times = format.number(Number((naive.sum(step) / cached.sum(step)).toPrecision(2)));
     const end = step === data.output - 1
       ? ` That is the end: ${naive.sum(step)} against ${cached.sum(step)} in all, ${times} times as much, and the texts are equal. The longer the text, the worse.`
       : "";

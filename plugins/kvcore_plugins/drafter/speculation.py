@@ -51,7 +51,7 @@ class SpeculativeSimulator(SimulatedExecutor):
                 "drafter `acceptance`, with the probabilities that a run on tensors measured"
             )
             raise InputError(msg)
-        drafter.bind()
+        drafter.check_unused()  # `Speculation` binds it, once nothing refuses the run
         drafter.attach(latency)
         self.drafter: Drafter = drafter
         self.jumps = False
@@ -132,6 +132,8 @@ class Speculation:
         batcher: Batcher,
         log: RunLog,
     ) -> None:
+        if isinstance(executor, SpeculativeSimulator):
+            drafter.bind()
         self._drafter, self._executor = drafter, executor
         self._cache, self._batch, self._batcher, self._log = cache, batch, batcher, log
         self._stats = log.drafts = DraftStats()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -97,14 +97,14 @@ class Config:
         """Return a field that is true or false."""
         value = self.get(name, default)
         if not isinstance(value, bool):
-            self.refuse(name, f"must be true or false, not {value!r}")
+            self.refuse(name, f"must be true or false, not {shorten(repr(value))}")
         return value
 
     def items(self, name: str) -> list[Any]:
         """Return a field that is a list; empty if left out."""
         value = self.get(name, [])
         if not isinstance(value, list):
-            self.refuse(name, f"must be a list, not {value!r}")
+            self.refuse(name, f"must be a list, not {shorten(repr(value))}")
         return value
 
     @property
@@ -123,15 +123,23 @@ class Config:
         """Return a field that is an object; empty if left out."""
         value = self.get(name, {})
         if not isinstance(value, dict):
-            self.refuse(name, f"must be an object, not {value!r}")
+            self.refuse(name, f"must be an object, not {shorten(repr(value))}")
         return value
 
-    def indices(self, name: str, listed: Any = None) -> frozenset[int]:
-        """Return a field, or its part `listed`, that lists numbers of layers."""
+    def indices(self, name: str, listed: Any = None, first: int = 0) -> frozenset[int]:
+        """Return a field, or its part `listed`, that lists layers, which count from `first`."""
         values = self.items(name) if listed is None else listed
         if not all(type(value) is int for value in values):
             self.refuse(name, f"must list numbers of layers, not {shorten(repr(values))}")
+        self._check_layers(name, values, first)
         return frozenset(values)
+
+    def _check_layers(self, name: str, indices: Iterable[int], first: int = 0) -> None:
+        """Raise InputError for a number of a layer that there is not."""
+        end = first + self.layers
+        for index in indices:
+            if not first <= index < end:
+                self.refuse(name, f"has layer {shorten(repr(index))} of {first} to {end - 1}")
 
     def having(self, fields: dict[str, Any]) -> Config:
         """Return the config with other values of `fields`. O(1): layers may have their own."""
@@ -150,7 +158,11 @@ class Config:
         tables = self.table("per_layer_config")
         if not all(re.fullmatch("[0-9]{1,9}", key) for key in tables):
             self.refuse("per_layer_config", "must have numbers of layers as names")
-        return {int(key): own for key, own in tables.items()}
+        own = {int(key): table for key, table in tables.items()}
+        if len(own) < len(tables):
+            self.refuse("per_layer_config", "has two names of a layer, such as '1' and '01'")
+        self._check_layers("per_layer_config", own)
+        return own
 
     def by_layer(self, name: str, index: int) -> int:
         """Return an integer field that may be a list with an integer for each layer."""

@@ -63,7 +63,7 @@ def _kimi(config: Config, family: Family) -> list[str]:
     layers = config.count("num_hidden_layers")
     if not isinstance(full, list):
         config.refuse("linear_attn_config", "does not list its 'full_attn_layers'")
-    full = config.indices("linear_attn_config", full)
+    full = config.indices("linear_attn_config", full, first=1)
     return ["full_attention" if i in full else "linear_attention" for i in range(1, layers + 1)]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from heapq import heapify, heappop, heappush, heapreplace
 from math import isfinite, lcm
+from numbers import Real
 from typing import Any, ClassVar, TypeAlias
 
 import attrs
@@ -55,8 +56,9 @@ class Fair(Scheduler):
     @prefill_weight.validator
     @decode_weight.validator
     def _is_positive(self, attribute: attrs.Attribute[float], value: float) -> None:
-        if not (isfinite(value) and value > 0):
-            msg = f"fair: {attribute.name}={value} must be a positive number"
+        real = isinstance(value, Real) and not isinstance(value, bool)
+        if not (real and isfinite(value) and value > 0):
+            msg = f"fair: {attribute.name}={value!r} must be a positive number"
             raise InputError(msg)
 
     def __attrs_post_init__(self) -> None:

@@ -458,8 +458,8 @@ class CacheState(TracedState[TracedSequence]):
             self.private -= count
             return
         span = self.span(event.span)
-        if count > len(span.ids):
-            violated(f"span {span.id} has {len(span.ids)} blocks, not {count}")
+        if not 0 < count <= len(span.ids):
+            violated(f"span {span.id} has {len(span.ids)} blocks: {count} cannot leave")
         self.cached -= count
         del span.ids[-count:]
         if not span.ids:

@@ -41,3 +41,9 @@ def test_the_watermark_reserves_whole_blocks(watermark, blocks, reserved):
 def test_the_lower_of_two_limits_of_a_sequence_holds(own, other, longest):
     """A sequence is no longer than `max_model_len`, nor than the positions of its model."""
     assert Batching(max_model_len=own).within(other).max_model_len == longest
+
+
+def test_a_limit_that_there_is_not_is_named():
+    """The error has the name that was given, and those that there are."""
+    with pytest.raises(TypeError, match=r"no limit 'max_seq' .*'max_seqs'.*: give one of \("):
+        Batching(max_seq=3)

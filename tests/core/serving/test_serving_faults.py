@@ -11,7 +11,9 @@ from helpers.schedulers import Planning
 from helpers.serving import BLOCK, Even, ask, serve
 
 from kvcore import InputError, LatencyModel, PolicyError, Scheduler
-from kvcore.serving import StepPlan
+from kvcore.cache import KVCache
+from kvcore.serving import Batching, StepPlan, simulate
+from kvcore_plugins.drafter import Acceptance
 from kvcore_plugins.scheduler import FCFS, SRPT
 
 REQUESTS = [ask(index, index, output=9) for index in range(6)]
@@ -258,6 +260,32 @@ def test_a_scheduler_serves_once():
     serve(REQUESTS, scheduler=scheduler)
     with pytest.raises(InputError, match="scheduler plugin 'fcfs' is in use already: build"):
         serve(REQUESTS, scheduler=scheduler)
+
+
+REFUSED = {
+    "the rate": ({"rate_scale": -1}, "rate_scale=-1"),
+    "the drafter's memory": ({"fragmentation": True, "drafter": True}, "leave out the drafter"),
+    "the lag": ({"batching": Batching(rules="vllm:lag=1"), "drafter": True}, "lag=1 with"),
+    "the limits": ({"batching": 5}, "give a Batching"),
+}
+
+
+@pytest.mark.parametrize(("options", "fault"), REFUSED.values(), ids=REFUSED)
+def test_a_refused_run_leaves_its_plugins_unused(options, fault):
+    """The parts of a call that was refused serve the call that mends it."""
+    parts = {"scheduler": FCFS(), "latency": Even()}
+    drafter = Acceptance(tokens=2, probability=0.5)
+    wrong = options | ({"drafter": drafter} if "drafter" in options else {})
+
+    def run(**more):
+        cache = KVCache(100, BLOCK, key_tokens=BLOCK, accounting="tokens")
+        return simulate(REQUESTS, cache=cache, **parts, **more)
+
+    with pytest.raises(InputError, match=fault):
+        run(**wrong)
+    run(drafter=drafter)
+    with pytest.raises(InputError, match="in use already"):
+        run(drafter=drafter)
 
 
 @attrs.define(slots=False, eq=False)
