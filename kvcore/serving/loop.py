@@ -334,11 +334,10 @@ class ServingLoop:
         if not request.prompt_tokens:
             return "its prompt is empty"
         if self._longest is not None:
-            bounded = self._bounded(request)
-            if not bounded.output_tokens and request.output_tokens:
-                prompt, longest = request.prompt_tokens, self._longest
+            prompt, longest = request.prompt_tokens, self._longest
+            if prompt + min(request.output_tokens, 1) > longest:
                 return f"its prompt has {prompt:,} tokens, and max_model_len is {longest:,}"
-            request = bounded
+            request = self._bounded(request)
         if self._in_one is not None:
             tokens = request.prompt_tokens + max(request.output_tokens - 1, 0)
             if tokens > self._in_one:
