@@ -244,7 +244,7 @@ def change_text(before: float | None, after: float | None, write: Callable[[Any]
     """
     if before is None or after is None:
         return NONE
-    if isclose(before, after):
+    if before == after or (write is not _count and isclose(before, after)):
         return SAME
     if write is _count:
         return f"{after - before:+,}"
