@@ -122,8 +122,6 @@ def read_cost(fields: Any) -> PrefillCost:
     Raises:
         InputError: the fields are something else, or names that the catalogue lacks.
     """
-    from msgspec import convert  # noqa: PLC0415 - it takes a while to import
-
     from kvcore.models.catalogue import find_device, find_model  # noqa: PLC0415 - a long table
 
     reason = None
@@ -131,6 +129,8 @@ def read_cost(fields: Any) -> PrefillCost:
         model, device = (fields[name] for name in _NAMES)
         if "token_seconds" not in fields:
             return PrefillCost.for_model(find_model(model), find_device(device))
+        from msgspec import convert  # noqa: PLC0415 - it takes a while to import
+
         cost = convert(fields, PrefillCost)
         numbers = [number or 0 for pair in fields["pair_seconds"] for number in pair]
         if min(numbers, default=0) >= 0 <= cost.token_seconds:
