@@ -198,7 +198,8 @@ def __getattr__(name: str) -> "Any":
             raise
     from kvcore.plugins.options import nearest  # noqa: PLC0415 - for errors alone
 
-    raise AttributeError(msg + nearest(name, __all__))
+    longer = [known for known in __all__ if name in known.split("_")]
+    raise AttributeError(msg + (nearest(name, longer, 0) or nearest(name, __all__)))
 
 
 def __dir__() -> list[str]:
