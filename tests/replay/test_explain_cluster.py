@@ -111,7 +111,7 @@ def test_json_and_text_have_the_replica(path):
 
 
 def test_a_new_prompt_is_new_to_its_replica(path):
-    """Of a prompt whose keys its replica lacks, the text does not say that no request had them."""
+    """Of a prompt whose keys its replica lacks, it is not said that no request had them."""
     found = explain(path)
     texts = [
         str(RequestReport(found, reasons))
