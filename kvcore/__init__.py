@@ -188,16 +188,18 @@ def __getattr__(name: str) -> "Any":
     if name in _PLACES:
         value = globals()[name] = getattr(_load(f"kvcore.{name}", _PLACES[name]), name)
         return value
-    module = f"kvcore.{name}"
+    msg, module = f"module 'kvcore' has no attribute {name!r}", f"kvcore.{name}"
+    if name.startswith("__"):
+        raise AttributeError(msg)
     try:
-        if not name.startswith("__"):
-            return import_module(module)
+        return import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-    near = " or ".join(known for known in __all__ if name in known)
-    msg = f"module 'kvcore' has no attribute {name!r}{near and f'; did you mean {near}?'}"
-    raise AttributeError(msg)
+    from kvcore.plugins.options import nearest  # noqa: PLC0415 - for errors alone
+
+    longer = [known for known in __all__ if name in known.split("_")]
+    raise AttributeError(msg + (nearest(name, longer, 0) or nearest(name, __all__)))
 
 
 def __dir__() -> list[str]:

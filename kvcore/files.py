@@ -37,6 +37,8 @@ STEP_BYTES = {"gzip": 1 << 12, "zstd": 1 << 8}
 STDIN = "-"
 """The name of standard input in place of that of an input file."""
 
+_NAMES_OF_STDIN = ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
+
 
 class CutError(Exception):
     """A compressed stream that stops before its end."""
@@ -82,18 +84,18 @@ Codec: TypeAlias = tuple[str, Callable[[], Any], type[Exception]]
 def input_path(name: str | os.PathLike[str]) -> Path:
     """Return the path of an input file that can be read several times.
 
-    `-` is standard input. Standard input and pipes can be read once: they are copied into a
-    temporary file, which is removed at the end of the process. Its path prints as `-`, or as
-    the name of the pipe.
+    `-` is standard input. Standard input and pipes can be read once: the first call in a
+    process copies them into a temporary file, removed at its end, and later calls return that
+    copy, whatever has come since. Its path prints as `-`, or as the name of the pipe.
 
     Raises:
         StorageError: the copy cannot be written.
     """
     path = Path(name)
-    if os.fspath(name) == STDIN:
+    if os.fspath(name) in (STDIN, *_NAMES_OF_STDIN):
         return _copy(None)
     with suppress(OSError, ValueError):
-        if path.is_fifo() or path.resolve() == Path("/dev/stdin").resolve():
+        if path.is_fifo():
             return _copy(path)
     return path
 
@@ -568,8 +570,10 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
         raise InputError(msg) from error
 
 
-def _same(one: Path, other: Path) -> bool:
+def _same(source: Path, written: Path) -> bool:
     try:
-        return one.samefile(other)
+        if is_copy(source) and str(source) == STDIN:  # a terminal or device loses nothing
+            return written.is_file() and os.path.samestat(os.fstat(0), written.stat())
+        return source.samefile(written)
     except OSError:
         return False

@@ -124,12 +124,18 @@ def read_cost(fields: Any) -> PrefillCost:
     """
     from kvcore.models.catalogue import find_device, find_model  # noqa: PLC0415 - a long table
 
+    reason = None
     try:
         model, device = (fields[name] for name in _NAMES)
         if "token_seconds" not in fields:
             return PrefillCost.for_model(find_model(model), find_device(device))
-        pairs = tuple((window, float(seconds)) for window, seconds in fields["pair_seconds"])
-        return PrefillCost(float(fields["token_seconds"]), pairs, model, device)
+        from msgspec import convert  # noqa: PLC0415 - it takes a while to import
+
+        cost = convert(fields, PrefillCost)
+        numbers = [number or 0 for pair in fields["pair_seconds"] for number in pair]
+        if min(numbers, default=0) >= 0 <= cost.token_seconds:
+            return cost
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        msg = f"what it costs to compute a block again cannot be read from {fields!r:.80}"
-        raise InputError(msg) from error
+        reason = error
+    msg = f"what it costs to compute a block again cannot be read from {fields!r:.80}"
+    raise InputError(msg) from reason

@@ -1,4 +1,4 @@
-/* The twin of `Arrivals` of kvcore/serving/loop.py, and of how that queues or rejects a request.
+/* The twin of kvcore/workloads/arrivals.py, and of how kvcore/serving/loop.py takes a request.
  *
  * From the first request of a session on, Python says which request arrives next. Where a request
  * needs what the core lacks, such as a hint, `leaves` is set: Python goes on before the next plan.
@@ -58,8 +58,7 @@ int read_next(Core *c)
     if (plain) {
         at = INT_FIELD(request, arrival);
         id = FIELD(request, id);
-        if (PyErr_Occurred())
-            PyErr_Clear(); /* Python says what is wrong */
+        PyErr_Clear(); /* Python says what is wrong */
         plain = id && at >= c->last && at >= 0;
     }
     if (plain) {

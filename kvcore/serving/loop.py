@@ -122,14 +122,14 @@ class ServingLoop:
         self.steps = DecodeSteps()
         self.log = RunLog(cache.pool.blocks, slo) if log is None else log
         self._windows = latency.windows
-        planned, named = _output_commits(cache, scheduler, executor, batching)
+        publishes, names = _output_commits(cache, scheduler, executor, batching)
         self.batch = DecodeBatch(
             self.steps,
             cache.geometry.block_size,
             latency.windows,
             self.log.itl,
-            all_commit=named or cache.forgets,
-            ahead=planned and not rules.lag,
+            all_commit=names or cache.forgets,
+            ahead=publishes and not rules.lag,
         )
         server = ServiceEstimates(cache, latency, batching.max_seqs)
         self.allocator: DecodeAllocator
@@ -146,8 +146,8 @@ class ServingLoop:
         scheduler.bind()
         scheduler.attach(server)
         self.batcher = Batcher(cache, scheduler, batching, self.batch, self.allocator, server)
-        self.batcher.publishes_output, self.batcher.names_output = planned, named
-        if named and rules.lag:
+        self.batcher.publishes_output, self.batcher.names_output = publishes, names
+        if names and rules.lag:
             self.allocator.grown = self.batcher.publish_grown
         self.on_first_token: Callable[[Job, int], None] | None = None
         self.arrivals = arrivals
@@ -267,15 +267,19 @@ class ServingLoop:
 
     def idle_until(self) -> int:
         """Return when (ns) the next event is if no step runs, or NEVER."""
-        arrivals, batcher = self.arrivals, self.batcher
-        wake = min(arrivals.next_at, arrivals.prefetch_at)
-        if self._unseen:
-            wake = min(wake, self._unseen[0][0])
+        wake, batcher = self._next_event(), self.batcher
         if batcher.timers and batcher.waiting:
             wake = min(wake, batcher.timers[0][0])
-        if batcher.loads:
-            wake = min(wake, batcher.loads[0][0])
         return wake
+
+    def _next_event(self) -> int:
+        """Return when (ns) an event comes by itself, timers and pins left out; or NEVER."""
+        event = min(self.arrivals.next_at, self.arrivals.prefetch_at)
+        if self._unseen:
+            event = min(event, self._unseen[0][0])
+        if self.batcher.loads:
+            event = min(event, self.batcher.loads[0][0])
+        return event
 
     def abort(self, job: Job, why: str) -> bool:
         """End `job` early, between two turns; return False if that has to wait."""
@@ -334,11 +338,10 @@ class ServingLoop:
         if not request.prompt_tokens:
             return "its prompt is empty"
         if self._longest is not None:
-            bounded = self._bounded(request)
-            if not bounded.output_tokens and request.output_tokens:
-                prompt, longest = request.prompt_tokens, self._longest
+            prompt, longest = request.prompt_tokens, self._longest
+            if prompt + min(request.output_tokens, 1) > longest:
                 return f"its prompt has {prompt:,} tokens, and max_model_len is {longest:,}"
-            request = bounded
+            request = self._bounded(request)
         if self._in_one is not None:
             tokens = request.prompt_tokens + max(request.output_tokens - 1, 0)
             if tokens > self._in_one:
@@ -392,6 +395,16 @@ class ServingLoop:
             raise PolicyError(msg)
         return False
 
+    def _result(self) -> StepResult:
+        """Return the result of the step; jobs whose text ends in it have no more output."""
+        result = self._computed or self._compute()
+        self._computed = None
+        for job, output_tokens in result.ended:
+            job.output_tokens = output_tokens
+            if job.stage == DECODE:
+                self.batch.end(job)
+        return result
+
     def _compute(self) -> StepResult:
         """Run the step that is planned, or compute how long it takes."""
         batch, chunks = self.batch, self.batcher.chunks
@@ -428,15 +441,12 @@ class ServingLoop:
             for window in self._windows
         )
 
-    def _prefill_step(self) -> None:  # noqa: C901 - one step, in the order of its events
+    def _prefill_step(self) -> None:
         """Run one step that prefills, and decodes as well if steps are mixed."""
         batch, batcher = self.batch, self.batcher
         chunks = batcher.chunks
         decoding = batch.size if self._mixed else 0
-        took_ps, ended, named, _ = self._computed or self._compute()
-        self._computed = None
-        if ended:
-            self._cut_short(ended)
+        took_ps, _, named, _ = self._result()
         if decoding:
             batch.run(self.clock_ps, took_ps, 0, 1)
         now = self._pass(1, took_ps, decoding, named)
@@ -473,10 +483,7 @@ class ServingLoop:
             steps, took_ps = self._jumped or self._jump(NEVER)
             self._jumped = None
         else:
-            took_ps, ended, named, _ = self._computed or self._compute()
-            self._computed = None
-            if ended:
-                self._cut_short(ended)
+            took_ps, _, named, _ = self._result()
             steps = 1
             batch.run(self.clock_ps, took_ps, 0, 1)
         now = self._pass(steps, took_ps, tokens * steps, named)
@@ -498,36 +505,19 @@ class ServingLoop:
 
         Events that steps bring about do not count; NEVER: there is no other.
         """
-        size, batcher, arrivals = self.batch.size, self.batcher, self.arrivals
+        size, batcher = self.batch.size, self.batcher
         lines = self._lines.get(size)
         if lines is None:
             lines = self._lines[size] = decode_lines(self._executor.latency, size)
         if batcher.changed:
             return lines, 0  # the next step is followed by another plan in any case
-        event, pins = arrivals.next_at, self._cache.pins
-        if arrivals.prefetch_at < event:
-            event = arrivals.prefetch_at
+        event, pins = self._next_event(), self._cache.pins
         if batcher.timers:
             event = min(event, batcher.timers[0][0])
-        if batcher.loads:
-            event = min(event, batcher.loads[0][0])
-        if self._unseen:
-            event = min(event, self._unseen[0][0])
         return lines, min(event, pins.next_end) if pins else event
 
-    def _cut_short(self, ended: Iterable[tuple[Job, int]]) -> None:
-        """Reduce the output of jobs whose text has ended to the tokens they have."""
-        for job, output_tokens in ended:
-            job.output_tokens = output_tokens
-            if job.stage == DECODE:
-                self.batch.end(job)
-
     def _pass(
-        self,
-        steps: int,
-        took_ps: int,
-        decode: int,
-        named: Sequence[tuple[Job, Sequence[Key]]],
+        self, steps: int, took_ps: int, decode: int, named: Sequence[tuple[Job, Sequence[Key]]]
     ) -> int:
         """Advance the clock by steps that have run; return the time (ns).
 
@@ -698,32 +688,30 @@ class Lag:
 def _output_commits(
     cache: ServedCache, scheduler: Scheduler, executor: Executor, batching: Batching
 ) -> tuple[bool, bool]:
-    """Return whether plans commit generated blocks with keys that their step fills, and all.
+    """Return whether plans commit the generated blocks that their step fills.
 
-    Rules that share what is scheduled have it so, where it is sure that the step fills them:
-    not with drafts or a retention policy, nor if the plan may pause a job that decodes. The
-    other blocks are as good as committed when their request ends, unless the policy goes by
+    The first value is about blocks with keys. Rules that share what is scheduled have it so,
+    where it is sure that the step fills them: not with drafts or a retention policy, nor if
+    the plan may pause a job that decodes. The second is about those without keys as well,
+    which are as good as committed when their request ends, unless the eviction policy goes by
     the order in which blocks were inserted.
     """
     rules = batching.rules
     keeps = rules.generated == "cached" or find_override(rules, "keeps_generated") is not None
-    planned = (
+    publishes = (
         rules.commit == "scheduled"
         and batching.steps == "mixed"
         and not (scheduler.preemptive or find_override(scheduler, "plan"))
-        and cache.retention is executor.drafter is None
+        and cache.retention is None
+        and executor.drafter is None
         and not cache.grouped
     )
     ordered = find_override(cache.eviction, "on_insert") is not None
-    return planned, planned and ordered and keeps
+    return publishes, publishes and ordered and keeps
 
 
 def _check_parts(
-    drafter: Drafter | None,
-    cache: ServedCache,
-    allocator: DecodeAllocator,
-    *,
-    lag: int,
+    drafter: Drafter | None, cache: ServedCache, allocator: DecodeAllocator, *, lag: int
 ) -> None:
     """Raise InputError if two parts of a run contradict each other."""
     why, retention = "", cache.retention if cache.forgets else None

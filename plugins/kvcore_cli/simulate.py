@@ -33,7 +33,7 @@ from kvcore_cli.options import (
     traffic_options,
     workload_argument,
 )
-from kvcore_cli.output import json_option, print_sections
+from kvcore_cli.output import emit_json, json_option, print_sections
 from kvcore_cli.served import opened
 from kvcore_cli.verb import option, verb
 
@@ -73,7 +73,7 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
     config = config_of(given, "simulate")
     named = naming(given["config"], from_file)
     if given["show"]:
-        _show_rules(config)
+        _show_rules(config, as_json=given["as_json"])
         return
     _check_effect(ctx, named)
     parts = config.build(naming=named)
@@ -88,7 +88,7 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
     )
 
 
-def _show_rules(config: RunConfig) -> None:
+def _show_rules(config: RunConfig, *, as_json: bool) -> None:
     """Print the limits of a step and the rules of a configuration, with their meanings."""
     rules = built_rules(config.like)
     texts = _meanings(Rules) | _meanings(type(rules))
@@ -96,6 +96,18 @@ def _show_rules(config: RunConfig) -> None:
     plain = {name: CORE[name].default for name in CORE} | Rules().options()
     values = {**config.options, **rules.choices(), **rules.options()}
     own = [name for name in rules.options() if name not in CHOICES]
+    names = (*LIMITS, *CHOICES, *own, "scheduler", "eviction", "prefix")
+    if as_json:
+        options = {
+            name: {
+                "value": _as_json(values[name]),
+                "kvcore": _as_json(plain.get(name)),
+                "meaning": meanings.get(name, "").rstrip("."),
+            }
+            for name in names
+        }
+        emit_json({"schema": 1, "rules": rules.name, "options": options})
+        return
     rows = [
         (
             name,
@@ -103,12 +115,17 @@ def _show_rules(config: RunConfig) -> None:
             as_text(plain.get(name, "-")),
             meanings.get(name, "").rstrip("."),
         )
-        for name in (*LIMITS, *CHOICES, *own, "scheduler", "eviction", "prefix")
+        for name in names
     ]
     about = "" if config.like is None else (getdoc(type(rules)) or "").partition("\n\n")[0]
     print_sections(
         " ".join(about.split()), Table(("option", "value", "kvcore", "meaning"), rows, ())
     )
+
+
+def _as_json(value: Any) -> Any:
+    """Return a number, a truth value or None as it is, and anything else as text."""
+    return value if value is None or isinstance(value, int | float) else as_text(value)
 
 
 def _meanings(rules: type[Rules]) -> dict[str, str]:

@@ -297,6 +297,17 @@ def test_rotary_moves_a_key_to_a_later_position(family, monkeypatch):
         assert turned.allclose(there, atol=1e-4 * float(here.abs().max()))
 
 
+def test_rotary_embeddings_are_found_without_gradients():
+    """The pass that finds the rotary embeddings records nothing for gradients."""
+    generator = loaded(HuggingFace(model=tiny("llama")))
+    recorded = []
+    generator.network.register_forward_pre_hook(
+        lambda *_: recorded.append(torch.is_grad_enabled())
+    )
+    assert generator.rotary
+    assert recorded == [False]
+
+
 def test_layers_that_do_not_rotate_have_no_speeds(monkeypatch):
     """Layers without positions have a rotary embedding without speeds."""
     monkeypatch.setitem(FAMILIES, "cohere2", ROTARY["cohere2"])

@@ -6,6 +6,7 @@
 import ast
 import sys
 from collections import deque
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from io import FileIO
 from pathlib import Path
@@ -228,6 +229,18 @@ def test_steps_with_other_work_are_left_out(server, path, special):
     assert [row[2] for row in rows(path)] == [7]
 
 
+def test_a_step_that_was_not_planned_here_is_left_out(server, path):
+    """The end of a step that was never planned has no work: that of another is not its own."""
+    scheduler = server()
+    scheduler.script.extend([decode(5), decode(6), decode(7)])
+    for now, foreign in ((1, None), (2, decode(8))):
+        scheduler.clock = partial(int, now)
+        planned = scheduler.schedule()
+        scheduler.update_from_output(foreign or planned, 0)
+    scheduler.shutdown()
+    assert rows(path) == []
+
+
 def test_recording_ends_after_the_greatest_number_of_rows(server, steps, path, monkeypatch):
     """Recording ends after `MOST_ROWS` rows, so that it does not fill a disk."""
     monkeypatch.setattr(steps, "MOST_ROWS", 4)
@@ -262,6 +275,15 @@ def test_a_full_disk_ends_recording_with_one_warning(server, steps, path, monkey
     (warning,) = caplog.records
     assert "recording has ended" in warning.message
     assert scheduler.closed
+
+
+def test_a_disk_without_room_for_the_header_gets_no_file(server, path, monkeypatch, caplog):
+    """Without room for the header no steps are recorded, and no file is in the way later."""
+    monkeypatch.setattr(FullDisk, "left", 20)
+    monkeypatch.setattr(Path, "open", lambda path, mode, **_: FullDisk(path, mode))
+    assert serve(server(), [decode(1), decode(2)], [1, 2]) == [0, 1]
+    assert not path.exists()
+    assert "no steps are recorded: no space" in caplog.text
 
 
 def test_a_plan_of_another_layout_ends_only_the_recording(server, path, caplog):

@@ -325,5 +325,5 @@ def test_find_capacity_refuses_a_drafter():
 
 def test_the_error_for_a_name_that_is_none_has_one_that_is_like_it():
     """A verb whose call has a longer name is not found without that name."""
-    with pytest.raises(AttributeError, match="did you mean compare_routers"):
+    with pytest.raises(AttributeError, match="did you mean 'compare_routers'"):
         kvcore.routers  # noqa: B018 - it raises

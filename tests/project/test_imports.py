@@ -267,3 +267,13 @@ def test_lazily_imported_names_exist(path):
     assert set(package.__all__) <= set(dir(package))
     with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute"):
         _ = package.no_such_name
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("simluate", " (did you mean 'simulate'?)"), ("e", ""), ("__odd__", "")]
+)
+def test_a_misspelled_name_of_the_front_door_is_told_with_the_nearest(name, hint):
+    """A name that kvcore lacks is told with the nearest one, if one is near."""
+    with pytest.raises(AttributeError) as raised:
+        getattr(kvcore, name)
+    assert str(raised.value) == f"module 'kvcore' has no attribute {name!r}{hint}"

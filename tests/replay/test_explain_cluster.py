@@ -110,6 +110,19 @@ def test_json_and_text_have_the_replica(path):
     assert f"Replica {loss['replica']} had them" in text
 
 
+def test_a_new_prompt_is_new_to_its_replica(path):
+    """Of a prompt whose keys its replica lacks, it is not said that no request had them."""
+    found = explain(path)
+    texts = [
+        str(RequestReport(found, reasons))
+        for reasons in found.requests.values()
+        if any(loss.way == "starts" for loss in reasons.losses)
+    ]
+    sentence = "No request that its replica admitted before begins with this block."
+    assert texts
+    assert all(sentence in text for text in texts)
+
+
 def test_refused_requests_are_rejected_with_the_reason(tmp_path):
     """Requests that were rejected before an admission have the reason, and no losses.
 

@@ -178,6 +178,13 @@ def test_several_runs_differ_from_the_first():
     assert rows["blocks evicted"] == ["7", "9", "+2", "7", "=", "7", "="]
 
 
+def test_one_block_in_billions_is_a_change():
+    """A count that changes by one has changed, however large it is."""
+    runs = [attrs.evolve(UNTIMED, evicted_blocks=10**10 + more) for more in (0, 1, 0)]
+    rows = {row[0]: row[1:] for row in run_rows(runs, timed=False)}
+    assert rows["blocks evicted"][2::2] == ["+1", "="]
+
+
 def test_an_slo_that_was_different_is_told_in_seconds():
     """A trace has ns, and the command line seconds."""
     told = report(

@@ -275,6 +275,27 @@ def test_a_cost_read_from_the_header_equals_the_recorded_cost(cost):
     assert read_cost(orjson.loads(orjson.dumps(cost_fields(cost)))) == cost
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"pair_seconds": [["x", 1e-9]]},
+        {"pair_seconds": [[-5, 1e-9]]},
+        {"pair_seconds": [[None, -1e-9]]},
+        {"pair_seconds": [[None]]},
+        {"pair_seconds": None},
+        {"token_seconds": "nan"},
+        {"token_seconds": -1.0},
+        {"model": ["m"]},
+        {"device": 3},
+    ],
+)
+def test_a_cost_of_other_types_is_refused(wrong):
+    """A cost whose fields have other types than recorded ones, or are negative, is refused."""
+    fields = cost_fields(PrefillCost(0.25, ((None, 0.5), (8, 1e-9)), "m", "d"))
+    with pytest.raises(InputError, match="cannot be read from"):
+        read_cost(fields | wrong)
+
+
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "llama-4-scout", "gemma-3-12b"])
 def test_a_model_of_several_kinds_of_layers_is_rebuilt_from_the_header(tmp_path, name):
     """Step times of a model with caches, or windows, follow from its record in the header."""

@@ -277,14 +277,20 @@ class TreeHost:
         self._hold(parent)
         self._last_id += 1
         start, blocks = parent.end, len(node.key) // self.page_size
-        path = Path(
-            None if parent is self._root else parent.path_keys,  # type: ignore[arg-type]
-            start, blocks, node.key, self._keys,
-        )  # fmt: skip
+        above: Any = None if parent is self._root else parent.path_keys
         span = Span(
-            self._last_id, start, start + blocks, parent, self._geometry, path, None, now,
-            self._last_id, self._order(self.request), getattr(self.request, "rid", ""),
-        )  # fmt: skip
+            id=self._last_id,
+            start=start,
+            end=start + blocks,
+            parent=parent,
+            geometry=self._geometry,
+            path_keys=Path(above, start, blocks, node.key, self._keys),
+            ids=None,
+            now=now,
+            created_order=self._last_id,
+            last_hit_order=self._order(self.request),
+            last_request=getattr(self.request, "rid", ""),
+        )
         span.children = {}
         siblings: Any = parent.children
         siblings[node.key.child_key(self.page_size)] = span
@@ -396,14 +402,14 @@ class TreeHost:
         self.eviction.on_release(span, self.clock())
 
     def _admission_at(self, node: Any) -> _Admission | None:
-        """Count an admission; call `on_miss` of the policy unless the whole prompt hits."""
+        """Return the latest admission whose match ended at `node`; None: there is none."""
         return next(
             (admission for admission in reversed(self._admitted) if admission.node is node),
             None,
         )
 
     def _miss(self, admission: _Admission, now: int) -> None:
-        """Count an admission, and call `on_miss` of the policy unless the whole prompt hits."""
+        """Number an admission and tell of it, the first time its request comes here."""
         request = admission.request
         self.eviction.requester = request.rid
         if admission.missed or request in self._orders:
@@ -411,14 +417,19 @@ class TreeHost:
         admission.missed = True
         self._admissions += 1
         self._orders[request] = self._admissions
+        self._tell(admission, now)
+
+    def _tell(self, admission: _Admission, now: int) -> None:
+        """Record a request, and call `on_miss` of the policy unless the whole prompt hits."""
         hit = self._spans.get(admission.node, self._root).end
-        missed = self._on_miss is not None and hit < len(admission.prompt) // self.page_size
-        if missed or self.recorder is not None:
-            asking = self._asked(admission)
-            if self.recorder is not None:
-                self.recorder.request(asking, now)
-            if missed and self._on_miss is not None:
-                self._on_miss(asking, hit, now)
+        on_miss = self._on_miss if hit < len(admission.prompt) // self.page_size else None
+        if on_miss is None and self.recorder is None:
+            return
+        asking = self._asked(admission)
+        if self.recorder is not None:
+            self.recorder.request(asking, now)
+        if on_miss is not None:
+            on_miss(asking, hit, now)
 
     def _asked(self, admission: _Admission) -> Request:
         """Return a request as policies and traces see it. O(tokens of its prompt)."""

@@ -107,12 +107,17 @@ class StepRecorder:
         self._plans: deque[tuple[Any, tuple[int, int, int, int] | None]] = deque()
         self._steps = 0
         self._since: float | None = None  # the end of the step before; None after idle time
-        self._rows = [HEADER]
+        self._rows: list[str] = []
         self._written = 0
         self._size = 0
         # Unbuffered: a write is whole, or what there is of it can be cut off.
         self._file = path.open("xb", buffering=0)
-        self._write()
+        try:
+            self._append(HEADER)
+        except OSError:
+            self._file.close()
+            path.unlink(missing_ok=True)  # the next start would refuse to write over it
+            raise
 
     def __bool__(self) -> bool:
         """Return True while steps are recorded."""
@@ -143,11 +148,12 @@ class StepRecorder:
             _log.info("%s: %d steps in %s: %s", VARIABLE, self._written, self._path, why)
 
     def _end(self, output: Any, now: float, *, busy: bool) -> None:
-        work = None
         while self._plans:
             plan, work = self._plans.popleft()
             if plan is output:
                 break
+        else:
+            work = None  # of a step that was not planned here nothing is known
         computed = output.total_num_scheduled_tokens > 0
         self._steps += computed
         since = self._since
@@ -161,13 +167,16 @@ class StepRecorder:
             self._write()
 
     def _write(self) -> None:
-        data = "".join(self._rows).encode()
+        self._append("".join(self._rows))
+        self._written += len(self._rows)
+        self._rows.clear()
+
+    def _append(self, text: str) -> None:
+        data = text.encode()
         if self._file.write(data) < len(data):
             msg = f"no space for {len(data)} bytes"
             raise OSError(msg)
         self._size += len(data)
-        self._written += len(self._rows) - (HEADER in self._rows)
-        self._rows.clear()
 
     def _fail(self, error: Exception) -> None:
         """Stop recording, keep all rows that the disk takes, and log why, once."""

@@ -289,7 +289,6 @@ def dtype_of(model: PreTrainedModel) -> str:
     return _refuse(model, f"computes in {model.dtype}; one of {', '.join(TORCH_DTYPES)} can")
 
 
-@torch.no_grad()
 def positions_of(model: PreTrainedModel) -> int | None:
     """Return the number of positions in the model's table, learned or not; None without one.
 
@@ -306,6 +305,7 @@ def positions_of(model: PreTrainedModel) -> int | None:
     return None
 
 
+@torch.no_grad()
 def rotary_of(model: PreTrainedModel) -> tuple[Rotary | None, ...]:
     """Return the rotary embedding of each layer of a `model` that is switched over.
 

@@ -211,8 +211,10 @@ class PagedBatch(AttentionCache):
     def _prefill(self, prompts: list[list[int]]) -> None:
         """Compute all but the last token of the prompts, without padding, equal ones once."""
         first: dict[tuple[int, ...], Sequence] = {}
+        rows: dict[tuple[int, ...], int] = {}
         for prompt in map(tuple, prompts):
             if prompt not in first:
+                rows[prompt] = len(first)
                 first[prompt] = self._open(prompt, len(prompt))
         missing = {
             sequence: prompt[sequence.computed : -1]
@@ -224,8 +226,7 @@ class PagedBatch(AttentionCache):
             self._run(missing, batch, [*chain.from_iterable(missing.values())])
         for sequence, tokens in missing.items():
             self._cache.commit(sequence, len(tokens))
-        order = list(first)
-        self.batch_select_indices(torch.tensor([order.index(tuple(p)) for p in prompts]))
+        self.batch_select_indices(torch.tensor([rows[tuple(prompt)] for prompt in prompts]))
 
     def _packed_cache(self, sequences: list[Sequence], batch: RaggedBatch) -> PackedCache:
         """Return the cache of a ragged batch of prompts."""

@@ -255,17 +255,26 @@ class HuggingFace(SamplingGenerator):
 
 @contextmanager
 def _refusing(what: str) -> Iterator[None]:
-    """Raise InputError for whatever a tokenizer or a template raises, which files describe.
+    """Raise InputError for whatever a model, tokenizer or template raises: files describe them.
 
     A panic of a tokenizer, whose code is in Rust, is no `Exception`.
     """
     try:
         yield
-    except KeyboardInterrupt:
+    except (InputError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        msg = f"{what}: {type(error).__name__}: {error}"
+        msg = f"{what}: {_reason(error)}"
         raise InputError(msg) from error
+
+
+def _reason(error: BaseException) -> str:
+    """Return in one line why files of a model or a tokenizer cannot be used."""
+    if "trust_remote_code" in str(error):
+        return "it comes with code of its own, and kvcore runs none"
+    if isinstance(error, UnpicklingError):
+        return "its weights are a pickle of more than tensors: use safetensors"
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _read(auto: str, source: str | Path, what: str) -> Any:
@@ -286,23 +295,14 @@ def _read(auto: str, source: str | Path, what: str) -> Any:
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     try:
-        try:
-            return _pretrained(auto, path, what, local=True)
-        except OSError:
-            if is_folder:
-                raise
-        _announce_download(path, what)
-        return _pretrained(auto, path, what, local=False)
-    except (InputError, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # a panic of a tokenizer is no `Exception`
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        if "trust_remote_code" in str(error):
-            reason = "it comes with code of its own, and kvcore runs none"
-        elif isinstance(error, UnpicklingError):
-            reason = "its weights are a pickle of more than tensors: use safetensors"
-        msg = f"{source}: no {what} that transformers can read: {reason}"
-        raise InputError(msg) from error
+        with _refusing(f"{source}: no {what} that transformers can read"):
+            try:
+                return _pretrained(auto, path, what, local=True)
+            except OSError:
+                if is_folder:
+                    raise
+            _announce_download(path, what)
+            return _pretrained(auto, path, what, local=False)
     finally:
         if shows_progress:
             logging.enable_progress_bar()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import click
@@ -29,12 +30,15 @@ from kvcore_replay.cli.plot_option import picture_option, plot_file
 def _conditions(
     ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, str]:
-    """Return the values that rows must have, by column."""
-    conditions = dict(text.partition("=")[::2] for text in values)
-    if not all(conditions.values()):
-        msg = "write NAME=VALUE, such as device=h100,h200"
-        raise click.BadParameter(msg, ctx, param)
-    return conditions
+    """Return the values that rows may have, by column; of a column given twice, all."""
+    conditions: dict[str, list[str]] = {}
+    for text in values:
+        name, _, accepted = text.partition("=")
+        if not accepted:
+            msg = "write NAME=VALUE, such as device=h100,h200"
+            raise click.BadParameter(msg, ctx, param)
+        conditions.setdefault(name, []).append(accepted)
+    return {name: ",".join(accepted) for name, accepted in conditions.items()}
 
 
 @verb("kvcore validate aic --where weights_dtype=fp8", "kvcore validate rows.csv -o errors.png")
@@ -108,14 +112,14 @@ def validate(ctx: click.Context, /, source: str, by: str, **given: Any) -> None:
                 progress=progress,
                 **options,
             ),
-            by.split(","),
+            [columns.strip() for columns in by.split(",")],
         )
-        document = report.document() if given["as_json"] else {}
-        sections = () if given["as_json"] else report.sections
+        show = (
+            partial(emit_json, report.document())
+            if given["as_json"]
+            else partial(print_sections, *report.sections)
+        )
         write_plot(report.plot)
         if rows is not None:
             report.write_csv(rows)
-    if given["as_json"]:
-        emit_json(document)
-    else:
-        print_sections(*sections)
+    show()

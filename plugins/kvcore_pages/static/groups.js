@@ -19,7 +19,7 @@ function cutSpan(cache, span, wanted) {
     else runs.push({ is, start: span.start + span.step * at, ids: [id] });
   });
   return runs.map(({ is, start, ids }, at) => {
-    const part = at ? Object.assign(Object.create(Span.prototype), span, { id: cache.nextSpan++, hitters: span.hitters.slice(), children: new Set() }) : span;
+    const part = at ? Object.assign(Object.create(Span.prototype), span, { id: cache.nextSpan++, children: new Set() }) : span;
     Object.assign(part, { start, ids });
     cache.addRoot(part);
     return is ? part : null;

@@ -36,7 +36,7 @@ class Span {
     this.step = 1;
     this.pins = 1; // sequences that hold it
     this.hits = 0; // requests that hit it, but for the one that stored it
-    this.hitters = []; // the last of these
+    this.hitters = []; // the last of these; replaced, never changed
     this.stored = now;
     this.last = now; // time of its last hit, or when it was stored
     this.children = new Set();
@@ -86,7 +86,10 @@ function contentPieces({ leader, shared }, request, first, end) {
   return found.reverse();
 }
 
+/** How many of the last requests that hit a span are kept. */
 const HITTERS = 8;
+
+/** The tier in a row of OFFLOAD whose blocks are those of a preempted sequence. */
 const PARKED = -2;
 
 /** The free blocks: those that were freed last are given first, then the unused ones, ascending. */
@@ -198,7 +201,6 @@ class Cache {
         made = Object.assign(Object.create(Span.prototype), span);
         twins.set(span, made);
         made.ids = span.ids.slice();
-        made.hitters = span.hitters.slice();
       }
       return made;
     };
@@ -239,10 +241,10 @@ class Playback {
     this.begin = this.times[0];
     this.end = this.times[this.length - 1];
     this.appliers = about.words.kinds.map((name) => Playback.appliers[name] ?? null);
-    this.seen = -1; // the last row that was ever run, and the blocks that rows up to there move
-    this.moved = new Int32Array(1 << 12);
-    this.movedAt = new Float64Array(this.length + 1);
-    this.movedEnd = 0;
+    this.seen = -1; // the last row that was ever run
+    this.moved = new Int32Array(1 << 12); // the blocks that rows up to there move, one row after another
+    this.movedAt = new Float64Array(this.length + 1); // by row: where its blocks begin there
+    this.movedEnd = 0; // where the next ones go
     this.reset();
     this.kept = [{ row: -1, cache: this.cache.clone() }];
     // So many copies of the state are kept that they take some 100 MB at most.
@@ -362,8 +364,7 @@ class Playback {
       each.last = this.times[row];
       if (isHit) {
         each.hits += 1;
-        each.hitters.push(seq.request);
-        if (each.hitters.length > HITTERS) each.hitters.shift();
+        each.hitters = [...each.hitters, seq.request].slice(-HITTERS);
       }
     }
   }
@@ -439,7 +440,7 @@ Playback.appliers = {
     const lower = this.cache.spans.get(a[row]);
     const cut = c[row] - lower.start;
     const upper = Object.assign(Object.create(Span.prototype), lower);
-    Object.assign(upper, { id: b[row], ids: lower.ids.slice(0, cut), hitters: lower.hitters.slice() });
+    Object.assign(upper, { id: b[row], ids: lower.ids.slice(0, cut), hitters: lower.hitters });
     upper.children = new Set([lower]);
     const siblings = lower.parent ? lower.parent.children : this.cache.roots;
     siblings.delete(lower);

@@ -17,8 +17,11 @@ from kvcore.serving.rules import Reserve, Rules
 class VLLM(Rules):
     """vLLM 0.33 V1 as `vllm serve` starts it on an H100: asynchronous scheduling, chunked
     prefill and prefix caching. --like vllm:lag=0 is --no-async-scheduling; --scheduler
-    priority is --scheduling-policy priority. --like vllm:duplicates=true keeps a block twice
-    that two requests compute, as vLLM does, at some twenty times the CPU time.
+    priority is --scheduling-policy priority.
+
+    Args:
+        duplicates: whether a block that two requests have computed is kept twice, as vLLM
+            does, at some twenty times the CPU time.
     """  # noqa: D205 - a paragraph that `--show` prints
 
     name: ClassVar[str] = "vllm"

@@ -521,10 +521,10 @@ class Explanation(Shown):
         victims: Counter[Id] = Counter()
         beneficiaries: Counter[Id] = Counter()
         points: dict[int, DivergencePoint] = {}
-        missed = (
+        lost = (
             (reasons, loss) for reasons in self.requests.values() for loss in reasons.losses
         )
-        for reasons, loss in missed:
+        for reasons, loss in lost:
             sums = [categories[loss.category], *(groups[index] for index in loss.groups)]
             if loss.way is not None:
                 sums.append(ways[loss.way])
@@ -538,15 +538,12 @@ class Explanation(Shown):
                 victims[reasons.request] += loss.tokens
                 beneficiaries[loss.eviction.beneficiary] += loss.tokens
             prefill = self.prefill_seconds(loss)
-            for lost in sums:
-                lost.add(loss.tokens, prefill, first=loss is reasons.losses[0])
-        admitted = [
-            request for request in self.requests.values() if request.admitted is not None
-        ]
-        prompts, hits = (
-            [reasons.tokens for reasons in admitted],
-            [reasons.hit for reasons in admitted],
-        )
+            for missed in sums:
+                missed.add(loss.tokens, prefill, first=loss is reasons.losses[0])
+        admitted = [each for each in self.requests.values() if each.admitted is not None]
+        prompts = [reasons.tokens for reasons in admitted]
+        hits = [reasons.hit for reasons in admitted]
+        places = sorted(points.values(), key=lambda point: (-point.requests, -point.tokens))
         return Summary(
             admitted=states["admitted"],
             rejected=states["rejected"],
@@ -555,15 +552,13 @@ class Explanation(Shown):
             readmitted=sum(reasons.again for reasons in admitted),
             prompt_tokens=sum(prompts),
             hit_tokens=sum(hits),
-            longest_prompt=max((request.prompt for request in admitted), default=0),
+            longest_prompt=max((reasons.prompt for reasons in admitted), default=0),
             prefill_s=prefill_seconds(self.cost, prompts),
             saved_s=prefill_seconds(self.cost, hits),
             categories=categories,
             ways=ways,
             salted=salted,
-            places=sorted(points.values(), key=lambda point: (-point.requests, -point.tokens))[
-                :top
-            ],
+            places=places[:top],
             victims=victims.most_common(top),
             beneficiaries=beneficiaries.most_common(top),
             load_s=seconds(loads),

@@ -28,12 +28,14 @@ def trace_sections(report: Report) -> list[Section]:
     ]
     evicted, replicas = report.evictions, report.replicas or []
     rows.append(("evictions", f"{evicted['blocks']:,} blocks, digest {evicted['digest'][:16]}"))
-    cluster: Section = Table(
-        ["replica", *COUNTS, "hit ratio by block", "blocks cached"],
-        [[*_replica(replica)] for replica in replicas],
+    cluster: Section = (
+        f"--json has each of the {len(replicas):,} replicas."
+        if len(replicas) > MOST_ROWS
+        else Table(
+            ["replica", *COUNTS, "hit ratio by block", "blocks cached"],
+            [[*_replica(replica)] for replica in replicas],
+        )
     )
-    if len(replicas) > MOST_ROWS:
-        cluster = f"--json has each of the {len(replicas):,} replicas."
     setting = setup(report.header) if report.header else ""
     groups = Table(
         ["group", "keeps", "blocks cached", "private"],

@@ -123,7 +123,7 @@ class RequestReport:
         if loss.eviction is not None:
             return self._evicted(losses) + self._dropped(losses) + self._short(loss)
         if loss.category == "compulsory":
-            return _new(loss)
+            return _new(loss, cluster=self.reasons.replica is not None)
         return {
             "in_flight": f"Request {loss.other}, admitted before, was still computing them.",
             "unkept": (
@@ -419,10 +419,14 @@ def _cut(reason: str | None) -> str:
     return f"INCOMPLETE: {reason}; told as if nothing followed."
 
 
-def _new(loss: MissSegment) -> str:
-    """Return the phrase about how a compulsory miss begins."""
+def _new(loss: MissSegment, *, cluster: bool) -> str:
+    """Return the phrase about how a compulsory miss begins.
+
+    On a cluster it is about the requests of one replica: another may have had these keys.
+    """
     if loss.way == "starts":
-        story = "No request admitted before begins with this block."
+        before = "that its replica admitted before" if cluster else "admitted before"
+        story = f"No request {before} begins with this block."
         if loss.other_salts:
             story += (
                 f" Of other salts there were {loss.other_salts:,}; whether one has the same "
@@ -432,11 +436,12 @@ def _new(loss: MissSegment) -> str:
     # Only blocks that an earlier run left in a tier have no request.
     other = "an earlier run" if loss.other is None else f"request {loss.other}"
     if loss.way == "extends":
-        return f"Goes on where {other} ends, as no request did before."
+        here = " of its replica" if cluster else ""
+        return f"Goes on where {other} ends, as no request{here} did before."
     if loss.way == "ends":
         return (
             f"Its last key covers a part of a block: {other} has what comes "
-            "before, nobody this."
+            f"before, {'no request of its replica' if cluster else 'nobody'} this."
         )
     point = loss.place
     assert point is not None

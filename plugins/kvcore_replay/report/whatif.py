@@ -76,14 +76,16 @@ class WhatIfReport:
     @property
     def warning(self) -> str:
         """A warning of overload for each of the runs whose queue grows."""
-        whatif = self.whatif
-        return "\n".join(
-            f"SATURATED, {name}: {whatif.workload} "
-            f"{overload(run.saturation or {}, run.offered_load, run.slo_met, able, times)}"
-            for name, run in (("recorded", whatif.recorded), ("what if", whatif.rerun))
-            if run.saturated
-            for able, times in [(_able(run.config), "times marked *")]
-        )
+        whatif, lines = self.whatif, []
+        for name, run in (("recorded", whatif.recorded), ("what if", whatif.rerun)):
+            if run.saturated:
+                able = _able(run.config)
+                saturation = run.saturation or {}
+                why = overload(
+                    saturation, run.offered_load, run.slo_met, able, "times marked *"
+                )
+                lines.append(f"SATURATED, {name}: {whatif.workload} {why}")
+        return "\n".join(lines)
 
     @property
     def headline(self) -> str:
@@ -140,9 +142,11 @@ class WhatIfReport:
     @property
     def prices(self) -> str:
         """A sentence with the prices of the GPUs of both runs; empty without costs."""
-        costs = [run.cost for run in (self.whatif.recorded, self.whatif.rerun) if run.cost]
-        prices = dict.fromkeys("; ".join(cost["prices"] for cost in costs).split("; "))
-        return f"GPUs: {'; '.join(prices)}." if costs else ""
+        prices: dict[str, None] = {}  # in order, and one of both runs once
+        for run in (self.whatif.recorded, self.whatif.rerun):
+            if run.cost:
+                prices |= dict.fromkeys(run.cost["prices"].split("; "))
+        return f"GPUs: {'; '.join(prices)}." if prices else ""
 
     @property
     def tables(self) -> Iterator[Table]:
@@ -244,7 +248,7 @@ def change_text(before: float | None, after: float | None, write: Callable[[Any]
     """
     if before is None or after is None:
         return NONE
-    if isclose(before, after):
+    if before == after or (write is not _count and isclose(before, after)):
         return SAME
     if write is _count:
         return f"{after - before:+,}"

@@ -290,6 +290,13 @@ def test_max_model_len_cuts_outputs_and_rejects_prompts():
     assert run.rejected == {"b": "its prompt has 12 tokens, and max_model_len is 12"}
 
 
+def test_max_model_len_bounds_prompts_without_output():
+    """A prompt longer than `max_model_len` is rejected, even if nothing is generated."""
+    run = serve([ask("a", 0, 12, 0), ask("b", 0, 13, 0)], max_model_len=12)
+    assert run.rows["a"]["output"] == 0
+    assert run.rejected == {"b": "its prompt has 13 tokens, and max_model_len is 12"}
+
+
 @pytest.mark.parametrize(
     ("rule", "message"),
     [

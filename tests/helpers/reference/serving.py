@@ -328,7 +328,8 @@ class Server:
         in_one = not self.limits.chunked and self.rules.unchunked == "wait"
         if not job.target:
             return "prompt is empty"
-        if job.request.output_tokens and not job.output_tokens:
+        longest = self.limits.max_model_len
+        if longest and job.target + bool(job.request.output_tokens) > longest:
             return "max_model_len"
         if in_one and tokens > self.limits.max_tokens:
             return "in one step"

@@ -116,6 +116,24 @@ def test_like_none_simulates_by_kvcores_own_rules():
     assert vllm["compared"][0]["simulated_ttft"] != own["compared"][0]["simulated_ttft"]
 
 
+def test_a_column_may_be_given_twice():
+    """Rows of any of the values are taken, given by one option or by two."""
+    once, twice = (
+        json.loads(run("rows.csv", "--json", *more))
+        for more in (
+            ("--where", "device=h100,h200"),
+            ("--where", "device=h100", "--where", "device=h200"),
+        )
+    )
+    assert (once["rows"], twice) == (3, once)
+
+
+def test_columns_of_groups_may_have_spaces_between_them():
+    """Spaces beside the commas of `--by` are no part of a name."""
+    document = json.loads(run("rows.csv", "--json", "--by", "engine, device"))
+    assert {group["by"] for group in document["groups"]} == {"engine", "device"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

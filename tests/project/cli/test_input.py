@@ -8,7 +8,7 @@ from threading import Thread
 from types import SimpleNamespace
 
 import pytest
-from helpers.commands import run_here
+from helpers.commands import as_process, run_here
 
 from kvcore import files
 
@@ -100,6 +100,17 @@ def test_a_workload_is_read_from_a_pipe(tmp_path):
     done = run_here("compare", "pipe", "--blocks", "2", "--json", cwd=tmp_path)
     writer.join()
     assert json.loads(done.stdout)["workload"]["requests"] == 8
+
+
+@pytest.mark.parametrize("source", ["w.jsonl", "-", "/dev/stdin", "/dev/fd/0"])
+def test_no_trace_is_written_over_requests_on_standard_input(tmp_path, source):
+    """The file that is standard input is not written over, by whatever name it is read."""
+    path = tmp_path / "w.jsonl"
+    path.write_text(ROWS)
+    with path.open() as file:
+        done = as_process("simulate", source, "--trace", "w.jsonl", cwd=tmp_path, stdin=file)
+    assert (done.returncode, path.read_text()) == (2, ROWS)
+    assert "cannot write w.jsonl: the requests come from" in done.stderr
 
 
 @pytest.mark.parametrize(

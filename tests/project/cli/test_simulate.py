@@ -52,6 +52,17 @@ def test_the_report_has_pool_outcome_and_options():
         assert words in setup
 
 
+@pytest.mark.parametrize("like", ["kvcore", "vllm", "sglang"])
+def test_rules_are_shown_as_a_document(like):
+    """`--show --json` is a document with each limit and rule, and each has a meaning."""
+    shown = report("--like", like, "--show")
+    assert (shown["schema"], shown["rules"]) == (1, like)
+    options = shown["options"]
+    assert [name for name, each in options.items() if not each["meaning"]] == []
+    assert options["max_seqs"]["kvcore"] == 256
+    assert (options["lag"]["value"] == 1) is (like == "vllm")
+
+
 @pytest.mark.parametrize(
     ("rate", "given", "options"),
     [
