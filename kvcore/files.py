@@ -392,21 +392,6 @@ def _lock(file: int) -> None:
             raise BlockingIOError from None
 
 
-def is_being_written(file: int) -> bool:
-    """Return True if a living process writes the open file, as an `AtomicFile`.
-
-    False if files cannot be locked on this system.
-    """
-    if sys.platform == "win32":
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
-    fcntl.flock(file, fcntl.LOCK_UN)
-    return False
-
-
 def _keep_aside(part: Path) -> None:
     """Rename the `.part` of a killed process, and log its new name."""
     import logging  # noqa: PLC0415 - rarely needed

@@ -67,22 +67,16 @@ class Batching:
     def __attrs_post_init__(self) -> None:
         """Check the limits."""
         msg, longest = "", self.max_model_len
+        step = f"max_tokens={self.max_tokens!r} and max_seqs={self.max_seqs!r}"
         if type(self.max_tokens) is not int or type(self.max_seqs) is not int:
-            msg = (
-                f"max_tokens={self.max_tokens!r} and max_seqs={self.max_seqs!r}: give whole "
-                "numbers"
-            )
+            msg = f"{step}: give whole numbers"
         elif self.max_seqs < 1 or self.max_tokens < self.max_seqs:
             msg = (
-                f"max_tokens={self.max_tokens} and max_seqs={self.max_seqs}: a step has a "
-                "token for each sequence, so give at least 1 sequence, and no fewer tokens"
+                f"{step}: a step has a token for each sequence, so give at least 1 sequence, "
+                "and no fewer tokens"
             )
-        elif type(self.watermark) not in (int, float):
-            msg = f"watermark={self.watermark!r} is no number: give 0 or more, below 1"
-        elif not 0 <= self.watermark < 1:
-            msg = (
-                f"watermark={self.watermark} is no share of the blocks: give 0 or more, below 1"
-            )
+        elif type(self.watermark) not in (int, float) or not 0 <= self.watermark < 1:
+            msg = f"watermark={self.watermark!r}: give a share of blocks, 0 or more, below 1"
         elif self.rules.max_chunk is not None and not self.chunked:
             msg = f"max_chunk={self.rules.max_chunk} of whole prompts: leave out one of both"
         elif self.steps not in ("mixed", "prefill-first"):

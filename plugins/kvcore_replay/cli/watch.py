@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable
 from math import inf, isnan
 from pathlib import Path
@@ -12,7 +13,7 @@ import click
 import orjson
 
 from kvcore.errors import InputError
-from kvcore.files import CutError, DamageError, decompressed, is_being_written, part_path
+from kvcore.files import CutError, DamageError, decompressed, part_path
 from kvcore.units import NS_PER_S
 from kvcore_cli.output import trace_file
 from kvcore_cli.verb import Time, results, verb
@@ -21,6 +22,8 @@ from kvcore_replay.state.replicas import ServerReader
 
 if TYPE_CHECKING:
     from kvcore_replay.cli.live import Player
+if sys.platform != "win32":
+    import fcntl
 
 SPEED = 10.0
 """Default number of seconds of the trace in a second."""
@@ -122,9 +125,24 @@ def _is_written(path: Path) -> bool:
     """Return True if a process writes the trace at `path` now."""
     try:
         with path.open("rb") as file:
-            return is_being_written(file.fileno())
+            return _is_locked(file.fileno())
     except OSError:
         return False  # its reader will fail, with the reason
+
+
+def _is_locked(file: int) -> bool:
+    """Return True if a living process writes the open file, as a `kvcore.files.AtomicFile`.
+
+    False if files cannot be locked on this system.
+    """
+    if sys.platform == "win32":
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return False
 
 
 def _last_time(path: Path) -> int | None:
@@ -161,7 +179,7 @@ class _GrowingFile(io.FileIO):
     def read(self, size: int | None = -1, /) -> bytes:
         """Return the next bytes, at most `size`; wait for them."""
         while True:
-            written = is_being_written(self.fileno())
+            written = _is_locked(self.fileno())
             data = super().read(-1 if size is None else size)
             if data or not written:
                 return data or b""

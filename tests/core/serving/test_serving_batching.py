@@ -14,9 +14,9 @@ from kvcore.serving import Batching
         ({"max_tokens": "8192"}, "max_tokens='8192' and max_seqs=256: give whole numbers"),
         ({"chunked": "no"}, "chunked='no' must be True or False"),
         ({"steps": "decode-first"}, "steps='decode-first' is not known; there are: mixed, pre"),
-        ({"watermark": 1}, "watermark=1 is no share of the blocks: give 0 or more, below 1"),
-        ({"watermark": "1%"}, "watermark='1%' is no number: give 0 or more, below 1"),
-        ({"watermark": None}, "watermark=None is no number"),
+        ({"watermark": 1}, "watermark=1: give a share of blocks, 0 or more, below 1"),
+        ({"watermark": "1%"}, "watermark='1%': give a share of blocks, 0 or more, below 1"),
+        ({"watermark": None}, "watermark=None: give a share"),
     ],
 )
 def test_impossible_limits_are_refused(options, message):

@@ -98,9 +98,9 @@ size phi-4 --device h100 --tensor-parallel 4 | give 1, 2, 5, 10, 20 or 40
 run --tensor-parallel 3 | cannot be divided among 3 devices; give 1, 2 or 4
 simulate W --device memory=141GB,flops=989T | there is no bandwidth; give such as memory=141GB
 simulate W --tensor-parallel 99999999 | --tensor-parallel: llama-3.1-8b on 99999999 x h100
-simulate W --watermark 2 | --watermark: watermark=2.0 is no share of the blocks
-simulate W --watermark -0.1 | --watermark: watermark=-0.1 is no share of the blocks
-simulate W --watermark nan | --watermark: watermark=nan is no share of the blocks
+simulate W --watermark 2 | --watermark: watermark=2.0: give a share of blocks
+simulate W --watermark -0.1 | --watermark: watermark=-0.1: give a share of blocks
+simulate W --watermark nan | --watermark: watermark=nan: give a share of blocks
 simulate W --watermark much | '--watermark': 'much' is not a valid float
 simulate W --rate-scale 0 | --rate-scale: rate_scale=0.0: give how many times
 simulate W --rate-scale -1 | --rate-scale: rate_scale=-1.0: give how many times
@@ -553,8 +553,8 @@ simulate: batching = 3 | there is no option 'batching'
 simulate: chunked = "no" | chunked: expected true or false, not 'no'
 simulate: steps = "all" | steps: 'all' is not one of 'mixed', 'prefill-first'
 simulate: watermark = "x" | watermark: expected a number, not 'x'
-simulate: watermark = 3 | watermark: watermark=3.0 is no share of the blocks
-simulate: watermark = nan | watermark: watermark=nan is no share of the blocks
+simulate: watermark = 3 | watermark: watermark=3.0: give a share of blocks
+simulate: watermark = nan | watermark: watermark=nan: give a share of blocks
 simulate: rate_scale = 0 | rate_scale: rate_scale=0.0: give how many times
 simulate: rate_scale = inf | rate_scale: rate_scale=inf: give how many times
 simulate: block_size = 0 | block_size: workload zipf:requests=20: block size 0
@@ -600,7 +600,7 @@ sweep: limit = [3, -1] | limit: -1 is out of range: it must be at least 0
 sweep: window = ["0:5", "5"] | window: window '5': expected START:END in seconds
 sweep: executor = 3 | executor: expected text, not 3
 sweep: tensor_parallel = [0] | tensor_parallel: llama-3.1-8b on 0 x h100
-sweep: watermark = [2] | watermark: watermark=2.0 is no share of the blocks
+sweep: watermark = [2] | watermark: watermark=2.0: give a share of blocks
 sweep: max_tokens = [0] | max_tokens=0 and max_seqs=256: a step has a token
 sweep: latency = "roofline:compute=9" | roofline: compute=9.0 must be a share
 sweep: rate_scale = [0] | rate_scale: rate_scale=0.0: give how many times
