@@ -12,13 +12,13 @@ from click.core import ParameterSource
 import kvcore
 from kvcore.errors import InputError
 from kvcore.files import STDIN, is_copy
-from kvcore.hookspecs import OUTPUT, POLICIES
+from kvcore.hookspecs import POLICIES
 from kvcore.models.catalogue import MODELS
 from kvcore.models.memory import KVLayout, check_pool, is_pooled
 from kvcore.sections import Section
 from kvcore.workloads import Workload
 from kvcore_cli.options import Command, all_of, shared
-from kvcore_cli.output import print_sections
+from kvcore_cli.output import output_option, print_sections
 from kvcore_cli.verb import Count, echo, option, plugin_completion
 
 if TYPE_CHECKING:
@@ -75,17 +75,15 @@ def plan_groups(
 
 
 markup_options = all_of(
-    option(
+    output_option(
         "--markdown",
         "markup",
-        heading=OUTPUT,
         flag_value="markdown",
         help="Print the report as Markdown.",
     ),
-    option(
+    output_option(
         "--latex",
         "markup",
-        heading=OUTPUT,
         flag_value="latex",
         help="Print the report as LaTeX, with tables of booktabs.",
     ),
