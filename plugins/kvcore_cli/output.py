@@ -24,7 +24,15 @@ from kvcore.sections import Section, Table
 from kvcore.units import DECIMAL, NS_PER_S, format_bytes, format_number, parse_seconds
 from kvcore.untrusted import escaped, escaped_json
 from kvcore.workloads import Workload, notes_of
-from kvcore_cli.verb import COMMAND_LINE, Output, VerbT, echo, option, results, results_alone
+from kvcore_cli.verb import (
+    COMMAND_LINE,
+    Unrecorded,
+    VerbT,
+    echo,
+    option,
+    results,
+    results_alone,
+)
 
 PROGRESS_SECONDS = "KVCORE_PROGRESS_SECONDS"
 """Environment variable: seconds between two lines of progress in a pipe; 0 prints none."""
@@ -42,7 +50,7 @@ _NAMED = "kvcore.named"
 """Key in a context's `meta`: the files that a command line names, each with its flag."""
 
 
-output_option = partial(option, cls=Output, heading=OUTPUT)
+output_option = partial(option, cls=Unrecorded, heading=OUTPUT)
 """Return a decorator that gives a verb an option of where results are written, or how."""
 
 
@@ -135,7 +143,7 @@ def terminal_width() -> int | None:
 def command_field() -> dict[str, list[str]]:
     """Return the field `command` of documents: the command line that makes them.
 
-    Options of where results are written, and how, are left out of it, but for those that a
+    Options without which the results are the same are left out of it, but for those that a
     verb requires; users and passwords in URLs too. Outside a command line there is no field.
     """
     context = click.get_current_context(silent=True)
@@ -150,7 +158,7 @@ def command_field() -> dict[str, list[str]]:
         param = named.get(flag)
         values = 0 if param is None or param.is_flag or word != flag else param.nargs
         words = [word, *(rest if word == "--" else islice(rest, values))]
-        if param is None or param.required or not isinstance(param, Output):
+        if param is None or param.required or not isinstance(param, Unrecorded):
             kept += words
     return {"command": [redact(click.format_filename(word)) for word in kept]}
 

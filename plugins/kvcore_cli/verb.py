@@ -215,8 +215,8 @@ class Flag(click.Option):
         self.heading = heading
 
 
-class Output(Flag):
-    """An option of where results are written, or how: they are the same without it."""
+class Unrecorded(Flag):
+    """An option without which results are the same: where and how they are written, or made."""
 
 
 option = partial(click.option, cls=Flag)

@@ -19,7 +19,7 @@ from kvcore.sections import Section
 from kvcore.workloads import Workload
 from kvcore_cli.options import Command, all_of, shared
 from kvcore_cli.output import output_option, print_sections
-from kvcore_cli.verb import Count, echo, option, plugin_completion
+from kvcore_cli.verb import Count, Unrecorded, echo, option, plugin_completion
 
 if TYPE_CHECKING:
     from kvcore_lab.sweep.executors import Executor
@@ -130,11 +130,15 @@ def tell_model(workload: Workload, model: str, option: str = "--model") -> None:
 
 
 executor_options = all_of(
-    click.option(
-        "--jobs", type=Count(), help="Number of runs at a time.  [default: one a CPU]"
+    option(
+        "--jobs",
+        cls=Unrecorded,
+        type=Count(),
+        help="Number of runs at a time.  [default: one a CPU]",
     ),
-    click.option(
+    option(
         "--executor",
+        cls=Unrecorded,
         metavar="WHERE",
         help="Machines for the runs: local, ray, or ray:HOST:PORT.  [default: local]",
     ),
