@@ -55,6 +55,7 @@ def test_json_with_a_large_integer_has_null_for_what_is_no_number(capsys):
 
 
 ZIPF = "zipf:requests=9"
+ROW = '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}'
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_a_document_has_the_words_that_make_it(tmp_path, words, kept):
 
 def test_words_behind_two_dashes_are_no_options(tmp_path):
     """An argument that looks like an option of output stays in the command of a document."""
-    (tmp_path / "--csv").write_text('{"id": 1, "arrival": 0, "keys": [1]}\n')
+    (tmp_path / "--csv").write_text(ROW)
     words = ("compare", "--blocks", "9", "--", "--csv")
     run = run_here("compare", "--json", *words[1:], cwd=tmp_path)
     assert json.loads(run.stdout)["command"] == ["kvcore", *words]
