@@ -143,8 +143,8 @@ def terminal_width() -> int | None:
 def command_field() -> dict[str, list[str]]:
     """Return the field `command` of documents: the command line that makes them.
 
-    Options without which the results are the same are left out of it, but for those that a
-    verb requires; users and passwords in URLs too. Outside a command line there is no field.
+    It has no options without which the results are the same, unless the verb requires them,
+    and no users and passwords of URLs. Outside a command line there is no field.
     """
     context = click.get_current_context(silent=True)
     if context is None or COMMAND_LINE not in context.meta:

@@ -39,7 +39,6 @@ def report(*words):
     return document
 
 
-
 def test_the_memory_of_a_request():
     """A request of 32,768 tokens to Llama 3 8B takes 4 GiB, and a batch of eight 32 GiB."""
     kv = report("llama-3-8b", "--tokens", "32768", "--batch", "8")["kv"]
