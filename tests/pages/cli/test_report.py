@@ -543,6 +543,22 @@ def test_a_word_of_a_command_cannot_begin_another(results, tmp_path):
     assert commands(reported(tmp_path, "odd.json"))[0] == [*words, "--json"]
 
 
+@pytest.mark.parametrize(
+    ("router", "whose"),
+    [((), "no request admitted"), (("--replicas", 2), "no request that its")],
+)
+def test_the_reasons_of_a_request_are_those_of_its_servers(tmp_path, router, whose):
+    """A block is new to one server, and on a cluster to the replica."""
+    words = ("simulate", ZIPF, *router, "--blocks", 400, "--no-search", "--trace", "t.jsonl")
+    assert run_here(*words, cwd=tmp_path).returncode == 0
+    request = next(iter(kvcore.explain(tmp_path / "t.jsonl").requests))
+    run = run_here("explain", "t.jsonl", request, "--json", cwd=tmp_path)
+    (tmp_path / "one.json").write_text(run.stdout)
+    rows = tables(reported(tmp_path, "one.json"))["Missed tokens, in the order of the prompt"]
+    reasons = {row[3]: row[4] for row in rows}
+    assert reasons["compulsory"].startswith(whose)
+
+
 def test_the_command_of_a_run_repeats_the_simulation(results, tmp_path):
     """The command in the report of a run simulates the same requests with the same times."""
     line = commands(reported(results, "lfu"))[0]
