@@ -235,8 +235,8 @@ class Reported(Outcome):
     def write(self, directory: Path | str, **more: Any) -> None:
         """Write `summary.json` and `requests.jsonl` to `directory`, made if need be.
 
-        Both appear when both are whole, and replace files of these names. The summary has the
-        entries `more` besides its own.
+        Both appear when both are whole, and replace files of these names. The summary begins
+        with the entries `more`, which replace its own.
 
         Raises:
             InputError: the directory cannot be made, or a file not be opened.
@@ -254,8 +254,8 @@ class Reported(Outcome):
                 for row in zip(*part.values(), strict=True):
                     line = orjson.dumps(dict(zip(part, row, strict=True)))
                     lines.write(f"{line.decode()}\n")
-            text = orjson.dumps(self.summary() | more, option=orjson.OPT_INDENT_2)
-            document.write(f"{text.decode()}\n")
+            fields = {"schema": SCHEMA, **more, **self.summary(), **more}
+            document.write(f"{orjson.dumps(fields, option=orjson.OPT_INDENT_2).decode()}\n")
 
 
 @attrs.frozen(slots=False, eq=False, repr=False)

@@ -22,7 +22,7 @@ from kvcore.hookspecs import ASK, CHECK, LOOK, PLUMBING, REAL, Verb
 from kvcore.plugins.base import FAILURES
 from kvcore.plugins.manager import error_line, imported_place, installed
 from kvcore.plugins.options import nearest
-from kvcore_cli.verb import Helped, echo, flags_of
+from kvcore_cli.verb import COMMAND_LINE, Helped, echo, flags_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -321,6 +321,7 @@ def _invoke(arguments: Sequence[str]) -> int:
         kvcore.main(list(arguments), "kvcore", COMPLETE)
     try:
         with kvcore.make_context("kvcore", list(arguments)) as context:
+            context.meta[COMMAND_LINE] = tuple(arguments)
             kvcore.invoke(context)
     except click.exceptions.Exit as exit_:
         return exit_.exit_code

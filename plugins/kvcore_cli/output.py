@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import islice
 from math import inf
 from pathlib import Path
 from textwrap import fill
@@ -15,7 +16,7 @@ from typing import Any, TextIO, TypeAlias
 
 import click
 
-from kvcore.errors import InputError
+from kvcore.errors import InputError, redact
 from kvcore.files import STDIN, atomic_file, file_bytes, input_path, part_path
 from kvcore.hookspecs import OUTPUT
 from kvcore.progress import Tick, unseen
@@ -23,7 +24,15 @@ from kvcore.sections import Section, Table
 from kvcore.units import DECIMAL, NS_PER_S, format_bytes, format_number, parse_seconds
 from kvcore.untrusted import escaped, escaped_json
 from kvcore.workloads import Workload, notes_of
-from kvcore_cli.verb import VerbT, echo, option, results, results_alone
+from kvcore_cli.verb import (
+    COMMAND_LINE,
+    Unrecorded,
+    VerbT,
+    echo,
+    option,
+    results,
+    results_alone,
+)
 
 PROGRESS_SECONDS = "KVCORE_PROGRESS_SECONDS"
 """Environment variable: seconds between two lines of progress in a pipe; 0 prints none."""
@@ -41,15 +50,17 @@ _NAMED = "kvcore.named"
 """Key in a context's `meta`: the files that a command line names, each with its flag."""
 
 
+output_option = partial(option, cls=Unrecorded, heading=OUTPUT)
+"""Return a decorator that gives a verb an option of where results are written, or how."""
+
+
 def json_option(verb: VerbT) -> VerbT:
     """Add the flag `--json` to a verb, which receives it as `as_json`.
 
     With the flag and without it, output of plugins goes to stderr: see `results_alone`.
     """
     text = "Print one JSON document instead of a table."
-    return option("--json", "as_json", heading=OUTPUT, is_flag=True, help=text)(
-        results_alone(verb)
-    )
+    return output_option("--json", "as_json", is_flag=True, help=text)(results_alone(verb))
 
 
 def file_path(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
@@ -91,7 +102,7 @@ def input_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
     return input_path(value) if value else file_path(ctx, param, value)
 
 
-file_option = partial(option, heading=OUTPUT, callback=file_path, metavar="FILE")
+file_option = partial(output_option, callback=file_path, metavar="FILE")
 """Return a decorator that gives a verb an option of a file to write."""
 
 input_option = partial(option, callback=input_file, metavar="FILE")
@@ -129,8 +140,31 @@ def terminal_width() -> int | None:
     return get_terminal_size().columns
 
 
+def command_field() -> dict[str, list[str]]:
+    """Return the field `command` of documents: the command line that makes them.
+
+    It has no options without which the results are the same, unless the verb requires them,
+    and no users and passwords of URLs. Outside a command line there is no field.
+    """
+    context = click.get_current_context(silent=True)
+    if context is None or COMMAND_LINE not in context.meta:
+        return {}
+    params = [param for param in context.command.params if isinstance(param, click.Option)]
+    named = {flag: param for param in params for flag in (*param.opts, *param.secondary_opts)}
+    kept, rest = ["kvcore"], iter(context.meta[COMMAND_LINE])
+    for word in rest:
+        # The value of an option is its next word, or stands behind `=`, or behind one letter.
+        flag = word.partition("=")[0] if word.startswith("--") else word[:2]
+        param = named.get(flag)
+        values = 0 if param is None or param.is_flag or word != flag else param.nargs
+        words = [word, *(rest if word == "--" else islice(rest, values))]
+        if param is None or param.required or not isinstance(param, Unrecorded):
+            kept += words
+    return {"command": [redact(click.format_filename(word)) for word in kept]}
+
+
 def json_bytes(payload: Mapping[str, Any]) -> bytes:
-    """Return `payload` as indented JSON, with a newline at the end.
+    """Return `payload` as indented JSON, with `command_field` and a newline at the end.
 
     Raises:
         ValueError: it has no key `schema`.
@@ -140,6 +174,7 @@ def json_bytes(payload: Mapping[str, Any]) -> bytes:
         raise ValueError(msg)
     import orjson  # noqa: PLC0415 - for `--json` alone
 
+    payload = {"schema": payload["schema"], **command_field(), **payload}
     try:
         return orjson.dumps(payload, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
     except TypeError:

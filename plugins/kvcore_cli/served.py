@@ -26,7 +26,7 @@ from kvcore.hookspecs import Ran, Running
 from kvcore.progress import silent, ticked, unseen
 from kvcore.sections import Section
 from kvcore.serving.result import REQUESTS, SUMMARY, TRACE, Reported
-from kvcore_cli.output import emit_json, print_notes, print_sections, progress
+from kvcore_cli.output import command_field, emit_json, print_notes, print_sections, progress
 from kvcore_cli.verb import echo
 
 
@@ -88,7 +88,9 @@ class ServedRun(NamedTuple):
         if self.given["out"] is not None:
             added = (name for ran in self.added for name in ran.fields)
             names = ("config", "reported_hit_ratio", *fields, *added)
-            parted = {name: document[name] for name in names if name in document}
+            parted = command_field() | {
+                name: document[name] for name in names if name in document
+            }
             self.written.extend(self.given["out"] / name for name in (SUMMARY, REQUESTS))
             result.write(self.given["out"], **parted)
 

@@ -34,6 +34,9 @@ def flags_of(params: Iterable[click.Parameter]) -> list[str]:
     return [flag for param in params for flag in (*param.opts, *param.secondary_opts)]
 
 
+COMMAND_LINE = "kvcore.command_line"
+"""Key in a context's `meta`: the words of the command line behind `kvcore`."""
+
 VerbT = TypeVar("VerbT", bound=Callable[..., Any])
 
 
@@ -210,6 +213,10 @@ class Flag(click.Option):
     def __init__(self, *args: Any, heading: str = "", **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.heading = heading
+
+
+class Unrecorded(Flag):
+    """An option without which results are the same: where and how they are written, or made."""
 
 
 option = partial(click.option, cls=Flag)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from kvcore.serving.result import REQUESTS, SUMMARY
 from kvcore.untrusted import WORKLOAD_EXPANSION, parse_json
 from kvcore_cli.report.tables import counted
 from kvcore_pages.report_documents import FORMS, DocumentResult
-from kvcore_pages.report_parts import Document, Part, Result, command
+from kvcore_pages.report_parts import Document, Part, Result
 from kvcore_pages.report_runs import Run
 from kvcore_pages.shell import Page, charting_library
 
@@ -332,7 +333,7 @@ def _document(results: Sequence[Result], paths: Sequence[str], title: str | None
         "title": title,
         "about": f"Of {counted(len(results), 'result')}: {', '.join(labels)}.",
         "sections": [{"id": f"result-{n}", **section} for n, section in enumerate(told, 1)],
-        "command": command("report", *paths),
+        "command": shlex.join(["kvcore", "report", *paths]),
     }
 
 

@@ -7,7 +7,6 @@ result again.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
@@ -19,14 +18,14 @@ from kvcore.errors import InputError
 from kvcore.plugins.options import as_text
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import NS_PER_S, format_bytes, format_seconds
-from kvcore_cli.report.tables import NONE, counted, plugin_text, share
+from kvcore_cli.report.tables import NONE, counted, share
 from kvcore_lab.comparison import Comparison, Infinite, Row, Source
 from kvcore_lab.curves.mrc import Curve, Curves
 from kvcore_lab.curves.plane import Plane, PlanePoint
 from kvcore_lab.quality import Quality, QualityRow
 from kvcore_lab.report.comparison import ComparisonReport, ResidencyReport
 from kvcore_lab.report.mrc import CurvesReport
-from kvcore_lab.report.plan import PlanReport
+from kvcore_lab.report.plan import DevicePlansReport, PlanReport
 from kvcore_lab.report.plane import PlaneReport
 from kvcore_lab.report.policies import named
 from kvcore_lab.report.quality import QualityReport
@@ -45,6 +44,7 @@ from kvcore_pages.report_parts import (
     command,
     heading,
     panel_lines,
+    recorded,
     sentences,
     settings,
     shown,
@@ -52,12 +52,12 @@ from kvcore_pages.report_parts import (
 )
 from kvcore_replay.belady import Belady
 from kvcore_replay.billing import Bill, Bills
-from kvcore_replay.misses.reasons import OF_CLUSTERS, OF_GROUPS, OF_POOLS
+from kvcore_replay.misses.reasons import CATEGORIES, OF_CLUSTERS, OF_GROUPS, OF_POOLS
 from kvcore_replay.pricing import PriceModel
 from kvcore_replay.recorded_run import RunSummary
 from kvcore_replay.report.billing import BILLS, bill_sections
 from kvcore_replay.report.misses import SummaryReport, spaced
-from kvcore_replay.report.whatif import WhatIfReport, change_text, settings_of
+from kvcore_replay.report.whatif import WhatIfReport, change_text
 from kvcore_replay.what_if import Change, RequestOutcome, WhatIf
 
 Content: TypeAlias = Iterator[Section | Part]
@@ -72,7 +72,8 @@ HITS, POOL = "Hits by pool size", "blocks in the pool"
 
 NEEDS_TRACE = (
     "Why prompts missed, and what happened at each moment, is in a trace, and this document "
-    "holds none. To make one, and then to report it too:"
+    "holds none: `kvcore compare --trace run.jsonl.gz` writes one, of one policy in a pool of "
+    "one size. Report it too."
 )
 
 
@@ -212,16 +213,12 @@ def _over_blocks(sections: Iterable[Section]) -> Iterator[Section]:
         yield section._replace(across=POOL) if isinstance(section, Chart) else section
 
 
-def _needs_trace(source: Document, rows: Iterable[Row | Curve], blocks: int) -> Iterator[Part]:
-    """Yield the commands that make a trace of the first policy that is not the optimum."""
-    policy = next((row for row in rows if row.eviction != Belady.name), None)
-    if policy is not None:
-        yield from sentences(NEEDS_TRACE, "missing")
-        eviction = plugin_text(policy.eviction, policy.options)
-        run = command("compare", source, eviction=eviction, blocks=blocks, trace="run.jsonl.gz")
-        yield from sentences(
-            f"{run}\n{command('report', 'run.jsonl.gz')} -o run.html", "command"
-        )
+def _needs_trace(words: Sequence[str] = ()) -> Iterator[Part]:
+    """Yield how to make a trace, with the command `words` if there is one."""
+    yield from sentences(NEEDS_TRACE, "missing")
+    if words:
+        yield command(*words)
+        yield command("kvcore", "report", "run.jsonl.gz", "-o", "run.html")
 
 
 @_form(
@@ -263,23 +260,9 @@ def _comparison(document: Document) -> Content:
     if rested.rows:
         yield heading("Blocks in the cache")
         yield from shown(rested.sections, "How long blocks rest")
-    pool: dict[str, Any] = {"blocks": [*dict.fromkeys(row.blocks for row in rows)]}
-    if memory:
-        budgets = [f"{size['bytes']}B" for size in memory["budgets"]]
-        pool = {"memory": budgets, "model": memory["model"], "codec": memory["codec"]}
-    line = command(
-        "compare",
-        source,
-        eviction=[*dict.fromkeys(plugin_text(row.eviction, row.options) for row in rows)],
-        **pool,
-        block_size=rows[0].block_size,
-        accounting=comparison.accounting,
-        prefix=document.get("prefix"),
-        price=None if bills is None else bills.price.name or None,
-        json=True,
-    )
-    yield from again(line)
-    yield from _needs_trace(source, rows, rows[0].blocks)
+    yield from again(recorded(document, "--json"))
+    traced = len(rows) == 1 and rows[0].eviction != Belady.name
+    yield from _needs_trace(recorded(document, "--trace", "run.jsonl.gz") if traced else ())
 
 
 def _regret(comparison: Comparison) -> Iterator[Part]:
@@ -339,20 +322,8 @@ def _curves(document: Document) -> Content:
     yield from _over_blocks(report.sections)
     if report.empty:
         return
-    first, memory = curves.curves[0], document.get("memory", {})
-    line = command(
-        "curve",
-        source,
-        eviction=[plugin_text(curve.eviction, curve.options) for curve in curves.curves],
-        sizes=first.blocks,
-        block_size=size,
-        accounting=curves.accounting,
-        model=memory.get("model"),
-        codec=memory.get("codec"),
-        json=True,
-    )
-    yield from again(line)
-    yield from _needs_trace(source, curves.curves, first.blocks[-1])
+    yield from again(recorded(document, "--json"))
+    yield from _needs_trace()
 
 
 @_form("points tier infinite", "Hits by the sizes of pool and tier", "Hits", "Prefill saved")
@@ -370,19 +341,7 @@ def _plane(document: Document) -> Content:
     )
     report = PlaneReport(plane, _layout(document, plane.block_size))
     yield from _over_blocks(report.sections)
-    line = command(
-        "curve",
-        document["workload"],
-        tier=tier,
-        eviction=plane.eviction,
-        sizes=plane.pools,
-        block_size=plane.block_size,
-        model=report.layout.model.name,
-        codec=report.layout.codec,
-        exact=plane.exact,
-        json=True,
-    )
-    yield from again(line)
+    yield from again(recorded(document, "--json"))
 
 
 @attrs.frozen
@@ -445,10 +404,7 @@ def _sweep(document: Document) -> Content:
     yield from table("Every cell", [*grid.varied, *headers], cells, headers)
     failed = [[*texts(row), row["error"]] for row in report.sweep.failed]
     yield from table("Cells that failed", [*grid.varied, "because"], failed, ())
-    toml = [f'mode = "{grid.mode}"']
-    toml += [f"{name} = {json.dumps(values)}" for name, values in grid.axes.items()]
-    title, run = again("kvcore sweep grid.toml --out results.csv")
-    yield from (title, {"kind": "command", "text": "\n".join(toml)}, run)
+    yield from again(recorded(document, "--json"))
 
 
 @_form(
@@ -458,12 +414,23 @@ def _sweep(document: Document) -> Content:
     plural="Plans of fleets",
 )
 def _plan(document: Document) -> Content:
-    setup = document["setup"]
     yield from PlanReport(document).sections
     yield "\n".join(document["notes"])
-    options = {name: value for name, value in setup.items() if name != "workload"}
-    more = {name: document[name] for name in ("percentile", "max_gpus")}
-    yield from again(command("plan", setup["workload"], **options, **more))
+    yield from again(recorded(document, "--json"))
+
+
+@_form(
+    "fleets plans notes",
+    "Plans for several devices",
+    "Fleets that meet the SLO, the cheapest first",
+)
+def _device_plans(document: Document) -> Content:
+    report = DevicePlansReport(document)
+    yield from report.sections
+    if document["fleets"]:
+        yield report.chart()
+    yield "\n".join(note for note in document["notes"] if note not in report.left_out)
+    yield from again(recorded(document, "--json"))
 
 
 @_form("recorded rerun changes", "What if", "Recorded, and what if", "Blocks that hit")
@@ -500,29 +467,16 @@ def _whatif(document: Document) -> Content:
     one, other = dict(settings(before)), dict(settings(after))
     rows = [[name, one.get(name, NONE), other.get(name, NONE)] for name in {**one, **other}]
     yield from table("All settings", ["setting", "recorded", "what if"], rows, ())
-    recorded = settings_of(before)
-    changed = {n: v for n, v in settings_of(after).items() if recorded.get(n) != v}
-    if "tiers" in changed:
-        changed["tier"] = changed.pop("tiers") or "none"
-    if "device" in changed:
-        device = changed["device"]
-        changed |= {"device": device["name"], "tensor_parallel": device["count"]}
-    if "model" in changed:
-        changed["model"] = changed["model"]["name"]
-    yield from again(command("whatif", whatif.file, **changed, json=True))
-    yield from _in_trace(whatif.file, "Regret and miss reasons are those of the trace")
-
-
-def _in_trace(file: str, told: str) -> Iterator[Part]:
-    """Yield a sentence that the trace of a document has more."""
-    yield from sentences(f"{told}: give {file} to `kvcore report` too.", "missing")
+    yield from again(recorded(document, "--json"))
+    told = f"Regret and miss reasons are those of the trace: give {whatif.file} to"
+    yield from sentences(f"{told} `kvcore report` too.", "missing")
 
 
 @_form("lost places optimum", "Miss reasons", *REASONS)
 def _explanation(document: Document) -> Content:
     report = SummaryReport(document)
     yield from (report.headline, report.table, report.places, report.requests, report.notes)
-    yield from _explained(document, summary=True)
+    yield from _explained(document)
 
 
 @_form("losses request optimum", "Miss reasons", "Missed tokens, in the order of the prompt")
@@ -532,7 +486,9 @@ def _request(document: Document) -> Content:
         f"{counted(document['prompt_tokens'], 'token')}, {document['hit_tokens']:,} hit and "
         f"{document['missed_tokens']:,} missed."
     )
-    rows, reasons = [], OF_POOLS if "layer_pools" in document else OF_CLUSTERS | OF_GROUPS
+    rows = []
+    kinds = {"layer_pools": OF_POOLS, "cache_groups": OF_GROUPS, "replica": OF_CLUSTERS}
+    reasons = next((kinds[name] for name in kinds if name in document), CATEGORIES)
     for loss in document["losses"]:
         gone, why = loss["eviction"], reasons[loss["category"]]
         if gone is not None:
@@ -542,15 +498,14 @@ def _request(document: Document) -> Content:
         rows.append([*tokens, prefill, spaced(loss["category"]), why])
     headers = ["from token", "tokens", "prefill", "lost", "because"]
     yield Table(headers, rows, headers[:3])
-    yield from _explained(document, document["request"])
+    yield from _explained(document)
 
 
-def _explained(document: Document, *request: Any, **options: Any) -> Iterator[Part]:
-    """Yield the command that explains a trace again, and what else the trace has."""
-    source = document["source"]
-    yield from again(command("explain", source, *request, **options, json=True))
-    told = "What was run, the regret, and what happened over time are in the trace"
-    yield from _in_trace(source, told)
+def _explained(document: Document) -> Iterator[Part]:
+    """Yield the command that explains it again, and what a trace has besides."""
+    yield from again(recorded(document, "--json"))
+    told = "What was run, the regret, and what happened over time are in a trace: give it to"
+    yield from sentences(f"{told} `kvcore report` too.", "missing")
 
 
 @_form(
@@ -562,6 +517,7 @@ def _quality(document: Document) -> Content:
     rows = [QualityRow(**row) for row in document["rows"]]
     quality = _read(Quality, document, rows=rows)
     yield from QualityReport(quality).sections
+    yield from again(recorded(document, "--json"))
 
 
 @_form(
@@ -572,14 +528,4 @@ def _quality(document: Document) -> Content:
 )
 def _size(document: Document) -> Content:
     yield from size_sections(document)
-    device = document.get("device")
-    line = command(
-        "size",
-        document["model"]["name"],
-        **{name: document[name] for name in ("tokens", "batch", "codec", "block_size")},
-        window=document["kv"].get("window"),
-        device=device and device["name"],
-        reserve=device and f"{document['fit']['reserve_bytes']}B",
-        json=True,
-    )
-    yield from again(line)
+    yield from again(recorded(document, "--json"))

@@ -11,10 +11,9 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from kvcore.plugins.options import as_text
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import NS_PER_S, format_number, format_seconds
-from kvcore_cli.report.tables import plugin_text, share, slo_times
+from kvcore_cli.report.tables import share
 from kvcore_replay.report.charts import as_percent, is_bound
 from kvcore_replay.report.whatif import config_text
 
@@ -32,6 +31,12 @@ MOST_ROWS = 24
 
 QUANTILES = 200
 """Steps of the line of a distribution."""
+
+UNRECORDED = (
+    "The result does not say: it was written from Python, as a table, or by an earlier "
+    "release. JSON that `kvcore` prints or writes has its command."
+)
+"""What a page says of a document without a command."""
 
 REASONS = (
     "Missed tokens by reason",
@@ -112,10 +117,32 @@ def sentences(text: str, kind: str = "text") -> list[Part]:
     return [{"kind": kind, "text": line} for line in text.splitlines() if line]
 
 
-def again(lines: str) -> Iterator[Part]:
-    """Yield the commands that reproduce a result."""
+def again(*commands: Sequence[str]) -> Iterator[Part]:
+    """Yield the commands that make a result again; one without words is not known."""
     yield heading("How to make it again")
-    yield from sentences(lines, "command")
+    known = [command(*words) for words in commands if words]
+    yield from known or sentences(UNRECORDED, "missing")
+
+
+def recorded(document: Document, *options: str) -> list[str]:
+    """Return the command line that a document records, with `options`; empty without one.
+
+    Raises:
+        ValueError: what it records is no command line of kvcore.
+    """
+    words = document.get("command", [])
+    if not words:
+        return []
+    if words[0] != "kvcore" or not all(isinstance(word, str) for word in words):
+        msg = "its command is none of kvcore"
+        raise ValueError(msg)
+    end = words.index("--") if "--" in words else len(words)
+    return [*words[:end], *options, *words[end:]]
+
+
+def command(*words: str) -> Part:
+    """Return a command line, quoted for a shell."""
+    return {"kind": "command", "text": shlex.join(words)}
 
 
 def against(labels: Sequence[str]) -> list[str]:
@@ -384,46 +411,3 @@ def _wrappable(value: Any) -> str:
 
 NO_SETTINGS = ("n", "t", "event", "schema")
 """Fields of a header that are no settings."""
-
-
-def command(verb: str, *subjects: Any, **options: Any) -> str:
-    """Return a command line: a verb, its arguments, and the options that are not None.
-
-    Plugins, and a workload with its part, have the form of a trace's header.
-    """
-    words = ["kvcore", verb]
-    for subject in subjects:
-        if not isinstance(subject, Mapping):
-            words.append(str(subject))
-            continue
-        part = {name: subject["options"].get(name) for name in ("limit", "window")}
-        left_out = (*part, "shrink")
-        named = {
-            name: value_of
-            for name, value_of in subject["options"].items()
-            if name not in left_out
-        }
-        words.append(plugin_text(subject["name"], named))
-        options = part | options
-    for name, value in options.items():
-        flag = f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            words += [flag] if value else [] if name in FLAGS else [f"--no-{flag[2:]}"]
-        elif name == "tier" and isinstance(value, list):
-            words += [word for value_item in value for word in (flag, config_text(value_item))]
-        elif value is not None:
-            words += [flag, _option(name, value)]
-    return shlex.join(words)
-
-
-def _option(name: str, value: Any) -> str:
-    """Return the value of an option in the form of a command line."""
-    if name == "slo" and isinstance(value, Mapping):
-        return slo_times(value)
-    if isinstance(value, Mapping):
-        return plugin_text(value["name"], value["options"])
-    return ",".join(map(as_text, value)) if isinstance(value, list) else as_text(value)
-
-
-FLAGS = ("json", "summary", "exact")
-"""Flags that have no negative form: they are left out if they are false."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import attrs
 
-from kvcore.config.values import as_checkpoint
 from kvcore.errors import InputError, TraceError
 from kvcore.files import file_bytes
 from kvcore.progress import Progress, silent
@@ -35,9 +34,9 @@ from kvcore_pages.report_parts import (
     against,
     bars,
     chart,
-    command,
     distributions,
     heading,
+    recorded,
     sentences,
     settings,
     shown,
@@ -384,28 +383,18 @@ class Run(Result):
         yield from shown(lines, REASONS[0], *titles, *REASONS[1:])
 
     def _commands(self) -> Iterator[Part]:
-        lines = [_simulation(self.header)] if self._simulated else []
+        in_folder = self.latencies is not None or self.trace is not None
+        options = ("--out", "results") if in_folder else ("--json",)
+        commands = [recorded(self.summary or {}, *options)]
         if self.trace is not None:
             file = self.trace.file
             fixed = self.trace.run is None or self.trace.timeline.header["mode"] == "wall"
-            lines += [
-                command("whatif", file, export=None if fixed else "again.jsonl.gz"),
-                command("explain", file, summary=True),
-                command("view", file, out="view.html"),
+            commands += [
+                ["kvcore", "whatif", file, *([] if fixed else ["--export", "again.jsonl.gz"])],
+                ["kvcore", "explain", file, "--summary"],
+                ["kvcore", "view", file, "--out", "view.html"],
             ]
-        yield from again("\n".join(lines))
-        if "clock" in self.header:
-            yield from sentences(
-                "It was run on a model that computes, by `kvcore run`: the settings above say "
-                "how.",
-                "missing",
-            )
-
-    @property
-    def _simulated(self) -> bool:
-        config = self.header
-        told = config.get("executor", "simulate") == "simulate" and "clock" not in config
-        return told and self.timed and "workload" in config and "tensor_parallel" in config
+        yield from again(*commands)
 
     @classmethod
     def together(cls, results: Sequence[Result], labels: Sequence[str]) -> Iterator[Part]:
@@ -628,30 +617,3 @@ def _tokens(summary: Summary, category: str) -> int:
     """Return the tokens that missed for a reason, which only other traces may have."""
     lost = summary.categories.get(category)
     return 0 if lost is None else lost.tokens
-
-
-def _simulation(header: Mapping[str, Any]) -> str:
-    """Return the command that simulates a run again, from its settings."""
-    deployment = {"model", "device", "tensor_parallel", "codec", "block_size"}
-    latency = header["plugins"]["latency"]
-    options = {
-        name: value
-        for name, value in latency["options"].items()
-        if name not in deployment or value != header.get(name)
-    }
-    plugins = header["plugins"] | {"latency": {**latency, "options": options}}
-    names = ("model", "device", "tensor_parallel", "codec", "block_size", "blocks")
-    groups = header.get("cache_groups", {})
-    if groups and "checkpoint" not in plugins:
-        policy = as_checkpoint(groups["prefix_cache_retention_interval"])
-        plugins["checkpoint"] = {"name": policy.name, "options": policy.options}
-    return command(
-        "simulate",
-        header["workload"],
-        **{name: header[name] for name in names},
-        **plugins,
-        tier=header.get("tiers") or None,
-        **header.get("batching", {}),
-        **{name: header.get(name) for name in ("allocation", "rate_scale", "slo", "seed")},
-        out="results",
-    )

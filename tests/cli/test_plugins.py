@@ -58,6 +58,7 @@ def test_json_has_every_field(site):
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == {
         "schema": 1,
+        "command": ["kvcore", "plugins"],
         "plugins": [
             {
                 "kind": "eviction",

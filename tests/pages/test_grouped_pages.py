@@ -49,7 +49,6 @@ def test_the_report_of_a_run_has_its_groups(folder):
     rows = found["Tokens that a cache group was short for"]["rows"]
     assert [row[2] for row in rows] == [f"{each.tokens:,}" for each in short]
     assert "There is no optimum of a cache of groups" in text
-    assert "--checkpoint default" in text
 
 
 @pytest.mark.parametrize("name", ["all.json", "one.json"])

@@ -5,12 +5,19 @@ import re
 from base64 import b64decode
 from pathlib import Path
 
-import pytest
-
 from kvcore_pages import shell
 from kvcore_pages.report import _labels
 from kvcore_pages.report_documents import SeenGrid
-from kvcore_pages.report_parts import Axis, Line, chart, command, distributions, settings, table
+from kvcore_pages.report_parts import (
+    Axis,
+    Line,
+    chart,
+    command,
+    distributions,
+    recorded,
+    settings,
+    table,
+)
 
 TIME, SHARE = Axis("time", "s"), Axis("share", "%")
 
@@ -47,33 +54,17 @@ def test_an_empty_chart_or_table_makes_no_part():
     assert table("", ["a"], []) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"summary": True}, "kvcore explain 'a b.jsonl' --summary"),
-        ({"json": False, "chunked": False}, "kvcore explain 'a b.jsonl' --no-chunked"),
-        ({"blocks": [1, 2], "model": None}, "kvcore explain 'a b.jsonl' --blocks 1,2"),
-        ({"slo": {"ttft": 2 * 10**9}}, "kvcore explain 'a b.jsonl' --slo ttft=2"),
-        (
-            {"tier": [{"name": "host", "options": {"memory": 8}}]},
-            "kvcore explain 'a b.jsonl' --tier host:memory=8",
-        ),
-        (
-            {"eviction": {"name": "x; rm", "options": {"a": None, "b": 1}}},
-            "kvcore explain 'a b.jsonl' --eviction 'x; rm:b=1'",
-        ),
-    ],
-)
-def test_commands_are_quoted_for_a_shell(options, text):
+def test_commands_are_quoted_for_a_shell():
     """Commands are quoted for a shell, whatever the names of files and plugins are."""
-    assert command("explain", "a b.jsonl", **options) == text
+    words = ["kvcore", "explain", "a b.jsonl", "--eviction", "x; rm"]
+    assert command(*words)["text"] == "kvcore explain 'a b.jsonl' --eviction 'x; rm'"
 
 
-def test_selections_of_a_workload_become_options():
-    """Selections of a workload become options of the command, except a shrink by 1."""
-    options = {"path": None, "limit": 5, "window": "0:9", "shrink": 1}
-    source = {"name": "mooncake", "options": options}
-    assert command("curve", source) == "kvcore curve mooncake --limit 5 --window 0:9"
+def test_options_of_a_recorded_command_stand_before_its_arguments():
+    """Behind `--` all words are arguments: options are put before it."""
+    document = {"command": ["kvcore", "compare", "--blocks", "9", "--", "-log"]}
+    wanted = ["kvcore", "compare", "--blocks", "9", "--json", "--", "-log"]
+    assert recorded(document, "--json") == wanted
 
 
 def test_settings_omit_options_that_were_not_set():

@@ -22,7 +22,7 @@ from kvcore_cli.output import (
     print_sections,
     progress,
 )
-from kvcore_cli.verb import Count, echo, verb
+from kvcore_cli.verb import Count, Unrecorded, echo, option, verb
 from kvcore_judge.entries import Entry
 from kvcore_judge.leaderboard import (
     Leaderboard,
@@ -59,7 +59,12 @@ PAGE, DOCUMENT = ".html", ".json"
     help="Streams and pool sizes: public, quick, or a TOML file with streams of your own.  "
     "[default: public; with --check that of the leaderboard]",
 )
-@click.option("--jobs", type=Count(), help="Number of processes.  [default: one a CPU]")
+@option(
+    "--jobs",
+    cls=Unrecorded,
+    type=Count(),
+    help="Number of processes.  [default: one a CPU]",
+)
 @file_option(
     "--resume",
     help="File to which finished cells are appended; cells that it has are not run again.",

@@ -33,7 +33,7 @@ from kvcore_cli.output import (
     progress,
 )
 from kvcore_cli.report.tables import counted
-from kvcore_cli.verb import Count, option, plugin_completion, verb
+from kvcore_cli.verb import Count, Unrecorded, option, plugin_completion, verb
 from kvcore_lab.cli.lab_options import (
     block_size_option,
     markup_options,
@@ -116,8 +116,9 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
     is_flag=True,
     help="Show the prefill that hits save, and the microseconds that a request takes.",
 )
-@click.option(
+@option(
     "--jobs",
+    cls=Unrecorded,
     type=Count(),
     default=1,
     help="Number of processes that replay policies and pool sizes.",

@@ -28,7 +28,7 @@ from kvcore_cli.output import (
     print_notes,
     progress,
 )
-from kvcore_cli.verb import Count, option, plugin_completion, verb
+from kvcore_cli.verb import Count, Unrecorded, option, plugin_completion, verb
 from kvcore_lab.cli.compare import CODEC, DEVICE, MODEL
 from kvcore_lab.cli.lab_options import (
     block_size_option,
@@ -93,8 +93,11 @@ KINDS = (*FORMS, "csv", "json")
     otherwise=str(CODEC),
 )
 @shared("seed", default=None)
-@click.option(
-    "--jobs", type=Count(), help="Number of processes that replay.  [default: one a CPU]"
+@option(
+    "--jobs",
+    cls=Unrecorded,
+    type=Count(),
+    help="Number of processes that replay.  [default: one a CPU]",
 )
 @file_option("--out", help=f"File for a plot, or for the numbers: .{', .'.join(KINDS)}.")
 @markup_options

@@ -12,14 +12,14 @@ from click.core import ParameterSource
 import kvcore
 from kvcore.errors import InputError
 from kvcore.files import STDIN, is_copy
-from kvcore.hookspecs import OUTPUT, POLICIES
+from kvcore.hookspecs import POLICIES
 from kvcore.models.catalogue import MODELS
 from kvcore.models.memory import KVLayout, check_pool, is_pooled
 from kvcore.sections import Section
 from kvcore.workloads import Workload
 from kvcore_cli.options import Command, all_of, shared
-from kvcore_cli.output import print_sections
-from kvcore_cli.verb import Count, echo, option, plugin_completion
+from kvcore_cli.output import output_option, print_sections
+from kvcore_cli.verb import Count, Unrecorded, echo, option, plugin_completion
 
 if TYPE_CHECKING:
     from kvcore_lab.sweep.executors import Executor
@@ -75,17 +75,15 @@ def plan_groups(
 
 
 markup_options = all_of(
-    option(
+    output_option(
         "--markdown",
         "markup",
-        heading=OUTPUT,
         flag_value="markdown",
         help="Print the report as Markdown.",
     ),
-    option(
+    output_option(
         "--latex",
         "markup",
-        heading=OUTPUT,
         flag_value="latex",
         help="Print the report as LaTeX, with tables of booktabs.",
     ),
@@ -132,11 +130,15 @@ def tell_model(workload: Workload, model: str, option: str = "--model") -> None:
 
 
 executor_options = all_of(
-    click.option(
-        "--jobs", type=Count(), help="Number of runs at a time.  [default: one a CPU]"
+    option(
+        "--jobs",
+        cls=Unrecorded,
+        type=Count(),
+        help="Number of runs at a time.  [default: one a CPU]",
     ),
-    click.option(
+    option(
         "--executor",
+        cls=Unrecorded,
         metavar="WHERE",
         help="Machines for the runs: local, ray, or ray:HOST:PORT.  [default: local]",
     ),

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import orjson
 
 from kvcore.errors import InputError, shorten
 from kvcore.files import atomic_file, part_path
@@ -22,6 +21,7 @@ from kvcore.plugins.options import as_text
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import version
 from kvcore.units import format_bytes, format_dollars, format_number, format_seconds
+from kvcore_cli.output import json_bytes
 from kvcore_cli.report.tables import NONE, cell, counted, share
 from kvcore_lab.statistics import SESSIONS, STRETCHES, Interval, Parts, bootstrap, ratio
 from kvcore_lab.sweep import Grid, Row, Sweep, axes_of
@@ -514,11 +514,6 @@ def _csv(sweep: Sweep) -> bytes:
     return file.getvalue().encode()
 
 
-def _json(sweep: Sweep) -> bytes:
-    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-    return orjson.dumps(sweep_document(sweep), option=options)
-
-
 def _parquet(sweep: Sweep) -> bytes:
     file = io.BytesIO()
     frame = _polars().DataFrame(sweep.rows, infer_schema_length=None)
@@ -528,7 +523,7 @@ def _parquet(sweep: Sweep) -> bytes:
 
 WRITERS: Mapping[str, Callable[[Sweep], bytes]] = {
     ".csv": _csv,
-    ".json": _json,
+    ".json": lambda sweep: json_bytes(sweep_document(sweep)),
     ".parquet": _parquet,
 }
 """The formats of a table, by the end of its name."""

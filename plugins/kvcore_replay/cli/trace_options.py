@@ -14,7 +14,7 @@ from kvcore.errors import InputError
 from kvcore.hookspecs import OUTPUT, Ran
 from kvcore.units import format_dollars
 from kvcore_cli.options import Command, shared
-from kvcore_cli.output import print_table
+from kvcore_cli.output import output_option, print_table
 from kvcore_cli.verb import option
 
 
@@ -49,9 +49,8 @@ replica_option = click.option(
     "number of its life, such as 1:2.",
 )
 
-live_option = option(
+live_option = output_option(
     "--live",
-    heading=OUTPUT,
     is_flag=True,
     help="Show pool and queue on stderr during the run, as `kvcore watch` shows a trace.",
 )

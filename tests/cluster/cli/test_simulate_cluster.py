@@ -43,18 +43,22 @@ def test_replicas_share_the_requests():
     assert summary["imbalance"]["requests"] == {"most": 1, "variation": 0}
 
 
+ADDED = ("command", "config", "rates", "cost", "savings")
+
+
 def test_python_has_the_results_of_the_command():
     """`simulate_cluster` has the results of the command, which adds options and cost."""
     result = kvcore.simulate_cluster(SMALL, replicas=3, router="least-requests", blocks=200)
     summary = report("--replicas", 3, "--router", "least-requests", "--blocks", 200)
-    added = {name: summary.pop(name) for name in ("config", "rates", "cost", "savings")}
+    added = {name: summary.pop(name) for name in ADDED}
     assert all(added.values())
     assert result.summary() | {"wall_s": 0} == summary
 
 
 def test_one_replica_is_one_server():
     """One replica with a router has the document of one server without the options."""
-    assert report("--replicas", 1, "--router", "least-requests") == report()
+    routed, alone = report("--replicas", 1, "--router", "least-requests"), report()
+    assert routed | {"command": alone["command"]} == alone
 
 
 def test_replicas_may_have_options_of_their_own(tmp_path):

@@ -243,5 +243,6 @@ def test_the_earlier_name_of_accounting_works_with_a_notice(capsys):
         document = json.loads(out)
         for row in document["rows"]:
             del row["wall_s"]
+        assert document.pop("command")[3] == flag
         documents.append(document)
     assert documents[0] == documents[1]

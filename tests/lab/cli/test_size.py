@@ -30,7 +30,13 @@ from kvcore_plugins.models.huggingface import FAMILIES
 from kvcore_plugins.workload import Zipf
 
 run = partial(stdout_of, "size")
-report = partial(json_of, "size")
+
+
+def report(*words):
+    """Return the document of a size, without the words that it was asked for with."""
+    document = json_of("size", *words)
+    assert document.pop("command") == ["kvcore", "size", *words]
+    return document
 
 
 def test_the_memory_of_a_request():

@@ -152,19 +152,19 @@ def test_a_killed_sweep_gives_the_same_table(tmp_path, whole):
 
     No finished cell is run again.
     """
-    (tmp_path / "killed.toml").write_text(LONG)
-    results = tmp_path / "killed-results"
+    (tmp_path / "whole.toml").write_text(LONG)
+    results = tmp_path / "whole-results"
     journal = results / "journal.jsonl"
     deaths = 0
     for enough in (3, 11):
         process = subprocess.Popen(
-            command("killed.toml"), cwd=tmp_path, stdout=subprocess.DEVNULL
+            command("whole.toml"), cwd=tmp_path, stdout=subprocess.DEVNULL
         )
         wait_for(enough, journal, process)
         process.kill()
         deaths += process.wait() == -signal.SIGKILL
     assert deaths, "each sweep was faster than its killer"
-    done = run("killed.toml", cwd=tmp_path)
+    done = run("whole.toml", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     for name in ("results.csv", "results.json"):
         assert (results / name).read_bytes() == (whole / name).read_bytes()

@@ -403,8 +403,14 @@ def test_comparisons_and_curves_share_a_chart_with_their_kind(results, tmp_path)
     assert rows["lru", "400"][2].endswith(" points")
 
 
-def test_a_report_without_a_trace_has_commands_that_make_one(results):
-    """A document without a trace has no regret, and the commands that make a trace succeed."""
+def commands(found):
+    """Return the command lines of a report as words."""
+    parts = (part for section in found["sections"] for part in section["parts"])
+    return [shlex.split(part["text"]) for part in parts if part["kind"] == "command"]
+
+
+def test_a_report_without_a_trace_has_no_regret_of_the_run(results):
+    """A document without a trace has no regret."""
     for name in ("simulate.json", "whatif.json", "size.json"):
         titles = [
             part["text"]
@@ -412,59 +418,157 @@ def test_a_report_without_a_trace_has_commands_that_make_one(results):
             if part["kind"] == "heading"
         ]
         assert "Regret" not in titles
-    found = reported(results, "compare.json")
-    commands = [
-        part["text"] for part in found["sections"][0]["parts"] if part["kind"] == "command"
-    ]
-    for line in commands:
-        run = run_here(*shlex.split(line)[1:], cwd=results)
+
+
+def test_a_comparison_of_one_policy_and_size_has_commands_that_make_a_trace(tmp_path):
+    """They record the run with the options of the comparison, and report its trace."""
+    words = ("compare", "zipf:requests=60", "--blocks", 90, "--eviction", "lfu", "--json")
+    run = run_here(*words, "--prefix", "hashed", cwd=tmp_path)
+    (tmp_path / "one.json").write_text(run.stdout)
+    lines = commands(reported(tmp_path, "one.json"))
+    for line in lines:
+        run = run_here(*line[1:], cwd=tmp_path)
         assert run.returncode == 0, run.stderr
-    assert (results / "run.html").exists()
+    assert [line[1] for line in lines] == ["compare", "compare", "report"]
+    assert (tmp_path / "run.html").exists()
+    trace = gzip.decompress((tmp_path / "run.jsonl.gz").read_bytes())
+    header = json.loads(trace.splitlines()[0])
+    assert header["plugins"]["prefix"]["name"] == "hashed"
+
+
+def timeless(document):
+    """Return a document without what differs from run to run."""
+    if isinstance(document, list):
+        return [*map(timeless, document)]
+    if not isinstance(document, dict):
+        return document
+    return {
+        name: timeless(value)
+        for name, value in document.items()
+        if name not in ("wall_s", "us_per_request")
+    }
+
+
+ZIPF = "zipf:requests=60,rate=5"
+FLEET = ("--slo", "ttft=2,tpot=0.1", "--max-gpus", 2, "--jobs", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("simulate", ZIPF, "--no-search", "--like", "vllm"),
+        ("compare", ZIPF, "--blocks", "50,90", "--prefix", "hashed", "--seed", 3),
+        ("compare", ZIPF, "--memory", "1GiB", "--accounting", "tokens", "--limit", 20),
+        ("compare", ZIPF, "--blocks", 50, "--tier", "host:memory=1GiB", "--residency"),
+        ("compare", ZIPF, "--blocks", 50, "--csv", "rows.csv", "--"),
+        ("curve", ZIPF, "--sizes", "50,90", "--accounting", "tokens", "--jobs", 1),
+        ("curve", ZIPF, "--sizes", "50,90", "--tier", "host:memory=1GiB", "--jobs", 1),
+        ("sweep", "more.toml", "--out", "cells.json", "--jobs", 1),
+        ("plan", ZIPF, "--device", "h100", "--like", "vllm", *FLEET),
+        ("plan", ZIPF, "--device", "h100,h200", "--gpu-price", "h100=2.5", *FLEET),
+        ("size", "llama-3.1-8b", "--device", "h100", "--weights-dtype", "fp8"),
+        (
+            *("size", "deepseek-v3", "--device", "h200", "--tensor-parallel", 8),
+            "--data-parallel-attention",
+        ),
+        ("whatif", "lru/trace.jsonl.gz", "--like", "vllm", "--gpu-price", "h100=2.5"),
+        ("whatif", "lru/trace.jsonl.gz", "--retention", "none", "--slo", "none"),
+        ("explain", "lru/trace.jsonl.gz", "--summary", "--top", 2),
+        ("explain", "lru/trace.jsonl.gz", 50),
+        ("explain", ZIPF, 50, "--blocks", 90),
+        (
+            *("quality", "--prompt-tokens", 64, "--tokens", 4, "--texts", 1, "--needles", 1),
+            *("--codec", "fp32"),
+        ),
+    ],
+    ids=lambda words: f"{words[0]} {words[-1]}",
+)
+def test_the_command_of_a_report_makes_the_document_again(results, tmp_path, words):
+    """The first command in the report of a document prints the document again."""
+    (results / "more.toml").write_text(
+        'mode = "simulate"\nworkload = "zipf:requests=50"\nblocks = [500, 900]\nlike = "vllm"\n'
+    )
+    made = run_here(words[0], "--json", *words[1:], cwd=results)
+    assert made.returncode == 0, made.stderr
+    (tmp_path / "it.json").write_text(made.stdout)
+    program, *line = commands(reported(tmp_path, "it.json"))[0]
+    again = run_here(*line, cwd=results)
+    assert (program, again.returncode) == ("kvcore", 0), again.stderr
+    assert timeless(json.loads(again.stdout)) == timeless(json.loads(made.stdout))
+
+
+@pytest.mark.parametrize("name", ["sweep.json", "plan"])
+def test_a_document_in_a_file_has_the_command_that_made_it(results, name):
+    """Documents that a command writes have its words, without those of how it is made."""
+    (line,) = commands(reported(results, name))
+    assert (
+        line
+        == {
+            "sweep.json": ["kvcore", "sweep", "grid.toml", "--json"],
+            "plan": [
+                *("kvcore", "plan", "zipf:requests=20", "--device", "h100", "--slo", "ttft=2"),
+                *("--max-gpus", "2", "--json"),
+            ],
+        }[name]
+    )
+
+
+@pytest.mark.parametrize("name", ["sweep.csv", "python.json"])
+def test_a_result_without_a_command_says_so(results, name):
+    """A table, and a document that Python made, have a sentence in place of a command."""
+    document = json.loads((results / "compare.json").read_bytes())
+    del document["command"]
+    (results / "python.json").write_text(json.dumps(document))
+    found = reported(results, name)
+    assert commands(found) == []
+    assert "The result does not say: it was written from Python" in json.dumps(found)
+
+
+@pytest.mark.parametrize("command", [["rm", "-rf", "."], ["kvcore", 1], "kvcore", 3])
+def test_a_command_that_is_none_of_kvcore_is_refused(results, tmp_path, command):
+    """A document cannot have a page show the command of another program."""
+    document = json.loads((results / "compare.json").read_bytes()) | {"command": command}
+    (tmp_path / "bad.json").write_text(json.dumps(document))
+    run = run_here("report", "bad.json", "-o", "page.html", cwd=tmp_path)
+    assert (run.returncode, [*tmp_path.glob("page*")]) == (2, [])
+    assert "bad.json: a damaged result" in run.stderr
+
+
+def test_a_word_of_a_command_cannot_begin_another(results, tmp_path):
+    """The words of a command are quoted, on one line of the page."""
+    words = ["kvcore", "compare", "a b; rm -rf .\nrm -rf .", "$(rm -rf .)"]
+    document = json.loads((results / "compare.json").read_bytes()) | {"command": words}
+    (tmp_path / "odd.json").write_text(json.dumps(document))
+    assert commands(reported(tmp_path, "odd.json"))[0] == [*words, "--json"]
 
 
 @pytest.mark.parametrize(
-    ("name", "same"),
-    [
-        ("compare.json", lambda found: [row["hit_blocks"] for row in found["rows"]]),
-        ("memory.json", lambda found: [row["hit_blocks"] for row in found["rows"]]),
-        ("curve.json", lambda found: found["curves"]),
-        ("plane.json", lambda found: found["points"]),
-        ("size.json", lambda found: found),
-        ("whatif.json", lambda found: found["rerun"]),
-        ("explain.json", lambda found: found),
-        ("one.json", lambda found: found),
-    ],
+    ("router", "whose"),
+    [((), "no request admitted"), (("--replicas", 2), "no request that its")],
 )
-def test_the_command_of_a_report_makes_the_result_again(results, name, same):
-    """The command in a report makes a result with the same numbers."""
-    parts = reported(results, name)["sections"][0]["parts"]
-    line = next(part["text"] for part in parts if part["kind"] == "command")
-    run = run_here(*shlex.split(line)[1:], cwd=results)
-    assert run.returncode == 0, run.stderr
-    assert same(json.loads(run.stdout)) == same(json.loads((results / name).read_bytes()))
+def test_the_reasons_of_a_request_are_those_of_its_servers(tmp_path, router, whose):
+    """A block is new to one server, and on a cluster to the replica."""
+    words = ("simulate", ZIPF, *router, "--blocks", 400, "--no-search", "--trace", "t.jsonl")
+    assert run_here(*words, cwd=tmp_path).returncode == 0
+    request = next(iter(kvcore.explain(tmp_path / "t.jsonl").requests))
+    run = run_here("explain", "t.jsonl", request, "--json", cwd=tmp_path)
+    (tmp_path / "one.json").write_text(run.stdout)
+    rows = tables(reported(tmp_path, "one.json"))["Missed tokens, in the order of the prompt"]
+    reasons = {row[3]: row[4] for row in rows}
+    assert reasons["compulsory"].startswith(whose)
 
 
 def test_the_command_of_a_run_repeats_the_simulation(results, tmp_path):
     """The command in the report of a run simulates the same requests with the same times."""
-    parts = reported(results, "lfu")["sections"][0]["parts"]
-    line = next(part["text"] for part in parts if part["kind"] == "command")
-    run = run_here(*shlex.split(line)[1:], cwd=tmp_path)
+    line = commands(reported(results, "lfu"))[0]
+    run = run_here(*line[1:], cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     rows = [
         (folder / "requests.jsonl").read_bytes()
         for folder in (results / "lfu", tmp_path / "results")
     ]
     assert rows[0] == rows[1]
-
-
-def test_the_grid_of_a_sweep_repeats_the_sweep(results, tmp_path):
-    """The grid and the command in the report of a sweep make the same table."""
-    parts = reported(results, "sweep.csv")["sections"][0]["parts"]
-    grid, line = (part["text"] for part in parts if part["kind"] == "command")
-    (tmp_path / "grid.toml").write_text(grid)
-    run = run_here(*shlex.split(line)[1:], "--jobs", 1, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert (tmp_path / "results.csv").read_bytes() == (results / "sweep.csv").read_bytes()
 
 
 def test_a_result_that_python_wrote_is_reported(tmp_path):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import orjson
 import pytest
+from click import Context
 from helpers.commands import run_here
 from helpers.traces import ask, lines, seal, write
 
@@ -17,8 +18,9 @@ from kvcore.errors import InputError
 from kvcore.sections import Chart, Table
 from kvcore.untrusted import escaped
 from kvcore_cli import output
+from kvcore_cli.main import loaded_verb
 from kvcore_cli.output import emit_json, print_sections, print_table, print_text, progress
-from kvcore_cli.verb import echo
+from kvcore_cli.verb import COMMAND_LINE, echo
 from kvcore_replay.cli import whatif as asking
 
 
@@ -50,6 +52,67 @@ def test_json_with_a_large_integer_has_null_for_what_is_no_number(capsys):
 
     found = json.loads(capsys.readouterr().out, parse_constant=refuse)
     assert found == {"schema": 1, "large": 2**70, "none": None, "most": [None]}
+
+
+ZIPF = "zipf:requests=9"
+ROW = '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}'
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (("simulate", ZIPF, "--no-search", "--config", "c.toml"), ...),
+        (
+            ("simulate", "--trace=t.jsonl", "--no-search", ZIPF),
+            ("simulate", "--no-search", ZIPF),
+        ),
+        (("compare", ZIPF, "--csv", "c", "--blocks=9"), ("compare", ZIPF, "--blocks=9")),
+        (("compare", "--blocks", "9", "--jobs=2", ZIPF), ("compare", "--blocks", "9", ZIPF)),
+        (("compare", ZIPF, "--blocks", "9", "--count", "tokens"), ...),
+        (("demo", "paging", ZIPF, "--blocks", "99", "--no-chunked"), ...),
+        (("plugins", "codec"), ...),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
+)
+def test_a_document_has_the_words_that_make_it(tmp_path, words, kept):
+    """Behind `schema` stand all words but those of options that change no result."""
+    (tmp_path / "c.toml").write_text("blocks = 99\n")
+    document = json.loads(run_here(*words, "--json", cwd=tmp_path).stdout)
+    assert [*document][:2] == ["schema", "command"]
+    assert document["command"] == ["kvcore", *(words if kept is ... else kept)]
+
+
+def test_words_behind_two_dashes_are_no_options(tmp_path):
+    """An argument that looks like an option of output stays in the command of a document."""
+    (tmp_path / "--csv").write_text(ROW)
+    words = ("compare", "--blocks", "9", "--", "--csv")
+    run = run_here("compare", "--json", *words[1:], cwd=tmp_path)
+    assert json.loads(run.stdout)["command"] == ["kvcore", *words]
+
+
+def test_a_document_has_no_password():
+    """Users, passwords and queries of URLs are left out of the command of a document."""
+    words = "--tier", "redis:memory=1GiB,url=redis://me:secret@host/0?password=secret,ttl=9"
+    with Context(loaded_verb("simulate")) as context:
+        context.meta[COMMAND_LINE] = ("simulate", *words)
+        command = output.command_field()["command"]
+    assert command[-1] == "redis:memory=1GiB,url=redis://***@host/0,ttl=9"
+
+
+def test_a_name_that_is_no_text_is_replaced():
+    """A file whose name is not UTF-8 does not keep a document from being written."""
+    with Context(loaded_verb("simulate")) as context:
+        context.meta[COMMAND_LINE] = ("simulate", "a\udcff.jsonl")
+        found = orjson.loads(output.json_bytes({"schema": 1}))
+    assert found["command"] == ["kvcore", "simulate", "a\N{REPLACEMENT CHARACTER}.jsonl"]
+
+
+def test_a_folder_of_results_has_the_command(tmp_path):
+    """The summary of a run begins with the words that make it, and what was run."""
+    run_here("simulate", ZIPF, "--no-search", "--out", "results", cwd=tmp_path)
+    summary = json.loads((tmp_path / "results" / "summary.json").read_bytes())
+    assert [*summary][:3] == ["schema", "command", "config"]
+    assert summary["command"] == ["kvcore", "simulate", ZIPF, "--no-search"]
 
 
 def test_a_table_without_columns_is_nothing(capsys):

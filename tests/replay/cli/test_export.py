@@ -86,6 +86,7 @@ def test_requests_come_back_as_mooncake(tmp_path, capfd):
     assert (code, err) == (0, "")
     assert json.loads(printed) == {
         "schema": 1,
+        "command": ["kvcore", "export", str(tmp_path / "t.jsonl"), "--to", "mooncake"],
         "format": "mooncake",
         "out": str(out),
         "requests": 2,

@@ -27,7 +27,7 @@ def test_json_is_alone_on_stdout(trace):
     report = json.loads(done.stdout)
     assert (done.returncode, done.stderr) == (0, "")
     assert list(report) == [
-        *("schema", "file", "complete", "lines", "events", "pool"),
+        *("schema", "command", "file", "complete", "lines", "events", "pool"),
         *("requests", "finished", "rejected", "preemptions", "evictions"),
         *("hit", "tiers", "header"),
     ]

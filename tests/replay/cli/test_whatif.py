@@ -80,7 +80,8 @@ def test_json_is_alone_on_stdout(folder):
     document = json.loads(done.stdout)
     assert (done.returncode, done.stderr, document["schema"]) == (0, "", 1)
     assert list(document) == [
-        *("schema", "file", "kvcore", "workload", "timed", "recorded", "rerun", "changes")
+        *("schema", "command", "file", "kvcore", "workload", "timed"),
+        *("recorded", "rerun", "changes"),
     ]
     recorded, rerun = document["recorded"], document["rerun"]
     assert recorded["config"]["scheduler"]["name"] == "fcfs"
