@@ -39,7 +39,7 @@ class Stream:
         name: name in tables.
         workload: the text that names the workload, as on a command line.
         limit: number of its first requests that are used; None: all.
-        timed: whether it is served under a clock, too.
+        timed: whether it is served under a clock, too, in the sizes of `TIMED_SHARES`.
         digest: the digest that the workload must have; None: any.
     """
 
