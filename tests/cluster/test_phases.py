@@ -388,7 +388,7 @@ def test_the_router_of_a_split_keeps_its_options(router, queue):
 
 
 def test_options_of_a_router_go_before_the_next_field():
-    """What no field is named is an option of the router before it; else it is an error."""
+    """A name that no field has is an option of the router before it; else it is an error."""
     split = Split.parse("prefill=1,decode=1,router=llm-d:queue=1,kv=2,latency=0s")
     assert (split.router, split.queue, split.latency) == ("llm-d:queue=1,kv=2", 8192, 0)
     with pytest.raises(InputError, match=r"'overlp=whole' .*overlap"):

@@ -450,6 +450,7 @@ def test_a_block_evicted_before_those_below_it_leaves_with_them(path):
     recorder = make(path)
     serve(recorder, "a", [1, 2], 0)
     serve(recorder, "b", [9], 1, evicted=[1, 2], close=False)
+    recorder.closed("b", 5, output=1)
     recorder.close()
     lines = [event.as_dict() for event in read_events(path)]
     assert [(line["t"], line["reason"]) for line in lines_of(lines, "EVICT")] == [
