@@ -367,3 +367,15 @@ def test_no_blocks_have_no_bytes(backend, method):
     getattr(backend, method)([], memoryview(bytearray()))
     with pytest.raises(InputError, match=r"0 blocks of .* do not go into 8 bytes"):
         getattr(backend, method)([], memoryview(bytearray(8)))
+
+
+def test_a_failed_allocation_has_the_words_of_torch(monkeypatch):
+    """An error of torch is told beside the sizes: it may be of something else than memory."""
+
+    def fail(*_):
+        msg = "no kernel image is available\nCompile with ..."
+        raise RuntimeError(msg)
+
+    monkeypatch.setattr("kvcore_engine.backend._pool.Pool.__init__", fail)
+    with pytest.raises(StorageError, match=r"8 blocks of .* \(no kernel image is available\)$"):
+        TorchCPU().allocate(SMALL)

@@ -143,7 +143,10 @@ class TorchBackend(Backend):
             else:
                 self._pool = CodedPool(layout, codec, self.torch_device, self.upload)
         except (RuntimeError, OSError, OverflowError) as error:
-            raise _too_little(layout, free, str(self.torch_device)) from error
+            # torch has one type for memory that is short and for all else that fails.
+            why, *_ = str(error).splitlines() or [repr(error)]
+            msg = f"{_too_little(layout, free, str(self.torch_device))} ({why})"
+            raise StorageError(msg) from error
         self.fallbacks = ()
         self._kernel = Sdpa(self._pool, self._attention_kernel(), self._fall_back)
         self.layout = layout
