@@ -80,7 +80,6 @@ class BlockLayout:
         if accounting not in ACCOUNTINGS:
             msg = f"accounting {accounting!r} is not known; there are: {', '.join(ACCOUNTINGS)}"
             raise InputError(msg)
-        _check_sizes(block_size, block_size if key_tokens is None else key_tokens)
         self.accounting = accounting
         self.block_size: int = block_size
         self.reload_seconds = inf

@@ -155,10 +155,10 @@ class Plugins:
     skipped; one that does not exist is a fault. `entry_points` replaces the installed ones.
 
     A broken entry point or plugin is listed as unusable, and named in the error of a plugin
-    that is not found; all others work. One that is broken in `extra` raises at once.
+    that is not found; all others work. One in `extra`, or of no distribution, raises at once.
 
     Raises:
-        PluginError: kvcore is not installed, or one of `extra` is broken.
+        PluginError: kvcore is not installed, or one that raises at once is broken.
     """
 
     def __init__(
@@ -202,11 +202,11 @@ class Plugins:
     def classes(self, kind: str, names: Collection[str] | None = None) -> dict[str, Any]:
         """Return the classes of `kind` by name, without those that cannot be loaded.
 
-        `names` are the names of those to load; None: all.
+        `names` are the names of those to load, if there are such; None: all.
         """
-        names = list(self._find(kind)) if names is None else names
-        classes = {name: self._class(kind, name) for name in names}
-        return {name: cls for name, cls in classes.items() if cls is not None}
+        known = self._find(kind)
+        names = [name for name in (known if names is None else names) if name in known]
+        return {name: cls for name in names if (cls := self._class(kind, name)) is not None}
 
     def get(self, kind: str, name: str) -> Any:
         """Return the class named `name`, derived from the kind's base class.
@@ -220,9 +220,9 @@ class Plugins:
                 that name, or an editable install is older than its checkout's entry points.
         """
         known = self._find(kind)
-        if ".py:" in name:
-            return _class_of_file(kind, *name.rsplit(":", 1))
-        name = ALIASES.get((kind, name), name)
+        if in_file := re.fullmatch(r"(.+\.py)(?::([^:]*))?", name):
+            return _class_of_file(kind, in_file[1], in_file[2] or "")
+        name = ALIASES.get((kind, name.lower()), name)
         if name not in known and name.lower() in known:
             name = name.lower()
         if name in known and (cls := self._class(kind, name)) is not None:
@@ -283,12 +283,7 @@ class Plugins:
         if len(wanted) != 1:
             msg = f"{spec!r} names {len(wanted)} {kind} plugins where one is needed"
             raise InputError(msg)
-        cls = self.get(kind, wanted[0].name)
-        reason = _unavailable(cls)
-        if reason is not None:
-            msg = f"{kind} plugin {cls.name!r} cannot work here: {reason}"
-            raise PluginError(msg)
-        return instantiate(cls, wanted[0].options, defaults)
+        return _built(self.get(kind, wanted[0].name), wanted[0].options, defaults)
 
     def build_many(self, kind: str, text: str) -> list[Any]:
         """Build each plugin of a list such as `lru,lfu:half_life=300,unit=s,cost`.
@@ -343,9 +338,8 @@ class Plugins:
             PluginError: one of them raised another error than those of kvcore, or returned
                 something of another type.
         """
-        wanted: tuple[type, str] = (AbstractContextManager, "context manager")
-        if hook == "kvcore_ran":
-            wanted = Ran, "Ran"
+        context: tuple[type, str] = (AbstractContextManager, "context manager")
+        wanted = (Ran, "Ran") if hook == "kvcore_ran" else context
         for implementation in self._implementations(hook):
             origin = self._origin(implementation)
             known = {name: arguments[name] for name in implementation.argnames}
@@ -504,19 +498,22 @@ class Plugins:
 
         Of two of the same name neither is returned, and none whose name is `taken`.
         """
-        if hook in self._named:
-            return self._named[hook]
+        if hook not in self._named:
+            self._named[hook] = self._gathered(hook)
+        named = self._named[hook]
+        for name in sorted(named.keys() & taken):
+            origin = named.pop(name)[1]
+            reason = f"{hook} of {origin}: {name!r} is of the core; rename it"
+            self._refuse(hook, name, origin, "", reason)
+        return named
+
+    def _gathered(self, hook: str) -> dict[str, tuple[Any, Origin]]:
         wanted = Verb if hook == "kvcore_commands" else Mode
+        fits, expected = partial(_are_named, wanted), f"a dict of {wanted.__name__}"
         claims: dict[str, list[tuple[Any, Origin]]] = {}
-        for origin, result in self._called(
-            hook, partial(_are_named, wanted), f"a dict of {wanted.__name__}"
-        ):
+        for origin, result in self._called(hook, fits, expected):
             for name, value in result.items():
-                if name in taken:
-                    reason = f"{hook} of {origin}: {name!r} is of the core; rename it"
-                    self._refuse(hook, name, origin, "", reason)
-                else:
-                    claims.setdefault(name, []).append((value, origin))
+                claims.setdefault(name, []).append((value, origin))
         for name, ((_, first), *others) in claims.items():
             for _, origin in others:
                 reason = (
@@ -524,8 +521,7 @@ class Plugins:
                     f"entry point with {DISABLE}"
                 )
                 self._refuse(hook, name, origin, "", reason)
-        self._named[hook] = {name: own[0] for name, own in claims.items() if len(own) == 1}
-        return self._named[hook]
+        return {name: own[0] for name, own in claims.items() if len(own) == 1}
 
     def _claims(self, kind: str) -> dict[str, list[Found]]:
         """Return the results of the hook of `kind`, by name; broken ones become unusable."""
@@ -647,11 +643,10 @@ def resolve(
     check_name(cls)
     if cls is not given:
         return given
-    fault = _fault(cls, kind)
-    if fault:
+    if fault := _fault(cls, kind):
         msg = f"{kind} plugin {fault}"
         raise PluginError(msg)
-    return instantiate(cls, {})
+    return _built(cls, {})
 
 
 @cache
@@ -750,7 +745,7 @@ def error_line(error: BaseException) -> str:
     """Return the file and the line of a plugin where an error was raised, in brackets."""
     from traceback import extract_tb  # noqa: PLC0415 - for errors alone
 
-    _, *frames = extract_tb(error.__traceback__)
+    frames = extract_tb(error.__traceback__)[1:]
     lines = [
         f"{frame.filename}:{frame.lineno}"
         for frame in frames
@@ -839,6 +834,13 @@ def _misfit(plugin: object, error: BaseException) -> str:
                 f"pass: write {name}({', '.join(passed)})"
             )
     return f"has a hook that does not fit: {error}"
+
+
+def _built(cls: Any, options: Mapping[str, Any], defaults: Any = None) -> Any:
+    if (reason := _unavailable(cls)) is not None:
+        msg = f"{cls.kind} plugin {cls.name!r} cannot work here: {reason}"
+        raise PluginError(msg)
+    return instantiate(cls, options, defaults)
 
 
 def _unavailable(cls: type[Plugin]) -> str | None:

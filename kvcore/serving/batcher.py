@@ -472,23 +472,23 @@ class Batcher:
 
     def _allot(self, job: Job, now: int) -> None:
         """Add the chunk of `job` in the planned step to `chunks`, and allocate its blocks."""
-        step = self._step
+        step, decisions = self._step, self._decisions
         if job.stage != PREFILL:
             step.budget -= self._mixed and job.stage == DECODE
             return
         tokens = job.target - job.computed
-        if self._decisions.plain:
+        if decisions.plain:
             if tokens > step.budget:
                 tokens = step.budget
             self.chunks.append((job, tokens))
             step.budget -= tokens
             return
         # How many tokens: by the rules, and where the cache lets a chunk end.
-        decisions, limit = self._decisions, self._most_tokens()
+        limit = self._most_tokens()
         if decisions.chunk_tokens is not None:
             tokens = decisions.chunk_tokens(job, tokens, self._state(now))
         elif tokens > limit:
-            tokens = limit if self._decisions.chunked else 0 if self.chunks else tokens
+            tokens = limit if decisions.chunked else 0 if self.chunks else tokens
         if not tokens:
             step.budget = 0
             return
@@ -496,7 +496,7 @@ class Batcher:
         if not tokens:
             return
         # Their blocks, unless the admission took those of the whole prompt.
-        by_chunk = not self._decisions.whole or decisions.reserved is not None
+        by_chunk = not decisions.whole or decisions.reserved is not None
         if by_chunk and not self._has_blocks(job, job.computed + tokens, now):
             return
         # Whether others hit the blocks before the step computes them.
@@ -924,9 +924,8 @@ class Batcher:
         # Jobs that get their blocks chunk by chunk may lose them at every chunk.
         chunks = 1 if self._decisions.whole else pool.blocks
         if self.without_progress > (_PATIENCE + 10 * jobs) * chunks:
-            raise self.livelock(
-                now, self.without_progress, job.request.id, jobs, pool.free_blocks
-            )
+            counts = self.without_progress, job.request.id, jobs, pool.free_blocks
+            raise self.livelock(now, *counts)
 
     def livelock(
         self, now: int, preemptions: int, last: int | str, jobs: int, free_blocks: int
@@ -944,7 +943,7 @@ class Batcher:
         return PolicyError(msg)
 
     def refuse_order(self, error: BaseException) -> NoReturn:
-        """Raise the error of priorities that do not compare."""
+        """Raise the error of priorities that do not compare, which the core in C has met."""
         if not isinstance(error, FAILURES):
             raise error
         raise policy_error(self._scheduler.scheduler, "priority", error) from error

@@ -15,6 +15,7 @@ in vLLM's decode instances, so no decode ever waits for a prefill.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from typing import Any, ClassVar, Literal, get_args
@@ -66,6 +67,21 @@ _READERS: dict[str, Callable[[str], Any]] = {
 }
 
 
+def _pieces(text: str) -> list[str]:
+    """Return the fields of the text of a split, with the options of a router at its name."""
+    pieces: list[str] = []
+    names = Counter(piece.partition("=")[0] for piece in text.split(","))
+    for piece in text.split(","):
+        name, last = piece.partition("=")[0], pieces[-1] if pieces else ""
+        further = name not in _READERS or names[name] > 1
+        if further and last.startswith("router=") and ":" in last:
+            pieces[-1] += f",{piece}"
+            names[name] -= 1
+        else:
+            pieces.append(piece)
+    return pieces
+
+
 @attrs.frozen
 class Split:
     """The pools of split phases, and the link between them.
@@ -98,19 +114,28 @@ class Split:
         if self.prefill < 1 or self.decode < 1 or self.bandwidth < 1:
             msg = f"{self}: give 1 or more replicas of prefill and of decode, and a bandwidth"
             raise InputError(msg)
+        if self.mixed < 0 or self.latency < 0 or self.queue < 1:
+            msg = f"{self}: give mixed and latency of 0 or more, and a queue of 1 or more"
+            raise InputError(msg)
+        for name in "overlap", "first_output":
+            _READERS[name](getattr(self, name))
 
     @classmethod
     def parse(cls, text: str) -> Split:
         """Read text such as `prefill=4,decode=2,bandwidth=50GB/s,latency=10us`.
 
+        The options of a router follow it, as in `router=llm-d:queue=1,kv=2,latency=10us`: what
+        is no name of a field, or is given once more elsewhere, is an option of the router.
+
         Raises:
             InputError: another name, a value that cannot be, or a pool without replicas.
         """
+        pieces = [piece.partition("=") for piece in _pieces(text)]
         fields: dict[str, Any] = {}
-        for piece in text.split(","):
-            name, equals, value = piece.partition("=")
+        for name, equals, value in pieces:
             if not equals or name not in _READERS or name in fields:
                 known = ", ".join(_READERS)
+                piece = f"{name}{equals}{value}"
                 msg = f"{piece!r}{nearest(name, _READERS)}: write one of {known}, = and a value"
                 raise InputError(msg)
             try:

@@ -71,6 +71,9 @@ def read_batch(value: Any) -> EventBatch:
     line = parse(value, _Line, "line")
     read = partial(_read, tier=line.storage_tier)
     event = read_or_keep(read, line.event.data, "line.event.data")
+    more = {name: item for name, item in value.items() if name not in ("worker_id", "event")}
+    if others := other_fields(value["event"], _Event):
+        more["event"] = others
     return EventBatch(
         ts=None,
         events=(event,),
@@ -78,7 +81,7 @@ def read_batch(value: Any) -> EventBatch:
         format="dynamo",
         seq=line.event.event_id,
         source=line.worker_id,
-        more={name: item for name, item in value.items() if name not in ("worker_id", "event")},
+        more=more,
     )
 
 
@@ -91,10 +94,15 @@ def write_batch(batch: EventBatch) -> dict[str, Any]:
     if batch.seq is None or batch.source is None or len(batch.events) != 1:
         msg = "Dynamo writes one event a line, with worker (`source`) and number (`seq`)"
         raise InputError(msg)
-    event = {"event_id": batch.seq, "data": _write(batch.events[0])}
+    (written,), more = batch.events, dict(batch.more)
+    event = {"event_id": batch.seq, "data": _write(written)}
     if batch.dp_rank is not None:
         event["dp_rank"] = batch.dp_rank
-    return {"worker_id": batch.source, **batch.more, "event": event}
+    event |= more.pop("event", {})
+    tier = more.get("storage_tier")
+    if isinstance(written, BlockStored | BlockRemoved) and written.medium != tier:
+        more["storage_tier"] = written.medium
+    return {"worker_id": batch.source, **more, "event": event}
 
 
 def _read(data: Any, field: str, tier: str | None) -> Event:
@@ -134,11 +142,19 @@ def _write(event: Event) -> Any:
             return event.value
         case AllBlocksCleared():
             return "cleared"
-        case BlockRemoved():
+        case BlockRemoved(group=None):
             return {"removed": {"block_hashes": event.hashes, **event.more}}
-        case BlockStored(contents=contents) if contents is not None:
+        case BlockStored(
+            contents=contents, group=None, lora_id=None, lora_name=None, extra_keys=None
+        ) if contents is not None:
             more = dict(event.more)
             start, others = more.pop("start_position", None), more.pop("blocks", None)
+            if not len(contents) == len(event.hashes) == len(others or contents):
+                msg = (
+                    f"{len(event.hashes)} hashes of blocks, and {len(contents)} contents: "
+                    "Dynamo's router events have a hash of its tokens for each block"
+                )
+                raise InputError(msg)
             blocks = [
                 {"block_hash": value, "tokens_hash": content, **other}
                 for value, content, other in zip(

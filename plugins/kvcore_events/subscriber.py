@@ -14,15 +14,17 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Self
 
 import attrs
-from attrs.validators import ge, gt
+from attrs.validators import ge, gt, le
 
 from kvcore.errors import InputError
 from kvcore.lazy import import_extra
 from kvcore.units import format_seconds
 from kvcore_events.sequencer import (
     BatchSequencer,
+    Gap,
     InvalidMessage,
     ReplayFailed,
+    Restart,
     StreamItem,
 )
 
@@ -163,6 +165,9 @@ _ZMQ_QUEUE = 100
 _LARGEST_MESSAGE = 1 << 28
 """Size of a message (bytes) above which ZMQ drops the connection; none is so large."""
 
+_MOST_SECONDS = 32_767
+"""Most seconds of a keep-alive in Linux, which refuses more, and of a pause."""
+
 DRAIN_SECONDS = 5.0
 _LAST_SECONDS = 0.5
 
@@ -180,12 +185,13 @@ class Server:
         reconnect: most seconds between two attempts to reconnect; the first attempt is after
             0.1 s, each next one after twice the time.
         heartbeat: seconds between two TCP keep-alive probes of a silent connection; it is
-            closed after three without an answer.
+            closed after three without an answer. Not more than 32,767, as for `reconnect`.
         queue_bytes: most bytes of received batches that wait to be read, of all ranks
             together; further ones wait at the publisher, and are missing if it drops them.
 
     Raises:
         InputError: an address is not a ZMQ address (from `Subscriber`).
+        ValueError: a number is outside its bounds.
     """
 
     address: str
@@ -193,9 +199,15 @@ class Server:
     topic: str = ""
     ranks: int = attrs.field(default=1, validator=ge(1))
     replay_timeout: float = attrs.field(default=5.0, validator=gt(0))
-    reconnect: float = attrs.field(default=5.0, validator=gt(0))
-    heartbeat: float = attrs.field(default=10.0, validator=gt(0))
+    reconnect: float = attrs.field(default=5.0, validator=[gt(0), le(_MOST_SECONDS)])
+    heartbeat: float = attrs.field(default=10.0, validator=[gt(0), le(_MOST_SECONDS)])
     queue_bytes: int = attrs.field(default=1 << 28, validator=gt(0))
+
+    @queue_bytes.validator
+    def _has_room(self, _attribute: object, size: int) -> None:
+        if size < self.ranks:
+            msg = f"queue_bytes={size}: give {self.ranks} or more, one for each rank"
+            raise ValueError(msg)
 
 
 class _Queue:
@@ -210,6 +222,11 @@ class _Queue:
     def __len__(self) -> int:
         """Return the number of messages."""
         return len(self._messages)
+
+    @property
+    def messages(self) -> int:
+        """The number of messages that are none of a lost connection."""
+        return sum(map(bool, self._messages))
 
     def __getitem__(self, index: int) -> list[bytes]:
         """Return the frames of a message; place 0 is the next."""
@@ -299,14 +316,16 @@ class Subscriber(Endpoint):
         self.stop()
         self._receive_last()
         self._draining = True
-        deadline = monotonic() + seconds
+        deadline, item = monotonic() + seconds, None
         for item in self._items:
             if item is not None:
                 yield item
-            if monotonic() >= deadline or not any(self._queues()):
+            # The batch that shows a gap or a restart comes after it.
+            ended = not isinstance(item, Gap | Restart) and monotonic() >= deadline
+            if ended or not any(self._queues()):
                 break
         # The message of the last item is taken from its queue when the next is asked for.
-        self.unread = max(0, sum(map(len, self._queues())) - 1)
+        self.unread = sum(queue.messages for queue in self._queues()) - (item is not None)
 
     def stop(self) -> None:
         """End the iteration of `items` within 0.1 s. May be called by a signal handler."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import wraps
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Self
 
 import attrs
@@ -109,12 +109,16 @@ class _Recorded:
         seq: its sequence; None while it waits.
         admitted: whether it was ever admitted.
         answered: whether it has its first token.
+        refused: whether the trace had no room for it, though the engine has admitted it.
+        output: the most tokens that it can have generated before it was preempted.
     """
 
     request: Request
     seq: CacheSequence | None = None
     admitted: bool = False
     answered: bool = False
+    refused: bool = False
+    output: int = 0
 
 
 def _guarded(
@@ -145,7 +149,8 @@ class EngineRecorder:
       it hits fewer, so does the trace, which is no disagreement.
     - It evicts a block that is in use in the trace, or has cached blocks below it: the block
       leaves the trace as soon as it can, with reason `gone`.
-    - It has room and the trace has none: the least recently used block leaves.
+    - It has room and the trace has none: the least recently used block leaves. Where all are
+      in use, the request is not admitted in the trace, or does not grow there.
 
     Three things are no disagreement: a second block of a key (a duplicate) is counted, and the
     key leaves the trace with the last of its blocks; blocks may leave before their room is
@@ -207,8 +212,9 @@ class EngineRecorder:
         # keys that cannot be hit.
         self._copies: dict[Key, int] = {}
         self._orphans: dict[Key, int] = {}
-        # Keys that the engine has lost or evicted while they were in use in the trace.
-        self._late: dict[Key, None] = {}
+        # Keys that the engine has lost or evicted while they were in use in the trace, and why
+        # they will leave it.
+        self._late: dict[Key, Lost] = {}
         self._index = _FollowedIndex()
         self._policy = _FollowedEviction()
         # EVICT lines name the policy of the engine.
@@ -280,7 +286,10 @@ class EngineRecorder:
         self._index.limit = hit
         match = cache.match(request, now, target)
         more = hit - match.blocks
-        self._make_room(blocks + more, match, request.id, now)
+        recorded.refused = not self._make_room(blocks + more, match, request.id, now)
+        if recorded.refused:
+            self._index.limit = None
+            return
         recorded.seq = seq = cache.open(
             request, (blocks + more) * size, now, resumed=recorded.admitted, target=target
         )
@@ -305,8 +314,8 @@ class EngineRecorder:
             now = self._at(now)
             self._evict(evicted, recorded.request.id, now)
             nothing = PrefixMatch(self._cache.tree.root, 0, 0, None)
-            self._make_room(blocks, nothing, recorded.request.id, now)
-            self._cache.extend(recorded.seq, blocks * self._size, now)
+            if self._make_room(blocks, nothing, recorded.request.id, now):
+                self._cache.extend(recorded.seq, blocks * self._size, now)
 
     @_guarded
     def committed(
@@ -347,7 +356,7 @@ class EngineRecorder:
         if (
             recorded is not None
             and recorded.seq is not None
-            and self._most_output(recorded) > 0
+            and self._most_output(recorded, recorded.seq) > 0
         ):
             self._answer(recorded, recorded.seq, self._at(now))
 
@@ -388,10 +397,11 @@ class EngineRecorder:
             if span is not top:
                 self._orphans[name] = self._copies.pop(name, 1)
             self._lose(span, now, reason)
+        self._lose_late(now)
 
     @_guarded
     def cleared(self, now: int) -> None:
-        """Record that the engine has dropped all blocks that are not in use."""
+        """Record that the engine has dropped all blocks; those in use leave when released."""
         now = self._at(now)
         for span in reversed([*self._cache.tree.spans()]):
             self._lose(span, now)
@@ -435,10 +445,10 @@ class EngineRecorder:
                 self._disagree("evicted", "it evicts a block that is not cached")
             elif span.ref_count or span.children:
                 self._disagree("evicted", "it evicts a block that is in use")
-                self._late[key] = None
+                self._late[key] = "gone"
             else:
                 self._leave(span, requester, now)
-                self.evictions.add(key)
+        self._lose_late(now)
 
     def _forget(self, key: Key) -> bool:
         """Return True if a block of `key` leaves the engine without a change of the trace."""
@@ -453,15 +463,27 @@ class EngineRecorder:
     def _lose(self, span: Span, now: int, reason: Lost = "gone") -> None:
         """Remove a block that the engine has lost, now or as soon as it is an unpinned leaf."""
         if span.ref_count or span.children:
-            self._late[span.path_keys[span.start]] = None
+            self._late[span.path_keys[span.start]] = reason
             return
         assert self._trace is not None
         self._trace.reason = reason
         self._leave(span, span.last_request, now)
         self._trace.reason = "capacity"
 
+    def _lose_late(self, now: int) -> None:
+        """Remove the late blocks that can leave now, the deepest first."""
+        late = [(span.end, key) for key in self._late if (span := self._index.spans.get(key))]
+        self._late = {key: self._late[key] for _, key in late}
+        for _, key in sorted(late, key=itemgetter(0), reverse=True):
+            span = self._index.spans[key]
+            if not (span.ref_count or span.children):
+                self._lose(span, now, self._late.pop(key))
+
     def _leave(self, span: Span, requester: Id, now: int) -> None:
         """Remove an unpinned leaf, and free its block."""
+        assert self._trace is not None
+        if self._trace.reason == "capacity":
+            self.evictions.add(span.path_keys[span.start])
         self._policy.chosen = span
         ids = self._cache.tree.evict(1, requester, now)
         self._cache.pool.free(ids, 1)
@@ -480,32 +502,32 @@ class EngineRecorder:
             if seq is None:
                 self._disagree("request", f"request {name!r} is preempted and does not run")
                 return
+            recorded.output = self._most_output(recorded, seq)
             trace.preempt(now, request=request.id, seq=seq.id, how="recompute")
             cache.close(seq, now, preempted=True)
             recorded.seq = None
         else:
             del self._requests[name]
             if not recorded.admitted:
-                trace.reject(now, request=request.id, why="it left before it was admitted")
+                why = "it left before it was admitted"
+                if recorded.refused:
+                    why = "the trace had no room for it"
+                trace.reject(now, request=request.id, why=why)
                 return
-            if seq is None:
+            if seq is not None:
+                most = self._most_output(recorded, seq)
+            else:
                 # It ends while it is preempted; only a sequence can end in a trace.
                 self._index.limit = 0
                 recorded.seq = seq = cache.open(request, 0, now, resumed=True)
                 self._index.limit = None
-            output = max(min(output, self._most_output(recorded)), int(recorded.answered))
+                most = recorded.output if recorded.answered else 0
+            output = max(min(output, most), int(recorded.answered))
             if output:
                 self._answer(recorded, seq, now)
             trace.finish(now, request=request.id, seq=seq.id, output=output)
             cache.close(seq, now)
-        # Deepest first: in the order in which they were inserted.
-        for key in [*self._late]:
-            span = self._index.spans.get(key)
-            if span is None:
-                del self._late[key]
-            elif not (span.ref_count or span.children):
-                del self._late[key]
-                self._lose(span, now)
+        self._lose_late(now)
 
     def _answer(self, recorded: _Recorded, seq: CacheSequence, now: int) -> None:
         """Write FIRST_TOKEN, once a request."""
@@ -514,10 +536,9 @@ class EngineRecorder:
             assert self._trace is not None
             self._trace.first_token(now, request=recorded.request.id, seq=seq.id)
 
-    def _most_output(self, recorded: _Recorded) -> int:
+    def _most_output(self, recorded: _Recorded, seq: CacheSequence) -> int:
         """Return the most tokens that a request can have generated in the blocks it has."""
-        request, seq = recorded.request, recorded.seq
-        assert seq is not None
+        request = recorded.request
         if not request.output_tokens:
             return 0
         if self._accounting == "keys":
@@ -544,11 +565,15 @@ class EngineRecorder:
             self._trace.flush()
         return now
 
-    def _make_room(self, blocks: int, match: PrefixMatch, requester: Id, now: int) -> None:
-        """Evict least recently used blocks, none of `match`, until `blocks` are free."""
+    def _make_room(self, blocks: int, match: PrefixMatch, requester: Id, now: int) -> bool:
+        """Evict least recently used blocks, none of `match`, until `blocks` are free.
+
+        Returns False if there are not as many beside those in use.
+        """
         cache, kept, span = self._cache, set(), match.span
         if blocks > cache.available_blocks - match.unpinned_blocks:
-            return  # the cache will refuse it
+            self._disagree("room", "it has room for blocks, and in the trace all are in use")
+            return False
         while span.parent is not None:
             kept.add(span)
             span = span.parent
@@ -557,6 +582,7 @@ class EngineRecorder:
             unused = (s for s in cache.tree.spans() if not (s.ref_count or s.children))
             leaves = (span for span in unused if span not in kept)
             self._leave(min(leaves, key=attrgetter("released_order")), requester, now)
+        return True
 
     def _disagree(self, kind: str, what: str) -> None:
         """Count a disagreement of the engine with the trace, and log the first."""

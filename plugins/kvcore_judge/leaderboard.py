@@ -25,7 +25,6 @@ from kvcore_judge.entries import Entry
 from kvcore_judge.protocol import (
     BUILT_IN,
     TIMED_SHARES,
-    TUNED,
     Panel,
     Stream,
     cell_name,
@@ -141,7 +140,7 @@ class Leaderboard:
 
     def _tuned(self, text: str) -> frozenset[str]:
         """Return the streams on which a policy was tuned."""
-        return TUNED.get(self.about[text]["name"], frozenset())
+        return self.panel.tuned(self.about[text]["name"])
 
     def _policy(self, text: str) -> dict[str, Any]:
         tuned = self._tuned(text)
@@ -302,7 +301,7 @@ def check_scores(document: Mapping[str, Any], panel: Panel) -> None:
             raise InputError(msg)
         (base,) = bases
         for policy, hits in policies:
-            tuned = TUNED.get(policy["name"], frozenset())
+            tuned = panel.tuned(policy["name"])
             ratios = [
                 ratio_of(cell_name(stream, share), *numbers, tuned=stream in tuned)
                 for (stream, share), *numbers in zip(names, hits, base, optimum, strict=True)

@@ -30,12 +30,6 @@ TIMED_SHARES = (10, 50, 200)
 STRETCHES = 20
 """Parts of equal numbers of requests by which the spread within a stream is estimated."""
 
-TUNED: Mapping[str, frozenset[str]] = {
-    "hazard": frozenset({"conversation", "agentic"}),
-}
-"""The streams of the public panel on which a built-in policy was tuned: its cells there are
-marked, and its headline is made of the others."""
-
 
 @attrs.frozen
 class Stream:
@@ -45,7 +39,7 @@ class Stream:
         name: name in tables.
         workload: the text that names the workload, as on a command line.
         limit: number of its first requests that are used; None: all.
-        timed: whether it is served under a clock, too.
+        timed: whether it is served under a clock, too, in the sizes of `TIMED_SHARES`.
         digest: the digest that the workload must have; None: any.
     """
 
@@ -54,6 +48,12 @@ class Stream:
     limit: int | None = attrs.field(default=None, validator=optional([instance_of(int), ge(1)]))
     timed: bool = attrs.field(default=False, validator=instance_of(bool))
     digest: str | None = attrs.field(default=None, validator=optional(instance_of(str)))
+
+    @limit.validator
+    def _is_number(self, _attribute: object, limit: object) -> None:
+        if isinstance(limit, bool):
+            msg = f"limit {limit}: give a number of requests"
+            raise TypeError(msg)
 
     def source(self) -> Workload:
         """Return the workload.
@@ -153,10 +153,23 @@ class Panel:
         """The stream and the share of each cell."""
         return [(stream.name, share) for stream in self.streams for share in self.shares]
 
+    def tuned(self, policy: str) -> frozenset[str]:
+        """Return the names of the streams on whose workload a policy was tuned."""
+        workloads = TUNED.get(policy, frozenset())
+        return frozenset(stream.name for stream in self.streams if stream.workload in workloads)
+
 
 def agentic_path() -> Path:
     """Return the path of the sessions of coding agents that come with kvcore."""
     return Path(str(files("kvcore_judge") / "data" / "agentic_sessions.jsonl.gz"))
+
+
+AGENTIC = f"weka:path={agentic_path()}"
+"""The workload of the sessions of coding agents that come with kvcore."""
+
+TUNED: Mapping[str, frozenset[str]] = {"hazard": frozenset({"mooncake", AGENTIC})}
+"""The workloads on which a built-in policy was tuned: its cells there are marked, and its
+headline is made of the others."""
 
 
 def find_panel(name: str) -> Panel:
@@ -168,13 +181,12 @@ def find_panel(name: str) -> Panel:
     Raises:
         InputError: there is no such panel, or the file is none.
     """
-    agentic = f"weka:path={agentic_path()}"
     if name == "public":
         return Panel(
             name,
             (
                 Stream("conversation", "mooncake", timed=True),
-                Stream("agentic", agentic, timed=True),
+                Stream("agentic", AGENTIC, timed=True),
                 Stream("popular", "zipf:requests=8000,prefixes=2000,seed=1"),
                 Stream("tools", "agents:seed=1"),
                 Stream("recency", "recency:seed=1"),
@@ -210,13 +222,20 @@ def _panel_of_file(path: Path) -> Panel:
         # A cell is named by its stream and its share.
         names = {stream.name for stream in streams}
         sound = sound and (len(names), len({*shares})) == (len(streams), len(shares))
+        clocked = any(stream.timed for stream in streams)
     except (TypeError, ValueError, KeyError):
-        sound = False
+        sound = clocked = False
     if not sound:
         msg = (
             f"--panel {path}: give [[stream]] tables with a name of its own and a workload, "
             "and perhaps digest, limit (1 or more) and timed (true); and perhaps shares = "
             "[5, 100], thousandths of the footprint, none twice"
+        )
+        raise InputError(msg)
+    if clocked and not {*shares} & {*TIMED_SHARES}:
+        msg = (
+            f"--panel {path}: a stream is timed, and of its shares {shares} none is served "
+            f"under a clock: add one of {', '.join(map(str, TIMED_SHARES))}, or leave out timed"
         )
         raise InputError(msg)
     return Panel(str(path), streams, shares)

@@ -171,13 +171,15 @@ def _table(table: Table) -> str:
 
 def _picture(curves: HitCurves) -> str:
     """Return a picture of hit ratios by pool size: the best policies between the bounds."""
+    # The optimum, which is the last, has a style of its own however many policies there are.
+    styles = [*(f"l{index}" for index in range(len(curves.lines) - 1)), "optimum"]
     drawn = [
-        f'<polyline class="l{index}" points="{_points(line, curves.top)}"/>'
-        for index, line in enumerate(curves.lines.values())
+        f'<polyline class="{style}" points="{_points(line, curves.top)}"/>'
+        for style, line in zip(styles, curves.lines.values(), strict=True)
     ]
     names = "".join(
-        f'<span class="l{index}">{escape(name)}</span> '
-        for index, name in enumerate(curves.lines)
+        f'<span class="{style}">{escape(name)}</span> '
+        for style, name in zip(styles, curves.lines, strict=True)
     )
     ticks = "".join(
         f'<text x="{_x(len(curves.sizes), index)}" y="{HEIGHT - 8}">{size}</text>'
@@ -218,5 +220,5 @@ svg { width: 100% }
 text { fill: currentColor; font-size: 9px; text-anchor: middle }
 polyline { fill: none; stroke-width: 2; stroke: currentColor }
 .l0 { color: #808080 } .l1 { color: #0072b2 } .l2 { color: #d55e00 } .l3 { color: #009e73 }
-.l4 { color: canvastext } polyline.l4 { stroke-dasharray: 4 3 }
+.optimum { color: canvastext } polyline.optimum { stroke-dasharray: 4 3 }
 """

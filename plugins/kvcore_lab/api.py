@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import cached_property, partial
 from os import PathLike, fspath
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 from kvcore.api import Source, flat_options
 from kvcore.config import RunConfig, RunParts, SimulateOptions
@@ -19,7 +19,6 @@ from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import Spec
 from kvcore.progress import Progress, silent
-from kvcore.units import parse_bytes
 from kvcore_lab.candidates import Policy
 from kvcore_lab.comparison import SHARING, Comparison, compare_policies
 from kvcore_lab.plans.capacity import find_capacity as search_capacity
@@ -193,15 +192,11 @@ def compare(
         if blocks is not None:
             msg = "blocks and memory both say how large the pool is: give one of them"
             raise InputError(msg)
-        sizes = [memory] if isinstance(memory, int | str) else memory
-        if plan is not None:
-            groups = plan.groups
-            blocks = [
-                (parse_bytes(size) if isinstance(size, str) else size) // plan.bytes_per_block
-                for size in sizes
-            ]
-        else:
-            blocks = [parts.blocks_in(size) for size in sizes]
+        # A number of another type is one size too, and refused as such.
+        several = isinstance(memory, Iterable) and not isinstance(memory, str)
+        sizes = cast("Iterable[int | str]", memory if several else [memory])
+        groups = plan.groups if plan is not None else ()
+        blocks = [parts.blocks_in(size) for size in sizes]
     return compare_policies(
         parts.workload,
         policies,

@@ -370,3 +370,46 @@ def test_the_text_of_a_split_parses_to_an_equal_split():
         assert Split.parse(str(other)) == other
     assert split.bandwidth == 25_000_000_000
     assert Split.parse(str(split)) == split
+
+
+@pytest.mark.parametrize(
+    ("router", "queue"),
+    [
+        ("session:seed=2", 8192),
+        ("llm-d:queue=1,kv=2", 8192),
+        ("llm-d:kv=2,queue=1", 7),
+        ("dynamo:delta=0.5,seed=3", 1),
+    ],
+)
+def test_the_router_of_a_split_keeps_its_options(router, queue):
+    """A router of any options is read back, also if an option is named as a field is."""
+    split = Split(1, 2, router=router, queue=queue, latency=5, first_output="decode")
+    assert Split.parse(str(split)) == split
+
+
+def test_options_of_a_router_go_before_the_next_field():
+    """A name that no field has is an option of the router before it; else it is an error."""
+    split = Split.parse("prefill=1,decode=1,router=llm-d:queue=1,kv=2,latency=0s")
+    assert (split.router, split.queue, split.latency) == ("llm-d:queue=1,kv=2", 8192, 0)
+    with pytest.raises(InputError, match=r"'overlp=whole' .*overlap"):
+        Split.parse("prefill=1,decode=1,router=session,overlp=whole")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"mixed": -5}, {"queue": 0}, {"latency": -1}, {"overlap": "x"}, {"first_output": "x"}],
+)
+def test_a_split_that_cannot_be_is_refused(wrong):
+    """Fields that are given in Python are checked as those in a text."""
+    with pytest.raises(InputError, match="give "):
+        Split(1, 1, **wrong)
+
+
+def test_a_trace_whose_decode_router_has_options_is_checked(tmp_path):
+    """The check reads the pools of a split whose router has options."""
+    trace = tmp_path / "split.jsonl"
+    split = "prefill=1,decode=1,router=llm-d:queue=1,kv=2"
+    kvcore.simulate_cluster(
+        "zipf:requests=5", model="llama-3.1-8b", disaggregate=split, trace=trace
+    )
+    assert check_trace(trace).complete

@@ -302,8 +302,9 @@ def test_moves_put_aside_no_more_than_moved_bytes(backend, monkeypatch, most):
         Rotary((1.0,) * 4).rotation(torch.arange(1)),
         Rotation(torch.ones(9, 2), torch.ones(9, 2), torch.tensor([1, 2])),
         Rotation(torch.ones(1, 2), torch.ones(1, 1)),
+        Rotation(torch.ones(1), torch.ones(1)),
     ],
-    ids=["tokens", "pairs", "places", "tables"],
+    ids=["tokens", "pairs", "places", "tables", "flat"],
 )
 def test_rotations_of_a_wrong_shape_are_refused(backend, rotation):
     """`store_rotated` refuses rotations that do not fit the tokens or the width of the keys."""
@@ -351,3 +352,30 @@ def test_an_unknown_dtype_is_refused(backend):
     """`tensor` refuses an unknown dtype, and the error lists the known ones."""
     with pytest.raises(InputError, match="dtype 'fp8' is not known; there are: fp64"):
         backend.tensor([1.0], "fp8")
+
+
+def test_queries_without_heads_are_refused(backend):
+    """Queries of one dimension are refused as those of another shape are."""
+    plan = backend.plan(RaggedBatch([[1]], [0], [1]))
+    with pytest.raises(InputError, match=r"queries are \[6\]"):
+        backend.attend(0, plan, torch.zeros(6))
+
+
+@pytest.mark.parametrize("method", ["read_blocks", "write_blocks"])
+def test_no_blocks_have_no_bytes(backend, method):
+    """Memory for no block has no bytes; other sizes are refused."""
+    getattr(backend, method)([], memoryview(bytearray()))
+    with pytest.raises(InputError, match=r"0 blocks of .* do not go into 8 bytes"):
+        getattr(backend, method)([], memoryview(bytearray(8)))
+
+
+def test_a_failed_allocation_has_the_words_of_torch(monkeypatch):
+    """An error of torch is told beside the sizes: it may be of something else than memory."""
+
+    def fail(*_):
+        msg = "no kernel image is available\nCompile with ..."
+        raise RuntimeError(msg)
+
+    monkeypatch.setattr("kvcore_engine.backend._pool.Pool.__init__", fail)
+    with pytest.raises(StorageError, match=r"8 blocks of .* \(no kernel image is available\)$"):
+        TorchCPU().allocate(SMALL)

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="generators compute on torch")
 
 from kvcore import InputError, KVCache, Plugins, StorageError, run  # noqa: E402
-from kvcore.engine import DeviceMemory, Sampling  # noqa: E402
+from kvcore.engine import DeviceMemory, RaggedBatch, Sampling  # noqa: E402
 from kvcore.models.catalogue import MODELS  # noqa: E402
 from kvcore.testing.dense import (  # noqa: E402
     DenseCache,
@@ -158,13 +158,42 @@ def test_top_k_samples_only_the_k_likeliest_tokens():
 def test_top_p_samples_only_the_likeliest_tokens_that_have_it_together():
     """With `top_p`, the fewest of the likeliest tokens with that probability are sampled."""
     chances = torch.tensor([0.2, 0.45, 0.05, 0.3], dtype=torch.float64).log()
-    for top_p, tokens in ((0.5, {1, 3}), (1e-9, {1}), (0.9, {0, 1, 3}), (1.0, {0, 1, 2, 3})):
+    for top_p, tokens in (
+        (0.5, {1, 3}),
+        (1e-9, {1}),
+        (0.0, {1}),
+        (0.9, {0, 1, 3}),
+        (1.0, {0, 1, 2, 3}),
+    ):
         drawn = sample(
             chances.expand(500, 4),
             [(1, index) for index in range(500)],
             [Sampling(1.0, top_p=top_p)] * 500,
         )
         assert set(drawn) == tokens
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_give_no_token(wrong):
+    """Rows of NaN, or with an infinite logit, are an error, and no id beyond the vocabulary."""
+    logits = torch.tensor([[0.0, 1.0, wrong]])
+    with pytest.raises(InputError, match="logits of a step are NaN or infinite"):
+        sample(logits, [(0, 0)], [Sampling(1.0)])
+
+
+def test_probabilities_are_those_of_each_sequence():
+    """The distributions of a step are those by which its sequences are sampled."""
+    generator = loaded(Transformer())
+    logits = torch.tensor([[0.0, 1.0, 2.0]] * 3)
+    generator.logits = lambda *_: logits
+    samplings = [Sampling(1.0), None, Sampling(2.0, 2)]
+    batch = RaggedBatch(
+        [[0]] * 3, [0] * 3, [1] * 3, [1] * 3, [0] * 3, [0] * 3, [0] * 3, samplings
+    )
+    chances = generator.probabilities(batch, None)
+    assert chances[0].allclose(logits[0].double().softmax(-1))
+    assert chances[1].tolist() == [0, 0, 1]
+    assert chances[2].allclose(torch.tensor([float("-inf"), 0.5, 1.0]).double().softmax(-1))
 
 
 def test_rows_that_are_drawn_in_other_ways_do_not_change_a_sample():

@@ -1,5 +1,6 @@
 """The subscriber to KV events over ZMQ: batches in order, replays, gaps and restarts."""
 
+import math
 import sys
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
@@ -300,6 +301,32 @@ def test_batches_that_cannot_be_read_in_time_are_no_gap(local):
         engine.publish(b"x" * 1000)
     assert list(subscriber.drain(0)) == [Delivery(0, 0, b"x" * 1000)]
     assert subscriber.unread
+
+
+def test_the_batch_after_a_gap_is_read_or_counted(local):
+    """A `drain` without time ends with the batch that shows a gap, and counts the others."""
+    engine, subscriber = local
+    for batch in range(8):
+        engine.publish(b"x", sent=batch > 4)
+    gap, batch = subscriber.drain(0)
+    assert (gap.last, batch.sequence) == (4, 5)
+    assert subscriber.unread == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"heartbeat": 40_000},
+        {"heartbeat": math.inf},
+        {"reconnect": 1e10},
+        {"reconnect": math.inf},
+        {"queue_bytes": 1, "ranks": 2},
+    ],
+)
+def test_a_limit_that_no_socket_takes_is_refused(options):
+    """Times beyond those of sockets, and a queue without room for a rank, are refused."""
+    with pytest.raises(ValueError, match=r"32767|give 2 or more"):
+        Server(address="tcp://127.0.0.1:5557", **options)
 
 
 def test_a_subscriber_holds_few_batches_and_loses_none(local):

@@ -151,6 +151,34 @@ def test_dynamo_events_have_worker_number_tier_and_token_hashes():
     assert (run.hashes, run.contents, run.tokens, run.medium) == ((5,), (6,), None, "device")
 
 
+def test_dynamo_events_keep_what_they_have():
+    """Fields that are not known here, and a changed tier, are written again."""
+    line = (
+        b'{"worker_id":1,"storage_tier":"device","event":{"event_id":3,'
+        b'"data":{"removed":{"block_hashes":[1]}},"extra":"E"}}'
+    )
+    found = decode(line)
+    assert decode(encode(found)) == found
+    assert b'"extra":"E"' in encode(found)
+    moved = attrs.evolve(found, events=(attrs.evolve(found.events[0], medium="host_pinned"),))
+    assert decode(encode(moved)).events[0].medium == "host_pinned"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"contents": (3,)}, "2 hashes of blocks, and 1 contents"),
+        ({"contents": (3, 4), "lora_name": "a"}, "cannot be expressed in Dynamo"),
+        ({"contents": (3, 4), "extra_keys": ((), ())}, "cannot be expressed in Dynamo"),
+    ],
+)
+def test_what_dynamo_cannot_have_is_refused(fields, reason):
+    """Blocks without a content each, or of an adapter, are no router event."""
+    event = BlockStored(hashes=(1, 2), **fields)
+    with pytest.raises(InputError, match=reason):
+        encode(batch(event, format="dynamo", seq=0, source=0))
+
+
 def test_mooncake_has_milliseconds_and_object_keys():
     """Mooncake's times are in milliseconds, and its blocks have the keys of objects."""
     found = decode(pack(MOONCAKE))

@@ -388,21 +388,87 @@ def test_a_disagreement_is_counted_and_logged_once(path, caplog, kind, wrong):
     assert "the engine and its recording disagree" in record.getMessage()
 
 
-def test_a_recording_without_room_ends(path, caplog):
-    """A recording ends at a request for which it has no blocks.
-
-    The lines before it stay in the `.part` file.
-    """
-    recorder = make(path)
-    serve(recorder, "a", [1], 0)
-    recorder.request(ask("b", range(20)), 1)
-    recorder.opened("b", hit=0, blocks=21, now=1)
-    recorder.closed("b", 2, output=1)
+def test_a_request_without_room_is_not_admitted_in_the_trace(path, caplog):
+    """A request for which the trace has no blocks is rejected there; the recording goes on."""
+    recorder = make(path, blocks=4)
+    serve(recorder, "a", [1, 2], 0, close=False)
+    serve(recorder, "b", [7], 1, evicted=[2])
+    recorder.extended("a", blocks=2, now=2)
+    recorder.closed("a", 3, output=1)
+    serve(recorder, "c", [8], 4)
     recorder.close()
-    (record,) = caplog.records
-    assert "the recording ends here: request b needs 21 more blocks" in record.getMessage()
-    assert not path.exists()
-    assert check_trace(f"{path}.part").finished == 1
+    assert recorder.failure is None
+    assert recorder.disagreements == {"evicted": 1, "room": 2, "request": 1}
+    assert len(caplog.records) == 1
+    report = check_trace(path)
+    assert (report.complete, report.finished, report.rejected) == (True, 2, 1)
+    lines = [event.as_dict() for event in read_events(path)]
+    (refused,) = lines_of(lines, "REJECT")
+    assert refused["why"] == "the trace had no room for it"
+
+
+def test_blocks_that_leave_for_room_are_in_the_digest(path):
+    """The digest has the blocks that leave where the engine has room and the trace has none."""
+    recorder = make(path, blocks=4)
+    serve(recorder, "a", [1, 2], 0)
+    serve(recorder, "b", [5, 6], 1)
+    recorder.close()
+    assert recorder.disagreements == {"room": 1}
+    assert recorder.evictions.blocks == 1
+    assert check_trace(path).evictions == recorder.evictions.as_dict()
+
+
+def test_a_block_that_expires_in_use_leaves_as_expired(path):
+    """A block that expires while in use leaves when it is released, for that reason."""
+    recorder = make(path, policy="ttl:ttl=1")
+    serve(recorder, "a", [1], 0, close=False)
+    recorder.dropped(1, 1, "expired")
+    recorder.closed("a", 2, output=1)
+    lines, _ = finish(recorder, path)
+    assert [(line["t"], line["reason"]) for line in lines_of(lines, "EVICT")] == [
+        (2, "expired")
+    ]
+
+
+def test_blocks_evicted_in_use_leave_together_the_deepest_first(path):
+    """Blocks that were evicted in use, the first before those below it, leave when released."""
+    recorder = make(path)
+    serve(recorder, "a", [1, 2, 3], 0, close=False)
+    serve(recorder, "b", [9], 1, evicted=[1, 2, 3])
+    recorder.closed("a", 2, output=1)
+    recorder.close()
+    report = check_trace(path)
+    lines = [event.as_dict() for event in read_events(path)]
+    assert [(line["t"], line["reason"]) for line in lines_of(lines, "EVICT")] == [
+        (2, "gone")
+    ] * 3
+    assert (report.complete, report.pool["cached"]) == (True, 1)
+
+
+def test_a_block_evicted_before_those_below_it_leaves_with_them(path):
+    """A block that is evicted before the one below it leaves as soon as that one has left."""
+    recorder = make(path)
+    serve(recorder, "a", [1, 2], 0)
+    serve(recorder, "b", [9], 1, evicted=[1, 2], close=False)
+    recorder.closed("b", 5, output=1)
+    recorder.close()
+    lines = [event.as_dict() for event in read_events(path)]
+    assert [(line["t"], line["reason"]) for line in lines_of(lines, "EVICT")] == [
+        (1, "capacity"),
+        (1, "gone"),
+    ]
+    assert check_trace(path).complete
+
+
+def test_a_request_that_ends_preempted_has_its_output(path):
+    """A request that ends while it is preempted has generated what it had before."""
+    recorder = make(path)
+    serve(recorder, "a", [1, 2], 0, close=False)
+    recorder.answered("a", 1)
+    recorder.closed("a", 2)
+    recorder.closed("a", 3, output=3)
+    lines, _ = finish(recorder, path)
+    assert [line["output"] for line in lines_of(lines, "FINISH")] == [3]
 
 
 @pytest.mark.parametrize("folder", ["missing", "/dev/null"])

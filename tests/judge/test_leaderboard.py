@@ -371,6 +371,33 @@ def test_page_has_a_picture_for_each_stream(board):
     assert "a pool of 5 to 20 % of its footprint" in page
 
 
+def test_a_page_draws_the_optimum_in_its_own_style(board):
+    """The optimum has the dashed line, however few policies are drawn beside it."""
+    page = leaderboard_page(board)
+    assert '<span class="optimum">optimum</span>' in page
+    assert '<polyline class="optimum"' in page
+    assert "polyline.optimum { stroke-dasharray" in page
+
+
+def test_tuned_streams_are_known_by_their_workloads():
+    """A policy was tuned on workloads, whatever a panel calls its streams."""
+    assert find_panel("public").tuned("hazard") == {"conversation", "agentic"}
+    streams = Stream("conversation", "zipf:requests=20"), Stream("own", "mooncake")
+    assert Panel("own", streams).tuned("hazard") == {"own"}
+    assert Panel("own", streams).tuned("lru") == frozenset()
+
+
+def test_a_timed_stream_needs_a_share_under_a_clock(tmp_path):
+    """A panel with a timed stream, of whose sizes none is served under a clock, is refused."""
+    path = tmp_path / "panel.toml"
+    timed = '[[stream]]\nname = "a"\nworkload = "zipf:requests=20"\ntimed = true\n'
+    path.write_text(f"shares = [20, 100]\n{timed}")
+    with pytest.raises(InputError, match="none is served under a clock: add one of 10, 50"):
+        find_panel(str(path))
+    path.write_text(f"shares = [20, 50]\n{timed}")
+    assert find_panel(str(path)).streams[0].timed
+
+
 def test_panel_of_a_file(tmp_path):
     """A file names streams; a digest that is another one is refused."""
     path = tmp_path / "panel.toml"
@@ -396,6 +423,7 @@ NO_PANEL = r"panel.toml: give \[\[stream\]\] tables .*, none twice"
         (TOML.replace('"recency', '5 # "'), NO_PANEL),
         (TOML + "limit = 'all'\n", NO_PANEL),
         (TOML + "limit = 0\n", NO_PANEL),
+        (TOML + "limit = true\n", NO_PANEL),
         (TOML + "timed = 'no'\n", NO_PANEL),
         (TOML + "digest = 5\n", NO_PANEL),
         (TOML + TOML, NO_PANEL),

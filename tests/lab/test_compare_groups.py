@@ -149,3 +149,15 @@ def test_a_model_with_states_says_how_it_is_compared(options, message):
     """The message has what `compare` needs for a model that has cache groups."""
     command = f"compare --model qwen3-next-80b-a3b --limit 2 --checkpoint default {options}"
     assert re.search(message, error_of(*command.split()))
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "llama-3.1-8b"])
+@pytest.mark.parametrize(
+    ("memory", "reason"), [(40e9, "expected a number of bytes"), (-5, "less than a block")]
+)
+def test_a_memory_that_is_no_size_is_refused(model, memory, reason):
+    """A number of another type, or below one block, is refused by its name, with groups too."""
+    options = {"accounting": "tokens", "limit": 5, "model": model, "block_size": 512}
+    for given in (memory, [memory]):
+        with pytest.raises(InputError, match=reason):
+            kvcore.compare("mooncake", "lru", memory=given, **options)

@@ -143,7 +143,10 @@ class TorchBackend(Backend):
             else:
                 self._pool = CodedPool(layout, codec, self.torch_device, self.upload)
         except (RuntimeError, OSError, OverflowError) as error:
-            raise _too_little(layout, free, str(self.torch_device)) from error
+            # torch has one type for memory that is short and for all else that fails.
+            why, *_ = str(error).splitlines() or [repr(error)]
+            msg = f"{_too_little(layout, free, str(self.torch_device))} ({why})"
+            raise StorageError(msg) from error
         self.fallbacks = ()
         self._kernel = Sdpa(self._pool, self._attention_kernel(), self._fall_back)
         self.layout = layout
@@ -272,8 +275,9 @@ class TorchBackend(Backend):
     def _check_rotation(self, rotation: Rotation, plan: StepPlan) -> None:
         """Raise InputError unless a rotation fits the keys of a step."""
         count, width, tables = plan.batch.total_tokens, self.layout.head_dim, rotation.cos.shape
-        rows = tables[0] if rotation.places is None else len(rotation.places)
-        if rotation.sin.shape != tables or rows != count or 2 * tables[1] > width:
+        wide = len(tables) != 2 or 2 * tables[1] > width  # noqa: PLR2004 - [n, pairs]
+        rows = len(rotation.cos if rotation.places is None else rotation.places)
+        if rotation.sin.shape != tables or rows != count or wide:
             msg = (
                 f"a rotation of {rows} tokens by tables {list(tables)} and "
                 f"{list(rotation.sin.shape)}, where the step has {count} tokens and keys are "
@@ -340,7 +344,8 @@ class TorchBackend(Backend):
         sink_logits: Tensor | None = None,
     ) -> Tensor:
         """Check queries and options; return attention's output, and add weights to `sums`."""
-        heads, layout = queries.shape[1], self.layout
+        layout = self.layout
+        heads = queries.shape[1] if queries.ndim > 1 else layout.kv_heads
         self._match("queries", queries, (plan.batch.total_tokens, heads, layout.head_dim))
         if heads % layout.kv_heads:
             msg = (
@@ -416,7 +421,7 @@ class TorchBackend(Backend):
         if into.readonly:
             msg = "blocks cannot be read into memory that is read-only: give a buffer"
             raise InputError(msg)
-        if len(blocks):
+        if len(blocks) or into.nbytes:
             rows = self._pool.host_rows(into, len(blocks))
             self._pool.read_bytes(blocks, rows, self.transfer)
 
@@ -426,7 +431,7 @@ class TorchBackend(Backend):
         Raises:
             InputError: `data` is of another size.
         """
-        if len(blocks):
+        if len(blocks) or data.nbytes:
             if data.readonly:  # torch has no tensors that are
                 data = memoryview(bytearray(data))
             rows = self._pool.host_rows(data, len(blocks))

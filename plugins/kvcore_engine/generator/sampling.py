@@ -21,6 +21,10 @@ else:
     torch = LazyModule("torch", globals())
 
 
+_LEAST = 1e-300
+"""A probability that no token has."""
+
+
 @attrs.define(slots=False, eq=False, auto_attribs=False)
 class SamplingGenerator(Generator):
     """A generator that samples from logits with torch: a derived class defines `logits`.
@@ -69,28 +73,27 @@ class SamplingGenerator(Generator):
 
     def sampled(self, logits: Tensor, batch: RaggedBatch) -> list[int | None]:
         """Return the likeliest tokens, or samples, of the logits of a step."""
-        own = self._sampling
-        sequences = zip(
-            batch.output_indices, batch.seeds, batch.samplings or repeat(own), strict=False
-        )
-        drawn = [
-            ((seed, index), sampling or own)
-            for index, seed, sampling in sequences
-            if index is not None
-        ]
-        marks, samplings = zip(*drawn, strict=True) if drawn else ((), ())
-        return batch.spread(sample(logits, marks, samplings))
+        sequences = zip(batch.seeds, batch.output_indices, strict=False)
+        marks = [(seed, index) for seed, index in sequences if index is not None]
+        return batch.spread(sample(logits, marks, self._samplings(batch)))
 
     def probabilities(self, batch: RaggedBatch, attend: Attend) -> Tensor:
         """Run a step; return the distributions that tokens are sampled from."""
         logits = self.logits(batch, attend).double()
-        if not self.temperature:
-            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1)
-        return probabilities(logits, [self._sampling] * len(logits))
+        samplings = self._samplings(batch)
+        rows = [row for row, sampling in enumerate(samplings) if sampling.temperature]
+        if len(rows) == len(samplings):
+            return probabilities(logits, samplings)
+        chances = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1)
+        if rows:
+            chances[rows] = probabilities(logits[rows], [samplings[row] for row in rows])
+        return chances
 
-    @property
-    def _sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_k)
+    def _samplings(self, batch: RaggedBatch) -> list[Sampling]:
+        """Return how the token of each sequence is drawn, where one is generated."""
+        own = Sampling(self.temperature, self.top_k)
+        sequences = zip(batch.output_indices, batch.samplings or repeat(own), strict=False)
+        return [sampling or own for index, sampling in sequences if index is not None]
 
 
 def sample(
@@ -106,6 +109,9 @@ def sample(
         marks: for each row the seed of its sequence, and the index of the token in the
             output.
         samplings: for each row the way in which it is drawn.
+
+    Raises:
+        InputError: a row that is sampled has NaN, or infinite logits.
     """
     rows = [row for row, sampling in enumerate(samplings) if sampling.temperature]
     tokens: list[int] = []
@@ -120,6 +126,12 @@ def sample(
     ids = torch.searchsorted(chances, levels * sums, right=True)
     # A level that rounding lifts to the sum is the last token's that has a probability.
     drawn: list[int] = ids.minimum(torch.searchsorted(chances, sums)).squeeze(-1).tolist()
+    if max(drawn, default=0) >= logits.shape[-1]:
+        msg = (
+            "the logits of a step are NaN or infinite, so that no token can be sampled: look "
+            "at the weights, or compute in a dtype of a larger range, such as fp32"
+        )
+        raise InputError(msg)
     if not tokens:
         return drawn
     for row, token in zip(rows, drawn, strict=True):
@@ -152,7 +164,10 @@ def probabilities(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
         ranked = chances.sort(descending=True).values
         likelier = ranked.cumsum(dim=-1) - ranked
         # Rounding may lift a sum above 1, which must cut off nothing of other rows.
-        limits = column(sampling.top_p if sampling.top_p < 1 else 2.0 for sampling in samplings)
+        # The likeliest token, with nothing before it, stays whatever the limit.
+        limits = column(
+            max(sampling.top_p, _LEAST) if sampling.top_p < 1 else 2.0 for sampling in samplings
+        )
         least = ranked.masked_fill(likelier >= limits, 2.0).amin(dim=-1, keepdim=True)
         chances = scores.masked_fill(chances < least, float("-inf")).softmax(dim=-1)
     return chances

@@ -33,6 +33,7 @@ from kvcore_lab.cli.lab_options import known_model
 from kvcore_lab.comparison import SHARING, compare_policies
 from kvcore_plugins.workload._tables import row_ids
 from kvcore_plugins.workload.file_workload import FileWorkload
+from kvcore_plugins.workload.mooncake import Mooncake
 from kvcore_replay.cli.trace_options import price_option, replica_option
 from kvcore_replay.misses.explain import explain as explain_trace
 from kvcore_replay.misses.reasons import Explanation, Id
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 
 EVICTION = "lru"
 ACCOUNTING = "keys"
+
+TOP = 5
+"""Rows in each ranking of a summary, unless --top says otherwise."""
 
 SHOWN = 3
 """The most ids that an error names, beside the last."""
@@ -59,8 +63,7 @@ SHOWN = 3
 @click.option(
     "--top",
     type=Count(),
-    default=5,
-    help="With --summary: number of rows in each ranking.",
+    help=f"With --summary: number of rows in each ranking.  [default: {TOP}]",
 )
 @replica_option
 @part_options
@@ -94,7 +97,7 @@ def explain(
     request: str | None,
     *,
     summary: bool,
-    top: int,
+    top: int | None,
     price: PriceModel | None,
     replica: str | None,
     as_json: bool,
@@ -117,6 +120,10 @@ def explain(
     if (request is None) is not summary:
         msg = "say what to explain: a REQUEST, such as `kvcore explain FILE 7`, or --summary"
         raise InputError(f"{msg}, not both" if summary else msg)
+    if top is not None and (request is not None or price is not None):
+        whose = "--price has none" if request is None else f"{request} is one request"
+        msg = f"--top is of the rankings of a --summary, and {whose}: leave it out"
+        raise InputError(msg)
     plugins = Plugins()
     source = trace_in(source)
     is_trace = price is None and _is_trace(source, plugins)
@@ -136,7 +143,7 @@ def explain(
         workload = find_workload(source, plugins, given["seed"])
         explanation = _replayed(workload, source, plugins, given)
     if summary:
-        _summary(explanation, top, as_json=as_json)
+        _summary(explanation, TOP if top is None else top, as_json=as_json)
     else:
         assert request is not None
         request = _named(request, explanation.requests, workload)
@@ -150,7 +157,9 @@ def _named(request: str, ids: Iterable[Id], source: Workload | None) -> str:
         InputError: it is that of several, or of none.
     """
     names = [str(name) for name in ids]
-    if request in names or not isinstance(source, FileWorkload):
+    if request in names or not isinstance(source, FileWorkload | Mooncake):
+        return request
+    if source.path is None:  # the trace that comes with kvcore has no ids
         return request
     rows, some = set[str](), dict[str, str]()
     for row, own in row_ids(source):

@@ -17,6 +17,7 @@ from kvcore.untrusted import parse_digits
 from kvcore.workloads import lines
 from kvcore_plugins.csv_rows import split_row
 from kvcore_plugins.workload.file_workload import FileWorkload
+from kvcore_plugins.workload.mooncake import Mooncake
 from kvcore_plugins.workload.rows import Row, parse_row
 from kvcore_plugins.workload.times import HEAD, find_times
 
@@ -106,9 +107,13 @@ def read_table(path: Path) -> Table:
     )
 
 
-def row_ids(workload: FileWorkload) -> Iterator[tuple[int, dict[str, str]]]:
+def row_ids(workload: FileWorkload | Mooncake) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the numbers of the rows of a file, each with its ids: fields that end in `id`."""
-    if workload.by_line:
+    by_line = isinstance(workload, FileWorkload) and workload.by_line
+    rows: Iterator[Row]
+    if not isinstance(workload, FileWorkload):
+        rows = (Row(row.path, row.line, flat(row.fields)) for row in workload.rows())
+    elif by_line:
         rows = _readable(workload.path)
     else:
         table = read_table(workload.path)
@@ -116,7 +121,7 @@ def row_ids(workload: FileWorkload) -> Iterator[tuple[int, dict[str, str]]]:
     for index, row in enumerate(rows):
         known = ((name, value) for name, value in row.fields.items() if value is not None)
         ids = {name: str(value) for name, value in known if _is_id(name)}
-        yield row.line - 1 if workload.by_line else index, ids
+        yield row.line - 1 if by_line else index, ids
 
 
 def _is_id(name: str) -> bool:

@@ -117,6 +117,10 @@ class Mooncake(Workload):
 
         return Turns().link(reading.requests())
 
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows of the file; the id of a request is the place of its row."""
+        return _requests(self._file, lines(self._file))
+
     @property
     def digest(self) -> str:
         """The digest of the file's bytes, and of the options that have no default."""

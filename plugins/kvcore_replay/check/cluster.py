@@ -11,6 +11,7 @@ from kvcore.trace import events
 from kvcore.trace.events import Event, Header, violated
 from kvcore.trace.fields import EvictionDigest
 from kvcore.units import parse_seconds
+from kvcore_cluster.phases import Split
 from kvcore_replay.check.groups import GroupChecker
 from kvcore_replay.check.pools import PoolChecker
 from kvcore_replay.check.server import TraceChecker, expires
@@ -451,12 +452,10 @@ def _pools(text: Any) -> Pools:
         ViolationError: HEADER has a text that gives no pools.
     """
     try:
-        fields = dict(piece.split("=") for piece in text.split(","))
-        # Routers leave this field out where it is `prefill`.
-        answers = fields.get("first_output", "prefill") == "prefill"
-        return Pools(int(fields["prefill"]), int(fields["decode"]), answers)
-    except (AttributeError, LookupError, ValueError):
+        split = Split.parse(text)
+    except (AttributeError, InputError):
         violated(f"HEADER has pools that cannot be: {text!r:.80}")
+    return Pools(split.prefill, split.decode, split.first_output == "prefill")
 
 
 def _sums(tables: Any) -> dict[str, int]:

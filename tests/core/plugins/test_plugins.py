@@ -9,8 +9,8 @@ import pytest
 
 from kvcore.cache import EvictionPolicy
 from kvcore.errors import InputError, PluginError
-from kvcore.hookspecs import hookimpl
-from kvcore.plugins.manager import EXTENSIONS, KINDS, Plugins
+from kvcore.hookspecs import Verb, hookimpl
+from kvcore.plugins.manager import EXTENSIONS, KINDS, Plugins, error_line, resolve
 from kvcore.workloads import Workload
 
 
@@ -312,3 +312,50 @@ def test_a_class_that_is_registered_twice_is_one():
         f"two eviction plugins are named 'oldest': {__name__}.Oldest of extra[0] (registered "
         f"in code), and {__name__}.Twin of extra[1]"
     )
+
+
+def test_a_file_alone_stands_for_its_only_class(tmp_path):
+    """`my.py` is the only class of a kind in that file, as `my.py:` is."""
+    file = tmp_path / "my.py"
+    file.write_text(
+        "import kvcore\nclass Deepest(kvcore.ScoreEviction):\n    name = 'deepest'\n"
+        "    def score(self, span, now):\n        return -span.depth\n"
+    )
+    assert Plugins().get("eviction", str(file)).name == "deepest"
+    assert Plugins().get("eviction", f"{file}:").name == "deepest"
+
+
+def test_other_names_have_no_case():
+    """The other name of a plugin is found in capitals too, as its name is."""
+    plugins = Plugins()
+    assert plugins.get("codec", "FP8") is plugins.get("codec", "fp8")
+
+
+def test_a_class_that_cannot_work_here_is_not_built():
+    """A class that is given instead of a name is refused with its reason, as by its name."""
+    with pytest.raises(PluginError, match="'needs-gpu' cannot work here: there is no GPU"):
+        resolve("eviction", NeedsGpu)
+
+
+def test_classes_of_names_that_are_none_are_left_out():
+    """Of the names to load, those of no plugin have no class."""
+    assert list(Plugins().classes("eviction", ["nope", "lru"])) == ["lru"]
+
+
+def test_a_taken_verb_is_refused_after_a_listing():
+    """A verb of the core's name is refused also if all additions were listed before."""
+
+    class Added:
+        @hookimpl
+        def kvcore_commands(self):
+            return {"simulate": Verb("a:b", "about", "group")}
+
+    plugins = Plugins([Added()])
+    plugins.additions()
+    with pytest.raises(PluginError, match="'simulate' is of the core; rename it"):
+        plugins.verbs({"simulate"})
+
+
+def test_an_error_without_a_traceback_has_no_line():
+    """An error that was never raised has no file and line."""
+    assert error_line(ValueError("x")) == ""

@@ -204,3 +204,31 @@ def test_a_trace_says_where_its_numbers_are_from(log, tmp_path):
     assert f"rows of {log}, which `kvcore explain {log} ID --blocks N` takes ids of" in (
         " ".join(done.stderr.split())
     )
+
+
+def test_a_log_of_block_ids_has_ids_too(tmp_path):
+    """In a log of Mooncake's format a row is named by its field of ids."""
+    rows = (
+        {"timestamp": n, "input_length": 600, "output_length": 3, "hash_ids": [1, n + 2]}
+        for n in range(3)
+    )
+    text = "".join(
+        json.dumps(row | {"req_id": f"call-{n}"}) + "\n" for n, row in enumerate(rows)
+    )
+    (tmp_path / "log.jsonl").write_text(text)
+    done = run_here("explain", tmp_path / "log.jsonl", "call-2", "--blocks", 99, "--json")
+    assert json.loads(done.stdout)["request"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("1", "--blocks", 99), "1 is one request"),
+        (("--summary", "--price", "openai"), "--price has none"),
+    ],
+)
+def test_rankings_are_of_a_summary_alone(log, options, words):
+    """`--top` is refused where there is no ranking."""
+    done = run_here("explain", log, *options, "--top", 3)
+    assert done.returncode == 2
+    assert words in " ".join(done.stderr.split())
