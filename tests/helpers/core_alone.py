@@ -24,8 +24,8 @@ RUNS = [
 ]
 """Arguments of `kvcore simulate`. The load of the last run is higher than its server."""
 
-ADDED = {"cost", "rates", "savings", "turns", "wall_s"}
-"""Fields that other packages add, and the time that the run took."""
+ADDED = {"command", "cost", "rates", "savings", "turns", "wall_s"}
+"""Fields that other packages add, the words of the command line, and the time of the run."""
 
 
 def copy_core(target):

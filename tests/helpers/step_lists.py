@@ -273,7 +273,6 @@ class StepRecorder(SimulatedExecutor):
 
     def __init__(self, cache: ServedCache) -> None:
         super().__init__(Linear(step=STEP_NS / NS_PER_S, prefill=0, decode=0, context=0))
-        self.latency.bind()
         self.jumps = False
         self.steps: list[Step] = []
         self._seen: dict[Job, tuple[Any, int]] = {}
