@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import attrs
 import pytest
+from helpers.requests import keyed
 
 import kvcore
 from kvcore import InputError, PolicyError
@@ -154,6 +155,17 @@ def test_recompute_sets_the_cost_of_a_block():
 
     compare_policies(small(), [Curious], [10], recompute=PrefillCost(1.0))
     assert set(seen) == {16.0}
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_no_more_prefill_is_saved_than_a_prompt_takes(jobs):
+    """A hit in the last key of a prompt, which the prompt fills in part, saves that part."""
+    prompts = [keyed(n, [1, 2], 16, more=-12) for n in range(2)]
+    found = kvcore.compare(
+        prompts, "lru,fifo,optimum", 10, recompute=PrefillCost(1.0), jobs=jobs
+    )
+    assert found.infinite.prefill_s == 40
+    assert [(row.hit_blocks, row.saved_s) for row in found.rows] == [(2, 20)] * 3
 
 
 def test_default_sizes_are_parts_of_the_workload():
