@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 import pytest
+from helpers.requests import keyed
 
 from kvcore import InputError
 from kvcore.models.catalogue import load_model
@@ -94,6 +95,18 @@ def test_saved_time_is_prefill_less_loading():
     assert (none.hit_blocks, none.saved_s) == (1, pytest.approx(block_s))
     assert some.loaded_blocks == 99
     assert some.saved_s == pytest.approx(100 * block_s - 99 * BLOCK / 1e9 - 0.001)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_no_more_prefill_is_saved_than_a_prompt_takes(exact):
+    """What hits in a last block, filled in part, saves that part; prefill is of all tokens."""
+    prompts = [keyed(0, [7], 16, more=4), *(keyed(n, [1, 2], 16, more=-12) for n in (1, 2))]
+    tier = host(4, "load=always,latency=0")
+    options = {"pools": [2], "points": 2, "recompute": PrefillCost(1.0), "exact": exact}
+    found = plane(prompts, tier, LAYOUT, **options)
+    assert found.prefill_s == 60
+    assert found.points[0][0].saved_s == 20
+    assert found.saved(found.points[0][0]) == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(("bandwidth", "loaded"), [("100GB", True), ("1MB", False)])
