@@ -124,6 +124,15 @@ def test_blocks_that_load_slower_than_they_compute_are_not_loaded(bandwidth, loa
     assert always.points[-1][0].saved_s <= after.saved_s
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_is_found_is_counted_where_nothing_is_loaded(exact):
+    """With `load=never` blocks are found in the tier, and none of them is loaded."""
+    options = {"pools": [300], "points": 2, "exact": exact}
+    tops = plane(SMALL, host(800, "load=never"), LAYOUT, **options).points[-1]
+    assert [point.found_blocks > 0 for point in tops] == [True]
+    assert [(point.loaded_blocks, point.saved_s > 0) for point in tops] == [(0, True)]
+
+
 @pytest.mark.parametrize(
     ("tier", "options", "fault"),
     [

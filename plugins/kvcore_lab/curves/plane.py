@@ -331,8 +331,10 @@ def _hits(
             latency=0.0,
         )
         (level,) = Tiers(cache, [free], layout.bytes_per_block).levels
-    in_pool, loaded = [], [0]
+    in_pool, below_pool = [], [0]
+    # Nothing is loaded with load=never, so that what is found has no other count.
+    count = "found" if tier.load == "never" else "loaded"
     for seq in served(setup.workload, cache):
         in_pool.append(seq.hit_blocks)
-        loaded.append(0 if level is None else level.stats.loaded)
-    return np.array(in_pool), np.array(in_pool) + np.diff(loaded)
+        below_pool.append(0 if level is None else getattr(level.stats, count))
+    return np.array(in_pool), np.array(in_pool) + np.diff(below_pool)
