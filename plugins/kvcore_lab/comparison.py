@@ -760,7 +760,7 @@ def pool_sizes(blocks: int | Iterable[int], purpose: str) -> list[int]:
     """
     if isinstance(blocks, str) or not isinstance(blocks, Iterable):
         blocks = [blocks]
-    sizes: list[Any] = list(dict.fromkeys(blocks))
+    sizes: list[Any] = list(blocks)
     for size in sizes:
         is_whole = isinstance(size, Integral) and not isinstance(size, bool)
         if not is_whole or not 0 < size <= MOST_BLOCKS:
@@ -772,7 +772,7 @@ def pool_sizes(blocks: int | Iterable[int], purpose: str) -> list[int]:
     if not sizes:
         msg = f"there is no pool {purpose}: give at least one size"
         raise InputError(msg)
-    return [int(size) for size in sizes]
+    return list(dict.fromkeys(map(int, sizes)))
 
 
 def _check(

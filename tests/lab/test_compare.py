@@ -227,7 +227,7 @@ def test_progress_has_every_request_of_every_row():
     assert sum(steps) == total
 
 
-@pytest.mark.parametrize("blocks", [10.5, "10", ["10"], [True], [0], -1])
+@pytest.mark.parametrize("blocks", [10.5, "10", ["10"], [[20]], [True], [0], -1])
 def test_invalid_pool_sizes_are_refused(blocks):
     """A pool size that is not a whole number of at least 1 is refused."""
     with pytest.raises(InputError, match=r"a pool of .* blocks was asked for; give 1 or more"):
