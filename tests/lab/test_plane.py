@@ -143,6 +143,8 @@ def test_what_is_found_is_counted_where_nothing_is_loaded(exact):
         (host(99), {"eviction": "optimum"}, "a plane is of one policy"),
         (host(99), {"jobs": 0, "exact": True}, "0 jobs were asked for"),
         (host(99), {"points": 1}, "a curve through 1 sizes"),
+        (Host, {}, "Host'> is no tier: give one, or its text"),
+        (None, {}, "None is no tier"),
         ("host", {}, "tier plugin 'host' needs a value for option 'memory'"),
     ],
 )

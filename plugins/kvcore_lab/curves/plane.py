@@ -19,7 +19,7 @@ import attrs
 
 from kvcore.cache import EvictionPolicy
 from kvcore.cache.tiers import Tier
-from kvcore.errors import InputError
+from kvcore.errors import InputError, shorten
 from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec
@@ -144,8 +144,8 @@ def plane(
         progress: shows what is running, and how much of it is done; None: no progress.
 
     Raises:
-        InputError: as for `curve`; several policies; or, without `exact`, rules that are not
-            those of one LRU cache, or requests with hints that a pool obeys.
+        InputError: as for `curve`; no tier; several policies; or, without `exact`, rules that
+            are not those of one LRU cache, or requests with hints that a pool obeys.
         PluginError: numba is not installed, or a plugin cannot be used here.
         PolicyError: a policy failed.
     """
@@ -154,6 +154,9 @@ def plane(
     plugins = plugins or Plugins()
     if isinstance(tier, str | Spec):
         tier = cast("Tier", plugins.build("tier", tier))
+    if not isinstance(tier, Tier):
+        msg = f"{shorten(repr(tier))} is no tier: give one, or its text: 'host:memory=64GiB'"
+        raise InputError(msg)
     setup = ReplaySetup.from_workload(
         open_workload(workload, plugins),
         plugins,
