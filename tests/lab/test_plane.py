@@ -99,7 +99,7 @@ def test_saved_time_is_prefill_less_loading():
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_no_more_prefill_is_saved_than_a_prompt_takes(exact):
-    """What hits in a last block, filled in part, saves that part; prefill is of all tokens."""
+    """A hit in a last block, filled in part, saves that part; prefill is of all tokens."""
     prompts = [keyed(0, [7], 16, more=4), *(keyed(n, [1, 2], 16, more=-12) for n in (1, 2))]
     tier = host(4, "load=always,latency=0")
     options = {"pools": [2], "points": 2, "recompute": PrefillCost(1.0), "exact": exact}
