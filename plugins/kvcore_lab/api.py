@@ -89,6 +89,10 @@ class GroupedParts(RunParts):
         """Return the bytes of a block of any group."""
         return super()._block_bytes() if self.plan is None else self.plan.bytes_per_block
 
+    def _staged_bytes(self) -> int:
+        """Return 0: no sequence runs, and so none has an unfinished block outside the pool."""
+        return 0
+
     def _devices(self) -> int:
         """Return 1: no clock runs."""
         return 1

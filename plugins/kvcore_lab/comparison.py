@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import product
 from math import fsum, lcm
@@ -543,6 +543,7 @@ class _RowMaker:
     tick: Tick = attrs.field(init=False, repr=False)
     future: Future | None = attrs.field(init=False, default=None)
     prefill_s: float = attrs.field(init=False, default=0.0)
+    prompts: array[int] = attrs.field(init=False, repr=False, factory=partial(array, "q"))
     answers: int = attrs.field(init=False, default=0)
     longest_prompt: int = attrs.field(init=False, default=0)
 
@@ -578,6 +579,7 @@ class _RowMaker:
         cost = self.setup.recompute
         for request in requests:
             self.prefill_s += cost(0, request.prompt_tokens)
+            self.prompts.append(request.prompt_tokens)
             self.answers += bool(request.output_keys)
             self.longest_prompt = max(self.longest_prompt, request.prompt_tokens)
             yield request
@@ -623,7 +625,7 @@ class _RowMaker:
         prefix = partial(_prebuilt, self.setup.make_prefix())
         setup = attrs.evolve(self.setup, make_prefix=prefix)
         sent = _RowMaker(setup, self.residency, self.price)
-        sent.tick = unseen
+        sent.tick, sent.prompts = unseen, self.prompts
         return sent
 
     def row(self, policy: Candidate, blocks: int, trace: Trace | None = None) -> Row:
@@ -632,6 +634,7 @@ class _RowMaker:
         cache: KVCache | GroupedCache | None = None
         reused: CacheStats | None = None
         charged = None
+        hits: Sequence[int]
         if policy.optimum is not None:
             hits, stats, evicted = self._optimum(policy.optimum, blocks)
             self.tick(len(hits))
@@ -639,12 +642,11 @@ class _RowMaker:
                 # Pool and tiers hit at most what one cache hits that need not keep its prompts.
                 most = blocks + self.setup.slots
                 _, reused, _ = self._optimum(Belady(bypass=True), most)
-            lengths = Counter(hits)
             if self.price is not None:
                 charged = self._bill(zip(self.setup.workload, hits, strict=True))
         elif self.setup.groups:
             cache = self.setup.grouped(policy.build(), blocks, policy.make_checkpoint())
-            lengths = Counter(replay_groups(ticked(self.setup.workload, self.tick), cache))
+            hits = replay_groups(ticked(self.setup.workload, self.tick), cache)
             stats, evicted = cache.stats, cache.evicted_blocks
         else:
             cache = self.setup.cache(policy.build(), blocks, trace)
@@ -653,7 +655,7 @@ class _RowMaker:
             if self.residency:
                 cache.record_residency()
             hits = hits_of(ticked(self.setup.workload, self.tick), cache)
-            lengths, stats = Counter(hits), cache.stats
+            stats = cache.stats
             if self.price is not None:
                 charged = self._bill(zip(self.setup.workload, hits, strict=True))
             evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
@@ -669,7 +671,7 @@ class _RowMaker:
             lookup_blocks=stats.lookup_blocks,
             hit_blocks=stats.hit_blocks,
             hit_ratio=stats.ratios(),
-            saved_s=self._saved(lengths),
+            saved_s=self._saved(hits),
             evicted_blocks=evicted,
             reused_blocks=None if reused is None else reused.hit_blocks,
             reuse_ratio=None if reused is None else reused.ratios(),
@@ -700,11 +702,15 @@ class _RowMaker:
             stats.admitted(lookup, reused, tokens, reused * geometry.block_size, resumed=False)
         return limited, stats
 
-    def _saved(self, lengths: Mapping[int, int]) -> float:
-        """Return the seconds of prefill of hits; `lengths` counts them by their blocks."""
+    def _saved(self, hits: Iterable[int]) -> float:
+        """Return the seconds of prefill of requests that hit these numbers of blocks each.
+
+        The last block of a prompt, which hits in `keys` accounting, may be a part of one.
+        """
         size, cost = self.setup.geometry.block_size, self.setup.recompute
-        saved = (count * cost(0, size * hit) for hit, count in sorted(lengths.items()) if hit)
-        return round(fsum(saved), 3)
+        pairs = zip(hits, self.prompts, strict=True)
+        lengths = Counter(min(size * hit, prompt) for hit, prompt in pairs)
+        return round(fsum(n * cost(0, length) for length, n in sorted(lengths.items())), 3)
 
     def _bill(self, hits: Iterable[tuple[Request, int]]) -> Bill:
         """Return the bill of requests; each comes with the number of blocks that it hits."""
@@ -754,7 +760,7 @@ def pool_sizes(blocks: int | Iterable[int], purpose: str) -> list[int]:
     """
     if isinstance(blocks, str) or not isinstance(blocks, Iterable):
         blocks = [blocks]
-    sizes: list[Any] = list(dict.fromkeys(blocks))
+    sizes: list[Any] = list(blocks)
     for size in sizes:
         is_whole = isinstance(size, Integral) and not isinstance(size, bool)
         if not is_whole or not 0 < size <= MOST_BLOCKS:
@@ -766,7 +772,7 @@ def pool_sizes(blocks: int | Iterable[int], purpose: str) -> list[int]:
     if not sizes:
         msg = f"there is no pool {purpose}: give at least one size"
         raise InputError(msg)
-    return [int(size) for size in sizes]
+    return list(dict.fromkeys(map(int, sizes)))
 
 
 def _check(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import attrs
 import pytest
+from helpers.requests import keyed
 
 import kvcore
 from kvcore import InputError, PolicyError
@@ -156,6 +157,17 @@ def test_recompute_sets_the_cost_of_a_block():
     assert set(seen) == {16.0}
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_no_more_prefill_is_saved_than_a_prompt_takes(jobs):
+    """A hit in the last key of a prompt, which the prompt fills in part, saves that part."""
+    prompts = [keyed(n, [1, 2], 16, more=-12) for n in range(2)]
+    found = kvcore.compare(
+        prompts, "lru,fifo,optimum", 10, recompute=PrefillCost(1.0), jobs=jobs
+    )
+    assert found.infinite.prefill_s == 40
+    assert [(row.hit_blocks, row.saved_s) for row in found.rows] == [(2, 20)] * 3
+
+
 def test_default_sizes_are_parts_of_the_workload():
     """Without sizes, pools are parts of the distinct blocks, rounded to one digit."""
     assert default_sizes(182_790) == [1_000, 3_000, 6_000, 10_000, 30_000]
@@ -215,7 +227,7 @@ def test_progress_has_every_request_of_every_row():
     assert sum(steps) == total
 
 
-@pytest.mark.parametrize("blocks", [10.5, "10", ["10"], [True], [0], -1])
+@pytest.mark.parametrize("blocks", [10.5, "10", ["10"], [[20]], [True], [0], -1])
 def test_invalid_pool_sizes_are_refused(blocks):
     """A pool size that is not a whole number of at least 1 is refused."""
     with pytest.raises(InputError, match=r"a pool of .* blocks was asked for; give 1 or more"):

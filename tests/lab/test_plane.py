@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 import pytest
+from helpers.requests import keyed
 
 from kvcore import InputError
 from kvcore.models.catalogue import load_model
@@ -96,6 +97,18 @@ def test_saved_time_is_prefill_less_loading():
     assert some.saved_s == pytest.approx(100 * block_s - 99 * BLOCK / 1e9 - 0.001)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_no_more_prefill_is_saved_than_a_prompt_takes(exact):
+    """A hit in a last block, filled in part, saves that part; prefill is of all tokens."""
+    prompts = [keyed(0, [7], 16, more=4), *(keyed(n, [1, 2], 16, more=-12) for n in (1, 2))]
+    tier = host(4, "load=always,latency=0")
+    options = {"pools": [2], "points": 2, "recompute": PrefillCost(1.0), "exact": exact}
+    found = plane(prompts, tier, LAYOUT, **options)
+    assert found.prefill_s == 60
+    assert found.points[0][0].saved_s == 20
+    assert found.saved(found.points[0][0]) == pytest.approx(1 / 3)
+
+
 @pytest.mark.parametrize(("bandwidth", "loaded"), [("100GB", True), ("1MB", False)])
 def test_blocks_that_load_slower_than_they_compute_are_not_loaded(bandwidth, loaded):
     """`load=cost` loads blocks only if computing takes longer; `load=always` may lose time."""
@@ -111,6 +124,15 @@ def test_blocks_that_load_slower_than_they_compute_are_not_loaded(bandwidth, loa
     assert always.points[-1][0].saved_s <= after.saved_s
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_is_found_is_counted_where_nothing_is_loaded(exact):
+    """With `load=never` blocks are found in the tier, and none of them is loaded."""
+    options = {"pools": [300], "points": 2, "exact": exact}
+    tops = plane(SMALL, host(800, "load=never"), LAYOUT, **options).points[-1]
+    assert [point.found_blocks > 0 for point in tops] == [True]
+    assert [(point.loaded_blocks, point.saved_s > 0) for point in tops] == [(0, True)]
+
+
 @pytest.mark.parametrize(
     ("tier", "options", "fault"),
     [
@@ -121,6 +143,8 @@ def test_blocks_that_load_slower_than_they_compute_are_not_loaded(bandwidth, loa
         (host(99), {"eviction": "optimum"}, "a plane is of one policy"),
         (host(99), {"jobs": 0, "exact": True}, "0 jobs were asked for"),
         (host(99), {"points": 1}, "a curve through 1 sizes"),
+        (Host, {}, "Host'> is no tier: give one, or its text"),
+        (None, {}, "None is no tier"),
         ("host", {}, "tier plugin 'host' needs a value for option 'memory'"),
     ],
 )

@@ -181,6 +181,15 @@ def test_requests_that_no_pool_holds_are_told(served):
     assert "; 1 are rejected for good." in " ".join(str(found).split())
 
 
+def test_what_rejected_requests_ask_for_is_not_generated(served):
+    """The throughput of a fleet has the answers of the requests that it serves alone."""
+    prompts = [[*range(10, 18)], *([[1, 2]] * 19)]
+    found = served(prompts, output=10, slo="ttft=9", percentile=90, blocks=128)
+    assert found.best.served.rejected == 1
+    # The last of 19 answers of 10 tokens begins after 19 s, and takes a fraction of a second.
+    assert 190 / 19.5 < found.best.served.throughput_tokens_s < 190 / 19
+
+
 def test_prompts_beyond_the_positions_of_the_model_are_told(served):
     """A context length is no longer than the positions, unless a prompt is, which is told."""
     found = served([[1]] * 4, model="llama-3-8b", slo="ttft=90", output=10_000)

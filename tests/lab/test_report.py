@@ -80,6 +80,18 @@ def test_pools_given_in_bytes_are_named_by_their_bytes():
     assert "Most hits: lru with 40 GiB." in shown.reading
 
 
+def test_rows_with_tiers_have_the_unit_of_the_others():
+    """Where checkpoint policies are compared, hits of pool and tiers are of tokens too."""
+    found = attrs.evolve(
+        row("lru", 10, 20),
+        checkpoint="chunk",
+        reused_blocks=30,
+        reuse_ratio={"block": 0.3, "token": 0.45, "request": None},
+    )
+    (cells,) = (cells for name, *cells in report(found).table.rows if name.endswith("+ tiers"))
+    assert cells == ["45.0%"]
+
+
 def test_rows_of_one_policy_differ_by_their_options():
     """Options are in the table if they differ between rows of a policy, and else below it."""
     shown = report(

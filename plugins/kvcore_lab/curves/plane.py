@@ -8,6 +8,7 @@ cache of G + T blocks. Its hits at every size follow from one pass over the work
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from functools import partial
@@ -18,7 +19,7 @@ import attrs
 
 from kvcore.cache import EvictionPolicy
 from kvcore.cache.tiers import Tier
-from kvcore.errors import InputError
+from kvcore.errors import InputError, shorten
 from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec
@@ -143,8 +144,8 @@ def plane(
         progress: shows what is running, and how much of it is done; None: no progress.
 
     Raises:
-        InputError: as for `curve`; several policies; or, without `exact`, rules that are not
-            those of one LRU cache, or requests with hints that a pool obeys.
+        InputError: as for `curve`; no tier; several policies; or, without `exact`, rules that
+            are not those of one LRU cache, or requests with hints that a pool obeys.
         PluginError: numba is not installed, or a plugin cannot be used here.
         PolicyError: a policy failed.
     """
@@ -153,6 +154,9 @@ def plane(
     plugins = plugins or Plugins()
     if isinstance(tier, str | Spec):
         tier = cast("Tier", plugins.build("tier", tier))
+    if not isinstance(tier, Tier):
+        msg = f"{shorten(repr(tier))} is no tier: give one, or its text: 'host:memory=64GiB'"
+        raise InputError(msg)
     setup = ReplaySetup.from_workload(
         open_workload(workload, plugins),
         plugins,
@@ -199,7 +203,8 @@ class _PlaneMaker:
         workload, source = self.setup.workload, Source.from_workload(self.setup.workload)
         reuse_class = compiled_reuse()
         with self.progress(f"reading {workload.name}", workload.size) as tick:
-            requests = ticked(check_keys(workload), tick)
+            whole = array("d")
+            requests = self._timed(ticked(check_keys(workload), tick), whole)
             if not exact:
                 requests = _without_hints(requests)
             reuse = reuse_class.read(requests, self.setup.geometry)
@@ -209,10 +214,16 @@ class _PlaneMaker:
         size = self.setup.geometry.block_size
         longest = int(reuse.lengths.max(initial=0))
         seconds = np.array([self.setup.recompute(0, n * size) for n in range(longest + 1)])
+        prompts = np.array(whole)
+
+        def prefill(blocks: Array) -> Any:
+            # A prompt may fill its last block in part.
+            return np.minimum(seconds[blocks], prompts)
+
         grid = list(product(tiers, pools))
         hits = self._replayed(grid) if exact else self._one_pass(reuse, grid)
         by_sizes = {
-            point: self._point(*point, *hits_of_sizes, seconds) for point, hits_of_sizes in hits
+            point: self._point(*point, *hits_of_sizes, prefill) for point, hits_of_sizes in hits
         }
         return Plane(
             workload=source.read(workload, requests=len(reuse.lengths)),
@@ -223,25 +234,37 @@ class _PlaneMaker:
             lookup_blocks=reuse.lookup_blocks,
             distinct_blocks=reuse.distinct_blocks,
             hit_blocks=reuse.hit_blocks,
-            prefill_s=float(seconds[reuse.lengths].sum()),
+            prefill_s=float(prompts.sum()),
             pools=pools,
             tiers=tiers,
             points=[[by_sizes[below, above] for above in pools] for below in tiers],
         )
 
+    def _timed(self, requests: Iterable[Request], seconds: array[float]) -> Iterator[Request]:
+        """Yield `requests`, and append to `seconds` how long the prefill of each takes."""
+        for request in requests:
+            seconds.append(self.setup.recompute(0, request.prompt_tokens))
+            yield request
+
     def _point(
-        self, below: int, above: int, in_pool: Array, in_all: Array, seconds: Any
+        self,
+        below: int,
+        above: int,
+        in_pool: Array,
+        in_all: Array,
+        prefill: Callable[[Array], Any],
     ) -> PlanePoint:
         """Return the point of a tier of `below` blocks and a pool of `above`.
 
         Each request hits `in_pool` blocks in the pool, and `in_all` in both together;
-        `seconds[n]` is the time to prefill n blocks.
+        `prefill` returns the seconds of a number of blocks of each.
         """
         tier = self.tier
         in_tier = in_all - in_pool
         block_s = self.layout.bytes_per_block / int(tier.read_bandwidth)
         load = in_tier * block_s + tier.latency
-        gain = (seconds[in_all] - seconds[in_pool] - load) * (in_tier > 0)
+        hit_s = prefill(in_pool)
+        gain = (prefill(in_all) - hit_s - load) * (in_tier > 0)
         loaded = {"cost": gain > 0, "always": in_tier > 0, "never": in_tier < 0}[tier.load]
         return PlanePoint(
             pool_blocks=above,
@@ -249,7 +272,7 @@ class _PlaneMaker:
             hit_blocks=int(in_pool.sum()),
             found_blocks=int(in_tier.sum()),
             loaded_blocks=int(in_tier[loaded].sum()),
-            saved_s=float(seconds[in_pool].sum() + gain[loaded].sum()),
+            saved_s=float(hit_s.sum() + gain[loaded].sum()),
         )
 
     def _one_pass(
@@ -311,8 +334,10 @@ def _hits(
             latency=0.0,
         )
         (level,) = Tiers(cache, [free], layout.bytes_per_block).levels
-    in_pool, loaded = [], [0]
+    in_pool, below_pool = [], [0]
+    # Nothing is loaded with load=never, so that what is found has no other count.
+    count = "found" if tier.load == "never" else "loaded"
     for seq in served(setup.workload, cache):
         in_pool.append(seq.hit_blocks)
-        loaded.append(0 if level is None else level.stats.loaded)
-    return np.array(in_pool), np.array(in_pool) + np.diff(loaded)
+        below_pool.append(0 if level is None else getattr(level.stats, count))
+    return np.array(in_pool), np.array(in_pool) + np.diff(below_pool)

@@ -244,6 +244,8 @@ class FleetTask(Task):
                 break
         logs, merged = [run.log for run in runs], RunLog(0)
         for log in logs:
+            rows = len(merged.ids)
+            merged.reasons |= {rows + row: why for row, why in log.reasons.items()}
             for name, column in merged.columns().items():
                 column.extend(log.columns()[name])
         outcome, verdicts = Outcome(merged), merged.verdict

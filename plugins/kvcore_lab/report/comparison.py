@@ -244,7 +244,7 @@ class ComparisonReport:
         rows, reused = self.comparison.rows, row.reused_blocks
         optima = {row.blocks: row.reused_blocks for row in rows if _is_optimum(row)}
         bound = None if _is_optimum(row) else optima.get(row.blocks)
-        ratio = None if row.reuse_ratio is None else row.reuse_ratio["block"]
+        ratio = None if row.reuse_ratio is None else row.reuse_ratio[self._unit]
         return _reused(ratio, reused / bound if bound and reused is not None else None)
 
     def _bound(self) -> str:
