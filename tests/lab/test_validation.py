@@ -395,6 +395,27 @@ def test_results_of_benchmarks_are_rows(path, indent):
 
 
 @pytest.mark.parametrize(
+    ("name", "metadata", "options", "formats"),
+    [
+        ("Qwen/Qwen3-32B-FP8", {}, {}, ("fp8", "fp8")),
+        ("nvidia/Qwen3-32B-NVFP4", {}, {}, ("nvfp4", "fp8")),
+        ("Qwen/Qwen3-32B-FP8", {"codec": "fp16"}, {}, ("fp8", "fp16")),
+        ("Qwen/Qwen3-32B-FP8", {}, {"codec": "fp16"}, ("fp8", "fp16")),
+        ("Qwen/Qwen3-32B", {}, {}, ("None", "None")),
+    ],
+)
+def test_the_name_of_a_benchmarked_model_tells_its_formats(
+    path, name, metadata, options, formats
+):
+    """A model released in FP8 or NVFP4 has weights in it, K/V in fp8, if nothing says else."""
+    write_rows(path, BENCH | {"model_id": name} | metadata)
+    options = {"device": "h100", "tensor_parallel": 2} | options
+    (row,) = [compared.row for compared in kvcore.validate(path, **options).compared]
+    found = (str(row.options.get(option)) for option in ("weights_dtype", "codec"))
+    assert (row.options["model"], *found) == ("qwen3-32b", *formats)
+
+
+@pytest.mark.parametrize(
     ("change", "load"),
     [
         ({"max_concurrency": None}, {"rate": float("inf")}),

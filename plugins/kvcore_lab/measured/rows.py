@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from math import inf, isfinite
@@ -22,7 +21,7 @@ from kvcore.workloads import lines
 from kvcore_cluster.options import OF_REPLICAS
 from kvcore_lab.measured.measurement import Measured
 from kvcore_lab.measured.samples import COLUMNS as SAMPLE_COLUMNS
-from kvcore_lab.measured.samples import read_samples, samples_path
+from kvcore_lab.measured.samples import VARIANT, read_samples, samples_path
 from kvcore_plugins.csv_rows import split_row
 
 MEASURES = ("ttft", "tpot", "throughput")
@@ -36,6 +35,9 @@ NEEDED = ("model", "device", "tensor_parallel", "input_tokens", "output_tokens")
 
 SERVER = ("model", "device", "tensor_parallel")
 """The columns that a file may lack if options name the server of all its rows."""
+
+FORMATS = ("weights_dtype", "codec")
+"""The columns that the name of a benchmarked model tells, if no option does."""
 
 LABELS = ("id", "engine", "version", "source", "split")
 """The columns that name the source of a row."""
@@ -51,7 +53,6 @@ AIC = "aic"
 
 _NUMBERS = (*LOAD, *MEASURES)
 _BENCH_COLUMNS = {"completed", "request_rate", "total_input_tokens", "total_output_tokens"}
-_VARIANT = re.compile(r"(-instruct|-fp8|-nvfp4)+$")
 
 Taken: TypeAlias = "Measured | str"
 """A row that can be simulated, or the reason why it cannot be."""
@@ -84,7 +85,7 @@ def read_measured(
             continue
         try:
             if fields.keys() >= _BENCH_COLUMNS:
-                fields = _bench(fields)  # noqa: PLW2901 - the same row, by other names
+                fields = _bench(fields, given)  # noqa: PLW2901 - the same row, by other names
             check_columns(fields)
             own = {k: v for k, v in fields.items() if v not in ("", None)}
             yield _own(line, {**given, **own})
@@ -156,11 +157,12 @@ def _own(line: int, fields: Mapping[str, Any]) -> Measured:
     return Measured(line, labels, options, load, values)
 
 
-def _bench(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _bench(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row of the result of a benchmark of vLLM or SGLang.
 
     Lengths are means over the requests that were completed. Device and tensor parallelism are
-    there if they were given as metadata, under the names of columns.
+    there if they were given as metadata, under the names of columns. A model whose name ends
+    with FP8 or NVFP4 has weights in it, and K/V in fp8, if metadata and `given` say nothing.
 
     Raises:
         InputError: no request was completed.
@@ -171,9 +173,13 @@ def _bench(fields: Mapping[str, Any]) -> dict[str, Any]:
         raise InputError(msg)
     row = {name: fields[name] for name in ("label", *OPTIONS) if fields.get(name) is not None}
     row["id"] = row.pop("label", fields.get("date"))
-    model = _VARIANT.sub("", str(fields.get("model_id")).rpartition("/")[2].lower())
+    released = str(fields.get("model_id")).rpartition("/")[2].lower()
+    model = VARIANT.sub("", released)
     if model in MODELS:
         row.setdefault("model", model)
+    for dtype in ("fp8", "nvfp4"):
+        if f"-{dtype}" in released[len(model) :]:
+            row = {"weights_dtype": dtype, "codec": "fp8", **given, **row}
     backend = str(fields.get("backend", ""))
     row["engine"] = next(
         (name for name in ("vllm", "sglang") if backend.startswith(name)), None

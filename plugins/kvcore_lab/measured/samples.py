@@ -33,8 +33,10 @@ V3 and R1 are one: they have one shape, and some of their samples are the same m
 APART = 1.25
 """The ratio of two TPOT from which they cannot be of servers that are alike."""
 
+VARIANT = re.compile(r"(-instruct|-fp8|-nvfp4)+$")
+"""What the name of a released model has after that of the catalogue, in lower case."""
+
 _CONCURRENCY = re.compile(r"silicon_concurrency=(\d{1,9})\b")
-_VARIANT = re.compile(r"(-instruct|-fp8|-nvfp4)+$")
 _WEIGHTS = {"fp8_block": "fp8", "int4_wo": "int4"} | {w: w for w in ("bf16", "fp8", "nvfp4")}
 _TIMES = "ttft", "tpot"
 _FIXED = "gap-analysis"
@@ -91,7 +93,7 @@ def _columns(fields: Mapping[str, str]) -> dict[str, Any] | str:
     """Return the columns of a sample under kvcore's names, or why it cannot be simulated."""
     match = _CONCURRENCY.search(fields.get("silicon_data_source", ""))
     concurrency = match[1] if match else ""
-    model = _VARIANT.sub("", fields["model_path"].rpartition("/")[2].lower())
+    model = VARIANT.sub("", fields["model_path"].rpartition("/")[2].lower())
     device = fields["system"].removesuffix("_sxm")
     weights = fields.get("gemm_quant_mode") or fields.get("precision", "")
     spec = MODELS.get(model)
