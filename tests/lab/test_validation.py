@@ -419,13 +419,12 @@ def test_the_name_of_a_benchmarked_model_tells_its_formats(
     ("change", "load"),
     [
         ({"max_concurrency": None}, {"rate": float("inf")}),
-        ({"request_rate": 2.5}, {"rate": 2.5}),
         ({"request_rate": 2.5, "max_concurrency": None}, {"rate": 2.5}),
         ({"backend": "sglang", "device": "h200", "tensor_parallel": "2"}, {"concurrency": 2}),
     ],
 )
 def test_loads_of_benchmarks(path, change, load):
-    """A rate wins over a limit of clients; metadata may name the server."""
+    """A rate or a number of clients is the load; metadata may name the server."""
     options = {"device": "h100", "tensor_parallel": 1}
     (compared,) = kvcore.validate(write_rows(path, BENCH | change), **options).compared
     known = compared.row.load
@@ -434,6 +433,14 @@ def test_loads_of_benchmarks(path, change, load):
         assert (compared.row.options["device"], compared.row.labels["engine"]) == (
             "h200", "sglang",
         )  # fmt: skip
+
+
+def test_a_benchmark_with_a_rate_and_a_limit_of_clients_is_left_out(path):
+    """A benchmark with a rate whose requests also wait for one another cannot be simulated."""
+    server = {"device": "h100", "tensor_parallel": 1}
+    both = BENCH | {"request_rate": 2.5}
+    (why,) = kvcore.validate(write_rows(path, BENCH, both), **server).left_out
+    assert "concurrency=2 and rate=2.5: clients that wait for answers have no rate" in why
 
 
 def test_what_a_result_of_a_benchmark_lacks_is_named(path):

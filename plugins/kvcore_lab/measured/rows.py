@@ -190,9 +190,9 @@ def _bench(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
         )
     rate, clients = fields["request_rate"], fields.get("max_concurrency")
     unlimited = rate in ("inf", inf, None)
-    if unlimited and clients is not None:
+    if clients is not None:
         row["concurrency"] = clients
-    else:
+    if clients is None or not unlimited:
         row["rate"] = "inf" if unlimited else rate
     row |= {"requests": completed, "spread": 0, "throughput": fields.get("output_throughput")}
     for name in ("ttft", "tpot"):
