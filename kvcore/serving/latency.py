@@ -129,7 +129,7 @@ class LatencyModel(Plugin):
         except FAILURES as error:
             raise_policy_error(self, "seconds", error)
         try:
-            is_time = 0 <= seconds < inf
+            is_time = 0 <= seconds < inf and seconds * PS_PER_S < inf
         except (TypeError, ValueError):
             is_time = False
         if not is_time:
