@@ -435,6 +435,16 @@ def test_loads_of_benchmarks(path, change, load):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_infinite_rate_is_read_as_python_writes_it(path, indent):
+    """SGLang writes an infinite rate as `Infinity`, which is no JSON; texts keep the word."""
+    server = {"device": "h100", "tensor_parallel": 1, "label": '"request_rate": Infinity'}
+    unlimited = {"request_rate": float("inf"), "max_concurrency": None}
+    path.write_text(json.dumps(BENCH | server | unlimited, indent=indent))
+    (row,) = measured.read_measured(path)
+    assert (row.load["rate"], row.labels["id"]) == (float("inf"), server["label"])
+
+
 def test_a_benchmark_with_a_rate_and_a_limit_of_clients_is_left_out(path):
     """A benchmark with a rate whose requests also wait for one another cannot be simulated."""
     server = {"device": "h100", "tensor_parallel": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from math import inf, isfinite
@@ -53,6 +54,8 @@ AIC = "aic"
 
 _NUMBERS = (*LOAD, *MEASURES)
 _BENCH_COLUMNS = {"completed", "request_rate", "total_input_tokens", "total_output_tokens"}
+_INFINITE_RATE = re.compile(rb'("(?:request_)?rate"\s*:\s*)Infinity\b')
+"""What Python writes into JSON, which has no such number, where a rate is infinite."""
 
 Taken: TypeAlias = "Measured | str"
 """A row that can be simulated, or the reason why it cannot be."""
@@ -110,7 +113,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for line_number, line in lines(path):
         if line.lstrip().startswith(b"{"):
             try:
-                yield line_number, orjson.loads(line)
+                yield line_number, orjson.loads(_INFINITE_RATE.sub(rb'\1"inf"', line))
             except orjson.JSONDecodeError as error:
                 msg = f"{path}:{line_number}: not a JSON object: {error}"
                 raise InputError(msg) from error
