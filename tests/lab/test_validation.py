@@ -318,6 +318,14 @@ def test_silicon_samples_that_cannot_be_simulated_are_left_out(path, change, why
     assert found.left_out == {why: 1}
 
 
+@pytest.mark.parametrize("cell", ["n/a", [9]])
+def test_a_time_of_a_sample_that_is_no_number_is_named(path, cell):
+    """The error for a time that cannot be read names its line and column."""
+    write_rows(path, SILICON, SILICON | {"silicon_ttft_ms": cell})
+    with pytest.raises(InputError, match=r"rows:2: silicon_ttft_ms '.*': expected a number"):
+        kvcore.validate(path)
+
+
 def test_weights_without_a_format_are_as_released(path):
     """Samples without a format use weights as released, and so do those of mxfp4 models."""
     bare = SILICON | {"gemm_quant_mode": "", "precision": ""}

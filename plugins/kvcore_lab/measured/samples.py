@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 
+from kvcore.config.values import shown
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.models.spec import ModelSpec
@@ -63,7 +64,7 @@ def samples_path() -> Path:
 
 def read_samples(
     path: Path,
-    rows: Iterable[tuple[int, Mapping[str, str]]],
+    rows: Iterable[tuple[int, Mapping[str, Any]]],
     read: Callable[[int, Mapping[str, Any]], Measured],
 ) -> Iterator[Measured | str]:
     """Yield each sample as a row, or the reason why it is left out.
@@ -78,8 +79,8 @@ def read_samples(
     """
     taken: list[Measured | str] = []
     for line, fields in rows:
-        columns = _columns(fields)
         try:
+            columns = _columns({k: "" if v is None else str(v) for k, v in fields.items()})
             taken.append(columns if isinstance(columns, str) else read(line, columns))
         except (InputError, ValueError) as error:
             msg = f"{path}:{line}: {error}"
@@ -128,7 +129,12 @@ def _columns(fields: Mapping[str, str]) -> dict[str, Any] | str:
         "ttft": fields["silicon_ttft_ms"],
         "tpot": fields["silicon_tpot_ms"],
     }
-    columns |= {name: float(columns[name]) / 1000 for name in _TIMES if columns[name]}
+    for name in _TIMES:
+        try:
+            columns[name] = float(columns[name] or 0) / 1000
+        except ValueError as error:
+            msg = f"silicon_{name}_ms {shown(columns[name])}: expected a number of milliseconds"
+            raise InputError(msg) from error
     return {name: value for name, value in columns.items() if value}
 
 
