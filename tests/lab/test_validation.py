@@ -326,6 +326,12 @@ def test_a_time_of_a_sample_that_is_no_number_is_named(path, cell):
         kvcore.validate(path)
 
 
+def test_a_sample_may_lack_its_engine(path):
+    """A sample without an engine is simulated by kvcore's own rules."""
+    (compared,) = kvcore.validate(write_csv(path, SILICON | {"backend": ""})).compared
+    assert "engine" not in compared.row.labels
+
+
 def test_weights_without_a_format_are_as_released(path):
     """Samples without a format use weights as released, and so do those of mxfp4 models."""
     bare = SILICON | {"gemm_quant_mode": "", "precision": ""}

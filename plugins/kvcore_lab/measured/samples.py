@@ -155,7 +155,7 @@ class _Server:
         """Return the server of a sample, and the lengths of its requests."""
         options, load = row.options, row.load
         return cls(
-            row.labels["engine"],
+            row.labels.get("engine", ""),
             # R1 and V3 of DeepSeek have one shape, and their samples are partly the same.
             attrs.evolve(MODELS[options["model"]], name=""),
             options.get("weights_dtype"),
