@@ -186,6 +186,7 @@ def test_a_file_without_a_usable_row_is_refused(path):
         ({"rate": "inf", "tpot": "inf"}, "tpot 'inf': expected a number above 0"),
         ({"rate": 0}, "rate 0: expected a number above 0"),
         ({"spread": -0.1}, "spread -0.1: expected a share"),
+        ({"spread": 5}, "spread 5: expected a share below 1"),
         ({"tpot": ""}, "a row needs something measured: ttft, tpot, throughput"),
         ({"concurrency": None}, "a row needs a concurrency"),
         ({"model": ""}, "a row needs a value of model"),

@@ -218,11 +218,11 @@ def _number(name: str, cell: Any) -> int | float:
     least = 0 if name == "spread" else 1
     if name in ("rate", *MEASURES, "spread"):
         finite = isinstance(value, int | float) and isfinite(value) and not value < 0
-        if not isinstance(value, bool) and finite and (value or not least):
+        if not isinstance(value, bool) and finite and (value if least else value < 1):
             return float(value)
         if name == "rate" and cell in ("inf", inf):
             return inf
-        expected = "a number above 0" if least else "a share"
+        expected = "a number above 0" if least else "a share below 1"
     elif type(value) is int and value >= least:
         return int(value)
     else:
