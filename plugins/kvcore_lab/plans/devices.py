@@ -117,13 +117,14 @@ def search_devices(
         for name, value in options.items()
     }
     for device in devices_of(devices):
+        name = getattr(device, "name", device)
         try:
             plans.append(plan(workload, device=device, **options))
         except InputError as error:
             fault = error
-            notes.append(f"{device}: {error}")
+            notes.append(f"{name}: {error}")
         else:
-            notes += [f"{device}: {note}" for note in plans[-1].notes]
+            notes += [f"{name}: {note}" for note in plans[-1].notes]
     if not plans:
         raise fault
     return DevicePlans(plans=plans, notes=notes)
