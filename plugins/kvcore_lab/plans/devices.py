@@ -45,7 +45,7 @@ class DevicePlans(Shown):
         """The fleets of all devices that meet the SLO, the cheapest first.
 
         `pareto` is False if another fleet costs no more, generates no less, and has no later
-        first tokens, one of them being better; None without a price.
+        first tokens, one of them being better; None where one of the three is unknown.
         """
         fleets = [
             {"device": plan.setup["device"]}
