@@ -489,6 +489,17 @@ def atomic_file(path: Path) -> Iterator[TextIO]:
         raise
 
 
+def to_json(value: Any, fault: str, *, indent: bool = False) -> str:
+    """Return a line of JSON; raise InputError that begins with `fault` if there is none."""
+    import orjson  # noqa: PLC0415 - for what writes JSON alone
+
+    try:
+        return orjson.dumps(value, option=orjson.OPT_INDENT_2 if indent else None).decode()
+    except TypeError as error:
+        msg = f"{fault}: {error}"
+        raise InputError(msg) from error
+
+
 @contextmanager
 def storage_errors(what: str) -> Iterator[None]:
     """Raise a StorageError for an OSError of the body, which writes `what`."""

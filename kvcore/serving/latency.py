@@ -98,10 +98,10 @@ class LatencyModel(Plugin):
     an option."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Set `jumps` to False in a class that defines `seconds` alone."""
+        """Let the times of a class that defines `seconds` alone be those, without jumps."""
         super().__init_subclass__(**options)
         if "seconds" in vars(cls) and "pieces" not in vars(cls):
-            cls.jumps = False
+            cls.jumps, cls.pieces = False, LatencyModel.pieces  # type: ignore[method-assign]
 
     @property
     def windows(self) -> Windows:
@@ -129,7 +129,7 @@ class LatencyModel(Plugin):
         except FAILURES as error:
             raise_policy_error(self, "seconds", error)
         try:
-            is_time = 0 <= seconds < inf
+            is_time = 0 <= seconds < inf and seconds * PS_PER_S < inf
         except (TypeError, ValueError):
             is_time = False
         if not is_time:

@@ -15,7 +15,7 @@ import attrs
 import kvcore
 from kvcore.cache import ServedCache
 from kvcore.cache.residency import CacheStats
-from kvcore.files import atomic_file, make_directory
+from kvcore.files import atomic_file, make_directory, to_json
 from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import Plugin
 from kvcore.request import SLO
@@ -239,11 +239,9 @@ class Reported(Outcome):
         with the entries `more`, which replace its own.
 
         Raises:
-            InputError: the directory cannot be made, or a file not be opened.
+            InputError: the directory cannot be made, a file not opened, or a value not written.
             StorageError: the disk refused a write.
         """
-        import orjson  # noqa: PLC0415 - for `--out` alone
-
         directory = Path(directory)
         make_directory(directory)
         with (
@@ -252,10 +250,11 @@ class Reported(Outcome):
         ):
             for part in self.request_parts():
                 for row in zip(*part.values(), strict=True):
-                    line = orjson.dumps(dict(zip(part, row, strict=True)))
-                    lines.write(f"{line.decode()}\n")
+                    fault = f"request {row[0]!r} cannot be written as JSON"
+                    lines.write(f"{to_json(dict(zip(part, row, strict=True)), fault)}\n")
             fields = {"schema": SCHEMA, **more, **self.summary(), **more}
-            document.write(f"{orjson.dumps(fields, option=orjson.OPT_INDENT_2).decode()}\n")
+            text = to_json(fields, "the summary cannot be written as JSON", indent=True)
+            document.write(f"{text}\n")
 
 
 @attrs.frozen(slots=False, eq=False, repr=False)

@@ -15,12 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
-from orjson import dumps
-
 from kvcore.cache.pool import Ids
 from kvcore.cache.recorder import Growth, Recorder, Victim
 from kvcore.errors import InputError, StorageError
-from kvcore.files import part_path
+from kvcore.files import part_path, to_json
 from kvcore.request import Key, Request
 from kvcore.trace.fields import (
     CLOCKS,
@@ -256,11 +254,11 @@ class Trace(SealedWriter, JsonRecorder):
         name = request.id
         if len(line) > _PLAIN_FIELDS or type(name) is not int or not 0 <= name < INT64_LIMIT:
             # An error in a batch would not name the line that cannot be rendered or read.
-            raw = _render(f"request {name!r}", line)
+            raw = to_json(line, f"request {name!r} cannot be written to a trace")
             from kvcore.trace.events import decode  # noqa: PLC0415  (imports msgspec)
 
             try:
-                decode(raw)
+                decode(raw.encode())
             except ValueError as error:
                 msg = f"request {name!r} cannot be written to a trace: {error}"
                 raise InputError(msg) from error
@@ -293,7 +291,7 @@ class Trace(SealedWriter, JsonRecorder):
             about = {"schema": SCHEMA, "kvcore": version(), "mode": run.pop("mode")}
             logger = bind_logger(self._buffer, self._on_lines)
             line = {"n": 0, "t": 0, "event": "HEADER", **plain({**about, **cache, **run})}
-            _render("the header", line)
+            to_json(line, "the header cannot be written to a trace")
             logger.write(line)
             self._logger, self.write = logger, logger.write
             for line in self._recovered:
@@ -377,15 +375,6 @@ def _check_header(fields: Mapping[str, Any]) -> dict[str, Any]:
             msg = f"header field {name!r} {reason}"
             raise InputError(msg)
     return checked
-
-
-def _render(what: str, line: dict[str, Any]) -> bytes:
-    """Return a line as JSON; raise InputError if it cannot be rendered."""
-    try:
-        return dumps(line)
-    except TypeError as error:
-        msg = f"{what} cannot be written to a trace: {error}"
-        raise InputError(msg) from error
 
 
 def _source(workload: Workload | Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -2,11 +2,13 @@
 
 import json
 
+import attrs
 import pytest
 from helpers.commands import run_here
 from helpers.serving import ask
 
 from kvcore import InputError
+from kvcore.models.catalogue import DEVICES
 from kvcore_lab.api import plan_devices
 from kvcore_lab.plans.devices import devices_of
 from kvcore_lab.plans.start import not_in_start, start_command
@@ -48,6 +50,16 @@ def test_fleets_are_ordered_by_cost(plans):
     priced = [cost for cost in costs if cost is not None]
     assert costs == sorted(priced) + [None] * (len(costs) - len(priced))
     assert plans.best == fleets[0]
+
+
+def test_devices_may_be_data_sheets():
+    """A device given by its figures is told by its name, in plans, prices, notes and JSON."""
+    small = attrs.evolve(DEVICES["l4"], name="small", hbm_bytes=2**30)
+    plans = plan_devices([DEVICES["h100"], small], ZIPF, **SMALL, policies=[])
+    assert plans.best["device"] == "h100"
+    assert plans.best["usd_per_day"] is not None
+    assert json.loads(json.dumps(plans.as_dict()))["plans"][0]["setup"]["device"] == "h100"
+    assert [note.partition(":")[0] for note in plans.notes] == ["small"]
 
 
 def test_fleets_that_cost_nothing_come_first():

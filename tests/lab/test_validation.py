@@ -186,6 +186,7 @@ def test_a_file_without_a_usable_row_is_refused(path):
         ({"rate": "inf", "tpot": "inf"}, "tpot 'inf': expected a number above 0"),
         ({"rate": 0}, "rate 0: expected a number above 0"),
         ({"spread": -0.1}, "spread -0.1: expected a share"),
+        ({"spread": 5}, "spread 5: expected a share below 1"),
         ({"tpot": ""}, "a row needs something measured: ttft, tpot, throughput"),
         ({"concurrency": None}, "a row needs a concurrency"),
         ({"model": ""}, "a row needs a value of model"),
@@ -318,6 +319,20 @@ def test_silicon_samples_that_cannot_be_simulated_are_left_out(path, change, why
     assert found.left_out == {why: 1}
 
 
+@pytest.mark.parametrize("cell", ["n/a", [9]])
+def test_a_time_of_a_sample_that_is_no_number_is_named(path, cell):
+    """The error for a time that cannot be read names its line and column."""
+    write_rows(path, SILICON, SILICON | {"silicon_ttft_ms": cell})
+    with pytest.raises(InputError, match=r"rows:2: silicon_ttft_ms '.*': expected a number"):
+        kvcore.validate(path)
+
+
+def test_a_sample_may_lack_its_engine(path):
+    """A sample without an engine is simulated by kvcore's own rules."""
+    (compared,) = kvcore.validate(write_csv(path, SILICON | {"backend": ""})).compared
+    assert "engine" not in compared.row.labels
+
+
 def test_weights_without_a_format_are_as_released(path):
     """Samples without a format use weights as released, and so do those of mxfp4 models."""
     bare = SILICON | {"gemm_quant_mode": "", "precision": ""}
@@ -395,16 +410,36 @@ def test_results_of_benchmarks_are_rows(path, indent):
 
 
 @pytest.mark.parametrize(
+    ("name", "metadata", "options", "formats"),
+    [
+        ("Qwen/Qwen3-32B-FP8", {}, {}, ("fp8", "fp8")),
+        ("nvidia/Qwen3-32B-NVFP4", {}, {}, ("nvfp4", "fp8")),
+        ("Qwen/Qwen3-32B-FP8", {"codec": "fp16"}, {}, ("fp8", "fp16")),
+        ("Qwen/Qwen3-32B-FP8", {}, {"codec": "fp16"}, ("fp8", "fp16")),
+        ("Qwen/Qwen3-32B", {}, {}, ("None", "None")),
+    ],
+)
+def test_the_name_of_a_benchmarked_model_tells_its_formats(
+    path, name, metadata, options, formats
+):
+    """A model released in FP8 or NVFP4 has weights in it, K/V in fp8, if nothing says else."""
+    write_rows(path, BENCH | {"model_id": name} | metadata)
+    options = {"device": "h100", "tensor_parallel": 2} | options
+    (row,) = [compared.row for compared in kvcore.validate(path, **options).compared]
+    found = (str(row.options.get(option)) for option in ("weights_dtype", "codec"))
+    assert (row.options["model"], *found) == ("qwen3-32b", *formats)
+
+
+@pytest.mark.parametrize(
     ("change", "load"),
     [
         ({"max_concurrency": None}, {"rate": float("inf")}),
-        ({"request_rate": 2.5}, {"rate": 2.5}),
         ({"request_rate": 2.5, "max_concurrency": None}, {"rate": 2.5}),
         ({"backend": "sglang", "device": "h200", "tensor_parallel": "2"}, {"concurrency": 2}),
     ],
 )
 def test_loads_of_benchmarks(path, change, load):
-    """A rate wins over a limit of clients; metadata may name the server."""
+    """A rate or a number of clients is the load; metadata may name the server."""
     options = {"device": "h100", "tensor_parallel": 1}
     (compared,) = kvcore.validate(write_rows(path, BENCH | change), **options).compared
     known = compared.row.load
@@ -413,6 +448,24 @@ def test_loads_of_benchmarks(path, change, load):
         assert (compared.row.options["device"], compared.row.labels["engine"]) == (
             "h200", "sglang",
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_infinite_rate_is_read_as_python_writes_it(path, indent):
+    """SGLang writes an infinite rate as `Infinity`, which is no JSON; texts keep the word."""
+    server = {"device": "h100", "tensor_parallel": 1, "label": '"request_rate": Infinity'}
+    unlimited = {"request_rate": float("inf"), "max_concurrency": None}
+    path.write_text(json.dumps(BENCH | server | unlimited, indent=indent))
+    (row,) = measured.read_measured(path)
+    assert (row.load["rate"], row.labels["id"]) == (float("inf"), server["label"])
+
+
+def test_a_benchmark_with_a_rate_and_a_limit_of_clients_is_left_out(path):
+    """A benchmark with a rate whose requests also wait for one another cannot be simulated."""
+    server = {"device": "h100", "tensor_parallel": 1}
+    both = BENCH | {"request_rate": 2.5}
+    (why,) = kvcore.validate(write_rows(path, BENCH, both), **server).left_out
+    assert "concurrency=2 and rate=2.5: clients that wait for answers have no rate" in why
 
 
 def test_what_a_result_of_a_benchmark_lacks_is_named(path):

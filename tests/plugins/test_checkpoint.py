@@ -490,6 +490,10 @@ def test_a_wrong_policy_is_named(members, text):
         (lambda: new_cache("marconi", eviction="lfu"), "leave one of them out"),
         (lambda: new_cache("every:tokens=12"), "give a multiple of 8"),
         (
+            lambda: new_cache("marconi:alpha=inf"),
+            "alpha=inf: give a finite weight of 0",
+        ),
+        (
             lambda: kvcore.simulate(
                 "agents", model="gemma-3-12b", checkpoint="seglen", limit=1
             ),

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import kvcore
 from kvcore import InputError, Plugins
 from kvcore.plugins.base import REQUIRED, options_of
 from kvcore.serving import StepWork
-from kvcore_plugins.latency import Linear, TokenRate
+from kvcore_plugins.latency import Linear, Roofline, TokenRate
 
 PAGE = (Path(__file__).parents[2] / "docs/reference/latency.md").read_text("utf-8")
 MILLISECOND = 10**9
@@ -39,6 +40,23 @@ def test_linear_quantises_its_options_once():
         "decode_ps": 0,
         "context_ps": 0,
     }
+
+
+@pytest.mark.parametrize("model", [Linear, TokenRate, Roofline])
+def test_a_model_that_derives_from_one_with_lines_takes_its_own_seconds(model):
+    """A class that defines `seconds` takes these times, whatever model it derives from."""
+
+    class Own(model):
+        """A model that takes a second for each step."""
+
+        name = f"own-{model.name}"
+
+        def seconds(self, work):
+            """Return a second."""
+            return 1.0
+
+    result = kvcore.simulate("bench:requests=1,input_tokens=4,output_tokens=3", latency=Own())
+    assert result.simulated_s == 3
 
 
 def test_token_rate_divides_by_rates():

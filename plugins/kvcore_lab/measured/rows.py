@@ -22,7 +22,7 @@ from kvcore.workloads import lines
 from kvcore_cluster.options import OF_REPLICAS
 from kvcore_lab.measured.measurement import Measured
 from kvcore_lab.measured.samples import COLUMNS as SAMPLE_COLUMNS
-from kvcore_lab.measured.samples import read_samples, samples_path
+from kvcore_lab.measured.samples import VARIANT, read_samples, samples_path
 from kvcore_plugins.csv_rows import split_row
 
 MEASURES = ("ttft", "tpot", "throughput")
@@ -36,6 +36,9 @@ NEEDED = ("model", "device", "tensor_parallel", "input_tokens", "output_tokens")
 
 SERVER = ("model", "device", "tensor_parallel")
 """The columns that a file may lack if options name the server of all its rows."""
+
+FORMATS = ("weights_dtype", "codec")
+"""The columns that the name of a benchmarked model tells, if no option does."""
 
 LABELS = ("id", "engine", "version", "source", "split")
 """The columns that name the source of a row."""
@@ -51,7 +54,8 @@ AIC = "aic"
 
 _NUMBERS = (*LOAD, *MEASURES)
 _BENCH_COLUMNS = {"completed", "request_rate", "total_input_tokens", "total_output_tokens"}
-_VARIANT = re.compile(r"(-instruct|-fp8|-nvfp4)+$")
+_INFINITE_RATE = re.compile(rb'("(?:request_)?rate"\s*:\s*)Infinity\b')
+"""What Python writes into JSON, which has no such number, where a rate is infinite."""
 
 Taken: TypeAlias = "Measured | str"
 """A row that can be simulated, or the reason why it cannot be."""
@@ -84,7 +88,7 @@ def read_measured(
             continue
         try:
             if fields.keys() >= _BENCH_COLUMNS:
-                fields = _bench(fields)  # noqa: PLW2901 - the same row, by other names
+                fields = _bench(fields, given)  # noqa: PLW2901 - the same row, by other names
             check_columns(fields)
             own = {k: v for k, v in fields.items() if v not in ("", None)}
             yield _own(line, {**given, **own})
@@ -109,7 +113,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for line_number, line in lines(path):
         if line.lstrip().startswith(b"{"):
             try:
-                yield line_number, orjson.loads(line)
+                yield line_number, orjson.loads(_INFINITE_RATE.sub(rb'\1"inf"', line))
             except orjson.JSONDecodeError as error:
                 msg = f"{path}:{line_number}: not a JSON object: {error}"
                 raise InputError(msg) from error
@@ -156,11 +160,12 @@ def _own(line: int, fields: Mapping[str, Any]) -> Measured:
     return Measured(line, labels, options, load, values)
 
 
-def _bench(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _bench(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row of the result of a benchmark of vLLM or SGLang.
 
     Lengths are means over the requests that were completed. Device and tensor parallelism are
-    there if they were given as metadata, under the names of columns.
+    there if they were given as metadata, under the names of columns. A model whose name ends
+    with FP8 or NVFP4 has weights in it, and K/V in fp8, if metadata and `given` say nothing.
 
     Raises:
         InputError: no request was completed.
@@ -171,9 +176,13 @@ def _bench(fields: Mapping[str, Any]) -> dict[str, Any]:
         raise InputError(msg)
     row = {name: fields[name] for name in ("label", *OPTIONS) if fields.get(name) is not None}
     row["id"] = row.pop("label", fields.get("date"))
-    model = _VARIANT.sub("", str(fields.get("model_id")).rpartition("/")[2].lower())
+    released = str(fields.get("model_id")).rpartition("/")[2].lower()
+    model = VARIANT.sub("", released)
     if model in MODELS:
         row.setdefault("model", model)
+    for dtype in ("fp8", "nvfp4"):
+        if f"-{dtype}" in released[len(model) :]:
+            row = {"weights_dtype": dtype, "codec": "fp8", **given, **row}
     backend = str(fields.get("backend", ""))
     row["engine"] = next(
         (name for name in ("vllm", "sglang") if backend.startswith(name)), None
@@ -184,9 +193,9 @@ def _bench(fields: Mapping[str, Any]) -> dict[str, Any]:
         )
     rate, clients = fields["request_rate"], fields.get("max_concurrency")
     unlimited = rate in ("inf", inf, None)
-    if unlimited and clients is not None:
+    if clients is not None:
         row["concurrency"] = clients
-    else:
+    if clients is None or not unlimited:
         row["rate"] = "inf" if unlimited else rate
     row |= {"requests": completed, "spread": 0, "throughput": fields.get("output_throughput")}
     for name in ("ttft", "tpot"):
@@ -209,11 +218,11 @@ def _number(name: str, cell: Any) -> int | float:
     least = 0 if name == "spread" else 1
     if name in ("rate", *MEASURES, "spread"):
         finite = isinstance(value, int | float) and isfinite(value) and not value < 0
-        if not isinstance(value, bool) and finite and (value or not least):
+        if not isinstance(value, bool) and finite and (value if least else value < 1):
             return float(value)
         if name == "rate" and cell in ("inf", inf):
             return inf
-        expected = "a number above 0" if least else "a share"
+        expected = "a number above 0" if least else "a share below 1"
     elif type(value) is int and value >= least:
         return int(value)
     else:

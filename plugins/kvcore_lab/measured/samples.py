@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 
+from kvcore.config.values import shown
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.models.spec import ModelSpec
@@ -33,8 +34,10 @@ V3 and R1 are one: they have one shape, and some of their samples are the same m
 APART = 1.25
 """The ratio of two TPOT from which they cannot be of servers that are alike."""
 
+VARIANT = re.compile(r"(-instruct|-fp8|-nvfp4)+$")
+"""What the name of a released model has after that of the catalogue, in lower case."""
+
 _CONCURRENCY = re.compile(r"silicon_concurrency=(\d{1,9})\b")
-_VARIANT = re.compile(r"(-instruct|-fp8|-nvfp4)+$")
 _WEIGHTS = {"fp8_block": "fp8", "int4_wo": "int4"} | {w: w for w in ("bf16", "fp8", "nvfp4")}
 _TIMES = "ttft", "tpot"
 _FIXED = "gap-analysis"
@@ -61,7 +64,7 @@ def samples_path() -> Path:
 
 def read_samples(
     path: Path,
-    rows: Iterable[tuple[int, Mapping[str, str]]],
+    rows: Iterable[tuple[int, Mapping[str, Any]]],
     read: Callable[[int, Mapping[str, Any]], Measured],
 ) -> Iterator[Measured | str]:
     """Yield each sample as a row, or the reason why it is left out.
@@ -76,8 +79,8 @@ def read_samples(
     """
     taken: list[Measured | str] = []
     for line, fields in rows:
-        columns = _columns(fields)
         try:
+            columns = _columns({k: "" if v is None else str(v) for k, v in fields.items()})
             taken.append(columns if isinstance(columns, str) else read(line, columns))
         except (InputError, ValueError) as error:
             msg = f"{path}:{line}: {error}"
@@ -91,7 +94,7 @@ def _columns(fields: Mapping[str, str]) -> dict[str, Any] | str:
     """Return the columns of a sample under kvcore's names, or why it cannot be simulated."""
     match = _CONCURRENCY.search(fields.get("silicon_data_source", ""))
     concurrency = match[1] if match else ""
-    model = _VARIANT.sub("", fields["model_path"].rpartition("/")[2].lower())
+    model = VARIANT.sub("", fields["model_path"].rpartition("/")[2].lower())
     device = fields["system"].removesuffix("_sxm")
     weights = fields.get("gemm_quant_mode") or fields.get("precision", "")
     spec = MODELS.get(model)
@@ -126,7 +129,12 @@ def _columns(fields: Mapping[str, str]) -> dict[str, Any] | str:
         "ttft": fields["silicon_ttft_ms"],
         "tpot": fields["silicon_tpot_ms"],
     }
-    columns |= {name: float(columns[name]) / 1000 for name in _TIMES if columns[name]}
+    for name in _TIMES:
+        try:
+            columns[name] = float(columns[name] or 0) / 1000
+        except ValueError as error:
+            msg = f"silicon_{name}_ms {shown(columns[name])}: expected a number of milliseconds"
+            raise InputError(msg) from error
     return {name: value for name, value in columns.items() if value}
 
 
@@ -147,7 +155,7 @@ class _Server:
         """Return the server of a sample, and the lengths of its requests."""
         options, load = row.options, row.load
         return cls(
-            row.labels["engine"],
+            row.labels.get("engine", ""),
             # R1 and V3 of DeepSeek have one shape, and their samples are partly the same.
             attrs.evolve(MODELS[options["model"]], name=""),
             options.get("weights_dtype"),

@@ -23,7 +23,7 @@ from kvcore.progress import Progress, silent
 from kvcore.serving import Result, Rules, simulate
 from kvcore.units import check_whole
 from kvcore_lab.measured.measurement import Measured
-from kvcore_lab.measured.rows import MEASURES, SERVER, check_columns, read_measured
+from kvcore_lab.measured.rows import FORMATS, MEASURES, SERVER, check_columns, read_measured
 from kvcore_plugins.latency.engine_times import EngineName
 
 ROUNDS, SPREAD = 10, 0.2
@@ -167,7 +167,8 @@ def validate(
     check_columns(wanted)
     rows: list[Measured] = []
     left_out: Counter[str] = Counter()
-    server = {name: given[name] for name in SERVER if given.get(name) is not None}
+    names = (*SERVER, *FORMATS)
+    server = {name: given[name] for name in names if given.get(name) is not None}
     for row in read_measured(file, server):
         if isinstance(row, str):
             left_out[row] += 1

@@ -45,7 +45,7 @@ class DevicePlans(Shown):
         """The fleets of all devices that meet the SLO, the cheapest first.
 
         `pareto` is False if another fleet costs no more, generates no less, and has no later
-        first tokens, one of them being better; None without a price.
+        first tokens, one of them being better; None where one of the three is unknown.
         """
         fleets = [
             {"device": plan.setup["device"]}
@@ -117,13 +117,14 @@ def search_devices(
         for name, value in options.items()
     }
     for device in devices_of(devices):
+        name = getattr(device, "name", device)
         try:
             plans.append(plan(workload, device=device, **options))
         except InputError as error:
             fault = error
-            notes.append(f"{device}: {error}")
+            notes.append(f"{name}: {error}")
         else:
-            notes += [f"{device}: {note}" for note in plans[-1].notes]
+            notes += [f"{name}: {note}" for note in plans[-1].notes]
     if not plans:
         raise fault
     return DevicePlans(plans=plans, notes=notes)

@@ -494,6 +494,7 @@ class _Planner:
         row = CellRun(cell, self.known).row
         if row["checkpoint"] == str(option_default("checkpoint")):
             del row["checkpoint"]  # few models keep states
+        row["device"] = getattr(cell.device, "name", cell.device)
         return {n: value for n, value in row.items() if n not in (*searched, *CLUSTER_AXES)}
 
     def _meets(self, fleet: Fleet) -> bool:

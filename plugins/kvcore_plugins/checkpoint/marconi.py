@@ -181,8 +181,8 @@ class Marconi(WeighedSegments):
 
     def __attrs_post_init__(self) -> None:
         """Check alpha; begin with 0 if it is to be tuned."""
-        if self.alpha != "tuned" and not self.alpha >= 0:
-            msg = f"marconi: alpha={self.alpha}: give a weight of 0 or more, or tuned"
+        if self.alpha != "tuned" and not 0 <= self.alpha < inf:
+            msg = f"marconi: alpha={self.alpha}: give a finite weight of 0 or more, or tuned"
             raise InputError(msg)
         self._is_tuned = self.alpha != "tuned"
         self._weight = 0.0 if self.alpha == "tuned" else self.alpha

@@ -136,6 +136,7 @@ def test_a_latency_model_without_a_valid_time_is_named(answer, message, jumps):
         ("1 ms", r"'timed': seconds\(.*\) returned '1 ms'; give a finite number of seconds"),
         (-1.0, r"'timed': seconds\(.*\) returned -1.0; give a finite number of seconds"),
         (inf, r"'timed': seconds\(.*\) returned inf; give a finite number of seconds"),
+        (1e300, r"'timed': seconds\(.*\) returned 1e\+300; give a finite number of seconds"),
     ],
 )
 def test_a_wrong_value_of_seconds_is_refused(seconds, message):

@@ -372,6 +372,16 @@ def test_both_files_are_written(tmp_path):
     assert [json.loads(line) for line in lines] == list(rows(result).values())
 
 
+@pytest.mark.parametrize("name", [2**70, "a\udc80"])
+def test_a_request_that_json_cannot_name_is_refused(tmp_path, name):
+    """An id beyond 64 bits or with half a character raises InputError with that id."""
+    result = run([ask(name, at=0)])
+    with pytest.raises(InputError, match="cannot be written as JSON") as error:
+        result.write(tmp_path)
+    assert str(error.value).startswith(f"request {name!r} ")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_write_that_fails_leaves_older_files_unchanged(tmp_path, monkeypatch):
     """A `write` that fails leaves older files unchanged, and no partial ones."""
     (tmp_path / "requests.jsonl").write_text("older")
