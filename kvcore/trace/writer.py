@@ -363,8 +363,7 @@ def _check_header(fields: Mapping[str, Any]) -> dict[str, Any]:
         name: field
         for name, field in describe_fields(Header).items()
         if name in ("workload", "seed", "plugins", "key_tokens")
-        # `replica` is of later lines.
-        or not (field.required or name == "replica")
+        or not (field.required or name == "replica")  # which lines after HEADER have
     }
     checked = {}
     for name, value in fields.items():
