@@ -186,11 +186,11 @@ class SpeculativeTensorExecutor(TensorExecutor):
             if len(draft.tokens) > sequence.most or any(t not in known for t in draft.tokens):
                 asked_for = f"drafts() of up to {sequence.most} tokens of {len(known)}"
                 raise wrong_answer(self.drafter, asked_for, f"{draft.tokens!r}")
-            shape = getattr(draft.probabilities, "shape", None)
-            wanted = (len(draft.tokens), len(known))
+            shape = [*getattr(draft.probabilities, "shape", ())]
+            wanted = [len(draft.tokens), len(known)]
             if draft.tokens and draft.probabilities is not None and shape != wanted:
                 why = (
-                    f"probabilities of shape {shape}: give {list(wanted)}, a row for each token"
+                    f"probabilities of shape {shape}: give {wanted}, a row for each token"
                 )
                 raise wrong_answer(self.drafter, "drafts()", why)
             drafts_of[index] = draft

@@ -199,8 +199,8 @@ class WrongAnswer(Wrong):
         ([Draft(), Draft()], "give a Draft for each of 1 sequences"),
         ([None], "with None: give a Draft with a sequence of token ids"),
         ([Draft(3)], "give a Draft with a sequence of token ids"),
-        ([Draft([1], [0.5])], r"probabilities of shape None: give \[1, "),
-        ([Draft([1], SimpleNamespace(shape=(1, 2)))], r"of shape \(1, 2\): give \[1, "),
+        ([Draft([1], [0.5])], r"probabilities of shape \[\]: give \[1, "),
+        ([Draft([1], SimpleNamespace(shape=(1, 2)))], r"of shape \[1, 2\]: give \[1, "),
     ],
 )
 def test_a_wrong_answer_of_the_full_tier_names_the_drafter(answer, message):
