@@ -189,9 +189,7 @@ class SpeculativeTensorExecutor(TensorExecutor):
             shape = [*getattr(draft.probabilities, "shape", ())]
             wanted = [len(draft.tokens), len(known)]
             if draft.tokens and draft.probabilities is not None and shape != wanted:
-                why = (
-                    f"probabilities of shape {shape}: give {wanted}, a row for each token"
-                )
+                why = f"probabilities of shape {shape}: give {wanted}, a row for each token"
                 raise wrong_answer(self.drafter, "drafts()", why)
             drafts_of[index] = draft
         return drafts_of

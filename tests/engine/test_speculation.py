@@ -204,7 +204,7 @@ class WrongAnswer(Wrong):
     ],
 )
 def test_a_wrong_answer_of_the_full_tier_names_the_drafter(answer, message):
-    """What is no draft for each sequence, with a row for each token, raises PolicyError."""
+    """An answer without a draft for each sequence, and a row for each token, is an error."""
     with pytest.raises(PolicyError, match=message) as caught:
         compute([ask(0, 0, 5, 20)], drafter=WrongAnswer(answer))
     assert "wrong" in str(caught.value)
