@@ -90,7 +90,7 @@ def may_append(span: Span, priority: int, until: int | None) -> bool:
 
 
 def raise_priority(span: Span, priority: int, until: int | None, now: int) -> None:
-    """Raise the priority of `span` to at least `priority`, until at least `until` (ns)."""
+    """Give `span` that priority until `until` (ns), unless it has a higher or a longer one."""
     reset_lapsed_priority(span, now)
     if span.priority < priority:
         span.priority, span.priority_until = priority, until

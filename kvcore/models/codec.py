@@ -52,10 +52,11 @@ class Plane(Record):
 
     def __attrs_post_init__(self) -> None:
         """Check dtype and shape."""
-        if self.dtype not in PLANE_BYTES:
+        if self.dtype not in [*PLANE_BYTES]:
             msg = f"{self.name}: no dtype {self.dtype!r}; there are: {', '.join(PLANE_BYTES)}"
             raise ValueError(msg)
-        if not all(isinstance(size, int) and size > 0 for size in self.shape):
+        whole = isinstance(self.shape, tuple) and all(type(size) is int for size in self.shape)
+        if not whole or min(self.shape, default=1) < 1:
             msg = f"{self.name}: shape {self.shape} is not of whole numbers, 1 or more"
             raise ValueError(msg)
 

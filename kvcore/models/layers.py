@@ -134,7 +134,7 @@ class LayerCache(Record):
         """
         if self.kind in FIXED:
             return 1
-        return self.window if self.attended is None else self.attended
+        return min((n for n in (self.window, self.attended) if n is not None), default=None)
 
     @property
     def moved_bytes(self) -> Fraction:

@@ -151,10 +151,10 @@ class Trace(SealedWriter, JsonRecorder):
         `describe` adds to it.
 
         Raises:
-            InputError: the trace has begun with another cache.
+            InputError: the trace has begun with another cache, or is closed.
         """
-        if self._cache:
-            msg = f"the trace {self.name} has begun: every cache needs a Trace of its own"
+        if self._cache or self._closed:
+            msg = f"the trace {self.name} is not new: every cache needs a Trace of its own"
             raise InputError(msg)
         self._cache = {
             "count": count,
@@ -188,29 +188,27 @@ class Trace(SealedWriter, JsonRecorder):
                 `extras` of the trace.
 
         Raises:
-            InputError: HEADER is written, an unknown mode or field, or a value that the field
-                cannot have. Nothing has changed.
+            InputError: HEADER is written, the trace is closed, an unknown mode or field, or a
+                value that the field cannot have. Nothing has changed.
         """
-        if self._logger is not None:
+        if self._logger is not None or self.write == self._is_closed:
             msg = (
-                f"the header of the trace {self.name} is written: describe the run "
+                f"the trace {self.name} is closed, or its header is written: describe the run "
                 "before anything happens in it"
             )
             raise InputError(msg)
         if mode is not None and mode not in CLOCKS:
             msg = f"trace mode {mode!r} is not known; there are: {', '.join(CLOCKS)}"
             raise InputError(msg)
-        run = _check_header(fields)
+        given = {"workload": _source(workload), "seed": seed}
+        given = {name: value for name, value in given.items() if self._run[name] is None}
+        given |= {"plugins": plugins, "key_tokens": key_tokens}
+        given = {name: value for name, value in given.items() if value is not None}
+        run = _check_header(fields | given)
         if mode is not None:
             run["mode"] = mode
-        if self._run["workload"] is None:
-            run["workload"] = _source(workload)
-        if self._run["seed"] is None:
-            run["seed"] = seed
+        self._plugins |= run.pop("plugins", {})
         self._run |= run
-        self._plugins |= plugins or {}
-        if key_tokens is not None:
-            self._cache["key_tokens"] = key_tokens
 
     def request(self, request: Request, now: int) -> None:
         """Write REQUEST, the first time a request is seen. O(keys) in C.
@@ -362,7 +360,8 @@ def _check_header(fields: Mapping[str, Any]) -> dict[str, Any]:
     known = {
         name: field
         for name, field in describe_fields(Header).items()
-        if not (field.required or name == "replica")  # which lines after HEADER have
+        if name in ("workload", "seed", "plugins", "key_tokens")
+        or not (field.required or name == "replica")  # which lines after HEADER have
     }
     checked = {}
     for name, value in fields.items():
@@ -377,7 +376,7 @@ def _check_header(fields: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def _source(workload: Workload | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    if workload is None or isinstance(workload, Mapping):
+def _source(workload: Any) -> Any:
+    if not hasattr(workload, "digest"):
         return workload
     return {"name": workload.name, "digest": workload.digest, "options": workload.options()}

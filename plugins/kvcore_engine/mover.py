@@ -25,7 +25,6 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
@@ -128,7 +127,7 @@ class _Channel:
         self._again = 0.0
         self._pause = FIRST_PAUSE
         self._bad: set[int] = set()
-        self._is_served = False
+        self._is_served = self._is_closed = False
 
     @property
     def is_ready(self) -> bool:
@@ -146,15 +145,16 @@ class _Channel:
         return self._stuck or not (self._queue or self._running)
 
     def submit(self, task: _Task) -> _Task:
-        """Queue a task; while a call hangs, it has failed at once."""
+        """Queue a task; while a call hangs, or after `close`, it has failed at once."""
         with self._changed:
             if task.what == "write":
                 self.queued_blocks += len(task.blocks)
-            if self._stuck:
+            if self._stuck or self._is_closed:
                 self._end(task, failed=True)
-            if not self._stuck or task.what == "close":
+            if not self._is_closed and (not self._stuck or task.what == "close"):
                 self._queue.append(task)
                 self._changed.notify_all()
+            self._is_closed = self._is_closed or task.what == "close"
             if not self._is_served:
                 self._is_served = True
                 name = f"kvcore tier {self.level.name}"
@@ -307,7 +307,7 @@ class TensorMover:
                 if direct:
                     channel.memory = store.memory
                 else:
-                    channel.table.update(_recover(level, store, blocks))
+                    channel.table.update(_recover(channel, blocks))
         except BaseException:
             self.close(whole=False)
             raise
@@ -503,7 +503,8 @@ class TensorMover:
     def close(self, *, whole: bool) -> None:
         """Close the stores; if `whole`, after all queued calls, and drop lost blocks.
 
-        The threads end, except one that waits for a store that hangs.
+        A second call finds them closed, and waits for nothing. The threads end, except one
+        that waits for a store that hangs.
         """
         channels = [*self._channels.values()]
         if whole:
@@ -644,14 +645,13 @@ def _opened(level: Level, identity: bytes) -> tuple[TierStore, list[StoredBlock]
     return opened[0], blocks
 
 
-def _recover(
-    level: Level, store: TierStore, blocks: list[StoredBlock]
-) -> dict[int, StoredBlock]:
-    """Insert the blocks `found` in `store` into the directory of `level`.
+def _recover(channel: _Channel, blocks: list[StoredBlock]) -> dict[int, StoredBlock]:
+    """Insert `blocks`, found in the store of a channel, into the directory of its level.
 
     A block is dropped unless its name is right, and all blocks before it are there. Later paths
     count as used later. O(blocks x paths that share them).
     """
+    level = channel.level
     pool, ratio = level.pool, level.tree.geometry.ratio
     right: dict[bytes, StoredBlock] = {}
     for block in sorted(blocks, key=lambda block: block.position):
@@ -660,10 +660,9 @@ def _recover(
         named = chained(block.parent, block.position, block.key) == block.chain
         if named and follows == block.position:
             right.setdefault(block.chain, block)
-    wrong = [block.slot for block in blocks if right.get(block.chain) is not block]
+    wrong = [block for block in blocks if right.get(block.chain) is not block]
     if wrong:
-        with suppress(*FAILURES):  # they are not in the directory, so nothing reads them
-            store.drop(wrong)
+        channel.submit(_Task("drop", wrong))
     table = {block.slot: block for block in right.values()}
     if table:
         taken = pool.allocate(max(table) + 1)

@@ -186,6 +186,9 @@ class PageReader:
             if not isinstance(new, torch.Tensor) or new.shape[:2] != (len(keys), pages - count):
                 wanted = f"summaries of {len(keys)} heads x {pages - count} pages"
                 raise wrong_answer(policy, "summarise()", f"{_shape(new)}: give {wanted}")
+            if known and new.shape[2:] != known[0].shape[2:]:
+                wrong = f"{_shape(new)}, and before with {_shape(known[0])}: give equal numbers"
+                raise wrong_answer(policy, "summarise()", f"{wrong} for each page")
             rows.summaries[layer] = torch.cat((*known, new), 1)
         read = rows.summaries[layer][:, :pages]
         self.summary_bytes += read.nbytes
@@ -195,7 +198,7 @@ class PageReader:
         """Return the score of each page.
 
         Raises:
-            PolicyError: there is not one number for each page.
+            PolicyError: there is not one integer or float for each page.
         """
         policy, shape = self._policy, summaries.shape[:2]
         try:
@@ -205,6 +208,8 @@ class PageReader:
         if not isinstance(scores, torch.Tensor) or scores.shape != shape:
             wrong = f"{_shape(scores)} where the pages are {list(shape)}"
             raise wrong_answer(policy, "score()", wrong)
+        if scores.dtype.is_complex or scores.dtype is torch.bool:
+            raise wrong_answer(policy, "score()", f"{scores.dtype}: give integers or floats")
         if bool(scores.isnan().any()):
             count = int(scores.isnan().sum())
             raise wrong_answer(policy, "score()", f"NaN for {count} of {scores.numel()} pages")

@@ -23,7 +23,7 @@ import attrs
 
 from kvcore.engine.batch import RaggedBatch
 from kvcore.engine.generator import Attend
-from kvcore.errors import InputError
+from kvcore.errors import InputError, shorten
 from kvcore.plugins import wrong_answer
 from kvcore.request import Key
 from kvcore.serving import Job, StepResult, StepWork
@@ -156,7 +156,8 @@ class SpeculativeTensorExecutor(TensorExecutor):
         """Return drafts for the sequences that may have some, empty ones for the others.
 
         Raises:
-            PolicyError: the drafter failed, or drafted too many tokens, or ids that are none.
+            PolicyError: the drafter failed, drafted too many tokens, or ids that are none, or
+                answered something else than a draft for each sequence.
         """
         asking = {
             index: DraftSequence(
@@ -174,11 +175,22 @@ class SpeculativeTensorExecutor(TensorExecutor):
         if not asking:
             return drafts_of
         drafts = call(self.drafter, self.drafter.drafts, [*asking.values()])
+        if not (isinstance(drafts, Sequence) and len(drafts) == len(asking)):
+            why = f"{shorten(repr(drafts))}: give a Draft for each of {len(asking)} sequences"
+            raise wrong_answer(self.drafter, "drafts()", why)
         known = range(self._generator.vocabulary)
         for (index, sequence), draft in zip(asking.items(), drafts, strict=True):
+            if not (isinstance(draft, Draft) and isinstance(draft.tokens, Sequence)):
+                why = f"{shorten(repr(draft))}: give a Draft with a sequence of token ids"
+                raise wrong_answer(self.drafter, "drafts()", why)
             if len(draft.tokens) > sequence.most or any(t not in known for t in draft.tokens):
                 asked_for = f"drafts() of up to {sequence.most} tokens of {len(known)}"
                 raise wrong_answer(self.drafter, asked_for, f"{draft.tokens!r}")
+            shape = [*getattr(draft.probabilities, "shape", ())]
+            wanted = [len(draft.tokens), len(known)]
+            if draft.tokens and draft.probabilities is not None and shape != wanted:
+                why = f"probabilities of shape {shape}: give {wanted}, a row for each token"
+                raise wrong_answer(self.drafter, "drafts()", why)
             drafts_of[index] = draft
         return drafts_of
 
@@ -190,7 +202,10 @@ class SpeculativeTensorExecutor(TensorExecutor):
         ended: list[tuple[Job, int]],
         named: list[tuple[Job, Sequence[Key]]],
     ) -> int:
-        """Append accepted drafts and the token after them; return how many were accepted."""
+        """Append accepted drafts and the token after them; return how many came before it.
+
+        An accepted draft that ends the text is that token itself.
+        """
         stream, index = self.streams[job.request.id], job.generated
         weights = None if draft.probabilities is None else draft.probabilities.tolist()
         accepted = 0
@@ -256,7 +271,9 @@ def judged(p: Weights, q: Weights, drafted: int, level: float, other: float) -> 
     """
     if level * q[drafted] < p[drafted]:
         return drafted
-    return inverted([max(0.0, a - b) for a, b in zip(p, q, strict=True)], other)
+    rest = [max(0.0, a - b) for a, b in zip(p, q, strict=True)]
+    # Rounding may leave nothing where the two are equal.
+    return inverted(rest if any(rest) else p, other)
 
 
 def inverted(weights: Weights, level: float) -> int:

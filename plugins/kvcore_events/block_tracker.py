@@ -115,9 +115,15 @@ class _Group:
         if blocks[value]:
             return False
         del blocks[value]
+        self.leave_if_empty(medium)
         if not self.tiers_of(value):
             del self.known[value]
         return True
+
+    def leave_if_empty(self, medium: str | None) -> None:
+        """Forget a tier that has no blocks: it is none of the `MOST_TIERS`."""
+        if not self.counts[medium]:
+            del self.counts[medium]
 
 
 _TOO_MANY_TIERS = f"blocks of a group are in more than {MOST_TIERS} tiers"
@@ -136,9 +142,10 @@ class BlockTracker:
     often. In full-report mode, in which an engine also reports reused blocks, a second store
     is a reuse; so it is in an event with the `origin` `REUSED`.
 
-    A batch with a number that was applied before is a replay, and ignored, unless its time is
-    later than that of all batches before: then the publisher has restarted, and its blocks are
-    dropped. Missing numbers are a gap, after which the tracker may differ from the engine.
+    A batch with a number below the next one is a replay, and ignored, also if it fills a gap,
+    unless its time is later than that of all batches before: then the publisher has restarted,
+    and its blocks are dropped. Missing numbers are a gap, after which the tracker may differ
+    from the engine.
 
     Memory grows with the resident blocks; an event costs O(its blocks), and one that drops all
     blocks of a rank or of a publisher costs O(those), however many others there are.
@@ -205,7 +212,7 @@ class BlockTracker:
         self.restarts += 1
         for groups in self._groups.pop(publisher, {}).values():
             self.forgotten += self._drop(groups)
-        self._publishers.pop(publisher, None)
+        self._publishers[publisher] = _Progress(next=0)
 
     def resident(self) -> dict[BlockLocation, dict[Hash, int]]:
         """Return how often each hash is resident, by location; a copy."""
@@ -234,7 +241,7 @@ class BlockTracker:
             if time is None or state.time is None or time <= state.time:
                 return False
             self.restart(publisher)
-            state = self._publishers[publisher] = _Progress(next=0)
+            state = self._publishers[publisher]
         if state.next is not None and seq > state.next:
             self.gaps.append((publisher, state.next, seq - state.next))
         state.next = seq + 1
@@ -335,11 +342,14 @@ class BlockTracker:
         if source not in group.tiers_of(value):
             self._note("never_stored", where, f"block {hash_text(value)} in {source}")
             return
+        if source == target:  # an update of the priority alone
+            return
         counts = group.tier(target)
         if counts is None:
             self._note("unread", where, _TOO_MANY_TIERS)
             return
         counts[value] = counts.get(value, 0) + group.counts[source].pop(value)
+        group.leave_if_empty(source)
         self.moved += 1
 
     def _note(self, kind: str, where: str, what: str) -> None:
@@ -374,7 +384,8 @@ class RecordingReport:
         batches, events: number of batches, and of events by class.
         blocks: number of blocks `stored`, `removed`, `stored_again`, `reused`, `moved`,
             `cleared` and `forgotten`, as in `BlockTracker`.
-        resident: number of different blocks at the end, by medium; `-`: unknown.
+        resident: number of different blocks of each publisher, rank and group of layers at the
+            end, added up by medium; `-`: unknown.
         restarts, replayed, garbage: number of restarts of publishers, of replayed batches, and
             of messages that were no batch.
         gaps, missing: publisher, first number and count of each gap; number of batches in all.

@@ -401,13 +401,30 @@ def test_a_backend_that_reads_all_heads_alike_is_refused():
         ("summarise", lambda _: torch.zeros(1, 1), r"summarise\(\) with \[1, 1\]: give"),
         ("score", lambda *_: [1], r"score\(\) with list where the pages are \[2, 7\]"),
         ("score", lambda *_: torch.full((2, 7), torch.nan), "NaN for 14 of 14 pages"),
-        ("score", lambda *_: 1 / 0, r"ZeroDivisionError in score\(\)"),
-        ("summarise", lambda _: 1 / 0, r"ZeroDivisionError in summarise\(\)"),
+        (
+            "score",
+            lambda *_: torch.ones(2, 7) > 0,
+            r"score\(\) with torch\.bool: give integers",
+        ),
+        ("score", lambda *_: torch.ones(2, 7) * 1j, r"score\(\) with torch\.complex64: give"),
     ],
 )
 def test_invalid_answers_are_reported_with_the_plugin(method, answer, wrong, monkeypatch):
     """A wrong answer of a policy raises PolicyError with its name and what it returned."""
     monkeypatch.setattr(Quest, method, staticmethod(answer))
+    with pytest.raises(PolicyError, match=rf"retention plugin 'quest' .*{wrong}"):
+        written(paged(Quest(budget=8, page=4, dense_layers=0)))
+
+
+def test_summaries_of_several_sizes_are_reported_with_the_plugin(monkeypatch):
+    """Summaries of another size than those of earlier pages raise PolicyError."""
+
+    def summarise(keys):
+        return torch.zeros(*keys.shape[:2], keys.shape[1])
+
+    monkeypatch.setattr(Quest, "summarise", staticmethod(summarise))
+    monkeypatch.setattr(Quest, "score", lambda _, summaries, __: summaries.sum(-1))
+    wrong = r"summarise\(\) with \[2, 1, 1\], and before with \[2, 7, 7\]: give equal numbers"
     with pytest.raises(PolicyError, match=rf"retention plugin 'quest' .*{wrong}"):
         written(paged(Quest(budget=8, page=4, dense_layers=0)))
 

@@ -60,6 +60,20 @@ def test_h2o_splits_its_budget():
     assert H2O(budget=0.5, recent=64).recent_of(seq) == 20
 
 
+def test_the_newest_tokens_leave_room_for_sinks():
+    """Where the budget is a share, sinks come before all of the newest tokens but one."""
+    seq = SimpleNamespace(request=SimpleNamespace(prompt_tokens=40))
+    assert KNorm(budget=0.25, recent=64, sinks=4).recent_of(seq) == 6
+    assert KNorm(budget=0.25, recent=64, sinks=40).recent_of(seq) == 1
+
+
+@pytest.mark.parametrize(("share", "tokens"), [(0.29, 29), (0.57, 57), (0.07, 7), (0.299, 29)])
+def test_a_share_is_taken_as_it_is_written(share, tokens):
+    """A share of a prompt of 100 tokens has the whole tokens that its digits say."""
+    seq = SimpleNamespace(request=SimpleNamespace(prompt_tokens=100))
+    assert KNorm(budget=share).tokens_of(seq) == tokens
+
+
 def test_tova_decides_for_all_heads_of_a_layer_together():
     """`tova` averages the heads of a layer, so every K/V head has the same scores."""
     weights = torch.rand(2, 4, 1, TOKENS, dtype=torch.float64)

@@ -183,6 +183,40 @@ def test_wrong_drafts_raise_an_error_that_names_the_drafter(drafts, message):
     assert "wrong" in str(caught.value)
 
 
+class WrongAnswer(Wrong):
+    """A drafter whose `drafts` returns what was given to its constructor."""
+
+    def drafts(self, sequences):
+        """Return the given answer."""
+        return self.drafts_
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "with None: give a Draft for each of 1 sequences"),
+        ([], r"with \[\]: give a Draft for each of 1 sequences"),
+        ([Draft(), Draft()], "give a Draft for each of 1 sequences"),
+        ([None], "with None: give a Draft with a sequence of token ids"),
+        ([Draft(3)], "give a Draft with a sequence of token ids"),
+        ([Draft([1], [0.5])], r"probabilities of shape \[\]: give \[1, "),
+        ([Draft([1], SimpleNamespace(shape=(1, 2)))], r"of shape \[1, 2\]: give \[1, "),
+    ],
+)
+def test_a_wrong_answer_of_the_full_tier_names_the_drafter(answer, message):
+    """An answer without a draft for each sequence, and a row for each token, is an error."""
+    with pytest.raises(PolicyError, match=message) as caught:
+        compute([ask(0, 0, 5, 20)], drafter=WrongAnswer(answer))
+    assert "wrong" in str(caught.value)
+
+
+def test_a_token_of_probability_0_is_never_drawn():
+    """A draft is replaced by a token that the model has, also where rounding leaves no rest."""
+    p, q = [0.0, 0.49999997, 0.49999997], [0.0, 0.5, 0.5]
+    assert speculation.judged(p, q, 1, 0.99999999, 0.3) == 1
+    assert speculation.judged(p, q, 1, 0.99999999, 0.7) == 2
+
+
 def test_drafters_in_the_wrong_kind_of_run_are_refused():
     """Drafters with a retention policy, or in the wrong kind of run, raise InputError."""
     asked = [ask(0, 0, 5, 20)]

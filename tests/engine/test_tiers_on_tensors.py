@@ -371,14 +371,18 @@ def test_the_identity_of_a_store_depends_on_the_kind_of_keys():
     assert engine_tiers.chained(b"", 0, 1) != engine_tiers.chained(b"", 0, "1")
 
 
-def test_pauses_grow_up_to_a_limit(caplog):
-    """The pause doubles with each failure up to 60 s; a call that succeeds resets it."""
-    faulty = Faulty()
+def moving(faulty):
+    """Return the mover of a pool above a tier."""
     cache = KVCache(8, 4, accounting="tokens", key_tokens=4, ids=True)
     tiers = Tiers(cache, [faulty], faulty.memory // 400, ids=True)
     backend = Slots()
     backend.allocate(tensor_layout(SPEC, 8, 4, "fp32", None))
-    mover = engine_tiers.TensorMover(tiers, backend, b"")
+    return engine_tiers.TensorMover(tiers, backend, b"")
+
+
+def test_pauses_grow_up_to_a_limit(caplog):
+    """The pause doubles with each failure up to 60 s; a call that succeeds resets it."""
+    mover = moving(Faulty())
     (channel,) = mover._channels.values()
     for _ in range(8):
         channel._fail("test")
@@ -422,6 +426,40 @@ def test_recovered_blocks_without_their_prefix_are_dropped():
     (span,) = level.tree.spans()
     assert (list(span.ids), list(span.path_keys)) == ([3, 1], [7, 8])
     level.check_integrity()
+
+
+def test_a_tier_that_hangs_when_recovered_blocks_are_dropped_costs_a_timeout():
+    """A store that hangs in its first `drop` holds up a run for `call_timeout`, and no more."""
+    go_on, returned = Event(), []
+
+    class Hangs(FaultyStore):
+        def recover(self):
+            yield StoredBlock(0, 0, 7, b"y" * 16, b"")
+
+        def drop(self, slots):
+            go_on.wait(20)
+            returned.extend(slots)
+
+    slow = Faulty(call_timeout=0.05)
+    slow.made = lambda size: Hangs(slow, size)
+    try:
+        (level,) = compute([], tiers=[slow]).result.cache.tiers.levels
+        assert (level.stats.errors, level.stats.recovered, returned) == (1, 0, [])
+    finally:
+        go_on.set()
+
+
+def test_a_second_close_waits_for_nothing():
+    """Closing twice closes the stores once, and a drop after that is not queued."""
+    faulty = Faulty()
+    mover = moving(faulty)
+    (channel,) = mover._channels.values()
+    mover.close(whole=True)
+    calls = faulty.opened.calls
+    late = channel.submit(engine_tiers._Task("drop"))
+    mover.close(whole=True)
+    mover.close(whole=False)
+    assert (faulty.opened.calls, late.failed, len(channel._queue)) == (calls, True, 0)
 
 
 @pytest.mark.parametrize("where", ["open", "recover"])

@@ -220,6 +220,14 @@ def test_a_restart_may_begin_with_a_gap():
     assert (tracker.restarts, tracker.gaps) == (1, [(None, 0, 2)])
 
 
+def test_a_restart_that_is_told_may_begin_with_a_gap():
+    """After a restart that the transport has told, missing first batches are a gap."""
+    tracker = follow(batch(stored(1)))
+    tracker.restart(None)
+    tracker.apply(batch(stored(2)), 5)
+    assert (tracker.restarts, tracker.gaps) == (1, [(None, 0, 5)])
+
+
 def test_levels_move_blocks():
     """An update of the level moves a block to another tier; an unknown block is an anomaly."""
     page = Page(hash=5, tokens=((1, 0),), level=0, priority=35)
@@ -230,6 +238,14 @@ def test_levels_move_blocks():
     assert tracker.moved == 1
     tracker.apply(batch(BlockUpdated(hash=6, level=(0, 1))))
     assert tracker.anomalies["never_stored"] == 1
+
+
+def test_an_update_that_keeps_the_level_moves_nothing():
+    """A block whose update names its own tier, as one of the priority does, is there once."""
+    page = Page(hash=5, tokens=((1, 0),), level=0, priority=35)
+    update = BlockUpdated(hash=5, level=(0, 0))
+    tracker = follow(batch(PagesStored(pages=(page,)), update))
+    assert (held(tracker), tracker.moved) == ({5: 1}, 0)
 
 
 def test_many_anomalies_keep_few_examples():
@@ -293,3 +309,16 @@ def test_blocks_are_in_few_tiers():
     tiers = [stored(1, medium=f"tier {number}") for number in range(20)]
     tracker = follow(batch(*tiers, BlockUpdated(hash=1, level=(0, 1))))
     assert (len(tracker.resident()), tracker.anomalies["unread"]) == (16, 4)
+
+
+def test_tiers_without_blocks_are_not_counted():
+    """Tiers of which all blocks were removed or moved away leave room for others."""
+    passing = [
+        event
+        for number in range(20)
+        for event in (stored(2, medium=f"tier {number}"), removed(2, medium=f"tier {number}"))
+    ]
+    moves = [BlockUpdated(hash=1, level=(number, number + 1)) for number in range(20)]
+    tracker = follow(batch(stored(1, medium="LEVEL_0"), *passing, *moves))
+    assert tracker.anomalies["unread"] == 0
+    assert tracker.resident() == {BlockLocation(None, None, None, "LEVEL_20"): {1: 1}}

@@ -258,7 +258,7 @@ def test_a_job_fits_with_its_whole_prompt_and_the_reserve():
         (lambda: LayerGroup("window", 8), "give a window or a chunk"),
         (lambda: LayerGroup("window", 8, 1), "2 or more"),
         (lambda: GroupedCache([], 9), "a cache without groups"),
-        (lambda: GroupedCache([FULL], 9, checkpoint="every:tokens=12"), "give a multiple of 8"),
+        (lambda: GroupedCache([FULL], 9, checkpoint="every:tokens=12"), "give 0 or a multiple"),
         (lambda: GroupedCache([FULL], 9, eviction="lfu"), "is evicted by lru"),
     ],
 )

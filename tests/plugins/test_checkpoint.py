@@ -235,6 +235,13 @@ def test_a_branch_stays():
     assert max(Watching.children) <= 1
 
 
+class Below(CheckpointPolicy):
+    """Keeps states at multiples of a number that is none."""
+
+    name = "below"
+    interval = -16
+
+
 class Ends(CheckpointPolicy):
     """Evicts the least or most recently used segment, of requests that still run too."""
 
@@ -488,7 +495,8 @@ def test_a_wrong_policy_is_named(members, text):
     ("make", "text"),
     [
         (lambda: new_cache("marconi", eviction="lfu"), "leave one of them out"),
-        (lambda: new_cache("every:tokens=12"), "give a multiple of 8"),
+        (lambda: new_cache("every:tokens=12"), "give 0 or a multiple of 8"),
+        (lambda: new_cache(Below()), "multiples of -16 tokens: give 0 or a multiple of 8"),
         (
             lambda: new_cache("marconi:alpha=inf"),
             "alpha=inf: give a finite weight of 0",

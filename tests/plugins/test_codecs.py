@@ -164,6 +164,9 @@ def test_blocks_that_a_codec_cannot_code_are_refused(spec, tokens, width, messag
         ("int3", (16, 8), "no dtype 'int3'; there are: uint8"),
         ("fp16", (16, 8 / 3), "is not of whole numbers"),
         ("fp16", (16, 0), "is not of whole numbers, 1 or more"),
+        ("fp16", (16, True), r"shape \(16, True\) is not of whole numbers"),
+        ("fp16", 16, "shape 16 is not of whole numbers"),
+        (["fp16"], (16, 8), r"no dtype \['fp16'\]; there are: uint8"),
     ],
 )
 def test_impossible_planes_are_refused(dtype, shape, message):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from fractions import Fraction
+from functools import cache
 from typing import Literal
 
 import attrs
@@ -173,7 +175,8 @@ class ScoreRetention(TokenRetention):
         when: `always`, or `prompt`: once, when the prompt is computed.
 
     Raises:
-        InputError: a budget of no token, or one that `recent` and `sinks` leave no choice.
+        InputError: a budget of no token, or of fewer tokens than `recent` and `sinks`. Where it
+            is a share, fewer of the newest tokens stay then.
     """
 
     budget: int | float = attrs.field(default=1024)
@@ -209,9 +212,9 @@ class ScoreRetention(TokenRetention):
         return tokens_of(self.budget, seq.request.prompt_tokens)
 
     def recent_of(self, seq: Sequence) -> int:
-        """Return how many of the newest tokens stay: 1 up to the budget."""
+        """Return how many of the newest tokens stay: 1, up to the budget without `sinks`."""
         budget = self.tokens_of(seq)
-        return min(tokens_of(self.recent, budget), budget)
+        return max(1, min(tokens_of(self.recent, budget), budget - self.sinks))
 
     def keeps(self, seq: Sequence) -> int | None:
         """Return the budget at the end of the prompt, and whenever a block more is full."""
@@ -236,4 +239,10 @@ def has_spare_block(seq: Sequence, tokens: int) -> bool:
 
 def tokens_of(amount: float, whole: int) -> int:
     """Return a number of tokens, or a share of `whole`, as tokens: 1 or more."""
-    return amount if isinstance(amount, int) else max(1, int(amount * whole))
+    return amount if isinstance(amount, int) else max(1, int(_share(amount) * whole))
+
+
+@cache
+def _share(amount: float) -> Fraction:
+    """Return a share as it is written: 0.29 of 100 is 29, not 28.999."""
+    return Fraction(str(amount))

@@ -122,11 +122,13 @@ class GroupedCache:
         self.checkpoint.bind()
         self.checkpoint.unit = size
         self._interval = interval = self.checkpoint.interval
-        if interval is not None and (type(interval) is not int or interval % size):
+        if interval is not None and not (
+            type(interval) is int and interval >= 0 and interval % size == 0
+        ):
             msg = (
                 f"checkpoint {self.checkpoint.name!r} keeps windows and states at multiples of "
-                f"{interval!r} tokens: give a multiple of {size:,}, which blocks of all groups "
-                "divide"
+                f"{interval!r} tokens: give 0 or a multiple of {size:,}, which blocks of all "
+                "groups divide"
             )
             raise InputError(msg)
         self._boundaries = find_override(self.checkpoint, "boundaries")

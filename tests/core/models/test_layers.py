@@ -162,6 +162,12 @@ def test_all_heads_of_a_model_decide_how_it_is_divided():
     assert [count for count in range(1, 25) if can_share(spec, count)] == [1, 12, 24]
 
 
+@pytest.mark.parametrize(("window", "reach"), [(20, 20), (200, 50)])
+def test_a_token_attends_to_no_more_than_the_window_and_the_selection(window, reach):
+    """Of the tokens of a window and those that an indexer selects, the fewer are in reach."""
+    assert LATENT.with_window(window).reach == reach
+
+
 def test_limiting_the_window_limits_what_grows():
     """`with_window` leaves states and other sequences as they are."""
     limited = model(*EVERY).with_window(10)

@@ -122,7 +122,7 @@ def test_a_written_header_cannot_be_changed(tmp_path):
         trace.describe(seed=1)
         trace.begin(**CACHE)
         trace.request(ask(1, "a"), 0)
-        with pytest.raises(InputError, match=r"header of the trace .* is written: describe"):
+        with pytest.raises(InputError, match=r"header is written: describe"):
             trace.describe(seed=2)
     with pytest.raises(InputError, match=r"is written: describe the run before anything"):
         trace.describe(seed=2)
@@ -134,6 +134,12 @@ def test_a_written_header_cannot_be_changed(tmp_path):
         ({"mode": "real"}, r"'real' is not known; there are: untimed, model, wall"),
         ({"modle": 2}, r"'modle' is not known; there are: batching, cache_groups, "),
         ({"replica": 3}, r"'replica' is not known; there are: batching, cache_groups, "),
+        ({"blocks": 3}, r"'blocks' is not known; there are: batching, cache_groups, "),
+        ({"seed": "abc"}, r"header field 'seed' must be an integer or null, not 'abc'"),
+        ({"workload": {"name": "x"}}, r"header field 'workload' must be null or an object "),
+        ({"workload": "zipf"}, r"header field 'workload' must be null or an object "),
+        ({"plugins": {"eviction": 5}}, r"header field 'plugins' must be an object of kinds"),
+        ({"key_tokens": 0}, r"header field 'key_tokens' must be an integer from 1 on, not 0"),
         ({"rate_scale": 0}, r"header field 'rate_scale' must be a number above 0, not 0"),
         ({"batching": 8}, r"header field 'batching' must be an object, not 8"),
         ({"slo": {"ttft": 0.5}}, r"header field 'slo' must be an object of any of ttft, "),
@@ -144,8 +150,17 @@ def test_a_description_that_readers_would_refuse_is_refused(tmp_path, about, rea
     with Trace(tmp_path / "trace.jsonl") as trace:
         trace.begin(**CACHE)
         with pytest.raises(InputError, match=reason):
-            trace.describe(seed=3, **about)
-    assert lines(tmp_path / "trace.jsonl")[0]["seed"] is None
+            trace.describe(**{"seed": 3} | about)
+    header = lines(tmp_path / "trace.jsonl")[0]
+    described = {"mode": "untimed", "workload": None, "seed": None} | CACHE
+    assert {name: header[name] for name in described} == described
+
+
+def test_key_tokens_may_be_described_before_the_cache_begins(tmp_path):
+    """A trace with the tokens of a key, and no cache yet, can be begun, and has that number."""
+    with Trace(tmp_path / "trace.jsonl", key_tokens=32) as trace:
+        trace.begin(**CACHE)
+    assert lines(tmp_path / "trace.jsonl")[0]["key_tokens"] == 32
 
 
 def test_a_header_that_json_cannot_hold_is_refused(tmp_path):

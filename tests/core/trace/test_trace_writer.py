@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from array import array
+from contextlib import suppress
 from pathlib import Path
 
 import attrs
@@ -261,6 +262,18 @@ def test_a_second_cache_cannot_write_to_the_same_trace(tmp_path):
         trace.begin(**CACHE)
         with pytest.raises(InputError, match=r"every cache needs a Trace of its own"):
             trace.begin(**CACHE)
+
+
+@pytest.mark.parametrize("end", [Trace.close, Trace.discard], ids=lambda end: end.__name__)
+def test_a_trace_that_has_ended_cannot_be_begun(tmp_path, end):
+    """A closed trace takes neither a cache nor a description: nothing would be written."""
+    trace = Trace(tmp_path / "trace.jsonl")
+    with suppress(InputError):  # that the trace is empty
+        end(trace)
+    with pytest.raises(InputError, match=r"is not new: every cache needs a Trace"):
+        trace.begin(**CACHE)
+    with pytest.raises(InputError, match=r"is closed, or its header is written"):
+        trace.describe(seed=1)
 
 
 def test_a_line_before_header_or_after_end_is_refused(tmp_path):
