@@ -183,17 +183,6 @@ def test_saved_counts_are_where_a_run_goes_on(tmp_path, conversation):
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_a_run_leaves_the_counts_that_it_loaded_as_they_are(tmp_path, conversation):
-    """Attached to another pool, a policy begins with the counts of its file once more."""
-    path = tmp_path / "counts.json"
-    hits(FREE(save=str(path)), conversation[:1000], 500)
-    policy, other = FREE(load=str(path)), FREE(load=str(path))
-    hits(policy, conversation[1000:2000], 500)
-    for each in (policy, other):
-        each.attach(500, 512)
-    assert policy._last_keys == other._last_keys
-
-
 def damaged(document, **changes):
     """Return the text of `document` with changed fields."""
     return json.dumps(document | changes)

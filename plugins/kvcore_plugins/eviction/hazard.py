@@ -113,7 +113,7 @@ class Hazard(EvictionPolicy):
         self._last_keys = [0.0, 0.0]
         if self._counts:
             self.model.restore(self._counts)
-            self._last_keys = [*self._counts["last"][()]]
+            self._last_keys = self._counts["last"][()]
         self._spans: dict[Span, None] = {}
         self._leaves = ScannedLeaves(self._score)
         self._ghosts: GhostRuns[Wait] = GhostRuns(_GHOSTS * blocks)
