@@ -489,12 +489,12 @@ def atomic_file(path: Path) -> Iterator[TextIO]:
         raise
 
 
-def to_json(value: Any, fault: str, *, indent: bool = False) -> str:
-    """Return a line of JSON; raise InputError that begins with `fault` if there is none."""
+def to_json(value: Any, fault: str, *, indent: bool = False) -> bytes:
+    """Return a value as JSON; raise InputError that begins with `fault` if it has none."""
     import orjson  # noqa: PLC0415 - for what writes JSON alone
 
     try:
-        return orjson.dumps(value, option=orjson.OPT_INDENT_2 if indent else None).decode()
+        return orjson.dumps(value, option=orjson.OPT_INDENT_2 if indent else None)
     except TypeError as error:
         msg = f"{fault}: {error}"
         raise InputError(msg) from error

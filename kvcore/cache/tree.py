@@ -251,8 +251,7 @@ class SpanTree:
         except BaseException as error:
             raise self.fail(self.eviction, "on_pin", error) from error
         if self._callbacks.on_miss is not None and missed and not resumed:
-            hook = self._callbacks.on_miss
-            self._call(self.eviction, "on_miss", hook, seq.request, seq.hit_blocks, now)
+            self.missed(seq.request, seq.hit_blocks, now)
         pool = self.pool
         if need <= pool.free_blocks and type(pool) is CountingPool:
             pool.free_blocks -= need
@@ -550,7 +549,7 @@ class SpanTree:
         `first` that `seq` had exchanged for cached ones are exchanged there too.
         O(sequences · blocks).
         """
-        for other in seq.family:  # type: ignore[union-attr]
+        for other in seq.family or ():
             if other is seq or other.private is None or other.span.end > first:
                 continue
             common = 0

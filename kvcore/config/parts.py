@@ -163,7 +163,7 @@ class RunParts:
         with self._about("tensor_parallel"):
             block_bytes = None if plan is None else plan.bytes_per_block
             parts = layout, self.device, self._tensor_parallel, block_bytes
-            Deployment(*parts)
+            Deployment(*parts)  # refuses a number of GPUs before a drafter is asked
         with self._about("drafter"):
             return Deployment(*parts, self.config.drafter and self.built("drafter"))
 

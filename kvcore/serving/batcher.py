@@ -377,7 +377,7 @@ class Batcher:
         step.budget -= behind
 
     def _postpone(self, now: int) -> None:
-        """Let the last jobs that decode wait, to which running jobs before them leave no token.
+        """Stop decoding the last jobs, to which running jobs before them leave no token.
 
         The next token of each is then the end of a prompt of which all else is computed.
         """

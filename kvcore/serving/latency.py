@@ -98,7 +98,7 @@ class LatencyModel(Plugin):
     an option."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let the times of a class that defines `seconds` alone be those, without jumps."""
+        """Time steps by `seconds`, without jumps, in a class that defines that alone."""
         super().__init_subclass__(**options)
         if "seconds" in vars(cls) and "pieces" not in vars(cls):
             cls.jumps, cls.pieces = False, LatencyModel.pieces  # type: ignore[method-assign]

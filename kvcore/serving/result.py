@@ -251,10 +251,11 @@ class Reported(Outcome):
             for part in self.request_parts():
                 for row in zip(*part.values(), strict=True):
                     fault = f"request {row[0]!r} cannot be written as JSON"
-                    lines.write(f"{to_json(dict(zip(part, row, strict=True)), fault)}\n")
+                    line = to_json(dict(zip(part, row, strict=True)), fault)
+                    lines.write(f"{line.decode()}\n")
             fields = {"schema": SCHEMA, **more, **self.summary(), **more}
             text = to_json(fields, "the summary cannot be written as JSON", indent=True)
-            document.write(f"{text}\n")
+            document.write(f"{text.decode()}\n")
 
 
 @attrs.frozen(slots=False, eq=False, repr=False)

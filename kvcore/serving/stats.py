@@ -290,10 +290,11 @@ class Percentiles(NamedTuple):
             second: how many of these units are a second.
         """
         ordered = sorted(islice(samples, ROWS + 1))
-        count, total = len(ordered), sum(ordered)
+        count = len(ordered)
         if not count:
             return None
         if count <= ROWS:
+            total = sum(ordered)
             ranked = [ordered[nearest_rank(percent, count) - 1] for percent in PERCENTS]
         else:
             figures = [(len(b), sum(b), min(b), max(b)) for b in batches(samples)]

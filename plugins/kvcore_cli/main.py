@@ -472,7 +472,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _prepare_streams() -> None:
-    """Let stdout and stderr write any text, even if they are closed or have few characters."""
+    """Make stdout and stderr write any text, even if they are closed or have few characters."""
     codecs.register_error("kvcore", _plain)
     # click takes "ascii" for a mistake, and writes UTF-8 there.
     codecs.register(lambda name: _ascii() if name == "kvcore_ascii" else None)

@@ -264,7 +264,7 @@ batching_options = all_of(
 
 
 def load_config(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
-    """Take the values in the file at `value` as defaults of the command's other options."""
+    """Make the values in the file at `value` defaults of the command's other options."""
     path = file_path(ctx, param, value)  # no pipe: its paths are relative to the file
     if path is not None:
         from kvcore.config.files import read_toml  # noqa: PLC0415 - for files alone

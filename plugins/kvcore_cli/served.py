@@ -67,7 +67,7 @@ class ServedRun(NamedTuple):
             return self.parts.run(self.recorder, requests, residency=residency)
 
     def end(self, result: Reported, document: dict[str, Any], *fields: str) -> None:
-        """Tell packages of the result, add their fields to its document, and write `--out`.
+        """Call packages with the result, add their fields to its document, and write `--out`.
 
         `fields` are names of fields of the document that are written, besides theirs. Notes
         on stderr tell of prompts for which the model has no positions, and the like.

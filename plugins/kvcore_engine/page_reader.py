@@ -62,7 +62,7 @@ class _Rows(NamedTuple):
 
 
 class PageReader:
-    """Lets generated tokens attend to the pages that a policy selects.
+    """Restricts the attention of generated tokens to the pages that a policy selects.
 
     Summaries of full pages are made when a token first selects among them, from K as it is
     stored, so it makes no difference whether a page was computed, hit, loaded or copied.

@@ -391,7 +391,7 @@ def _syscall(number: int, *arguments: Any) -> int:
 
 
 def _lock() -> None:
-    """Take network, writing and other processes from this process for good."""
+    """Bar this process from network, writing and other processes for good."""
     version = landlock_version()
     rights = _FILE_RIGHTS
     rights |= _REFER if version >= 2 else 0  # noqa: PLR2004 - versions of Landlock

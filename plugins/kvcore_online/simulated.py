@@ -67,7 +67,7 @@ class SimulatedModel:
 
 
 class SimulatedTokens(SimulatedExecutor):
-    """Takes the time of a latency model for each step, and generates tokens by hashes.
+    """Waits the time of a latency model for each step, and generates tokens by hashes.
 
     Steps are run one by one: clients may come and leave after each.
 

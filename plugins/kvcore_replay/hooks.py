@@ -67,7 +67,7 @@ def kvcore_running(
 
 @hookimpl
 def kvcore_ran(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran | None:
-    """Say what hits saved in a simulation, and bill the run, with `--price`."""
+    """Return what hits saved in a simulation, and the bill of the run, with `--price`."""
     ran = Ran()
     if parts.config.mode == "simulate" and parts.traced:
         from kvcore_replay.savings import savings_of  # noqa: PLC0415 - of simulations

@@ -106,7 +106,7 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
 
 
 def _stop_clock(tiers: Any) -> None:
-    """Let transfers of the tiers below a cache, if there are some, take no time."""
+    """Set the times of transfers to 0 in the tiers below a cache, if there are some."""
     if tiers is not None:
         from kvcore_tiers.link import InstantLink  # noqa: PLC0415 - most replays have no tiers
 

@@ -111,7 +111,7 @@ def known_model(workload: Workload) -> str | None:
 
 
 def tell_model(workload: Workload, model: str, option: str = "--model") -> None:
-    """Say on stderr that the file of `workload` names another model than the default `model`.
+    """Print on stderr that the file of `workload` names another model than the default `model`.
 
     `option` is how another one is given.
     """

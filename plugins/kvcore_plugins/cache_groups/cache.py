@@ -570,7 +570,7 @@ class GroupedCache:
     def begin_load(
         self, seq: GroupSequence, tokens: int, tables: list[list[int]], now: int
     ) -> None:
-        """Let `seq`, just opened, hold what the token after its first `tokens` tokens needs.
+        """Assign to `seq`, just opened, what the token after its first `tokens` tokens needs.
 
         Args:
             seq: the sequence.

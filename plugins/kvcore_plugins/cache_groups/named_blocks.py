@@ -122,7 +122,7 @@ class NamedBlocks:
         return [self._idle.popitem(last=False)[0] for _ in range(count)]
 
     def remove(self, block: int) -> None:
-        """Take `block` out of the idle ones: it shall leave."""
+        """Remove `block` from the idle ones: it shall leave."""
         del self._idle[block]
 
     def forget(self, blocks: list[int]) -> None:

@@ -225,7 +225,7 @@ class SegmentedGroups(GroupedCache):
         self._segments.move_to_end(segment)
 
     def _put_below(self, segment: CachedSegment, above: CachedSegment | None) -> None:
-        """Let `segment` start where `above` ends."""
+        """Make `segment` start where `above` ends."""
         segment.above = above
         segment.start = 0 if above is None else above.end
         if segment.resumable:
@@ -248,7 +248,7 @@ class SegmentedGroups(GroupedCache):
             segment = segment.above
 
     def _tell(self, segment: CachedSegment) -> None:
-        """Tell the policy that `segment` has changed."""
+        """Notify the policy that `segment` has changed."""
         if self._on_changed is not None:
             try:
                 self._on_changed(segment)
@@ -275,7 +275,7 @@ class SegmentedGroups(GroupedCache):
                 self._borrowers.setdefault(place, {})[segment] = None
 
     def _borrow_missing(self, segment: CachedSegment, seq: GroupSequence) -> None:
-        """Let `segment`, of the text of `seq`, borrow those of its blocks that it lacks."""
+        """Borrow for `segment`, of the text of `seq`, those of its blocks that it lacks."""
         tokens = segment.end - segment.start
         whole = sum(tokens // size for size in self._sizes_of_full)
         if not segment.resumable or len(segment.full) >= whole:
@@ -299,7 +299,7 @@ class SegmentedGroups(GroupedCache):
                     self._part(next(iter(borrowers)))
 
     def _part(self, segment: CachedSegment) -> None:
-        """Let nothing resume at `segment` or below: blocks before them have left.
+        """Bar requests from `segment` and those below: blocks before them have left.
 
         What they hold stays until the policy chooses it, each for itself.
         """
@@ -317,13 +317,13 @@ class SegmentedGroups(GroupedCache):
             self._tell(each)
 
     def _restore(self, segment: CachedSegment, seq: GroupSequence) -> None:
-        """Let requests resume at `segment` again, as `seq` does: what was missing is back."""
+        """Readmit requests at `segment`, as `seq` resumes there: what was missing is back."""
         segment.resumable = True
         self._put_below(segment, None)
         self._borrow_missing(segment, seq)
 
     def _give_back(self, segment: CachedSegment) -> None:
-        """Let `segment` borrow nothing any more."""
+        """Remove all that `segment` borrows."""
         for place in segment.borrowed:
             borrowers = self._borrowers[place]
             del borrowers[segment]
@@ -410,7 +410,7 @@ class SegmentedGroups(GroupedCache):
         self._tell(segment)
 
     def _dissolve(self, segment: CachedSegment) -> None:
-        """Let the segments below `segment`, which lost its boundary, start where it starts."""
+        """Start the segments below `segment`, which lost its boundary, where it starts."""
         segment.resumable = False
         segment.seconds = 0.0
         above = segment.above

@@ -146,7 +146,7 @@ class Windows(SidePool):
         return span.end - span.start
 
     def split(self, upper: Span, lower: Span) -> None:
-        """Let both halves have what `lower` had."""
+        """Give both halves what `lower` had."""
         if lower in self._locks:
             self._locks[upper] = self._locks[lower]
         if lower in self._used:

@@ -528,7 +528,7 @@ class GroupState(TracedState[GroupedSequence]):
         tiers.held[event.tier].update(self.places(event))
 
     def _begin_load(self, seq: GroupedSequence, event: events.LoadStart) -> None:
-        """Let a sequence hold what the pool has of the prefix that it has after its load."""
+        """Assign to a sequence what the pool has of the prefix that it has after its load."""
         if not isinstance(event.hit, int):
             violated("LOAD_START has no field 'hit', and HEADER has cache groups")
         tokens = event.hit * self.header.block_size

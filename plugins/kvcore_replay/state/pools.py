@@ -191,7 +191,7 @@ class PoolState(CacheState):
             self.free_slots[pool] += slots
 
     def _store(self, pool: str, span: int) -> None:
-        """Let a tombstone keep what it lacks."""
+        """Leave a tombstone without what it lacks."""
         kept, tombstone = self.kept[pool], self.span(span)
         if tombstone in kept:
             violated(f"span {span} has its {pool} already")

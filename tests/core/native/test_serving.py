@@ -121,7 +121,7 @@ class Steep(LatencyModel):
     name = "steep"
 
     def __init__(self, line):
-        """Take the line of the picoseconds in the context."""
+        """Store the line of the picoseconds in the context."""
         self.line = line
 
     def pieces(self, *_):
