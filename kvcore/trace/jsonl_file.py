@@ -190,8 +190,6 @@ class SealedWriter(ABC):
         StorageError: the disk is full (from any method that writes).
     """
 
-    _closed = False
-
     def __init__(
         self,
         file: str | os.PathLike[str] | BinaryIO,
@@ -202,6 +200,7 @@ class SealedWriter(ABC):
         """Open the file."""
         self._sink = BackgroundFile(file, kind=kind)
         self._buffer = io.BufferedWriter(self._sink, buffer_bytes)
+        self._closed = False
         self.name = self._sink.name
 
     def flush(self) -> None:

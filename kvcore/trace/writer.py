@@ -191,7 +191,7 @@ class Trace(SealedWriter, JsonRecorder):
             InputError: HEADER is written, the trace is closed, an unknown mode or field, or a
                 value that the field cannot have. Nothing has changed.
         """
-        if self._logger is not None or self._closed:
+        if self._logger is not None or self.write == self._is_closed:
             msg = (
                 f"the trace {self.name} is closed, or its header is written: describe the run "
                 "before anything happens in it"
