@@ -208,6 +208,9 @@ def compare_routers(
     shares = _Shares(plan, known_to(executor))
     results, notes = dict[str, dict[str, Any]](), dict[str, None]()
     tasks = {task.digest: _RouterTask(task.digest, task.cell) for task in plan.tasks}
+    names = {
+        task.digest: axes["router"] for task, axes in zip(plan.tasks, plan.rows, strict=True)
+    }
     steps = len(tasks) + len(shares.parts)
     name = shares.source.name
     with (
@@ -216,7 +219,7 @@ def compare_routers(
     ):
         for outcome in outcomes:
             if outcome.result is None:
-                router = _name(tasks[outcome.digest].cell.router)
+                router = names[outcome.digest]
                 msg = f"the simulation with router {router} failed: {outcome.error}"
                 raise PluginError(msg)
             results[outcome.digest] = outcome.result
@@ -266,11 +269,6 @@ class _RouterTask(Task):
         return cell.columns(result) | {CAME: came}
 
 
-def _name(router: Any) -> str:
-    """Return a router as text: its name with options, or that of its class."""
-    return str(router if isinstance(router, str | Spec) else getattr(router, "name", router))
-
-
 def _row(
     axes: Mapping[str, Any], result: Mapping[str, Any], shared: SharedCache, cost: Cost | None
 ) -> RouterRow:
@@ -278,7 +276,7 @@ def _row(
     hits, optimum = values["hit_ratio"], shared.optimum
     return RouterRow(
         replicas=axes["replicas"],
-        router=_name(axes["router"]),
+        router=axes["router"],
         share_of_optimum=hits / optimum if hits is not None and optimum else None,
         **values,
         **({} if cost is None else cost.columns()),
@@ -302,8 +300,8 @@ class _Shares:
             text = replicas_text(cast("Any", task.cell.replicas))
             self.tasks[text].append(task.digest)
             if text not in self.parts:
-                workload = known.parts(task.cell).workload
-                self.parts[text] = ClusterParts(task.cell, workload=workload)
+                parts = known.parts(task.cell)
+                self.parts[text] = ClusterParts(parts.config, workload=parts.workload)
         first = next(iter(self.parts.values()))
         self.source = Source.from_workload(first.workload)
         cache = first.served_cache()

@@ -7,6 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
@@ -195,13 +196,16 @@ class WorkloadCache:
         self._kept: tuple[object, Any] = None, None
 
     def parts(self, cell: RunConfig) -> RunParts:
-        """Return the parts of a cell.
+        """Return the parts of a cell, with copies of plugins that are given as instances.
 
         Raises:
             InputError, PluginError: a part cannot be built; names the option.
         """
         key = _workload_key(cell)
         workload = self._workloads.get(key)
+        own = {name: _copied(value) for name, value in cell.options.items()}
+        if own != cell.options:
+            cell = cell.changed(**own)
         parts: RunParts = cell.build(self.plugins, workload=workload, naming="{}: ".format)
         if workload is None:
             for other in self._workloads.values():
@@ -258,6 +262,14 @@ class WorkloadCache:
         return kept
 
 
+def _copied(value: Any) -> Any:
+    """Return a function that copies a plugin, which one run uses up; else the value."""
+    if isinstance(value, tuple):
+        return tuple(map(_copied, value))
+    used_up = isinstance(value, Plugin) and not isinstance(value, Workload)
+    return partial(deepcopy, value) if used_up else value
+
+
 def _workload_key(cell: RunConfig) -> tuple[object, ...]:
     workload = cell.workload
     named = workload if isinstance(workload, Workload) else str(workload)
@@ -283,7 +295,7 @@ class CellRun:
         self.parts = parts = known.parts(cell)
         self.eviction: EvictionPolicy | Belady
         self.cache: ServedCache | None = None
-        if not cell.timed and cast("Spec", cell.eviction).name in Belady.names:
+        if not cell.timed and _built(cell.eviction).name in Belady.names:
             self.eviction = _optimum(parts)
         else:
             self.cache = parts.served_cache()
@@ -298,7 +310,7 @@ class CellRun:
         parts, cell = self.parts, self.parts.config
         row: dict[str, Any] = {name: getattr(cell, name) for name in axes_of(cell.mode)}
         row |= {name: text for name, value in row.items() if (text := _named(value))}
-        row["tier"] = tiers_text(cast("Any", cell.tier))
+        row["tier"] = tiers_text(tuple(map(_built, cell.tier)))
         del row["memory"]
         if cell.window is not None:
             row["window"] = window_text(cast("Any", cell.window))
@@ -477,8 +489,9 @@ class CellRunner:
 
 def _optimum(parts: RunParts) -> Belady:
     """Return the optimum of a cell; raise InputError if it bounds nothing there."""
+    given = parts.config.eviction
     try:
-        optimum = Belady.from_text(cast("Spec", parts.config.eviction).options)
+        optimum = Belady.from_text(given.options) if isinstance(given, Spec) else given()
     except InputError as error:
         msg = f"eviction: {error}"
         raise InputError(msg) from error
@@ -499,12 +512,18 @@ def _named(value: object) -> str | None:
     Raises:
         PluginError: it is a plugin without a name.
     """
+    value = _built(value)
     if isinstance(value, Plugin):
         check_name(value)
         value = spec_of(value)
     if isinstance(value, Spec):
         return str(value)
     return value.name if isinstance(value, type) and issubclass(value, Plugin) else None
+
+
+def _built(value: Any) -> Any:
+    """Return the plugin that a function builds; any other value as it is."""
+    return value() if callable(value) and not isinstance(value, type | Plugin) else value
 
 
 def refuse_namesakes(axis: str, values: Sequence[object]) -> None:
@@ -514,7 +533,8 @@ def refuse_namesakes(axis: str, values: Sequence[object]) -> None:
     """
     kind, plugins = kind_of(axis), installed()
 
-    def class_of(value: object) -> type:
+    def class_of(value: Any) -> type:
+        value = _built(value)
         if isinstance(value, Spec):
             return Belady if value.name in Belady.names else plugins.get(kind, value.name)
         return value if isinstance(value, type) else type(value)
