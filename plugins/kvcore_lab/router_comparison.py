@@ -230,12 +230,12 @@ def compare_routers(
             best = max((results[digest] for digest in digests), key=lambda row: row[HITS] or 0)
             shared[text] = shares.of_one_cache(text, best[CAME])
             tick(1)
-    rows, prices = [], None
+    rows, prices = [], dict[str, None]()
     for task, axes in zip(plan.tasks, plan.rows, strict=True):
         result, text = results[task.digest], axes["replicas"]
         gpus = gpus_of(shares.parts[text], result["simulated_s"], result["replica_s"])
         cost = Cost.for_gpus(gpus, gpu_price or {}, result["throughput_tokens_s"])
-        prices = None if cost is None else cost.prices
+        prices |= {} if cost is None else dict.fromkeys(cost.prices.split("; "))
         rows.append(_row(axes, result, shared[text], cost))
     return RouterComparison(
         workload=attrs.evolve(
@@ -246,7 +246,7 @@ def compare_routers(
         slo=slo_text(cast("SLO", plan.tasks[0].cell.slo)),
         rows=rows,
         shared=list(shared.values()),
-        gpu_prices=prices,
+        gpu_prices="; ".join(prices) or None,
         notes=[*notes],
     )
 
