@@ -160,8 +160,9 @@ class _Search:
         """Return the smallest pool with which the queue does not grow, if a size was given."""
         if not self.parts.sized:
             return None
-        sizes = [self.parts.blocks << doubling for doubling in range(1, DOUBLINGS + 1)]
-        able = [blocks for blocks in sizes if self._may(blocks, None)]
+        null = self.parts.null_blocks
+        sizes = [(self.parts.blocks + null) << times for times in range(1, DOUBLINGS + 1)]
+        able = [blocks for blocks in sizes if self._may(blocks - null, None)]
         enough = (blocks for blocks in able if self._holds(blocks=blocks, memory=None))
         return next(enough, None)
 
