@@ -110,7 +110,7 @@ RESULTS: dict[Mode, tuple[str, ...]] = {
 
 COUNTS = (
     *("requests", "completed", "rejected", "step_count", "loaded_tokens", "lost_tokens"),
-    *("retried", "pool_active_peak"),
+    *("retried", "pool_active_peak", "max_model_len"),
 )
 """Columns of whole numbers, beside those of blocks and preemptions."""
 
