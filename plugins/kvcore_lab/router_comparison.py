@@ -208,9 +208,8 @@ def compare_routers(
     shares = _Shares(plan, known_to(executor))
     results, notes = dict[str, dict[str, Any]](), dict[str, None]()
     tasks = {task.digest: _RouterTask(task.digest, task.cell) for task in plan.tasks}
-    names = {
-        task.digest: axes["router"] for task, axes in zip(plan.tasks, plan.rows, strict=True)
-    }
+    pairs = [*zip(plan.tasks, plan.rows, strict=True)]
+    names = {task.digest: axes["router"] for task, axes in pairs}
     steps = len(tasks) + len(shares.parts)
     name = shares.source.name
     with (
@@ -231,7 +230,7 @@ def compare_routers(
             shared[text] = shares.of_one_cache(text, best[CAME])
             tick(1)
     rows, prices = [], dict[str, None]()
-    for task, axes in zip(plan.tasks, plan.rows, strict=True):
+    for task, axes in pairs:
         result, text = results[task.digest], axes["replicas"]
         gpus = gpus_of(shares.parts[text], result["simulated_s"], result["replica_s"])
         cost = Cost.for_gpus(gpus, gpu_price or {}, result["throughput_tokens_s"])
@@ -254,14 +253,8 @@ def compare_routers(
 class _RouterTask(Task):
     """A cell whose result also has the times at which requests of sessions came."""
 
-    def run(self, known: WorkloadCache) -> dict[str, Any]:
-        """Return the columns, and `CAME`: times (ns) by request, in order; None: as recorded.
-
-        Raises:
-            KvcoreError: the cell has another digest in this process.
-        """
-        cell = CellRun(self.cell, known)
-        self.check(cell.digest)
+    def columns(self, cell: CellRun) -> dict[str, Any]:
+        """Return the columns, and `CAME`: times (ns) by request, in order; None: as recorded."""
         result = cell.simulated()
         log, came = result.log, None
         if log.last_start is not None:
@@ -331,13 +324,7 @@ class _Shares:
             groups = cast("GroupedCache", groups)
             replay_groups(requests, groups, parts.batching.max_tokens)
             return groups.stats, None
-        cache = self._cache(parts, blocks)
-        stats = replay(requests, cache)
-        known = cache.prefix.name == SHARING
-        return stats, self._optimum(parts, blocks, came) if known else None
-
-    def _cache(self, parts: ClusterParts, blocks: int) -> KVCache:
-        return KVCache(
+        cache = KVCache(
             blocks,
             parts.geometry.block_size,
             eviction=parts.built("eviction"),
@@ -346,6 +333,9 @@ class _Shares:
             key_tokens=parts.workload.key_tokens,
             recompute=parts.recompute,
         )
+        stats = replay(requests, cache)
+        known = cache.prefix.name == SHARING
+        return stats, self._optimum(parts, blocks, came) if known else None
 
     def _optimum(self, parts: ClusterParts, blocks: int, came: Came) -> float | None:
         """Return the share of the prompt tokens that Belady's rule hits."""

@@ -27,7 +27,6 @@ from kvcore.plugins.base import qualified
 from kvcore.plugins.manager import check_name, installed
 from kvcore.plugins.options import Spec, spec_of
 from kvcore.request import SLO
-from kvcore.serving import LatencyModel, Scheduler, simulate
 from kvcore.serving.result import Reported
 from kvcore.serving.stats import MET, Percentiles
 from kvcore.trace.fields import plain, slo_field
@@ -140,6 +139,10 @@ class Task:
         """
         cell = CellRun(self.cell, known)
         self.check(cell.digest)
+        return self.columns(cell)
+
+    def columns(self, cell: CellRun) -> dict[str, Any]:
+        """Run the cell of the task, and return the columns of the result."""
         return cell.run()
 
     def check(self, digest: str) -> None:
@@ -283,8 +286,6 @@ class CellRun:
         parts: its parts.
         eviction: the eviction policy, or the optimum.
         cache: the cache; None for the optimum, which needs none.
-        scheduler, latency: the scheduler and the latency model; None without a clock.
-        drafter: the drafter; None without one.
 
     Raises:
         InputError, PluginError: a part cannot be built; names the option.
@@ -300,9 +301,6 @@ class CellRun:
         else:
             self.cache = parts.served_cache()
             self.eviction = self.cache.eviction
-        self.scheduler: Scheduler | None = parts.scheduler() if cell.timed else None
-        self.latency: LatencyModel | None = parts.latency() if cell.timed else None
-        self.drafter = None if cell.drafter is None else parts.built("drafter")
 
     @property
     def row(self) -> dict[str, Any]:
@@ -341,7 +339,7 @@ class CellRun:
 
     def run(self) -> dict[str, Any]:
         """Return the columns of the result."""
-        timed = self.scheduler is not None and self.latency is not None
+        timed = self.parts.config.timed
         return self.columns(self.simulated()) if timed else self._replayed()
 
     def columns(self, result: Reported) -> dict[str, Any]:
@@ -353,21 +351,8 @@ class CellRun:
 
     def simulated(self) -> Reported:
         """Simulate the cell, which has a clock; return the result of the run."""
-        parts = self.parts
-        if parts.many:
-            result: Reported = parts.run(residency=False)
-            return result
-        return simulate(
-            self.parts.workload,
-            cache=cast("ServedCache", self.cache),
-            scheduler=self.scheduler,
-            latency=self.latency,
-            batching=self.parts.batching,
-            slo=self.parts.slo,
-            rate_scale=self.parts.config.rate_scale,
-            drafter=self.drafter,
-            residency=False,
-        )
+        result: Reported = self.parts.run(residency=False)
+        return result
 
     def _replayed(self) -> dict[str, Any]:
         parts = self.parts
@@ -410,7 +395,11 @@ class CellRun:
             if cell.checkpoint == option_default("checkpoint")
             else parts.built("checkpoint")
         )
-        served = self.scheduler, self.latency, self.drafter, rules, checkpoint
+        scheduler, latency = (
+            (parts.scheduler(), parts.latency()) if cell.timed else (None, None)
+        )
+        drafter = None if cell.drafter is None else parts.built("drafter")
+        served = scheduler, latency, drafter, rules, checkpoint
         plugins = (self.eviction, prefix, retention, parts.codec, *served, *below)
         described: dict[str, Any] = {
             "kvcore": kvcore_digest(),
@@ -426,9 +415,9 @@ class CellRun:
             "recompute": attrs.asdict(cast("Any", parts.recompute)),
             "plugins": [self._described(plugin) for plugin in plugins if plugin is not None],
         }
-        if self.latency is not None:
+        if latency is not None:
             described |= {
-                "latency": self.latency.coefficients(),
+                "latency": latency.coefficients(),
                 "batching": parts.batching.as_dict(complete=True),
                 "rate_scale": cell.rate_scale,
                 "slo": slo_field(cast("SLO", cell.slo)),
