@@ -254,7 +254,7 @@ class _RouterTask(Task):
     """A cell whose result also has the times at which requests of sessions came."""
 
     def columns(self, cell: CellRun) -> dict[str, Any]:
-        """Return the columns, and `CAME`: times (ns) by request, in order; None: as recorded."""
+        """Return the columns, and `CAME`: times (ns) by request, in order; None: recorded."""
         result = cell.simulated()
         log, came = result.log, None
         if log.last_start is not None:
