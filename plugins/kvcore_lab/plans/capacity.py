@@ -279,7 +279,7 @@ class _QueueJudge(EarlyEnd):
                 self._look(loop)
 
     def _waits(self, jobs: Batcher, now: int) -> bool:
-        """Return True if a job waited at the time `at`, which lies before the clock."""
+        """Return True if a job waited at the time `now`, which lies before the clock."""
         return any(job.arrival < now for job in jobs.waiting) or any(
             job.arrival < now < (job.admitted or 0) for job in jobs.running
         )

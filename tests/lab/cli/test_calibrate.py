@@ -82,21 +82,15 @@ def test_roofline_keeps_the_given_options(steps):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (
-            ["--latency", "roofline:compute=0.5"],
-            "roofline:compute=0.5: compute is what the steps",
-        ),
-        (["--tensor-parallel", 8], "--tensor-parallel describes what --from composes"),
-        (
-            ["--from", "aic", "-o", "q.csv", "--latency", "linear"],
-            "--latency is fitted to STEPS",
-        ),
+        ("steps.csv --latency roofline:compute=0.5", "compute is what the steps tell"),
+        ("steps.csv --tensor-parallel 8", "--tensor-parallel describes what --from composes"),
+        ("--from aic -o q.csv --latency linear", "--latency is fitted to STEPS"),
     ],
 )
-def test_a_value_that_would_be_ignored_is_refused(steps, words, problem):
+@pytest.mark.usefixtures("steps")
+def test_a_value_that_would_be_ignored_is_refused(words, problem):
     """A value for an option that is fitted, or is of the other use of the verb, is an error."""
-    given = words if "--from" in words else [steps, *words]
-    assert problem in error_of("calibrate", *given)
+    assert problem in error_of("calibrate", *words.split())
 
 
 def test_from_aic_writes_steps_and_prints_a_latency_model(tmp_path, monkeypatch):
