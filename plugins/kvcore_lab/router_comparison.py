@@ -16,7 +16,7 @@ from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.residency import CacheStats
 from kvcore.config.values import slo_text
-from kvcore.errors import PluginError
+from kvcore.errors import InputError, PluginError
 from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import Spec, parse
@@ -191,6 +191,9 @@ def compare_routers(
     """
     if (workload_given := given_workload(workload)) is not None:
         workload = workload_given  # to a grid, a list is one of alternatives
+    if "router" in options:
+        msg = "router: a comparison is of several: give routers"
+        raise InputError(msg)
     if routers is None:
         routers = map(Spec, Plugins().names("router"))
     elif isinstance(routers, str):

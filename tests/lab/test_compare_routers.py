@@ -198,6 +198,8 @@ def test_no_routers_and_no_replicas_are_refused():
         compare_routers(ZIPF, [], 2)
     with pytest.raises(InputError, match="replicas: 0 is out of range"):
         compare_routers(ZIPF, ROUTERS, 0)
+    with pytest.raises(InputError, match="give routers"):
+        compare_routers(ZIPF, router="random")
 
 
 def test_the_report_has_the_best_router_first(comparison):
