@@ -189,8 +189,8 @@ def compare_routers(
         InputError: no router, or an option or workload that is not valid.
         PluginError: a plugin cannot be used here, or a simulation failed.
     """
-    if (workload_given := given_workload(workload)) is not None:
-        workload = workload_given  # to a grid, a list is one of alternatives
+    given = given_workload(workload)  # to a grid, a list is one of alternatives
+    workload = workload if given is None else given
     if "router" in options:
         msg = "router: a comparison is of several: give routers"
         raise InputError(msg)
