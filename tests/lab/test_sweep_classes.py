@@ -161,7 +161,7 @@ def test_one_class_may_be_given_twice():
     "axes",
     [
         {"eviction": [LRU(), LRU]},
-        {"eviction": [partial(LRU), "lru"]},
+        {"eviction": ["lru", partial(LRU)]},
         {"eviction": [Belady(), "belady"], "mode": "compare"},
         {"eviction": [partial(LRU), LRU()], "mode": "compare"},
         {"tier": [[Plugins().build("tier", HOST)], HOST]},
