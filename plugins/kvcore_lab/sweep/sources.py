@@ -131,13 +131,12 @@ def _data_digest(path: Path, changed_ns: int) -> str:
 def _imported(file: str, loaded_ns: int) -> dict[str, str]:
     """Return the digests of a file and of all that it imports, by the names of modules."""
     folders = [str(Path(file).parent), *(path for path in sys.path if not _installed(path))]
-    finder = _Finder(folders, excludes={package.name for package in _packages()})
+    finder: Any = _Finder(folders, excludes={package.name for package in _packages()})
     finder.run_script(file)
-    sources = {name: vars(imported)["__file__"] for name, imported in finder.modules.items()}
     return {
-        name: _code_digest(Path(source), loaded_ns)
-        for name, source in sources.items()
-        if source
+        name: _code_digest(Path(imported.__file__), loaded_ns)
+        for name, imported in finder.modules.items()
+        if imported.__file__
     }
 
 
