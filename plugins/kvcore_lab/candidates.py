@@ -12,7 +12,7 @@ import attrs
 from kvcore.cache import CheckpointPolicy, EvictionPolicy
 from kvcore.errors import InputError
 from kvcore.plugins.base import qualified
-from kvcore.plugins.manager import Plugins, check_name
+from kvcore.plugins.manager import Plugins, resolve
 from kvcore.plugins.options import Spec, parse
 from kvcore.trace.fields import plain
 from kvcore_replay.belady import Belady
@@ -49,10 +49,10 @@ class Candidate:
         """Return the candidate of `make`, which is called once to check that it works.
 
         Raises:
+            InputError: it builds something else than an eviction policy.
             PluginError: the policy that it builds has no name.
         """
-        policy = make()
-        check_name(type(policy))
+        policy = resolve("eviction", make if isinstance(make, type) else make())
         return cls(type(policy), plain(policy.options()), make=make)
 
     @classmethod

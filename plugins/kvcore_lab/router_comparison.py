@@ -16,7 +16,7 @@ from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.residency import CacheStats
 from kvcore.config.values import slo_text
-from kvcore.errors import PluginError
+from kvcore.errors import InputError, PluginError
 from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import Spec, parse
@@ -189,8 +189,11 @@ def compare_routers(
         InputError: no router, or an option or workload that is not valid.
         PluginError: a plugin cannot be used here, or a simulation failed.
     """
-    if (workload_given := given_workload(workload)) is not None:
-        workload = workload_given  # to a grid, a list is one of alternatives
+    given = given_workload(workload)  # to a grid, a list is one of alternatives
+    workload = workload if given is None else given
+    if "router" in options:
+        msg = "router: a comparison is of several: give routers"
+        raise InputError(msg)
     if routers is None:
         routers = map(Spec, Plugins().names("router"))
     elif isinstance(routers, str):
@@ -208,6 +211,8 @@ def compare_routers(
     shares = _Shares(plan, known_to(executor))
     results, notes = dict[str, dict[str, Any]](), dict[str, None]()
     tasks = {task.digest: _RouterTask(task.digest, task.cell) for task in plan.tasks}
+    pairs = [*zip(plan.tasks, plan.rows, strict=True)]
+    names = {task.digest: axes["router"] for task, axes in pairs}
     steps = len(tasks) + len(shares.parts)
     name = shares.source.name
     with (
@@ -216,7 +221,7 @@ def compare_routers(
     ):
         for outcome in outcomes:
             if outcome.result is None:
-                router = _name(tasks[outcome.digest].cell.router)
+                router = names[outcome.digest]
                 msg = f"the simulation with router {router} failed: {outcome.error}"
                 raise PluginError(msg)
             results[outcome.digest] = outcome.result
@@ -227,12 +232,12 @@ def compare_routers(
             best = max((results[digest] for digest in digests), key=lambda row: row[HITS] or 0)
             shared[text] = shares.of_one_cache(text, best[CAME])
             tick(1)
-    rows, prices = [], None
-    for task, axes in zip(plan.tasks, plan.rows, strict=True):
+    rows, prices = [], dict[str, None]()
+    for task, axes in pairs:
         result, text = results[task.digest], axes["replicas"]
         gpus = gpus_of(shares.parts[text], result["simulated_s"], result["replica_s"])
         cost = Cost.for_gpus(gpus, gpu_price or {}, result["throughput_tokens_s"])
-        prices = None if cost is None else cost.prices
+        prices |= {} if cost is None else dict.fromkeys(cost.prices.split("; "))
         rows.append(_row(axes, result, shared[text], cost))
     return RouterComparison(
         workload=attrs.evolve(
@@ -243,7 +248,7 @@ def compare_routers(
         slo=slo_text(cast("SLO", plan.tasks[0].cell.slo)),
         rows=rows,
         shared=list(shared.values()),
-        gpu_prices=prices,
+        gpu_prices="; ".join(prices) or None,
         notes=[*notes],
     )
 
@@ -251,24 +256,13 @@ def compare_routers(
 class _RouterTask(Task):
     """A cell whose result also has the times at which requests of sessions came."""
 
-    def run(self, known: WorkloadCache) -> dict[str, Any]:
-        """Return the columns, and `CAME`: times (ns) by request, in order; None: as recorded.
-
-        Raises:
-            KvcoreError: the cell has another digest in this process.
-        """
-        cell = CellRun(self.cell, known)
-        self.check(cell.digest)
+    def columns(self, cell: CellRun) -> dict[str, Any]:
+        """Return the columns, and `CAME`: times (ns) by request, in order; None: recorded."""
         result = cell.simulated()
         log, came = result.log, None
         if log.last_start is not None:
             came = dict(sorted(zip(log.ids, log.arrival, strict=True), key=itemgetter(1)))
         return cell.columns(result) | {CAME: came}
-
-
-def _name(router: Any) -> str:
-    """Return a router as text: its name with options, or that of its class."""
-    return str(router if isinstance(router, str | Spec) else getattr(router, "name", router))
 
 
 def _row(
@@ -278,7 +272,7 @@ def _row(
     hits, optimum = values["hit_ratio"], shared.optimum
     return RouterRow(
         replicas=axes["replicas"],
-        router=_name(axes["router"]),
+        router=axes["router"],
         share_of_optimum=hits / optimum if hits is not None and optimum else None,
         **values,
         **({} if cost is None else cost.columns()),
@@ -302,8 +296,8 @@ class _Shares:
             text = replicas_text(cast("Any", task.cell.replicas))
             self.tasks[text].append(task.digest)
             if text not in self.parts:
-                workload = known.parts(task.cell).workload
-                self.parts[text] = ClusterParts(task.cell, workload=workload)
+                parts = known.parts(task.cell)
+                self.parts[text] = ClusterParts(parts.config, workload=parts.workload)
         first = next(iter(self.parts.values()))
         self.source = Source.from_workload(first.workload)
         cache = first.served_cache()
@@ -333,13 +327,7 @@ class _Shares:
             groups = cast("GroupedCache", groups)
             replay_groups(requests, groups, parts.batching.max_tokens)
             return groups.stats, None
-        cache = self._cache(parts, blocks)
-        stats = replay(requests, cache)
-        known = cache.prefix.name == SHARING
-        return stats, self._optimum(parts, blocks, came) if known else None
-
-    def _cache(self, parts: ClusterParts, blocks: int) -> KVCache:
-        return KVCache(
+        cache = KVCache(
             blocks,
             parts.geometry.block_size,
             eviction=parts.built("eviction"),
@@ -348,6 +336,9 @@ class _Shares:
             key_tokens=parts.workload.key_tokens,
             recompute=parts.recompute,
         )
+        stats = replay(requests, cache)
+        known = cache.prefix.name == SHARING
+        return stats, self._optimum(parts, blocks, came) if known else None
 
     def _optimum(self, parts: ClusterParts, blocks: int, came: Came) -> float | None:
         """Return the share of the prompt tokens that Belady's rule hits."""

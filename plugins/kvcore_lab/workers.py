@@ -127,7 +127,8 @@ def call_all(calls: Sequence[Call[OutcomeT]], jobs: int) -> Iterator[tuple[int, 
     Raises:
         InputError: a function cannot be sent to another process.
         PluginError: the processes of a call died.
-        Exception: the first exception that a call has raised.
+        Exception: the first exception that a call has raised; from another process that cannot
+            send it a PluginError with its text.
     """
     if jobs == 1 or len(calls) < 2:  # noqa: PLR2004
         for index, call in enumerate(calls):
@@ -191,10 +192,14 @@ def _calling() -> Callable[[tuple[int, bytes]], Any]:
 
 
 def _outcome(function: Callable[[], Any]) -> Any:
-    """Call a function; an exception is its outcome."""
+    """Call a function; an exception is its outcome, told in words if it cannot be sent."""
     try:
         return function()
     except Exception as error:  # noqa: BLE001 - raised again by the parent
+        try:
+            pickle.loads(pickle.dumps(error))  # noqa: S301 - of this process's making
+        except Exception:  # noqa: BLE001 - one whose class takes other arguments, for example
+            return PluginError(f"{type(error).__name__}: {error}")
         return error
 
 

@@ -87,10 +87,17 @@ def test_two_classes_of_one_name_are_refused():
         compare_policies(small(), [LRU, Other], 10)
 
 
-@pytest.mark.parametrize("policies", [LRU(), [LRU()]])
-def test_a_policy_instance_is_refused(policies):
-    """A policy instance is refused, since it cannot serve several pools."""
-    with pytest.raises(InputError, match=r"LRU\(\) cannot be compared: give a name"):
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        *[(each, r"LRU\(\) cannot be compared: give a name") for each in (LRU(), [LRU()])],
+        (lambda: 3, "eviction=3 is no eviction plugin"),
+        (Zipf, "eviction=Zipf is no eviction plugin"),
+    ],
+)
+def test_what_builds_no_policy_is_refused(policies, message):
+    """A policy instance cannot serve several pools; functions and classes are of policies."""
+    with pytest.raises(InputError, match=message):
         compare_policies(small(), policies, [10])
 
 

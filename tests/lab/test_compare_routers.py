@@ -22,6 +22,7 @@ ZIPF = (
     "zipf:requests=120,prefixes=12,prefix_tokens=512,suffix_tokens=16,output_tokens=4,rate=20"
 )
 ROUTERS = "round-robin,least-requests"
+OWN = "memory=80GB,bandwidth=2TB,flops=900T"
 
 
 class First(Router):
@@ -197,6 +198,8 @@ def test_no_routers_and_no_replicas_are_refused():
         compare_routers(ZIPF, [], 2)
     with pytest.raises(InputError, match="replicas: 0 is out of range"):
         compare_routers(ZIPF, ROUTERS, 0)
+    with pytest.raises(InputError, match="give routers"):
+        compare_routers(ZIPF, router="random")
 
 
 def test_the_report_has_the_best_router_first(comparison):
@@ -291,3 +294,11 @@ def test_requests_that_generate_nothing_have_a_cost_a_day_alone():
     reading = RoutersReport(found).reading
     assert "a day" in reading
     assert "million" not in reading
+
+
+def test_the_prices_are_those_of_the_devices_of_all_clusters():
+    """Each device with a price is named, whichever cluster comes last."""
+    clusters = [[{"device": name}] for name in ("h100", "h200", OWN)]
+    price = {"h100": 2.0, "h200": 3.0}
+    found = compare_routers(ZIPF, "random", clusters, gpu_price=price)
+    assert found.gpu_prices == "h100 at $2.00 an hour, given; h200 at $3.00 an hour, given"

@@ -253,6 +253,16 @@ def test_a_folder_without_init_is_a_package_of_a_plugin(tmp_path):
     assert digests[0] == digests[1] != digests[2]
 
 
+def test_what_is_installed_is_no_code_of_a_plugin(tmp_path, monkeypatch):
+    """Modules of the standard library, those in C too, and of `site-packages` are left out."""
+    (tmp_path / "policy.py").write_text("import math, attrs, pytest\n" + POLICY)
+    (tmp_path / "base.py").write_text(WORTH)
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = Plugins().get("eviction", f"{tmp_path}/policy.py:Worth")
+    del sys.modules["base"]
+    assert class_digests(policy).keys() == {"__main__", "base"}
+
+
 def edit_later(path):
     """Give a file the time of an edit that comes after all that this process has loaded."""
     late = time_ns() + 10**9

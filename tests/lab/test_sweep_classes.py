@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -16,8 +17,10 @@ from kvcore_lab.sweep import Grid, Plan
 from kvcore_lab.sweep.sources import class_digests
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.rules import VLLM
+from kvcore_replay.belady import Belady
 
 ZIPF = "zipf:requests=100,rate=5"
+HOST = "host:memory=1073741824"
 
 DEEPEST = """\
 import kvcore
@@ -107,7 +110,7 @@ KINDS = {
     "eviction": "lru",
     "scheduler": "fcfs",
     "router": "random",
-    "tier": "host:memory=1073741824",
+    "tier": HOST,
     "drafter": "acceptance",
     "checkpoint": "default",
     "latency": "roofline",
@@ -152,6 +155,25 @@ def test_one_class_may_be_given_twice():
     policies = ["lru", LRU, LRU(), "optimum", "belady", "lfu", "lfu:half_life=5"]
     grid = Grid("compare", workload=ZIPF, eviction=policies, blocks=600)
     assert len(Plan.from_grid(grid).rows) == len(policies)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"eviction": [LRU(), LRU]},
+        {"eviction": ["lru", partial(LRU)]},
+        {"eviction": [Belady(), "belady"], "mode": "compare"},
+        {"eviction": [partial(LRU), LRU()], "mode": "compare"},
+        {"tier": [[Plugins().build("tier", HOST)], HOST]},
+    ],
+)
+def test_a_cell_builds_its_own_of_a_plugin_that_is_given(axes, tmp_path):
+    """An instance, or what a function builds, serves each cell, and a journal has its name."""
+    axes = {"workload": ZIPF, "blocks": [500, 600], "journal": tmp_path / "journal", **axes}
+    rows = kvcore.sweep(**axes).rows
+    assert [row["error"] for row in rows] == [None] * 4
+    hits = [row["hit_blocks"] for row in rows]
+    assert hits[::2] == hits[1::2]
 
 
 def test_a_mode_in_place_of_the_file_is_told():

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore import InputError
+from kvcore import InputError, StorageError
 from kvcore_lab.sweep import Journal
 
 CELLS = {f"{index:032x}": {"hit_blocks": index, "ratio": index / 7} for index in range(5)}
@@ -86,6 +86,8 @@ def test_a_line_edited_by_hand_is_reported_as_damaged(tmp_path):
     digest, *others = [*CELLS][1], *[*CELLS][:1], *[*CELLS][2:]
     with Journal(tmp_path / "j") as journal:
         assert (journal.damaged, [*journal.results]) == ([3], others)
+    with journal:
+        assert (journal.damaged, [*journal.results]) == ([3], others)
         journal.add(digest, {}, CELLS[digest], 0.5)
     assert read(tmp_path / "j") == CELLS
     assert (tmp_path / "j").read_bytes().startswith(b"".join(lines))
@@ -130,6 +132,15 @@ def test_a_journal_of_a_killed_process_can_be_opened(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "j"], check=False)
     assert done.returncode == -9
     assert read(tmp_path / "j") == {"ab": {"hits": 1}}
+
+
+def test_a_closed_journal_writes_to_no_file(tmp_path):
+    """The number that its file had may be that of another file, which stays as it is."""
+    with Journal(tmp_path / "j") as journal:
+        pass
+    with (tmp_path / "other").open("w"), pytest.raises(StorageError, match="cannot write"):
+        journal.add("ab", {}, {"hits": 1}, 0.25)
+    assert not (tmp_path / "other").read_text()
 
 
 def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch):

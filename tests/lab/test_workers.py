@@ -12,6 +12,7 @@ from threading import Event, Thread, current_thread, get_ident, main_thread
 import pytest
 from helpers.sweeps import suicide
 
+from kvcore import PluginError
 from kvcore_lab import workers
 from kvcore_lab.workers import Call, WorkerDied, call_all, work_all
 
@@ -123,3 +124,20 @@ def test_forks_call_functions_that_cannot_be_pickled(monkeypatch):
     assert not active_children()
     with pytest.raises(ValueError, match="no row"):
         list(call_all([*calls, Call(wrong, "")], 2))
+
+
+class NoRowError(Exception):
+    """An error that keeps a text in place of its argument, so that it cannot be unpickled."""
+
+    def __init__(self, *, row):
+        super().__init__(f"no row {row}")
+
+
+def test_an_exception_that_cannot_be_sent_is_told_in_words():
+    """The exception of a call is no crash of its worker, whatever its class needs."""
+
+    def wrong():
+        raise NoRowError(row=7)
+
+    with pytest.raises(PluginError, match=r"^NoRowError: no row 7$"):
+        list(call_all([Call(wrong, "the first call"), Call(int, "")], 2))

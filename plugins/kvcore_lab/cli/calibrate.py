@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import attrs
 import click
+from click.core import ParameterSource
 
 from kvcore.errors import InputError
 from kvcore.files import atomic_file
@@ -95,6 +96,12 @@ def calibrate(
     if (source is None) != (out is None) or (source is None) == (steps is None):
         msg = "give either 'STEPS', to fit a model, or --from aic and -o FILE, to compose steps"
         raise click.UsageError(msg)
+    chosen = click.get_current_context().get_parameter_source
+    for name in deployment if out is None else ["latency"]:
+        if chosen(name) is not ParameterSource.DEFAULT:
+            use = "describes what --from composes" if out is None else "is fitted to STEPS"
+            msg = f"--{name.replace('_', '-')} {use}: leave it out"
+            raise click.UsageError(msg)
     if out is not None:
         deployment["dtype"] = deployment.pop("weights_dtype")
         _compose(out, Deployment(**deployment), as_json=as_json)

@@ -9,7 +9,6 @@ import click
 
 from kvcore.plugins import Plugins, describe
 from kvcore.trace.fields import plain
-from kvcore.units import INT64_LIMIT
 from kvcore_cli.options import (
     all_of,
     batching_options,
@@ -52,9 +51,7 @@ def demo(ctx: click.Context) -> None:
 )
 @click.option("--output", type=Count(), default=100, help="Number of tokens to generate.")
 @click.option("--block-size", type=Count(), default=16, help="Number of tokens in a KV block.")
-@click.option(
-    "--seed", type=Count(-INT64_LIMIT), default=0, help="Seed of the weights and the prompt."
-)
+@click.option("--seed", type=Count(0), default=0, help="Seed of the weights and the prompt.")
 @shared("threads")
 @plot_option
 @json_option

@@ -135,10 +135,14 @@ def size(
 
 
 def _window_bytes(layout: KVLayout, sequences: int, window: int) -> int:
-    """Return the bytes of `sequences` sequences that each keep `window` tokens."""
-    caches = layout.model.layer_caches
-    fixed = sum(layout.kept_bytes(cache, window) for cache in caches if not cache.grows)
-    return ceil(sequences * (window * layout.token_bytes() + fixed))
+    """Return the bytes of `sequences` sequences of `window` tokens, of blocks that are full."""
+    kept = (
+        cache.layers * layout.cache_bytes(cache) * cache.kept(window)
+        if cache.grows
+        else layout.kept_bytes(cache, window)
+        for cache in layout.model.layer_caches
+    )
+    return ceil(sequences * sum(kept))
 
 
 def _reserve(text: str, device: DeviceSpec | None) -> int:

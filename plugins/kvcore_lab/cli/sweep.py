@@ -96,7 +96,7 @@ def sweep(
     with _naming(None if executor or jobs else file):
         runner = executor_named(executor or source.executor or "local", jobs or source.jobs)
     with _naming(None if out else file):
-        journal, tables = _places(out or source.out or file.with_name(f"{file.stem}-results"))
+        journal, tables = _places(out or source.out, file)
     with _naming(file):
         plan = Plan.from_grid(source.grid)
     written = [journal, *tables, *([] if picture is None else [picture])]
@@ -143,9 +143,10 @@ def _naming(file: Path | None) -> Iterator[None]:
         raise type(error)(msg) from error
 
 
-def _places(out: Path) -> tuple[Path, list[Path]]:
-    """Return the paths of the journal and of the tables."""
-    if out.is_dir() or not out.suffix:
+def _places(given: Path | None, file: Path) -> tuple[Path, list[Path]]:
+    """Return the paths of the journal and of the tables; by default, in a folder by `file`."""
+    out = given or file.with_name(f"{file.stem}-results")
+    if given is None or out.is_dir() or not out.suffix:
         return out / JOURNAL, [out / "results.csv", out / "results.json"]
     if out.suffix not in WRITERS:
         msg = f"out {out}: give a directory, or a file that ends in {', '.join(WRITERS)}"

@@ -160,8 +160,9 @@ class _Search:
         """Return the smallest pool with which the queue does not grow, if a size was given."""
         if not self.parts.sized:
             return None
-        sizes = [self.parts.blocks << doubling for doubling in range(1, DOUBLINGS + 1)]
-        able = [blocks for blocks in sizes if self._may(blocks, None)]
+        null = self.parts.null_blocks
+        sizes = [(self.parts.blocks + null) << times for times in range(1, DOUBLINGS + 1)]
+        able = [blocks for blocks in sizes if self._may(blocks - null, None)]
         enough = (blocks for blocks in able if self._holds(blocks=blocks, memory=None))
         return next(enough, None)
 
@@ -278,7 +279,7 @@ class _QueueJudge(EarlyEnd):
                 self._look(loop)
 
     def _waits(self, jobs: Batcher, now: int) -> bool:
-        """Return True if a job waited at the time `at`, which lies before the clock."""
+        """Return True if a job waited at the time `now`, which lies before the clock."""
         return any(job.arrival < now for job in jobs.waiting) or any(
             job.arrival < now < (job.admitted or 0) for job in jobs.running
         )

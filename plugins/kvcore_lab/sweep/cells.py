@@ -7,6 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
@@ -26,7 +27,6 @@ from kvcore.plugins.base import qualified
 from kvcore.plugins.manager import check_name, installed
 from kvcore.plugins.options import Spec, spec_of
 from kvcore.request import SLO
-from kvcore.serving import LatencyModel, Scheduler, simulate
 from kvcore.serving.result import Reported
 from kvcore.serving.stats import MET, Percentiles
 from kvcore.trace.fields import plain, slo_field
@@ -109,7 +109,7 @@ RESULTS: dict[Mode, tuple[str, ...]] = {
 
 COUNTS = (
     *("requests", "completed", "rejected", "step_count", "loaded_tokens", "lost_tokens"),
-    *("retried", "pool_active_peak"),
+    *("retried", "pool_active_peak", "max_model_len"),
 )
 """Columns of whole numbers, beside those of blocks and preemptions."""
 
@@ -139,6 +139,10 @@ class Task:
         """
         cell = CellRun(self.cell, known)
         self.check(cell.digest)
+        return self.columns(cell)
+
+    def columns(self, cell: CellRun) -> dict[str, Any]:
+        """Run the cell of the task, and return the columns of the result."""
         return cell.run()
 
     def check(self, digest: str) -> None:
@@ -195,13 +199,16 @@ class WorkloadCache:
         self._kept: tuple[object, Any] = None, None
 
     def parts(self, cell: RunConfig) -> RunParts:
-        """Return the parts of a cell.
+        """Return the parts of a cell, with copies of plugins that are given as instances.
 
         Raises:
             InputError, PluginError: a part cannot be built; names the option.
         """
         key = _workload_key(cell)
         workload = self._workloads.get(key)
+        own = {name: _copied(value) for name, value in cell.options.items()}
+        if own != cell.options:
+            cell = cell.changed(**own)
         parts: RunParts = cell.build(self.plugins, workload=workload, naming="{}: ".format)
         if workload is None:
             for other in self._workloads.values():
@@ -258,6 +265,14 @@ class WorkloadCache:
         return kept
 
 
+def _copied(value: Any) -> Any:
+    """Return a function that copies a plugin, which one run uses up; else the value."""
+    if isinstance(value, tuple):
+        return tuple(map(_copied, value))
+    used_up = isinstance(value, Plugin) and not isinstance(value, Workload)
+    return partial(deepcopy, value) if used_up else value
+
+
 def _workload_key(cell: RunConfig) -> tuple[object, ...]:
     workload = cell.workload
     named = workload if isinstance(workload, Workload) else str(workload)
@@ -271,8 +286,6 @@ class CellRun:
         parts: its parts.
         eviction: the eviction policy, or the optimum.
         cache: the cache; None for the optimum, which needs none.
-        scheduler, latency: the scheduler and the latency model; None without a clock.
-        drafter: the drafter; None without one.
 
     Raises:
         InputError, PluginError: a part cannot be built; names the option.
@@ -283,14 +296,11 @@ class CellRun:
         self.parts = parts = known.parts(cell)
         self.eviction: EvictionPolicy | Belady
         self.cache: ServedCache | None = None
-        if not cell.timed and cast("Spec", cell.eviction).name in Belady.names:
+        if not cell.timed and _built(cell.eviction).name in Belady.names:
             self.eviction = _optimum(parts)
         else:
             self.cache = parts.served_cache()
             self.eviction = self.cache.eviction
-        self.scheduler: Scheduler | None = parts.scheduler() if cell.timed else None
-        self.latency: LatencyModel | None = parts.latency() if cell.timed else None
-        self.drafter = None if cell.drafter is None else parts.built("drafter")
 
     @property
     def row(self) -> dict[str, Any]:
@@ -298,7 +308,7 @@ class CellRun:
         parts, cell = self.parts, self.parts.config
         row: dict[str, Any] = {name: getattr(cell, name) for name in axes_of(cell.mode)}
         row |= {name: text for name, value in row.items() if (text := _named(value))}
-        row["tier"] = tiers_text(cast("Any", cell.tier))
+        row["tier"] = tiers_text(tuple(map(_built, cell.tier)))
         del row["memory"]
         if cell.window is not None:
             row["window"] = window_text(cast("Any", cell.window))
@@ -329,7 +339,7 @@ class CellRun:
 
     def run(self) -> dict[str, Any]:
         """Return the columns of the result."""
-        timed = self.scheduler is not None and self.latency is not None
+        timed = self.parts.config.timed
         return self.columns(self.simulated()) if timed else self._replayed()
 
     def columns(self, result: Reported) -> dict[str, Any]:
@@ -341,21 +351,8 @@ class CellRun:
 
     def simulated(self) -> Reported:
         """Simulate the cell, which has a clock; return the result of the run."""
-        parts = self.parts
-        if parts.many:
-            result: Reported = parts.run(residency=False)
-            return result
-        return simulate(
-            self.parts.workload,
-            cache=cast("ServedCache", self.cache),
-            scheduler=self.scheduler,
-            latency=self.latency,
-            batching=self.parts.batching,
-            slo=self.parts.slo,
-            rate_scale=self.parts.config.rate_scale,
-            drafter=self.drafter,
-            residency=False,
-        )
+        result: Reported = self.parts.run(residency=False)
+        return result
 
     def _replayed(self) -> dict[str, Any]:
         parts = self.parts
@@ -398,7 +395,11 @@ class CellRun:
             if cell.checkpoint == option_default("checkpoint")
             else parts.built("checkpoint")
         )
-        served = self.scheduler, self.latency, self.drafter, rules, checkpoint
+        scheduler, latency = (
+            (parts.scheduler(), parts.latency()) if cell.timed else (None, None)
+        )
+        drafter = None if cell.drafter is None else parts.built("drafter")
+        served = scheduler, latency, drafter, rules, checkpoint
         plugins = (self.eviction, prefix, retention, parts.codec, *served, *below)
         described: dict[str, Any] = {
             "kvcore": kvcore_digest(),
@@ -414,9 +415,9 @@ class CellRun:
             "recompute": attrs.asdict(cast("Any", parts.recompute)),
             "plugins": [self._described(plugin) for plugin in plugins if plugin is not None],
         }
-        if self.latency is not None:
+        if latency is not None:
             described |= {
-                "latency": self.latency.coefficients(),
+                "latency": latency.coefficients(),
                 "batching": parts.batching.as_dict(complete=True),
                 "rate_scale": cell.rate_scale,
                 "slo": slo_field(cast("SLO", cell.slo)),
@@ -477,8 +478,9 @@ class CellRunner:
 
 def _optimum(parts: RunParts) -> Belady:
     """Return the optimum of a cell; raise InputError if it bounds nothing there."""
+    given = parts.config.eviction
     try:
-        optimum = Belady.from_text(cast("Spec", parts.config.eviction).options)
+        optimum = Belady.from_text(given.options) if isinstance(given, Spec) else given()
     except InputError as error:
         msg = f"eviction: {error}"
         raise InputError(msg) from error
@@ -499,12 +501,18 @@ def _named(value: object) -> str | None:
     Raises:
         PluginError: it is a plugin without a name.
     """
+    value = _built(value)
     if isinstance(value, Plugin):
         check_name(value)
         value = spec_of(value)
     if isinstance(value, Spec):
         return str(value)
     return value.name if isinstance(value, type) and issubclass(value, Plugin) else None
+
+
+def _built(value: Any) -> Any:
+    """Return the plugin that a function builds; any other value as it is."""
+    return value() if callable(value) and not isinstance(value, type | Plugin) else value
 
 
 def refuse_namesakes(axis: str, values: Sequence[object]) -> None:
@@ -514,7 +522,8 @@ def refuse_namesakes(axis: str, values: Sequence[object]) -> None:
     """
     kind, plugins = kind_of(axis), installed()
 
-    def class_of(value: object) -> type:
+    def class_of(value: Any) -> type:
+        value = _built(value)
         if isinstance(value, Spec):
             return Belady if value.name in Belady.names else plugins.get(kind, value.name)
         return value if isinstance(value, type) else type(value)

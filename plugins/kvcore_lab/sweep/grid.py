@@ -34,17 +34,8 @@ UNTIMED = (
 TIMED = (
     *("workload", "limit", "window", "model", "device", "tensor_parallel", "codec"),
     *("weights_dtype", "block_size", "blocks", "memory", "tier", "prefix", "retention"),
-    *(
-        "latency",
-        "checkpoint",
-        "drafter",
-        "max_tokens",
-        "max_seqs",
-        "steps",
-        "chunked",
-        "watermark",
-    ),
-    *("max_model_len", "rate_scale", "like", "slo", "seed"),
+    *("latency", "checkpoint", "drafter", "max_tokens", "max_seqs", "steps", "chunked"),
+    *("watermark", "max_model_len", "rate_scale", "like", "slo", "seed"),
     *("replicas", "view", "fail", "autoscale", "router", "scheduler", "eviction"),
 )
 """The axes of a sweep under a clock, which accounts for tokens."""
@@ -201,7 +192,7 @@ def _values(name: str, axis_values: Any) -> tuple[Any, ...]:
 
 
 def _is_window(name: str, value: Any) -> bool:
-    """Return True if `given` is one window in ns: start and end, not two windows."""
+    """Return True if `value` is one window in ns: start and end, not two windows."""
     return (
         name == "window" and isinstance(value, tuple) and type(next(iter(value), None)) is int
     )

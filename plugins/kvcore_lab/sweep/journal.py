@@ -68,13 +68,14 @@ class Journal:
             self._read()
             self._write({"schema": SCHEMA, "run": {"pid": os.getpid()}})
         except BaseException:
-            os.close(self._file)
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Release the lock."""
-        os.close(self._file)
+        """Release the lock. The number of the file may soon be that of another one."""
+        file, self._file = self._file, -1
+        os.close(file)
 
     def add(
         self, digest: str, row: dict[str, Any], result: dict[str, Any], wall_s: float
@@ -128,11 +129,9 @@ class Journal:
                 f"{self._option}"
             )
             raise InputError(msg)
-        for line, entry in enumerate(entries, 1):
-            if entry is None:
-                self.damaged.append(line)
-            elif "cell" in entry:
-                self.results[entry["cell"]] = entry["result"]
+        self.damaged = [line for line, entry in enumerate(entries, 1) if entry is None]
+        cells = [entry for entry in entries if entry is not None and "cell" in entry]
+        self.results = {entry["cell"]: entry["result"] for entry in cells}
         if torn:
             os.ftruncate(self._file, os.fstat(self._file).st_size - len(torn))
 

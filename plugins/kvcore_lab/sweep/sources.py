@@ -23,6 +23,9 @@ from kvcore.workloads.files import file_digest
 CODE = {".py", ".json", ".gz"}
 """Suffixes of kvcore's code and tables. The core in C decides as Python does."""
 
+SITES = {"site-packages", "dist-packages"}
+"""The names of folders of packages that are installed, for a user or for all."""
+
 PACKAGE = 5
 """The mark of packages for `ModuleFinder`."""
 
@@ -127,15 +130,21 @@ def _data_digest(path: Path, changed_ns: int) -> str:
 @cache
 def _imported(file: str, loaded_ns: int) -> dict[str, str]:
     """Return the digests of a file and of all that it imports, by the names of modules."""
-    folders = [str(Path(file).parent), *(set(sys.path) - {*sysconfig.get_paths().values()})]
-    finder = _Finder(folders, excludes={package.name for package in _packages()})
+    folders = [str(Path(file).parent), *(path for path in sys.path if not _installed(path))]
+    finder: Any = _Finder(folders, excludes={package.name for package in _packages()})
     finder.run_script(file)
-    sources = {name: vars(imported)["__file__"] for name, imported in finder.modules.items()}
     return {
-        name: _code_digest(Path(source), loaded_ns)
-        for name, source in sources.items()
-        if source
+        name: _code_digest(Path(imported.__file__), loaded_ns)
+        for name, imported in finder.modules.items()
+        if imported.__file__
     }
+
+
+def _installed(folder: str) -> bool:
+    """Return True for a folder of the standard library, or of packages that are installed."""
+    library = map(sysconfig.get_path, ("stdlib", "platstdlib"))
+    path = Path(folder)
+    return path.name in SITES or any(map(path.is_relative_to, library))
 
 
 class _Finder(ModuleFinder):

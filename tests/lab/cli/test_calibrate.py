@@ -79,10 +79,18 @@ def test_roofline_keeps_the_given_options(steps):
     assert Plugins().build("latency", first.split()[1]).device == "h200"
 
 
-def test_a_value_for_a_fitted_option_is_refused(steps):
-    """A value for an option that is fitted is an error, since it would be ignored."""
-    error = error_of("calibrate", steps, "--latency", "roofline:compute=0.5")
-    assert "roofline:compute=0.5: compute is what the steps" in error
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("steps.csv --latency roofline:compute=0.5", "compute is what the steps tell"),
+        ("steps.csv --tensor-parallel 8", "--tensor-parallel describes what --from composes"),
+        ("--from aic -o q.csv --latency linear", "--latency is fitted to STEPS"),
+    ],
+)
+@pytest.mark.usefixtures("steps")
+def test_a_value_that_would_be_ignored_is_refused(words, problem):
+    """A value for an option that is fitted, or is of the other use of the verb, is an error."""
+    assert problem in error_of("calibrate", *words.split())
 
 
 def test_from_aic_writes_steps_and_prints_a_latency_model(tmp_path, monkeypatch):

@@ -141,11 +141,18 @@ def test_the_codec_sets_the_bytes_of_a_number(codec, bytes_per_token):
     assert (document["codec"], document["kv"]["bytes_per_token"]) == (codec, bytes_per_token)
 
 
-def test_a_window_bounds_every_layer():
+@pytest.mark.parametrize(
+    ("model", "sequence_bytes"),
+    [
+        ("llama-2-7b", 4096 * 512 * 1024),
+        ("gemma-3-12b", (40 * 1024 + 8 * 4096) * 8 * 1024),  # 40 layers have one of 1,024
+    ],
+)
+def test_a_window_bounds_every_layer(model, sequence_bytes):
     """With `--window` the K/V of a sequence is limited to that of the window."""
-    arguments = ("llama-2-7b", "--tokens", "28672", "--batch", "8", "--window", "4096")
+    arguments = (model, "--tokens", "28672", "--batch", "8", "--window", "4096")
     kv = report(*arguments)["kv"]
-    assert kv["window_bytes"] == 8 * 4096 * 512 * 1024
+    assert kv["window_bytes"] == 8 * sequence_bytes
     assert kv["bytes_per_batch"] == kv["window_bytes"]
     assert "K/V of 8 x 4,096 tokens" in run(*arguments)
 

@@ -113,12 +113,12 @@ bypass = true
 def test_paths_are_relative_to_the_file(tmp_path, capsys):
     """The path of a workload is relative to the file, and the results are written beside it."""
     row = {"timestamp": 0, "input_length": 50, "output_length": 3, "hash_ids": [1]}
-    (tmp_path / "mine.jsonl").write_text(json.dumps(row))
-    (tmp_path / "s.toml").write_text('mode = "compare"\nworkload = "mine.jsonl"\nblocks = 9\n')
-    assert frame.run(["sweep", str(tmp_path / "s.toml"), "--json"]) == 0
+    (tmp_path / "m.jsonl").write_text(json.dumps(row))
+    (tmp_path / "s-3.1.toml").write_text('mode = "compare"\nworkload = "m.jsonl"\nblocks = 9\n')
+    assert frame.run(["sweep", str(tmp_path / "s-3.1.toml"), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["rows"]
     assert found["requests"] == 1
-    assert (tmp_path / "s-results" / "results.csv").exists()
+    assert (tmp_path / "s-3.1-results" / "results.csv").exists()
 
 
 def test_a_simulated_sweep_has_times(sweep):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import chain
 
 import pytest
 from helpers.commands import error_of, json_of, run_here, stdout_of
@@ -67,25 +68,28 @@ def test_rules_are_shown_as_a_document(like):
     ("rate", "given", "options"),
     [
         (50, {"blocks": 300}, {"rate_scale", "blocks"}),
+        (50, {"blocks": 300, "like": "vllm"}, {"rate_scale", "blocks"}),
         (100, {"tensor_parallel": 1}, {"rate_scale", "tensor_parallel"}),
     ],
 )
 def test_proposed_options_are_enough_for_the_load(rate, given, options):
     """Each option that is proposed for a saturated run gives a run that is not saturated.
 
-    The report and `find_capacity` propose the same options.
+    The report and `find_capacity` propose the same options; a pool is a doubling of that given.
     """
+
+    def words(options):
+        return chain.from_iterable((f"--{k.replace('_', '-')}", v) for k, v in options.items())
+
     crowd = f"zipf:requests=200,prefix_tokens=512,suffix_tokens=512,rate={rate}"
-    words = [f"--{next(iter(given)).replace('_', '-')}", *given.values()]
-    first = report(crowd, *words)["saturation"]
+    first = report(crowd, *words(given))["saturation"]
     assert first["saturated"]
     assert options <= set(first["holds"])
-    printed = " ".join(run(crowd, *words).rpartition("\n\n")[2].split())
+    assert first["holds"].get("blocks", 300) % 300 == 0
+    printed = " ".join(run(crowd, *words(given)).rpartition("\n\n")[2].split())
     for name, value in first["holds"].items():
-        option = f"--{name.replace('_', '-')}", f"{value:g}"
-        assert " ".join(option) in printed
-        others = [] if name in given else words
-        assert not report(crowd, *others, *option)["saturation"]["saturated"]
+        assert " ".join(words({name: f"{value:g}"})) in printed
+        assert not report(crowd, *words({**given, name: value}))["saturation"]["saturated"]
     assert find_capacity(crowd, **given) == first["holds"]
 
 
