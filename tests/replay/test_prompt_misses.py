@@ -148,10 +148,14 @@ def test_tokens_that_the_log_reports_as_read_have_not_lapsed():
 
 
 def test_every_token_has_one_reason():
-    """Read and unread parts cover each prompt once, and the sums count each part once."""
+    """Read and unread parts cover each prompt once, and the sums count each part once.
+
+    So they do if a log reports that all of an edited prompt was read.
+    """
+    blocks = [((f"{'xyz'[n % 3]}ab", 0), ("cd" + "efgh"[: n % 5], 0)) for n in range(20)]
     rows = [
-        logged(n, 70 * n, (f"{'xyz'[n % 3]}ab", 0), ("cd" + "efgh"[: n % 5], 0))
-        for n in range(20)
+        logged(n, 70 * n, *of, usage=Usage(0, 500) if n % 4 == 3 else None)
+        for n, of in enumerate(blocks)
     ]
     for price in (AUTOMATIC, EXPLICIT, f"{EXPLICIT},min_tokens=6"):
         found = explain_prompts(rows, price)

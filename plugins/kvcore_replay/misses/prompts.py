@@ -291,7 +291,8 @@ class _Classifier:
         if original is not None:
             other, place_of_edit, kept = original
             gap = now - other.arrival
-            tokens = min(text.scaled(known * text.key + kept), size.billed) - start
+            # The log may report more as read than the edit has left alike.
+            tokens = max(0, min(text.scaled(known * text.key + kept), size.billed) - start)
             yield UnreadTokens(
                 reason="edited" if gap < ttl else "undetermined",
                 first=start,
