@@ -527,11 +527,17 @@ class _Rerun:
         return attrs.evolve(summary, **_load_of_server(parts, self._server[1], log))
 
     def _replayed(self, requests: Iterable[Request]) -> RunLog:
-        log, steps = RunLog(self._cache.pool.blocks), DecodeSteps()
-        for serial, seq in enumerate(served(requests, cast("KVCache", self._cache)), 1):
+        cache, loaded = cast("KVCache", self._cache), 0
+        log, steps = RunLog(cache.pool.blocks), DecodeSteps()
+        for serial, seq in enumerate(served(requests, cache), 1):
             request = seq.request
             job = Job(request, serial, request.arrival, steps, request.prompt_tokens)
-            job.hit = seq.hit_blocks * self._cache.geometry.block_size
+            job.hit = seq.hit_blocks * cache.geometry.block_size
+            if cache.tiers is not None:
+                job.loaded = (
+                    cache.tiers.hit_stats().hit_tokens - cache.stats.hit_tokens - loaded
+                )
+                loaded += job.loaded
             log.ended(job, request.arrival)
         return log
 
