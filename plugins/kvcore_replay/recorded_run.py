@@ -398,9 +398,9 @@ def bill_trace(
         InputError: an unknown price, or a trace of calls that were made by hand.
         TraceError: the trace is damaged, or cut.
     """
-    workload = TraceWorkload(file)
+    prices, workload = read_price(price), TraceWorkload(file)
     recorded = verified_log(workload.file, workload.header, None, tick)
-    (only_bill,) = bills_of(workload, price, recorded.log)
+    (only_bill,) = bills_of(workload, prices, recorded.log)
     assert only_bill is not None
     return only_bill
 
@@ -428,8 +428,17 @@ def recorded_run(
     )
 
 
+def read_price(price: PriceModel | str | None) -> PriceModel | None:
+    """Return prices that may be given as text, before any run that they are to bill."""
+    if not isinstance(price, str):
+        return price
+    from kvcore_replay.pricing import find_price  # noqa: PLC0415 - for prices alone
+
+    return find_price(price)
+
+
 def bills_of(
-    workload: TraceWorkload, price: PriceModel | str | None, *logs: RunLog
+    workload: TraceWorkload, price: PriceModel | None, *logs: RunLog
 ) -> list[Bills | None]:
     """Return the bills of runs of `workload`, if there are prices."""
     if price is None:

@@ -35,7 +35,7 @@ from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.gpu_cost import Cost, gpus_of_config, read_gpu_prices
 from kvcore_replay.recorded.config import ROUTED, replica_groups
 from kvcore_replay.recorded.parts import RecordedParts
-from kvcore_replay.recorded_run import RunSummary, bills_of, verified_log
+from kvcore_replay.recorded_run import RunSummary, bills_of, read_price, verified_log
 from kvcore_replay.state.cache import run_blocks
 from kvcore_replay.untimed import served
 
@@ -293,6 +293,7 @@ def whatif(
     """
     changes = _changes(options)
     prices = read_gpu_prices(gpu_price) if isinstance(gpu_price, str) else gpu_price or {}
+    price = read_price(price)
     workload = TraceWorkload(file)
     header = workload.header
     parts = _parts(workload, header, changes, plugins)
