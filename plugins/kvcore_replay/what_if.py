@@ -37,7 +37,7 @@ from kvcore_replay.recorded.config import ROUTED, replica_groups
 from kvcore_replay.recorded.parts import RecordedParts
 from kvcore_replay.recorded_run import RunSummary, bills_of, read_price, verified_log
 from kvcore_replay.state.cache import run_blocks
-from kvcore_replay.untimed import served
+from kvcore_replay.untimed import with_loads
 
 if TYPE_CHECKING:
     # Imported for clusters and prices.
@@ -528,17 +528,12 @@ class _Rerun:
         return attrs.evolve(summary, **_load_of_server(parts, self._server[1], log))
 
     def _replayed(self, requests: Iterable[Request]) -> RunLog:
-        cache, loaded = cast("KVCache", self._cache), 0
-        log, steps = RunLog(cache.pool.blocks), DecodeSteps()
-        for serial, seq in enumerate(served(requests, cache), 1):
+        cache, steps = cast("KVCache", self._cache), DecodeSteps()
+        log, size = RunLog(cache.pool.blocks), cache.geometry.block_size
+        for serial, (seq, loaded) in enumerate(with_loads(requests, cache), 1):
             request = seq.request
             job = Job(request, serial, request.arrival, steps, request.prompt_tokens)
-            job.hit = seq.hit_blocks * cache.geometry.block_size
-            if cache.tiers is not None:
-                job.loaded = (
-                    cache.tiers.hit_stats().hit_tokens - cache.stats.hit_tokens - loaded
-                )
-                loaded += job.loaded
+            job.hit, job.loaded = seq.hit_blocks * size, loaded * size
             log.ended(job, request.arrival)
         return log
 
