@@ -37,6 +37,17 @@ def test_a_rerun_with_tiers_has_the_bytes_of_the_trace(path, tmp_path):
     assert check_trace(path).events["LOAD"] > 0
 
 
+@pytest.mark.parametrize("memory", [None, "64MiB"])
+def test_a_rerun_of_a_hybrid_model_has_the_bytes_of_the_trace(tmp_path, memory):
+    """A run with cache groups, with or without a tier, has its bytes when it is made again."""
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    tier = [] if memory is None else [f"host:memory={memory}"]
+    work = Zipf(requests=20, prefixes=8, seed=3)
+    api.simulate(work, model="gemma-3-12b", blocks=600, tier=tier, trace=old)
+    whatif(old, export=new)
+    assert new.read_bytes() == old.read_bytes()
+
+
 @pytest.mark.parametrize("shared", [10, 5])
 def test_a_rerun_with_prefetches_has_the_figures_of_the_run(tmp_path, shared):
     """A run whose prefetches loaded from a tier has its own figures as recorded, and again.

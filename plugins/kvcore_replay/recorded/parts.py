@@ -204,6 +204,9 @@ class RecordedParts(RunParts):
             fields.pop("slo", None)
         if not self.config.tier:
             fields.pop("tiers", None)
+        # Tiers come after what they are below.
+        above = ("model", "device", "recompute", *SPLIT)
+        fields = {name: fields[name] for name in above if name in fields} | fields
         if self.redeployed:
             fields |= {n: v for n, v in super().header().items() if n in fields}
         run = {name: self._header[name] for name in ("mode", "workload", "seed")}
