@@ -21,7 +21,7 @@ from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import Plugins
 from kvcore.progress import Progress, Tick, silent, ticked
 from kvcore.request import SLO, Key, Request, TextRequest
-from kvcore.serving import DecodeSteps, Job, LatencyModel, StepResult, StepWork
+from kvcore.serving import Batching, DecodeSteps, Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.latency import SimulatedExecutor
 from kvcore.serving.simulate import serve
 from kvcore.serving.stats import RunLog
@@ -358,7 +358,10 @@ def _load(
             latency = parts.latency()
             latency.bind()
             return _load_of_server(parts, latency, log)
-    limits = (n * own["batching"]["max_seqs"] for n, own in replica_groups(fields))
+    limits = (
+        n * own["batching"].get("max_seqs", Batching().max_seqs)
+        for n, own in replica_groups(fields)
+    )
     return _load_fields(None, log, sum(limits))
 
 
