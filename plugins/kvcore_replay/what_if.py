@@ -33,16 +33,16 @@ from kvcore_plugins.load import finished_work, offered_load, saturation_of
 from kvcore_plugins.traces.reader import TraceReader, read_keys, read_request
 from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.gpu_cost import Cost, gpus_of_config, read_gpu_prices
+from kvcore_replay.pricing import PriceModel, find_price
 from kvcore_replay.recorded.config import ROUTED, replica_groups
 from kvcore_replay.recorded.parts import RecordedParts
-from kvcore_replay.recorded_run import RunSummary, bills_of, read_price, verified_log
+from kvcore_replay.recorded_run import RunSummary, verified_log
 from kvcore_replay.state.cache import run_blocks
 from kvcore_replay.untimed import with_loads
 
 if TYPE_CHECKING:
-    # Imported for clusters and prices.
+    # Imported for clusters.
     from kvcore_cluster.options import ClusterOptions
-    from kvcore_replay.pricing import PriceModel
     from kvcore_replay.recorded.cluster import RecordedCluster
 
 __all__ = ["Change", "RequestOutcome", "WhatIf", "whatif"]
@@ -293,7 +293,7 @@ def whatif(
     """
     changes = _changes(options)
     prices = read_gpu_prices(gpu_price) if isinstance(gpu_price, str) else gpu_price or {}
-    price = read_price(price)
+    price = find_price(price) if isinstance(price, str) else price
     workload = TraceWorkload(file)
     header = workload.header
     parts = _parts(workload, header, changes, plugins)
@@ -311,7 +311,11 @@ def whatif(
             recorded = verified_log(workload.file, workload.header, parts.slo, tick)
         shown = f"running {workload.name} again", len(recorded.log.ids)
         log = rerun.run(stack.enter_context(progress(*shown)))
-    before, after = bills_of(workload, price, recorded.log, log)
+    before = after = None
+    if price is not None:
+        from kvcore_replay.billing import bill  # noqa: PLC0415 - for prices alone
+
+        before, after = (bill(workload, price, log=each) for each in (recorded.log, log))
     was = RunSummary.from_log(
         parts.recorded(), recorded.log, recorded.stats, recorded.evicted, timed=parts.timed
     )
