@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from itertools import product
 from math import fsum, lcm
 from numbers import Integral
+from operator import add
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 
@@ -638,12 +639,13 @@ class _RowMaker:
         if policy.optimum is not None:
             hits, stats, evicted = self._optimum(policy.optimum, blocks)
             self.tick(len(hits))
+            read = hits
             if self.setup.slots:
                 # Pool and tiers hit at most what one cache hits that need not keep its prompts.
                 most = blocks + self.setup.slots
-                _, reused, _ = self._optimum(Belady(bypass=True), most)
+                read, reused, _ = self._optimum(Belady(bypass=True), most)
             if self.price is not None:
-                charged = self._bill(zip(self.setup.workload, hits, strict=True))
+                charged = self._bill(zip(self.setup.workload, read, strict=True))
         elif self.setup.groups:
             cache = self.setup.grouped(policy.build(), blocks, policy.make_checkpoint())
             hits = replay_groups(ticked(self.setup.workload, self.tick), cache)
@@ -654,10 +656,12 @@ class _RowMaker:
                 self.setup.put_tiers(cache)
             if self.residency:
                 cache.record_residency()
-            hits = hits_of(ticked(self.setup.workload, self.tick), cache)
+            loaded = None if cache.tiers is None or self.price is None else array("q")
+            hits = hits_of(ticked(self.setup.workload, self.tick), cache, loaded)
             stats = cache.stats
             if self.price is not None:
-                charged = self._bill(zip(self.setup.workload, hits, strict=True))
+                reads = hits if loaded is None else map(add, hits, loaded)
+                charged = self._bill(zip(self.setup.workload, reads, strict=True))
             evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
         tiers: Any = None if cache is None else cache.tiers
         if tiers is not None:
@@ -713,7 +717,7 @@ class _RowMaker:
         return round(fsum(n * cost(0, length) for length, n in sorted(lengths.items())), 3)
 
     def _bill(self, hits: Iterable[tuple[Request, int]]) -> Bill:
-        """Return the bill of requests; each comes with the number of blocks that it hits."""
+        """Return the bill of requests; each comes with the number of blocks that it reads."""
         from kvcore_replay.billing import Bill, hit_charge  # noqa: PLC0415 - for prices alone
 
         size = self.setup.geometry.block_size

@@ -211,7 +211,7 @@ class PromptCache:
                 entries[key] = now + ttl, ttl
         stored = long = read
         for mark, ttl in marks:
-            if (end := price.cacheable(ends[mark])) > read:
+            if (end := ends[mark]) > read:
                 entries[path[mark]] = now + ttl, ttl
                 stored = max(stored, end)
                 long = max(long, end) if ttl >= _HOUR_NS else long
@@ -225,11 +225,11 @@ class PromptCache:
     def _path(
         self, request: Request, size: PromptSize
     ) -> tuple[list[int], list[Key], list[tuple[int, int]], int]:
-        """Return ends and keys of the possible entries, breakpoints (place, TTL), look-back."""
+        """Return cacheable ends, keys of entries, breakpoints (place, TTL), and look-back."""
         price = self._price
         if not isinstance(request, LoggedRequest) or not request.parts:
             keys = list(full_keys(request, size))
-            ends = [size.scaled(n * size.key) for n in range(1, len(keys) + 1)]
+            ends = [price.cacheable(size.scaled(n * size.key)) for n in range(1, len(keys) + 1)]
             return ends, keys, [(len(keys) - 1, price.ttl_ns)] if keys else [], len(keys)
         parts = request.parts
         path: list[Key] = [*chain_keys([request.salt or "", *(p.digest for p in parts)])]
@@ -240,7 +240,7 @@ class PromptCache:
         ]
         if not marks and not request.explicit:
             marks = [(len(parts) - 1, price.ttl_ns)]
-        ends = [size.scaled(part.end) for part in parts]
+        ends = [price.cacheable(size.scaled(part.end)) for part in parts]
         return ends, path[1:], marks[-price.breakpoints :], price.lookback
 
 

@@ -27,7 +27,7 @@ from kvcore_events.model import (
 )
 from kvcore_plugins.traces.reader import read_events
 from kvcore_plugins.workload.recorded import TraceWorkload
-from kvcore_replay.state.cache import CacheState
+from kvcore_replay.state.cache import CacheState, TracedSpan
 from kvcore_replay.state.replicas import ServerReader
 
 MEDIUM = "GPU"
@@ -303,9 +303,10 @@ class _EventMaker:
         state.apply(line)
         if isinstance(line, events.Commit):
             if line.how in STORED:
-                prompt = state.sequences[line.seq].prompt
-                keys = prompt.generated if line.generated is True else prompt.keys
-                yield from self._stored(keys, line.first, line.first + line.blocks, MEDIUM)
+                span = state.sequences[line.seq].span
+                above = span if line.how == "grown" else span.parent
+                end = line.first + line.blocks
+                yield from self._stored(span.keys, line.first, end, MEDIUM, above)
         elif isinstance(line, (events.Offload, events.Recover, events.Discard)):
             yield from self._moved(line)
 
@@ -334,19 +335,29 @@ class _EventMaker:
             yield BlockRemoved(hashes=hashes, medium=medium)
 
     def _stored(
-        self, keys: list[Any], begin: int, end: int, medium: str
+        self,
+        keys: list[Any],
+        begin: int,
+        end: int,
+        medium: str,
+        above: TracedSpan | None = None,
     ) -> Iterator[BlockStored]:
-        """Yield events that store blocks."""
+        """Yield events that store blocks; the one before them is in `above`, if that is given.
+
+        A prompt may end within a key of several blocks, and its answer has another key there.
+        """
+        before = keys if above is None else above.keys
         for first in range(begin, end, self._most_blocks):
             part = range(first, min(end, first + self._most_blocks))
             hashes = tuple(self._hash(keys, block) for block in part)
             yield BlockStored(
                 hashes=hashes,
-                parent=self._hash(keys, first - 1) if first else None,
+                parent=self._hash(before, first - 1) if first else None,
                 tokens=tuple(chain.from_iterable(map(self._tokens, hashes))),
                 block_size=self._size,
                 medium=medium,
             )
+            before = keys
 
     def _hash(self, keys: list[Any], block: int) -> int:
         index, offset = divmod(block, self._ratio)

@@ -45,7 +45,7 @@ class PriceModel:
         note: conditions that the figures leave out.
 
     Raises:
-        InputError: a figure that is negative or not finite.
+        InputError: a figure that is negative or not finite, or `write_1h` without `write`.
     """
 
     name: str = ""
@@ -72,6 +72,9 @@ class PriceModel:
             if value is not None and not least.get(key, 0) <= value < math.inf:
                 msg = f"price: {key}={value}: give a finite number from {least.get(key, 0)} on"
                 raise InputError(msg)
+        if self.write is None and self.write_1h is not None:
+            msg = f"price: write_1h={self.write_1h} without write: give both; they may be equal"
+            raise InputError(msg)
 
     def __str__(self) -> str:
         """Return the text that `find_price` reads: a name, or all figures."""

@@ -25,12 +25,12 @@ from kvcore_plugins.traces.reader import TraceReader, read_request
 from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.check.base import Caps
 from kvcore_replay.check.trace import Checker, check_event
+from kvcore_replay.pricing import PriceModel, find_price
 from kvcore_replay.state.replicas import Replicas, ServerReader
 
 if TYPE_CHECKING:
     # Imported when there are prices.
     from kvcore_replay.billing import Bills
-    from kvcore_replay.pricing import PriceModel
 
 __all__ = ["RunSummary"]
 
@@ -398,11 +398,12 @@ def bill_trace(
         InputError: an unknown price, or a trace of calls that were made by hand.
         TraceError: the trace is damaged, or cut.
     """
+    from kvcore_replay.billing import bill  # noqa: PLC0415 - for prices alone
+
+    price = find_price(price) if isinstance(price, str) else price
     workload = TraceWorkload(file)
     recorded = verified_log(workload.file, workload.header, None, tick)
-    (only_bill,) = bills_of(workload, price, recorded.log)
-    assert only_bill is not None
-    return only_bill
+    return bill(workload, price, log=recorded.log)
 
 
 def recorded_run(
@@ -426,17 +427,6 @@ def recorded_run(
     return RunSummary.from_log(
         header, recorded.log, recorded.stats, recorded.evicted, timed=timed
     )
-
-
-def bills_of(
-    workload: TraceWorkload, price: PriceModel | str | None, *logs: RunLog
-) -> list[Bills | None]:
-    """Return the bills of runs of `workload`, if there are prices."""
-    if price is None:
-        return [None] * len(logs)
-    from kvcore_replay.billing import bill  # noqa: PLC0415 - for prices alone
-
-    return [bill(workload, price, log=log) for log in logs]
 
 
 def verified_log(

@@ -196,7 +196,7 @@ class Series:
         return len(self.time)
 
     def thinned(self, points: int) -> Series:
-        """Return at most `points` rows, and no fewer than 12, that draw the same shape.
+        """Return at most `points` rows, or 12 if `points` is less, that draw the same shape.
 
         Time is divided into equal buckets. In each the first and the last row are kept, and
         those in which a gauge is lowest or highest: so no peak of the pool's blocks or of

@@ -18,7 +18,7 @@ from kvcore.request import Request
 if TYPE_CHECKING:
     from kvcore_plugins.cache_groups import GroupedCache
 
-__all__ = ["hits_of", "replay", "replay_groups", "served"]
+__all__ = ["hits_of", "replay", "replay_groups", "served", "with_loads"]
 
 CHUNK = 8192
 """The most tokens of a chunk of a prompt in a replay of cache groups."""
@@ -48,11 +48,31 @@ def replay_groups(
     return hits
 
 
-def hits_of(requests: Iterable[Request], cache: KVCache) -> array[int]:
-    """Replay `requests` serially in `cache`; return the number of blocks that each hits."""
+def hits_of(
+    requests: Iterable[Request], cache: KVCache, loaded: array[int] | None = None
+) -> array[int]:
+    """Replay `requests` serially in `cache`; return the number of blocks that each hits.
+
+    In a cache with tiers, the number of blocks that are loaded for each is added to `loaded`.
+    """
     hits, rest = native.replay(requests, cache, keeps=True)
-    hits.extend(seq.hit_blocks for seq in served(rest, cache))
+    if loaded is None:
+        hits.extend(seq.hit_blocks for seq in served(rest, cache))
+        return hits
+    for seq, blocks in with_loads(rest, cache):
+        hits.append(seq.hit_blocks)
+        loaded.append(blocks)
     return hits
+
+
+def with_loads(requests: Iterable[Request], cache: KVCache) -> Iterator[tuple[Sequence, int]]:
+    """Yield the sequences of `served`, each with the number of blocks loaded from tiers."""
+    before = 0
+    for seq in served(requests, cache):
+        tiers = cache.tiers
+        loaded = 0 if tiers is None else tiers.hit_stats().hit_blocks - cache.stats.hit_blocks
+        yield seq, loaded - before
+        before = loaded
 
 
 def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:

@@ -21,7 +21,7 @@ from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import Plugins
 from kvcore.progress import Progress, Tick, silent, ticked
 from kvcore.request import SLO, Key, Request, TextRequest
-from kvcore.serving import DecodeSteps, Job, LatencyModel, StepResult, StepWork
+from kvcore.serving import Batching, DecodeSteps, Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.latency import SimulatedExecutor
 from kvcore.serving.simulate import serve
 from kvcore.serving.stats import RunLog
@@ -33,16 +33,16 @@ from kvcore_plugins.load import finished_work, offered_load, saturation_of
 from kvcore_plugins.traces.reader import TraceReader, read_keys, read_request
 from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.gpu_cost import Cost, gpus_of_config, read_gpu_prices
+from kvcore_replay.pricing import PriceModel, find_price
 from kvcore_replay.recorded.config import ROUTED, replica_groups
 from kvcore_replay.recorded.parts import RecordedParts
-from kvcore_replay.recorded_run import RunSummary, bills_of, verified_log
+from kvcore_replay.recorded_run import RunSummary, verified_log
 from kvcore_replay.state.cache import run_blocks
-from kvcore_replay.untimed import served
+from kvcore_replay.untimed import with_loads
 
 if TYPE_CHECKING:
-    # Imported for clusters and prices.
+    # Imported for clusters.
     from kvcore_cluster.options import ClusterOptions
-    from kvcore_replay.pricing import PriceModel
     from kvcore_replay.recorded.cluster import RecordedCluster
 
 __all__ = ["Change", "RequestOutcome", "WhatIf", "whatif"]
@@ -293,6 +293,7 @@ def whatif(
     """
     changes = _changes(options)
     prices = read_gpu_prices(gpu_price) if isinstance(gpu_price, str) else gpu_price or {}
+    price = find_price(price) if isinstance(price, str) else price
     workload = TraceWorkload(file)
     header = workload.header
     parts = _parts(workload, header, changes, plugins)
@@ -310,7 +311,11 @@ def whatif(
             recorded = verified_log(workload.file, workload.header, parts.slo, tick)
         shown = f"running {workload.name} again", len(recorded.log.ids)
         log = rerun.run(stack.enter_context(progress(*shown)))
-    before, after = bills_of(workload, price, recorded.log, log)
+    before = after = None
+    if price is not None:
+        from kvcore_replay.billing import bill  # noqa: PLC0415 - for prices alone
+
+        before, after = (bill(workload, price, log=each) for each in (recorded.log, log))
     was = RunSummary.from_log(
         parts.recorded(), recorded.log, recorded.stats, recorded.evicted, timed=parts.timed
     )
@@ -357,7 +362,10 @@ def _load(
             latency = parts.latency()
             latency.bind()
             return _load_of_server(parts, latency, log)
-    limits = (n * own["batching"]["max_seqs"] for n, own in replica_groups(fields))
+    limits = (
+        n * own["batching"].get("max_seqs", Batching().max_seqs)
+        for n, own in replica_groups(fields)
+    )
     return _load_fields(None, log, sum(limits))
 
 
@@ -527,11 +535,12 @@ class _Rerun:
         return attrs.evolve(summary, **_load_of_server(parts, self._server[1], log))
 
     def _replayed(self, requests: Iterable[Request]) -> RunLog:
-        log, steps = RunLog(self._cache.pool.blocks), DecodeSteps()
-        for serial, seq in enumerate(served(requests, cast("KVCache", self._cache)), 1):
+        cache, steps = cast("KVCache", self._cache), DecodeSteps()
+        log, size = RunLog(cache.pool.blocks), cache.geometry.block_size
+        for serial, (seq, loaded) in enumerate(with_loads(requests, cache), 1):
             request = seq.request
             job = Job(request, serial, request.arrival, steps, request.prompt_tokens)
-            job.hit = seq.hit_blocks * self._cache.geometry.block_size
+            job.hit, job.loaded = seq.hit_blocks * size, loaded * size
             log.ended(job, request.arrival)
         return log
 

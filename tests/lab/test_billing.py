@@ -13,6 +13,7 @@ from kvcore_plugins.workload import Zipf
 from kvcore_plugins.workload.usage import Usage
 from kvcore_replay.billing import Charge, PromptCache, bill, hit_charge
 from kvcore_replay.pricing import PriceModel, find_price
+from kvcore_replay.recorded_run import bill_trace
 
 HOUR = 3600 * NS_PER_S
 PRICE = PriceModel(
@@ -140,6 +141,22 @@ def test_tokens_loaded_from_a_tier_are_billed_as_read():
     assert loaded > 0
     found = bill(work, "input=3,cached=0.3", log=result.log)
     assert found.run.read_tokens == sum(result.log.hit) + loaded
+
+
+def test_a_comparison_bills_what_its_tiers_loaded(tmp_path):
+    """A row of a comparison has the bill of its trace: what its tiers loaded is read too.
+
+    The optimum costs no more: its bill is that of what pool and tiers can hit at most.
+    """
+    work, price = Zipf(requests=60, prefixes=8), "input=3,cached=0.3"
+    options = {"tier": "host:memory=1GiB", "price": price, "accounting": "tokens"}
+    (row,) = kvcore.compare(work, "lru", 100, trace=tmp_path / "t.jsonl", **options).rows
+    assert row.bill == bill_trace(tmp_path / "t.jsonl", price).run
+    assert row.bill.read_tokens > row.hit_blocks * row.block_size
+    lru, best = kvcore.compare(
+        work, "lru,optimum", 100, **options | {"accounting": "keys"}
+    ).rows
+    assert best.bill.usd <= lru.bill.usd
 
 
 def test_a_run_is_billed_for_what_it_generated():

@@ -54,6 +54,7 @@ def test_prices_are_read_from_text():
         ("input=1,step=0", "step=0"),
         ("input=1,step=1.5", r"'step=1\.5': expected a whole number"),
         ("input=1,ttl=0", r"ttl=0\.0: give a finite number from 1e-09 on"),
+        ("input=1,write_1h=2,ttl=3600", "write_1h=2.0 without write: give both"),
         ("", "price '' is not known"),
     ],
 )

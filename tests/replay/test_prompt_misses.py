@@ -10,6 +10,7 @@ from kvcore.units import NS_PER_S
 from kvcore_plugins.workload.usage import Usage
 from kvcore_replay.misses import prompts as prompt_misses
 from kvcore_replay.misses.prompts import REASONS, explain_prompts
+from kvcore_replay.report.billing import PromptReport
 
 AUTOMATIC = "input=4,cached=1,ttl=300"
 EXPLICIT = "input=4,cached=1,write=5,ttl=300,breakpoints=4"
@@ -145,13 +146,31 @@ def test_tokens_that_the_log_reports_as_read_have_not_lapsed():
     rows = [logged(n, 400 * n, ("abcd", 0), usage=Usage(4 - 4 * n, 4 * n)) for n in range(2)]
     last = explain_prompts(rows, EXPLICIT).prompts[-1]
     assert (last.expected, last.reported, last.read, last.unread) == (0, 4, 4, [])
+    assert last.as_dict()["read_tokens"] == 4
+
+
+def test_a_step_more_or_less_than_the_rule_reads_is_no_difference():
+    """A report counts what a log reads up to a step more or less as about as much.
+
+    It says which requests have no report.
+    """
+    served = [None, Usage(10, 90), Usage(0, 100), Usage(61, 39)]
+    rows = [logged(n, n, ("a" * 100, None), usage=usage) for n, usage in enumerate(served)]
+    report = PromptReport(explain_prompts(rows, f"{AUTOMATIC},step=40"))
+    counts = "1 request read less than the rule says, 0 more, 2 about as much."
+    assert report.agreement == f"The rule reads 240 tokens, the log 229. {counts}"
+    assert "as the log reports, or by the API's rule where it does not" in report.headline
 
 
 def test_every_token_has_one_reason():
-    """Read and unread parts cover each prompt once, and the sums count each part once."""
+    """Read and unread parts cover each prompt once, and the sums count each part once.
+
+    So they do if a log reports that all of an edited prompt was read.
+    """
+    blocks = [((f"{'xyz'[n % 3]}ab", 0), ("cd" + "efgh"[: n % 5], 0)) for n in range(20)]
     rows = [
-        logged(n, 70 * n, (f"{'xyz'[n % 3]}ab", 0), ("cd" + "efgh"[: n % 5], 0))
-        for n in range(20)
+        logged(n, 70 * n, *of, usage=Usage(0, 500) if n % 4 == 3 else None)
+        for n, of in enumerate(blocks)
     ]
     for price in (AUTOMATIC, EXPLICIT, f"{EXPLICIT},min_tokens=6"):
         found = explain_prompts(rows, price)

@@ -63,6 +63,15 @@ def test_a_rerun_without_changes_has_the_bytes_of_the_trace(tmp_path, options):
     assert not found.changes
 
 
+def test_a_cap_that_a_header_leaves_out_is_the_default(tmp_path):
+    """A cluster whose header says nothing of `max_seqs` is run again with its default."""
+    path = record(tmp_path / "trace.jsonl", fail=())
+    events = lines(path)
+    del events[0]["batching"]["max_seqs"]
+    found = whatif(seal(path, events))
+    assert found.recorded.saturation == found.rerun.saturation is not None
+
+
 def test_figures_of_a_trace_equal_those_of_its_result(tmp_path):
     """Figures computed from the trace of a cluster equal those of its result."""
     path = tmp_path / "trace.jsonl"

@@ -40,18 +40,22 @@ class TestRefused:
         self.refused(path, InputError, message, **asked)
 
     @pytest.mark.parametrize(
-        ("option", "message"),
+        ("asked", "message"),
         [
-            ("codec", "codec: a run is made again with the codec that its trace has"),
-            ("evict", "there is no option 'evict'"),
+            ({"codec": "int8"}, "codec: a run is made again with the codec that its trace has"),
+            ({"evict": "lru"}, "there is no option 'evict'"),
+            ({"block_size": "x"}, "block_size: expected a whole number"),
+            ({"batching": "8"}, "batching='8': give a Batching, or a table"),
+            ({"batching": {"max_seqs": 1}, "max_seqs": 2}, "by itself and in batching"),
+            ({"price": "acme"}, "price 'acme' is not known"),
         ],
     )
     def test_options_that_a_recorded_run_cannot_have_are_refused(
-        self, tmp_path, option, message
+        self, tmp_path, asked, message
     ):
-        """An option that changes no recorded run is refused, as one that there is not is."""
+        """An option that changes no recorded run is refused, as what no option can be is."""
         path = timed(tmp_path / "trace.jsonl", [ask("a")])
-        self.refused(path, InputError, message, **{option: "int8"})
+        self.refused(path, InputError, message, **asked)
 
     def test_a_trace_with_too_many_requests_for_its_size_is_refused(
         self, tmp_path, monkeypatch

@@ -5,7 +5,7 @@ import pytest
 from helpers.commands import run_here
 from helpers.traces import lines, seal
 
-from kvcore import InputError, KvcoreError, Request, api
+from kvcore import InputError, KvcoreError, Request, api, compare
 from kvcore.request import Hints
 from kvcore.units import NS_PER_S
 from kvcore_plugins.workload import Zipf
@@ -37,6 +37,17 @@ def test_a_rerun_with_tiers_has_the_bytes_of_the_trace(path, tmp_path):
     assert check_trace(path).events["LOAD"] > 0
 
 
+@pytest.mark.parametrize("memory", [None, "64MiB"])
+def test_a_rerun_of_a_hybrid_model_has_the_bytes_of_the_trace(tmp_path, memory):
+    """A run with cache groups, with or without a tier, has its bytes when it is made again."""
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    tier = [] if memory is None else [f"host:memory={memory}"]
+    work = Zipf(requests=20, prefixes=8, seed=3)
+    api.simulate(work, model="gemma-3-12b", blocks=600, tier=tier, trace=old)
+    whatif(old, export=new)
+    assert new.read_bytes() == old.read_bytes()
+
+
 @pytest.mark.parametrize("shared", [10, 5])
 def test_a_rerun_with_prefetches_has_the_figures_of_the_run(tmp_path, shared):
     """A run whose prefetches loaded from a tier has its own figures as recorded, and again.
@@ -63,6 +74,15 @@ def test_a_rerun_with_prefetches_has_the_figures_of_the_run(tmp_path, shared):
     assert attrs.asdict(found.recorded) == attrs.asdict(found.rerun)
     assert found.recorded.loaded_tokens == sum(run.log.loaded) > 0
     assert found.recorded.hit["hit_blocks"] == run.cache.stats.hit_blocks > 0
+
+
+def test_a_rerun_without_a_clock_bills_what_its_tiers_loaded(tmp_path):
+    """Without a clock too, a rerun has what it loaded from tiers, and is billed for it."""
+    work, path = Zipf(requests=60, prefixes=8, seed=3), tmp_path / "trace.jsonl"
+    compare(work, "lru", 100, tier="host:memory=1GiB", trace=path)
+    found = whatif(path, price="input=3,cached=0.3")
+    assert attrs.asdict(found.recorded) == attrs.asdict(found.rerun)
+    assert found.rerun.loaded_tokens > 0
 
 
 @pytest.mark.parametrize("tier", ["none", "disk:memory=2GiB", ["host:memory=1GiB", HOST]])

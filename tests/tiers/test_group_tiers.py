@@ -205,6 +205,15 @@ def test_a_tier_is_evicted_by_any_policy(policy, tmp_path):
     check_trace(tmp_path / "trace.jsonl")
 
 
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_tier_with_fewer_slots_than_blocks_that_leave_at_once_is_checked(policy, tmp_path):
+    """Of blocks that leave the pool at once, the check asks a tier for those that fit in it."""
+    tiers = [f"host:memory={4 * GROUP_SLOT},eviction={policy}"]
+    _, cache = grouped_run(2, tmp_path / "trace.jsonl", tiers=tiers, count=60)
+    assert cache.tiers.levels[0].stats.refused > 0
+    check_trace(tmp_path / "trace.jsonl")
+
+
 def test_a_policy_knows_where_a_block_is_in_its_text():
     """A policy sees each block where it begins in the text, whatever the size of its group."""
     begun = []

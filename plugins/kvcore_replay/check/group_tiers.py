@@ -15,6 +15,7 @@ A line is checked before the state has taken it. Lines of one call have one time
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from kvcore.trace import events
@@ -43,6 +44,9 @@ class GroupTierChecker:
         # or written into a tier, each with the name of the store.
         self._admitted: int | None = None
         self._named: set[tuple[str, Place]] = set()
+        # The number of blocks written into each tier, and those that made room there.
+        self._written: Counter[str] = Counter()
+        self._dropped: set[tuple[str, Place]] = set()
         self._hits: set[tuple[str, Place]] = set()
         self._loaded: set[tuple[str, Place]] = set()
         # What must leave a store, since it was written down for that; and the tiers that made
@@ -71,7 +75,8 @@ class GroupTierChecker:
             self._must_be_settled()
         if is_later:
             self._admitted = None
-            for places in (self._named, self._hits, self._loaded):
+            self._written.clear()
+            for places in (self._named, self._dropped, self._hits, self._loaded):
                 places.clear()
         if self._arriving is not None:
             self._must_arrive(event)
@@ -104,11 +109,16 @@ class GroupTierChecker:
 
     def _must_be_in(self, tier: TracedTier, place: Place) -> None:
         """Check that a block is in a tier, which had room for it and an idle link."""
-        is_there = place in self._tiers.places[tier.name]
+        # A block that leaves where it also is below may make room there for those beside it.
+        was_there = (
+            place in self._tiers.places[tier.name] or (tier.name, place) in self._dropped
+        )
         is_busy = not self._exact or tier.free_at - self._now > max_wait(tier)
+        # What is read has to stay, and so has what came when more left at once than fits.
         is_read = any(count > 0 for count in self._tiers.held[tier.name].values())
-        is_full = is_read and tier.used == tier.record.slots
-        if not (is_there or is_busy or is_full):
+        is_kept = is_read or self._written[tier.name] >= tier.used
+        is_full = is_kept and tier.used == tier.record.slots
+        if not (was_there or is_busy or is_full):
             violated(f"block {place[1]!r} is not in {tier.name!r}, which could take it")
 
     def _must_arrive(self, event: Any) -> None:
@@ -184,6 +194,7 @@ class GroupTierChecker:
             self._named.add((tier.name, place))
             if (below := self._takes(tier.name, "through")) is not None:
                 self._owed.add((below, place))
+        self._written[tier.name] += len(places)
         must_be_done(event, tier, write=True, exact=self._exact)
 
     def _drop(self, event: events.Discard) -> None:
@@ -195,6 +206,8 @@ class GroupTierChecker:
             moved = tier.name, place
             self._leaving.discard(moved)
             below = self._takes(tier.name, "evict")
+            if event.reason == "capacity":
+                self._dropped.add(moved)
             if below is not None and event.reason == "capacity":
                 self._must_be_in(self._tiers.levels[below], place)
             if event.reason == "moved" and moved not in self._loaded:

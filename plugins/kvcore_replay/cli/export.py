@@ -13,6 +13,7 @@ from kvcore.errors import InputError, StorageError
 from kvcore.files import compressor, part_path, refuse_overwrite
 from kvcore.progress import Tick
 from kvcore.units import DECIMAL, format_bytes
+from kvcore.untrusted import parse_digits
 from kvcore_cli.output import (
     emit_json,
     file_option,
@@ -92,7 +93,7 @@ def _router_events(trace: Path, out: Path, tick: Tick, replica: str | None) -> d
     from kvcore_events.formats import encode  # noqa: PLC0415 - as above
     from kvcore_replay.export import dynamo_batches, write_lines  # noqa: PLC0415 - as above
 
-    worker = 0 if replica is None else int(replica.partition(":")[0])
+    worker = parse_digits((replica or "").partition(":")[0]) or 0  # what is none, is refused
     batches = dynamo_batches(trace, worker, tick, replica)
     lines = (encode(batch) + b"\n" for batch in batches)
     return {"events": write_lines(out, lines)}

@@ -206,13 +206,17 @@ def live_trace(
     path: Path | None, requests: int | None, header: Mapping[str, Any]
 ) -> Iterator[Trace]:
     """Open a trace that is shown on stderr while it is written; without a path none is kept."""
-    expansion = Expansion()
+    expansion, grouped = Expansion(), False
 
     def show(lines: bytes) -> None:
         # Read as from a file, so that the view is that of `kvcore watch`.
+        nonlocal grouped
         for line in lines.splitlines():
-            for event in expansion.expand(decode(line)):
-                player.show(event)
+            event = decode(line, grouped=grouped)
+            if isinstance(event, Header):
+                grouped = bool(event.cache_groups)
+            for each in expansion.expand(event):
+                player.show(each)
 
     with display(sys.stderr) as shown:
         player = Player(shown, inf, requests=requests)

@@ -98,6 +98,7 @@ class PromptReads:
             "request": self.request,
             "arrived_s": self.arrived_ns / NS_PER_S,
             "prompt_tokens": self.tokens,
+            "read_tokens": self.read,
             "expected_tokens": self.expected,
             "reported_tokens": self.reported,
             "unread": [part.as_dict() for part in self.unread],
@@ -192,6 +193,15 @@ def explain_prompts(
     )
 
 
+def slack(price: PriceModel, expected: int) -> int:
+    """Return by how many tokens a log may differ from `expected` reads, as if it did not.
+
+    Positions in a logged prompt are estimates if its tokens are: a difference of up to a tenth,
+    or of one step of the API's rule, is none.
+    """
+    return max(price.step, expected // 10)
+
+
 class _Classifier:
     """Explains requests one after another, and remembers their prompts."""
 
@@ -217,7 +227,7 @@ class _Classifier:
         if size.billed < max(price.min_tokens, 1):
             parts = [UnreadTokens(reason="short", first=read, tokens=size.billed - read)]
         else:
-            trusted = self._trusted(read, expected)
+            trusted = read if expected - read <= slack(price, expected) else expected
             early = max(0, expected - trusted)
             parts = list(self._unread(request, size, read, trusted, unlapsed - early, early))
         keys = full_keys(request, size)
@@ -233,14 +243,6 @@ class _Classifier:
             reported=reported,
             unread=[part for part in parts if part.tokens > 0],
         )
-
-    def _trusted(self, read: int, expected: int) -> int:
-        """Return the reads expected by the rule, or the reported ones if nearly equal.
-
-        Positions in a logged prompt are estimates if its tokens are: a difference of up to a
-        tenth, or of one step of the API's rule, is none.
-        """
-        return expected if expected - read > max(self._price.step, expected // 10) else read
 
     def _ttl(self, request: Request) -> int:
         """Return the longest TTL (ns) that a prompt requests, or the TTL of the prices."""
@@ -291,7 +293,8 @@ class _Classifier:
         if original is not None:
             other, place_of_edit, kept = original
             gap = now - other.arrival
-            tokens = min(text.scaled(known * text.key + kept), size.billed) - start
+            # The log may report more as read than the edit has left alike.
+            tokens = max(0, min(text.scaled(known * text.key + kept), size.billed) - start)
             yield UnreadTokens(
                 reason="edited" if gap < ttl else "undetermined",
                 first=start,

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import attrs
 
+from kvcore.api import flat_options
 from kvcore.cache import LayerPlan, RetentionPolicy
-from kvcore.config.options import renamed
+from kvcore.config.options import read_option, renamed
 from kvcore.config.parts import RunParts
 from kvcore.config.run_config import RunConfig, built_rules
 from kvcore.errors import InputError
@@ -204,7 +205,8 @@ class RecordedParts(RunParts):
         if not self.config.tier:
             fields.pop("tiers", None)
         # Tiers come after what they are below.
-        fields = {name: fields[name] for name in SPLIT if name in fields} | fields
+        above = ("model", "device", "recompute", *SPLIT)
+        fields = {name: fields[name] for name in above if name in fields} | fields
         if self.redeployed:
             fields |= {n: v for n, v in super().header().items() if n in fields}
         run = {name: self._header[name] for name in ("mode", "workload", "seed")}
@@ -262,18 +264,19 @@ class RecordedParts(RunParts):
         return changes
 
     def _changed_config(self, recorded: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-        changes = dict(changes)
-        caps = changes.pop("batching", {})
+        caps = changes.get("batching", {})
         if isinstance(caps, Batching):
             caps = caps.limits | {"like": caps.rules}
+        changes = flat_options({**changes, "batching": caps})
         unknown = caps.keys() - {"like", *LIMITS, *CHOICES}
         if unknown:
             raise unknown_caps(self._file, caps, KeyError(*unknown))
         if caps.keys() & set(CHOICES):
-            caps = renamed({"like": built_rules(recorded.like), **caps})
+            changes = renamed({"like": built_rules(recorded.like), **changes})
         if "block_size" in changes and "blocks" not in changes:
-            changes["blocks"] = self._blocks_of(changes["block_size"])
-        return recorded.changed(**caps, **changes)
+            size = read_option("block_size", changes["block_size"])
+            changes["blocks"] = self._blocks_of(size)
+        return recorded.changed(**changes)
 
     def _blocks_of(self, block_size: int) -> int:
         """Return how many blocks of another size take the memory of the recorded pool."""

@@ -10,7 +10,13 @@ import attrs
 from kvcore.sections import Section, Table
 from kvcore.units import NS_PER_S, format_dollars, format_seconds
 from kvcore_cli.report.tables import TableRow, cell, counted, share
-from kvcore_replay.misses.prompts import REASONS, PromptExplanation, PromptReads, UnreadTokens
+from kvcore_replay.misses.prompts import (
+    REASONS,
+    PromptExplanation,
+    PromptReads,
+    UnreadTokens,
+    slack,
+)
 from kvcore_replay.pricing import PriceModel
 
 PRICE_HEADERS = ["price", "input", "cached", "write", "write, 1 h", "output", "caches", "read"]
@@ -101,7 +107,9 @@ class PromptReport:
         prompts = self.explanation.prompts
         tokens, read = (sum(getattr(p, name) for p in prompts) for name in ("tokens", "read"))
         ratio = share(read / tokens if tokens else None)
-        rule = "by the API's rule" if self._reported == 0 else "as the log reports"
+        rule = "as the log reports" if self._reported else "by the API's rule"
+        if 0 < self._reported < len(prompts):
+            rule += ", or by the API's rule where it does not"
         return (
             f"{self.explanation.source}: {counted(len(prompts), 'request')}. Of "
             f"{counted(tokens, 'prompt token')}, {read:,} were read from the cache {rule} "
@@ -135,7 +143,8 @@ class PromptReport:
             return ""
         reports = [p for p in self.explanation.prompts if p.reported is not None]
         less = sum(any(u.reason == "evicted" for u in report.unread) for report in reports)
-        more = sum(report.read > report.expected + report.expected // 10 for report in reports)
+        price = self.explanation.bills.price
+        more = sum(p.read - p.expected > slack(price, p.expected) for p in reports)
         expected = sum(report.expected for report in reports)
         return (
             f"The rule reads {expected:,} tokens, the log {sum(p.read for p in reports):,}. "

@@ -162,22 +162,19 @@ def spread(values: Sequence[float], gap: float, low: float, high: float) -> list
 
     Values that are nearer to one another form a group, which is centred on its mean.
     """
+    # Less a gap for each value before it, a place is no lower than the one before.
     groups: list[tuple[float, int]] = []
-    for value in values:
-        sums, count = value, 1
-        while groups:
-            before, size = groups[-1]
-            if sums / count - before / size >= gap * (count + size) / 2:
-                break
+    for index, value in enumerate(values):
+        sums, count = value - gap * index, 1
+        while groups and groups[-1][0] / groups[-1][1] > sums / count:
+            before, size = groups.pop()
             sums, count = sums + before, count + size
-            groups.pop()
         groups.append((sums, count))
-    ys: list[float] = []
-    for sums, count in groups:
-        first = sums / count - gap * (count - 1) / 2
-        first = max(min(first, high - gap * (count - 1)), low)
-        ys += [first + gap * index for index in range(count)]
-    return ys
+    highest = high - gap * (len(values) - 1)
+    firsts = (
+        max(min(sums / count, highest), low) for sums, count in groups for _ in range(count)
+    )
+    return [first + gap * index for index, first in enumerate(firsts)]
 
 
 def is_bound(name: str) -> bool:

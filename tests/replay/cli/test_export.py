@@ -69,6 +69,15 @@ def test_router_events_are_lines(trace, tmp_path, capfd):
     assert check_recording(out).resident == {"device": check_trace(trace).pool["cached"]}
 
 
+@pytest.mark.parametrize("kind", ["vllm", "dynamo"])
+def test_a_replica_that_is_no_number_is_refused(trace, tmp_path, capfd, kind):
+    """`--replica first` is refused in a line, and no file is left."""
+    out = tmp_path / "events.jsonl"
+    code, _, err = export(capfd, trace, "--to", kind, "--out", out, "--replica", "first")
+    assert (code, out.exists()) == (2, False)
+    assert "'first' is no replica: give its number" in err
+
+
 def test_requests_come_back_as_mooncake(tmp_path, capfd):
     """`--to mooncake` writes the rows that the requests of a trace came from, from 0 on."""
     rows = [

@@ -115,6 +115,14 @@ def test_live_prints_the_lines_of_watch(tmp_path, recorded):
     assert path.read_bytes() == recorded.read_bytes()
 
 
+def test_live_shows_a_hybrid_model(tmp_path):
+    """`--live` shows a run with cache groups as `watch` shows its trace."""
+    path = tmp_path / "run.jsonl"
+    about = ("zipf:requests=5", "--model", "gemma-3-12b", "--blocks", "600")
+    done = run_here("simulate", *about, "--live", "--trace", path)
+    assert (done.returncode, done.stderr) == (0, run_here("watch", path).stdout)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such terminals")
 @pytest.mark.usefixtures("unmeasured_processes")
 def test_an_interrupt_leaves_the_terminal_as_it_was(recorded):

@@ -5,7 +5,7 @@ from helpers.traces import ask, compact, drop_blocks, record, serve, serve_tiers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore import KVCache, OutOfBlocks, Request, Trace, TraceError, read_events
+from kvcore import KVCache, OutOfBlocks, Request, Trace, TraceError, api, read_events
 from kvcore.request import block_keys
 from kvcore_events.block_tracker import BlockTracker, check_recording
 from kvcore_events.formats import decode, encode
@@ -114,6 +114,21 @@ def test_every_kind_of_line_is_exported(tmp_path, make):
     hashes, _ = cached(path)
     [resident] = followed(event_batches(path)).resident().values()
     assert resident == dict.fromkeys(hashes, 1)
+
+
+def test_the_parent_of_a_stored_block_is_stored(tmp_path):
+    """A block has the one before it as parent where a prompt ends within a key, too."""
+    path, known = tmp_path / "t.jsonl", {None}
+    requests = [
+        Request(id=n, prompt_tokens=90, output_tokens=40, keys=[n, 100 + n], key_tokens=64)
+        for n in range(3)
+    ]
+    api.simulate(requests, blocks=60, like="vllm", trace=path)
+    for batch in event_batches(path):
+        for event in batch.events:
+            assert event.parent in known
+            known.update(event.hashes)
+    assert len(known) == 1 + sum(8 for _ in requests)
 
 
 def test_tiers_are_exported_as_mediums(tmp_path):
