@@ -16,6 +16,7 @@ from kvcore.serving import StepPlan
 from kvcore.serving.router import Replica
 from kvcore.units import NS_PER_S
 from kvcore_cluster.cluster import Failure
+from kvcore_cluster.planner import parse_planner
 from kvcore_cluster.views import ExactView, SentIndex, parse_view
 from kvcore_plugins.drafter.acceptance import Acceptance
 
@@ -244,10 +245,15 @@ def test_invalid_answers_of_a_router_are_refused(answer):
         serve_cluster([ask(0)], router=Answers(lambda *_: answer))
 
 
-def test_a_scheduler_that_runs_no_job_is_refused():
-    """A scheduler that lets no job run raises PolicyError with the number of its replica."""
+@pytest.mark.parametrize("planner", [None, "load:start=2,least=2"])
+def test_a_scheduler_that_runs_no_job_is_refused(planner):
+    """A scheduler that lets no job run raises PolicyError with the number of its replica.
+
+    So it does beside a planner, whose decisions alone would never end.
+    """
+    planner = planner and parse_planner(planner)
     with pytest.raises(PolicyError, match="of replica 1 leaves 1 requests waiting"):
-        serve_cluster([ask(0)], router=to(1), scheduler=Closed)
+        serve_cluster([ask(0)], router=to(1), scheduler=Closed, planner=planner)
 
 
 # Order, usage and hints.
