@@ -427,7 +427,7 @@ class Cluster:
                 self._trace.leave(now, server.number)
             if not server.sent:
                 self._stop(server, now)
-        # Where nothing else happens, those left wait for ever: no replica that starts gets them.
+        # Where nothing else happens, those left wait for ever: no other replica gets them.
         if self._heap or self.arrivals.next_at < NEVER:
             self._plan_at(now + self.scalers[0].interval)
 

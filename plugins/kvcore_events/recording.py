@@ -540,7 +540,8 @@ def record(
     """
     tally = Tally()
 
-    def is_last(item: StreamItem) -> bool:
+    def take(item: StreamItem) -> bool:
+        """Write an item; return True if no further batch is to be written."""
         for sentence in _write(item, writer, tally):
             warn(sentence)
         progress(tally)
@@ -551,12 +552,12 @@ def record(
     while not subscriber.stopped and (left := end - monotonic()) > 0:
         with closing(subscriber.items(min(left, FLUSH_SECONDS))) as items:
             for item in items:
-                if is_last(item):
+                if take(item):
                     return tally
         writer.flush()
         writer.rotate()
     for item in subscriber.drain():
-        if is_last(item):
+        if take(item):
             return tally
     if subscriber.unread:
         came = f"{subscriber.unread:,} messages that came last were not read in time"
