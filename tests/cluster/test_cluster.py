@@ -391,3 +391,10 @@ def test_no_events_are_kept_for_a_router_that_ignores_its_view():
     view = ExactView()
     serve_cluster([shared(0)], router=RandomRouter(), view=view)
     assert not view._caches
+
+
+def test_the_load_is_unknown_where_no_request_finishes():
+    """A cluster that rejects all requests has no offered load, as one server has none."""
+    result = serve_cluster([ask(each, 10 * each, 100) for each in range(3)], blocks=10).result
+    assert len(result.log.reasons) == 3
+    assert result.offered_load is None
