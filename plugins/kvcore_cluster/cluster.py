@@ -93,6 +93,21 @@ class Failure:
         return f"replica={self.replica},at={exact_seconds(self.at)}{gone}"
 
 
+def check_failures(failures: Iterable[Failure], replicas: int) -> None:
+    """Raise InputError if a replica that fails does not exist, or is down already."""
+    down: dict[int, int | None] = {}
+    for failure in sorted(failures, key=lambda failure: failure.at):
+        if failure.replica >= replicas:
+            msg = f"{failure}: replicas are numbered from 0 to {replicas - 1}"
+            raise InputError(msg)
+        until = down.get(failure.replica, -1)
+        if until is None or failure.at <= until:
+            msg = f"{failure}: the replica has failed before, and has not returned by then"
+            raise InputError(msg)
+        gone = failure.duration
+        down[failure.replica] = None if gone is None else failure.at + gone
+
+
 def exact_seconds(ns: int) -> str:
     """Return a time in seconds, exactly, as `parse_seconds` reads it."""
     seconds, rest = divmod(ns, NS_PER_S)
@@ -169,7 +184,7 @@ class Cluster:
             msg = "fail= and autoscale= both start and stop replicas: give one of them"
             raise InputError(msg)
         self._failures = sorted(failures, key=lambda failure: (-failure.at, -failure.replica))
-        self._check_failures()
+        check_failures(self._failures, len(self.servers))
         self._next_failure()
 
     def run(self) -> None:
@@ -448,20 +463,6 @@ class Cluster:
             self._fail_at = first.at
             entry = first.at, FAIL, first.at * PS_PER_NS, first.replica, 0
             heappush(self._heap, entry)
-
-    def _check_failures(self) -> None:
-        """Raise InputError if a replica that fails does not exist, or is down already."""
-        down: dict[int, int | None] = {}
-        for failure in reversed(self._failures):
-            if failure.replica >= len(self.servers):
-                msg = f"{failure}: replicas are numbered from 0 to {len(self.servers) - 1}"
-                raise InputError(msg)
-            until = down.get(failure.replica, -1)
-            if until is None or failure.at <= until:
-                msg = f"{failure}: the replica has failed before, and has not returned by then"
-                raise InputError(msg)
-            gone = failure.duration
-            down[failure.replica] = None if gone is None else failure.at + gone
 
     def _check_all_served(self) -> None:
         """Raise PolicyError if requests wait for ever."""
