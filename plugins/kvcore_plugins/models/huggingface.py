@@ -244,6 +244,8 @@ def _layers(config: Config, family: Family) -> list[Layer]:
     if len(kinds) != count:
         config.refuse("layer_types", f"has {len(kinds)} entries for {count} layers")
     kinds = [_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
+    if family.window is not None and family.window.full_last:
+        kinds[-1] = "full_attention"
     for kind in kinds:
         if not isinstance(kind, str) or kind not in (family.mixers or _MIXERS):
             config.refuse("layer_types", f"has {kind!r}, whose K/V cannot be sized")
