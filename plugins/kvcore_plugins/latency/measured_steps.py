@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable
+from decimal import Decimal
+from fractions import Fraction
 from math import isfinite
 from pathlib import Path
 from typing import TextIO
@@ -158,7 +160,7 @@ def _count(where: str, text: str) -> int:
     return count
 
 
-def _seconds(where: str, text: str) -> float:
+def _seconds(where: str, text: str) -> Fraction:
     try:
         seconds = float(text)
     except ValueError:
@@ -169,7 +171,7 @@ def _seconds(where: str, text: str) -> float:
             f"as 0.0125, got {text!r}"
         )
         raise InputError(msg)
-    return seconds
+    return Fraction(Decimal(text))
 
 
 def _column_names(names: Iterable[str]) -> str:
