@@ -479,6 +479,7 @@ record --zmq tcp://127.0.0.1:1 -o x.jsonl --for x | '--for': time 'x': expected 
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --batches 0 | '--batches': 0 is out of range
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --ranks 99999 | rank 65535 would have port 65536
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate x | '--rotate': size 'x': expected a number
+record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 1h --rotate 90s | '90s' is a second age: give
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 0s | '--rotate': must be above 0
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate '1 GiX' | size '1 GiX': expected
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --replay-timeout x | '--replay-timeout': time 'x'
