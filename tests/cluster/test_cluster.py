@@ -16,6 +16,7 @@ from kvcore.serving import StepPlan
 from kvcore.serving.router import Replica
 from kvcore.units import NS_PER_S
 from kvcore_cluster.cluster import Failure
+from kvcore_cluster.dispatcher import Dispatcher
 from kvcore_cluster.planner import parse_planner
 from kvcore_cluster.views import ExactView, SentIndex, parse_view
 from kvcore_plugins.drafter.acceptance import Acceptance
@@ -398,3 +399,24 @@ def test_the_load_is_unknown_where_no_request_finishes():
     result = serve_cluster([ask(each, 10 * each, 100) for each in range(3)], blocks=10).result
     assert len(result.log.reasons) == 3
     assert result.offered_load is None
+
+
+@attrs.define(eq=False)
+class Dropping(Longest):
+    """A router that fails once it has routed a request."""
+
+    name: ClassVar[str] = "dropping"
+
+    def on_routed(self, request, replica, now):
+        """Raise an error."""
+        raise ZeroDivisionError
+
+
+def test_a_request_that_its_router_drops_is_not_in_the_index():
+    """A prompt is in the index of what was sent only where its request was."""
+    view, request = SentIndex(ttl=None), shared(0)
+    dispatcher = Dispatcher(Dropping(), [Replica(0, 100, BLOCK, 8)], view)
+    dispatcher.joined(dispatcher.replicas[0], 0)
+    with pytest.raises(PolicyError, match="on_routed"):
+        dispatcher.route(request, 0)
+    assert view.find(request, 0) == {}
