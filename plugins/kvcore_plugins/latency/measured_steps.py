@@ -15,7 +15,7 @@ import attrs
 from kvcore.errors import InputError
 from kvcore.models.cost import attended_pairs
 from kvcore.serving.latency import StepWork, Windows
-from kvcore.units import NS_PER_S, PS_PER_NS, picoseconds
+from kvcore.units import NS_PER_S, PS_PER_NS, PS_PER_S
 from kvcore.untrusted import parse_digits
 from kvcore.workloads.files import lines
 from kvcore_plugins.csv_rows import split_row
@@ -116,7 +116,8 @@ def read_steps(path: Path) -> list[MeasuredStep]:
         prefill, decode, context, *pairs = (
             _count(f"{path}:{line_number}: {name}", row[name]) for name in columns[:-1]
         )
-        time = picoseconds(_seconds(f"{path}:{line_number}: {SECONDS}", row[SECONDS]), SECONDS)
+        seconds = _seconds(f"{path}:{line_number}: {SECONDS}", row[SECONDS])
+        time = round(seconds * PS_PER_S)
         steps.append(MeasuredStep(line_number, prefill, decode, context, time, *pairs))
     if not steps:
         msg = f"{path}: no rows after the header"
