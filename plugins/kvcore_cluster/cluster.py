@@ -93,6 +93,21 @@ class Failure:
         return f"replica={self.replica},at={exact_seconds(self.at)}{gone}"
 
 
+def check_failures(failures: Iterable[Failure], replicas: int) -> None:
+    """Raise InputError if a replica that fails does not exist, or is down already."""
+    down: dict[int, int | None] = {}
+    for failure in sorted(failures, key=lambda failure: failure.at):
+        if failure.replica >= replicas:
+            msg = f"{failure}: replicas are numbered from 0 to {replicas - 1}"
+            raise InputError(msg)
+        until = down.get(failure.replica, -1)
+        if until is None or failure.at <= until:
+            msg = f"{failure}: the replica has failed before, and has not returned by then"
+            raise InputError(msg)
+        gone = failure.duration
+        down[failure.replica] = None if gone is None else failure.at + gone
+
+
 def exact_seconds(ns: int) -> str:
     """Return a time in seconds, exactly, as `parse_seconds` reads it."""
     seconds, rest = divmod(ns, NS_PER_S)
@@ -122,6 +137,7 @@ class Cluster:
         scalers: start and stop replicas, one for each pool.
         refused: requests that the router refused, with their time of arrival and the reason.
         retried: how often a request was served again because its replica had failed.
+        end: when (ns) the last request ended that has ended so far.
     """
 
     def __init__(
@@ -144,6 +160,7 @@ class Cluster:
         self._held: list[tuple[int, Request]] = []
         self.refused: list[tuple[int, Request, str]] = []
         self.retried = 0
+        self.end = 0
         self.servers = [self._server(index, start) for index, start in enumerate(starts)]
         replicas = [server.loop.replica(server.number) for server in self.servers]
         # Replicas report stores and evictions only to a router that uses hits.
@@ -167,7 +184,7 @@ class Cluster:
             msg = "fail= and autoscale= both start and stop replicas: give one of them"
             raise InputError(msg)
         self._failures = sorted(failures, key=lambda failure: (-failure.at, -failure.replica))
-        self._check_failures()
+        check_failures(self._failures, len(self.servers))
         self._next_failure()
 
     def run(self) -> None:
@@ -196,7 +213,7 @@ class Cluster:
         self._check_all_served()
         arrivals.check_all_came()
         for scaler in self.scalers:
-            scaler.end(max(server.loop.clock_ps for server in servers) // PS_PER_NS)
+            scaler.end(self.end)
         if self._trace is not None:
             self._trace.flush(NEVER)
 
@@ -243,6 +260,7 @@ class Cluster:
 
     def _ended(self, server: Server, request: Request, now: int) -> None:
         """Called when a replica has ended a request, which its session may wait for."""
+        self.end = max(self.end, now)
         self.arrivals.ended(request, now)
 
     def _touch(self, server: Server, now: int) -> None:
@@ -347,6 +365,7 @@ class Cluster:
         if self._trace is not None:
             self._trace.refuse(now, request, why)
         self.refused.append((arrival, request, why))
+        self.end = max(self.end, now)
         self.arrivals.ended(request, now)
 
     def _fail(self, server: Server, now: int) -> None:
@@ -407,7 +426,10 @@ class Cluster:
         heappush(self._heap, (at, PLAN, at * PS_PER_NS, 0, 0))
 
     def _plan(self, _: Server, now: int) -> None:
-        """PLAN: start and stop replicas by the decision of the planner."""
+        """PLAN: start and stop replicas by the planner's decision, while requests are left."""
+        unserved = self._held or any(server.sent for server in self.servers)
+        if not unserved and self.arrivals.next_at == NEVER:
+            return
         for change in [change for scaler in self.scalers for change in scaler.decide(now)]:
             server = self.servers[change.replica]
             if change.up:
@@ -420,8 +442,8 @@ class Cluster:
                 self._trace.leave(now, server.number)
             if not server.sent:
                 self._stop(server, now)
-        unserved = self._held or any(server.sent for server in self.servers)
-        if unserved or self.arrivals.next_at < NEVER:
+        # Where nothing else happens, those left wait for ever: no other replica gets them.
+        if self._heap or self.arrivals.next_at < NEVER:
             self._plan_at(now + self.scalers[0].interval)
 
     def _stop(self, server: Server, now: int) -> None:
@@ -441,20 +463,6 @@ class Cluster:
             self._fail_at = first.at
             entry = first.at, FAIL, first.at * PS_PER_NS, first.replica, 0
             heappush(self._heap, entry)
-
-    def _check_failures(self) -> None:
-        """Raise InputError if a replica that fails does not exist, or is down already."""
-        down: dict[int, int | None] = {}
-        for failure in reversed(self._failures):
-            if failure.replica >= len(self.servers):
-                msg = f"{failure}: replicas are numbered from 0 to {len(self.servers) - 1}"
-                raise InputError(msg)
-            until = down.get(failure.replica, -1)
-            if until is None or failure.at < until:
-                msg = f"{failure}: the replica has failed before, and has not returned by then"
-                raise InputError(msg)
-            gone = failure.duration
-            down[failure.replica] = None if gone is None else failure.at + gone
 
     def _check_all_served(self) -> None:
         """Raise PolicyError if requests wait for ever."""

@@ -19,7 +19,7 @@ from kvcore.serving.router import Router
 from kvcore.serving.rules import CHOICES
 from kvcore.trace import Trace
 from kvcore.trace.fields import plain
-from kvcore_cluster.cluster import Failure
+from kvcore_cluster.cluster import Failure, check_failures
 from kvcore_cluster.dispatcher import PrefixView
 from kvcore_cluster.phases import Split
 from kvcore_cluster.planner import Planner, parse_planner
@@ -44,25 +44,23 @@ class ClusterParts(RunParts):
     def _check(self) -> None:
         """Refuse what replicas cannot have, and numbers of them that do not fit."""
         config = self.config
-        with self._about("drafter"):
-            if config.drafter is not None and config.disaggregate is not None:
+        members, failures = self.members, self.failures
+        with self._about("replicas" if config.drafter is None else "drafter"):
+            drafts = any(parts.config.drafter is not None for parts in members)
+            if drafts and config.disaggregate is not None:
                 msg = "replicas with split phases decode without one: leave it out"
                 raise InputError(msg)
         with self._about("first_output"):
             if config.first_output is not None and config.disaggregate is None:
                 msg = "no replicas that prefill, and others that decode: give disaggregate too"
                 raise InputError(msg)
-        count, failures = len(self.members), self.failures
         with self._about("fail"):
-            for failure in failures:
-                if failure.replica >= count:
-                    msg = f"{failure}: replicas are numbered from 0 to {count - 1}"
-                    raise InputError(msg)
+            check_failures(failures, len(members))
         with self._about("disaggregate"):
-            if self.split is not None and self.split.replicas != count:
+            if self.split is not None and self.split.replicas != len(members):
                 msg = (
                     f"{self.split.replicas} replicas are in its pools, but replicas gives "
-                    f"{count}: give as many, or leave replicas out"
+                    f"{len(members)}: give as many, or leave replicas out"
                 )
                 raise InputError(msg)
             _ = self.phases()

@@ -101,8 +101,6 @@ class Dispatcher:
         chosen.prompt_tokens += tokens
         chosen.prompt_blocks += -(-tokens // chosen.block_size)
         chosen.routed += 1
-        if self._uses_hits:
-            self.view.sent(request, chosen.number, now)
         if self._on_routed is not None:
             try:
                 self._call("on_routed", self._on_routed, request, chosen, now)
@@ -110,6 +108,8 @@ class Dispatcher:
                 self._uncount(request, chosen)
                 chosen.routed -= 1
                 raise
+        if self._uses_hits:
+            self.view.sent(request, chosen.number, now)
         return chosen
 
     def first_token(self, request: Request, replica: Replica, now: int) -> None:

@@ -151,12 +151,12 @@ class Planner(Plugin):
         if self.least < 1 or self.start < 0 or self.most < 0:
             msg = f"planner {self.name!r}: give a least of 1 or more replicas, and no negative"
             raise InputError(msg)
-        if self.most and not self.least <= (self.start or self.least) <= self.most:
+        if not self.least <= (self.start or self.least) <= (self.most or inf):
             msg = f"planner {self.name!r}: give least <= start <= most"
             raise InputError(msg)
         times = self.interval, self.start_up, self.cool_down
         # Each is whole nanoseconds of a clock that ends at 2^63.
-        if self.interval * NS_PER_S < 1 or not 0 <= min(times) <= max(times) < LONGEST_S:
+        if self.interval * NS_PER_S < 1 or not all(0 <= time < LONGEST_S for time in times):
             msg = (
                 f"planner {self.name!r}: give an interval above 0 s, in whole ns, no negative "
                 "times, and none of 292 years"
@@ -185,7 +185,8 @@ class ThroughputPlanner(Planner):
     A pool that prefills needs rate / prefill rate of one replica, for the part of prompts that
     does not hit, and at least prefill time / TTFT of the SLO; one that decodes needs rate /
     decode rate at a context of the prompt and half of the output. One that does both needs
-    the sum: a replica then divides its time between both.
+    the sum: a replica then divides its time between both. No replica is removed that decodes
+    if no request has ended in the interval.
 
     Options:
         headroom: factor on the rate that is planned for.
@@ -225,6 +226,8 @@ class ThroughputPlanner(Planner):
             need += rate / profile.decode_rps(
                 context, demand.output_tokens, sequence_tokens, tpot_s
             )
+        elif phase != "prefill" and demand.latency is None:
+            floor = max(floor, replicas)  # Nothing is known of outputs: none has ended.
         return max(ceil(need - 1e-9), floor)
 
 
@@ -247,7 +250,7 @@ class LoadPlanner(Planner):
     name: ClassVar[str] = "load"
 
     memory: int = attrs.field(default=20)
-    margin: float = 0.8
+    margin: float = attrs.field(default=0.8)
 
     _samples: deque[tuple[float, float]] = attrs.field(factory=deque, init=False)
 
@@ -255,6 +258,12 @@ class LoadPlanner(Planner):
     def _is_count(self, _: object, value: int) -> None:
         if value < 1:
             msg = f"planner {self.name!r}: memory={value}: give 1 interval or more"
+            raise InputError(msg)
+
+    @margin.validator
+    def _is_share(self, _: object, value: float) -> None:
+        if not 0 < value <= 1:
+            msg = f"planner {self.name!r}: margin={value}: give a share above 0, up to 1"
             raise InputError(msg)
 
     def wanted(

@@ -147,9 +147,10 @@ class ClusterResult(Reported):
         ]
         came = self.log.arrival
         span = max(came, default=0) - min(came, default=0)
-        if not span or self.log.drafts is not None:
+        work = [load * time for load, time in spans if load is not None]
+        if not work or not span or self.log.drafts is not None:
             return None
-        return sum((load or 0) * time for load, time in spans) / (span * len(self.lives))
+        return sum(work) / (span * len(self.lives))
 
     @cached_property
     def saturation(self) -> Saturation | None:

@@ -16,7 +16,6 @@ from kvcore.request import SLO, Request
 from kvcore.serving.result import Result
 from kvcore.serving.router import Router
 from kvcore.serving.simulate import check_cache, record_run
-from kvcore.units import PS_PER_NS
 from kvcore.workloads import check_keys, notes_of
 from kvcore.workloads.arrivals import Arrivals
 from kvcore_cluster.cluster import Cluster, Failure
@@ -170,9 +169,8 @@ def simulate_cluster(
 def _rented(cluster: Cluster) -> int:
     """Return the total ns for which replicas were paid for; those without a planner always."""
     scaled = {number for scaler in cluster.scalers for number in scaler.numbers}
-    end = max(server.loop.clock_ps for server in cluster.servers) // PS_PER_NS
     always = sum(server.number not in scaled for server in cluster.servers)
-    return sum(scaler.rented for scaler in cluster.scalers) + always * end
+    return sum(scaler.rented for scaler in cluster.scalers) + always * cluster.end
 
 
 def check_block_sizes(caches: Iterable[ServedCache]) -> None:

@@ -45,12 +45,16 @@ def rotation(
     """Return the size and the age at which a piece ends, as arguments of `RecordingWriter`."""
     limits: dict[str, float] = {}
     for value in values:
+        by_age = bool(value[:-1]) and value[-1] in UNITS
+        name = "rotate_seconds" if by_age else "rotate_bytes"
+        if name in limits:
+            msg = f"{value!r} is a second {'age' if by_age else 'size'}: give one of each"
+            raise click.BadParameter(msg, ctx, param)
         try:
-            if value[:-1] and value[-1] in UNITS:
-                age = parse_seconds(value[:-1]) / NS_PER_S * UNITS[value[-1]]
-                limits["rotate_seconds"] = age
+            if by_age:
+                limits[name] = parse_seconds(value[:-1]) / NS_PER_S * UNITS[value[-1]]
             else:
-                limits["rotate_bytes"] = parse_bytes(value)
+                limits[name] = parse_bytes(value)
         except InputError as error:
             msg = f"{error}; or of time, such as 90s, 30m, 1h or 1d"
             raise click.BadParameter(msg, ctx, param) from None

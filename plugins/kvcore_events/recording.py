@@ -443,8 +443,6 @@ def first_json(path: Path) -> Any:
     Raises:
         InputError: as `lines` does.
     """
-    import orjson  # noqa: PLC0415 - for files of JSON alone
-
     with closing(lines(path)) as source, suppress(orjson.JSONDecodeError):
         return parse_json(next(source)[1])
     return None
@@ -542,23 +540,25 @@ def record(
     """
     tally = Tally()
 
-    def take(item: StreamItem) -> None:
+    def take(item: StreamItem) -> bool:
+        """Write an item; return True if no further batch is to be written."""
         for sentence in _write(item, writer, tally):
             warn(sentence)
         progress(tally)
         writer.rotate()
+        return tally.batches == batches
 
     end = math.inf if seconds is None else monotonic() + seconds
     while not subscriber.stopped and (left := end - monotonic()) > 0:
         with closing(subscriber.items(min(left, FLUSH_SECONDS))) as items:
             for item in items:
-                take(item)
-                if tally.batches == batches:
+                if take(item):
                     return tally
         writer.flush()
         writer.rotate()
     for item in subscriber.drain():
-        take(item)
+        if take(item):
+            return tally
     if subscriber.unread:
         came = f"{subscriber.unread:,} messages that came last were not read in time"
         warn(f"{came}: the recording ends before them")

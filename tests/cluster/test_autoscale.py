@@ -11,6 +11,7 @@ from kvcore.config import RunConfig
 from kvcore.trace import Trace
 from kvcore_cluster.config import ClusterParts
 from kvcore_cluster.planner import Planner
+from kvcore_cluster.router import LeastRequests
 from kvcore_cluster.simulate import simulate_cluster
 from kvcore_plugins.latency import TokenRate
 from kvcore_replay.check.trace import replay
@@ -142,6 +143,28 @@ def test_planning_goes_on_while_requests_wait_for_a_replica():
     run = serve_cluster(requests, planner=planner, latency=lambda: TokenRate(decode=0.0005))
     assert [line["t"] for line in run.of("ROUTE")] == [0, 11 * SECOND]
     assert planner._calls > 11
+
+
+@pytest.mark.parametrize(
+    ("plans", "start_up", "others"),
+    [([2], 100, 1), ([2, 1], 0, 1), ([1] * 13 + [2], 0, 0)],
+    ids=["it is not up by then", "it ends its requests last", "it is not wanted before"],
+)
+def test_replicas_are_paid_for_until_the_last_request_has_ended(plans, start_up, others):
+    """A replica that starts 1 s after another is paid for 1 s less, up to the end of the run.
+
+    The third request goes to it if it is up.
+    """
+    planner = Script(plans=plans, interval=1, start_up=start_up, cool_down=0)
+    requests = [ask(0, output=4), ask(1, output=4), ask(2, round(1.5 * SECOND), output=8)]
+    run = serve_cluster(
+        requests,
+        router=LeastRequests(),
+        planner=planner,
+        latency=lambda: TokenRate(decode=0.001),
+    )
+    result, end = run.result, run.result.simulated_s
+    assert result.replica_s == pytest.approx(end + others * (end - 1))
 
 
 @pytest.mark.parametrize("planner", ["throughput:interval=20", "load:interval=20,start=2"])

@@ -16,6 +16,8 @@ from kvcore.serving import StepPlan
 from kvcore.serving.router import Replica
 from kvcore.units import NS_PER_S
 from kvcore_cluster.cluster import Failure
+from kvcore_cluster.dispatcher import Dispatcher
+from kvcore_cluster.planner import parse_planner
 from kvcore_cluster.views import ExactView, SentIndex, parse_view
 from kvcore_plugins.drafter.acceptance import Acceptance
 
@@ -108,7 +110,7 @@ def test_failures_with_invalid_times_and_numbers_are_refused(fields):
     [
         (["replica=2,at=1"], "numbered from 0 to 1"),
         (["replica=1,at=2", "replica=1,at=1"], "failed before"),
-        (["replica=1,at=1,for=2", "replica=1,at=2"], "has not returned by then"),
+        (["replica=1,at=1,for=2", "replica=1,at=3"], "has not returned by then"),
         (["replica=1,at=1", "replica=1,at=1"], "failed before"),
     ],
 )
@@ -244,10 +246,15 @@ def test_invalid_answers_of_a_router_are_refused(answer):
         serve_cluster([ask(0)], router=Answers(lambda *_: answer))
 
 
-def test_a_scheduler_that_runs_no_job_is_refused():
-    """A scheduler that lets no job run raises PolicyError with the number of its replica."""
+@pytest.mark.parametrize("planner", [None, "load:start=2,least=2"])
+def test_a_scheduler_that_runs_no_job_is_refused(planner):
+    """A scheduler that lets no job run raises PolicyError with the number of its replica.
+
+    So it does beside a planner, whose decisions alone would never end.
+    """
+    planner = planner and parse_planner(planner)
     with pytest.raises(PolicyError, match="of replica 1 leaves 1 requests waiting"):
-        serve_cluster([ask(0)], router=to(1), scheduler=Closed)
+        serve_cluster([ask(0)], router=to(1), scheduler=Closed, planner=planner)
 
 
 # Order, usage and hints.
@@ -385,3 +392,31 @@ def test_no_events_are_kept_for_a_router_that_ignores_its_view():
     view = ExactView()
     serve_cluster([shared(0)], router=RandomRouter(), view=view)
     assert not view._caches
+
+
+def test_the_load_is_unknown_where_no_request_finishes():
+    """A cluster that rejects all requests has no offered load, as one server has none."""
+    result = serve_cluster([ask(each, 10 * each, 100) for each in range(3)], blocks=10).result
+    assert len(result.log.reasons) == 3
+    assert result.offered_load is None
+
+
+@attrs.define(eq=False)
+class Dropping(Longest):
+    """A router that fails once it has routed a request."""
+
+    name: ClassVar[str] = "dropping"
+
+    def on_routed(self, request, replica, now):
+        """Raise an error."""
+        raise ZeroDivisionError
+
+
+def test_a_request_that_its_router_drops_is_not_in_the_index():
+    """A prompt is in the index of what was sent only where its request was."""
+    view, request = SentIndex(ttl=None), shared(0)
+    dispatcher = Dispatcher(Dropping(), [Replica(0, 100, BLOCK, 8)], view)
+    dispatcher.joined(dispatcher.replicas[0], 0)
+    with pytest.raises(PolicyError, match="on_routed"):
+        dispatcher.route(request, 0)
+    assert view.find(request, 0) == {}

@@ -1,10 +1,12 @@
 """Planners of clusters: their formulas by hand, and their errors."""
 
 from collections import deque
+from math import nan
 
+import attrs
 import pytest
 
-from kvcore import SLO
+from kvcore import SLO, InputError
 from kvcore_cluster.planner import (
     Demand,
     LoadPlanner,
@@ -60,6 +62,31 @@ def test_replicas_of_both_phases_are_the_sum():
     """Replicas of both phases are the sum of the prefill and decode replicas."""
     demand = Demand(seconds=10, requests=40, prompt_tokens=500, output_tokens=10)
     assert wanted(ThroughputPlanner(), demand) == 2 + 4
+
+
+def test_decode_replicas_stay_where_no_output_is_known():
+    """Where no request has ended none is removed that decodes: its work is not known."""
+    demand = Demand(seconds=10, requests=1, prompt_tokens=100)
+    found = [
+        wanted(ThroughputPlanner(), demand, phase=p) for p in ("prefill", "decode", "both")
+    ]
+    assert found == [1, 3, 3]
+    ended = attrs.evolve(demand, latency=0.1)
+    assert wanted(ThroughputPlanner(), ended, phase="both") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"least": 2, "start": 1}, "least <= start <= most"),
+        ({"start_up": nan}, "an interval above 0 s"),
+        ({"margin": -0.5}, "margin=-0.5: give a share above 0, up to 1"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, why):
+    """Bounds that exclude the start, a time that is none, and no share are refused."""
+    with pytest.raises(InputError, match=why):
+        LoadPlanner(**options)
 
 
 def test_load_adds_a_replica_above_the_slo():

@@ -71,11 +71,16 @@ def test_a_single_batch_is_in_the_unfinished_file(tmp_path, suffix):
     assert (tally.batches, tally.stored) == (1, 2)
 
 
-def test_received_batches_are_written_at_the_end(tmp_path):
-    """Batches that are received but not read when a recording is stopped are in the file."""
+@pytest.mark.parametrize(("most", "written"), [(None, [0, 1, 2]), (2, [0, 1]), (1, [0])])
+def test_received_batches_are_written_at_the_end(tmp_path, most, written):
+    """Batches that are received but not read when a recording is stopped are in the file.
+
+    No more batches are written than are asked for.
+    """
+    left = [Delivery(0, 1, PAYLOAD), Delivery(0, 2, PAYLOAD)]
     with RecordingWriter(tmp_path / "r.jsonl") as writer:
-        record(Played([Delivery(0, 0, PAYLOAD)], left=[Delivery(0, 1, PAYLOAD)]), writer)
-    assert batch_numbers(tmp_path / "r.jsonl") == ([0, 1], True)
+        record(Played([Delivery(0, 0, PAYLOAD)], left=left), writer, batches=most)
+    assert batch_numbers(tmp_path / "r.jsonl") == (written, True)
 
 
 def test_a_recording_ends_before_what_was_not_read_in_time(tmp_path):

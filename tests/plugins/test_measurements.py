@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvcore.errors import InputError
 from kvcore.serving import StepWork
 from kvcore_plugins.latency.measured_steps import (
+    LONGEST,
     SHORTEST,
     MeasuredStep,
     read_steps,
@@ -34,14 +35,15 @@ def read(tmp_path):
 
 
 def test_each_row_is_a_step(read):
-    """Each row is a step in picoseconds; blank lines are ignored."""
-    assert read(f"{HEADER}\n512,0,0,0.0125\n\n0, 8, 16000, 5e-3\n") == [
+    """Each row is a step in picoseconds, exactly; blank lines are ignored."""
+    assert read(f"{HEADER}\n512,0,0,0.0125\n\n0, 8, 16000, 5e-3\n1,0,0,8401.312572267") == [
         MeasuredStep(2, 512, 0, 0, 12_500_000_000),
         MeasuredStep(4, 0, 8, 16_000, 5_000_000_000),
+        MeasuredStep(5, 1, 0, 0, 8_401_312_572_267_000),
     ]
 
 
-@given(st.floats(SHORTEST, 1.0))
+@given(st.floats(SHORTEST, LONGEST))
 def test_what_is_read_can_be_written_and_read_again(seconds):
     """Any time that a file may have is one that `write_steps` writes, to the nanosecond."""
     with TemporaryDirectory() as folder:

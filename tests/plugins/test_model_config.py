@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import attrs
@@ -447,6 +448,33 @@ def test_layers_of_a_long_config_are_looked_up():
 @pytest.mark.parametrize(
     ("fields", "fault"),
     [
+        (
+            CONFIGS["kimi-linear-48b-a3b"] | {"linear_attn_config": {"head_dim": "128"}},
+            "field 'linear_attn_config.head_dim' must be an integer of at least 1, not '128'",
+        ),
+        (
+            LLAMA | {"model_type": "lfm2", "block_ffn_dim_multiplier": "1.3"},
+            "field 'block_ffn_dim_multiplier' is '1.3', and no factor",
+        ),
+        (
+            LLAMA | {"model_type": "lfm2", "block_ffn_dim_multiplier": -1},
+            "field 'block_ffn_dim_multiplier' is -1, and no factor",
+        ),
+        (
+            CONFIGS["nemotron-h-56b"] | {"mamba_num_heads": 10**9},
+            "mixer.out_proj of layer 0 would have 0 inputs or outputs",
+        ),
+    ],
+)
+def test_widths_that_are_none_are_refused(read_model, fields, fault):
+    """A width that is no number, or that others leave none of, is refused with its place."""
+    with pytest.raises(InputError, match=re.escape(fault)):
+        read_model(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
         ({"per_layer_config": {"1": {}, "01": {}}}, "has two names of a layer, such as '1'"),
         ({"per_layer_config": {"32": {}}}, "'per_layer_config' has layer 32 of 0 to 31"),
     ],
@@ -515,12 +543,16 @@ def test_a_model_by_hand_is_that_of_its_config(read_model, tmp_path):
     ("text", "problem"),
     [
         ("layers = ", "not a TOML file"),
-        ("layers = 4", "a model has no 'query_heads'; its fields are"),
+        (
+            "layers = 4",
+            "a model has no 'query_heads'; its fields are name, layers, query_",
+        ),
         (BY_HAND.replace("kv_heads = 2\nhead_dim", "head_dim", 1), "a model has no 'kv_heads'"),
         (BY_HAND.replace("state_bytes", "bytes"), "a cache has no field 'bytes'"),
         (BY_HAND.replace("layers = 36", "layers = 96"), "a cache of more than its 48 layers"),
         (BY_HAND.replace("2_146_304", "'2'"), "a cache: state_bytes must be a whole number"),
         (BY_HAND.replace('"state"', '"ssm"'), "cache of kind 'ssm'; known: full, window"),
+        ("caches = 5", "a cache must be a table, not 5"),
         ("windows = [1]\n" + BY_HAND, "a model has no field 'windows'"),
     ],
 )

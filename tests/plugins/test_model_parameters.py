@@ -126,6 +126,27 @@ def test_each_option_of_a_family_changes_the_parameters_as_in_its_class(kind, fi
     assert model_of(written, kind, kind).parameters == counted(config)
 
 
+@pytest.mark.parametrize(
+    ("kind", "types"),
+    [
+        ("gemma4_text", None),
+        ("gemma4_text", ["sliding_attention"] * 7),
+        ("glm4_moe_lite", None),
+        ("glm_moe_dsa", None),
+    ],
+)
+def test_types_of_layers_are_those_of_the_class(kind, types):
+    """Types that a config leaves out, or that cannot be, are those that its class gives."""
+    named = {} if types is None else {"layer_types": [*types]}
+    config = transformers.CONFIG_MAPPING[kind](num_hidden_layers=7, **named)
+    written = {**config.to_dict(), "model_type": kind, "dtype": "bfloat16"}
+    written |= {"layer_types": types, "mlp_layer_types": None}
+    model = model_of(written, kind, kind)
+    assert model.parameters == counted(config)
+    sliding = sum(cache.layers for cache in model.layer_caches if cache.window is not None)
+    assert sliding == (getattr(config, "layer_types", None) or []).count("sliding_attention")
+
+
 @pytest.mark.parametrize("kind", FLAT)
 def test_the_fields_of_a_text_model_may_stand_beside_its_vision_tower(kind):
     """A config without `text_config` is one of the language model, as its class reads it."""

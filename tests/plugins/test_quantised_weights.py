@@ -69,7 +69,7 @@ INT4 = {"num_bits": 4, "strategy": "group", "group_size": 128, "symmetric": True
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 TWO_GROUPS = {
     "group_0": {"targets": ["Linear"], "weights": FP8 | {"strategy": "tensor"}},
-    "group_1": {"targets": ["re:.*mlp.*"], "weights": {"type": "int"} | INT4},
+    "group_1": {"targets": "re:.*mlp.*", "weights": {"type": "int"} | INT4},
 }
 GPTQ = 1 / 2 + 2.5 / 128
 """Bytes of a weight in 4 bits with a scale and a zero for each group of 128."""
@@ -83,19 +83,25 @@ QUANTISED = {
     "gptq, output layer": (
         gptq(lm_head=True), (LINEAR + HEAD) * GPTQ + 4 * (INPUTS + 4096) - 2 * HEAD,
     ),
-    "gptq, mlp alone": (
-        gptq(modules_in_block_to_quantize=MLP),
-        LAYERS * (2 * ATTENTION + 3 * DOWN * GPTQ + 4 * MLP_INPUTS),
-    ),
+    **{
+        f"gptq, mlp alone, in a {type(mlp).__name__}": (
+            gptq(modules_in_block_to_quantize=mlp),
+            LAYERS * (2 * ATTENTION + 3 * DOWN * GPTQ + 4 * MLP_INPUTS),
+        )
+        for mlp in (MLP, "mlp")
+    },
     "gptq, dynamic": (
         gptq(dynamic={r"-:.*attn.*": {}, r"+:.*\.down_proj": {"bits": 8}}),
         LAYERS * (2 * ATTENTION + 2 * DOWN * GPTQ + DOWN * (1 + 3 / 128) + 4 * MLP_INPUTS),
     ),
     "awq": (awq(zero_point=True), LINEAR * GPTQ),
-    "awq, a layer kept": (
-        awq(64, modules_to_not_convert=["model.layers.3."]),
-        (LINEAR - LAYER) * (1 / 2 + 2.5 / 64) + 2 * LAYER,
-    ),
+    **{
+        f"awq, a layer kept, in a {type(kept).__name__}": (
+            awq(64, modules_to_not_convert=kept),
+            (LINEAR - LAYER) * (1 / 2 + 2.5 / 64) + 2 * LAYER,
+        )
+        for kept in (["model.layers.3."], "model.layers.3.")
+    },
     "auto-round": (gptq() | {"quant_method": "auto-round", "sym": True}, LINEAR * GPTQ),
     "compressed-tensors": (by_groups(INT4), LINEAR / 2 + LINEAR / 128 * 2),
     "compressed-tensors, zeros": (

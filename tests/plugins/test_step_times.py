@@ -80,6 +80,17 @@ def test_a_model_of_the_same_shape_has_the_same_times():
     assert shipped_grid(fp8, "h100", 4, "trtllm").base[0][1] < found.base[0][1]
 
 
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [("qwen3-32b", "int4"), ("qwen3-32b", "fp32"), ("qwen3-30b-a3b", "nvfp4")],
+)
+def test_weights_in_another_format_have_no_times_of_bf16(model, dtype):
+    """Weights that are in neither bf16, fp16 nor fp8 are refused, and so are such experts."""
+    assert shipped_grid(MODELS[model].with_weights("fp16"), "h100", 2, "vllm")
+    with pytest.raises(InputError, match=f"no step times of .*,weights_dtype={dtype};"):
+        shipped_grid(MODELS[model].with_weights(dtype), "h100", 2, "vllm")
+
+
 def test_composed_steps_are_those_of_the_engine(monkeypatch, tmp_path):
     """Composed steps, written and read again, are within 1 % of the engine's times."""
     fake_aic(monkeypatch)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable
+from decimal import Decimal
+from fractions import Fraction
 from math import isfinite
 from pathlib import Path
 from typing import TextIO
@@ -13,7 +15,7 @@ import attrs
 from kvcore.errors import InputError
 from kvcore.models.cost import attended_pairs
 from kvcore.serving.latency import StepWork, Windows
-from kvcore.units import NS_PER_S, PS_PER_NS, picoseconds
+from kvcore.units import NS_PER_S, PS_PER_NS, PS_PER_S
 from kvcore.untrusted import parse_digits
 from kvcore.workloads.files import lines
 from kvcore_plugins.csv_rows import split_row
@@ -114,7 +116,8 @@ def read_steps(path: Path) -> list[MeasuredStep]:
         prefill, decode, context, *pairs = (
             _count(f"{path}:{line_number}: {name}", row[name]) for name in columns[:-1]
         )
-        time = picoseconds(_seconds(f"{path}:{line_number}: {SECONDS}", row[SECONDS]), SECONDS)
+        seconds = _seconds(f"{path}:{line_number}: {SECONDS}", row[SECONDS])
+        time = round(seconds * PS_PER_S)
         steps.append(MeasuredStep(line_number, prefill, decode, context, time, *pairs))
     if not steps:
         msg = f"{path}: no rows after the header"
@@ -158,7 +161,7 @@ def _count(where: str, text: str) -> int:
     return count
 
 
-def _seconds(where: str, text: str) -> float:
+def _seconds(where: str, text: str) -> Fraction:
     try:
         seconds = float(text)
     except ValueError:
@@ -169,7 +172,7 @@ def _seconds(where: str, text: str) -> float:
             f"as 0.0125, got {text!r}"
         )
         raise InputError(msg)
-    return seconds
+    return Fraction(Decimal(text))
 
 
 def _column_names(names: Iterable[str]) -> str:

@@ -108,7 +108,8 @@ def shipped_grid(
     """
     spec = find_model(model) if isinstance(model, str) else model
     gpu = find_device(device) if isinstance(device, str) else device
-    dtype = dtype or ("fp8" if spec.dtype.startswith("fp8") else "bf16")
+    # Of two formats that of the experts: most weights are theirs.
+    dtype = dtype or {"fp16": "bf16"}.get(spec.expert_dtype, spec.expert_dtype)
     wanted = Deployment(spec.name, gpu.name, tensor_parallel, engine, dtype)
     grids = shipped_grids()
     for name, grid in grids.items():

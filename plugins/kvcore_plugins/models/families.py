@@ -293,7 +293,7 @@ FAMILIES: Mapping[str, Family] = {
         shares=True,
         experts=Experts("num_experts", optional=True),
         **_GEMMA_3,
-        window=Window(full_every=6),
+        window=Window(full_every=6, full_last=True),
         mixers={"full_attention": _global_heads, "sliding_attention": attention},
         one_projection=True,
         network=parts.gemma_4,
@@ -307,7 +307,7 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm=None,
         experts=Experts("n_routed_experts", router_bias=True),
     ),
-    "glm4_moe_lite": _DEEPSEEK_V3,
+    "glm4_moe_lite": attrs.evolve(_DEEPSEEK_V3, defaults={"first_k_dense_replace": 1}),
     "glm_moe_dsa": _INDEXED,
     "gpt2": Family(
         norms=4,

@@ -88,11 +88,13 @@ class Window:
         field: the field with its tokens.
         by_default: whether it applies where `use_sliding_window` is left out.
         full_every: every `full_every`-th layer has no window; 0: every layer has one.
+        full_last: whether the last layer has none, whatever its type is said to be.
     """
 
     field: str = "sliding_window"
     by_default: bool = True
     full_every: int = 0
+    full_last: bool = False
 
 
 Build: TypeAlias = Callable[[Config, "Family", Layer], Iterable[Part]]

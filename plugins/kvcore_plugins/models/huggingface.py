@@ -112,7 +112,8 @@ def _by_hand(path: Path) -> ModelSpec:
         raise InputError(msg) from None
     fields.setdefault("name", path.stem)
     try:
-        caches = [_made(LayerCache, cache) for cache in fields.pop("caches", ())]
+        listed = fields.pop("caches", [])
+        caches = [_made(LayerCache, c) for c in (listed if type(listed) is list else [listed])]
         model: ModelSpec = _made(ModelSpec, fields | {"caches": merged(caches)})
     except InputError as error:
         msg = f"{path}: {error}"
@@ -122,17 +123,17 @@ def _by_hand(path: Path) -> ModelSpec:
 
 def _made(cls: Any, fields: Any) -> Any:
     """Return an object of an attrs class by its fields; refuse others, and other types."""
-    known = attrs.fields_dict(cls)
+    known = {name: f for name, f in attrs.fields_dict(cls).items() if name != "windows"}
     what = "a cache" if cls is LayerCache else "a model"
     if not isinstance(fields, dict):
         msg = f"{what} must be a table, not {shorten(repr(fields))}"
         raise InputError(msg)
-    unknown = [name for name in fields if name not in known or name == "windows"]
+    unknown = [name for name in fields if name not in known]
     needed = [name for name, field in known.items() if field.default is attrs.NOTHING]
     missing = [name for name in needed if name not in fields]
     if unknown or missing:
         problem = f"has no {missing[0]!r}" if missing else f"has no field {unknown[0]!r}"
-        msg = f"{what} {problem}; its fields are {', '.join(set(known) - {'windows'})}"
+        msg = f"{what} {problem}; its fields are {', '.join(known)}"
         raise InputError(msg)
     for name, value in fields.items():
         is_count = name not in ("name", "kind", "dtype", "expert_dtype", "caches")
@@ -243,6 +244,8 @@ def _layers(config: Config, family: Family) -> list[Layer]:
     if len(kinds) != count:
         config.refuse("layer_types", f"has {len(kinds)} entries for {count} layers")
     kinds = [_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
+    if family.window is not None and family.window.full_last:
+        kinds[-1] = "full_attention"
     for kind in kinds:
         if not isinstance(kind, str) or kind not in (family.mixers or _MIXERS):
             config.refuse("layer_types", f"has {kind!r}, whose K/V cannot be sized")
@@ -343,6 +346,12 @@ def _parts(
             *network(config, family, layer),
             Part("", {}, norms),
         ]
+        for part in built[equal]:
+            for matrix, shape in part.matrices.items():
+                if min(shape) < 1:
+                    what = f"{part.name}.{matrix} of layer {layer.index}".lstrip(".")
+                    msg = f"{config.path}: {what} would have {min(shape)} inputs or outputs"
+                    raise InputError(msg)
     return built[equal]
 
 

@@ -266,12 +266,14 @@ def delta_attention(config: Config, family: Family, layer: Layer) -> list[Part]:
     """Build Kimi delta attention (KDA), whose gates are of low rank."""
     del family, layer
     hidden, table = config.count("hidden_size"), config.table("linear_attn_config")
-    width = table.get("head_dim") or config.count("linear_head_dim", 128)
-    heads = table.get("num_heads") or config.count("linear_num_heads", 32)
-    kernel = table.get("short_conv_kernel_size") or config.count("linear_conv_kernel_dim", 4)
     unknown = table.keys() - _KDA_FIELDS
     if unknown:
         config.refuse("linear_attn_config", f"has {min(unknown)!r}, which is not known")
+    prefix = f"{config.prefix}linear_attn_config."
+    own = attrs.evolve(config, fields=table, prefix=prefix, known=set())
+    width = own.count("head_dim", config.count("linear_head_dim", 128))
+    heads = own.count("num_heads", config.count("linear_num_heads", 32))
+    kernel = own.count("short_conv_kernel_size", config.count("linear_conv_kernel_dim", 4))
     inner = heads * width
     matrices = {
         "q_proj": (hidden, inner),
@@ -572,6 +574,8 @@ def lfm_feed_forward(config: Config, family: Family, layer: Layer) -> list[Part]
     adjusts = config.flag("block_auto_adjust_ff_dim", default=True)
     factor = config.get("block_ffn_dim_multiplier", 1.0)
     multiple = config.count("block_multiple_of", 256)
+    if not isinstance(factor, int | float) or not 0 < factor <= MAX_WIDTH:
+        config.refuse("block_ffn_dim_multiplier", f"is {shorten(repr(factor))}, and no factor")
     if layer.sparse:
         return feed_forward(config, family, layer)
     if adjusts and not family.experts:

@@ -94,14 +94,17 @@ def read_quantisation(
     if method is None:
         refuse("does not name its 'quant_method'; give --weights-dtype")
     try:
-        excluded = [name for field in _EXCLUDED for name in fields.get(field) or ()]
+        excluded = [name for field in _EXCLUDED for name in _names(fields.get(field))]
         groups, alone = fields.get("config_groups"), fields.get("quantized_layers")
         if groups and method == "fp8":
             # Modules of no group may lie in blocks of fp8, or as they were.
             refuse("has groups beside blocks of fp8, of unknown size; give --weights-dtype")
         if groups:
             schemes = [
-                (_pattern(group.get("targets", ["Linear"])), _group_scheme(group["weights"]))
+                (
+                    _pattern(_names(group.get("targets", "Linear"))),
+                    _group_scheme(group["weights"]),
+                )
                 for group in groups.values()
                 if group.get("weights")
             ]
@@ -139,8 +142,16 @@ def _targets(fields: Mapping[str, Any]) -> list[str]:
     """Return the modules that are quantised, if not all are."""
     if fields.get("quant_method") == "mxfp4":
         return ["experts"]
-    blocks = fields.get("modules_in_block_to_quantize") or []
-    return [name for block in blocks for name in ([block] if isinstance(block, str) else block)]
+    return [
+        name
+        for block in _names(fields.get("modules_in_block_to_quantize"))
+        for name in _names(block)
+    ]
+
+
+def _names(value: Any) -> list[Any]:
+    """Return the items of a list; a text is the only one, and without a value there is none."""
+    return [value] if isinstance(value, str) else list(value or ())
 
 
 MOST_REPEATS = 4

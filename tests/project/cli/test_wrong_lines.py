@@ -367,6 +367,7 @@ size mixtral-8x7b --device h200 --window 1e18 | window must be 1 to 2,147,483,64
 simulate W --replicas 0 | '--replicas': 0 is out of range: it must be at least 1
 simulate W --replicas 1e6 | --replicas: more than 10,000 are too many
 simulate W --replicas 2 --fail replica=2,at=1 | --fail: replica=2,at=1: replicas
+simulate W --fail replica=0,at=1,for=2 --fail replica=0,at=3 | --fail: replica=0,at=3: the rep
 simulate W --replicas 2 --fail replica=1 | --fail: 'replica=1': a failure needs
 simulate W --replicas 2 --fail replica=1,until=2 | write replica=3,at=600,for=120
 simulate W --router dynamo | --router: one server gets all requests: give --replicas
@@ -397,6 +398,7 @@ simulate W --replicas 2 --autoscale load:memory=0 | memory=0: give 1 interval
 simulate W --replicas 2 --autoscale throughput:windows=3 | has no option 'windows'
 simulate W --replicas 2 --autoscale load,throughput | is no planner
 simulate W --disaggregate prefill=1 | such as prefill=4,decode=2
+simulate W --disaggregate prefill=1,decode=1 --drafter acceptance | decode without one
 simulate W --disaggregate prefill=0,decode=1 | 1 or more
 simulate W --disaggregate prefill=1,decode=1,speed=3 | speed
 simulate W --disaggregate prefill=1,decode=1,overlap=half | layers or whole
@@ -477,6 +479,7 @@ record --zmq tcp://127.0.0.1:1 -o x.jsonl --for x | '--for': time 'x': expected 
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --batches 0 | '--batches': 0 is out of range
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --ranks 99999 | rank 65535 would have port 65536
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate x | '--rotate': size 'x': expected a number
+record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 1h --rotate 90s | '90s' is a second age: give
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 0s | '--rotate': must be above 0
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate '1 GiX' | size '1 GiX': expected
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --replay-timeout x | '--replay-timeout': time 'x'
@@ -567,6 +570,7 @@ simulate: max_seqs = 3\n[batching]\nmax-seqs = 3 | 'max_seqs' is given twice
 simulate: [[replicas]]\ncount = 0 | c.toml: replicas: 0 is out of range
 simulate: [[replicas]]\nblock_size = 32 | c.toml: replicas: there is no option 'block_size'
 simulate: [[replicas]]\ndevice = 'h300' | replicas: device: unknown device 'h300'; did you mean
+simulate: disaggregate="prefill=1,decode=1"\nreplicas=[{count=2,drafter="acceptance"}] | decode
 simulate: [[replicas]]\nblocks = 4\nmemory = '1GiB' | c.toml: replicas: blocks and memory both
 simulate: count = "x" | there is no option 'count' (did you mean 'out'?)
 run: dtype = "fp1" | dtype: 'fp1' is not one of 'fp64', 'fp32', 'fp16'
