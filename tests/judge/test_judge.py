@@ -6,7 +6,10 @@ import sys
 import pytest
 from helpers.commands import error_of, stdout_of
 
+from kvcore_judge.entries import Entry
+from kvcore_judge.protocol import find_panel
 from kvcore_judge.sandbox import landlock_version
+from kvcore_judge.verdict import Judge
 
 POLICY = """\
 from kvcore import ScoreEviction
@@ -66,6 +69,18 @@ def test_a_mistyped_class_breaks_no_rule(policy, panel):
     message = error_of("judge", f"{policy}:Usde", "--panel", panel, "--no-kit")
     assert "has no class 'Usde'" in message
     assert "Its eviction plugins: Used" in message
+
+
+@in_a_sandbox
+@pytest.mark.parametrize("written", ["apps.pyenv/used.py", " apps.pyenv/used.py", "my.python.py"])
+def test_a_file_is_run_in_the_sandbox_wherever_it_is(written, policy, panel, monkeypatch):
+    """A path with `.py` or a space before its end is that of the file, which may not write."""
+    monkeypatch.chdir(policy.parent)
+    path = policy.parent / written.strip()
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"open('left', 'w')\n{POLICY}")
+    assert Judge(find_panel(str(panel)), kit=False).judge(Entry(written)).rule == "files"
+    assert not (policy.parent / "left").exists()
 
 
 @in_a_sandbox
