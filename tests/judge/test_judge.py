@@ -72,7 +72,9 @@ def test_a_mistyped_class_breaks_no_rule(policy, panel):
 
 
 @in_a_sandbox
-@pytest.mark.parametrize("written", ["apps.pyenv/used.py", " apps.pyenv/used.py", "my.python.py"])
+@pytest.mark.parametrize(
+    "written", ["apps.pyenv/used.py", " apps.pyenv/used.py", "my.python.py"]
+)
 def test_a_file_is_run_in_the_sandbox_wherever_it_is(written, policy, panel, monkeypatch):
     """A path with `.py` or a space before its end is that of the file, which may not write."""
     monkeypatch.chdir(policy.parent)
