@@ -386,7 +386,7 @@ def check_leaderboard(
     """
     streams = {stream.name: stream for stream in panel.streams}
     shares = {share: share for share in panel.shares}
-    own = {entry.describe()["entry"]: entry for entry in entries}
+    own = [(entry.describe(), entry) for entry in entries]
     try:
         every = [(policy, cell) for policy in document["policies"] for cell in policy["cells"]]
         digests = {stream["name"]: stream["digest"] for stream in document["streams"]}
@@ -402,7 +402,10 @@ def check_leaderboard(
             if read_stream(stream).digest != digests[stream.name]:
                 msg = f"stream {stream.name!r} here is another one than in the leaderboard"
                 raise InputError(msg)
-            entry = own.get(policy["entry"]) or _installed(policy["entry"])
+            # Files, and classes of one, may share a name: that which is alike is meant.
+            alike = [entry for about, entry in own if about.items() <= policy.items()]
+            alike += [entry for about, entry in own if about["entry"] == policy["entry"]]
+            entry = alike[0] if alike else _installed(policy["entry"])
             described = entry.describe()
             source = described["source"]
             if source != policy["source"]:
