@@ -212,8 +212,11 @@ def _compare(
     options_of_row = {**known, **options, **row.options}
     config = RunConfig("simulate", plugins, **options_of_row, workload=workload)
     parts = RunParts(config, plugins)
-    result = simulate(parts.workload, residency=False, **parts.arguments())
-    return Compared(row, options_of_row, config, _values(result))
+    values = _values(simulate(parts.workload, residency=False, **parts.arguments()))
+    if not values.keys() & row.values.keys():
+        msg = f"its simulation has no {' or '.join(row.values)}, which is all that was measured"
+        raise InputError(msg)
+    return Compared(row, options_of_row, config, values)
 
 
 def _values(result: Result) -> dict[str, float]:
@@ -234,4 +237,5 @@ def _values(result: Result) -> dict[str, float]:
 def _natural(group: tuple[str, object]) -> tuple[bool, float, str]:
     """Return the sort key of a group: numbers by size, then names."""
     name = group[0]
-    return (False, float(name), "") if name.isdecimal() else (True, 0.0, name)
+    number = name == "inf" or name.replace(".", "", 1).isdecimal()
+    return (False, float(name), "") if number else (True, 0.0, name)
