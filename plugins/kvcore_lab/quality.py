@@ -226,11 +226,11 @@ def measure(
         needle_generator = COPIES if built.name == CANNOT_COPY else built
     finder = _built(plugins, needle_generator, defaults) if samples.needles else built
     generators = [built] if finder is built else [built, finder]
-    for model in generators:
-        if model.positions is not None and model.positions < samples.length:
+    for model, after in (built, samples.tokens), (finder, 2 * samples.needles):
+        if model.positions is not None and model.positions < samples.prompt_tokens + after:
             msg = (
-                f"{samples.prompt_tokens} prompt tokens and {samples.tokens} after them: "
-                f"generator {model.name!r} has {model.positions} positions; give fewer tokens"
+                f"{samples.prompt_tokens} prompt tokens and {after} after them: generator "
+                f"{model.name!r} has {model.positions} positions; give fewer tokens or needles"
             )
             raise InputError(msg)
     parts_of_text = samples.divided(built)
@@ -423,7 +423,7 @@ class _Parts:
 
     def policy(self, cell: _Cell, prompt_tokens: int) -> RetentionPolicy | None:
         """Return the policy of a cell; None: everything is kept."""
-        if cell.retention.name == FULL:
+        if str(cell.retention) == FULL:
             return None
         defaults: dict[str, Any] = {"seed": self.seed}
         if cell.tokens is not None:
@@ -571,14 +571,14 @@ class _Full:
         full = cls(prompts, [], [], [])
         logits = run.logits
         for step in range(samples.tokens):
+            chances = logits.double().softmax(-1).cpu()
+            if chances.isnan().any():
+                msg = (
+                    f"generator {generator.name!r} computes NaN in {parts.dtype}: take "
+                    "another dtype"
+                )
+                raise InputError(msg)
             if texts is None:
-                chances = logits.double().softmax(-1).cpu()
-                if chances.isnan().any():
-                    msg = (
-                        f"generator {generator.name!r} computes NaN in {parts.dtype}: take "
-                        "another dtype"
-                    )
-                    raise InputError(msg)
                 new = torch.multinomial(chances, 1, generator=source)[:, 0].tolist()
             else:
                 new = [ids[samples.prompt_tokens + step] for ids in texts]
