@@ -7,7 +7,8 @@ import pytest
 from helpers.commands import error_of, stdout_of
 
 from kvcore_judge.entries import Entry
-from kvcore_judge.protocol import find_panel
+from kvcore_judge.leaderboard import make_leaderboard
+from kvcore_judge.protocol import Panel, Stream, find_panel
 from kvcore_judge.sandbox import landlock_version
 from kvcore_judge.verdict import Judge
 
@@ -83,6 +84,16 @@ def test_a_file_is_run_in_the_sandbox_wherever_it_is(written, policy, panel, mon
     path.write_text(f"open('left', 'w')\n{POLICY}")
     assert Judge(find_panel(str(panel)), kit=False).judge(Entry(written)).rule == "files"
     assert not (policy.parent / "left").exists()
+
+
+@in_a_sandbox
+def test_a_judge_scores_a_built_in_policy_as_a_leaderboard_does():
+    """Cells on which it was tuned are left out of its headline; a file cannot claim that."""
+    streams = Stream("tuned", "mooncake", limit=1000), Stream("own", "recency:requests=400")
+    panel, entry = Panel("test", streams, (100,)), Entry("hazard")
+    score = Judge(panel, kit=False).judge(entry).score
+    assert score == make_leaderboard(panel, [entry]).scores["hazard"]
+    assert score.headline != score.all_cells
 
 
 @in_a_sandbox
