@@ -1,8 +1,8 @@
 """The judge: each wrong policy gets the verdict that names its rule, and leaves nothing."""
 
 import os
-import signal
 import select
+import signal
 import sys
 import time
 from pathlib import Path
