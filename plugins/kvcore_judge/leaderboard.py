@@ -349,7 +349,6 @@ class Checked:
 
     Attributes:
         policy, cell: names of the policy and of the cell.
-        same: whether the numbers are those of the leaderboard.
         expected, found: values of `COMPARED`, there and here.
     """
 

@@ -282,16 +282,12 @@ class _Samples:
     announced: bool = True
     seed: int = 0
 
-    @property
-    def length(self) -> int:
-        """Tokens of a prompt and of what follows it."""
-        return self.prompt_tokens + self.tokens
-
     def divided(self, generator: Generator) -> list[list[int]] | None:
         """Return even parts of the text, in tokens of a generator; None without a text."""
         if self.text is None:
             return None
-        ids, length, texts = generator.encode(self.text), self.length, self.texts
+        ids, texts = generator.encode(self.text), self.texts
+        length = self.prompt_tokens + self.tokens
         if len(ids) < length * texts:
             msg = (
                 f"the text has {len(ids):,} tokens, and {texts} texts of {length:,} tokens "

@@ -244,9 +244,8 @@ def _frame(
 def _fields(compared: Compared) -> dict[str, Any]:
     """Return a row and its simulation as one mapping."""
     row = compared.row
-    options = {name: _plain(value) for name, value in row.options.items()}
-    load = {name: _plain(value) for name, value in row.load.items()}
-    fields: dict[str, Any] = {"line": row.line, **row.labels, **options, **load}
+    own = {name: _plain(value) for name, value in {**row.options, **row.load}.items()}
+    fields: dict[str, Any] = {"line": row.line, **row.labels, **own}
     for measure in MEASURES:
         if measure in row.values:
             fields[measure] = row.values[measure]
