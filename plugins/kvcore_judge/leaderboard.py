@@ -115,7 +115,7 @@ class Leaderboard:
         return {text: scores[text] for text in order}
 
     def cost(self, entry: Entry) -> float:
-        """Return the CPU time per request and eviction, over that of LRU in the same run."""
+        """Return the CPU time per block looked up or evicted, over that of LRU in the run."""
         return self._cpu(entry) / max(self._cpu(BASE), 1e-9)
 
     def _cpu(self, entry: Entry) -> float:

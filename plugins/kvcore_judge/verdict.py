@@ -69,6 +69,7 @@ class Judge:
         unsafe: whether policies are run where the kernel cannot refuse writes and connections.
 
     Raises:
+        InputError: a stream cannot be used.
         PluginError: a package that the kit needs is not installed.
     """
 

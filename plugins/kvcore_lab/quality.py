@@ -214,6 +214,7 @@ def measure(
         InputError: an unknown name or option, a size out of range, a text that is too
             short, or a generator without logits.
         PluginError: a plugin cannot be used here.
+        PolicyError: a method of a plugin failed.
         StorageError: K/V does not fit into the device's memory.
     """
     plugins = plugins or Plugins()
