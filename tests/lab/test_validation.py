@@ -1,6 +1,7 @@
 """Validation of simulations against measured rows: how rows are read, run and compared."""
 
 import csv
+import io
 import json
 import shlex
 import sys
@@ -17,7 +18,7 @@ from kvcore.plugins.options import Spec
 from kvcore_lab.measured import rows as measured
 from kvcore_lab.measured import samples as samples_module
 from kvcore_lab.measured.validation import Errors
-from kvcore_lab.report.validation import command
+from kvcore_lab.report.validation import ValidationReport, command
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "tensorrt_llm_1_0.csv"
 
@@ -183,8 +184,18 @@ def test_rows_are_told_apart_by_numbers_as_a_table_has_them(path):
     row = {name: value for name, value in ROW.items() if name != "concurrency"}
     write_csv(path, *({**row, **rate, "requests": 2} for rate in rates))
     assert [*kvcore.validate(path).groups("rate")] == ["0.5", "2", "10", "inf"]
-    (found,) = kvcore.validate(path, where={"rate": "2", "chunked": "true"}).compared
-    assert found.row.load["rate"] == 2
+    for rate in ("2", "2.0"):
+        (found,) = kvcore.validate(path, where={"rate": rate, "chunked": "true"}).compared
+        assert found.row.load["rate"] == 2
+
+
+def test_rows_of_a_validation_are_rows_of_another(path):
+    """The CSV of a report has each column once, that of the rules of an engine too."""
+    report = ValidationReport(kvcore.validate(write_csv(path, ROW | {"like": "vllm"})))
+    report.write_csv(file := io.StringIO())
+    (names, *_) = csv.reader(file.getvalue().splitlines())
+    assert len(names) == len({*names})
+    assert "like" in names
 
 
 def test_the_command_of_a_row_is_one_that_a_shell_reads(path):

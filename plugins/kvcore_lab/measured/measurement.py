@@ -34,9 +34,10 @@ class Measured:
         It is written as in a table, such as `2` and `true`; that which the row lacks is `-`.
         """
         known = {**self.load, **self.options, **self.labels}
-        return " ".join(_written(known.get(name, "-")) for name in names.split("+"))
+        return " ".join(written(known.get(name, "-")) for name in names.split("+"))
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
+    """Return a value as a table has it: `2` of 2.0."""
     text = as_text(value)
     return text.removesuffix(".0") if isinstance(value, float) else text

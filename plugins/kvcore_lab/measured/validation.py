@@ -22,8 +22,16 @@ from kvcore.plugins.options import Spec, as_text
 from kvcore.progress import Progress, silent
 from kvcore.serving import Result, Rules, simulate
 from kvcore.units import check_whole
-from kvcore_lab.measured.measurement import Measured
-from kvcore_lab.measured.rows import FORMATS, MEASURES, SERVER, check_columns, read_measured
+from kvcore_lab.measured.measurement import Measured, written
+from kvcore_lab.measured.rows import (
+    FORMATS,
+    LABELS,
+    MEASURES,
+    SERVER,
+    check_columns,
+    read_measured,
+    typed,
+)
 from kvcore_plugins.latency.engine_times import EngineName
 
 ROUNDS, SPREAD = 10, 0.2
@@ -163,7 +171,12 @@ def validate(
     file, given = fspath(source), flat_options(options)
     check_names(given, option_names())
     plugins = plugins or Plugins()
-    wanted = {name: set(values.split(",")) for name, values in (where or {}).items()}
+    wanted = {
+        name: {
+            value if name in LABELS else written(typed(value)) for value in values.split(",")
+        }
+        for name, values in (where or {}).items()
+    }
     check_columns(wanted)
     rows: list[Measured] = []
     left_out: Counter[str] = Counter()
