@@ -189,8 +189,8 @@ def test_rows_are_told_apart_by_numbers_as_a_table_has_them(path):
         assert found.row.load["rate"] == 2
 
 
-def test_rows_of_a_validation_are_rows_of_another(path):
-    """The CSV of a report has each column once, that of the rules of an engine too."""
+def test_the_csv_has_each_column_once(path):
+    """The CSV of a report is a table, also of rows that name the rules of an engine."""
     report = ValidationReport(kvcore.validate(write_csv(path, ROW | {"like": "vllm"})))
     report.write_csv(file := io.StringIO())
     (names, *_) = csv.reader(file.getvalue().splitlines())
