@@ -12,7 +12,7 @@ from kvcore import KVCache, simulate
 from kvcore.cache import Span
 from kvcore.models.cost import default_prefill_cost
 from kvcore_judge.entries import Entry
-from kvcore_judge.protocol import STRETCHES, Stream, read_stream
+from kvcore_judge.protocol import STRETCHES, Footprint, Stream, read_stream
 from kvcore_replay.untimed import hits_of
 
 
@@ -109,22 +109,20 @@ def run_cell(cell: Cell, *, timed: bool = False) -> CellResult:
         saved_s=round(fsum(cost(0, tokens) for tokens in saved), 3),
         evicted=cache.tree.evicted_blocks,
         evictions=digest.hexdigest(),
-        timed=_under_clock(cell) if timed else None,
+        timed=_under_clock(cell.entry, stream, blocks) if timed else None,
         cpu_ns=cpu_ns,
     )
 
 
-def _under_clock(cell: Cell) -> dict[str, int] | None:
-    """Serve the stream on the default server; return its times; None if it rejects requests.
+def _under_clock(entry: Entry, stream: Footprint, blocks: int) -> dict[str, int] | None:
+    """Serve a stream on the default server; return its times; None if it rejects requests.
 
     A pool that is smaller than the longest request rejects it, so that times mean nothing.
     """
-    stream = read_stream(cell.stream)
-    blocks = stream.pool(cell.share)
     longest = max(request.prompt_tokens + request.output_tokens for request in stream.requests)
     if blocks * stream.key_tokens < longest:
         return None
-    cache = KVCache(blocks, stream.key_tokens, eviction=cell.entry.build())
+    cache = KVCache(blocks, stream.key_tokens, eviction=entry.build())
     result = simulate(stream.requests, cache=cache, residency=False)
     times = result.ttft
     if times is None:

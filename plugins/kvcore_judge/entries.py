@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 
 from kvcore.cache import EvictionPolicy
+from kvcore.config.values import read_plugin
 from kvcore.plugins import find_override
 from kvcore.plugins.manager import Plugins
 from kvcore.trace.fields import plain
@@ -35,9 +36,14 @@ class Entry:
 
     @property
     def path(self) -> Path | None:
-        """The file of the policy; None if it is an installed plugin."""
-        path, _, _ = self.text.partition(".py")
-        return Path(f"{path}.py") if ".py" in self.text else None
+        """The file of the policy, by the rules of `Plugins.get`; None: it is installed.
+
+        Raises:
+            InputError: the text names no policy, or several.
+        """
+        name = read_plugin(self.text).name
+        file = name if name.endswith(".py") else name.rpartition(":")[0]
+        return Path(file) if file.endswith(".py") else None
 
     def build(self) -> EvictionPolicy:
         """Return a new instance.

@@ -115,7 +115,7 @@ class Leaderboard:
         return {text: scores[text] for text in order}
 
     def cost(self, entry: Entry) -> float:
-        """Return the CPU time per request and eviction, over that of LRU in the same run."""
+        """Return the CPU time per block looked up or evicted, over that of LRU in the run."""
         return self._cpu(entry) / max(self._cpu(BASE), 1e-9)
 
     def _cpu(self, entry: Entry) -> float:
@@ -349,7 +349,6 @@ class Checked:
 
     Attributes:
         policy, cell: names of the policy and of the cell.
-        same: whether the numbers are those of the leaderboard.
         expected, found: values of `COMPARED`, there and here.
     """
 
@@ -386,7 +385,7 @@ def check_leaderboard(
     """
     streams = {stream.name: stream for stream in panel.streams}
     shares = {share: share for share in panel.shares}
-    own = {entry.describe()["entry"]: entry for entry in entries}
+    own = [(entry.describe(), entry) for entry in entries]
     try:
         every = [(policy, cell) for policy in document["policies"] for cell in policy["cells"]]
         digests = {stream["name"]: stream["digest"] for stream in document["streams"]}
@@ -402,7 +401,10 @@ def check_leaderboard(
             if read_stream(stream).digest != digests[stream.name]:
                 msg = f"stream {stream.name!r} here is another one than in the leaderboard"
                 raise InputError(msg)
-            entry = own.get(policy["entry"]) or _installed(policy["entry"])
+            # Files, and classes of one, may share a name: that which is alike is meant.
+            alike = [entry for about, entry in own if about.items() <= policy.items()]
+            alike += [entry for about, entry in own if about["entry"] == policy["entry"]]
+            entry = alike[0] if alike else _installed(policy["entry"])
             described = entry.describe()
             source = described["source"]
             if source != policy["source"]:

@@ -215,7 +215,7 @@ def _watch(
                     data += part
         # It may have closed its end of the pipe, and go on.
         while status is None and not (excess := excess or _excess(child, limits, until)):
-            ended, died = os.waitpid(child, os.WNOHANG)
+            ended, died, used = os.wait4(child, os.WNOHANG)
             if ended:
                 status = died
             else:
@@ -223,8 +223,11 @@ def _watch(
     finally:
         if status is None:
             os.kill(child, signal.SIGKILL)
-            _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
+            _, status, used = os.wait4(child, 0)
+    # One that ignores SIGXCPU is killed a second later.
+    seconds = used.ru_utime + used.ru_stime
+    died = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if died == signal.SIGXCPU or (died == signal.SIGKILL and seconds >= limits.seconds):
         excess = _too_long(limits)
     return data, status, excess
 

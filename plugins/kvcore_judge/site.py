@@ -174,7 +174,8 @@ def _distribution_files(name: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _is_portable(path: Path) -> bool:
-    return path.suffix not in (".pyc", ".so", ".pyd", ".c")
+    # A cache has compiled modules, and numba's kernels.
+    return "__pycache__" not in path.parts and path.suffix not in (".pyc", ".so", ".pyd", ".c")
 
 
 def _archive(content: dict[str, bytes]) -> bytes:

@@ -69,6 +69,7 @@ class Judge:
         unsafe: whether policies are run where the kernel cannot refuse writes and connections.
 
     Raises:
+        InputError: a stream cannot be used.
         PluginError: a package that the kit needs is not installed.
     """
 
@@ -125,8 +126,12 @@ class Judge:
             )
             return Verdict(about.result, "contract", what, tests)
         ratios, cells = [], []
+        # A file may call its policy as it likes.
+        tuned = self.panel.tuned(about.result["name"]) if entry.path is None else ()
         for (column, base), result in zip(self._columns, played.result, strict=True):
-            ratios.append(ratio_of(column.name, result.total, base.total, column.optimum))
+            numbers = result.total, base.total, column.optimum
+            known = column.stream.name in tuned
+            ratios.append(ratio_of(column.name, *numbers, tuned=known))
             cells.append(
                 {
                     "stream": column.stream.name,

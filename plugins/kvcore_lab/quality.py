@@ -214,6 +214,7 @@ def measure(
         InputError: an unknown name or option, a size out of range, a text that is too
             short, or a generator without logits.
         PluginError: a plugin cannot be used here.
+        PolicyError: a method of a plugin failed.
         StorageError: K/V does not fit into the device's memory.
     """
     plugins = plugins or Plugins()
@@ -226,11 +227,11 @@ def measure(
         needle_generator = COPIES if built.name == CANNOT_COPY else built
     finder = _built(plugins, needle_generator, defaults) if samples.needles else built
     generators = [built] if finder is built else [built, finder]
-    for model in generators:
-        if model.positions is not None and model.positions < samples.length:
+    for model, after in (built, samples.tokens), (finder, 2 * samples.needles):
+        if model.positions is not None and model.positions < samples.prompt_tokens + after:
             msg = (
-                f"{samples.prompt_tokens} prompt tokens and {samples.tokens} after them: "
-                f"generator {model.name!r} has {model.positions} positions; give fewer tokens"
+                f"{samples.prompt_tokens} prompt tokens and {after} after them: generator "
+                f"{model.name!r} has {model.positions} positions; give fewer tokens or needles"
             )
             raise InputError(msg)
     parts_of_text = samples.divided(built)
@@ -282,16 +283,12 @@ class _Samples:
     announced: bool = True
     seed: int = 0
 
-    @property
-    def length(self) -> int:
-        """Tokens of a prompt and of what follows it."""
-        return self.prompt_tokens + self.tokens
-
     def divided(self, generator: Generator) -> list[list[int]] | None:
         """Return even parts of the text, in tokens of a generator; None without a text."""
         if self.text is None:
             return None
-        ids, length, texts = generator.encode(self.text), self.length, self.texts
+        ids, texts = generator.encode(self.text), self.texts
+        length = self.prompt_tokens + self.tokens
         if len(ids) < length * texts:
             msg = (
                 f"the text has {len(ids):,} tokens, and {texts} texts of {length:,} tokens "
@@ -423,7 +420,7 @@ class _Parts:
 
     def policy(self, cell: _Cell, prompt_tokens: int) -> RetentionPolicy | None:
         """Return the policy of a cell; None: everything is kept."""
-        if cell.retention.name == FULL:
+        if str(cell.retention) == FULL:
             return None
         defaults: dict[str, Any] = {"seed": self.seed}
         if cell.tokens is not None:
@@ -571,14 +568,14 @@ class _Full:
         full = cls(prompts, [], [], [])
         logits = run.logits
         for step in range(samples.tokens):
+            chances = logits.double().softmax(-1).cpu()
+            if chances.isnan().any():
+                msg = (
+                    f"generator {generator.name!r} computes NaN in {parts.dtype}: take "
+                    "another dtype"
+                )
+                raise InputError(msg)
             if texts is None:
-                chances = logits.double().softmax(-1).cpu()
-                if chances.isnan().any():
-                    msg = (
-                        f"generator {generator.name!r} computes NaN in {parts.dtype}: take "
-                        "another dtype"
-                    )
-                    raise InputError(msg)
                 new = torch.multinomial(chances, 1, generator=source)[:, 0].tolist()
             else:
                 new = [ids[samples.prompt_tokens + step] for ids in texts]

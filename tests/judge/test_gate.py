@@ -1,12 +1,17 @@
 """The gate of pytest: a baseline is written, kept, and told when hits fall below it."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import attrs
 import pytest
 from helpers.rows import write_rows
+
+from kvcore_judge.gate import Hits, add_baselines, regression
 
 SYSTEM = "You are a careful assistant of a library. " * 40
 
@@ -88,6 +93,27 @@ def test_another_block_size_does_not_compare(baseline, tmp_path):
     code, said = run(tmp_path, *baseline, setting=", block_size=64")
     assert code == 1
     assert "do not compare" in said
+
+
+def test_a_file_without_baselines_is_told(baseline, tmp_path):
+    """A file that is none of the gate's fails the test in a line with the way out."""
+    (tmp_path / "hits.json").write_text("[1]")
+    assert "hits.json has no baselines: remove it" in run(tmp_path, *baseline)[1]
+
+
+def test_hits_may_fall_by_the_tolerance():
+    """A fall by the tolerance, in decimal digits, is none; a further token is one."""
+    before = attrs.asdict(Hits(1, 1000, 800, {}, {}))
+    assert not regression("chat", Hits(1, 1000, 700, {}, {}), before, 0.1)
+    assert regression("chat", Hits(1, 1000, 699, {}, {}), before, 0.1)
+
+
+def test_processes_of_one_run_write_one_baseline(tmp_path):
+    """Each adds its own to those of the others, as pytest does with --numprocesses."""
+    path = tmp_path / "hits.json"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: add_baselines(path, {name: {}}), map(str, range(40))))
+    assert len(json.loads(path.read_bytes())["baselines"]) == 40
 
 
 def test_an_unknown_baseline_says_how_to_write_it(tmp_path):

@@ -6,7 +6,11 @@ import sys
 import pytest
 from helpers.commands import error_of, stdout_of
 
+from kvcore_judge.entries import Entry
+from kvcore_judge.leaderboard import make_leaderboard
+from kvcore_judge.protocol import Panel, Stream, find_panel
 from kvcore_judge.sandbox import landlock_version
+from kvcore_judge.verdict import Judge
 
 POLICY = """\
 from kvcore import ScoreEviction
@@ -66,6 +70,30 @@ def test_a_mistyped_class_breaks_no_rule(policy, panel):
     message = error_of("judge", f"{policy}:Usde", "--panel", panel, "--no-kit")
     assert "has no class 'Usde'" in message
     assert "Its eviction plugins: Used" in message
+
+
+@in_a_sandbox
+@pytest.mark.parametrize(
+    "written", ["apps.pyenv/used.py", " apps.pyenv/used.py", "my.python.py"]
+)
+def test_a_file_is_run_in_the_sandbox_wherever_it_is(written, policy, panel, monkeypatch):
+    """A path with `.py` or a space before its end is that of the file, which may not write."""
+    monkeypatch.chdir(policy.parent)
+    path = policy.parent / written.strip()
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"open('left', 'w')\n{POLICY}")
+    assert Judge(find_panel(str(panel)), kit=False).judge(Entry(written)).rule == "files"
+    assert not (policy.parent / "left").exists()
+
+
+@in_a_sandbox
+def test_a_judge_scores_a_built_in_policy_as_a_leaderboard_does():
+    """Cells on which it was tuned are left out of its headline; a file cannot claim that."""
+    streams = Stream("tuned", "mooncake", limit=1000), Stream("own", "recency:requests=400")
+    panel, entry = Panel("test", streams, (100,)), Entry("hazard")
+    score = Judge(panel, kit=False).judge(entry).score
+    assert score == make_leaderboard(panel, [entry]).scores["hazard"]
+    assert score.headline != score.all_cells
 
 
 @in_a_sandbox

@@ -302,14 +302,25 @@ def test_check_runs_no_file_that_a_leaderboard_names(document, tmp_path, options
 
 
 def test_check_runs_the_files_that_the_caller_names(tmp_path):
-    """A policy in a file is checked if the caller names the file."""
+    """Policies in files are checked if the caller names these, also two classes of one."""
     path = tmp_path / "own.py"
-    path.write_text("from kvcore_plugins.eviction import LRU\n\n\nclass Own(LRU):\n    pass\n")
-    board = make_leaderboard(PANEL, [Entry(str(path))])
-    document = orjson.loads(orjson.dumps(board.document()))
+    path.write_text(
+        "from kvcore_plugins.eviction import LFU, LRU\n\n\nclass Own(LRU):\n    pass\n\n\n"
+        "class Other(LFU):\n    name = 'other'\n"
+    )
+    own = [Entry(f"{path}:Own"), Entry(f"{path}:Other")]
+    document = orjson.loads(orjson.dumps(make_leaderboard(PANEL, own).document()))
     document["policies"] = [each for each in document["policies"] if each["entry"] == "own.py"]
-    checked = list(check_leaderboard(document, PANEL, 1, entries=[Entry(str(path))]))
-    assert [each.same for each in checked] == [True]
+    checked = list(check_leaderboard(document, PANEL, 8, entries=own))
+    assert [each.same for each in checked] == [True] * 8
+
+
+@pytest.mark.parametrize("option", ["--json", "--out=b.json", "--resume=j", "--cells=3"])
+def test_options_that_would_do_nothing_are_refused(quick, option):
+    """What a check does not write, and what only a check reads, is not left out in silence."""
+    check = [] if "cells" in option else ["--check", str(quick)]
+    done = CliRunner().invoke(leaderboard, [*check, option])
+    assert f"{option.partition('=')[0]} is " in str(done.exception)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import os
 import select
+import signal
 import sys
 import time
 from pathlib import Path
@@ -274,6 +275,18 @@ def test_a_policy_opens_few_files(judge, tmp_path):
     methods = "def victim(self, now):\n    raise ValueError([os.pipe() for _ in range(64)])"
     verdict = judge.judge(written(tmp_path, methods))
     assert "Too many open files" in verdict.what
+
+
+def test_a_policy_that_ignores_the_signal_of_its_limit_took_too_long(monkeypatch):
+    """What the kernel kills for its CPU time is not told as short of memory."""
+    monkeypatch.setattr("kvcore_judge.sandbox.monotonic", lambda: 0.0)
+
+    def spin():
+        signal.signal(signal.SIGXCPU, signal.SIG_IGN)
+        while True:
+            pass
+
+    assert run_in_sandbox(spin, int, Limits(seconds=1)).rule == "time"
 
 
 def test_a_policy_ends_if_its_judge_is_interrupted(monkeypatch):

@@ -289,6 +289,7 @@ def test_a_frame_has_a_row_per_result(monkeypatch):
             {"retention": "window:sinks=few"},
             "'window' takes an integer, not 'few'",
         ),
+        ({"retention": "full:budget=3"}, "'full' has no option 'budget'"),
         ({"dtype": "fp7"}, "generator 'transformer' cannot compute in 'fp7'"),
         (
             {"retention": "window:positions=cache", "codec": "fp16"},
@@ -313,8 +314,10 @@ def test_a_failing_generator_is_named(monkeypatch):
         measure("transformer", codec="fp32", **SMALL)
     nan = torch.full((2, 512), float("nan"))
     monkeypatch.setattr(Transformer, "logits", lambda *_: nan)
-    with pytest.raises(InputError, match="NaN in fp32: take another dtype"):
-        measure("transformer", codec="fp32", **SMALL)
+    monkeypatch.setattr(Transformer, "encode", lambda _, text: [*text.encode()])
+    for text in (None, WORDS):
+        with pytest.raises(InputError, match="NaN in fp32: take another dtype"):
+            measure("transformer", codec="fp32", text=text, **SMALL)
 
 
 def test_progress_adds_up_to_the_announced_total():
@@ -339,12 +342,15 @@ def test_progress_adds_up_to_the_announced_total():
     assert sum(remaining) == 0
 
 
-def test_texts_beyond_the_positions_of_a_model_are_refused():
-    """A generator with fewer positions than a text has tokens raises InputError."""
+@pytest.mark.parametrize(("needles", "after"), [(0, 12), (8, 16)])
+def test_texts_beyond_the_positions_of_a_model_are_refused(needles, after):
+    """A generator with fewer positions than a text or its questions need raises InputError."""
 
     class Short(Transformer):
         name = "short"
-        positions = 100
+        positions = 95 + after
 
-    with pytest.raises(InputError, match=r"96 prompt .* and 12 .* 'short' has 100 positions"):
-        measure(Short(), retention="window", codec="fp32", **SMALL)
+    short = Short()
+    options = SMALL | {"needles": needles, "needle_generator": short}
+    with pytest.raises(InputError, match=f"96 prompt .* and {after} .* 'short' has .* pos"):
+        measure(short, retention="window", codec="fp32", **options)

@@ -13,7 +13,7 @@ from kvcore.models.cost import default_prefill_cost
 from kvcore.trace.fields import slo_field
 from kvcore_cli.report.tables import setup, slo_times
 from kvcore_lab.comparison import Comparison, Infinite, Row, Source
-from kvcore_lab.report.comparison import ComparisonReport, write_csv
+from kvcore_lab.report.comparison import ComparisonReport, ResidencyReport, write_csv
 
 
 def row(eviction, blocks, hits, *, best=None, **options):
@@ -175,6 +175,13 @@ READINGS = {
             "foresight, not memory."
         ),
     ),
+    "it by its memory, where sizes are memory": (
+        ComparisonReport(comparison(*BOTH), {10: "1 GiB", 1000: "64 GiB"}),
+        (
+            "With 64 GiB the optimum hits all that can hit: from there on, policies lack "
+            "foresight, not memory."
+        ),
+    ),
     "that no requests share a block": (
         report(row("lru", 10, 0), hits=0),
         "No request shares a block with an earlier one: nothing can hit.",
@@ -240,6 +247,30 @@ def test_the_csv_has_all_fields_of_a_row():
         "wall_s": "0.5",
     }
     assert second["share_of_optimum"] == "0.5"
+
+
+def test_the_csv_tells_checkpoint_policies_apart():
+    """Rows of one eviction have the names of their checkpoint policies; a bound has none."""
+    kept = [attrs.evolve(row("lru", 10, 20), checkpoint=name) for name in ("chunk", None)]
+    write_csv(comparison(*kept), file := io.StringIO())
+    found = [line["checkpoint"] for line in csv.DictReader(file.getvalue().splitlines())]
+    assert found == ["chunk", ""]
+
+
+def test_blocks_rest_in_each_tier_by_its_name_and_size():
+    """A tier below the pool has rows of its own, and its memory is what would help it."""
+    ages = dict.fromkeys(["age_at_hit_s", "age_at_eviction_s", "lifetime_s"])
+    counts = {"stored_blocks": 100, "never_hit_blocks": 90, "restored_blocks": 80}
+    rested = ages | counts | {"evicted_blocks": {"capacity": 100}, "thrashing": True}
+    shown = attrs.evolve(
+        row("lru", 10, 20),
+        residency={"gpu": rested | {"thrashing": False}, "host": rested},
+        tiers=[{"tier": "host", "slots": 30, "memory_bytes": 1 << 30}],
+    )
+    shown = ResidencyReport(comparison(shown))
+    assert [cells[0] for cells in shown.rows] == ["lru", "lru (host)"]
+    assert "stored again before another 30 had gone" in shown.reading
+    assert "Twice its memory (2 GiB)" in shown.reading
 
 
 def test_the_setup_omits_options_that_repeat_the_deployment():

@@ -145,6 +145,8 @@ def test_seeds_are_folded_to_means_with_intervals():
     ]
     assert report.reading.startswith("Means over seeds")
     assert "seed" not in report.setup
+    (table,) = seeded(*[0.2, 0.1999] * 3).tables
+    assert table.rows[1][4] == "+0.0 points"  # there is no zero below 0
 
 
 def test_a_chart_has_a_band_of_the_seeds():

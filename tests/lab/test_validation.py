@@ -1,7 +1,9 @@
 """Validation of simulations against measured rows: how rows are read, run and compared."""
 
 import csv
+import io
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from kvcore.plugins.options import Spec
 from kvcore_lab.measured import rows as measured
 from kvcore_lab.measured import samples as samples_module
 from kvcore_lab.measured.validation import Errors
+from kvcore_lab.report.validation import ValidationReport, command
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "tensorrt_llm_1_0.csv"
 
@@ -166,6 +169,42 @@ def test_a_row_with_rejected_requests_is_left_out(path):
     found = kvcore.validate(write_lines(path, ROW, ROW | {"input_tokens": 20_000}), blocks=100)
     assert [each.row.line for each in found.compared] == [1]
     assert "rejected" in next(iter(found.left_out))
+
+
+def test_a_row_of_which_nothing_is_simulated_is_left_out(path):
+    """A time per token is that of a second one: a report on such rows alone had no measure."""
+    found = kvcore.validate(write_rows(path, ROW, ROW | {"output_tokens": 1}))
+    assert [each.row.line for each in found.compared] == [1]
+    assert [*found.left_out] == ["its simulation has no tpot, which is all that was measured"]
+
+
+def test_rows_are_told_apart_by_numbers_as_a_table_has_them(path):
+    """A rate of 2 is asked for as `2`, and groups of numbers are in the order of these."""
+    rates = [{"rate": rate, "chunked": "true"} for rate in (10, "inf", 2, 0.5)]
+    row = {name: value for name, value in ROW.items() if name != "concurrency"}
+    write_csv(path, *({**row, **rate, "requests": 2} for rate in rates))
+    assert [*kvcore.validate(path).groups("rate")] == ["0.5", "2", "10", "inf"]
+    for rate in ("2", "2.0"):
+        (found,) = kvcore.validate(path, where={"rate": rate, "chunked": "true"}).compared
+        assert found.row.load["rate"] == 2
+
+
+def test_the_csv_has_each_column_once(path):
+    """The CSV of a report is a table, also of rows that name the rules of an engine."""
+    report = ValidationReport(kvcore.validate(write_csv(path, ROW | {"like": "vllm"})))
+    report.write_csv(file := io.StringIO())
+    (names, *_) = csv.reader(file.getvalue().splitlines())
+    assert len(names) == len({*names})
+    assert "like" in names
+
+
+def test_the_command_of_a_row_is_one_that_a_shell_reads(path):
+    """Each tier has a flag of its own, and what a shell would divide is quoted."""
+    tiers = ["host:memory=1GiB", f"disk:path={path.parent / 'a b'},memory=1GiB"]
+    (compared,) = kvcore.validate(write_csv(path, ROW), tier=tiers, chunked=True).compared
+    words = shlex.split(command(compared))
+    assert [words[place + 1] for place, word in enumerate(words) if word == "--tier"] == tiers
+    assert {"--chunked", "--device"} < {*words}
 
 
 def test_a_file_without_a_usable_row_is_refused(path):

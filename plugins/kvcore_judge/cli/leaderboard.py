@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 import orjson
+from click.core import ParameterSource
 
 from kvcore.errors import InputError
 from kvcore.files import atomic_file
@@ -38,6 +39,9 @@ from kvcore_lab.sweep.journal import Journal
 from kvcore_plugins.host import cpus
 
 PAGE, DOCUMENT = ".html", ".json"
+
+MADE, CHECKED = ("out", "resume", "as_json"), ("cells", "seed")
+"""The options of a leaderboard that is made, and of one that is checked."""
 
 
 @verb(
@@ -84,7 +88,8 @@ PAGE, DOCUMENT = ".html", ".json"
     "-o", "--out", help="File for the leaderboard: .html for a page, .json for the document."
 )
 @json_option
-def leaderboard(**given: Any) -> None:
+@click.pass_context
+def leaderboard(ctx: click.Context, /, **given: Any) -> None:
     """Rank eviction policies by one protocol.
 
     Each policy is replayed on each stream of a panel, in pools that hold a share of the blocks
@@ -92,7 +97,14 @@ def leaderboard(**given: Any) -> None:
     geometric mean of its hits over those of LRU, beside its worst cell and its share of the
     optimum.
     """
-    if given["check"] is not None:
+    checks = given["check"] is not None
+    for param in ctx.command.params:
+        default = ctx.get_parameter_source(str(param.name)) is ParameterSource.DEFAULT
+        if not default and param.name in (MADE if checks else CHECKED):
+            whose = "of a leaderboard that is made" if checks else "for --check alone"
+            msg = f"{param.opts[-1]} is {whose}: leave it out"
+            raise InputError(msg)
+    if checks:
         _check(given)
         return
     panel, out = find_panel(given["panel"] or BUILT_IN[0]), given["out"]

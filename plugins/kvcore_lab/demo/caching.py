@@ -559,20 +559,12 @@ class CachingReport:
             *("name", "layers", "query_heads", "kv_heads"),
             *("head_dim", "hidden_size", "parameters"),
         )
+        no_tokens = attrs.filters.exclude("tokens")  # they are equal in all
         return {
             "model": {name: getattr(self.model, name) for name in fields},
             "dtype": self.dtype,
             "tokens": self.generations[0].tokens,
-            "caches": [
-                {
-                    "cache": generation.cache,
-                    "token_projections": generation.token_projections,
-                    "step_seconds": generation.step_seconds,
-                    "step_kv_bytes": generation.step_kv_bytes,
-                    "step_projections": generation.step_projections,
-                }
-                for generation in self.generations
-            ],
+            "caches": [attrs.asdict(each, filter=no_tokens) for each in self.generations],
         }
 
 

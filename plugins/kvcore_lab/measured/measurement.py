@@ -7,6 +7,8 @@ from typing import Any
 
 import attrs
 
+from kvcore.plugins.options import as_text
+
 
 @attrs.frozen
 class Measured:
@@ -29,7 +31,13 @@ class Measured:
     def label(self, names: str) -> str:
         """Return the value of a column, or of several with `+` between their names.
 
-        The value of a column that the row lacks is `-`.
+        It is written as in a table, such as `2` and `true`; that which the row lacks is `-`.
         """
         known = {**self.load, **self.options, **self.labels}
-        return " ".join(str(known.get(name, "-")) for name in names.split("+"))
+        return " ".join(written(known.get(name, "-")) for name in names.split("+"))
+
+
+def written(value: Any) -> str:
+    """Return a value as a table has it: `2` of 2.0."""
+    text = as_text(value)
+    return text.removesuffix(".0") if isinstance(value, float) else text

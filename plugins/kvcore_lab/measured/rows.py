@@ -43,7 +43,7 @@ FORMATS = ("weights_dtype", "codec")
 LABELS = ("id", "engine", "version", "source", "split")
 """The columns that name the source of a row."""
 
-OPTIONS = (*OF_REPLICAS, "block_size", "like")
+OPTIONS = (*OF_REPLICAS, "block_size")
 """The columns that are options of `RunConfig`."""
 
 COLUMNS = (*LABELS, *LOAD, *MEASURES, *OPTIONS)
@@ -153,7 +153,7 @@ def _own(line: int, fields: Mapping[str, Any]) -> Measured:
         msg = f"a row needs something measured: {', '.join(MEASURES)}"
         raise InputError(msg)
     options = {
-        name: read_option(name, _typed(fields[name])) for name in OPTIONS if name in fields
+        name: read_option(name, typed(fields[name])) for name in OPTIONS if name in fields
     }
     labels = {name: str(fields[name]) for name in LABELS if name in fields}
     load = {name: numbers[name] for name in LOAD if name in numbers}
@@ -214,7 +214,7 @@ def _figure(fields: Mapping[str, Any], name: str) -> int | float:
 
 def _number(name: str, cell: Any) -> int | float:
     """Return the number of a cell, which may be text."""
-    value: Any = _typed(cell)
+    value: Any = typed(cell)
     least = 0 if name == "spread" else 1
     if name in ("rate", *MEASURES, "spread"):
         finite = isinstance(value, int | float) and isfinite(value) and not value < 0
@@ -231,7 +231,7 @@ def _number(name: str, cell: Any) -> int | float:
     raise InputError(msg)
 
 
-def _typed(cell: Any) -> Any:
+def typed(cell: Any) -> Any:
     """Return the boolean or number that the text of a cell stands for; other text as it is."""
     if not isinstance(cell, str):
         return cell

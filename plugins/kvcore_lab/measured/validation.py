@@ -22,8 +22,16 @@ from kvcore.plugins.options import Spec, as_text
 from kvcore.progress import Progress, silent
 from kvcore.serving import Result, Rules, simulate
 from kvcore.units import check_whole
-from kvcore_lab.measured.measurement import Measured
-from kvcore_lab.measured.rows import FORMATS, MEASURES, SERVER, check_columns, read_measured
+from kvcore_lab.measured.measurement import Measured, written
+from kvcore_lab.measured.rows import (
+    FORMATS,
+    LABELS,
+    MEASURES,
+    SERVER,
+    check_columns,
+    read_measured,
+    typed,
+)
 from kvcore_plugins.latency.engine_times import EngineName
 
 ROUNDS, SPREAD = 10, 0.2
@@ -163,7 +171,12 @@ def validate(
     file, given = fspath(source), flat_options(options)
     check_names(given, option_names())
     plugins = plugins or Plugins()
-    wanted = {name: set(values.split(",")) for name, values in (where or {}).items()}
+    wanted = {
+        name: {
+            value if name in LABELS else written(typed(value)) for value in values.split(",")
+        }
+        for name, values in (where or {}).items()
+    }
     check_columns(wanted)
     rows: list[Measured] = []
     left_out: Counter[str] = Counter()
@@ -212,8 +225,11 @@ def _compare(
     options_of_row = {**known, **options, **row.options}
     config = RunConfig("simulate", plugins, **options_of_row, workload=workload)
     parts = RunParts(config, plugins)
-    result = simulate(parts.workload, residency=False, **parts.arguments())
-    return Compared(row, options_of_row, config, _values(result))
+    values = _values(simulate(parts.workload, residency=False, **parts.arguments()))
+    if not values.keys() & row.values.keys():
+        msg = f"its simulation has no {' or '.join(row.values)}, which is all that was measured"
+        raise InputError(msg)
+    return Compared(row, options_of_row, config, values)
 
 
 def _values(result: Result) -> dict[str, float]:
@@ -234,4 +250,5 @@ def _values(result: Result) -> dict[str, float]:
 def _natural(group: tuple[str, object]) -> tuple[bool, float, str]:
     """Return the sort key of a group: numbers by size, then names."""
     name = group[0]
-    return (False, float(name), "") if name.isdecimal() else (True, 0.0, name)
+    number = name == "inf" or name.replace(".", "", 1).isdecimal()
+    return (False, float(name), "") if number else (True, 0.0, name)

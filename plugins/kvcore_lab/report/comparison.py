@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TextIO
 
 import attrs
 
+from kvcore.cache.residency import TIER
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
 from kvcore.sections import Chart, Panel, Section, Table
@@ -332,8 +333,8 @@ class ComparisonReport:
         if not enough:
             return ""
         return (
-            f"With {counted(min(enough), 'block')} the optimum hits all that can hit: from "
-            "there on, policies lack foresight, not memory."
+            f"With {self._sizes([self._size(min(enough))])} the optimum hits all that can hit: "
+            "from there on, policies lack foresight, not memory."
         )
 
     def _options(self) -> str:
@@ -352,12 +353,15 @@ class ComparisonReport:
 def write_csv(comparison: Comparison, file: TextIO) -> None:
     """Write the rows of a comparison as CSV with a header, ratios in full precision.
 
-    The options are one column, as JSON. An empty cell is a missing value.
+    The options are one column, as JSON. An empty cell is a missing value. Checkpoint policies
+    have a column of their own, the last, if there are any.
     """
-    writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
+    several = any(row.checkpoint for row in comparison.rows)
+    columns = [*CSV_COLUMNS, *(["checkpoint"] if several else [])]
+    writer = csv.DictWriter(file, columns, lineterminator="\n")
     writer.writeheader()
     for row in comparison.rows:
-        fields: dict[str, Any] = {name: getattr(row, name, None) for name in CSV_COLUMNS}
+        fields: dict[str, Any] = {name: getattr(row, name, None) for name in columns}
         fields |= {"workload": comparison.workload.name, "count": comparison.accounting}
         fields |= {f"hit_ratio_{kind}": ratio for kind, ratio in row.hit_ratio.items()}
         reused = row.reuse_ratio or {}
@@ -405,17 +409,18 @@ class ResidencyReport:
 
     @property
     def rows(self) -> list[list[str]]:
-        """Rows of the table: one per policy and pool, with medians of times."""
+        """Rows of the table: one per policy, pool and tier below it, with medians of times."""
         rows = []
         for name, row in named(self.comparison.rows):
-            for rested in (row.residency or {}).values():
+            for tier, rested in (row.residency or {}).items():
                 ages = (rested[key] for key in AGES)
                 gone = sum(rested["evicted_blocks"].values())
                 stored = rested["stored_blocks"]
                 times = [cell(age and age["p50"], format_seconds) for age in ages]
                 never = share(rested["never_hit_blocks"] / gone if gone else None)
                 again = share(rested["restored_blocks"] / stored if stored else None)
-                rows.append([name, f"{row.blocks:,}", *times, never, again])
+                of = name if tier == TIER else f"{name} ({tier})"
+                rows.append([of, f"{row.blocks:,}", *times, never, again])
         return rows
 
     @property
@@ -428,7 +433,7 @@ class ResidencyReport:
         )
         lines = [columns]
         for name, row in named(self.comparison.rows):
-            warning = thrashing(row.residency, row.blocks)
+            warning = thrashing(row.residency, row.blocks, row.tiers or ())
             if warning:
                 lines.append(f"{name}, {row.blocks:,} blocks: {warning}")
         return "\n".join(lines)

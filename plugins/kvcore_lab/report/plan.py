@@ -174,15 +174,16 @@ class DevicePlansReport:
     @property
     def sections(self) -> list[Section]:
         """The whole report on the plans."""
-        fleets = self.plans["fleets"]
-        warning = saturated(fleets, self.plans["plans"][0]["setup"])
-        first = self.plans["plans"][0]
-        caution = cautions(fleets, first["setup"])
-        start = start_lines(fleets, first)
+        fleets, first = self.plans["fleets"], self.plans["plans"][0]
+        warning, start = saturated(fleets, first["setup"]), start_lines(fleets, first)
         left_out = "\n".join(f"Left out: {note}" for note in self.left_out)
-        devices = [plan["setup"]["device"] for plan in self.plans["plans"]]
-        caution = "\n".join(filter(None, [caution, counted_memory(devices)]))
-        return [warning, self.headline, self.table, left_out, caution, start, self.reading]
+        caution = [cautions(fleets, first["setup"]), counted_memory(self._devices)]
+        told = "\n".join(filter(None, caution))
+        return [warning, self.headline, self.table, left_out, told, start, self.reading]
+
+    @property
+    def _devices(self) -> list[str]:
+        return [plan["setup"]["device"] for plan in self.plans["plans"]]
 
     @property
     def left_out(self) -> list[str]:
@@ -194,8 +195,7 @@ class DevicePlansReport:
     def headline(self) -> str:
         """Sentences about the workload, the SLO, and the cheapest fleet."""
         first = self.plans["plans"][0]
-        devices = [plan["setup"]["device"] for plan in self.plans["plans"]]
-        request = _asked(first, " or ".join(devices))
+        request = _asked(first, " or ".join(self._devices))
         if not self.plans["fleets"]:
             return f"{request}\nNo fleet of up to {counted(first['max_gpus'], 'GPU')} does."
         best = self.plans["fleets"][0]

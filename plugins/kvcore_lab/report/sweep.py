@@ -396,8 +396,9 @@ def _panel(
 
 
 def _signed(measure: Measure, change: float) -> str:
-    """Format a change with its sign."""
-    return f"{'-' if change < 0 else '+'}{measure.change(abs(change))}"
+    """Format a change with its sign; one that is shown as 0 has that of 0."""
+    text = measure.change(abs(change))
+    return f"{'-' if change < 0 and text != measure.change(0) else '+'}{text}"
 
 
 def _between(low: str, high: str) -> str:

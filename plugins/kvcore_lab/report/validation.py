@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from math import isfinite
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
 
+from kvcore.plugins.options import as_text
 from kvcore.sections import Section, Table
 from kvcore.units import format_number, format_seconds
 from kvcore_cli.report.tables import NONE, counted, printable
@@ -202,15 +204,16 @@ class ValidationReport:
 
 
 def command(compared: Compared) -> str:
-    """Return the command that simulates a row by itself."""
-    words = ["kvcore simulate", str(compared.config.workload)]
+    """Return the command that simulates a row by itself, as a shell reads it."""
+    words = ["kvcore", "simulate", str(compared.config.workload)]
     for name, value in compared.options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            words.append(f"--{flag} {'none' if value is None else value}")
-    return " ".join(words)
+            for text in value if isinstance(value, list | tuple) else [value]:
+                words += [f"--{flag}", as_text(text)]
+    return shlex.join(words)
 
 
 def _frame(
@@ -241,9 +244,8 @@ def _frame(
 def _fields(compared: Compared) -> dict[str, Any]:
     """Return a row and its simulation as one mapping."""
     row = compared.row
-    options = {name: _plain(value) for name, value in row.options.items()}
-    load = {name: _plain(value) for name, value in row.load.items()}
-    fields: dict[str, Any] = {"line": row.line, **row.labels, **options, **load}
+    own = {name: _plain(value) for name, value in {**row.options, **row.load}.items()}
+    fields: dict[str, Any] = {"line": row.line, **row.labels, **own}
     for measure in MEASURES:
         if measure in row.values:
             fields[measure] = row.values[measure]
