@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvcore import InputError, Request
 from kvcore.request import block_keys
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import json_fields
+from kvcore_plugins.workload._messages import token_ids
 from kvcore_plugins.workload._sessions import Pending, SessionChain, Turn, in_order
 from kvcore_plugins.workload._tables import (
     COLUMNAR,
@@ -137,7 +139,10 @@ class Lengths(TimedFile):
     _reading: _Reading | None = attrs.field(default=None, init=False, repr=False)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield one request for each row. Keeps a few rows in memory; of a JSON object all."""
+        """Yield one request for each row.
+
+        Keeps a few rows in memory; all of a JSON object, and of sessions without times.
+        """
         table = read_table(self.path)
         self._reading = reading = _Reading(self, table)
         if reading.closed:
@@ -149,12 +154,13 @@ class Lengths(TimedFile):
         first = None
         for time, serial, row in reading.sorted():
             first = time if first is None else first
-            keys, output_keys = reading.token_keys(row)
+            prompt, output = _tokens(row, input_column, 1), _tokens(row, generated, 0)
+            keys, output_keys = reading.token_keys(row, prompt, output)
             yield Request(
                 id=serial,
                 arrival=reading.arrival(time, first, row),
-                prompt_tokens=_tokens(row, input_column, 1),
-                output_tokens=_tokens(row, generated, 0),
+                prompt_tokens=prompt,
+                output_tokens=output,
                 keys=keys,
                 output_keys=output_keys,
                 key_tokens=key_tokens,
@@ -188,15 +194,14 @@ class Lengths(TimedFile):
         line = head[0]
         if json_fields(line):
             row = flat(parse_row(Path(), 1, line).fields)
-            names = [] if has_texts(row) else list(row)
-            cells = [str(value) for value in row.values()]
+            cells = {} if has_texts(row) else {name: str(cell) for name, cell in row.items()}
         else:
-            names = [name for name in table_header(line) if _LETTERS.match(name)]
-            cells = table_header(head[1]) if len(head) > 1 else []
-        dates = [name for name, cell in zip(names, cells, strict=False) if _DATE.match(cell)]
-        numbers = [
-            name for name, cell in zip(names, cells, strict=False) if _NUMBER.fullmatch(cell)
-        ]
+            header, first = table_header(line), table_header(head[1]) if len(head) > 1 else []
+            known = dict.fromkeys(header, "") | dict(zip(header, first, strict=False))
+            cells = {name: cell for name, cell in known.items() if _LETTERS.match(name)}
+        names = list(cells)
+        dates = [name for name, cell in cells.items() if _DATE.match(cell)]
+        numbers = [name for name, cell in cells.items() if _NUMBER.fullmatch(cell)]
         others = [name for name in numbers if not _LENGTHS.search(name)]
         times = chain(find_times(tuple(names)), dates, others)
         chosen = {role: _usual(role, names) for role in ("input", "output")}
@@ -223,14 +228,23 @@ class Lengths(TimedFile):
         Args:
             table: the table.
             time: the column of the times that was found.
-            closed: whether rows without times begin at once.
+            closed: whether rows of a session wait for one another, and begin at once without
+                times.
 
         Raises:
-            InputError: a column is missing, or there are two of its name.
+            InputError: a column is missing or of no use, or there are two of its name.
         """
         header, columns = table.names, {}
         for role in ("time", *USUAL):
             named = getattr(self, role) if role in ("time", *_NAMED) else None
+            if role in _CLOSED and not closed:
+                if named is not None:
+                    msg = (
+                        f"{self.path}:{table.line}: {role}={named} needs a session: "
+                        f"session=COLUMN names it. There are: {', '.join(header)}"
+                    )
+                    raise InputError(msg)
+                continue
             column = (
                 (time if role == "time" else _found(role, header)) if named is None else named
             )
@@ -272,13 +286,13 @@ class _Reading:
         unit = options.unit or (
             "s" if names and not table.flat and COLUMNAR[0] in names else None
         )
-        roles = {role: _usual(role, names) for role in _CLOSED}
+        # Of fields in objects a wait alone, unless it is named, may be that of anything.
+        found = _CLOSED if table.flat else ("prefix", "turn")
         session = options.session or _found("session", names)
-        self.closed = session is not None and any(
-            getattr(options, role) or roles[role] for role in _CLOSED
+        self.closed = session is not None and (
+            any(getattr(options, role) for role in _CLOSED)
+            or any(_usual(role, names) for role in found)
         )
-        if self.closed and roles["turn"] is None is roles["prefix"] and not table.flat:
-            self.closed = False
         candidates = find_times(tuple(names)) if options.time is None else [options.time]
         base = options.columns(table, next(iter(candidates), None), closed=self.closed)
         self._failures = table.failures
@@ -327,11 +341,11 @@ class _Reading:
 
     def sorted(self) -> Iterator[Timed[Row]]:
         """Yield the rows of requests by time, with their serial numbers."""
-        timed = self._timed()
-        if self._table.in_memory:
+        timed, when = self._timed(), self.columns.get("time")
+        if self._table.in_memory or (self.closed and when is None):
             timed = iter(sorted(timed, key=_order))
-        if "time" in self.columns or self.closed:
-            self._order = time_order(self.columns.get("time", ""))
+        if when is not None:
+            self._order = time_order(when)
             timed = self._order.sort(timed)
         return timed
 
@@ -361,7 +375,7 @@ class _Reading:
         end = None if self._end is None else self._end.read(fields.get(self._end.name))
         wait = self._wait(row)
         after = "wait" in columns and bool({"after", "tool"} & _words(columns["wait"]))
-        keys, generated = self.token_keys(row)
+        keys, generated = self.token_keys(row, prompt, output)
         turn = Turn(
             serial=rank & ((1 << _TURN_BITS) - 1),
             time=self.arrival(time, first, row),
@@ -376,16 +390,27 @@ class _Reading:
         )
         return turn.time, self._chain.build(turn, label, _label(row, columns.get("tenant")))
 
-    def token_keys(self, row: Row) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Return the keys of a row with token ids: of its prompt, and of what follows."""
-        ids = row.fields.get(self.columns.get("tokens", ""))
-        if type(ids) is not list:
+    def token_keys(
+        self, row: Row, prompt: int, output: int
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return the keys of a row with token ids: of its prompt, and of what follows.
+
+        Of a prompt with fewer ids than tokens, the rest and what follows it are unknown.
+        """
+        name, after = (self.columns.get(role, "") for role in ("tokens", "generated"))
+        ids, more = row.fields.get(name), row.fields.get(after) or []
+        if type(ids) is not list or not ids:
             return (), ()
-        more = row.fields.get(self.columns.get("generated", "")) or []
+        for column, value in ((name, ids), (after, more)):
+            if value and (type(value) is not list or token_ids([value]) is None):
+                raise row.error(field=column, expected="a list of token ids")
         size = self._options.key_tokens
+        full, last, known = prompt // size, (prompt + output) // size, len(ids) // size
+        if known > full:
+            expected = f"at most {prompt} token ids, those of the prompt"
+            raise row.error(field=name, expected=expected, got=len(ids))
         keys = block_keys([*ids, *more], size)
-        full_blocks = len(ids) // size
-        return keys[:full_blocks], keys[full_blocks:]
+        return keys[:known], keys[full:last] if known == full else ()
 
     def notes(self) -> list[str]:
         """Return what was assumed of the rows so far, and how many were left out."""
@@ -398,9 +423,9 @@ class _Reading:
             if count:
                 notes.append(f"{what}: {count}")
         columns = self.columns
-        if self._order is not None and "time" in columns:
+        if self._order is not None:
             notes += self._order.notes(self._clock)
-        elif self.closed:
+        elif self.closed and self._options.rate is None:
             notes.append(
                 "the table has no times: all sessions begin at once; rate= spreads them"
             )
@@ -472,11 +497,11 @@ class _Reading:
         if wait is None or value in (None, ""):
             return None
         factor = name_and_unit(wait)[1] or self._wait_factor or self._clock.factor
-        clock = Clock(wait, "ns").read(value)
-        value_read = float(value) if clock is not None else -1.0
-        if value_read < 0:
-            raise row.error(field=wait, expected="a time to wait, 0 or more")
-        return round(value_read * factor)
+        with suppress(ValueError):  # a date
+            read = -1.0 if Clock(wait, "ns").read(value) is None else float(value)
+            if 0 <= read * factor < INT64_LIMIT:
+                return round(read * factor)
+        raise row.error(field=wait, expected="a time to wait, 0 or more")
 
     def _is_added(self, head: Sequence[Row]) -> bool:
         """Return True if the prefix of a row is not part of its input.
