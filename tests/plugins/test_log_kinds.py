@@ -268,6 +268,10 @@ LEFT_OUT = {
     "status of the response": ({"messages": USER, "response": {"status_code": 500}}, "failed"),
     "status in words": ({"messages": USER, "status": "failure"}, "failed"),
     "error": ({"messages": USER, "response": {"error": {"message": "no"}}}, "failed"),
+    "failed elsewhere": (
+        {"prompt": "a", "status": 500, "path": "/v1/embeddings", "object": "list"},
+        "failed",
+    ),
     "error of Anthropic": ({"messages": USER, "response": {"type": "error"}}, "failed"),
     "no tokens": (
         {
@@ -286,6 +290,13 @@ LEFT_OUT = {
     "a cache of answers": ({"messages": USER, "cache_hit": True}, "answered by a cache"),
     "empty": ({"conversations": []}, "not readable"),
     "bad": ({"conversations": [{"from": "human"}]}, "not readable"),
+    "wrong model": ({"messages": USER, "model": {"name": "m"}}, "not readable"),
+    "wrong output": ({"messages": USER, "output_tokens": "12"}, "not readable"),
+    "nested too deep in a text": (
+        {"request": f'{{"messages": {json.dumps(USER)}, "tools": {"[" * 300 + "]" * 300}}}'},
+        "without a prompt",
+    ),
+    "role of Gemini": ({"contents": [{"role": ["user"], "parts": 1}]}, "not readable"),
     "wrong usage": (
         {"messages": USER, "usage": {"prompt_tokens": -4, "completion_tokens": 1}},
         "not readable",

@@ -143,6 +143,9 @@ def test_rows_without_an_answer_are_told_so(tmp_path, rest):
     assert any("in 1 rows without an answer" in note for note in workload.notes)
 
 
+USED = {"prompt_tokens": 2, "completion_tokens": 8}
+
+
 @pytest.mark.parametrize(
     ("row", "output"),
     [
@@ -152,6 +155,10 @@ def test_rows_without_an_answer_are_told_so(tmp_path, rest):
         ({"prompt": "one two", "choices": [{"text": "three"}]}, 1),
         ({"prompt": "one two", "choices": [], "usage": {"completion_tokens": 8}}, 8),
         ({"prompt": "one two", "choices": [{"message": {"content": None}}]}, 5),
+        ({"prompt": "one two", "messages": None}, 5),
+        ({"prompt": "one two", "conversations": None}, 5),
+        ({"prompt": "one two", "response": {"usage": {}}, "usage": USED}, 8),
+        ({"prompt": "one two", "output": [{"content": [{"refusal": "three four"}]}]}, 2),
     ],
 )
 def test_prompts_are_read(read, row, output):

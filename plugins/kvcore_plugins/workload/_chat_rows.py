@@ -29,6 +29,7 @@ from kvcore_plugins.workload._messages import (
     answer_indices,
     answer_of,
     chat_body,
+    chat_field,
     fault_of,
     generated_nothing,
     is_response,
@@ -108,6 +109,8 @@ class _Tokens:
         parts: the content blocks of the prompt; None: it is no logged chat.
         hidden: whether tokens were generated between the prompt and the answer that are not
             recorded.
+        salt: the model, with all that keeps the cache of the request apart.
+        output: the number of tokens that were generated, where it alone is recorded.
     """
 
     exchange: Exchange
@@ -117,6 +120,8 @@ class _Tokens:
     explicit: bool = False
     parts: tuple[PromptPart, ...] | None = None
     hidden: bool = False
+    salt: str | None = None
+    output: int | None = None
 
 
 class Reading:
@@ -253,6 +258,10 @@ class Reading:
                 self._look_for_unread(exchange)
             try:
                 tokens = self._tokens_of(exchange)
+                tokens.salt = _salt_of(exchange, self._chat.isolate)
+                told = tokens.usage is not None and tokens.usage.output_tokens > 0
+                if not (told or all(tokens.answers)):
+                    tokens.output = _output_count(exchange)
             except InputError as error:
                 self.left_out.add(getattr(error, "reason", "not readable"), error)
             else:
@@ -337,8 +346,7 @@ class Reading:
             raise unusable(row, "without generated tokens")
         ids = _prompt_ids(exchange)
         self._estimated = self._estimated or ids is None
-        is_chat = "messages" in body.fields or "conversations" in body.fields
-        if ids is None and not is_chat:
+        if ids is None and chat_field(body.fields) is None:
             text = body.fields.get("prompt")
             if type(text) is list and len(text) == 1:
                 (text,) = text
@@ -358,7 +366,7 @@ class Reading:
         body, encoder = exchange.body, self._encoder
         messages = messages_of(body)
         answered = messages[-1]["role"] == ANSWER and len(messages) > 1
-        logged = "messages" in body.fields
+        logged = chat_field(body.fields) == "messages"
         if answer is not None or (logged and (usage is not None or not answered)):
             if answer is None and answered:
                 answer = Answer(text_of(messages[-1]), reasoning_of(messages.pop()))
@@ -437,7 +445,7 @@ class Reading:
         """Return the turns of a row, the last one first; count what `notes` tells of them."""
         exchange, chat = tokens.exchange, self._chat
         serial, think = exchange.row.line - 1, round(chat.think * NS_PER_S)
-        salt, size = _salt_of(exchange, chat.isolate), chat.key_tokens
+        salt, size = tokens.salt, chat.key_tokens
         tenant = _tenant_of(exchange, self._names.get("tenant", "tenant"))
         self._tenantless += tenant is None and "tenant" in self._names
         alone = len(tokens.prompts) == 1
@@ -496,7 +504,7 @@ class Reading:
             return tokens.usage.output_tokens
         if generated:
             return self._scaled(len(generated))
-        return _output_count(tokens.exchange)
+        return tokens.output
 
     def _maker(self, tokens: _Tokens) -> Callable[..., Request]:
         """Return the function that builds a row's requests."""
@@ -663,16 +671,16 @@ def _fields_in(fields: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]
 
 def _has_prompt(exchange: Exchange) -> bool:
     fields = exchange.body.fields
-    if fields.get("messages") is not None:
+    if chat_field(fields) is not None:
         return True
-    names = ("conversations", "prompt", *TOKEN_IDS)
+    names = ("prompt", *TOKEN_IDS)
     return any(fields.get(name) is not None for name in names) or bool(_prompt_ids(exchange))
 
 
 def _prompt_ids(exchange: Exchange) -> list[int] | None:
     """Return the token ids of a prompt that is no chat; None: it has none."""
     fields = exchange.body.fields
-    if fields.get("messages") is not None or fields.get("conversations") is not None:
+    if chat_field(fields) is not None:
         return None
     for value in (fields.get("prompt"), *map(fields.get, TOKEN_IDS)):
         if (ids := token_ids(value)) is not None:

@@ -258,9 +258,7 @@ def parse_row(path: Path, number: int, line: bytes) -> Row:
         InputError: it is not.
     """
     try:
-        fields = orjson.loads(line)
-        if len(line) > MOST_NESTED and line.count(b"[") + line.count(b"{") > MOST_NESTED:
-            orjson.dumps(fields)
+        fields = parse_nested(line)
     except orjson.JSONDecodeError as error:
         msg = f"{path}:{number}: not JSON: {error.msg} (column {error.colno})"
         raise InputError(msg) from error
@@ -270,6 +268,19 @@ def parse_row(path: Path, number: int, line: bytes) -> Row:
         msg = f"{path}:{number}: expected a JSON object, got {as_json(fields)}"
         raise InputError(msg)
     return Row(path, number, fields)
+
+
+def parse_nested(text: bytes) -> Any:
+    """Return the value of a JSON text, which can be written again.
+
+    Raises:
+        orjson.JSONDecodeError: the text is not JSON.
+        orjson.JSONEncodeError: values are nested too deep.
+    """
+    value = orjson.loads(text)
+    if len(text) > MOST_NESTED and text.count(b"[") + text.count(b"{") > MOST_NESTED:
+        orjson.dumps(value)
+    return value
 
 
 def too_deep(path: Path, number: int) -> InputError:
