@@ -56,8 +56,8 @@ _SIZES = ((10**17, "ns"), (10**14, "us"), (10**11, "ms"), (10**9, "s"))
 # Compiled when they are first used: times are whole numbers as a rule.
 _NUMBER = r"(?a)[+-]?(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})(?:[eE][+-]?\d{1,2})?"
 _MOMENT = (
-    r"(?ai)(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d{1,30}))? ?"
-    r"(Z|UTC|[+-]\d\d:?\d\d)?"
+    r"(?ai)(\d{4}-?\d\d-?\d\d[T ]\d\d:?\d\d:?\d\d)(?:[.,](\d{1,30}))? ?"
+    r"(Z|UTC|[+-]\d\d(?::?\d\d)?)?"
 )
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _DIGITS = 9
