@@ -482,3 +482,12 @@ def test_rows_without_the_tenant_that_is_named_are_counted(tmp_path):
     workload = Chat(write_rows(tmp_path / "c.jsonl", *rows), rate=1, tenant="user")
     assert [request.tenant for request in workload] == ["ann", None, None]
     assert "rows without tenant=user: 2" in workload.notes
+
+
+@pytest.mark.parametrize("role", ["usage", "model", "isolate"])
+def test_rows_without_a_field_that_is_named_are_counted(tmp_path, role):
+    """A misspelt name of a usage, a model or what isolates prompts is noted."""
+    path = write_rows(tmp_path / "c.jsonl", {"prompt": "a"}, {"prompt": "b"})
+    workload = Chat(path, rate=1, **{role: "meta.usr"})
+    assert len(list(workload)) == 2
+    assert f"rows without {role}=meta.usr: 2" in workload.notes

@@ -145,7 +145,7 @@ class Reading:
         self._unread: list[str] = []
         self._rows = self._unanswered = self._hidden = self._answers = self._unfound = 0
         self._likely_answer = ""
-        self._tenantless = 0
+        self._lacking = Counter[str]()
         self._estimated = False
         self._other_prompts = self._other_outputs = 0
         self._reported = self._counted = self._cached = 0
@@ -204,8 +204,7 @@ class Reading:
                 "the answer that it quotes and the time between the two; turns=false sends all "
                 "at their times"
             )
-        if self._tenantless:
-            notes.append(f"rows without tenant={self._names['tenant']}: {self._tenantless:,}")
+        notes += [f"rows without {name}: {count:,}" for name, count in self._lacking.items()]
         notes += models_note(self._models, chat.only_model, "only_model")
         notes += self.left_out.notes
         notes += self._usage_notes()
@@ -447,7 +446,7 @@ class Reading:
         serial, think = exchange.row.line - 1, round(chat.think * NS_PER_S)
         salt, size = tokens.salt, chat.key_tokens
         tenant = _tenant_of(exchange, self._names.get("tenant", "tenant"))
-        self._tenantless += tenant is None and "tenant" in self._names
+        self._lacking.update(self._lacks(exchange, tenant))
         alone = len(tokens.prompts) == 1
         make, turns = self._maker(tokens), list[Turn]()
         for turn, (prompt, answer) in enumerate(
@@ -497,6 +496,16 @@ class Reading:
             turns.append((arrival, build))
         turns.reverse()
         return turns
+
+    def _lacks(self, exchange: Exchange, tenant: str | None) -> Iterator[str]:
+        """Yield the options that name a field which a row lacks, and would be read unsaid."""
+        found = {"tenant": tenant, **exchange.row.fields}
+        for role in ("tenant", "usage", "model"):
+            if role in self._names and found.get(role) is None:
+                yield f"{role}={self._names[role]}"
+        for name in _isolating(self._chat.isolate):
+            if all(_dotted(holder, name) is None for holder in _holders(exchange)):
+                yield f"isolate={name}"
 
     def _output_tokens(self, tokens: _Tokens, generated: list[int]) -> int | None:
         """Return the generated tokens: as reported, or of the answer; None: it has neither."""
@@ -697,19 +706,27 @@ def _salt_of(exchange: Exchange, isolate: str | None) -> str | None:
     """
     row, body, _ = exchange
     model = body.optional(body.text, "model", None) or row.optional(row.text, "model", None)
-    holders = [body.fields, row.fields]
-    if type(extra := body.fields.get("extra_body")) is dict:
-        holders.append(extra)
-    further = isolate.split("+") if isolate else []
     apart: dict[str, Any] = {}
-    for holder in holders:
-        for name in (*(holder.keys() & _ISOLATING), *further):
+    for holder in _holders(exchange):
+        for name in (*(holder.keys() & _ISOLATING), *_isolating(isolate)):
             value = _dotted(holder, name)
             if value not in (None, "", {}, []):
                 apart.setdefault(name, value)
     if not apart:
         return model
     return orjson.dumps([model, apart], option=orjson.OPT_SORT_KEYS).decode()
+
+
+def _isolating(isolate: str | None) -> list[str]:
+    """Return the fields that the option `isolate` names."""
+    return isolate.split("+") if isolate else []
+
+
+def _holders(exchange: Exchange) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a row whose fields may keep its cache apart."""
+    body = exchange.body.fields
+    extra = body.get("extra_body")
+    yield from (body, exchange.row.fields, *([extra] if type(extra) is dict else ()))
 
 
 def _tenant_of(exchange: Exchange, name: str) -> str | None:
