@@ -64,8 +64,14 @@ class TimedFile(FileWorkload):
     @property
     def digest(self) -> str:
         """The digest of the file's bytes and of the other options, a unit in any case."""
-        options = self.options() | {"unit": self.unit or "s"}
+        options = self._digested
         return file_digest(options.pop("path"), **options)
+
+    @property
+    def _digested(self) -> dict[str, Any]:
+        """The options as they are hashed: a unit that is found as `s`, since it always was."""
+        units = {None: "s", "s": "seconds"}
+        return self.options() | {"unit": units.get(self.unit, self.unit)}
 
     def drawn_arrivals(self) -> Iterator[int]:
         """Yield the times in ns of rows without times."""
