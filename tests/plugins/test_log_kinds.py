@@ -265,6 +265,7 @@ LEFT_OUT = {
         "of another endpoint",
     ),
     "rate limit": ({"messages": USER, "status": 429}, "failed"),
+    "rate limit of a table": ({"messages": USER, "status": 429.0}, "failed"),
     "status of the response": ({"messages": USER, "response": {"status_code": 500}}, "failed"),
     "status in words": ({"messages": USER, "status": "failure"}, "failed"),
     "error": ({"messages": USER, "response": {"error": {"message": "no"}}}, "failed"),

@@ -315,6 +315,26 @@ def test_what_is_left_out_is_noted(tmp_path, tool, note):
     assert note in read(tmp_path, TOOLS[tool])[1]
 
 
+@pytest.mark.parametrize(
+    ("column", "failed", "done"),
+    [
+        ("status", 503.0, 200.0),
+        ("status_code", 500.0, 200.0),
+        ("success", 0.0, 1.0),
+        ("is_error", 1.0, 0.0),
+        ("error", "boom", "nan"),
+    ],
+)
+def test_a_column_that_lacks_values_tells_what_failed(tmp_path, column, failed, done):
+    """Numbers with a point, as tables write them beside missing values, mean the same."""
+    row = {"arrival": 2.0, "prompt_tokens": 110, "output_tokens": 20}
+    values = failed, done, None
+    for write in (lambda value: value, lambda value: None if value is None else str(value)):
+        requests, notes = read(tmp_path, jsonl(*(row | {column: write(v)} for v in values)))
+        assert len(requests) == 2
+        assert "failed requests left out: 1" in notes
+
+
 @pytest.mark.parametrize("column", ["status", "status_code"])
 def test_a_status_of_endless_digits_is_no_failure(tmp_path, column):
     """A status that is no number of HTTP leaves nothing out, however many digits it has."""

@@ -12,7 +12,7 @@ import orjson
 from kvcore import InputError
 from kvcore.blake2 import blake2b
 from kvcore.untrusted import parse_digits
-from kvcore_plugins.workload.rows import Row, parse_nested
+from kvcore_plugins.workload.rows import Row, in_words, parse_nested
 from kvcore_plugins.workload.times import find_times
 
 RESPONSE = ("response", "body")
@@ -479,10 +479,10 @@ def _is_other(endpoint: str) -> bool:
 
 def _has_failed(status: Any) -> bool:
     """Return True if a status is that of an error, as a word or as HTTP has it."""
-    code = parse_digits(status) if type(status) is str else status
-    if type(code) is int:
-        return code in _HTTP_ERRORS
-    return type(status) is str and status.lower() in _FAILED
+    if type(status) not in (int, float, str):
+        return False
+    text = in_words(status)
+    return text in _FAILED or parse_digits(text) in _HTTP_ERRORS
 
 
 def generated_nothing(response: Row) -> bool:

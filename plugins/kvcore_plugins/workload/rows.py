@@ -278,6 +278,14 @@ def too_deep(path: Path, number: int) -> InputError:
     )
 
 
+def in_words(value: Any) -> str:
+    """Return a value of a status as a text in lower case: 500 for 500.0 and `500.0` as well.
+
+    Tables have numbers with a point where a column lacks some.
+    """
+    return str(value).strip().lower().removesuffix(".0")
+
+
 def as_json(value: Any) -> str:
     """Return `value` as JSON, shortened for a message."""
     try:
