@@ -488,6 +488,30 @@ def test_options_name_fields(log):
     assert second.arrival == 500 * 10**6
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_fields_beside_a_named_answer_or_prompt_are_read(log, named):
+    """What an option names may lie in one object with what another one names."""
+    rows = [
+        {
+            "prompt": {"text": "one two", "user": f"u{n}"},
+            "response": {
+                "text": "three",
+                "choices": [{"text": "another answer"}],
+                "created": n,
+                "usage": {"prompt_tokens": 2, "completion_tokens": 9},
+            },
+        }
+        for n in range(2)
+    ]
+    names = {"usage": "response.usage", "time": "response.created"} if named else {}
+    names |= {"prompt": "prompt.text", "answer": "response.text", "tenant": "prompt.user"}
+    workload = log(*rows, **names, isolate="prompt.user", key_tokens=1)
+    first, second = workload
+    assert (second.arrival, second.tenant) == (10**9, "u1")
+    assert (first.usage.output_tokens, len(first.keys), len(first.output_keys)) == (9, 2, 1)
+    assert first.keys != second.keys
+
+
 def test_a_toml_file_names_fields(log, tmp_path):
     """A TOML file names fields as options do; options win."""
     file = tmp_path / "fields.toml"

@@ -28,6 +28,7 @@ from kvcore_plugins.workload._messages import (
     Answer,
     answer_indices,
     answer_of,
+    beside_answer,
     chat_body,
     chat_field,
     fault_of,
@@ -557,7 +558,7 @@ def exchanges(
         except InputError as error:
             left_out.add("not readable", error)
             continue
-        exchange = _exchange(row, names, chat.image_tokens)
+        exchange = _exchange(row, names, chat)
         fault = fault_of(row, exchange.body, exchange.response)
         if fault is None and not _has_prompt(exchange):
             fault = "without a prompt"
@@ -594,29 +595,35 @@ def _likely_times(head: list[Exchange]) -> list[str]:
     ]
 
 
-def _exchange(row: Row, names: Mapping[str, str], image_tokens: int | None) -> Exchange:
+def _exchange(row: Row, names: Mapping[str, str], chat: ChatFile) -> Exchange:
     """Return a row with its request and its answer, whatever its format."""
     fields = row.fields
-    said = {name: fields.get(name) for name in ("response", "output")}
+    texts = {name: fields.get(name) for name in ("response", "output")}
     unpacked(fields, "request", "body", "response", "messages", "input", "output")
-    for name, text in said.items():
+    for name, text in texts.items():
         if type(text) is str and not is_response(fields[name]):
             fields[name] = text  # JSON that the model was asked for
-    for role, name in names.items():
-        value = _dotted(fields, name)
+    # All are read before one is put in the place of what another may lie in.
+    named = [(role, name, _dotted(fields, name)) for role, name in names.items()]
+    apart = [(name, _dotted(fields, name)) for name in _isolating(chat.isolate)]
+    for role, name, value in named:
         if role == "time":
             fields[name] = value
         elif role == "tenant":
-            continue  # of the row, or of the request in it
+            apart.append((name, value))
         elif role == "answer":
-            fields["response"] = value if type(value) is dict else {"output": value}
+            said = value if type(value) is dict else {"output": value}
+            response = nested(row, *RESPONSE)
+            fields["response"] = ({} if response is row else beside_answer(response)) | said
         else:
             fields[role] = value
             unpacked(fields, role)
+    # What is not of the row may be of the request in it.
+    fields |= {name: value for name, value in apart if value is not None}
     body = row if names.keys() & {"messages", "prompt"} else nested(row, "request", "body")
     body = chat_body(body)
-    if image_tokens is not None:
-        body.fields[IMAGES] = image_tokens
+    if chat.image_tokens is not None:
+        body.fields[IMAGES] = chat.image_tokens
     return Exchange(row, body, nested(row, "response", "body"))
 
 

@@ -318,6 +318,15 @@ _ENVELOPE = frozenset(("choices", "candidates", "content", "message", "usage", "
                        "id", "object", *_TEXTS))  # fmt: skip
 
 
+_SAID = frozenset(("choices", "candidates", "content", "message", "text", "role", "tool_calls",
+                   "completion_token_ids", "output_ids", "body", *_TEXTS))  # fmt: skip
+
+
+def beside_answer(response: Row) -> dict[str, Any]:
+    """Return the fields of a response that hold no answer, such as its usage and its times."""
+    return {name: value for name, value in response.fields.items() if name not in _SAID}
+
+
 def is_response(value: Any) -> bool:
     """Return True if what was JSON in a text may be a response or messages, and no answer."""
     first = value[0] if type(value) is list and value else value
