@@ -385,6 +385,23 @@ def test_conversations_of_wildchat_are_chats(tmp_path):
     assert sorted({request.arrival for request in requests}) == [0, 10**9]
 
 
+def test_rows_that_are_left_out_may_lack_a_prefix(tmp_path):
+    """A failed row among the first ones is left out, whatever it lacks."""
+    text = "session,time_s,input,output,prefix_len,status\n"
+    rows = "a,0,10,5,0,ok\na,1,10,,,error\na,2,30,5,15,ok\n"
+    requests, notes = read(tmp_path, text + rows)
+    assert [request.after for request in requests] == [None, 0]
+    assert notes[0] == "failed requests left out: 1"
+
+
+@pytest.mark.parametrize("columns", ["start_ms,end", "start_ms,end_ms", "start,end,wait_ms"])
+def test_an_end_has_the_unit_of_the_start(tmp_path, columns):
+    """The time between an answer and the next turn is in one unit, if one name tells it."""
+    text = f"session,turn,input,output,{columns}\na,0,5,3,0,2000\na,1,5,3,5000,6000\n"
+    (_, second), _ = read(tmp_path, text)
+    assert second.think_time == 3 * 10**9
+
+
 def test_token_ids_are_keys(tmp_path):
     """Rows of LLMServingSim with token ids share blocks of equal beginnings, answers too."""
     ids, answer = [*range(40)], [7] * 10

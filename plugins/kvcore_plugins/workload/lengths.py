@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -78,6 +79,11 @@ _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _NUMBER = re.compile(r"-?\d+(?:\.\d*)?")
 _LETTERS = re.compile(r"[^\W\d]")
 _TURN_BITS = 44
+_FAULTS = (
+    "failed requests left out",
+    "rows without lengths left out, such as spans of tools",
+    "requests that generated nothing left out, as failed ones",
+)
 
 
 @attrs.define(eq=False)
@@ -309,7 +315,9 @@ class _Reading:
         self._clock = self._time_clock(unit)
         self._order: TimeOrder | None = None
         ends = find_times(tuple(names), ENDS)
-        self._end = Clock(ends[0], unit) if ends and self.closed else None
+        # A name without a unit has that of the arrivals.
+        assumed = _unit_of(self._clock.name) or self._clock.assumed
+        self._end = Clock(ends[0], unit, assumed) if ends and self.closed else None
         # In a table in which requests generate, one that did not generate has failed.
         self._zeros = any(not _is_zero(row.fields.get(base["output"])) for row in head)
         self._added = self.closed and "prefix" in base and self._is_added(head)
@@ -328,7 +336,7 @@ class _Reading:
         self._wait_factor = UNITS["ms"] if turns else None
         self._chain = SessionChain(options.key_tokens)
         self._first: int | None = None
-        self._failed = self._empty = self._idle = 0
+        self._left_out = Counter[str]()
         known = {*base.values()}
         unread = [name for name in names if name not in known and _UNREAD & _words(name)]
         self._unread = ""
@@ -414,14 +422,8 @@ class _Reading:
 
     def notes(self) -> list[str]:
         """Return what was assumed of the rows so far, and how many were left out."""
-        notes = []
-        for count, what in (
-            (self._failed, "failed requests left out"),
-            (self._empty, "rows without lengths left out, such as spans of tools"),
-            (self._idle, "requests that generated nothing left out, as failed ones"),
-        ):
-            if count:
-                notes.append(f"{what}: {count}")
+        left_out = self._left_out
+        notes = [f"{what}: {left_out[what]}" for what in _FAULTS if left_out[what]]
         columns = self.columns
         if self._order is not None:
             notes += self._order.notes(self._clock)
@@ -440,34 +442,35 @@ class _Reading:
     def _timed(self) -> Iterator[Timed[Row]]:
         columns, options, clock = self.columns, self._options, self._clock
         when, turn = columns.get("time"), columns.get("turn") if self.closed else None
-        given, output = columns["input"], columns["output"]
-        failures, zeros, objects = self._failures, self._zeros, self._table.objects
         times = partial(self._drawn_by_session, options.drawn_arrivals(), {})
         drawn = options.drawn_arrivals()
         for serial, row in enumerate(self._rows):
             if not serial and when is not None:
                 options.refuse_rate(row, when)
-            fields, left_out = row.fields, True
-            if failures and has_failed(row, failures):
-                self._failed += 1
-            elif objects and (fields.get(given) is None or fields.get(output) is None):
-                self._empty += 1
-            elif zeros and _is_zero(fields.get(output)):
-                self._idle += 1
-            else:
-                left_out = False
-            if left_out:
+            if (fault := self._fault(row)) is not None:
                 if options.strict:
-                    raise row.error(field=output, expected="an answer (strict=true)")
+                    expected = "an answer (strict=true)"
+                    raise row.error(field=columns["output"], expected=expected)
+                self._left_out[fault] += 1
                 continue
             if when is not None:
                 time = row.time(when, clock)
             else:
                 time = times(row) if self.closed else next(drawn)
             rank = serial
-            if turn is not None and fields.get(turn) is not None:
+            if turn is not None and row.fields.get(turn) is not None:
                 rank |= _tokens(row, turn, 0) << _TURN_BITS
             yield time, rank, row
+
+    def _fault(self, row: Row) -> str | None:
+        """Return why a row is left out, as a note says it; None: it is a request."""
+        failed, empty, idle = _FAULTS
+        given, output = (row.fields.get(self.columns[role]) for role in ("input", "output"))
+        if self._failures and has_failed(row, self._failures):
+            return failed
+        if self._table.objects and (given is None or output is None):
+            return empty
+        return idle if self._zeros and _is_zero(output) else None
 
     def _drawn_by_session(
         self, drawn: Iterator[int], starts: dict[str | None, int], row: Row
@@ -484,8 +487,7 @@ class _Reading:
         """Return the clock of the arrivals."""
         name, wait = self.columns.get("time", ""), self.columns.get("wait")
         clock = Clock(name, unit)
-        factor = None if wait is None else name_and_unit(wait)[1]
-        wait_unit = next((unit for unit, size in UNITS.items() if size == factor), None)
+        wait_unit = None if wait is None else _unit_of(wait)
         if self.closed and wait_unit is not None:
             clock.assumed, clock.reason = wait_unit, f"as {wait!r} is"
         return clock
@@ -512,7 +514,7 @@ class _Reading:
         columns = self.columns
         before: dict[str | None, tuple[int, int]] = {}
         told = False
-        for row in head:
+        for row in filter(lambda row: self._fault(row) is None, head):
             label = _label(row, columns.get("session"))
             prefix, input_tokens = (
                 _tokens(row, columns["prefix"], 0),
@@ -524,6 +526,12 @@ class _Reading:
             told = told or earlier > 0
             before[label] = prefix, input_tokens + _tokens(row, columns["output"], 0)
         return not told
+
+
+def _unit_of(name: str) -> str | None:
+    """Return the unit in the name of a column; None: it has none that can be given."""
+    factor = name_and_unit(name)[1]
+    return next((unit for unit, size in UNITS.items() if size == factor), None)
 
 
 def _order(item: Timed[Row]) -> tuple[int, int]:
