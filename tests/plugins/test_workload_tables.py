@@ -323,14 +323,16 @@ def test_what_is_left_out_is_noted(tmp_path, tool, note):
         ("success", 0.0, 1.0),
         ("is_error", 1.0, 0.0),
         ("error", "boom", "nan"),
+        ("status", {"code": 2}, {"code": 202}),
     ],
 )
 def test_a_column_that_lacks_values_tells_what_failed(tmp_path, column, failed, done):
     """Numbers with a point, as tables write them beside missing values, mean the same."""
     row = {"arrival": 2.0, "prompt_tokens": 110, "output_tokens": 20}
     values = failed, done, None
-    for write in (lambda value: value, lambda value: None if value is None else str(value)):
-        requests, notes = read(tmp_path, jsonl(*(row | {column: write(v)} for v in values)))
+    texts = [str(value) if type(value) is float else value for value in values]
+    for cells in (values, texts):
+        requests, notes = read(tmp_path, jsonl(*(row | {column: cell} for cell in cells)))
         assert len(requests) == 2
         assert "failed requests left out: 1" in notes
 

@@ -264,7 +264,8 @@ def _is_failure(name: str, value: Any) -> bool:
         return (parse_digits(text) or 0) >= _WORSE
     if name == "status":
         if type(value) is dict:  # a span's: 2 is an error
-            return str(value.get("code", value.get("status_code"))).endswith(("2", "ERROR"))
+            code = in_words(value.get("code", value.get("status_code")))
+            return code == "2" or code.endswith("error")
         return text in _BAD or (parse_digits(text) or 0) >= _WORSE
     is_true = text not in ("false", "0", "no")
     return not is_true if name in _SUCCESS else is_true and bool(value)
