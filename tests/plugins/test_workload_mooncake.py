@@ -247,6 +247,14 @@ def test_agents_of_dynamo_wait_for_requests(tmp_path):
     assert (second.think_time, third.think_time) == (10**6, 32_500_000)
 
 
+def test_sessions_behind_the_first_rows_are_noted(tmp_path):
+    """Rows of sessions after a hundred without any are single requests, with a note."""
+    rows = [ROW] * 100 + [ROW | {"session_id": "a"}] * 2
+    workload = Mooncake(write(tmp_path / "t.jsonl", *rows))
+    assert {request.after for request in workload} == {None}
+    assert workload.notes[-1].endswith("none of the first 100 is of one: 2")
+
+
 def test_a_session_and_a_request_may_have_one_name(tmp_path):
     """The first request of a session follows none, whatever requests are called."""
     rows = [ROW | {"session_id": n, "request_id": n + 1} for n in range(3)]

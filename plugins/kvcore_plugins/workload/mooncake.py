@@ -202,7 +202,7 @@ class _Reading:
         # By the name of a session or of a request: its last request.
         self._sent: dict[_Name, _Sent] = {}
         self._models: dict[str, int] = {}
-        self._short = self._empty = 0
+        self._short = self._empty = self._late_turns = 0
 
     def requests(self) -> Iterator[Request]:
         """Yield the requests of rows without sessions."""
@@ -216,6 +216,7 @@ class _Reading:
                     raise _too_long(self._row(row))
                 yield row
                 continue
+            self._late_turns += any(row.fields.get(name) is not None for name in _SESSION)
             prompt = row.natural("input_length", 1)
             keys = row.prompt_keys("hash_ids", prompt, size, wide=True, hint=_HINT)
             if (len(keys) + 1) * size <= prompt:
@@ -274,6 +275,11 @@ class _Reading:
             )
         if self._untimed:
             notes.append("the file has no times: all begins at once")
+        if self._late_turns:
+            notes.append(
+                f"rows of sessions that are read as single requests, since none of the first "
+                f"{HEAD} is of one: {self._late_turns}"
+            )
         if self._empty:
             notes.append(f"requests without lengths left out: {self._empty}")
         if self._short:
