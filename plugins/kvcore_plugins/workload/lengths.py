@@ -40,6 +40,7 @@ from kvcore_plugins.workload.times import (
     Clock,
     Timed,
     TimeOrder,
+    by_time,
     find_times,
     finest,
     name_and_unit,
@@ -308,7 +309,9 @@ class _Reading:
         if not head:
             msg = f"{options.path}: no rows after the header"
             raise InputError(msg)
-        if len(candidates) > 1 and (best := finest(candidates, _fields(head), unit)):
+        if len(candidates) > 1 and (
+            best := finest(candidates, [row.fields for row in head], unit)
+        ):
             base["time"] = best
         self.columns = base
         self._rows: Iterable[Row] = chain(head, rows)
@@ -351,7 +354,7 @@ class _Reading:
         """Yield the rows of requests by time, with their serial numbers."""
         timed, when = self._timed(), self.columns.get("time")
         if self._table.in_memory or (self.closed and when is None):
-            timed = iter(sorted(timed, key=_order))
+            timed = iter(sorted(timed, key=by_time))
         if when is not None:
             self._order = time_order(when)
             timed = self._order.sort(timed)
@@ -532,14 +535,6 @@ def _unit_of(name: str) -> str | None:
     """Return the unit in the name of a column; None: it has none that can be given."""
     factor = name_and_unit(name)[1]
     return next((unit for unit, size in UNITS.items() if size == factor), None)
-
-
-def _order(item: Timed[Row]) -> tuple[int, int]:
-    return item[:2]
-
-
-def _fields(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    return [row.fields for row in rows]
 
 
 def _usual(role: str, header: Iterable[str]) -> str | None:

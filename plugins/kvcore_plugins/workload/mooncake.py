@@ -206,32 +206,34 @@ class _Reading:
 
     def requests(self) -> Iterator[Request]:
         """Yield the requests of rows without sessions."""
-        size, chained, first = self._key_tokens, self._chained, None
+        size, chained = self._key_tokens, self._chained
         for time, serial, row in self._order.sort(self._timed()):
-            first = time if first is None else first
             if isinstance(row, Request):
                 self._short += (len(row.keys) + 1) * size <= row.prompt_tokens
-                row.arrival = time - first
-                if row.arrival >= INT64_LIMIT:
-                    raise _too_long(self._row(row))
+                row.arrival = self._arrival(time, row)
                 yield row
                 continue
             self._late_turns += any(row.fields.get(name) is not None for name in _SESSION)
             prompt = row.natural("input_length", 1)
             keys = row.prompt_keys("hash_ids", prompt, size, wide=True, hint=_HINT)
-            if (len(keys) + 1) * size <= prompt:
-                self._short += 1
-            arrival = time - first
-            if arrival >= INT64_LIMIT:
-                raise _too_long(row)
+            self._short += (len(keys) + 1) * size <= prompt
             yield Request(
                 id=serial,
-                arrival=arrival,
+                arrival=self._arrival(time, row),
                 prompt_tokens=prompt,
                 output_tokens=row.natural("output_length"),
                 keys=chain_keys(keys) if chained else keys,
                 key_tokens=size,
             )
+
+    def _arrival(self, time: int, row: Row | Request) -> int:
+        """Return the time since the first one."""
+        arrival = time - self._order.first
+        if arrival >= INT64_LIMIT:
+            row = self._row(row) if isinstance(row, Request) else row
+            expected = "a time less than 292 years after the first"
+            raise row.error(field="timestamp", expected=expected)
+        return arrival
 
     def _rest(self, source: Iterator[Row]) -> Iterator[Row | Request]:
         """Yield the rows after the first ones; those that the core reads as requests."""
@@ -290,9 +292,7 @@ class _Reading:
         """Return the time of a row since the first one, and its request."""
         time, serial, row = timed
         fields, first = row.fields, self._order.first
-        time = arrival = time - first
-        if time >= INT64_LIMIT:
-            raise _too_long(row)
+        time = arrival = self._arrival(time, row)
         session, before, names = self._place(row)
         if before is not None:
             session = before.session if self._bailian else session or before.session
@@ -400,11 +400,6 @@ def _named(row: Row, field: str, name: Any) -> Any:
     if type(name) in (dict, list):
         raise row.error(field=field, expected="an integer or a text", got=name)
     return name
-
-
-def _too_long(row: Row) -> InputError:
-    expected = "a time less than 292 years after the first"
-    return row.error(field="timestamp", expected=expected)
 
 
 def _requests(path: Path, found: Iterator[tuple[int, bytes]]) -> Iterator[Row]:
