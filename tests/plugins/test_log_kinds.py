@@ -552,6 +552,23 @@ def test_fields_that_change_the_meaning_are_named(log):
         list(log(row, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ({"start_ms": 5}, {}),
+        ({"start_ms": 5}, {"time": "start_ms"}),
+        ({"prefix_id": "x"}, {"isolate": "prefix_id"}),
+        ({"meta": {"prefix_id": "x"}}, {"isolate": "meta.prefix_id"}),
+        ({"reasoning_model": "x"}, {"model": "reasoning_model"}),
+    ],
+)
+def test_fields_that_are_read_are_not_said_to_be_unread(log, field, options):
+    """A time that is found, and what an option names, is read, and no error if strict."""
+    workload = log({"messages": USER} | field, **options, strict=True)
+    assert len(list(workload)) == 1
+    assert not any("fields that are not read" in note for note in workload.notes)
+
+
 TIMED = [
     {
         "messages": [{"role": "user", "content": f"{'ab ' * n}?"}],

@@ -323,8 +323,9 @@ class Reading:
 
     def _look_for_unread(self, exchange: Exchange) -> None:
         row, body = exchange.row, exchange.body
-        names = unread_fields({**row.fields, **body.fields}, _KNOWN)
-        for name in names:
+        clock = () if self._clock is None else (self._clock.name,)
+        read = _KNOWN.union(clock, self._names.values(), _isolating(self._chat.isolate))
+        for name in unread_fields({**row.fields, **body.fields}, read):
             value = body.fields.get(name, row.fields.get(name))
             if name in self._unread or value is None or (
                 name == "reasoning" and type(value) is not str
