@@ -490,7 +490,7 @@ def test_options_name_fields(log):
 
 @pytest.mark.parametrize("named", [True, False])
 def test_fields_beside_a_named_answer_or_prompt_are_read(log, named):
-    """What an option names may lie in one object with what another one names."""
+    """A field that an option names may lie in one object with that of another option."""
     rows = [
         {
             "prompt": {"text": "one two", "user": f"u{n}"},

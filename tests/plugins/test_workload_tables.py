@@ -418,7 +418,7 @@ def test_token_ids_are_keys(tmp_path):
 
 
 def test_ids_of_a_part_of_a_prompt_are_keys_of_that_part(tmp_path):
-    """What follows a prompt with fewer ids than tokens has no keys: its place is unknown."""
+    """An answer to a prompt with fewer ids than tokens has no keys: its place is unknown."""
     row = {"input_toks": 64, "output_toks": 32, "arrival_time_ns": 0}
     ids = {"input_tok_ids": [*range(32)], "output_tok_ids": [*range(32)]}
     ((request,), _) = read(tmp_path, jsonl(row | ids))
