@@ -265,9 +265,14 @@ LEFT_OUT = {
         "of another endpoint",
     ),
     "rate limit": ({"messages": USER, "status": 429}, "failed"),
+    "rate limit of a table": ({"messages": USER, "status": 429.0}, "failed"),
     "status of the response": ({"messages": USER, "response": {"status_code": 500}}, "failed"),
     "status in words": ({"messages": USER, "status": "failure"}, "failed"),
     "error": ({"messages": USER, "response": {"error": {"message": "no"}}}, "failed"),
+    "failed elsewhere": (
+        {"prompt": "a", "status": 500, "path": "/v1/embeddings", "object": "list"},
+        "failed",
+    ),
     "error of Anthropic": ({"messages": USER, "response": {"type": "error"}}, "failed"),
     "no tokens": (
         {
@@ -286,6 +291,13 @@ LEFT_OUT = {
     "a cache of answers": ({"messages": USER, "cache_hit": True}, "answered by a cache"),
     "empty": ({"conversations": []}, "not readable"),
     "bad": ({"conversations": [{"from": "human"}]}, "not readable"),
+    "wrong model": ({"messages": USER, "model": {"name": "m"}}, "not readable"),
+    "wrong output": ({"messages": USER, "output_tokens": "12"}, "not readable"),
+    "nested too deep in a text": (
+        {"request": f'{{"messages": {json.dumps(USER)}, "tools": {"[" * 300 + "]" * 300}}}'},
+        "without a prompt",
+    ),
+    "role of Gemini": ({"contents": [{"role": ["user"], "parts": 1}]}, "not readable"),
     "wrong usage": (
         {"messages": USER, "usage": {"prompt_tokens": -4, "completion_tokens": 1}},
         "not readable",
@@ -476,6 +488,30 @@ def test_options_name_fields(log):
     assert second.arrival == 500 * 10**6
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_fields_beside_a_named_answer_or_prompt_are_read(log, named):
+    """A field that an option names may lie in one object with that of another option."""
+    rows = [
+        {
+            "prompt": {"text": "one two", "user": f"u{n}"},
+            "response": {
+                "text": "three",
+                "choices": [{"text": "another answer"}],
+                "created": n,
+                "usage": {"prompt_tokens": 2, "completion_tokens": 9},
+            },
+        }
+        for n in range(2)
+    ]
+    names = {"usage": "response.usage", "time": "response.created"} if named else {}
+    names |= {"prompt": "prompt.text", "answer": "response.text", "tenant": "prompt.user"}
+    workload = log(*rows, **names, isolate="prompt.user", key_tokens=1)
+    first, second = workload
+    assert (second.arrival, second.tenant) == (10**9, "u1")
+    assert (first.usage.output_tokens, len(first.keys), len(first.output_keys)) == (9, 2, 1)
+    assert first.keys != second.keys
+
+
 def test_a_toml_file_names_fields(log, tmp_path):
     """A TOML file names fields as options do; options win."""
     file = tmp_path / "fields.toml"
@@ -514,6 +550,23 @@ def test_fields_that_change_the_meaning_are_named(log):
         InputError, match=r"log.jsonl:1: field 'round_index': expected no field"
     ):
         list(log(row, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ({"start_ms": 5}, {}),
+        ({"start_ms": 5}, {"time": "start_ms"}),
+        ({"prefix_id": "x"}, {"isolate": "prefix_id"}),
+        ({"meta": {"prefix_id": "x"}}, {"isolate": "meta.prefix_id"}),
+        ({"reasoning_model": "x"}, {"model": "reasoning_model"}),
+    ],
+)
+def test_fields_that_are_read_are_not_said_to_be_unread(log, field, options):
+    """A time that is found, and what an option names, is read, and no error if strict."""
+    workload = log({"messages": USER} | field, **options, strict=True)
+    assert len(list(workload)) == 1
+    assert not any("fields that are not read" in note for note in workload.notes)
 
 
 TIMED = [

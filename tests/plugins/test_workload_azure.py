@@ -38,6 +38,8 @@ def test_a_file_may_have_either_line_end(tmp_path, newline):
     [
         ("2024-05-10 00:00:00+00:00", 1_000_000_000),
         ("2024-05-10 00:00:00.009930", 990_070_000),
+        ("2024-05-10 00:00:00.009930001+00", 990_069_999),
+        ("20240510T000000.009930001Z", 990_069_999),
     ],
 )
 def test_times_in_other_notations_are_read(tmp_path, stamp, gap):

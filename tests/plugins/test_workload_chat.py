@@ -143,6 +143,9 @@ def test_rows_without_an_answer_are_told_so(tmp_path, rest):
     assert any("in 1 rows without an answer" in note for note in workload.notes)
 
 
+USED = {"prompt_tokens": 2, "completion_tokens": 8}
+
+
 @pytest.mark.parametrize(
     ("row", "output"),
     [
@@ -152,6 +155,10 @@ def test_rows_without_an_answer_are_told_so(tmp_path, rest):
         ({"prompt": "one two", "choices": [{"text": "three"}]}, 1),
         ({"prompt": "one two", "choices": [], "usage": {"completion_tokens": 8}}, 8),
         ({"prompt": "one two", "choices": [{"message": {"content": None}}]}, 5),
+        ({"prompt": "one two", "messages": None}, 5),
+        ({"prompt": "one two", "conversations": None}, 5),
+        ({"prompt": "one two", "response": {"usage": {}}, "usage": USED}, 8),
+        ({"prompt": "one two", "output": [{"content": [{"refusal": "three four"}]}]}, 2),
     ],
 )
 def test_prompts_are_read(read, row, output):
@@ -475,3 +482,12 @@ def test_rows_without_the_tenant_that_is_named_are_counted(tmp_path):
     workload = Chat(write_rows(tmp_path / "c.jsonl", *rows), rate=1, tenant="user")
     assert [request.tenant for request in workload] == ["ann", None, None]
     assert "rows without tenant=user: 2" in workload.notes
+
+
+@pytest.mark.parametrize("role", ["usage", "model", "isolate"])
+def test_rows_without_a_field_that_is_named_are_counted(tmp_path, role):
+    """A misspelt name of a usage, a model or what isolates prompts is noted."""
+    path = write_rows(tmp_path / "c.jsonl", {"prompt": "a"}, {"prompt": "b"})
+    workload = Chat(path, rate=1, **{role: "meta.usr"})
+    assert len(list(workload)) == 2
+    assert f"rows without {role}=meta.usr: 2" in workload.notes

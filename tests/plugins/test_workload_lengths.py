@@ -7,7 +7,7 @@ import pytest
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins
 from kvcore.workloads import recognise
-from kvcore_plugins.workload import Azure, Lengths
+from kvcore_plugins.workload import Azure, Chat, Lengths
 
 SERVEGEN = "request_id,timestamp,input_tokens,output_tokens"
 
@@ -138,6 +138,14 @@ def test_times_are_read_exactly(tmp_path, unit, times, arrival):
     """Arrivals are exact to the last digit, and relative to the first row."""
     path = write(tmp_path / "t.csv", SERVEGEN, *(f"0,{time},1,1" for time in times))
     assert [request.arrival for request in Lengths(path, unit=unit)] == [0, arrival]
+
+
+@pytest.mark.parametrize("read", [Chat, Lengths])
+def test_a_given_unit_is_another_workload_than_one_that_is_found(tmp_path, read):
+    """A digest tells each unit that is given from the one that is found, which may be any."""
+    path = write(tmp_path / "t.csv", SERVEGEN, "0,1.5,10,3")
+    units = [None, "s", "ms", "us", "ns"]
+    assert len({read(path, unit=unit).digest for unit in units}) == len(units)
 
 
 def test_whole_numbers_may_have_a_point(tmp_path):

@@ -1,5 +1,7 @@
 """The workload `mooncake`: the published trace of Mooncake, and files in its format."""
 
+from copy import copy
+
 import orjson
 import pytest
 
@@ -229,17 +231,49 @@ def test_sessions_of_aiperf_are_closed_loops(tmp_path):
 
 
 def test_agents_of_dynamo_wait_for_requests(tmp_path):
-    """A request that waits for others is sent after the last of them and its waits."""
+    """A request that waits for others is sent after the last of them and its waits.
+
+    One that waits for a single other may name it without a list.
+    """
     rows = [
         {"request_id": "p", "session_id": "x", "timestamp": 0, "wait_for": []},
-        {"request_id": "q", "session_id": "y", "timestamp": 5, "wait_for": ["p"], "delay": 1},
-        {"request_id": "r", "session_id": "x", "timestamp": 9, "wait_for": ["p", "q"],
+        {"request_id": "q", "session_id": "y", "timestamp": 5, "wait_for": "p", "delay": 1},
+        {"request_id": "r", "session_id": "x", "timestamp": 9, "wait_for": ["q", "p"],
          "delay": 2, "tool_wait_ms": 30.5},
     ]  # fmt: skip
     rows = [row | {"input_length": 9, "output_length": 9, "hash_ids": [1]} for row in rows]
     first, second, third = Mooncake(write(tmp_path / "t.jsonl", *rows))
     assert (first.after, second.after, third.after) == (None, 0, 1)
     assert (second.think_time, third.think_time) == (10**6, 32_500_000)
+
+
+def test_sessions_behind_the_first_rows_are_noted(tmp_path):
+    """Rows of sessions after a hundred without any are single requests, with a note."""
+    rows = [ROW] * 100 + [ROW | {"session_id": "a"}] * 2
+    workload = Mooncake(write(tmp_path / "t.jsonl", *rows))
+    assert {request.after for request in workload} == {None}
+    assert workload.notes[-1].endswith("none of the first 100 is of one: 2")
+
+
+def test_a_session_and_a_request_may_have_one_name(tmp_path):
+    """The first request of a session follows none, whatever requests are called."""
+    rows = [ROW | {"session_id": n, "request_id": n + 1} for n in range(3)]
+    assert {request.after for request in Mooncake(write(tmp_path / "t.jsonl", *rows))} == {None}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"session_id": []},
+        {"session_id": 1, "request_id": {}},
+        {"session_id": 1, "wait_for": [{}]},
+        {"chat_id": [], "parent_chat_id": -1},
+    ],
+)
+def test_names_of_sessions_are_no_objects(tmp_path, change):
+    """A name of a session or a request that is a list or an object raises InputError."""
+    with pytest.raises(InputError, match=r"t\.jsonl:1: field '\w+': expected an integer or a"):
+        list(Mooncake(write(tmp_path / "t.jsonl", ROW | change)))
 
 
 def dynamo(start, end, hashes, *, session="run", model="m", **change):
@@ -282,3 +316,46 @@ def test_request_traces_of_dynamo_are_read(tmp_path, wrapped):
     assert second.keys[0] != first.keys[0]  # of another model
     assert (third.after, third.think_time) == (first.id, 300 * 10**6)
     assert "requests without lengths left out: 1" in workload.notes
+
+
+def test_null_fields_of_dynamo_are_as_missing_ones(tmp_path):
+    """The session and the lengths of an event stand elsewhere where one field is null."""
+    null = {"input_length": None, "input_sequence_hashes": None, "trace_block_size": 64}
+    event = dynamo(EPOCH, EPOCH + 500, [], replay=null, input_tokens=9, output_tokens=None)
+    event["agent_context"]["trajectory_id"] = None
+    (request,) = Mooncake(write(tmp_path / "t.jsonl", event))
+    assert (request.session, request.prompt_tokens, request.output_tokens) == ("run", 9, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"agent_context": "x"}, "'agent_context': expected an object, got"),
+        ({"request": {"replay": "x"}}, "'replay': expected an object, got"),
+        ({"request": {}, "event_time_unix_ms": "x"}, "'event_time_unix_ms': expected a num"),
+        ({"request": {"total_time_ms": "4"}}, "'total_time_ms': expected a number of milli"),
+    ],
+)
+def test_bad_events_of_dynamo_are_named(tmp_path, change, complaint):
+    """A part of an event that is not what it should be raises InputError that names it."""
+    event = dynamo(EPOCH, EPOCH + 500, [1]) | change
+    with pytest.raises(InputError, match=rf"t\.jsonl:1: field {complaint}"):
+        list(Mooncake(write(tmp_path / "t.jsonl", event)))
+
+
+@pytest.mark.parametrize("key_tokens", [0, 16, 512, 2_048])
+def test_a_copy_reads_what_its_original_reads(tmp_path, key_tokens):
+    """A copy, and a workload of the same options, have requests, digest and notes."""
+    path = write(tmp_path / "t.jsonl", ROW | {"input_length": 2_000, "hash_ids": [1]})
+    workload = Mooncake(path, key_tokens=key_tokens)
+    requests = list(workload)
+    for twin in (copy(workload), Mooncake(**workload.options())):
+        assert list(twin) == requests
+        assert (twin.digest, twin.notes) == (workload.digest, workload.notes)
+
+
+def test_another_size_of_keys_than_the_file_tells_is_another_workload(tmp_path):
+    """512 tokens a key, where the rows say something else, are told by digest and options."""
+    path = write(tmp_path / "t.jsonl", ROW | {"input_length": 2_000, "hash_ids": [1]})
+    assert Mooncake(path, key_tokens=512).digest != Mooncake(path).digest
+    assert Mooncake(path, key_tokens=512).options()["key_tokens"] == 512

@@ -315,6 +315,28 @@ def test_what_is_left_out_is_noted(tmp_path, tool, note):
     assert note in read(tmp_path, TOOLS[tool])[1]
 
 
+@pytest.mark.parametrize(
+    ("column", "failed", "done"),
+    [
+        ("status", 503.0, 200.0),
+        ("status_code", 500.0, 200.0),
+        ("success", 0.0, 1.0),
+        ("is_error", 1.0, 0.0),
+        ("error", "boom", "nan"),
+        ("status", {"code": 2}, {"code": 202}),
+    ],
+)
+def test_a_column_that_lacks_values_tells_what_failed(tmp_path, column, failed, done):
+    """Numbers with a point, as tables write them beside missing values, mean the same."""
+    row = {"arrival": 2.0, "prompt_tokens": 110, "output_tokens": 20}
+    values = failed, done, None
+    texts = [str(value) if type(value) is float else value for value in values]
+    for cells in (values, texts):
+        requests, notes = read(tmp_path, jsonl(*(row | {column: cell} for cell in cells)))
+        assert len(requests) == 2
+        assert "failed requests left out: 1" in notes
+
+
 @pytest.mark.parametrize("column", ["status", "status_code"])
 def test_a_status_of_endless_digits_is_no_failure(tmp_path, column):
     """A status that is no number of HTTP leaves nothing out, however many digits it has."""
@@ -365,17 +387,58 @@ def test_conversations_of_wildchat_are_chats(tmp_path):
     assert sorted({request.arrival for request in requests}) == [0, 10**9]
 
 
+def test_rows_that_are_left_out_may_lack_a_prefix(tmp_path):
+    """A failed row among the first ones is left out, whatever it lacks."""
+    text = "session,time_s,input,output,prefix_len,status\n"
+    rows = "a,0,10,5,0,ok\na,1,10,,,error\na,2,30,5,15,ok\n"
+    requests, notes = read(tmp_path, text + rows)
+    assert [request.after for request in requests] == [None, 0]
+    assert notes[0] == "failed requests left out: 1"
+
+
+@pytest.mark.parametrize("columns", ["start_ms,end", "start_ms,end_ms", "start,end,wait_ms"])
+def test_an_end_has_the_unit_of_the_start(tmp_path, columns):
+    """The time between an answer and the next turn is in one unit, if one name tells it."""
+    text = f"session,turn,input,output,{columns}\na,0,5,3,0,2000\na,1,5,3,5000,6000\n"
+    (_, second), _ = read(tmp_path, text)
+    assert second.think_time == 3 * 10**9
+
+
 def test_token_ids_are_keys(tmp_path):
     """Rows of LLMServingSim with token ids share blocks of equal beginnings, answers too."""
     ids, answer = [*range(40)], [7] * 10
     row = {"input_toks": 40, "output_toks": 10, "arrival_time_ns": 0, "input_tok_ids": ids}
-    more = {"input_toks": 60, "output_toks": 1, "arrival_time_ns": 9}
+    more = {"input_toks": 90, "output_toks": 1, "arrival_time_ns": 9}
     rows = jsonl(
         row | {"output_tok_ids": answer}, more | {"input_tok_ids": [*ids, *answer, *ids]}
     )
     (first, second), _ = read(tmp_path, rows)
     assert len(first.keys) == 2
     assert [*first.keys, *first.output_keys] == list(second.keys)[:3]
+
+
+def test_ids_of_a_part_of_a_prompt_are_keys_of_that_part(tmp_path):
+    """An answer to a prompt with fewer ids than tokens has no keys: its place is unknown."""
+    row = {"input_toks": 64, "output_toks": 32, "arrival_time_ns": 0}
+    ids = {"input_tok_ids": [*range(32)], "output_tok_ids": [*range(32)]}
+    ((request,), _) = read(tmp_path, jsonl(row | ids))
+    assert (len(request.keys), len(request.output_keys)) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("ids", "complaint"),
+    [
+        ({"input_tok_ids": [1.5]}, "'input_tok_ids': expected a list of token ids, got"),
+        ({"input_tok_ids": [[1]]}, "'input_tok_ids': expected a list of token ids, got"),
+        ({"input_tok_ids": [1], "output_tok_ids": 7}, "'output_tok_ids': expected a list of"),
+        ({"input_tok_ids": [1] * 64}, "'input_tok_ids': expected at most 40 token ids"),
+    ],
+)
+def test_token_ids_that_are_none_are_named(tmp_path, ids, complaint):
+    """Ids that are no tokens, or more than the prompt has, raise InputError with their row."""
+    row = {"input_toks": 40, "output_toks": 10, "arrival_time_ns": 0}
+    with pytest.raises(InputError, match=f"rows:1: field {complaint}"):
+        read(tmp_path, jsonl(row | ids))
 
 
 def test_sessions_of_llmservingsim_are_closed_loops(tmp_path):
@@ -470,11 +533,50 @@ def test_columns_that_change_the_meaning_are_named(tmp_path):
     ]
 
 
+def test_columns_of_sessions_are_not_read_without_one(tmp_path):
+    """A prefix without a session is noted as not read, and refused if an option names it."""
+    text = "time_s,input,output,prefix_len\n0,5,3,1\n"
+    _, notes = read(tmp_path, text)
+    assert notes == ["columns that are not read, and may change what a row means: prefix_len"]
+    with pytest.raises(InputError, match=r"rows:1: prefix=prefix_len needs a session"):
+        read(tmp_path, text, prefix="prefix_len")
+
+
+@pytest.mark.parametrize("role", ["turn", "wait"])
+def test_named_columns_of_nested_rows_close_the_loop(tmp_path, role):
+    """Rows with objects are a closed loop if an option names the turn or the wait."""
+    row = {"session": "a", "n": {"input_tokens": 5, "output_tokens": 3}}
+    rows = jsonl(row | {"time": 0, "x": 0}, row | {"time": 1, "x": 1})
+    (first, second), _ = read(tmp_path, rows, **{role: "x"})
+    assert second.after == first.id
+
+
+@pytest.mark.parametrize("rate", [None, 1])
+def test_sessions_without_times_may_stand_in_any_order(tmp_path, rate):
+    """Sessions without times are read whatever the order of their turns in the file."""
+    turns = [("a", turn) for turn in range(300)]
+    turns += [(f"s{n}", turn) for turn in range(2) for n in range(300)]
+    rows = "".join(f"{session},{turn},5,3\n" for session, turn in turns)
+    requests, notes = read(tmp_path, f"session,turn,input,output\n{rows}", rate=rate)
+    assert len(requests) == 900
+    assert sum(request.after is None for request in requests) == 301
+    assert len(notes) == (rate is None)
+
+
+@pytest.mark.parametrize("wait", ["2023-11-16 18:15:46", "-1", "1e18", "soon"])
+def test_a_wait_that_is_none_is_named(tmp_path, wait):
+    """A wait that is a date, negative, no number or too long raises InputError."""
+    text = f"session,time,input,output,wait_s\na,0,5,3,{wait}\n"
+    with pytest.raises(InputError, match="rows:2: field 'wait_s': expected a time to wait"):
+        read(tmp_path, text)
+
+
 @pytest.mark.parametrize(
     ("text", "options"),
     [
         ("when,ctx,gen,who\n1,5,3,ann\n", "time=when,input=ctx,output=gen"),
         ("who,ctx,ts,output_tokens\nann,5,1,3\n", "time=ts,input=ctx,output=output_tokens"),
+        (",when,ctx,gen\n0,2026-01-02,5,3\n", "time=when,input=ctx,output=gen"),
         ('{"at":1,"read":5,"made":3,"who":"ann"}\n', "time=at,input=read,output=made"),
         (
             '{"nr":1,"ptok":30,"when":"2026-01-02T03:04:05Z","gen":7}\n',

@@ -28,7 +28,9 @@ from kvcore_plugins.workload._messages import (
     Answer,
     answer_indices,
     answer_of,
+    beside_answer,
     chat_body,
+    chat_field,
     fault_of,
     generated_nothing,
     is_response,
@@ -108,6 +110,8 @@ class _Tokens:
         parts: the content blocks of the prompt; None: it is no logged chat.
         hidden: whether tokens were generated between the prompt and the answer that are not
             recorded.
+        salt: the model, with all that keeps the cache of the request apart.
+        output: the number of tokens that were generated, where it alone is recorded.
     """
 
     exchange: Exchange
@@ -117,6 +121,8 @@ class _Tokens:
     explicit: bool = False
     parts: tuple[PromptPart, ...] | None = None
     hidden: bool = False
+    salt: str | None = None
+    output: int | None = None
 
 
 class Reading:
@@ -140,7 +146,7 @@ class Reading:
         self._unread: list[str] = []
         self._rows = self._unanswered = self._hidden = self._answers = self._unfound = 0
         self._likely_answer = ""
-        self._tenantless = 0
+        self._lacking = Counter[str]()
         self._estimated = False
         self._other_prompts = self._other_outputs = 0
         self._reported = self._counted = self._cached = 0
@@ -199,8 +205,7 @@ class Reading:
                 "the answer that it quotes and the time between the two; turns=false sends all "
                 "at their times"
             )
-        if self._tenantless:
-            notes.append(f"rows without tenant={self._names['tenant']}: {self._tenantless:,}")
+        notes += [f"rows without {name}: {count:,}" for name, count in self._lacking.items()]
         notes += models_note(self._models, chat.only_model, "only_model")
         notes += self.left_out.notes
         notes += self._usage_notes()
@@ -253,6 +258,10 @@ class Reading:
                 self._look_for_unread(exchange)
             try:
                 tokens = self._tokens_of(exchange)
+                tokens.salt = _salt_of(exchange, self._chat.isolate)
+                told = tokens.usage is not None and tokens.usage.output_tokens > 0
+                if not (told or all(tokens.answers)):
+                    tokens.output = _output_count(exchange)
             except InputError as error:
                 self.left_out.add(getattr(error, "reason", "not readable"), error)
             else:
@@ -314,8 +323,9 @@ class Reading:
 
     def _look_for_unread(self, exchange: Exchange) -> None:
         row, body = exchange.row, exchange.body
-        names = unread_fields({**row.fields, **body.fields}, _KNOWN)
-        for name in names:
+        clock = () if self._clock is None else (self._clock.name,)
+        read = _KNOWN.union(clock, self._names.values(), _isolating(self._chat.isolate))
+        for name in unread_fields({**row.fields, **body.fields}, read):
             value = body.fields.get(name, row.fields.get(name))
             if name in self._unread or value is None or (
                 name == "reasoning" and type(value) is not str
@@ -337,8 +347,7 @@ class Reading:
             raise unusable(row, "without generated tokens")
         ids = _prompt_ids(exchange)
         self._estimated = self._estimated or ids is None
-        is_chat = "messages" in body.fields or "conversations" in body.fields
-        if ids is None and not is_chat:
+        if ids is None and chat_field(body.fields) is None:
             text = body.fields.get("prompt")
             if type(text) is list and len(text) == 1:
                 (text,) = text
@@ -358,7 +367,7 @@ class Reading:
         body, encoder = exchange.body, self._encoder
         messages = messages_of(body)
         answered = messages[-1]["role"] == ANSWER and len(messages) > 1
-        logged = "messages" in body.fields
+        logged = chat_field(body.fields) == "messages"
         if answer is not None or (logged and (usage is not None or not answered)):
             if answer is None and answered:
                 answer = Answer(text_of(messages[-1]), reasoning_of(messages.pop()))
@@ -437,9 +446,9 @@ class Reading:
         """Return the turns of a row, the last one first; count what `notes` tells of them."""
         exchange, chat = tokens.exchange, self._chat
         serial, think = exchange.row.line - 1, round(chat.think * NS_PER_S)
-        salt, size = _salt_of(exchange, chat.isolate), chat.key_tokens
+        salt, size = tokens.salt, chat.key_tokens
         tenant = _tenant_of(exchange, self._names.get("tenant", "tenant"))
-        self._tenantless += tenant is None and "tenant" in self._names
+        self._lacking.update(self._lacks(exchange, tenant))
         alone = len(tokens.prompts) == 1
         make, turns = self._maker(tokens), list[Turn]()
         for turn, (prompt, answer) in enumerate(
@@ -490,13 +499,23 @@ class Reading:
         turns.reverse()
         return turns
 
+    def _lacks(self, exchange: Exchange, tenant: str | None) -> Iterator[str]:
+        """Yield the options that name a field which a row lacks, and would be read unsaid."""
+        found = {"tenant": tenant, **exchange.row.fields}
+        for role in ("tenant", "usage", "model"):
+            if role in self._names and found.get(role) is None:
+                yield f"{role}={self._names[role]}"
+        for name in _isolating(self._chat.isolate):
+            if all(_dotted(holder, name) is None for holder in _holders(exchange)):
+                yield f"isolate={name}"
+
     def _output_tokens(self, tokens: _Tokens, generated: list[int]) -> int | None:
         """Return the generated tokens: as reported, or of the answer; None: it has neither."""
         if tokens.usage is not None and tokens.usage.output_tokens:
             return tokens.usage.output_tokens
         if generated:
             return self._scaled(len(generated))
-        return _output_count(tokens.exchange)
+        return tokens.output
 
     def _maker(self, tokens: _Tokens) -> Callable[..., Request]:
         """Return the function that builds a row's requests."""
@@ -540,7 +559,7 @@ def exchanges(
         except InputError as error:
             left_out.add("not readable", error)
             continue
-        exchange = _exchange(row, names, chat.image_tokens)
+        exchange = _exchange(row, names, chat)
         fault = fault_of(row, exchange.body, exchange.response)
         if fault is None and not _has_prompt(exchange):
             fault = "without a prompt"
@@ -577,29 +596,35 @@ def _likely_times(head: list[Exchange]) -> list[str]:
     ]
 
 
-def _exchange(row: Row, names: Mapping[str, str], image_tokens: int | None) -> Exchange:
+def _exchange(row: Row, names: Mapping[str, str], chat: ChatFile) -> Exchange:
     """Return a row with its request and its answer, whatever its format."""
     fields = row.fields
-    said = {name: fields.get(name) for name in ("response", "output")}
+    texts = {name: fields.get(name) for name in ("response", "output")}
     unpacked(fields, "request", "body", "response", "messages", "input", "output")
-    for name, text in said.items():
+    for name, text in texts.items():
         if type(text) is str and not is_response(fields[name]):
             fields[name] = text  # JSON that the model was asked for
-    for role, name in names.items():
-        value = _dotted(fields, name)
+    # All are read before one is put in the place of what another may lie in.
+    named = [(role, name, _dotted(fields, name)) for role, name in names.items()]
+    apart = [(name, _dotted(fields, name)) for name in _isolating(chat.isolate)]
+    for role, name, value in named:
         if role == "time":
             fields[name] = value
         elif role == "tenant":
-            continue  # of the row, or of the request in it
+            apart.append((name, value))
         elif role == "answer":
-            fields["response"] = value if type(value) is dict else {"output": value}
+            said = value if type(value) is dict else {"output": value}
+            response = nested(row, *RESPONSE)
+            fields["response"] = ({} if response is row else beside_answer(response)) | said
         else:
             fields[role] = value
             unpacked(fields, role)
+    # What is not of the row may be of the request in it.
+    fields |= {name: value for name, value in apart if value is not None}
     body = row if names.keys() & {"messages", "prompt"} else nested(row, "request", "body")
     body = chat_body(body)
-    if image_tokens is not None:
-        body.fields[IMAGES] = image_tokens
+    if chat.image_tokens is not None:
+        body.fields[IMAGES] = chat.image_tokens
     return Exchange(row, body, nested(row, "response", "body"))
 
 
@@ -663,16 +688,16 @@ def _fields_in(fields: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]
 
 def _has_prompt(exchange: Exchange) -> bool:
     fields = exchange.body.fields
-    if fields.get("messages") is not None:
+    if chat_field(fields) is not None:
         return True
-    names = ("conversations", "prompt", *TOKEN_IDS)
+    names = ("prompt", *TOKEN_IDS)
     return any(fields.get(name) is not None for name in names) or bool(_prompt_ids(exchange))
 
 
 def _prompt_ids(exchange: Exchange) -> list[int] | None:
     """Return the token ids of a prompt that is no chat; None: it has none."""
     fields = exchange.body.fields
-    if fields.get("messages") is not None or fields.get("conversations") is not None:
+    if chat_field(fields) is not None:
         return None
     for value in (fields.get("prompt"), *map(fields.get, TOKEN_IDS)):
         if (ids := token_ids(value)) is not None:
@@ -689,19 +714,27 @@ def _salt_of(exchange: Exchange, isolate: str | None) -> str | None:
     """
     row, body, _ = exchange
     model = body.optional(body.text, "model", None) or row.optional(row.text, "model", None)
-    holders = [body.fields, row.fields]
-    if type(extra := body.fields.get("extra_body")) is dict:
-        holders.append(extra)
-    further = isolate.split("+") if isolate else []
     apart: dict[str, Any] = {}
-    for holder in holders:
-        for name in (*(holder.keys() & _ISOLATING), *further):
+    for holder in _holders(exchange):
+        for name in (*(holder.keys() & _ISOLATING), *_isolating(isolate)):
             value = _dotted(holder, name)
             if value not in (None, "", {}, []):
                 apart.setdefault(name, value)
     if not apart:
         return model
     return orjson.dumps([model, apart], option=orjson.OPT_SORT_KEYS).decode()
+
+
+def _isolating(isolate: str | None) -> list[str]:
+    """Return the fields that the option `isolate` names."""
+    return isolate.split("+") if isolate else []
+
+
+def _holders(exchange: Exchange) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a row whose fields may keep its cache apart."""
+    body = exchange.body.fields
+    extra = body.get("extra_body")
+    yield from (body, exchange.row.fields, *([extra] if type(extra) is dict else ()))
 
 
 def _tenant_of(exchange: Exchange, name: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache, wraps
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -11,7 +12,7 @@ import orjson
 from kvcore import InputError
 from kvcore.blake2 import blake2b
 from kvcore.untrusted import parse_digits
-from kvcore_plugins.workload.rows import Row
+from kvcore_plugins.workload.rows import Row, in_words, parse_nested
 from kvcore_plugins.workload.times import find_times
 
 RESPONSE = ("response", "body")
@@ -78,10 +79,8 @@ def unpacked(fields: dict[str, Any], *names: str) -> None:
     for name in names:
         text = fields.get(name)
         if type(text) is str and text[:1] in ("{", "["):
-            try:
-                fields[name] = orjson.loads(text)
-            except orjson.JSONDecodeError:
-                continue
+            with suppress(orjson.JSONDecodeError, orjson.JSONEncodeError):
+                fields[name] = parse_nested(text.encode())
 
 
 def times_of(row: Row, name: str | None = None) -> dict[str, Any]:
@@ -148,7 +147,7 @@ def _translated(fields: dict[str, Any]) -> dict[str, Any] | None:
         system = fields.get("systemInstruction") or fields.get("system_instruction") or {}
         return {
             "messages": [
-                {"role": _ROLES.get(content.get("role") or "user", "user"),
+                {"role": _ROLES.get(f"{content.get('role')}", "user"),
                  "content": content.get("parts")}
                 for content in contents
             ],
@@ -168,6 +167,12 @@ def item_message(item: dict[str, Any]) -> Message:
     return {"role": item["type"], "content": orjson.dumps(item).decode()}
 
 
+def chat_field(fields: dict[str, Any]) -> str | None:
+    """Return the field of a request with the messages of a chat; None: it is no chat."""
+    names = ("messages", "conversations")
+    return next((name for name in names if fields.get(name) is not None), None)
+
+
 def messages_of(body: Row) -> list[Message]:
     """Return the messages of a chat, with their contents as texts.
 
@@ -175,7 +180,7 @@ def messages_of(body: Row) -> list[Message]:
         UnusableRowError: a part has no text, such as an image.
         InputError: there is no message, or one that cannot be read.
     """
-    name = "messages" if "messages" in body.fields else "conversations"
+    name = chat_field(body.fields) or "messages"
     rows = body.inner(name)
     if not rows:
         raise body.error(field=name, expected="at least one message")
@@ -214,8 +219,9 @@ def block_text(row: Row, index: int, part: Row, images: int | None = None) -> st
     Raises:
         UnusableRowError: the block has no text, and `images` is None.
     """
-    if type(part.fields.get("text")) is str:
-        return str(part.fields["text"])
+    for name in ("text", "refusal"):
+        if type(text := part.fields.get(name)) is str:
+            return text
     kind = part.fields.get("type")
     if kind in JSON_BLOCKS or any(name in part.fields for name in JSON_BLOCKS):
         return orjson.dumps(unmarked(part.fields)).decode()
@@ -310,6 +316,15 @@ _TEXTS = ("completion", "response", "output", "answer", "generated_text", "outpu
 
 _ENVELOPE = frozenset(("choices", "candidates", "content", "message", "usage", "error", "body",
                        "id", "object", *_TEXTS))  # fmt: skip
+
+
+_SAID = frozenset(("choices", "candidates", "content", "message", "text", "role", "tool_calls",
+                   "completion_token_ids", "output_ids", "body", *_TEXTS))  # fmt: skip
+
+
+def beside_answer(response: Row) -> dict[str, Any]:
+    """Return the fields of a response that hold no answer, such as its usage and its times."""
+    return {name: value for name, value in response.fields.items() if name not in _SAID}
 
 
 def is_response(value: Any) -> bool:
@@ -425,7 +440,7 @@ _CACHED = ("cache_hit",)
 _ENDPOINTS = ("path", "url", "endpoint", "route", "uri", "request_path", "call_type",
               "operation", "api")  # fmt: skip
 _KINDS = ("type", "object")
-_TELLING = frozenset((*_STATUS, *_ERRORS, *_CACHED, *_ENDPOINTS, *_KINDS))
+_TELLING = (*_STATUS, *_ERRORS, *_CACHED, *_ENDPOINTS, *_KINDS)
 _COMPLETES = ("completion", "messages", "responses", "generate", "chat", "converse", "invoke")
 _OTHER = ("embed", "count_tokens", "counttokens", "rerank", "moderation", "tokenize",
           "transcri", "speech")  # fmt: skip
@@ -441,7 +456,7 @@ def fault_of(*holders: Row) -> str | None:
         holders: the row, and the request and the response in it.
     """
     for holder in holders:
-        for name in holder.fields.keys() & _TELLING:
+        for name in filter(holder.fields.__contains__, _TELLING):
             if (fault := _fault(name, holder.fields[name])) is not None:
                 return fault
     return None
@@ -473,10 +488,10 @@ def _is_other(endpoint: str) -> bool:
 
 def _has_failed(status: Any) -> bool:
     """Return True if a status is that of an error, as a word or as HTTP has it."""
-    code = parse_digits(status) if type(status) is str else status
-    if type(code) is int:
-        return code in _HTTP_ERRORS
-    return type(status) is str and status.lower() in _FAILED
+    if type(status) not in (int, float, str):
+        return False
+    text = in_words(status)
+    return text in _FAILED or parse_digits(text) in _HTTP_ERRORS
 
 
 def generated_nothing(response: Row) -> bool:

@@ -18,7 +18,7 @@ from kvcore.workloads import lines
 from kvcore_plugins.csv_rows import split_row
 from kvcore_plugins.workload.file_workload import FileWorkload
 from kvcore_plugins.workload.mooncake import Mooncake
-from kvcore_plugins.workload.rows import Row, parse_row
+from kvcore_plugins.workload.rows import Row, in_words, parse_row
 from kvcore_plugins.workload.times import HEAD, find_times
 
 COLUMNAR = ("input_lens", "output_lens")
@@ -257,14 +257,15 @@ def has_failed(row: Row, columns: Sequence[str]) -> bool:
 
 
 def _is_failure(name: str, value: Any) -> bool:
-    text = str(value).strip().lower()
-    if value is None or text in ("", "null", "none"):
+    text = in_words(value)
+    if value is None or text in ("", "null", "none", "nan"):
         return False
     if name in _CODES:
         return (parse_digits(text) or 0) >= _WORSE
     if name == "status":
         if type(value) is dict:  # a span's: 2 is an error
-            return str(value.get("code", value.get("status_code"))).endswith(("2", "ERROR"))
+            code = in_words(value.get("code", value.get("status_code")))
+            return code == "2" or code.endswith("error")
         return text in _BAD or (parse_digits(text) or 0) >= _WORSE
     is_true = text not in ("false", "0", "no")
     return not is_true if name in _SUCCESS else is_true and bool(value)

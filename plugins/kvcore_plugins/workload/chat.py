@@ -120,7 +120,7 @@ class Chat(ChatFile):
     @property
     def digest(self) -> str:
         """The digest of the file's bytes, the options, and the tokenizer's files."""
-        options = self.options() | {"unit": self.unit or "s"}
+        options = self._digested
         if self.tokenizer is not None:
             from kvcore_plugins.workload._encoders import tokenizer_digests  # noqa: PLC0415
 

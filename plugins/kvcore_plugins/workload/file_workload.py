@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ from attrs.validators import optional as if_given
 from kvcore import InputError, Workload
 from kvcore.files import as_path
 from kvcore.workloads import file_digest, poisson_arrivals
-from kvcore_plugins.workload.rows import Row, by_options
+from kvcore_plugins.workload.rows import Row
 from kvcore_plugins.workload.times import UNITS
 
 
@@ -34,7 +35,7 @@ class FileWorkload(Workload):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle it by its options."""
-        return by_options(self)
+        return partial(type(self), **self.options()), ()
 
     @property
     def digest(self) -> str:
@@ -63,8 +64,14 @@ class TimedFile(FileWorkload):
     @property
     def digest(self) -> str:
         """The digest of the file's bytes and of the other options, a unit in any case."""
-        options = self.options() | {"unit": self.unit or "s"}
+        options = self._digested
         return file_digest(options.pop("path"), **options)
+
+    @property
+    def _digested(self) -> dict[str, Any]:
+        """The options as they are hashed: a unit that is found as `s`, since it always was."""
+        units = {None: "s", "s": "seconds"}
+        return self.options() | {"unit": units.get(self.unit, self.unit)}
 
     def drawn_arrivals(self) -> Iterator[int]:
         """Yield the times in ns of rows without times."""

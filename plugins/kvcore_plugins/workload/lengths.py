@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -16,6 +18,7 @@ from kvcore import InputError, Request
 from kvcore.request import block_keys
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import json_fields
+from kvcore_plugins.workload._messages import token_ids
 from kvcore_plugins.workload._sessions import Pending, SessionChain, Turn, in_order
 from kvcore_plugins.workload._tables import (
     COLUMNAR,
@@ -37,6 +40,7 @@ from kvcore_plugins.workload.times import (
     Clock,
     Timed,
     TimeOrder,
+    by_time,
     find_times,
     finest,
     name_and_unit,
@@ -76,6 +80,11 @@ _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _NUMBER = re.compile(r"-?\d+(?:\.\d*)?")
 _LETTERS = re.compile(r"[^\W\d]")
 _TURN_BITS = 44
+_FAULTS = (
+    "failed requests left out",
+    "rows without lengths left out, such as spans of tools",
+    "requests that generated nothing left out, as failed ones",
+)
 
 
 @attrs.define(eq=False)
@@ -137,7 +146,10 @@ class Lengths(TimedFile):
     _reading: _Reading | None = attrs.field(default=None, init=False, repr=False)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield one request for each row. Keeps a few rows in memory; of a JSON object all."""
+        """Yield one request for each row.
+
+        Keeps a few rows in memory; all of a JSON object, and of sessions without times.
+        """
         table = read_table(self.path)
         self._reading = reading = _Reading(self, table)
         if reading.closed:
@@ -149,12 +161,13 @@ class Lengths(TimedFile):
         first = None
         for time, serial, row in reading.sorted():
             first = time if first is None else first
-            keys, output_keys = reading.token_keys(row)
+            prompt, output = _tokens(row, input_column, 1), _tokens(row, generated, 0)
+            keys, output_keys = reading.token_keys(row, prompt, output)
             yield Request(
                 id=serial,
                 arrival=reading.arrival(time, first, row),
-                prompt_tokens=_tokens(row, input_column, 1),
-                output_tokens=_tokens(row, generated, 0),
+                prompt_tokens=prompt,
+                output_tokens=output,
                 keys=keys,
                 output_keys=output_keys,
                 key_tokens=key_tokens,
@@ -188,15 +201,14 @@ class Lengths(TimedFile):
         line = head[0]
         if json_fields(line):
             row = flat(parse_row(Path(), 1, line).fields)
-            names = [] if has_texts(row) else list(row)
-            cells = [str(value) for value in row.values()]
+            cells = {} if has_texts(row) else {name: str(cell) for name, cell in row.items()}
         else:
-            names = [name for name in table_header(line) if _LETTERS.match(name)]
-            cells = table_header(head[1]) if len(head) > 1 else []
-        dates = [name for name, cell in zip(names, cells, strict=False) if _DATE.match(cell)]
-        numbers = [
-            name for name, cell in zip(names, cells, strict=False) if _NUMBER.fullmatch(cell)
-        ]
+            header, first = table_header(line), table_header(head[1]) if len(head) > 1 else []
+            known = dict.fromkeys(header, "") | dict(zip(header, first, strict=False))
+            cells = {name: cell for name, cell in known.items() if _LETTERS.match(name)}
+        names = list(cells)
+        dates = [name for name, cell in cells.items() if _DATE.match(cell)]
+        numbers = [name for name, cell in cells.items() if _NUMBER.fullmatch(cell)]
         others = [name for name in numbers if not _LENGTHS.search(name)]
         times = chain(find_times(tuple(names)), dates, others)
         chosen = {role: _usual(role, names) for role in ("input", "output")}
@@ -223,14 +235,23 @@ class Lengths(TimedFile):
         Args:
             table: the table.
             time: the column of the times that was found.
-            closed: whether rows without times begin at once.
+            closed: whether rows of a session wait for one another, and begin at once without
+                times.
 
         Raises:
-            InputError: a column is missing, or there are two of its name.
+            InputError: a column is missing or of no use, or there are two of its name.
         """
         header, columns = table.names, {}
         for role in ("time", *USUAL):
             named = getattr(self, role) if role in ("time", *_NAMED) else None
+            if role in _CLOSED and not closed:
+                if named is not None:
+                    msg = (
+                        f"{self.path}:{table.line}: {role}={named} needs a session: "
+                        f"session=COLUMN names it. There are: {', '.join(header)}"
+                    )
+                    raise InputError(msg)
+                continue
             column = (
                 (time if role == "time" else _found(role, header)) if named is None else named
             )
@@ -272,13 +293,13 @@ class _Reading:
         unit = options.unit or (
             "s" if names and not table.flat and COLUMNAR[0] in names else None
         )
-        roles = {role: _usual(role, names) for role in _CLOSED}
+        # Of fields in objects a wait alone, unless it is named, may be that of anything.
+        found = _CLOSED if table.flat else ("prefix", "turn")
         session = options.session or _found("session", names)
-        self.closed = session is not None and any(
-            getattr(options, role) or roles[role] for role in _CLOSED
+        self.closed = session is not None and (
+            any(getattr(options, role) for role in _CLOSED)
+            or any(_usual(role, names) for role in found)
         )
-        if self.closed and roles["turn"] is None is roles["prefix"] and not table.flat:
-            self.closed = False
         candidates = find_times(tuple(names)) if options.time is None else [options.time]
         base = options.columns(table, next(iter(candidates), None), closed=self.closed)
         self._failures = table.failures
@@ -288,14 +309,18 @@ class _Reading:
         if not head:
             msg = f"{options.path}: no rows after the header"
             raise InputError(msg)
-        if len(candidates) > 1 and (best := finest(candidates, _fields(head), unit)):
+        if len(candidates) > 1 and (
+            best := finest(candidates, [row.fields for row in head], unit)
+        ):
             base["time"] = best
         self.columns = base
         self._rows: Iterable[Row] = chain(head, rows)
         self._clock = self._time_clock(unit)
         self._order: TimeOrder | None = None
         ends = find_times(tuple(names), ENDS)
-        self._end = Clock(ends[0], unit) if ends and self.closed else None
+        # A name without a unit has that of the arrivals.
+        assumed = _unit_of(self._clock.name) or self._clock.assumed
+        self._end = Clock(ends[0], unit, assumed) if ends and self.closed else None
         # In a table in which requests generate, one that did not generate has failed.
         self._zeros = any(not _is_zero(row.fields.get(base["output"])) for row in head)
         self._added = self.closed and "prefix" in base and self._is_added(head)
@@ -314,7 +339,7 @@ class _Reading:
         self._wait_factor = UNITS["ms"] if turns else None
         self._chain = SessionChain(options.key_tokens)
         self._first: int | None = None
-        self._failed = self._empty = self._idle = 0
+        self._left_out = Counter[str]()
         known = {*base.values()}
         unread = [name for name in names if name not in known and _UNREAD & _words(name)]
         self._unread = ""
@@ -327,11 +352,11 @@ class _Reading:
 
     def sorted(self) -> Iterator[Timed[Row]]:
         """Yield the rows of requests by time, with their serial numbers."""
-        timed = self._timed()
-        if self._table.in_memory:
-            timed = iter(sorted(timed, key=_order))
-        if "time" in self.columns or self.closed:
-            self._order = time_order(self.columns.get("time", ""))
+        timed, when = self._timed(), self.columns.get("time")
+        if self._table.in_memory or (self.closed and when is None):
+            timed = iter(sorted(timed, key=by_time))
+        if when is not None:
+            self._order = time_order(when)
             timed = self._order.sort(timed)
         return timed
 
@@ -361,7 +386,7 @@ class _Reading:
         end = None if self._end is None else self._end.read(fields.get(self._end.name))
         wait = self._wait(row)
         after = "wait" in columns and bool({"after", "tool"} & _words(columns["wait"]))
-        keys, generated = self.token_keys(row)
+        keys, generated = self.token_keys(row, prompt, output)
         turn = Turn(
             serial=rank & ((1 << _TURN_BITS) - 1),
             time=self.arrival(time, first, row),
@@ -376,31 +401,36 @@ class _Reading:
         )
         return turn.time, self._chain.build(turn, label, _label(row, columns.get("tenant")))
 
-    def token_keys(self, row: Row) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Return the keys of a row with token ids: of its prompt, and of what follows."""
-        ids = row.fields.get(self.columns.get("tokens", ""))
-        if type(ids) is not list:
+    def token_keys(
+        self, row: Row, prompt: int, output: int
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return the keys of a row with token ids: of its prompt, and of what follows.
+
+        Of a prompt with fewer ids than tokens, the rest and what follows it are unknown.
+        """
+        name, after = (self.columns.get(role, "") for role in ("tokens", "generated"))
+        ids, more = row.fields.get(name), row.fields.get(after) or []
+        if type(ids) is not list or not ids:
             return (), ()
-        more = row.fields.get(self.columns.get("generated", "")) or []
+        for column, value in ((name, ids), (after, more)):
+            if value and (type(value) is not list or token_ids([value]) is None):
+                raise row.error(field=column, expected="a list of token ids")
         size = self._options.key_tokens
+        full, last, known = prompt // size, (prompt + output) // size, len(ids) // size
+        if known > full:
+            expected = f"at most {prompt} token ids, those of the prompt"
+            raise row.error(field=name, expected=expected, got=len(ids))
         keys = block_keys([*ids, *more], size)
-        full_blocks = len(ids) // size
-        return keys[:full_blocks], keys[full_blocks:]
+        return keys[:known], keys[full:last] if known == full else ()
 
     def notes(self) -> list[str]:
         """Return what was assumed of the rows so far, and how many were left out."""
-        notes = []
-        for count, what in (
-            (self._failed, "failed requests left out"),
-            (self._empty, "rows without lengths left out, such as spans of tools"),
-            (self._idle, "requests that generated nothing left out, as failed ones"),
-        ):
-            if count:
-                notes.append(f"{what}: {count}")
+        left_out = self._left_out
+        notes = [f"{what}: {left_out[what]}" for what in _FAULTS if left_out[what]]
         columns = self.columns
-        if self._order is not None and "time" in columns:
+        if self._order is not None:
             notes += self._order.notes(self._clock)
-        elif self.closed:
+        elif self.closed and self._options.rate is None:
             notes.append(
                 "the table has no times: all sessions begin at once; rate= spreads them"
             )
@@ -415,34 +445,35 @@ class _Reading:
     def _timed(self) -> Iterator[Timed[Row]]:
         columns, options, clock = self.columns, self._options, self._clock
         when, turn = columns.get("time"), columns.get("turn") if self.closed else None
-        given, output = columns["input"], columns["output"]
-        failures, zeros, objects = self._failures, self._zeros, self._table.objects
         times = partial(self._drawn_by_session, options.drawn_arrivals(), {})
         drawn = options.drawn_arrivals()
         for serial, row in enumerate(self._rows):
             if not serial and when is not None:
                 options.refuse_rate(row, when)
-            fields, left_out = row.fields, True
-            if failures and has_failed(row, failures):
-                self._failed += 1
-            elif objects and (fields.get(given) is None or fields.get(output) is None):
-                self._empty += 1
-            elif zeros and _is_zero(fields.get(output)):
-                self._idle += 1
-            else:
-                left_out = False
-            if left_out:
+            if (fault := self._fault(row)) is not None:
                 if options.strict:
-                    raise row.error(field=output, expected="an answer (strict=true)")
+                    expected = "an answer (strict=true)"
+                    raise row.error(field=columns["output"], expected=expected)
+                self._left_out[fault] += 1
                 continue
             if when is not None:
                 time = row.time(when, clock)
             else:
                 time = times(row) if self.closed else next(drawn)
             rank = serial
-            if turn is not None and fields.get(turn) is not None:
+            if turn is not None and row.fields.get(turn) is not None:
                 rank |= _tokens(row, turn, 0) << _TURN_BITS
             yield time, rank, row
+
+    def _fault(self, row: Row) -> str | None:
+        """Return why a row is left out, as a note says it; None: it is a request."""
+        failed, empty, idle = _FAULTS
+        given, output = (row.fields.get(self.columns[role]) for role in ("input", "output"))
+        if self._failures and has_failed(row, self._failures):
+            return failed
+        if self._table.objects and (given is None or output is None):
+            return empty
+        return idle if self._zeros and _is_zero(output) else None
 
     def _drawn_by_session(
         self, drawn: Iterator[int], starts: dict[str | None, int], row: Row
@@ -459,8 +490,7 @@ class _Reading:
         """Return the clock of the arrivals."""
         name, wait = self.columns.get("time", ""), self.columns.get("wait")
         clock = Clock(name, unit)
-        factor = None if wait is None else name_and_unit(wait)[1]
-        wait_unit = next((unit for unit, size in UNITS.items() if size == factor), None)
+        wait_unit = None if wait is None else _unit_of(wait)
         if self.closed and wait_unit is not None:
             clock.assumed, clock.reason = wait_unit, f"as {wait!r} is"
         return clock
@@ -472,11 +502,11 @@ class _Reading:
         if wait is None or value in (None, ""):
             return None
         factor = name_and_unit(wait)[1] or self._wait_factor or self._clock.factor
-        clock = Clock(wait, "ns").read(value)
-        value_read = float(value) if clock is not None else -1.0
-        if value_read < 0:
-            raise row.error(field=wait, expected="a time to wait, 0 or more")
-        return round(value_read * factor)
+        with suppress(ValueError):  # a date
+            read = -1.0 if Clock(wait, "ns").read(value) is None else float(value)
+            if 0 <= read * factor < INT64_LIMIT:
+                return round(read * factor)
+        raise row.error(field=wait, expected="a time to wait, 0 or more")
 
     def _is_added(self, head: Sequence[Row]) -> bool:
         """Return True if the prefix of a row is not part of its input.
@@ -487,7 +517,7 @@ class _Reading:
         columns = self.columns
         before: dict[str | None, tuple[int, int]] = {}
         told = False
-        for row in head:
+        for row in filter(lambda row: self._fault(row) is None, head):
             label = _label(row, columns.get("session"))
             prefix, input_tokens = (
                 _tokens(row, columns["prefix"], 0),
@@ -501,12 +531,10 @@ class _Reading:
         return not told
 
 
-def _order(item: Timed[Row]) -> tuple[int, int]:
-    return item[:2]
-
-
-def _fields(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    return [row.fields for row in rows]
+def _unit_of(name: str) -> str | None:
+    """Return the unit in the name of a column; None: it has none that can be given."""
+    factor = name_and_unit(name)[1]
+    return next((unit for unit, size in UNITS.items() if size == factor), None)
 
 
 def _usual(role: str, header: Iterable[str]) -> str | None:

@@ -58,8 +58,8 @@ class LMCache(FileWorkload):
         """Yield one request for each row. Keeps one row in memory."""
         key_tokens = self.key_tokens
         first, latest = None, 0
-        self._models.clear()
-        for row in self._rows(self._models):
+        self._models = models = Counter[str]()
+        for row in self._rows(models):
             time = _time(row)
             first = time if first is None else first
             latest = max(latest, first)

@@ -7,8 +7,9 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain as joined
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import attrs
 from attrs.converters import optional
@@ -22,7 +23,7 @@ from kvcore.request import KEY_BYTES, chain_keys
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import file_digest, json_fields, lines
 from kvcore_plugins.workload._plain import json_reader
-from kvcore_plugins.workload.rows import Row, by_options, parse_row, time_order
+from kvcore_plugins.workload.rows import Row, parse_row, time_order
 from kvcore_plugins.workload.times import HEAD, UNITS, Clock, Timed, TimeOrder, has_fraction
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ _HINT = "; the option key_tokens says how many"
 _NO_PARENT = -1
 _RECOGNISED = ({"input_length", "hash_ids"}, {"event_type", "event_time_unix_ms"})
 _SIZES = (PUBLISHED_KEY_TOKENS, *(1 << bits for bits in range(4, 15)))
+
+_Name: TypeAlias = tuple[str, Any]
+"""The field that names a request or a session, and its name."""
 
 
 @attrs.define(eq=False)
@@ -90,21 +94,19 @@ class Mooncake(Workload):
 
     def __attrs_post_init__(self) -> None:
         """Find the tokens of a key, if they are not given."""
-        self._has_key_tokens = self.key_tokens > 0
-        if not self._has_key_tokens:
-            self.key_tokens = PUBLISHED_KEY_TOKENS
-            if self.path is not None:
-                # What is wrong with the file is for its readers to say.
-                with suppress(InputError):
-                    tokens_found = _key_tokens(
-                        islice(_requests(self.path, lines(self.path)), HEAD)
-                    )
-                    self.found_key_tokens = tokens_found not in (None, PUBLISHED_KEY_TOKENS)
-                    self.key_tokens = tokens_found or PUBLISHED_KEY_TOKENS
+        given, found = self.key_tokens, PUBLISHED_KEY_TOKENS
+        if given in (0, found) and self.path is not None:
+            # What is wrong with the file is for its readers to say.
+            with suppress(InputError):
+                rows = islice(_requests(self.path, lines(self.path)), HEAD)
+                found = _key_tokens(rows) or found
+        self.key_tokens = given or found
+        self._has_key_tokens = given not in (0, found)
+        self.found_key_tokens = not given and found != PUBLISHED_KEY_TOKENS
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle it by its options."""
-        return by_options(self)
+        return partial(type(self), **self.options()), ()
 
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each row. Keeps some rows in memory; an entry a chat."""
@@ -123,9 +125,9 @@ class Mooncake(Workload):
 
     @property
     def digest(self) -> str:
-        """The digest of the file's bytes, and of the options that have no default."""
+        """The digest of the file's bytes, and of the options that change what is read."""
         options: dict[str, Any] = {"chain": True} if self.chain else {}
-        if self._has_key_tokens and self.key_tokens != PUBLISHED_KEY_TOKENS:
+        if self._has_key_tokens:
             options["key_tokens"] = self.key_tokens
         if self.unit is not None:
             options["unit"] = self.unit
@@ -146,7 +148,7 @@ class Mooncake(Workload):
     def options(self) -> dict[str, Any]:
         """Return the options, without the tokens of a key if they are those of the file."""
         options = super().options()
-        if not self._has_key_tokens or self.key_tokens == PUBLISHED_KEY_TOKENS:
+        if not self._has_key_tokens:
             options.pop("key_tokens", None)
         return options
 
@@ -198,37 +200,40 @@ class _Reading:
             type(row.fields.get("timestamp")) is int and not row.prefix for row in head
         )
         # By the name of a session or of a request: its last request.
-        self._sent: dict[Any, _Sent] = {}
+        self._sent: dict[_Name, _Sent] = {}
         self._models: dict[str, int] = {}
-        self._short = self._empty = 0
+        self._short = self._empty = self._late_turns = 0
 
     def requests(self) -> Iterator[Request]:
         """Yield the requests of rows without sessions."""
-        size, chained, first = self._key_tokens, self._chained, None
+        size, chained = self._key_tokens, self._chained
         for time, serial, row in self._order.sort(self._timed()):
-            first = time if first is None else first
             if isinstance(row, Request):
                 self._short += (len(row.keys) + 1) * size <= row.prompt_tokens
-                row.arrival = time - first
-                if row.arrival >= INT64_LIMIT:
-                    raise _too_long(self._row(row))
+                row.arrival = self._arrival(time, row)
                 yield row
                 continue
+            self._late_turns += any(row.fields.get(name) is not None for name in _SESSION)
             prompt = row.natural("input_length", 1)
             keys = row.prompt_keys("hash_ids", prompt, size, wide=True, hint=_HINT)
-            if (len(keys) + 1) * size <= prompt:
-                self._short += 1
-            arrival = time - first
-            if arrival >= INT64_LIMIT:
-                raise _too_long(row)
+            self._short += (len(keys) + 1) * size <= prompt
             yield Request(
                 id=serial,
-                arrival=arrival,
+                arrival=self._arrival(time, row),
                 prompt_tokens=prompt,
                 output_tokens=row.natural("output_length"),
                 keys=chain_keys(keys) if chained else keys,
                 key_tokens=size,
             )
+
+    def _arrival(self, time: int, row: Row | Request) -> int:
+        """Return the time since the first one."""
+        arrival = time - self._order.first
+        if arrival >= INT64_LIMIT:
+            row = self._row(row) if isinstance(row, Request) else row
+            expected = "a time less than 292 years after the first"
+            raise row.error(field="timestamp", expected=expected)
+        return arrival
 
     def _rest(self, source: Iterator[Row]) -> Iterator[Row | Request]:
         """Yield the rows after the first ones; those that the core reads as requests."""
@@ -272,6 +277,11 @@ class _Reading:
             )
         if self._untimed:
             notes.append("the file has no times: all begins at once")
+        if self._late_turns:
+            notes.append(
+                f"rows of sessions that are read as single requests, since none of the first "
+                f"{HEAD} is of one: {self._late_turns}"
+            )
         if self._empty:
             notes.append(f"requests without lengths left out: {self._empty}")
         if self._short:
@@ -282,11 +292,8 @@ class _Reading:
         """Return the time of a row since the first one, and its request."""
         time, serial, row = timed
         fields, first = row.fields, self._order.first
-        time = arrival = time - first
-        if time >= INT64_LIMIT:
-            raise _too_long(row)
-        session, parent, names = self._place(fields)
-        before = None if parent is None else self._sent.get(parent)
+        time = arrival = self._arrival(time, row)
+        session, before, names = self._place(row)
         if before is not None:
             session = before.session if self._bailian else session or before.session
             think = max(0, time - before.end)
@@ -302,21 +309,26 @@ class _Reading:
         after = None if before is None else before.serial
         return time, (arrival, serial, partial(self._request, row, sent, after, think))
 
-    def _place(self, fields: dict[str, Any]) -> tuple[str | None, Any, list[Any]]:
-        """Return the session of a row, what it follows, and names by which others follow it.
-
-        What it follows, a session or a request, is None at the beginning.
-        """
+    def _place(self, row: Row) -> tuple[str | None, _Sent | None, list[_Name]]:
+        """Return the session of a row, what it follows, and names by which others follow it."""
+        sent = self._sent.get
         if self._bailian:
-            chat, parent = (fields.get(name) for name in _BAILIAN)
+            chat, parent = (_named(row, name, row.fields[name]) for name in _BAILIAN)
             root = parent in (None, _NO_PARENT)
-            return f"{chat if root else parent}", None if root else parent, [chat]
-        session, awaited = fields.get("session_id"), fields.get("wait_for")
-        names = [name for name in (fields.get("request_id"), session) if name is not None]
-        parent = session
-        if type(awaited) is list:
-            parent = awaited[-1] if awaited else None
-        return None if session is None else f"{session}", parent, names
+            before = None if root else sent(("chat_id", parent))
+            return f"{chat if root else parent}", before, [("chat_id", chat)]
+        kinds = ("request_id", "session_id")
+        own = [(kind, _named(row, kind, row.fields.get(kind))) for kind in kinds]
+        session, awaited = own[1][1], row.fields.get("wait_for")
+        if awaited is None:
+            before = sent(own[1])
+        else:
+            awaited = awaited[::-1] if type(awaited) is list else [awaited]
+            others = [_named(row, "wait_for", name) for name in awaited]
+            found = (sent((kinds[0], name)) or sent((kinds[1], name)) for name in others)
+            before = max(filter(None, found), key=attrgetter("end"), default=None)
+        names = [name for name in own if name[1] is not None]
+        return None if session is None else f"{session}", before, names
 
     def _request(self, row: Row, sent: _Sent, after: int | None, think: int) -> Request:
         """Return the request of a row of a session."""
@@ -383,9 +395,11 @@ class _Sent(NamedTuple):
     end: int
 
 
-def _too_long(row: Row) -> InputError:
-    expected = "a time less than 292 years after the first"
-    return row.error(field="timestamp", expected=expected)
+def _named(row: Row, field: str, name: Any) -> Any:
+    """Return the name of a request or a session in a field, which is no object and no list."""
+    if type(name) in (dict, list):
+        raise row.error(field=field, expected="an integer or a text", got=name)
+    return name
 
 
 def _requests(path: Path, found: Iterator[tuple[int, bytes]]) -> Iterator[Row]:
@@ -405,25 +419,41 @@ def _of_dynamo(events: Iterable[Row]) -> Iterator[Row]:
         if "event_type" not in event:
             yield row  # what it lacks is for its reader to say
             continue
-        request, context = event.get("request"), event.get("agent_context") or {}
+        request = event.get("request")
         if event.get("event_type") != "request_end" or type(request) is not dict:
             continue
-        replay = request.get("replay") or {}
-        end, took = event.get("event_time_unix_ms"), request.get("total_time_ms")
-        start = request.get("request_received_ms")
+        context, replay = _object(row, event, "agent_context"), _object(row, request, "replay")
+        end, start = event.get("event_time_unix_ms"), request.get("request_received_ms")
         if start is None and end is not None:
-            start = end - (took or 0)
+            took = _first(request.get("total_time_ms"), 0)
+            for name, time in (("event_time_unix_ms", end), ("total_time_ms", took)):
+                if type(time) not in (int, float):
+                    raise row.error(field=name, expected="a number of milliseconds", got=time)
+            start = end - took
         fields = {
             "timestamp": start,
             "end": end,
-            "input_length": replay.get("input_length", request.get("input_tokens")),
-            "output_length": request.get("output_tokens", 0),
-            "hash_ids": replay.get("input_sequence_hashes", []),
+            "input_length": _first(replay.get("input_length"), request.get("input_tokens")),
+            "output_length": _first(request.get("output_tokens"), 0),
+            "hash_ids": _first(replay.get("input_sequence_hashes"), []),
             "key_tokens": replay.get("trace_block_size"),
-            "session_id": context.get("trajectory_id", context.get("session_id")),
+            "session_id": _first(context.get("trajectory_id"), context.get("session_id")),
             "model": request.get("model"),
         }
         yield Row(row.path, row.line, fields, "request.")
+
+
+def _first(value: Any, default: Any) -> Any:
+    """Return a field, or `default` if it is missing or null."""
+    return default if value is None else value
+
+
+def _object(row: Row, fields: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return an object in an event of `row`, empty if it is missing or null."""
+    value = _first(fields.get(name), {})
+    if type(value) is not dict:
+        raise row.error(field=name, expected="an object", got=value)
+    return value
 
 
 def _key_tokens(head: Iterable[Row]) -> int | None:

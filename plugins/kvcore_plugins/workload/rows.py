@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
-from functools import partial
 from heapq import heappop, heappush, heapreplace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
-import attrs
 import orjson
 
-from kvcore import InputError, Request, Workload
+from kvcore import InputError, Request
 from kvcore.errors import shorten
 from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads import lines
@@ -29,16 +27,6 @@ _HEX = re.compile(r"[0-9a-fA-F]{32}")
 _HASH = re.compile(r"(?:0[xX])?[0-9a-fA-F]{8,128}")
 _WIDE_BYTES = 16
 _SECONDS_LIMIT = INT64_LIMIT // NS_PER_S
-
-
-def by_options(workload: Workload) -> tuple[Any, ...]:
-    """Return how a workload is copied and pickled: by its options, without what it reads."""
-    options = {
-        field.alias: getattr(workload, field.name)
-        for field in attrs.fields(cast("Any", type(workload)))
-        if field.init
-    }
-    return partial(type(workload), **options), ()
 
 
 class Row:
@@ -258,9 +246,7 @@ def parse_row(path: Path, number: int, line: bytes) -> Row:
         InputError: it is not.
     """
     try:
-        fields = orjson.loads(line)
-        if len(line) > MOST_NESTED and line.count(b"[") + line.count(b"{") > MOST_NESTED:
-            orjson.dumps(fields)
+        fields = parse_nested(line)
     except orjson.JSONDecodeError as error:
         msg = f"{path}:{number}: not JSON: {error.msg} (column {error.colno})"
         raise InputError(msg) from error
@@ -272,11 +258,32 @@ def parse_row(path: Path, number: int, line: bytes) -> Row:
     return Row(path, number, fields)
 
 
+def parse_nested(text: bytes) -> Any:
+    """Return the value of a JSON text, which can be written again.
+
+    Raises:
+        orjson.JSONDecodeError: the text is not JSON.
+        orjson.JSONEncodeError: values are nested too deep.
+    """
+    value = orjson.loads(text)
+    if len(text) > MOST_NESTED and text.count(b"[") + text.count(b"{") > MOST_NESTED:
+        orjson.dumps(value)
+    return value
+
+
 def too_deep(path: Path, number: int) -> InputError:
     """Return the error of a line with values that are nested too deep."""
     return InputError(
         f"{path}:{number}: expected values in one another up to {MOST_NESTED} deep"
     )
+
+
+def in_words(value: Any) -> str:
+    """Return a value of a status as a text in lower case: 500 for 500.0 and `500.0` as well.
+
+    Tables have numbers with a point where a column lacks some.
+    """
+    return str(value).strip().lower().removesuffix(".0")
 
 
 def as_json(value: Any) -> str:

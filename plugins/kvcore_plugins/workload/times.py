@@ -56,8 +56,8 @@ _SIZES = ((10**17, "ns"), (10**14, "us"), (10**11, "ms"), (10**9, "s"))
 # Compiled when they are first used: times are whole numbers as a rule.
 _NUMBER = r"(?a)[+-]?(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})(?:[eE][+-]?\d{1,2})?"
 _MOMENT = (
-    r"(?ai)(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d{1,30}))? ?"
-    r"(Z|UTC|[+-]\d\d:?\d\d)?"
+    r"(?ai)(\d{4}-?\d\d-?\d\d[T ]\d\d:?\d\d:?\d\d)(?:[.,](\d{1,30}))? ?"
+    r"(Z|UTC|[+-]\d\d(?::?\d\d)?)?"
 )
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _DIGITS = 9
@@ -245,7 +245,7 @@ class TimeOrder:
         if not _in_order(pending):
             pending += rest
             self._count_late(pending)
-            pending.sort(key=_key)
+            pending.sort(key=by_time)
         self.first, self.last, self.rows = pending[0][0], pending[-1][0], len(pending)
         while chunk := list(islice(rest, WINDOW)):
             self.rows += len(chunk)
@@ -256,7 +256,7 @@ class TimeOrder:
                     raise self.too_late(early[2])
                 pending += chunk
                 self._count_late(pending)
-                pending.sort(key=_key)
+                pending.sort(key=by_time)
                 pending, chunk = pending[:-WINDOW], pending[-WINDOW:]
             yield from pending
             pending = chunk
@@ -293,5 +293,6 @@ def _in_order(items: Sequence[Timed[Any]]) -> bool:
     return all(map(le, items, items[1:]))
 
 
-def _key(item: Timed[Any]) -> tuple[int, int]:
+def by_time(item: Timed[Any]) -> tuple[int, int]:
+    """Return what rows are sorted by."""
     return item[:2]

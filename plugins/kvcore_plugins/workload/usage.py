@@ -218,15 +218,17 @@ def _counts(holder: Row) -> _Counts | None:
         usage = fields.get(name)
         if type(usage) is dict:
             prefix = f"{holder.prefix}{name}."
-            return _counted(Row(holder.path, holder.line, usage, prefix), usage, "")
+            counts = _counted(Row(holder.path, holder.line, usage, prefix), usage, "")
+            if counts.values:
+                return counts
     for prefix in _OPEN_TELEMETRY:
         flat = {name: fields[name] for name in fields if name.startswith(prefix)}
         if flat:
             return _counted(holder, flat, prefix)
     # Beside the prompt itself, as in tables of gateways. An output alone is no usage.
     flat = {name: fields[name] for name in fields if _plain(name) in _COUNT_NAMES}
-    counts = _counted(holder, flat, "") if len(flat) > 1 else None
-    return counts if counts is not None and counts.has((*_PROMPT, *_INPUT)) else None
+    counts = _counted(holder, flat, "")
+    return counts if len(flat) > 1 and counts.has((*_PROMPT, *_INPUT)) else None
 
 
 @lru_cache(maxsize=1024)
