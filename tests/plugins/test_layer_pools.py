@@ -103,6 +103,12 @@ def test_a_hit_ends_where_a_state_was_kept():
     assert serve(cache, 2, (*text(0, 200), "other")) == 128
 
 
+def test_chunks_without_a_state_free_what_the_window_has_passed():
+    """A prompt in chunks too short to keep a state takes no more window slots than others."""
+    cache = pooled(window=9, window_slots=146, state_slots=20)
+    assert serve(cache, 0, text(0, 300), chunk=30) == 0
+
+
 def test_a_junction_gets_a_state():
     """The state at which a prompt leaves another is kept, so that a third one hits there."""
     cache = pooled(state_slots=20)

@@ -293,16 +293,18 @@ class PooledCache(KVCache):
         """
         holding, cacheable, start = self._held[seq.id], seq.cacheable, seq.computed
         end = start + tokens
-        upto = self._chunk_end(holding, start, end) if end <= seq.target else None
+        upto = self._chunk_end(holding, start, end)
         seq.cacheable = 0
         try:
             super().commit(seq, tokens, now)
         finally:
             seq.cacheable = cacheable
-        if upto is None:
+        if end > seq.target:
             return
         at_junction = upto == holding.junction
-        self._pass_windows(holding, seq, upto - 1, 1)
+        self._pass_windows(holding, seq, (upto or end) - 1, 1)
+        if upto is None:
+            return
         if self.tree.states is not None:
             self.tree.take(self.tree.states, 1, seq.request.id, self.now)
             holding.states += 1
