@@ -171,6 +171,20 @@ def test_a_refused_admission_evicts_nothing():
     cache.close(running)
 
 
+def test_a_refused_call_takes_no_slot():
+    """A wrong number of tokens is refused, and a sequence that is closed, as by any cache."""
+    cache = pooled(window=9, window_slots=500, state_slots=20)
+    with pytest.raises(InputError, match="first -1 tokens"):
+        cache.open(keyed(0, text(0), 1), -1)
+    cache.check_integrity()
+    seq = cache.open(keyed(1, text(1), 1))
+    cache.close(seq)
+    for call in (cache.commit, cache.extend):
+        with pytest.raises(InputError, match="is closed"):
+            call(seq, 1)
+    cache.check_integrity()
+
+
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_pools_take_the_memory_that_there_is(name):
     """The pools of a model take all of the memory but what rounding leaves."""

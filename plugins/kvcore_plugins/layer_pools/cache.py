@@ -260,7 +260,7 @@ class PooledCache(KVCache):
             seq = super().open(
                 request, first_tokens, now, resumed=resumed, target=target, reserve=reserve
             )
-        except OutOfBlocks:
+        except BaseException:
             self._release(holding)
             raise
         if seq.span is not holding.span:
@@ -277,8 +277,8 @@ class PooledCache(KVCache):
 
         Window slots that a decoding request has passed are freed before.
         """
+        now = self._begin(seq, now)
         holding, blocks = self._held[seq.id], seq.blocks
-        now = self._at(now)
         if seq.tokens >= seq.target:
             self._pass_windows(holding, seq, seq.tokens, WINDOW_INTERVAL)
         super().extend(seq, tokens, now)
@@ -291,6 +291,7 @@ class PooledCache(KVCache):
         at which a state was kept if layers have states; those of the output do when the
         request ends.
         """
+        now = self._begin(seq, now)
         holding, cacheable, start = self._held[seq.id], seq.cacheable, seq.computed
         end = start + tokens
         upto = self._chunk_end(holding, start, end)
