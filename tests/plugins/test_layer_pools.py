@@ -134,6 +134,7 @@ def test_any_policy_orders_full_attention(policy):
     [
         ({"prefix": "radix"}, "prefix='radix:evict=leaf'"),
         ({"window_slots": 100}, "100 window slots are too few; give 146 or more"),
+        ({"window": 1}, "a window has 2 tokens or more"),
         ({"state_slots": 4}, "4 state slots are too few; give 5 or more"),
     ],
 )
@@ -150,11 +151,45 @@ def test_a_retention_policy_is_refused():
         pooled(window=9, window_slots=500, retention="window:tokens=64")
 
 
-def test_blocks_are_shared_once_they_are_computed():
-    """Rules that let requests hit what is not computed yet are refused, with what to give."""
-    batching = Batching(rules=SGLang(commit="scheduled"))
-    with pytest.raises(InputError, match="give commit=computed"):
+@pytest.mark.parametrize("rules", [{"commit": "scheduled"}, {"reserve": "prompt"}])
+def test_blocks_are_allocated_by_chunk_and_shared_once_they_are_computed(rules):
+    """Rules that share before, or allocate whole prompts, are refused with what to give."""
+    batching = Batching(rules=SGLang(**rules))
+    with pytest.raises(InputError, match="give commit=computed and reserve=chunk"):
         simulate([], cache=pooled(window=9, window_slots=500), batching=batching)
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "lacking"),
+    [
+        (
+            {"window": 9, "window_slots": 146},
+            lambda cache, seq: cache.extend(seq, 150),
+            "150 more window slots; 142 of 146 are free",
+        ),
+        (
+            {"state_slots": 9},
+            lambda cache, _: cache.open(keyed(1, text(1, 4), 1)),
+            "one of the 1 places for requests that run",
+        ),
+    ],
+)
+def test_an_error_names_the_pool_that_is_full(options, call, lacking):
+    """A request for which there are blocks of full attention is told what it lacks."""
+    cache = pooled(**options)
+    seq = cache.open(keyed(0, text(0, 4), 1))
+    with pytest.raises(OutOfBlocks, match=lacking):
+        call(cache, seq)
+
+
+@pytest.mark.parametrize("call", ["fork", "rollback", "compact"])
+def test_what_pools_beside_full_attention_lack_is_refused(call):
+    """A call for which only the pool of full attention has rules changes nothing."""
+    cache = pooled(window=9, window_slots=500)
+    seq = cache.open(keyed(0, text(0), 1))
+    with pytest.raises(InputError, match="no forks, rollbacks, compactions or prefetches"):
+        getattr(cache, call)(seq, 1)
+    cache.check_integrity()
 
 
 def test_a_refused_admission_evicts_nothing():

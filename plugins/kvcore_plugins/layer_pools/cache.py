@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from math import lcm
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import attrs
 
@@ -106,8 +106,8 @@ class PooledCache(KVCache):
         size = block_size
         self.window = 0 if window is None else window - 1
         window_blocks = -(-self.window // size)
-        self._check_parts(window_blocks, window_slots, state_slots)
         slots = None if window is None else window_slots
+        self._check_parts(window_blocks, slots, state_slots)
         self.tree = tree(self, window_blocks, slots, state_slots)
         self._grid = size if state_slots is None else lcm(STATE_CHUNK, size)
         self.passed_slots = 0
@@ -117,7 +117,7 @@ class PooledCache(KVCache):
             self.trace.describe(layer_pools={k: v for k, v in pools.items() if v is not None})
 
     def _check_parts(
-        self, window_blocks: int, window_slots: int, state_slots: int | None
+        self, window_blocks: int, window_slots: int | None, state_slots: int | None
     ) -> None:
         """Refuse parts that pools beside that of full attention cannot have."""
         least = 2 * window_blocks + WINDOW_INTERVAL // self.geometry.block_size + 2
@@ -128,7 +128,9 @@ class PooledCache(KVCache):
             problem = "leaves are evicted whole; give prefix='radix:evict=leaf'"
         elif self.eviction.expires_spans:
             problem = f"eviction {self.eviction.name!r} lets blocks expire; give another one"
-        elif window_blocks and window_slots < least:
+        elif window_slots is not None and window_blocks < 1:
+            problem = "a window has 2 tokens or more"
+        elif window_slots is not None and window_slots < least:
             problem = f"{window_slots:,} window slots are too few; give {least:,} or more"
         elif state_slots is not None and state_slots < STATE_RATIO:
             problem = f"{state_slots} state slots are too few; give {STATE_RATIO} or more"
@@ -140,10 +142,15 @@ class PooledCache(KVCache):
         """Return the allocator of its blocks in a run.
 
         Raises:
-            InputError: blocks are to be hit before they are computed.
+            InputError: blocks are to be hit before they are computed, or a prompt is to get
+                all of its blocks at once.
         """
-        if batching.rules.commit != "computed":
-            msg = "pools of layers share what is computed: give commit=computed"
+        rules = batching.rules
+        if rules.commit != "computed" or rules.reserve == "prompt":
+            msg = (
+                "pools of layers share what is computed, and allocate by chunk: give "
+                "commit=computed and reserve=chunk"
+            )
             raise InputError(msg)
         return PooledAllocator(self, batch)
 
@@ -195,8 +202,11 @@ class PooledCache(KVCache):
                 return f"{need} window slots; {room} are free or can be evicted"
         if tree.states is not None:
             room = tree.states.available - tree.states.unlocked([span])
-            if room < STATE_SLOTS or len(self._held) >= tree.states.slots // STATE_RATIO:
+            if room < STATE_SLOTS:
                 return f"{STATE_SLOTS} state slots; {room} are free or can be evicted"
+            most = tree.states.slots // STATE_RATIO
+            if len(self._held) >= most:
+                return f"one of the {most} places for requests that run, which are taken"
         return ""
 
     def _window_need(self, request: Request, left: int, chunk: int | None) -> int:
@@ -205,6 +215,15 @@ class PooledCache(KVCache):
         first = left if chunk is None else min(left, chunk)
         kept = min(left + request.output_tokens, self.window)
         return -(-max(first - self.window, 0) // size) + -(-kept // size) + 1
+
+    def _no_room(self, request: Request, need: int, kept: int) -> str:
+        windows = self.tree.windows
+        if windows is None or need > self.full_blocks - kept:
+            return super()._no_room(request, need, kept)
+        return (
+            f"request {request.id} needs {need} more window slots; {windows.free} of "
+            f"{windows.slots} are free and {windows.evictable} can be evicted"
+        )
 
     def _tokens(self, blocks: int) -> int:
         return blocks * self.geometry.block_size
@@ -369,6 +388,13 @@ class PooledCache(KVCache):
             if pins and not self.sequences and pins.make_way(blocks + reserve, now):
                 return
             raise OutOfBlocks(self._no_room(request, need, kept))
+
+    def _unknown(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse a call of `KVCache` that other pools than that of full attention lack."""
+        msg = "a pool for each kind of layer has no forks, rollbacks, compactions or prefetches"
+        raise InputError(msg)
+
+    fork = rollback = compact = open_ahead = _unknown
 
     # Pools beside that of full attention.
 
