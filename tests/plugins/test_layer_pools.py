@@ -133,9 +133,9 @@ def test_any_policy_orders_full_attention(policy):
     ("options", "match"),
     [
         ({"prefix": "radix"}, "prefix='radix:evict=leaf'"),
-        ({"window_slots": 100}, "100 window slots are too few; give 146 or more"),
+        ({"window_slots": 100}, "are too few; give 146 or more, with more blocks or memory"),
         ({"window": 1}, "a window has 2 tokens or more"),
-        ({"state_slots": 4}, "4 state slots are too few; give 5 or more"),
+        ({"state_slots": 4}, "4 state slots are too few; give 5 or more, with more blocks"),
     ],
 )
 def test_parts_that_pools_cannot_have_are_refused(options, match):

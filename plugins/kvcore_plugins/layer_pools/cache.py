@@ -121,7 +121,7 @@ class PooledCache(KVCache):
     ) -> None:
         """Refuse parts that pools beside that of full attention cannot have."""
         least = 2 * window_blocks + WINDOW_INTERVAL // self.geometry.block_size + 2
-        problem = ""
+        problem, pool = "", ", with more blocks or memory"
         if self.retention is not None:
             problem = "a retention policy drops blocks of one pool; leave it out"
         elif not self.prefix.evicts_leaves or self.prefix.block_spans:
@@ -131,9 +131,9 @@ class PooledCache(KVCache):
         elif window_slots is not None and window_blocks < 1:
             problem = "a window has 2 tokens or more"
         elif window_slots is not None and window_slots < least:
-            problem = f"{window_slots:,} window slots are too few; give {least:,} or more"
+            problem = f"{window_slots:,} window slots are too few; give {least:,} or more{pool}"
         elif state_slots is not None and state_slots < STATE_RATIO:
-            problem = f"{state_slots} state slots are too few; give {STATE_RATIO} or more"
+            problem = f"{state_slots} state slots are too few; give {STATE_RATIO} or more{pool}"
         if problem:
             msg = f"a pool for each kind of layer: {problem}"
             raise InputError(msg)
