@@ -128,12 +128,11 @@ def test_damage_of_a_pool_of_groups_is_found(damage, message):
 
 @st.composite
 def groups(draw):
-    """Draw a group of any kind; chunks have whole blocks, as those of models do."""
+    """Draw a group of any kind."""
     kind, size, window = draw(
         st.tuples(st.sampled_from(get_args(GroupKind)), st.integers(1, 20), st.integers(2, 40))
     )
-    windows = {"window": window, "chunk": window * size}
-    return LayerGroup(kind, size, windows.get(kind))
+    return LayerGroup(kind, size, window if kind in ("window", "chunk") else None)
 
 
 def needed(group, position, tokens):
@@ -159,17 +158,17 @@ def test_a_block_has_passed_when_no_later_token_reads_it(group, tokens, position
 def test_a_sequence_holds_at_most_what_is_said(group, tokens, in_flight):
     """A group is said to hold what it holds while a text is computed, or a block more."""
 
-    def most(in_flight):
+    def most(in_flight, tokens):
         return max(
             -(-min(computed + in_flight, tokens) // group.block_size) - group.passed(computed)
             for computed in range(tokens)
         )
 
-    assert group.kind == "state" or group.most_blocks(tokens, in_flight) - most(in_flight) in (
-        0,
-        1,
-    )
-    assert group.blocks_for(tokens) - most(1) in (0, 1)
+    assert group.kind == "state" or group.most_blocks(tokens, in_flight) - most(
+        in_flight, tokens
+    ) in (0, 1)
+    assert group.blocks_for(tokens) - most(1, tokens) in (0, 1)
+    assert group.blocks_for(2000) == most(1, 2000)
 
 
 @given(

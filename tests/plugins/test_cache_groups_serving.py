@@ -33,6 +33,7 @@ from kvcore_plugins.cache_groups.plan import groups_of
 from kvcore_plugins.rules import VLLM
 from kvcore_plugins.scheduler import FCFS
 from kvcore_plugins.workload import Zipf
+from kvcore_replay.check.trace import check_trace
 
 
 @pytest.mark.parametrize("rules", [None, "vllm:lag=0", "vllm", "sglang"])
@@ -226,6 +227,19 @@ def test_a_window_is_free_once_it_has_passed():
         cache.extend(seq, min(64, 800 - seq.tokens))
     assert max(most) == 12  # of a chunk and the window before it, of 100
     assert cache.evicted_blocks == 0
+
+
+def test_chunks_that_blocks_do_not_divide_find_the_blocks_that_they_need(tmp_path):
+    """Requests of which each fills the pool are served, and the check accepts their trace."""
+    file = tmp_path / "trace.jsonl"
+    options = {"prompt_tokens": 80, "output_tokens": 300, "key_tokens": 16}
+    requests = [Request(id=index, **options) for index in range(3)]
+    with Trace(file) as trace:
+        cache = GroupedCache([LayerGroup("chunk", 16, 30)], 3, key_tokens=16, trace=trace)
+        batching = Batching(max_tokens=1, max_seqs=1)
+        result = simulate(requests, cache=cache, batching=batching)
+    assert result.summary()["completed"] == 3
+    assert check_trace(file).complete
 
 
 def test_a_job_fits_with_its_whole_prompt_and_the_reserve():

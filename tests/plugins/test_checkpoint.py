@@ -34,10 +34,10 @@ def build(text):
     return Plugins().build("checkpoint", text)
 
 
-def new_cache(policy, blocks=1000, *, eviction=None, trace=None):
-    """Return a cache with full attention and one group of states."""
+def new_cache(policy, blocks=1000, *beside, eviction=None, trace=None):
+    """Return a cache with full attention and one group of states, and groups beside them."""
     policy = build(policy) if isinstance(policy, str) else policy
-    return GroupPlan((FULL, STATE), 0).cache(
+    return GroupPlan((FULL, STATE, *beside), 0).cache(
         blocks, eviction=resolve("eviction", eviction, "lru"), prefix=None, recompute=None,
         checkpoint=policy, key_tokens=SIZE, trace=trace,
     )  # fmt: skip
@@ -262,16 +262,24 @@ class Ends(CheckpointPolicy):
         return segments[self.index]
 
 
-@pytest.mark.parametrize("tier", [None, f"host:memory={90 << 20},load=always"])
+@pytest.mark.parametrize(
+    ("tier", "beside"),
+    [
+        (None, ()),
+        (f"host:memory={90 << 20},load=always", ()),
+        (None, [LayerGroup("window", SIZE, 20)]),
+        (None, [LayerGroup("chunk", SIZE, 24)]),
+    ],
+)
 @pytest.mark.parametrize("seed", range(4))
-def test_segments_are_a_tree(seed, tier):
+def test_segments_are_a_tree(seed, tier, beside):
     """Each cached block is in one segment; none is below one that has lost its states.
 
     A segment at which a request can resume has all its blocks of full attention, or borrows
     them: blocks of these names are cached. The policy has been told of them all, and of those
     that have left.
     """
-    cache = new_cache(Ends(-(seed % 2)), 120)
+    cache = new_cache(Ends(-(seed % 2)), 120, *beside)
     levels = GroupTiers(cache, [tier], 1 << 20).levels if tier else ()
     simulate(stream(seed), cache=cache, batching=Batching(max_tokens=64, max_seqs=6))
     assert all(level.stats.hits for level in levels)

@@ -148,6 +148,7 @@ def test_fp8_by_head_codes_tiny_and_large_rows_equally_well():
             64,
             "32 tokens do not fill blocks of 48; give group=16, or --block-size 64",
         ),
+        ("kivi:group=15", 20, 128, "15 tokens do not fill blocks of 20; give group=1"),
         ("kivi:group=16", 16, 40, "16 channels do not fill heads of 40; give group=8"),
     ],
 )

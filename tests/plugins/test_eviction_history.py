@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from random import Random
 from weakref import WeakSet
 
 import pytest
 from helpers.caches import ask, make, serve, spans
+from helpers.requests import keyed
 
-from kvcore import InputError
+from kvcore import InputError, KVCache
 from kvcore_plugins.eviction import LFU, LRU, LRUK, TailLRU, TinyLFU, survival, tool_ttl
 from kvcore_plugins.eviction import workload_aware as workload
 from kvcore_replay.untimed import replay
@@ -114,6 +116,23 @@ def test_options_are_checked_in_code_too():
     """A constructor refuses invalid options as the command line does."""
     with pytest.raises(InputError, match="unit='ms' is not known; there are: s, tokens"):
         TailLRU(unit="ms")
+
+
+@pytest.mark.parametrize("policy", ["arc", "hazard", "lruk", "s3fifo", "workload-aware"])
+def test_what_has_left_is_known_in_blocks_of_several_keys(policy):
+    """With four keys a block a policy hits what it does with one, after evictions too."""
+    stats = []
+    for keys in (1, 4):
+        rng = Random(5)
+        cache = KVCache(120, 64, key_tokens=64 // keys, eviction=policy)
+        requests = []
+        for index in range(600):
+            text, tokens = rng.randrange(rng.choice((40, 400))), rng.randrange(256, 704, 64)
+            names = tuple((text, key) for key in range(tokens * keys // 64))
+            requests.append(keyed(index, names, 64 // keys, arrival=index, tenant=text % 2))
+        replay(requests, cache)
+        stats.append(cache.stats.hit_blocks)
+    assert stats[0] == stats[1] > 0
 
 
 class Name(str):

@@ -103,6 +103,12 @@ def test_a_hit_ends_where_a_state_was_kept():
     assert serve(cache, 2, (*text(0, 200), "other")) == 128
 
 
+def test_chunks_without_a_state_free_what_the_window_has_passed():
+    """A prompt in chunks too short to keep a state takes no more window slots than others."""
+    cache = pooled(window=9, window_slots=146, state_slots=20)
+    assert serve(cache, 0, text(0, 300), chunk=30) == 0
+
+
 def test_a_junction_gets_a_state():
     """The state at which a prompt leaves another is kept, so that a third one hits there."""
     cache = pooled(state_slots=20)
@@ -127,8 +133,9 @@ def test_any_policy_orders_full_attention(policy):
     ("options", "match"),
     [
         ({"prefix": "radix"}, "prefix='radix:evict=leaf'"),
-        ({"window_slots": 100}, "100 window slots are too few; give 146 or more"),
-        ({"state_slots": 4}, "4 state slots are too few; give 5 or more"),
+        ({"window_slots": 100}, "are too few; give 146 or more, with more blocks or memory"),
+        ({"window": 1}, "a window has 2 tokens or more"),
+        ({"state_slots": 4}, "4 state slots are too few; give 5 or more, with more blocks"),
     ],
 )
 def test_parts_that_pools_cannot_have_are_refused(options, match):
@@ -144,11 +151,45 @@ def test_a_retention_policy_is_refused():
         pooled(window=9, window_slots=500, retention="window:tokens=64")
 
 
-def test_blocks_are_shared_once_they_are_computed():
-    """Rules that let requests hit what is not computed yet are refused, with what to give."""
-    batching = Batching(rules=SGLang(commit="scheduled"))
-    with pytest.raises(InputError, match="give commit=computed"):
+@pytest.mark.parametrize("rules", [{"commit": "scheduled"}, {"reserve": "prompt"}])
+def test_blocks_are_allocated_by_chunk_and_shared_once_they_are_computed(rules):
+    """Rules that share before, or allocate whole prompts, are refused with what to give."""
+    batching = Batching(rules=SGLang(**rules))
+    with pytest.raises(InputError, match="give commit=computed and reserve=chunk"):
         simulate([], cache=pooled(window=9, window_slots=500), batching=batching)
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "lacking"),
+    [
+        (
+            {"window": 9, "window_slots": 146},
+            lambda cache, seq: cache.extend(seq, 150),
+            "150 more window slots; 142 of 146 are free",
+        ),
+        (
+            {"state_slots": 9},
+            lambda cache, _: cache.open(keyed(1, text(1, 4), 1)),
+            "one of the 1 places for requests that run",
+        ),
+    ],
+)
+def test_an_error_names_the_pool_that_is_full(options, call, lacking):
+    """A request for which there are blocks of full attention is told what it lacks."""
+    cache = pooled(**options)
+    seq = cache.open(keyed(0, text(0, 4), 1))
+    with pytest.raises(OutOfBlocks, match=lacking):
+        call(cache, seq)
+
+
+@pytest.mark.parametrize("call", ["fork", "rollback", "compact"])
+def test_what_pools_beside_full_attention_lack_is_refused(call):
+    """A call for which only the pool of full attention has rules changes nothing."""
+    cache = pooled(window=9, window_slots=500)
+    seq = cache.open(keyed(0, text(0), 1))
+    with pytest.raises(InputError, match="no forks, rollbacks, compactions or prefetches"):
+        getattr(cache, call)(seq, 1)
+    cache.check_integrity()
 
 
 def test_a_refused_admission_evicts_nothing():
@@ -163,6 +204,20 @@ def test_a_refused_admission_evicts_nothing():
         cache.open(keyed(2, text(2, 300), 1), 300)
     assert states.evictable == 1
     cache.close(running)
+
+
+def test_a_refused_call_takes_no_slot():
+    """A wrong number of tokens is refused, and a sequence that is closed, as by any cache."""
+    cache = pooled(window=9, window_slots=500, state_slots=20)
+    with pytest.raises(InputError, match="first -1 tokens"):
+        cache.open(keyed(0, text(0), 1), -1)
+    cache.check_integrity()
+    seq = cache.open(keyed(1, text(1), 1))
+    cache.close(seq)
+    for call in (cache.commit, cache.extend):
+        with pytest.raises(InputError, match="is closed"):
+            call(seq, 1)
+    cache.check_integrity()
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

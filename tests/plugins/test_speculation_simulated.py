@@ -174,13 +174,14 @@ def test_drafts_count_as_prompt_tokens_of_a_step():
 def test_drafters_cost_their_passes_or_weights():
     """A draft model costs its passes and its prefill, and heads cost their weights.
 
-    Steps without drafts cost nothing.
+    Steps without drafts cost nothing; a run that was refused before costs nothing either.
     """
     latency = PLUGINS.build("latency", "roofline:model=llama-3-70b,tensor_parallel=4")
     small = PLUGINS.build("latency", "roofline:model=llama-3.1-8b,tensor_parallel=4")
     work = StepWork(0, (0,), 8, (8000,))
     drafter = Acceptance(tokens=3, draft="llama-3.1-8b")
-    drafter.attach(latency)
+    for _ in range(2):
+        drafter.attach(latency)
     passes = [StepWork(0, (0,), 8, (8000 + 8 * ahead,)) for ahead in range(3)]
     assert drafter.duration(work, [3] * 8) == sum(map(small.duration, passes))
     assert drafter.duration(work, [0] * 8) == 0
@@ -345,11 +346,12 @@ def test_malformed_acceptance_files_are_refused(tmp_path, text, line):
     [
         ({"probability": 2}, "acceptance: probability=2: give numbers from 0 to 1"),
         ({"probability": "a"}, "acceptance: probability='a': give numbers from 0 to 1"),
+        ({"parameters": -5}, "acceptance: parameters=-5: give whole weights"),
         ({"tokens": 0}, "acceptance: tokens=0: give 1 draft a step or more"),
     ],
 )
 def test_impossible_options_are_refused(options, message):
-    """A wrong probability or a number of 0 drafts raises InputError."""
+    """A wrong probability, fewer than 0 weights or a number of 0 drafts raises InputError."""
     with pytest.raises(InputError, match=message):
         serve([ask(0, 0, 5, 5)], drafter=Acceptance(**options))
 
@@ -357,6 +359,6 @@ def test_impossible_options_are_refused(options, message):
 def test_a_missing_file_or_two_sources_are_refused(tmp_path):
     """A missing file, or a file together with probabilities, raises InputError."""
     with pytest.raises(InputError, match="none cannot be read: No such file"):
-        Acceptance(file=tmp_path / "none")
+        Acceptance(file=f"{tmp_path}/none")
     with pytest.raises(InputError, match=r"probability and file both say .*: give one"):
         Acceptance(file=tmp_path / "none", probability=0.5)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from itertools import chain
-from math import inf
+from math import gcd, inf
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 import attrs
@@ -104,17 +104,12 @@ class LayerGroup:
         return tokens
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the blocks of a decoding request of `tokens` tokens.
+        """Return the most blocks that a decoding request holds until it has `tokens` tokens.
 
-        A window spans a block more than it fills; of a state the last one is kept beside the
-        one that is written.
+        Of a state the last one is kept beside the one that is written.
         """
-        blocks = -(-tokens // self.block_size)
-        if self.kind == "state":
-            return min(blocks, 2)
-        if self.window is None:
-            return blocks
-        return min(blocks, -(-self.window // self.block_size) + (self.kind != "chunk"))
+        blocks = self.most_blocks(tokens, 0)
+        return min(blocks, 2) if self.kind == "state" else blocks
 
     def most_blocks(self, tokens: int, in_flight: int) -> int:
         """Return the most blocks of K/V that a sequence holds until it has `tokens` tokens.
@@ -124,9 +119,9 @@ class LayerGroup:
         blocks = -(-tokens // self.block_size)
         if self.window is None:
             return blocks
-        if self.kind == "chunk":
-            return min(blocks, -(-(self.window + in_flight) // self.block_size))
-        return min(blocks, -(-(self.kept + in_flight) // self.block_size) + 1)
+        # A window begins anywhere in its first block, a chunk where a multiple of it can be.
+        step = gcd(self.window, self.block_size) if self.kind == "chunk" else 1
+        return min(blocks, -(-(self.window + in_flight - step) // self.block_size) + 1)
 
 
 class Table:

@@ -31,7 +31,8 @@ class NamedBlocks:
     that has been idle longest first. Blocks of one group may have one name, where requests have
     computed the same at the same time: a block stays what it is in a table, since a step that
     is under way reads it there, so a copy is not exchanged for the one that is known. Copies
-    form a chain from the oldest, which is hit, to the youngest. All calls take O(1) a block.
+    form a chain from the oldest, which is hit, to the youngest. All calls take O(1) a block, or
+    O(copies) to name or forget one of these.
 
     Attributes:
         cached: by group, the oldest block of each name.

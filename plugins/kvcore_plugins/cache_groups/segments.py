@@ -26,7 +26,7 @@ class CachedSegment(Segment):
         above: the segment that ends where it starts; None: it begins a text.
         next: the resumable segments whose `above` it is. Tails are not among them.
         kept: its blocks of windows and states.
-        full: its blocks of full attention, from the first one on.
+        full: its blocks of full attention, from the first one on; of a tail, all of its blocks.
         borrowed: group and name of each block of full attention before its end that neither it
             owns nor one above it: those of other segments are hit in their place.
     """
@@ -61,6 +61,11 @@ class _Text:
         full, self.full = _split(self.full, end)
         kept, self.kept = _split(self.kept, end)
         return full, kept
+
+    def lose(self, block: int) -> None:
+        """Remove a block that leaves before a segment has it."""
+        self.full = [entry for entry in self.full if entry[1] != block]
+        self.kept = [entry for entry in self.kept if entry[1] != block]
 
 
 class SegmentedGroups(GroupedCache):
@@ -173,8 +178,8 @@ class SegmentedGroups(GroupedCache):
         """Give back all blocks of `seq`. What follows its last boundary is its tail."""
         if seq.is_open:
             text = self._texts[seq.id]
-            if text.full:
-                self._add(seq, text.full[-1][0], [block for _, block in text.full], [])
+            if tail := [*text.kept, *text.full]:
+                self._add(seq, tail[-1][0], [block for _, block in tail], [])
             del self._texts[seq.id]
         super().close(seq, *arguments, **options)
 
@@ -392,6 +397,9 @@ class SegmentedGroups(GroupedCache):
         """Remove `block` from its segment, if it has one."""
         segment = self._segment_of.pop(block, None)
         if segment is None:
+            if self.groups[self._blocks.place(block)[0]].window is not None:
+                for text in self._texts.values():  # it may have passed there
+                    text.lose(block)
             return
         if block in segment.kept:
             segment.kept.remove(block)

@@ -169,7 +169,7 @@ class KIVI(_Grids):
             holder = "heads" if part == "values" else "blocks"
             msg = (
                 f"kivi: groups of {group} {what} do not fill {holder} of {numbers}; give "
-                f"group={gcd(group, numbers)}"
+                f"group={gcd(group, tokens, width)}"
             )
             if part == "keys" and width % group == 0:
                 msg += f", or --block-size {-(-numbers // group) * group}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import attrs
+from attrs import converters
 from attrs.validators import instance_of, optional
 
 from kvcore import Drafter, InputError, LatencyModel, Request
@@ -45,8 +46,8 @@ class Acceptance(Drafter):
         seed: seed of the draws; None: the seed of the run.
 
     Raises:
-        InputError: an unknown model, a wrong probability, or a file without measured
-            acceptance.
+        InputError: an unknown model, a wrong probability or number of weights, or a file
+            without measured acceptance.
 
     Source: Leviathan et al., "Fast inference from transformers via speculative decoding",
     2023, for the expected tokens a step, (1 - a^(k + 1)) / (1 - a).
@@ -56,7 +57,7 @@ class Acceptance(Drafter):
 
     tokens: int = attrs.field(default=4)
     probability: float | str | None = attrs.field(default=None)
-    file: Path | None = attrs.field(default=None)
+    file: Path | None = attrs.field(default=None, converter=converters.optional(Path))
     draft: str | ModelSpec | None = attrs.field(
         default=None, validator=optional(instance_of((str, ModelSpec)))
     )
@@ -76,6 +77,9 @@ class Acceptance(Drafter):
     def __attrs_post_init__(self) -> None:
         """Find the draft model, and read the probabilities, or the file that has them."""
         self._model()
+        if type(self.parameters) is not int or self.parameters < 0:
+            msg = f"acceptance: parameters={self.parameters!r}: give whole weights, 0 or more"
+            raise InputError(msg)
         if self.file is not None:
             if self.probability is not None:
                 msg = "acceptance: probability and file both say what is accepted: give one"
@@ -98,6 +102,7 @@ class Acceptance(Drafter):
         """Store the seed, and build the cost of the draft model."""
         super().attach(latency, seed)
         self._key = f"{seed if self.seed is None else self.seed} {self.name} ".encode()
+        self._costs.clear()  # those of a run that was refused
         if (model := self._model()) is not None:
             self._costs.append(ModelCost(latency, model))
         if self.parameters:

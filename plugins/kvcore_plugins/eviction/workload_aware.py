@@ -106,9 +106,11 @@ class WorkloadAware(EvictionPolicy):
 
     def on_miss(self, request: Request, hit_blocks: int, now: int) -> None:
         """Count the reuse of what was evicted."""
-        keys, ratio = request.keys, max(1, request.key_tokens // self.block_size)
-        if hit_blocks < len(keys) * ratio:
-            evicted = self._evicted.pop(keys[hit_blocks // ratio], None)
+        size, key_tokens = self.block_size, request.key_tokens
+        ratio, stride = max(1, key_tokens // size), max(1, size // key_tokens)
+        index = (hit_blocks // ratio + 1) * stride - 1  # a block has the last of its keys
+        if index < len(request.keys):
+            evicted = self._evicted.pop(request.keys[index], None)
             if evicted is not None:
                 kind, turn, since = evicted
                 self._count(kind, reused=1.0, reuse_ns=now - since)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from math import lcm
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import attrs
 
@@ -106,8 +106,8 @@ class PooledCache(KVCache):
         size = block_size
         self.window = 0 if window is None else window - 1
         window_blocks = -(-self.window // size)
-        self._check_parts(window_blocks, window_slots, state_slots)
         slots = None if window is None else window_slots
+        self._check_parts(window_blocks, slots, state_slots)
         self.tree = tree(self, window_blocks, slots, state_slots)
         self._grid = size if state_slots is None else lcm(STATE_CHUNK, size)
         self.passed_slots = 0
@@ -117,21 +117,23 @@ class PooledCache(KVCache):
             self.trace.describe(layer_pools={k: v for k, v in pools.items() if v is not None})
 
     def _check_parts(
-        self, window_blocks: int, window_slots: int, state_slots: int | None
+        self, window_blocks: int, window_slots: int | None, state_slots: int | None
     ) -> None:
         """Refuse parts that pools beside that of full attention cannot have."""
         least = 2 * window_blocks + WINDOW_INTERVAL // self.geometry.block_size + 2
-        problem = ""
+        problem, pool = "", ", with more blocks or memory"
         if self.retention is not None:
             problem = "a retention policy drops blocks of one pool; leave it out"
         elif not self.prefix.evicts_leaves or self.prefix.block_spans:
             problem = "leaves are evicted whole; give prefix='radix:evict=leaf'"
         elif self.eviction.expires_spans:
             problem = f"eviction {self.eviction.name!r} lets blocks expire; give another one"
-        elif window_blocks and window_slots < least:
-            problem = f"{window_slots:,} window slots are too few; give {least:,} or more"
+        elif window_slots is not None and window_blocks < 1:
+            problem = "a window has 2 tokens or more"
+        elif window_slots is not None and window_slots < least:
+            problem = f"{window_slots:,} window slots are too few; give {least:,} or more{pool}"
         elif state_slots is not None and state_slots < STATE_RATIO:
-            problem = f"{state_slots} state slots are too few; give {STATE_RATIO} or more"
+            problem = f"{state_slots} state slots are too few; give {STATE_RATIO} or more{pool}"
         if problem:
             msg = f"a pool for each kind of layer: {problem}"
             raise InputError(msg)
@@ -140,10 +142,15 @@ class PooledCache(KVCache):
         """Return the allocator of its blocks in a run.
 
         Raises:
-            InputError: blocks are to be hit before they are computed.
+            InputError: blocks are to be hit before they are computed, or a prompt is to get
+                all of its blocks at once.
         """
-        if batching.rules.commit != "computed":
-            msg = "pools of layers share what is computed: give commit=computed"
+        rules = batching.rules
+        if rules.commit != "computed" or rules.reserve == "prompt":
+            msg = (
+                "pools of layers share what is computed, and allocate by chunk: give "
+                "commit=computed and reserve=chunk"
+            )
             raise InputError(msg)
         return PooledAllocator(self, batch)
 
@@ -195,8 +202,11 @@ class PooledCache(KVCache):
                 return f"{need} window slots; {room} are free or can be evicted"
         if tree.states is not None:
             room = tree.states.available - tree.states.unlocked([span])
-            if room < STATE_SLOTS or len(self._held) >= tree.states.slots // STATE_RATIO:
+            if room < STATE_SLOTS:
                 return f"{STATE_SLOTS} state slots; {room} are free or can be evicted"
+            most = tree.states.slots // STATE_RATIO
+            if len(self._held) >= most:
+                return f"one of the {most} places for requests that run, which are taken"
         return ""
 
     def _window_need(self, request: Request, left: int, chunk: int | None) -> int:
@@ -205,6 +215,15 @@ class PooledCache(KVCache):
         first = left if chunk is None else min(left, chunk)
         kept = min(left + request.output_tokens, self.window)
         return -(-max(first - self.window, 0) // size) + -(-kept // size) + 1
+
+    def _no_room(self, request: Request, need: int, kept: int) -> str:
+        windows = self.tree.windows
+        if windows is None or need > self.full_blocks - kept:
+            return super()._no_room(request, need, kept)
+        return (
+            f"request {request.id} needs {need} more window slots; {windows.free} of "
+            f"{windows.slots} are free and {windows.evictable} can be evicted"
+        )
 
     def _tokens(self, blocks: int) -> int:
         return blocks * self.geometry.block_size
@@ -260,7 +279,7 @@ class PooledCache(KVCache):
             seq = super().open(
                 request, first_tokens, now, resumed=resumed, target=target, reserve=reserve
             )
-        except OutOfBlocks:
+        except BaseException:
             self._release(holding)
             raise
         if seq.span is not holding.span:
@@ -277,8 +296,8 @@ class PooledCache(KVCache):
 
         Window slots that a decoding request has passed are freed before.
         """
+        now = self._begin(seq, now)
         holding, blocks = self._held[seq.id], seq.blocks
-        now = self._at(now)
         if seq.tokens >= seq.target:
             self._pass_windows(holding, seq, seq.tokens, WINDOW_INTERVAL)
         super().extend(seq, tokens, now)
@@ -291,18 +310,21 @@ class PooledCache(KVCache):
         at which a state was kept if layers have states; those of the output do when the
         request ends.
         """
+        now = self._begin(seq, now)
         holding, cacheable, start = self._held[seq.id], seq.cacheable, seq.computed
         end = start + tokens
-        upto = self._chunk_end(holding, start, end) if end <= seq.target else None
+        upto = self._chunk_end(holding, start, end)
         seq.cacheable = 0
         try:
             super().commit(seq, tokens, now)
         finally:
             seq.cacheable = cacheable
-        if upto is None:
+        if end > seq.target:
             return
         at_junction = upto == holding.junction
-        self._pass_windows(holding, seq, upto - 1, 1)
+        self._pass_windows(holding, seq, (upto or end) - 1, 1)
+        if upto is None:
+            return
         if self.tree.states is not None:
             self.tree.take(self.tree.states, 1, seq.request.id, self.now)
             holding.states += 1
@@ -366,6 +388,13 @@ class PooledCache(KVCache):
             if pins and not self.sequences and pins.make_way(blocks + reserve, now):
                 return
             raise OutOfBlocks(self._no_room(request, need, kept))
+
+    def _unknown(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse a call of `KVCache` that other pools than that of full attention lack."""
+        msg = "a pool for each kind of layer has no forks, rollbacks, compactions or prefetches"
+        raise InputError(msg)
+
+    fork = rollback = compact = open_ahead = _unknown
 
     # Pools beside that of full attention.
 

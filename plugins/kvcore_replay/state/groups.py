@@ -19,7 +19,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
-from math import lcm
+from math import gcd, lcm
 from typing import Any, ClassVar, Final
 
 import attrs
@@ -94,9 +94,9 @@ class TracedGroup:
             return min(blocks, 2)
         if self.window is None:
             return blocks
-        if self.kind == "chunk":
-            return min(blocks, -(-(self.window + in_flight) // self.size))
-        return min(blocks, -(-(self.kept + in_flight) // self.size) + 1)
+        # A window begins anywhere in its first block, a chunk where a multiple of it can be.
+        step = gcd(self.window, self.size) if self.kind == "chunk" else 1
+        return min(blocks, -(-(self.window + in_flight - step) // self.size) + 1)
 
 
 @attrs.define(eq=False)

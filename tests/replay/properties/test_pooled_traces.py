@@ -120,7 +120,7 @@ def test_a_run_with_pools_is_made_again(seed, tmp_path):
     ("change", "problem"),
     [
         ({"block_size": 32}, "layer pools, whose blocks have the sizes that the model needs"),
-        ({"like": "vllm"}, "pools of layers share what is computed: give commit=computed"),
+        ({"like": "vllm"}, "share what is computed, and allocate by chunk: give"),
         ({"retention": "window:tokens=100"}, "which this does not know"),
         ({"tier": ["host:memory=1GiB"]}, "which this does not know"),
     ],
