@@ -15,6 +15,7 @@ A line is checked before the state has taken it. Lines of one call have one time
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from kvcore.trace import events
@@ -49,8 +50,13 @@ class GroupTierChecker:
         # room for blocks.
         self._leaving: set[tuple[str, Place]] = set()
         self._making_room: set[str] = set()
-        # Blocks that must be in a tier by then, since it takes what is stored above.
+        # Blocks that a tier takes, since it is written through; of this call, the number of
+        # blocks that each tier took, and the blocks that left it for others.
         self._owed: set[tuple[str, Place]] = set()
+        self._taken: Counter[str] = Counter()
+        self._dropped: set[tuple[str, Place]] = set()
+        # Tier and source of the line before, if that is an OFFLOAD.
+        self._writing: tuple[str, str] | None = None
         # The nearest tier, and the one below each.
         names = [*tiers.levels]
         self._below = dict(zip([POOL, *names], names, strict=False))
@@ -66,12 +72,19 @@ class GroupTierChecker:
         Raises:
             ViolationError: it contradicts what came before.
         """
-        is_later, self._now = event.t != self._now, event.t
+        is_later = event.t != self._now
+        if is_later or event.event != "OFFLOAD":
+            self._writing = None
+        if is_later or event.event not in ("OFFLOAD", "DROP", "COMMIT"):
+            for name, place in self._owed:
+                self._must_be_in(self._tiers.levels[name], place)
+            self._owed.clear()
         if is_later or event.event not in (*TIERED, "EVICT", "COMMIT"):
             self._must_be_settled()
         if is_later:
-            self._admitted = None
-            for places in (self._named, self._hits, self._loaded):
+            self._now, self._admitted = event.t, None
+            self._taken.clear()
+            for places in (self._named, self._hits, self._loaded, self._dropped):
                 places.clear()
         if self._arriving is not None:
             self._must_arrive(event)
@@ -89,9 +102,6 @@ class GroupTierChecker:
         if self._leaving:
             store, _ = min(self._leaving, key=str)
             violated(f"blocks were written down to leave {store!r}, and stay there")
-        for name, place in self._owed:
-            self._must_be_in(self._tiers.levels[name], place)
-        self._owed.clear()
         if self._making_room:
             violated(f"tier {min(self._making_room)!r} dropped blocks to make room for nothing")
 
@@ -103,11 +113,11 @@ class GroupTierChecker:
         return below
 
     def _must_be_in(self, tier: TracedTier, place: Place) -> None:
-        """Check that a block is in a tier, which had room for it and an idle link."""
-        is_there = place in self._tiers.places[tier.name]
+        """Check that a block is in a tier, or was, which had room for it and an idle link."""
+        is_there = place in self._tiers.places[tier.name] or (tier.name, place) in self._dropped
         is_busy = not self._exact or tier.free_at - self._now > max_wait(tier)
-        is_read = any(count > 0 for count in self._tiers.held[tier.name].values())
-        is_full = is_read and tier.used == tier.record.slots
+        read = sum(count > 0 for count in self._tiers.held[tier.name].values())
+        is_full = self._taken[tier.name] >= tier.record.slots - read
         if not (is_there or is_busy or is_full):
             violated(f"block {place[1]!r} is not in {tier.name!r}, which could take it")
 
@@ -164,9 +174,12 @@ class GroupTierChecker:
         used = tier.used + len(places)
         if used > tier.record.slots:
             violated(f"{used} slots of tier {tier.name!r} would be in use")
-        if self._exact and tier.free_at - event.t > max_wait(tier):
+        goes_on, self._writing = self._writing == (tier.name, source), (tier.name, source)
+        # The runs of blocks that go down together wait for each other.
+        if self._exact and not goes_on and tier.free_at - event.t > max_wait(tier):
             violated(f"the link of tier {tier.name!r} is busy for longer than it may be")
         self._making_room.discard(tier.name)
+        self._taken[tier.name] += len(places)
         write = tier.record.options.get("write")
         for place in places:
             there = place[1] in self._state.names[place[0]]
@@ -206,6 +219,7 @@ class GroupTierChecker:
             violated(f"blocks of cache groups leave no tier as {event.reason!r}")
         else:
             self._making_room.add(tier.name)
+            self._dropped.update((tier.name, place) for place in places)
 
     def _load_start(self, event: events.LoadStart) -> None:
         tier, seq = self._tiers.tier(event.tier), self._state.sequence(event.seq)
