@@ -89,18 +89,22 @@ def test_lines_after_the_moment_are_checked_too(trace):
         check_trace(seal(trace, events), 1)
 
 
-def test_a_miss_on_expired_blocks_has_the_reason_expired(tmp_path):
-    """A miss on expired blocks has the reason "expired", and the blocks are free."""
+@pytest.mark.parametrize(("text", "names"), [("abc", "xy"), ("a", "xx")])
+def test_a_miss_on_expired_blocks_has_the_reason_expired(text, names, tmp_path):
+    """A miss on expired blocks has the reason "expired", and the blocks are free.
+
+    So it is of a request that returns with a token more, and may hit its whole prompt.
+    """
     path = tmp_path / "trace.jsonl"
     with Trace(path) as trace:
         cache = KVCache(8, 4, eviction=TTL(ttl=1), prefix=Radix(), trace=trace)
-        for now in (0, 10**10):
-            seq = cache.open(ask(now, "abc"), None, now)
-            cache.commit(seq, 12, now)
+        for name, now in zip(names, (0, 10**10), strict=True):
+            again = {"resumed": True, "target": 5} if now and names == "xx" else {}
+            seq = cache.open(ask(name, text), None, now, **again)
+            cache.commit(seq, len(text) * 4, now)
             cache.close(seq, now)
-    events = lines(path)
-    assert [line["why"] for line in events if line["event"] == "MISS"] == ["absent", "expired"]
-    assert check_trace(path).pool["free"] == 5
+    assert [line["why"] for line in lines(path) if line["event"] == "MISS"][1] == "expired"
+    assert check_trace(path).pool["cached"] == len(text)
 
 
 def test_a_cut_trace_is_reported_up_to_the_cut(trace):
