@@ -186,13 +186,15 @@ class TestForgeries:
     def test_a_router_rejects_only_requests_that_wait(self, tmp_path, forge):
         """A REJECT of the router is refused for a request that does not wait.
 
-        It cannot be left out, repeated, or given to a replica.
+        It cannot be left out, repeated, or given to a replica, and no ROUTE may follow.
         """
         fail = [f"replica={index},at=0.2" for index in range(3)]
         events = lines(record_cluster(tmp_path / "trace.jsonl", fail=fail))
         (n, *_) = places(events, "REJECT")
         line, before, after = events[n], events[:n], events[n + 1 :]
+        route = events[places(events, "ROUTE")[0]] | {"t": line["t"], "request": 8}
         for changed, reason in (
+            ([line, route], "ROUTE: request 8 does not wait to be routed"),
             ([], "END: requests that are not served: 1"),
             ([line, line], "REJECT: request 8 does not wait to be routed"),
             ([line | {"request": "x"}], "REJECT: request 'x' does not wait to be routed"),

@@ -88,7 +88,7 @@ class Replicas:
         name, replica = event.event, event.replica
         if isinstance(event, (events.Finish, events.Reject)):
             id_ = event.request
-            if self.prefills.get(id_, UNSET) != replica:
+            if name == "REJECT" or self.prefills.get(id_) != replica:
                 self.requests.pop(id_, None)
                 self.prefills.pop(id_, None)
         if name in UNPLACED and replica is UNSET:
