@@ -19,7 +19,7 @@ from collections import Counter
 from typing import Any
 
 from kvcore.trace import events
-from kvcore.trace.events import methods_by_event, unfit, violated
+from kvcore.trace.events import methods_by_event, violated
 from kvcore_replay.check.tiers import max_wait, must_be_done
 from kvcore_replay.state.group_tiers import Place, TracedGroupTiers
 from kvcore_replay.state.groups import TIERED, GroupedSequence, GroupState, name_of
@@ -90,10 +90,7 @@ class GroupTierChecker:
             self._must_arrive(event)
         check = self._checks.get(event.event)
         if check is not None:
-            try:
-                check(event)
-            except (LookupError, ArithmeticError) as error:
-                raise unfit(error) from error
+            check(event)
 
     def _must_be_settled(self) -> None:
         """Check that all that the lines of tiers before this demand has come."""

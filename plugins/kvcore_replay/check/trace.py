@@ -9,6 +9,7 @@ import attrs
 
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace import events
+from kvcore.trace.events import unfit
 from kvcore.trace.fields import EvictionDigest
 from kvcore_plugins.traces.reader import TraceReader
 from kvcore_replay.check.cluster import ClusterChecker, server_checker
@@ -117,6 +118,8 @@ def check_event(reader: TraceReader, checker: Checker | None, event: events.Even
         if checker is None:
             return checker_of(event)  # type: ignore[arg-type]  # the reader has seen to it
         checker.apply(event)
+    except (LookupError, ArithmeticError) as error:
+        reader.fail(f"{event.event}: {unfit(error)}")
     except ValueError as error:
         reader.fail(f"{event.event}: {error}")
     return checker
@@ -129,7 +132,10 @@ class Checker(Protocol):
     """Checks the lines of a trace after HEADER, one by one."""
 
     def apply(self, event: Any, /) -> None:
-        """Check the next event, and apply it; raise ViolationError if it cannot be."""
+        """Check the next event, and apply it; raise ViolationError if it cannot be.
+
+        LookupError and ArithmeticError are of an event that names what there is not.
+        """
 
     def report(self) -> dict[str, Any]:
         """Return the state, and counts, as fields of a `Report`."""
