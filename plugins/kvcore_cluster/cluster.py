@@ -450,7 +450,7 @@ class Cluster:
                 msg = f"{failure}: replicas are numbered from 0 to {len(self.servers) - 1}"
                 raise InputError(msg)
             until = down.get(failure.replica, -1)
-            if until is None or failure.at < until:
+            if until is None or failure.at <= until:
                 msg = f"{failure}: the replica has failed before, and has not returned by then"
                 raise InputError(msg)
             gone = failure.duration
