@@ -107,6 +107,17 @@ def test_a_miss_on_expired_blocks_has_the_reason_expired(text, names, tmp_path):
     assert check_trace(path).pool["cached"] == len(text)
 
 
+def test_a_request_that_returns_hits_what_others_have_cached(tmp_path):
+    """A request that returns may hit all of its prompt, which another one has computed."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        cache = KVCache(8, 4, eviction=LRU(), prefix=Radix(), trace=trace)
+        cache.close(cache.open(ask("one", "a")))
+        cache.commit(cache.open(ask("other", "ab")), 4)
+        cache.open(ask("one", "a"), resumed=True, target=5)
+    assert check_trace(path).hit["self_hit_blocks"] == 1
+
+
 def test_a_cut_trace_is_reported_up_to_the_cut(trace):
     """The report of a cut trace covers the lines up to the cut, without an error."""
     whole = trace.read_bytes()

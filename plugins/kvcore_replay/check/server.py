@@ -453,9 +453,10 @@ class TraceChecker(CacheChecker[CacheState]):
         prompt, end = seq.prompt, seq.span.end
         least, greatest = self._limits(prompt, resumed=True)
         # Blocks that it does not share itself may have been cached by others meanwhile.
-        partly = seq.has_forgotten or prompt.share is not None
+        untimed = self.state.header.mode == "untimed"
+        partly = untimed or seq.has_forgotten or prompt.share is not None
         greatest = max(greatest, prompt.cacheable if partly else end)
-        if self.state.header.mode != "untimed" and not self._of_engine:
+        if not (untimed or self._of_engine):
             least = max(least, end)
         self._returning[prompt.id] = least, greatest
 
