@@ -68,6 +68,11 @@ def twice(found):
     second["runs"] = [[first["runs"][0][0], 1]]
 
 
+def no_first(found):
+    """Let a window pass blocks, and do not say where it begins."""
+    del next(each for each in found if each.get("reason") == "passed")["first"]
+
+
 def windowless(found):
     """Take the window from a group that has one."""
     found[0]["cache_groups"]["groups"][0]["window"] = None
@@ -98,6 +103,7 @@ def test_a_hostile_trace_is_refused(recorded, change, problem):
         (coarse_keys, "name 2,101,248 blocks: too many"),
         (far_state, "15: FREE: it does not fit the lines before it"),
         (twice, "12: FREE: it does not fit the lines before it"),
+        (no_first, "FREE: what has passed is of no group, or has no first block after it"),
     ],
 )
 def test_what_trusts_a_trace_ends_too(recorded, change, problem):

@@ -341,8 +341,6 @@ class GroupState(TracedState[GroupedSequence]):
             violated(f"{event.event} has no field 'group', and HEADER has cache groups")
         prompt, group = self.prompt_in(self.group(event.group), event.request), event.group
         self.count_work(event.blocks)
-        if self._work > self._most_work:
-            violated(f"it names {event.blocks:,} blocks: too many")
         positions = range(event.first + event.blocks - 1, event.first - 1, -1)
         named = self.groups[group]
         return [(group, name_of(prompt, named, position)) for position in positions]
@@ -581,12 +579,15 @@ class GroupState(TracedState[GroupedSequence]):
                 self._give_back(index, list(table.blocks.values()), event.t)
             del self.sequences[seq.id]
             return
-        table = seq.tables[event.group]  # type: ignore[index]  # the check saw to it
-        passed = table.before(event.first)  # type: ignore[arg-type]  # as above
+        group, first = event.group, event.first
+        if not (isinstance(group, int) and isinstance(first, int)):
+            violated("what has passed is of no group, or has no first block after it")
+        table = seq.tables[group]
+        passed = table.before(first)
         for position, _ in passed:
             del table.blocks[position]
-        table.first = event.first  # type: ignore[assignment]  # as above
-        self._give_back(event.group, [block for _, block in passed], event.t)  # type: ignore[arg-type]
+        table.first = first
+        self._give_back(group, [block for _, block in passed], event.t)
 
     def _give_back(self, group: int, blocks: list[TracedBlock], now: int) -> None:
         """Remove a holder of each of `blocks`, last first; private ones are free."""
