@@ -109,6 +109,12 @@ class TestCheck:
         trace = record_cluster(tmp_path / "trace.jsonl", fail=fail)
         assert check_trace(trace).finished == 30
 
+    def test_a_header_may_say_that_there_is_no_planner_and_no_split(self, path, tmp_path):
+        """A header with null for planner and pools is that of a cluster without them."""
+        events = lines(path)
+        events[0]["routing"] |= {"autoscale": None, "disaggregate": None}
+        assert check_trace(seal(tmp_path / "null.jsonl", events)).finished == 30
+
 
 class TestForgeries:
     """Forged lines are refused even in a file with correct numbers, counts and digest."""
