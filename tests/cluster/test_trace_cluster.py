@@ -341,6 +341,14 @@ class TestServerReader:
         with pytest.raises(InputError, match=reason):
             list(ServerReader(path, replica))
 
+    def test_a_replica_that_was_never_up_has_no_life(self, tmp_path):
+        """The first life of a replica that no planner has started is refused."""
+        planned = record_cluster(
+            tmp_path / "trace.jsonl", fail=(), autoscale="load:interval=99"
+        )
+        with pytest.raises(InputError, match="replica 2 was never up"):
+            list(ServerReader(planned, "2:1"))
+
     def test_damage_after_the_last_line_of_a_replica_raises_an_error(self, path, tmp_path):
         """Damage after the last line of a replica raises TraceError, too."""
         cut = tmp_path / "cut.jsonl"

@@ -42,7 +42,9 @@ class Report:
         header: the fields of HEADER; empty if the file has none.
         replicas: the counts of each replica of a cluster, besides whether it is `up`, its
             `failures` and its `routed` requests. The counts of tiers stand only here; all
-            other counts of the report are sums over the replicas. None for one server.
+            other counts of the report are sums over the replicas, except that a request which
+            one prefills and another decodes has finished once, and that those which a router
+            rejects are of no replica. None for one server.
         groups: the cache groups, each with its `cached` and `private` blocks. None for a cache
             of one group.
         pools: the pools beside that of full attention, each with its `slots`, the `free` ones,

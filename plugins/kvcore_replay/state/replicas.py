@@ -212,5 +212,6 @@ class ServerReader(TraceReader):
             yield event
         if life is not None and not 0 < life <= replicas.lives[replica]:
             lives = replicas.lives[replica]
-            msg = f"{self.file}: replica {replica} has lives 1 to {lives}, and no {life}"
+            has = f"has lives 1 to {lives}, and no {life}" if lives else "was never up"
+            msg = f"{self.file}: replica {replica} {has}"
             raise InputError(msg)
