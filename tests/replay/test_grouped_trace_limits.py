@@ -5,9 +5,11 @@ from helpers.requests import keyed
 from helpers.traces import lines, seal
 
 from kvcore import Trace, TraceError
+from kvcore.serving import Batching, simulate
 from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.misses.explain import explain
+from kvcore_tiers.grouped import GroupTiers
 
 HUGE = 2**61
 
@@ -111,3 +113,19 @@ def test_what_trusts_a_trace_ends_too(recorded, change, problem):
     path = changed(recorded, change)
     with pytest.raises(TraceError, match=problem):
         explain(path)
+
+
+def test_a_load_of_a_long_prompt_is_no_hostile_one(tmp_path):
+    """The check of a load counts steps by the blocks of its prompt, not by their square."""
+    path, blocks = tmp_path / "trace.jsonl", 3000
+    first, other = ([part * blocks + index for index in range(blocks)] for part in (0, 1))
+    half = [*first[: blocks // 2], *range(2 * blocks, 2 * blocks + blocks // 2)]
+    with Trace(path) as trace:
+        cache = GroupedCache([LayerGroup("full", 4)], blocks + 9, key_tokens=4, trace=trace)
+        GroupTiers(cache, [f"host:memory={2 * blocks},load=always"], 1)
+        requests = [
+            keyed(name, keys, more=1, output_tokens=1, arrival=name)
+            for name, keys in enumerate((first, other, half))
+        ]
+        simulate(requests, cache=cache, batching=Batching(max_seqs=1))
+    assert check_trace(path).tiers[0]["loaded_blocks"] > blocks // 3

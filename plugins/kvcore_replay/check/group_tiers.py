@@ -111,11 +111,11 @@ class GroupTierChecker:
 
     def _must_be_in(self, tier: TracedTier, place: Place) -> None:
         """Check that a block is in a tier, or was, which had room for it and an idle link."""
-        is_there = place in self._tiers.places[tier.name] or (tier.name, place) in self._dropped
+        if place in self._tiers.places[tier.name] or (tier.name, place) in self._dropped:
+            return
         is_busy = not self._exact or tier.free_at - self._now > max_wait(tier)
         read = sum(count > 0 for count in self._tiers.held[tier.name].values())
-        is_full = self._taken[tier.name] >= tier.record.slots - read
-        if not (is_there or is_busy or is_full):
+        if not is_busy and self._taken[tier.name] < tier.record.slots - read:
             violated(f"block {place[1]!r} is not in {tier.name!r}, which could take it")
 
     def _must_arrive(self, event: Any) -> None:

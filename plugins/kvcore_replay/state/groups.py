@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from math import lcm
 from typing import Any, ClassVar, Final
 
@@ -366,9 +366,15 @@ class GroupState(TracedState[GroupedSequence]):
 
     def reach(self, request: int | str, limit: int) -> int:
         """Return the longest prefix, at most `limit`, that pool and tiers have together."""
-        size = self.header.block_size
+        size, limited = self.header.block_size, []
+        for group in self.groups:
+            names = _Anywhere(self, group.index)
+            if group.kind == "full":
+                limit = min(limit, self._without_gap(request, group, names))
+            else:
+                limited.append((group, names))
         for length in range(limit // size * size, 0, -size):
-            if all(self.has_anywhere(place) for _, place in self.needed(request, length)):
+            if all(self._can_resume(request, length, *each) for each in limited):
                 return length
         return 0
 
@@ -376,10 +382,12 @@ class GroupState(TracedState[GroupedSequence]):
         """Return True if `group` has the blocks that the tokens after a prefix need."""
         if group.kind == "full":
             return self._prefix(request, tokens, [group]) >= tokens
-        return self._can_resume(request, tokens, group)
+        return self._can_resume(request, tokens, group, self.names[group.index])
 
-    def _can_resume(self, request: int | str, tokens: int, group: TracedGroup) -> bool:
-        names, prompt = self.names[group.index], self._prompts[request][group.index]
+    def _can_resume(
+        self, request: int | str, tokens: int, group: TracedGroup, names: Container[Any]
+    ) -> bool:
+        prompt = self._prompts[request][group.index]
         first, last = group.passed(tokens), tokens // group.size
         # From the last one back, which is most often the one that is not there.
         for steps, position in enumerate(range(last - 1, first - 1, -1), 1):
@@ -394,14 +402,20 @@ class GroupState(TracedState[GroupedSequence]):
         for group in groups:
             key = request, group.index
             if key not in self._prefixes:
-                names, prompt = self.names[group.index], self._prompts[request][group.index]
-                position = 0
-                while name_of(prompt, group, position) in names:
-                    position += 1
-                self.count_work(position)
-                self._prefixes[key] = position * group.size
+                names = self.names[group.index]
+                self._prefixes[key] = self._without_gap(request, group, names)
             tokens = min(tokens, self._prefixes[key])
         return tokens
+
+    def _without_gap(
+        self, request: int | str, group: TracedGroup, names: Container[Any]
+    ) -> int:
+        """Return how many first tokens of a request have `names`, without a gap."""
+        prompt, position = self._prompts[request][group.index], 0
+        while name_of(prompt, group, position) in names:
+            position += 1
+        self.count_work(position)
+        return position * group.size
 
     def _longest(self, request: int | str, tokens: int, groups: list[TracedGroup]) -> int:
         size = self.header.block_size
@@ -422,7 +436,10 @@ class GroupState(TracedState[GroupedSequence]):
                 steps = 0
             last = length // group.size - 1
             is_there = group.kind == "chunk" or name_of(prompt, group, last) in names
-            if is_there and all(self._can_resume(request, length, other) for other in limited):
+            if is_there and all(
+                self._can_resume(request, length, other, self.names[other.index])
+                for other in limited
+            ):
                 return length
         return 0
 
@@ -601,6 +618,16 @@ class GroupState(TracedState[GroupedSequence]):
             block.last_access = now
             if not block.holders:
                 self.evictable[block.id] = block
+
+
+class _Anywhere:
+    """The names of the blocks of a group that the pool has, or a tier that loads them."""
+
+    def __init__(self, state: GroupState, group: int) -> None:
+        self._state, self._group = state, group
+
+    def __contains__(self, name: object) -> bool:
+        return self._state.has_anywhere((self._group, name))
 
 
 def state_of(header: events.Header) -> CacheState | GroupState:
