@@ -129,3 +129,15 @@ def test_a_load_of_a_long_prompt_is_no_hostile_one(tmp_path):
         ]
         simulate(requests, cache=cache, batching=Batching(max_seqs=1))
     assert check_trace(path).tiers[0]["loaded_blocks"] > blocks // 3
+
+
+def test_long_prompts_are_no_hostile_ones(tmp_path, monkeypatch):
+    """The keys of requests, which take room in the file, allow the steps that they cost."""
+    path, keys = tmp_path / "trace.jsonl", [*range(400)]
+    with Trace(path) as trace:
+        cache = GroupedCache([LayerGroup("full", 4)], 900, key_tokens=4, trace=trace)
+        for name in range(5):
+            cache.compute(keyed(name, keys, more=1), 400)
+    monkeypatch.setattr("kvcore_replay.state.groups.WORK", 0)
+    monkeypatch.setattr("kvcore_replay.state.groups.WORK_OF_LINE", 10)
+    assert check_trace(path).hit["hit_blocks"] == 1600

@@ -41,6 +41,9 @@ MOST_GROUPS = 64
 _STEPS = 1 << 12
 """Positions of a lookup that are counted as work at once."""
 
+_STEPS_OF_KEY = 4
+"""Steps for each key of a request: it is looked up, checked and hit, in some groups."""
+
 TIERED = ("OFFLOAD", "LOAD_START", "LOAD", "DROP")
 """Events about the tiers below a cache of groups."""
 
@@ -186,7 +189,7 @@ class GroupState(TracedState[GroupedSequence]):
     """Pool, block tables and names of a traced cache of groups.
 
     A position of a lookup takes some 1 µs, so that fewer of them are allowed than of the
-    steps of a `CacheState`.
+    steps of a `CacheState`: so many a line, and some for each key that the file has.
 
     Attributes:
         groups: the cache groups.
@@ -230,6 +233,7 @@ class GroupState(TracedState[GroupedSequence]):
         self.cached_by_group = [0] * len(self.groups)
         self.private_by_group = [0] * len(self.groups)
         self._prompts: dict[int | str, list[TracedPrompt]] = {}
+        self._keys = 0
         # By request and group, the tokens of a prefix without a gap, until names change.
         self._prefixes: dict[tuple[int | str, int], int] = {}
         self.tiers = TracedGroupTiers(header) if header.tiers else None
@@ -277,7 +281,7 @@ class GroupState(TracedState[GroupedSequence]):
             ViolationError: it names a block, sequence or request that there is not, or the
                 trace is beyond a limit.
         """
-        self._most_work = (WORK >> 4) + WORK_OF_LINE * event.n
+        self._most_work = (WORK >> 4) + WORK_OF_LINE * event.n + _STEPS_OF_KEY * self._keys
         self._apply_line(event)
 
     def prompt_in(self, group: TracedGroup, request: int | str) -> TracedPrompt:
@@ -462,6 +466,7 @@ class GroupState(TracedState[GroupedSequence]):
 
     def _request(self, event: events.Request) -> None:
         self.requests[event.id] = self.layout.prompt(event)
+        self._keys += len(event.keys)
         by_size = {group.size: group.layout.prompt(event) for group in self.groups}
         self._prompts[event.id] = [by_size[group.size] for group in self.groups]
 
