@@ -110,6 +110,7 @@ def test_failures_with_invalid_times_and_numbers_are_refused(fields):
     [
         (["replica=2,at=1"], "numbered from 0 to 1"),
         (["replica=1,at=2", "replica=1,at=1"], "failed before"),
+        (["replica=1,at=1,for=2", "replica=1,at=2"], "has not returned by then"),
         (["replica=1,at=1,for=2", "replica=1,at=3"], "has not returned by then"),
         (["replica=1,at=1", "replica=1,at=1"], "failed before"),
     ],

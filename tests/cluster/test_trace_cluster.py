@@ -109,6 +109,12 @@ class TestCheck:
         trace = record_cluster(tmp_path / "trace.jsonl", fail=fail)
         assert check_trace(trace).finished == 30
 
+    def test_a_header_may_say_that_there_is_no_planner_and_no_split(self, path, tmp_path):
+        """A header with null for planner and pools is that of a cluster without them."""
+        events = lines(path)
+        events[0]["routing"] |= {"autoscale": None, "disaggregate": None}
+        assert check_trace(seal(tmp_path / "null.jsonl", events)).finished == 30
+
 
 class TestForgeries:
     """Forged lines are refused even in a file with correct numbers, counts and digest."""
@@ -186,13 +192,15 @@ class TestForgeries:
     def test_a_router_rejects_only_requests_that_wait(self, tmp_path, forge):
         """A REJECT of the router is refused for a request that does not wait.
 
-        It cannot be left out, repeated, or given to a replica.
+        It cannot be left out, repeated, or given to a replica, and no ROUTE may follow.
         """
         fail = [f"replica={index},at=0.2" for index in range(3)]
         events = lines(record_cluster(tmp_path / "trace.jsonl", fail=fail))
         (n, *_) = places(events, "REJECT")
         line, before, after = events[n], events[:n], events[n + 1 :]
+        route = events[places(events, "ROUTE")[0]] | {"t": line["t"], "request": 8}
         for changed, reason in (
+            ([line, route], "ROUTE: request 8 does not wait to be routed"),
             ([], "END: requests that are not served: 1"),
             ([line, line], "REJECT: request 8 does not wait to be routed"),
             ([line | {"request": "x"}], "REJECT: request 'x' does not wait to be routed"),
@@ -332,6 +340,14 @@ class TestServerReader:
         """A missing, unknown or ambiguous replica raises InputError with the choices."""
         with pytest.raises(InputError, match=reason):
             list(ServerReader(path, replica))
+
+    def test_a_replica_that_was_never_up_has_no_life(self, tmp_path):
+        """The first life of a replica that no planner has started is refused."""
+        planned = record_cluster(
+            tmp_path / "trace.jsonl", fail=(), autoscale="load:interval=99"
+        )
+        with pytest.raises(InputError, match="replica 2 was never up"):
+            list(ServerReader(planned, "2:1"))
 
     def test_damage_after_the_last_line_of_a_replica_raises_an_error(self, path, tmp_path):
         """Damage after the last line of a replica raises TraceError, too."""

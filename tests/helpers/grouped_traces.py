@@ -33,6 +33,8 @@ TIERS = [
     [f"host:memory={40 * SLOT},write=2,load=always,max_wait=0.001"],
     [f"host:memory={30 * SLOT},write=through", f"disk:memory={900 * SLOT},write=1"],
     [f"host:memory={200 * SLOT},load=never", f"disk:memory={300 * SLOT},write=through"],
+    [f"host:memory={20 * SLOT},write=through,max_wait=0", f"disk:memory={2 * SLOT}"],
+    [f"host:memory={3 * SLOT},max_wait=0.001", f"disk:memory={9 * SLOT}"],
 ]
 """Tiers of random servers, by number."""
 

@@ -317,7 +317,7 @@ def test_check_runs_the_files_that_the_caller_names(tmp_path):
 
 @pytest.mark.parametrize("option", ["--json", "--out=b.json", "--resume=j", "--cells=3"])
 def test_options_that_would_do_nothing_are_refused(quick, option):
-    """What a check does not write, and what only a check reads, is not left out in silence."""
+    """Options that a check does not heed, or that only a check heeds, are refused."""
     check = [] if "cells" in option else ["--check", str(quick)]
     done = CliRunner().invoke(leaderboard, [*check, option])
     assert f"{option.partition('=')[0]} is " in str(done.exception)

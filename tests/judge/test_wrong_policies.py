@@ -278,7 +278,7 @@ def test_a_policy_opens_few_files(judge, tmp_path):
 
 
 def test_a_policy_that_ignores_the_signal_of_its_limit_took_too_long(monkeypatch):
-    """What the kernel kills for its CPU time is not told as short of memory."""
+    """A policy that the kernel kills for its CPU time is not told as short of memory."""
     monkeypatch.setattr("kvcore_judge.sandbox.monotonic", lambda: 0.0)
 
     def spin():

@@ -5,9 +5,11 @@ from helpers.requests import keyed
 from helpers.traces import lines, seal
 
 from kvcore import Trace, TraceError
+from kvcore.serving import Batching, simulate
 from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.misses.explain import explain
+from kvcore_tiers.grouped import GroupTiers
 
 HUGE = 2**61
 
@@ -68,6 +70,11 @@ def twice(found):
     second["runs"] = [[first["runs"][0][0], 1]]
 
 
+def no_first(found):
+    """Let a window pass blocks, and do not say where it begins."""
+    del next(each for each in found if each.get("reason") == "passed")["first"]
+
+
 def windowless(found):
     """Take the window from a group that has one."""
     found[0]["cache_groups"]["groups"][0]["window"] = None
@@ -98,6 +105,7 @@ def test_a_hostile_trace_is_refused(recorded, change, problem):
         (coarse_keys, "name 2,101,248 blocks: too many"),
         (far_state, "15: FREE: it does not fit the lines before it"),
         (twice, "12: FREE: it does not fit the lines before it"),
+        (no_first, "FREE: what has passed is of no group, or has no first block after it"),
     ],
 )
 def test_what_trusts_a_trace_ends_too(recorded, change, problem):
@@ -105,3 +113,31 @@ def test_what_trusts_a_trace_ends_too(recorded, change, problem):
     path = changed(recorded, change)
     with pytest.raises(TraceError, match=problem):
         explain(path)
+
+
+def test_a_load_of_a_long_prompt_is_no_hostile_one(tmp_path):
+    """The check of a load counts steps by the blocks of its prompt, not by their square."""
+    path, blocks = tmp_path / "trace.jsonl", 3000
+    first, other = ([part * blocks + index for index in range(blocks)] for part in (0, 1))
+    half = [*first[: blocks // 2], *range(2 * blocks, 2 * blocks + blocks // 2)]
+    with Trace(path) as trace:
+        cache = GroupedCache([LayerGroup("full", 4)], blocks + 9, key_tokens=4, trace=trace)
+        GroupTiers(cache, [f"host:memory={2 * blocks},load=always"], 1)
+        requests = [
+            keyed(name, keys, more=1, output_tokens=1, arrival=name)
+            for name, keys in enumerate((first, other, half))
+        ]
+        simulate(requests, cache=cache, batching=Batching(max_seqs=1))
+    assert check_trace(path).tiers[0]["loaded_blocks"] > blocks // 3
+
+
+def test_long_prompts_are_no_hostile_ones(tmp_path, monkeypatch):
+    """The keys of requests, which take room in the file, allow the steps that they cost."""
+    path, keys = tmp_path / "trace.jsonl", [*range(400)]
+    with Trace(path) as trace:
+        cache = GroupedCache([LayerGroup("full", 4)], 900, key_tokens=4, trace=trace)
+        for name in range(5):
+            cache.compute(keyed(name, keys, more=1), 400)
+    monkeypatch.setattr("kvcore_replay.state.groups.WORK", 0)
+    monkeypatch.setattr("kvcore_replay.state.groups.WORK_OF_LINE", 10)
+    assert check_trace(path).hit["hit_blocks"] == 1600

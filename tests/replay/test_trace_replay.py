@@ -89,18 +89,33 @@ def test_lines_after_the_moment_are_checked_too(trace):
         check_trace(seal(trace, events), 1)
 
 
-def test_a_miss_on_expired_blocks_has_the_reason_expired(tmp_path):
-    """A miss on expired blocks has the reason "expired", and the blocks are free."""
+@pytest.mark.parametrize(("text", "names"), [("abc", "xy"), ("a", "xx")])
+def test_a_miss_on_expired_blocks_has_the_reason_expired(text, names, tmp_path):
+    """A miss on expired blocks has the reason "expired", and the blocks are free.
+
+    So it is of a request that returns with a token more, and may hit its whole prompt.
+    """
     path = tmp_path / "trace.jsonl"
     with Trace(path) as trace:
         cache = KVCache(8, 4, eviction=TTL(ttl=1), prefix=Radix(), trace=trace)
-        for now in (0, 10**10):
-            seq = cache.open(ask(now, "abc"), None, now)
-            cache.commit(seq, 12, now)
+        for name, now in zip(names, (0, 10**10), strict=True):
+            again = {"resumed": True, "target": 5} if now and names == "xx" else {}
+            seq = cache.open(ask(name, text), None, now, **again)
+            cache.commit(seq, len(text) * 4, now)
             cache.close(seq, now)
-    events = lines(path)
-    assert [line["why"] for line in events if line["event"] == "MISS"] == ["absent", "expired"]
-    assert check_trace(path).pool["free"] == 5
+    assert [line["why"] for line in lines(path) if line["event"] == "MISS"][1] == "expired"
+    assert check_trace(path).pool["cached"] == len(text)
+
+
+def test_a_request_that_returns_hits_what_others_have_cached(tmp_path):
+    """A request that returns may hit all of its prompt, which another one has computed."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        cache = KVCache(8, 4, eviction=LRU(), prefix=Radix(), trace=trace)
+        cache.close(cache.open(ask("one", "a")))
+        cache.commit(cache.open(ask("other", "ab")), 4)
+        cache.open(ask("one", "a"), resumed=True, target=5)
+    assert check_trace(path).hit["self_hit_blocks"] == 1
 
 
 def test_a_cut_trace_is_reported_up_to_the_cut(trace):

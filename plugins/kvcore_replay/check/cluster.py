@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 
@@ -10,7 +10,7 @@ from kvcore.errors import InputError
 from kvcore.trace import events
 from kvcore.trace.events import Event, Header, violated
 from kvcore.trace.fields import EvictionDigest
-from kvcore.units import parse_seconds
+from kvcore_cluster.cluster import Failure
 from kvcore_cluster.phases import Split
 from kvcore_replay.check.groups import GroupChecker
 from kvcore_replay.check.pools import PoolChecker
@@ -151,11 +151,13 @@ class ClusterChecker:
         # Requests given up where they were to decode, since their prefill was lost.
         self._dropped: dict[int | str, int] = {}
         routing = header.routing or {}
-        self._scales = "autoscale" in routing
+        self._scales = routing.get("autoscale") is not None
         self._failures = None
         if "fail" in routing and not self._scales:
             self._failures = _schedule(routing["fail"])
-        self._pools = _pools(routing["disaggregate"]) if "disaggregate" in routing else None
+        split = routing.get("disaggregate")
+        self._pools = None if split is None else _pools(split)
+        self._prefill_answers = bool(self._pools and self._pools.first_output == "prefill")
         eviction = header.plugins.get("eviction")
         self._exact = routing.get("view") == "exact" and not (
             eviction is None or expires(eviction.name)
@@ -261,9 +263,8 @@ class ClusterChecker:
             moving.due = max(moving.due, event.t)
         if replica == moving.target:
             if isinstance(event, events.Route):
-                assert self._pools is not None  # else no request is routed twice
                 lifecycles = self.replicas[replica].life.lifecycles
-                lifecycles.adopt(event.request, answered=self._pools.prefill_answers)
+                lifecycles.adopt(event.request, answered=self._prefill_answers)
             elif isinstance(event, HITS):
                 moving.missing -= event.blocks
 
@@ -337,7 +338,7 @@ class ClusterChecker:
             pools = self._pools
             mixed, prefills = replica >= pools.prefill + pools.decode, replica < pools.prefill
             fits = {"prefill": prefills, "decode": not prefills}.get(
-                leg, mixed or (prefills and request.output <= pools.prefill_answers)
+                leg, mixed or (prefills and request.output <= self._prefill_answers)
             )
         if not fits:
             violated(f"replica {replica} is not in a pool for {leg or 'whole requests'}")
@@ -413,49 +414,35 @@ class ClusterChecker:
             violated(f"failures of HEADER that are not there: {len(self._failures)}")
 
 
-def _schedule(failures: Any) -> list[tuple[int, bool, int]]:
+def _schedule(texts: list[str]) -> list[tuple[int, bool, int]]:
     """Return when replicas fail and return, the last first: time, whether it returns, replica.
 
     Raises:
         ViolationError: HEADER has a text that is no failure.
     """
-    changes: list[tuple[int, bool, int]] = []
     try:
-        for text in failures:
-            fields = dict(piece.split("=") for piece in text.split(","))
-            time, replica = parse_seconds(fields["at"]), int(fields["replica"])
-            changes.append((time, False, replica))
-            if "for" in fields:
-                changes.append((time + parse_seconds(fields["for"]), True, replica))
-    except (AttributeError, InputError, LookupError, TypeError, ValueError):
-        violated(f"HEADER has failures that cannot be: {failures!r:.80}")
+        failures = [Failure.parse(text) for text in texts]
+    except InputError:
+        violated(f"HEADER has failures that cannot be: {texts!r:.80}")
+    changes = [(each.at, False, each.replica) for each in failures]
+    changes += [
+        (each.at + each.duration, True, each.replica)
+        for each in failures
+        if each.duration is not None
+    ]
     return sorted(changes, reverse=True)
 
 
-class Pools(NamedTuple):
-    """The pools of replicas that split the phases of requests: those that prefill come first.
-
-    Attributes:
-        prefill, decode: replicas of these pools; the others are mixed.
-        prefill_answers: whether the first token is that of the replica that prefills.
-    """
-
-    prefill: int
-    decode: int
-    prefill_answers: bool
-
-
-def _pools(text: Any) -> Pools:
+def _pools(text: str) -> Split:
     """Return the pools that the routing of HEADER gives.
 
     Raises:
         ViolationError: HEADER has a text that gives no pools.
     """
     try:
-        split = Split.parse(text)
-    except (AttributeError, InputError):
+        return Split.parse(text)
+    except InputError:
         violated(f"HEADER has pools that cannot be: {text!r:.80}")
-    return Pools(split.prefill, split.decode, split.first_output == "prefill")
 
 
 def _sums(tables: Any) -> dict[str, int]:

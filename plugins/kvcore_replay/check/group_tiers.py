@@ -19,7 +19,7 @@ from collections import Counter
 from typing import Any
 
 from kvcore.trace import events
-from kvcore.trace.events import methods_by_event, unfit, violated
+from kvcore.trace.events import methods_by_event, violated
 from kvcore_replay.check.tiers import max_wait, must_be_done
 from kvcore_replay.state.group_tiers import Place, TracedGroupTiers
 from kvcore_replay.state.groups import TIERED, GroupedSequence, GroupState, name_of
@@ -44,17 +44,19 @@ class GroupTierChecker:
         # or written into a tier, each with the name of the store.
         self._admitted: int | None = None
         self._named: set[tuple[str, Place]] = set()
-        # The number of blocks written into each tier, and those that made room there.
-        self._written: Counter[str] = Counter()
-        self._dropped: set[tuple[str, Place]] = set()
         self._hits: set[tuple[str, Place]] = set()
         self._loaded: set[tuple[str, Place]] = set()
         # What must leave a store, since it was written down for that; and the tiers that made
         # room for blocks.
         self._leaving: set[tuple[str, Place]] = set()
         self._making_room: set[str] = set()
-        # Blocks that must be in a tier by then, since it takes what is stored above.
+        # Blocks that a tier takes, since it is written through; of this call, the number of
+        # blocks that each tier took, and the blocks that left it for others.
         self._owed: set[tuple[str, Place]] = set()
+        self._taken: Counter[str] = Counter()
+        self._dropped: set[tuple[str, Place]] = set()
+        # Tier and source of the line before, if that is an OFFLOAD.
+        self._writing: tuple[str, str] | None = None
         # The nearest tier, and the one below each.
         names = [*tiers.levels]
         self._below = dict(zip([POOL, *names], names, strict=False))
@@ -70,22 +72,25 @@ class GroupTierChecker:
         Raises:
             ViolationError: it contradicts what came before.
         """
-        is_later, self._now = event.t != self._now, event.t
+        is_later = event.t != self._now
+        if is_later or event.event != "OFFLOAD":
+            self._writing = None
+        if is_later or event.event not in ("OFFLOAD", "DROP", "COMMIT"):
+            for name, place in self._owed:
+                self._must_be_in(self._tiers.levels[name], place)
+            self._owed.clear()
         if is_later or event.event not in (*TIERED, "EVICT", "COMMIT"):
             self._must_be_settled()
         if is_later:
-            self._admitted = None
-            self._written.clear()
-            for places in (self._named, self._dropped, self._hits, self._loaded):
+            self._now, self._admitted = event.t, None
+            self._taken.clear()
+            for places in (self._named, self._hits, self._loaded, self._dropped):
                 places.clear()
         if self._arriving is not None:
             self._must_arrive(event)
         check = self._checks.get(event.event)
         if check is not None:
-            try:
-                check(event)
-            except (LookupError, ArithmeticError) as error:
-                raise unfit(error) from error
+            check(event)
 
     def _must_be_settled(self) -> None:
         """Check that all that the lines of tiers before this demand has come."""
@@ -94,9 +99,6 @@ class GroupTierChecker:
         if self._leaving:
             store, _ = min(self._leaving, key=str)
             violated(f"blocks were written down to leave {store!r}, and stay there")
-        for name, place in self._owed:
-            self._must_be_in(self._tiers.levels[name], place)
-        self._owed.clear()
         if self._making_room:
             violated(f"tier {min(self._making_room)!r} dropped blocks to make room for nothing")
 
@@ -108,17 +110,12 @@ class GroupTierChecker:
         return below
 
     def _must_be_in(self, tier: TracedTier, place: Place) -> None:
-        """Check that a block is in a tier, which had room for it and an idle link."""
-        # A block that leaves where it also is below may make room there for those beside it.
-        was_there = (
-            place in self._tiers.places[tier.name] or (tier.name, place) in self._dropped
-        )
+        """Check that a block is in a tier, or was, which had room for it and an idle link."""
+        if place in self._tiers.places[tier.name] or (tier.name, place) in self._dropped:
+            return
         is_busy = not self._exact or tier.free_at - self._now > max_wait(tier)
-        # What is read has to stay, and so has what came when more left at once than fits.
-        is_read = any(count > 0 for count in self._tiers.held[tier.name].values())
-        is_kept = is_read or self._written[tier.name] >= tier.used
-        is_full = is_kept and tier.used == tier.record.slots
-        if not (was_there or is_busy or is_full):
+        read = sum(count > 0 for count in self._tiers.held[tier.name].values())
+        if not is_busy and self._taken[tier.name] < tier.record.slots - read:
             violated(f"block {place[1]!r} is not in {tier.name!r}, which could take it")
 
     def _must_arrive(self, event: Any) -> None:
@@ -174,9 +171,12 @@ class GroupTierChecker:
         used = tier.used + len(places)
         if used > tier.record.slots:
             violated(f"{used} slots of tier {tier.name!r} would be in use")
-        if self._exact and tier.free_at - event.t > max_wait(tier):
+        goes_on, self._writing = self._writing == (tier.name, source), (tier.name, source)
+        # The runs of blocks that go down together wait for each other.
+        if self._exact and not goes_on and tier.free_at - event.t > max_wait(tier):
             violated(f"the link of tier {tier.name!r} is busy for longer than it may be")
         self._making_room.discard(tier.name)
+        self._taken[tier.name] += len(places)
         write = tier.record.options.get("write")
         for place in places:
             there = place[1] in self._state.names[place[0]]
@@ -194,7 +194,6 @@ class GroupTierChecker:
             self._named.add((tier.name, place))
             if (below := self._takes(tier.name, "through")) is not None:
                 self._owed.add((below, place))
-        self._written[tier.name] += len(places)
         must_be_done(event, tier, write=True, exact=self._exact)
 
     def _drop(self, event: events.Discard) -> None:
@@ -206,8 +205,6 @@ class GroupTierChecker:
             moved = tier.name, place
             self._leaving.discard(moved)
             below = self._takes(tier.name, "evict")
-            if event.reason == "capacity":
-                self._dropped.add(moved)
             if below is not None and event.reason == "capacity":
                 self._must_be_in(self._tiers.levels[below], place)
             if event.reason == "moved" and moved not in self._loaded:
@@ -219,6 +216,7 @@ class GroupTierChecker:
             violated(f"blocks of cache groups leave no tier as {event.reason!r}")
         else:
             self._making_room.add(tier.name)
+            self._dropped.update((tier.name, place) for place in places)
 
     def _load_start(self, event: events.LoadStart) -> None:
         tier, seq = self._tiers.tier(event.tier), self._state.sequence(event.seq)

@@ -159,7 +159,7 @@ class PoolChecker(TraceChecker):
             self._lacking = self.state.sequences[event.seq].prompt.id
 
     def cached_tokens(self, request: events.Request) -> int:
-        """Return the number of tokens of a prompt that would hit now. O(spans)."""
+        """Return the number of tokens of a prompt that would hit now. At most O(spans²)."""
         state, prompt = self.state, self.state.layout.prompt(request)
         return state.resumable(*state.match(prompt.keys, prompt.limit)) * self._size
 

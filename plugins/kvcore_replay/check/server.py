@@ -176,18 +176,17 @@ class TraceChecker(CacheChecker[CacheState]):
             prompt, hit, resumed = seq.prompt, seq.hit, seq.resumed
         if (event.request, event.block, bool(event.again)) != (prompt.id, hit, resumed):
             violated(f"sequence {event.seq} is of request {prompt.id!r} and hit {hit} blocks")
+        # What expired may have been dropped by an earlier call, which then failed.
+        absent = ["expired", "absent"] if self._expired_for == prompt.id else ["absent"]
         if hit >= self._limits(prompt, resumed=resumed)[0]:
             # A prompt of less than a block has keys once it has generated the rest of one.
             short = prompt.tokens <= self.state.layout.block_size and bool(prompt.keys)
             unkeyed = prompt.unkeyed and not (resumed and short)
             reasons = ["no keys" if unkeyed else "partial"]
             if (resumed or self._of_engine) and (hit < prompt.cacheable or prompt.generated):
-                reasons.append("absent")
-        elif self._expired_for == prompt.id:
-            # What expired may have been dropped by an earlier call, which then failed.
-            reasons = ["expired", "absent"]
+                reasons += absent
         else:
-            reasons = ["absent"]
+            reasons = absent
             if resumed and prompt.generated:
                 reasons += ["partial", "no keys"]
         if event.why not in reasons:
@@ -454,9 +453,10 @@ class TraceChecker(CacheChecker[CacheState]):
         prompt, end = seq.prompt, seq.span.end
         least, greatest = self._limits(prompt, resumed=True)
         # Blocks that it does not share itself may have been cached by others meanwhile.
-        partly = seq.has_forgotten or prompt.share is not None
+        untimed = self.state.header.mode == "untimed"
+        partly = untimed or seq.has_forgotten or prompt.share is not None
         greatest = max(greatest, prompt.cacheable if partly else end)
-        if self.state.header.mode != "untimed" and not self._of_engine:
+        if not (untimed or self._of_engine):
             least = max(least, end)
         self._returning[prompt.id] = least, greatest
 

@@ -36,7 +36,7 @@ from typing import Any
 import attrs
 
 from kvcore.trace import events
-from kvcore.trace.events import methods_by_event, unfit, violated
+from kvcore.trace.events import methods_by_event, violated
 from kvcore_replay.check.pool import CachedKeys
 from kvcore_replay.state.cache import TIERED, CacheState, TracedSequence
 from kvcore_replay.state.layout import TracedPrompt
@@ -184,10 +184,7 @@ class TierChecker:
             )
             if unfinished or self._swap or self._arriving > 0:
                 violated("it is of one call with the line before, which was earlier")
-        try:
-            check(event)
-        except LookupError as error:
-            raise unfit(error) from error
+        check(event)
         return True
 
     # The lines of the pool.

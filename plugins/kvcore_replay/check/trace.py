@@ -9,6 +9,7 @@ import attrs
 
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace import events
+from kvcore.trace.events import unfit
 from kvcore.trace.fields import EvictionDigest
 from kvcore_plugins.traces.reader import TraceReader
 from kvcore_replay.check.cluster import ClusterChecker, server_checker
@@ -41,7 +42,9 @@ class Report:
         header: the fields of HEADER; empty if the file has none.
         replicas: the counts of each replica of a cluster, besides whether it is `up`, its
             `failures` and its `routed` requests. The counts of tiers stand only here; all
-            other counts of the report are sums over the replicas. None for one server.
+            other counts of the report are sums over the replicas, except that a request which
+            one prefills and another decodes has finished once, and that those which a router
+            rejects are of no replica. None for one server.
         groups: the cache groups, each with its `cached` and `private` blocks. None for a cache
             of one group.
         pools: the pools beside that of full attention, each with its `slots`, the `free` ones,
@@ -117,6 +120,8 @@ def check_event(reader: TraceReader, checker: Checker | None, event: events.Even
         if checker is None:
             return checker_of(event)  # type: ignore[arg-type]  # the reader has seen to it
         checker.apply(event)
+    except (LookupError, ArithmeticError) as error:
+        reader.fail(f"{event.event}: {unfit(error)}")
     except ValueError as error:
         reader.fail(f"{event.event}: {error}")
     return checker
@@ -129,7 +134,10 @@ class Checker(Protocol):
     """Checks the lines of a trace after HEADER, one by one."""
 
     def apply(self, event: Any, /) -> None:
-        """Check the next event, and apply it; raise ViolationError if it cannot be."""
+        """Check the next event, and apply it; raise ViolationError if it cannot be.
+
+        LookupError and ArithmeticError are of an event that names what there is not.
+        """
 
     def report(self) -> dict[str, Any]:
         """Return the state, and counts, as fields of a `Report`."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from math import gcd, lcm
 from typing import Any, ClassVar, Final
 
@@ -40,6 +40,9 @@ MOST_GROUPS = 64
 
 _STEPS = 1 << 12
 """Positions of a lookup that are counted as work at once."""
+
+_STEPS_OF_KEY = 4
+"""Steps for each key of a request: it is looked up, checked and hit, in some groups."""
 
 TIERED = ("OFFLOAD", "LOAD_START", "LOAD", "DROP")
 """Events about the tiers below a cache of groups."""
@@ -186,7 +189,7 @@ class GroupState(TracedState[GroupedSequence]):
     """Pool, block tables and names of a traced cache of groups.
 
     A position of a lookup takes some 1 µs, so that fewer of them are allowed than of the
-    steps of a `CacheState`.
+    steps of a `CacheState`: so many a line, and some for each key that the file has.
 
     Attributes:
         groups: the cache groups.
@@ -230,6 +233,7 @@ class GroupState(TracedState[GroupedSequence]):
         self.cached_by_group = [0] * len(self.groups)
         self.private_by_group = [0] * len(self.groups)
         self._prompts: dict[int | str, list[TracedPrompt]] = {}
+        self._keys = 0
         # By request and group, the tokens of a prefix without a gap, until names change.
         self._prefixes: dict[tuple[int | str, int], int] = {}
         self.tiers = TracedGroupTiers(header) if header.tiers else None
@@ -277,7 +281,7 @@ class GroupState(TracedState[GroupedSequence]):
             ViolationError: it names a block, sequence or request that there is not, or the
                 trace is beyond a limit.
         """
-        self._most_work = (WORK >> 4) + WORK_OF_LINE * event.n
+        self._most_work = (WORK >> 4) + WORK_OF_LINE * event.n + _STEPS_OF_KEY * self._keys
         self._apply_line(event)
 
     def prompt_in(self, group: TracedGroup, request: int | str) -> TracedPrompt:
@@ -341,8 +345,6 @@ class GroupState(TracedState[GroupedSequence]):
             violated(f"{event.event} has no field 'group', and HEADER has cache groups")
         prompt, group = self.prompt_in(self.group(event.group), event.request), event.group
         self.count_work(event.blocks)
-        if self._work > self._most_work:
-            violated(f"it names {event.blocks:,} blocks: too many")
         positions = range(event.first + event.blocks - 1, event.first - 1, -1)
         named = self.groups[group]
         return [(group, name_of(prompt, named, position)) for position in positions]
@@ -368,9 +370,15 @@ class GroupState(TracedState[GroupedSequence]):
 
     def reach(self, request: int | str, limit: int) -> int:
         """Return the longest prefix, at most `limit`, that pool and tiers have together."""
-        size = self.header.block_size
+        size, limited = self.header.block_size, []
+        for group in self.groups:
+            names = _Anywhere(self, group.index)
+            if group.kind == "full":
+                limit = min(limit, self._without_gap(request, group, names))
+            else:
+                limited.append((group, names))
         for length in range(limit // size * size, 0, -size):
-            if all(self.has_anywhere(place) for _, place in self.needed(request, length)):
+            if all(self._can_resume(request, length, *each) for each in limited):
                 return length
         return 0
 
@@ -378,10 +386,12 @@ class GroupState(TracedState[GroupedSequence]):
         """Return True if `group` has the blocks that the tokens after a prefix need."""
         if group.kind == "full":
             return self._prefix(request, tokens, [group]) >= tokens
-        return self._can_resume(request, tokens, group)
+        return self._can_resume(request, tokens, group, self.names[group.index])
 
-    def _can_resume(self, request: int | str, tokens: int, group: TracedGroup) -> bool:
-        names, prompt = self.names[group.index], self._prompts[request][group.index]
+    def _can_resume(
+        self, request: int | str, tokens: int, group: TracedGroup, names: Container[Any]
+    ) -> bool:
+        prompt = self._prompts[request][group.index]
         first, last = group.passed(tokens), tokens // group.size
         # From the last one back, which is most often the one that is not there.
         for steps, position in enumerate(range(last - 1, first - 1, -1), 1):
@@ -396,14 +406,20 @@ class GroupState(TracedState[GroupedSequence]):
         for group in groups:
             key = request, group.index
             if key not in self._prefixes:
-                names, prompt = self.names[group.index], self._prompts[request][group.index]
-                position = 0
-                while name_of(prompt, group, position) in names:
-                    position += 1
-                self.count_work(position)
-                self._prefixes[key] = position * group.size
+                names = self.names[group.index]
+                self._prefixes[key] = self._without_gap(request, group, names)
             tokens = min(tokens, self._prefixes[key])
         return tokens
+
+    def _without_gap(
+        self, request: int | str, group: TracedGroup, names: Container[Any]
+    ) -> int:
+        """Return how many first tokens of a request have `names`, without a gap."""
+        prompt, position = self._prompts[request][group.index], 0
+        while name_of(prompt, group, position) in names:
+            position += 1
+        self.count_work(position)
+        return position * group.size
 
     def _longest(self, request: int | str, tokens: int, groups: list[TracedGroup]) -> int:
         size = self.header.block_size
@@ -424,7 +440,10 @@ class GroupState(TracedState[GroupedSequence]):
                 steps = 0
             last = length // group.size - 1
             is_there = group.kind == "chunk" or name_of(prompt, group, last) in names
-            if is_there and all(self._can_resume(request, length, other) for other in limited):
+            if is_there and all(
+                self._can_resume(request, length, other, self.names[other.index])
+                for other in limited
+            ):
                 return length
         return 0
 
@@ -447,6 +466,7 @@ class GroupState(TracedState[GroupedSequence]):
 
     def _request(self, event: events.Request) -> None:
         self.requests[event.id] = self.layout.prompt(event)
+        self._keys += len(event.keys)
         by_size = {group.size: group.layout.prompt(event) for group in self.groups}
         self._prompts[event.id] = [by_size[group.size] for group in self.groups]
 
@@ -581,12 +601,15 @@ class GroupState(TracedState[GroupedSequence]):
                 self._give_back(index, list(table.blocks.values()), event.t)
             del self.sequences[seq.id]
             return
-        table = seq.tables[event.group]  # type: ignore[index]  # the check saw to it
-        passed = table.before(event.first)  # type: ignore[arg-type]  # as above
+        group, first = event.group, event.first
+        if not (isinstance(group, int) and isinstance(first, int)):
+            violated("what has passed is of no group, or has no first block after it")
+        table = seq.tables[group]
+        passed = table.before(first)
         for position, _ in passed:
             del table.blocks[position]
-        table.first = event.first  # type: ignore[assignment]  # as above
-        self._give_back(event.group, [block for _, block in passed], event.t)  # type: ignore[arg-type]
+        table.first = first
+        self._give_back(group, [block for _, block in passed], event.t)
 
     def _give_back(self, group: int, blocks: list[TracedBlock], now: int) -> None:
         """Remove a holder of each of `blocks`, last first; private ones are free."""
@@ -600,6 +623,16 @@ class GroupState(TracedState[GroupedSequence]):
             block.last_access = now
             if not block.holders:
                 self.evictable[block.id] = block
+
+
+class _Anywhere:
+    """The names of the blocks of a group that the pool has, or a tier that loads them."""
+
+    def __init__(self, state: GroupState, group: int) -> None:
+        self._state, self._group = state, group
+
+    def __contains__(self, name: object) -> bool:
+        return self._state.has_anywhere((self._group, name))
 
 
 def state_of(header: events.Header) -> CacheState | GroupState:

@@ -88,7 +88,7 @@ class Replicas:
         name, replica = event.event, event.replica
         if isinstance(event, (events.Finish, events.Reject)):
             id_ = event.request
-            if self.prefills.get(id_, UNSET) != replica:
+            if name == "REJECT" or self.prefills.get(id_) != replica:
                 self.requests.pop(id_, None)
                 self.prefills.pop(id_, None)
         if name in UNPLACED and replica is UNSET:
@@ -212,5 +212,6 @@ class ServerReader(TraceReader):
             yield event
         if life is not None and not 0 < life <= replicas.lives[replica]:
             lives = replicas.lives[replica]
-            msg = f"{self.file}: replica {replica} has lives 1 to {lives}, and no {life}"
+            has = f"has lives 1 to {lives}, and no {life}" if lives else "was never up"
+            msg = f"{self.file}: replica {replica} {has}"
             raise InputError(msg)

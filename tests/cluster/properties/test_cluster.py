@@ -30,7 +30,7 @@ def failures(draw, replicas):
             now += draw(st.integers(0, 300))
             gone = draw(st.integers(1, 200))
             drawn.append(f"replica={replica},at={now}ns,for={gone}ns")
-            now += gone
+            now += gone + 1
     return drawn
 
 

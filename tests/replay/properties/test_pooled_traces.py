@@ -98,6 +98,19 @@ def test_a_line_that_is_changed_is_found(seed, tmp_path):
         assert is_detected(path), other
 
 
+def test_a_fork_is_found(tmp_path):
+    """A sequence with pools has no forks: the line that closes the child is refused."""
+    path = tmp_path / "trace.jsonl"
+    pooled_run(0, path, count=3)
+    recorded = lines(path)
+    n = next(n for n, line in enumerate(recorded) if line["event"] == "FIRST_TOKEN")
+    fork = {"t": recorded[n]["t"], "event": "FORK", "seq": 1, "child": 2}
+    ends = fork | {"event": "FREE", "seq": 2, "runs": [], "reason": "close"}
+    del ends["child"]
+    seal(path, [*recorded[: n + 1], fork, ends, *recorded[n + 1 :]])
+    assert is_detected(path)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_run_with_pools_is_made_again(seed, tmp_path):
     """A recorded run that is made again has the same lines, and another pool other slots."""
