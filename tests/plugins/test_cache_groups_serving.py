@@ -33,6 +33,7 @@ from kvcore_plugins.cache_groups.plan import groups_of
 from kvcore_plugins.rules import VLLM
 from kvcore_plugins.scheduler import FCFS
 from kvcore_plugins.workload import Zipf
+from kvcore_replay.check.trace import check_trace
 
 
 @pytest.mark.parametrize("rules", [None, "vllm:lag=0", "vllm", "sglang"])
@@ -113,6 +114,20 @@ def test_a_prompt_that_is_not_chunked_delays_no_sequence():
         served, cache=GroupedCache([FULL], 400), batching=batching, latency=Even()
     ).log
     assert dict(zip(log.ids, log.finish, strict=True)) == {"a": 120, "b": 60}
+
+
+def test_a_whole_prompt_without_room_in_a_window_is_rejected(tmp_path):
+    """A prompt that is not chunked takes all its blocks in every group, also in its trace."""
+    served = [
+        Request(id=tokens, prompt_tokens=tokens, output_tokens=3, key_tokens=8)
+        for tokens in (100, 200, 150)
+    ]
+    batching = Batching(max_tokens=32, max_seqs=4, chunked=False)
+    with Trace(tmp_path / "trace.jsonl") as trace:
+        cache = GroupedCache([FULL, WINDOW], 40, trace=trace)
+        log = simulate(served, cache=cache, batching=batching, latency=Even()).log
+    assert [*log.reasons.values()] == ["it needs 52 blocks; the pool has 40"]
+    assert check_trace(tmp_path / "trace.jsonl").rejected == 1
 
 
 @pytest.mark.parametrize("jumps", [True, False])
