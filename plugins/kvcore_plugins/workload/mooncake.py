@@ -15,14 +15,15 @@ from attrs.converters import optional
 from attrs.validators import ge, in_
 from attrs.validators import optional as if_given
 
-from kvcore import InputError, Request, Workload
+from kvcore import InputError, Request
 from kvcore.blake2 import blake2b
 from kvcore.files import DATA, as_path
 from kvcore.request import KEY_BYTES, chain_keys
 from kvcore.units import INT64_LIMIT
-from kvcore.workloads import file_digest, json_fields, lines
+from kvcore.workloads import json_fields, lines
 from kvcore_plugins.workload._plain import json_reader
-from kvcore_plugins.workload.rows import Row, by_options, parse_row, time_order
+from kvcore_plugins.workload.file_workload import FromFiles
+from kvcore_plugins.workload.rows import Row, parse_row, time_order
 from kvcore_plugins.workload.times import HEAD, UNITS, Clock, Timed, TimeOrder, has_fraction
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ _SIZES = (PUBLISHED_KEY_TOKENS, *(1 << bits for bits in range(4, 15)))
 
 
 @attrs.define(eq=False)
-class Mooncake(Workload):
+class Mooncake(FromFiles):
     """Requests with a key for each block of the prompt.
 
     A line is an object of `timestamp`, `input_length`, `output_length` (tokens) and `hash_ids`.
@@ -102,10 +103,6 @@ class Mooncake(Workload):
                     self.found_key_tokens = tokens_found not in (None, PUBLISHED_KEY_TOKENS)
                     self.key_tokens = tokens_found or PUBLISHED_KEY_TOKENS
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle it by its options."""
-        return by_options(self)
-
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each row. Keeps some rows in memory; an entry a chat."""
         self._reading = reading = _Reading(self, self._file)
@@ -131,7 +128,7 @@ class Mooncake(Workload):
             options["unit"] = self.unit
         if self.turns:
             options["turns"] = True
-        return file_digest(self._file, **options)
+        return self._file_digest(self._file, **options)
 
     @property
     def size(self) -> int | None:

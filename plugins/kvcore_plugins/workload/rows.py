@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
-from functools import partial
 from heapq import heappop, heappush, heapreplace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
-import attrs
 import orjson
 
-from kvcore import InputError, Request, Workload
+from kvcore import InputError, Request
 from kvcore.errors import shorten
 from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads import lines
@@ -29,16 +27,6 @@ _HEX = re.compile(r"[0-9a-fA-F]{32}")
 _HASH = re.compile(r"(?:0[xX])?[0-9a-fA-F]{8,128}")
 _WIDE_BYTES = 16
 _SECONDS_LIMIT = INT64_LIMIT // NS_PER_S
-
-
-def by_options(workload: Workload) -> tuple[Any, ...]:
-    """Return how a workload is copied and pickled: by its options, without what it reads."""
-    options = {
-        field.alias: getattr(workload, field.name)
-        for field in attrs.fields(cast("Any", type(workload)))
-        if field.init
-    }
-    return partial(type(workload), **options), ()
 
 
 class Row:
