@@ -384,10 +384,8 @@ def _open_locked(path: str, flags: int) -> int:
 def _lock(file: int) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:  # a file system without locks: any content may belong to another run
-        if os.fstat(file).st_size:
+    except OSError as error:  # without locks any content may belong to another run
+        if isinstance(error, BlockingIOError) or os.fstat(file).st_size:
             raise BlockingIOError from None
 
 
