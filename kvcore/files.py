@@ -129,20 +129,17 @@ del as_path.__annotations__["name"]
 @cache
 def _copy(source: Path | None) -> Path:
     """Return a temporary copy of a pipe, or (None) of standard input."""
-    from shutil import copyfileobj  # noqa: PLC0415 - for pipes alone
-    from tempfile import TemporaryDirectory  # noqa: PLC0415 - likewise
+    from multiprocessing.util import Finalize  # noqa: PLC0415 - for pipes alone
+    from shutil import copyfileobj, rmtree  # noqa: PLC0415 - likewise
+    from tempfile import mkdtemp  # noqa: PLC0415 - likewise
 
-    folder = TemporaryDirectory(prefix="kvcore-")
-    _folders.append(folder)
-    path = _CopiedPath(folder.name, STDIN if source is None else source.name)
+    folder = mkdtemp(prefix="kvcore-")
+    Finalize(None, rmtree, (folder, True), exitpriority=0)  # not in a forked process
+    path = _CopiedPath(folder, STDIN if source is None else source.name)
     piped = nullcontext(sys.stdin.buffer) if source is None else source.open("rb")
     with piped as file, storage_errors(str(path)), path.open("wb") as copied:
         copyfileobj(file, copied)
     return path
-
-
-_folders: list[object] = []
-"""Temporary folders; each is removed when this reference to it is."""
 
 
 def decompressed(file: BinaryIO, expansion: int | None = None) -> Iterator[bytes]:
@@ -274,8 +271,6 @@ def _to_zstd() -> Compressor:
 
 
 _CODECS: dict[bytes, Callable[[], Codec]] = {b"\x1f\x8b": _gzip, b"\x28\xb5\x2f\xfd": _zstd}
-
-
 _COMPRESSORS: dict[str, Callable[[], Compressor]] = {".gz": _to_gzip, ".zst": _to_zstd}
 
 
@@ -285,8 +280,8 @@ class AtomicFile(io.FileIO):
     An older file at `path` stays until then. A `<path>.part` that a living process writes is
     locked, and never changed. A `<path>.part` of a killed process may be the only output of its
     run: it is renamed to `<path>.part-1`, or the next free number, and a warning is logged. A
-    path that is no regular file (a device, a pipe) is written in place. Errors call the file
-    `what`, such as "the trace run.jsonl".
+    path that is no regular file (a device, a pipe) is written in place. A forked process leaves
+    the file to its parent. Errors call the file `what`, such as "the trace run.jsonl".
 
     Raises:
         InputError: it cannot be opened for writing, or another process writes `<path>.part`.
@@ -295,7 +290,7 @@ class AtomicFile(io.FileIO):
 
     def __init__(self, path: Path, what: str) -> None:
         """Open the file."""
-        self._what = what
+        self._what, self._process = what, os.getpid()
         self._path = self._part = path
         try:
             if path.is_dir():
@@ -323,13 +318,14 @@ class AtomicFile(io.FileIO):
     def close(self) -> None:
         """Close the file; remove an unfinished one that is empty, as a signal may leave it."""
         with suppress(OSError):
-            unfinished = not self.closed and self._part != self._path
-            if unfinished and not os.fstat(self.fileno()).st_size:
+            if self._is_unfinished() and not os.fstat(self.fileno()).st_size:
                 self._part.unlink()
         super().close()
 
     def write(self, data: Buffer, /) -> int:
         """Write bytes of `data`, perhaps not all; return their number."""
+        if os.getpid() != self._process:  # a buffer that was forked with the file
+            return memoryview(data).nbytes
         with storage_errors(self._what):
             return super().write(data)
 
@@ -337,7 +333,7 @@ class AtomicFile(io.FileIO):
         """Rename the file to its path, and close it."""
         with storage_errors(self._what):
             # Before it is closed, since closing releases its lock.
-            if self._part != self._path:
+            if self._is_unfinished():
                 if self._path.exists():  # a power cut is to leave that file, or a whole new one
                     os.fsync(self.fileno())
                 self._part.replace(self._path)
@@ -348,12 +344,15 @@ class AtomicFile(io.FileIO):
         """Close the file and remove it. Never raises."""
         # The error that led here matters more than a failed clean-up.
         with suppress(OSError):
-            if self._part != self._path:
+            if self._is_unfinished():
                 self._part.unlink(missing_ok=True)
                 # From now on a file of that name belongs to another run.
                 self._part = self._path
         with suppress(OSError):
             self.close()
+
+    def _is_unfinished(self) -> bool:
+        return self._part != self._path and self._process == os.getpid()
 
 
 def _open_locked(path: str, flags: int) -> int:
@@ -385,10 +384,8 @@ def _open_locked(path: str, flags: int) -> int:
 def _lock(file: int) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:  # a file system without locks: any content may belong to another run
-        if os.fstat(file).st_size:
+    except OSError as error:  # without locks any content may belong to another run
+        if isinstance(error, BlockingIOError) or os.fstat(file).st_size:
             raise BlockingIOError from None
 
 

@@ -784,6 +784,9 @@ def _class_of_file(kind: str, file: str, name: str) -> type[Plugin]:
         except FAILURES as error:
             del sys.modules[module_name]
             msg = f"{kind} plugin {file}:{name} raised {error!r}{error_line(error)}"
+            absent = str(error.name) if isinstance(error, ModuleNotFoundError) else "."
+            if {path.parent / absent, path.parent / f"{absent}.py"} & {*path.parent.iterdir()}:
+                msg += f": it is beside the file: set PYTHONPATH={path.parent}"
             raise PluginError(msg) from error
     defined = {key: cls for key, cls in vars(module).items() if isinstance(cls, type)}
     classes = {key: cls for key, cls in defined.items() if not _fault(cls, kind)}

@@ -85,7 +85,7 @@ class BackgroundFile(io.RawIOBase):
         self._digest = blake2b(digest_size=DIGEST_BYTES)
         self._worker = ThreadPoolExecutor(1, "kvcore-trace")
         self._job: Future[None] | None = None
-        self._discarded = False
+        self._process, self._discarded = os.getpid(), False
         self.size = 0
 
     def writable(self) -> bool:
@@ -168,8 +168,8 @@ class BackgroundFile(io.RawIOBase):
             view = view[written:]
 
     def _wait(self) -> None:
-        """Wait until the thread is done; raise its error."""
-        if self._job is not None:
+        """Wait until the thread is done, which a forked process has not; raise its error."""
+        if self._job is not None and self._process == os.getpid():
             with storage_errors(self._what):
                 self._job.result()
 

@@ -14,11 +14,12 @@ from attrs.converters import optional
 from attrs.validators import ge
 from attrs.validators import optional as if_given
 
-from kvcore import InputError, Request, Workload
+from kvcore import InputError, Request
 from kvcore.files import as_path
 from kvcore.request import block_keys
 from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads import file_digest
+from kvcore_plugins.workload.file_workload import FromFiles
 from kvcore_plugins.workload.rows import Row, rows
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ INCREMENTAL = (
 
 
 @attrs.define(eq=False)
-class KvEvents(Workload):
+class KvEvents(FromFiles):
     """The requests behind recorded KV events.
 
     With `lookups=full` the engine has reported the reused blocks of each request, too: a run
@@ -126,7 +127,7 @@ class KvEvents(Workload):
         """The digest of the file's bytes, the options, and the log's."""
         log = None if self.requests is None else file_digest(self.requests)
         options = {"lookups": self.lookups, "block_size": self.block_size, "group": self.group}
-        return file_digest(self.path, requests=log, **options)
+        return self._file_digest(self.path, requests=log, **options)
 
     @classmethod
     def from_file(cls, path: Path) -> KvEvents:

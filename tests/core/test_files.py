@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import io
 import os
+import subprocess
+import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from kvcore import InputError, StorageError
 from kvcore.files import AtomicFile, atomic_file
+from kvcore_replay.check.trace import check_trace
 
 
 def test_a_file_appears_when_it_is_whole(tmp_path):
@@ -212,3 +216,60 @@ def test_an_empty_file_is_removed_when_it_is_closed(tmp_path):
     file.write(b"a")
     file.close()
     assert [path.name for path in tmp_path.iterdir()] == ["more.csv.part"]
+
+
+@pytest.mark.parametrize("end", ["close", "discard", "finish"])
+def test_a_forked_process_leaves_a_file_to_its_parent(tmp_path, end):
+    """A child that ends normally neither writes what is buffered, nor renames or removes it."""
+    raw = AtomicFile(tmp_path / "rows", "rows")
+    file = io.BufferedWriter(raw)
+    child = os.fork()
+    if not child:
+        with suppress(BaseException):
+            file.write(b"twice")
+            file.flush()
+            getattr(raw, end)()
+        os._exit(0)
+    os.waitpid(child, 0)
+    left = [(path.name, path.stat().st_size) for path in tmp_path.iterdir()]
+    file.close()
+    assert left == [("rows.part", 0)]
+
+
+def test_a_forked_process_does_not_wait_for_the_thread_of_its_parent(tmp_path):
+    """A child ends while the thread of its parent writes a trace, which has each line once."""
+    code = """
+import os, sys
+from kvcore import KVCache, Trace
+
+with Trace(sys.argv[1]) as trace:
+    KVCache(4, 4, trace=trace)
+    read, write = os.pipe()
+    trace._sink._submit(lambda fd: os.read(fd, 1), read)
+    child = os.fork()
+    if not child:
+        sys.exit(0)
+    os.waitpid(child, 0)
+    os.write(write, b"!")
+"""
+    path = tmp_path / "t.jsonl"
+    subprocess.run([sys.executable, "-c", code, path], check=True, timeout=60)
+    assert check_trace(path).complete
+
+
+def test_a_forked_process_leaves_the_copy_of_a_pipe(tmp_path):
+    """The copy of standard input is there until the process ends that has made it."""
+    code = """
+import os, sys
+from kvcore.files import input_path
+
+path = input_path("-")
+child = os.fork()
+if not child:
+    sys.exit(0)
+os.waitpid(child, 0)
+print(path.read_text(), end="")
+"""
+    command, kept = [sys.executable, "-c", code], os.environ | {"TMPDIR": str(tmp_path)}
+    assert subprocess.check_output(command, input=b"row", env=kept, timeout=60) == b"row"
+    assert list(tmp_path.iterdir()) == []

@@ -98,6 +98,7 @@ def test_lines_outside_the_recording_are_counted(tmp_path):
     (note,) = workload.notes
     assert note.startswith(f"2 of the 4 lines of {log} lie outside the time of {path}")
     log.write_bytes(b"".join(rows[1:3]))
+    workload = KvEvents(path, requests=log)
     assert len(list(workload)) == 2
     assert workload.notes == ()
 

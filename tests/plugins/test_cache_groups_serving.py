@@ -116,6 +116,20 @@ def test_a_prompt_that_is_not_chunked_delays_no_sequence():
     assert dict(zip(log.ids, log.finish, strict=True)) == {"a": 120, "b": 60}
 
 
+def test_a_whole_prompt_without_room_in_a_window_is_rejected(tmp_path):
+    """A prompt that is not chunked takes all its blocks in every group, also in its trace."""
+    served = [
+        Request(id=tokens, prompt_tokens=tokens, output_tokens=3, key_tokens=8)
+        for tokens in (100, 200, 150)
+    ]
+    batching = Batching(max_tokens=32, max_seqs=4, chunked=False)
+    with Trace(tmp_path / "trace.jsonl") as trace:
+        cache = GroupedCache([FULL, WINDOW], 40, trace=trace)
+        log = simulate(served, cache=cache, batching=batching, latency=Even()).log
+    assert [*log.reasons.values()] == ["it needs 52 blocks; the pool has 40"]
+    assert check_trace(tmp_path / "trace.jsonl").rejected == 1
+
+
 @pytest.mark.parametrize("jumps", [True, False])
 def test_a_sequence_waits_to_which_a_prompt_before_it_leaves_no_token(jumps):
     """Running requests have the tokens of a step in order of admission, whatever they do.

@@ -356,6 +356,18 @@ def test_llama_4_looks_back_a_chunk_where_it_has_rotary_positions(read_model):
     assert read_model({"text_config": LLAMA_4 | {"attention_chunk_size": None}}).uniform
 
 
+@pytest.mark.parametrize(
+    ("listed", "attends"), [({}, range(32)), ({"full_attn_idxs": [2, 5, 31]}, (2, 5, 31))]
+)
+def test_lfm_2_attends_in_the_layers_that_it_lists(read_model, listed, attends):
+    """`full_attn_idxs` gives the layers that are no convolutions; without it, none is one."""
+    fields = LLAMA | {"model_type": "lfm2", "conv_L_cache": 3}
+    types = ["full_attention" if i in attends else "conv" for i in range(32)]
+    named = read_model(fields | {"layer_types": types})
+    read = read_model(fields | listed | {"block_mlp_init_scale": 1.0, "num_heads": 32})
+    assert (kept(read), read.parameters) == (kept(named), named.parameters)
+
+
 def test_every_second_layer_of_llama_4_may_have_experts(read_model):
     """Layers without experts have a feed-forward network of their own width (Maverick)."""
     other = read_model({"text_config": LLAMA_4 | {"interleave_moe_layer_step": 2}})

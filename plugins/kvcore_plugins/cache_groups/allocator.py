@@ -24,7 +24,7 @@ from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.job import Job, admission_of
 from kvcore.serving.latency import StepTimes
 from kvcore.serving.scheduler import Batching
-from kvcore.units import PS_PER_NS
+from kvcore.units import INT64_LIMIT, PS_PER_NS
 from kvcore_plugins.cache_groups.groups import GroupSequence
 
 
@@ -60,7 +60,10 @@ class GroupAllocator(DecodeAllocator):
             raise InputError(msg)
         self._max_tokens = batching.max_tokens
         self._lag = rules.lag
-        cache.in_flight_tokens = batching.max_tokens * (1 + rules.lag)
+        # A prompt alone in its step, and one again after a preemption, may be of any length.
+        alone = not batching.chunked and rules.unchunked == "alone"
+        most = INT64_LIMIT if alone else batching.max_tokens
+        cache.in_flight_tokens = most * (1 + rules.lag)
         cache.names_generated = rules.generated == "cached"
         # Under a lag the token of the step before is not known yet when a step is planned.
         self._known = int(rules.commit == "scheduled" and not rules.lag)

@@ -41,11 +41,18 @@ def _all(kind: str) -> Callable[[Config, Family], list[str]]:
     return kinds
 
 
-def _bamba(config: Config, family: Family) -> list[str]:
-    del family
-    full = config.indices("attn_layer_indices")
-    layers = range(config.count("num_hidden_layers"))
-    return ["full_attention" if i in full else "linear_attention" for i in layers]
+def _listed(field: str, other: str, missing: str) -> Callable[[Config, Family], list[str]]:
+    """Return a function: layers listed in `field` have full attention; unlisted: `missing`."""
+
+    def kinds(config: Config, family: Family) -> list[str]:
+        del family
+        layers = range(config.count("num_hidden_layers"))
+        if config.get(field) is None:
+            return [missing] * len(layers)
+        full = config.indices(field)
+        return ["full_attention" if i in full else other for i in layers]
+
+    return kinds
 
 
 def _jamba(config: Config, family: Family) -> list[str]:
@@ -202,6 +209,7 @@ _HUNYUAN: dict[str, Any] = {"qk_norm": True, "only": {"use_qk_norm": True, "use_
 
 _LFM_2: dict[str, Any] = {
     "mixers": {"full_attention": attention, "conv": parts.short_convolution},
+    "kinds": _listed("full_attn_idxs", "conv", "full_attention"),
     "qk_norm": True,
     "qkv_bias": False,
     "output_bias": False,
@@ -209,9 +217,11 @@ _LFM_2: dict[str, Any] = {
     "network": parts.lfm_feed_forward,
     "names": {"intermediate_size": "block_ff_dim"},
     "defaults": _TIED,
-    "only": {"use_expert_bias": True},
+    "only": {"use_expert_bias": True, "block_use_swiglu": True},
     "known": named(
-        "block_dim conv_L_cache conv_dim conv_dim_out full_attn_idxs conv_use_xavier_init"
+        "block_dim conv_L_cache conv_dim conv_dim_out full_attn_idxs conv_use_xavier_init",
+        "block_mlp_init_scale block_out_init_scale block_use_xavier_init block_norm_eps",
+        "num_heads use_pos_enc",
     ),
 }
 
@@ -219,7 +229,7 @@ _LFM_2: dict[str, Any] = {
 FAMILIES: Mapping[str, Family] = {
     "bamba": Family(
         mixers={"full_attention": attention, "linear_attention": parts.mamba_2},
-        kinds=_bamba,
+        kinds=_listed("attn_layer_indices", "linear_attention", "linear_attention"),
         mlp="feed_forward",
         mlp_bias=None,
         known=named("attn_rotary_emb mamba_chunk_size z_loss_coefficient"),

@@ -11,7 +11,6 @@ import attrs
 import orjson
 
 from kvcore import Request
-from kvcore.workloads import file_digest
 from kvcore_plugins.workload._chat_options import ChatFile
 from kvcore_plugins.workload._messages import is_chat, nested, token_ids, unpacked
 from kvcore_plugins.workload.rows import Row, merged
@@ -127,7 +126,7 @@ class Chat(ChatFile):
             options["tokenizer"] = tokenizer_digests(self.tokenizer)
         if self.fields is not None:
             options["fields"] = self.field_names
-        return file_digest(options.pop("path"), **options)
+        return self._file_digest(options.pop("path"), **options)
 
     @property
     def served_model(self) -> str | None:

@@ -16,7 +16,7 @@ from kvcore.request import NO_HINTS, Hints, Retention, chain_keys
 from kvcore.trace import SCHEMA
 from kvcore.trace.fields import slo_of
 from kvcore.units import INT64_LIMIT
-from kvcore.workloads import file_digest, lines
+from kvcore.workloads import lines
 from kvcore_plugins.workload.file_workload import FileWorkload
 from kvcore_plugins.workload.rows import Row, parse_row
 from kvcore_plugins.workload.turns import Turns
@@ -98,7 +98,7 @@ class Jsonl(FileWorkload):
     def digest(self) -> str:
         """The digest of the file's bytes, and of `chain` if it is set."""
         names = ("chain", "turns")
-        return file_digest(self.path, **{n: True for n in names if getattr(self, n)})
+        return self._file_digest(self.path, **{n: True for n in names if getattr(self, n)})
 
     @property
     def notes(self) -> list[str]:

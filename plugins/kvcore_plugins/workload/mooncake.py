@@ -16,13 +16,14 @@ from attrs.converters import optional
 from attrs.validators import ge, in_
 from attrs.validators import optional as if_given
 
-from kvcore import InputError, Request, Workload
+from kvcore import InputError, Request
 from kvcore.blake2 import blake2b
 from kvcore.files import DATA, as_path
 from kvcore.request import KEY_BYTES, chain_keys
 from kvcore.units import INT64_LIMIT
-from kvcore.workloads import file_digest, json_fields, lines
+from kvcore.workloads import json_fields, lines
 from kvcore_plugins.workload._plain import json_reader
+from kvcore_plugins.workload.file_workload import FromFiles
 from kvcore_plugins.workload.rows import Row, parse_row, time_order
 from kvcore_plugins.workload.times import HEAD, UNITS, Clock, Timed, TimeOrder, has_fraction
 
@@ -48,7 +49,7 @@ _Name: TypeAlias = tuple[str, Any]
 
 
 @attrs.define(eq=False)
-class Mooncake(Workload):
+class Mooncake(FromFiles):
     """Requests with a key for each block of the prompt.
 
     A line is an object of `timestamp`, `input_length`, `output_length` (tokens) and `hash_ids`.
@@ -104,10 +105,6 @@ class Mooncake(Workload):
         self._has_key_tokens = given not in (0, found)
         self.found_key_tokens = not given and found != PUBLISHED_KEY_TOKENS
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle it by its options."""
-        return partial(type(self), **self.options()), ()
-
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each row. Keeps some rows in memory; an entry a chat."""
         self._reading = reading = _Reading(self, self._file)
@@ -133,7 +130,7 @@ class Mooncake(Workload):
             options["unit"] = self.unit
         if self.turns:
             options["turns"] = True
-        return file_digest(self._file, **options)
+        return self._file_digest(self._file, **options)
 
     @property
     def size(self) -> int | None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 
-from kvcore import Request, Workload
+from kvcore import Request
 from kvcore.files import as_path
-from kvcore.workloads import file_digest
+from kvcore_plugins.workload.file_workload import FromFiles
 from kvcore_plugins.workload.turns import Turns
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @attrs.define(eq=False)
-class Recording(Workload):
+class Recording(FromFiles):
     """The requests of a complete kvcore trace, every line of which is checked.
 
     Open-loop requests arrive as in the recorded workload, whatever the rate of the run. The
@@ -71,6 +71,6 @@ class Recording(Workload):
     def digest(self) -> str:
         """The digest of the recorded workload, or of the file. Reads the file."""
         if self.turns:
-            return file_digest(self.path, turns=True)
+            return self._file_digest(self.path, turns=True)
         recorded = self._recorded
-        return recorded.digest if recorded.restores else file_digest(self.path)
+        return recorded.digest if recorded.restores else self._file_digest(self.path)

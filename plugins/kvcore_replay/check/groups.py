@@ -14,6 +14,7 @@ from kvcore.cache.pool import BlockPool, Ids
 from kvcore.trace import events
 from kvcore.trace.events import methods_by_event, violated
 from kvcore.trace.fields import encode_runs
+from kvcore.units import INT64_LIMIT
 from kvcore_replay.check.base import CacheChecker
 from kvcore_replay.check.group_tiers import GroupTierChecker
 from kvcore_replay.state.groups import (
@@ -52,8 +53,10 @@ class GroupChecker(CacheChecker[GroupState]):
         policy = (header.plugins or {}).get("checkpoint")
         self._checkpoint = None if policy is None else policy.name
         self._is_planned = caps.get("commit") == "scheduled"
-        max_tokens = caps.get("max_tokens")
-        self._in_flight = max_tokens * (1 + self._lag) if isinstance(max_tokens, int) else None
+        # A prompt that is neither cut nor waits for a step that has room may be of any length.
+        alone = caps.get("chunked") is False and caps.get("unchunked") != "wait"
+        most = INT64_LIMIT if alone else caps.get("max_tokens")
+        self._in_flight = most * (1 + self._lag) if isinstance(most, int) else None
         # Blocks that were evicted and that no sequence has taken yet.
         self._victims: Ids = array("i")
         # Event and sequence that the next line must have; and this one.

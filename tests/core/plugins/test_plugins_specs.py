@@ -343,6 +343,16 @@ def test_a_file_without_that_plugin_is_refused(tmp_path, kind, name, text, why):
         Plugins().build(kind, f"{path}:{name}")
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_a_file_that_imports_its_neighbour_is_told_how(tmp_path, told):
+    """The folder of a file is not searched; the error of what it imports from there says so."""
+    (tmp_path / "my.py").write_text("import beside_it")
+    (tmp_path / ("beside_it.py" if told else "other.py")).touch()
+    with pytest.raises(PluginError, match="No module named 'beside_it'") as caught:
+        Plugins().build("eviction", f"{tmp_path}/my.py")
+    assert (f"set PYTHONPATH={tmp_path}" in str(caught.value)) is told
+
+
 @pytest.fixture(scope="module")
 def plugins():
     """Return the installed plugins."""

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -413,3 +414,37 @@ def test_a_workload_may_be_a_class_in_a_file(tmp_path):
     )
     for text, key in ((f"{path}:Mine:key=7", 7), (str(path), 1)):
         assert [list(request.keys) for request in find_workload(text, Plugins())] == [[key]]
+
+
+MOONCAKE = b'{"timestamp":0,"input_length":512,"output_length":1,"hash_ids":[1]}\n'
+AZURE = FIRST_LINES[Azure] + b"2024-05-10 00:00:00.0,8,1\n"
+AGAIN = {
+    "iteration": list,
+    "digest": lambda workload: workload.digest,
+    "copy": lambda workload: list(copy(workload)),
+}
+
+
+@pytest.mark.parametrize(("cls", "content"), [(Azure, AZURE), (Mooncake, MOONCAKE)])
+@pytest.mark.parametrize("again", AGAIN)
+def test_a_file_that_has_grown_since_it_was_read_is_refused(rows, cls, content, again):
+    """A workload is that of one state of its file, also as a copy."""
+    path = rows(content)
+    workload = cls(path)
+    assert len(list(workload)) == 1
+    with path.open("ab") as file:
+        file.write(b"\n")
+    with pytest.raises(InputError, match="rows: the file has changed while it was read"):
+        AGAIN[again](workload)
+
+
+def test_a_file_that_grows_while_it_is_read_again_yields_no_more_requests(rows):
+    """The error of a file that has changed comes before a request that was not there before."""
+    path = rows(MOONCAKE)
+    workload = Mooncake(path)
+    list(workload)
+    requests = iter(workload)
+    with path.open("ab") as file:
+        file.write(MOONCAKE)
+    with pytest.raises(InputError, match="the file has changed while it was read"):
+        list(zip(requests, [1], strict=True))
