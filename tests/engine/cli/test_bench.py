@@ -120,6 +120,13 @@ def test_cache_and_sim_suites_are_correct_and_note_missing_peers(tmp_path):
     assert "120 requests, blocks of 16" in done.stdout
 
 
+@pytest.mark.parametrize("only", ["lru", "simulate", "copy"])
+def test_suites_without_a_wanted_operation_do_not_run(only):
+    """Of several suites those alone run that have the operations of `--only`."""
+    document = bench_document("cpu", "cache", "sim", *SMALL, "--check", "--only", only)
+    assert {row["operation"] for row in document["rows"]} == {only}
+
+
 def test_check_measures_no_times():
     """With `--check` the tables have a column of results and none of shares."""
     done = run_here("bench", "sim", "--check", "--quick")
