@@ -69,6 +69,9 @@ def of_cache(settings: Settings) -> Iterator[Row]:
             "amount": blocks,
             "unit": "blocks",
         }
+        if why := settings.late:
+            yield Row(**row, by="KVCache", note=why)
+            continue
         measured: list[tuple[str, list[float], dict[str, Any]]] = []
         hits: list[int] = []
         runs: list[tuple[str, Callable[[], tuple[float, int]]]] = [
@@ -102,6 +105,9 @@ def of_sim(settings: Settings) -> Iterator[Row]:
             "amount": len(requests),
             "unit": "requests",
         }
+        if why := settings.late:
+            yield Row(**row, by="kvcore", note=why)
+            continue
         times, missing = [], 0
         for _ in range(1 if settings.check or settings.quick else 3):
             cache = _cache(size, POOL_TOKENS // size, "tokens", ids=False)

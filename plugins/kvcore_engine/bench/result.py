@@ -46,9 +46,11 @@ class Settings:
         return not self.only or operation in self.only
 
     @property
-    def late(self) -> bool:
-        """Whether the deadline has passed."""
-        return self.deadline is not None and monotonic() - self.begun > self.deadline
+    def late(self) -> str | None:
+        """Why no further case is begun, the deadline having passed; None: it has not."""
+        if self.deadline is None or monotonic() - self.begun <= self.deadline:
+            return None
+        return f"{LATE} of {self.deadline:g} s has passed"
 
 
 @attrs.frozen

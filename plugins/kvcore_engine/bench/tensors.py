@@ -17,7 +17,7 @@ from kvcore.plugins import Plugins
 from kvcore_engine.bench.ceilings import measure_ceilings
 from kvcore_engine.bench.machine import describe_machine
 from kvcore_engine.bench.paged import BLOCK, Bed, DecodeCase, failed_row
-from kvcore_engine.bench.result import LATE, Ceiling, Row, Settings, Target, Tell, with_shares
+from kvcore_engine.bench.result import Ceiling, Row, Settings, Target, Tell, with_shares
 
 ATTENTION = ("triton", "sdpa", "flashinfer")
 """Ways to attend that a backend may have; each that is available is checked."""
@@ -182,8 +182,7 @@ class _Pool:
     ) -> Sequence[Row]:
         """Return the rows of a method of `Bed`, or a row with the reason why it has none."""
         suite, case = self.suite, f"{self.codec or self.dtype}, {case}"
-        if suite.settings.late:
-            why = f"{LATE} of {suite.settings.deadline:g} s has passed"
+        if why := suite.settings.late:
             return [
                 Row(suite=suite.name, operation=operation, case=case, by=suite.spec, note=why)
             ]

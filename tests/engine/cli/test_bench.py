@@ -162,12 +162,14 @@ def test_the_gpu_suite_passes_on_torch_cpu():
     assert any("ragged" in row["case"] for row in document["rows"])
 
 
-def test_cases_after_the_deadline_are_not_run():
+@pytest.mark.parametrize(("operation", "cases"), [("copy", 1), ("lru", 2), ("simulate", 2)])
+def test_cases_after_the_deadline_are_not_run(operation, cases):
     """A case that has not begun when the deadline passes is a row with that reason."""
-    document = bench_document("cpu", *SMALL, "--only", "copy", "--deadline", "0.000001")
+    suites = "cpu", "cache", "sim"
+    document = bench_document(*suites, *SMALL, "--only", operation, "--deadline", "0.000001")
     assert [row["note"] for row in document["rows"]] == [
         "not measured: the deadline of 1e-06 s has passed"
-    ]
+    ] * cases
 
 
 def report(**fields):
