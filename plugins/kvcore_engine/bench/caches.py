@@ -23,7 +23,7 @@ from kvcore.plugins import Plugins
 from kvcore.request import Request
 from kvcore.serving.simulate import simulate
 from kvcore.workloads import Workload
-from kvcore_engine.bench.result import Row, Settings
+from kvcore_engine.bench.result import Row, Settings, spread_of
 
 POOL_TOKENS = 3_000_000
 KEY_TOKENS = 512
@@ -140,12 +140,11 @@ def _beside(
             yield Row(**row, by=by, **right)
             continue
         seconds = median(times)
-        even, other = median(times[::2]), median(times[1::2] or times)
         yield Row(
             **row,
             by=by,
             seconds=seconds,
-            spread=2 * abs(even - other) / (even + other),
+            spread=spread_of(times),
             of=measured[0][0] if index else None,
             share=base / seconds if index else None,
             **right,

@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 
+from kvcore_engine.bench.result import spread_of
+
 Call: TypeAlias = Callable[[], Any]
 
 LEAST, MOST = 6, 200
@@ -30,7 +32,7 @@ class Timing:
     """
 
     seconds: float
-    spread: float
+    spread: float | None
     how: str = ""
 
 
@@ -90,9 +92,7 @@ def _sampled(
             times.append(measure())
     timings = []
     for (_, how), times in zip(measures, samples, strict=True):
-        even, other = median(times[::2]), median(times[1::2])
-        spread = 2 * abs(even - other) / max(even + other, 1e-12)
-        timings.append(Timing(median(times), spread, how))
+        timings.append(Timing(median(times), spread_of(times), how))
     return timings
 
 

@@ -106,7 +106,10 @@ def test_a_slot_that_was_never_stored_reads_as_wrong(monkeypatch):
 
 
 def test_cache_and_sim_suites_are_correct_and_note_missing_peers(tmp_path):
-    """Suites `cache` and `sim` find no wrong result, and note each peer that is missing."""
+    """Suites `cache` and `sim` find no wrong result, and note each peer that is missing.
+
+    What was timed once has no spread.
+    """
     out = tmp_path / "bench.json"
     done = run_here("bench", "cache", "sim", "--quick", "--out", out)
     assert done.returncode == 0
@@ -114,6 +117,8 @@ def test_cache_and_sim_suites_are_correct_and_note_missing_peers(tmp_path):
     assert document["wrong"] == 0
     assert document["ceilings"] == []
     assert {row["by"] for row in document["rows"]} >= {"OrderedDict", "KVCache", "kvcore"}
+    assert {row["spread"] for row in document["rows"]} == {None}
+    assert "timed twice" not in done.stdout
     peers = [row for row in document["rows"] if row["by"] == "libcachesim"]
     assert peers
     assert all(row["seconds"] or row["note"].startswith("not available") for row in peers)
