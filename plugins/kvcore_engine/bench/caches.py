@@ -205,23 +205,25 @@ def _libcachesim(
 ) -> Row:
     """Return the row of libcachesim's LRU, which reads the same blocks from a binary trace."""
     by = "libcachesim"
-    try:
-        libcachesim = import_module(by)
-    except ImportError:
+    if find_spec(by) is None:
         return Row(**row, by=by, note="not available: libcachesim is not installed")
-    with TemporaryDirectory() as folder:
-        trace = Path(folder) / "blocks.bin"
-        with trace.open("wb") as file:
-            for request in requests:
-                for key in request.keys:
-                    first = key * ratio  # type: ignore[operator]
-                    file.write(b"".join(OBJECT.pack(0, first + p, 1, -2) for p in range(ratio)))
-        kind = libcachesim.TraceType.ORACLE_GENERAL_TRACE
-        reader = libcachesim.TraceReader(str(trace), kind)
-        start = perf_counter()
-        libcachesim.LRU(pool).process_trace(reader)
-        seconds = perf_counter() - start
-    return Row(**row, by=by, seconds=seconds, of="OrderedDict", share=base / seconds)
+
+    def seconds() -> float:
+        libcachesim = import_module(by)
+        with TemporaryDirectory() as folder:
+            trace = Path(folder) / "blocks.bin"
+            with trace.open("wb") as file:
+                for request in requests:
+                    for key in request.keys:
+                        ids = range(key * ratio, (key + 1) * ratio)  # type: ignore[operator]
+                        file.write(b"".join(OBJECT.pack(0, block, 1, -2) for block in ids))
+            kind = libcachesim.TraceType.ORACLE_GENERAL_TRACE
+            reader = libcachesim.TraceReader(str(trace), kind)
+            start = perf_counter()
+            libcachesim.LRU(pool).process_trace(reader)
+            return perf_counter() - start
+
+    return _peer(row, by, "OrderedDict", base, seconds)
 
 
 def _dynamo(row: dict[str, Any], requests: Sequence[Request], size: int, base: float) -> Row:
@@ -234,8 +236,8 @@ def _dynamo(row: dict[str, Any], requests: Sequence[Request], size: int, base: f
     if find_spec("dynamo") is None:
         note = "not available: ai-dynamo-runtime has no module dynamo here"
         return Row(**row, by=by, note=note)
-    with TemporaryDirectory() as folder:
-        trace, report = Path(folder) / "trace.jsonl", Path(folder) / "report.json"
+
+    def seconds() -> float:
         rows = [
             {
                 "timestamp": request.arrival / 1e6,
@@ -245,20 +247,31 @@ def _dynamo(row: dict[str, Any], requests: Sequence[Request], size: int, base: f
             }
             for request in requests
         ]
-        trace.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
         options = {
             "extra_engine_args": {
                 "engine": {"block_size": size, "num_gpu_blocks": POOL_TOKENS // size}
             },
             "trace_block_size": KEY_TOKENS,
         }
-        paths = str(trace), str(report)
-        command = [sys.executable, "-c", REPLAY, *paths, orjson.dumps(options).decode()]
-        try:
+        with TemporaryDirectory() as folder:
+            trace, report = Path(folder) / "trace.jsonl", Path(folder) / "report.json"
+            trace.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+            paths = str(trace), str(report)
+            command = [sys.executable, "-c", REPLAY, *paths, orjson.dumps(options).decode()]
             subprocess.run(command, check=True, capture_output=True, timeout=PEER_SECONDS)  # noqa: S603
-            seconds = orjson.loads(report.read_bytes())["wall_time_ms"] / 1e3
-        except subprocess.TimeoutExpired:
-            return Row(**row, by=by, note=f"took more than {PEER_SECONDS} s")
-        except (subprocess.CalledProcessError, OSError, KeyError, ValueError) as error:
-            return Row(**row, by=by, note=f"failed: {type(error).__name__}: {str(error)[:80]}")
-    return Row(**row, by=by, seconds=seconds, of="kvcore", share=base / seconds)
+            return float(orjson.loads(report.read_bytes())["wall_time_ms"]) / 1e3
+
+    return _peer(row, by, "kvcore", base, seconds)
+
+
+def _peer(
+    row: dict[str, Any], by: str, of: str, base: float, measure: Callable[[], float]
+) -> Row:
+    """Return the row of a peer and its speed as a share of `of`'s, or why it has none."""
+    try:
+        seconds = measure()
+        return Row(**row, by=by, seconds=seconds, of=of, share=base / seconds)
+    except subprocess.TimeoutExpired:
+        return Row(**row, by=by, note=f"took more than {PEER_SECONDS} s")
+    except Exception as error:  # noqa: BLE001 - whatever a peer raises is its own
+        return Row(**row, by=by, note=f"failed: {type(error).__name__}: {str(error)[:80]}")

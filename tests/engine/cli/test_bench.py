@@ -1,6 +1,9 @@
 """Tests of `kvcore bench`: its suites on small inputs, their output, checks and errors."""
 
 import json
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import attrs
 import pytest
@@ -123,6 +126,18 @@ def test_cache_and_sim_suites_are_correct_and_note_missing_peers(tmp_path):
     assert peers
     assert all(row["seconds"] or row["note"].startswith("not available") for row in peers)
     assert "120 requests, blocks of 16" in done.stdout
+
+
+def test_a_peer_that_fails_is_a_row_with_the_reason(monkeypatch):
+    """A peer that is there and fails is a row with the reason, and all others are measured."""
+    peer = ModuleType("libcachesim")
+    peer.__spec__ = ModuleSpec("libcachesim", None)
+    monkeypatch.setitem(sys.modules, "libcachesim", peer)
+    rows = bench_document("cache", "--quick")["rows"]
+    assert [row["note"] for row in rows[3::4]] == [
+        "failed: AttributeError: module 'libcachesim' has no attribute 'TraceType'"
+    ] * 2
+    assert all(row["seconds"] for row in rows if row["by"] != "libcachesim")
 
 
 @pytest.mark.parametrize("only", ["lru", "simulate", "copy"])
