@@ -267,10 +267,10 @@ class Bed:
         keys, values = (self.random(tokens, KV_HEADS, WIDTH, seed=seed) for seed in (3, 4))
         turn, expected = None, keys
         if rotated:
-            positions = torch.arange(tokens, device=self.device)
-            turn = ROTARY.rotation(positions)
-            exact = Rotation(*ROTARY.angles(positions)).rotate(keys.double())
-            expected = exact.to(keys.dtype)
+            angles = ROTARY.angles(torch.arange(tokens, device=self.device))
+            wide = torch.promote_types(keys.dtype, torch.float32)
+            turn = Rotation(*(table.to(wide) for table in angles))
+            expected = Rotation(*angles).rotate(keys.double()).to(keys.dtype)
         theirs: list[Call] = []
         for table in sets:
             plan = backend.plan(RaggedBatch([table], [0], [tokens]))

@@ -61,6 +61,14 @@ def test_tensor_operations_are_timed_and_correct():
     assert all(row["error"] in (0, None) for row in exact)
 
 
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
+def test_rotated_keys_are_right_in_every_dtype(dtype):
+    """Keys that a correct backend rotates and stores are right, however wide they are."""
+    options = ("--quick", "--check", "--only", "store+rope", "--dtype", dtype)
+    (row,) = bench_document("cpu", *options)["rows"]
+    assert row["correct"]
+
+
 def test_a_wrong_backend_fails_the_check(monkeypatch):
     """With `--check`, a wrong result ends with exit code 1 and is named in the output."""
     right = TorchCPU.attend
