@@ -258,7 +258,11 @@ def _dynamo(row: dict[str, Any], requests: Sequence[Request], size: int, base: f
             trace.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
             paths = str(trace), str(report)
             command = [sys.executable, "-c", REPLAY, *paths, orjson.dumps(options).decode()]
-            subprocess.run(command, check=True, capture_output=True, timeout=PEER_SECONDS)  # noqa: S603
+            done = subprocess.run(  # noqa: S603
+                command, capture_output=True, text=True, check=False, timeout=PEER_SECONDS
+            )
+            if done.returncode:
+                raise RuntimeError(done.stderr.strip().rpartition("\n")[2])
             return float(orjson.loads(report.read_bytes())["wall_time_ms"]) / 1e3
 
     return _peer(row, by, "kvcore", base, seconds)
