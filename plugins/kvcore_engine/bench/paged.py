@@ -623,8 +623,10 @@ def _shuffled(blocks: int) -> list[int]:
 
 
 def _seen(tokens: int, case: DecodeCase) -> int:
-    """Return the number of tokens that the last of `tokens` tokens attends to."""
-    return tokens if case.window is None else min(tokens, case.window + case.sinks)
+    """Return the number of tokens that the new ones of `tokens` tokens attend to."""
+    if case.window is None:
+        return tokens
+    return min(tokens, case.window + case.new - 1 + case.sinks)
 
 
 def _kept(tokens: int, case: DecodeCase) -> Tensor:

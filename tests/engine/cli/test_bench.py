@@ -24,6 +24,7 @@ from kvcore_engine.bench.report import BenchReport
 torch = pytest.importorskip("torch", reason="the suites of tensors need torch")
 
 from kvcore_engine.backend import TorchCPU  # noqa: E402 - needs torch
+from kvcore_engine.bench.tensors import POISON  # noqa: E402 - needs torch
 
 SMALL = ("--quick", "--dtype", "fp32")
 
@@ -67,6 +68,17 @@ def test_rotated_keys_are_right_in_every_dtype(dtype):
     options = ("--quick", "--check", "--only", "store+rope", "--dtype", dtype)
     (row,) = bench_document("cpu", *options)["rows"]
     assert row["correct"]
+
+
+def test_the_amount_is_all_that_new_tokens_attend_to():
+    """The amount of a chunk with a window is the K/V of all tokens that a new one attends to."""
+    rows = bench_document("cpu", *SMALL, "--check", "--only", "chunk")["rows"]
+    (row,) = (row for row in rows if row["case"].endswith("5 new, window 100, sinks 4"))
+    seen = 0
+    for length in (n for n in POISON if n >= 5):
+        new = range(length - 5, length)
+        seen += len({x for n in new for x in range(n + 1) if x < 4 or x > n - 100})
+    assert row["amount"] == seen * 2 * 8 * 128 * 4
 
 
 def test_a_wrong_backend_fails_the_check(monkeypatch):
