@@ -377,15 +377,15 @@ def _grid(suite: _Suite, dtype: str) -> Iterator[Row]:
         for batch, context in cells
     ]
     tokens = GRID_BATCHES[-1] * GRID_CONTEXTS[-1]
-    while tokens > GRID_CONTEXTS[-1]:
-        pool = suite.pool(tokens, dtype)
+    pool = suite.pool(tokens, dtype)
+    while tokens > GRID_CONTEXTS[-1] and not suite.settings.late:
         try:
             pool.bed()
-        except KvcoreError:  # too little memory: cells that do not fit get rows with the reason
+            break
+        except KvcoreError:  # cells that do not fit get rows with the reason
             tokens //= 2
-        else:
-            yield from pool.decode(cases)
-            return
+            pool = suite.pool(tokens, dtype)
+    yield from pool.decode(cases)
 
 
 def _ragged(count: int, least: int, greatest: int) -> list[int]:

@@ -24,7 +24,7 @@ from kvcore_engine.bench.report import BenchReport
 torch = pytest.importorskip("torch", reason="the suites of tensors need torch")
 
 from kvcore_engine.backend import TorchCPU  # noqa: E402 - needs torch
-from kvcore_engine.bench.tensors import POISON  # noqa: E402 - needs torch
+from kvcore_engine.bench import tensors  # noqa: E402 - needs torch
 
 SMALL = ("--quick", "--dtype", "fp32")
 
@@ -71,11 +71,11 @@ def test_rotated_keys_are_right_in_every_dtype(dtype):
 
 
 def test_the_amount_is_all_that_new_tokens_attend_to():
-    """The amount of a chunk with a window is the K/V of all tokens that a new one attends to."""
+    """The amount of a chunk with a window is the K/V of all that its tokens attend to."""
     rows = bench_document("cpu", *SMALL, "--check", "--only", "chunk")["rows"]
     (row,) = (row for row in rows if row["case"].endswith("5 new, window 100, sinks 4"))
     seen = 0
-    for length in (n for n in POISON if n >= 5):
+    for length in (n for n in tensors.POISON if n >= 5):
         new = range(length - 5, length)
         seen += len({x for n in new for x in range(n + 1) if x < 4 or x > n - 100})
     assert row["amount"] == seen * 2 * 8 * 128 * 4
@@ -215,6 +215,27 @@ def test_cases_after_the_deadline_are_not_run(operation, cases):
     assert [row["note"] for row in document["rows"]] == [
         "not measured: the deadline of 1e-06 s has passed"
     ] * cases
+
+
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        (Settings(), "not available: torch-cpu has no bf16"),
+        (Settings(deadline=1.0, begun=-10.0), "not measured: the deadline of 1 s has passed"),
+    ],
+)
+def test_a_grid_that_cannot_be_measured_has_rows_with_the_reason(monkeypatch, settings, note):
+    """Each cell of the grid is a row with the reason if no pool of its dtype can be had."""
+
+    def refuse(_, layout):
+        msg = f"torch-cpu has no {layout.dtype}"
+        raise InputError(msg)
+
+    monkeypatch.setattr(TorchCPU, "check", refuse)
+    suite = tensors._Suite("gpu", "torch-cpu", settings, Plugins(), 0.1)
+    rows = [*tensors._grid(suite, "bf16")]
+    cells = len(tensors.GRID_BATCHES) * len(tensors.GRID_CONTEXTS)
+    assert [row.note for row in rows] == [note] * cells
 
 
 def report(**fields):
