@@ -252,16 +252,18 @@ def report(**fields):
         ({"seconds": 5e-5, "target": Target(seconds=4e-5)}, "≤ 40 µs: missed"),
         ({"seconds": 1.0, "share": 0.95, "target": Target(share=0.9)}, "≥ 0.90: reached"),
         ({"target": Target(share=0.9)}, "≥ 0.90"),
+        ({"seconds": 0.9996, "spread": 0.02}, "1,000 ms ±1%"),
+        ({"seconds": 1.2e-5}, "12 µs"),
         ({"error": float("nan")}, "WRONG: NaN"),
         ({"error": 0.5, "allowed": 0.1}, "WRONG: off by 5.0e-01"),
         ({"error": 0.0}, "exact"),
     ],
 )
-def test_a_cell_shows_target_or_correctness(fields, cell):
-    """A cell shows whether a target is reached, or whether a result is correct."""
+def test_a_cell_shows_time_target_or_correctness(fields, cell):
+    """A cell shows a time, whether a target is reached, or whether a result is correct."""
     found = report(**fields)
     assert cell in found.table.rows[0]
-    if "seconds" in fields:
+    if "seconds" in fields and "target" in fields:
         assert "targets are reached" in found.reading
 
 
