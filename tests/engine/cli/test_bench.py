@@ -24,7 +24,7 @@ from kvcore_engine.bench.report import BenchReport
 torch = pytest.importorskip("torch", reason="the suites of tensors need torch")
 
 from kvcore_engine.backend import TorchCPU  # noqa: E402 - needs torch
-from kvcore_engine.bench import tensors  # noqa: E402 - needs torch
+from kvcore_engine.bench import clocks, tensors  # noqa: E402 - these need torch
 
 SMALL = ("--quick", "--dtype", "fp32")
 
@@ -163,6 +163,23 @@ def test_a_peer_that_fails_is_a_row_with_the_reason(monkeypatch):
     monkeypatch.setattr(caches, "REPLAY", "import json; json.no_replay")
     rows = bench_document("sim", "--quick")["rows"]
     assert all(": AttributeError: module 'json' has" in row["note"] for row in rows[1::2])
+
+
+@pytest.mark.parametrize(
+    ("graph", "captured", "how"),
+    [
+        (True, True, ""),
+        (True, False, "launched, not replayed"),
+        (False, True, "launched, not replayed"),
+    ],
+)
+def test_a_time_of_launched_work_says_so(monkeypatch, graph, captured, how):
+    """A time on a GPU says that its work was launched, wherever it is no replay of a graph."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(clocks, "_captured", lambda run: run if captured else None)
+    monkeypatch.setattr(clocks, "_events", lambda *_: lambda: 1.0)
+    (timing,) = clocks.time_on_gpu([[lambda: None]], 0.0, graph=graph)
+    assert timing == clocks.Timing(1.0, 0.0, how)
 
 
 @pytest.mark.parametrize("only", ["lru", "simulate", "copy"])
