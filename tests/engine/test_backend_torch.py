@@ -256,6 +256,7 @@ def test_gather_buffers_are_reused_and_reported(backend):
         ),
         (RaggedBatch([[8]], [0], [1]), "has block 8: there are 0 to 7"),
         (RaggedBatch([[-1]], [0], [1]), "has block -1"),
+        (RaggedBatch([[1], [2, 2**40]], [0, 4], [1, 1]), f"sequence 1 has block {2**40}: "),
     ],
 )
 def test_impossible_steps_are_refused(backend, step, message):

@@ -579,7 +579,11 @@ class Pool:
             if msg:
                 msg = f"sequence {index} has {msg}"
                 raise InputError(msg)
-            joined += array("i", table[:needed])
+            try:
+                joined += array("i", table[:needed])
+            except OverflowError:
+                wrong = next(block for block in table if not 0 <= block < blocks)
+                raise _unknown_block(index, wrong, blocks) from None
             joined += zeros[needed:]
             sizes.append(max(needed, width))
         ids = torch.frombuffer(joined, dtype=torch.int32)
@@ -587,8 +591,7 @@ class Pool:
         if low < 0 or high >= blocks:
             wrong = low if low < 0 else high
             index = bisect_right([*accumulate(sizes)], joined.index(wrong))
-            msg = f"sequence {index} has block {wrong}: there are 0 to {blocks - 1}"
-            raise InputError(msg)
+            raise _unknown_block(index, wrong, blocks)
         return ids, sizes
 
     def writes(self, batch: RaggedBatch, tables: list[Tensor]) -> Writes | None:
@@ -626,3 +629,8 @@ class Pool:
     def _ids(self, blocks: Sequence[int]) -> Tensor:
         """Return block ids as an index on the device."""
         return self.upload(torch.tensor(list(blocks), dtype=torch.int64))
+
+
+def _unknown_block(index: int, block: int, blocks: int) -> InputError:
+    """Return the error of a sequence whose table has a block that the pool does not have."""
+    return InputError(f"sequence {index} has block {block}: there are 0 to {blocks - 1}")
