@@ -337,6 +337,14 @@ def test_swapping_in_needs_as_many_blocks_as_were_swapped_out(backend):
         backend.swap_in(host, [3])
 
 
+@pytest.mark.parametrize("block_size", [4, 1024], ids=["short", "long"])
+def test_no_blocks_are_swapped_and_moved(backend, block_size):
+    """Operations on no blocks do nothing, however long the rows of a block are."""
+    backend.allocate(layout(block_size=block_size))
+    backend.swap_in(backend.swap_out([]), [])
+    backend.move_tokens(0, [], [], torch.empty(3, 0, dtype=torch.int64))
+
+
 def test_read_blocks_refuses_read_only_memory(backend):
     """`read_blocks` refuses read-only memory; `write_blocks` accepts it."""
     kept = backend.host_buffer(1)
