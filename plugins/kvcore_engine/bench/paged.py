@@ -362,25 +362,25 @@ class Bed:
     def swap(self, count: int, target: Target | None = None) -> list[Row]:
         """Bring blocks to the host and back, as preemption does, and as tiers do."""
         backend, device = self.backend, self.device.type == "cuda"
-        ((table,), *_) = self.sets([2 * count * backend.layout.block_size])
+        tables = [table for (table,) in self.sets([2 * count * backend.layout.block_size])]
         self._good = 0
-        out, into = table[:count], table[count:]
-        before = self._content(out)
-        host = backend.swap_out(out)
-        backend.swap_in(host, into)
-        swapped = {"error": _difference(self._content(into), before)}
-        buffer = backend.host_buffer(count)
-        backend.fill(nan, into)
-        backend.read_blocks(out, buffer)
-        backend.write_blocks(into, buffer)
-        moved = {"error": _difference(self._content(into), before)}
+        outs, intos = [t[:count] for t in tables], [t[count:] for t in tables]
+        before = self._content(outs[0])
+        hosts = [*map(backend.swap_out, outs)]
+        backend.swap_in(hosts[0], intos[0])
+        swapped = {"error": _difference(self._content(intos[0]), before)}
+        buffers = [backend.host_buffer(count) for _ in outs]
+        backend.fill(nan, intos[0])
+        backend.read_blocks(outs[0], buffers[0])
+        backend.write_blocks(intos[0], buffers[0])
+        moved = {"error": _difference(self._content(intos[0]), before)}
         run = backend.layout.bytes_per_block // 2
         rows: list[Row] = []
-        for operation, call, right, of in (
-            ("swap out", lambda: backend.swap_out(out), swapped, TO_HOST),
-            ("swap in", lambda: backend.swap_in(host, into), {}, FROM_HOST),
-            ("read blocks", lambda: backend.read_blocks(out, buffer), moved, TO_HOST),
-            ("write blocks", lambda: backend.write_blocks(into, buffer), {}, FROM_HOST),
+        for operation, method, arguments, right, of in (
+            ("swap out", backend.swap_out, (outs,), swapped, TO_HOST),
+            ("swap in", backend.swap_in, (hosts, intos), {}, FROM_HOST),
+            ("read blocks", backend.read_blocks, (outs, buffers), moved, TO_HOST),
+            ("write blocks", backend.write_blocks, (intos, buffers), {}, FROM_HOST),
         ):
             if self.settings.check and not right:
                 continue
@@ -390,7 +390,8 @@ class Bed:
                 "amount": count * backend.layout.bytes_per_block * (1 if device else 2),
                 "of": of if device else COPY,
             }
-            rows += self._rows(row, [(self.name, [call], right)], target, graph=False)
+            calls = [partial(method, *each) for each in zip(*arguments, strict=True)]
+            rows += self._rows(row, [(self.name, calls, right)], target, graph=False)
         return rows
 
     def _rows(

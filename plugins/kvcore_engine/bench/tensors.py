@@ -265,20 +265,18 @@ def _cpu(suite: _Suite) -> Iterator[Row]:
                 pool = suite.pool(2 * blocks * BLOCK * 3, dtype)
                 yield from pool.rows(operation, f"{blocks:,} blocks", measure, blocks)
     if settings.wants("swap"):
-        pool = suite.pool(2 * blocks * BLOCK, dtypes[0])
+        pool = suite.pool(2 * blocks * BLOCK * 3, dtypes[0])
         yield from pool.rows("swap", f"{blocks:,} blocks", Bed.swap, blocks)
-    yield from _coded(suite, dtypes[0], cases[0], room, stored // 4)
+    yield from _coded(suite, dtypes[0], cases[0], stored // 4)
 
 
-def _coded(
-    suite: _Suite, dtype: str, case: DecodeCase, room: int, stored: int
-) -> Iterator[Row]:
-    """Yield decode and store with codecs, in pools of `room` tokens, or of `stored` ones."""
+def _coded(suite: _Suite, dtype: str, case: DecodeCase, stored: int) -> Iterator[Row]:
+    """Yield decode and store with codecs, the store of `stored` tokens."""
     wants = suite.settings.wants
     for codec in CODECS:
         size = 128 if codec.startswith("kivi") else BLOCK
         if wants("decode"):
-            yield from suite.pool(room, dtype, codec, size).decode([case])
+            yield from suite.pool(sum(case.lengths) * 3, dtype, codec, size).decode([case])
         if wants("store"):
             yield from suite.pool(stored * 3, dtype, codec, size).store(stored)
 
@@ -357,7 +355,7 @@ def _moved(suite: _Suite, dtype: str) -> Iterator[Row]:
         yield from pool.rows("move", f"{count:,} blocks", Bed.move, count)
     for block_size in (16, 64, 128, 1024) if wants("swap") else ():
         blocks = max(2, total // (block_size * 4096))
-        pool = suite.pool(2 * blocks * block_size, dtype, block_size=block_size)
+        pool = suite.pool(2 * blocks * block_size * 3, dtype, block_size=block_size)
         case = f"{blocks:,} blocks of {block_size:,}"
         yield from pool.rows("swap", case, Bed.swap, blocks, aim(0.93))
 

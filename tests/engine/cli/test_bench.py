@@ -24,7 +24,7 @@ from kvcore_engine.bench.report import BenchReport
 torch = pytest.importorskip("torch", reason="the suites of tensors need torch")
 
 from kvcore_engine.backend import TorchCPU  # noqa: E402 - needs torch
-from kvcore_engine.bench import clocks, tensors  # noqa: E402 - these need torch
+from kvcore_engine.bench import clocks, paged, tensors  # noqa: E402 - these need torch
 
 SMALL = ("--quick", "--dtype", "fp32")
 
@@ -163,6 +163,19 @@ def test_a_peer_that_fails_is_a_row_with_the_reason(monkeypatch):
     monkeypatch.setattr(caches, "REPLAY", "import json; json.no_replay")
     rows = bench_document("sim", "--quick")["rows"]
     assert all(": AttributeError: module 'json' has" in row["note"] for row in rows[1::2])
+
+
+def test_calls_rotate_over_three_sets_of_blocks_or_more(monkeypatch):
+    """All that is timed is so over three sets of blocks or more: no cache holds the next one."""
+    calls = []
+
+    def clock(versions, _, **__):
+        calls.extend(map(len, versions))
+        return [clocks.Timing(1.0, 0.0)] * len(versions)
+
+    monkeypatch.setattr(paged, "clock_of", lambda _: clock)
+    bench_document("cpu", *SMALL)
+    assert min(calls) >= 3
 
 
 @pytest.mark.parametrize(
