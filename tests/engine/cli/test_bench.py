@@ -166,7 +166,7 @@ def test_a_peer_that_fails_is_a_row_with_the_reason(monkeypatch):
 
 
 def test_calls_rotate_over_three_sets_of_blocks_or_more(monkeypatch):
-    """All that is timed is so over three sets of blocks or more: no cache holds the next one."""
+    """All is timed over three sets of blocks or more, so that no cache holds the next one."""
     calls = []
 
     def clock(versions, _, **__):
