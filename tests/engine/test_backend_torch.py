@@ -256,6 +256,7 @@ def test_gather_buffers_are_reused_and_reported(backend):
         ),
         (RaggedBatch([[8]], [0], [1]), "has block 8: there are 0 to 7"),
         (RaggedBatch([[-1]], [0], [1]), "has block -1"),
+        (RaggedBatch([[1], [2, 2**40]], [0, 4], [1, 1]), f"sequence 1 has block {2**40}: "),
     ],
 )
 def test_impossible_steps_are_refused(backend, step, message):
@@ -334,6 +335,14 @@ def test_swapping_in_needs_as_many_blocks_as_were_swapped_out(backend):
     host = backend.swap_out([1, 2])
     with pytest.raises(InputError, match="2 blocks were swapped out"):
         backend.swap_in(host, [3])
+
+
+@pytest.mark.parametrize("block_size", [4, 1024], ids=["short", "long"])
+def test_no_blocks_are_swapped_and_moved(backend, block_size):
+    """Operations on no blocks do nothing, however long the rows of a block are."""
+    backend.allocate(layout(block_size=block_size))
+    backend.swap_in(backend.swap_out([]), [])
+    backend.move_tokens(0, [], [], torch.empty(3, 0, dtype=torch.int64))
 
 
 def test_read_blocks_refuses_read_only_memory(backend):

@@ -102,9 +102,14 @@ def test_stored_keys_are_rotated(pairs, adjacent, dtype):
     assert sum(place.isnan().any(1).sum() for place in places) == 2 * (50 - 27)
 
 
-def test_rotation_by_a_table_equals_rotation_by_angles():
-    """Rotation by a table of all positions equals rotation by the tokens' own angles."""
+@pytest.mark.parametrize("stride", [1, 2])
+def test_rotation_by_a_table_equals_rotation_by_angles(stride):
+    """Rotation by a table of all positions equals rotation by the tokens' own angles.
+
+    However far apart in memory the places are that name its rows.
+    """
     keys, positions = drawn(6, 2, 16), torch.tensor([7, 0, 3, 3, 99, 50])
+    positions = positions.repeat_interleave(stride)[::stride]
     rotary, slots, found = Rotary((1.0, 0.1, 0.01)), torch.arange(12), []
     table = rotary.rotation(torch.arange(100))
     named = Rotation(table.cos, table.sin, positions)

@@ -186,11 +186,9 @@ class CodedHalf(Half):
         if not self.by_token:
             self._rewrite(into, heads, targets, self._tokens_at(table, heads, sources))
             return
-        _, kv_heads, size, _ = self.shape
-        old, new = (torch.tensor([*blocks], dtype=torch.int64) for blocks in (table, into))
         read, written = (
-            self._upload((ids[index // size] * kv_heads + heads) * size + index % size)
-            for ids, index in ((old, sources), (new, targets))
+            self._upload(self.rows_at(blocks, places, heads))
+            for blocks, places in ((table, sources), (into, targets))
         )
         for plane in self._token_planes:
             plane.index_copy_(0, written, gathered(plane, read))

@@ -35,9 +35,9 @@ Transfer: TypeAlias = Callable[[Iterable[tuple[Tensor, Tensor]]], None]
 
 
 def _memory(numbers: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the host: not a copy."""
-    buffer: Any = numbers.numpy()  # no buffer to type checkers
-    return memoryview(buffer).cast("B")
+    """Return the memory of contiguous bytes on the host: not a copy."""
+    buffer: Any = numbers.view(-1).numpy()  # no buffer to type checkers
+    return memoryview(buffer)
 
 
 def kernels_for(device: torch.device) -> bool:
@@ -174,6 +174,11 @@ class Half(ABC):
         heads = torch.arange(kv_heads, device=blocks.device)[:, None]
         return (blocks[..., None, :] * self.row_stride + heads) * size + offsets[..., None, :]
 
+    def rows_at(self, table: Sequence[int], places: Tensor, heads: Tensor) -> Tensor:
+        """Return the rows of tokens at places of a table, each in one of `heads`."""
+        size, ids = self.shape[2], torch.tensor([*table], dtype=torch.int64)
+        return (ids[places // size] * self.row_stride + heads) * size + places % size
+
 
 @attrs.frozen(eq=False)
 class LayerTensor(Half):
@@ -232,16 +237,12 @@ class LayerTensor(Half):
 
     def move(self, table: Sequence[int], into: Sequence[int], moves: Tensor) -> None:
         """Move tokens, row by row."""
-        size, (heads, sources, targets) = self.shape[2], moves
+        heads, sources, targets = moves
         read, written = (
-            (
-                (torch.tensor(blocks)[index // size] * self.row_stride + heads) * size
-                + index % size
-            )
-            for blocks, index in ((table, sources), (into, targets))
+            self.rows_at(blocks, places, heads).to(self.by_token.device)
+            for blocks, places in ((table, sources), (into, targets))
         )
-        moved = self.by_token.index_select(0, read.to(self.by_token.device))
-        self.by_token.index_copy_(0, written.to(self.by_token.device), moved)
+        self.by_token.index_copy_(0, written, gathered(self.by_token, read))
 
 
 class Pool:
@@ -579,7 +580,11 @@ class Pool:
             if msg:
                 msg = f"sequence {index} has {msg}"
                 raise InputError(msg)
-            joined += array("i", table[:needed])
+            try:
+                joined += array("i", table[:needed])
+            except OverflowError:
+                wrong = next(block for block in table if not 0 <= block < blocks)
+                raise _unknown_block(index, wrong, blocks) from None
             joined += zeros[needed:]
             sizes.append(max(needed, width))
         ids = torch.frombuffer(joined, dtype=torch.int32)
@@ -587,8 +592,7 @@ class Pool:
         if low < 0 or high >= blocks:
             wrong = low if low < 0 else high
             index = bisect_right([*accumulate(sizes)], joined.index(wrong))
-            msg = f"sequence {index} has block {wrong}: there are 0 to {blocks - 1}"
-            raise InputError(msg)
+            raise _unknown_block(index, wrong, blocks)
         return ids, sizes
 
     def writes(self, batch: RaggedBatch, tables: list[Tensor]) -> Writes | None:
@@ -626,3 +630,8 @@ class Pool:
     def _ids(self, blocks: Sequence[int]) -> Tensor:
         """Return block ids as an index on the device."""
         return self.upload(torch.tensor(list(blocks), dtype=torch.int64))
+
+
+def _unknown_block(index: int, block: int, blocks: int) -> InputError:
+    """Return the error of a sequence whose table has a block that the pool does not have."""
+    return InputError(f"sequence {index} has block {block}: there are 0 to {blocks - 1}")

@@ -23,7 +23,7 @@ from kvcore.plugins import Plugins
 from kvcore.request import Request
 from kvcore.serving.simulate import simulate
 from kvcore.workloads import Workload
-from kvcore_engine.bench.result import Row, Settings
+from kvcore_engine.bench.result import Row, Settings, spread_of
 
 POOL_TOKENS = 3_000_000
 KEY_TOKENS = 512
@@ -69,6 +69,9 @@ def of_cache(settings: Settings) -> Iterator[Row]:
             "amount": blocks,
             "unit": "blocks",
         }
+        if why := settings.late:
+            yield Row(**row, by="KVCache", note=why)
+            continue
         measured: list[tuple[str, list[float], dict[str, Any]]] = []
         hits: list[int] = []
         runs: list[tuple[str, Callable[[], tuple[float, int]]]] = [
@@ -102,6 +105,9 @@ def of_sim(settings: Settings) -> Iterator[Row]:
             "amount": len(requests),
             "unit": "requests",
         }
+        if why := settings.late:
+            yield Row(**row, by="kvcore", note=why)
+            continue
         times, missing = [], 0
         for _ in range(1 if settings.check or settings.quick else 3):
             cache = _cache(size, POOL_TOKENS // size, "tokens", ids=False)
@@ -134,12 +140,11 @@ def _beside(
             yield Row(**row, by=by, **right)
             continue
         seconds = median(times)
-        even, other = median(times[::2]), median(times[1::2] or times)
         yield Row(
             **row,
             by=by,
             seconds=seconds,
-            spread=2 * abs(even - other) / (even + other),
+            spread=spread_of(times),
             of=measured[0][0] if index else None,
             share=base / seconds if index else None,
             **right,
@@ -200,23 +205,25 @@ def _libcachesim(
 ) -> Row:
     """Return the row of libcachesim's LRU, which reads the same blocks from a binary trace."""
     by = "libcachesim"
-    try:
-        libcachesim = import_module(by)
-    except ImportError:
+    if find_spec(by) is None:
         return Row(**row, by=by, note="not available: libcachesim is not installed")
-    with TemporaryDirectory() as folder:
-        trace = Path(folder) / "blocks.bin"
-        with trace.open("wb") as file:
-            for request in requests:
-                for key in request.keys:
-                    first = key * ratio  # type: ignore[operator]
-                    file.write(b"".join(OBJECT.pack(0, first + p, 1, -2) for p in range(ratio)))
-        kind = libcachesim.TraceType.ORACLE_GENERAL_TRACE
-        reader = libcachesim.TraceReader(str(trace), kind)
-        start = perf_counter()
-        libcachesim.LRU(pool).process_trace(reader)
-        seconds = perf_counter() - start
-    return Row(**row, by=by, seconds=seconds, of="OrderedDict", share=base / seconds)
+
+    def seconds() -> float:
+        libcachesim = import_module(by)
+        with TemporaryDirectory() as folder:
+            trace = Path(folder) / "blocks.bin"
+            with trace.open("wb") as file:
+                for request in requests:
+                    for key in request.keys:
+                        ids = range(key * ratio, (key + 1) * ratio)  # type: ignore[operator]
+                        file.write(b"".join(OBJECT.pack(0, block, 1, -2) for block in ids))
+            kind = libcachesim.TraceType.ORACLE_GENERAL_TRACE
+            reader = libcachesim.TraceReader(str(trace), kind)
+            start = perf_counter()
+            libcachesim.LRU(pool).process_trace(reader)
+            return perf_counter() - start
+
+    return _peer(row, by, "OrderedDict", base, seconds)
 
 
 def _dynamo(row: dict[str, Any], requests: Sequence[Request], size: int, base: float) -> Row:
@@ -229,8 +236,8 @@ def _dynamo(row: dict[str, Any], requests: Sequence[Request], size: int, base: f
     if find_spec("dynamo") is None:
         note = "not available: ai-dynamo-runtime has no module dynamo here"
         return Row(**row, by=by, note=note)
-    with TemporaryDirectory() as folder:
-        trace, report = Path(folder) / "trace.jsonl", Path(folder) / "report.json"
+
+    def seconds() -> float:
         rows = [
             {
                 "timestamp": request.arrival / 1e6,
@@ -240,20 +247,35 @@ def _dynamo(row: dict[str, Any], requests: Sequence[Request], size: int, base: f
             }
             for request in requests
         ]
-        trace.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
         options = {
             "extra_engine_args": {
                 "engine": {"block_size": size, "num_gpu_blocks": POOL_TOKENS // size}
             },
             "trace_block_size": KEY_TOKENS,
         }
-        paths = str(trace), str(report)
-        command = [sys.executable, "-c", REPLAY, *paths, orjson.dumps(options).decode()]
-        try:
-            subprocess.run(command, check=True, capture_output=True, timeout=PEER_SECONDS)  # noqa: S603
-            seconds = orjson.loads(report.read_bytes())["wall_time_ms"] / 1e3
-        except subprocess.TimeoutExpired:
-            return Row(**row, by=by, note=f"took more than {PEER_SECONDS} s")
-        except (subprocess.CalledProcessError, OSError, KeyError, ValueError) as error:
-            return Row(**row, by=by, note=f"failed: {type(error).__name__}: {str(error)[:80]}")
-    return Row(**row, by=by, seconds=seconds, of="kvcore", share=base / seconds)
+        with TemporaryDirectory() as folder:
+            trace, report = Path(folder) / "trace.jsonl", Path(folder) / "report.json"
+            trace.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+            paths = str(trace), str(report)
+            command = [sys.executable, "-c", REPLAY, *paths, orjson.dumps(options).decode()]
+            done = subprocess.run(  # noqa: S603
+                command, capture_output=True, text=True, check=False, timeout=PEER_SECONDS
+            )
+            if done.returncode:
+                raise RuntimeError(done.stderr.strip().rpartition("\n")[2])
+            return float(orjson.loads(report.read_bytes())["wall_time_ms"]) / 1e3
+
+    return _peer(row, by, "kvcore", base, seconds)
+
+
+def _peer(
+    row: dict[str, Any], by: str, of: str, base: float, measure: Callable[[], float]
+) -> Row:
+    """Return the row of a peer and its speed as a share of `of`'s, or why it has none."""
+    try:
+        seconds = measure()
+        return Row(**row, by=by, seconds=seconds, of=of, share=base / seconds)
+    except subprocess.TimeoutExpired:
+        return Row(**row, by=by, note=f"took more than {PEER_SECONDS} s")
+    except Exception as error:  # noqa: BLE001 - whatever a peer raises is its own
+        return Row(**row, by=by, note=f"failed: {type(error).__name__}: {str(error)[:80]}")

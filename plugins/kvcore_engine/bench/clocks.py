@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 
+from kvcore_engine.bench.result import spread_of
+
 Call: TypeAlias = Callable[[], Any]
 
 LEAST, MOST = 6, 200
@@ -30,7 +32,7 @@ class Timing:
     """
 
     seconds: float
-    spread: float
+    spread: float | None
     how: str = ""
 
 
@@ -64,9 +66,9 @@ def time_on_gpu(
 
     They are times of events, in a replay of a CUDA graph if the calls can be captured. A graph
     leaves out the time in which the host launches kernels, which an engine that captures its
-    decode steps does not spend either. Calls that cannot be captured are launched while the GPU
-    is kept waiting, which `Timing.how` notes: unless a call waits for the GPU, the time of the
-    host is left out as well.
+    decode steps does not spend either. Calls that cannot be captured, or without `graph`, are
+    launched while the GPU is kept waiting, which `Timing.how` notes: unless a call waits for
+    the GPU, the time of the host is left out as well.
     """
     measures = []
     for calls in versions:
@@ -74,7 +76,7 @@ def time_on_gpu(
         run()
         torch.cuda.synchronize()
         replay = _captured(run) if graph else None
-        how = "" if replay or not graph else "launched, not replayed"
+        how = "" if replay else "launched, not replayed"
         measures.append((_events(replay or run, len(calls)), how))
     return _sampled(measures, seconds)
 
@@ -90,9 +92,7 @@ def _sampled(
             times.append(measure())
     timings = []
     for (_, how), times in zip(measures, samples, strict=True):
-        even, other = median(times[::2]), median(times[1::2])
-        spread = 2 * abs(even - other) / max(even + other, 1e-12)
-        timings.append(Timing(median(times), spread, how))
+        timings.append(Timing(median(times), spread_of(times), how))
     return timings
 
 

@@ -267,10 +267,10 @@ class Bed:
         keys, values = (self.random(tokens, KV_HEADS, WIDTH, seed=seed) for seed in (3, 4))
         turn, expected = None, keys
         if rotated:
-            positions = torch.arange(tokens, device=self.device)
-            turn = ROTARY.rotation(positions)
-            exact = Rotation(*ROTARY.angles(positions)).rotate(keys.double())
-            expected = exact.to(keys.dtype)
+            angles = ROTARY.angles(torch.arange(tokens, device=self.device))
+            wide = torch.promote_types(keys.dtype, torch.float32)
+            turn = Rotation(*(table.to(wide) for table in angles))
+            expected = Rotation(*angles).rotate(keys.double()).to(keys.dtype)
         theirs: list[Call] = []
         for table in sets:
             plan = backend.plan(RaggedBatch([table], [0], [tokens]))
@@ -362,25 +362,25 @@ class Bed:
     def swap(self, count: int, target: Target | None = None) -> list[Row]:
         """Bring blocks to the host and back, as preemption does, and as tiers do."""
         backend, device = self.backend, self.device.type == "cuda"
-        ((table,), *_) = self.sets([2 * count * backend.layout.block_size])
+        tables = [table for (table,) in self.sets([2 * count * backend.layout.block_size])]
         self._good = 0
-        out, into = table[:count], table[count:]
-        before = self._content(out)
-        host = backend.swap_out(out)
-        backend.swap_in(host, into)
-        swapped = {"error": _difference(self._content(into), before)}
-        buffer = backend.host_buffer(count)
-        backend.fill(nan, into)
-        backend.read_blocks(out, buffer)
-        backend.write_blocks(into, buffer)
-        moved = {"error": _difference(self._content(into), before)}
+        outs, intos = [t[:count] for t in tables], [t[count:] for t in tables]
+        before = self._content(outs[0])
+        hosts = [*map(backend.swap_out, outs)]
+        backend.swap_in(hosts[0], intos[0])
+        swapped = {"error": _difference(self._content(intos[0]), before)}
+        buffers = [backend.host_buffer(count) for _ in outs]
+        backend.fill(nan, intos[0])
+        backend.read_blocks(outs[0], buffers[0])
+        backend.write_blocks(intos[0], buffers[0])
+        moved = {"error": _difference(self._content(intos[0]), before)}
         run = backend.layout.bytes_per_block // 2
         rows: list[Row] = []
-        for operation, call, right, of in (
-            ("swap out", lambda: backend.swap_out(out), swapped, TO_HOST),
-            ("swap in", lambda: backend.swap_in(host, into), {}, FROM_HOST),
-            ("read blocks", lambda: backend.read_blocks(out, buffer), moved, TO_HOST),
-            ("write blocks", lambda: backend.write_blocks(into, buffer), {}, FROM_HOST),
+        for operation, method, arguments, right, of in (
+            ("swap out", backend.swap_out, (outs,), swapped, TO_HOST),
+            ("swap in", backend.swap_in, (hosts, intos), {}, FROM_HOST),
+            ("read blocks", backend.read_blocks, (outs, buffers), moved, TO_HOST),
+            ("write blocks", backend.write_blocks, (intos, buffers), {}, FROM_HOST),
         ):
             if self.settings.check and not right:
                 continue
@@ -390,7 +390,8 @@ class Bed:
                 "amount": count * backend.layout.bytes_per_block * (1 if device else 2),
                 "of": of if device else COPY,
             }
-            rows += self._rows(row, [(self.name, [call], right)], target, graph=False)
+            calls = [partial(method, *each) for each in zip(*arguments, strict=True)]
+            rows += self._rows(row, [(self.name, calls, right)], target, graph=False)
         return rows
 
     def _rows(
@@ -623,8 +624,10 @@ def _shuffled(blocks: int) -> list[int]:
 
 
 def _seen(tokens: int, case: DecodeCase) -> int:
-    """Return the number of tokens that the last of `tokens` tokens attends to."""
-    return tokens if case.window is None else min(tokens, case.window + case.sinks)
+    """Return the number of tokens that the new ones of `tokens` tokens attend to."""
+    if case.window is None:
+        return tokens
+    return min(tokens, case.window + case.new - 1 + case.sinks)
 
 
 def _kept(tokens: int, case: DecodeCase) -> Tensor:

@@ -8,7 +8,7 @@ from math import isinf, isnan
 import attrs
 
 from kvcore.sections import Section, Table
-from kvcore.units import DECIMAL, format_bytes, format_number
+from kvcore.units import DECIMAL, format_bytes, format_number, format_seconds
 from kvcore_engine.bench.result import BenchResult, Row, Target
 
 RIGHT = ("moved", "time", "rate", "share", "target")
@@ -134,10 +134,7 @@ def _result(row: Row) -> str:
 
 def _time(seconds: float, spread: float | None) -> str:
     """Format a time, with half of the spread between two measurements of the same operation."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= size or unit == "µs":
-            time = f"{seconds / size:.3g} {unit}"
-            break
+    time = format_seconds(seconds).replace("us", "µs")
     return time if spread is None else f"{time} ±{spread / 2:.0%}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import isfinite
+from statistics import median
 from time import monotonic
 from typing import Any, Literal, TypeAlias
 
@@ -46,9 +47,11 @@ class Settings:
         return not self.only or operation in self.only
 
     @property
-    def late(self) -> bool:
-        """Whether the deadline has passed."""
-        return self.deadline is not None and monotonic() - self.begun > self.deadline
+    def late(self) -> str | None:
+        """Why no further case is begun, the deadline having passed; None: it has not."""
+        if self.deadline is None or monotonic() - self.begun <= self.deadline:
+            return None
+        return f"{LATE} of {self.deadline:g} s has passed"
 
 
 @attrs.frozen
@@ -97,7 +100,7 @@ class Row:
         unit: unit of the amount.
         seconds: median time; None if it was not measured.
         spread: difference of two medians of the same calls, by their mean: times that differ
-            by less are equal.
+            by less are equal. None: there is one time at most.
         of: name of the reference of `share`: a ceiling, or the `by` of a baseline.
         share: rate of the row by that of the reference.
         target: the goal; None: there is none.
@@ -151,6 +154,14 @@ class Row:
 
 Tell: TypeAlias = Callable[[Row], None]
 """Called with each row as soon as it is measured."""
+
+
+def spread_of(times: Sequence[float]) -> float | None:
+    """Return the `Row.spread` of times: of every other one; None: a time is no two."""
+    if len(times) == 1:
+        return None
+    even, other = median(times[::2]), median(times[1::2])
+    return 2 * abs(even - other) / max(even + other, 1e-12)
 
 
 @attrs.frozen(kw_only=True)

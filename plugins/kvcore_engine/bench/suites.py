@@ -62,6 +62,8 @@ def run_suites(
 ) -> BenchResult:
     """Run suites, one after the other; call `tell` with each row when it is measured.
 
+    Suites that have none of the operations that are wanted are left out.
+
     A case that cannot be measured here is a row with the reason. Shares of ceilings are known
     at the end, after the ceilings have been measured again.
 
@@ -71,6 +73,7 @@ def run_suites(
     """
     plugins = plugins or Plugins()
     _check(names, settings)
+    names = [name for name in names if any(map(settings.wants, SUITES[name].operations))]
     begun, rows, all_ceilings = monotonic(), [], []
     specs = {
         name: settings.backend or SUITES[name].backend

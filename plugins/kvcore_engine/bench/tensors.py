@@ -17,7 +17,7 @@ from kvcore.plugins import Plugins
 from kvcore_engine.bench.ceilings import measure_ceilings
 from kvcore_engine.bench.machine import describe_machine
 from kvcore_engine.bench.paged import BLOCK, Bed, DecodeCase, failed_row
-from kvcore_engine.bench.result import LATE, Ceiling, Row, Settings, Target, Tell, with_shares
+from kvcore_engine.bench.result import Ceiling, Row, Settings, Target, Tell, with_shares
 
 ATTENTION = ("triton", "sdpa", "flashinfer")
 """Ways to attend that a backend may have; each that is available is checked."""
@@ -182,8 +182,7 @@ class _Pool:
     ) -> Sequence[Row]:
         """Return the rows of a method of `Bed`, or a row with the reason why it has none."""
         suite, case = self.suite, f"{self.codec or self.dtype}, {case}"
-        if suite.settings.late:
-            why = f"{LATE} of {suite.settings.deadline:g} s has passed"
+        if why := suite.settings.late:
             return [
                 Row(suite=suite.name, operation=operation, case=case, by=suite.spec, note=why)
             ]
@@ -266,20 +265,18 @@ def _cpu(suite: _Suite) -> Iterator[Row]:
                 pool = suite.pool(2 * blocks * BLOCK * 3, dtype)
                 yield from pool.rows(operation, f"{blocks:,} blocks", measure, blocks)
     if settings.wants("swap"):
-        pool = suite.pool(2 * blocks * BLOCK, dtypes[0])
+        pool = suite.pool(2 * blocks * BLOCK * 3, dtypes[0])
         yield from pool.rows("swap", f"{blocks:,} blocks", Bed.swap, blocks)
-    yield from _coded(suite, dtypes[0], cases[0], room, stored // 4)
+    yield from _coded(suite, dtypes[0], cases[0], stored // 4)
 
 
-def _coded(
-    suite: _Suite, dtype: str, case: DecodeCase, room: int, stored: int
-) -> Iterator[Row]:
-    """Yield decode and store with codecs, in pools of `room` tokens, or of `stored` ones."""
+def _coded(suite: _Suite, dtype: str, case: DecodeCase, stored: int) -> Iterator[Row]:
+    """Yield decode and store with codecs, the store of `stored` tokens."""
     wants = suite.settings.wants
     for codec in CODECS:
         size = 128 if codec.startswith("kivi") else BLOCK
         if wants("decode"):
-            yield from suite.pool(room, dtype, codec, size).decode([case])
+            yield from suite.pool(sum(case.lengths) * 3, dtype, codec, size).decode([case])
         if wants("store"):
             yield from suite.pool(stored * 3, dtype, codec, size).store(stored)
 
@@ -358,7 +355,7 @@ def _moved(suite: _Suite, dtype: str) -> Iterator[Row]:
         yield from pool.rows("move", f"{count:,} blocks", Bed.move, count)
     for block_size in (16, 64, 128, 1024) if wants("swap") else ():
         blocks = max(2, total // (block_size * 4096))
-        pool = suite.pool(2 * blocks * block_size, dtype, block_size=block_size)
+        pool = suite.pool(2 * blocks * block_size * 3, dtype, block_size=block_size)
         case = f"{blocks:,} blocks of {block_size:,}"
         yield from pool.rows("swap", case, Bed.swap, blocks, aim(0.93))
 
@@ -378,15 +375,15 @@ def _grid(suite: _Suite, dtype: str) -> Iterator[Row]:
         for batch, context in cells
     ]
     tokens = GRID_BATCHES[-1] * GRID_CONTEXTS[-1]
-    while tokens > GRID_CONTEXTS[-1]:
-        pool = suite.pool(tokens, dtype)
+    pool = suite.pool(tokens, dtype)
+    while tokens > GRID_CONTEXTS[-1] and not suite.settings.late:
         try:
             pool.bed()
-        except KvcoreError:  # too little memory: cells that do not fit get rows with the reason
+            break
+        except KvcoreError:  # cells that do not fit get rows with the reason
             tokens //= 2
-        else:
-            yield from pool.decode(cases)
-            return
+            pool = suite.pool(tokens, dtype)
+    yield from pool.decode(cases)
 
 
 def _ragged(count: int, least: int, greatest: int) -> list[int]:

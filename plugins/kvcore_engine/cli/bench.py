@@ -94,8 +94,9 @@ def bench(ctx: click.Context, /, suites: tuple[str, ...], **given: Any) -> None:
         threads=given["threads"],
         deadline=deadline,
     )
-    if settings.backend and not any(SUITES[name].backend for name in names):
-        msg = f"--backend {settings.backend}: suites cpu and gpu have one; name one of them"
+    alone = not any(SUITES[name].backend for name in names)
+    for option in [name for name in ("backend", "dtype") if alone and given[name]]:
+        msg = f"--{option} {given[option]}: suites cpu and gpu have one; name one of them"
         raise InputError(msg)
     with optional_file(given["out"]) as file:
         with progress(f"measuring {', '.join(names)}: rows", None) as tick:

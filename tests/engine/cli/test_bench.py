@@ -1,6 +1,9 @@
 """Tests of `kvcore bench`: its suites on small inputs, their output, checks and errors."""
 
 import json
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import attrs
 import pytest
@@ -21,6 +24,7 @@ from kvcore_engine.bench.report import BenchReport
 torch = pytest.importorskip("torch", reason="the suites of tensors need torch")
 
 from kvcore_engine.backend import TorchCPU  # noqa: E402 - needs torch
+from kvcore_engine.bench import clocks, paged, tensors  # noqa: E402 - these need torch
 
 SMALL = ("--quick", "--dtype", "fp32")
 
@@ -56,6 +60,25 @@ def test_tensor_operations_are_timed_and_correct():
         assert row["correct"] in (True, None)
     exact = [row for row in document["rows"] if row["by"] == "torch-cpu"]
     assert all(row["error"] in (0, None) for row in exact)
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
+def test_rotated_keys_are_right_in_every_dtype(dtype):
+    """Keys that a correct backend rotates and stores are right, however wide they are."""
+    options = ("--quick", "--check", "--only", "store+rope", "--dtype", dtype)
+    (row,) = bench_document("cpu", *options)["rows"]
+    assert row["correct"]
+
+
+def test_the_amount_is_all_that_new_tokens_attend_to():
+    """The amount of a chunk with a window is the K/V of all that its tokens attend to."""
+    rows = bench_document("cpu", *SMALL, "--check", "--only", "chunk")["rows"]
+    (row,) = (row for row in rows if row["case"].endswith("5 new, window 100, sinks 4"))
+    seen = 0
+    for length in (n for n in tensors.POISON if n >= 5):
+        new = range(length - 5, length)
+        seen += len({x for n in new for x in range(n + 1) if x < 4 or x > n - 100})
+    assert row["amount"] == seen * 2 * 8 * 128 * 4
 
 
 def test_a_wrong_backend_fails_the_check(monkeypatch):
@@ -106,7 +129,10 @@ def test_a_slot_that_was_never_stored_reads_as_wrong(monkeypatch):
 
 
 def test_cache_and_sim_suites_are_correct_and_note_missing_peers(tmp_path):
-    """Suites `cache` and `sim` find no wrong result, and note each peer that is missing."""
+    """Suites `cache` and `sim` find no wrong result, and note each peer that is missing.
+
+    What was timed once has no spread.
+    """
     out = tmp_path / "bench.json"
     done = run_here("bench", "cache", "sim", "--quick", "--out", out)
     assert done.returncode == 0
@@ -114,10 +140,66 @@ def test_cache_and_sim_suites_are_correct_and_note_missing_peers(tmp_path):
     assert document["wrong"] == 0
     assert document["ceilings"] == []
     assert {row["by"] for row in document["rows"]} >= {"OrderedDict", "KVCache", "kvcore"}
+    assert {row["spread"] for row in document["rows"]} == {None}
+    assert "timed twice" not in done.stdout
     peers = [row for row in document["rows"] if row["by"] == "libcachesim"]
     assert peers
     assert all(row["seconds"] or row["note"].startswith("not available") for row in peers)
     assert "120 requests, blocks of 16" in done.stdout
+
+
+def test_a_peer_that_fails_is_a_row_with_the_reason(monkeypatch):
+    """A peer that is there and fails is a row with the reason, and all others are measured."""
+    peer = ModuleType("libcachesim")
+    peer.__spec__ = ModuleSpec("libcachesim", None)
+    monkeypatch.setitem(sys.modules, "libcachesim", peer)
+    rows = bench_document("cache", "--quick")["rows"]
+    assert [row["note"] for row in rows[3::4]] == [
+        "failed: AttributeError: module 'libcachesim' has no attribute 'TraceType'"
+    ] * 2
+    assert all(row["seconds"] for row in rows if row["by"] != "libcachesim")
+    monkeypatch.setattr(caches.metadata, "version", lambda _: "1.0")
+    monkeypatch.setattr(caches, "find_spec", lambda _: True)
+    monkeypatch.setattr(caches, "REPLAY", "import json; json.no_replay")
+    rows = bench_document("sim", "--quick")["rows"]
+    assert all(": AttributeError: module 'json' has" in row["note"] for row in rows[1::2])
+
+
+def test_calls_rotate_over_three_sets_of_blocks_or_more(monkeypatch):
+    """All is timed over three sets of blocks or more, so that no cache holds the next one."""
+    calls = []
+
+    def clock(versions, _, **__):
+        calls.extend(map(len, versions))
+        return [clocks.Timing(1.0, 0.0)] * len(versions)
+
+    monkeypatch.setattr(paged, "clock_of", lambda _: clock)
+    bench_document("cpu", *SMALL)
+    assert min(calls) >= 3
+
+
+@pytest.mark.parametrize(
+    ("graph", "captured", "how"),
+    [
+        (True, True, ""),
+        (True, False, "launched, not replayed"),
+        (False, True, "launched, not replayed"),
+    ],
+)
+def test_a_time_of_launched_work_says_so(monkeypatch, graph, captured, how):
+    """A time on a GPU says that its work was launched, wherever it is no replay of a graph."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(clocks, "_captured", lambda run: run if captured else None)
+    monkeypatch.setattr(clocks, "_events", lambda *_: lambda: 1.0)
+    (timing,) = clocks.time_on_gpu([[lambda: None]], 0.0, graph=graph)
+    assert timing == clocks.Timing(1.0, 0.0, how)
+
+
+@pytest.mark.parametrize("only", ["lru", "simulate", "copy"])
+def test_suites_without_a_wanted_operation_do_not_run(only):
+    """Of several suites those alone run that have the operations of `--only`."""
+    document = bench_document("cpu", "cache", "sim", *SMALL, "--check", "--only", only)
+    assert {row["operation"] for row in document["rows"]} == {only}
 
 
 def test_check_measures_no_times():
@@ -155,12 +237,35 @@ def test_the_gpu_suite_passes_on_torch_cpu():
     assert any("ragged" in row["case"] for row in document["rows"])
 
 
-def test_cases_after_the_deadline_are_not_run():
+@pytest.mark.parametrize(("operation", "cases"), [("copy", 1), ("lru", 2), ("simulate", 2)])
+def test_cases_after_the_deadline_are_not_run(operation, cases):
     """A case that has not begun when the deadline passes is a row with that reason."""
-    document = bench_document("cpu", *SMALL, "--only", "copy", "--deadline", "0.000001")
+    suites = "cpu", "cache", "sim"
+    document = bench_document(*suites, *SMALL, "--only", operation, "--deadline", "0.000001")
     assert [row["note"] for row in document["rows"]] == [
         "not measured: the deadline of 1e-06 s has passed"
-    ]
+    ] * cases
+
+
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        (Settings(), "not available: torch-cpu has no bf16"),
+        (Settings(deadline=1.0, begun=-10.0), "not measured: the deadline of 1 s has passed"),
+    ],
+)
+def test_a_grid_that_cannot_be_measured_has_rows_with_the_reason(monkeypatch, settings, note):
+    """Each cell of the grid is a row with the reason if no pool of its dtype can be had."""
+
+    def refuse(_, layout):
+        msg = f"torch-cpu has no {layout.dtype}"
+        raise InputError(msg)
+
+    monkeypatch.setattr(TorchCPU, "check", refuse)
+    suite = tensors._Suite("gpu", "torch-cpu", settings, Plugins(), 0.1)
+    rows = [*tensors._grid(suite, "bf16")]
+    cells = len(tensors.GRID_BATCHES) * len(tensors.GRID_CONTEXTS)
+    assert [row.note for row in rows] == [note] * cells
 
 
 def report(**fields):
@@ -177,16 +282,18 @@ def report(**fields):
         ({"seconds": 5e-5, "target": Target(seconds=4e-5)}, "≤ 40 µs: missed"),
         ({"seconds": 1.0, "share": 0.95, "target": Target(share=0.9)}, "≥ 0.90: reached"),
         ({"target": Target(share=0.9)}, "≥ 0.90"),
+        ({"seconds": 0.9996, "spread": 0.02}, "1,000 ms ±1%"),
+        ({"seconds": 1.2e-5}, "12 µs"),
         ({"error": float("nan")}, "WRONG: NaN"),
         ({"error": 0.5, "allowed": 0.1}, "WRONG: off by 5.0e-01"),
         ({"error": 0.0}, "exact"),
     ],
 )
-def test_a_cell_shows_target_or_correctness(fields, cell):
-    """A cell shows whether a target is reached, or whether a result is correct."""
+def test_a_cell_shows_time_target_or_correctness(fields, cell):
+    """A cell shows a time, whether a target is reached, or whether a result is correct."""
     found = report(**fields)
     assert cell in found.table.rows[0]
-    if "seconds" in fields:
+    if "seconds" in fields and "target" in fields:
         assert "targets are reached" in found.reading
 
 

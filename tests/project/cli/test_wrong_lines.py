@@ -441,6 +441,7 @@ explain W --summary --price xai --blocks 5 | no --blocks
 explain W none --price xai | 'none' is not in zipf
 bench cpu --only sing | no operation 'sing'; there are: decode
 bench cpu --dtype fp7 | no dtype 'fp7'; there are: fp64
+bench cache --dtype bf16 | --dtype bf16: suites cpu and gpu
 bench sim --backend torch-cpu | --backend torch-cpu: suites cpu and gpu
 # plots and live views
 plot none.jsonl --kind hits -o x.png | cannot read the trace none.jsonl

@@ -99,11 +99,10 @@ class RowMover:
         """Copy rows in any order: no row that is written is read."""
         self._launch(None, sources, targets)
 
-    def gather(self, sources: Tensor, stage: Tensor | None = None) -> Tensor:
-        """Return rows as bytes, `[rows, bytes]`, in `stage` where it is given."""
-        if stage is None:
-            shape = len(sources), self.bytes
-            stage = torch.empty(shape, dtype=torch.uint8, device=self._device)
+    def gather(self, sources: Tensor) -> Tensor:
+        """Return rows as bytes, `[rows, bytes]`."""
+        shape = len(sources), self.bytes
+        stage = torch.empty(shape, dtype=torch.uint8, device=self._device)
         self._launch(stage, sources, None)
         return stage
 

@@ -289,7 +289,7 @@ def store_rows(first: New, second: New | None = None) -> None:
             table.to(rows.device, wide).contiguous() for table in (rotation.cos, rotation.sin)
         )
         if rotation.places is not None:
-            positions = rotation.places.to(rows.device)
+            positions = rotation.places.to(rows.device).contiguous()
     with torch.cuda.device_of(target.planes[0]):  # Triton launches on the current GPU
         _store[(triton.cdiv(count, per_program), 1 if second is None else 2)](
             *_arguments(first),
