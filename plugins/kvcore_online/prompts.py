@@ -209,7 +209,7 @@ class Call:
         It is of fixed length too, so that parts cannot be confused.
         """
         model = self._text("model")  # which a server refuses if it is none
-        return blake2b(f"{model}\n{salt}".encode(), digest_size=KEY_BYTES).digest()
+        return blake2b(f"{model}\n{salt!r}".encode(), digest_size=KEY_BYTES).digest()
 
     def _prompt(self) -> bytes:
         """Return the bytes of the prompt, in which common parts of two prompts come first."""

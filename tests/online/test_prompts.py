@@ -159,8 +159,9 @@ def test_keys_of_texts_are_shared_up_to_the_first_difference(monkeypatch):
     assert one[0] == other[0]
     assert not {one[1]} & set(other)
     assert keys(prompt="b" * 8) != [one[1]]
-    apart = [keys(prompt="a" * 8, **more) for more in ({}, {"model": "m"}, {"cache_salt": "m"})]
-    assert len({str(each) for each in apart}) == 3
+    sent = {}, {"model": "m"}, {"cache_salt": "m"}, {"cache_salt": "None"}
+    apart = [keys(prompt="a" * 8, **more) for more in sent]
+    assert len({str(each) for each in apart}) == 4
     tools = [{"function": {"name": "f" * 20}}]
     plain, armed = (
         keys(messages=[{"content": "a" * 40}], **more) for more in ({}, {"tools": tools})
