@@ -99,7 +99,6 @@ class PolicyHost:
     Attributes:
         eviction: the policy that chooses victims; after a fallback `lru`.
         blocks: size of the cache in blocks.
-        evictable: number of blocks that can be evicted.
         released: serial number of the last release, the `released_order` of its span.
         failure: the first error of a policy; None: no policy has failed.
         failures: number of policies that have failed.
@@ -123,7 +122,6 @@ class PolicyHost:
             msg = f"a host of {blocks!r} blocks: give a whole number above 0"
             raise InputError(msg)
         self.blocks = blocks
-        self.evictable: int
         self.released: int
         self.failure: PolicyError | None = None
         self.failures = 0
@@ -142,6 +140,11 @@ class PolicyHost:
     def __contains__(self, block: object) -> bool:
         """Return True if the block is cached."""
         return block in self._spans or block in self._orphans
+
+    @property
+    def evictable(self) -> int:
+        """Number of blocks that can be evicted. O(1), but for blocks below lost ones."""
+        return self._unpinned + sum(not pins for _, pins in self._orphans.values())
 
     def span(self, block: Block) -> Span:
         """Return the span of a block. Raises KeyError if the policy does not know it."""
@@ -291,7 +294,7 @@ class PolicyHost:
             else:
                 # `_unpin`, inlined for the case of nearly every block.
                 span.ref_count = 0
-                self.evictable += 1
+                self._unpinned += 1
                 self.released = span.released_order = self.released + 1
                 if self._on_release is not None:
                     try:
@@ -384,7 +387,7 @@ class PolicyHost:
         rest = count - len(evicted)
         known = [self._spans[block] for block in kept if block in self._spans]
         known.sort(key=attrgetter("start"), reverse=True)
-        if rest > self.evictable - _unpinned_above(known):
+        if rest > self._unpinned - _unpinned_above(known):
             return None
         for span in known:
             if span.ref_count:
@@ -420,7 +423,7 @@ class PolicyHost:
         self.eviction.requester = requester
         unusable: list[_BlockSpan] = []
         freed: Block | None = None
-        while freed is None and self.evictable:
+        while freed is None and self._unpinned:
             span = self._victim(now)
             if usable(span.block):
                 freed = self._remove(span, "capacity")
@@ -505,7 +508,7 @@ class PolicyHost:
         self._orphans: dict[Block, tuple[Key, int]] = {}
         self._orders: dict[Id | None, int] = {}
         self._last_id = self.released = self._admissions = 0
-        self.evictable = 0
+        self._unpinned = 0
         self._attach(policy)
 
     def _attach(self, policy: EvictionPolicy) -> None:
@@ -542,7 +545,7 @@ class PolicyHost:
             span.ref_count += 1
             if span.ref_count > 1:
                 return
-            self.evictable -= 1
+            self._unpinned -= 1
             if self._on_pin is not None:
                 self._call("on_pin", self._on_pin, span)
             span = span.parent  # type: ignore[assignment]
@@ -553,7 +556,7 @@ class PolicyHost:
             span.ref_count -= 1
             if span.ref_count:
                 return
-            self.evictable += 1
+            self._unpinned += 1
             self.released += 1
             span.released_order = self.released
             if self._on_release is not None:
@@ -621,7 +624,7 @@ class PolicyHost:
             why = "has children: only leaves can go"
         else:
             return None
-        return f"{span!r}, which {why}; {self.evictable} blocks are evictable"
+        return f"{span!r}, which {why}; {self._unpinned} blocks are evictable"
 
     def _evict(  # noqa: C901 - one eviction, from top to bottom
         self, evicted: list[Block], count: int, now: int
@@ -664,12 +667,12 @@ class PolicyHost:
                     on_leaf(parent)
                     method = "victim"
         except FAILURES as error:
-            self.evictable -= len(evicted) - before
+            self._unpinned -= len(evicted) - before
             if method == "on_remove":
                 span.parent = None
             self._fail(policy_error(self.eviction, method, error), error)
         else:
-            self.evictable -= len(evicted) - before
+            self._unpinned -= len(evicted) - before
             if len(evicted) < count:
                 self._fail(wrong_answer(self.eviction, "victim()", str(self._why_not(span))))
 
@@ -681,7 +684,7 @@ class PolicyHost:
         """
         block = span.block
         del self._spans[block]
-        self.evictable -= 1
+        self._unpinned -= 1
         parent: Span = span.parent  # type: ignore[assignment]
         children = parent.children
         assert children is not None

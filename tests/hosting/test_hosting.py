@@ -294,9 +294,11 @@ def test_blocks_below_a_dropped_block_are_evicted_first():
     host.dropped("b", 1)
     assert received(host)[0] == ("on_release", "d")
     assert "b" not in host
-    assert (len(host), host.evictable, host.victims(4, now=1)) == (4, 2, None)
+    assert (len(host), host.evictable, host.victims(4, now=1)) == (4, 3, None)
     assert host.victims(1, now=1) == ["c"]
+    assert host.evictable == 2
     host.unpin("d", 1)
+    assert host.evictable == 3
     assert host.victims(2, "d", now=1) == ["x", "a"]
     assert host.victims(1, now=1) == ["d"]
 
