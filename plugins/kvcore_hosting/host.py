@@ -288,8 +288,7 @@ class PolicyHost:
                 self._pin_orphan(block, -1)
             elif span.ref_count != 1 or expires:
                 if not span.ref_count:
-                    msg = f"block {block!r} is not pinned: every `unpin` takes back one `pin`"
-                    raise InputError(msg)
+                    raise _not_pinned(block)
                 self._unpin(span, now)
             else:
                 # `_unpin`, inlined for the case of nearly every block.
@@ -573,6 +572,8 @@ class PolicyHost:
         if block not in self._orphans:
             raise _not_cached(block)
         key, before = self._orphans[block]
+        if before + pins < 0:
+            raise _not_pinned(block)
         self._orphans[block] = key, before + pins
 
     def _branch(self, block: Block) -> list[_BlockSpan]:
@@ -737,6 +738,10 @@ class PolicyHost:
 
 def _not_cached(block: Block) -> InputError:
     return InputError(f"block {block!r} is not cached: it was never stored, or has left")
+
+
+def _not_pinned(block: Block) -> InputError:
+    return InputError(f"block {block!r} is not pinned: every `unpin` takes back one `pin`")
 
 
 def extended_path(above: Span, keys: Sequence[Key]) -> Sequence[Key]:

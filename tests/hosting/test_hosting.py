@@ -345,6 +345,13 @@ def test_clear_drops_all_blocks_and_starts_a_new_policy():
     [
         (lambda host: host.stored("a", None, 0), "block 'a' is stored already"),
         (lambda host: [host.unpin("a", 0) for _ in "12"], "block 'a' is not pinned"),
+        (
+            lambda host: (
+                [store(host, "b", below="a"), host.dropped("a", 0)]
+                and [host.unpin("b", 0) for _ in "12"]
+            ),
+            "block 'b' is not pinned",
+        ),
         (lambda _host: make(blocks=0), "a host of 0 blocks: give a whole number above 0"),
         (lambda host: PolicyHost(host.eviction, 8, 16), "is in use already"),
     ],
