@@ -150,6 +150,15 @@ class PolicyHost:
         """Return the span of a block. Raises KeyError if the policy does not know it."""
         return self._spans[block]
 
+    def are_latest(self, path: Sequence[Block]) -> bool:
+        """Return True if no blocks but those of a path were released since its last one."""
+        latest = range(self.released, self.released - len(path), -1)
+        spans = map(self._spans.get, path)
+        return all(
+            span is not None and not span.ref_count and span.released_order == order
+            for span, order in zip(spans, latest, strict=True)
+        )
+
     # Calls for what the engine does to its blocks.
 
     def admitted(self, request: Id) -> None:

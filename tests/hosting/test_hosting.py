@@ -105,6 +105,21 @@ def test_a_path_is_released_from_its_deepest_block():
     assert [host.span(block).released_order for block in path] == [3, 2, 1]
 
 
+def test_the_latest_path_is_the_one_that_was_released_last():
+    """A path is the latest until others are released, or a block of it is lost or in use."""
+    host = make()
+    release(host, store(host, "ab"))
+    release(host, store(host, "xyz"))
+    assert [host.are_latest(path) for path in ("xyz", "xy", "yx", "ab")] == [1, 1, 0, 0]
+    host.pin("x")
+    assert not host.are_latest("xyz")
+    host.unpin("x", 0)
+    assert host.are_latest("xyz") is False
+    assert host.are_latest("x")
+    host.dropped("x", 0)
+    assert not host.are_latest("yz")
+
+
 def test_in_on_remove_the_parent_has_lost_its_child():
     """In `on_remove` a span has its parent, whose children no longer include it.
 

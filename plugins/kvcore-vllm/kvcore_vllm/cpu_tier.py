@@ -275,12 +275,7 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
     ) -> None:
         """Release the chunks of a prompt again, unless they are the latest in that order."""
         host, now = self.host, self.clock()
-        latest = range(host.released, host.released - len(path), -1)
-        spans = map(host.span, path)
-        if not hits and all(
-            not span.ref_count and span.released_order == order
-            for span, order in zip(spans, latest, strict=True)
-        ):
+        if not hits and host.are_latest(path):
             return
         for key in reversed(path):
             host.pin(key)
