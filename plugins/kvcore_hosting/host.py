@@ -220,6 +220,7 @@ class PolicyHost:
 
         Costs half of a call of `stored` for each. In place of `keys`, `path` has those of a
         whole text, in which the first of the blocks has the position `start`; the list is kept.
+        It is needed where a key of the layout has several blocks.
         """
         if self._dead is not None:
             raise self._dead
@@ -227,6 +228,11 @@ class PolicyHost:
         if path is not None:
             ratio = self._geometry.ratio
             keys = [path[index // ratio] for index in range(start, start + len(blocks))]
+        elif self._geometry.ratio > 1:
+            msg = (
+                f"a key has {self._geometry.ratio} blocks: give the keys of the text as `path`"
+            )
+            raise InputError(msg)
         elif keys is None:
             keys = blocks
         if len(keys) != len(blocks):
@@ -455,13 +461,13 @@ class PolicyHost:
             return
         for span in self._branch(block):
             # The blocks below it have left, so all pins are its own.
-            pins, name, key = span.ref_count, span.block, self._key(span)
+            pins, name = span.ref_count, span.block
             if pins:
                 span.ref_count = 1
                 self._unpin(span, now)
             self._remove(span, reason)
             if name != block:
-                self._orphans[name] = key, pins
+                self._orphans[name] = span, pins
 
     def branch(self, block: Block) -> list[Block]:
         """Return a block and all blocks cached below it, leaves first. O(those)."""
@@ -512,8 +518,8 @@ class PolicyHost:
         """Reset to an empty cache with a new policy."""
         self._root = root_span(self._geometry)
         self._spans: dict[Block, _BlockSpan] = {}
-        # Blocks cached below lost ones: their keys, and their numbers of pins.
-        self._orphans: dict[Block, tuple[Key, int]] = {}
+        # Blocks cached below lost ones: their spans, and their numbers of pins.
+        self._orphans: dict[Block, tuple[Span, int]] = {}
         self._orders: dict[Id | None, int] = {}
         self._last_id = self.released = self._admissions = 0
         self._unpinned = 0
@@ -580,10 +586,10 @@ class PolicyHost:
         """Add `pins` to those of a block that is cached below a lost one."""
         if block not in self._orphans:
             raise _not_cached(block)
-        key, before = self._orphans[block]
+        span, before = self._orphans[block]
         if before + pins < 0:
             raise _not_pinned(block)
-        self._orphans[block] = key, before + pins
+        self._orphans[block] = span, before + pins
 
     def _branch(self, block: Block) -> list[_BlockSpan]:
         if block not in self._spans:
@@ -598,8 +604,11 @@ class PolicyHost:
         parent: Block | None = None
         for block in blocks:
             if block in self._orphans:
-                key, pins = self._orphans.pop(block)
-                self.stored(block, parent, now, key=key, request=request)
+                left, pins = self._orphans.pop(block)
+                self.stored_run(
+                    (block,), parent, now, path=left.path_keys, start=left.start,
+                    request=request, tenant=left.tenant,
+                )  # fmt: skip
                 self._spans[block].ref_count = max(pins, 1)
                 if not pins:
                     self._unpin(self._spans[block], now)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import EvictionPolicy, InputError, PolicyError, Request
-from kvcore.cache import hints
+from kvcore.cache import BlockLayout, hints
 from kvcore.request import Retention
 from kvcore_hosting import HostSettings, PolicyHost
 from kvcore_plugins.eviction import LRU
@@ -331,6 +331,25 @@ def test_blocks_below_a_dropped_block_may_be_hit():
     assert host.span("c").path_keys == ["a", "b", "c"]
     release(host, "abc")
     assert host.victims(3, now=3) == ["c", "b", "a"]
+
+
+def test_a_block_that_is_hit_below_a_dropped_one_keeps_its_keys_and_its_tenant():
+    """A block that returns to the policy has its place in its text, also within a key."""
+    host = make("lru", layout=BlockLayout("tokens", 16, 32))
+    path = ["k0", "k1"]
+    host.stored_run("abcd", None, 0, path=path, tenant="one")
+    release(host, "abcd")
+    host.dropped("a", 0)
+    host.stored_run("a", None, 0, path=path)
+    for block in "dcb":
+        host.pin(block)
+    host.hit("abcd", 1)
+    assert [host.span(block).keys() for block in "abcd"] == [["k0"], ["k0"], ["k1"], ["k1"]]
+    assert [host.span(block).tenant for block in "abcd"] == [None, "one", "one", "one"]
+    release(host, "abcd")
+    assert host.victims(4, now=2) == ["d", "c", "b", "a"]
+    with pytest.raises(InputError, match="a key has 2 blocks: give the keys of the text"):
+        host.stored("a", None, 3)
 
 
 def test_unpinned_blocks_expire_after_their_lifetime():
