@@ -143,7 +143,7 @@ class PolicyHost:
 
     @property
     def evictable(self) -> int:
-        """Number of blocks that can be evicted. O(1), but for blocks below lost ones."""
+        """Number of blocks that can be evicted. O(1 + blocks below lost ones)."""
         return self._unpinned + sum(not pins for _, pins in self._orphans.values())
 
     def span(self, block: Block) -> Span:
