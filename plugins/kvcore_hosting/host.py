@@ -99,7 +99,6 @@ class PolicyHost:
     Attributes:
         eviction: the policy that chooses victims; after a fallback `lru`.
         blocks: size of the cache in blocks.
-        evictable: number of blocks that can be evicted.
         released: serial number of the last release, the `released_order` of its span.
         failure: the first error of a policy; None: no policy has failed.
         failures: number of policies that have failed.
@@ -123,7 +122,6 @@ class PolicyHost:
             msg = f"a host of {blocks!r} blocks: give a whole number above 0"
             raise InputError(msg)
         self.blocks = blocks
-        self.evictable: int
         self.released: int
         self.failure: PolicyError | None = None
         self.failures = 0
@@ -143,9 +141,23 @@ class PolicyHost:
         """Return True if the block is cached."""
         return block in self._spans or block in self._orphans
 
+    @property
+    def evictable(self) -> int:
+        """Number of blocks that can be evicted. O(1 + blocks below lost ones)."""
+        return self._unpinned + sum(not pins for _, pins in self._orphans.values())
+
     def span(self, block: Block) -> Span:
         """Return the span of a block. Raises KeyError if the policy does not know it."""
         return self._spans[block]
+
+    def are_latest(self, path: Sequence[Block]) -> bool:
+        """Return True if no blocks but those of a path were released since its last one."""
+        latest = range(self.released, self.released - len(path), -1)
+        spans = map(self._spans.get, path)
+        return all(
+            span is not None and not span.ref_count and span.released_order == order
+            for span, order in zip(spans, latest, strict=True)
+        )
 
     # Calls for what the engine does to its blocks.
 
@@ -208,6 +220,7 @@ class PolicyHost:
 
         Costs half of a call of `stored` for each. In place of `keys`, `path` has those of a
         whole text, in which the first of the blocks has the position `start`; the list is kept.
+        It is needed where a key of the layout has several blocks.
         """
         if self._dead is not None:
             raise self._dead
@@ -215,6 +228,11 @@ class PolicyHost:
         if path is not None:
             ratio = self._geometry.ratio
             keys = [path[index // ratio] for index in range(start, start + len(blocks))]
+        elif self._geometry.ratio > 1:
+            msg = (
+                f"a key has {self._geometry.ratio} blocks: give the keys of the text as `path`"
+            )
+            raise InputError(msg)
         elif keys is None:
             keys = blocks
         if len(keys) != len(blocks):
@@ -285,13 +303,12 @@ class PolicyHost:
                 self._pin_orphan(block, -1)
             elif span.ref_count != 1 or expires:
                 if not span.ref_count:
-                    msg = f"block {block!r} is not pinned: every `unpin` takes back one `pin`"
-                    raise InputError(msg)
+                    raise _not_pinned(block)
                 self._unpin(span, now)
             else:
                 # `_unpin`, inlined for the case of nearly every block.
                 span.ref_count = 0
-                self.evictable += 1
+                self._unpinned += 1
                 self.released = span.released_order = self.released + 1
                 if self._on_release is not None:
                     try:
@@ -384,7 +401,7 @@ class PolicyHost:
         rest = count - len(evicted)
         known = [self._spans[block] for block in kept if block in self._spans]
         known.sort(key=attrgetter("start"), reverse=True)
-        if rest > self.evictable - _unpinned_above(known):
+        if rest > self._unpinned - _unpinned_above(known):
             return None
         for span in known:
             if span.ref_count:
@@ -420,7 +437,7 @@ class PolicyHost:
         self.eviction.requester = requester
         unusable: list[_BlockSpan] = []
         freed: Block | None = None
-        while freed is None and self.evictable:
+        while freed is None and self._unpinned:
             span = self._victim(now)
             if usable(span.block):
                 freed = self._remove(span, "capacity")
@@ -444,13 +461,13 @@ class PolicyHost:
             return
         for span in self._branch(block):
             # The blocks below it have left, so all pins are its own.
-            pins, name, key = span.ref_count, span.block, self._key(span)
+            pins, name = span.ref_count, span.block
             if pins:
                 span.ref_count = 1
                 self._unpin(span, now)
             self._remove(span, reason)
             if name != block:
-                self._orphans[name] = key, pins
+                self._orphans[name] = span, pins
 
     def branch(self, block: Block) -> list[Block]:
         """Return a block and all blocks cached below it, leaves first. O(those)."""
@@ -501,11 +518,11 @@ class PolicyHost:
         """Reset to an empty cache with a new policy."""
         self._root = root_span(self._geometry)
         self._spans: dict[Block, _BlockSpan] = {}
-        # Blocks cached below lost ones: their keys, and their numbers of pins.
-        self._orphans: dict[Block, tuple[Key, int]] = {}
+        # Blocks cached below lost ones: their spans, and their numbers of pins.
+        self._orphans: dict[Block, tuple[Span, int]] = {}
         self._orders: dict[Id | None, int] = {}
         self._last_id = self.released = self._admissions = 0
-        self.evictable = 0
+        self._unpinned = 0
         self._attach(policy)
 
     def _attach(self, policy: EvictionPolicy) -> None:
@@ -542,7 +559,7 @@ class PolicyHost:
             span.ref_count += 1
             if span.ref_count > 1:
                 return
-            self.evictable -= 1
+            self._unpinned -= 1
             if self._on_pin is not None:
                 self._call("on_pin", self._on_pin, span)
             span = span.parent  # type: ignore[assignment]
@@ -553,7 +570,7 @@ class PolicyHost:
             span.ref_count -= 1
             if span.ref_count:
                 return
-            self.evictable += 1
+            self._unpinned += 1
             self.released += 1
             span.released_order = self.released
             if self._on_release is not None:
@@ -569,8 +586,10 @@ class PolicyHost:
         """Add `pins` to those of a block that is cached below a lost one."""
         if block not in self._orphans:
             raise _not_cached(block)
-        key, before = self._orphans[block]
-        self._orphans[block] = key, before + pins
+        span, before = self._orphans[block]
+        if before + pins < 0:
+            raise _not_pinned(block)
+        self._orphans[block] = span, before + pins
 
     def _branch(self, block: Block) -> list[_BlockSpan]:
         if block not in self._spans:
@@ -585,8 +604,11 @@ class PolicyHost:
         parent: Block | None = None
         for block in blocks:
             if block in self._orphans:
-                key, pins = self._orphans.pop(block)
-                self.stored(block, parent, now, key=key, request=request)
+                left, pins = self._orphans.pop(block)
+                self.stored_run(
+                    (block,), parent, now, path=left.path_keys, start=left.start,
+                    request=request, tenant=left.tenant,
+                )  # fmt: skip
                 self._spans[block].ref_count = max(pins, 1)
                 if not pins:
                     self._unpin(self._spans[block], now)
@@ -621,7 +643,7 @@ class PolicyHost:
             why = "has children: only leaves can go"
         else:
             return None
-        return f"{span!r}, which {why}; {self.evictable} blocks are evictable"
+        return f"{span!r}, which {why}; {self._unpinned} blocks are evictable"
 
     def _evict(  # noqa: C901 - one eviction, from top to bottom
         self, evicted: list[Block], count: int, now: int
@@ -664,12 +686,12 @@ class PolicyHost:
                     on_leaf(parent)
                     method = "victim"
         except FAILURES as error:
-            self.evictable -= len(evicted) - before
+            self._unpinned -= len(evicted) - before
             if method == "on_remove":
                 span.parent = None
             self._fail(policy_error(self.eviction, method, error), error)
         else:
-            self.evictable -= len(evicted) - before
+            self._unpinned -= len(evicted) - before
             if len(evicted) < count:
                 self._fail(wrong_answer(self.eviction, "victim()", str(self._why_not(span))))
 
@@ -681,7 +703,7 @@ class PolicyHost:
         """
         block = span.block
         del self._spans[block]
-        self.evictable -= 1
+        self._unpinned -= 1
         parent: Span = span.parent  # type: ignore[assignment]
         children = parent.children
         assert children is not None
@@ -734,6 +756,10 @@ class PolicyHost:
 
 def _not_cached(block: Block) -> InputError:
     return InputError(f"block {block!r} is not cached: it was never stored, or has left")
+
+
+def _not_pinned(block: Block) -> InputError:
+    return InputError(f"block {block!r} is not pinned: every `unpin` takes back one `pin`")
 
 
 def extended_path(above: Span, keys: Sequence[Key]) -> Sequence[Key]:

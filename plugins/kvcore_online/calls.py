@@ -430,10 +430,16 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
             for call in calls
         ]
     except (TypeError, KeyError, ValueError) as error:
-        msg = "tool_calls must be functions, each with a name and arguments in JSON"
+        msg = (
+            "tool_calls must be functions, each with a name and arguments as an object in JSON"
+        )
         raise ApiError(400, msg, "messages") from error
 
 
 def _arguments(function: Mapping[str, Any]) -> Any:
     arguments = function["arguments"]
-    return parse_json(arguments.encode()) if isinstance(arguments, str) else arguments
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments.encode() or b"{}")  # tools without any have no text
+    if not (isinstance(arguments, dict) and isinstance(function["name"], str)):
+        raise TypeError
+    return arguments

@@ -157,7 +157,8 @@ class Listener:
             self._server = await loop.create_server(
                 self._accept, host, port, backlog=min(BACKLOG, self._connections)
             )
-        except (OSError, OverflowError) as error:  # a port above 65535 overflows
+        # A port above 65535 overflows, and no name has a part that is empty or too long.
+        except (OSError, OverflowError, ValueError) as error:
             number = getattr(error, "errno", None) or 0  # of a name server below 0
             why = os.strerror(number) if number > 0 else getattr(error, "strerror", error)
             msg = f"port {port} of {host}: {why}"

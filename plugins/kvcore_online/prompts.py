@@ -19,6 +19,9 @@ MOST_KEYS = 8_192
 MOST_ANSWERS = 128
 """Largest number of answers to a call that have a request each: more are told as one."""
 
+CHAT = "chat/completions"
+"""End of the path of a chat."""
+
 ASKED_OUTPUT = 16
 """Output tokens of a completion if neither its client nor its server gives a number."""
 
@@ -82,7 +85,7 @@ class Call:
         except ValueError as error:
             msg = f"the body is not JSON: {error}"
             raise InputError(msg) from error
-        needed = "messages" if path.endswith("chat/completions") else "prompt"
+        needed = "messages" if path.endswith(CHAT) else "prompt"
         kinds = (list,) if needed == "messages" else (str, list)
         if not isinstance(document, dict) or not isinstance(document.get(needed), kinds):
             msg = f"the body must be a JSON object with {needed!r}"
@@ -105,12 +108,22 @@ class Call:
     def question(self) -> dict[str, Any]:
         """The body of a request to a server's `/tokenize`."""
         names = ("model", "messages", "prompt", "tools", "add_special_tokens")
-        return {name: self.document[name] for name in names if name in self.document}
+        read = {**self.document, "prompt": self.prompt}
+        return {name: read[name] for name in names if read.get(name) is not None}
+
+    @property
+    def prompt(self) -> Any:
+        """The prompt, or the list of prompts if there are several; None for a chat."""
+        if self.path.endswith(CHAT):
+            return None
+        prompt: Any = self.document["prompt"]
+        alone = len(prompt) == 1 and isinstance(prompt[0], (str, list))
+        return prompt[0] if alone else prompt
 
     @property
     def tokens(self) -> list[int] | None:
         """The token ids of the prompt; None if the client sent text."""
-        return token_ids(self.document.get("prompt"))
+        return token_ids(self.prompt)
 
     @property
     def most_output(self) -> int:
@@ -131,10 +144,10 @@ class Call:
             key_chars: bytes of text that stand for a block.
         """
         asked: Any = self.document.get("n")
-        prompt: Any = self.document.get("prompt")
+        prompt: Any = None if self.path.endswith(CHAT) else self.document["prompt"]
         choices = asked if type(asked) is int and 0 < asked <= MOST_ANSWERS else 1
         several = isinstance(prompt, list) and len(prompt) > 1 and type(prompt[0]) is not int
-        if not several or "messages" in self.document:
+        if not several:
             return (), choices
         if len(prompt) * choices > MOST_ANSWERS:
             return (), 1
@@ -196,11 +209,11 @@ class Call:
         It is of fixed length too, so that parts cannot be confused.
         """
         model = self._text("model")  # which a server refuses if it is none
-        return blake2b(f"{model}\n{salt}".encode(), digest_size=KEY_BYTES).digest()
+        return blake2b(f"{model}\n{salt!r}".encode(), digest_size=KEY_BYTES).digest()
 
     def _prompt(self) -> bytes:
         """Return the bytes of the prompt, in which common parts of two prompts come first."""
-        if isinstance(prompt := self.document.get("prompt"), str):
+        if isinstance(prompt := self.prompt, str):
             return prompt.encode()
         if prompt is not None:
             return orjson.dumps(prompt)

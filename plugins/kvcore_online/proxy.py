@@ -707,9 +707,11 @@ def run(config: RouteConfig, ready: Callable[[Proxy], None]) -> None:
 async def _run(proxy: Proxy, ready: Callable[[Proxy], None]) -> None:
     await proxy.start()
     with signalled() as ending:
-        ready(proxy)
-        await ending.wait()
-        warn("ending; a second signal does not wait for requests in flight")
-        await stopped(proxy.stop(), ending, proxy.abort)
+        try:
+            ready(proxy)
+            await ending.wait()
+            warn("ending; a second signal does not wait for requests in flight")
+        finally:
+            await stopped(proxy.stop(), ending, proxy.abort)
     if proxy.fleet.log_error is not None:
         raise proxy.fleet.log_error

@@ -16,6 +16,7 @@ from kvcore.config.options import check_names, option_named
 from kvcore.config.values import Natural, PluginChoice, as_bytes, convert
 from kvcore.errors import InputError, redact
 from kvcore.plugins.options import Spec
+from kvcore.untrusted import fits_header
 
 Bytes: TypeAlias = Annotated[int, as_bytes]
 """A number of bytes; as text with a unit, such as `8MiB`."""
@@ -44,7 +45,8 @@ class Upstream:
         prefill_rate: prompt tokens that it computes in a second, for the router.
 
     Raises:
-        InputError: `url` is no URL of a server, or a number is not above 0.
+        InputError: `url` is no URL of a server, `name` fits no header, or a number is not
+            above 0.
     """
 
     url: str = _option("", "Address of its API, without /v1.")
@@ -62,16 +64,24 @@ class Upstream:
         try:
             parts = urlsplit(self.url)
             complete = (
-                parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1)
+                parts.scheme in ("http", "https")
+                and parts.hostname
+                and (parts.port or 1)
+                and parts.username is None
+                and self.url.isprintable()
+                and not set("?# ") & set(self.url)
             )
         except ValueError as error:  # brackets or a port that no address has
             raise InputError(msg) from error
-        if not complete or parts.query or parts.fragment or parts.username is not None:
+        if not complete:
             raise InputError(msg)
         url = self.url.rstrip("/").removesuffix("/v1")
         object.__setattr__(self, "url", url)
         if not self.name:
             object.__setattr__(self, "name", parts.netloc)
+        if not fits_header(self.name):
+            msg = f"name {self.name!r} of {self.url} has control characters: leave them out"
+            raise InputError(msg)
         for name in ("blocks", "block_size", "max_seqs", "prefill_rate"):
             if not getattr(self, name) > 0:
                 msg = f"{name} of {self.url} must be above 0, not {getattr(self, name)!r}"
@@ -219,10 +229,9 @@ class RouteConfig:
         fields = {key.replace("-", "_"): value for key, value in read_tables(path).items()}
         if "servers" in fields and "replicas" not in fields:
             fields["replicas"] = fields.pop("servers")  # the word of the help
-        if isinstance(fields.get("trace"), str) and fields["trace"]:
-            fields["trace"] = path.parent / fields["trace"]
-        if isinstance(fields.get("trace_key"), str):
-            fields["trace_key"] = path.parent / fields["trace_key"]
+        for name in ("trace", "trace_key"):
+            if isinstance(fields.get(name), str) and fields[name]:
+                fields[name] = path.parent / fields[name]
         try:
             return cls.from_options(**{"replicas": [], **fields, **options})
         except InputError as error:

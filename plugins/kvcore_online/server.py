@@ -55,6 +55,9 @@ MOST_JOINED = 256
 THREADED = 1 << 12
 """Bytes of a body from which on it is decoded on a thread: 1 KiB of text takes up to 5 ms."""
 
+MOST_SPEED = 1e6
+"""Most times as fast, or as slow, as the wall clock that a simulation runs."""
+
 CONNECTIONS = 4
 """Most open connections, as a multiple of `ServeConfig.requests`; others are closed at once."""
 
@@ -79,7 +82,7 @@ class ServeConfig:
             waited for, as a model on tensors takes its own time.
 
     Raises:
-        InputError: `kv_replay` is given without `kv_events`.
+        InputError: `kv_replay` is given without `kv_events`, or `speed_up` is out of range.
     """
 
     host: str = "127.0.0.1"
@@ -95,9 +98,12 @@ class ServeConfig:
     speed_up: float | None = None
 
     def __attrs_post_init__(self) -> None:
-        """Refuse an address for replays of events that are not published."""
+        """Refuse replays of events that are not published, and speeds that no clock has."""
         if self.kv_replay is not None and self.kv_events is None:
             msg = "--kv-replay sends the events of --kv-events again: give that too"
+            raise InputError(msg)
+        if self.speed_up is not None and not 1 / MOST_SPEED <= self.speed_up <= MOST_SPEED:
+            msg = f"--speed-up {self.speed_up}: give a number from 1e-6 to 1e6"
             raise InputError(msg)
 
 

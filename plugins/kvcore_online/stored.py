@@ -166,8 +166,6 @@ class StoredBlocks:
                     return
             except Exception as error:  # noqa: BLE001 - else nobody would see that it has ended
                 self._messages.warn(f"KV events are not published: {error!r}", "KV events")
-                self.dropped += 1
-                self._publisher.skip(1)
                 self._ends.wait(_POLL_SECONDS)
 
     def _publish_next(self) -> bool:
@@ -181,7 +179,12 @@ class StoredBlocks:
             publisher.serve(0)
         else:
             publisher.skip(lost)
-            publisher.publish(encode(batch))
+            try:
+                publisher.publish(encode(batch))
+            except Exception:
+                self.dropped += 1
+                publisher.skip(1)
+                raise
         return True
 
 

@@ -73,9 +73,11 @@ class _Lines(logging.Handler):
         line = f"{time} kvcore: {escaped(sentence)}\n"
         if self.as_json:
             level = record.levelname.lower()
+            # The name of a file may be no Unicode, which JSON is.
+            sentence = sentence.encode(errors="backslashreplace").decode()
             fields = {"time": time.replace(" ", "T", 1), "level": level, "message": sentence}
             line = f"{escaped_json(orjson.dumps(fields)).decode()}\n"
-        with suppress(OSError):
+        with suppress(OSError, ValueError, AttributeError):  # broken, closed, none at all
             sys.stderr.write(line)
             sys.stderr.flush()
 

@@ -274,7 +274,7 @@ class Metrics:
         self.requests = counter(
             "requests", "Requests by how they were answered.", by_replica, "status"
         )
-        self.retries = counter("retries", "Requests sent again elsewhere.", by_replica)
+        self.retries = counter("retries", "Requests that it did not answer.", by_replica)
         self.hit_tokens = counter("hit_tokens", "Prompt tokens expected to hit.", by_replica)
         self.cached_tokens = counter("cached_tokens", "Prompt tokens that hit.", by_replica)
         self.prompt_tokens = counter(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import EvictionPolicy, InputError, PolicyError, Request
-from kvcore.cache import hints
+from kvcore.cache import BlockLayout, hints
 from kvcore.request import Retention
 from kvcore_hosting import HostSettings, PolicyHost
 from kvcore_plugins.eviction import LRU
@@ -103,6 +103,21 @@ def test_a_path_is_released_from_its_deepest_block():
     host.unpin("b", 0)
     assert received(host) == [("on_release", "c"), ("on_release", "b"), ("on_release", "a")]
     assert [host.span(block).released_order for block in path] == [3, 2, 1]
+
+
+def test_the_latest_path_is_the_one_that_was_released_last():
+    """A path is the latest until others are released, or a block of it is lost or in use."""
+    host = make()
+    release(host, store(host, "ab"))
+    release(host, store(host, "xyz"))
+    assert [host.are_latest(path) for path in ("xyz", "xy", "yx", "ab")] == [1, 1, 0, 0]
+    host.pin("x")
+    assert not host.are_latest("xyz")
+    host.unpin("x", 0)
+    assert host.are_latest("xyz") is False
+    assert host.are_latest("x")
+    host.dropped("x", 0)
+    assert not host.are_latest("yz")
 
 
 def test_in_on_remove_the_parent_has_lost_its_child():
@@ -294,9 +309,11 @@ def test_blocks_below_a_dropped_block_are_evicted_first():
     host.dropped("b", 1)
     assert received(host)[0] == ("on_release", "d")
     assert "b" not in host
-    assert (len(host), host.evictable, host.victims(4, now=1)) == (4, 2, None)
+    assert (len(host), host.evictable, host.victims(4, now=1)) == (4, 3, None)
     assert host.victims(1, now=1) == ["c"]
+    assert host.evictable == 2
     host.unpin("d", 1)
+    assert host.evictable == 3
     assert host.victims(2, "d", now=1) == ["x", "a"]
     assert host.victims(1, now=1) == ["d"]
 
@@ -314,6 +331,25 @@ def test_blocks_below_a_dropped_block_may_be_hit():
     assert host.span("c").path_keys == ["a", "b", "c"]
     release(host, "abc")
     assert host.victims(3, now=3) == ["c", "b", "a"]
+
+
+def test_a_block_that_is_hit_below_a_dropped_one_keeps_its_keys_and_its_tenant():
+    """A block that returns to the policy has its place in its text, also within a key."""
+    host = make("lru", layout=BlockLayout("tokens", 16, 32))
+    path = ["k0", "k1"]
+    host.stored_run("abcd", None, 0, path=path, tenant="one")
+    release(host, "abcd")
+    host.dropped("a", 0)
+    host.stored_run("a", None, 0, path=path)
+    for block in "dcb":
+        host.pin(block)
+    host.hit("abcd", 1)
+    assert [host.span(block).keys() for block in "abcd"] == [["k0"], ["k0"], ["k1"], ["k1"]]
+    assert [host.span(block).tenant for block in "abcd"] == [None, "one", "one", "one"]
+    release(host, "abcd")
+    assert host.victims(4, now=2) == ["d", "c", "b", "a"]
+    with pytest.raises(InputError, match="a key has 2 blocks: give the keys of the text"):
+        host.stored("a", None, 3)
 
 
 def test_unpinned_blocks_expire_after_their_lifetime():
@@ -343,6 +379,13 @@ def test_clear_drops_all_blocks_and_starts_a_new_policy():
     [
         (lambda host: host.stored("a", None, 0), "block 'a' is stored already"),
         (lambda host: [host.unpin("a", 0) for _ in "12"], "block 'a' is not pinned"),
+        (
+            lambda host: (
+                [store(host, "b", below="a"), host.dropped("a", 0)]
+                and [host.unpin("b", 0) for _ in "12"]
+            ),
+            "block 'b' is not pinned",
+        ),
         (lambda _host: make(blocks=0), "a host of 0 blocks: give a whole number above 0"),
         (lambda host: PolicyHost(host.eviction, 8, 16), "is in use already"),
     ],

@@ -76,7 +76,15 @@ def user(content="a", **fields):
         ({"messages": [user()], "tools": [5]}, "tools"),
         ({"messages": [user(tool_calls=[{"function": {}}])]}, "messages"),
         ({"messages": [user(tool_calls=5)]}, "messages"),
-        ({"messages": [user(tool_calls=[{"function": {"arguments": "{"}}])]}, "messages"),
+        *(
+            ({"messages": [user(tool_calls=[{"function": function}])]}, "messages")
+            for function in (
+                {"name": "f", "arguments": "{"},
+                {"name": "f", "arguments": "[1]"},
+                {"name": "f", "arguments": 5},
+                {"arguments": "{}"},
+            )
+        ),
     ],
 )
 def test_a_wrong_field_is_named(fields, param):
@@ -189,13 +197,14 @@ def test_messages_reach_the_chat_template_with_calls_of_tools_as_objects():
     call = {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}
     read({"messages": [user([{"text": "a"}, {"text": "b"}], name="me", more=1)]}, model=model)
     assert model.chat == ([user("ab", name="me")],)
-    assistant = {"role": "assistant", "content": None, "tool_calls": [call]}
+    bare, empty = ({"function": {"name": "f", "arguments": each}} for each in ("", {}))
+    assistant = {"role": "assistant", "content": None, "tool_calls": [call, bare]}
     tool = {"role": "tool", "content": "2", "tool_call_id": "1", "tool_calls": []}
     read({"messages": [assistant, tool], "tools": [{"name": "f"}]}, model=model)
     known = {"id": "1", "function": {"name": "f", "arguments": {"x": 1}}}
     assert model.chat == (
         [
-            {"role": "assistant", "content": "", "tool_calls": [known]},
+            {"role": "assistant", "content": "", "tool_calls": [known, empty]},
             {"role": "tool", "content": "2", "tool_call_id": "1"},
         ],
         [{"name": "f"}],

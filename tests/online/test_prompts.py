@@ -81,12 +81,34 @@ def test_the_output_of_a_call_is_what_it_asks_for(fields, output):
 
 
 def test_token_ids_of_a_client_are_those_of_the_prompt():
-    """A prompt of token ids needs no tokenizer; a list of texts or prompts does."""
-    assert read({"prompt": [1, 2]}).tokens == [1, 2]
-    for prompt in ([], [True], [1, "a"], ["a"], [[1]], "a"):
+    """A prompt of token ids needs no tokenizer; texts and several prompts do."""
+    for prompt in ([1, 2], [[1, 2]]):
+        assert read({"prompt": prompt}).tokens == [1, 2]
+    for prompt in ([], [True], [1, "a"], ["a"], [None], [[1], [2]], "a"):
         assert read({"prompt": prompt}).tokens is None
     body = {"prompt": "a", "model": "m", "tools": [], "stream": True}
-    assert read(body).question == {"prompt": "a", "model": "m", "tools": []}
+    for prompt in ("a", ["a"]):
+        question = read(body | {"prompt": prompt}).question
+        assert question == {"prompt": "a", "model": "m", "tools": []}
+
+
+def test_a_prompt_alone_in_a_list_is_that_prompt():
+    """A list of one prompt has the keys and the length of it, as servers read it."""
+    for prompt in ("a" * 16, [*range(9)]):
+        one, listed = (
+            request({"prompt": each}, tokens=read({"prompt": each}).tokens)
+            for each in (prompt, [prompt])
+        )
+        assert (listed.keys, listed.prompt_tokens) == (one.keys, one.prompt_tokens)
+
+
+def test_a_prompt_beside_the_messages_of_a_chat_is_none():
+    """A chat has the keys of its messages, whatever else is in the body."""
+    body = {"messages": [{"content": "a" * 40}]}
+    for prompt in ([1, 2], "b" * 40):
+        call = read(body | {"prompt": prompt})
+        assert (call.tokens, call.question) == (None, body)
+        assert request(body | {"prompt": prompt}).keys == request(body).keys
 
 
 def test_the_session_is_that_of_the_header_or_of_the_body():
@@ -137,8 +159,9 @@ def test_keys_of_texts_are_shared_up_to_the_first_difference(monkeypatch):
     assert one[0] == other[0]
     assert not {one[1]} & set(other)
     assert keys(prompt="b" * 8) != [one[1]]
-    apart = [keys(prompt="a" * 8, **more) for more in ({}, {"model": "m"}, {"cache_salt": "m"})]
-    assert len({str(each) for each in apart}) == 3
+    sent = {}, {"model": "m"}, {"cache_salt": "m"}, {"cache_salt": "None"}
+    apart = [keys(prompt="a" * 8, **more) for more in sent]
+    assert len({str(each) for each in apart}) == 4
     tools = [{"function": {"name": "f" * 20}}]
     plain, armed = (
         keys(messages=[{"content": "a" * 40}], **more) for more in ({}, {"tools": tools})

@@ -749,7 +749,7 @@ def test_lengths_are_those_that_a_server_has_counted(usage, prompt, output, cach
 def test_a_proxy_runs_until_a_signal(tmp_path, monkeypatch, capsys):
     """`run` routes from `ready` on until SIGTERM; it raises what has ended the trace.
 
-    At the signal it says how to end at once.
+    At the signal it says how to end at once. An error of `ready` leaves a whole trace too.
     """
     served = []
 
@@ -762,6 +762,10 @@ def test_a_proxy_runs_until_a_signal(tmp_path, monkeypatch, capsys):
     assert served[0].startswith("http://127.0.0.1:")
     assert [line.event for line in read_events(tmp_path / "day")] == ["HEADER", "END"]
     assert "ending; a second signal does not wait" in capsys.readouterr().err
+    (tmp_path / "day").unlink()
+    with pytest.raises(ZeroDivisionError):
+        run(config, lambda _: 1 // 0)
+    assert [line.event for line in read_events(tmp_path / "day")] == ["HEADER", "END"]
 
     def full(*_):
         msg = "no space left"

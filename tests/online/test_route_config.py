@@ -28,6 +28,11 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
         ("replicas = ['http://[::1']", "expected one such as"),
         ("replicas = ['http://a:99999']", "expected one such as"),
         ("[[replicas]]\nurl = 'http://a'\nblocks = 0", "blocks of http://a must be above 0"),
+        (
+            "[[replicas]]\nurl = 'http://a'\nname = \"b\\n\"",
+            r"name 'b\\n' of http://a has control",
+        ),
+        ("replicas = ['http://a']\ntrace_key = ''", "trace_key: empty path; name a file"),
         ("replicas = 3", "expected tables"),
         ("replicas = [3]", "expected a table"),
         ("", "0 servers"),
@@ -149,6 +154,7 @@ def test_numbers_of_a_server_are_above_0(name):
         ("http://a/b/v1/", "http://a/b"),
         *((url, None) for url in ("", "a", "ftp://a", "http://", "http://a:x", "http://a?b")),
         *((url, None) for url in ("http://a#b", "http://u@a", "http://:p@a", "http://[::1")),
+        *((f"http://a{more}", None) for more in ("?", "/#", " b", "\r", "\0b:1")),
         ("http://a:0", "http://a:0"),
     ],
 )

@@ -641,8 +641,10 @@ def test_open_requests_get_503_if_the_engine_fails(tmp_path):
 
 
 def test_times_of_a_file_may_be_numbers(tmp_path):
-    """Times in a configuration file may be numbers of seconds or text."""
-    (tmp_path / "serve.toml").write_text('client_timeout = 5\ngrace = "500ms"\nblocks = 0\n')
+    """Times in a configuration file may be numbers of seconds or text, a speed is a number."""
+    (tmp_path / "serve.toml").write_text(
+        'client_timeout = 5\ngrace = "500ms"\nsimulate = true\nspeed_up = 2.5\nblocks = 0\n'
+    )
     run = run_here("serve", "--config", "serve.toml", cwd=tmp_path)
     assert "serve.toml: blocks: a pool of 0 blocks" in run.stderr
 

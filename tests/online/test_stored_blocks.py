@@ -142,6 +142,25 @@ def test_a_batch_that_cannot_be_sent_is_a_gap(publisher, capsys):
     assert "KV events are not published: ZeroDivisionError" in capsys.readouterr().err
 
 
+def test_an_error_while_nothing_is_sent_is_no_gap(publisher, capsys):
+    """An error in the answer to a replay loses no batch, and those that follow are sent."""
+    cache, stored = make(publisher)
+    failed = Event()
+
+    def fail(_):
+        failed.set()
+        raise ZeroDivisionError
+
+    publisher.serve = fail
+    stored.start()
+    assert failed.wait(5)
+    serve(cache, stored, ask(0, range(4)))
+    stored.close()
+    assert [number for number, _ in publisher.got] == [0]
+    assert stored.dropped == 0
+    assert "KV events are not published: ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_closing_waits_a_limited_time_for_a_subscriber(publisher, monkeypatch):
     """Closing waits a limited time for one who does not read, and so does the process."""
     monkeypatch.setattr(room, "_PATIENCE_SECONDS", 0.01)

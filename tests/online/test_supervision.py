@@ -116,12 +116,14 @@ def test_messages_as_json_are_an_object_a_line(capsys):
     log_as_json(as_json=True)
     try:
         warn('a "b"\n\x1b[31m')
+        warn("\udcff.jsonl is full")
         announce("tiny at http://127.0.0.1:8001", "127.0.0.1")
     finally:
         log_as_json(as_json=False)
     lines = list(map(json.loads, capsys.readouterr().err.splitlines()))
     assert [(line["level"], line["message"]) for line in lines] == [
         ("warning", 'a "b"\n\x1b[31m'),
+        ("warning", r"\udcff.jsonl is full"),
         ("info", "tiny at http://127.0.0.1:8001; Ctrl-C ends"),
     ]
     assert all(datetime.fromisoformat(line["time"]).tzinfo for line in lines)
@@ -161,6 +163,11 @@ def test_a_message_is_shown_at_once(monkeypatch):
 
     monkeypatch.setattr(stream, "write", broken)
     warn("it failed")
+    for closed in (io.StringIO(), None):
+        monkeypatch.setattr(sys, "stderr", closed)
+        if closed is not None:
+            closed.close()
+        warn("it failed")
 
 
 def test_errors_of_the_loop_are_lines(capsys):

@@ -291,6 +291,11 @@ class Entries(dict[Any, Any]):
         del self[key]
         return entry
 
+    def __ior__(self, entries: Any) -> Entries:  # type: ignore[misc]
+        """Enter or replace entries."""
+        self.update(entries)
+        return self
+
     clear = MutableMapping.clear
     popitem = MutableMapping.popitem
     setdefault = MutableMapping.setdefault

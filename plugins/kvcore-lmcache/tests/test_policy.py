@@ -466,11 +466,12 @@ def test_the_mapping_calls_the_policy_once_for_each_change():
     entries["a"] = 2
     entries.update(b=1)
     entries.setdefault("c", 1)
+    entries |= {"a": 3, "d": 1}
     entries.pop("a")
     entries.pop("a", None)
     del entries["b"]
     entries.clear()
-    assert called == ["+a", "+b", "+c", "-a", "-b", "-c"]
+    assert called == ["+a", "+b", "+c", "+d", "-a", "-b", "-c", "-d"]
     assert not entries
 
 

@@ -302,10 +302,13 @@ class ExpiringPool(HostedPool):
         queue, block = self.free_block_queue, blocks[0]
         if not queue.host.expired(block.block_id, queue.clock()):
             return blocks
-        below = queue.host.branch(block.block_id)
-        for block_id in below:
-            self._maybe_evict_cached_block(self.blocks[block_id])
-            queue.lose(self.blocks[block_id], "expired")
+        for block_id in queue.host.branch(block.block_id):
+            block = self.blocks[block_id]
+            key = _key(block.block_hash)
+            self._maybe_evict_cached_block(block)
+            queue.lose(block, "expired")
+            if self.recorder is not None:
+                self.recorder.dropped(key, queue.clock(), "expired")
         return None
 
 

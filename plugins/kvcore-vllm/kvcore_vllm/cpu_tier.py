@@ -217,8 +217,8 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
         use: _Use | None = context.get_state(_Use)
         if use is not None and len(use.order) == len(positions):
             return use
-        if use is None and not self._chunks:
-            self._begin(min(positions.values(), default=self._tokens))
+        if positions and not (self._chunks or (use and use.order)):
+            self._begin(min(positions.values()))
         if use is None:
             use = _Use(read_hints(context.req_id, getattr(context, "kv_hints", None)))
             context.set_state(use)
@@ -275,12 +275,7 @@ class KvcorePolicy(CachePolicy):  # type: ignore[misc, unused-ignore]
     ) -> None:
         """Release the chunks of a prompt again, unless they are the latest in that order."""
         host, now = self.host, self.clock()
-        latest = range(host.released, host.released - len(path), -1)
-        spans = map(host.span, path)
-        if not hits and all(
-            not span.ref_count and span.released_order == order
-            for span, order in zip(spans, latest, strict=True)
-        ):
+        if not hits and host.are_latest(path):
             return
         for key in reversed(path):
             host.pin(key)

@@ -197,6 +197,18 @@ def test_evictions_are_recorded(tmp_path):
     assert outcome.digest[:16] in run.stdout
 
 
+def test_blocks_that_expire_are_recorded(tmp_path):
+    """Blocks leave the recording when they expire, and `kvcore replay` accepts it."""
+    path = tmp_path / "pool.jsonl"
+    pool = VllmPool("ttl:ttl=5", 1500, trace=path)
+    serve(pool, conversations(300))
+    recorder = pool.manager.block_pool.recorder
+    recorder.close()
+    assert not recorder.disagreements
+    assert '"reason":"expired"' in path.read_text()
+    assert run_here("replay", path).returncode == 0
+
+
 def test_a_scheduler_closes_its_recording(monkeypatch, tmp_path):
     """`shutdown` completes a recording with all preemptions, and `kvcore replay` accepts it."""
     path, server = tmp_path / "served.jsonl.gz", random_server(35)

@@ -117,10 +117,10 @@ def test_a_failed_store_is_forgotten(tier):
     each.manager.complete_store(keys[2:], context)
     each.manager.complete_store(keys[:2], context, success=False)
     assert [each.policy.get(key) is None for key in keys] == [True, True, False]
+    each.close(context)
     other, _ = store(each, 2, chain(8, 9))
     assert store(each, 3, chain(10, 11))[1] == keys[2:]
     each.close(other)
-    each.close(context)
 
 
 def test_a_chunk_is_not_evicted_while_it_is_loaded(tier):
@@ -300,7 +300,8 @@ def test_evictions_are_recorded(tier, tmp_path, monkeypatch):
     path = tmp_path / "cpu-tier-day.jsonl"
     monkeypatch.setenv("KVCORE_TRACE", str(tmp_path / "day.jsonl"))
     each = tier("lru", 300)
-    outcome = serve(each, conversations(200))
+    short = Request(id="short", prompt_tokens=5)
+    outcome = serve(each, [short, *conversations(200)])  # the first one has no chunk
     recorder = each.policy._recording._recorder
     assert recorder.failure is None
     assert recorder.disagreements == {}

@@ -94,7 +94,7 @@ OF_SIMULATIONS = ("device", "tensor_parallel", "weights_dtype", "latency", "spee
 @option(
     "--speed-up",
     heading=MODEL,
-    type=click.FloatRange(0, min_open=True),
+    type=float,
     default=1.0,
     help="Times as fast as the wall clock that --simulate runs.",
 )

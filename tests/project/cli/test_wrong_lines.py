@@ -415,11 +415,15 @@ route http://a --view events:delay=1 | events that servers publish have no optio
 route http://a --view event | did you mean 'events'
 route http://a --trace nowhere/day.jsonl | cannot write the trace nowhere
 serve --port 65536 | port 65536 of 127.0.0.1
+serve --host 127..0.1 | port 8001 of 127..0.1
 serve --port 99999 | port 99999 of 127.0.0.1
 serve --kv-replay tcp://127.0.0.1:5558 | --kv-replay sends the events of --kv-events again
 serve --simulate --generator sincos | --generator is not for --simulate
 serve --simulate --dtype fp16 | --dtype is not for --simulate
 serve --device h200 | --device is for --simulate alone
+serve --simulate --speed-up inf | --speed-up inf: give a number from 1e-6 to 1e6
+serve --simulate --speed-up nan | --speed-up nan: give a number from 1e-6 to 1e6
+serve --simulate --speed-up 0 | --speed-up 0.0: give a number from 1e-6 to 1e6
 serve --speed-up 2 | --speed-up is for --simulate alone
 serve --simulate --model llama-9 | --model: unknown model 'llama-9'
 serve --simulate --model gpt-oss-20b --kv-events tcp://127.0.0.1:1 | layers of gpt-oss-20b keep
