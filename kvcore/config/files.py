@@ -153,7 +153,7 @@ def _placed(name: str, value: Any, folder: Path) -> Any:
     """Return a value with its paths as seen from the working directory."""
     if isinstance(value, Path):
         return folder / value
-    if isinstance(value, tuple):
+    if type(value) is tuple:
         return tuple(_placed(name, entry, folder) for entry in value)
     if isinstance(value, Mapping):  # the options of some replicas
         return {key: _placed(key, entry, folder) for key, entry in value.items()}

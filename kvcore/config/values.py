@@ -136,10 +136,14 @@ LEAST_WINDOW = 1_000_000
 """Nanoseconds below which the times of a window are taken for seconds, by mistake."""
 
 
+class _ReadWindow(tuple[int, int | None]):
+    """A window of time in ns that was text, so that its times are none in seconds."""
+
+
 def as_window(value: object) -> Any:
     """Return a window of time in ns; text has seconds, such as `60:120`."""
     if isinstance(value, str):
-        return parse_window(value)
+        return _ReadWindow(parse_window(value))
     if not isinstance(value, tuple):
         refuse("a window of time in seconds, such as '60:120'", value)
     types = [*map(type, value)]  # true and false are integers otherwise
@@ -150,7 +154,7 @@ def as_window(value: object) -> Any:
             f"not {value!r:.60}"
         )
         raise InputError(msg)
-    if 0 < (end or start) < LEAST_WINDOW:
+    if 0 < (end or start) < LEAST_WINDOW and not isinstance(value, _ReadWindow):
         seconds = ":".join("" if time is None else str(time) for time in value)
         msg = f"{value!r} has nanoseconds; for seconds give the text {seconds!r}"
         raise InputError(msg)

@@ -27,12 +27,7 @@ from typing import TYPE_CHECKING, BinaryIO, Self, TypeVar
 
 from kvcore.blake2 import blake2b
 from kvcore.errors import StorageError
-from kvcore.files import (
-    AtomicFile,
-    Compressor,
-    compressor,
-    storage_errors,
-)
+from kvcore.files import AtomicFile, Compressor, compressor, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -47,6 +47,13 @@ def test_slos_and_plugins_are_read_from_tables():
     assert config.scheduler == Spec("srpt", {"preemptive": "false"})
 
 
+def test_a_short_window_in_a_text_stays_one_when_it_is_read_again(tmp_path):
+    """A text is in seconds, however short the window: in a file, and in a changed copy."""
+    (tmp_path / "run.toml").write_text('window = "0:0.0005"')
+    config = RunConfig.from_toml(tmp_path / "run.toml")
+    assert config.changed(limit=3).window == (0, 500_000)
+
+
 @pytest.mark.parametrize(("given", "slo"), [(None, SLO()), ("none", SLO())])
 def test_the_slo_may_be_left_out(given, slo):
     """The SLO may be left out with the text `none` or with None."""
