@@ -153,9 +153,14 @@ def parse_seconds(text: str) -> int:
     return int(nanoseconds)
 
 
+def seconds_text(ns: int) -> str:
+    """Return nanoseconds as the text of seconds that `parse_seconds` reads, exact."""
+    return f"{ns // NS_PER_S}.{ns % NS_PER_S:09}".rstrip("0").rstrip(".")
+
+
 def window_text(window: tuple[int, int | None]) -> str:
     """Return the text of a window of nanoseconds, in seconds, that `parse_window` reads."""
-    return ":".join("" if t is None else f"{t / NS_PER_S:.15g}" for t in window)
+    return ":".join("" if t is None else seconds_text(t) for t in window)
 
 
 def picoseconds(seconds: float, what: str) -> int:

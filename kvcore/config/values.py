@@ -22,12 +22,12 @@ from kvcore.plugins.options import Spec, as_text, nearest, parse
 from kvcore.request import SLO
 from kvcore.trace.fields import EXPECTATIONS
 from kvcore.units import (
-    NS_PER_S,
     check_whole,
     parse_bytes,
     parse_seconds,
     parse_whole,
     parse_window,
+    seconds_text,
 )
 from kvcore.untrusted import parse_digits
 from kvcore.workloads import Workload, given_workload
@@ -89,7 +89,7 @@ def read_slo(text: str) -> SLO:
 def slo_text(slo: SLO) -> str:
     """Return an SLO as `read_slo` reads it, such as `ttft=30,tpot=0.1`."""
     times = ((name, getattr(slo, f"{name}_ns")) for name in EXPECTATIONS)
-    return ",".join(f"{name}={ns / NS_PER_S:g}" for name, ns in times if ns) or "none"
+    return ",".join(f"{name}={seconds_text(ns)}" for name, ns in times if ns) or "none"
 
 
 def tiers_text(tiers: Iterable[object]) -> str:
