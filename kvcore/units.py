@@ -32,7 +32,7 @@ _SIZE = rf"{_NUMBER})\s*([a-z]*)\s*"
 _MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _MULTIPLES |= {"ki": 2**10, "mi": 2**20, "gi": 2**30}
 _SIGNED = _NUMBER.replace("([", "([+-]?[")
-_WHOLE = rf"{_SIGNED}(?:e[+-]?[0-9]{{1,3}})?)((?:[kmg]i?|[tp])?)\s*"
+_WHOLE = rf"{_SIGNED}(?:e[+-]?[0-9]{{1,3}})?)\s*((?:[kmg]i?|[tp])?)\s*"
 _SECONDS = rf"{_NUMBER}(?:e[+-]?[0-9]{{1,3}})?)\s*((?:[mun]?s)?)\s*"
 _UNITS = {"": NS_PER_S, "s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
 
