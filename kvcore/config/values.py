@@ -139,6 +139,8 @@ LEAST_WINDOW = 1_000_000
 class _ReadWindow(tuple[int, int | None]):
     """A window of time in ns that was text, so that its times are none in seconds."""
 
+    __slots__ = ()
+
 
 def as_window(value: object) -> Any:
     """Return a window of time in ns; text has seconds, such as `60:120`."""
