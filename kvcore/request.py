@@ -316,7 +316,7 @@ class SLO(Record):
         for name, time in (("ttft", ttft), ("tpot", tpot), ("deadline", deadline)):
             if time is None:
                 continue
-            if not 1 <= time * NS_PER_S < INT64_LIMIT:
+            if isinstance(time, str) or not 1 <= time * NS_PER_S < INT64_LIMIT:
                 msg = f"SLO {name}={time!r}: give seconds, from 1e-9 to 9.2e9"
                 raise InputError(msg)
             times[f"{name}_ns"] = round(time * NS_PER_S)

@@ -113,7 +113,7 @@ def test_rate_scale_divides_the_times_of_arrival(scale, times):
     assert [at for at, _ in arrived(arrivals)] == times
 
 
-@pytest.mark.parametrize("scale", [0, -1, float("inf"), float("nan"), True])
+@pytest.mark.parametrize("scale", [0, -1, float("inf"), float("nan"), True, "2"])
 def test_a_rate_scale_is_a_finite_number_above_0(scale):
     """Requests cannot come infinitely fast, nor never."""
     with pytest.raises(InputError, match="a finite number above 0"):
