@@ -180,9 +180,8 @@ def picoseconds(seconds: float, what: str) -> int:
 
 def format_bytes(size: int, units: dict[str, int] = BINARY) -> str:
     """Return a size with about three digits: `2.5 GiB`, with `DECIMAL` units `2.68 GB`."""
-    least = min(units, key=units.__getitem__)
     reached = (unit for unit in units if units[unit] <= abs(size))
-    unit = max(reached, key=units.__getitem__, default=least)
+    unit = max(reached, key=units.__getitem__, default="B")
     return f"{format_number(size / units[unit])} {unit}"
 
 

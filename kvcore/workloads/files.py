@@ -37,9 +37,8 @@ def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
     line_number, empty = 0, True
     try:
         with path.open("rb") as file:
-            for line_number, line in enumerate(
-                _rows(decompressed(file, WORKLOAD_EXPANSION)), 1
-            ):
+            rows = _rows(decompressed(file, WORKLOAD_EXPANSION))
+            for line_number, line in enumerate(rows, 1):
                 if line_number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)  # noqa: PLW2901
                 if line and not line.isspace():
