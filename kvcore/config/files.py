@@ -167,11 +167,15 @@ def _placed(name: str, value: Any, folder: Path) -> Any:
 def _placed_plugin(kind: str, value: Any, folder: Path) -> Any:
     plugins = installed()
     if isinstance(value, str):  # a workload: a plugin, or else a file
-        name = value.partition(":")[0].strip()
-        if name not in plugins.names(kind):
-            return str(folder / value) if value else value
+        if (name := value.partition(":")[0].strip()) not in plugins.names(kind):
+            return value if value in ("", "-") else str(folder / value)
         value = read_plugin(with_path(value, plugins.get(kind, name)))
-    if not isinstance(value, Spec) or value.name not in plugins.names(kind):
+    if not isinstance(value, Spec):
+        return value
+    file, py, _ = value.name.partition(".py")
+    if py and (folder / f"{file}.py").is_file():
+        value = Spec(str(folder / value.name), value.options)
+    elif value.name not in plugins.names(kind):
         return value
     cls = plugins.get(kind, value.name)
     placed = {

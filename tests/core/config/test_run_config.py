@@ -47,6 +47,12 @@ def test_slos_and_plugins_are_read_from_tables():
     assert config.scheduler == Spec("srpt", {"preemptive": "false"})
 
 
+def test_standard_input_is_no_path_in_a_file(tmp_path):
+    """The workload `-` is standard input, as on the command line."""
+    (tmp_path / "run.toml").write_text('workload = "-"')
+    assert RunConfig.from_toml(tmp_path / "run.toml").workload == "-"
+
+
 def test_a_short_window_in_a_text_stays_one_when_it_is_read_again(tmp_path):
     """A text is in seconds, however short the window: in a file, and in a changed copy."""
     (tmp_path / "run.toml").write_text('window = "0:0.0005"')
