@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from os import PathLike
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast
 
 import attrs
 
@@ -93,8 +93,7 @@ def opened_source(workload: Source, plugins: Plugins | None) -> Iterable[Request
     from kvcore.workloads.selection import open_workload  # noqa: PLC0415 - as above
 
     named = str(workload) if isinstance(workload, Spec) else workload
-    requests: Iterable[Request] = open_workload(named, plugins or Plugins())
-    return requests
+    return cast("Iterable[Request]", open_workload(named, plugins or Plugins()))
 
 
 def flat_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def _installed() -> dict[str, Installed] | None:
     if any(hook is not PathFinder for hook in hooks):
         return None
     first: dict[str, Installed] = {}
-    for entry in sys.path:
+    for entry in map(os.fsdecode, sys.path):
         if entry.lower().endswith(".egg") or os.path.isfile(entry):
             return None
         with suppress(OSError):

@@ -316,7 +316,7 @@ class SLO(Record):
         for name, time in (("ttft", ttft), ("tpot", tpot), ("deadline", deadline)):
             if time is None:
                 continue
-            if not 1 <= time * NS_PER_S < INT64_LIMIT:
+            if isinstance(time, str) or not 1 <= time * NS_PER_S < INT64_LIMIT:
                 msg = f"SLO {name}={time!r}: give seconds, from 1e-9 to 9.2e9"
                 raise InputError(msg)
             times[f"{name}_ns"] = round(time * NS_PER_S)
@@ -350,8 +350,8 @@ class Request(Record):
         output_keys: keys of the blocks that follow the full blocks of the prompt, if known.
 
     Raises:
-        InputError: a length or time is no whole number, or out of range; or a key cannot be
-            hashed.
+        InputError: a length or time is no whole number, or out of range; a key cannot be
+            hashed; or an SLO or hints are none.
     """
 
     id: int | str
@@ -388,7 +388,7 @@ class Request(Record):
             type(prompt) is type(output) is type(arrival) is type(self.key_tokens) is int
             and 0 <= prompt < INT64_LIMIT
             and 0 <= output < INT64_LIMIT
-            and self.key_tokens >= 1
+            and 1 <= self.key_tokens < INT64_LIMIT
         ):
             msg = (
                 f"request {self.id!r}: arrival (ns), prompt_tokens, output_tokens and "
@@ -404,6 +404,13 @@ class Request(Record):
             except TypeError as error:
                 msg = f"request {self.id!r}: {error} as a block key: give integers or bytes"
                 raise InputError(msg) from error
+        slo, hints = self.slo, self.hints
+        if not (isinstance(hints, Hints) and (slo is None or isinstance(slo, SLO))):
+            msg = (
+                f"request {self.id!r}: slo={slo!r:.60} and hints={hints!r:.60}: give an SLO or "
+                "None, and Hints"
+            )
+            raise InputError(msg)
         if type(think_time) is not int or think_time < 0:
             msg = f"request {self.id!r}: think_time={think_time!r} must be whole ns, 0 or more"
             raise InputError(msg)

@@ -32,7 +32,7 @@ _SIZE = rf"{_NUMBER})\s*([a-z]*)\s*"
 _MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _MULTIPLES |= {"ki": 2**10, "mi": 2**20, "gi": 2**30}
 _SIGNED = _NUMBER.replace("([", "([+-]?[")
-_WHOLE = rf"{_SIGNED}(?:e[+-]?[0-9]{{1,3}})?)((?:[kmg]i?|[tp])?)\s*"
+_WHOLE = rf"{_SIGNED}(?:e[+-]?[0-9]{{1,3}})?)\s*((?:[kmg]i?|[tp])?)\s*"
 _SECONDS = rf"{_NUMBER}(?:e[+-]?[0-9]{{1,3}})?)\s*((?:[mun]?s)?)\s*"
 _UNITS = {"": NS_PER_S, "s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
 
@@ -153,9 +153,14 @@ def parse_seconds(text: str) -> int:
     return int(nanoseconds)
 
 
+def seconds_text(ns: int) -> str:
+    """Return nanoseconds as the text of seconds that `parse_seconds` reads, exact."""
+    return f"{ns // NS_PER_S}.{ns % NS_PER_S:09}".rstrip("0").rstrip(".")
+
+
 def window_text(window: tuple[int, int | None]) -> str:
     """Return the text of a window of nanoseconds, in seconds, that `parse_window` reads."""
-    return ":".join("" if t is None else f"{t / NS_PER_S:.15g}" for t in window)
+    return ":".join("" if t is None else seconds_text(t) for t in window)
 
 
 def picoseconds(seconds: float, what: str) -> int:
@@ -175,9 +180,8 @@ def picoseconds(seconds: float, what: str) -> int:
 
 def format_bytes(size: int, units: dict[str, int] = BINARY) -> str:
     """Return a size with about three digits: `2.5 GiB`, with `DECIMAL` units `2.68 GB`."""
-    least = min(units, key=units.__getitem__)
     reached = (unit for unit in units if units[unit] <= abs(size))
-    unit = max(reached, key=units.__getitem__, default=least)
+    unit = max(reached, key=units.__getitem__, default="B")
     return f"{format_number(size / units[unit])} {unit}"
 
 

@@ -153,7 +153,7 @@ def _placed(name: str, value: Any, folder: Path) -> Any:
     """Return a value with its paths as seen from the working directory."""
     if isinstance(value, Path):
         return folder / value
-    if isinstance(value, tuple):
+    if type(value) is tuple:
         return tuple(_placed(name, entry, folder) for entry in value)
     if isinstance(value, Mapping):  # the options of some replicas
         return {key: _placed(key, entry, folder) for key, entry in value.items()}
@@ -167,11 +167,15 @@ def _placed(name: str, value: Any, folder: Path) -> Any:
 def _placed_plugin(kind: str, value: Any, folder: Path) -> Any:
     plugins = installed()
     if isinstance(value, str):  # a workload: a plugin, or else a file
-        name = value.partition(":")[0].strip()
-        if name not in plugins.names(kind):
-            return str(folder / value) if value else value
+        if (name := value.partition(":")[0].strip()) not in plugins.names(kind):
+            return value if value in ("", "-") else str(folder / value)
         value = read_plugin(with_path(value, plugins.get(kind, name)))
-    if not isinstance(value, Spec) or value.name not in plugins.names(kind):
+    if not isinstance(value, Spec):
+        return value
+    file, py, _ = value.name.partition(".py")
+    if py and (folder / f"{file}.py").is_file():
+        value = Spec(str(folder / value.name), value.options)
+    elif value.name not in plugins.names(kind):
         return value
     cls = plugins.get(kind, value.name)
     placed = {

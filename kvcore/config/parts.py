@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import kvcore
 from kvcore.cache import KVCache, LayerPlan, Recorder, ServedCache
@@ -52,8 +52,6 @@ from kvcore.workloads.selection import find_workload
 
 BLOCK_SIZE = 16
 """Tokens of a block under a clock, where no block size is given: that of most servers."""
-
-Window: TypeAlias = tuple[int, int | None] | None
 
 
 class RunParts:
@@ -425,7 +423,7 @@ class RunParts:
         """Return the part of the workload that is served."""
         source = self._whole_source()
         with self._about("limit"):
-            return part_of(source, self.config.limit, cast("Window", self.config.window))
+            return part_of(source, self.config.limit, self.config.window)
 
     def _whole_source(self) -> Workload:
         """Return the workload that the configuration names, with all of its requests."""
@@ -433,8 +431,7 @@ class RunParts:
         if isinstance(source, Workload):
             return source
         if isinstance(source, Spec):
-            workload: Workload = self.plugins.build("workload", source, self._defaults())
-            return workload
+            return cast("Workload", self.plugins.build("workload", source, self._defaults()))
         # A path is a file, whatever plugin has its name.
         text = str(source.absolute()) if isinstance(source, Path) else source
         return find_workload(text, self.plugins, self.config.seed)

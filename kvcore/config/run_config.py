@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import attrs
 
@@ -188,7 +188,5 @@ def built_rules(like: Any, plugins: Plugins | None = None) -> Rules:
     if like is None:
         return Rules()
     if isinstance(like, Spec):
-        rules: Rules = (plugins or installed()).build("rules", like)
-        return rules
-    built: Rules = resolve("rules", like if isinstance(like, Plugin | type) else like())
-    return built
+        return cast("Rules", (plugins or installed()).build("rules", like))
+    return cast("Rules", resolve("rules", like if isinstance(like, Plugin | type) else like()))

@@ -22,12 +22,12 @@ from kvcore.plugins.options import Spec, as_text, nearest, parse
 from kvcore.request import SLO
 from kvcore.trace.fields import EXPECTATIONS
 from kvcore.units import (
-    NS_PER_S,
     check_whole,
     parse_bytes,
     parse_seconds,
     parse_whole,
     parse_window,
+    seconds_text,
 )
 from kvcore.untrusted import parse_digits
 from kvcore.workloads import Workload, given_workload
@@ -89,7 +89,7 @@ def read_slo(text: str) -> SLO:
 def slo_text(slo: SLO) -> str:
     """Return an SLO as `read_slo` reads it, such as `ttft=30,tpot=0.1`."""
     times = ((name, getattr(slo, f"{name}_ns")) for name in EXPECTATIONS)
-    return ",".join(f"{name}={ns / NS_PER_S:g}" for name, ns in times if ns) or "none"
+    return ",".join(f"{name}={seconds_text(ns)}" for name, ns in times if ns) or "none"
 
 
 def tiers_text(tiers: Iterable[object]) -> str:
@@ -136,10 +136,16 @@ LEAST_WINDOW = 1_000_000
 """Nanoseconds below which the times of a window are taken for seconds, by mistake."""
 
 
+class _ReadWindow(tuple[int, int | None]):
+    """A window of time in ns that was text, so that its times are none in seconds."""
+
+    __slots__ = ()
+
+
 def as_window(value: object) -> Any:
     """Return a window of time in ns; text has seconds, such as `60:120`."""
     if isinstance(value, str):
-        return parse_window(value)
+        return _ReadWindow(parse_window(value))
     if not isinstance(value, tuple):
         refuse("a window of time in seconds, such as '60:120'", value)
     types = [*map(type, value)]  # true and false are integers otherwise
@@ -150,7 +156,7 @@ def as_window(value: object) -> Any:
             f"not {value!r:.60}"
         )
         raise InputError(msg)
-    if 0 < (end or start) < LEAST_WINDOW:
+    if 0 < (end or start) < LEAST_WINDOW and not isinstance(value, _ReadWindow):
         seconds = ":".join("" if time is None else str(time) for time in value)
         msg = f"{value!r} has nanoseconds; for seconds give the text {seconds!r}"
         raise InputError(msg)

@@ -104,10 +104,11 @@ def _by_figures(text: str) -> DeviceSpec:
     figures = {"host_link": "64GB"}  # of PCIe 5
     if colon:
         figures = {**DEVICES.rows[_find("device", DEVICES, known).name]}
+    left = dict(_FIGURES)
     for piece in given.split(","):
         figure, _, value = (part.strip() for part in piece.partition("="))
-        if figure not in _FIGURES:
-            msg = f"{piece!r} is none of {', '.join(_FIGURES)}, with = and a value"
+        if left.pop(figure, None) is None:
+            msg = f"{piece!r} is none of {', '.join(left)}, with = and a value, each once"
             raise InputError(msg)
         figures[figure] = value
     missing = [name for name in ("memory", "bandwidth", "flops") if name not in figures]

@@ -357,12 +357,7 @@ class KVLayout(Record):
         Rounded up, where the tokens of a block share scales.
         """
         reads = self.reads(devices).items()
-        return ceil(
-            sum(
-                size * (tokens if reach is None else min(tokens, reach))
-                for reach, size in reads
-            )
-        )
+        return ceil(sum(size * min(tokens, reach or tokens) for reach, size in reads))
 
     def reads(self, devices: int = 1) -> dict[int | None, Fraction]:
         """Return the bytes read for each token in reach, in all layers with that reach.

@@ -119,7 +119,7 @@ class ModelSpec(Record):
     expert_dtype: str = attrs.field(default=_same_as("dtype"))
     extra_bytes: int = 0
     extra_expert_bytes: int = 0
-    positions: int = 0
+    positions: int = attrs.field(default=0, validator=_not_negative)
     windows: tuple[int | None, ...] = attrs.field(
         # Fields are checked after they are all made: bounded here as well.
         default=attrs.Factory(
@@ -149,15 +149,16 @@ class ModelSpec(Record):
             problem = f"{self.active_parameters} of {self.parameters} parameters are active"
         elif self.active_parameters < self.parameters and not self.experts_per_token:
             problem = "only a model with experts has parameters that are not active"
-        problem = problem or (self._caches_problem() if self.caches else None)
-        if problem:
+        if problem := problem or self._bytes_problem():
             msg = f"model {self.name!r}: {problem}"
             raise InputError(msg)
-        bytes_of(0, self.dtype)
-        bytes_of(0, self.expert_dtype)
 
-    def _caches_problem(self) -> str | None:
-        """Return what contradicts the other fields in `caches`; None if nothing does."""
+    def _bytes_problem(self) -> str | None:
+        """Return what contradicts other fields in bytes and `caches`; None if nothing does."""
+        if min(self.weight_bytes, self.expert_bytes) < 0:
+            return "weights of less than 0 bytes"
+        if not self.caches:
+            return None
         if any(cache.layers > self.layers for cache in self.caches):
             return f"a cache of more than its {self.layers} layers"
         if not any(cache.grows for cache in self.caches):
@@ -230,7 +231,7 @@ class ModelSpec(Record):
         experts uniformly and independently, so `1 - (1 - k/E) ** sequences` of them are read.
         """
         experts = self.expert_bytes
-        if not experts:
+        if not (experts and self.experts_per_token):
             return self.shared_bytes
         # Beyond this many sequences less than a byte is left out: (1 - k/E)^n < exp(-nk/E).
         enough = experts.bit_length() * self.experts // self.experts_per_token

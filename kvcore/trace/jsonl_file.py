@@ -27,12 +27,7 @@ from typing import TYPE_CHECKING, BinaryIO, Self, TypeVar
 
 from kvcore.blake2 import blake2b
 from kvcore.errors import StorageError
-from kvcore.files import (
-    AtomicFile,
-    Compressor,
-    compressor,
-    storage_errors,
-)
+from kvcore.files import AtomicFile, Compressor, compressor, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,9 +95,10 @@ class BackgroundFile(io.RawIOBase):
         return len(view)
 
     def sync(self) -> None:
-        """Flush the compressor, so that all bytes so far can be read from the file."""
+        """Flush the compressor and the thread: all bytes so far can be read from the file."""
         if self._compressor is not None:
             self._submit(self._flush_compressor, self._compressor)
+        self._wait()
 
     def hexdigest(self) -> str:
         """Return the BLAKE2b digest of all bytes written so far."""

@@ -59,9 +59,9 @@ class Arrivals:
         *,
         prefetches: bool = False,
     ) -> None:
-        if isinstance(rate_scale, bool) or not 0 < rate_scale < float("inf"):
+        if isinstance(rate_scale, bool | str) or not 0 < rate_scale < float("inf"):
             msg = (
-                f"rate_scale={rate_scale}: give how many times as fast they arrive: a finite "
+                f"rate_scale={rate_scale!r}: give how many times as fast they arrive: a finite "
                 "number above 0"
             )
             raise InputError(msg)

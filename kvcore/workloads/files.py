@@ -13,13 +13,7 @@ from typing import Any
 
 from kvcore.blake2 import blake2b
 from kvcore.errors import InputError
-from kvcore.files import (
-    CHUNK_BYTES,
-    CutError,
-    DamageError,
-    decompressed,
-    unreadable_reason,
-)
+from kvcore.files import CHUNK_BYTES, CutError, DamageError, decompressed, unreadable_reason
 from kvcore.untrusted import LONGEST_LINE, WORKLOAD_EXPANSION, line_fault
 
 _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*(?=\{)")
@@ -43,9 +37,8 @@ def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
     line_number, empty = 0, True
     try:
         with path.open("rb") as file:
-            for line_number, line in enumerate(
-                _rows(decompressed(file, WORKLOAD_EXPANSION)), 1
-            ):
+            rows = _rows(decompressed(file, WORKLOAD_EXPANSION))
+            for line_number, line in enumerate(rows, 1):
                 if line_number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)  # noqa: PLW2901
                 if line and not line.isspace():
@@ -121,7 +114,7 @@ def _elements(pieces: Iterable[bytes], *, array: bool = True) -> Iterator[bytes]
     while True:
         begin = _BETWEEN.match(text, end).end()  # type: ignore[union-attr]  # matches nothing
         commas += text.count(",", end, begin)
-        closed, parsed = text.startswith("]", begin), None
+        closed, parsed = array and text.startswith("]", begin), None
         with suppress(ValueError, RecursionError):
             parsed = scan(text, begin)[1]
         due = 0 if closed else due
@@ -131,7 +124,7 @@ def _elements(pieces: Iterable[bytes], *, array: bool = True) -> Iterator[bytes]
         if closed:
             break
         if parsed is not None:
-            yield text[begin:parsed].encode("utf-8", "surrogateescape")
+            yield _checked(text[begin:parsed].encode("utf-8", "surrogateescape"))
             end, commas, due = parsed, 0, int(array)
             continue
         rest = [text[begin:]]
@@ -156,12 +149,15 @@ def _elements(pieces: Iterable[bytes], *, array: bool = True) -> Iterator[bytes]
         raise DamageError(msg)
 
 
-def _split(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of the byte strings `pieces`, newlines included.
+def _checked(line: bytes) -> bytes:
+    """Return a line; raise DamageError if it is too large."""
+    if fault := line_fault(line):
+        raise DamageError(fault)
+    return line
 
-    Raises:
-        DamageError: a line is too large.
-    """
+
+def _split(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines of the byte strings `pieces`, newlines included."""
     begun: list[bytes] = []
     length = 0
     # An empty line after the last one ends it.
@@ -172,10 +168,7 @@ def _split(pieces: Iterable[bytes]) -> Iterator[bytes]:
         begun.append(line)
         length += len(line)
         if not line or line.endswith(b"\n") or length > LONGEST_LINE:
-            joined = b"".join(begun)
-            if fault := line_fault(joined):
-                raise DamageError(fault)
-            if joined:
+            if joined := _checked(b"".join(begun)):
                 yield joined
             begun, length = [], 0
 

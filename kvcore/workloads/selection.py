@@ -55,8 +55,7 @@ def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -
         if name in names:
             text = with_path(text, plugins.get("workload", name))
         defaults = {} if seed is None else {"seed": seed}
-        workload: Workload = plugins.build("workload", text, defaults)
-        return workload
+        return cast("Workload", plugins.build("workload", text, defaults))
     path = input_path(text)
     try:
         path.lstat()

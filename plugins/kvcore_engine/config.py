@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from kvcore.cache import Recorder
-from kvcore.config.parts import BLOCK_SIZE, RunParts, Window
+from kvcore.config.parts import BLOCK_SIZE, RunParts
 from kvcore.config.run_config import RunConfig
 from kvcore.engine import Backend, Generator
 from kvcore.errors import InputError
@@ -149,7 +149,7 @@ class EngineParts(RunParts):
         if shrink is None:
             ratio, rest = divmod(source.key_tokens, size)
             shrink = 1 if rest else ratio
-        window = cast("Window", self.config.window)
+        window = self.config.window
         return WorkloadSample(source, LIMIT if limit is None else limit or None, shrink, window)
 
     def _text(self, index: int, text: str, block_size: int) -> TextRequest:

@@ -37,7 +37,7 @@ from kvcore_hosting.host import PolicyHost
 from kvcore_plugins.cache_groups.cache import GroupedCache
 from kvcore_plugins.cache_groups.groups import GroupSequence
 from kvcore_plugins.cache_groups.named_blocks import NO_BLOCK, Name, named_blocks
-from kvcore_tiers.hierarchy import TierStack, named_tiers
+from kvcore_tiers.hierarchy import TierStack, used_tiers
 from kvcore_tiers.level import TierLevel
 
 Place: TypeAlias = tuple[int, Name]
@@ -339,7 +339,7 @@ class GroupTiers(TierStack[GroupLevel]):
         ]
         self.levels = [
             GroupLevel(self, tier, name, slot_bytes, devices)
-            for name, tier in named_tiers(tiers)
+            for name, tier in used_tiers(tiers, slot_bytes)
         ]
         for level, below in zip(self.levels, self.levels[1:], strict=False):
             level.below = below

@@ -175,7 +175,7 @@ class Tiers(TierStack[Level]):
         self.keeps_ids = ids
         self.levels = [
             Level(cache, tier, name, slot_bytes, devices, ids=ids)
-            for name, tier in named_tiers(tiers)
+            for name, tier in used_tiers(tiers, slot_bytes)
         ]
         for level, below in zip(self.levels, self.levels[1:], strict=False):
             level.below = below
@@ -569,9 +569,14 @@ class Tiers(TierStack[Level]):
         return [level.tree.residency for level in self.levels]
 
 
-def named_tiers(tiers: Iterable[Tier | str]) -> list[tuple[str, Tier]]:
-    """Return each tier with its name in traces and reports."""
+def used_tiers(tiers: Iterable[Tier | str], slot_bytes: int) -> list[tuple[str, Tier]]:
+    """Bind tiers, once all have room for a block; return them with their names in reports."""
     built: list[Tier] = [resolve("tier", tier) for tier in tiers]
+    for tier in built:
+        tier.slots(slot_bytes)
+        tier.check_unused()
+    for tier in built:
+        tier.bind()
     times = Counter(tier.name for tier in built)
     serials: Counter[str] = Counter()
     named = []

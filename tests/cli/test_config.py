@@ -95,8 +95,9 @@ def test_batching_and_slo_may_be_tables(document):
 def test_paths_are_relative_to_the_file(document, tmp_path, monkeypatch):
     """Paths in the file are relative to the file, not to the working directory.
 
-    This holds for the workload, a file of a plugin, and the output.
+    This holds for the workload, a plugin in a file, a file of a plugin, and the output.
     """
+    (tmp_path / "mine.py").write_text("from kvcore_plugins.eviction import LFU\n")
     row = {"timestamp": 0, "input_length": 50, "output_length": 3, "hash_ids": [1]}
     (tmp_path / "mine.jsonl").write_text(json.dumps(row))
     columns = "prefill_tokens,decode_sequences,context_tokens,seconds"
@@ -104,7 +105,10 @@ def test_paths_are_relative_to_the_file(document, tmp_path, monkeypatch):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    document('workload = "mine.jsonl"\nlatency = "table:path=grid.csv"\nout = "results"\n')
+    document(
+        'workload = "mine.jsonl"\nlatency = "table:path=grid.csv"\nout = "results"\n'
+        'eviction = "mine.py:LFU:half_life=30"\n'
+    )
     assert (tmp_path / "results" / "summary.json").exists()
     assert not list(elsewhere.iterdir())
 

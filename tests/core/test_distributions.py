@@ -24,11 +24,11 @@ def install(place, name, version="1.0", points="", end="dist-info", file="METADA
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """Return two directories, which alone are on `sys.path`."""
+    """Return two directories, which alone are on `sys.path`: a text, and a path by mistake."""
     found = [tmp_path / "first", tmp_path / "second"]
     for place in found:
         place.mkdir()
-    monkeypatch.setattr(sys, "path", [*map(str, found), str(tmp_path / "missing")])
+    monkeypatch.setattr(sys, "path", [str(found[0]), found[1], str(tmp_path / "missing")])
     return found
 
 

@@ -113,7 +113,13 @@ def test_text_that_is_no_count_is_refused(texts, reason):
 
 @pytest.mark.parametrize(
     ("text", "window"),
-    [("60:120", (60, 120)), (" 0.5 : 1e3 ", (0.5, 1000)), (":9", (0, 9)), ("60:", (60, None))],
+    [
+        ("60:120", (60, 120)),
+        (" 0.5 : 1e3 ", (0.5, 1000)),
+        (":9", (0, 9)),
+        ("60:", (60, None)),
+        ("0:1234567890.123456789", (0, 1234567890.123456789)),
+    ],
 )
 def test_windows_are_read(text, window):
     """A window is two times in seconds, either of which may be omitted."""

@@ -115,6 +115,14 @@ def test_a_tier_that_cannot_be_built_is_refused(tier, reason):
     assert str(refused.value).startswith(f"tier: {reason}")
 
 
+def test_tiers_beside_one_that_is_refused_stay_unused():
+    """A call that is refused can be mended with the instances that it had."""
+    first = Host(memory="1GiB")
+    with pytest.raises(InputError, match="less than a block"):
+        levels(tier=[first, "host:memory=1kB"])
+    assert [level.tier for level in levels(tier=[first])] == [first]
+
+
 def test_a_cache_of_the_caller_refuses_the_option_tier():
     """A caller's cache has tiers only if `Tiers` was made for it.
 

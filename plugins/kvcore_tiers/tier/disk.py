@@ -289,7 +289,7 @@ def _write(file: int, data: memoryview, offset: int) -> None:
 
 
 def _read(file: int, into: memoryview, offset: int) -> None:
-    """Fill `into` from the offset `at`, up to the end of the file."""
+    """Fill `into` from `offset` on, up to the end of the file."""
     while into:
         got = os.preadv(file, [into], offset)
         if not got:

@@ -11,7 +11,7 @@ import pytest
 
 from kvcore import SLO, InputError, recorded_config, simulate, simulate_cluster
 from kvcore.config import RunConfig, RunParts, read_toml
-from kvcore.config.values import convert
+from kvcore.config.values import as_slo, convert, slo_text
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.plugins.options import Spec
 from kvcore_plugins.eviction import LFU
@@ -45,6 +45,25 @@ def test_slos_and_plugins_are_read_from_tables():
     config = RunConfig(slo={"ttft": 1.5}, scheduler={"name": "srpt", "preemptive": False})
     assert config.slo == SLO(ttft_ns=1_500_000_000)
     assert config.scheduler == Spec("srpt", {"preemptive": "false"})
+
+
+def test_standard_input_is_no_path_in_a_file(tmp_path):
+    """The workload `-` is standard input, as on the command line."""
+    (tmp_path / "run.toml").write_text('workload = "-"')
+    assert RunConfig.from_toml(tmp_path / "run.toml").workload == "-"
+
+
+def test_a_short_window_in_a_text_stays_one_when_it_is_read_again(tmp_path):
+    """A text is in seconds, however short the window: in a file, and in a changed copy."""
+    (tmp_path / "run.toml").write_text('window = "0:0.0005"')
+    config = RunConfig.from_toml(tmp_path / "run.toml")
+    assert config.changed(limit=3).window == (0, 500_000)
+
+
+@pytest.mark.parametrize("text", ["ttft=1.234567891,tpot=0.000000001", "deadline=120", "none"])
+def test_the_text_of_an_slo_has_all_of_its_digits(text):
+    """Two SLOs that differ have two texts, as in the rows of a sweep."""
+    assert slo_text(as_slo(text)) == text
 
 
 @pytest.mark.parametrize(("given", "slo"), [(None, SLO()), ("none", SLO())])

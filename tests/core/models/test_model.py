@@ -72,6 +72,9 @@ def test_importing_the_arithmetic_is_light():
         ({"active_parameters": 500}, "only a model with experts"),
         ({"dtype": "fp12"}, "unknown dtype 'fp12'; known: fp32, fp16"),
         ({"expert_dtype": "fp12"}, "unknown dtype 'fp12'"),
+        ({"extra_bytes": -3000}, "weights of less than 0 bytes"),
+        ({"extra_expert_bytes": -1}, "weights of less than 0 bytes"),
+        ({"positions": -1}, "positions must be 0 to 9,223,372,036,854,775,807, not -1"),
     ],
 )
 def test_a_model_that_contradicts_itself_is_refused(fields, problem):
@@ -209,6 +212,11 @@ def test_experts_can_have_a_dtype_of_their_own():
     """Weights of experts count in `expert_dtype`, and the others in `dtype`."""
     assert moe(expert_dtype="fp8").weight_bytes == 400 + 800
     assert moe(expert_dtype="fp8").with_weights("fp32").weight_bytes == 4000
+
+
+def test_experts_that_no_token_takes_are_not_read():
+    """A step reads the other weights alone."""
+    assert tiny(experts=8, extra_expert_bytes=100).weight_bytes_read(3) == 2000
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -354,7 +354,7 @@ def test_a_frame_has_a_row_per_request():
     assert frame["e2e_s"].to_list() == result.requests["e2e_s"]
 
 
-@pytest.mark.parametrize("time", [0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("time", [0, -1.0, float("nan"), float("inf"), "30"])
 def test_an_slo_in_seconds_is_checked(time):
     """A time of an SLO that is not finite and positive raises InputError."""
     with pytest.raises(InputError, match=r"SLO tpot=.*give seconds"):

@@ -203,22 +203,23 @@ def test_a_failed_run_leaves_no_file(tmp_path, name):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_process_leaves_a_part_file(tmp_path):
-    """A killed process leaves `<path>.part` with every line that left the buffer."""
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+def test_a_killed_process_leaves_a_part_file(tmp_path, name):
+    """A killed process leaves `<path>.part` with every line before the last `flush`."""
     script = f"""
 import os
 from kvcore import Trace
-trace = Trace({str(tmp_path / "trace.jsonl")!r})
+trace = Trace({str(tmp_path / name)!r})
 trace.begin(**{CACHE!r})
 for now in range(50_000):
     trace.free(now, seq=now, runs=[], reason="close")
-trace._digest_so_far()
+trace.flush()
 os._exit(9)
 """
     killed = subprocess.run([sys.executable, "-c", script], check=False)
     assert killed.returncode == 9
-    assert len(lines(tmp_path / "trace.jsonl.part")) > 10_000
-    assert not (tmp_path / "trace.jsonl").exists()
+    assert len(list(read_events(tmp_path / f"{name}.part"))) == 50_001
+    assert not (tmp_path / name).exists()
 
 
 def test_a_trace_open_at_exit_lacks_only_end(tmp_path):

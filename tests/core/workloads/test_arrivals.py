@@ -113,7 +113,7 @@ def test_rate_scale_divides_the_times_of_arrival(scale, times):
     assert [at for at, _ in arrived(arrivals)] == times
 
 
-@pytest.mark.parametrize("scale", [0, -1, float("inf"), float("nan"), True])
+@pytest.mark.parametrize("scale", [0, -1, float("inf"), float("nan"), True, "2"])
 def test_a_rate_scale_is_a_finite_number_above_0(scale):
     """Requests cannot come infinitely fast, nor never."""
     with pytest.raises(InputError, match="a finite number above 0"):
@@ -185,10 +185,19 @@ def test_think_times_and_outputs_are_whole_and_not_negative(field, value):
         ask("b", **{field: value})
 
 
-def test_times_are_whole_nanoseconds():
-    """An arrival at a fraction of a nanosecond raises InputError when the request is made."""
-    with pytest.raises(InputError, match=r"arrival \(ns\).* are whole numbers.*arrival=1\.5"):
-        Request(id="a", arrival=1.5, prompt_tokens=1, key_tokens=1)
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"arrival": 1.5}, r"arrival \(ns\).* are whole numbers.*arrival=1\.5"),
+        ({"key_tokens": 2**63}, "key_tokens=9223372036854775808"),
+        ({"slo": "ttft=1"}, "slo='ttft=1' and hints=Hints.*: give an SLO or None, and Hints"),
+        ({"hints": None}, "slo=None and hints=None: give an SLO or None, and Hints"),
+    ],
+)
+def test_what_a_request_cannot_have_is_refused_when_it_is_made(fields, problem):
+    """A wrong value raises InputError at once, and nothing else when it is served."""
+    with pytest.raises(InputError, match=problem):
+        Request(**{"id": "a", "prompt_tokens": 1, "key_tokens": 1} | fields)
 
 
 def test_a_turn_may_arrive_before_requests_recorded_earlier():

@@ -375,10 +375,20 @@ def test_a_damaged_array_is_refused(rows, content, complaint):
         next(source)
 
 
-def test_an_invalid_element_of_an_array_is_yielded_unchanged(rows):
-    """An invalid element of an array is yielded unchanged."""
-    path = rows(b'[{"a":1}, {"b": nope]')
-    assert list(lines(path)) == [(1, b'{"a":1}'), (2, b'{"b": nope]')]
+@pytest.mark.parametrize("content", [b"{%s}", b"[{%s}]", b"{\n%s}"])
+def test_a_row_of_too_many_values_is_refused(rows, content):
+    """A row takes no more memory than a line may, be it an element of an array or an object."""
+    path = rows(content % (b'"a":[' + b"1," * 1_100_000 + b"1]"))
+    with pytest.raises(InputError, match="rows:1: the line has 1,100,002 values"):
+        list(lines(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "rest"), [(b'[{"a":1}, {"b": nope]', b'{"b": nope]'), (b'{\n"a":1}\n]', b"]")]
+)
+def test_an_invalid_element_is_yielded_unchanged(rows, content, rest):
+    """What is no element of an array, and no object of indented JSON, is yielded unchanged."""
+    assert [line for _, line in lines(rows(content))][1:] == [rest]
 
 
 def test_a_file_nested_too_deep_is_of_no_known_format(tmp_path):

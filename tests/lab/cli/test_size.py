@@ -474,7 +474,7 @@ FIGURES = "memory=141GB,bandwidth=4.8TB,flops=989.5T,link=450GB/s,fp8_flops=1.97
     [
         FIGURES,
         "flops=989.5TFLOPS,fp8_flops=1979T,link=450GB,memory=141GB,bandwidth=4800GB/s",
-        "memory = 141 GB, bandwidth=4.8 TB/s,flops=989.5e12,fp8_flops=1979e12,link=450GB",
+        "memory = 141 GB, bandwidth=4.8 TB/s,flops=989.5 TFLOP/s,fp8_flops=1979e12,link=450GB",
     ],
 )
 def test_a_device_may_be_given_by_its_figures(text):
@@ -512,6 +512,7 @@ def test_figures_after_a_name_replace_its_own():
         ("h100:memry=84.9GB", "'memry=84.9GB' is none of memory"),
         ("h10:memory=84.9GB", "unknown device 'h10'; did you mean h100"),
         ("h100:memory=", "expected a number"),
+        ("h100:link=1GB,link=2GB", "'link=2GB' is none of memory"),
     ],
 )
 def test_figures_that_cannot_be_are_refused(text, problem):
