@@ -9,7 +9,7 @@ from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 from threading import RLock
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import attrs
 from lmcache.logging import init_logger
@@ -291,7 +291,7 @@ class Entries(dict[Any, Any]):
         del self[key]
         return entry
 
-    def __ior__(self, entries: Any) -> Entries:  # type: ignore[misc]
+    def __ior__(self, entries: Any) -> Self:  # type: ignore[misc]
         """Enter or replace entries."""
         self.update(entries)
         return self
