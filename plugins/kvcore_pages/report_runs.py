@@ -490,12 +490,19 @@ def _trace_over_time(trace: RecordedTrace) -> Iterator[Part]:
             Line("so far", times, so_far, "blue", step=True),
         ],
     )
-    edges = [timeline.begin + window * step for step in range(WINDOWS + 1)]
+    # To the end, also of a run that is shorter in ns than a multiple of the windows.
+    length = timeline.end - timeline.begin
+    edges = sorted({timeline.begin + length * step // WINDOWS for step in range(WINDOWS + 1)})
     counts = [
-        timeline.series.evicted_blocks[max(0, bisect_right(timeline.series.time, edge) - 1)]
-        for edge in edges
+        timeline.series.evicted_blocks[bisect_right(timeline.series.time, edge) - 1]
+        for edge in edges[1:]
     ]
-    rates = [(after - before) * NS_PER_S / window for before, after in pairwise(counts)]
+    rates = [
+        (after - before) * NS_PER_S / (upto - since)
+        for (before, after), (since, upto) in zip(
+            pairwise([0, *counts]), pairwise(edges), strict=True
+        )
+    ]
     yield from chart(
         "Evictions",
         "Blocks evicted a second, over windows of equal length.",
