@@ -36,6 +36,7 @@ from kvcore_pages.report_parts import (
     chart,
     distributions,
     heading,
+    of_replica,
     recorded,
     sentences,
     settings,
@@ -68,12 +69,14 @@ class RecordedTrace:
 
     Attributes:
         file: path of the trace.
+        replica: the replica of a cluster that was read; None: the trace is of one server.
         run: figures of its run; None if the calls of the cache were made by hand.
         explanation, misses: the reasons of misses, by prompt and in sum.
         timeline: the events over time.
     """
 
     file: str
+    replica: int | str | None
     run: RunSummary | None
     explanation: Explanation
     misses: Summary
@@ -108,7 +111,7 @@ class RecordedTrace:
             explanation = explain(file, replica=replica, tick=tick)
         with progress(f"reading {name}", size) as tick:
             timeline = Timeline.read(file, replica=replica, tick=tick)
-        return cls(str(file), run, explanation, explanation.summary(), timeline)
+        return cls(str(file), replica, run, explanation, explanation.summary(), timeline)
 
     @property
     def timed(self) -> bool:
@@ -240,8 +243,7 @@ class Run(Result):
         if report is None or self.summary is None:
             return ""
         holds = (self.summary["saturation"] or {}).get("holds")
-        many = "replicas" in self.summary
-        holding_text = holding(holds, many=many) if holds is not None else ""
+        holding_text = holding(holds) if holds is not None else ""
         return "\n".join(filter(None, (report.warning, holding_text, report.thrashing)))
 
     def parts(self) -> Iterator[Part]:
@@ -389,10 +391,11 @@ class Run(Result):
         if self.trace is not None:
             file = self.trace.file
             fixed = self.trace.run is None or self.trace.timeline.header["mode"] == "wall"
+            which = of_replica(self.trace.replica)
             commands += [
                 ["kvcore", "whatif", file, *([] if fixed else ["--export", "again.jsonl.gz"])],
-                ["kvcore", "explain", file, "--summary"],
-                ["kvcore", "view", file, "--out", "view.html"],
+                ["kvcore", "explain", file, *which, "--summary"],
+                ["kvcore", "view", file, *which, "--out", "view.html"],
             ]
         yield from again(*commands)
 
