@@ -438,21 +438,16 @@ class Colouring {
 
   _onlyHere(side) {
     const other = this.app.sides.find((each) => each !== side);
-    const ends = new Map();
-    for (const holder of this.holdings(other).holders) {
-      const end = holder.named(other.playback.requests);
-      for (const [owner, , high] of other.contents.pieces(holder.request, holder.start, end)) {
-        ends.set(owner, Math.max(high, ends.get(owner) ?? 0));
-      }
-    }
+    const pieces = (of, holder) =>
+      [...of.piecesOn(other, holder.request, holder.start, holder.named(of.playback.requests), holder.span?.group)];
+    const there = new Stretches(this.holdings(other).holders.flatMap((holder) => pieces(other, holder)));
     const flags = new Uint8Array(side.cache.blocks);
     for (const holder of this.holdings(side).holders) {
-      const end = holder.named(side.playback.requests);
-      const there = this.app.requestOn(other, { side, request: holder.request });
-      const pieces = there < 0 ? [[-1, holder.start, end]] : other.contents.pieces(there, holder.start, end);
-      for (const [owner, first, high] of pieces) {
-        for (const id of holder.ids.slice(holder.indexOf(Math.max(first, ends.get(owner) ?? 0)), holder.indexOf(high))) flags[id] = 1;
-      }
+      const flag = (first, end, value) => {
+        for (const id of holder.ids.slice(holder.indexOf(first), holder.indexOf(end))) flags[id] = value;
+      };
+      flag(holder.start, holder.named(side.playback.requests), 1);
+      for (const piece of pieces(side, holder)) for (const [first, end] of there.parts(piece)) flag(first, end, 0);
     }
     return flags;
   }
