@@ -71,9 +71,8 @@ class Holdings {
       if (seq.ids.length) this._add(new Holder(seq.request, seq.span ? seq.span.end : 0, seq.ids, { seq }));
     }
     // Those that a sequence has no more, since others have the same, are freed by the next line.
-    const left = [];
-    for (let id = 0; id < cache.taken.length; id++) if (this.of[id] < 0 && cache.taken[id] >= 0) left.push(id);
-    if (left.length) this._add(new Holder(playback.columns.request[cache.taken[left[0]]], 0, left, {}));
+    const left = cache.duplicates;
+    if (left.length) this._add(new Holder(playback.columns.request[side.row], 0, left, {}));
     this._orders = {};
   }
 
