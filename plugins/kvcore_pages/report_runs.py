@@ -407,7 +407,14 @@ class Run(Result):
         known = [outcome for outcome in outcomes if outcome is not None]
         if len(known) == len(runs):
             yield from sentences("\n".join(_verdicts(known, labels)))
-        settled = [dict(settings(run.header)) for run in runs]
+        # Fields of a summary have other names than those of a header, which is the same of both.
+        traces = [run.trace for run in runs if run.trace is not None]
+        by_trace = len(traces) == len(runs) and any(run.summary is None for run in runs)
+        if by_trace:
+            headers = [trace.timeline.header for trace in traces]
+        else:
+            headers = [run.header for run in runs]
+        settled = [dict(settings(header)) for header in headers]
         names = dict.fromkeys(name for settings_of_run in settled for name in settings_of_run)
         columns = [
             [settings_of_run.get(name, "") for settings_of_run in settled] for name in names

@@ -130,7 +130,7 @@ def test_a_document_is_recognised_under_any_name(results, tmp_path):
     [
         ("replay.json", "give the trace itself"),
         ("lru/requests.jsonl", "give the folder that `--out` wrote"),
-        ("cluster.json", "it seems to be the summary of a cluster: give the trace"),
+        ("cluster.json", "it seems to be the summary of a cluster: give its trace"),
         ("later", "summary.json: schema 9, and 1 is read here"),
         ("sweep.csv.journal", "the journal of a sweep"),
         ("grid.toml", "it is no result"),
@@ -389,6 +389,12 @@ def test_two_runs_are_compared_and_share_charts(results):
         assert [line["name"] for line in drawn[title]["lines"]] == ["lru", "lfu"]
     reasons = drawn["Where the prompt tokens went"]["series"]
     assert [sum(reason["values"]) for reason in reasons] == [pytest.approx(100)] * 2
+
+
+def test_a_run_and_a_trace_differ_in_settings_and_not_in_their_names(results):
+    """Beside a trace alone, the settings of a run with a trace are those of its header."""
+    found = reported(results, "lru", "lfu/trace.jsonl.gz")
+    assert [row[0] for row in tables(found)["Settings that differ"]] == ["eviction"]
 
 
 def test_comparisons_and_curves_share_a_chart_with_their_kind(results, tmp_path):
