@@ -8,6 +8,7 @@ import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -355,7 +356,7 @@ def _document(
 
 
 def _labels(paths: Sequence[str]) -> list[str]:
-    """Return the shortest distinct ends of paths; a repeated path gets a number."""
+    """Return the shortest distinct ends of paths; a repeated path gets the next free number."""
     parts = [Path(path).parts or (path,) for path in paths]
     labels = [*paths]
     for length in range(1, max(map(len, parts), default=0) + 1):
@@ -363,8 +364,9 @@ def _labels(paths: Sequence[str]) -> list[str]:
         if len(set(ends)) == len(set(paths)):
             labels = ends
             break
-    times = [labels[: index + 1].count(label) for index, label in enumerate(labels)]
-    return [
-        label if time == 1 else f"{label} ({time})"
-        for label, time in zip(labels, times, strict=True)
-    ]
+    distinct: list[str] = []
+    for label in labels:
+        numbered = (f"{label} ({number})" for number in count(2))
+        taken = {*distinct, *(other for other in labels if other != label)}
+        distinct.append(next(each for each in chain([label], numbered) if each not in taken))
+    return distinct

@@ -121,6 +121,7 @@ def test_labels_of_files_are_the_shortest_distinct_path_ends():
     assert _labels(["a/x.json", "a/y.json"]) == ["x.json", "y.json"]
     assert _labels(["a/run", "b/run"]) == [str(Path("a/run")), str(Path("b/run"))]
     assert _labels(["a/run", "a/run"]) == ["run", "run (2)"]
+    assert _labels(["a", "a (2)", "a"]) == ["a", "a (2)", "a (3)"]
 
 
 def test_data_of_a_page_is_the_same_by_each_python(monkeypatch):
