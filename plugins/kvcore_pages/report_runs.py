@@ -407,7 +407,7 @@ class Run(Result):
         known = [outcome for outcome in outcomes if outcome is not None]
         if len(known) == len(runs):
             yield from sentences("\n".join(_verdicts(known, labels)))
-        # Fields of a summary have other names than those of a header, which is the same of both.
+        # A summary has other fields than a header, so that all would differ from those.
         traces = [run.trace for run in runs if run.trace is not None]
         by_trace = len(traces) == len(runs) and any(run.summary is None for run in runs)
         if by_trace:
