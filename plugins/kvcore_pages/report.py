@@ -8,6 +8,7 @@ import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvcore.serving.result import REQUESTS, SUMMARY
 from kvcore.untrusted import WORKLOAD_EXPANSION, parse_json
 from kvcore_cli.report.tables import counted
 from kvcore_pages.report_documents import FORMS, DocumentResult
-from kvcore_pages.report_parts import Document, Part, Result
+from kvcore_pages.report_parts import Document, Part, Result, of_replica
 from kvcore_pages.report_runs import Run
 from kvcore_pages.shell import Page, charting_library
 
@@ -56,6 +57,10 @@ OTHERS = (
     (
         "id arrival_s ttft_s",
         f"a {REQUESTS}: give the folder that `--out` wrote, with its {SUMMARY}",
+    ),
+    (
+        "ttft_s hit replicas",
+        "the summary of a cluster: give its trace, and --replica 0 for the report of one",
     ),
     (
         "timestamp input_length",
@@ -100,7 +105,8 @@ def report_page(
     charting_library()  # That it is missing is told before traces are read.
     paths = [as_path(path) for path in results]
     read_results = [read_result(path, progress, replica) for path in paths]
-    document = _document(read_results, [str(path) for path in paths], title)
+    chosen = [*of_replica(replica), *([] if title is None else ["--title", title])]
+    document = _document(read_results, [str(path) for path in paths], title, chosen)
     body = '<main id="report"></main>'
     data = {"report": document}
     return Page(document["title"], body, ["report.js"], ["report.css"], data).render()
@@ -155,8 +161,10 @@ def _folder(folder: Path, progress: Progress) -> Result:
         raise InputError(msg)
     if known.name != SUMMARY:
         return read_result(known, progress)
+    summary = _parsed(known)
+    _check_schema(str(known), summary)
     with _naming(str(known)):
-        return Run.read(folder, _parsed(known), progress)
+        return Run.read(folder, summary, progress)
 
 
 @contextmanager
@@ -219,16 +227,21 @@ def _read(name: str, document: Document) -> Result:
     if form is None and not document.keys() >= RUN:
         msg = f"{name}: {_told(document)}"
         raise InputError(msg)
+    _check_schema(name, document)
+    with _naming(name):
+        if form is None:
+            return Run(name=name, summary=document)
+        return DocumentResult.read(name, document, form)
+
+
+def _check_schema(name: str, document: Document) -> None:
+    """Raise an InputError for a document of another schema."""
     if document.get("schema") != SCHEMA:
         msg = (
             f"{name}: schema {document.get('schema')!r:.40}, and {SCHEMA} is read here: write "
             "it again with this release"
         )
         raise InputError(msg)
-    with _naming(name):
-        if form is None:
-            return Run(name=name, summary=document)
-        return DocumentResult.read(name, document, form)
 
 
 @contextmanager
@@ -306,8 +319,13 @@ def _swept(rows: list[dict[str, Any]]) -> Document:
     return {"schema": SCHEMA, "mode": mode, "cells": len(rows), "rows": rows}
 
 
-def _document(results: Sequence[Result], paths: Sequence[str], title: str | None) -> Document:
-    """Return the data of the page for its script."""
+def _document(
+    results: Sequence[Result],
+    paths: Sequence[str],
+    title: str | None,
+    options: Sequence[str],
+) -> Document:
+    """Return the data of the page for its script; `options` are those of its command."""
     labels = _labels(paths)
     parts = []
     for result, path in zip(results, paths, strict=True):
@@ -333,12 +351,12 @@ def _document(results: Sequence[Result], paths: Sequence[str], title: str | None
         "title": title,
         "about": f"Of {counted(len(results), 'result')}: {', '.join(labels)}.",
         "sections": [{"id": f"result-{n}", **section} for n, section in enumerate(told, 1)],
-        "command": shlex.join(["kvcore", "report", *paths]),
+        "command": shlex.join(["kvcore", "report", *paths, *options]),
     }
 
 
 def _labels(paths: Sequence[str]) -> list[str]:
-    """Return the shortest distinct ends of paths; a repeated path gets a number."""
+    """Return the shortest distinct ends of paths; a repeated path gets the next free number."""
     parts = [Path(path).parts or (path,) for path in paths]
     labels = [*paths]
     for length in range(1, max(map(len, parts), default=0) + 1):
@@ -346,8 +364,9 @@ def _labels(paths: Sequence[str]) -> list[str]:
         if len(set(ends)) == len(set(paths)):
             labels = ends
             break
-    times = [labels[: index + 1].count(label) for index, label in enumerate(labels)]
-    return [
-        label if time == 1 else f"{label} ({time})"
-        for label, time in zip(labels, times, strict=True)
-    ]
+    distinct: list[str] = []
+    for label in labels:
+        numbered = (f"{label} ({number})" for number in count(2))
+        taken = {*distinct, *(other for other in labels if other != label)}
+        distinct.append(next(each for each in chain([label], numbered) if each not in taken))
+    return distinct

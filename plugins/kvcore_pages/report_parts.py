@@ -140,6 +140,11 @@ def recorded(document: Document, *options: str) -> list[str]:
     return [*words[:end], *options, *words[end:]]
 
 
+def of_replica(replica: int | str | None) -> list[str]:
+    """Return the words of a command line that choose a replica; none for one server."""
+    return [] if replica is None else ["--replica", str(replica)]
+
+
 def command(*words: str) -> Part:
     """Return a command line, quoted for a shell."""
     return {"kind": "command", "text": shlex.join(words)}

@@ -36,6 +36,7 @@ from kvcore_pages.report_parts import (
     chart,
     distributions,
     heading,
+    of_replica,
     recorded,
     sentences,
     settings,
@@ -68,12 +69,14 @@ class RecordedTrace:
 
     Attributes:
         file: path of the trace.
+        replica: the replica of a cluster that was read; None: the trace is of one server.
         run: figures of its run; None if the calls of the cache were made by hand.
         explanation, misses: the reasons of misses, by prompt and in sum.
         timeline: the events over time.
     """
 
     file: str
+    replica: int | str | None
     run: RunSummary | None
     explanation: Explanation
     misses: Summary
@@ -108,7 +111,7 @@ class RecordedTrace:
             explanation = explain(file, replica=replica, tick=tick)
         with progress(f"reading {name}", size) as tick:
             timeline = Timeline.read(file, replica=replica, tick=tick)
-        return cls(str(file), run, explanation, explanation.summary(), timeline)
+        return cls(str(file), replica, run, explanation, explanation.summary(), timeline)
 
     @property
     def timed(self) -> bool:
@@ -240,8 +243,7 @@ class Run(Result):
         if report is None or self.summary is None:
             return ""
         holds = (self.summary["saturation"] or {}).get("holds")
-        many = "replicas" in self.summary
-        holding_text = holding(holds, many=many) if holds is not None else ""
+        holding_text = holding(holds) if holds is not None else ""
         return "\n".join(filter(None, (report.warning, holding_text, report.thrashing)))
 
     def parts(self) -> Iterator[Part]:
@@ -389,10 +391,11 @@ class Run(Result):
         if self.trace is not None:
             file = self.trace.file
             fixed = self.trace.run is None or self.trace.timeline.header["mode"] == "wall"
+            which = of_replica(self.trace.replica)
             commands += [
                 ["kvcore", "whatif", file, *([] if fixed else ["--export", "again.jsonl.gz"])],
-                ["kvcore", "explain", file, "--summary"],
-                ["kvcore", "view", file, "--out", "view.html"],
+                ["kvcore", "explain", file, *which, "--summary"],
+                ["kvcore", "view", file, *which, "--out", "view.html"],
             ]
         yield from again(*commands)
 
@@ -404,7 +407,14 @@ class Run(Result):
         known = [outcome for outcome in outcomes if outcome is not None]
         if len(known) == len(runs):
             yield from sentences("\n".join(_verdicts(known, labels)))
-        settled = [dict(settings(run.header)) for run in runs]
+        # A summary has other fields than a header, so that all would differ from those.
+        traces = [run.trace for run in runs if run.trace is not None]
+        by_trace = len(traces) == len(runs) and any(run.summary is None for run in runs)
+        if by_trace:
+            headers = [trace.timeline.header for trace in traces]
+        else:
+            headers = [run.header for run in runs]
+        settled = [dict(settings(header)) for header in headers]
         names = dict.fromkeys(name for settings_of_run in settled for name in settings_of_run)
         columns = [
             [settings_of_run.get(name, "") for settings_of_run in settled] for name in names
@@ -490,12 +500,19 @@ def _trace_over_time(trace: RecordedTrace) -> Iterator[Part]:
             Line("so far", times, so_far, "blue", step=True),
         ],
     )
-    edges = [timeline.begin + window * step for step in range(WINDOWS + 1)]
+    # To the end, also of a run that is shorter in ns than a multiple of the windows.
+    length = timeline.end - timeline.begin
+    edges = sorted({timeline.begin + length * step // WINDOWS for step in range(WINDOWS + 1)})
     counts = [
-        timeline.series.evicted_blocks[max(0, bisect_right(timeline.series.time, edge) - 1)]
-        for edge in edges
+        timeline.series.evicted_blocks[bisect_right(timeline.series.time, edge) - 1]
+        for edge in edges[1:]
     ]
-    rates = [(after - before) * NS_PER_S / window for before, after in pairwise(counts)]
+    rates = [
+        (after - before) * NS_PER_S / (upto - since)
+        for (before, after), (since, upto) in zip(
+            pairwise([0, *counts]), pairwise(edges), strict=True
+        )
+    ]
     yield from chart(
         "Evictions",
         "Blocks evicted a second, over windows of equal length.",

@@ -136,9 +136,9 @@ def find_differences(left: Playback, right: Playback) -> Differences:
     the number of lines and the spans do not matter. A content that both traces evict, and
     for different requests, differs in both.
 
-    Traces without a common request, or whose blocks or keys stand for other numbers of tokens,
-    are not compared: no content of one is a content of the other. They are no error, since two
-    pools of other blocks can still be watched side by side.
+    Traces without a common request, whose blocks or keys stand for other numbers of tokens, or
+    that have other cache groups, are not compared: no content of one is a content of the other.
+    They are no error, since two pools of other blocks can still be watched side by side.
     """
     for field, name in (("block_size", "Blocks"), ("key_tokens", "Keys")):
         one, other = left.header[field], right.header[field]
@@ -148,6 +148,12 @@ def find_differences(left: Playback, right: Playback) -> Differences:
                 "contents cannot be compared: no eviction is marked."
             )
             return Differences((), note)
+    if _groups(left) != _groups(right):
+        note = (
+            "Their cache groups differ, so their contents cannot be compared: no eviction is "
+            "marked."
+        )
+        return Differences((), note)
     one_ids, other_ids = _prompts(left), _prompts(right)
     common = len(one_ids.items() & other_ids.items())
     if not common:
@@ -169,6 +175,12 @@ def find_differences(left: Playback, right: Playback) -> Differences:
         else ""
     )
     return Differences(blocks, note)
+
+
+def _groups(side: Playback) -> list[tuple[str, int]]:
+    """Return what the blocks of each cache group hold; none without groups."""
+    groups = side.header.get("cache_groups", {}).get("groups", ())
+    return [(group["kind"], group["block_size"]) for group in groups]
 
 
 def _prompts(side: Playback) -> dict[int | str, Any]:

@@ -3,8 +3,12 @@
 import gzip
 import re
 from base64 import b64decode
+from itertools import pairwise
 from pathlib import Path
 
+from helpers.traces import BLOCK, ask
+
+from kvcore import KVCache, Trace
 from kvcore_pages import shell
 from kvcore_pages.report import _labels
 from kvcore_pages.report_documents import SeenGrid
@@ -18,6 +22,8 @@ from kvcore_pages.report_parts import (
     settings,
     table,
 )
+from kvcore_pages.report_runs import Run
+from kvcore_replay.untimed import replay
 
 TIME, SHARE = Axis("time", "s"), Axis("share", "%")
 
@@ -46,6 +52,19 @@ def test_a_long_line_has_a_short_table_with_both_ends():
     assert rows[0] == ["0 ns", "10.0%", "0.0%"]
     assert rows[-1] == ["1,000 s", "20.0%", ""]
     assert {row[1] for row in rows[1:-1]} == {"10.0%"}
+
+
+def test_the_evictions_over_time_are_all_of_a_run(tmp_path):
+    """The rates of evictions add up to all, also in a run shorter than two ns a window."""
+    path, distinct = tmp_path / "t.jsonl", (chr(33 + n) * 4 for n in range(79))
+    with Trace(path) as trace:
+        cache = KVCache(8, BLOCK, trace=trace)
+        replay([ask(n, text, arrival=n) for n, text in enumerate(distinct)], cache)
+    parts = (part for part in Run.of_trace(path).parts() if part.get("title") == "Evictions")
+    (line,) = next(parts)["lines"]
+    lengths = [end - begin for begin, end in pairwise(line["x"])]
+    evicted = sum(rate * length for rate, length in zip(line["y"][:-1], lengths, strict=True))
+    assert round(evicted) == (79 - 2) * 4
 
 
 def test_an_empty_chart_or_table_makes_no_part():
@@ -102,6 +121,7 @@ def test_labels_of_files_are_the_shortest_distinct_path_ends():
     assert _labels(["a/x.json", "a/y.json"]) == ["x.json", "y.json"]
     assert _labels(["a/run", "b/run"]) == [str(Path("a/run")), str(Path("b/run"))]
     assert _labels(["a/run", "a/run"]) == ["run", "run (2)"]
+    assert _labels(["a", "a (2)", "a"]) == ["a", "a (2)", "a (3)"]
 
 
 def test_data_of_a_page_is_the_same_by_each_python(monkeypatch):

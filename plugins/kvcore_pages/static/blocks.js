@@ -71,9 +71,8 @@ class Holdings {
       if (seq.ids.length) this._add(new Holder(seq.request, seq.span ? seq.span.end : 0, seq.ids, { seq }));
     }
     // Those that a sequence has no more, since others have the same, are freed by the next line.
-    const left = [];
-    for (let id = 0; id < cache.taken.length; id++) if (this.of[id] < 0 && cache.taken[id] >= 0) left.push(id);
-    if (left.length) this._add(new Holder(playback.columns.request[cache.taken[left[0]]], 0, left, {}));
+    const left = cache.duplicates;
+    if (left.length) this._add(new Holder(playback.columns.request[side.row], 0, left, {}));
     this._orders = {};
   }
 
@@ -438,21 +437,16 @@ class Colouring {
 
   _onlyHere(side) {
     const other = this.app.sides.find((each) => each !== side);
-    const ends = new Map();
-    for (const holder of this.holdings(other).holders) {
-      const end = holder.named(other.playback.requests);
-      for (const [owner, , high] of other.contents.pieces(holder.request, holder.start, end)) {
-        ends.set(owner, Math.max(high, ends.get(owner) ?? 0));
-      }
-    }
+    const pieces = (of, holder) =>
+      [...of.piecesOn(other, holder.request, holder.start, holder.named(of.playback.requests), holder.span?.group)];
+    const there = new Stretches(this.holdings(other).holders.flatMap((holder) => pieces(other, holder)));
     const flags = new Uint8Array(side.cache.blocks);
     for (const holder of this.holdings(side).holders) {
-      const end = holder.named(side.playback.requests);
-      const there = this.app.requestOn(other, { side, request: holder.request });
-      const pieces = there < 0 ? [[-1, holder.start, end]] : other.contents.pieces(there, holder.start, end);
-      for (const [owner, first, high] of pieces) {
-        for (const id of holder.ids.slice(holder.indexOf(Math.max(first, ends.get(owner) ?? 0)), holder.indexOf(high))) flags[id] = 1;
-      }
+      const flag = (first, end, value) => {
+        for (const id of holder.ids.slice(holder.indexOf(first), holder.indexOf(end))) flags[id] = value;
+      };
+      flag(holder.start, holder.named(side.playback.requests), 1);
+      for (const piece of pieces(side, holder)) for (const [first, end] of there.parts(piece)) flag(first, end, 0);
     }
     return flags;
   }

@@ -24,6 +24,38 @@ function countUpTo(values, limit) {
   return firstIndex(values.length, (at) => values[at] > limit);
 }
 
+/**
+ * What is there of each content, by cache group and owner, from pieces `[group, owner, first, end]`. Those of a group may begin
+ * amid a prompt, and be there twice.
+ */
+class Stretches {
+  constructor(pieces) {
+    this.of = new Map(); // ascending and apart
+    for (const [group, owner, first, end] of pieces) {
+      const key = `${group} ${owner}`;
+      if (!this.of.has(key)) this.of.set(key, []);
+      this.of.get(key).push([first, end]);
+    }
+    for (const [key, found] of this.of) {
+      const apart = [];
+      for (const [first, end] of found.sort((one, other) => one[0] - other[0])) {
+        const last = apart.at(-1);
+        if (last?.[1] >= first) last[1] = Math.max(last[1], end);
+        else apart.push([first, end]);
+      }
+      this.of.set(key, apart);
+    }
+  }
+
+  /** Yield the parts of a piece that are there. */
+  *parts([group, owner, first, end]) {
+    const found = this.of.get(`${group} ${owner}`) ?? [];
+    for (let at = firstIndex(found.length, (each) => found[each][1] > first); at < found.length && found[at][0] < end; at++) {
+      yield [Math.max(first, found[at][0]), Math.min(end, found[at][1])];
+    }
+  }
+}
+
 /** The contents of the prompts of a trace. */
 class Contents {
   constructor(playback) {

@@ -15,12 +15,12 @@ class Marks {
   }
 }
 
-/** Return how many blocks two caches hold both, by content. O(spans). */
-function heldByBoth(left, right) {
-  const ends = right.held(right);
+/** Return how many blocks that a side has cached the other has too, by content. O(spans). */
+function heldByBoth(side, other) {
+  const { held } = other;
   let both = 0;
-  for (const [owner, end] of left.held(right)) {
-    both += Math.max(0, Math.min(end, ends.get(owner) ?? 0) - right.playback.requests.shared[owner]);
+  for (const [span, pieces] of side.cachedOn(other)) {
+    for (const piece of pieces) for (const [first, end] of held.parts(piece)) both += (end - first) / span.step;
   }
   return Math.round(both);
 }
@@ -85,17 +85,18 @@ class DifferencesPanel {
     const { app, marks } = this;
     this._band();
     if (app.keeps(this)) return;
-    const both = app.about.note && !marks.some(({ rows }) => rows.length) ? null : heldByBoth(...app.sides);
+    const [left, right] = app.sides;
+    const both = left.compared ? [heldByBoth(left, right), heldByBoth(right, left)] : null;
     const ratios = app.sides.map(({ cache }) => (cache.lookups ? cache.hits / cache.lookups : 0));
     const totals = app.sides.map(({ contents: { totals: { hits, lookups } } }) => (lookups ? hits / lookups : 0));
     app.sides.forEach((side, number) => {
       const values = [
-        format.share(totals[number]), format.count(Lives.of(side).evictedAt(side.row)), format.count(marks[number].upTo(side.row)),
-        both == null ? "" : format.count(side.cache.cached - both),
+        format.share(totals[number]), format.count(Lives.of(side).evictedAt(side.row)),
+        both ? format.count(marks[number].upTo(side.row)) : "", both ? format.count(side.cache.cached - both[number]) : "",
       ];
       values.forEach((value, column) => { this.cells[number][column].textContent = value; });
     });
-    this.text.textContent = this._sentence(ratios, totals, both);
+    this.text.textContent = this._sentence(ratios, totals, both?.[1]);
   }
 
   /** Return the figures as a sentence. */
@@ -148,8 +149,10 @@ class DifferencesPanel {
     context.fillRect(0, middle - 0.5, width, 1);
     context.fillStyle = theme.colour("ink");
     context.fillRect((width - 2) * app.part(app.time), 0, 2, DifferencesPanel.HEIGHT);
-    canvas.setAttribute("aria-label", this.marks.map(({ side, rows }) =>
-      `${side.name}: ${format.count(rows.length)} of ${format.counted(side.evictions.length, "eviction")} differ`).join("; "));
+    canvas.setAttribute("aria-label", this.marks.map(({ side, rows }) => {
+      const evictions = format.counted(side.evictions.length, "eviction");
+      return `${side.name}: ${side.compared ? `${format.count(rows.length)} of ${evictions} differ` : evictions}`;
+    }).join("; "));
   }
 }
 DifferencesPanel.shared = true;

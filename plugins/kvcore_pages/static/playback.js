@@ -519,6 +519,7 @@ Playback.appliers = {
     const seq = this.cache.sequences.get(a[row]);
     const reason = this.words.freed[b[row]];
     this._release(reason === "duplicate" ? this.cache.duplicates.slice() : seq.ids.splice(c[row]), row);
+    this.cache.duplicates = [];
     if (reason !== "close") return;
     this._unpin(seq);
     this.cache.sequences.delete(seq.id);

@@ -39,7 +39,7 @@ class PoolPanel extends BlockPanel {
     this.tiers = (side.playback.header.tiers ?? []).map(({ tier, slots }) => new TierBar(tier, slots));
     this.root = element("section", { class: "panel pool", "aria-label": this.name },
       element("header", {}, element("h2", {}, this.name), element("label", {}, "colour ", this.mode), element("label", {}, this.order),
-        app.sides.length > 1 ? element("label", {}, this.outlines, " outline what is only here") : null),
+        side.compared ? element("label", {}, this.outlines, " outline what is only here") : null),
       this.canvas, this.legend.root, this.note, this.tiers.map((tier) => tier.root));
   }
 
@@ -131,7 +131,7 @@ class PoolPanel extends BlockPanel {
     this.grid = fitCells(side.cache.blocks, width, width < 500 ? 300 : 260);
     const { context } = fitCanvas(this.canvas, this.grid.rows * this.grid.size);
     const lit = colouring.lit(side);
-    const only = app.sides.length > 1 ? colouring.onlyHere(side) : null;
+    const only = side.compared ? colouring.onlyHere(side) : null;
     const outlined = lit ?? (colouring.outlines ? only : null);
     if (this.grid.each === 1) this._cells(context, view, lit);
     else this._mixed(context, view, lit);

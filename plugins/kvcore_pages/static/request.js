@@ -103,7 +103,7 @@ class RequestPanel {
 
   /** Return the phase of a request at this time, and the places of its blocks. */
   _now(side, request) {
-    const { cache, row, contents, playback } = side;
+    const { cache, row, playback } = side;
     const lives = Lives.of(side);
     const phase = lives.phaseAt(request, Math.max(0, row));
     const open = [...cache.sequences.values()].filter((seq) => seq.request === request);
@@ -114,21 +114,16 @@ class RequestPanel {
       : `${format.counted(seq.span?.end ?? 0, "cached block")} and ${format.count(seq.ids.length)} of its own`);
     const holds = held.length ? `; it holds ${held.join(", and ")}` : "";
     const blocks = playback.requests.blocks[request];
-    const cached = this._cached(cache, contents, request, blocks);
+    const cached = this._cached(side, request, blocks);
     return `Now it ${doing}${holds}. Of the ${format.counted(blocks, "block")} of its prompt ${format.count(cached)} ${cached === 1 ? "is" : "are"} cached.`;
   }
 
   /** Return how many blocks of a prompt are cached. */
-  _cached(cache, contents, request, blocks) {
-    const { main } = contents.playback;
-    const own = new Map(contents.pieces(request, 0, blocks).map(([owner, first, end]) => [owner, { first, end }]));
+  _cached(side, request, blocks) {
+    const { held } = side;
     let found = 0;
-    for (const span of cache.spans.values()) {
-      if (span.group !== undefined && span.group !== main) continue;
-      for (const [owner, first, end] of contents.pieces(span.request, span.start, span.end)) {
-        const piece = own.get(owner);
-        if (piece) found += Math.max(0, Math.min(end, piece.end) - Math.max(first, piece.first));
-      }
+    for (const piece of side.piecesOn(side, request, 0, blocks, side.playback.main)) {
+      for (const [first, end] of held.parts(piece)) found += end - first;
     }
     return Math.round(found);
   }

@@ -30,20 +30,20 @@ class Costs {
   }
 
   /**
-   * Return the share of the cached blocks, by time, that no request asked for before their eviction, and the number of
-   * blocks that are cached in the end, which that leaves out. O(rows).
+   * Return the share of the cached blocks, by time since the first row, that no request asked for before their eviction,
+   * and the number of blocks that are cached in the end, which that leaves out. O(rows).
    */
   _idle() {
-    const { times, columns, kinds, words } = this.side.playback;
+    const { about, times, columns, kinds, words } = this.side.playback;
     const { kind, c, d, age } = columns;
     const kept = ["new", "grown"].map((how) => words.committed.indexOf(how));
-    let [cached, all, idle] = [0, 0, 0]; // the last two in ns of a block
+    let [cached, all, idle] = [Series.begun(about).cached, 0, 0]; // the last two in ns of a block
     for (let row = 0; row < times.length; row++) {
       if (row) all += cached * (times[row] - times[row - 1]);
       if (kind[row] === kinds.COMMIT && kept.includes(d[row])) cached += c[row];
       if (kind[row] !== kinds.EVICT) continue;
       cached -= this.side.playback.blocksOf(row);
-      for (const { dead } of this.parts(row)) idle += dead * age[row];
+      for (const { dead } of this.parts(row)) idle += dead * Math.min(age[row], times[row] - times[0]);
     }
     return [all ? idle / all : 0, cached];
   }

@@ -89,7 +89,7 @@ class TimelinePanel {
 
   _legend() {
     const phases = PHASES.map((phase) => element("span", {}, element("i", { class: `bar-${phase}` }), phase));
-    const marks = { "first token": "mark-first", [this.app.sides.length > 1 ? "evicts blocks; hollow: as the other does" : "evicts blocks"]: "mark-evict" };
+    const marks = { "first token": "mark-first", [this.side.compared ? "evicts blocks; hollow: as the other does" : "evicts blocks"]: "mark-evict" };
     const others = Object.entries(marks).map(([text, mark]) => element("span", {}, element("i", { class: mark }), text));
     return element("div", { class: "legend" }, phases, this.lives.untimed ? others.slice(1) : others);
   }
@@ -343,7 +343,7 @@ class TimelinePanel {
 
   /** Return whether the other trace has the same eviction. */
   _alike(row) {
-    return this.app.sides.length > 1 && !this.side.differs(row);
+    return this.side.compared && !this.side.differs(row);
   }
 
   _triangle(pen, x, y, size, hollow) {

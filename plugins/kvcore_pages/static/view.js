@@ -23,6 +23,11 @@ class Side {
     return this.playback.cache;
   }
 
+  /** Whether its evictions are compared with those of the other trace, as `find_differences` of view.py can. */
+  get compared() {
+    return this.playback.columns.differs !== undefined;
+  }
+
   get row() {
     return this.playback.row;
   }
@@ -44,17 +49,21 @@ class Side {
     return Math.max(before, Math.min(last, alike));
   }
 
-  /** Return the end of each owner's cached blocks, with requests numbered as in `other`. O(spans). */
-  held(other) {
-    const ends = new Map();
-    for (const span of this.cache.spans.values()) {
-      const request = this === other ? span.request : other.byId.get(this.playback.requests.id[span.request]);
-      if (request === undefined) continue;
-      for (const [owner, , end] of other.contents.pieces(request, span.start, span.end)) {
-        if (!(ends.get(owner) >= end)) ends.set(owner, end);
-      }
-    }
-    return ends;
+  /** Yield the blocks `[start, end)` of a request as pieces for `Stretches`, numbered as in `other`; none if it has no such request. */
+  *piecesOn(other, request, start, end, group = 0) {
+    const there = this === other ? request : other.byId.get(this.playback.requests.id[request]);
+    if (there === undefined) return;
+    for (const piece of other.contents.pieces(there, start, end)) yield [group, ...piece];
+  }
+
+  /** Yield spans that are cached, each with its pieces as in `other`. */
+  *cachedOn(other) {
+    for (const span of this.cache.spans.values()) yield [span, [...this.piecesOn(other, span.request, span.start, span.end, span.group)]];
+  }
+
+  /** Return the contents that are cached. O(spans). */
+  get held() {
+    return new Stretches([...this.cachedOn(this)].flatMap(([, pieces]) => pieces));
   }
 
   /** Return how many blocks of the eviction at `row` the other trace did not evict for the same request. */

@@ -46,6 +46,10 @@ def results(tmp_path_factory):
     run_here(
         "compare", *work, "--eviction", "lru", *pool, "--trace", "serial.jsonl", cwd=folder
     )
+    (folder / "cluster.json").write_text('{"schema": 1, "ttft_s": 1, "hit": 1, "replicas": 2}')
+    (folder / "later").mkdir()
+    summary = json.loads((folder / "lru/summary.json").read_bytes())
+    (folder / "later/summary.json").write_text(json.dumps(summary | {"schema": 9}))
     (folder / "grid.toml").write_text(
         'mode = "compare"\nworkload = "zipf:requests=50"\nblocks = [50, 200]\n'
         'eviction = ["lru", "lfu", "optimum"]\n'
@@ -126,6 +130,8 @@ def test_a_document_is_recognised_under_any_name(results, tmp_path):
     [
         ("replay.json", "give the trace itself"),
         ("lru/requests.jsonl", "give the folder that `--out` wrote"),
+        ("cluster.json", "it seems to be the summary of a cluster: give its trace"),
+        ("later", "summary.json: schema 9, and 1 is read here"),
         ("sweep.csv.journal", "the journal of a sweep"),
         ("grid.toml", "it is no result"),
         (".", "a folder without any of summary.json"),
@@ -385,6 +391,12 @@ def test_two_runs_are_compared_and_share_charts(results):
     assert [sum(reason["values"]) for reason in reasons] == [pytest.approx(100)] * 2
 
 
+def test_a_run_and_a_trace_differ_in_settings_and_not_in_their_names(results):
+    """Beside a trace alone, the settings of a run with a trace are those of its header."""
+    found = reported(results, "lru", "lfu/trace.jsonl.gz")
+    assert [row[0] for row in tables(found)["Settings that differ"]] == ["eviction"]
+
+
 def test_comparisons_and_curves_share_a_chart_with_their_kind(results, tmp_path):
     """Two comparisons share a chart and a table.
 
@@ -569,6 +581,22 @@ def test_the_command_of_a_run_repeats_the_simulation(results, tmp_path):
         for folder in (results / "lfu", tmp_path / "results")
     ]
     assert rows[0] == rows[1]
+
+
+def test_the_commands_of_a_replica_are_of_that_replica(tmp_path):
+    """The commands of a report on a replica make that report, its reasons and its page."""
+    words = ("simulate", ZIPF, "--replicas", 2, "--blocks", 400, "--no-search")
+    run_here(*words, "--trace", "t.jsonl", cwd=tmp_path)
+    run_here("report", "t.jsonl", "--replica", 1, "--title", "One", "-o", "a", cwd=tmp_path)
+    found = read_page((tmp_path / "a").read_bytes())[0]
+    whatif, *others = commands(found)
+    assert whatif[1] == "whatif"  # which repeats the cluster
+    assert [line[1] for line in others] == ["explain", "view"]
+    for line in (*others, [*shlex.split(found["command"]), "-o", "b"]):
+        run = run_here(*line[1:], cwd=tmp_path)
+        assert run.returncode == 0, run.stderr
+        assert "60 requests" not in run.stdout
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 def test_a_result_that_python_wrote_is_reported(tmp_path):

@@ -9,7 +9,7 @@ from helpers.evictions import TraceBlocks, differing
 
 from kvcore.units import NS_PER_S
 from kvcore_cli import main as frame
-from kvcore_pages.playback import Playback
+from kvcore_pages.playback import Playback, Window
 from kvcore_pages.view import find_differences, view_page
 from kvcore_replay.misses.explain import explain
 
@@ -277,6 +277,29 @@ def test_the_summary_adds_up_all_evictions(page, explanations, sides):
     assert f" {missed - policy:,} that the optimum would not have had either" in shown_story
     *_, cached = side.cached()
     assert f"That leaves out the {len(cached):,} blocks that stayed to the end." in shown_story
+
+
+def test_the_summary_of_a_part_begins_with_what_is_cached_there(
+    browser, files, explanations, sides, tmp_path
+):
+    """Of a window the share that waited for nobody, and what stayed, are those of its lines."""
+    side, times = sides[0], [line["t"] for line in sides[0].lines]
+    begin, end = times[-1] // 3, 2 * times[-1] // 3
+    rows = [row for row, time in enumerate(times) if begin <= time < end]
+    cached = [len(found) for found in side.cached()]
+    held = sum(cached[row] * (times[row + 1] - times[row]) for row in rows[:-1])
+    idle = sum(
+        losses(side, explanations[0], each)[0]
+        * min(each.line["age"], times[each.row] - times[rows[0]])
+        for each in side.evictions
+        if each.row in rows
+    )
+    file = tmp_path / "part.html"
+    file.write_bytes(view_page(files[:1], window=Window(begin, end)))
+    with tab(browser) as found:
+        told = found.open(file).text_content(".story")
+    assert f" at least {100 * idle / held:.1f}% of what was cached waited for nobody" in told
+    assert f"That leaves out the {cached[rows[-1]]:,} blocks that stayed to the end." in told
 
 
 def test_the_page_opens_at_the_costliest_eviction_of_the_worse_policy(

@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from helpers import traces
 from helpers.browser import NARROW, WIDE, tab
 from helpers.commands import run_here
 
 from kvcore import read_events
+from kvcore_pages.playback import Window
 from kvcore_pages.view import view_page
 
 SERVER = (
@@ -144,6 +146,24 @@ def test_every_colouring_counts_all_blocks(page, traced):
         )
         assert sum(page.evaluate(LEGEND).values()) == 1024, mode
     page.evaluate("() => { kvcore.colouring.mode = 'state'; }")
+
+
+def test_a_part_counts_blocks_that_the_next_line_frees(browser, tmp_path):
+    """In a window too, the map has as many free blocks as the pool after every line."""
+    traces.record(tmp_path / "t.jsonl")
+    file = tmp_path / "part.html"
+    file.write_bytes(view_page([tmp_path / "t.jsonl"], window=Window(start=7)))
+    with tab(browser) as found:
+        counts = found.open(file).evaluate("""() => {
+          const [side] = kvcore.sides;
+          return Array.from({ length: side.playback.length }, (_, row) => {
+            kvcore.seekRow(side, row);
+            const { of } = kvcore.colouring.holdings(side);
+            return [of.filter((holder) => holder < 0).length, side.cache.free];
+          });
+        }""")
+        assert found.complaints == []
+    assert [shown for shown, _ in counts] == [free for _, free in counts]
 
 
 def test_the_card_of_a_block_has_its_life_in_the_trace(page, traced):
