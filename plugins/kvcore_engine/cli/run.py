@@ -32,6 +32,7 @@ from kvcore_cli.verb import Count, echo, flag_of, option, verb
 from kvcore_engine.config import EngineParts
 from kvcore_engine.engine import RunResult
 from kvcore_engine.reads import AttentionReads
+from kvcore_plugins.drafter.measured_acceptance import write_acceptance
 from kvcore_plugins.latency.measured_steps import write_steps
 
 OF_PROMPTS, OF_WORKLOADS = ("max_output",), ("limit", "window", "shrink")
@@ -138,20 +139,20 @@ def run(ctx: click.Context, /, **given: Any) -> None:
         naming=naming(given["config"], from_file),
     )
     step_times, acceptance = given["step_times"], given["acceptance"]
-    if acceptance is not None:
-        if engine.config.drafter is None:
-            msg = "--acceptance is of drafts: give a --drafter, such as prompt-lookup"
-            raise InputError(msg)
-        refuse_overwrite(acceptance, engine.workload.options().values())
-    if step_times is not None:
-        refuse_overwrite(step_times, engine.workload.options().values())
-    with opened(engine, given) as run, optional_file(step_times) as times:
+    if acceptance is not None and engine.config.drafter is None:
+        msg = "--acceptance is of drafts: give a --drafter, such as prompt-lookup"
+        raise InputError(msg)
+    for path in (step_times, acceptance):
+        if path is not None:
+            refuse_overwrite(path, engine.workload.options().values())
+    files = optional_file(step_times), optional_file(acceptance)
+    with opened(engine, given) as run, files[0] as times, files[1] as accepted:
         _announce(engine)
         result = run.run("running")
         if times is not None:
             write_steps(times, result.steps)
-        if acceptance is not None:
-            result.write_acceptance(acceptance)
+        if accepted is not None and result.log.drafts is not None:
+            write_acceptance(accepted, result.log.drafts.probabilities(), result.drafted)
         document = _document(engine, given["prompts"], result)
         run.end(result, document, "outputs")
     run.report(document, lambda _: _sections(engine, result, document))
