@@ -192,7 +192,9 @@ class Compactor:
         if policy is None:
             return backend.attend
         reads = policy.reads
-        if not (reads.attention or reads.queries or self._has_windows):
+        # The first step tells the options of each layer, which stay.
+        told = len(self._options) == backend.layout.layers
+        if told and not (reads.attention or reads.queries):
             return backend.attend
         records = [self._record(seq) for seq in sequences]
         newest = self._newest(records, sequences, batch, reads.queries)
@@ -486,6 +488,8 @@ class Compactor:
         if not isinstance(answer, torch.Tensor) or list(answer.shape) != shape:
             got = list(answer.shape) if hasattr(answer, "shape") else type(answer).__name__
             raise wrong_answer(policy, "score()", f"{got} where the held tokens are {shape}")
+        if answer.is_complex():
+            raise wrong_answer(policy, "score()", f"{answer.dtype}: give integers or floats")
         scores = answer[0].detach().cpu()
         if not scores.is_floating_point():
             scores = scores.double()
