@@ -427,7 +427,8 @@ class Compactor:
                 contents["attention"] = backend.tensor(torch.zeros(positions.shape), "fp32")
             else:
                 contents["attention"] = sums[layer, :, :held]
-        scale = self._options.get(layer, {}).get("scale")
+        options = self._options.get(layer, {})
+        scale = options.get("scale")
         if reads.queries:
             rows = [
                 (position, row)
@@ -445,7 +446,8 @@ class Compactor:
             contents["queries"] = queries
             if weighs:
                 reach = backend.tensor(self._reach(layer, seen[:, None], asking[:, None]))
-                contents["weights"] = _weights(queries, contents["keys"], reach, scale)
+                learned = options.get("sink_logits")
+                contents["weights"] = _weights(queries, contents["keys"], reach, scale, learned)
         if not reads.keys and not self._merges:
             contents.pop("keys", None)
         return HeldTokens(
@@ -585,13 +587,17 @@ class Compactor:
 
 
 def _weights(
-    queries: torch.Tensor, keys: torch.Tensor, reach: torch.Tensor, scale: float | None
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    reach: torch.Tensor,
+    scale: float | None,
+    sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return attention weights, `[query_heads, n, tokens]`, in fp32 or better.
 
     `queries` are `[query_heads, n, head_dim]`, `keys` `[kv_heads, tokens, head_dim]`, `reach`
-    is True for tokens that are attended to, `[kv_heads, n, tokens]`. A query that reaches no
-    token has zeros.
+    is True for tokens that are attended to, `[kv_heads, n, tokens]`, and `sink_logits` as in
+    `Backend.attend`. A query that reaches no token has zeros.
     """
     from kvcore_plugins.codec.dtypes import widened  # noqa: PLC0415 - torch
 
@@ -600,7 +606,10 @@ def _weights(
     scaled = scaled * (width**-0.5 if scale is None else scale)
     scores = torch.bmm(scaled, widened(keys).transpose(1, 2)).view(kv_heads, -1, count, tokens)
     scores.masked_fill_(~reach[:, None], -torch.inf)
-    return scores.softmax(-1).nan_to_num_(0).view(heads, count, tokens)
+    if sink_logits is not None:
+        learned = sink_logits.to(scores).view(kv_heads, -1, 1, 1)
+        scores = torch.cat((scores, learned.expand(-1, -1, count, 1)), -1)
+    return scores.softmax(-1)[..., :tokens].nan_to_num_(0).reshape(heads, count, tokens)
 
 
 def _choose(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
