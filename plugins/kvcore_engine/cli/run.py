@@ -36,8 +36,8 @@ from kvcore_plugins.drafter.measured_acceptance import write_acceptance
 from kvcore_plugins.latency.measured_steps import write_steps
 
 OF_PROMPTS, OF_WORKLOADS = ("max_output",), ("limit", "window", "shrink")
-OF_WALL = ("stop_at_eos", "step_times")
-"""Options of prompts, of workloads, and of `--clock wall` alone."""
+OF_WALL = {"stop_at_eos": False, "step_times": None}
+"""Options of prompts, of workloads, and of `--clock wall` alone, these with their defaults."""
 
 ANNOUNCED = 1 << 30
 """Size of weights in bytes from which on a notice is printed before they are drawn."""
@@ -164,9 +164,10 @@ def _check(options: dict[str, Any], from_file: set[str]) -> None:
     Raises:
         InputError: an option of the command line has no effect beside the others.
     """
-    texts = bool(options["prompts"])
-    for name in from_file.intersection(("workload", *OF_WORKLOADS) if texts else OF_PROMPTS):
-        options[name] = None
+    texts, wall = bool(options["prompts"]), options["clock"] == "wall"
+    unused = ("workload", *OF_WORKLOADS) if texts else OF_PROMPTS
+    for name in from_file.intersection(unused if wall else (*unused, *OF_WALL)):
+        options[name] = OF_WALL.get(name)
     msg = ""
     if texts and options["workload"] is not None:
         msg = "WORKLOAD and --prompt both say what is served: give one of them"
@@ -175,7 +176,7 @@ def _check(options: dict[str, Any], from_file: set[str]) -> None:
         if options[name] is not None:
             msg = f"{flag_of(name)} is for {needed} alone: leave it out"
     for name in OF_WALL:
-        if options[name] and options["clock"] != "wall":
+        if options[name] and not wall:
             msg = f"{flag_of(name)} needs --clock wall"
     if msg:
         raise InputError(msg)
