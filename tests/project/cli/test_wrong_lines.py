@@ -429,6 +429,7 @@ simulate W --drafter prompt-lookup | a simulation has none
 simulate W --drafter acceptance --retention window | rolled back
 simulate W --drafter acceptance --allocation contiguous | one token
 simulate W --drafter acceptance:file=a.jsonl | cannot be read
+run W --drafter medusa:ridge=inf | 'ridge' must be < inf
 run W --acceptance a.jsonl | give a --drafter, such as prompt-lookup
 curve W --exact | --exact is for a plane
 curve W --tier host:memory=256MiB --accounting tokens | a plane counts by keys alone
