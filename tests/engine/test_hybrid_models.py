@@ -262,14 +262,15 @@ def test_beams_and_assisted_generation_are_refused_in_groups(options, mode):
     assert "generate" not in vars(model)
 
 
-def test_a_model_keeps_a_generate_of_its_own():
-    """After an attachment a model has the `generate` that it had before."""
-    model = tiny("gemma3-mixed")
-    model.generate = own = model.generate
+def test_a_model_keeps_methods_of_its_own():
+    """After an attachment a model and its layers have the methods that they had before."""
+    model = tiny("qwen3-next")
+    (layer, *_) = (module for module in model.modules() if hasattr(module, "conv1d"))
+    model.generate, layer.forward = own = model.generate, layer.forward
     cache = GroupedCache(groups_of(spec_of(model), KEY, "fp32").groups, 200)
     with PagedCache(cache, Poisoned()).attached(model):
-        assert model.generate is not own
-    assert model.generate is own
+        assert (model.generate, layer.forward) != own
+    assert (model.generate, layer.forward) == own
 
 
 def test_rows_of_groups_are_neither_repeated_nor_cut():

@@ -110,13 +110,13 @@ class PagedCache:
             if self.cache.grouped:
                 from kvcore_engine.generator.hf_grouped import generate_through_groups  # noqa: PLC0415 - few models need it
 
-                for module in pass_through_blocks(state_layers(model, layer_types(model))):
-                    undo.callback(delattr, module, "forward")
+                layers = state_layers(model, layer_types(model))
+                for layer in layers:
+                    _give_back(undo, layer.module, "forward")
+                pass_through_blocks(layers)
                 if model.can_generate():
-                    own = {"generate": model.generate} if "generate" in vars(model) else {}
+                    _give_back(undo, model, "generate")
                     model.generate = generate_through_groups(model)
-                    undo.callback(vars(model).update, own)
-                    undo.callback(vars(model).pop, "generate")
             if self._compactor is None:
                 rotary = rotary_of(model) if self.cache.retention is not None else ()
                 windows = spec_of(model).windows
@@ -233,6 +233,13 @@ class PagedCache:
             self._batches = [batch for batch in self._batches if batch is not self._own]
         self._own = self.batch()
         return self._own
+
+
+def _give_back(undo: ExitStack, module: Any, name: str) -> None:
+    """Let `undo` give a module the method that it has of its own now, or its class's."""
+    own = {name: vars(module)[name]} if name in vars(module) else {}
+    undo.callback(vars(module).update, own)
+    undo.callback(vars(module).pop, name, None)
 
 
 def _after(_: Any, __: tuple[Any, ...], named: dict[str, Any], ___: Any) -> None:
