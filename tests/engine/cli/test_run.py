@@ -125,9 +125,12 @@ def test_options_come_from_a_file(tmp_path):
 
 
 def test_a_file_may_have_options_of_other_runs(tmp_path):
-    """A file may have options of workloads, of prompts and of the wall clock, whatever is run."""
-    path, wall = tmp_path / "run.toml", 'stop_at_eos = true\nstep_times = "steps.csv"\n'
-    path.write_text(f'workload = "{SMALL}"\nlimit = 2\nmax_output = 3\nblocks = 64\n{wall}')
+    """A file may have options of workloads, prompts and the wall clock, whatever is run."""
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'workload = "{SMALL}"\nlimit = 2\nmax_output = 3\nblocks = 64\n'
+        'stop_at_eos = true\nstep_times = "steps.csv"\n'
+    )
     assert json.loads(run("--config", path, "--json"))["completed"] == 2
     (output,) = json.loads(run("--config", path, "--prompt", "a", "--json"))["outputs"]
     assert len(output["tokens"]) == 3

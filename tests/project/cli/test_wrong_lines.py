@@ -345,7 +345,7 @@ run W --acceptance x --trace x | --acceptance and --trace name the same file
 run W --blocks 3 --memory 1GiB | both say how large the pool is
 run W --trace a.jsonl --out b | --trace and --out both write a trace
 run W --memory 1B | 1 B is less than a block of fp32, which takes
-run W --model llama-3-8b --generator sincos:model=qwen3-8b | --model: generator plugin 'sincos' has its own; leave it out
+run W --model llama-3-8b --generator sincos:model=qwen3-8b | 'sincos' has its own; leave it out
 run W --model llama-3-8b --generator sincos:heads=0 | query_heads must be at least 1, not 0
 # size
 size none.json | none.json: cannot be read: No such file or directory
