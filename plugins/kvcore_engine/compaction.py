@@ -192,7 +192,9 @@ class Compactor:
         if policy is None:
             return backend.attend
         reads = policy.reads
-        if not (reads.attention or reads.queries or self._has_windows):
+        # The first step tells the options of each layer, which stay.
+        told = len(self._options) == backend.layout.layers
+        if told and not (reads.attention or reads.queries):
             return backend.attend
         records = [self._record(seq) for seq in sequences]
         newest = self._newest(records, sequences, batch, reads.queries)
@@ -425,7 +427,8 @@ class Compactor:
                 contents["attention"] = backend.tensor(torch.zeros(positions.shape), "fp32")
             else:
                 contents["attention"] = sums[layer, :, :held]
-        scale = self._options.get(layer, {}).get("scale")
+        options = self._options.get(layer, {})
+        scale = options.get("scale")
         if reads.queries:
             rows = [
                 (position, row)
@@ -443,7 +446,8 @@ class Compactor:
             contents["queries"] = queries
             if weighs:
                 reach = backend.tensor(self._reach(layer, seen[:, None], asking[:, None]))
-                contents["weights"] = _weights(queries, contents["keys"], reach, scale)
+                learned = options.get("sink_logits")
+                contents["weights"] = _weights(queries, contents["keys"], reach, scale, learned)
         if not reads.keys and not self._merges:
             contents.pop("keys", None)
         return HeldTokens(
@@ -486,6 +490,8 @@ class Compactor:
         if not isinstance(answer, torch.Tensor) or list(answer.shape) != shape:
             got = list(answer.shape) if hasattr(answer, "shape") else type(answer).__name__
             raise wrong_answer(policy, "score()", f"{got} where the held tokens are {shape}")
+        if answer.is_complex():
+            raise wrong_answer(policy, "score()", f"{answer.dtype}: give integers or floats")
         scores = answer[0].detach().cpu()
         if not scores.is_floating_point():
             scores = scores.double()
@@ -581,13 +587,17 @@ class Compactor:
 
 
 def _weights(
-    queries: torch.Tensor, keys: torch.Tensor, reach: torch.Tensor, scale: float | None
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    reach: torch.Tensor,
+    scale: float | None,
+    sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return attention weights, `[query_heads, n, tokens]`, in fp32 or better.
 
     `queries` are `[query_heads, n, head_dim]`, `keys` `[kv_heads, tokens, head_dim]`, `reach`
-    is True for tokens that are attended to, `[kv_heads, n, tokens]`. A query that reaches no
-    token has zeros.
+    is True for tokens that are attended to, `[kv_heads, n, tokens]`, and `sink_logits` as in
+    `Backend.attend`. A query that reaches no token has zeros.
     """
     from kvcore_plugins.codec.dtypes import widened  # noqa: PLC0415 - torch
 
@@ -596,7 +606,10 @@ def _weights(
     scaled = scaled * (width**-0.5 if scale is None else scale)
     scores = torch.bmm(scaled, widened(keys).transpose(1, 2)).view(kv_heads, -1, count, tokens)
     scores.masked_fill_(~reach[:, None], -torch.inf)
-    return scores.softmax(-1).nan_to_num_(0).view(heads, count, tokens)
+    if sink_logits is not None:
+        learned = sink_logits.to(scores).view(kv_heads, -1, 1, 1)
+        scores = torch.cat((scores, learned.expand(-1, -1, count, 1)), -1)
+    return scores.softmax(-1)[..., :tokens].nan_to_num_(0).reshape(heads, count, tokens)
 
 
 def _choose(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:

@@ -121,15 +121,17 @@ class EngineParts(RunParts):
                 raise InputError(msg)
         named: dict[str, Any] = {}
         model, choice = self.config.model, self.config.generator
-        if model is not None and isinstance(choice, Spec):
+        if model is not None and isinstance(choice, Spec) and "model" not in choice.options:
             cls = self.plugins.get("generator", choice.name)
             as_given = isinstance(model, ModelSpec) or takes_path(cls, "model")
             with self._about("model"):
                 named["model"] = model if as_given else load_model(cast("str", model))
         self.generator: Generator = self.built("generator", **named)
         with self._about("model"):
-            if model is not None and "model" not in self.generator.options():
-                msg = f"generator plugin {self.generator.name!r} takes none; leave it out"
+            takes = "model" in self.generator.options()
+            if model is not None and not (takes and named):
+                why = "has its own" if takes else "takes none"
+                msg = f"generator plugin {self.generator.name!r} {why}; leave it out"
                 raise InputError(msg)
         self.backend: Backend = self.built("backend")
         with self._about("generator" if model is None else "model"):

@@ -13,6 +13,7 @@ from kvcore.cache import KVCache, ServedCache
 from kvcore.engine.backend import Backend
 from kvcore.engine.generator import Generator
 from kvcore.errors import InputError
+from kvcore.files import atomic_file
 from kvcore.plugins.base import find_override
 from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request, TextRequest
@@ -66,7 +67,8 @@ class RunResult(Result):
         if self.log.drafts is None:
             msg = "no drafts were verified: run with a drafter, such as prompt-lookup"
             raise InputError(msg)
-        write_acceptance(path, self.log.drafts.probabilities(), self.drafted)
+        with atomic_file(Path(path)) as file:
+            write_acceptance(file, self.log.drafts.probabilities(), self.drafted)
 
 
 def run(

@@ -146,11 +146,13 @@ class TensorExecutor:
         self._wall = clock == "wall"
         self._eos_token_ids = generator.eos_token_ids if stop_at_eos else frozenset()
         self._seed = seed
-        generator.bind()
-        backend.bind()
+        for plugin in (generator, backend):
+            plugin.check_unused()  # they are bound once nothing refuses the run
         layout = self._layout(generator.spec, dtype, codec)
         _check_codec(backend, layout)
         _check_memory(generator, backend, layout)
+        generator.bind()
+        backend.bind()
         generator.load(backend, dtype)
         backend.allocate(layout)
         self._compactor = Compactor.for_run(cache, backend, generator)

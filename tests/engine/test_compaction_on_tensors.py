@@ -1,6 +1,7 @@
 """The compactor: it reads only what a policy declares, and refuses impossible compactions."""
 
 import gc
+from functools import partial
 from typing import ClassVar
 from weakref import ref
 
@@ -67,10 +68,11 @@ def prefilled(texts, length=30, seed=0):
     [
         (lambda held: held.positions[0], r"score\(\) with \[2, 30\] where .* \[1, 2, 30\]"),
         (lambda held: held.positions.tolist(), r"score\(\) with list where"),
+        (lambda held: held.positions * 1j, r"score\(\) with torch.complex64: give integers"),
         (lambda held: held.positions / 0 * 0, r"score\(\) with NaN for 60 of 60 tokens"),
         (lambda held: held.nothing, r"AttributeError in score\(\)"),
     ],
-    ids=["a shape", "a type", "NaN", "a raise"],
+    ids=["a shape", "a type", "complex", "NaN", "a raise"],
 )
 def test_invalid_scores_are_reported_with_the_plugin(answer, message):
     """Invalid scores raise PolicyError with the plugin's name, as does every later call."""
@@ -120,6 +122,37 @@ def test_integers_are_scores():
     texts = paged(Scored(budget=4, answer=lambda held: held.positions // 16 * 0))
     positions = texts.compactor.positions(prefilled(texts))
     assert positions.sort().values.tolist() == [[[26, 27, 28, 29]] * 2] * 2
+
+
+def attended(needs, answer, **options):
+    """Compute and compact a prompt of a model that attends with `options`."""
+
+    class Optional(SinCos):
+        def forward(self, batch, attend):
+            return super().forward(batch, partial(attend, **options))
+
+    model = loaded(Optional(layers=2, heads=4, kv_heads=2, head_dim=4))
+    policy = Scored(
+        budget=8, needs=needs, answer=lambda held: answer(held) or by_position(held)
+    )
+    prefilled(Paged(model, 40, 4, policy))
+
+
+def test_every_policy_is_told_the_scale_of_a_layer():
+    """The scale of attention is told also to a policy that observes no attention."""
+    scales = []
+    attended(Reads(), lambda held: scales.append(held.scales), scale=0.5)
+    assert scales == [(0.5,), (0.5,)]
+
+
+@pytest.mark.parametrize("options", [{}, {"sink_logits": torch.tensor([0.5, 1.0, -1.0, 2.0])}])
+def test_weights_of_queries_are_those_of_attention(options):
+    """Weights of all queries add up to what attention gave, with and without learned sinks."""
+    seen = []
+    attended(Reads(attention=True, queries=30), seen.append, **options)
+    for held in seen:
+        sums = held.weights.unflatten(1, (2, 2)).sum((2, 3))
+        torch.testing.assert_close(sums, held.attention)
 
 
 def test_undeclared_reads_are_not_given(monkeypatch):

@@ -410,6 +410,14 @@ def test_a_used_generator_or_backend_is_refused(kind):
         run([text("a")], **parts(**{kind: used[kind]}))
 
 
+def test_a_refused_run_leaves_generator_and_backend_unused():
+    """The call that mends a refused one takes the same generator and backend."""
+    given = parts()
+    with pytest.raises(InputError, match="dtype 'fp9' is not known"):
+        run([text("a")], **given, dtype="fp9")
+    assert run([text("a")], **parts(**{k: given[k] for k in ("generator", "backend")})).outputs
+
+
 @pytest.mark.parametrize("wrong", [[], [None], [1, 2]])
 def test_invalid_tokens_of_a_generator_are_refused(wrong):
     """A generator that returns a wrong number or type of tokens raises PolicyError."""

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch", reason="generators compute on torch")
 from kvcore import InputError, KVCache, Plugins, StorageError, run  # noqa: E402
 from kvcore.engine import DeviceMemory, RaggedBatch, Sampling  # noqa: E402
 from kvcore.models.catalogue import MODELS  # noqa: E402
+from kvcore.models.spec import bytes_of  # noqa: E402
 from kvcore.testing.dense import (  # noqa: E402
     DenseCache,
     HostTensors,
@@ -97,13 +98,17 @@ def test_sincos_keys_and_values_are_on_a_circle():
     torch.testing.assert_close(keys**2 + values**2, torch.ones_like(keys))
 
 
-def test_the_parameter_count_of_transformer_is_that_of_its_weights():
-    """The parameter count of `transformer` is the number of elements of its weights."""
-    generator = loaded(Transformer(layers=3, hidden=24, heads=6, kv_heads=2, head_dim=4))
+@pytest.mark.parametrize("model", [None, "gpt-oss-20b", "minimax-m2.5"])
+def test_the_parameter_count_of_transformer_is_that_of_its_weights(model):
+    """`transformer` counts the numbers of its weights, and nothing else of its model's."""
+    sizes = {"layers": 3, "hidden": 24, "heads": 6, "kv_heads": 2, "head_dim": 4}
+    generator = loaded(Transformer(model=model, **sizes))
     decoder = generator._decoder
     weights = [decoder.embedding, decoder.head, decoder.last_gain]
     weights += [weight for layer in decoder.layers for weight in attrs.astuple(layer)]
-    assert generator.spec.parameters == sum(weight.numel() for weight in weights)
+    spec = generator.spec
+    assert spec.parameters == sum(weight.numel() for weight in weights)
+    assert spec.weight_bytes_read(3) == bytes_of(spec.parameters, spec.dtype)
 
 
 def test_weights_of_a_layer_ignore_later_layers():

@@ -276,22 +276,43 @@ def test_a_model_on_another_device_is_refused():
         pass
 
 
-def test_a_module_that_is_no_transformers_model_is_refused():
-    """A module that is no transformers model raises InputError with the name of its class."""
-    paged = paged_cache()
-    with (
-        pytest.raises(InputError, match="Linear is no transformers model"),
-        paged.attached(torch.nn.Linear(2, 2)),
-    ):
+@pytest.mark.parametrize(("other", "name"), [(torch.nn.Linear(2, 2), "Linear"), ([], "list")])
+def test_what_is_no_transformers_model_is_refused(other, name):
+    """What is no transformers model raises InputError with the name of its class."""
+    message = f"{name} is no transformers model"
+    with pytest.raises(InputError, match=message), paged_cache().attached(other):
         pass
 
 
-def test_a_second_attachment_is_refused():
-    """A second attachment inside the first raises InputError."""
+def test_a_refused_model_leaves_the_cache_to_another(monkeypatch):
+    """A model that cannot attend through a paged cache takes no cache."""
+    refused, paged, ids = tiny("llama"), paged_cache(), prompt(5)
+    monkeypatch.setattr(refused, "_supports_attention_backend", False)
+    with pytest.raises(InputError, match="AttentionInterface"), paged.attached(refused):
+        pass
+    assert generated(tiny("llama"), ids, paged).equal(generated(tiny("llama"), ids))
+
+
+def test_a_batch_of_another_attachment_is_refused():
+    """A batch of another cache, or of an attachment that has ended, raises InputError."""
+    model, paged, other, ids = tiny("llama"), paged_cache(), paged_cache(), prompt(5)
+    with paged.attached(model):
+        ended = paged.batch()
+    with paged.attached(model), other.attached(tiny("llama")):
+        for batch in (ended, other.batch()):
+            with pytest.raises(InputError, match="batch is of another attachment"):
+                model(ids, **{CACHE: batch})
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_second_attachment_is_refused(same):
+    """A second attachment inside the first, to any paged cache, raises InputError."""
     model, paged = tiny("llama"), paged_cache()
+    second = paged if same else paged_cache()
     with paged.attached(model), pytest.raises(InputError, match="is attached"):  # noqa: SIM117
-        with paged.attached(model):
+        with second.attached(model):
             pass
+    generated(model, prompt(5), second)
 
 
 def test_a_cache_without_ids_is_refused():

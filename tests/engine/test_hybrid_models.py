@@ -211,6 +211,15 @@ def test_an_attached_model_generates_through_groups(family):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_an_attached_body_computes_through_groups():
+    """A model without a head, which does not generate, has the states that it has without."""
+    body, ids = tiny("gemma3-mixed").base_model, prompt(20)
+    wanted = body(ids).last_hidden_state
+    cache = GroupedCache(groups_of(spec_of(body), KEY, "fp32").groups, 200)
+    with PagedCache(cache, Poisoned()).attached(body):
+        assert body(ids).last_hidden_state.allclose(wanted)
+
+
 # What is refused, before anything is computed.
 
 
@@ -251,6 +260,17 @@ def test_beams_and_assisted_generation_are_refused_in_groups(options, mode):
             model.generate(ids, max_new_tokens=24, **options)
         assert not cache.stats.requests
     assert "generate" not in vars(model)
+
+
+def test_a_model_keeps_methods_of_its_own():
+    """After an attachment a model and its layers have the methods that they had before."""
+    model = tiny("qwen3-next")
+    (layer, *_) = (module for module in model.modules() if hasattr(module, "conv1d"))
+    model.generate, layer.forward = own = model.generate, layer.forward
+    cache = GroupedCache(groups_of(spec_of(model), KEY, "fp32").groups, 200)
+    with PagedCache(cache, Poisoned()).attached(model):
+        assert (model.generate, layer.forward) != own
+    assert (model.generate, layer.forward) == own
 
 
 def test_rows_of_groups_are_neither_repeated_nor_cut():

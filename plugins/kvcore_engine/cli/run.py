@@ -32,11 +32,12 @@ from kvcore_cli.verb import Count, echo, flag_of, option, verb
 from kvcore_engine.config import EngineParts
 from kvcore_engine.engine import RunResult
 from kvcore_engine.reads import AttentionReads
+from kvcore_plugins.drafter.measured_acceptance import write_acceptance
 from kvcore_plugins.latency.measured_steps import write_steps
 
 OF_PROMPTS, OF_WORKLOADS = ("max_output",), ("limit", "window", "shrink")
-OF_WALL = ("stop_at_eos", "step_times")
-"""Options of prompts, of workloads, and of `--clock wall` alone."""
+OF_WALL = {"stop_at_eos": False, "step_times": None}
+"""Options of prompts, of workloads, and of `--clock wall` alone, these with their defaults."""
 
 ANNOUNCED = 1 << 30
 """Size of weights in bytes from which on a notice is printed before they are drawn."""
@@ -138,20 +139,20 @@ def run(ctx: click.Context, /, **given: Any) -> None:
         naming=naming(given["config"], from_file),
     )
     step_times, acceptance = given["step_times"], given["acceptance"]
-    if acceptance is not None:
-        if engine.config.drafter is None:
-            msg = "--acceptance is of drafts: give a --drafter, such as prompt-lookup"
-            raise InputError(msg)
-        refuse_overwrite(acceptance, engine.workload.options().values())
-    if step_times is not None:
-        refuse_overwrite(step_times, engine.workload.options().values())
-    with opened(engine, given) as run, optional_file(step_times) as times:
+    if acceptance is not None and engine.config.drafter is None:
+        msg = "--acceptance is of drafts: give a --drafter, such as prompt-lookup"
+        raise InputError(msg)
+    for path in (step_times, acceptance):
+        if path is not None:
+            refuse_overwrite(path, engine.workload.options().values())
+    files = optional_file(step_times), optional_file(acceptance)
+    with opened(engine, given) as run, files[0] as times, files[1] as accepted:
         _announce(engine)
         result = run.run("running")
         if times is not None:
             write_steps(times, result.steps)
-        if acceptance is not None:
-            result.write_acceptance(acceptance)
+        if accepted is not None and result.log.drafts is not None:
+            write_acceptance(accepted, result.log.drafts.probabilities(), result.drafted)
         document = _document(engine, given["prompts"], result)
         run.end(result, document, "outputs")
     run.report(document, lambda _: _sections(engine, result, document))
@@ -163,9 +164,10 @@ def _check(options: dict[str, Any], from_file: set[str]) -> None:
     Raises:
         InputError: an option of the command line has no effect beside the others.
     """
-    texts = bool(options["prompts"])
-    for name in from_file.intersection(("workload", *OF_WORKLOADS) if texts else OF_PROMPTS):
-        options[name] = None
+    texts, wall = bool(options["prompts"]), options["clock"] == "wall"
+    unused = ("workload", *OF_WORKLOADS) if texts else OF_PROMPTS
+    for name in from_file.intersection(unused if wall else (*unused, *OF_WALL)):
+        options[name] = OF_WALL.get(name)
     msg = ""
     if texts and options["workload"] is not None:
         msg = "WORKLOAD and --prompt both say what is served: give one of them"
@@ -174,7 +176,7 @@ def _check(options: dict[str, Any], from_file: set[str]) -> None:
         if options[name] is not None:
             msg = f"{flag_of(name)} is for {needed} alone: leave it out"
     for name in OF_WALL:
-        if options[name] and options["clock"] != "wall":
+        if options[name] and not wall:
             msg = f"{flag_of(name)} needs --clock wall"
     if msg:
         raise InputError(msg)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import attrs
-from attrs.validators import ge, gt
+from attrs.validators import ge, gt, lt
 
 from kvcore import Backend, Generator, InputError, LatencyModel
 from kvcore.engine import RaggedBatch, Tensor, attend_through
@@ -37,7 +37,7 @@ class Medusa(TokenDrafter):
     Options:
         tokens: number of heads, k.
         texts, length: number of texts that the heads are fitted to, and tokens of each.
-        ridge: weight of the penalty on the size of the heads, above 0.
+        ridge: weight of the penalty on the size of the heads, above 0 and finite.
 
     Raises:
         InputError: the generator exposes no hidden states, or the pool has no room for a text.
@@ -51,7 +51,7 @@ class Medusa(TokenDrafter):
     tokens: int = attrs.field(default=4)
     texts: int = attrs.field(default=64, validator=ge(1))
     length: int = attrs.field(default=64, validator=ge(2))
-    ridge: float = attrs.field(default=1.0, validator=gt(0))
+    ridge: float = attrs.field(default=1.0, validator=[gt(0), lt(float("inf"))])
 
     _heads: Tensor = attrs.field(init=False, repr=False, default=None)
     _states: dict[int | str, Tensor] = attrs.field(init=False, repr=False, factory=dict)

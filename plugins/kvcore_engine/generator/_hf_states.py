@@ -120,15 +120,10 @@ def state_layers(model: PreTrainedModel, kinds: list[str]) -> list[StateLayer]:
         raise InputError(msg) from error
 
 
-def pass_through_blocks(layers: list[StateLayer]) -> list[Module]:
-    """Make the modules of `layers` take their states from the step of an `AttentionCache`.
-
-    Returns those that did not before: `del module.forward` makes them as they were.
-    """
-    switched = [layer.module for layer in layers if "forward" not in vars(layer.module)]
+def pass_through_blocks(layers: list[StateLayer]) -> None:
+    """Make the modules of `layers` take their states from the step of an `AttentionCache`."""
     for index, layer in enumerate(layers):
         layer.module.forward = partial(_forward, index, layer)
-    return switched
 
 
 def _forward(

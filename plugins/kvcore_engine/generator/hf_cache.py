@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakSet
 
 import attrs
 from transformers import PreTrainedModel
@@ -30,6 +31,9 @@ from kvcore_engine.retention.token_retention import token_retention
 
 if TYPE_CHECKING:
     from kvcore_plugins.cache_groups import GroupedCache
+
+_ATTACHED: WeakSet[PreTrainedModel] = WeakSet()
+"""The models that attend through a paged cache now."""
 
 
 def _backend(backend_or_name: Backend | type[Backend] | str) -> Backend:
@@ -94,42 +98,38 @@ class PagedCache:
         is as it was; the shared blocks stay cached for the next time.
 
         Raises:
-            InputError: a model is attached already, another model was attached before, or
-                the model cannot attend through a paged cache, or not with the retention
-                policy.
+            InputError: a model is attached already, another model was attached before, the
+                model is attached to another cache, or it cannot attend through a paged cache,
+                or not with the retention policy.
             StorageError: the pool does not fit.
         """
-        self._bind(model)
-        before = switch_over(model)
-        hooks, switched = [], []
-        try:
+        self._check(model)
+        with ExitStack() as undo:
+            undo.callback(model.set_attn_implementation, switch_over(model))
+            self._bind(model)
             if self.cache.grouped:
                 from kvcore_engine.generator.hf_grouped import generate_through_groups  # noqa: PLC0415 - few models need it
 
-                switched = pass_through_blocks(state_layers(model, layer_types(model)))
-                model.generate = generate_through_groups(model)
+                layers = state_layers(model, layer_types(model))
+                for layer in layers:
+                    _give_back(undo, layer.module, "forward")
+                pass_through_blocks(layers)
+                if model.can_generate():
+                    _give_back(undo, model, "generate")
+                    model.generate = generate_through_groups(model)
             if self._compactor is None:
                 rotary = rotary_of(model) if self.cache.retention is not None else ()
                 windows = spec_of(model).windows
                 self._compactor = Compactor(
                     cast("KVCache", self.cache), self.backend, windows, rotary
                 )
-            hooks = [
-                model.register_forward_pre_hook(self._before, with_kwargs=True),
-                model.register_forward_hook(_after, with_kwargs=True),
-            ]
+            before = model.register_forward_pre_hook(self._before, with_kwargs=True)
+            undo.callback(before.remove)
+            undo.callback(model.register_forward_hook(_after, with_kwargs=True).remove)
+            undo.callback(self._close)
             self._is_attached = True
+            _ATTACHED.add(model)
             yield self
-        finally:
-            self._is_attached = False
-            for hook in hooks:
-                hook.remove()
-            while self._batches:
-                self._batches.pop().reset()
-            for module in switched:
-                del module.forward
-            vars(model).pop("generate", None)
-            model.set_attn_implementation(before)
 
     def batch(self) -> PagedBatch:
         """Return a new batch, to be given to the attached model as `cache`.
@@ -155,17 +155,30 @@ class PagedCache:
         self._batches.append(batch)
         return batch
 
+    def _close(self) -> None:
+        """Close all batches, at the end of an attachment."""
+        self._is_attached = False
+        _ATTACHED.discard(self._model)
+        while self._batches:
+            self._batches.pop().reset()
+
+    def _check(self, model: PreTrainedModel) -> None:
+        """Refuse what is no model, and a model or a cache that is taken."""
+        name, msg = type(model).__name__, ""
+        if not isinstance(model, PreTrainedModel):
+            msg = f"{name} is no transformers model: give one to attach"
+        elif self._is_attached or self._model not in {None, model}:
+            why = "is attached" if self._is_attached else "holds the K/V of another model"
+            msg = f"this paged cache {why}: make another one for {name}"
+        elif model in _ATTACHED:
+            msg = f"this {name} is attached to another paged cache: end that attachment first"
+        if msg:
+            raise InputError(msg)
+
     def _bind(self, model: PreTrainedModel) -> None:
         """Allocate the pool for `model`, and refuse any other model from then on."""
-        if self._is_attached or self._model not in {None, model}:
-            why = "is attached" if self._is_attached else "holds the K/V of another model"
-            msg = f"this paged cache {why}: make another one for {type(model).__name__}"
-            raise InputError(msg)
         if self._model is model:
             return
-        if not isinstance(model, PreTrainedModel):
-            msg = f"{type(model).__name__} is no transformers model: give one to attach"
-            raise InputError(msg)
         device = self.backend.tensor([0]).device
         if device.type != model.device.type:
             msg = (
@@ -203,6 +216,9 @@ class PagedCache:
                 )
                 raise InputError(msg)
             batch = self._fresh()
+        elif batch not in self._batches:
+            msg = "the given batch is of another attachment: make one with paged.batch()"
+            raise InputError(msg)
         inputs = batch.begin(inputs)
         return (), inputs | {
             cache_argument(model): batch,
@@ -217,6 +233,13 @@ class PagedCache:
             self._batches = [batch for batch in self._batches if batch is not self._own]
         self._own = self.batch()
         return self._own
+
+
+def _give_back(undo: ExitStack, module: Any, name: str) -> None:
+    """Let `undo` give a module the method that it has of its own now, or its class's."""
+    own = {name: vars(module)[name]} if name in vars(module) else {}
+    undo.callback(vars(module).update, own)
+    undo.callback(vars(module).pop, name, None)
 
 
 def _after(_: Any, __: tuple[Any, ...], named: dict[str, Any], ___: Any) -> None:

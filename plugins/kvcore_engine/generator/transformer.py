@@ -101,6 +101,8 @@ class Transformer(SamplingGenerator):
             spec,
             experts=0,
             experts_per_token=0,
+            extra_bytes=0,
+            extra_expert_bytes=0,
             parameters=parameters,
             active_parameters=parameters,
         )

@@ -9,31 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeAlias
+from typing import TextIO, TypeAlias
 
 import orjson
 
 from kvcore.errors import InputError
-from kvcore.files import atomic_file
 
 DraftedStep: TypeAlias = tuple[int | str, int, int, int]
 """(request id, output tokens it had, drafts, accepted drafts)."""
 
 
 def write_acceptance(
-    path: Path | str, probabilities: Iterable[float], steps: Iterable[DraftedStep]
+    file: TextIO, probabilities: Iterable[float], steps: Iterable[DraftedStep]
 ) -> None:
-    """Write measured acceptance.
-
-    Raises:
-        StorageError: the disk refused a write.
-    """
-    with atomic_file(Path(path)) as lines:
-        head = orjson.dumps({"acceptance": list(probabilities)})
-        lines.write(f"{head.decode()}\n")
-        for request, output, drafts, accepted in steps:
-            line = {"request": request, "output": output, "drafts": drafts}
-            lines.write(f"{orjson.dumps(line | {'accepted': accepted}).decode()}\n")
+    """Write measured acceptance."""
+    head = orjson.dumps({"acceptance": list(probabilities)})
+    file.write(f"{head.decode()}\n")
+    for request, output, drafts, accepted in steps:
+        line = {"request": request, "output": output, "drafts": drafts, "accepted": accepted}
+        file.write(f"{orjson.dumps(line).decode()}\n")
 
 
 def read_acceptance(

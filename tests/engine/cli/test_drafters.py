@@ -68,6 +68,14 @@ def test_a_simulation_with_a_runs_drafts_has_equal_decisions(tmp_path):
     assert b"rollback" in (tmp_path / "s.jsonl").read_bytes()
 
 
+def test_a_file_of_drafts_that_cannot_be_written_is_refused_before_the_run(tmp_path):
+    """`--acceptance` in a folder that there is not fails before anything is computed."""
+    pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
+    words = ("--drafter", "prompt-lookup", "--acceptance", "nowhere/a.jsonl")
+    done = run("run", SMALL, *words, "--blocks", str(2**31 - 1), cwd=tmp_path)
+    assert (done.returncode, "cannot write nowhere/a.jsonl" in done.stderr) == (2, True)
+
+
 def test_replay_adds_and_removes_drafts(tmp_path):
     """`replay` runs a trace with drafts again to the same lines.
 

@@ -124,13 +124,17 @@ def test_options_come_from_a_file(tmp_path):
     assert config["bytes_per_block"] == 16 * 2 * (16 + 16) * 8
 
 
-def test_a_file_may_have_options_of_workloads_and_prompts(tmp_path):
-    """A file may have options for workloads and options for prompts, whichever are run."""
+def test_a_file_may_have_options_of_other_runs(tmp_path):
+    """A file may have options of workloads, prompts and the wall clock, whatever is run."""
     path = tmp_path / "run.toml"
-    path.write_text(f'workload = "{SMALL}"\nlimit = 2\nmax_output = 3\nblocks = 64\n')
+    path.write_text(
+        f'workload = "{SMALL}"\nlimit = 2\nmax_output = 3\nblocks = 64\n'
+        'stop_at_eos = true\nstep_times = "steps.csv"\n'
+    )
     assert json.loads(run("--config", path, "--json"))["completed"] == 2
     (output,) = json.loads(run("--config", path, "--prompt", "a", "--json"))["outputs"]
     assert len(output["tokens"]) == 3
+    assert not (tmp_path / "steps.csv").exists()
 
 
 def test_a_prompt_that_is_not_utf8_is_refused():

@@ -345,6 +345,7 @@ run W --acceptance x --trace x | --acceptance and --trace name the same file
 run W --blocks 3 --memory 1GiB | both say how large the pool is
 run W --trace a.jsonl --out b | --trace and --out both write a trace
 run W --memory 1B | 1 B is less than a block of fp32, which takes
+run W --model llama-3-8b --generator sincos:model=qwen3-8b | 'sincos' has its own; leave it out
 run W --model llama-3-8b --generator sincos:heads=0 | query_heads must be at least 1, not 0
 # size
 size none.json | none.json: cannot be read: No such file or directory
@@ -434,6 +435,7 @@ simulate W --drafter prompt-lookup | a simulation has none
 simulate W --drafter acceptance --retention window | rolled back
 simulate W --drafter acceptance --allocation contiguous | one token
 simulate W --drafter acceptance:file=a.jsonl | cannot be read
+run W --drafter medusa:ridge=inf | 'ridge' must be < inf
 run W --acceptance a.jsonl | give a --drafter, such as prompt-lookup
 curve W --exact | --exact is for a plane
 curve W --tier host:memory=256MiB --accounting tokens | a plane counts by keys alone
