@@ -111,8 +111,8 @@ class CheckedScheduler:
         Raises:
             PolicyError: the scheduler failed.
         """
-        entries = self.call("plan", iter, jobs)
-        while (entry := self.call("plan", next, entries, None)) is not None:
+        entries = self.call("plan", iter, jobs)  # and its own end: None may be an entry
+        while (entry := self.call("plan", next, entries, entries)) is not entries:
             yield entry
 
 
