@@ -212,11 +212,8 @@ class KVCache:
         """
         prompt = self.geometry.prompt(request, target)
         match = self.tree.match(prompt.keys, prompt.limit, now)
-        if target is not None:
-            longer = self._match_generated(request, match, now, target)
-            if longer is not None:
-                return longer[1]
-        return match
+        longer = None if target is None else self._match_generated(request, match, now, target)
+        return match if longer is None else longer[1]
 
     def _match_generated(
         self, request: Request, match: PrefixMatch, now: int, target: int
@@ -826,19 +823,21 @@ class KVCache:
         seq.blocks = -(-tokens // self.geometry.block_size)
 
     def append_keys(self, seq: CacheSequence, keys: Sequence[Key]) -> None:
-        """Append the `keys` of generated blocks, now that their tokens are known. O(keys).
+        """Append the `keys` of generated tokens, now that these are known. O(keys).
 
         Raises:
-            InputError: the request has no keys for its output, or not for all before it.
+            InputError: the request has no keys for its output, or prompts alone are counted.
         """
+        request, geometry = seq.request, self.geometry
         # The list belongs to the sequence (see BlockLayout), and its spans refer to it.
-        if not seq.request.publishes or not isinstance(seq.keys, list):
-            msg = f"request {seq.request.id} publishes no output: its blocks get no more keys"
+        if not (request.publishes and isinstance(seq.keys, list)) or seq.keys is request.keys:
+            msg = f"request {request.id} publishes no output: its blocks get no more keys"
             raise InputError(msg)
-        seq.keys.extend(keys)
-        shares = self.geometry.shares_output and seq.request.hints.share is None
-        if shares and not seq.compacted:
-            seq.cacheable += len(keys)
+        ends = geometry.block_keys(request, keys, len(request.output_keys) + seq.named)
+        seq.named += len(keys)
+        seq.keys.extend(ends)
+        if geometry.shares_output and request.hints.share is None and not seq.compacted:
+            seq.cacheable += len(ends) * geometry.ratio
 
     # Blocks.
 
