@@ -487,11 +487,7 @@ class KVCache:
             InputError: more tokens than are allocated.
             PolicyError: a plugin failed.
         """
-        if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
-            self._refuse(seq)
-        if type(now) is not int or now < self.now:
-            now = self._at(now)
-        self.now = now
+        now = self._begin(seq, now)
         computed = seq.computed + tokens
         if tokens < 0 or computed > seq.tokens:
             seq.refuse_commit(tokens)
@@ -600,7 +596,7 @@ class KVCache:
                     self.retention or self.eviction, "on_compact", error
                 ) from error
 
-    def close(  # noqa: C901 - one end, from top to bottom
+    def close(
         self,
         seq: CacheSequence,
         now: int | None = None,
@@ -616,11 +612,7 @@ class KVCache:
             length: the length of its text in tokens, as for `settle`; None: it is set.
             preempted: whether the request will return; then its hints take no effect yet.
         """
-        if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
-            self._refuse(seq)
-        if type(now) is not int or now < self.now:
-            now = self._at(now)
-        self.now = now
+        now = self._begin(seq, now)
         if length is not None:
             self.settle(seq, length)
         seq.is_open = False

@@ -252,11 +252,7 @@ class SpanTree:
             raise self.fail(self.eviction, "on_pin", error) from error
         if self._callbacks.on_miss is not None and missed and not resumed:
             self.missed(seq.request, seq.hit_blocks, now)
-        pool = self.pool
-        if need <= pool.free_blocks and type(pool) is CountingPool:
-            pool.free_blocks -= need
-        else:
-            seq.private = self.allocate(need, seq, now)
+        seq.private = self.allocate(need, seq, now)
         # The access counts after the evictions that the admission needs.
         if seq.span is not root:
             self._record_hit(seq, now, resumed)

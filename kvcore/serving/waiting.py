@@ -99,8 +99,7 @@ class CheckedScheduler:
         """
         plan = self.call("plan", self.scheduler.plan, state)
         if not isinstance(plan, StepPlan):
-            name = self.scheduler.name
-            got = shorten(repr(plan))
+            name, got = self.scheduler.name, shorten(repr(plan))
             msg = f"scheduler plugin {name!r}: plan() returned {got}, which is no StepPlan"
             raise PolicyError(msg)
         return plan
