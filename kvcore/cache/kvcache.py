@@ -140,6 +140,8 @@ class KVCache:
         plugins: list[Plugin] = [self.eviction, self.prefix]
         if self.retention is not None:
             plugins.append(self.retention)
+        for plugin in plugins:  # all of them, before one is in use
+            plugin.check_unused()
         for plugin in plugins:
             plugin.bind()
         try:
