@@ -203,8 +203,6 @@ class KVCache:
         Raises:
             InputError: a key of the request stands for another number of tokens.
         """
-        if self.tree.failure is not None:
-            self._raise_failure()
         return self.match(request, self.now if now is None else now, target).blocks
 
     def match(self, request: Request, now: int, target: int | None = None) -> PrefixMatch:
@@ -212,6 +210,8 @@ class KVCache:
 
         `target` is that of `open`.
         """
+        if self.tree.failure is not None:
+            self._raise_failure()
         prompt = self.geometry.prompt(request, target)
         match = self.tree.match(prompt.keys, prompt.limit, now)
         longer = None if target is None else self._match_generated(request, match, now, target)
