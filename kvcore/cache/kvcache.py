@@ -140,6 +140,8 @@ class KVCache:
         plugins: list[Plugin] = [self.eviction, self.prefix]
         if self.retention is not None:
             plugins.append(self.retention)
+        for plugin in plugins:  # all of them, before one is in use
+            plugin.check_unused()
         for plugin in plugins:
             plugin.bind()
         try:
@@ -201,8 +203,6 @@ class KVCache:
         Raises:
             InputError: a key of the request stands for another number of tokens.
         """
-        if self.tree.failure is not None:
-            self._raise_failure()
         return self.match(request, self.now if now is None else now, target).blocks
 
     def match(self, request: Request, now: int, target: int | None = None) -> PrefixMatch:
@@ -210,13 +210,12 @@ class KVCache:
 
         `target` is that of `open`.
         """
+        if self.tree.failure is not None:
+            self._raise_failure()
         prompt = self.geometry.prompt(request, target)
         match = self.tree.match(prompt.keys, prompt.limit, now)
-        if target is not None:
-            longer = self._match_generated(request, match, now, target)
-            if longer is not None:
-                return longer[1]
-        return match
+        longer = None if target is None else self._match_generated(request, match, now, target)
+        return match if longer is None else longer[1]
 
     def _match_generated(
         self, request: Request, match: PrefixMatch, now: int, target: int
@@ -490,11 +489,7 @@ class KVCache:
             InputError: more tokens than are allocated.
             PolicyError: a plugin failed.
         """
-        if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
-            self._refuse(seq)
-        if type(now) is not int or now < self.now:
-            now = self._at(now)
-        self.now = now
+        now = self._begin(seq, now)
         computed = seq.computed + tokens
         if tokens < 0 or computed > seq.tokens:
             seq.refuse_commit(tokens)
@@ -603,7 +598,7 @@ class KVCache:
                     self.retention or self.eviction, "on_compact", error
                 ) from error
 
-    def close(  # noqa: C901 - one end, from top to bottom
+    def close(
         self,
         seq: CacheSequence,
         now: int | None = None,
@@ -619,11 +614,7 @@ class KVCache:
             length: the length of its text in tokens, as for `settle`; None: it is set.
             preempted: whether the request will return; then its hints take no effect yet.
         """
-        if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
-            self._refuse(seq)
-        if type(now) is not int or now < self.now:
-            now = self._at(now)
-        self.now = now
+        now = self._begin(seq, now)
         if length is not None:
             self.settle(seq, length)
         seq.is_open = False
@@ -826,19 +817,21 @@ class KVCache:
         seq.blocks = -(-tokens // self.geometry.block_size)
 
     def append_keys(self, seq: CacheSequence, keys: Sequence[Key]) -> None:
-        """Append the `keys` of generated blocks, now that their tokens are known. O(keys).
+        """Append the `keys` of generated tokens, now that these are known. O(keys).
 
         Raises:
-            InputError: the request has no keys for its output, or not for all before it.
+            InputError: the request has no keys for its output, or prompts alone are counted.
         """
+        request, geometry = seq.request, self.geometry
         # The list belongs to the sequence (see BlockLayout), and its spans refer to it.
-        if not seq.request.publishes or not isinstance(seq.keys, list):
-            msg = f"request {seq.request.id} publishes no output: its blocks get no more keys"
+        if not (request.publishes and isinstance(seq.keys, list)) or seq.keys is request.keys:
+            msg = f"request {request.id} publishes no output: its blocks get no more keys"
             raise InputError(msg)
-        seq.keys.extend(keys)
-        shares = self.geometry.shares_output and seq.request.hints.share is None
-        if shares and not seq.compacted:
-            seq.cacheable += len(keys)
+        ends = geometry.block_keys(request, keys, len(request.output_keys) + seq.named)
+        seq.named += len(keys)
+        seq.keys.extend(ends)
+        if geometry.shares_output and request.hints.share is None and not seq.compacted:
+            seq.cacheable += len(ends) * geometry.ratio
 
     # Blocks.
 

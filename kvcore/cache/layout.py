@@ -212,6 +212,11 @@ class BlockLayout:
         known, self._described = self._described, request.key_tokens
         return known != request.key_tokens
 
+    def block_keys(self, request: Request, keys: Sequence[Key], first: int) -> Sequence[Key]:
+        """Return those of the output `keys` that blocks go by; `first` others precede them."""
+        first += request.prompt_tokens // self.key_tokens
+        return keys[-(first + 1) % self._stride :: self._stride]
+
     def _with_output(self, request: Request) -> Sequence[Key]:
         """Return the keys of the prompt that are full of tokens, and those of the output."""
         prompt_keys = request.prompt_tokens // self.key_tokens

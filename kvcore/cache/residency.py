@@ -187,11 +187,7 @@ class Residency:
 
     def on_store(self, span: Span, blocks: int) -> None:
         """Called when the last `blocks` blocks of `span` have been stored."""
-        # `record_store`, inlined.
-        stored, end = self._stored, span.end
-        stored.append((len(self._gone), span.path_keys, end - blocks, end, span.geometry.ratio))
-        if len(stored) > BATCH:
-            self.settle()
+        self.record_store(span.path_keys, span.end - blocks, span.end, span.geometry.ratio)
 
     def on_evict(self, span: Span, blocks: int, now: int, reason: str) -> None:
         """Called when the last `blocks` blocks of `span` are about to be evicted."""
@@ -221,6 +217,8 @@ class Residency:
     def record_hit(self, age: int, blocks: int) -> None:
         """Record a hit of `blocks` blocks, `age` ns after their last access."""
         self._ages.append((age, blocks))
+        if len(self._ages) > BATCH:
+            self.settle()
 
     def record_store(self, keys: Sequence[Key], first: int, end: int, ratio: int) -> None:
         """Record that the blocks `[first, end)` of a path were stored, `ratio` a key."""

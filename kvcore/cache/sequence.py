@@ -45,6 +45,7 @@ class Sequence:
         admission: serial number of the admission; a fork has that of its parent.
         request: the request that it serves.
         keys: its chain of block keys, `ratio` blocks each.
+        named: keys of its output that became known while it was open.
         cacheable: blocks that may be shared once computed.
         lookup_blocks, hit_blocks: blocks looked up and hit when it was opened.
         tokens: tokens for which blocks are allocated, the hit included.
@@ -70,7 +71,8 @@ class Sequence:
     __slots__ = (
         "admission", "blocks", "cacheable", "compacted", "compacted_to", "computed", "data",
         "dropped", "dropped_tokens", "family", "freed", "hit_blocks", "holes", "id", "is_open",
-        "keys", "lookup_blocks", "priorities", "private", "request", "span", "target", "tokens",
+        "keys", "lookup_blocks", "named", "priorities", "private", "request", "span", "target",
+        "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -104,7 +106,7 @@ class Sequence:
         self.priorities: list[PriorityStep] | None = None
         self.family: list[Sequence] | None = None
         self.holes: tuple[Hole, ...] = ()
-        self.dropped = self.freed = 0
+        self.dropped = self.freed = self.named = 0
         self.compacted = self.compacted_to = self.dropped_tokens = 0
         self.is_open = True
         self.data: Any = None

@@ -252,11 +252,7 @@ class SpanTree:
             raise self.fail(self.eviction, "on_pin", error) from error
         if self._callbacks.on_miss is not None and missed and not resumed:
             self.missed(seq.request, seq.hit_blocks, now)
-        pool = self.pool
-        if need <= pool.free_blocks and type(pool) is CountingPool:
-            pool.free_blocks -= need
-        else:
-            seq.private = self.allocate(need, seq, now)
+        seq.private = self.allocate(need, seq, now)
         # The access counts after the evictions that the admission needs.
         if seq.span is not root:
             self._record_hit(seq, now, resumed)
@@ -381,6 +377,10 @@ class SpanTree:
             return
         self._now = now
         span = seq.span
+        if seq.family is not None:
+            upto = self._before_forks(seq, upto)
+            if upto == span.end:
+                return
         if span.children and seq.keys[span.end // self.geometry.ratio] in span.children:
             self._switch_to_cached(seq, upto, now)
             if seq.span.end >= upto:
@@ -392,6 +392,22 @@ class SpanTree:
             if seq.span.end < end and seq.span.end < upto:
                 until = None if duration is None else now + duration
                 self._store(seq, min(end, upto), priority, until, now)
+
+    def _before_forks(self, seq: CacheSequence, upto: int) -> int:
+        """Return `upto`, or the position before it of a block that a fork will write into.
+
+        The fork has rolled back into it, and has not its key: it may generate something else.
+        The block is shared no earlier than the fork has copied it.
+        """
+        first, size, ratio = seq.span.end, self.geometry.block_size, self.geometry.ratio
+        for fork in seq.family or ():
+            last = fork.blocks - 1
+            if first <= last < upto and fork.tokens % size:
+                own = (seq.private or ())[last - first : last - first + 1]
+                key = slice(last // ratio, last // ratio + 1)
+                if (fork.private or ())[-1:] == own and fork.keys[key] != seq.keys[key]:
+                    upto = last
+        return upto
 
     def _switch_to_cached(self, seq: CacheSequence, upto: int, now: int) -> None:
         """Replace blocks that `seq` has computed by cached ones of the same content."""

@@ -784,7 +784,7 @@ class Batcher:
             self._step.budget += self._mixed if job.stage == DECODE else chunks
             self._leave_batch(job)
         level = None
-        tokens = job.computed if job.prefill_left else job.length
+        tokens = job.length
         if self._tiers is not None and job.seq is not None:
             level = self._tiers.can_swap(job.seq, tokens, now, self.server.prefill_ns)
         if level is None and not paused:
@@ -833,7 +833,7 @@ class Batcher:
         """
         if not self._decisions.keeps or job.seq is None:
             return
-        tokens = job.computed if job.prefill_left else max(job.computed, job.length)
+        tokens = job.length
         if not complete and tokens > job.computed:
             tokens -= 1
         self._keep_output(job, tokens, now, preempted=preempted)

@@ -122,11 +122,7 @@ class DecodeBatch:
         if self._all_commit or request.publish or request.output_keys:
             self._start_committing(job, residue)
         attended = length + 1 - seq.dropped_tokens
-        if self._is_plain:
-            self.context[0] += attended
-            self.growth[0] += 1
-        else:
-            self._attend(job, attended, seq.admission)
+        self._attend(job, attended, seq.admission)
 
     def restore(
         self, ends: Lines[End], fresh: list[Job], context: int, last_step_ps: int
@@ -160,11 +156,7 @@ class DecodeBatch:
         if self.committing:
             self._stop_committing(job, residue)
         attended = job.request.prompt_tokens + job.generated_before - job.seq.dropped_tokens
-        if self._is_plain:
-            self.context[0] -= attended
-            self.growth[0] -= 1
-        else:
-            self._unattend(job, attended)
+        self._unattend(job, attended)
 
     def forgot(self, job: Job, tokens: int) -> None:
         """Subtract `tokens` tokens that `job` has just dropped from the context.
@@ -173,12 +165,9 @@ class DecodeBatch:
         """
         seq = job.seq
         assert seq is not None
-        if self._is_plain:
-            self.context[0] -= tokens
-        else:
-            attended = job.length + 1 - seq.dropped_tokens
-            self._unattend(job, attended + tokens)
-            self._attend(job, attended, seq.admission)
+        attended = job.length + 1 - seq.dropped_tokens
+        self._unattend(job, attended + tokens)
+        self._attend(job, attended, seq.admission)
         end_step, _, before, _ = self._end_of[job]
         residue = (self.steps.count - seq.tokens) % self._block_size
         if residue != before:
@@ -190,11 +179,8 @@ class DecodeBatch:
         assert seq is not None
         attended = job.length + 1 - seq.dropped_tokens
         job.generated_before += tokens
-        if self._is_plain:
-            self.context[0] += tokens
-        else:
-            self._unattend(job, attended)
-            self._attend(job, attended + tokens, seq.admission)
+        self._unattend(job, attended)
+        self._attend(job, attended + tokens, seq.admission)
         end_step, _, before, _ = self._end_of[job]
         self._move(job, end_step - tokens, (before - tokens) % self._block_size)
 
@@ -231,9 +217,7 @@ class DecodeBatch:
 
     def end(self, job: Job) -> None:
         """Make `job` finish with the step that runs."""
-        _, admission, residue, _ = self._end_of[job]
-        end = self._end_of[job] = (self.steps.count + 1, admission, residue, job)
-        heappush(self.ends, end)
+        self._move(job, self.steps.count + 1, self._end_of[job][2])
 
     def advance(
         self, start_ps: int, segments: Iterable[tuple[int, int, int]]

@@ -163,8 +163,9 @@ class Job:
     @property
     def length(self) -> int:
         """Tokens of K/V it has: all but the newest, which the next step computes."""
-        generated = self.generated
-        return self.request.prompt_tokens + generated - 1 if generated else self.computed
+        if self.prefill_left:
+            return self.computed
+        return max(self.computed, self.request.prompt_tokens + self.generated - 1)
 
     def known_request(self) -> Request:
         """Return the request with all output keys that are known by now."""

@@ -99,8 +99,7 @@ class CheckedScheduler:
         """
         plan = self.call("plan", self.scheduler.plan, state)
         if not isinstance(plan, StepPlan):
-            name = self.scheduler.name
-            got = shorten(repr(plan))
+            name, got = self.scheduler.name, shorten(repr(plan))
             msg = f"scheduler plugin {name!r}: plan() returned {got}, which is no StepPlan"
             raise PolicyError(msg)
         return plan
@@ -111,8 +110,8 @@ class CheckedScheduler:
         Raises:
             PolicyError: the scheduler failed.
         """
-        entries = self.call("plan", iter, jobs)
-        while (entry := self.call("plan", next, entries, None)) is not None:
+        entries = self.call("plan", iter, jobs)  # and its own end: None may be an entry
+        while (entry := self.call("plan", next, entries, entries)) is not entries:
             yield entry
 
 

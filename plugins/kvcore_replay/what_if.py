@@ -660,12 +660,13 @@ class _EngineCalls:
 
     def _keys(self, event: events.Keys) -> None:
         record, keys = self._requests[event.request], read_keys(event.keys)
-        output = [*record.request.output_keys, *keys]
-        record.request = attrs.evolve(record.request, output_keys=output)
+        known, layout = record.request.output_keys, self._cache.geometry
+        ends = layout.block_keys(record.request, keys, len(known))
+        record.request = attrs.evolve(record.request, output_keys=[*known, *keys])
         for owner, seq in self._seqs.values():
             if owner is record:
-                seq.keys = [*seq.keys, *keys]
-                seq.cacheable += len(keys)
+                seq.keys = [*seq.keys, *ends]
+                seq.cacheable += len(ends) * layout.ratio
         if self._cache.trace is not None:
             self._cache.trace.keys(event.t, request=event.request, keys=keys)
 

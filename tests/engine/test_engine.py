@@ -101,6 +101,26 @@ def test_generated_blocks_are_shared():
     assert finished["output_keys"] == [key.hex() for key in keys[2:]]
 
 
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_generated_blocks_are_shared_by_keys_of_any_size(size, tmp_path):
+    """Generated blocks are hit where a block has several keys, or a key several blocks.
+
+    The check of the trace counts as many.
+    """
+    answer = dense(WORDS[:11], 14)
+    requests = [
+        text_request(
+            name, WORDS[:11] + more, output=14, block_size=size, publish=True, arrival=at
+        )
+        for name, more, at in (("a", [], 0), ("b", answer, 10**6))
+    ]
+    run = compute(requests, key_tokens=size)
+    assert run.result.cache.stats.hit_blocks == 6
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(run.trace)
+    assert check_trace(path).hit["hit_blocks"] == 6
+
+
 @pytest.mark.parametrize("prompt", [3, 4, 10])
 def test_each_token_of_an_answer_is_hashed_once(monkeypatch, prompt):
     """The keys of an answer are those of the whole text, and each token is hashed once.

@@ -80,7 +80,7 @@ class MeasuredAllocator(DecodeAllocator):
         if length is not None:
             self._cache.settle(job.seq, length)
         left = job.seq.tokens - job.computed if job.prefill_left else 0
-        self.idle -= self.slots_of(job.seq) - (job.computed if left else job.length)
+        self.idle -= self.slots_of(job.seq) - job.length
         self.uncomputed -= left
         super().close(job, now)
 

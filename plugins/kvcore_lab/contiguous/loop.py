@@ -218,7 +218,7 @@ class ContiguousAllocator(MeasuredAllocator):
         seq = job.seq
         assert seq is not None
         left = job.prefill_left
-        self.idle -= self.slots_of(seq) - (job.computed if left else job.length)
+        self.idle -= self.slots_of(seq) - job.length
         self.uncomputed -= left
         self.space.give(*self._pieces.pop(seq.id))
         self._cache.close(seq, now, 0)

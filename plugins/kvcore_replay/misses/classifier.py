@@ -186,7 +186,7 @@ class MissClassifier:
         if serial is None:
             return
         prompt = self.state.requests[event.request]
-        keys, first = prompt.keys, len(prompt.keys) - len(event.keys)
+        keys, first = prompt.keys, (prompt.full - len(event.keys)) // self.state.layout.stride
         sent = self._senders.pieces(keys, first * self._ratio, prompt.cacheable)
         for low, high, sender in list(sent):
             if sender is None:

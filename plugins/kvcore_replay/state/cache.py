@@ -513,9 +513,7 @@ class CacheState(TracedState[TracedSequence]):
 
     def _keys(self, event: events.Keys) -> None:
         """Append the keys of blocks that a request generates to those it has."""
-        prompt = self.prompt(event.request)
-        prompt.keys.extend(event.keys)
-        prompt.cacheable = len(prompt.keys)
+        self.layout.append(self.prompt(event.request), event.keys)
 
     def _recover(self, tiers: TracedTiers, event: events.Recover) -> None:
         # The path has a name in place of the id of a request.

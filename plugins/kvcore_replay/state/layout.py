@@ -27,6 +27,7 @@ class TracedPrompt:
         unkeyed: whether `limit` is lower because keys are missing.
         share: number of blocks that its client lets others use; None: all.
         generated: `keys`, and names for the blocks of output without keys that stay cached.
+        full: number of keys of the workload that its text has filled, of which `keys` are some.
     """
 
     id: int | str
@@ -39,6 +40,7 @@ class TracedPrompt:
     unkeyed: bool
     share: int | None
     generated: list[Any] = attrs.field(factory=list)
+    full: int = 0
 
 
 @attrs.frozen
@@ -113,7 +115,15 @@ class TraceLayout:
             limit=min(limit, keyed),
             unkeyed=keyed < limit or not keys,
             share=share,
+            full=length // self.key_tokens + len(output_keys or ()),
         )
+
+    def append(self, prompt: TracedPrompt, keys: list[Any]) -> None:
+        """Append the `keys` that the text of `prompt` has filled since."""
+        # A block that has several keys goes by the last of them.
+        prompt.keys.extend(keys[-(prompt.full + 1) % self.stride :: self.stride])
+        prompt.full += len(keys)
+        prompt.cacheable = len(prompt.keys) * self.ratio
 
     def name_generated(self, prompt: TracedPrompt, end: int) -> None:
         """Name the blocks from the end of `prompt` up to position `end`."""

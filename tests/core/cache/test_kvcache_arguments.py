@@ -32,6 +32,15 @@ def test_the_time_defaults_to_that_of_the_last_call():
     assert cache.probe(ask("ab")) == 1
 
 
+def test_a_cache_that_is_refused_leaves_its_plugins_unused():
+    """A policy can be used if the cache was refused because of another plugin."""
+    policy, index = LRU(), Radix()
+    make(8, prefix=index)
+    with pytest.raises(InputError, match="prefix plugin 'radix' is in use already"):
+        make(8, policy, prefix=index)
+    assert make(8, policy).eviction is policy
+
+
 @pytest.mark.parametrize("now", [4, 5.0, 6.5, "6"])
 def test_time_never_decreases(now):
     """A time in the past, or that is no whole number, raises InputError and changes nothing."""

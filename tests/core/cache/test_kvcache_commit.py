@@ -16,6 +16,7 @@ from helpers.caches import (
 )
 
 from kvcore import InputError, OutOfBlocks, Span
+from kvcore.request import text_request
 from kvcore_plugins.prefix import Radix
 
 
@@ -38,6 +39,31 @@ def test_blocks_without_keys_stay_private():
     assert (cache.tree.cached_blocks, seq.private_blocks) == (2, 3)
     cache.close(seq)
     assert cache.pool.free_blocks == 6
+
+
+@pytest.mark.parametrize("key_tokens", [1, 2, BLOCK, 2 * BLOCK])
+def test_keys_that_are_appended_publish_blocks_of_any_size(key_tokens):
+    """Keys that come one by one, for less or more than a block, publish what a turn hits."""
+    cache, tokens = make(12, key_tokens=None), range(6 * BLOCK + 1)
+    prompt, turn = (
+        text_request(name, tokens[:end], output=99, block_size=key_tokens, publish=True)
+        for name, end in enumerate((BLOCK + 1, None))
+    )
+    seq = cache.open(prompt)
+    cache.extend(seq, 5 * BLOCK)
+    for key in turn.keys[len(prompt.keys) :]:
+        cache.append_keys(seq, [key])
+    compute(cache, seq)
+    assert cache.probe(turn) == 6
+
+
+def test_keys_of_an_output_are_refused_where_prompts_alone_count():
+    """In `keys` accounting keys of an output are refused, and its request stays as it is."""
+    cache = make(12, accounting="keys")
+    request = text_request(1, range(BLOCK), output=9, block_size=BLOCK, publish=True)
+    with pytest.raises(InputError, match="publishes no output"):
+        cache.append_keys(cache.open(request), ["later"])
+    assert len(request.keys) == 1
 
 
 def test_output_keys_publish_generated_blocks():

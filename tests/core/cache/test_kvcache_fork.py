@@ -374,3 +374,17 @@ def test_forks_publish_blocks_of_their_own():
     assert [seq.span.path_keys[1:] for seq in (one, other)] == [["one"], ["other"]]
     assert (table(cache, one), table(cache, other)) == ([0, 1], [0, 2])
     cache.check_integrity()
+
+
+def test_a_block_into_which_a_fork_rolled_back_is_shared_once_it_is_copied(cache):
+    """The fork writes into a copy, not into a block that others hit; then that is cached."""
+    request = text_request(1, range(BLOCK), output=9, block_size=BLOCK, publish=True)
+    seq = generate(cache, compute(cache, cache.open(request)), BLOCK)
+    child = cache.fork(seq)
+    cache.rollback(child, 1)
+    cache.append_keys(seq, ["next"])
+    for tokens, cached in ((0, 1), (1, 2)):
+        cache.extend(child, tokens)
+        compute(cache, seq)
+        assert cache.tree.cached_blocks == cached
+    assert (table(cache, seq), table(cache, child)) == ([0, 1], [0, 2])

@@ -181,7 +181,10 @@ def test_a_policy_is_not_called_after_its_first_error():
         cache.open(ask("abc!"))
     assert called[-1] == "on_miss"
     called.clear()
-    for call in (lambda: cache.open(ask("!")), lambda: cache.close(seq), cache.check_integrity):
+    for call in (
+        *(lambda: cache.open(ask("!")), lambda: cache.match(ask("!"), 0)),
+        *(lambda: cache.close(seq), cache.check_integrity),
+    ):
         with pytest.raises(PolicyError, match=r"in on_miss\(\): no luck"):
             call()
     assert called == []

@@ -130,6 +130,9 @@ def test_what_is_not_counted_yet_is_bounded(monkeypatch):
     for key in range(5):
         seen.record_evict([key], 0, 1, 1, (0, 0, 0), "capacity")
     assert not seen._gone
+    for _ in range(5):
+        seen.record_hit(1, 1)
+    assert not seen._ages
 
 
 def test_an_expired_span_counts_as_evicted():

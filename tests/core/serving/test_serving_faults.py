@@ -204,6 +204,7 @@ def test_an_exception_in_the_generator_of_a_plan_names_plan():
     [
         *(None, [], StepPlan(admit=5), StepPlan(pause=5)),
         *(StepPlan(admit="job"), StepPlan(pause="job"), StepPlan(admit=[[]])),
+        *(StepPlan(admit=[None]), StepPlan(pause=[None])),
     ],
 )
 def test_a_wrong_plan_is_refused(plan):

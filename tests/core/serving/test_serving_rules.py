@@ -520,6 +520,16 @@ def test_the_headroom_has_the_tokens_that_jobs_will_generate(output, fields, blo
     assert refusing.headroom(running(output, stage=WAITING), state) == expected
 
 
+def test_a_job_without_blocks_has_no_length():
+    """A job that was preempted has the K/V that it has computed again, and none before."""
+    made = job(ask("a", 0, 4, 9))
+    made.generated_before, made.target = 3, 7
+    lengths = []
+    for made.computed in (0, 5, 7):
+        lengths.append(made.length)
+    assert lengths == [0, 5, 7]
+
+
 @pytest.mark.parametrize(
     ("predicted", "output", "generated", "left"),
     [(None, 9, 4, 5), (7, 9, 4, 3), (9, 7, 4, 5), (3, 9, 4, 1), (4, 5, 4, 1), (3, 4, 4, 0)],
