@@ -263,6 +263,16 @@ def test_a_scheduler_serves_once():
         serve(REQUESTS, scheduler=scheduler)
 
 
+def test_a_drafter_serves_once():
+    """A drafter that has served a run is refused by a second one, whose parts stay unused."""
+    drafter = Acceptance(tokens=2, probability=0.5)
+    serve(REQUESTS, drafter=drafter)
+    parts = {"scheduler": FCFS(), "latency": Even()}
+    with pytest.raises(InputError, match="drafter plugin 'acceptance' is in use already: build"):
+        serve(REQUESTS, drafter=drafter, **parts)
+    serve(REQUESTS, **parts)
+
+
 REFUSED = {
     "the rate": ({"rate_scale": -1}, "rate_scale=-1"),
     "the drafter's memory": ({"fragmentation": True, "drafter": True}, "leave out the drafter"),
