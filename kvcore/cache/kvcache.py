@@ -831,10 +831,11 @@ class KVCache:
         Raises:
             InputError: the request has no keys for its output, or not for all before it.
         """
-        # The list belongs to the sequence (see BlockLayout), and its spans refer to it.
-        if not seq.request.publishes or not isinstance(seq.keys, list):
+        if not seq.request.publishes or self.geometry.accounting == "keys":
             msg = f"request {seq.request.id} publishes no output: its blocks get no more keys"
             raise InputError(msg)
+        # The list belongs to the sequence (see BlockLayout), and its spans refer to it.
+        assert isinstance(seq.keys, list)
         seq.keys.extend(keys)
         shares = self.geometry.shares_output and seq.request.hints.share is None
         if shares and not seq.compacted:
