@@ -287,9 +287,7 @@ def test_a_drafter_serves_once():
     drafter = Acceptance(tokens=2, probability=0.5)
     serve(REQUESTS, drafter=drafter)
     parts = {"scheduler": FCFS(), "latency": Even()}
-    with pytest.raises(
-        InputError, match="drafter plugin 'acceptance' is in use already"
-    ):
+    with pytest.raises(InputError, match="drafter plugin 'acceptance' is in use already"):
         serve(REQUESTS, drafter=drafter, **parts)
     serve(REQUESTS, **parts)
 
