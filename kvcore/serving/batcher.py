@@ -276,8 +276,7 @@ class Batcher:
 
     def ended(self, job: Job, now: int) -> None:
         """Call `finished` of the scheduler for `job`, which ran and was aborted."""
-        if self._scheduler.heard:
-            self._scheduler.tell("finished", job, now)
+        self._scheduler.tell("finished", job, now)
 
     def abort(self, job: Job, now: int) -> bool:
         """Remove `job` from the server before its end, and free its slot and blocks.

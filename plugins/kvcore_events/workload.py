@@ -19,7 +19,7 @@ from kvcore.files import as_path
 from kvcore.request import block_keys
 from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads import file_digest
-from kvcore_plugins.workload.file_workload import FromFiles
+from kvcore_plugins.workload.from_files import FromFiles
 from kvcore_plugins.workload.rows import Row, rows
 
 if TYPE_CHECKING:

@@ -131,7 +131,7 @@ class Part:
         shared = path_ids(span, self.first, self.end)
         if not private:
             return shared
-        own = private[max(self.first - span.end, 0) : self.end - span.end]
+        own = private[max(self.first - span.end, 0) :]
         return own if shared is None else shared + own
 
 

@@ -52,6 +52,7 @@ EQUIVALENT = ROOT / "tests" / "data" / "equivalent_mutants.toml"
 
 PROPERTIES = "tests/core/properties"
 VLLM_STEPS = "tests/core/golden/test_vllm_steps.py"
+CLUSTER = "tests/cluster/test_cluster.py"
 GROUPED_TRACES = "tests/replay/properties/test_grouped_traces.py"
 ROOMS = {
     "cache": (
@@ -89,6 +90,7 @@ ROOMS = {
             ),
             *("tests/plugins/test_speculation_simulated.py", "tests/core/workloads"),
             "tests/lab/test_fragmentation.py",
+            f"{CLUSTER}::test_a_replica_that_fails_while_verifying_drafts_leaks_no_blocks",
         ],
     ),
     "online": (["plugins/kvcore_online"], ["tests/online"]),

@@ -235,6 +235,27 @@ def test_a_branch_stays():
     assert max(Watching.children) <= 1
 
 
+class Upper(CheckpointPolicy):
+    """Evicts a segment that has another below it; of equal ones, the newest."""
+
+    name = "upper"
+
+    def victim(self, segments):
+        """Return the segment."""
+        return max(segments, key=lambda segment: (segment.children, segment.order))
+
+
+def test_of_a_segment_before_another_its_states_alone_leave():
+    """The attention of a segment that leaves stays for a text that runs on behind it."""
+    cache = new_cache(Upper(), 24)
+    for serial, keys in enumerate((range(6), range(12), range(20, 26))):
+        cache.compute(request(serial, keys), CHUNK)
+    assert [segment.children for segment in cache._segments] == [1, 0, 0]
+    cache.compute(request(3, range(30, 36)), CHUNK)
+    found = [cache.match(request(4, keys)).tokens for keys in (range(6), range(12))]
+    assert found == [0, 12 * SIZE]
+
+
 class Below(CheckpointPolicy):
     """Keeps states at multiples of a number that is none."""
 
@@ -276,11 +297,23 @@ def test_segments_are_a_tree(seed, tier, beside):
     """Each cached block is in one segment; none is below one that has lost its states.
 
     A segment at which a request can resume has all its blocks of full attention, or borrows
-    them: blocks of these names are cached. The policy has been told of them all, and of those
-    that have left.
+    them, whenever a request ends: blocks of these names are cached. The policy has been told of
+    them all, and of those that have left.
     """
     cache = new_cache(Ends(-(seed % 2)), 120, *beside)
     levels = GroupTiers(cache, [tier], 1 << 20).levels if tier else ()
+    close = cache.close
+
+    def closed(*arguments, **options):
+        """Close a sequence, and look at what segments borrow."""
+        close(*arguments, **options)
+        for segment in cache._segments:
+            lacking = (segment.end - segment.start) // SIZE - len(segment.full)
+            borrows = levels or len(segment.borrowed) >= lacking
+            assert borrows or not segment.resumable
+            assert all(name in cache._cached[group] for group, name in segment.borrowed)
+
+    cache.close = closed
     simulate(stream(seed), cache=cache, batching=Batching(max_tokens=64, max_seqs=6))
     assert all(level.stats.hits for level in levels)
     segments = list(cache._segments)
@@ -293,10 +326,7 @@ def test_segments_are_a_tree(seed, tier, beside):
         assert segment.blocks == len(segment.full) + len(segment.kept)
         assert segment.start == (0 if above is None else above.end) < segment.end
         if segment.resumable:
-            lacking = (segment.end - segment.start) // SIZE - len(segment.full)
-            assert levels or len(segment.borrowed) >= lacking
             assert above is None or (above.resumable and segment in above.next)
-        assert all(name in cache._cached[group] for group, name in segment.borrowed)
         assert segment.children == len(segment.next)
         assert segment.below == (
             1 + next(iter(segment.next)).below if segment.children == 1 else 0

@@ -83,15 +83,20 @@ def test_blocks_that_are_computed_faster_count_as_found_and_recomputed(resumed):
 
 
 def test_a_state_is_loaded_with_the_attention_before_it():
-    """A prefix that has left the pool comes back whole: all attention, and one state."""
-    cache, tiers = below([FULL, STATE])
+    """A prefix that has left the pool comes back whole: all attention, and one state.
+
+    That is a load for each group, and their time is that of all blocks on the link.
+    """
+    tier = f"host:memory={100 * SLOT},read_bandwidth=64GB,latency=0"
+    cache, tiers = below([FULL, STATE], tier=tier)
     keys = [1, 2, 3, 4]
     serve(cache, tiers, 0, keys)
     for name in range(1, 5):
         serve(cache, tiers, name, [10 * name + index for index in range(4)])
     hit, loaded = serve(cache, tiers, 5, [*keys, 9])
     assert (hit, loaded) == (0, 16)
-    assert tiers.levels[0].stats.loaded == 4 + 1
+    stats = tiers.levels[0].stats
+    assert (stats.loads, stats.loaded, stats.load_ns) == (2, 4 + 1, 4 + 1)
 
 
 def test_what_computing_takes_no_longer_is_not_loaded():
@@ -122,7 +127,7 @@ def test_what_has_no_room_in_a_tier_goes_to_the_next():
         serve(cache, tiers, name, [10 * name + index for index in range(4)])
     serve(cache, tiers, 5, [20, 21, 22, 23, 24])
     above, below_it = tiers.levels
-    assert above.stats.dropped["moved"] > 0
+    assert above.stats.dropped["moved"] == above.stats.loaded > 1
     assert below_it.stats.stored == above.stats.dropped["capacity"] > 0
 
 

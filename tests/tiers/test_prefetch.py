@@ -15,7 +15,6 @@ from kvcore import KVCache, TraceError
 from kvcore.request import NO_HINTS, Hints
 from kvcore.serving import StepPlan
 from kvcore.serving.job import LOADING
-from kvcore.workloads.arrivals import Arrivals
 from kvcore_plugins.scheduler import FCFS
 from kvcore_replay.check.trace import check_trace
 from kvcore_tiers.hierarchy import Tiers
@@ -256,19 +255,6 @@ def test_a_request_without_free_blocks_is_admitted_after_a_prefetch():
     assert late["arrival"] < run.of("LOAD")[0][0] == late["admitted"]
     assert run.of("LOAD")[0][1] == "again"
     assert len(run.rows) == 4
-
-
-def test_arrivals_read_ahead_by_the_longest_prefetch_hint():
-    """`Arrivals` reads ahead by the longest `prefetch` hint so far, and else by one request."""
-    requests = [
-        ask(index, 100 * index, hints=Hints(prefetch=250 if index > 2 else None))
-        for index in range(8)
-    ]
-    arrivals, known = Arrivals(requests, prefetches=True), []
-    for request in requests:
-        assert arrivals.take() == (request.arrival, request)
-        known.append(len(arrivals._due))
-    assert known == [1, 1, 4, 4, 3, 2, 1, 0]
 
 
 def test_open_loop_requests_are_prefetched():

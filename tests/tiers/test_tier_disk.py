@@ -160,13 +160,17 @@ def test_a_tier_above_the_limit_of_file_sizes_is_refused(tmp_path):
 def test_a_tier_larger_than_the_free_space_is_refused(tmp_path, monkeypatch):
     """More memory than the file system has free is refused.
 
-    Space that the tier's own files occupy counts as free.
+    Space that the tier's own files occupy counts as free, and all that is free can be taken.
     """
     filled(tmp_path)
-    monkeypatch.setattr(disk, "disk_usage", lambda _: SimpleNamespace(free=SIZE))
-    with pytest.raises(StorageError, match=r"has room for .* give it less memory"):
-        opened(tmp_path, slots=3 * SLOTS)
-    assert len(found(tmp_path)) == SLOTS
+    own = 512 * file_of(tmp_path, "slots").stat().st_blocks
+    for lacks, slots in ((1, SLOTS), (0, 3 * SLOTS)):
+        free = 3 * SLOTS * SIZE - own - lacks
+        monkeypatch.setattr(disk, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        if lacks:
+            with pytest.raises(StorageError, match=r"has room for .* give it less memory"):
+                opened(tmp_path, slots=3 * SLOTS)
+        assert len(found(tmp_path, slots=slots)) == SLOTS
 
 
 def test_short_writes_are_continued(tmp_path, monkeypatch):

@@ -585,10 +585,14 @@ def test_a_request_is_preempted_if_loads_hold_all_blocks():
         assert sum(run.result.log.swaps) == (1 if parks else 0)
 
 
-def test_parked_blocks_are_not_evicted():
-    """Parked blocks of a preempted sequence are not evicted from a full level."""
+@pytest.mark.parametrize("ids", [False, True])
+def test_parked_blocks_are_not_evicted(ids):
+    """Parked blocks of a preempted sequence are not evicted from a full level.
+
+    That holds whether its slots have ids or not.
+    """
     cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
-    tiers = Tiers(cache, [f"host:memory={4 * SLOT},write=through,{FAST}"], SLOT)
+    tiers = Tiers(cache, [f"host:memory={4 * SLOT},write=through,{FAST}"], SLOT, ids=ids)
     (level,) = tiers.levels
     seq = cache.open(ask("parked", prompt=12))
     cache.commit(seq, 12)

@@ -23,7 +23,7 @@ from kvcore.request import KEY_BYTES, chain_keys
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import json_fields, lines
 from kvcore_plugins.workload._plain import json_reader
-from kvcore_plugins.workload.file_workload import FromFiles
+from kvcore_plugins.workload.from_files import FromFiles
 from kvcore_plugins.workload.rows import Row, parse_row, time_order
 from kvcore_plugins.workload.times import HEAD, UNITS, Clock, Timed, TimeOrder, has_fraction
 

@@ -10,7 +10,7 @@ import attrs
 
 from kvcore import Request
 from kvcore.files import as_path
-from kvcore_plugins.workload.file_workload import FromFiles
+from kvcore_plugins.workload.from_files import FromFiles
 from kvcore_plugins.workload.turns import Turns
 
 if TYPE_CHECKING:

@@ -455,7 +455,7 @@ class TraceChecker(CacheChecker[CacheState]):
         # Blocks that it does not share itself may have been cached by others meanwhile.
         untimed = self.state.header.mode == "untimed"
         partly = untimed or seq.has_forgotten or prompt.share is not None
-        greatest = max(greatest, prompt.cacheable if partly else end)
+        greatest = max(greatest, end, prompt.cacheable if partly else end)
         if not (untimed or self._of_engine):
             least = max(least, end)
         self._returning[prompt.id] = least, greatest

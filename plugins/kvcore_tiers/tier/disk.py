@@ -173,8 +173,7 @@ class DiskStore(TierStore):
             raise StorageError(msg)
         kept = os.fstat(self._headers).st_size // HEADER_BYTES - 1
         # 1: the slot may have a header.
-        self._used = bytearray(b"\1") * min(kept, self._slots)
-        self._used.extend(bytes(self._slots - len(self._used)))
+        self._used = bytearray(b"\1" * min(kept, self._slots)).ljust(self._slots, b"\0")
         os.ftruncate(self._data, wanted)
         os.ftruncate(self._headers, HEADER_BYTES * (self._slots + 1))
         os.pwrite(self._headers, first, 0)

@@ -16,6 +16,7 @@ from kvcore import (
 )
 from kvcore.request import Retention
 from kvcore_lab.comparison import compare_policies
+from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_plugins.eviction import LFU, LRU, TTL
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Zipf
@@ -134,10 +135,17 @@ def test_a_plugin_without_a_name_is_refused():
         compare_policies(Zipf(requests=5), Anonymous, 10)
 
 
-def test_a_request_has_one_first_admission_in_a_trace():
+@pytest.mark.parametrize(
+    "make_traced",
+    [
+        lambda trace: KVCache(8, BLOCK, trace=trace),
+        lambda trace: GroupedCache([LayerGroup("full", BLOCK)], 8, trace=trace),
+    ],
+    ids=["blocks", "groups"],
+)
+def test_a_request_has_one_first_admission_in_a_trace(make_traced):
     """A second first admission, and the return of an unknown request, raise InputError."""
-    cache = KVCache(8, BLOCK, eviction=LRU(), prefix=Radix(), trace=Lines())
-    request = ask("a")
+    cache, request = make_traced(Lines()), ask("a")
     with pytest.raises(InputError, match="was not admitted before: leave out resumed=True"):
         cache.open(request, resumed=True)
     cache.close(cache.open(request))
@@ -146,6 +154,13 @@ def test_a_request_has_one_first_admission_in_a_trace():
     ):
         cache.open(request)
     cache.close(cache.open(request, resumed=True))
+
+
+def test_a_retention_that_drops_nothing_is_not_in_a_trace():
+    """A cache whose retention policy keeps all tokens is one without it, as its trace says."""
+    trace = Lines()
+    assert KVCache(8, BLOCK, retention="full", trace=trace).retention is None
+    assert trace.lines[0][1]["plugins"].keys() == {"eviction", "prefix"}
 
 
 def test_a_request_may_move_between_servers_with_traces():

@@ -360,6 +360,31 @@ def test_fork_without_a_prefix_cache():
     assert cache.pool.free_blocks == 12
 
 
+@pytest.mark.parametrize(("accounting", "publish"), [("tokens", False), ("keys", True)])
+def test_blocks_without_keys_get_no_more_of_them(accounting, publish):
+    """Keys are appended to an output with keys alone, and those of the request stay its own."""
+    cache = make(12, accounting=accounting)
+    prompt = text_request(1, range(BLOCK), output=9, block_size=BLOCK, publish=publish)
+    seq = compute(cache, cache.open(prompt))
+    with pytest.raises(InputError, match="request 1 publishes no output: its blocks get no"):
+        cache.append_keys(seq, ["more"])
+    assert len(seq.keys) == len(prompt.keys) == 1
+
+
+def test_generated_blocks_of_forks_stay_private():
+    """Of sequences that share private blocks, generated blocks are not kept for a return."""
+    cache = make(12)
+    seq = start(cache, "ab")
+    cache.extend(seq, 2 * BLOCK)
+    compute(cache, seq)
+    child = cache.fork(seq)
+    cache.keep_generated(seq, 4 * BLOCK, 0)
+    assert spans(cache).keys() == {"|ab"}
+    for member in (seq, child):
+        cache.close(member)
+    cache.check_integrity()
+
+
 def test_forks_publish_blocks_of_their_own():
     """Siblings that generate different keys publish different blocks."""
     cache = make(12)

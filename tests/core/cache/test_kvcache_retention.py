@@ -115,8 +115,13 @@ def test_the_end_of_a_duration_is_no_expiry():
         ([(0, None, 80, 100)], (0, None, 80, 100), 50, False, (80, 150)),
         ([(0, None, 80, 100)], (0, None, 80, 100), 50, True, (80, 100)),
         ([(0, None, 80, 10)], (0, None, 50), 20, False, (50, None)),
+        ([(0, None, 80, 20)], (0, None, 50), 20, False, (50, None)),
+        ([(0, None, 80, 21)], (0, None, 50), 20, False, (80, 21)),
     ],
-    ids=["raised", "not lowered", "not shortened", "renewed", "resumed", "ended"],
+    ids=[
+        *("raised", "not lowered", "not shortened", "renewed", "resumed", "ended", "ends"),
+        "holds",
+    ],
 )
 def test_a_hit_renews_the_hints_of_its_blocks(stored, renewed, now, resumed, expected):
     """A hit raises a priority or renews its duration, except a resumed request's own hit.

@@ -214,7 +214,6 @@ def test_evictions_of_which_half_had_hit_are_no_thrashing():
     """A loop that evicts blocks it needs again does not thrash if half of them had hit."""
     cache, seen = watched(3)
     serve(cache, *["ab", "ab", "uv", "uv"] * 8)
-    seen.settle()
     assert 2 * seen.never_hit_blocks == seen.evicted_blocks["capacity"] == 30
     assert seen.restored_blocks > seen.age_at_hit.weight
     assert not seen.thrashing

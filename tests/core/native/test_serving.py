@@ -109,10 +109,14 @@ class Own(Rules):
 def test_what_the_core_lacks_is_served_in_python(options, reason, monkeypatch):
     """A loop that the core does not run says why."""
     reasons = []
-    monkeypatch.setattr(serving, "run", lambda loop: reasons.append(serving.reason(loop)))
+    monkeypatch.setattr(
+        serving,
+        "run",
+        lambda loop: reasons.append((serving.reason(loop), serving.serves(loop))),
+    )
     request = Request(id=0, prompt_tokens=100, output_tokens=5, key_tokens=16)
     simulate([request], cache=KVCache(100, 16), **options)
-    assert reasons == [reason]
+    assert reasons == [(reason, not reason)]
 
 
 class Steep(LatencyModel):
@@ -176,6 +180,28 @@ def test_a_scheduler_sees_whole_jobs():
         left = left_by(serve)
     assert any(left["columns"]["recomputes"])
     assert left == in_python(serve)
+
+
+class Level(Scheduler):
+    """A scheduler to which all jobs are equal."""
+
+    name = "level"
+
+    def priority(self, job, now):
+        """Return one number."""
+        return 0
+
+
+@pytest.mark.parametrize(("ties", "victim"), [("last", 1), ("first", 0)])
+def test_ties_selects_which_of_two_equal_jobs_the_core_preempts(ties, victim):
+    """Of two equal jobs, the core takes the blocks of the one that `ties` selects."""
+    requests = [
+        Request(id=n, prompt_tokens=16, output_tokens=90, key_tokens=16) for n in range(2)
+    ]
+    options = {"scheduler": Level(), "batching": Batching(rules=Rules(ties=ties))}
+    with core():
+        log = simulate(requests, cache=KVCache(8, 16), **options).log
+    assert {log.ids[row] for row in range(2) if log.recomputes[row]} == {victim}
 
 
 HOOKS = "on_insert", "on_access", "on_split", "on_pin", "on_release", "on_remove", "on_trim"

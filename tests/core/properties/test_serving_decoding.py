@@ -125,6 +125,7 @@ def _add(model, batch, number, prompt, output, keyed, paused, compacted):
         id=number, prompt_tokens=prompt, output_tokens=output, key_tokens=1, output_keys=keys
     )
     job = Job(request, number, 0, model.steps, prompt)
+    job.computed = job.target
     # Sequences may join in an order that is not that of their admission.
     job.seq = Sequence(
         number,

@@ -9,6 +9,7 @@ from copy import deepcopy
 
 import hypothesis.strategies as st
 import pytest
+from helpers.jobs import job
 from helpers.serving import Even, ask
 from hypothesis import example, given
 
@@ -106,6 +107,15 @@ def test_rows_that_come_at_once_move_to_the_file():
     for column in log.columns().values():
         assert column == list(range(3 * ROWS + 1))
         assert len(column.newest) == 1
+
+
+def test_requests_that_end_move_to_the_file():
+    """A log keeps fewer than `ROWS` of the requests that have ended in memory."""
+    log = RunLog(1)
+    for now in range(ROWS + 1):
+        log.ended(job(ask(now)), now)
+    assert log.finish == log.ids == list(range(ROWS + 1))
+    assert {len(column.newest) for column in log.columns().values()} == {1}
 
 
 def sent(log):

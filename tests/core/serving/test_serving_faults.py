@@ -47,12 +47,21 @@ class Closed(FCFS):
         return StepPlan()
 
 
-def test_livelock_by_pauses():
-    """Two jobs that pause each other forever raise PolicyError that explains the livelock."""
+@pytest.mark.parametrize(
+    ("prompt", "limits", "time"),
+    [(4, {}, 10), (400, {"max_tokens": 4}, 1510)],
+    ids=["in a plan", "before any token"],
+)
+def test_livelock_by_pauses(prompt, limits, time):
+    """Jobs that pause each other forever raise PolicyError that explains the livelock.
+
+    They do in one plan, or in one step after the other, each of which computes a chunk.
+    """
+    requests = [ask(index, index, prompt, 9) for index in range(6)]
     with pytest.raises(PolicyError) as caught:
-        serve(REQUESTS, scheduler=Perverse(), max_seqs=1)
+        serve(requests, scheduler=Perverse(), max_seqs=1, **limits)
     text = str(caught.value)
-    assert text.startswith("livelock at ")
+    assert text.startswith(f"livelock at {time} ns: ")
     # Above 100, and 10 for each of the five that run or wait.
     assert "151 preemptions without a new token, the last of request" in text
     assert "1000 blocks" in text
@@ -177,6 +186,16 @@ def test_a_step_that_ends_beyond_the_clock_is_refused(jumps):
         serve(REQUESTS, latency=_answering(lambda: [(0, 10**40)], jumps=jumps), max_seqs=1)
 
 
+@pytest.mark.parametrize(("at", "took_ps"), [(0, 2**63 - 1), (2**63 - 11, 10_000)])
+def test_the_last_time_of_a_step_is_before_the_limit_of_the_clock(at, took_ps):
+    """A step may take 2^63 - 1 ps, and end at 2^63 - 1 ns; one more of either is refused."""
+    last = serve([ask("a", at, 4, 1)], latency=_answering(lambda: [(took_ps, 0)]))
+    assert last.rows["a"]["finish"] == at + took_ps // 1000
+    longer, later = (took_ps + 1, at) if at == 0 else (took_ps, at + 1)
+    with pytest.raises(InputError, match=r"a step ends within 2\^63 ps \(106 days\)"):
+        serve([ask("a", later, 4, 1)], latency=_answering(lambda: [(longer, 0)]))
+
+
 def test_an_exception_in_the_generator_of_a_plan_names_plan():
     """An exception in a plan's generator raises PolicyError that names `plan`."""
 
@@ -262,6 +281,16 @@ def test_a_scheduler_serves_once():
     serve(REQUESTS, scheduler=scheduler)
     with pytest.raises(InputError, match="scheduler plugin 'fcfs' is in use already: build"):
         serve(REQUESTS, scheduler=scheduler)
+
+
+def test_a_drafter_serves_once():
+    """A drafter that has served a run is refused by a second one, whose parts stay unused."""
+    drafter = Acceptance(tokens=2, probability=0.5)
+    serve(REQUESTS, drafter=drafter)
+    parts = {"scheduler": FCFS(), "latency": Even()}
+    with pytest.raises(InputError, match="drafter plugin 'acceptance' is in use already"):
+        serve(REQUESTS, drafter=drafter, **parts)
+    serve(REQUESTS, **parts)
 
 
 REFUSED = {

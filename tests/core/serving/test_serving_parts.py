@@ -211,6 +211,26 @@ def test_an_aborted_request_leaves_the_blocks_that_it_has_generated(lag, blocks)
     assert loop._cache.tree.cached_blocks == blocks
 
 
+def test_a_scheduler_hears_of_the_end_of_an_aborted_request():
+    """`finished` of a scheduler is called for a request that ran and is aborted, once."""
+    heard = []
+
+    class Hearing(FCFS):
+        """A scheduler that records which requests end."""
+
+        name: ClassVar[str] = "hearing"
+
+        def finished(self, job, now):
+            """Record the request and the time."""
+            heard.append((job.request.id, now))
+
+    loop = loop_of([ask("a", 0, 4, 40)], scheduler=Hearing())
+    loop._jumps = False
+    (job,) = _begun(loop, tokens=2)
+    assert loop.abort(job, "gone")
+    assert heard == [("a", loop.clock_ps // PS_PER_NS)]
+
+
 @pytest.mark.parametrize(("planned", "blocks"), [(False, 2), (True, 3)])
 def test_a_newest_token_is_known_once_the_slot_of_the_next_is_planned(planned, blocks):
     """Under a lag, a preempted job leaves the block of its newest token if that has come."""

@@ -236,7 +236,12 @@ def test_a_verdict_is_that_of_every_bound_with_a_sample(
 
 
 def test_goodput_is_requests_within_the_slo_over_time():
-    """Goodput is the number of requests within the SLO over the time of the run."""
+    """Goodput is the number of requests within the SLO over the time of the run.
+
+    There is none without an SLO, nor for a run that takes no time.
+    """
+    assert three().goodput is None
+    assert run([ask("huge", prompt=4001)], slo=SLO(ttft_ns=15)).goodput is None
     summary = three(slo=SLO(ttft_ns=15)).summary()
     assert summary["goodput"] == pytest.approx(2 / (30 / NS))
     assert summary["slo"] == {
@@ -346,12 +351,16 @@ def test_attributes_of_the_result_equal_the_summary():
 
 
 def test_a_frame_has_a_row_per_request():
-    """`to_frame` returns a frame with the columns of `requests`."""
-    pytest.importorskip("polars")
+    """`to_frame` returns a frame with the columns of `requests`.
+
+    Times are numbers, though none may be known.
+    """
+    polars = pytest.importorskip("polars")
     result = three()
     frame = result.to_frame()
     assert frame.columns == list(result.requests)
     assert frame["e2e_s"].to_list() == result.requests["e2e_s"]
+    assert run([ask("huge", prompt=4001)]).to_frame()["e2e_s"].dtype == polars.Float64
 
 
 @pytest.mark.parametrize("time", [0, -1.0, float("nan"), float("inf"), "30"])

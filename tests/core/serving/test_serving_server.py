@@ -51,12 +51,22 @@ def test_no_more_sequences_decode_than_may_run():
     assert asked.decode_ns(5, 9, 100) == asked.decode_ns(5, 9, MAX_SEQS)
 
 
+class Attending(Single):
+    """A latency model whose steps take a nanosecond for each pair that a prompt attends to."""
+
+    name = "attending"
+
+    def pieces(self, work):
+        """Return one piece."""
+        return [(1000 * sum(work.attended_pairs), 3)]
+
+
 @pytest.mark.parametrize(
     ("tokens", "context"), [(0, 255), (1, 0), (256, 0), (300, 255), (600, 9)]
 )
 def test_without_lines_a_token_takes_the_time_at_the_end_of_its_stretch(tokens, context):
-    """Without lines, a token takes the time of the last context of its 256."""
-    latency, time_ps = Single(), 0
+    """Without lines, a token takes the time of the last context of its 256, and no prefill."""
+    latency, time_ps = Attending(), 0
     for length in range(context, context + tokens):
         last = 3 * (length // 256 * 256 + 256)
         time_ps += latency.duration(StepWork(0, (0,), 3, (last,)))

@@ -9,6 +9,7 @@ import pytest
 from helpers.serving import STEP, ask, serve
 
 from kvcore import InputError, Request
+from kvcore.request import Hints
 from kvcore.workloads import exponential
 from kvcore.workloads.arrivals import NEVER, Arrivals
 
@@ -56,6 +57,33 @@ def test_a_streamed_workload_is_read_one_request_ahead():
     assert len(read) == 1
     arrived(arrivals, 35)
     assert len(read) == 5
+
+
+def test_arrivals_read_ahead_by_the_longest_prefetch_hint():
+    """`Arrivals` reads ahead by the longest `prefetch` hint so far, and else by one request."""
+    requests = [
+        ask(index, 100 * index, hints=Hints(prefetch=250 if index > 2 else None))
+        for index in range(8)
+    ]
+    arrivals, known = Arrivals(requests, prefetches=True), []
+    for request in requests:
+        assert arrivals.take() == (request.arrival, request)
+        known.append(len(arrivals._due))
+    assert known == [1, 1, 4, 4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("enters", [True, False])
+def test_arrivals_go_on_where_the_core_stopped(enters):
+    """Of a request that the core in C has read ahead, and of those after it, none is lost."""
+    requests = [ask(0, 5), ask(1, 7), ask(2, 9)]
+    arrivals = Arrivals(requests)
+    given = arrivals.restart()
+    assert [next(given), next(given)] == requests[:2]
+    if enters:
+        arrivals.resume(requests[1], 7, came=2, last=7, first=0, following=2)
+    else:
+        arrivals.resume(requests[1], -1, came=1, last=5, first=0, following=1)
+    assert arrived(arrivals) == [(7, 1), (9, 2)]
 
 
 def test_a_later_turn_arrives_its_think_time_after_an_end():

@@ -154,6 +154,10 @@ def test_attention_with_fewer_bytes_has_more_tokens_in_a_block():
             ("cross", 8, 8),
             "there is no rule for the cache group of 1 layer, 5 tokens of another",
         ),
+        (
+            ("compressed", 8, 8),
+            "there is no rule for compressed entries without an indexer",
+        ),
     ],
 )
 def test_layers_without_a_rule_are_refused(caches, problem):
@@ -161,8 +165,9 @@ def test_layers_without_a_rule_are_refused(caches, problem):
     kind, key, value = caches
     window = 5 if kind == "cross" else None
     other = LayerCache(
-        kind=kind, layers=1, kv_heads=1, key_dim=key, value_dim=value, window=window
-    )
+        kind=kind, layers=1, kv_heads=1, key_dim=key, value_dim=value, window=window,
+        ratio=4 if kind == "compressed" else 1,
+    )  # fmt: skip
     short = LayerCache(kind="window", layers=2, kv_heads=1, key_dim=8, value_dim=8, window=9)
     model = ModelSpec(
         name="toy", layers=3, query_heads=1, kv_heads=1, head_dim=8, hidden_size=8,
