@@ -109,7 +109,16 @@ class Placed(Newest):
         return torch.arange(shape[-1], dtype=torch.float64).expand(shape)
 
 
+Blind = faulty(
+    "A policy that drops the block of the newest token.",
+    RetentionPolicy,
+    name="blind",
+    droppable=lambda _, seq: [(max(0, seq.computed - 4), seq.computed)],
+)
+
+
 WRONG = [
+    (Blind, "keeps_the_newest_token", (64, 1), "block 0 of the newest token was dropped"),
     (Requester, "lengths_alone_decide_how_many_tokens_stay", (64,), "lengths"),
     (Nothing, "forgets", (), "0 tokens of 65: give 1 or more, or None for all"),
     (Growing, "holds_its_budget", (5,), "11 blocks are held, 10 are the most"),
