@@ -383,8 +383,8 @@ def held_tokens(
 
     There are 3 layers of 2 K/V heads and 4 query heads of width 8: the first has a rotary
     embedding, the second a rotary embedding and a window of 8, the third neither. Each head
-    holds other tokens, as after a compaction. Keys, values and queries are between -1 and 1,
-    times `factor`.
+    holds other tokens, as after a compaction, and those of the queries. Keys, values and
+    queries are between -1 and 1, times `factor`.
     """
     kind = _kind(dtype)
     source = torch.Generator().manual_seed(seed)
@@ -394,8 +394,9 @@ def held_tokens(
     def numbers(*shape: int) -> Tensor:
         return (torch.rand(shape, generator=source, dtype=torch.float64) * 2 - 1) * factor
 
-    chosen = torch.rand(layers, heads, seq.position, generator=source).argsort(-1)[..., :held]
-    positions = chosen.sort(-1).values
+    order = torch.rand(layers, heads, seq.position, generator=source)
+    order[..., seq.position - count :] = -1  # a query attends to its own token
+    positions = order.argsort(-1)[..., :held].sort(-1).values
     windows = (None, 8, None)
     rotary = Rotary((1.0, 0.1, 0.01, 0.001))
     keys = numbers(layers, heads, held, width).to(kind)

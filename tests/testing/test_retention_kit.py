@@ -6,8 +6,8 @@ import pytest
 from attrs import evolve
 from helpers.faults import faulty, run_test
 
-from kvcore import InputError, PolicyError, RetentionPolicy, ScoreRetention
-from kvcore.testing import RetentionPolicyTests
+from kvcore import InputError, KVCache, PolicyError, Request, RetentionPolicy, ScoreRetention
+from kvcore.testing import RetentionPolicyTests, held_tokens
 from kvcore_engine.retention.kvmerger import KVMerger
 from kvcore_engine.retention.quest import Quest
 from kvcore_engine.retention.token_retention import Reads, TokenRetention
@@ -269,3 +269,17 @@ def test_impossible_options_are_refused(options, reason):
     """Impossible options raise InputError with the values that are accepted."""
     with pytest.raises(InputError, match=reason):
         Newest(**options)
+
+
+def test_held_tokens_of_a_compacted_sequence_are_those_that_its_queries_see():
+    """After a compaction each head holds the tokens of queries, which see what they weigh."""
+    cache = KVCache(40, 4, retention=Newest(budget=12))
+    seq = cache.open(Request(id=0, prompt_tokens=60, keys=[], key_tokens=4))
+    cache.commit(seq, 60)
+    assert seq.held < seq.position
+    held = held_tokens(seq, Reads(queries=3, weights=True))
+    positions = held.positions[:, :, None].repeat_interleave(2, 1)
+    distance = held.query_positions[:, None] - positions
+    assert ((distance == 0).sum(-1) == 1).all()
+    reach = torch.tensor([window or 60 for window in held.windows])[:, None, None, None]
+    assert not held.weights[(distance < 0) | (distance >= reach)].any()
