@@ -396,12 +396,16 @@ class BackendTests(PluginTests[Backend]):
 
     def test_tensors(self) -> None:
         """Integers stay integers, other numbers get the given dtype, or the layout's."""
-        backend = self.batch(0, self._wide).backend
+        from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
+
+        backend = self.batch(0).backend
         assert self.numbers(backend.tensor([[1, 2**40]])).tolist() == [[1, 2**40]]
-        assert self.numbers(backend.tensor([0.1, 0.2], "fp64")).tolist() == [0.1, 0.2]
-        assert self.numbers(backend.tensor([1.5])).tolist() == [1.5]
-        again = backend.tensor(backend.tensor([0.5, 3.0]), "fp32")
-        assert self.numbers(again).tolist() == [0.5, 3.0]
+        exact = torch.tensor([0.1, 0.2], dtype=torch.float64)
+        for dtype, given in ((self._wide, None), *zip(self.dtypes, self.dtypes, strict=True)):
+            rounded = exact.to(TORCH_DTYPES[dtype]).tolist()
+            assert self.numbers(backend.tensor([0.1, 0.2], given)).tolist() == rounded
+            again = backend.tensor(backend.tensor([0.5, 3.0]), given)
+            assert self.numbers(again).tolist() == [0.5, 3.0]
 
     def test_reports_its_memory(self) -> None:
         """`memory` counts the pool at least, and no more free bytes than there are in total."""

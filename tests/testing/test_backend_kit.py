@@ -21,6 +21,11 @@ class Narrow(TorchCPU):
         """Fail on any dtype that the backend does not declare."""
         assert layout.dtype == "fp32"
 
+    def tensor(self, data, dtype=None):
+        """Fail on any dtype that the backend does not declare."""
+        assert dtype in (None, "fp32")
+        return super().tensor(data, dtype)
+
 
 class TestNarrow(BackendTests):
     """The conformance tests skip dtypes that the backend does not declare."""
