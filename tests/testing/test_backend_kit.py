@@ -39,6 +39,36 @@ class TestNarrow(BackendTests):
         self.batch(seed, contexts=[0], lengths=[50]).check()
 
 
+class Wrapped(TorchCPU):
+    """A backend whose tensors are of another library: a torch tensor in a tuple."""
+
+    def tensor(self, data, dtype=None):
+        """Return a tuple with the tensor."""
+        return (super().tensor(data, dtype),)
+
+    def store(self, layer, plan, keys, values):
+        """Store the tensors in the tuples."""
+        super().store(layer, plan, *keys, *values)
+
+    def attend(self, layer, plan, queries, *, sink_logits=(None,), **options):
+        """Attend with the tensors in the tuples."""
+        return super().attend(layer, plan, *queries, sink_logits=sink_logits[0], **options)
+
+
+class WrappedTests(BackendTests):
+    """The conformance tests with `numbers` for such tensors."""
+
+    def numbers(self, tensor):
+        """Return the tensor, also if it is in a tuple."""
+        return super().numbers(tensor[0] if isinstance(tensor, tuple) else tensor)
+
+
+@pytest.mark.parametrize("test", ["learned_sinks", "paged_is_dense"])
+def test_tensors_of_another_library_are_read_by_numbers(test):
+    """With `numbers`, a backend with tensors of another library passes."""
+    run_test(WrappedTests, Wrapped, test, 0, dtype="fp32")
+
+
 class Wide(TorchCPU):
     """A backend whose attention window is one token too wide."""
 
