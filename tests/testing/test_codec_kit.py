@@ -63,6 +63,16 @@ class Small(INT8):
         return super().encode(part, torch.where(rows.isinf(), 0, rows))
 
 
+class Level(INT8):
+    """A codec that decodes all numbers of a token with infinity to the greatest."""
+
+    def decode(self, part, planes):
+        """Return the greatest number of a token in all its places, where it is infinite."""
+        rows = super().decode(part, planes)
+        greatest = rows.amax(-1, keepdim=True)
+        return torch.where(greatest > 1e4, greatest, rows)
+
+
 class Shifted(KIVI):
     """A codec that decodes 0 to another number."""
 
@@ -86,6 +96,7 @@ class Bounded(CodecTests):
         (Neighbourly(keys="channel"), "tokens_are_coded_alone", ("keys",)),
         (Forgetful(), "nan_is_not_lost", ("keys",)),
         (Small(), "infinity_stays_the_greatest", ("keys", 1)),
+        (Level(), "infinity_stays_the_greatest", ("keys", 1)),
         (Shifted(), "constant_rows", ("keys", 0.0)),
         (Coarse(), "attention_is_near", (0,)),
     ],
