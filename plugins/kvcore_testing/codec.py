@@ -321,20 +321,20 @@ class CodecTests(PluginTests[Codec]):
         batch.backend.fill(nan)
         assert all(rows.isnan().all() for rows in batch.read(0, other, 2 * size))
 
-    @pytest.mark.parametrize("left", [0, 1])
-    def test_moves_tokens(self, seed: int, left: int) -> None:
+    @pytest.mark.parametrize("second", ["none", "last", "new"])
+    def test_moves_tokens(self, seed: int, second: str) -> None:
         """A compaction keeps the chosen tokens of each head, in fewer blocks.
 
         Tokens that are encoded by themselves keep their codes; others are within the bound.
         """
         random, size = Random(seed), self.block_size  # noqa: S311
-        tokens, kept = 3 * size + 7, size + (5 if left else 0)
+        tokens, kept = 3 * size + 7, size + (0 if second == "none" else 5)
         batch = self.batch(seed, contexts=[0], lengths=[tokens], room=2)
         batch.stored()
         (table,) = batch.tables
         before = [self._coded_rows(p, r[0][0]).double() for p, r in _halves(batch)]
-        # Its own first block, and its last one or a new one.
-        into = [table[0], table[-1] if left else batch.spare[0]][: -(-kept // size)]
+        # Its own first block alone, with its last one, or with a new one.
+        into = table[:1] + {"none": [], "last": table[-1:], "new": batch.spare[:1]}[second]
         moves = []
         chosen = torch.empty(kept, batch.layout.kv_heads, dtype=torch.int64)
         for head in range(batch.layout.kv_heads):
