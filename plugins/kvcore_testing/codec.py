@@ -407,8 +407,9 @@ class CodecTests(PluginTests[Codec]):
         count = -(-len(rows) // self.block_size) * self.block_size
         padded = rows[[min(index, len(rows) - 1) for index in range(count)]]
         blocks = padded.view(-1, self.block_size, *rows.shape[1:]).transpose(1, 2)
-        bounds = self.bound(part, blocks.flatten(0, 1)).expand(-1, *blocks.shape[2:])
-        errors = bounds.reshape(blocks.shape).transpose(1, 2).flatten(0, 1)
+        flat = blocks.flatten(0, 1)
+        bounds = self.bound(part, flat).expand(flat.shape).reshape(blocks.shape)
+        errors = bounds.transpose(1, 2).flatten(0, 1)
         return errors[: len(rows)]
 
 

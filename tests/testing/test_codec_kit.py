@@ -106,3 +106,17 @@ def test_each_wrong_codec_fails_the_test_of_its_fault(wrong, test, arguments):
     run_test(Bounded, type(wrong).__base__, test, *arguments)
     with pytest.raises(AssertionError):
         run_test(Bounded, lambda: wrong, test, *arguments)
+
+
+class Loose(CodecTests):
+    """The conformance tests with one bound for all numbers."""
+
+    def bound(self, part, rows):
+        """Return 0.2 for each channel."""
+        return torch.full((rows.shape[2],), 0.2, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("test", ["attention_is_near", "a_block_is_written_again"])
+def test_a_bound_may_have_any_shape_that_expands(test):
+    """A bound by channel, which expands to the shape of the rows, is a bound."""
+    run_test(Loose, INT8, test, seed=0)
