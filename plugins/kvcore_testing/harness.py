@@ -516,10 +516,21 @@ _PLAIN = [
 ]
 
 
-def _sequence_fields(seq: Sequence) -> tuple[Any, ...]:
-    private = None if seq.private is None else list(seq.private)
-    lengths = seq.tokens, seq.computed, seq.blocks, seq.compacted, seq.compacted_to, seq.holes
-    return seq.id, lengths, seq.cacheable, seq.span.id, private, seq.is_open
+def _sequence_fields(seq: Sequence) -> dict[str, Any]:
+    fields = {name: getattr(seq, name) for name in _LENGTHS}
+    return fields | {
+        "span": seq.span.id,
+        "private": None if seq.private is None else list(seq.private),
+        "priorities": repr(seq.priorities),
+        "family": [member.id for member in seq.family or ()],
+    }
+
+
+_LENGTHS = [
+    name
+    for name in Sequence.__slots__
+    if name not in ("data", "family", "keys", "priorities", "private", "request", "span")
+]
 
 
 def _canonical(evicted: list[Gone]) -> tuple[Gone, ...]:
