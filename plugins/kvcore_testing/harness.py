@@ -73,7 +73,8 @@ class Step:
         which: number of the sequence, modulo the number of open sequences; for `commit` and
             `compact`, of those with tokens to commit or to drop; for `open` with `again`,
             number of a closed request.
-        tokens: number of tokens; None: all. Unused by `fork`, `close` and `serve`.
+        tokens: number of tokens; None: all for `open`, `serve` and `commit`, for others none.
+            Unused by `fork` and `close`.
         wait: time (ns) since the step before.
         request: the request to `open` or `serve`.
         again: whether a closed request, if there is one, is opened in place of `request`, as
@@ -607,7 +608,7 @@ class CacheMachine(RuleBasedStateMachine):
     @_some_open
     @rule(step=steps(_TRAFFIC, "extend"))
     def ask_too_much(self, step: Step) -> None:
-        """Open a request that needs more blocks than the pool has; it must be refused."""
+        """Allocate more blocks for a sequence than the pool has; it must be refused."""
         cache = self.driver.cache
         tokens = (cache.pool.blocks + 1) * cache.geometry.block_size
         assert self.take(attrs.evolve(step, tokens=tokens)).refused == "OutOfBlocks"
