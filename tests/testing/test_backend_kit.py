@@ -177,6 +177,14 @@ class Greedy(TorchCPU):
         self.layout = layout
 
 
+class Floating(TorchCPU):
+    """A backend that gives integers the dtype of the layout."""
+
+    def tensor(self, data, dtype=None):
+        """Return a tensor of numbers with a fraction."""
+        return super().tensor(data, dtype or self.layout.dtype)
+
+
 class Careless(TorchCPU):
     """A backend whose attention reads whole blocks, beyond the last token."""
 
@@ -201,6 +209,7 @@ class Careless(TorchCPU):
         (Sloppy, "fills", (True,)),
         (Sharing, "reads_copies", ()),
         (Modest, "reports_its_memory", ()),
+        (Floating, "tensors", ()),
         (Careless, "a_reused_block_leaks_nothing", (0,)),
     ],
 )
