@@ -100,6 +100,15 @@ class Together(Newest):
         return norms - norms.mean(1, keepdim=True)
 
 
+Averaged = faulty(
+    "A policy that scores by the mean of the positions that the heads hold.",
+    Newest,
+    score=lambda _, held: (
+        held.positions.double().mean(1, keepdim=True).expand_as(held.positions)
+    ),
+)
+
+
 class Placed(Newest):
     """A policy that takes the index in the block table for the position."""
 
@@ -133,6 +142,7 @@ WRONG = [
     (Undeclared, "scores_are_finite_numbers", ("fp32",), "'NoneType' object has no attr"),
     (Ranked, "scores_layers_alone_as_with_others", (), "layer 0 scores otherwise alone"),
     (Together, "scores_a_head_by_its_own_tokens", (), "tokens of another head"),
+    (Averaged, "scores_a_head_by_its_own_tokens", (), "tokens of another head"),
     (Placed, "scores_tokens_in_any_order", (), "in another order .* score otherwise"),
 ]
 
