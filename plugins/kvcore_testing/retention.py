@@ -220,7 +220,6 @@ class RetentionPolicyTests(PluginTests[RetentionPolicy]):
         score = policy.score(held)
         assert score.shape == held.positions.shape, "one score for each layer, head and token"
         assert score.is_floating_point(), f"scores are {score.dtype}"
-        torch = pytest.importorskip("torch")
         assert torch.finfo(score.dtype).eps <= 2**-23, (
             f"scores are {score.dtype}, too coarse to order tokens: give fp32 or fp64"
         )
@@ -435,16 +434,8 @@ def _kind(dtype: str) -> torch.dtype:
 
 def _tensors(held: HeldTokens) -> dict[str, Tensor]:
     """Return the tensors of `held` by name."""
-    names = [
-        "positions",
-        "keys",
-        "values",
-        "attention",
-        "queries",
-        "query_positions",
-        "weights",
-    ]
-    return {name: getattr(held, name) for name in names if getattr(held, name) is not None}
+    fields = attrs.asdict(held, recurse=False).items()
+    return {name: value for name, value in fields if isinstance(value, torch.Tensor)}
 
 
 def _shuffled(held: HeldTokens) -> list[int]:

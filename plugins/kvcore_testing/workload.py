@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partialmethod
 from typing import Any, ClassVar
 from weakref import finalize
 
@@ -74,21 +75,17 @@ class WorkloadTests(NamedTests[Workload]):
             nonlocal alive
             alive -= 1
 
-        def watch(kind: Any) -> None:
-            init = kind.__init__
-
-            def built(request: Request, *args: Any, **fields: Any) -> None:
-                nonlocal alive, most
-                init(request, *args, **fields)
-                if type(request) is kind:
-                    finalize(request, gone)
-                    alive += 1
-                    most = max(most, alive)
-
-            monkeypatch.setattr(kind, "__init__", built)
+        def built(request: Request, kind: type, init: Any, *args: Any, **fields: Any) -> None:
+            nonlocal alive, most
+            init(request, *args, **fields)
+            if type(request) is kind:
+                finalize(request, gone)
+                alive += 1
+                most = max(most, alive)
 
         for kind in kinds:
-            watch(kind)
+            init: Any = kind.__init__  # type: ignore[misc]
+            monkeypatch.setattr(kind, "__init__", partialmethod(built, kind, init))
         for _ in workload:
             pass
         assert most > 0, "no Request was built while iterating: they are kept from before"
