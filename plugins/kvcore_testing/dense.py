@@ -180,7 +180,7 @@ def generate(
 ) -> list[list[int]]:
     """Generate until each text has `output` tokens, in one batch; return these tokens.
 
-    The K/V of all texts are computed anew, at most `chunk` tokens a step; None: whole.
+    The K/V of all texts are computed again, at most `chunk` tokens a step; None: whole.
     """
     cache = DenseCache()
     for text in texts:
