@@ -396,12 +396,17 @@ class BackendTests(PluginTests[Backend]):
 
     def test_tensors(self) -> None:
         """Integers stay integers, other numbers get the given dtype, or the layout's."""
-        backend = self.batch(0, self._wide).backend
-        assert self.numbers(backend.tensor([[1, 2**40]])).tolist() == [[1, 2**40]]
-        assert self.numbers(backend.tensor([0.1, 0.2], "fp64")).tolist() == [0.1, 0.2]
-        assert self.numbers(backend.tensor([1.5])).tolist() == [1.5]
-        again = backend.tensor(backend.tensor([0.5, 3.0]), "fp32")
-        assert self.numbers(again).tolist() == [0.5, 3.0]
+        from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
+
+        last = self.dtypes[-1]  # the coarsest of all dtypes, which rounds integers
+        backend = self.batch(0, last).backend
+        assert self.numbers(backend.tensor([[1, 2**40 + 1]])).tolist() == [[1, 2**40 + 1]]
+        exact = torch.tensor([0.1, 0.2], dtype=torch.float64)
+        for dtype, given in ((last, None), *zip(self.dtypes, self.dtypes, strict=True)):
+            rounded = exact.to(TORCH_DTYPES[dtype]).tolist()
+            assert self.numbers(backend.tensor([0.1, 0.2], given)).tolist() == rounded
+            again = backend.tensor(backend.tensor([0.5, 3.0]), given)
+            assert self.numbers(again).tolist() == [0.5, 3.0]
 
     def test_reports_its_memory(self) -> None:
         """`memory` counts the pool at least, and no more free bytes than there are in total."""
@@ -623,6 +628,9 @@ class RandomBatch:
         """Compare the attention of a plan, in all layers, with that in fp64."""
         from kvcore_testing.dense import attention  # noqa: PLC0415 - torch
 
+        exact = dict(options)
+        if "sink_logits" in exact:
+            exact["sink_logits"] = self.numbers(exact["sink_logits"])
         for layer in range(LAYERS):
             expected = []
             for sequence, (begin, count) in enumerate(zip(begins, counts, strict=True)):
@@ -630,7 +638,7 @@ class RandomBatch:
                     part[layer][sequence][: begin + count].double()
                     for part in (self.queries, self.keys, self.values)
                 )
-                expected.append(attention(queries[begin:], keys, values, **options))
+                expected.append(attention(queries[begin:], keys, values, **exact))
             computed = self.attend(layer, plan, begins, counts, **options)
             torch.testing.assert_close(
                 computed, torch.cat(expected), atol=self.tolerance, rtol=self.tolerance

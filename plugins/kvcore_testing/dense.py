@@ -180,9 +180,11 @@ def generate(
 ) -> list[list[int]]:
     """Generate until each text has `output` tokens, in one batch; return these tokens.
 
-    Prompts are computed at most `chunk` tokens a step; None: whole.
+    The K/V of all texts are computed again, at most `chunk` tokens a step; None: whole.
     """
     cache = DenseCache()
+    for text in texts:
+        text.computed = 0
     while running := [i for i, t in enumerate(texts) if len(t.tokens) - t.prompt < output]:
         batch = [texts[i] for i in running]
         counts = [min(text.left, chunk or text.left) for text in batch]

@@ -73,7 +73,8 @@ class Step:
         which: number of the sequence, modulo the number of open sequences; for `commit` and
             `compact`, of those with tokens to commit or to drop; for `open` with `again`,
             number of a closed request.
-        tokens: number of tokens; None: all. Unused by `fork`, `close` and `serve`.
+        tokens: number of tokens; None: all for `open`, `serve` and `commit`, for others none.
+            Unused by `fork` and `close`.
         wait: time (ns) since the step before.
         request: the request to `open` or `serve`.
         again: whether a closed request, if there is one, is opened in place of `request`, as
@@ -256,14 +257,14 @@ class Decision:
     evicted: tuple[Gone, ...]
 
 
-def _forwarded(name: str, *, sets_expiry: bool = False) -> Callable[..., Any]:
+def _forwarded(name: str) -> Callable[..., Any]:
     """Return a method that calls that of the wrapped policy, and checks `span.expires`."""
 
     def call(self: RecordingPolicy, *args: Any, **options: Any) -> None:
         getattr(self.policy, name)(*args, **options)
-        assert not sets_expiry or self.policy.expires_spans or args[0].expires is None, (
-            "it sets span.expires, and does not declare expires_spans = True"
-        )
+        assert self.policy.expires_spans or all(
+            span.expires is None for span in args if isinstance(span, Span)
+        ), "it sets span.expires, and does not declare expires_spans = True"
 
     return call
 
@@ -323,9 +324,9 @@ class RecordingPolicy(EvictionPolicy):
         super().attach(blocks, block_size)
         self.policy.attach(blocks, block_size)
 
-    on_insert = _forwarded("on_insert", sets_expiry=True)
-    on_access = _forwarded("on_access", sets_expiry=True)
-    on_release = _forwarded("on_release", sets_expiry=True)
+    on_insert = _forwarded("on_insert")
+    on_access = _forwarded("on_access")
+    on_release = _forwarded("on_release")
     on_extend = _forwarded("on_extend")
     on_split = _forwarded("on_split")
     on_pin = _forwarded("on_pin")
@@ -516,10 +517,21 @@ _PLAIN = [
 ]
 
 
-def _sequence_fields(seq: Sequence) -> tuple[Any, ...]:
-    private = None if seq.private is None else list(seq.private)
-    lengths = seq.tokens, seq.computed, seq.blocks, seq.compacted, seq.compacted_to, seq.holes
-    return seq.id, lengths, seq.cacheable, seq.span.id, private, seq.is_open
+def _sequence_fields(seq: Sequence) -> dict[str, Any]:
+    fields = {name: getattr(seq, name) for name in _LENGTHS}
+    return fields | {
+        "span": seq.span.id,
+        "private": None if seq.private is None else list(seq.private),
+        "priorities": repr(seq.priorities),
+        "family": [member.id for member in seq.family or ()],
+    }
+
+
+_LENGTHS = [
+    name
+    for name in Sequence.__slots__
+    if name not in ("data", "family", "keys", "priorities", "private", "request", "span")
+]
 
 
 def _canonical(evicted: list[Gone]) -> tuple[Gone, ...]:
@@ -596,7 +608,7 @@ class CacheMachine(RuleBasedStateMachine):
     @_some_open
     @rule(step=steps(_TRAFFIC, "extend"))
     def ask_too_much(self, step: Step) -> None:
-        """Open a request that needs more blocks than the pool has; it must be refused."""
+        """Allocate more blocks for a sequence than the pool has; it must be refused."""
         cache = self.driver.cache
         tokens = (cache.pool.blocks + 1) * cache.geometry.block_size
         assert self.take(attrs.evolve(step, tokens=tokens)).refused == "OutOfBlocks"

@@ -17,7 +17,7 @@ from kvcore_cluster.dispatcher import Dispatcher
 from kvcore_cluster.views import parse_view
 from kvcore_testing.plugin import PluginTests, seeds
 
-_REPLICAS, _REQUESTS, _KEY_TOKENS = 6, 120, 16
+_REPLICAS, _REQUESTS, _KEY_TOKENS, _LONGEST = 6, 120, 16, 200
 
 
 @attrs.frozen
@@ -82,12 +82,12 @@ class RouterTests(PluginTests[Router]):
     def test_the_future_is_not_known(self, seed: int) -> None:
         """Decisions do not depend on output lengths, nor on requests that arrive later."""
         requests = _stream(seed)
-        longer = [
-            attrs.evolve(request, output_tokens=request.output_tokens * 7)
+        others = [
+            attrs.evolve(request, output_tokens=_LONGEST + 1 - request.output_tokens)
             for request in requests
         ]
-        first, second = (list(drive(self.make(), stream)) for stream in (requests, longer))
-        assert first == second, "it decided otherwise for requests with longer outputs"
+        first, second = (list(drive(self.make(), stream)) for stream in (requests, others))
+        assert first == second, "it decided otherwise for requests with other outputs"
         half = list(drive(self.make(), requests[: _REQUESTS // 2]))
         assert first[: len(half)] == half, "it decided otherwise without the later requests"
 
@@ -132,7 +132,8 @@ class RouterTests(PluginTests[Router]):
         for replica in seen:
             dispatcher.joined(replica, 0)
         before = [_counts(replica) for replica in seen]
-        router.route(_stream(0)[0], dispatcher.up, 0)
+        for request in _stream(0):
+            router.route(request, dispatcher.up, request.arrival)
         assert [_counts(replica) for replica in seen] == before, "route() changed a replica"
 
 
@@ -240,7 +241,7 @@ def _stream(seed: int) -> list[Request]:
                 id=index,
                 arrival=now,
                 prompt_tokens=len(keys) * _KEY_TOKENS,
-                output_tokens=dice.randint(1, 200),
+                output_tokens=dice.randint(1, _LONGEST),
                 key_tokens=_KEY_TOKENS,
                 keys=keys,
                 session=dice.choice([None, "a", "b", "c"]),

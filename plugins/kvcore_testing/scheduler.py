@@ -34,10 +34,8 @@ from kvcore_testing.plugin import PluginTests, seeds
 STEP = 10**7
 """Nanoseconds a step takes, whatever it computes."""
 
-
 CHUNK = 16
 """Tokens that a step computes of each prompt that is being prefilled."""
-
 
 Call: TypeAlias = tuple[str, int, int | str | None]
 """A call of a scheduler: (method, time in ns, id of the request or None)."""
@@ -301,18 +299,7 @@ class ToyServer:
         self._scheduler.finished(job, self._now)
 
 
-_KEY = 4
-
-
-_MAX_SEQS = 3
-
-
-_AMPLE = 10**5
-
-
-_LONG = "long"
-
-
+_KEY, _MAX_SEQS, _AMPLE, _LONG = 4, 3, 10**5, "long"
 _servers = pytest.mark.parametrize("server", ["toy", "loop"])
 
 

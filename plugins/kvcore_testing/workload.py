@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partialmethod
 from typing import Any, ClassVar
 from weakref import finalize
 
@@ -64,24 +65,27 @@ class WorkloadTests(NamedTests[Workload]):
     def test_streams(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """At no time do more than half of the requests exist, if the reader keeps none."""
         workload = self.make()
-        total = sum(1 for _ in workload)
+        kinds = Counter(map(type, workload))
+        total = kinds.total()
         if total < _FEW:
             pytest.skip(f"fewer than {_FEW} requests: streaming cannot be told from a list")
         alive = most = 0
-        init = Request.__init__
-
-        def built(request: Request, *args: Any, **fields: Any) -> None:
-            nonlocal alive, most
-            init(request, *args, **fields)
-            finalize(request, gone)
-            alive += 1
-            most = max(most, alive)
 
         def gone() -> None:
             nonlocal alive
             alive -= 1
 
-        monkeypatch.setattr(Request, "__init__", built)
+        def built(request: Request, kind: type, init: Any, *args: Any, **fields: Any) -> None:
+            nonlocal alive, most
+            init(request, *args, **fields)
+            if type(request) is kind:
+                finalize(request, gone)
+                alive += 1
+                most = max(most, alive)
+
+        for kind in kinds:
+            init: Any = kind.__init__  # type: ignore[misc]
+            monkeypatch.setattr(kind, "__init__", partialmethod(built, kind, init))
         for _ in workload:
             pass
         assert most > 0, "no Request was built while iterating: they are kept from before"

@@ -21,6 +21,11 @@ class Narrow(TorchCPU):
         """Fail on any dtype that the backend does not declare."""
         assert layout.dtype == "fp32"
 
+    def tensor(self, data, dtype=None):
+        """Fail on any dtype that the backend does not declare."""
+        assert dtype in (None, "fp32")
+        return super().tensor(data, dtype)
+
 
 class TestNarrow(BackendTests):
     """The conformance tests skip dtypes that the backend does not declare."""
@@ -32,6 +37,36 @@ class TestNarrow(BackendTests):
     def test_chunks_are_one_prefill(self, seed):
         """A replaced test of the kit: in fp32, chunks equal one prefill within a tolerance."""
         self.batch(seed, contexts=[0], lengths=[50]).check()
+
+
+class Wrapped(TorchCPU):
+    """A backend whose tensors are of another library: a torch tensor in a tuple."""
+
+    def tensor(self, data, dtype=None):
+        """Return a tuple with the tensor."""
+        return (super().tensor(data, dtype),)
+
+    def store(self, layer, plan, keys, values):
+        """Store the tensors in the tuples."""
+        super().store(layer, plan, *keys, *values)
+
+    def attend(self, layer, plan, queries, *, sink_logits=(None,), **options):
+        """Attend with the tensors in the tuples."""
+        return super().attend(layer, plan, *queries, sink_logits=sink_logits[0], **options)
+
+
+class WrappedTests(BackendTests):
+    """The conformance tests with `numbers` for such tensors."""
+
+    def numbers(self, tensor):
+        """Return the tensor, also if it is in a tuple."""
+        return super().numbers(tensor[0] if isinstance(tensor, tuple) else tensor)
+
+
+@pytest.mark.parametrize("test", ["learned_sinks", "paged_is_dense"])
+def test_tensors_of_another_library_are_read_by_numbers(test):
+    """With `numbers`, a backend with tensors of another library passes."""
+    run_test(WrappedTests, Wrapped, test, 0, dtype="fp32")
 
 
 class Wide(TorchCPU):
@@ -142,6 +177,14 @@ class Greedy(TorchCPU):
         self.layout = layout
 
 
+class Floating(TorchCPU):
+    """A backend that gives integers the dtype of the layout."""
+
+    def tensor(self, data, dtype=None):
+        """Return a tensor of numbers with a fraction."""
+        return super().tensor(data, dtype or self.layout.dtype)
+
+
 class Careless(TorchCPU):
     """A backend whose attention reads whole blocks, beyond the last token."""
 
@@ -166,6 +209,7 @@ class Careless(TorchCPU):
         (Sloppy, "fills", (True,)),
         (Sharing, "reads_copies", ()),
         (Modest, "reports_its_memory", ()),
+        (Floating, "tensors", ()),
         (Careless, "a_reused_block_leaks_nothing", (0,)),
     ],
 )

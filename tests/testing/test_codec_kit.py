@@ -63,6 +63,16 @@ class Small(INT8):
         return super().encode(part, torch.where(rows.isinf(), 0, rows))
 
 
+class Level(INT8):
+    """A codec that decodes all numbers of a token with infinity to the greatest."""
+
+    def decode(self, part, planes):
+        """Return the greatest number of a token in all its places, where it is infinite."""
+        rows = super().decode(part, planes)
+        greatest = rows.amax(-1, keepdim=True)
+        return torch.where(greatest > 1e4, greatest, rows)
+
+
 class Shifted(KIVI):
     """A codec that decodes 0 to another number."""
 
@@ -86,6 +96,7 @@ class Bounded(CodecTests):
         (Neighbourly(keys="channel"), "tokens_are_coded_alone", ("keys",)),
         (Forgetful(), "nan_is_not_lost", ("keys",)),
         (Small(), "infinity_stays_the_greatest", ("keys", 1)),
+        (Level(), "infinity_stays_the_greatest", ("keys", 1)),
         (Shifted(), "constant_rows", ("keys", 0.0)),
         (Coarse(), "attention_is_near", (0,)),
     ],
@@ -95,3 +106,17 @@ def test_each_wrong_codec_fails_the_test_of_its_fault(wrong, test, arguments):
     run_test(Bounded, type(wrong).__base__, test, *arguments)
     with pytest.raises(AssertionError):
         run_test(Bounded, lambda: wrong, test, *arguments)
+
+
+class Loose(CodecTests):
+    """The conformance tests with one bound for all numbers."""
+
+    def bound(self, part, rows):
+        """Return 0.2 for each channel."""
+        return torch.full((rows.shape[2],), 0.2, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("test", ["attention_is_near", "a_block_is_written_again"])
+def test_a_bound_may_have_any_shape_that_expands(test):
+    """A bound by channel, which expands to the shape of the rows, is a bound."""
+    run_test(Loose, INT8, test, seed=0)

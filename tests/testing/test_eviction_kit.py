@@ -108,12 +108,14 @@ class Drawing(Drifting):
         return now, len(self._leaves._heap), span.id
 
 
-class Deadly(Mine):
-    """A policy that does not declare that its spans expire."""
+def deadly(callback):
+    """Return a policy that lets spans expire in a callback, and does not declare it."""
 
-    def on_access(self, span, now):
-        """Let the span expire 5 ns later."""
-        span.expires = now + 5
+    def call(self, span, *given):
+        getattr(Mine, callback)(self, span, *given)
+        span.expires = 10**9
+
+    return faulty("A policy whose spans expire.", Mine, **{callback: call})
 
 
 Numberless = faulty("A policy whose scores are NaN.", Mine, score=lambda *_: float("nan"))
@@ -161,7 +163,7 @@ Sorted = faulty(
         (Mangled, "is_built_from_text", AssertionError),
         (Misspelled, "is_a_named_plugin", AssertionError),
         (Drawing, "many_leaves", PolicyError),
-        (Deadly, "declares_that_spans_expire", PolicyError),
+        (deadly("on_access"), "declares_that_spans_expire", PolicyError),
         (Sorted, "victims_leave_in_the_order_it_declares", AssertionError),
     ],
 )
@@ -179,10 +181,12 @@ def test_an_exception_of_a_policy_is_reported_with_its_class():
     assert f"eviction plugin 'lru' ({__name__}.Hasty) raised " in str(caught.value)
 
 
-def test_an_undeclared_expiry_is_explained():
-    """The error about a span that expires says what to declare."""
-    with pytest.raises(PolicyError, match=r"Deadly\) raised .* declare expires_spans = True"):
-        run(Deadly, "declares_that_spans_expire")
+@pytest.mark.parametrize("callback", ["on_access", "on_split", "on_pin", "on_leaf"])
+def test_an_undeclared_expiry_is_explained(callback):
+    """The error about a span that expires has the callback, and says what to declare."""
+    message = rf"in {callback}\(\): .* declare expires_spans = True"
+    with pytest.raises(PolicyError, match=message):
+        run(deadly(callback), "declares_that_spans_expire")
 
 
 BAD = '''

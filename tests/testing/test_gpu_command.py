@@ -159,6 +159,14 @@ def test_no_part_runs_after_the_deadline(monkeypatch, tmp_path):
     assert summaries == {"not run: no time was left"}
 
 
+@pytest.mark.parametrize("deadline", ["nan", "inf", "-5", "1e9", "soon"])
+def test_a_wrong_deadline_ends_with_code_2(deadline, capsys):
+    """A deadline that is no number of seconds of a day is refused before any part."""
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main([f"--deadline={deadline}"])
+    assert f"{deadline!r} is no time limit: give seconds" in capsys.readouterr().err
+
+
 def test_an_unavailable_backend_ends_with_code_3(monkeypatch, capsys):
     """An unavailable backend ends the command with code 3 and the reason."""
     from kvcore_engine.backend import TorchCPU  # noqa: PLC0415 - needs torch

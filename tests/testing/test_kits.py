@@ -7,8 +7,8 @@ import sys
 import pytest
 
 import kvcore.testing
-from kvcore import PolicyError, ScoreEviction
-from kvcore.testing import EvictionPolicyTests, PrefixIndexTests
+from kvcore import KVCache, PolicyError, Request, ScoreEviction
+from kvcore.testing import EvictionPolicyTests, PrefixIndexTests, snapshot
 from kvcore_plugins.prefix import Hashed
 
 
@@ -99,3 +99,13 @@ def test_an_index_that_finds_evicted_spans_is_reported():
     """An index that finds evicted spans raises PolicyError with its name and `remove()`."""
     with pytest.raises(PolicyError, match=r"'hoarding'.* has left the cache: remove\(\) must"):
         HoardingTests().test_decides_as_the_default(0, {"accounting": "keys", "block_size": 4})
+
+
+@pytest.mark.parametrize("name", ["hit_blocks", "lookup_blocks", "target", "dropped", "freed"])
+def test_a_snapshot_has_each_length_of_a_sequence(name):
+    """A call that changes a length of an open sequence changes the snapshot."""
+    cache = KVCache(8, 4)
+    seq = cache.open(Request(id=0, prompt_tokens=8, keys=[1, 2], key_tokens=4))
+    before = snapshot(cache)
+    setattr(seq, name, getattr(seq, name) + 1)
+    assert snapshot(cache) != before

@@ -6,8 +6,8 @@ import pytest
 from attrs import evolve
 from helpers.faults import faulty, run_test
 
-from kvcore import InputError, PolicyError, RetentionPolicy, ScoreRetention
-from kvcore.testing import RetentionPolicyTests
+from kvcore import InputError, KVCache, PolicyError, Request, RetentionPolicy, ScoreRetention
+from kvcore.testing import RetentionPolicyTests, held_tokens
 from kvcore_engine.retention.kvmerger import KVMerger
 from kvcore_engine.retention.quest import Quest
 from kvcore_engine.retention.token_retention import Reads, TokenRetention
@@ -100,6 +100,15 @@ class Together(Newest):
         return norms - norms.mean(1, keepdim=True)
 
 
+Averaged = faulty(
+    "A policy that scores by the mean of the positions that the heads hold.",
+    Newest,
+    score=lambda _, held: (
+        held.positions.double().mean(1, keepdim=True).expand_as(held.positions)
+    ),
+)
+
+
 class Placed(Newest):
     """A policy that takes the index in the block table for the position."""
 
@@ -109,7 +118,16 @@ class Placed(Newest):
         return torch.arange(shape[-1], dtype=torch.float64).expand(shape)
 
 
+Blind = faulty(
+    "A policy that drops the block of the newest token.",
+    RetentionPolicy,
+    name="blind",
+    droppable=lambda _, seq: [(max(0, seq.computed - 4), seq.computed)],
+)
+
+
 WRONG = [
+    (Blind, "keeps_the_newest_token", (64, 1), "block 0 of the newest token was dropped"),
     (Requester, "lengths_alone_decide_how_many_tokens_stay", (64,), "lengths"),
     (Nothing, "forgets", (), "0 tokens of 65: give 1 or more, or None for all"),
     (Growing, "holds_its_budget", (5,), "11 blocks are held, 10 are the most"),
@@ -124,6 +142,7 @@ WRONG = [
     (Undeclared, "scores_are_finite_numbers", ("fp32",), "'NoneType' object has no attr"),
     (Ranked, "scores_layers_alone_as_with_others", (), "layer 0 scores otherwise alone"),
     (Together, "scores_a_head_by_its_own_tokens", (), "tokens of another head"),
+    (Averaged, "scores_a_head_by_its_own_tokens", (), "tokens of another head"),
     (Placed, "scores_tokens_in_any_order", (), "in another order .* score otherwise"),
 ]
 
@@ -260,3 +279,17 @@ def test_impossible_options_are_refused(options, reason):
     """Impossible options raise InputError with the values that are accepted."""
     with pytest.raises(InputError, match=reason):
         Newest(**options)
+
+
+def test_held_tokens_of_a_compacted_sequence_are_those_that_its_queries_see():
+    """After a compaction each head holds the tokens of queries, which see what they weigh."""
+    cache = KVCache(40, 4, retention=Newest(budget=12))
+    seq = cache.open(Request(id=0, prompt_tokens=60, keys=[], key_tokens=4))
+    cache.commit(seq, 60)
+    assert seq.held < seq.position
+    held = held_tokens(seq, Reads(queries=3, weights=True))
+    positions = held.positions[:, :, None].repeat_interleave(2, 1)
+    distance = held.query_positions[:, None] - positions
+    assert ((distance == 0).sum(-1) == 1).all()
+    reach = torch.tensor([window or 60 for window in held.windows])[:, None, None, None]
+    assert not held.weights[(distance < 0) | (distance >= reach)].any()

@@ -170,6 +170,20 @@ def test_the_kit_skips_streaming_for_few_requests(monkeypatch):
         tests.test_streams(monkeypatch)
 
 
+@attrs.define(kw_only=True)
+class Priced(Request):
+    """A request with a field more."""
+
+    price: int = 0
+
+
+def test_requests_of_a_derived_class_stream(monkeypatch):
+    """Requests of a class with a constructor of its own are seen while they stream."""
+    fields = {"prompt_tokens": 16, "key_tokens": 16}
+    tests = kit(Made, make=lambda: (Priced(id=index, **fields) for index in range(8)))
+    tests.test_streams(monkeypatch)
+
+
 def test_the_attribute_workload_may_be_a_class():
     """The attribute `workload` may be a class, if that needs no options."""
 

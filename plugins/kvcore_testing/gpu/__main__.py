@@ -32,6 +32,9 @@ from kvcore_testing.gpu.device_tests import BACKEND, LATE, OTHER, UNTIL
 DEADLINE = 480.0
 """Time limit of the whole run, in seconds."""
 
+DAY = 86_400
+"""The longest time limit, in seconds: no wait for a process may last much longer."""
+
 SHARES = {
     "conformance": 0.25, "twin": 0.12, "check": 0.13, "decode": 0.2, "chunk": 0.08,
     "store": 0.05, "copy": 0.04, "swap": 0.05,
@@ -170,9 +173,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--backend", default="torch-cuda", help="another backend to test")
     parser.add_argument("--quick", action="store_true", help="small cases, briefly")
-    parser.add_argument("--deadline", type=float, default=DEADLINE, metavar="SECONDS")
+    parser.add_argument("--deadline", type=_seconds, default=DEADLINE, metavar="SECONDS")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the document")
     return parser
+
+
+def _seconds(text: str) -> float:
+    """Return the time limit that `text` gives, a day at most."""
+    with suppress(ValueError):
+        if 0 <= (seconds := float(text)) <= DAY:
+            return seconds
+    msg = f"{text!r} is no time limit: give seconds from 0 to {DAY:,}"
+    raise argparse.ArgumentTypeError(msg)
 
 
 Run = Callable[[str, Path, float], tuple[bool, str, dict[str, Any]]]

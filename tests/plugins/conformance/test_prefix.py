@@ -1,7 +1,7 @@
 """The built-in prefix caches pass the tests that every prefix cache must pass."""
 
 from kvcore.testing.prefix import PrefixIndexTests
-from kvcore_plugins.prefix import NoPrefix, Radix
+from kvcore_plugins.prefix import Hashed, NoPrefix, Radix
 
 
 class TestRadix(PrefixIndexTests):
@@ -10,8 +10,13 @@ class TestRadix(PrefixIndexTests):
     prefix = Radix
 
 
+class TestHashed(PrefixIndexTests):
+    """The prefix cache `hashed`, which looks up whole blocks."""
+
+    prefix = Hashed
+
+
 class TestNone(PrefixIndexTests):
     """The prefix cache `none`, which has private blocks only."""
 
     prefix = NoPrefix
-    shares = False
