@@ -133,11 +133,12 @@ class NoRowError(Exception):
         super().__init__(f"no row {row}")
 
 
+def read_no_row():
+    """Raise an error that cannot be made again from its message."""
+    raise NoRowError(row=7)
+
+
 def test_an_exception_that_cannot_be_sent_is_told_in_words():
     """The exception of a call is no crash of its worker, whatever its class needs."""
-
-    def wrong():
-        raise NoRowError(row=7)
-
     with pytest.raises(PluginError, match=r"^NoRowError: no row 7$"):
-        list(call_all([Call(wrong, "the first call"), Call(int, "")], 2))
+        list(call_all([Call(read_no_row, "the first call"), Call(int, "")], 2))

@@ -200,8 +200,8 @@ def test_evictions_are_recorded(tmp_path):
 def test_blocks_that_expire_are_recorded(tmp_path):
     """Blocks leave the recording when they expire, and `kvcore replay` accepts it."""
     path = tmp_path / "pool.jsonl"
-    pool = VllmPool("ttl:ttl=5", 1500, trace=path)
-    serve(pool, conversations(300))
+    pool = VllmPool("ttl:ttl=0.5", 1500, trace=path)
+    serve(pool, conversations(300), together=1)
     recorder = pool.manager.block_pool.recorder
     recorder.close()
     assert not recorder.disagreements

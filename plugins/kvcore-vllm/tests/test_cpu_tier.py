@@ -300,7 +300,7 @@ def test_evictions_are_recorded(tier, tmp_path, monkeypatch):
     path = tmp_path / "cpu-tier-day.jsonl"
     monkeypatch.setenv("KVCORE_TRACE", str(tmp_path / "day.jsonl"))
     each = tier("lru", 300)
-    short = Request(id="short", prompt_tokens=5)
+    short = Request(id="short", prompt_tokens=5, key_tokens=SIZE)
     outcome = serve(each, [short, *conversations(200)])  # the first one has no chunk
     recorder = each.policy._recording._recorder
     assert recorder.failure is None
