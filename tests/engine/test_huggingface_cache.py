@@ -278,7 +278,7 @@ def test_a_model_on_another_device_is_refused():
 
 @pytest.mark.parametrize(("other", "name"), [(torch.nn.Linear(2, 2), "Linear"), ([], "list")])
 def test_what_is_no_transformers_model_is_refused(other, name):
-    """What is no transformers model raises InputError with the name of its class."""
+    """An object that is no transformers model raises InputError with the name of its class."""
     message = f"{name} is no transformers model"
     with pytest.raises(InputError, match=message), paged_cache().attached(other):
         pass

@@ -10,7 +10,7 @@ from multiprocessing.popen_fork import Popen
 from threading import Event, Thread, current_thread, get_ident, main_thread
 
 import pytest
-from helpers.sweeps import suicide
+from helpers.sweeps import read_no_row, suicide
 
 from kvcore import PluginError
 from kvcore_lab import workers
@@ -124,18 +124,6 @@ def test_forks_call_functions_that_cannot_be_pickled(monkeypatch):
     assert not active_children()
     with pytest.raises(ValueError, match="no row"):
         list(call_all([*calls, Call(wrong, "")], 2))
-
-
-class NoRowError(Exception):
-    """An error that keeps a text in place of its argument, so that it cannot be unpickled."""
-
-    def __init__(self, *, row):
-        super().__init__(f"no row {row}")
-
-
-def read_no_row():
-    """Raise an error that cannot be made again from its message."""
-    raise NoRowError(row=7)
 
 
 def test_an_exception_that_cannot_be_sent_is_told_in_words():

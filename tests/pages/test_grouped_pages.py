@@ -94,7 +94,7 @@ def test_what_is_cached_only_here_is_counted_by_group(browser, others, part):
 
 @pytest.mark.slow
 def test_traces_with_other_groups_are_not_compared(browser, others):
-    """Beside a trace without groups nothing is said to differ, or to be alike."""
+    """Beside a trace without groups no eviction is said to differ, or to be the same."""
     (others / "odd.html").write_bytes(view_page([others / "lfu.jsonl", others / "plain.jsonl"]))
     with tab(browser) as opened:
         page = opened.open(others / "odd.html")

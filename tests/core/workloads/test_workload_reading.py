@@ -387,7 +387,7 @@ def test_a_row_of_too_many_values_is_refused(rows, content):
     ("content", "rest"), [(b'[{"a":1}, {"b": nope]', b'{"b": nope]'), (b'{\n"a":1}\n]', b"]")]
 )
 def test_an_invalid_element_is_yielded_unchanged(rows, content, rest):
-    """What is no element of an array, and no object of indented JSON, is yielded unchanged."""
+    """Text that is no element of an array or of indented JSON is yielded unchanged."""
     assert [line for _, line in lines(rows(content))][1:] == [rest]
 
 

@@ -282,7 +282,7 @@ def test_the_summary_adds_up_all_evictions(page, explanations, sides):
 def test_the_summary_of_a_part_begins_with_what_is_cached_there(
     browser, files, explanations, sides, tmp_path
 ):
-    """Of a window the share that waited for nobody, and what stayed, are those of its lines."""
+    """In a window the shares of idle and of remaining blocks are those of its lines."""
     side, times = sides[0], [line["t"] for line in sides[0].lines]
     begin, end = times[-1] // 3, 2 * times[-1] // 3
     rows = [row for row, time in enumerate(times) if begin <= time < end]
