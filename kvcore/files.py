@@ -317,7 +317,7 @@ class AtomicFile(io.FileIO):
 
     def close(self) -> None:
         """Close the file; remove an unfinished one that is empty, as a signal may leave it."""
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # of a file that is closed
             if self._is_unfinished() and not os.fstat(self.fileno()).st_size:
                 self._part.unlink()
         super().close()

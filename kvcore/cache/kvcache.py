@@ -617,10 +617,11 @@ class KVCache:
         now = self._begin(seq, now)
         if length is not None:
             self.settle(seq, length)
+        if seq.family is not None:
+            self.commit(seq, 0, now)  # what has waited for a fork that has left, or copied it
+            seq.family.remove(seq)
         seq.is_open = False
         del self.sequences[seq.id]
-        if seq.family is not None:
-            seq.family.remove(seq)
         if self.trace is not None:
             freed = self._free_last(seq, seq.private_blocks)
             holes = [(first, end - first) for first, end in seq.holes]

@@ -17,6 +17,7 @@ from kvcore.plugins import find_override
 from kvcore.plugins.manager import Plugins
 from kvcore.trace.fields import plain
 from kvcore.workloads.files import file_digest
+from kvcore_judge.protocol import Panel
 from kvcore_lab.sweep.sources import class_digests, kvcore_digest
 
 OWN_FILE = "__main__"
@@ -44,6 +45,13 @@ class Entry:
         name = read_plugin(self.text).name
         file = name if name.endswith(".py") else name.rpartition(":")[0]
         return Path(file) if file.endswith(".py") else None
+
+    def tuned(self, panel: Panel, name: str) -> frozenset[str]:
+        """Return the streams of `panel` on whose workload it was tuned, which has that `name`.
+
+        A file was on none: it may call its policy as it likes.
+        """
+        return panel.tuned(name) if self.path is None else frozenset()
 
     def build(self) -> EvictionPolicy:
         """Return a new instance.

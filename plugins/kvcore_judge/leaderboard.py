@@ -140,7 +140,7 @@ class Leaderboard:
 
     def _tuned(self, text: str) -> frozenset[str]:
         """Return the streams on which a policy was tuned."""
-        return self.panel.tuned(self.about[text]["name"])
+        return Entry(text).tuned(self.panel, self.about[text]["name"])
 
     def _policy(self, text: str) -> dict[str, Any]:
         tuned = self._tuned(text)
@@ -301,7 +301,7 @@ def check_scores(document: Mapping[str, Any], panel: Panel) -> None:
             raise InputError(msg)
         (base,) = bases
         for policy, hits in policies:
-            tuned = panel.tuned(policy["name"])
+            tuned = Entry(policy["entry"]).tuned(panel, policy["name"])
             ratios = [
                 ratio_of(cell_name(stream, share), *numbers, tuned=stream in tuned)
                 for (stream, share), *numbers in zip(names, hits, base, optimum, strict=True)

@@ -126,8 +126,7 @@ class Judge:
             )
             return Verdict(about.result, "contract", what, tests)
         ratios, cells = [], []
-        # A file may call its policy as it likes.
-        tuned = self.panel.tuned(about.result["name"]) if entry.path is None else ()
+        tuned = entry.tuned(self.panel, about.result["name"])
         for (column, base), result in zip(self._columns, played.result, strict=True):
             numbers = result.total, base.total, column.optimum
             known = column.stream.name in tuned
@@ -140,6 +139,7 @@ class Judge:
                     "lru": base.total,
                     "optimum": column.optimum,
                     "evictions": result.evictions,
+                    "tuned": known,
                 }
             )
         return Verdict(about.result, tests=tests, score=score_of(ratios), cells=cells)

@@ -25,10 +25,10 @@ from kvcore.request import SLO, Request
 from kvcore.serving.router import Router
 from kvcore.workloads import Workload, check_keys, given_workload
 from kvcore_cluster.config import ClusterParts
-from kvcore_cluster.options import ReplicaChoices, replicas_text
+from kvcore_cluster.options import ReplicaChoices
 from kvcore_lab.comparison import SHARING, Source, types_of
 from kvcore_lab.sweep import Executor, Grid, Plan
-from kvcore_lab.sweep.cells import CellRun, Task, WorkloadCache
+from kvcore_lab.sweep.cells import CellRun, Task, WorkloadCache, named_replicas
 from kvcore_lab.sweep.executors import ThisProcess, known_to
 from kvcore_replay.belady import Future, belady
 from kvcore_replay.gpu_cost import Cost, gpus_of
@@ -64,7 +64,7 @@ class RouterRow:
     """A workload on replicas under one router.
 
     Attributes:
-        replicas: their number; the text of `replicas_text` if they differ.
+        replicas: their number; the text of `named_replicas` if they differ.
         router: name and options.
         hit_ratio: share of the prompt tokens that hit, in a pool or a tier below it.
         share_of_optimum: `hit_ratio` divided by that of the optimum in one cache; None if the
@@ -293,7 +293,7 @@ class _Shares:
         self.parts: dict[int | str, ClusterParts] = {}
         self.tasks = defaultdict[int | str, list[str]](list)
         for task in plan.tasks:
-            text = replicas_text(cast("Any", task.cell.replicas))
+            text = named_replicas(cast("Any", task.cell.replicas))
             self.tasks[text].append(task.digest)
             if text not in self.parts:
                 parts = known.parts(task.cell)

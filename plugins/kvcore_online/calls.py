@@ -440,6 +440,8 @@ def _arguments(function: Mapping[str, Any]) -> Any:
     arguments = function["arguments"]
     if isinstance(arguments, str):
         arguments = parse_json(arguments.encode() or b"{}")  # tools without any have no text
+    if arguments is None:
+        arguments = {}
     if not (isinstance(arguments, dict) and isinstance(function["name"], str)):
         raise TypeError
     return arguments

@@ -16,6 +16,7 @@ from msgspec import UNSET
 
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace import events
+from kvcore.trace.events import unfit
 from kvcore.trace.jsonl_file import BUFFER_BYTES, BackgroundFile
 from kvcore.units import NS_PER_S
 from kvcore.untrusted import MOST_VALUES
@@ -141,6 +142,8 @@ def event_batches(
                         values, pending = 0, []
                     pending.append(event)
                     values += added
+        except (LookupError, ArithmeticError) as error:
+            reader.fail(f"{line.event}: {unfit(error)}")
         except ValueError as error:
             reader.fail(f"{line.event}: {error}")
     if pending:

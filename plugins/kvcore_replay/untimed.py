@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvcore.cache import KVCache, Sequence, native
 from kvcore.cache.pool import MOST_BLOCKS
@@ -53,10 +53,11 @@ def hits_of(
 ) -> array[int]:
     """Replay `requests` serially in `cache`; return the number of blocks that each hits.
 
-    In a cache with tiers, the number of blocks that are loaded for each is added to `loaded`.
+    In a cache with tiers, the number of blocks that are loaded for each is added to `loaded`;
+    without tiers nothing is.
     """
     hits, rest = native.replay(requests, cache, keeps=True)
-    if loaded is None:
+    if loaded is None or cache.tiers is None:
         hits.extend(seq.hit_blocks for seq in served(rest, cache))
         return hits
     for seq, blocks in with_loads(rest, cache):
@@ -67,10 +68,9 @@ def hits_of(
 
 def with_loads(requests: Iterable[Request], cache: KVCache) -> Iterator[tuple[Sequence, int]]:
     """Yield the sequences of `served`, each with the number of blocks loaded from tiers."""
-    before = 0
+    before, levels = 0, cast("Any", () if cache.tiers is None else cache.tiers.levels)
     for seq in served(requests, cache):
-        tiers = cache.tiers
-        loaded = 0 if tiers is None else tiers.hit_stats().hit_blocks - cache.stats.hit_blocks
+        loaded = sum(level.stats.hits for level in levels)
         yield seq, loaded - before
         before = loaded
 

@@ -315,6 +315,20 @@ def test_check_runs_the_files_that_the_caller_names(tmp_path):
     assert [each.same for each in checked] == [True] * 8
 
 
+def test_a_file_was_tuned_on_no_stream(tmp_path):
+    """A policy in a file that has the name of a tuned one keeps all of its cells."""
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from kvcore_plugins.eviction import LRU\n\n\nclass Own(LRU):\n    name = 'hazard'\n"
+    )
+    panel = Panel("test", (Stream("tuned", "mooncake", limit=300),), (100,))
+    board = make_leaderboard(panel, [Entry(str(path)), Entry("hazard")])
+    tuned = {
+        policy["entry"]: policy["cells"][0]["tuned"] for policy in board.document()["policies"]
+    }
+    assert tuned == {"lru": False, "own.py": False, "hazard": True}
+
+
 @pytest.mark.parametrize("option", ["--json", "--out=b.json", "--resume=j", "--cells=3"])
 def test_options_that_would_do_nothing_are_refused(quick, option):
     """Options that a check does not heed, or that only a check heeds, are refused."""

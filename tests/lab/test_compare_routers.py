@@ -17,6 +17,7 @@ from kvcore_lab.comparison import compare_policies
 from kvcore_lab.report.routers import OPTIMUM, SHARED, RoutersReport
 from kvcore_lab.router_comparison import compare_routers
 from kvcore_lab.sweep import Processes
+from kvcore_plugins.eviction import LRU
 
 ZIPF = (
     "zipf:requests=120,prefixes=12,prefix_tokens=512,suffix_tokens=16,output_tokens=4,rate=20"
@@ -169,6 +170,15 @@ def test_different_replicas_form_one_cluster():
     found = compare_routers(ZIPF, "round-robin", fleet)
     assert [row.replicas for row in found.rows] == ["2 x blocks=50 + 1 x blocks=90,device=h200"]
     assert found.shared[0].blocks == 190
+
+
+def test_replicas_with_an_instance_of_a_policy_are_compared():
+    """An instance in a table of replicas serves each router anew, and is named in the rows."""
+    fleet = [{"count": 2, "blocks": 50, "eviction": LRU()}]
+    found = compare_routers(ZIPF, ["round-robin", "random"], fleet)
+    assert {row.replicas for row in found.rows} == {"2 x blocks=50,eviction=lru"}
+    named = [{"count": 2, "blocks": 50, "eviction": "lru"}]
+    assert found.rows == compare_routers(ZIPF, ["round-robin", "random"], named).rows
 
 
 def test_a_router_class_is_compared():

@@ -197,14 +197,16 @@ def test_messages_reach_the_chat_template_with_calls_of_tools_as_objects():
     call = {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}
     read({"messages": [user([{"text": "a"}, {"text": "b"}], name="me", more=1)]}, model=model)
     assert model.chat == ([user("ab", name="me")],)
-    bare, empty = ({"function": {"name": "f", "arguments": each}} for each in ("", {}))
-    assistant = {"role": "assistant", "content": None, "tool_calls": [call, bare]}
+    bare, null, empty = (
+        {"function": {"name": "f", "arguments": each}} for each in ("", None, {})
+    )
+    assistant = {"role": "assistant", "content": None, "tool_calls": [call, bare, null]}
     tool = {"role": "tool", "content": "2", "tool_call_id": "1", "tool_calls": []}
     read({"messages": [assistant, tool], "tools": [{"name": "f"}]}, model=model)
     known = {"id": "1", "function": {"name": "f", "arguments": {"x": 1}}}
     assert model.chat == (
         [
-            {"role": "assistant", "content": "", "tool_calls": [known, empty]},
+            {"role": "assistant", "content": "", "tool_calls": [known, empty, empty]},
             {"role": "tool", "content": "2", "tool_call_id": "1"},
         ],
         [{"name": "f"}],

@@ -261,6 +261,13 @@ def test_a_session_and_a_request_may_have_one_name(tmp_path):
     assert {request.after for request in Mooncake(write(tmp_path / "t.jsonl", *rows))} == {None}
 
 
+def test_a_late_row_of_bailian_without_a_parent_begins_a_chat(tmp_path):
+    """A row that has no `parent_chat_id`, as those before it have, is the first of its chat."""
+    rows = [ROW | {"chat_id": n, "parent_chat_id": -1} for n in range(120)]
+    *_, last = Mooncake(write(tmp_path / "t.jsonl", *rows, ROW | {"chat_id": 900}))
+    assert (last.id, last.session, last.after) == (120, "900", None)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -419,10 +419,10 @@ def test_token_ids_are_keys(tmp_path):
 
 def test_ids_of_a_part_of_a_prompt_are_keys_of_that_part(tmp_path):
     """An answer to a prompt with fewer ids than tokens has no keys: its place is unknown."""
-    row = {"input_toks": 64, "output_toks": 32, "arrival_time_ns": 0}
-    ids = {"input_tok_ids": [*range(32)], "output_tok_ids": [*range(32)]}
-    ((request,), _) = read(tmp_path, jsonl(row | ids))
-    assert (len(request.keys), len(request.output_keys)) == (2, 0)
+    row = {"output_toks": 32, "arrival_time_ns": 0, "input_tok_ids": [*range(32)]}
+    rows = [row | {"input_toks": count, "output_tok_ids": [*range(32)]} for count in (64, 33)]
+    requests, _ = read(tmp_path, jsonl(*rows))
+    assert [(len(r.keys), len(r.output_keys)) for r in requests] == [(2, 0), (2, 0)]
 
 
 @pytest.mark.parametrize(
@@ -431,7 +431,7 @@ def test_ids_of_a_part_of_a_prompt_are_keys_of_that_part(tmp_path):
         ({"input_tok_ids": [1.5]}, "'input_tok_ids': expected a list of token ids, got"),
         ({"input_tok_ids": [[1]]}, "'input_tok_ids': expected a list of token ids, got"),
         ({"input_tok_ids": [1], "output_tok_ids": 7}, "'output_tok_ids': expected a list of"),
-        ({"input_tok_ids": [1] * 64}, "'input_tok_ids': expected at most 40 token ids"),
+        ({"input_tok_ids": [1] * 41}, "'input_tok_ids': expected at most 40 token ids"),
     ],
 )
 def test_token_ids_that_are_none_are_named(tmp_path, ids, complaint):

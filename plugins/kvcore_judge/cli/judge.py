@@ -83,10 +83,12 @@ def _sections(verdict: Verdict, panel: Panel, *, kit: bool) -> list[Section]:
         ],
     )
     tested = f"{verdict.tests} tests of the kit passed." if kit else "The kit was not run."
+    tuned = any(cell["tuned"] for cell in verdict.cells)
+    of = " of the streams that it was not tuned on" if tuned else ""
     return [
         _first_look(panel),
         (
-            f"{name}: {score.headline or NONE} of LRU's hits (geometric mean), "
+            f"{name}: {score.headline or NONE} of LRU's hits (geometric mean{of}), "
             f"{score.of_optimum or NONE} of the optimum's; worst cell {worst}. {tested}"
         ),
         table,

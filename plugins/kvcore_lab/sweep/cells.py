@@ -267,7 +267,9 @@ class WorkloadCache:
 
 def _copied(value: Any) -> Any:
     """Return a function that copies a plugin, which one run uses up; else the value."""
-    if isinstance(value, tuple):
+    if isinstance(value, Mapping):  # the options of some replicas
+        return {name: _copied(option) for name, option in value.items()}
+    if type(value) is tuple:  # none with a name: a window that was text stays one
         return tuple(map(_copied, value))
     used_up = isinstance(value, Plugin) and not isinstance(value, Workload)
     return partial(deepcopy, value) if used_up else value
@@ -314,7 +316,7 @@ class CellRun:
             row["window"] = window_text(cast("Any", cell.window))
         if cell.timed:
             row["slo"] = slo_text(cast("SLO", cell.slo))
-            row["replicas"] = replicas_text(row["replicas"])
+            row["replicas"] = named_replicas(row["replicas"])
             row["fail"] = "; ".join(row["fail"])
         else:
             row["accounting"] = parts.geometry.accounting
@@ -493,6 +495,15 @@ def _optimum(parts: RunParts) -> Belady:
         msg = f"prefix: the optimum is a bound for {SHARING!r} alone, not for {prefix!r}"
         raise InputError(msg)
     return optimum
+
+
+def named_replicas(replicas: int | Sequence[Mapping[str, Any]]) -> int | str:
+    """Return replicas as a table has them, their plugins by name."""
+    if isinstance(replicas, int):
+        return replicas
+    return replicas_text([
+        {name: _named(value) or value for name, value in table.items()} for table in replicas
+    ])  # fmt: skip
 
 
 def _named(value: object) -> str | None:

@@ -77,6 +77,8 @@ class Acceptance(Drafter):
     def __attrs_post_init__(self) -> None:
         """Find the draft model, and read the probabilities, or the file that has them."""
         self._model()
+        if type(self.parameters) is float and self.parameters.is_integer():  # 1e9
+            self.parameters = int(self.parameters)
         if type(self.parameters) is not int or self.parameters < 0:
             msg = f"acceptance: parameters={self.parameters!r}: give whole weights, 0 or more"
             raise InputError(msg)

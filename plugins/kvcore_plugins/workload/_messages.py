@@ -441,6 +441,7 @@ _ENDPOINTS = ("path", "url", "endpoint", "route", "uri", "request_path", "call_t
               "operation", "api")  # fmt: skip
 _KINDS = ("type", "object")
 _TELLING = (*_STATUS, *_ERRORS, *_CACHED, *_ENDPOINTS, *_KINDS)
+_TELLS = frozenset(_TELLING)
 _COMPLETES = ("completion", "messages", "responses", "generate", "chat", "converse", "invoke")
 _OTHER = ("embed", "count_tokens", "counttokens", "rerank", "moderation", "tokenize",
           "transcri", "speech")  # fmt: skip
@@ -456,6 +457,8 @@ def fault_of(*holders: Row) -> str | None:
         holders: the row, and the request and the response in it.
     """
     for holder in holders:
+        if _TELLS.isdisjoint(holder.fields):
+            continue
         for name in filter(holder.fields.__contains__, _TELLING):
             if (fault := _fault(name, holder.fields[name])) is not None:
                 return fault

@@ -47,8 +47,8 @@ class FromFiles(Workload):
             self._first = found
         for path, _ in found.items() - self._first.items():
             msg = (
-                f"{path}: the file has changed while it was read: begin again, with a copy if "
-                "it still grows"
+                f"{path}: the file has changed since it was first read: begin again, with a "
+                "new workload, and with a copy of the file if it still grows"
             )
             raise InputError(msg)
 

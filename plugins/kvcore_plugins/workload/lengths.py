@@ -408,20 +408,22 @@ class _Reading:
 
         Of a prompt with fewer ids than tokens, the rest and what follows it are unknown.
         """
-        name, after = (self.columns.get(role, "") for role in ("tokens", "generated"))
-        ids, more = row.fields.get(name), row.fields.get(after) or []
+        name = self.columns.get("tokens", "")
+        ids = row.fields.get(name)
         if type(ids) is not list or not ids:
             return (), ()
+        after = self.columns.get("generated", "")
+        more = row.fields.get(after) or []
         for column, value in ((name, ids), (after, more)):
             if value and (type(value) is not list or token_ids([value]) is None):
                 raise row.error(field=column, expected="a list of token ids")
         size = self._options.key_tokens
         full, last, known = prompt // size, (prompt + output) // size, len(ids) // size
-        if known > full:
+        if len(ids) > prompt:
             expected = f"at most {prompt} token ids, those of the prompt"
             raise row.error(field=name, expected=expected, got=len(ids))
         keys = block_keys([*ids, *more], size)
-        return keys[:known], keys[full:last] if known == full else ()
+        return keys[:known], keys[full:last] if len(ids) == prompt else ()
 
     def notes(self) -> list[str]:
         """Return what was assumed of the rows so far, and how many were left out."""
@@ -468,10 +470,11 @@ class _Reading:
     def _fault(self, row: Row) -> str | None:
         """Return why a row is left out, as a note says it; None: it is a request."""
         failed, empty, idle = _FAULTS
-        given, output = (row.fields.get(self.columns[role]) for role in ("input", "output"))
         if self._failures and has_failed(row, self._failures):
             return failed
-        if self._table.objects and (given is None or output is None):
+        fields, columns = row.fields, self.columns
+        output = fields.get(columns["output"])
+        if self._table.objects and (output is None or fields.get(columns["input"]) is None):
             return empty
         return idle if self._zeros and _is_zero(output) else None
 

@@ -36,7 +36,7 @@ PUBLISHED_KEY_TOKENS = 512
 """Prompt tokens of a key in the traces that were published with Mooncake."""
 
 _BAILIAN = ("chat_id", "parent_chat_id")
-_SESSION = ("session_id", "wait_for", "parent_chat_id")
+_SESSION = frozenset({"session_id", "wait_for", "parent_chat_id"})
 _WAITS = ("delay", "tool_wait_ms")
 _MS = UNITS["ms"]
 _HINT = "; the option key_tokens says how many"
@@ -210,7 +210,8 @@ class _Reading:
                 row.arrival = self._arrival(time, row)
                 yield row
                 continue
-            self._late_turns += any(row.fields.get(name) is not None for name in _SESSION)
+            if not _SESSION.isdisjoint(row.fields):
+                self._late_turns += any(row.fields.get(name) is not None for name in _SESSION)
             prompt = row.natural("input_length", 1)
             keys = row.prompt_keys("hash_ids", prompt, size, wide=True, hint=_HINT)
             self._short += (len(keys) + 1) * size <= prompt
@@ -310,7 +311,7 @@ class _Reading:
         """Return the session of a row, what it follows, and names by which others follow it."""
         sent = self._sent.get
         if self._bailian:
-            chat, parent = (_named(row, name, row.fields[name]) for name in _BAILIAN)
+            chat, parent = (_named(row, name, row.fields.get(name)) for name in _BAILIAN)
             root = parent in (None, _NO_PARENT)
             before = None if root else sent(("chat_id", parent))
             return f"{chat if root else parent}", before, [("chat_id", chat)]

@@ -413,3 +413,16 @@ def test_a_block_into_which_a_fork_rolled_back_is_shared_once_it_is_copied(cache
         compute(cache, seq)
         assert cache.tree.cached_blocks == cached
     assert (table(cache, seq), table(cache, child)) == ([0, 1], [0, 2])
+
+
+def test_a_block_that_waited_for_a_fork_is_cached_in_the_end(cache):
+    """A block into which a fork rolled back is cached if the fork leaves without a copy."""
+    request = text_request(1, range(BLOCK), output=9, block_size=BLOCK, publish=True)
+    seq = generate(cache, compute(cache, cache.open(request)), BLOCK)
+    child = cache.fork(seq)
+    cache.rollback(child, 1)
+    cache.append_keys(seq, ["next"])
+    for member in (child, seq):
+        cache.close(compute(cache, member))
+    assert cache.tree.cached_blocks == 2
+    cache.check_integrity()

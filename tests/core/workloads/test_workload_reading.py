@@ -444,7 +444,7 @@ def test_a_file_that_has_grown_since_it_was_read_is_refused(rows, cls, content, 
     assert len(list(workload)) == 1
     with path.open("ab") as file:
         file.write(b"\n")
-    with pytest.raises(InputError, match="rows: the file has changed while it was read"):
+    with pytest.raises(InputError, match="rows: the file has changed since it was first read"):
         AGAIN[again](workload)
 
 
@@ -456,5 +456,5 @@ def test_a_file_that_grows_while_it_is_read_again_yields_no_more_requests(rows):
     requests = iter(workload)
     with path.open("ab") as file:
         file.write(MOONCAKE)
-    with pytest.raises(InputError, match="the file has changed while it was read"):
+    with pytest.raises(InputError, match="the file has changed since it was first read"):
         list(zip(requests, [1], strict=True))

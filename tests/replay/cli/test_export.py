@@ -78,6 +78,16 @@ def test_a_replica_that_is_no_number_is_refused(trace, tmp_path, capfd, kind):
     assert "'first' is no replica: give its number" in err
 
 
+def test_lines_that_do_not_fit_are_an_error_with_their_place(trace, tmp_path, capfd):
+    """A hit of another sequence leaves a block without a parent: its line is named."""
+    events = [json.loads(line) for line in trace.read_text().splitlines()]
+    next(line for line in events if line.get("request") == "same" and "span" in line)["seq"] = 0
+    changed = seal(tmp_path / "u.jsonl", events)
+    code, _, error = export(capfd, changed, "--to", "vllm", "--out", tmp_path / "e.out")
+    assert code == 1
+    assert "u.jsonl:17: COMMIT: it does not fit the lines before it" in error
+
+
 def test_requests_come_back_as_mooncake(tmp_path, capfd):
     """`--to mooncake` writes the rows that the requests of a trace came from, from 0 on."""
     rows = [
