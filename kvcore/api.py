@@ -82,8 +82,7 @@ def simulate(
     config = RunConfig("simulate", plugins, workload=workload, **flat_options(options))
     parts = config.build(plugins, many=False)
     with traced(parts, trace) as written:
-        result: Result = parts.run(written, **measured)
-        return result
+        return cast("Result", parts.run(written, **measured))
 
 
 def opened_source(workload: Source, plugins: Plugins | None) -> Iterable[Request]:

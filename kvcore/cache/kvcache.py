@@ -948,7 +948,10 @@ class KVCache:
         """Check that `seq` is open in this cache, and return the time of the call."""
         if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
             self._refuse(seq)
-        return self._at(now)
+        if type(now) is not int or now < self.now:
+            return self._at(now)
+        self.now = now
+        return now
 
     def _refuse(self, seq: CacheSequence) -> NoReturn:
         """Raise the error of a call: a plugin has failed, or `seq` is not open here."""

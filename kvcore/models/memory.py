@@ -6,7 +6,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from itertools import islice
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import attrs
 
@@ -219,8 +219,7 @@ def check_pool(model: ModelSpec) -> None:
 
 
 def _built(codec: Codec | type[Codec] | Spec | str | None) -> Codec:
-    built: Codec = resolve("codec", codec, "fp16")
-    return built
+    return cast("Codec", resolve("codec", codec, "fp16"))
 
 
 @attrs.frozen(repr=False)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from time import time_ns
 from types import CodeType
-from typing import Any, ClassVar, NamedTuple, NoReturn, Self
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self, cast
 
 import attrs
 
@@ -261,8 +261,7 @@ def find_override(plugin: Plugin, method: str) -> Callable[..., Any] | None:
     contract = contract_and_above(type(plugin))[-1]
     if getattr(type(plugin), method) is getattr(contract, method):
         return None
-    bound: Callable[..., Any] = getattr(plugin, method)
-    return bound
+    return cast("Callable[..., Any]", getattr(plugin, method))
 
 
 FAILURES = (Exception, SystemExit)

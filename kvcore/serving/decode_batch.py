@@ -121,8 +121,7 @@ class DecodeBatch:
         insort(self._growing, (residue, seq.admission, job))
         if self._all_commit or request.publish or request.output_keys:
             self._start_committing(job, residue)
-        attended = length + 1 - seq.dropped_tokens
-        self._attend(job, attended, seq.admission)
+        self._attend(job, length + 1 - seq.dropped_tokens, seq.admission)
 
     def restore(
         self, ends: Lines[End], fresh: list[Job], context: int, last_step_ps: int
@@ -165,9 +164,7 @@ class DecodeBatch:
         """
         seq = job.seq
         assert seq is not None
-        attended = job.length + 1 - seq.dropped_tokens
-        self._unattend(job, attended + tokens)
-        self._attend(job, attended, seq.admission)
+        self._lengthen(job, -tokens)
         end_step, _, before, _ = self._end_of[job]
         residue = (self.steps.count - seq.tokens) % self._block_size
         if residue != before:
@@ -175,12 +172,8 @@ class DecodeBatch:
 
     def gain(self, job: Job, tokens: int) -> None:
         """Add `tokens` tokens to `job` beyond those that the last step gave to all."""
-        seq = job.seq
-        assert seq is not None
-        attended = job.length + 1 - seq.dropped_tokens
         job.generated_before += tokens
-        self._unattend(job, attended)
-        self._attend(job, attended + tokens, seq.admission)
+        self._lengthen(job, tokens)
         end_step, _, before, _ = self._end_of[job]
         self._move(job, end_step - tokens, (before - tokens) % self._block_size)
 
@@ -257,9 +250,7 @@ class DecodeBatch:
         if len(pending) > PENDING_EVENTS:
             self._gaps.settle()
         fresh.clear()
-        took_ps = first
-        if steps > 1:
-            took_ps = steps * first + slope * (steps * (steps - 1) // 2)
+        took_ps = steps * first + slope * (steps * (steps - 1) // 2)
         self.steps.count = now = self.steps.count + steps
         self.last_step_ps = start_ps + took_ps
         self.context[0] += self.growth[0] * steps
@@ -296,8 +287,7 @@ class DecodeBatch:
         ends, count = self.ends, self.steps.count
         done: list[Job] = []
         while ends and ends[0][0] <= count:
-            end = heappop(ends)
-            job = end[3]
+            job = (end := heappop(ends))[3]
             if self._end_of.get(job) is end:
                 self.remove(job)
                 done.append(job)
@@ -331,9 +321,8 @@ class DecodeBatch:
     def growing_between(self, first: int, end: int) -> Iterator[tuple[int, list[Job]]]:
         """Yield the steps in `[first, end)` at which jobs need blocks, each with its jobs."""
         size, order = self._block_size, self._growing
-        start = bisect_left(order, (first % size,))
+        start, last = bisect_left(order, (first % size,)), -1
         classes: list[tuple[int, list[Job]]] = []
-        last = -1
         for residue, _, job in chain(order[start:], order[:start]):
             offset = (residue - first) % size
             if offset == last:
@@ -367,6 +356,17 @@ class DecodeBatch:
                     heappush(self._full, (full, admission, index, job))
             else:
                 self.context[index] += window
+
+    def _lengthen(self, job: Job, tokens: int) -> None:
+        """Count the tokens that `job` has more by now, or less, in its next context."""
+        if self._is_plain:
+            self.context[0] += tokens
+            return
+        seq = job.seq
+        assert seq is not None
+        attended = job.length + 1 - seq.dropped_tokens
+        self._unattend(job, attended - tokens)
+        self._attend(job, attended, seq.admission)
 
     def _unattend(self, job: Job, pairs: int) -> None:
         """Subtract the next context of `job`, in each window."""
