@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import orjson
@@ -116,17 +116,16 @@ class Chat(ChatFile):
         names = next(filter(None, map(likely_fields, head)), {})
         return ",".join(f"{role}={name}" for role, name in names.items())
 
-    @property
-    def digest(self) -> str:
-        """The digest of the file's bytes, the options, and the tokenizer's files."""
-        options = self._digested
+    def _digested(self) -> dict[str, Any]:
+        """Return the options, with the tokenizer's files and the fields as they are read."""
+        options = super()._digested()
         if self.tokenizer is not None:
             from kvcore_plugins.workload._encoders import tokenizer_digests  # noqa: PLC0415
 
             options["tokenizer"] = tokenizer_digests(self.tokenizer)
         if self.fields is not None:
             options["fields"] = self.field_names
-        return self._file_digest(options.pop("path"), **options)
+        return options
 
     @property
     def served_model(self) -> str | None:

@@ -36,8 +36,12 @@ class FileWorkload(FromFiles):
     @property
     def digest(self) -> str:
         """The digest of the file's bytes and of the other options."""
-        options = self.options()
+        options = self._digested()
         return self._file_digest(options.pop("path"), **options)
+
+    def _digested(self) -> dict[str, Any]:
+        """Return the options as they are hashed."""
+        return self.options()
 
 
 @attrs.define(eq=False)
@@ -57,15 +61,8 @@ class TimedFile(FileWorkload):
     rate: float | None = attrs.field(default=None, validator=if_given(gt(0)), kw_only=True)
     seed: int = attrs.field(default=0, kw_only=True)
 
-    @property
-    def digest(self) -> str:
-        """The digest of the file's bytes and of the other options, a unit in any case."""
-        options = self._digested
-        return self._file_digest(options.pop("path"), **options)
-
-    @property
     def _digested(self) -> dict[str, Any]:
-        """The options as they are hashed: a unit that is found as `s`, since it always was."""
+        """Return the options with a unit: one that is found as `s`, since it always was."""
         units = {None: "s", "s": "seconds"}
         return self.options() | {"unit": units.get(self.unit, self.unit)}
 

@@ -401,13 +401,19 @@ def test_forks_publish_blocks_of_their_own():
     cache.check_integrity()
 
 
-def test_a_block_into_which_a_fork_rolled_back_is_shared_once_it_is_copied(cache):
-    """The fork writes into a copy, not into a block that others hit; then that is cached."""
+def roll_back_into(cache):
+    """Return a sequence with the key of its last block, and a fork that rolled back in that."""
     request = text_request(1, range(BLOCK), output=9, block_size=BLOCK, publish=True)
     seq = generate(cache, compute(cache, cache.open(request)), BLOCK)
     child = cache.fork(seq)
     cache.rollback(child, 1)
     cache.append_keys(seq, ["next"])
+    return seq, child
+
+
+def test_a_block_into_which_a_fork_rolled_back_is_shared_once_it_is_copied(cache):
+    """The fork writes into a copy, not into a block that others hit; then that is cached."""
+    seq, child = roll_back_into(cache)
     for tokens, cached in ((0, 1), (1, 2)):
         cache.extend(child, tokens)
         compute(cache, seq)
@@ -417,11 +423,7 @@ def test_a_block_into_which_a_fork_rolled_back_is_shared_once_it_is_copied(cache
 
 def test_a_block_that_waited_for_a_fork_is_cached_in_the_end(cache):
     """A block into which a fork rolled back is cached if the fork leaves without a copy."""
-    request = text_request(1, range(BLOCK), output=9, block_size=BLOCK, publish=True)
-    seq = generate(cache, compute(cache, cache.open(request)), BLOCK)
-    child = cache.fork(seq)
-    cache.rollback(child, 1)
-    cache.append_keys(seq, ["next"])
+    seq, child = roll_back_into(cache)
     for member in (child, seq):
         cache.close(compute(cache, member))
     assert cache.tree.cached_blocks == 2
