@@ -418,7 +418,7 @@ IDS = list(range(1, 65))
         {"prompt": [IDS]},
         {"prompt_token_ids": IDS},
         {"input_ids": IDS},
-        {"request": {"prompt": IDS}, "response": {"choices": [{"text": "a"}]}},
+        {"request": {"prompt": IDS}, "response": {"choices": []}},
         {"prompt": "the text of it", "request": {"prompt_token_ids": IDS}},
     ],
 )
@@ -437,6 +437,24 @@ def test_generated_token_ids_follow_those_of_the_prompt(log):
     (request,) = log(row)
     assert request.output_tokens == 64
     assert [*request.keys, *request.output_keys] == block_keys(IDS * 2, 16)
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_tokens_of_a_model_and_estimated_ones_follow_none_of_each_other(log, ids):
+    """A prompt of ids with an answer in text, or the reverse, is continued all the same."""
+    asked, said = {"role": "user", "content": "hm " * 64}, "ah " * 64
+    later = [asked, {"role": "assistant", "content": said}, asked]
+    if ids:
+        rows = {"prompt": IDS, "completion": said}, {"prompt": IDS * 3}
+    else:
+        choice = {"message": {"content": said}, "token_ids": IDS}
+        rows = {"messages": [asked], "choices": [choice]}, {"messages": later}
+    workload = log(*(row | {"created": n} for n, row in enumerate(rows)))
+    first, second = workload
+    assert (second.after, first.output_tokens, len(first.output_keys)) == (0, 64, 4 * (not ids))
+    begun = [*first.keys, *first.output_keys]
+    assert second.keys[: len(begun)] == begun
+    assert any("pieces of words" in note for note in workload.notes)
 
 
 def test_responses_are_read_as_chats(log):

@@ -345,8 +345,14 @@ class Reading:
         answer = answer_of(response)
         if answer is None and generated_nothing(response):
             raise unusable(row, "without generated tokens")
-        ids = _prompt_ids(exchange)
-        self._estimated = self._estimated or ids is None
+        ids, unlike = _prompt_ids(exchange), False
+        if answer is not None and self._chat.tokenizer is None:
+            # Estimated tokens are none of the model's: these neither follow nor precede them.
+            if ids is None and answer.text:
+                answer = answer._replace(tokens=None)
+            is_text = answer.tokens is None and bool(answer.text or answer.reasoning)
+            unlike = answer.tokens is not None if ids is None else is_text
+        self._estimated = self._estimated or ids is None or unlike
         if ids is None and chat_field(body.fields) is None:
             text = body.fields.get("prompt")
             if type(text) is list and len(text) == 1:
@@ -357,8 +363,11 @@ class Reading:
         if ids is not None:
             if not ids:
                 raise body.error(field="prompt", expected="at least one token")
-            return self._one(exchange, ids, answer, usage, explicit=explicit)
-        return self._chat_tokens(exchange, answer, usage, explicit=explicit)
+            tokens = self._one(exchange, ids, answer, usage, explicit=explicit)
+        else:
+            tokens = self._chat_tokens(exchange, answer, usage, explicit=explicit)
+        tokens.hidden = tokens.hidden or unlike
+        return tokens
 
     def _chat_tokens(
         self, exchange: Exchange, answer: Answer | None, usage: Usage | None, *, explicit: bool
