@@ -506,6 +506,16 @@ def test_options_name_fields(log):
     assert second.arrival == 500 * 10**6
 
 
+@pytest.mark.parametrize("beside", ["messages", "conversations", "conversation", "contents"])
+def test_a_named_field_is_read_before_a_usual_one(log, beside):
+    """A prompt and a model that are named are read beside others under usual names."""
+    row = {"asked": "one two", "llm": "a", "model": "b", beside: USER}
+    (request,) = log(row, prompt="asked", model="llm", only_model="a")
+    assert (request.prompt_tokens, request.salt) == (2, "a")
+    row = {"llm": "a", "request": {"model": "b", "messages": USER}}
+    assert [request.salt for request in log(row, model="llm")] == ["a"]
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_fields_beside_a_named_answer_or_prompt_are_read(log, named):
     """A field that an option names may lie in one object with that of another option."""

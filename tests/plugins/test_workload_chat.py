@@ -478,7 +478,8 @@ def test_the_tenant_of_a_row_is_read(read, row, options, tenant, inside):
 
 def test_rows_without_the_tenant_that_is_named_are_counted(tmp_path):
     """A note counts the rows that lack the field that was named."""
-    rows = [{"prompt": "a", "user": "ann"}, {"prompt": "b"}, {"prompt": "c", "user": None}]
+    rows = [{"prompt": "a", "user": "ann"}, {"prompt": "b", "tenant": "x"}]
+    rows += [{"prompt": "c", "user": None}]
     workload = Chat(write_rows(tmp_path / "c.jsonl", *rows), rate=1, tenant="user")
     assert [request.tenant for request in workload] == ["ann", None, None]
     assert "rows without tenant=user: 2" in workload.notes

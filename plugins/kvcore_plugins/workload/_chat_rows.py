@@ -510,7 +510,7 @@ class Reading:
 
     def _lacks(self, exchange: Exchange, tenant: str | None) -> Iterator[str]:
         """Yield the options that name a field which a row lacks, and would be read unsaid."""
-        found = {"tenant": tenant, **exchange.row.fields}
+        found = {**exchange.row.fields, "tenant": tenant}
         for role in ("tenant", "usage", "model"):
             if role in self._names and found.get(role) is None:
                 yield f"{role}={self._names[role]}"
@@ -630,8 +630,14 @@ def _exchange(row: Row, names: Mapping[str, str], chat: ChatFile) -> Exchange:
             unpacked(fields, role)
     # What is not of the row may be of the request in it.
     fields |= {name: value for name, value in apart if value is not None}
-    body = row if names.keys() & {"messages", "prompt"} else nested(row, "request", "body")
-    body = chat_body(body)
+    if "prompt" in names and "messages" not in names and fields["prompt"] is not None:
+        # A chat beside the prompt that an option names is another text.
+        body = Row(row.path, row.line, fields | dict.fromkeys(("messages", "conversations")))
+    else:
+        found = names.keys() & {"messages", "prompt"}
+        body = chat_body(row if found else nested(row, "request", "body"))
+    if "model" in names and fields["model"] is not None:
+        body.fields["model"] = fields["model"]
     if chat.image_tokens is not None:
         body.fields[IMAGES] = chat.image_tokens
     return Exchange(row, body, nested(row, "response", "body"))
