@@ -221,6 +221,14 @@ def test_reasoning_stands_between_a_prompt_and_its_answer(log, message, completi
     assert hidden is (completion == 300)
 
 
+def test_no_text_is_scaled_to_nothing(log):
+    """A text that is less than a reported token is one, where others report fewer tokens."""
+    usage = {"prompt_tokens": 22, "completion_tokens": 3}
+    rows = [{"prompt": "a b c d " * 10, "usage": usage}] * 3
+    *_, short = log(*rows, {"prompt": "a", "completion": "b"})
+    assert (short.prompt_tokens, short.output_tokens) == (1, 1)
+
+
 TENANTS = {
     "salts": ({"cache_salt": "a"}, {"cache_salt": "b"}),
     "a salt beside none": ({"cache_salt": "a"}, {}),

@@ -151,6 +151,8 @@ USED = {"prompt_tokens": 2, "completion_tokens": 8}
     [
         ({"prompt": "one two"}, 5),
         ({"prompt": "one two", "output_tokens": 9}, 9),
+        ({"request": {"prompt": "one two"}, "output_tokens": 9}, 9),
+        ({"prompt": "one two", "response": {"output_tokens": 9}}, 9),
         ({"prompt": "one two", "completion": "three four"}, 2),
         ({"prompt": "one two", "choices": [{"text": "three"}]}, 1),
         ({"prompt": "one two", "choices": [], "usage": {"completion_tokens": 8}}, 8),
@@ -444,6 +446,9 @@ def test_a_model_of_no_row_is_refused_by_those_that_are(tmp_path):
     """A model that no row names is an error, which has the models that are named."""
     path = write_rows(tmp_path / "c.jsonl", of_model("qwen3-32b"), of_model("llama"))
     with pytest.raises(InputError, match=r"'qwen'; there are: qwen3-32b \(1\), llama \(1\)"):
+        list(Chat(path, only_model="qwen"))
+    write_rows(path, {"model": "qwen", "messages": []}, of_model("llama"))
+    with pytest.raises(InputError, match="expected at least one message"):
         list(Chat(path, only_model="qwen"))
 
 

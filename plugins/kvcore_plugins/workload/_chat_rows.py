@@ -173,7 +173,7 @@ class Reading:
             yield start, partial(self._turns, tokens, start)
         if not self._rows:
             chosen = self._chat.only_model
-            if chosen is not None and chosen not in self._models:
+            if chosen is not None and not models_in_head(self._chat):
                 raise no_model(self._chat.path, chosen, self._models)
             why = self.left_out.first
             if why is not None and self.left_out.reasons.total() == 1:
@@ -449,7 +449,7 @@ class Reading:
 
     def _scaled(self, tokens: int) -> int:
         """Return the tokens that a number of tokens of the texts stands for."""
-        return tokens * self._chat.key_tokens // self._key_text
+        return max(1, tokens * self._chat.key_tokens // self._key_text)
 
     def _turns(self, tokens: _Tokens, start: int) -> list[Turn]:
         """Return the turns of a row, the last one first; count what `notes` tells of them."""
@@ -763,6 +763,9 @@ def _tenant_of(exchange: Exchange, name: str) -> str | None:
 
 def _output_count(exchange: Exchange) -> int | None:
     """Return the number of tokens that were generated, if it is recorded without a prompt's."""
-    _, body, response = exchange
+    row, body, response = exchange
     count = generated_tokens(response)
-    return body.optional(body.natural, "output_tokens", None) if count is None else count
+    for holder in (response, body, row):
+        if count is None:
+            count = holder.optional(holder.natural, "output_tokens", None)
+    return count
