@@ -563,6 +563,14 @@ def test_sessions_without_times_may_stand_in_any_order(tmp_path, rate):
     assert len(notes) == (rate is None)
 
 
+def test_a_turn_comes_after_the_one_that_it_follows(tmp_path):
+    """Of turns that arrive at one time the earlier one comes first, wherever it stands."""
+    rows = "session,turn,wait_s,input,output\na,2,0,3,1\na,0,0,1,1\na,1,5,2,1\n"
+    requests, _ = read(tmp_path, rows)
+    assert [request.prompt_tokens for request in requests] == [1, 2, 3]
+    assert [request.arrival // 10**9 for request in requests] == [0, 5, 5]
+
+
 @pytest.mark.parametrize("wait", ["2023-11-16 18:15:46", "-1", "1e18", "soon"])
 def test_a_wait_that_is_none_is_named(tmp_path, wait):
     """A wait that is a date, negative, no number or too long raises InputError."""

@@ -13,7 +13,8 @@ import attrs
 
 from kvcore.request import Key, KeyPrefix, Request
 
-Pending: TypeAlias = tuple[int, int, Callable[[], Request]]
+Pending: TypeAlias = tuple[int, Callable[[], Request]]
+"""The arrival of a request (ns), and the function that builds it."""
 
 
 @attrs.define
@@ -84,7 +85,7 @@ class SessionChain:
         return self._sessions.setdefault(label, Session())
 
     def build(self, turn: Turn, label: str | None, tenant: str | None) -> Pending:
-        """Return the arrival of a request, its id, and the function that builds it."""
+        """Return the request of a turn, which is the next one of its session."""
         session = self.session(label)
         think = 0
         arrival = turn.time
@@ -110,7 +111,7 @@ class SessionChain:
         session.last, session.arrival = turn.serial, arrival
         session.end = arrival if turn.end is None else max(turn.end, arrival)
         session.wait = turn.after
-        return arrival, turn.serial, build
+        return arrival, build
 
     def _extend(self, session: Session, turn: Turn) -> tuple[Sequence[Key], Sequence[Key]]:
         """Return the keys of a prompt, and of what follows; store them as those of the session.
@@ -132,13 +133,15 @@ class SessionChain:
 def in_order(pending: Iterable[tuple[int, Pending]]) -> Iterator[Request]:
     """Yield requests in order of arrival, which may be later than the time of their row.
 
+    Those of one arrival come as they are given, so that none comes before one that it follows.
+
     Args:
         pending: in order of the time of the row, that time and the request.
     """
-    waiting: list[Pending] = []
-    for time, request in pending:
+    waiting: list[tuple[int, int, Callable[[], Request]]] = []
+    for place, (time, (arrival, build)) in enumerate(pending):
         while waiting and waiting[0][0] <= time:
             yield heappop(waiting)[2]()
-        heappush(waiting, request)
+        heappush(waiting, (arrival, place, build))
     while waiting:
         yield heappop(waiting)[2]()

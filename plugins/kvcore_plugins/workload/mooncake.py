@@ -305,7 +305,7 @@ class _Reading:
         sent = _Sent(serial, session, arrival, arrival if end is None else max(arrival, end))
         self._sent |= dict.fromkeys(names, sent)
         after = None if before is None else before.serial
-        return time, (arrival, serial, partial(self._request, row, sent, after, think))
+        return time, (arrival, partial(self._request, row, sent, after, think))
 
     def _place(self, row: Row) -> tuple[str | None, _Sent | None, list[_Name]]:
         """Return the session of a row, what it follows, and names by which others follow it."""
