@@ -3,6 +3,7 @@
 import gzip
 import json
 import pickle
+from itertools import permutations
 
 import pytest
 
@@ -137,11 +138,12 @@ def test_a_compacted_context_shares_what_it_kept(tmp_path):
 def test_a_prefix_may_be_part_of_the_input(tmp_path):
     """Inputs that hold their prefix in every row are not added to it."""
     rows = "time,session,turn,prefix_len,prompt_tokens,output_tokens\n"
-    rows += "0,s,0,0,100,20\n1,s,1,120,150,30\n5,s,2,180,260,10\n"
-    requests, notes = read(tmp_path, rows)
-    assert [request.prompt_tokens for request in requests] == [100, 150, 260]
-    assert [request.think_time // 10**9 for request in requests] == [0, 1, 4]
-    assert not any("together" in note for note in notes)
+    turns = ["0,s,0,0,100,20\n", "1,s,1,120,150,30\n", "5,s,2,180,260,10\n"]
+    for order in permutations(turns):
+        requests, notes = read(tmp_path, rows + "".join(order))
+        assert [request.prompt_tokens for request in requests] == [100, 150, 260]
+        assert [request.think_time // 10**9 for request in requests] == [0, 1, 4]
+        assert not any("together" in note for note in notes)
 
 
 def test_new_tokens_continue_the_context_of_their_session(tmp_path):

@@ -446,7 +446,7 @@ class _Reading:
 
     def _timed(self) -> Iterator[Timed[Row]]:
         columns, options, clock = self.columns, self._options, self._clock
-        when, turn = columns.get("time"), columns.get("turn") if self.closed else None
+        when = columns.get("time")
         times = partial(self._drawn_by_session, options.drawn_arrivals(), {})
         drawn = options.drawn_arrivals()
         for serial, row in enumerate(self._rows):
@@ -462,10 +462,12 @@ class _Reading:
                 time = row.time(when, clock)
             else:
                 time = times(row) if self.closed else next(drawn)
-            rank = serial
-            if turn is not None and row.fields.get(turn) is not None:
-                rank |= _tokens(row, turn, 0) << _TURN_BITS
-            yield time, rank, row
+            yield time, self._turn(row) << _TURN_BITS | serial, row
+
+    def _turn(self, row: Row) -> int:
+        """Return the number of a row in its session; 0 where rows have none."""
+        name = self.columns.get("turn")
+        return 0 if name is None or row.fields.get(name) is None else _tokens(row, name, 0)
 
     def _fault(self, row: Row) -> str | None:
         """Return why a row is left out, as a note says it; None: it is a request."""
@@ -517,16 +519,20 @@ class _Reading:
         It is if an input is never shorter than its prefix, and no prefix is longer than the
         input and output before it.
         """
-        columns = self.columns
+        columns, when = self.columns, self.columns.get("time")
         before: dict[str | None, tuple[int, int]] = {}
         told = False
-        for row in filter(lambda row: self._fault(row) is None, head):
+        rows = [row for row in head if self._fault(row) is None]
+        rows.sort(key=self._turn)
+        if when is not None:
+            rows.sort(key=lambda row: self._clock.read(row.fields.get(when)) or 0)
+        for row in rows:
             label = _label(row, columns.get("session"))
             prefix, input_tokens = (
                 _tokens(row, columns["prefix"], 0),
                 _tokens(row, columns["input"], 0),
             )
-            earlier, total = before.get(label, (0, 0))
+            earlier, total = before.get(label, (0, 0)) if label else (0, 0)
             if prefix > input_tokens or (total and prefix > total):
                 return True
             told = told or earlier > 0
