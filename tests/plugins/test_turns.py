@@ -2,6 +2,7 @@
 
 import json
 
+import attrs
 import pytest
 from helpers.commands import run_here
 from helpers.requests import keyed
@@ -67,6 +68,8 @@ def test_requests_of_sessions_stay_as_they_are():
         id="b", prompt_tokens=12, keys=[1, 2, 3], key_tokens=4, session="s", after=None
     )
     assert linked(first, own)[1] == ("s", None, 0)
+    named = attrs.evolve(own, session=None, after="c")
+    assert linked(first, prompt("c", 7), named)[2] == (None, "c", 0)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +150,7 @@ def test_a_trace_of_independent_rows_can_be_linked(tmp_path, log, name):
 
 
 def test_rows_of_mooncake_can_be_linked(tmp_path):
-    """`turns=true` links rows of hashes without sessions."""
+    """`turns=true` links rows of hashes without sessions, also beside rows with some."""
     path = tmp_path / "hashes.jsonl"
     rows = [(0, [1, 2], 512), (30_000, [1, 2, 3, 4], 0), (31_000, [9], 0)]
     path.write_text(
@@ -168,6 +171,12 @@ def test_rows_of_mooncake_can_be_linked(tmp_path):
     assert [request.after for request in plain] == [None] * 3
     assert [request.after for request in turns] == [None, 0, None]
     assert plain.digest != turns.digest
+    with path.open("a") as file:
+        for time in (32_000, 33_000):
+            row = {"timestamp": time, "input_length": 8, "output_length": 1, "hash_ids": []}
+            file.write(json.dumps(row | {"session_id": "s"}) + "\n")
+    turns = Mooncake(path=path, turns=True)
+    assert [request.after for request in turns] == [None, 0, None, None, 3]
 
 
 def test_a_simulation_that_is_too_fast_says_so(log):

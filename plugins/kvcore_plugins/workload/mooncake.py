@@ -108,13 +108,12 @@ class Mooncake(FromFiles):
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each row. Keeps some rows in memory; an entry a chat."""
         self._reading = reading = _Reading(self, self._file)
-        if reading.closed:
-            return reading.turns()
+        requests = reading.turns() if reading.closed else reading.requests()
         if not self.turns:
-            return reading.requests()
+            return requests
         from kvcore_plugins.workload.turns import Turns  # noqa: PLC0415 - for turns alone
 
-        return Turns().link(reading.requests())
+        return Turns().link(requests)
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows of the file; the id of a request is the place of its row."""

@@ -88,6 +88,8 @@ class Turns:
     ) -> Iterator[Request]:
         """Yield requests; those that continue one without a session come after it.
 
+        Requests that follow one already stay as they are.
+
         The time that a client waits is the time between the two rows: how long the answer took
         is not in it to know. `applies` is asked with the first request.
         """
@@ -95,7 +97,7 @@ class Turns:
         for request in requests:
             if links is None:
                 links = applies()
-            if links and request.session is None:
+            if links and request.session is None and request.after is None:
                 quoted = self.quoted(request)
                 request.session = str(request.id) if quoted is None else quoted.session
                 if quoted is not None:
