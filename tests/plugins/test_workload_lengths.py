@@ -6,6 +6,7 @@ import pytest
 
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins
+from kvcore.units import INT64_LIMIT
 from kvcore.workloads import recognise
 from kvcore_plugins.workload import Azure, Chat, Lengths
 
@@ -95,6 +96,7 @@ def test_a_table_without_times_arrives_at_a_rate(tmp_path):
     times = [request.arrival for request in Lengths(path, rate=20)]
     assert 16 * 10**9 < times[-1] < 24 * 10**9
     assert times != [request.arrival for request in Lengths(path, rate=20, seed=1)]
+    assert [*Lengths(path, rate=1e-9)][-1].arrival > INT64_LIMIT  # for who serves it to refuse
     everything = Plugins().build("workload", f"lengths:path={path},rate=inf")
     assert {request.arrival for request in everything} == {0}
     path = write(tmp_path / "t.csv", SERVEGEN, "0,1.5,10,3")

@@ -9,7 +9,7 @@ from random import Random
 from typing import ClassVar
 
 import attrs
-from attrs.validators import ge, gt, le, lt
+from attrs.validators import ge, le, lt
 from attrs.validators import optional as if_given
 
 from kvcore import InputError, Request, Workload
@@ -44,7 +44,7 @@ class Bench(Workload):
 
     requests: int = attrs.field(default=1_000, validator=[ge(1), le(_MANY)])
     concurrency: int | None = attrs.field(default=None, validator=if_given([ge(1), le(_MANY)]))
-    rate: float = attrs.field(default=inf, converter=as_float, validator=gt(0))
+    rate: float = attrs.field(default=inf, converter=as_float, validator=ge(1e-9))
     input_tokens: int = attrs.field(default=1_024, validator=[ge(1), le(_MANY)])
     output_tokens: int = attrs.field(default=128, validator=[ge(0), le(_MANY)])
     spread: float = attrs.field(default=0.0, converter=as_float, validator=[ge(0), lt(1)])

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any, ClassVar
 
 import attrs
-from attrs.validators import gt, in_
+from attrs.validators import ge, in_
 from attrs.validators import optional as if_given
 
 from kvcore import InputError
@@ -58,7 +58,7 @@ class TimedFile(FileWorkload):
     """
 
     unit: str | None = attrs.field(default=None, validator=if_given(in_(UNITS)), kw_only=True)
-    rate: float | None = attrs.field(default=None, validator=if_given(gt(0)), kw_only=True)
+    rate: float | None = attrs.field(default=None, validator=if_given(ge(1e-9)), kw_only=True)
     seed: int = attrs.field(default=0, kw_only=True)
 
     def _digested(self) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
-from math import inf
 from operator import attrgetter
 from pathlib import Path
 from random import Random
@@ -54,7 +53,7 @@ class Weka(FileWorkload):
     key_tokens: ClassVar[int] = _KEY_TOKENS
     line_fields = (("id", "block_size", "requests"),)
 
-    stagger: float = attrs.field(default=60.0, converter=as_float, validator=[ge(0), lt(inf)])
+    stagger: float = attrs.field(default=60.0, converter=as_float, validator=[ge(0), lt(1e9)])
     seed: int = 0
 
     def __iter__(self) -> Iterator[Request]:

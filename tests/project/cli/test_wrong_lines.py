@@ -253,6 +253,7 @@ simulate zipf:requests=-1 | 'requests' must be >= 1: -1
 simulate zipf:requests=x | option 'requests' of workload plugin 'zipf' takes an integer
 simulate zipf:arrivals=never | 'arrivals' must be in ('poisson', 'bursty', 'uniform')
 simulate zipf:rate=0 | 'rate' must be >= 1e-09: 0.0
+simulate bench:rate=1e-320 | 'rate' must be >= 1e-09: 1e-320
 simulate zipf:rate=nan | option 'rate' of workload plugin 'zipf' takes a number
 simulate zipf:skew=nan | takes a number, not 'nan'
 simulate zipf:prefix_tokens=10000001 | 'prefix_tokens' must be <= 10000000: 10000001
@@ -278,6 +279,7 @@ simulate chat:path=x.jsonl,tokens=y | 'tokens' must be in ('words', 'bytes') (go
 simulate chat:path=x.jsonl,think=-1 | 'think' must be >= 0: -1.0
 simulate trace:none.jsonl | WORKLOAD: cannot read the trace none.jsonl
 simulate weka:path=x.json,stagger=-1 | 'stagger' must be >= 0: -1.0
+simulate weka:path=x.json,stagger=1e300 | 'stagger' must be < 1000000000.0: 1e+300
 simulate kv-events:none.jsonl | 'lookups=full'
 simulate kv-events:path=none.jsonl,lookups=half | WORKLOAD: 'lookups' must be 'full', not 'half'
 simulate kv-events:path=none.jsonl,lookups=full,requests=x | and 'requests' exclude one another
