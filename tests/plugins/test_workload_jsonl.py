@@ -6,6 +6,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from kvcore import simulate
 from kvcore.errors import InputError
 from kvcore.request import SLO, Retention
 from kvcore.workloads import checked
@@ -161,4 +162,7 @@ def test_hashes_are_chained_into_the_output(tmp_path):
     path = write(tmp_path / "t.jsonl", first, then)
     one, two = checked(Jsonl(path, chain=True))
     assert [*one.keys, *one.output_keys] == two.keys[:3]
+    write(path, first | {"prompt": 64})
+    with pytest.raises(InputError, match="has output keys, but only 2 of 4 keys"):
+        simulate(Jsonl(path, chain=True))
     assert Jsonl(path, chain=True).digest != Jsonl(path).digest

@@ -70,12 +70,10 @@ class Jsonl(FileWorkload):
             if request.key_tokens != key_tokens:
                 raise row.error(field="key_tokens", expected=f"{key_tokens}, as before")
             if self.chain:
-                full_blocks = request.prompt_tokens // key_tokens
-                chained = chain_keys([*request.keys[:full_blocks], *request.output_keys])
-                request.keys, request.output_keys = (
-                    chain_keys(request.keys),
-                    chained[full_blocks:],
-                )
+                full = request.keys[: request.prompt_tokens // key_tokens]
+                chained = chain_keys([*full, *request.output_keys])
+                request.keys = chain_keys(request.keys)
+                request.output_keys = chained[len(full) :]
             yield request
 
     @property
