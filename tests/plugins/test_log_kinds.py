@@ -221,6 +221,29 @@ def test_reasoning_stands_between_a_prompt_and_its_answer(log, message, completi
     assert hidden is (completion == 300)
 
 
+@pytest.mark.parametrize(
+    ("more", "usage"),
+    [
+        ([ANSWER | {"reasoning_content": "It floats " * 40}], None),
+        ([ANSWER | {"reasoning_content": "It floats " * 40}], 86),
+        ([ANSWER], 300),
+        ([ANSWER] * 9, 54),
+    ],
+)
+def test_a_turn_quotes_an_answer_without_its_reasoning(log, more, usage):
+    """A row that goes on with the answer alone is a turn, whatever else was generated."""
+    first, second = turns(ANSWER, {"prompt_tokens": 17, "completion_tokens": usage})
+    first |= {"choices": [{"message": message} for message in more]}
+    if usage is None:
+        del first["usage"]
+    one, other = log(first | {"created": 1}, second | {"created": 9}, key_tokens=1)
+    assert (other.after, other.session) == (one.id, one.session)
+    second["messages"][1] = ANSWER | {"content": "Nobody knows, and nobody has asked."}
+    *_, other = log(first | {"created": 1}, second | {"created": 9}, key_tokens=1)
+    # Where all is recorded, another answer is no turn.
+    assert (other.after is None) is (usage != 300)
+
+
 def test_no_text_is_scaled_to_nothing(log):
     """A text that is less than a reported token is one, where others report fewer tokens."""
     usage = {"prompt_tokens": 22, "completion_tokens": 3}

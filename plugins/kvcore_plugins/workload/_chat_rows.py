@@ -13,7 +13,7 @@ import attrs
 import orjson
 
 from kvcore import InputError, Request
-from kvcore.request import block_keys
+from kvcore.request import Key, block_keys
 from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.untrusted import parse_digits
 from kvcore.workloads import lines
@@ -110,6 +110,7 @@ class _Tokens:
         parts: the content blocks of the prompt; None: it is no logged chat.
         hidden: whether tokens were generated between the prompt and the answer that are not
             recorded.
+        said: what a later prompt has of the answer, where that is not all that was generated.
         salt: the model, with all that keeps the cache of the request apart.
         output: the number of tokens that were generated, where it alone is recorded.
     """
@@ -121,6 +122,7 @@ class _Tokens:
     explicit: bool = False
     parts: tuple[PromptPart, ...] | None = None
     hidden: bool = False
+    said: list[int] | None = None
     salt: str | None = None
     output: int | None = None
 
@@ -354,19 +356,24 @@ class Reading:
             unlike = answer.tokens is not None if ids is None else is_text
         self._estimated = self._estimated or ids is None or unlike
         if ids is None and chat_field(body.fields) is None:
-            text = body.fields.get("prompt")
-            if type(text) is list and len(text) == 1:
-                (text,) = text
-            if type(text) is not str:
-                raise body.error(field="prompt", expected="a text")
-            ids = self._encoder.begin(text)
+            ids = self._text_tokens(body)
         if ids is not None:
-            if not ids:
-                raise body.error(field="prompt", expected="at least one token")
             tokens = self._one(exchange, ids, answer, usage, explicit=explicit)
         else:
             tokens = self._chat_tokens(exchange, answer, usage, explicit=explicit)
-        tokens.hidden = tokens.hidden or unlike
+        if unlike:
+            tokens.hidden, tokens.said = True, None
+        return tokens
+
+    def _text_tokens(self, body: Row) -> list[int]:
+        """Return the tokens of a prompt that is a text, perhaps alone in a list."""
+        text = body.fields.get("prompt")
+        if type(text) is list and len(text) == 1:
+            (text,) = text
+        if type(text) is not str:
+            raise body.error(field="prompt", expected="a text")
+        if not (tokens := self._encoder.begin(text)):
+            raise body.error(field="prompt", expected="at least one token")
         return tokens
 
     def _chat_tokens(
@@ -416,6 +423,8 @@ class Reading:
             recorded = len(generated or ())
             untold = usage.reasoning_tokens > 0 and not (answer.reasoning or answer.tokens)
             tokens.hidden = untold or usage.output_tokens > 2 * recorded + 8
+        if answer is not None and (answer.reasoning or answer.choices > 1 or tokens.hidden):
+            tokens.said = answer.tokens or self._encoded("", answer.text)
         return tokens
 
     def _encoded(self, reasoning: str, text: str) -> list[int]:
@@ -508,6 +517,19 @@ class Reading:
         turns.reverse()
         return turns
 
+    def _quoted(self, tokens: _Tokens) -> tuple[Key, int] | None:
+        """Return the last key and the tokens of what later prompts quote, if it is not all."""
+        (prompt, *_), said = tokens.prompts, tokens.said
+        # What is not in the file may have been said.
+        known = prompt if tokens.hidden or said is None else [*prompt, *said]
+        if said is None or not (keys := block_keys(known, self._key_text, salt=tokens.salt)):
+            return None
+        asked, told = self._scaled(len(prompt)), self._scaled(len(said)) if said else 0
+        if (usage := tokens.usage) is not None:
+            asked = usage.prompt_tokens
+            told = min(told, usage.output_tokens - usage.reasoning_tokens)
+        return keys[-1], asked + told
+
     def _lacks(self, exchange: Exchange, tenant: str | None) -> Iterator[str]:
         """Yield the options that name a field which a row lacks, and would be read unsaid."""
         found = {**exchange.row.fields, "tenant": tenant}
@@ -532,6 +554,7 @@ class Reading:
             return Request
         return partial(
             LoggedRequest,
+            quoted=self._quoted(tokens),
             parts=tokens.parts or (),
             explicit=tokens.explicit,
             usage=tokens.usage,

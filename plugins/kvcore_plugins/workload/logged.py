@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from kvcore.request import Request
+from kvcore.request import Key, Request
 from kvcore_plugins.workload.usage import Usage
 
 
@@ -40,6 +40,8 @@ class LoggedRequest(Request):
         usage: the tokens that the API reported; None: the log has none.
         text_tokens, key_text_tokens: of the prompt, and of what a key stands for, as texts are
             counted: positions of parts are of this length. None: `prompt_tokens`, `key_tokens`.
+        quoted: where later prompts quote another answer than was generated, such as one without
+            its reasoning: the last key of the prompt and that answer, and their tokens.
     """
 
     parts: tuple[PromptPart, ...] = ()
@@ -47,3 +49,4 @@ class LoggedRequest(Request):
     usage: Usage | None = None
     text_tokens: int | None = None
     key_text_tokens: int | None = None
+    quoted: tuple[Key, int] | None = None

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import attrs
 
 from kvcore.request import Key, Request
+from kvcore_plugins.workload.logged import LoggedRequest
 
 
 class Quoted(NamedTuple):
@@ -17,7 +18,7 @@ class Quoted(NamedTuple):
         request: its id.
         session: its session.
         arrival: when it was sent (ns).
-        tokens: those of its prompt and its answer.
+        tokens: those of its prompt and its answer, as later prompts quote it.
         following: the key after its last one in a prompt that continues it; None: there is no
             such prompt yet.
     """
@@ -70,7 +71,10 @@ class Turns:
 
     def add(self, request: Request, session: str) -> None:
         """Record a request, which later ones may continue."""
-        if request.output_keys:
+        tokens = request.prompt_tokens + request.output_tokens
+        if isinstance(request, LoggedRequest) and request.quoted is not None:
+            last, tokens = request.quoted
+        elif request.output_keys:
             last = request.output_keys[-1]
         elif full := min(request.prompt_tokens // request.key_tokens, len(request.keys)):
             last = request.keys[full - 1]
@@ -79,7 +83,6 @@ class Turns:
         known = self._ends.get(last)
         if known is None and last in self._ends:
             return
-        tokens = request.prompt_tokens + request.output_tokens
         following = None if known is None else known.following
         self._ends[last] = Quoted(request.id, session, request.arrival, tokens, following)
 
