@@ -247,6 +247,15 @@ def test_agents_of_dynamo_wait_for_requests(tmp_path):
     assert (second.think_time, third.think_time) == (10**6, 32_500_000)
 
 
+def test_a_row_that_waits_for_none_is_noted(tmp_path):
+    """A note counts the rows whose `wait_for` names no row before them."""
+    waits = [[], "b", ["a", "c"], "z"]
+    rows = (ROW | {"request_id": name, "wait_for": wait} for name, wait in zip("abcd", waits))
+    workload = Mooncake(write(tmp_path / "t.jsonl", *rows))
+    assert [request.after for request in workload] == [None, None, 0, None]
+    assert workload.notes[-1].endswith("names none before them, each sent at its time: 2")
+
+
 def test_sessions_behind_the_first_rows_are_noted(tmp_path):
     """Rows of sessions after a hundred without any are single requests, with a note."""
     rows = [ROW] * 100 + [ROW | {"session_id": "a"}] * 2

@@ -198,7 +198,7 @@ class _Reading:
         # By the name of a session or of a request: its last request.
         self._sent: dict[_Name, _Sent] = {}
         self._models: dict[str, int] = {}
-        self._short = self._empty = self._late_turns = 0
+        self._short = self._empty = self._late_turns = self._unmet = 0
 
     def requests(self) -> Iterator[Request]:
         """Yield the requests of rows without sessions."""
@@ -279,6 +279,11 @@ class _Reading:
                 f"rows of sessions that are read as single requests, since none of the first "
                 f"{HEAD} is of one: {self._late_turns}"
             )
+        if self._unmet:
+            notes.append(
+                "rows whose wait_for names none before them, each sent at its time: "
+                f"{self._unmet}"
+            )
         if self._empty:
             notes.append(f"requests without lengths left out: {self._empty}")
         if self._short:
@@ -324,6 +329,7 @@ class _Reading:
             others = [_named(row, "wait_for", name) for name in awaited]
             found = (sent((kinds[0], name)) or sent((kinds[1], name)) for name in others)
             before = max(filter(None, found), key=attrgetter("end"), default=None)
+            self._unmet += before is None and bool(others)
         names = [name for name in own if name[1] is not None]
         return None if session is None else f"{session}", before, names
 
