@@ -222,26 +222,28 @@ def test_reasoning_stands_between_a_prompt_and_its_answer(log, message, completi
 
 
 @pytest.mark.parametrize(
-    ("more", "usage"),
+    ("more", "usage", "reasoning"),
     [
-        ([ANSWER | {"reasoning_content": "It floats " * 40}], None),
-        ([ANSWER | {"reasoning_content": "It floats " * 40}], 86),
-        ([ANSWER], 300),
-        ([ANSWER] * 9, 54),
+        ([ANSWER | {"reasoning_content": "It floats " * 40}], None, 0),
+        ([ANSWER | {"reasoning_content": "It floats " * 40}], 86, 0),
+        ([ANSWER], 300, 0),
+        ([ANSWER], 300, 294),
+        ([ANSWER] * 9, 54, 0),
     ],
 )
-def test_a_turn_quotes_an_answer_without_its_reasoning(log, more, usage):
+def test_a_turn_quotes_an_answer_without_its_reasoning(log, more, usage, reasoning):
     """A row that goes on with the answer alone is a turn, whatever else was generated."""
     first, second = turns(ANSWER, {"prompt_tokens": 17, "completion_tokens": usage})
     first |= {"choices": [{"message": message} for message in more]}
+    first["usage"] |= {"reasoning_tokens": reasoning}
     if usage is None:
         del first["usage"]
     one, other = log(first | {"created": 1}, second | {"created": 9}, key_tokens=1)
     assert (other.after, other.session) == (one.id, one.session)
     second["messages"][1] = ANSWER | {"content": "Nobody knows, and nobody has asked."}
     *_, other = log(first | {"created": 1}, second | {"created": 9}, key_tokens=1)
-    # Where all is recorded, another answer is no turn.
-    assert (other.after is None) is (usage != 300)
+    # Where all that was said is recorded, another answer is no turn.
+    assert (other.after is None) is (usage != 300 or reasoning > 0)
 
 
 def test_no_text_is_scaled_to_nothing(log):

@@ -250,7 +250,7 @@ def test_agents_of_dynamo_wait_for_requests(tmp_path):
 def test_a_row_that_waits_for_none_is_noted(tmp_path):
     """A note counts the rows whose `wait_for` names no row before them."""
     waits = [[], "b", ["a", "c"], "z"]
-    rows = (ROW | {"request_id": name, "wait_for": wait} for name, wait in zip("abcd", waits))
+    rows = (ROW | {"request_id": "abcd"[n], "wait_for": wait} for n, wait in enumerate(waits))
     workload = Mooncake(write(tmp_path / "t.jsonl", *rows))
     assert [request.after for request in workload] == [None, None, 0, None]
     assert workload.notes[-1].endswith("names none before them, each sent at its time: 2")

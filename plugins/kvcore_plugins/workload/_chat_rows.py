@@ -519,16 +519,18 @@ class Reading:
 
     def _quoted(self, tokens: _Tokens) -> tuple[Key, int] | None:
         """Return the last key and the tokens of what later prompts quote, if it is not all."""
-        (prompt, *_), said = tokens.prompts, tokens.said
-        # What is not in the file may have been said.
-        known = prompt if tokens.hidden or said is None else [*prompt, *said]
-        if said is None or not (keys := block_keys(known, self._key_text, salt=tokens.salt)):
+        (prompt, *_), said, usage = tokens.prompts, tokens.said, tokens.usage
+        if said is None:
             return None
         asked, told = self._scaled(len(prompt)), self._scaled(len(said)) if said else 0
-        if (usage := tokens.usage) is not None:
+        known = [*prompt, *said]
+        if usage is not None:
             asked = usage.prompt_tokens
             told = min(told, usage.output_tokens - usage.reasoning_tokens)
-        return keys[-1], asked + told
+            if tokens.hidden and not usage.reasoning_tokens:
+                known = prompt  # what is not in the file may have been said
+        keys = block_keys(known, self._key_text, salt=tokens.salt)
+        return (keys[-1], asked + told) if keys else None
 
     def _lacks(self, exchange: Exchange, tenant: str | None) -> Iterator[str]:
         """Yield the options that name a field which a row lacks, and would be read unsaid."""
