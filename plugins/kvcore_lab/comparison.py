@@ -21,6 +21,7 @@ from kvcore.cache import CheckpointPolicy, EvictionPolicy, KVCache, PrefixIndex,
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
+from kvcore.config.options import check_names
 from kvcore.errors import InputError, shorten
 from kvcore.files import refuse_overwrite
 from kvcore.models.cost import PrefillCost, cost_fields, default_prefill_cost
@@ -375,7 +376,8 @@ class ReplaySetup:
         """Return the setup of a workload.
 
         Raises:
-            InputError: no workload, or an accounting or block size that does not fit its keys.
+            InputError: no workload, an unknown option, or an accounting or block size that
+                does not fit its keys.
             PluginError: the workload has no name, or the prefix cache cannot be used here.
         """
         if not isinstance(workload, Workload):
@@ -385,6 +387,7 @@ class ReplaySetup:
             )
             raise InputError(msg)
         check_name(workload)
+        check_names(options, ReplayOptions.__annotations__)
         keys = workload.key_tokens
         block_size, groups = options.get("block_size"), tuple(options.get("groups", ()))
         if groups:

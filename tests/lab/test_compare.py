@@ -265,6 +265,7 @@ def test_a_workload_beyond_the_largest_pool_is_refused(monkeypatch):
     [
         ([], [10], {}, "name at least one eviction policy"),
         (["lru"], [], {}, "give at least one size"),
+        (["lru"], [10], {"accounts": "keys"}, "there is no option 'accounts'"),
         (["lru"], [10], {"accounting": "words"}, "'words' is not known"),
         (["lru,fifo"], [10], {"trace": "x"}, "policies given: 2, sizes given: 1"),
         (["lru"], None, {"trace": "x"}, "policies given: 1, sizes given: none"),

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 from helpers.native import needs_core
@@ -58,6 +59,31 @@ print(errors)
 """
 
 
+PYTHON_ALONE = """
+import _testcapi
+
+def total(numbers):
+    return sum(number for number in numbers)
+
+for failing in range(400):
+    _testcapi.set_nomemory(failing, failing + 1)
+    try:
+        [total([n]) for n in range(20)]
+    except MemoryError:
+        pass
+    finally:
+        _testcapi.remove_mem_hooks()
+"""
+
+
+@cache
+def run_python(code):
+    """Run `code` in a process of its own; return the process that has ended."""
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+
+
 @pytest.mark.parametrize(
     "plugins",
     [
@@ -72,10 +98,10 @@ def test_a_failed_allocation_is_an_exception(plugins):
     pytest.importorskip(
         "_testcapi", reason="this Python has no module to make allocations fail"
     )
+    if run_python(PYTHON_ALONE).returncode < 0:  # CPython 3.13.0, where a generator begins
+        pytest.skip("this Python crashes by itself where an allocation fails")
     names = dict(zip(("EVICTION", "PREFIX", "SCHEDULER"), plugins, strict=True))
     code = "".join(f"{name} = {value!r}\n" for name, value in names.items()) + RUN
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    done = run_python(code)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20
