@@ -634,10 +634,6 @@ class GroupedCache:
         match, length = self.match(request), request.prompt_tokens
         computed, seq = match.tokens, None
         self.in_flight_tokens = max_tokens
-        if self.tiers is not None and self.need(match, computed) <= self.available_blocks:
-            seq = self.open(request, 0, match=match)
-            load = self.tiers.load(seq, self.now, _untimed)
-            computed = computed if load is None else self.tiers.finish(load, self.now)
         while computed < length:
             tokens = self.chunk_tokens(
                 computed, min(max_tokens, length - computed), length, length, match.boundaries,
@@ -646,7 +642,11 @@ class GroupedCache:
             if seq is None:
                 if self.need(match, computed + tokens) > self.available_blocks:
                     break
-                seq = self.open(request, tokens, match=match)
+                seq = self.open(request, tokens if self.tiers is None else 0, match=match)
+                if self.tiers is not None:
+                    load = self.tiers.load(seq, self.now, _untimed)
+                    computed = computed if load is None else self.tiers.finish(load, self.now)
+                    continue
             else:
                 self.free_passed(seq, computed)
                 if not self.grow(seq, computed + tokens):
