@@ -119,7 +119,7 @@ class GroupedCache:
         self._size = size = lcm(*sizes)
         checkpoint = checkpoint or CheckpointPolicy
         self.checkpoint: CheckpointPolicy = resolve("checkpoint", checkpoint)
-        self.checkpoint.bind()
+        self.checkpoint.check_unused()
         self.checkpoint.unit = size
         self._interval = interval = self.checkpoint.interval
         if interval is not None and not (
@@ -131,19 +131,16 @@ class GroupedCache:
                 "groups divide"
             )
             raise InputError(msg)
-        self._boundaries = find_override(self.checkpoint, "boundaries")
-        self._on_admitted = find_override(self.checkpoint, "on_admitted")
         self.eviction: EvictionPolicy = resolve("eviction", eviction, "lru")
-        if self.eviction.name != "lru" and type(self) is GroupedCache:
-            msg = (
-                f"eviction {self.eviction.name!r}: a GroupedCache is evicted by lru; give "
-                "that, or make a kvcore.HostedGroups, which takes any policy"
-            )
-            raise InputError(msg)
+        if problem := self._problem():
+            raise InputError(problem)
         self._chooser: Plugin = self.eviction  # of what leaves, for traces
         self.geometry = BlockLayout("tokens", size, key_tokens, recompute)
         self._layouts = {size: BlockLayout("tokens", size, key_tokens) for size in sizes}
         self.pool = BlockPool(blocks)
+        self.checkpoint.bind()  # nothing is refused from here on
+        self._boundaries = find_override(self.checkpoint, "boundaries")
+        self._on_admitted = find_override(self.checkpoint, "on_admitted")
         self.trace = trace
         self.now = 0
         self.tiers: GroupsBelow | None = None
@@ -177,6 +174,15 @@ class GroupedCache:
         self._kinds = [kind_of[index] for index in range(len(self.groups))]
         if trace is not None:
             self._begin_trace(trace)
+
+    def _problem(self) -> str:
+        """Return why these groups cannot have these policies, or "" if they can."""
+        if self.eviction.name == "lru":
+            return ""
+        return (
+            f"eviction {self.eviction.name!r}: a GroupedCache is evicted by lru; give "
+            "that, or make a kvcore.HostedGroups, which takes any policy"
+        )
 
     def allocator(self, batch: DecodeBatch, batching: Batching) -> GroupAllocator:
         """Return the allocator of its blocks in a run, whose rules it has from now on.

@@ -9,7 +9,6 @@ from typing import Any
 import attrs
 
 from kvcore.cache import CheckpointPolicy, Segment
-from kvcore.errors import InputError
 from kvcore.plugins import FAILURES, find_override, wrong_answer
 from kvcore.plugins.base import raise_policy_error
 from kvcore.request import Request
@@ -95,12 +94,6 @@ class SegmentedGroups(GroupedCache):
 
     def __init__(self, groups: Iterable[LayerGroup], blocks: int, **options: Any) -> None:
         super().__init__(groups, blocks, **options)
-        if not self.has_states:
-            msg = (
-                f"checkpoint {self.checkpoint.name!r} chooses the states that leave, and these "
-                "groups keep none: leave it out"
-            )
-            raise InputError(msg)
         self._seconds = self.geometry.recompute_seconds
         self.hears_names = True
         self._chooser = self.checkpoint
@@ -116,6 +109,14 @@ class SegmentedGroups(GroupedCache):
         self._texts: dict[int, _Text] = {}
         self._leaving: CachedSegment | None = None
         self._admissions = 0
+
+    def _problem(self) -> str:
+        if self.has_states:
+            return super()._problem()
+        return (
+            f"checkpoint {self.checkpoint.name!r} chooses the states that leave, and these "
+            "groups keep none: leave it out"
+        )
 
     def open(
         self, request: Request, *arguments: Any, match: GroupMatch | None = None, **options: Any
