@@ -331,7 +331,7 @@ class PoolChecker(TraceChecker):
 
     def _request(self, event: events.Request) -> None:
         super()._request(event)
-        self._clients_pin |= bool(event.hints) and "pin" in event.hints
+        self._clients_pin |= event.hints is not UNSET and "pin" in event.hints
 
     def _tombstone(self, event: events.Tombstone) -> None:
         span = self.state.span(event.span)
