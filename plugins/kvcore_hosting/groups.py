@@ -81,12 +81,16 @@ class HostedGroups(GroupedCache):
         preempted: bool = False,
     ) -> None:
         """Give back all blocks of `seq`, of each group the last one first."""
-        if seq.is_open:  # else the base class refuses it
-            if preempted:
-                self.host.forget(seq.request.id)
-            else:
-                self.host.ended(seq.request, self.now if now is None else now)
+        self._begin(seq, now)
+        if preempted:
+            self.host.forget(seq.request.id)
+        else:
+            self.host.ended(seq.request, self.now)
         super().close(seq, now, length, preempted=preempted)
+
+    def _check_policies(self) -> None:
+        self.failure = self.failure or self.host.failure
+        super()._check_policies()
 
     def _hold(self, blocks: list[int]) -> None:
         super()._hold(blocks)

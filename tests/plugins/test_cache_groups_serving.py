@@ -37,6 +37,9 @@ from kvcore_plugins.scheduler import FCFS
 from kvcore_plugins.workload import Zipf
 from kvcore_replay.check.trace import check_trace
 
+PLAIN = Request(id=0, prompt_tokens=20, key_tokens=8)
+"""A request that hits nothing."""
+
 
 @pytest.mark.parametrize("rules", [None, "vllm:lag=0", "vllm", "sglang"])
 @pytest.mark.parametrize("groups", GROUPS)
@@ -296,6 +299,30 @@ def test_groups_that_cannot_be_are_refused(make, problem):
     """Groups, intervals and policies that cannot be raise InputError, which says what to do."""
     with pytest.raises(InputError, match=problem):
         make()
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda cache, _: cache.open(PLAIN, -1), "first -1 tokens"),
+        (lambda cache, seq: cache.extend(seq, -1), "extend by -1 tokens"),
+        (lambda cache, seq: cache.commit(seq, 21), "commit of 21 tokens"),
+        (lambda cache, seq: (cache.close(seq), cache.commit(seq, 0)), "is closed"),
+        (lambda cache, seq: (cache.close(seq), cache.extend(seq, 1)), "is closed"),
+        (lambda cache, seq: (cache.close(seq), cache.close(seq)), "is closed"),
+        (lambda _, seq: GroupedCache([FULL], 9).close(seq), "is not of this cache"),
+    ],
+)
+@pytest.mark.parametrize(
+    "make", [GroupedCache, partial(HostedGroups, eviction="lfu"), SegmentedGroups]
+)
+def test_wrong_calls_of_groups_are_refused(make, call, problem):
+    """A number below 0, and a sequence that is not open here, raise InputError."""
+    cache = make([FULL, STATE], 9)
+    seq = cache.open(PLAIN)
+    with pytest.raises(InputError, match=problem):
+        call(cache, seq)
+    cache.check_integrity()
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from typing import Any
 import attrs
 
 from kvcore.cache import CheckpointPolicy, Segment
-from kvcore.plugins import FAILURES, find_override, wrong_answer
-from kvcore.plugins.base import raise_policy_error
+from kvcore.plugins import find_override
 from kvcore.request import Request
 from kvcore_plugins.cache_groups.cache import GroupedCache
 from kvcore_plugins.cache_groups.groups import GroupMatch, GroupSequence, LayerGroup
@@ -177,11 +176,11 @@ class SegmentedGroups(GroupedCache):
 
     def close(self, seq: GroupSequence, *arguments: Any, **options: Any) -> None:
         """Give back all blocks of `seq`. What follows its last boundary is its tail."""
-        if seq.is_open:
-            text = self._texts[seq.id]
-            if tail := [*text.kept, *text.full]:
-                self._add(seq, tail[-1][0], [block for _, block in tail], [])
-            del self._texts[seq.id]
+        self._begin(seq, None)
+        text = self._texts[seq.id]
+        if tail := [*text.kept, *text.full]:
+            self._add(seq, tail[-1][0], [block for _, block in tail], [])
+        del self._texts[seq.id]
         super().close(seq, *arguments, **options)
 
     def _stored(self, seq: GroupSequence, group: int, copies: dict[int, bool]) -> None:
@@ -256,10 +255,7 @@ class SegmentedGroups(GroupedCache):
     def _tell(self, segment: CachedSegment) -> None:
         """Notify the policy that `segment` has changed."""
         if self._on_changed is not None:
-            try:
-                self._on_changed(segment)
-            except FAILURES as error:
-                raise_policy_error(self.checkpoint, "on_changed", error)
+            self._ask("on_changed", self._on_changed, segment)
 
     def _replay(self, checkpoint: CheckpointPolicy, requests: Iterable[Request]) -> int:
         """Return the tokens that `requests` hit, one by one, in an empty cache like this."""
@@ -366,12 +362,9 @@ class SegmentedGroups(GroupedCache):
         segments = _Leaving(self._segments, self._can_leave)
         if next(iter(segments), None) is None:
             return None
-        try:
-            victim = self.checkpoint.victim(segments)
-        except FAILURES as error:
-            raise_policy_error(self.checkpoint, "victim", error)
+        victim = self._ask("victim", self.checkpoint.victim, segments)
         if not isinstance(victim, CachedSegment) or victim not in segments:
-            raise wrong_answer(self.checkpoint, "victim()", f"{victim!r}, which cannot leave")
+            self._refuse("victim()", f"{victim!r}, which cannot leave")
         return victim
 
     def _can_leave(self, segment: CachedSegment) -> bool:
