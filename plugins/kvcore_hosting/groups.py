@@ -88,10 +88,6 @@ class HostedGroups(GroupedCache):
             self.host.ended(seq.request, self.now)
         super().close(seq, now, length, preempted=preempted)
 
-    def _check_policies(self) -> None:
-        self.failure = self.failure or self.host.failure
-        super()._check_policies()
-
     def _hold(self, blocks: list[int]) -> None:
         super()._hold(blocks)
         for block in reversed(blocks):

@@ -5,14 +5,13 @@ from random import Random
 import attrs
 import orjson
 import pytest
-from helpers.faults import fail
 from helpers.group_streams import CacheSide, Pool, drive
 from helpers.grouped_traces import requests
 from helpers.step_lists import HOSTED, POLICIES, checksum, hosted_server, kvcore_evictions
 from hypothesis import settings
 
 import kvcore
-from kvcore import HostedGroups, InputError, PolicyError, Request
+from kvcore import HostedGroups, InputError, Request
 from kvcore.serving import Batching, simulate
 from kvcore_plugins.cache_groups import LayerGroup
 from kvcore_plugins.eviction import LRU, TTL
@@ -157,18 +156,3 @@ def test_a_sequence_that_is_closed_changes_no_host():
     with pytest.raises(InputError, match="is closed"):
         cache.close(sequence, preempted=True)
     assert cache.host._orders == known != {}
-
-
-def test_an_eviction_policy_that_failed_ends_the_use_of_its_cache():
-    """After an error of the policy an admission that would evict nothing raises it again."""
-
-    class Broken(Hosted):
-        on_insert = fail
-
-    cache = HostedGroups([LayerGroup("full", 4)], 8, eviction=Broken)
-    request = Request(id=0, prompt_tokens=4, keys=[0], key_tokens=4)
-    seq = cache.open(request)
-    with pytest.raises(PolicyError, match="ZeroDivisionError in on_insert"):
-        cache.commit(seq, 4)
-    with pytest.raises(PolicyError, match="ZeroDivisionError in on_insert"):
-        cache.open(attrs.evolve(request, id=1))

@@ -92,7 +92,7 @@ class GroupedCache:
         sequences: the open sequences by id.
         stats: counts of lookups and hits so far.
         evicted_blocks: number of blocks evicted so far.
-        failure: the first error of a policy, which every later call raises again; else None.
+        failure: the first error of the checkpoint policy, which later calls raise; else None.
         in_flight_tokens: tokens that may be computed before what the window has passed is
             freed, for the admission of prompts.
         names_generated: whether generated blocks without keys get names.
