@@ -111,6 +111,10 @@ class Split:
 
     def __attrs_post_init__(self) -> None:
         """Check the numbers."""
+        numbers = (*attrs.astuple(self)[:5], self.queue)
+        if any(type(number) is not int for number in numbers):
+            msg = f"{self!r}: give whole numbers of replicas, bytes a second, ns and tokens"
+            raise InputError(msg)
         if self.prefill < 1 or self.decode < 1 or self.bandwidth < 1:
             msg = f"{self}: give 1 or more replicas of prefill and of decode, and a bandwidth"
             raise InputError(msg)
