@@ -140,7 +140,8 @@ class Split:
             if not equals or name not in _READERS or name in fields:
                 known = ", ".join(_READERS)
                 piece = f"{name}{equals}{value}"
-                msg = f"{piece!r}{nearest(name, _READERS)}: write one of {known}, = and a value"
+                why = " is there twice" if name in fields else nearest(name, _READERS)
+                msg = f"{piece!r}{why}: write one of {known}, = and a value"
                 raise InputError(msg)
             try:
                 fields[name] = _READERS[name](value)

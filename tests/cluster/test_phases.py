@@ -393,6 +393,8 @@ def test_options_of_a_router_go_before_the_next_field():
     assert (split.router, split.queue, split.latency) == ("llm-d:queue=1,kv=2", 8192, 0)
     with pytest.raises(InputError, match=r"'overlp=whole' .*overlap"):
         Split.parse("prefill=1,decode=1,router=session,overlp=whole")
+    with pytest.raises(InputError, match="'decode=2' is there twice: write"):
+        Split.parse("prefill=1,decode=1,decode=2")
 
 
 @pytest.mark.parametrize(
