@@ -173,9 +173,11 @@ def test_a_transfer_has_the_bytes_of_its_group(block_bytes, moved):
     ],
 )
 def test_tiers_that_cannot_be_are_refused(tier, problem):
-    """A policy whose blocks expire, and a tier without a slot, are refused."""
+    """A policy whose blocks expire, and a tier without a slot, are refused, and stay unused."""
+    built = resolve("tier", tier)
     with pytest.raises(InputError, match=problem):
-        below([FULL, STATE], tier=tier)
+        below([FULL, STATE], tier=built)
+    built.check_unused()
 
 
 class Hosted(LRU):
