@@ -111,6 +111,10 @@ class Split:
 
     def __attrs_post_init__(self) -> None:
         """Check the numbers."""
+        numbers = (*attrs.astuple(self)[:5], self.queue)
+        if any(type(number) is not int for number in numbers):
+            msg = f"{self!r}: give whole numbers of replicas, bytes a second, ns and tokens"
+            raise InputError(msg)
         if self.prefill < 1 or self.decode < 1 or self.bandwidth < 1:
             msg = f"{self}: give 1 or more replicas of prefill and of decode, and a bandwidth"
             raise InputError(msg)
@@ -136,7 +140,8 @@ class Split:
             if not equals or name not in _READERS or name in fields:
                 known = ", ".join(_READERS)
                 piece = f"{name}{equals}{value}"
-                msg = f"{piece!r}{nearest(name, _READERS)}: write one of {known}, = and a value"
+                why = " is there twice" if name in fields else nearest(name, _READERS)
+                msg = f"{piece!r}{why}: write one of {known}, = and a value"
                 raise InputError(msg)
             try:
                 fields[name] = _READERS[name](value)

@@ -7,7 +7,6 @@ from typing import Any
 
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.pool import Ids
-from kvcore.errors import InputError
 from kvcore.request import Request
 from kvcore_hosting.host import PolicyHost
 from kvcore_plugins.cache_groups.cache import GroupedCache
@@ -53,15 +52,18 @@ class HostedGroups(GroupedCache):
         **options: Any,
     ) -> None:
         super().__init__(groups, blocks, eviction=eviction, **options)
-        if self.eviction.expires_spans:
-            msg = (
-                f"eviction {self.eviction.name!r} lets blocks expire, and a block of a group "
-                "hits as long as it is cached: give lru, or serve one group"
-            )
-            raise InputError(msg)
         self.hears_names = True
         self.host = PolicyHost(self.eviction, blocks, self._size, layout=self.geometry)
         self._resumed = False
+
+    def _problem(self) -> str:
+        self.eviction.check_unused()
+        if not self.eviction.expires_spans:
+            return ""
+        return (
+            f"eviction {self.eviction.name!r} lets blocks expire, and a block of a group "
+            "hits as long as it is cached: give lru, or serve one group"
+        )
 
     def open(
         self, request: Request, *arguments: Any, resumed: bool = False, **options: Any
@@ -79,11 +81,11 @@ class HostedGroups(GroupedCache):
         preempted: bool = False,
     ) -> None:
         """Give back all blocks of `seq`, of each group the last one first."""
-        if seq.is_open:  # else the base class refuses it
-            if preempted:
-                self.host.forget(seq.request.id)
-            else:
-                self.host.ended(seq.request, self.now if now is None else now)
+        self._begin(seq, now)
+        if preempted:
+            self.host.forget(seq.request.id)
+        else:
+            self.host.ended(seq.request, self.now)
         super().close(seq, now, length, preempted=preempted)
 
     def _hold(self, blocks: list[int]) -> None:

@@ -342,8 +342,7 @@ class PolicyHost:
             raise self._dead
         if self._orphans:
             self._adopt(blocks, now, request)
-        spans = self._spans
-        path = _closed(list[Span](spans[block] for block in blocks))
+        path = _closed([self._cached(block) for block in blocks])
         if again:
             for span in path:
                 span.last_access = now
@@ -368,7 +367,7 @@ class PolicyHost:
         """Apply the retention priorities of `request` to the path that ends at `block`."""
         if request.retention:
             apply_hints(
-                self._spans[block], priority_steps(request, self._geometry.block_size), now
+                self._cached(block), priority_steps(request, self._geometry.block_size), now
             )
 
     def victims(
@@ -591,10 +590,15 @@ class PolicyHost:
             raise _not_pinned(block)
         self._orphans[block] = span, before + pins
 
+    def _cached(self, block: Block) -> Span:
+        """Return the span of a block that the policy has to know."""
+        try:
+            return self._spans[block]
+        except KeyError:
+            raise _not_cached(block) from None
+
     def _branch(self, block: Block) -> list[_BlockSpan]:
-        if block not in self._spans:
-            raise _not_cached(block)
-        order: list[Any] = [self._spans[block]]
+        order: list[Any] = [self._cached(block)]
         for span in order:
             order.extend((span.children or {}).values())
         return order[::-1]

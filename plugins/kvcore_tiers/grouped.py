@@ -350,9 +350,10 @@ class GroupTiers(TierStack[GroupLevel]):
             cache.cached, *(level.slots.cached for level in self._loadable), strict=True
         )
         self.anywhere: list[Container[Name]] = [_Anywhere([*of]) for of in stores]
-        cache.tiers = self
-        cache.hears_names = True
-        self._tell_reload(slot_bytes)
+        self._begin_use(slot_bytes)
+        if self.levels:
+            cache.tiers = self
+            cache.hears_names = True
         self.describe()
 
     def bytes_of(self, run: Run) -> int:

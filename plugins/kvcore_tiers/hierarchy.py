@@ -85,8 +85,10 @@ class TierStack(Generic[LevelT]):
                 ]
             )
 
-    def _tell_reload(self, slot_bytes: int) -> None:
-        """Set how long the nearest tier takes to give a block back, for the policies."""
+    def _begin_use(self, slot_bytes: int) -> None:
+        """Bind the tiers; tell policies how long the nearest takes to give a block back."""
+        for level in self.levels:
+            level.tier.bind()
         if self.levels and self.levels[0].tier.load != "never":
             # Of many, which share the latency of one transfer, and its rounding to whole ns.
             many = self.levels[0].link.load_ns(1000 * slot_bytes, 0)
@@ -183,7 +185,7 @@ class Tiers(TierStack[Level]):
         # By request: its prefetch under way, and the ranges of blocks that one has loaded.
         self._ahead: dict[int | str, Load] = {}
         self._brought: dict[int | str, list[tuple[Level, int, int]]] = {}
-        self._tell_reload(slot_bytes)
+        self._begin_use(slot_bytes)
         if self.levels:
             cache.tree.watcher = self
         cache.tiers = self
@@ -570,13 +572,11 @@ class Tiers(TierStack[Level]):
 
 
 def used_tiers(tiers: Iterable[Tier | str], slot_bytes: int) -> list[tuple[str, Tier]]:
-    """Bind tiers, once all have room for a block; return them with their names in reports."""
+    """Check that tiers have room and are unused; return them with their names in reports."""
     built: list[Tier] = [resolve("tier", tier) for tier in tiers]
     for tier in built:
         tier.slots(slot_bytes)
         tier.check_unused()
-    for tier in built:
-        tier.bind()
     times = Counter(tier.name for tier in built)
     serials: Counter[str] = Counter()
     named = []

@@ -393,11 +393,22 @@ def test_options_of_a_router_go_before_the_next_field():
     assert (split.router, split.queue, split.latency) == ("llm-d:queue=1,kv=2", 8192, 0)
     with pytest.raises(InputError, match=r"'overlp=whole' .*overlap"):
         Split.parse("prefill=1,decode=1,router=session,overlp=whole")
+    with pytest.raises(InputError, match="'decode=2' is there twice: write"):
+        Split.parse("prefill=1,decode=1,decode=2")
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"mixed": -5}, {"queue": 0}, {"latency": -1}, {"overlap": "x"}, {"first_output": "x"}],
+    [
+        {"mixed": -5},
+        {"mixed": 0.5},
+        {"queue": 0},
+        {"latency": -1},
+        {"latency": 1.5},
+        {"bandwidth": "50GB"},
+        {"overlap": "x"},
+        {"first_output": "x"},
+    ],
 )
 def test_a_split_that_cannot_be_is_refused(wrong):
     """Fields that are given in Python are checked as those in a text."""

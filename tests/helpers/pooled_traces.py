@@ -2,9 +2,11 @@
 
 from random import Random
 
+import attrs
 from helpers.grouped_traces import keyed_request
 
 from kvcore import Trace
+from kvcore.request import Hints
 from kvcore.serving import Batching, simulate
 from kvcore_plugins.layer_pools import PooledCache
 
@@ -27,10 +29,12 @@ def requests(rng, count):
     return made
 
 
-def pooled_run(seed, path=None, count=40, eviction="lru:renew_split=true", *, jumps=True):
+def pooled_run(
+    seed, path=None, count=40, eviction="lru:renew_split=true", *, jumps=True, pins=False
+):
     """Serve random requests with random pools and rules; return the result and the cache.
 
-    With a `path` the run writes a trace there.
+    With a `path` the run writes a trace there; with `pins` clients pin some of the prompts.
     """
     rng = Random(seed)
     kind, size = KINDS[seed % 3], rng.choice((1, 4, 8))
@@ -44,6 +48,9 @@ def pooled_run(seed, path=None, count=40, eviction="lru:renew_split=true", *, ju
         sizes["state_slots"] = rng.choice((5, 10, 20))
     served, blocks = requests(rng, count), rng.choice((700, 900, 1800)) // size
     rules = rng.choice(RULES)
+    if pins:
+        pinned = [attrs.evolve(request, hints=Hints(pin=10**8)) for request in served[::4]]
+        served[::4] = pinned
 
     def serve(trace):
         cache = PooledCache(

@@ -18,7 +18,8 @@ def check_recorded(path, alone, traced, cache):
     report, recorded = check_trace(path), recorded_run(path)
     assert report.complete
     assert report.pool["free"] == cache.pool.free_blocks
-    assert report.pool["cached"] == cache.unpinned_blocks
+    pinned = cache.pins.blocks if cache.pins else 0
+    assert report.pool["cached"] == cache.unpinned_blocks + pinned
     assert recorded.evicted_blocks == summary["evicted_blocks"]
     assert recorded.preemptions == summary["preemptions"]
     for name in ("hit_blocks", "lookup_blocks", "self_hit_blocks"):

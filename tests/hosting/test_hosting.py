@@ -374,6 +374,11 @@ def test_clear_drops_all_blocks_and_starts_a_new_policy():
     assert host.victims(1, now=0) == ["a"]
 
 
+def hinted():
+    """Return a request with a hint."""
+    return Request(id="a", prompt_tokens=4, key_tokens=4, retention=[Retention(0, None, 9)])
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [
@@ -386,6 +391,8 @@ def test_clear_drops_all_blocks_and_starts_a_new_policy():
             ),
             "block 'b' is not pinned",
         ),
+        (lambda host: host.hit(["a", "b"], 0), "block 'b' is not cached"),
+        (lambda host: host.hinted("b", hinted(), 0), "block 'b' is not cached"),
         (lambda _host: make(blocks=0), "a host of 0 blocks: give a whole number above 0"),
         (lambda host: PolicyHost(host.eviction, 8, 16), "is in use already"),
     ],

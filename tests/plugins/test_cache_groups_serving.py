@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from io import BytesIO
 from random import Random
 from typing import get_args
@@ -13,7 +14,7 @@ from helpers.grouped_requests import FULL, GROUPS, STATE, WINDOW, grouped_reques
 from helpers.jobs import job as job_of
 from helpers.serving import Even
 
-from kvcore import Request, Trace
+from kvcore import CheckpointPolicy, HostedGroups, Request, Trace
 from kvcore.cache import KVCache
 from kvcore.config import RunConfig
 from kvcore.errors import InputError
@@ -30,10 +31,14 @@ from kvcore_cli.report.simulation import group_text
 from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_plugins.cache_groups.groups import GroupKind
 from kvcore_plugins.cache_groups.plan import groups_of
+from kvcore_plugins.cache_groups.segments import SegmentedGroups
 from kvcore_plugins.rules import VLLM
 from kvcore_plugins.scheduler import FCFS
 from kvcore_plugins.workload import Zipf
 from kvcore_replay.check.trace import check_trace
+
+PLAIN = Request(id=0, prompt_tokens=20, key_tokens=8)
+"""A request that hits nothing."""
 
 
 @pytest.mark.parametrize("rules", [None, "vllm:lag=0", "vllm", "sglang"])
@@ -294,6 +299,48 @@ def test_groups_that_cannot_be_are_refused(make, problem):
     """Groups, intervals and policies that cannot be raise InputError, which says what to do."""
     with pytest.raises(InputError, match=problem):
         make()
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda cache, _: cache.open(PLAIN, -1), "first -1 tokens"),
+        (lambda cache, seq: cache.extend(seq, -1), "extend by -1 tokens"),
+        (lambda cache, seq: cache.commit(seq, 21), "commit of 21 tokens"),
+        (lambda cache, seq: (cache.close(seq), cache.commit(seq, 0)), "is closed"),
+        (lambda cache, seq: (cache.close(seq), cache.extend(seq, 1)), "is closed"),
+        (lambda cache, seq: (cache.close(seq), cache.close(seq)), "is closed"),
+        (lambda _, seq: GroupedCache([FULL], 9).close(seq), "is not of this cache"),
+    ],
+)
+@pytest.mark.parametrize(
+    "make", [GroupedCache, partial(HostedGroups, eviction="lfu"), SegmentedGroups]
+)
+def test_wrong_calls_of_groups_are_refused(make, call, problem):
+    """A number below 0, and a sequence that is not open here, raise InputError."""
+    cache = make([FULL, STATE], 9)
+    seq = cache.open(PLAIN)
+    with pytest.raises(InputError, match=problem):
+        call(cache, seq)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(GroupedCache, [FULL], 0),
+        partial(GroupedCache, [FULL], 9, key_tokens=3),
+        partial(GroupedCache, [FULL], 9, eviction="lfu"),
+        partial(HostedGroups, [FULL], 9, eviction="ttl"),
+        partial(SegmentedGroups, [FULL], 9),
+    ],
+)
+def test_groups_that_are_refused_leave_their_policy_unused(make):
+    """A checkpoint policy can be used if the cache was refused because of another part."""
+    policy = CheckpointPolicy()
+    with pytest.raises(InputError):
+        make(checkpoint=policy)
+    assert GroupedCache([FULL], 9, checkpoint=policy).checkpoint is policy
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,13 @@ from kvcore.plugins import resolve
 from kvcore.serving import Batching, simulate
 from kvcore.trace import Trace
 from kvcore_plugins.cache_groups import GroupPlan, LayerGroup
+from kvcore_plugins.cache_groups.groups import GroupMatch
 from kvcore_plugins.cache_groups.named_blocks import NamedBlocks
 from kvcore_plugins.checkpoint import place
 from kvcore_plugins.checkpoint.marconi import GRID
 from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.check.trace import check_trace
+from kvcore_replay.untimed import replay_groups
 from kvcore_testing.checkpoint import look_up, stream
 from kvcore_tiers.grouped import GroupTiers
 
@@ -523,10 +525,14 @@ def test_no_policy_hits_more_than_the_bound():
     ],
 )
 def test_a_wrong_policy_is_named(members, text):
-    """An error of a policy names it, the method, and what is wrong with its answer."""
+    """An error of a policy names it, the method, and what is wrong; later calls raise it."""
     wrong = faulty("A policy with a fault.", CheckpointPolicy, name="wrong", **members)
+    cache = new_cache(wrong(), blocks=30)
+    prompts = [request(n, range(100 * n, 100 * n + 9)) for n in range(9)]
     with pytest.raises(PolicyError, match=f"wrong.*{text}"):
-        hits(wrong(), [range(100 * n, 100 * n + 9) for n in range(9)], blocks=30)
+        replay_groups(prompts, cache, CHUNK)
+    with pytest.raises(PolicyError, match=f"wrong.*{text}"):
+        cache.open(request(9, [1]), match=GroupMatch(0, 0, ([], []), ()))
 
 
 @pytest.mark.parametrize(

@@ -173,9 +173,11 @@ def test_a_transfer_has_the_bytes_of_its_group(block_bytes, moved):
     ],
 )
 def test_tiers_that_cannot_be_are_refused(tier, problem):
-    """A policy whose blocks expire, and a tier without a slot, are refused."""
+    """A policy whose blocks expire, and a tier without a slot, are refused, and stay unused."""
+    built = resolve("tier", tier)
     with pytest.raises(InputError, match=problem):
-        below([FULL, STATE], tier=tier)
+        below([FULL, STATE], tier=built)
+    built.check_unused()
 
 
 class Hosted(LRU):
@@ -291,3 +293,14 @@ def test_an_explanation_says_what_was_loaded(tmp_path):
     ]
     assert losses[0] == ("loaded", 16, "host")
     assert sum(tokens for _, tokens, _ in losses) == 21
+
+
+@pytest.mark.parametrize("tiers", [[], [f"host:memory={100 * SLOT}"]])
+def test_a_prompt_whose_first_chunk_finds_no_room_hits_nothing(tiers):
+    """Replayed without a clock, it counts no hit and leaves no block held, tiers or none."""
+    cache = GroupedCache([FULL], 8, key_tokens=4)
+    GroupTiers(cache, tiers, SLOT)
+    cache.compute(ask(0, prompt=17, keys=[1, 2, 3, 4]), 64)
+    again = ask(1, prompt=81, keys=[1, 2, 3, 4, *range(10, 26)])
+    assert cache.compute(again, 64).tokens == cache.stats.hit_blocks == 0
+    assert cache.available_blocks == 8

@@ -38,9 +38,16 @@ from kvcore.cache.pool import BlockPool, Ids
 from kvcore.cache.recorder import Recorder, check_admission
 from kvcore.cache.residency import CacheStats
 from kvcore.cache.tree import root_span
-from kvcore.errors import InputError, OutOfBlocks
-from kvcore.plugins import FAILURES, Plugin, describe, find_override, resolve, wrong_answer
-from kvcore.plugins.base import raise_policy_error
+from kvcore.errors import InputError, OutOfBlocks, PolicyError
+from kvcore.plugins import (
+    FAILURES,
+    Plugin,
+    describe,
+    find_override,
+    policy_error,
+    resolve,
+    wrong_answer,
+)
 from kvcore.request import Key, Request
 from kvcore.serving.decode_batch import DecodeBatch
 from kvcore.serving.scheduler import Batching
@@ -85,6 +92,7 @@ class GroupedCache:
         sequences: the open sequences by id.
         stats: counts of lookups and hits so far.
         evicted_blocks: number of blocks evicted so far.
+        failure: the first error of the checkpoint policy, which later calls raise; else None.
         in_flight_tokens: tokens that may be computed before what the window has passed is
             freed, for the admission of prompts.
         names_generated: whether generated blocks without keys get names.
@@ -119,7 +127,7 @@ class GroupedCache:
         self._size = size = lcm(*sizes)
         checkpoint = checkpoint or CheckpointPolicy
         self.checkpoint: CheckpointPolicy = resolve("checkpoint", checkpoint)
-        self.checkpoint.bind()
+        self.checkpoint.check_unused()
         self.checkpoint.unit = size
         self._interval = interval = self.checkpoint.interval
         if interval is not None and not (
@@ -131,25 +139,23 @@ class GroupedCache:
                 "groups divide"
             )
             raise InputError(msg)
-        self._boundaries = find_override(self.checkpoint, "boundaries")
-        self._on_admitted = find_override(self.checkpoint, "on_admitted")
         self.eviction: EvictionPolicy = resolve("eviction", eviction, "lru")
-        if self.eviction.name != "lru" and type(self) is GroupedCache:
-            msg = (
-                f"eviction {self.eviction.name!r}: a GroupedCache is evicted by lru; give "
-                "that, or make a kvcore.HostedGroups, which takes any policy"
-            )
-            raise InputError(msg)
+        if problem := self._problem():
+            raise InputError(problem)
         self._chooser: Plugin = self.eviction  # of what leaves, for traces
         self.geometry = BlockLayout("tokens", size, key_tokens, recompute)
         self._layouts = {size: BlockLayout("tokens", size, key_tokens) for size in sizes}
         self.pool = BlockPool(blocks)
+        self.checkpoint.bind()  # nothing is refused from here on
+        self._boundaries = find_override(self.checkpoint, "boundaries")
+        self._on_admitted = find_override(self.checkpoint, "on_admitted")
         self.trace = trace
         self.now = 0
         self.tiers: GroupsBelow | None = None
         self.sequences: dict[int, GroupSequence] = {}
         self.stats = CacheStats()
         self.evicted_blocks = 0
+        self.failure: PolicyError | None = None
         self.in_flight_tokens = 0
         self.names_generated = False
         self._root = root_span(self.geometry)
@@ -177,6 +183,15 @@ class GroupedCache:
         self._kinds = [kind_of[index] for index in range(len(self.groups))]
         if trace is not None:
             self._begin_trace(trace)
+
+    def _problem(self) -> str:
+        """Return why these groups cannot have these policies, or "" if they can."""
+        if self.eviction.name == "lru":
+            return ""
+        return (
+            f"eviction {self.eviction.name!r}: a GroupedCache is evicted by lru; give "
+            "that, or make a kvcore.HostedGroups, which takes any policy"
+        )
 
     def allocator(self, batch: DecodeBatch, batching: Batching) -> GroupAllocator:
         """Return the allocator of its blocks in a run, whose rules it has from now on.
@@ -336,9 +351,16 @@ class GroupedCache:
             match: its cached prefix if that has been looked up; None: it is.
 
         Raises:
+            InputError: the request has hints that groups do not know, or `first_tokens` is
+                below 0.
             OutOfBlocks: too few blocks are free or evictable, or the step that is planned
                 computes a state that it would hit; no block has changed.
+            PolicyError: a policy failed.
         """
+        self._check_policies()
+        if first_tokens is not None and first_tokens < 0:
+            msg = f"open with the first {first_tokens} tokens after the hit: give 0 or more"
+            raise InputError(msg)
         self.now = self.now if now is None else now
         self._check_hints(request)
         if self.trace is not None:
@@ -375,10 +397,7 @@ class GroupedCache:
         if self.tiers is not None:
             self.tiers.hit(match.blocks, self.now)
         if self._on_admitted is not None and not resumed:
-            try:
-                self._on_admitted(request, hit, match.junction)
-            except FAILURES as error:
-                raise_policy_error(self.checkpoint, "on_admitted", error)
+            self._ask("on_admitted", self._on_admitted, request, hit, match.junction)
         return seq
 
     def grow(self, seq: GroupSequence, tokens: int) -> bool:
@@ -436,9 +455,13 @@ class GroupedCache:
         """Allocate blocks of each group for `tokens` more tokens; evict blocks for that.
 
         Raises:
+            InputError: `tokens` is below 0, or `seq` is not open here.
             OutOfBlocks: too few are free or evictable; none has been allocated.
         """
-        self.now = self.now if now is None else now
+        self._begin(seq, now)
+        if tokens < 0:
+            msg = f"extend by {tokens} tokens: give 0 or more"
+            raise InputError(msg)
         total = seq.tokens + tokens
         self.free_passed(seq, seq.computed)
         if not self.grow(seq, total):
@@ -446,9 +469,9 @@ class GroupedCache:
 
     def commit(self, seq: GroupSequence, tokens: int, now: int | None = None) -> None:
         """Count `tokens` more tokens as computed: full blocks get their names."""
+        self._begin(seq, now)
         if tokens < 0 or seq.computed + tokens > seq.tokens:
             seq.refuse_commit(tokens)
-        self.now = self.now if now is None else now
         seq.committed_at = now
         seq.computed += tokens
         self.store(seq, seq.computed)
@@ -538,10 +561,8 @@ class GroupedCache:
         preempted: bool = False,
     ) -> None:
         """Give back all blocks of `seq`, of each group the last one first."""
-        self.now = self.now if now is None else now
-        if self.sequences.pop(seq.id, None) is not seq:
-            msg = f"sequence {seq.id} (request {seq.request.id}) is closed"
-            raise InputError(msg)
+        self._begin(seq, now)
+        del self.sequences[seq.id]
         seq.is_open = False
         self._fresh.difference_update(seq.fresh)
         freed: Ids = array("i")
@@ -634,10 +655,6 @@ class GroupedCache:
         match, length = self.match(request), request.prompt_tokens
         computed, seq = match.tokens, None
         self.in_flight_tokens = max_tokens
-        if self.tiers is not None and self.need(match, computed) <= self.available_blocks:
-            seq = self.open(request, 0, match=match)
-            load = self.tiers.load(seq, self.now, _untimed)
-            computed = computed if load is None else self.tiers.finish(load, self.now)
         while computed < length:
             tokens = self.chunk_tokens(
                 computed, min(max_tokens, length - computed), length, length, match.boundaries,
@@ -646,7 +663,11 @@ class GroupedCache:
             if seq is None:
                 if self.need(match, computed + tokens) > self.available_blocks:
                     break
-                seq = self.open(request, tokens, match=match)
+                seq = self.open(request, tokens if self.tiers is None else 0, match=match)
+                if self.tiers is not None:
+                    load = self.tiers.load(seq, self.now, _untimed)
+                    computed = computed if load is None else self.tiers.finish(load, self.now)
+                    continue
             else:
                 self.free_passed(seq, computed)
                 if not self.grow(seq, computed + tokens):
@@ -790,14 +811,44 @@ class GroupedCache:
 
     def _ask_boundaries(self, request: Request, hit: int, junction: int) -> tuple[int, ...]:
         """Return the boundaries of the policy for a request that hits so much."""
-        policy = self.checkpoint
-        try:
-            boundaries = tuple(policy.boundaries(request, hit, junction))
-        except FAILURES as error:
-            raise_policy_error(policy, "boundaries", error)
+        boundaries: tuple[int, ...] = self._ask(
+            "boundaries", lambda: tuple(self.checkpoint.boundaries(request, hit, junction))
+        )
         if any(type(length) is not int for length in boundaries):
-            raise wrong_answer(policy, "boundaries()", f"{boundaries}: give whole tokens")
+            self._refuse("boundaries()", f"{boundaries}: give whole tokens")
         return boundaries
+
+    # Policies that fail.
+
+    def _ask(self, method: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of the checkpoint policy; an error of it ends the use of the cache."""
+        self._check_policies()
+        try:
+            return call(*arguments)
+        except FAILURES as error:
+            if isinstance(error, PolicyError):
+                raise
+            self.failure = policy_error(self.checkpoint, method, error)
+            raise self.failure from error
+
+    def _refuse(self, question: str, why: str) -> NoReturn:
+        """Raise the error of a wrong answer, which ends the use of the cache."""
+        self.failure = wrong_answer(self.checkpoint, question, why)
+        raise self.failure
+
+    def _check_policies(self) -> None:
+        """Raise the first error of a policy again, after which no call works."""
+        if self.failure is not None:
+            raise PolicyError(str(self.failure)) from self.failure
+
+    def _begin(self, seq: GroupSequence, now: int | None) -> None:
+        """Note the time of a call for `seq`, which has to be open in this cache."""
+        self._check_policies()
+        if self.sequences.get(seq.id) is not seq:
+            why = "not of this cache" if seq.is_open else "closed"
+            msg = f"sequence {seq.id} (request {seq.request.id}) is {why}"
+            raise InputError(msg)
+        self.now = self.now if now is None else now
 
     def _prefix(
         self, group: LayerGroup, cached: list[Any], names: BlockNames, tokens: int

@@ -9,9 +9,7 @@ from typing import Any
 import attrs
 
 from kvcore.cache import CheckpointPolicy, Segment
-from kvcore.errors import InputError
-from kvcore.plugins import FAILURES, find_override, wrong_answer
-from kvcore.plugins.base import raise_policy_error
+from kvcore.plugins import find_override
 from kvcore.request import Request
 from kvcore_plugins.cache_groups.cache import GroupedCache
 from kvcore_plugins.cache_groups.groups import GroupMatch, GroupSequence, LayerGroup
@@ -95,12 +93,6 @@ class SegmentedGroups(GroupedCache):
 
     def __init__(self, groups: Iterable[LayerGroup], blocks: int, **options: Any) -> None:
         super().__init__(groups, blocks, **options)
-        if not self.has_states:
-            msg = (
-                f"checkpoint {self.checkpoint.name!r} chooses the states that leave, and these "
-                "groups keep none: leave it out"
-            )
-            raise InputError(msg)
         self._seconds = self.geometry.recompute_seconds
         self.hears_names = True
         self._chooser = self.checkpoint
@@ -116,6 +108,14 @@ class SegmentedGroups(GroupedCache):
         self._texts: dict[int, _Text] = {}
         self._leaving: CachedSegment | None = None
         self._admissions = 0
+
+    def _problem(self) -> str:
+        if self.has_states:
+            return super()._problem()
+        return (
+            f"checkpoint {self.checkpoint.name!r} chooses the states that leave, and these "
+            "groups keep none: leave it out"
+        )
 
     def open(
         self, request: Request, *arguments: Any, match: GroupMatch | None = None, **options: Any
@@ -176,11 +176,11 @@ class SegmentedGroups(GroupedCache):
 
     def close(self, seq: GroupSequence, *arguments: Any, **options: Any) -> None:
         """Give back all blocks of `seq`. What follows its last boundary is its tail."""
-        if seq.is_open:
-            text = self._texts[seq.id]
-            if tail := [*text.kept, *text.full]:
-                self._add(seq, tail[-1][0], [block for _, block in tail], [])
-            del self._texts[seq.id]
+        self._begin(seq, None)
+        text = self._texts[seq.id]
+        if tail := [*text.kept, *text.full]:
+            self._add(seq, tail[-1][0], [block for _, block in tail], [])
+        del self._texts[seq.id]
         super().close(seq, *arguments, **options)
 
     def _stored(self, seq: GroupSequence, group: int, copies: dict[int, bool]) -> None:
@@ -255,10 +255,7 @@ class SegmentedGroups(GroupedCache):
     def _tell(self, segment: CachedSegment) -> None:
         """Notify the policy that `segment` has changed."""
         if self._on_changed is not None:
-            try:
-                self._on_changed(segment)
-            except FAILURES as error:
-                raise_policy_error(self.checkpoint, "on_changed", error)
+            self._ask("on_changed", self._on_changed, segment)
 
     def _replay(self, checkpoint: CheckpointPolicy, requests: Iterable[Request]) -> int:
         """Return the tokens that `requests` hit, one by one, in an empty cache like this."""
@@ -365,12 +362,9 @@ class SegmentedGroups(GroupedCache):
         segments = _Leaving(self._segments, self._can_leave)
         if next(iter(segments), None) is None:
             return None
-        try:
-            victim = self.checkpoint.victim(segments)
-        except FAILURES as error:
-            raise_policy_error(self.checkpoint, "victim", error)
+        victim = self._ask("victim", self.checkpoint.victim, segments)
         if not isinstance(victim, CachedSegment) or victim not in segments:
-            raise wrong_answer(self.checkpoint, "victim()", f"{victim!r}, which cannot leave")
+            self._refuse("victim()", f"{victim!r}, which cannot leave")
         return victim
 
     def _can_leave(self, segment: CachedSegment) -> bool:

@@ -119,6 +119,8 @@ class PoolChecker(TraceChecker):
         self._last_keep: tuple[int, int] | None = None
         # The line that is due after a KEEP.
         self._closing: tuple[str, int, str | None] | None = None
+        # Whether a client may pin a prompt, which no line but its REQUEST says.
+        self._clients_pin = False
         # The sequence that the current line closes.
         self._ends: TracedSequence | None = None
         self._record: dict[str, Callable[[Any], None]] = {
@@ -327,9 +329,13 @@ class PoolChecker(TraceChecker):
             self._lose(event.by, self.state.span(event.span), event.requester)
         super()._evict(event)
 
+    def _request(self, event: events.Request) -> None:
+        super()._request(event)
+        self._clients_pin |= event.hints is not UNSET and "pin" in event.hints
+
     def _tombstone(self, event: events.Tombstone) -> None:
         span = self.state.span(event.span)
-        if not (span.pins or span.children):
+        if not (span.pins or span.children or self._clients_pin):
             violated(f"span {span.id} is a leaf, and leaves whole")
         self._lose(event.pool, span, event.requester)
 
