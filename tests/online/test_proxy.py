@@ -556,6 +556,20 @@ async def test_a_redirect_is_not_followed(proxy, servers, client):
     await until(lambda: not checked.replica.up)
 
 
+@played(count=1, prefixes="tokens")
+async def test_a_redirect_of_tokens_is_no_answer(proxy, servers, client):
+    """A prompt goes to no other address than its server's; without tokens it is served too."""
+    asked = []
+
+    def elsewhere(text):
+        asked.append(text)
+        raise web.HTTPTemporaryRedirect(servers[0].url + "/tokenize")
+
+    servers[0].tokenize = elsewhere
+    assert (await ask(client))[0] == 200
+    assert asked == ["a prompt"]
+
+
 @played(count=1)
 async def test_a_proxy_with_one_server_up_is_healthy(proxy, servers, client):
     """One server that is up is enough for a proxy to be healthy."""

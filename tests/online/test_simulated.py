@@ -36,7 +36,7 @@ from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved
 from kvcore_online.engine import LiveEngine, LiveInbox, LiveLoop, Tokens, share_keys
 from kvcore_online.metrics import server_metrics
-from kvcore_online.server import MOST_JOINED, ServeConfig, Server, run
+from kvcore_online.server import ServeConfig, Server, run
 from kvcore_online.simulated import WORDS, SimulatedModel, SimulatedTokens
 from kvcore_online.tally import CANCELLED, FAILED, FINISHED
 from kvcore_replay.check.trace import replay
@@ -56,8 +56,8 @@ class World:
         self.tokens, self.parts = {}, []
 
     def clock(self):
-        """Return the time in ns."""
-        return self.now
+        """Return the time in ns, of a clock that began long before."""
+        return 7 * NS_PER_S + self.now
 
     def sleep(self, seconds):
         """Move the clock; requests come at their times."""
@@ -628,11 +628,11 @@ def test_a_model_with_cache_groups_is_served(tmp_path):
 
 @pytest.mark.parametrize(("stream", "cached"), [(False, 4), (True, 0)])
 def test_tokens_that_come_at_once_are_sent_together(stream, cached):
-    """Tokens that an engine has before the loop takes them are one piece, up to a limit.
+    """Tokens that an engine has before the loop takes them are pieces of 256, and the rest one.
 
     With a piece for each token no other client was served while a fast engine had many answers.
     """
-    tokens = 3 * MOST_JOINED + 1
+    tokens = 3 * 256 + 1
     with serving(simulated=True) as server:
         word, *_ = server.engine.loop._tokens._model._tokens
 
