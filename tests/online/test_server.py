@@ -430,7 +430,7 @@ def test_the_server_lists_models_tokenizes_and_exports_metrics(server):
     """The server lists its model, tokenizes prompts and exports metrics."""
     (model,) = client(server).models.list()
     known = {"id": "tiny", "object": "model", "created": 0, "owned_by": "kvcore"}
-    assert model.model_dump() == known
+    assert model.to_dict() == known
     status, document = ask(server, "/tokenize", json.dumps({"prompt": PROMPT}).encode())
     assert (status, document["count"], len(document["tokens"])) == (200, 40, 40)
     status, document = ask(server, "/tokenize", b'{"prompt": ["a", "b"]}')
