@@ -99,6 +99,22 @@ def test_connections_that_come_at_once_keep_to_the_limit():
     asyncio.run(scene())
 
 
+@pytest.mark.parametrize(
+    ("waiting", "size", "timed"),
+    [(0, 1 << 15, False), (0, (1 << 15) + 1, True), (0, None, True), (1, 1, True)],
+)
+def test_an_answer_that_an_empty_buffer_takes_needs_no_timer(waiting, size, timed):
+    """32 KiB are taken at once; what may wait for its client has a time in which it does."""
+    address = {"host": "127.0.0.1", "port": 0, "client_timeout": 1, "shutdown_timeout": 1}
+    listener = Listener({}, "a test", body=1, connections=1, **address)
+    http = SimpleNamespace(transport=SimpleNamespace(get_write_buffer_size=lambda: waiting))
+
+    async def timer():
+        return listener._time_to_take(http, SimpleNamespace(content_length=size))
+
+    assert isinstance(asyncio.run(timer()), asyncio.Timeout) is timed
+
+
 def test_others_have_their_turn_between_two_bodies():
     """Of bodies that are there at once one is decoded in a turn of the loop."""
     address = {"host": "127.0.0.1", "port": 0, "client_timeout": 1, "shutdown_timeout": 1}
