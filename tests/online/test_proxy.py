@@ -216,20 +216,19 @@ async def test_a_restarted_server_is_used_again(proxy, servers, client):
     assert sample(proxy, "hit_tokens_total") == 0
 
 
-@played(failures=3)
+@played(failures=3, health_interval=60)
 async def test_three_failed_checks_in_a_row_make_a_server_down(proxy, servers, client, capsys):
     """A server is down after three failed checks in a row, and up again after a success.
 
     A line tells either. Its replica has the usage of its cache.
     """
-    replica = proxy.fleet.servers[0].replica
-    assert replica.usage == 0.25
-    servers[0].healthy = False
-    await until(lambda: proxy.fleet.servers[0].failures == 2)
-    assert replica.up
-    await until(lambda: not replica.up)
-    servers[0].healthy = True
-    await until(lambda: replica.up)
+    server, states = proxy.fleet.servers[0], []
+    assert server.replica.usage == 0.25
+    for healthy in (False, False, True, False, False, False, True):
+        servers[0].healthy = healthy
+        await proxy.fleet.check(server, proxy._session)
+        states.append(server.replica.up)
+    assert states == [*[True] * 5, False, True]
     said = map(sentence, capsys.readouterr().err.splitlines())
     name = f"kvcore: {servers[0].url[7:]} is"
     assert [line for line in said if line.startswith(name)] == [
