@@ -134,6 +134,7 @@ def test_a_prompt_goes_to_the_server_that_has_its_prefix(more):
             _, headers, _ = await ask(client, prompt=text + " and more")
             assert headers["x-kvcore-replica"] == where[text]
         assert sample(proxy, "hit_tokens_total") == 4 * (64 if more else 16)
+        assert sample(proxy, "prompt_tokens_total") == 4 * (64 + 73 if more else 16 + 18)
 
     play(scene, router=Hits(), **more)
 

@@ -693,6 +693,7 @@ def test_a_stop_text_costs_what_the_answer_is_long():
 @given(st.lists(st.text("ab", max_size=4)), st.lists(st.text("ab", min_size=1), max_size=3))
 @example(["aba"], ["b", "aba"])
 @example(["ab"], ["b", "ab"])
+@example(["ababb"], ["aba", "bb"])
 def test_a_text_ends_before_the_stop_text_that_ends_first(pieces, stops):
     """However a text comes in pieces, it ends before the first text in it that is a stop text.
 

@@ -657,6 +657,27 @@ def test_tokens_that_come_at_once_are_sent_together(stream, cached):
     assert len(texts) == (5 if stream else 1)
 
 
+def test_others_are_served_between_two_pieces_that_have_come():
+    """Pieces that wait are sent in turns of the loop, one for each, without a pause."""
+    server, order = made(), []
+    server.engine.submit = lambda _, listener: listener(Tokens([5], end=FINISHED))
+
+    def other(turns):
+        order.append("other")
+        if turns:
+            asyncio.get_running_loop().call_soon(other, turns - 1)
+
+    async def scene():
+        requests = [text_request(number, [1], output=1, block_size=16) for number in range(3)]
+        async for index, _ in server._generate(requests):
+            order.append(index)
+            if not index:
+                asyncio.get_running_loop().call_soon(other, 5)
+
+    asyncio.run(scene())
+    assert order[:5] == [0, "other", 1, "other", 2]
+
+
 def test_a_stop_text_ends_an_answer_before_its_request():
     """A whole answer is sent once its stop text has come: no later token is waited for."""
     with serving(FAST, simulated=True) as server:
