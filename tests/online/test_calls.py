@@ -387,6 +387,7 @@ def test_an_answer_that_may_end_early_has_no_least_length():
         assert read(fields)
         with pytest.raises(ApiError, match="may end early"):
             read(fields, model=Ending())
+    assert read({"min_tokens": 0, "ignore_eos": False}, model=Ending())
 
 
 def test_the_lowest_priority_is_the_most_urgent_as_in_vllm():
