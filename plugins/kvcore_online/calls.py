@@ -246,7 +246,7 @@ class CallReader:
 
     def _refuse_length(self, document: dict[str, Any], output: int, *, stops: bool) -> None:
         """Raise ApiError if an answer may end earlier than the call says."""
-        _number(document, "min_tokens", 0, 0, output, whole=True)
+        _number(document, "min_tokens", None, 0, output, whole=True)
         _flag(document, "ignore_eos")
         ends = bool(self.model.eos_token_ids)
         for name, wrong in (("ignore_eos", ends), ("min_tokens", ends or stops)):

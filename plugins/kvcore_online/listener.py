@@ -175,7 +175,9 @@ class Listener:
         # aiohttp would wait as long again for handlers that it has asked to end.
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self._shutdown_timeout, self.abort)
-        await asyncio.sleep(0)  # what has come is being served
+        # A connection that was let in is made in a turn of the loop, and waits in the next one.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
         self._http.pre_shutdown()
         await self._http.shutdown(self._shutdown_timeout)
         timer.cancel()

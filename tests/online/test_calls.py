@@ -164,7 +164,9 @@ def test_the_lengths_and_answers_of_a_call_are_limited_to_the_last_one():
     with pytest.raises(ApiError) as caught:
         read({"messages": [user("a b c")]}, longest=OUTPUT)
     assert caught.value.param == "messages"
-    assert read({"n": 128}, answers=128).choices == 128
+    assert read({"n": 128}, answers=129).choices == 128
+    with pytest.raises(ApiError, match="n must be a whole number from 1 to 128"):
+        read({"n": 129}, answers=129)
     assert read({"max_tokens": 3, "max_completion_tokens": 5}).output == 5
 
 
@@ -334,7 +336,7 @@ def test_a_chat_without_tokens_is_refused():
         {"min_tokens": 1, "stop_token_ids": [7]},
         *({"stop_token_ids": ids} for ids in (7, ["7"], [True])),
         *({name: "yes"} for name in ("ignore_eos", "include_stop_str_in_output")),
-        *({"priority": level} for level in (1.5, True, 1 << 32)),
+        *({"priority": level} for level in (1.5, True, (1 << 31) + 1, ~(1 << 31))),
         {"frobnicate": 0},
         {"messages": [user()], "add_special_tokens": True},
     ],
@@ -385,6 +387,7 @@ def test_an_answer_that_may_end_early_has_no_least_length():
         assert read(fields)
         with pytest.raises(ApiError, match="may end early"):
             read(fields, model=Ending())
+    assert read({"min_tokens": 0, "ignore_eos": False}, model=Ending())
 
 
 def test_the_lowest_priority_is_the_most_urgent_as_in_vllm():

@@ -239,6 +239,22 @@ def test_followers_end_with_their_view(view):
     asyncio.run(scene())
 
 
+def test_a_follower_that_connects_again_as_its_view_stops_ends(view, monkeypatch):
+    """A subscription that is made just after `stop` has gone through all is stopped too."""
+    monkeypatch.setattr(fleets, "PAUSE_SECONDS", 0)
+    connect = fleets.Subscriber
+
+    def late(server):
+        asyncio.run(view.stop())
+        return connect(server)
+
+    with connect(view._servers[0]) as before:
+        view._subscribers.append(before)
+        monkeypatch.setattr(fleets, "Subscriber", late)
+        with view._reconnected(0) as made:
+            assert made.stopped
+
+
 def test_a_large_batch_is_applied_in_small_parts(view):
     """The loop, which serves requests, applies few keys at a time, and all in the end."""
     parts = list(view._parts(0, blocks(0, 3 * fleets.PART_KEYS)))
@@ -252,12 +268,13 @@ def test_a_follower_that_is_stopped_leaves_the_rest_of_its_batch(view):
     view._read(0, blocks(0, fleets.PART_KEYS), loop=None)
 
 
-def test_a_batch_of_clears_looks_at_all_blocks_once(view):
-    """Clears of a rank that has no blocks cost no more than one, however many they are."""
-    list(view._parts(0, blocks(0, 4)))
+def test_a_batch_looks_at_all_blocks_once_and_only_if_it_clears_some(view):
+    """Clears of a rank that has no blocks cost no more than one; what is stored costs none."""
+    life, keys = view._lives[0], block_keys(range(4), 1)
+    assert list(life.changes(*view._decoded(0, blocks(0, 4)))) == [(keys, [])]
     clears = EventBatch(ts=2.0, events=(AllBlocksCleared(),) * 1_000, dp_rank=1)
     item = Delivery(rank=1, sequence=0, payload=encode(clears))
-    assert list(view._lives[0].changes(*view._decoded(0, item))) == [([], [])]
+    assert list(life.changes(*view._decoded(0, item))) == [([], [])]
 
 
 def test_gaps_of_a_server_are_told_and_not_kept(view, capsys):

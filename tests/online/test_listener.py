@@ -78,6 +78,30 @@ def test_a_request_is_answered_whatever_its_host(target):
     assert asyncio.run(scene()).split()[1] in (b"200", b"400")
 
 
+@pytest.mark.parametrize("turns", range(3))
+def test_a_connection_that_comes_as_a_listener_stops_is_closed_at_once(turns, monkeypatch):
+    """A client is not left with a connection that nobody reads, nor is a request waited for.
+
+    That holds in whichever turn of the loop after it was let in the listener stops.
+    """
+    address = {"host": "127.0.0.1", "port": 0, "client_timeout": 30, "shutdown_timeout": 30}
+    listener = Listener({}, "a test", body=1, connections=1, **address)
+    accept, let_in = listener._accept, asyncio.Event()
+    monkeypatch.setattr(listener, "_accept", lambda: (accept(), let_in.set())[0])
+
+    async def scene():
+        await listener.start()
+        with socket.create_connection(listener._server.sockets[0].getsockname(), 5) as client:
+            await let_in.wait()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            async with asyncio.timeout(5):
+                await listener.stop()
+            assert await asyncio.to_thread(client.recv, 1) == b""
+
+    asyncio.run(scene())
+
+
 def test_connections_that_come_at_once_keep_to_the_limit():
     """Beside one connection, of two there is room for one of two that come at once."""
     address = {"host": "127.0.0.1", "port": 0, "client_timeout": 30, "shutdown_timeout": 1}
@@ -97,6 +121,22 @@ def test_connections_that_come_at_once_keep_to_the_limit():
         await listener.stop()
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("waiting", "size", "timed"),
+    [(0, 1 << 15, False), (0, (1 << 15) + 1, True), (0, None, True), (1, 1, True)],
+)
+def test_an_answer_that_an_empty_buffer_takes_needs_no_timer(waiting, size, timed):
+    """32 KiB are taken at once; what may wait for its client has a time in which it does."""
+    address = {"host": "127.0.0.1", "port": 0, "client_timeout": 1, "shutdown_timeout": 1}
+    listener = Listener({}, "a test", body=1, connections=1, **address)
+    http = SimpleNamespace(transport=SimpleNamespace(get_write_buffer_size=lambda: waiting))
+
+    async def timer():
+        return listener._time_to_take(http, SimpleNamespace(content_length=size))
+
+    assert isinstance(asyncio.run(timer()), asyncio.Timeout) is timed
 
 
 def test_others_have_their_turn_between_two_bodies():

@@ -194,6 +194,7 @@ def parts(body):
         ({"prompt": ["a" * 16, "b" * 9], "n": 2}, ([(8, 2), (4, 1)], 2)),
         ({"prompt": [[1] * 9, [2]]}, ([(9, 2), (1, 0)], 1)),
         ({"prompt": ["a" * 8, [1] * 4]}, ([(4, 1), (4, 1)], 1)),
+        ({"prompt": ["a" * 8] * 64, "n": 2}, ([(4, 1)] * 64, 2)),
     ],
 )
 def test_a_call_has_a_request_for_each_prompt(body, expected):

@@ -134,6 +134,7 @@ def test_a_prompt_goes_to_the_server_that_has_its_prefix(more):
             _, headers, _ = await ask(client, prompt=text + " and more")
             assert headers["x-kvcore-replica"] == where[text]
         assert sample(proxy, "hit_tokens_total") == 4 * (64 if more else 16)
+        assert sample(proxy, "prompt_tokens_total") == 4 * (64 + 73 if more else 16 + 18)
 
     play(scene, router=Hits(), **more)
 
@@ -216,20 +217,19 @@ async def test_a_restarted_server_is_used_again(proxy, servers, client):
     assert sample(proxy, "hit_tokens_total") == 0
 
 
-@played(failures=3)
+@played(failures=3, health_interval=60)
 async def test_three_failed_checks_in_a_row_make_a_server_down(proxy, servers, client, capsys):
     """A server is down after three failed checks in a row, and up again after a success.
 
     A line tells either. Its replica has the usage of its cache.
     """
-    replica = proxy.fleet.servers[0].replica
-    assert replica.usage == 0.25
-    servers[0].healthy = False
-    await until(lambda: proxy.fleet.servers[0].failures == 2)
-    assert replica.up
-    await until(lambda: not replica.up)
-    servers[0].healthy = True
-    await until(lambda: replica.up)
+    server, states = proxy.fleet.servers[0], []
+    assert server.replica.usage == 0.25
+    for healthy in (False, False, True, False, False, False, True):
+        servers[0].healthy = healthy
+        await proxy.fleet.check(server, proxy._session)
+        states.append(server.replica.up)
+    assert states == [*[True] * 5, False, True]
     said = map(sentence, capsys.readouterr().err.splitlines())
     name = f"kvcore: {servers[0].url[7:]} is"
     assert [line for line in said if line.startswith(name)] == [
@@ -554,6 +554,20 @@ async def test_a_redirect_is_not_followed(proxy, servers, client):
     first._health = elsewhere
     await first.start()
     await until(lambda: not checked.replica.up)
+
+
+@played(count=1, prefixes="tokens")
+async def test_a_redirect_of_tokens_is_no_answer(proxy, servers, client):
+    """A prompt goes to no other address than its server's; without tokens it is served too."""
+    asked = []
+
+    def elsewhere(text):
+        asked.append(text)
+        raise web.HTTPTemporaryRedirect(servers[0].url + "/tokenize")
+
+    servers[0].tokenize = elsewhere
+    assert (await ask(client))[0] == 200
+    assert asked == ["a prompt"]
 
 
 @played(count=1)

@@ -101,6 +101,15 @@ def test_the_reference_has_the_defaults(name, default):
     assert any(re.search(rf"\({shown}[,)]", row) for row in rows)
 
 
+@pytest.mark.parametrize("name", ["blocks", "block_size", "max_seqs", "prefill_rate"])
+def test_the_reference_has_the_figures_of_a_server(name):
+    """The row of a server has the figures that a router sees if none are given."""
+    rows = REFERENCE.read_text("utf-8").splitlines()
+    (row,) = [row for row in rows if row.startswith("| `[[replicas]]`")]
+    shown = f"{getattr(Upstream(url='http://a'), name):g}"
+    assert re.search(rf"`{name}` \({shown}[) ]", row.replace(",", ""))
+
+
 def test_servers_of_a_file_are_replicas(tmp_path):
     """A file may say `servers`, the word of the help, in place of `replicas`."""
     path = tmp_path / "route.toml"

@@ -36,7 +36,7 @@ from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved
 from kvcore_online.engine import LiveEngine, LiveInbox, LiveLoop, Tokens, share_keys
 from kvcore_online.metrics import server_metrics
-from kvcore_online.server import MOST_JOINED, ServeConfig, Server, run
+from kvcore_online.server import ServeConfig, Server, run
 from kvcore_online.simulated import WORDS, SimulatedModel, SimulatedTokens
 from kvcore_online.tally import CANCELLED, FAILED, FINISHED
 from kvcore_replay.check.trace import replay
@@ -56,8 +56,8 @@ class World:
         self.tokens, self.parts = {}, []
 
     def clock(self):
-        """Return the time in ns."""
-        return self.now
+        """Return the time in ns, of a clock that began long before."""
+        return 7 * NS_PER_S + self.now
 
     def sleep(self, seconds):
         """Move the clock; requests come at their times."""
@@ -628,11 +628,11 @@ def test_a_model_with_cache_groups_is_served(tmp_path):
 
 @pytest.mark.parametrize(("stream", "cached"), [(False, 4), (True, 0)])
 def test_tokens_that_come_at_once_are_sent_together(stream, cached):
-    """Tokens that an engine has before the loop takes them are one piece, up to a limit.
+    """Tokens that an engine has before the loop takes them are pieces of 256, and the rest one.
 
     With a piece for each token no other client was served while a fast engine had many answers.
     """
-    tokens = 3 * MOST_JOINED + 1
+    tokens = 3 * 256 + 1
     with serving(simulated=True) as server:
         word, *_ = server.engine.loop._tokens._model._tokens
 
@@ -655,6 +655,27 @@ def test_tokens_that_come_at_once_are_sent_together(stream, cached):
     assert usage.completion_tokens == tokens
     assert usage.prompt_tokens_details.cached_tokens == cached
     assert len(texts) == (5 if stream else 1)
+
+
+def test_others_are_served_between_two_pieces_that_have_come():
+    """Pieces that wait are sent in turns of the loop, one for each, without a pause."""
+    server, order = made(), []
+    server.engine.submit = lambda _, listener: listener(Tokens([5], end=FINISHED))
+
+    def other(turns):
+        order.append("other")
+        if turns:
+            asyncio.get_running_loop().call_soon(other, turns - 1)
+
+    async def scene():
+        requests = [text_request(number, [1], output=1, block_size=16) for number in range(3)]
+        async for index, _ in server._generate(requests):
+            order.append(index)
+            if not index:
+                asyncio.get_running_loop().call_soon(other, 5)
+
+    asyncio.run(scene())
+    assert order[:5] == [0, "other", 1, "other", 2]
 
 
 def test_a_stop_text_ends_an_answer_before_its_request():

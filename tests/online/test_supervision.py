@@ -50,9 +50,13 @@ def test_messages_of_ever_new_kinds_are_bounded(capsys):
 
 
 def test_a_job_that_fails_is_told_and_started_again(monkeypatch, capsys):
-    """Each failure of a job without an end is a line, and a call, before it starts again."""
-    monkeypatch.setattr("kvcore_online.supervision.PAUSE_SECONDS", 0)
-    failures = []
+    """Each failure of a job is a line, and a call; a second later the job starts again."""
+    failures, pauses = [], []
+
+    async def pause(seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", pause)
 
     async def job():
         raise asyncio.CancelledError if len(failures) == 2 else OSError("gone")
@@ -62,6 +66,7 @@ def test_a_job_that_fails_is_told_and_started_again(monkeypatch, capsys):
     lines = capsys.readouterr().err.splitlines()
     said = "kvcore: a watch failed, and starts again: OSError: gone"
     assert list(map(sentence, lines)) == [said] * 2
+    assert pauses == [1, 1]
 
 
 ANY = resource.RLIM_INFINITY
