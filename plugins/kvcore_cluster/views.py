@@ -104,8 +104,8 @@ class SentIndex(PrefixView):
     """The router's own index: a prompt is taken to be cached where it was sent, for some time.
 
     An entry lasts for `ttl` after its key was last sent to its replica. Above `blocks`
-    entries the oldest are removed. Cost: O(new keys) to add a prompt and to remove it, and
-    O(keys) in C to refresh it. Memory: O(entries), also where many prompts begin with the same
+    entries the oldest are removed. Cost: O(new keys) to add a prompt and to remove it,
+    O(log keys) to refresh it. Memory: O(entries), also where many prompts begin with the same
     keys: of a prompt the last key is kept, and of each key the one before it.
 
     Attributes:
@@ -119,15 +119,12 @@ class SentIndex(PrefixView):
     ttl: int | None = attrs.field(default=120 * NS_PER_S, validator=_AT_LEAST_1)
     blocks: int | None = attrs.field(default=None, validator=_AT_LEAST_1)
     _holders: Holders = attrs.field(factory=Holders, init=False)
-    # By replica, the serial of the last prompt with a key: it never grows along a prompt.
-    _last: dict[int, dict[Key, int]] = attrs.field(factory=dict, init=False)
+    # By replica, how many keys follow each key; a sent prompt that ends with it counts as one.
+    _after: dict[int, dict[Key, int]] = attrs.field(factory=dict, init=False)
     # By replica, the key before each one; None: it is the first.
     _before: dict[int, dict[Key, Key | None]] = attrs.field(factory=dict, init=False)
-    # Sent prompts, oldest first, by replica and last key: when, and serial.
-    _sent: OrderedDict[tuple[int, Key], tuple[int, int]] = attrs.field(
-        factory=OrderedDict, init=False
-    )
-    _serial: int = attrs.field(default=0, init=False)
+    # When prompts were sent, oldest first, by replica and last key.
+    _sent: OrderedDict[tuple[int, Key], int] = attrs.field(factory=OrderedDict, init=False)
     _entries: int = attrs.field(default=0, init=False)
 
     def __len__(self) -> int:
@@ -144,25 +141,28 @@ class SentIndex(PrefixView):
         keys = request.keys if self.blocks is None else request.keys[: self.blocks]
         if not keys:
             return
-        last = self._last.setdefault(replica, {})
-        new = _bisect(keys, lambda key: key not in last)
-        before = keys[new - 1 : -1] if new else [None, *keys[:-1]]
-        self._before.setdefault(replica, {}).update(zip(keys[new:], before, strict=True))
-        self._holders.add(replica, keys[new:])
-        self._serial += 1
-        last.update(dict.fromkeys(keys, self._serial))
-        self._entries += len(keys) - new
-        self._sent[replica, keys[-1]] = now, self._serial
-        self._sent.move_to_end((replica, keys[-1]))
+        after = self._after.setdefault(replica, {})
+        new = _bisect(keys, lambda key: key not in after)
+        ending = (replica, keys[-1])
+        if new and (new < len(keys) or ending not in self._sent):
+            after[keys[new - 1]] += 1
+        if added := keys[new:]:
+            after.update(dict.fromkeys(added, 1))
+            before = keys[new - 1 : -1] if new else [None, *keys[:-1]]
+            self._before.setdefault(replica, {}).update(zip(added, before, strict=True))
+            self._holders.add(replica, added)
+            self._entries += len(added)
+        self._sent[ending] = now
+        self._sent.move_to_end(ending)
         while self.blocks is not None and self._entries > self.blocks:
             self._forget()
 
     def lost(self, replica: int, now: int) -> None:
         """Remove all that was sent to a replica. O(keys sent)."""
-        last = self._last.pop(replica, {})
-        self._before.pop(replica, None)
-        self._holders.discard(replica, last)
-        self._entries -= len(last)
+        keys = self._before.pop(replica, {})
+        self._after.pop(replica, None)
+        self._holders.discard(replica, keys)
+        self._entries -= len(keys)
         for entry in [entry for entry in self._sent if entry[0] == replica]:
             del self._sent[entry]
 
@@ -170,20 +170,21 @@ class SentIndex(PrefixView):
         """Remove entries that were sent `ttl` ago or earlier."""
         sent = self._sent
         while self.ttl is not None and sent:
-            sent_at, _ = next(iter(sent.values()))
-            if now - sent_at < self.ttl:
+            if now - next(iter(sent.values())) < self.ttl:
                 return
             self._forget()
 
     def _forget(self) -> None:
         """Remove the oldest prompt sent, except for keys that were sent again since."""
-        (replica, key), (_, serial) = self._sent.popitem(last=False)
-        last, before, gone = self._last[replica], self._before[replica], list[Key]()
-        # From the last key up to one that was sent later: all before that were, too.
-        while key is not None and last[key] <= serial:
+        (replica, key), _ = self._sent.popitem(last=False)
+        after, before, gone = self._after[replica], self._before[replica], list[Key]()
+        # From the last key up to one with which, or with keys after which, another was sent.
+        while key is not None and after[key] == 1:
             gone.append(key)
-            del last[key]
+            del after[key]
             key = before.pop(key)
+        if key is not None:
+            after[key] -= 1
         self._holders.discard(replica, gone)
         self._entries -= len(gone)
 

@@ -449,7 +449,7 @@ class Proxy:
             async with attempt.deadline:
                 response = await self._session.post(
                     f"{attempt.server.options.url}{call.path}",
-                    data=call.body if len(call.body) < LARGE else BytesIO(call.body),
+                    data=_body(call.body),
                     headers={**self._headers(http), "Content-Type": "application/json"},
                     allow_redirects=False,
                 )
@@ -508,13 +508,16 @@ class Proxy:
     ) -> web.StreamResponse:
         """Send an answer to the client; if the server dies meanwhile, it ends with an error."""
         server, response, stream = attempt.server, answer.response, answer.stream
-        out: web.StreamResponse = self._web.StreamResponse(
-            status=response.status, headers=answer.headers | _named(server)
+        head = {"status": response.status, "headers": answer.headers | _named(server)}
+        out: web.StreamResponse = (
+            self._web.Response(body=_body(answer.data), **head)
+            if stream is None
+            else self._web.StreamResponse(**head)
         )
         status = str(response.status)
         try:
             if stream is None:
-                last, out.content_length = answer.data, len(answer.data)
+                await self._listener.send(http, out)
             else:
                 await self._give(out, http, stream.feed(answer.data))
                 try:
@@ -530,8 +533,8 @@ class Proxy:
                     why = f"{server.options.name} ended within its answer: {reason}"
                     last = b"data: " + error_body(NO_SERVER, why) + b"\n\n"
                 self._count_cached(attempt, stream.cached)
-            await self._give(out, http, last, end=True)
-        except (_ClientGoneError, ConnectionError):
+                await self._give(out, http, last, end=True)
+        except (_ClientGoneError, ConnectionError, TimeoutError):
             status = str(GONE)
             if http.transport is not None:
                 http.transport.abort()
@@ -547,7 +550,7 @@ class Proxy:
             _ClientGoneError: the client has disconnected, or does not take them in time.
         """
         try:
-            async with asyncio.timeout(self.config.client_timeout):
+            async with self._listener.time_to_take(http, len(data)):
                 if not out.prepared:
                     await out.prepare(http)
                 if end:
@@ -683,6 +686,11 @@ def _passed_back(response: ClientResponse) -> dict[str, str]:
                 _refuse(f"its header {name} has control characters", failure=True)
             headers[name] = value
     return headers
+
+
+def _body(data: bytes) -> bytes | BytesIO:
+    """Return the bytes of a body as aiohttp is to send them: many in parts."""
+    return data if len(data) < LARGE else BytesIO(data)
 
 
 def _named(server: LiveServer) -> dict[str, str]:
