@@ -301,7 +301,9 @@ def test_a_signal_while_a_verb_loads_modules_is_not_lost(tmp_path, number, code,
 def test_a_signal_that_code_in_c_clears_is_not_lost(number, code, word):
     """A signal whose exception code in C clears ends the verb all the same, and once."""
     done = ended(CLEARED_IN_C, "talk", number)
-    assert (done.returncode, done.stderr) == (code, f"kvcore: {word}\n")
+    # Before its line newer Pythons tell of the exception that was cleared.
+    told = [line for line in done.stderr.splitlines() if line.startswith("kvcore: ")]
+    assert (done.returncode, told) == (code, [f"kvcore: {word}"])
     assert done.stdout == "cleared\nended\n"
 
 
