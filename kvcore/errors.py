@@ -56,6 +56,11 @@ def shorten(text: str, limit: int = 60) -> str:
 
 
 def redact(text: str) -> str:
-    """Return `text` without users, passwords and queries of the URLs in it."""
-    text = re.sub(r"(://[^\s,?]*)\?[^\s,]*", r"\1", text)
-    return re.sub(r"://[^\s,]*@", "://***@", text)
+    """Return `text` without users, passwords and queries of the URLs in it; rather too little.
+
+    A password may have any character. Where none is, an option of a spec may follow a query.
+    """
+    option = r"(?=,\w+=|\Z)"
+    text = re.sub(rf"(?s)://[^?@]*\?.*@.*?{option}", "://***", text)
+    text = re.sub(r"(?s)://.*@", "://***@", text)
+    return re.sub(rf"(?s)(://[^?]*)\?.*?{option}", r"\1", text)

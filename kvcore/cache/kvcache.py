@@ -66,8 +66,7 @@ class KVCache:
         block_size: tokens in a block.
         eviction: the eviction policy: an instance, a class, or a name such as `lfu` or
             `lfu:half_life=300`; None stands for `lru`. An instance serves one cache.
-        prefix: the index that looks up cached blocks, in the same forms; None stands for
-            `radix`.
+        prefix: the index that looks up cached blocks, in the same forms; None: `radix`.
         retention: the policy that drops tokens of open sequences, in the same forms; None
             keeps all tokens.
         accounting: `tokens` or `keys`, the two accountings (docs/reference/counting.md).

@@ -52,8 +52,7 @@ class ClientPins:
         held: the number of pins on each span that has any.
         blocks: blocks in these spans.
         refused_blocks: blocks that were not pinned, since they exceeded the share of pins.
-        yielded: pins that ended early, for a request that lacked blocks while no other was
-            open.
+        yielded: pins that ended early, for a request without blocks while none was open.
     """
 
     __slots__ = ("_heap", "_serial", "_tree", "blocks", "held", "refused_blocks", "yielded")

@@ -32,8 +32,7 @@ class Span:
         released_order: serial number of the release that last made `ref_count` 0. A path is
             numbered from leaf to root, so a parent has a higher number than its children.
         hit_count: number of first admissions of other requests that hit it.
-        priority, priority_until: retention priority, and the time (ns) at which it ends; None:
-            never.
+        priority, priority_until: retention priority, and when (ns) it ends; None: never.
         expires: the time (ns) from which on it no longer matches; None: never.
         tenant: tenant of the request that stored it.
         data: data of the eviction policy; not copied on a split.

@@ -231,8 +231,7 @@ class KVLayout(Record):
 
     Attributes:
         model: the model.
-        codec: how K/V lies in a block; may be given as a class or a text (`kivi:bits=2`);
-            None: fp16.
+        codec: how K/V lies in a block; also as a class or a text (`kivi:bits=2`); None: fp16.
         block_size: tokens in a block, which holds their K/V of all layers.
 
     Raises:

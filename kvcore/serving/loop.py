@@ -83,8 +83,7 @@ class ServingLoop:
         arrivals: the requests by time of arrival.
         cache: where K/V is kept, in `tokens` accounting.
         scheduler: the order of jobs.
-        executor: runs a step, or computes the time it takes. One with a drafter verifies
-            drafts.
+        executor: runs a step, or computes its time. One with a drafter verifies drafts.
         batching: the limits of a step.
         jumps: whether to run many decode steps at once. It changes only the time that the
             run takes.

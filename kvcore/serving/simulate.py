@@ -55,8 +55,7 @@ def simulate(
         batching: the limits of a step; None: `Batching()`.
         slo: the SLO of requests without one of their own.
         rate_scale: factor on the rate at which open-loop requests arrive.
-        fragmentation: whether to measure how memory is used, which costs some 10 % more
-            time.
+        fragmentation: whether to measure how memory is used, in some 10 % more time.
         residency: whether to measure how long blocks rest, which costs 15 % more time, and
             40 % where blocks are small and many.
         jumps: whether decode steps between two events are run as one, which changes only the

@@ -110,8 +110,9 @@ class BackgroundFile(io.RawIOBase):
         self._wait()
         self._worker.shutdown()
         with storage_errors(self._what):
-            if self._compressor is not None:
-                self._write_all(self._compressor.finish())
+            compressor, self._compressor = self._compressor, None  # it can be finished once
+            if compressor is not None:
+                self._write_all(compressor.finish())
             if isinstance(self._file, AtomicFile):
                 self._file.finish()
             else:

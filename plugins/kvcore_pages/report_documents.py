@@ -17,8 +17,8 @@ import attrs
 from kvcore.errors import InputError
 from kvcore.plugins.options import as_text
 from kvcore.sections import Chart, Panel, Section, Table
-from kvcore.units import NS_PER_S, format_bytes, format_seconds
-from kvcore_cli.report.tables import NONE, counted, share
+from kvcore.units import format_bytes, format_seconds
+from kvcore_cli.report.tables import NONE, counted, nanoseconds, share
 from kvcore_lab.comparison import Comparison, Infinite, Row, Source
 from kvcore_lab.curves.mrc import Curve, Curves
 from kvcore_lab.curves.plane import Plane, PlanePoint
@@ -437,7 +437,7 @@ def _device_plans(document: Document) -> Content:
 def _whatif(document: Document) -> Content:
     def outcome(fields: Document) -> RequestOutcome:
         ttft = fields["ttft_s"]
-        ns = None if ttft is None else round(ttft * NS_PER_S)
+        ns = None if ttft is None else nanoseconds(ttft)
         return RequestOutcome(fields["hit_tokens"], ns, fields["rejected"])
 
     runs = "recorded", "rerun"

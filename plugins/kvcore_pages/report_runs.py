@@ -20,7 +20,7 @@ from kvcore.serving.result import REQUESTS, TRACE
 from kvcore.units import NS_PER_S, format_seconds
 from kvcore.untrusted import parse_json
 from kvcore_cli.report.simulation import SimulationReport
-from kvcore_cli.report.tables import counted, setup, share
+from kvcore_cli.report.tables import counted, setup, share, slo_of
 from kvcore_lab.report.capacity import holding
 from kvcore_lab.report.paging import PagingReport
 from kvcore_pages.report_parts import (
@@ -220,16 +220,12 @@ class Run(Result):
         if summary is None:
             assert self.trace is not None
             return self.trace.timeline.header
-        slo = {
-            name: int(time * NS_PER_S)
-            for name in ("ttft", "tpot", "deadline")
-            if (time := summary["slo"][f"{name}_s"]) is not None
-        }
         pool = {
             "blocks": summary["pool"]["blocks"],
             "block_size": summary["pool"]["block_size"],
         }
-        return {**summary.get("config", {}), "count": summary["count"], **pool, "slo": slo}
+        run = {"count": summary["count"], **pool, "slo": slo_of(summary)}
+        return {**summary.get("config", {}), **run}
 
     @property
     def samples(self) -> dict[str, list[float]]:

@@ -11,8 +11,17 @@ from kvcore.cache.residency import TIER
 from kvcore.sections import Section, Table
 from kvcore.serving.result import Reported
 from kvcore.serving.stats import Percentiles
-from kvcore.units import NS_PER_S, format_bytes, format_number, format_seconds
-from kvcore_cli.report.tables import NONE, TableRow, bars, cell, counted, setup, share
+from kvcore.units import format_bytes, format_number, format_seconds
+from kvcore_cli.report.tables import (
+    NONE,
+    TableRow,
+    bars,
+    cell,
+    counted,
+    setup,
+    share,
+    slo_of,
+)
 
 
 def thrashing(
@@ -265,8 +274,7 @@ class SimulationReport(NamedTuple):
     @property
     def setup(self) -> str:
         """A sentence with all options of the run."""
-        summary, config = self.summary, self.config
-        slo = {name: summary["slo"][f"{name}_s"] for name in ("ttft", "tpot", "deadline")}
+        config = self.config
         header = {
             **config,
             "mode": config.get("clock", "model"),
@@ -276,7 +284,7 @@ class SimulationReport(NamedTuple):
                 "weights_dtype": config.get("weights_dtype"),
             },
             "device": {"name": config["device"], "count": config["tensor_parallel"]},
-            "slo": {name: time * NS_PER_S for name, time in slo.items() if time is not None},
+            "slo": slo_of(self.summary),
             **self._sized,
         }
         return setup(header)

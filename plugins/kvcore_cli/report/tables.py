@@ -123,6 +123,17 @@ def slo_times(slo: Mapping[str, int | None]) -> str:
     return ",".join(f"{n}={time.normalize():f}" for n, time in seconds.items()) or "none"
 
 
+def nanoseconds(seconds: float) -> int:
+    """Return a time of a document, which may be damaged, in ns. TypeError: it is no number."""
+    return round(seconds * float(NS_PER_S))  # a list times an integer would be a long list
+
+
+def slo_of(summary: Mapping[str, Any]) -> dict[str, int]:
+    """Return the SLO of the document of a run as a header has it, in ns."""
+    times = {name: summary["slo"][f"{name}_s"] for name in ("ttft", "tpot", "deadline")}
+    return {name: nanoseconds(time) for name, time in times.items() if time is not None}
+
+
 def _settings(header: Mapping[str, Any]) -> Iterator[str]:
     """Yield the options of a run that belong to none of its parts."""
     for name in SETTINGS:

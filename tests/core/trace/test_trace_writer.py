@@ -382,6 +382,25 @@ def test_a_full_disk_leaves_what_a_live_run_has_written(tmp_path, monkeypatch, c
     trace.give_up(caught.value)  # a second time
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_disk_that_fills_with_the_last_bytes_leaves_the_lines_before(
+    tmp_path, monkeypatch, suffix
+):
+    """A compressed live file whose end finds no room stays as `.part`, which is named."""
+    path = tmp_path / f"day.jsonl{suffix}"
+    trace = LiveTrace(path)
+    trace.begin(**CACHE)
+    trace.request(ask(0, "a"), 0)
+    trace.flush()
+    part = tmp_path / f"{path.name}.part"
+    size = part.stat().st_size
+    fill_disk_after(monkeypatch, 0)
+    with pytest.raises(StorageError, match="keeps what was written before") as caught:
+        trace.close()
+    assert str(part) in str(caught.value)
+    assert part.stat().st_size == size
+
+
 def test_a_live_run_in_which_nothing_happened_leaves_no_file(tmp_path):
     """An error before the first line leaves no file."""
     trace = LiveTrace(tmp_path / "day.jsonl")

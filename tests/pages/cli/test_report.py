@@ -233,6 +233,17 @@ def test_a_missing_field_is_named(results, tmp_path):
         assert row in run.stderr
 
 
+@pytest.mark.parametrize("time", [[0] * 8, "1", {}])
+def test_a_time_that_is_no_number_is_a_damaged_result(results, tmp_path, time):
+    """A list in place of a time is refused at once: times an integer it is a list of 8 GB."""
+    document = json.loads((results / "lru/summary.json").read_bytes())
+    document["slo"]["ttft_s"] = time
+    (tmp_path / "c.json").write_text(json.dumps(document))
+    run = run_here("report", "c.json", "-o", "page.html", cwd=tmp_path)
+    assert (run.returncode, [*tmp_path.glob("page*")]) == (2, [])
+    assert "c.json: a damaged result" in run.stderr
+
+
 @pytest.mark.parametrize("name", ["trace.jsonl", "made by hand.jsonl"])
 def test_a_cut_trace_has_the_error_of_replay(results, tmp_path, name):
     """A cut trace has the exit code and the error of `replay`, and no page is written."""
