@@ -73,6 +73,19 @@ def test_an_evicted_block_of_a_group_is_named(tmp_path):
     assert "The optimum" not in text
 
 
+def test_what_no_memory_would_have_kept_is_not_evicted(tmp_path):
+    """Where a window was never kept, tokens are unkept, even if full attention lost them."""
+    branch = [*LONG[:4], 51, 52]
+    asked = {"a": LONG[:2], "a2": LONG, "flood": list(range(100, 109)), "b": branch}
+    requests = [ask(name, keys) for name, keys in asked.items()]
+    found = computed(tmp_path / "t.jsonl", requests, [FULL, WINDOW], blocks=18)
+    assert losses(found, "b") == [
+        ("evicted", 0, 16, (0,)),
+        ("unkept", 16, 16, (0, 1)),
+        ("compulsory", 32, 17, ()),
+    ]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_segments_are_the_prompt_and_short_groups_are_short(seed, tmp_path):
     """Segments add up to the prompt, and the groups of each lack blocks at its end."""

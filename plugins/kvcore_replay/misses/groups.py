@@ -6,12 +6,14 @@ A prompt of which earlier requests have sent the first blocks is divided at thre
      |  others short  |  first kind short |     new      |
 
 Up to the hit all groups can go on; up to the junction the first kind alone, full attention if
-there is any. Beyond it that is short itself. What no earlier request sent is new to all.
+there is any. Beyond it that is short itself. What no earlier request sent is new to all. Each
+stretch of others is divided once more, where a cache without bounds would have hit: evictions
+have cost what is before it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +21,7 @@ from attrs import evolve
 
 from kvcore.trace import events
 from kvcore_replay.misses.classifier import MissClassifier
-from kvcore_replay.misses.reasons import EVICTED, Eviction, Id, MissSegment, RequestMisses
+from kvcore_replay.misses.reasons import EVICTED, Eviction, MissSegment, RequestMisses
 from kvcore_replay.state.groups import GroupState, TracedGroup, name_of
 from kvcore_replay.state.layout import TracedPrompt
 
@@ -118,48 +120,67 @@ class GroupMisses(MissClassifier):
         junction = self.state.sequences[reasons.seq].junction // self._size
         start = max(hit, min(junction, reach))
         if start > hit:
-            yield self._segment(prompt, keys, hit, start)
+            yield from self._segments(prompt, keys, hit, start)
         if start < reach:
             end, other = self._in_flight(reasons, prompt, start, reach)
             if end > start:
                 yield self._missed("in_flight", start, end, other=other)
             if end < reach:
-                yield self._segment(prompt, keys, end, reach)
+                yield from self._segments(prompt, keys, end, reach)
 
-    def _segment(
+    def _segments(
         self, prompt: TracedPrompt, keys: list[Any], first: int, end: int
-    ) -> MissSegment:
-        """Return the segment of blocks `[first, end)`, at whose end some groups are short."""
-        tokens = end * self._size
+    ) -> Iterator[MissSegment]:
+        """Yield the segments of blocks `[first, end)`: what evictions cost, and the rest.
+
+        Up to `stored` all groups have had what they need: a cache without bounds would hit.
+        """
+        had = [ChainMap(*each) for each in zip(self.state.names, self._gone, strict=True)]
+        stored = max(first, self.state.reach(prompt.id, end * self._size, had) // self._size)
+        short, evictions = self._lacking(prompt, first, stored)
+        if first == stored or not evictions:
+            stored = first  # what it lacks may be in flight alone, before `first`
+        else:
+            gone = max(evictions, key=lambda event: event.line)
+            yield self._missed(
+                EVICTED, first, stored, eviction=gone, other=gone.user, groups=short
+            )
+        if stored < end:
+            short, _ = self._lacking(prompt, stored, end)
+            never = (
+                name not in had[index]
+                for index in short
+                if self.state.groups[index].kind == "full"
+                for name in self._needed(prompt, self.state.groups[index], stored, end)
+            )
+            category = "unstored" if any(never) else "unkept"
+            other = self._sender(keys, end)
+            yield self._missed(category, stored, end, other=other, groups=short)
+
+    def _lacking(
+        self, prompt: TracedPrompt, first: int, end: int
+    ) -> tuple[tuple[int, ...], list[Eviction]]:
+        """Return the groups that cannot go on after block `end`, and what has evicted it."""
         short = [
             group
             for group in self.state.groups
-            if not self.state.serves(prompt.id, tokens, group)
+            if not self.state.serves(prompt.id, end * self._size, group)
         ]
-        evictions = [self._last_eviction(prompt, group, first, tokens) for group in short]
-        other: Id | None
-        gone = max(filter(None, evictions), key=lambda event: event.line, default=None)
-        if gone is not None:
-            category, other = EVICTED, gone.user
-            # A group whose blocks were never kept has a cause of its own, which is no eviction.
-            short = [
-                group for group, eviction in zip(short, evictions, strict=True) if eviction
-            ]
-        else:
-            category = "unstored" if any(group.kind == "full" for group in short) else "unkept"
-            other = self._sender(keys, end)
-        groups = tuple(group.index for group in short)
-        return self._missed(category, first, end, eviction=gone, other=other, groups=groups)
+        gone = [
+            self._gone[group.index].get(name)
+            for group in short
+            for name in self._needed(prompt, group, first, end)
+            if name not in self.state.names[group.index]
+        ]
+        return tuple(group.index for group in short), [*filter(None, gone)]
 
-    def _last_eviction(
-        self, prompt: TracedPrompt, group: TracedGroup, first: int, tokens: int
-    ) -> Eviction | None:
-        """Return the last eviction of blocks that `group` needs after `tokens` tokens."""
-        own, cached = self.state.prompt_in(group, prompt.id), self.state.names[group.index]
+    def _needed(
+        self, prompt: TracedPrompt, group: TracedGroup, first: int, end: int
+    ) -> Iterator[Any]:
+        """Return the names of blocks that `group` needs to hit from block `first` to `end`."""
+        own, tokens = self.state.prompt_in(group, prompt.id), end * self._size
         start = group.passed(tokens)
         if group.kind == "full":
             start = first * self._size // group.size
         self.state.count_work(tokens // group.size - start)
-        names = (name_of(own, group, index) for index in range(start, tokens // group.size))
-        gone = (self._gone[group.index].get(name) for name in names if name not in cached)
-        return max(filter(None, gone), key=lambda event: event.line, default=None)
+        return (name_of(own, group, index) for index in range(start, tokens // group.size))

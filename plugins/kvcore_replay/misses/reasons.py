@@ -48,7 +48,7 @@ which there is no optimum, it is a reason of its own."""
 
 OF_GROUPS = CATEGORIES | {
     EVICTED: "stored, then evicted from a group that needs them to go on there",
-    "unkept": "in other groups; of a window or a state they were not kept there",
+    "unkept": "a window or a state was not kept where they end, whatever the memory",
 }
 """The reasons of misses in a cache of groups. All blocks up to a position are needed of full
 attention, and of a window or a state the last ones before it."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from math import gcd, lcm
 from typing import Any, ClassVar, Final
 
@@ -368,11 +368,17 @@ class GroupState(TracedState[GroupedSequence]):
             for position in positions:
                 yield position, (group.index, name_of(prompt, group, position))
 
-    def reach(self, request: int | str, limit: int) -> int:
-        """Return the longest prefix, at most `limit`, that pool and tiers have together."""
-        size, limited = self.header.block_size, []
+    def reach(
+        self, request: int | str, limit: int, named: Sequence[Container[Any]] | None = None
+    ) -> int:
+        """Return the longest prefix, at most `limit`, that groups with the names `named` have.
+
+        None stands for what pool and tiers have together.
+        """
+        size = self.header.block_size
+        limited: list[tuple[TracedGroup, Container[Any]]] = []
         for group in self.groups:
-            names = _Anywhere(self, group.index)
+            names = _Anywhere(self, group.index) if named is None else named[group.index]
             if group.kind == "full":
                 limit = min(limit, self._without_gap(request, group, names))
             else:
