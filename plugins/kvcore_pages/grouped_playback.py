@@ -52,6 +52,8 @@ NAMED = ("new", "copy")
 class GroupedPlayback(Playback):
     """The rows of a trace of cache groups, which is checked while it is read."""
 
+    PREPARED = ("EVICT", "LOAD_START", "FREE")
+
     _checker: Any
     _state: Any
 
@@ -62,11 +64,13 @@ class GroupedPlayback(Playback):
         tick: Tick = unseen,
         window: Window = WHOLE,
         replica: int | str | None = None,
+        *,
+        compared: bool = True,
     ) -> Playback:
         """Return the playback of a trace, of cache groups if it has some."""
         header = next(iter(ServerReader(file, replica)), None)
         grouped = getattr(header, "cache_groups", None)
-        return (cls if grouped else Playback)(file, tick, window, replica)
+        return (cls if grouped else Playback)(file, tick, window, replica, compared=compared)
 
     def _start(self, header: events.Header, checker: Any) -> None:
         """Prepare for the lines after HEADER."""
@@ -150,7 +154,7 @@ class GroupedPlayback(Playback):
         ids, row = self._state.ids(event.runs).tolist(), len(self._flat) // WIDTH
         for block in ids:
             *_, name = self._named.pop(block)
-            if self._stage == "inside":
+            if self._compared and self._stage == "inside":
                 self.evicted.append(EvictedContent(row, event.requester, [name], 0, 1))
         requester = self._numbers[event.requester]
         self._moves(event, ids, requester, event.group, count=len(ids))

@@ -64,7 +64,10 @@ def view_page(
     sides = []
     for file in files:
         with progress(f"reading {Path(file).name}", file_bytes(Path(file))) as tick:
-            sides.append(GroupedPlayback.read(file, tick, window, replica))
+            compared = len(files) > 1
+            sides.append(
+                GroupedPlayback.read(file, tick, window, replica, compared=compared)
+            )
     title = " and ".join(names)
     note = ""
     if len(sides) > 1:
