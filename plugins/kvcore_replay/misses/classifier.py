@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
-from operator import itemgetter
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import attrs
@@ -118,7 +117,7 @@ class MissClassifier:
         Called before the event is applied to the state. None: the event evicts nothing, or
         names no span, which is an error once it is applied.
         """
-        if getattr(event, "scope", None) != "cache":
+        if event.event != "EVICT" or event.scope != "cache":  # type: ignore[attr-defined]
             return None
         span = self.state.spans.get(event.span)  # type: ignore[attr-defined]
         return None if span is None else (span, span.end)
@@ -144,6 +143,8 @@ class MissClassifier:
 
         Only where there is an optimum to compare with.
         """
+        # Most of the memory: nothing is classified after the last line.
+        del self._evictions, self._senders, self._leaders, self._drops
         if not self.has_optimum:
             return
         admissions = self._admissions
@@ -195,11 +196,12 @@ class MissClassifier:
             self._leaders.setdefault(key, serial)
 
     def _evict(self, event: events.Evict, span: TracedSpan, end: int) -> None:
+        first = span.end
         eviction = Eviction(
             line=event.n + 1,
             time=event.t,
             span=span.id,
-            blocks=end - span.end,
+            blocks=end - first,
             by=event.by,
             beneficiary=event.requester,
             user=self._users[span.id],
@@ -207,8 +209,8 @@ class MissClassifier:
             hits=event.hits,
             expired=event.reason != "capacity",
         )
-        self._evictions.add(span.keys, span.end, end, eviction)
-        if span.id not in self.state.spans:
+        self._evictions.add(span.keys, first, end, eviction)
+        if not span.ids:
             del self._users[span.id]
 
     def _commit(self, event: events.Commit) -> None:
@@ -357,8 +359,9 @@ class MissClassifier:
                 yield self._missed("in_flight", hit, start, other=other)
         upto = max(start, min(reach, self._pool))
         for first, end, eviction in self._evictions.pieces(keys, start, upto):
-            category, other = "unstored", self._sender(keys, end)
-            if eviction is not None:
+            if eviction is None:
+                category, other = "unstored", self._sender(keys, end)
+            else:
                 category = "expired" if eviction.expired else EVICTED
                 other = eviction.user
             for low, high, drop in self._drops.pieces(keys, first, end):
@@ -439,13 +442,10 @@ class MissClassifier:
         keys, low = prompt.keys, hit // self._ratio
         for seq in self.state.sequences.values():
             other = seq.prompt
+            if low >= len(other.keys) or other.keys[low] != keys[low]:
+                continue  # as most do
             stop = min(reach, other.cacheable)
-            if (
-                seq.id == reasons.seq
-                or seq.has_forgotten
-                or stop <= furthest
-                or other.keys[low] != keys[low]
-            ):
+            if seq.id == reasons.seq or seq.has_forgotten or stop <= furthest:
                 continue
             high = -(-stop // self._ratio)
             parting = bisect_left(
@@ -488,7 +488,10 @@ class LastEventIndex(Generic[Note]):
         """Set the event of the blocks of `keys` from `first` up to `end`. O(keys) in C."""
         ratio = self._ratio
         low, high = -(-first // ratio), end // ratio
-        self._of.update(dict.fromkeys(keys[low:high], note))
+        if high - low == 1:
+            self._of[keys[low]] = note
+        else:
+            self._of.update(dict.fromkeys(keys[low:high], note))
         if first % ratio:
             self._add_part(keys[low - 1], low - 1, first, end, note)
         if end % ratio and high >= low:
@@ -496,9 +499,15 @@ class LastEventIndex(Generic[Note]):
 
     def pieces(self, keys: Sequence[Any], first: int, end: int) -> Iterator[Piece[Note]]:
         """Yield runs of the blocks from `first` up to `end` that share one event."""
-        for note, run in groupby(self._runs(keys, first, end), key=itemgetter(2)):
-            parts = list(run)
-            yield parts[0][0], parts[-1][1], note
+        start, stop, last = first, first, None
+        for low, high, note in self._runs(keys, first, end):
+            if note is not last and note != last:
+                if stop > start:
+                    yield start, stop, last
+                start, last = low, note
+            stop = high
+        if stop > start:
+            yield start, stop, last
 
     def _add_part(self, key: Any, index: int, first: int, end: int, note: Note) -> None:
         """Set the event of some blocks of a key; keep the events of its other blocks."""
@@ -516,8 +525,11 @@ class LastEventIndex(Generic[Note]):
         ratio = self._ratio
         low, high = first // ratio, -(-end // ratio)
         start = low * ratio
+        if not self._of:
+            yield first, end, None
+            return
         for owner, run in groupby(map(self._of.get, keys[low:high])):
-            many = ratio * sum(1 for _ in run)
+            many = ratio * len(list(run))
             if isinstance(owner, tuple):
                 bases = range(start, start + many, ratio)
                 pieces = [(base + a, base + b, note) for base in bases for a, b, note in owner]
