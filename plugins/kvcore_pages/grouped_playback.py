@@ -34,7 +34,6 @@ from kvcore_pages.playback import (
     KIND,
     NONE,
     WHOLE,
-    WIDTH,
     WORDS,
     EvictedContent,
     Playback,
@@ -112,11 +111,11 @@ class GroupedPlayback(Playback):
         self, event: Any, ids: list[int], request: int, *values: int, **more: int
     ) -> None:
         """Append a row, and the ids of the blocks that it is about."""
-        rows = len(self._flat)
+        rows = self._count
         self._row(event, request, *values, **more)
-        if len(self._flat) > rows:
+        if self._count > rows:
             # Rows of other kinds, which stand between, move no block.
-            missing = rows // WIDTH - len(self._row_ends)
+            missing = rows - len(self._row_ends)
             self._row_ends.extend([len(self._ids)] * missing)
             self._ids.extend(ids)
             self._row_ends.append(len(self._ids))
@@ -151,7 +150,7 @@ class GroupedPlayback(Playback):
 
     def _evict(self, event: Any, victim: Any) -> None:
         del victim
-        ids, row = self._state.ids(event.runs).tolist(), len(self._flat) // WIDTH
+        ids, row = self._state.ids(event.runs).tolist(), self._count
         for block in ids:
             *_, name = self._named.pop(block)
             if self._compared and self._stage == "inside":

@@ -120,6 +120,9 @@ WIDTH = len(COLUMNS)
 PACK = Struct(f"{WIDTH}q").pack
 """Makes the bytes of a row, faster than an array takes the numbers."""
 
+MOST_FLAT = WIDTH << 16
+"""Numbers of rows that are not in columns yet, at the begin of a moment."""
+
 MOST = 2**53
 """Bound of the numbers that are exact in a browser; in ns it is 104 days."""
 
@@ -306,7 +309,8 @@ class Playback:
         self.prompts = Prompts()
         self.evicted: list[EvictedContent] = []
         self._window, self._compared = window, compared
-        self._flat = array("q")
+        self._flat = array("q")  # the last rows, after those in columns
+        self.rows = {name: array("i") for name in COLUMNS}
         # The first row of the current moment; and where that is: before the window, inside it,
         # or after.
         self._boundary, self._stage = 0, "before" if window.start else "inside"
@@ -322,13 +326,15 @@ class Playback:
             if checker is None:
                 checker = check_event(reader, None, event)
                 self._start(event, checker)  # type: ignore[arg-type]  # the first is HEADER
+                inquest = self._inquest
                 continue
             if event.t != self.ended:
                 self._turn(event)
             try:
                 victim = self._prepare(event) if event.event in self.PREPARED else None
                 checker.apply(event)
-                self._inquest.after(event, victim)
+                if victim is not None or event.event in inquest.takes:
+                    inquest.after(event, victim)
             except (LookupError, ArithmeticError, ValueError) as error:
                 refuse(reader, event, error)
             if type(event) is self._evict_type:
@@ -338,7 +344,8 @@ class Playback:
         if not reader.complete:
             msg = f"{self.file}: incomplete: {reader.cut_reason}"
             raise TraceError(msg)
-        if self._stage == "before" or not self._flat:
+        self._to_columns()
+        if self._stage == "before" or not self.rows["kind"]:
             msg = (
                 f"{self.file}: no line is in the window; the trace ends at "
                 f"{format_seconds(self.ended / NS_PER_S)}"
@@ -346,9 +353,6 @@ class Playback:
             raise InputError(msg)
         self._inquest.judge()
         self._state.requests.clear()
-        flat, self._flat = self._flat, array("q")
-        self.rows = {name: narrowed(flat[index::WIDTH]) for index, name in enumerate(COLUMNS)}
-        del flat
         beyond = "goes beyond 2^53, which is the most that a page can show"
         if self.ended >= MOST:
             reader.fail(f"its time in ns {beyond}: 104 days")
@@ -402,20 +406,37 @@ class Playback:
 
     def _turn(self, event: events.Event) -> None:
         """Start or stop keeping rows, before the first line of a moment."""
-        self.ended, window, flat = event.t, self._window, self._flat
+        self.ended, window = event.t, self._window
         if self._stage == "before" and event.t >= window.start:
             self._stage, self.first_line, self.opening = "inside", event.n, self._snapshot()
             self._before = 0
         if self._stage != "inside":
             return
-        rows = len(flat) // WIDTH
+        rows = self._count
         if rows > window.max_rows and self._boundary:
-            del flat[self._boundary * WIDTH :]
+            del self._flat[(self._boundary - rows) * WIDTH :]
             while self.evicted and self.evicted[-1].row >= self._boundary:
                 self.evicted.pop()
         if rows >= window.max_rows or (window.end is not None and event.t >= window.end):
             self._stage = "after"
-        self._boundary = len(flat) // WIDTH
+        self._boundary = self._count
+        if len(self._flat) > MOST_FLAT:
+            self._to_columns()
+
+    @property
+    def _count(self) -> int:
+        """The number of rows so far."""
+        return len(self.rows["kind"]) + len(self._flat) // WIDTH
+
+    def _to_columns(self) -> None:
+        """Move the last rows to the columns, which take half of the memory."""
+        for index, (name, column) in enumerate(self.rows.items()):
+            more = narrowed(self._flat[index::WIDTH])
+            if column.typecode != more.typecode:
+                column, more = array("q", column), array("q", more)  # noqa: PLW2901
+            column += more  # noqa: PLW2901
+            self.rows[name] = column
+        del self._flat[:]
 
     def _snapshot(self) -> dict[str, Any]:
         """Return the state as a JSON value."""
@@ -544,7 +565,7 @@ class Playback:
         span, end = victim
         if self._compared and self._stage == "inside":
             content = span.keys, span.end, end
-            row = len(self._flat) // WIDTH
+            row = self._count
             self.evicted.append(EvictedContent(row, event.requester, *content))
         if not span.ids:
             del self._stored[span.id]

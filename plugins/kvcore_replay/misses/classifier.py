@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate, groupby
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
@@ -39,6 +39,7 @@ class MissClassifier:
         has_optimum: whether there is an optimum to compare with.
         state: the state of the cache, rebuilt from the trace.
         requests: the misses of each request so far, by id.
+        takes: the events that `after` records, besides those that evict.
         elsewhere: on a cluster, by request, the blocks of its prompt that another replica held
             when the request was routed, and the number of that replica; None on one server.
     """
@@ -94,6 +95,7 @@ class MissClassifier:
         self._returned: int | None = None
         of_tiers = () if self.state.tiers is None else self.OF_TIERS
         self._take = methods_by_event(self, *self.EVENTS, *of_tiers)
+        self.takes: Collection[str] = self._take.keys()
 
     @property
     def header(self) -> events.Header:
