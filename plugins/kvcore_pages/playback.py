@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 import attrs
 import orjson
 
-from kvcore.errors import InputError, TraceError
+from kvcore.errors import InputError
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace import events
 from kvcore.trace.events import methods_by_event
@@ -320,6 +320,20 @@ class Playback:
         # Facts that the state of sequences and spans lacks: times, and requests that stored.
         self._opened: dict[int, int] = {}
         self._stored: dict[int, tuple[int, int]] = {}
+        self._read(reader, tick)
+        self._must_be_shown(reader)
+        self._inquest.judge()
+        self._state.requests.clear()
+        self.explanation = Explanation(
+            source=self.file,
+            header=self.header,
+            complete=True,
+            cut_reason=None,
+            requests=self._inquest.requests,
+        )
+
+    def _read(self, reader: ServerReader, tick: Tick) -> None:
+        """Check the lines, and make rows of them."""
         checker: Any = None
         for event in ticked(reader, tick):
             self.lines += 1
@@ -341,31 +355,23 @@ class Playback:
                 self._evict(event, victim)  # type: ignore[arg-type]  # of scope `cache`
             else:
                 self._record[type(event)](event)
-        if not reader.complete:
-            msg = f"{self.file}: incomplete: {reader.cut_reason}"
-            raise TraceError(msg)
+        reader.require_complete()
         self._to_columns()
+
+    def _must_be_shown(self, reader: ServerReader) -> None:
+        """Check that there are rows, whose numbers a browser can hold."""
         if self._stage == "before" or not self.rows["kind"]:
             msg = (
                 f"{self.file}: no line is in the window; the trace ends at "
                 f"{format_seconds(self.ended / NS_PER_S)}"
             )
             raise InputError(msg)
-        self._inquest.judge()
-        self._state.requests.clear()
         beyond = "goes beyond 2^53, which is the most that a page can show"
         if self.ended >= MOST:
             reader.fail(f"its time in ns {beyond}: 104 days")
         for name, column in self.rows.items():
             if column.typecode == "q" and not -MOST < min(column) <= max(column) < MOST:
                 reader.fail(f"{name} {beyond}")
-        self.explanation = Explanation(
-            source=self.file,
-            header=self.header,
-            complete=True,
-            cut_reason=None,
-            requests=self._inquest.requests,
-        )
 
     def _start(self, header: events.Header, checker: TraceChecker) -> None:
         """Prepare for the lines after HEADER."""
@@ -414,7 +420,7 @@ class Playback:
             return
         rows = self._count
         if rows > window.max_rows and self._boundary:
-            del self._flat[(self._boundary - rows) * WIDTH :]
+            del self._flat[len(self._flat) - (rows - self._boundary) * WIDTH :]
             while self.evicted and self.evicted[-1].row >= self._boundary:
                 self.evicted.pop()
         if rows >= window.max_rows or (window.end is not None and event.t >= window.end):

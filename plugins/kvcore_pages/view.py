@@ -65,9 +65,7 @@ def view_page(
     for file in files:
         with progress(f"reading {Path(file).name}", file_bytes(Path(file))) as tick:
             compared = len(files) > 1
-            sides.append(
-                GroupedPlayback.read(file, tick, window, replica, compared=compared)
-            )
+            sides.append(GroupedPlayback.read(file, tick, window, replica, compared=compared))
     title = " and ".join(names)
     note = ""
     if len(sides) > 1:

@@ -83,8 +83,9 @@ class MissClassifier:
         self._admissions: list[TracedPrompt] = []
         self._runs: list[list[tuple[int, int]]] = []
         self._serials: dict[Id, int] = {}
-        # By key, the latest admission with a key after it.
-        self._leaders: dict[Any, int] = {}
+        # By key at which a prompt ends: the latest admission of such a prompt, and the latest
+        # one with a key after it.
+        self._ends: dict[Any, tuple[int, int | None]] = {}
         # By span, the request that stored it or hit it last.
         self._users: dict[int, Id] = {}
         self._divergences = {} if divergences is None else divergences
@@ -146,7 +147,7 @@ class MissClassifier:
         Only where there is an optimum to compare with.
         """
         # Most of the memory: nothing is classified after the last line.
-        del self._evictions, self._senders, self._leaders, self._drops
+        del self._evictions, self._senders, self._ends, self._drops
         if not self.has_optimum:
             return
         admissions = self._admissions
@@ -194,8 +195,12 @@ class MissClassifier:
         for low, high, sender in list(sent):
             if sender is None:
                 self._senders.add(keys, low, high, serial)
+                if high == prompt.cacheable:
+                    self._ends[keys[-1]] = serial, None
         for key in keys[max(0, first - 1) : -1]:
-            self._leaders.setdefault(key, serial)
+            last, leader = self._followed(key)
+            if leader is None and last is not None:
+                self._ends[key] = last, serial
 
     def _evict(self, event: events.Evict, span: TracedSpan, end: int) -> None:
         first = span.end
@@ -265,9 +270,10 @@ class MissClassifier:
         self._runs.append([])
         self._serials[prompt.id] = serial
         self._salts[reasons.salt] += 1
-        self._senders.add(keys, 0, prompt.cacheable, serial)
         full = len(keys) - (prompt.id in self._partial)
-        self._leaders.update(dict.fromkeys(keys[: max(0, full - 1)], serial))
+        for key in keys[max(0, full - 1) :]:
+            self._ends[key] = serial, self._followed(key)[1]
+        self._senders.add(keys, 0, prompt.cacheable, serial)
 
     def _below(
         self, reasons: RequestMisses, prompt: TracedPrompt, hit: int
@@ -408,7 +414,7 @@ class MissClassifier:
         known = -(-sent // self._ratio)
         way, other, point, salts = "starts", None, None, 0
         before = keys[known - 1] if known else None
-        leader = self._leaders.get(before)
+        leader = self._followed(before)[1]
         if not known:
             salts = self._salts.total() - self._salts[reasons.salt]
         elif known == len(keys) - 1 and reasons.request in self._partial:
@@ -465,6 +471,12 @@ class MissClassifier:
         """
         ((_, _, serial),) = self._senders.pieces(keys, end - 1, end)
         return None if serial is None else self._admissions[serial].id
+
+    def _followed(self, key: Any) -> tuple[int | None, int | None]:
+        """Return the latest admission with `key`, and the latest with a key after it."""
+        ((_, _, last),) = self._senders.pieces([key], 0, 1)
+        end, before = self._ends.get(key, (None, None))
+        return last, before if last == end else last
 
 
 Note = TypeVar("Note")
