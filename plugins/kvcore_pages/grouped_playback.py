@@ -240,7 +240,7 @@ class GroupedPlayback(Playback):
         """The words for numbers in columns."""
         return WORDS | {"committed": NAMED, "freed": FREED}
 
-    def columns(self) -> dict[str, bytes]:
+    def columns(self) -> dict[str, bytearray]:
         """Return the rows with the ids of their blocks, and numbers of the requests."""
         rows = len(self.rows["kind"])
         self._row_ends.extend([len(self._ids)] * (rows - len(self._row_ends)))

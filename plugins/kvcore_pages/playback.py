@@ -18,6 +18,7 @@ import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from heapq import nlargest
 from struct import Struct
@@ -199,6 +200,10 @@ class Prompts:
         self.blocks[request] = len(keys) * ratio
         return known
 
+    def close(self) -> None:
+        """Forget which request has which key, after the last line."""
+        self._first.clear()
+
     def admit(self, request: int, line: int, now: int) -> None:
         """Record an admission, of which the first one counts."""
         if self.admitted[request] == NONE:
@@ -323,7 +328,7 @@ class Playback:
         self._read(reader, tick)
         self._must_be_shown(reader)
         self._inquest.judge()
-        self._state.requests.clear()
+        self._pool_blocks: int = self._checker.pool.high_water
         self.explanation = Explanation(
             source=self.file,
             header=self.header,
@@ -331,6 +336,10 @@ class Playback:
             cut_reason=None,
             requests=self._inquest.requests,
         )
+        # What no page needs goes, since its making needs memory, too.
+        self.prompts.close()
+        self._state.requests.clear()
+        del self._record, self._inquest, self._checker, self._state
 
     def _read(self, reader: ServerReader, tick: Tick) -> None:
         """Check the lines, and make rows of them."""
@@ -710,7 +719,7 @@ class Playback:
             "header": self.header,
             "setup": setup(self.header),
             "words": self.words,
-            "pool": self._checker.pool.high_water,
+            "pool": self._pool_blocks,
             "begin": self.opening,
             "first": self.first_line,
             "lines": self.lines,
@@ -726,7 +735,7 @@ class Playback:
             },
         }
 
-    def columns(self) -> dict[str, bytes]:
+    def columns(self) -> dict[str, bytearray]:
         """Return the rows, and numbers of the requests, as planes of bytes: see `pack`."""
         prompts, requests = self.prompts, self.explanation.requests
         explained = [requests.get(request) for request in prompts.ids]
@@ -775,25 +784,30 @@ def share_phrases(texts: Iterable[str]) -> dict[str, Any]:
 
 def narrowed(column: array[int]) -> array[int]:
     """Return a column with 4 bytes a number if they are enough, otherwise with 8."""
-    try:
-        return array("i", column)
-    except OverflowError:
-        return column
+    if column.typecode == "q":
+        with suppress(OverflowError):
+            return array("i", column)
+    return column
 
 
-def pack(columns: Mapping[str, array[int]]) -> bytes:
+def pack(columns: Mapping[str, array[int]]) -> bytearray:
     """Return columns as bytes that compress well and that a browser reads at memory's speed.
 
     A line of JSON with the name, length and bytes a number of each, then the columns, each
     plane by plane: the lowest bytes of all numbers, the next ones, and so on, little-endian.
     Numbers of 4 bytes or more are signed.
     """
-    about, planes = [], []
-    for name, column in columns.items():
-        ordered = narrowed(column)[:]
+    narrow = {name: narrowed(column) for name, column in columns.items()}
+    about = [
+        {"name": name, "bytes": column.itemsize, "length": len(column)}
+        for name, column in narrow.items()
+    ]
+    packed = bytearray(orjson.dumps(about) + b"\n")
+    for column in narrow.values():
+        ordered = column[:]
         if byteorder != "little":
             ordered.byteswap()
         raw, size = ordered.tobytes(), ordered.itemsize
-        about.append({"name": name, "bytes": size, "length": len(column)})
-        planes += [raw[plane::size] for plane in range(size)]
-    return orjson.dumps(about) + b"\n" + b"".join(planes)
+        for plane in range(size):
+            packed += raw[plane::size]
+    return packed

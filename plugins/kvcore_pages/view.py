@@ -85,6 +85,7 @@ def view_page(
     for index, side in enumerate(sides):
         data[f"side{index}-about"] = side.document()
         data |= {f"side{index}-{name}": raw for name, raw in side.columns().items()}
+    del sides, side  # their rows are in `data`
     return Page(title, "<main></main>", SCRIPTS, ["view.css"], data).render()
 
 

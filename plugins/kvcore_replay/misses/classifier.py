@@ -165,6 +165,7 @@ class MissClassifier:
                 reasons.losses = [
                     part for loss in reasons.losses for part in loss.split_at(upto)
                 ]
+        del self._admissions
 
     def _request(self, event: events.Request) -> None:
         prompt = self.state.requests[event.id]
