@@ -110,7 +110,8 @@ class TraceChecker(CacheChecker[CacheState]):
         self._next = None
         self._checks.get(name, self._lifecycle)(event)
         state.apply(event)
-        free = self._order.free
+        order = self._order
+        free = order.pool.free_blocks + len(order.victims)
         total = free + state.cached + state.private
         if total != self._blocks:
             violated(
@@ -334,7 +335,7 @@ class TraceChecker(CacheChecker[CacheState]):
     def _must_be_as_used(self, event: events.Evict, span: TracedSpan) -> None:
         """Check the policy, the age and the hits in the line of a victim."""
         age, by = event.t - span.last_access, self._chooser(event)
-        if (event.by, event.hits, event.age) != (by, span.hits, age):
+        if event.by != by or event.hits != span.hits or event.age != age:
             violated(
                 f"span {span.id}: by {by!r}, age {age} ns, {span.hits} hits "
                 f"expected; the line says by {event.by!r}, age {event.age} ns, "
