@@ -46,7 +46,7 @@ def view_page(
 ) -> bytes:
     """Return a page that plays one trace, or two side by side.
 
-    Takes about 30 µs a line, and memory for the whole trace: up to 1.6 kB a line. The page
+    Takes about 20 µs a line, and memory for the whole trace: up to 1 kB a line. The page
     opens at the time `at` (ns); None: at the costliest eviction. `notify` is called with a
     notice on each part of a trace that the page lacks; the page has the notice, too. Of the
     trace of a cluster the page shows one `replica`, and of a replica that failed and returned
