@@ -34,7 +34,6 @@ from kvcore_pages.playback import (
     KIND,
     NONE,
     WHOLE,
-    WIDTH,
     WORDS,
     EvictedContent,
     Playback,
@@ -52,6 +51,8 @@ NAMED = ("new", "copy")
 class GroupedPlayback(Playback):
     """The rows of a trace of cache groups, which is checked while it is read."""
 
+    PREPARED = ("EVICT", "LOAD_START", "FREE")
+
     _checker: Any
     _state: Any
 
@@ -62,11 +63,13 @@ class GroupedPlayback(Playback):
         tick: Tick = unseen,
         window: Window = WHOLE,
         replica: int | str | None = None,
+        *,
+        compared: bool = True,
     ) -> Playback:
         """Return the playback of a trace, of cache groups if it has some."""
         header = next(iter(ServerReader(file, replica)), None)
         grouped = getattr(header, "cache_groups", None)
-        return (cls if grouped else Playback)(file, tick, window, replica)
+        return (cls if grouped else Playback)(file, tick, window, replica, compared=compared)
 
     def _start(self, header: events.Header, checker: Any) -> None:
         """Prepare for the lines after HEADER."""
@@ -108,11 +111,11 @@ class GroupedPlayback(Playback):
         self, event: Any, ids: list[int], request: int, *values: int, **more: int
     ) -> None:
         """Append a row, and the ids of the blocks that it is about."""
-        rows = len(self._flat)
+        rows = self._count
         self._row(event, request, *values, **more)
-        if len(self._flat) > rows:
+        if self._count > rows:
             # Rows of other kinds, which stand between, move no block.
-            missing = rows // WIDTH - len(self._row_ends)
+            missing = rows - len(self._row_ends)
             self._row_ends.extend([len(self._ids)] * missing)
             self._ids.extend(ids)
             self._row_ends.append(len(self._ids))
@@ -147,10 +150,10 @@ class GroupedPlayback(Playback):
 
     def _evict(self, event: Any, victim: Any) -> None:
         del victim
-        ids, row = self._state.ids(event.runs).tolist(), len(self._flat) // WIDTH
+        ids, row = self._state.ids(event.runs).tolist(), self._count
         for block in ids:
             *_, name = self._named.pop(block)
-            if self._stage == "inside":
+            if self._compared and self._stage == "inside":
                 self.evicted.append(EvictedContent(row, event.requester, [name], 0, 1))
         requester = self._numbers[event.requester]
         self._moves(event, ids, requester, event.group, count=len(ids))
@@ -237,7 +240,7 @@ class GroupedPlayback(Playback):
         """The words for numbers in columns."""
         return WORDS | {"committed": NAMED, "freed": FREED}
 
-    def columns(self) -> dict[str, bytes]:
+    def columns(self) -> dict[str, bytearray]:
         """Return the rows with the ids of their blocks, and numbers of the requests."""
         rows = len(self.rows["kind"])
         self._row_ends.extend([len(self._ids)] * (rows - len(self._row_ends)))

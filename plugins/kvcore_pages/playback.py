@@ -18,22 +18,24 @@ import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from heapq import nlargest
+from struct import Struct
 from sys import byteorder
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import orjson
 
-from kvcore.errors import InputError, TraceError
+from kvcore.errors import InputError
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace import events
 from kvcore.trace.events import methods_by_event
 from kvcore.units import NS_PER_S, format_seconds
 from kvcore_cli.report.tables import setup
 from kvcore_replay.check.server import TraceChecker
-from kvcore_replay.check.trace import check_event
+from kvcore_replay.check.trace import check_event, refuse
 from kvcore_replay.misses.classifier import MissClassifier
 from kvcore_replay.misses.explain import server_misses
 from kvcore_replay.misses.reasons import Explanation
@@ -116,6 +118,12 @@ LOAD_START.
 
 WIDTH = len(COLUMNS)
 
+PACK = Struct(f"{WIDTH}q").pack
+"""Makes the bytes of a row, faster than an array takes the numbers."""
+
+MOST_FLAT = WIDTH << 16
+"""Numbers of rows that are not in columns yet, at the begin of a moment."""
+
 MOST = 2**53
 """Bound of the numbers that are exact in a browser; in ns it is 104 days."""
 
@@ -191,6 +199,10 @@ class Prompts:
         self.shared[request] = known * ratio
         self.blocks[request] = len(keys) * ratio
         return known
+
+    def close(self) -> None:
+        """Forget which request has which key, after the last line."""
+        self._first.clear()
 
     def admit(self, request: int, line: int, now: int) -> None:
         """Record an admission, of which the first one counts."""
@@ -268,10 +280,15 @@ class Playback:
         lines: number of lines of the trace.
         ended: time (ns) of the last line of the trace.
         opening: the state before the first line in the window; None: an empty pool.
+        ratio: the number of blocks of a key.
         prompts: the prompts of the requests.
-        evicted: contents that EVICT lines in the window removed, in their order.
+        evicted: contents that EVICT lines in the window removed, in their order; none if
+            it is not to be compared.
         explanation: the reasons of misses.
     """
+
+    PREPARED: ClassVar[tuple[str, ...]] = ("EVICT",)
+    """Events of which `_prepare` has to know what was before them."""
 
     def __init__(
         self,
@@ -279,8 +296,12 @@ class Playback:
         tick: Tick = unseen,
         window: Window = WHOLE,
         replica: int | str | None = None,
+        *,
+        compared: bool = True,
     ) -> None:
-        """Read a trace, or of a cluster that of a `replica`. Costs about 30 µs a line.
+        """Read a trace, or of a cluster that of a `replica`. Costs about 15 µs a line.
+
+        `compared` is whether to keep the `evicted` contents, to compare it with another trace.
 
         Raises:
             InputError: the file cannot be opened.
@@ -292,8 +313,9 @@ class Playback:
         self.opening: dict[str, Any] | None = None
         self.prompts = Prompts()
         self.evicted: list[EvictedContent] = []
-        self._window = window
-        self._flat = array("q")
+        self._window, self._compared = window, compared
+        self._flat = array("q")  # the last rows, after those in columns
+        self.rows = {name: array("i") for name in COLUMNS}
         # The first row of the current moment; and where that is: before the window, inside it,
         # or after.
         self._boundary, self._stage = 0, "before" if window.start else "inside"
@@ -303,39 +325,10 @@ class Playback:
         # Facts that the state of sequences and spans lacks: times, and requests that stored.
         self._opened: dict[int, int] = {}
         self._stored: dict[int, tuple[int, int]] = {}
-        checker: Any = None
-        for event in ticked(reader, tick):
-            self.lines += 1
-            if checker is None:
-                checker = check_event(reader, None, event)
-                self._start(event, checker)  # type: ignore[arg-type]  # the first is HEADER
-                continue
-            if event.t != self.ended:
-                self._turn(event)
-            victim = self._prepare(event)
-            check_event(reader, checker, event)
-            self._inquest.after(event, victim)
-            if type(event) is self._evict_type:
-                self._evict(event, victim)  # type: ignore[arg-type]  # of scope `cache`
-            else:
-                self._record[type(event)](event)
-        if not reader.complete:
-            msg = f"{self.file}: incomplete: {reader.cut_reason}"
-            raise TraceError(msg)
-        if self._stage == "before" or not self._flat:
-            msg = (
-                f"{self.file}: no line is in the window; the trace ends at "
-                f"{format_seconds(self.ended / NS_PER_S)}"
-            )
-            raise InputError(msg)
-        self.rows = {name: self._flat[index::WIDTH] for index, name in enumerate(COLUMNS)}
-        beyond = "goes beyond 2^53, which is the most that a page can show"
-        if self.ended >= MOST:
-            reader.fail(f"its time in ns {beyond}: 104 days")
-        for name, column in self.rows.items():
-            if column and not -MOST < min(column) <= max(column) < MOST:
-                reader.fail(f"{name} {beyond}")
+        self._read(reader, tick)
+        self._must_be_shown(reader)
         self._inquest.judge()
+        self._pool_blocks: int = self._checker.pool.high_water
         self.explanation = Explanation(
             source=self.file,
             header=self.header,
@@ -343,6 +336,51 @@ class Playback:
             cut_reason=None,
             requests=self._inquest.requests,
         )
+        # What no page needs goes, since its making needs memory, too.
+        self.prompts.close()
+        self._state.requests.clear()
+        del self._record, self._inquest, self._checker, self._state
+
+    def _read(self, reader: ServerReader, tick: Tick) -> None:
+        """Check the lines, and make rows of them."""
+        checker: Any = None
+        for event in ticked(reader, tick):
+            self.lines += 1
+            if checker is None:
+                checker = check_event(reader, None, event)
+                self._start(event, checker)  # type: ignore[arg-type]  # the first is HEADER
+                inquest = self._inquest
+                continue
+            if event.t != self.ended:
+                self._turn(event)
+            try:
+                victim = self._prepare(event) if event.event in self.PREPARED else None
+                checker.apply(event)
+                if victim is not None or event.event in inquest.takes:
+                    inquest.after(event, victim)
+            except (LookupError, ArithmeticError, ValueError) as error:
+                refuse(reader, event, error)
+            if type(event) is self._evict_type:
+                self._evict(event, victim)  # type: ignore[arg-type]  # of scope `cache`
+            else:
+                self._record[type(event)](event)
+        reader.require_complete()
+        self._to_columns()
+
+    def _must_be_shown(self, reader: ServerReader) -> None:
+        """Check that there are rows, whose numbers a browser can hold."""
+        if self._stage == "before" or not self.rows["kind"]:
+            msg = (
+                f"{self.file}: no line is in the window; the trace ends at "
+                f"{format_seconds(self.ended / NS_PER_S)}"
+            )
+            raise InputError(msg)
+        beyond = "goes beyond 2^53, which is the most that a page can show"
+        if self.ended >= MOST:
+            reader.fail(f"its time in ns {beyond}: 104 days")
+        for name, column in self.rows.items():
+            if column.typecode == "q" and not -MOST < min(column) <= max(column) < MOST:
+                reader.fail(f"{name} {beyond}")
 
     def _start(self, header: events.Header, checker: TraceChecker) -> None:
         """Prepare for the lines after HEADER."""
@@ -362,6 +400,8 @@ class Playback:
         """Store the check of the trace, and what finds the reasons of misses."""
         self._checker, self._state, self._inquest = checker, checker.state, inquest
         self.header: dict[str, Any] = header.as_dict()
+        self.ratio: int = checker.state.layout.ratio
+        checker.digests = False  # of its report, which no page has
 
     def _set_kinds(self, structs: dict[str, type[events.Event]]) -> None:
         """Store the Structs of the trace by the kinds of their rows."""
@@ -379,28 +419,39 @@ class Playback:
         """The words for numbers in columns."""
         return WORDS
 
-    @property
-    def ratio(self) -> int:
-        """The number of blocks of a key."""
-        ratio: int = self._state.layout.ratio
-        return ratio
-
     def _turn(self, event: events.Event) -> None:
         """Start or stop keeping rows, before the first line of a moment."""
-        self.ended, window, flat = event.t, self._window, self._flat
+        self.ended, window = event.t, self._window
         if self._stage == "before" and event.t >= window.start:
             self._stage, self.first_line, self.opening = "inside", event.n, self._snapshot()
             self._before = 0
         if self._stage != "inside":
             return
-        rows = len(flat) // WIDTH
+        rows = self._count
         if rows > window.max_rows and self._boundary:
-            del flat[self._boundary * WIDTH :]
+            del self._flat[len(self._flat) - (rows - self._boundary) * WIDTH :]
             while self.evicted and self.evicted[-1].row >= self._boundary:
                 self.evicted.pop()
         if rows >= window.max_rows or (window.end is not None and event.t >= window.end):
             self._stage = "after"
-        self._boundary = len(flat) // WIDTH
+        self._boundary = self._count
+        if len(self._flat) > MOST_FLAT:
+            self._to_columns()
+
+    @property
+    def _count(self) -> int:
+        """The number of rows so far."""
+        return len(self.rows["kind"]) + len(self._flat) // WIDTH
+
+    def _to_columns(self) -> None:
+        """Move the last rows to the columns, which take half of the memory."""
+        for index, (name, column) in enumerate(self.rows.items()):
+            more = narrowed(self._flat[index::WIDTH])
+            if column.typecode != more.typecode:
+                column, more = array("q", column), array("q", more)  # noqa: PLW2901
+            column += more  # noqa: PLW2901
+            self.rows[name] = column
+        del self._flat[:]
 
     def _snapshot(self) -> dict[str, Any]:
         """Return the state as a JSON value."""
@@ -460,9 +511,11 @@ class Playback:
         age: int = 0,
     ) -> None:
         """Append a row, if it is in the window."""
-        now, kind = event.t, self._kinds[type(event)]
+        now = event.t
         if self._stage == "inside":
-            self._flat.extend((kind, request, a, b, c, d, e, count, now - self._before, age))
+            kind = self._kinds[type(event)]
+            row = PACK(kind, request, a, b, c, d, e, count, now - self._before, age)
+            self._flat.frombytes(row)
         self._before = now
 
     def _plain(self, event: Any) -> None:
@@ -478,6 +531,10 @@ class Playback:
             self.prompts.add(prompt, event.output, self.ratio)
         else:  # announced by a PREFETCH
             self.prompts.arrive(request, prompt, event.output, self.ratio)
+        if (shared := self.prompts.shared[request] // self.ratio) > 0:
+            # Equal keys are one object: others would take most of the memory.
+            leader = self._state.requests[self.prompts.ids[self.prompts.leader[request]]]
+            prompt.keys[:shared] = leader.keys[:shared]
         self._row(event, request)
 
     def _prefetch(self, event: events.Prefetch) -> None:
@@ -521,9 +578,9 @@ class Playback:
 
     def _evict(self, event: events.Evict, victim: tuple[TracedSpan, int]) -> None:
         span, end = victim
-        row = len(self._flat) // WIDTH
-        if self._stage == "inside":
+        if self._compared and self._stage == "inside":
             content = span.keys, span.end, end
+            row = self._count
             self.evicted.append(EvictedContent(row, event.requester, *content))
         if not span.ids:
             del self._stored[span.id]
@@ -662,7 +719,7 @@ class Playback:
             "header": self.header,
             "setup": setup(self.header),
             "words": self.words,
-            "pool": self._checker.pool.high_water,
+            "pool": self._pool_blocks,
             "begin": self.opening,
             "first": self.first_line,
             "lines": self.lines,
@@ -678,7 +735,7 @@ class Playback:
             },
         }
 
-    def columns(self) -> dict[str, bytes]:
+    def columns(self) -> dict[str, bytearray]:
         """Return the rows, and numbers of the requests, as planes of bytes: see `pack`."""
         prompts, requests = self.prompts, self.explanation.requests
         explained = [requests.get(request) for request in prompts.ids]
@@ -703,7 +760,7 @@ NOT_TOLD = (
     f"{MOST_REASONS:,} among them that lost most to evictions. `kvcore explain` has all."
 )
 
-NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+NUMBER = re.compile(r"(\d+(?:[.,]\d+)*)")
 
 
 def share_phrases(texts: Iterable[str]) -> dict[str, Any]:
@@ -718,26 +775,39 @@ def share_phrases(texts: Iterable[str]) -> dict[str, Any]:
     for text in texts:
         words: list[str] = []
         for line in text.replace("\0", "").splitlines():
-            phrase = NUMBER.sub("\0", line)
-            words += (str(lines.setdefault(phrase, len(lines))), *NUMBER.findall(line))
+            parts = NUMBER.split(line)
+            phrase = "\0".join(parts[::2])
+            words += (str(lines.setdefault(phrase, len(lines))), *parts[1::2])
         uses.append(" ".join(words))
     return {"lines": list(lines), "uses": "\n".join(uses)}
 
 
-def pack(columns: Mapping[str, array[int]]) -> bytes:
+def narrowed(column: array[int]) -> array[int]:
+    """Return a column with 4 bytes a number if they are enough, otherwise with 8."""
+    if column.typecode == "q":
+        with suppress(OverflowError):
+            return array("i", column)
+    return column
+
+
+def pack(columns: Mapping[str, array[int]]) -> bytearray:
     """Return columns as bytes that compress well and that a browser reads at memory's speed.
 
     A line of JSON with the name, length and bytes a number of each, then the columns, each
     plane by plane: the lowest bytes of all numbers, the next ones, and so on, little-endian.
     Numbers of 4 bytes or more are signed.
     """
-    about, planes = [], []
-    for name, column in columns.items():
-        small = not column or -(2**31) <= min(column) <= max(column) < 2**31
-        ordered = array("i" if small else "q", column)
+    narrow = {name: narrowed(column) for name, column in columns.items()}
+    about = [
+        {"name": name, "bytes": column.itemsize, "length": len(column)}
+        for name, column in narrow.items()
+    ]
+    packed = bytearray(orjson.dumps(about) + b"\n")
+    for column in narrow.values():
+        ordered = column[:]
         if byteorder != "little":
             ordered.byteswap()
         raw, size = ordered.tobytes(), ordered.itemsize
-        about.append({"name": name, "bytes": size, "length": len(column)})
-        planes += [raw[plane::size] for plane in range(size)]
-    return orjson.dumps(about) + b"\n" + b"".join(planes)
+        for plane in range(size):
+            packed += raw[plane::size]
+    return packed

@@ -123,7 +123,7 @@ def _static(name: str) -> str:
 def _block(name: str, value: Any) -> str:
     """Return an element with compressed data, which cannot be read as markup."""
     try:
-        raw = value if isinstance(value, bytes) else orjson.dumps(value)
+        raw = value if isinstance(value, (bytes, bytearray)) else orjson.dumps(value)
     except TypeError:  # a file name that is no Unicode, which only `json` writes
         raw = json.dumps(value).encode()
     packed = bytearray(gzip.compress(raw, LEVEL, mtime=0))

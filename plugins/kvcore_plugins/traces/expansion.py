@@ -79,9 +79,8 @@ class Expansion:
                 if accessed > t:
                     violated(f"span {span} leaves at {t} ns, before its last access")
                 evict = Evict(
-                    n=n, t=t, replica=replica, span=span, runs=runs, by=by,
-                    requester=requester, age=t - accessed, hits=hits, reason="capacity",
-                    scope="cache",
+                    n, t, span, runs, by, requester, t - accessed, hits, "capacity", "cache",
+                    replica=replica,
                 )  # fmt: skip
                 expanded.append(evict)
                 n += 1

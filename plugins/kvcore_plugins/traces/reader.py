@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
@@ -82,7 +83,7 @@ class TraceReader(SealedReader[Event]):
         self._expansion = Expansion()
         self._expanded: Sequence[Event] = ()  # what the line read last stands for
         self._grouped = False  # whether HEADER has cache groups
-        self._counts: dict[str, int] = {}
+        self._counts: defaultdict[str, int] = defaultdict(int)
 
     def __iter__(self) -> Iterator[Event]:
         """Yield the events that the lines stand for."""
@@ -136,7 +137,7 @@ class TraceReader(SealedReader[Event]):
                 self.fail(f"END is at {now} ns; the line before it at {self._time}")
             self._expanded = (event,)
             self._expect_end({
-                "n": n, "t": now, "event": "END", "lines": n, "events": self._counts,
+                "n": n, "t": now, "event": "END", "lines": n, "events": dict(self._counts),
             })  # fmt: skip
         else:
             # With as many colons as names, none stands there twice.
@@ -158,8 +159,9 @@ class TraceReader(SealedReader[Event]):
             self._expanded = expanded = self._expansion.expand(event)
         except ValueError as error:
             self.fail(f"{event.event}: {error}")
+        counts = self._counts
         for grown in expanded:
-            self._counts[grown.event] = self._counts.get(grown.event, 0) + 1
+            counts[grown.event] += 1
         self._n += len(expanded)
         self._time = expanded[-1].t
 

@@ -60,6 +60,7 @@ class CacheChecker(Generic[State]):
         state: the cache after the events so far.
         lifecycles: the life cycles of the requests so far.
         evictions: digest of the blocks that were evicted for capacity.
+        digests: whether to add to it, for a report.
     """
 
     def __init__(self, state: State) -> None:
@@ -68,6 +69,7 @@ class CacheChecker(Generic[State]):
         self.state: State = state
         self.lifecycles = Lifecycles(header.mode)
         self.evictions = EvictionDigest()
+        self.digests = True
         self._caps = Caps.from_header(header)
         self._lag = bool((header.batching or {}).get("lag"))
         self._size = header.block_size

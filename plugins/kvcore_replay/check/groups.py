@@ -321,7 +321,8 @@ class GroupChecker(CacheChecker[GroupState]):
             oldest = next(order)
             if event.by == "lru" and victim != oldest:
                 violated(f"block {victim} is evicted; block {oldest} was freed before it")
-            self.evictions.add(key_of(block.name))
+            if self.digests:
+                self.evictions.add(key_of(block.name))
         self._victims.extend(ids)
 
     def _free(self, event: events.GroupFree) -> None:

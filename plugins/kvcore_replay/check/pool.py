@@ -83,7 +83,8 @@ class AllocationOrder:
 
     def evict(self, ids: Ids, requester: int | str) -> None:
         """Record victims, evicted because request `requester` needs blocks."""
-        self.serve(requester)
+        if requester != self._requester:
+            self.serve(requester)
         self.victims.extend(ids)
         self._last = len(ids) if self._leaves else 1
 
@@ -100,16 +101,18 @@ class AllocationOrder:
         Raises:
             ViolationError: too few are free, too many were evicted, or others are next.
         """
-        self.serve(requester)
-        victims, count, available = self.victims, len(ids), self.free
+        if requester != self._requester:
+            self.serve(requester)
+        victims, count, free = self.victims, len(ids), self.pool.free_blocks
+        available = free + len(victims)
         if not 0 < count <= available:
             violated(f"{count} blocks are taken; {available} are free")
         if victims and count <= available - self._last and not copy:
             violated(f"{available - count} more blocks were evicted than were missing")
-        order = self.pool.allocate(min(count, self.pool.free_blocks))
-        rest = count - len(order)
-        order.extend(victims[:rest])
-        del victims[:rest]
+        order = self.pool.allocate(min(count, free)) if free else array("i")
+        if (rest := count - len(order)) > 0:
+            order.extend(victims[:rest])
+            del victims[:rest]
         if ids != order:
             violated(f"the pool gives {encode_runs(order)}, not {encode_runs(ids)}")
         if self._leaves and victims and not copy:

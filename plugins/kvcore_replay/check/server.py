@@ -47,7 +47,7 @@ class TraceChecker(CacheChecker[CacheState]):
         super().__init__(CacheState(header) if state is None else state)
         plugins = header.plugins
         self._retention = plugins["retention"].name if "retention" in plugins else None
-        self._ratio = self.state.layout.ratio
+        self._blocks, self._ratio = header.blocks, self.state.layout.ratio
         prefix = plugins.get("prefix")
         leaves = prefix is not None and prefix.options.get("evict") == "leaf"
         # An engine evicts when it likes, and may hit less than is cached.
@@ -86,14 +86,14 @@ class TraceChecker(CacheChecker[CacheState]):
             ViolationError: the event contradicts what came before.
         """
         name, state = event.event, self.state
-        self._due = self._next
-        if self._due is not None and self._due[:2] != (name, getattr(event, "seq", None)):
+        due = self._due = self._next
+        if due is not None and due[:2] != (name, getattr(event, "seq", None)):
             self._refuse_early(name)
         if self._unpinned and name not in SHARING:
             self._refuse_unpinned()
         begins = event.t != self._now
         if begins:
-            if self._due is not None or self._unpinned or self._evicting is not None:
+            if due is not None or self._unpinned or self._evicting is not None:
                 violated(f"it is of one call with the line before, which is at {self._now} ns")
             self._now = event.t
         if self._tiers is not None and self._tiers.check(event, begins=begins):
@@ -110,9 +110,10 @@ class TraceChecker(CacheChecker[CacheState]):
         self._next = None
         self._checks.get(name, self._lifecycle)(event)
         state.apply(event)
-        free = self._order.free
+        order = self._order
+        free = order.pool.free_blocks + len(order.victims)
         total = free + state.cached + state.private
-        if total != state.header.blocks:
+        if total != self._blocks:
             violated(
                 f"{free} free + {state.cached} cached + {state.private} private blocks are "
                 f"{total}; the pool has {state.header.blocks}"
@@ -305,11 +306,11 @@ class TraceChecker(CacheChecker[CacheState]):
         if not ids or ids != span.ids[: -len(ids) - 1 : -1]:
             violated(f"span {span.id} is {encode_runs(span.ids[::-1])}, tail first")
         self._must_be_as_used(event, span)
-        first, ratio = span.end - len(ids), self._ratio
-        self._cached_keys.remove(span.keys, first, span.end)
+        end, ratio = span.end, self._ratio
+        first = end - len(ids)
+        self._cached_keys.remove(span.keys, first, end)
         if event.reason == "capacity":
-            end = span.end
-            while end > first:
+            while end > first and self.digests:
                 key = (end - 1) // ratio
                 start = max(key * ratio, first)
                 self.evictions.add(span.keys[key], end - start)
@@ -334,7 +335,7 @@ class TraceChecker(CacheChecker[CacheState]):
     def _must_be_as_used(self, event: events.Evict, span: TracedSpan) -> None:
         """Check the policy, the age and the hits in the line of a victim."""
         age, by = event.t - span.last_access, self._chooser(event)
-        if (event.by, event.hits, event.age) != (by, span.hits, age):
+        if event.by != by or event.hits != span.hits or event.age != age:
             violated(
                 f"span {span.id}: by {by!r}, age {age} ns, {span.hits} hits "
                 f"expected; the line says by {event.by!r}, age {event.age} ns, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import attrs
 
@@ -120,11 +120,15 @@ def check_event(reader: TraceReader, checker: Checker | None, event: events.Even
         if checker is None:
             return checker_of(event)  # type: ignore[arg-type]  # the reader has seen to it
         checker.apply(event)
-    except (LookupError, ArithmeticError) as error:
-        reader.fail(f"{event.event}: {unfit(error)}")
-    except ValueError as error:
-        reader.fail(f"{event.event}: {error}")
+    except (LookupError, ArithmeticError, ValueError) as error:
+        refuse(reader, event, error)
     return checker
+
+
+def refuse(reader: TraceReader, event: events.Event, error: Exception) -> NoReturn:
+    """Raise TraceError for the event that `reader` read last and a check found wrong."""
+    reason = error if isinstance(error, ValueError) else unfit(error)
+    reader.fail(f"{event.event}: {reason}")
 
 
 replay = check_trace

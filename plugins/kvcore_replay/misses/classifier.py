@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate, groupby
-from operator import itemgetter
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import attrs
@@ -40,6 +39,7 @@ class MissClassifier:
         has_optimum: whether there is an optimum to compare with.
         state: the state of the cache, rebuilt from the trace.
         requests: the misses of each request so far, by id.
+        takes: the events that `after` records, besides those that evict.
         elsewhere: on a cluster, by request, the blocks of its prompt that another replica held
             when the request was routed, and the number of that replica; None on one server.
     """
@@ -83,8 +83,9 @@ class MissClassifier:
         self._admissions: list[TracedPrompt] = []
         self._runs: list[list[tuple[int, int]]] = []
         self._serials: dict[Id, int] = {}
-        # By key, the latest admission with a key after it.
-        self._leaders: dict[Any, int] = {}
+        # By key at which a prompt ends: the latest admission of such a prompt, and the latest
+        # one with a key after it.
+        self._ends: dict[Any, tuple[int, int | None]] = {}
         # By span, the request that stored it or hit it last.
         self._users: dict[int, Id] = {}
         self._divergences = {} if divergences is None else divergences
@@ -95,6 +96,7 @@ class MissClassifier:
         self._returned: int | None = None
         of_tiers = () if self.state.tiers is None else self.OF_TIERS
         self._take = methods_by_event(self, *self.EVENTS, *of_tiers)
+        self.takes: Collection[str] = self._take.keys()
 
     @property
     def header(self) -> events.Header:
@@ -118,7 +120,7 @@ class MissClassifier:
         Called before the event is applied to the state. None: the event evicts nothing, or
         names no span, which is an error once it is applied.
         """
-        if getattr(event, "scope", None) != "cache":
+        if event.event != "EVICT" or event.scope != "cache":  # type: ignore[attr-defined]
             return None
         span = self.state.spans.get(event.span)  # type: ignore[attr-defined]
         return None if span is None else (span, span.end)
@@ -144,6 +146,8 @@ class MissClassifier:
 
         Only where there is an optimum to compare with.
         """
+        # Most of the memory: nothing is classified after the last line.
+        del self._evictions, self._senders, self._ends, self._drops
         if not self.has_optimum:
             return
         admissions = self._admissions
@@ -161,6 +165,7 @@ class MissClassifier:
                 reasons.losses = [
                     part for loss in reasons.losses for part in loss.split_at(upto)
                 ]
+        del self._admissions
 
     def _request(self, event: events.Request) -> None:
         prompt = self.state.requests[event.id]
@@ -191,15 +196,20 @@ class MissClassifier:
         for low, high, sender in list(sent):
             if sender is None:
                 self._senders.add(keys, low, high, serial)
+                if high == prompt.cacheable:
+                    self._ends[keys[-1]] = serial, None
         for key in keys[max(0, first - 1) : -1]:
-            self._leaders.setdefault(key, serial)
+            last, leader = self._followed(key)
+            if leader is None and last is not None:
+                self._ends[key] = last, serial
 
     def _evict(self, event: events.Evict, span: TracedSpan, end: int) -> None:
+        first = span.end
         eviction = Eviction(
             line=event.n + 1,
             time=event.t,
             span=span.id,
-            blocks=end - span.end,
+            blocks=end - first,
             by=event.by,
             beneficiary=event.requester,
             user=self._users[span.id],
@@ -207,8 +217,8 @@ class MissClassifier:
             hits=event.hits,
             expired=event.reason != "capacity",
         )
-        self._evictions.add(span.keys, span.end, end, eviction)
-        if span.id not in self.state.spans:
+        self._evictions.add(span.keys, first, end, eviction)
+        if not span.ids:
             del self._users[span.id]
 
     def _commit(self, event: events.Commit) -> None:
@@ -261,9 +271,10 @@ class MissClassifier:
         self._runs.append([])
         self._serials[prompt.id] = serial
         self._salts[reasons.salt] += 1
-        self._senders.add(keys, 0, prompt.cacheable, serial)
         full = len(keys) - (prompt.id in self._partial)
-        self._leaders.update(dict.fromkeys(keys[: max(0, full - 1)], serial))
+        for key in keys[max(0, full - 1) :]:
+            self._ends[key] = serial, self._followed(key)[1]
+        self._senders.add(keys, 0, prompt.cacheable, serial)
 
     def _below(
         self, reasons: RequestMisses, prompt: TracedPrompt, hit: int
@@ -357,8 +368,9 @@ class MissClassifier:
                 yield self._missed("in_flight", hit, start, other=other)
         upto = max(start, min(reach, self._pool))
         for first, end, eviction in self._evictions.pieces(keys, start, upto):
-            category, other = "unstored", self._sender(keys, end)
-            if eviction is not None:
+            if eviction is None:
+                category, other = "unstored", self._sender(keys, end)
+            else:
                 category = "expired" if eviction.expired else EVICTED
                 other = eviction.user
             for low, high, drop in self._drops.pieces(keys, first, end):
@@ -403,7 +415,7 @@ class MissClassifier:
         known = -(-sent // self._ratio)
         way, other, point, salts = "starts", None, None, 0
         before = keys[known - 1] if known else None
-        leader = self._leaders.get(before)
+        leader = self._followed(before)[1]
         if not known:
             salts = self._salts.total() - self._salts[reasons.salt]
         elif known == len(keys) - 1 and reasons.request in self._partial:
@@ -439,13 +451,10 @@ class MissClassifier:
         keys, low = prompt.keys, hit // self._ratio
         for seq in self.state.sequences.values():
             other = seq.prompt
+            if low >= len(other.keys) or other.keys[low] != keys[low]:
+                continue  # as most do
             stop = min(reach, other.cacheable)
-            if (
-                seq.id == reasons.seq
-                or seq.has_forgotten
-                or stop <= furthest
-                or other.keys[low] != keys[low]
-            ):
+            if seq.id == reasons.seq or seq.has_forgotten or stop <= furthest:
                 continue
             high = -(-stop // self._ratio)
             parting = bisect_left(
@@ -463,6 +472,12 @@ class MissClassifier:
         """
         ((_, _, serial),) = self._senders.pieces(keys, end - 1, end)
         return None if serial is None else self._admissions[serial].id
+
+    def _followed(self, key: Any) -> tuple[int | None, int | None]:
+        """Return the latest admission with `key`, and the latest with a key after it."""
+        ((_, _, last),) = self._senders.pieces([key], 0, 1)
+        end, before = self._ends.get(key, (None, None))
+        return last, before if last == end else last
 
 
 Note = TypeVar("Note")
@@ -488,7 +503,10 @@ class LastEventIndex(Generic[Note]):
         """Set the event of the blocks of `keys` from `first` up to `end`. O(keys) in C."""
         ratio = self._ratio
         low, high = -(-first // ratio), end // ratio
-        self._of.update(dict.fromkeys(keys[low:high], note))
+        if high - low == 1:
+            self._of[keys[low]] = note
+        else:
+            self._of.update(dict.fromkeys(keys[low:high], note))
         if first % ratio:
             self._add_part(keys[low - 1], low - 1, first, end, note)
         if end % ratio and high >= low:
@@ -496,9 +514,15 @@ class LastEventIndex(Generic[Note]):
 
     def pieces(self, keys: Sequence[Any], first: int, end: int) -> Iterator[Piece[Note]]:
         """Yield runs of the blocks from `first` up to `end` that share one event."""
-        for note, run in groupby(self._runs(keys, first, end), key=itemgetter(2)):
-            parts = list(run)
-            yield parts[0][0], parts[-1][1], note
+        start, stop, last = first, first, None
+        for low, high, note in self._runs(keys, first, end):
+            if note is not last and note != last:
+                if stop > start:
+                    yield start, stop, last
+                start, last = low, note
+            stop = high
+        if stop > start:
+            yield start, stop, last
 
     def _add_part(self, key: Any, index: int, first: int, end: int, note: Note) -> None:
         """Set the event of some blocks of a key; keep the events of its other blocks."""
@@ -516,8 +540,11 @@ class LastEventIndex(Generic[Note]):
         ratio = self._ratio
         low, high = first // ratio, -(-end // ratio)
         start = low * ratio
+        if not self._of:
+            yield first, end, None
+            return
         for owner, run in groupby(map(self._of.get, keys[low:high])):
-            many = ratio * sum(1 for _ in run)
+            many = ratio * len(list(run))
             if isinstance(owner, tuple):
                 bases = range(start, start + many, ratio)
                 pieces = [(base + a, base + b, note) for base in bases for a, b, note in owner]

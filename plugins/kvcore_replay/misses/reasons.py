@@ -256,7 +256,12 @@ class MissSegment:
         cut = min(max(best, self.first), self.end)
         for category, first, end in (("policy", self.first, cut), ("capacity", cut, self.end)):
             if first < end:
-                yield attrs.evolve(self, category=category, first=first, tokens=end - first)
+                # `attrs.evolve` takes three times as long; where there is an optimum, an
+                # evicted segment has no other field.
+                yield MissSegment(
+                    category=category, first=first, tokens=end - first,
+                    eviction=self.eviction, other=self.other, drop=self.drop,
+                )  # fmt: skip
 
 
 @attrs.define(kw_only=True, eq=False)

@@ -91,7 +91,8 @@ class TracedSequence:
     @property
     def blocks(self) -> int:
         """The number of blocks in its table, dropped ones included."""
-        return self.span.end + len(self.private) + self.freed
+        span = self.span
+        return span.start + len(span.ids) + len(self.private) + self.freed
 
     @property
     def has_forgotten(self) -> bool:
@@ -196,17 +197,9 @@ class TracedState(Generic[Opened]):
         self.requests: dict[int | str, TracedPrompt] = {}
         self.hits = Hits()
         self._work = self._most_work = 0
-        self._decoded: tuple[list[tuple[int, int]], Ids] = ([], array("i"))
+        self._runs: list[tuple[int, int]] = []
+        self._ids = array("i")
         self._apply: dict[str, Callable[[Any], None]] = {}
-
-    def _apply_line(self, event: events.Event) -> None:
-        """Apply an event, if one of its kind changes this state."""
-        apply = self._apply.get(event.event)
-        if apply is not None:
-            try:
-                apply(event)
-            except (LookupError, ArithmeticError) as error:
-                raise unfit(error) from error
 
     def sequence(self, serial: int) -> Opened:
         """Return the sequence of that id.
@@ -242,14 +235,17 @@ class TracedState(Generic[Opened]):
                 stand for too many blocks.
         """
         # A check decodes the runs of a line, and so does the state just after it.
-        if runs is not self._decoded[0]:
-            try:
-                ids = decode_runs(runs, self.header.blocks)
-            except ValueError as error:
-                raise ViolationError(*error.args) from error
+        if runs is not self._runs:
+            if len(runs) == 1 and runs[0][1] == 1 and 0 <= runs[0][0] < self.header.blocks:
+                ids = array("i", runs[0][:1])  # by far the most lines have one block
+            else:
+                try:
+                    ids = decode_runs(runs, self.header.blocks)
+                except ValueError as error:
+                    raise ViolationError(*error.args) from error
             self.count_work(len(ids))
-            self._decoded = runs, ids
-        return self._decoded[1]
+            self._runs, self._ids = runs, ids
+        return self._ids
 
 
 class CacheState(TracedState[TracedSequence]):
@@ -302,7 +298,12 @@ class CacheState(TracedState[TracedSequence]):
             self._most_work = WORK + WORK_OF_LINE * event.n
             if self._work > self._most_work:
                 violated(f"{event.n:,} lines name {self._work:,} blocks and spans: too many")
-        self._apply_line(event)
+        apply = self._apply.get(event.event)
+        if apply is not None:
+            try:
+                apply(event)
+            except (LookupError, ArithmeticError) as error:
+                raise unfit(error) from error
         if self.private < 0 or self.cached < 0:
             violated("more blocks become free than are in use")
 

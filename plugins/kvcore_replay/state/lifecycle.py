@@ -117,10 +117,10 @@ class Lifecycles:
         Raises:
             ViolationError: it is over, or paused.
         """
-        if self.is_announced(request):
+        life = self._requests.get(request)
+        if life is not None and life.stage == ANNOUNCED:
             return
-        life = self._running(request)
-        if life.stage == PAUSED:
+        if self._running(request).stage == PAUSED:
             violated(f"request {request!r} is paused, and needs no blocks")
 
     def generate(self, request: int | str) -> None:
@@ -231,7 +231,7 @@ class Lifecycles:
     def _running(self, request: int | str) -> Lifecycle:
         """Return the life cycle of `request`, which must have arrived and not have ended."""
         life = self._requests.get(request)
-        if life is None or self.is_announced(request):
+        if life is None or life.stage == ANNOUNCED:
             violated(f"request {request!r} has no REQUEST line before this")
         if life.over:
             violated(f"request {request!r} is {life.stage}: nothing of it follows")

@@ -9,6 +9,7 @@ from helpers.grouped_traces import TIERS, grouped_run
 from helpers.pages import put_playback, replayed
 
 from kvcore import read_events
+from kvcore.errors import TraceError
 from kvcore_pages.grouped_playback import GroupedPlayback
 from kvcore_pages.playback import WHOLE, Window
 from kvcore_pages.view import view_page
@@ -220,3 +221,15 @@ def test_the_page_shows_blocks_by_group(tmp_path, browser, seed):
         drawn(page)
         assert re.search(r"block.* in group \d, .* go(es)? to host", page.inner_text("main"))
         assert not errors
+
+
+def test_a_victim_without_blocks_is_told_with_its_line(tmp_path):
+    """An EVICT line with an empty run is refused as a damaged line, with its number."""
+    path = tmp_path / "trace.jsonl"
+    grouped_run(8, path, count=20)
+    lines = path.read_text().splitlines(keepends=True)
+    number, line = next(each for each in enumerate(lines, 1) if '"EVICT"' in each[1])
+    lines[number - 1] = re.sub(r'"runs":\[\[(\d+),[^]]*\]', r'"runs":[[\1,0]', line)
+    path.write_text("".join(lines))
+    with pytest.raises(TraceError, match=rf":{number}: EVICT: run \[\d+, 0\]"):
+        view_page([path])
