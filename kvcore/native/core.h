@@ -435,6 +435,7 @@ PyObject *untimed_replay(PyObject *module, PyObject *arguments);
 extern PyTypeObject named_blocks_type;
 
 PyObject *render_runs(PyObject *module, PyObject *array);
+PyObject *request_like(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *json_request(PyObject *module, PyObject *arguments);
 PyObject *csv_request(PyObject *module, PyObject *arguments);
 
