@@ -289,19 +289,18 @@ class Percentiles(NamedTuple):
                 once, so that an iterator will not do.
             second: how many of these units are a second.
         """
-        ordered = sorted(islice(samples, ROWS + 1))
-        count = len(ordered)
-        if not count:
+        parts = batches(samples)
+        first, second_part = next(parts, []), next(parts, [])
+        if not first:
             return None
-        if count <= ROWS:
-            total = sum(ordered)
+        if not second_part:
+            count, total, ordered = len(first), sum(first), sorted(first)
             ranked = [ordered[nearest_rank(percent, count) - 1] for percent in PERCENTS]
         else:
-            figures = [(len(b), sum(b), min(b), max(b)) for b in batches(samples)]
-            counts, sums, lows, highs = zip(*figures, strict=True)
-            count, total = sum(counts), sum(sums)
+            counts, width, total = _counted(chain((first, second_part), parts))
+            count = counts.total()
             ranks = [nearest_rank(percent, count) for percent in PERCENTS]
-            ranked = _at_ranks(samples, ranks, min(lows), max(highs))
+            ranked = _at_ranks(samples, ranks, counts, width)
         return cls(total / (count * second), *(value / second for value in ranked))
 
     def as_dict(self) -> dict[str, float]:
@@ -332,44 +331,55 @@ def batches(samples: Iterable[int]) -> Iterator[list[int]]:
 _BUCKETS = 1 << 14
 
 
-def _at_ranks(samples: Iterable[int], ranks: list[int], least: int, greatest: int) -> list[int]:
-    """Return the samples at `ranks`, counted from 1 and ascending, from `least` to `greatest`.
+def _counted(parts: Iterable[Sequence[int]]) -> tuple[Counter[int], int, int]:
+    """Count samples by `sample // width`; return the counts, the width, and the sum.
 
-    The samples are counted in buckets of equal width. The buckets with the ranks are sorted,
-    or counted again if they are too large.
+    The width follows from the first part, and doubles when there are too many buckets.
     """
-    width = (greatest - least) // _BUCKETS + 1
     counts: Counter[int] = Counter()
-    for batch in batches(samples):
-        counts.update(
-            [(sample - least) // width for sample in batch if least <= sample <= greatest]
-        )
+    width = total = 0
+    for part in parts:
+        width = width or (max(part) - min(part)) // _BUCKETS + 1
+        total += sum(part)
+        counts.update([sample // width for sample in part])
+        while len(counts) > 2 * _BUCKETS:
+            width, narrow, counts = 2 * width, counts, Counter()
+            for bucket, count in narrow.items():
+                counts[bucket // 2] += count
+    return counts, width, total
+
+
+def _at_ranks(
+    samples: Iterable[int], ranks: Iterable[int], counts: Mapping[int, int], width: int
+) -> list[int]:
+    """Return the samples at ascending `ranks`, from 1, of samples that are `_counted`.
+
+    The buckets with the ranks are sorted, or counted again if they are too large.
+    """
     buckets = sorted(counts)
     ends = list(accumulate([counts[bucket] for bucket in buckets]))
     # By bucket, the ranks in it.
     wanted: dict[int, list[int]] = {}
     for rank in ranks:
         index = bisect_left(ends, rank)
-        wanted.setdefault(buckets[index], []).append(
-            rank - ends[index] + counts[buckets[index]]
-        )
-    # Buckets of few samples are sorted; others are divided again.
-    few = {bucket: list[int]() for bucket in wanted if width > 1 and counts[bucket] <= ROWS}
-    if few:
-        for sample in samples:
-            bucket = (sample - least) // width
-            if bucket in few and sample <= greatest:
-                few[bucket].append(sample)
+        bucket = buckets[index]
+        wanted.setdefault(bucket, []).append(rank - ends[index] + counts[bucket])
+    few = {bucket for bucket in wanted if width > 1 and counts[bucket] <= ROWS}
+    near = sorted([sample for sample in samples if sample // width in few]) if few else []
     ranked = []
     for bucket, inside in wanted.items():
-        low = least + bucket * width
+        low = bucket * width
         if width == 1:
             ranked += [low] * len(inside)
         elif bucket in few:
-            ordered = sorted(few[bucket])
-            ranked += [ordered[rank - 1] for rank in inside]
+            before = bisect_left(near, low) - 1
+            ranked += [near[before + rank] for rank in inside]
         else:
-            ranked += _at_ranks(samples, inside, low, min(greatest, low + width - 1))
+            high = low + width
+            of_bucket = Times(
+                lambda low=low, high=high: (s for s in samples if low <= s < high)
+            )
+            ranked += _at_ranks(of_bucket, inside, *_counted(batches(of_bucket))[:2])
     return ranked
 
 
