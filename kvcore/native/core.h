@@ -229,7 +229,7 @@ typedef struct {
     PyObject *hooks[HOOKS];     /* NULL: not overridden */
     PyObject *match, *victim;   /* of the index, and of the policy */
     Residency residency;        /* without an object: nothing is counted */
-    PyObject *now_object, *capacity, *default_priority;
+    PyObject *now_object, *capacity, *requester, *default_priority;
     int walks, shares, by_block, fixed_order, by_key;
     int truncates;              /* whether a prompt may be longer than the pool */
     i64 size, ratio, stride, expected_key_tokens;
