@@ -290,17 +290,17 @@ class Percentiles(NamedTuple):
             second: how many of these units are a second.
         """
         parts = batches(samples)
-        first, second_part = next(parts, []), next(parts, [])
+        first, more = next(parts, []), next(parts, [])
         if not first:
             return None
-        if not second_part:
+        if not more:
             count, total, ordered = len(first), sum(first), sorted(first)
             ranked = [ordered[nearest_rank(percent, count) - 1] for percent in PERCENTS]
         else:
-            counts, width, total = _counted(chain((first, second_part), parts))
+            counts, shift, total = _counted(chain((first, more), parts))
             count = counts.total()
             ranks = [nearest_rank(percent, count) for percent in PERCENTS]
-            ranked = _at_ranks(samples, ranks, counts, width)
+            ranked = _at_ranks(samples, ranks, counts, shift)
         return cls(total / (count * second), *(value / second for value in ranked))
 
     def as_dict(self) -> dict[str, float]:
@@ -332,54 +332,44 @@ _BUCKETS = 1 << 14
 
 
 def _counted(parts: Iterable[Sequence[int]]) -> tuple[Counter[int], int, int]:
-    """Count samples by `sample // width`; return the counts, the width, and the sum.
-
-    The width follows from the first part, and doubles when there are too many buckets.
-    """
+    """Return how many samples are in each bucket, `sample >> shift`; the shift; their sum."""
     counts: Counter[int] = Counter()
-    width = total = 0
+    shift = total = 0
     for part in parts:
-        width = width or (max(part) - min(part)) // _BUCKETS + 1
         total += sum(part)
-        counts.update([sample // width for sample in part])
-        while len(counts) > 2 * _BUCKETS:
-            width, narrow, counts = 2 * width, counts, Counter()
+        counts.update([sample >> shift for sample in part])
+        if len(counts) > 2 * _BUCKETS:
+            more = ((max(counts) - min(counts)) // _BUCKETS).bit_length()
+            shift, narrow, counts = shift + more, counts, Counter()
             for bucket, count in narrow.items():
-                counts[bucket // 2] += count
-    return counts, width, total
+                counts[bucket >> more] += count
+    return counts, shift, total
 
 
 def _at_ranks(
-    samples: Iterable[int], ranks: Iterable[int], counts: Mapping[int, int], width: int
+    samples: Iterable[int], ranks: list[int], counts: Counter[int], shift: int
 ) -> list[int]:
-    """Return the samples at ascending `ranks`, from 1, of samples that are `_counted`.
+    """Return the samples at `ranks`, counted from 1 and ascending, of `_counted` samples.
 
     The buckets with the ranks are sorted, or counted again if they are too large.
     """
     buckets = sorted(counts)
-    ends = list(accumulate([counts[bucket] for bucket in buckets]))
-    # By bucket, the ranks in it.
-    wanted: dict[int, list[int]] = {}
+    before = list(accumulate([counts[bucket] for bucket in buckets], initial=0))
+    wanted: dict[int, list[int]] = {}  # the ranks in each bucket
     for rank in ranks:
-        index = bisect_left(ends, rank)
-        bucket = buckets[index]
-        wanted.setdefault(bucket, []).append(rank - ends[index] + counts[bucket])
-    few = {bucket for bucket in wanted if width > 1 and counts[bucket] <= ROWS}
-    near = sorted([sample for sample in samples if sample // width in few]) if few else []
+        index = bisect_left(before, rank) - 1
+        wanted.setdefault(buckets[index], []).append(rank - before[index])
+    if not shift:
+        return [bucket for bucket, inside in wanted.items() for _ in inside]
+    few = {bucket for bucket in wanted if counts[bucket] <= ROWS}
+    near = sorted([sample for sample in samples if sample >> shift in few]) if few else []
     ranked = []
     for bucket, inside in wanted.items():
-        low = bucket * width
-        if width == 1:
-            ranked += [low] * len(inside)
-        elif bucket in few:
-            before = bisect_left(near, low) - 1
-            ranked += [near[before + rank] for rank in inside]
+        if bucket in few:
+            ranked += [near[bisect_left(near, bucket << shift) + rank - 1] for rank in inside]
         else:
-            high = low + width
-            of_bucket = Times(
-                lambda low=low, high=high: (s for s in samples if low <= s < high)
-            )
-            ranked += _at_ranks(of_bucket, inside, *_counted(batches(of_bucket))[:2])
+            here = Times(lambda: (s for s in samples if s >> shift == bucket))  # noqa: B023
+            ranked += _at_ranks(here, inside, *_counted(batches(here))[:2])
     return ranked
 
 

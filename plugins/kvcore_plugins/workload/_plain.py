@@ -46,19 +46,19 @@ def request_maker(
 
     In C a request is a copy of the first one, whose lengths alone are checked.
     """
-    lengths = {
-        "prompt_tokens": prompt_tokens,
-        "output_tokens": output_tokens,
-        "key_tokens": key_tokens,
-    }
-    native = core()
-    if native is not None:
-        return partial(native.request_like, Request(id=0, **lengths))
 
     def request(name: int, arrival: int, keys: Sequence[int]) -> Request:
-        return Request(id=name, arrival=arrival, keys=keys, **lengths)
+        return Request(
+            id=name,
+            arrival=arrival,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            keys=keys,
+            key_tokens=key_tokens,
+        )
 
-    return request
+    native = core()
+    return request if native is None else partial(native.request_like, request(0, 0, ()))
 
 
 def _pattern(key_tokens: int) -> Request:
