@@ -114,7 +114,7 @@ class Zipf(Workload):
             skew = Decimal(repr(self.skew))
             weights = [int(_WEIGHT / Decimal(r) ** skew) for r in range(1, self.prefixes + 1)]
         *ends, total = accumulate(weights)
-        # A draw is a multiple of 2^-53: each end is the least one at which its prefix is past.
+        # Draws are multiples of 2^-53. So are the bounds, and to compare them is exact.
         bounds = [-(-(end << _DRAW_BITS) // total) / 2**_DRAW_BITS for end in ends]
         draws = iter(self._generator("prefixes").random, None)
         return map(bisect_right, repeat(bounds), draws)
