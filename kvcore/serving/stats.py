@@ -336,6 +336,7 @@ def _counted(parts: Iterable[Sequence[int]]) -> tuple[Counter[int], int, int]:
     counts: Counter[int] = Counter()
     shift = total = 0
     for part in parts:
+        shift = shift if counts else ((max(part) - min(part)) // _BUCKETS).bit_length()
         total += sum(part)
         counts.update([sample >> shift for sample in part])
         if len(counts) > 2 * _BUCKETS:
@@ -349,10 +350,7 @@ def _counted(parts: Iterable[Sequence[int]]) -> tuple[Counter[int], int, int]:
 def _at_ranks(
     samples: Iterable[int], ranks: list[int], counts: Counter[int], shift: int
 ) -> list[int]:
-    """Return the samples at `ranks`, counted from 1 and ascending, of `_counted` samples.
-
-    The buckets with the ranks are sorted, or counted again if they are too large.
-    """
+    """Return the samples at `ranks`, counted from 1 and ascending, of `_counted` samples."""
     buckets = sorted(counts)
     before = list(accumulate([counts[bucket] for bucket in buckets], initial=0))
     wanted: dict[int, list[int]] = {}  # the ranks in each bucket
@@ -361,7 +359,7 @@ def _at_ranks(
         wanted.setdefault(buckets[index], []).append(rank - before[index])
     if not shift:
         return [bucket for bucket, inside in wanted.items() for _ in inside]
-    few = {bucket for bucket in wanted if counts[bucket] <= ROWS}
+    few = {bucket for bucket in wanted if counts[bucket] <= ROWS}  # others: counted again
     near = sorted([sample for sample in samples if sample >> shift in few]) if few else []
     ranked = []
     for bucket, inside in wanted.items():
