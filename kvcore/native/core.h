@@ -229,7 +229,7 @@ typedef struct {
     PyObject *hooks[HOOKS];     /* NULL: not overridden */
     PyObject *match, *victim;   /* of the index, and of the policy */
     Residency residency;        /* without an object: nothing is counted */
-    PyObject *now_object, *capacity, *default_priority;
+    PyObject *now_object, *capacity, *requester, *default_priority;
     int walks, shares, by_block, fixed_order, by_key;
     int truncates;              /* whether a prompt may be longer than the pool */
     i64 size, ratio, stride, expected_key_tokens;
@@ -435,6 +435,7 @@ PyObject *untimed_replay(PyObject *module, PyObject *arguments);
 extern PyTypeObject named_blocks_type;
 
 PyObject *render_runs(PyObject *module, PyObject *array);
+PyObject *request_like(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *json_request(PyObject *module, PyObject *arguments);
 PyObject *csv_request(PyObject *module, PyObject *arguments);
 

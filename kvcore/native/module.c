@@ -250,6 +250,10 @@ PyDoc_STRVAR(replay_doc,
 "Open, commit and close requests in a new cache; return the hits of each as bytes of integers, if\n"
 "they are kept, and the first request that is left to Python, or None.");
 
+PyDoc_STRVAR(like_doc,
+"request_like(pattern, id, arrival, keys)\n--\n\n"
+"Return the request `pattern` with another id, time of arrival and keys, which are not checked.");
+
 PyDoc_STRVAR(json_doc,
 "json_request(names, pattern, factor, line, id)\n--\n\n"
 "Return the request of a line with these four fields alone, else as `pattern`: its time in units of\n"
@@ -267,6 +271,7 @@ PyDoc_STRVAR(runs_doc,
 static PyMethodDef methods[] = {
     {"serve", serve, METH_VARARGS, serve_doc},
     {"replay", untimed_replay, METH_VARARGS, replay_doc},
+    {"request_like", (PyCFunction)(void (*)(void))request_like, METH_FASTCALL, like_doc},
     {"json_request", json_request, METH_VARARGS, json_doc},
     {"csv_request", csv_request, METH_VARARGS, csv_doc},
     {"render_runs", render_runs, METH_O, runs_doc},

@@ -75,9 +75,8 @@ static PyObject *json_numbers(Text *text)
     return list;
 }
 
-/* Return a copy of the request `pattern` with these fields; `keys` is a new reference, or NULL. */
-static PyObject *request_like(PyObject *pattern, PyObject *id, i64 arrival, i64 prompt, i64 output,
-                              PyObject *keys)
+/* Return a copy of the request `pattern` with this id; `keys` is a new reference, or NULL. */
+static PyObject *copy_request(PyObject *pattern, PyObject *id, PyObject *keys)
 {
     PyTypeObject *type = request_slots.type;
     PyObject *request = Py_TYPE(pattern) == type ? type->tp_alloc(type, 0) : NULL;
@@ -94,9 +93,28 @@ static PyObject *request_like(PyObject *pattern, PyObject *id, i64 arrival, i64 
     put(slot(request, request_slots.id), Py_NewRef(id));
     if (keys)
         put(slot(request, request_slots.keys), keys);
-    if (put_int(slot(request, request_slots.arrival), arrival) < 0
+    return request;
+}
+
+PyObject *request_like(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
+{
+    (void)module;
+    if (count != 4)
+        return PyErr_Format(PyExc_TypeError, "give a pattern, an id, an arrival and keys");
+    PyObject *request = copy_request(arguments[0], arguments[1], Py_NewRef(arguments[3]));
+    if (request)
+        put(slot(request, request_slots.arrival), Py_NewRef(arguments[2]));
+    return request;
+}
+
+/* The same, with a time and lengths that were read. */
+static PyObject *request_of(PyObject *pattern, PyObject *id, i64 arrival, i64 prompt, i64 output,
+                            PyObject *keys)
+{
+    PyObject *request = copy_request(pattern, id, keys);
+    if (request && (put_int(slot(request, request_slots.arrival), arrival) < 0
         || put_int(slot(request, request_slots.prompt_tokens), prompt) < 0
-        || put_int(slot(request, request_slots.output_tokens), output) < 0)
+        || put_int(slot(request, request_slots.output_tokens), output) < 0))
         Py_CLEAR(request);
     return request;
 }
@@ -137,7 +155,7 @@ static int json_field(Text *text, PyObject *names, i64 *numbers, PyObject **keys
 
 PyObject *json_request(PyObject *module, PyObject *arguments)
 {
-    PyObject *names, *pattern, *id, *keys = NULL, *request = NULL;
+    PyObject *names, *pattern, *id, *keys = NULL;
     i64 factor, numbers[3] = {-1, -1, -1};
     Text text;
     Py_ssize_t length;
@@ -161,8 +179,7 @@ PyObject *json_request(PyObject *module, PyObject *arguments)
     if (!other && text.at == text.end && keys && numbers[0] >= 0 && numbers[1] > 0
         && numbers[2] >= 0 && factor > 0 && numbers[0] <= (INT64_MAX - 1) / factor
         && (i128)(PyList_GET_SIZE(keys) - 1) * key_tokens < numbers[1]) {
-        request = request_like(pattern, id, numbers[0] * factor, numbers[1], numbers[2], keys);
-        return request;
+        return request_of(pattern, id, numbers[0] * factor, numbers[1], numbers[2], keys);
     }
     Py_XDECREF(keys);
     return other < 0 || PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
@@ -225,5 +242,5 @@ PyObject *csv_request(PyObject *module, PyObject *arguments)
         plain = plain && order[index] >= 0 && order[index] < 3;
     if (!plain || text.at != text.end || cells[order[1]] < 1)
         Py_RETURN_NONE;
-    return request_like(pattern, id, cells[order[0]], cells[order[1]], cells[order[2]], NULL);
+    return request_of(pattern, id, cells[order[0]], cells[order[1]], cells[order[2]], NULL);
 }

@@ -25,10 +25,16 @@ int flush_rows(Core *c)
         ? 0 : -1;
 }
 
-/* Return the time (ns) of an SLO; -1: it has none. */
-static i64 target_of(PyObject *slo, const char *name)
+enum { TTFT, TPOT, DEADLINE, TARGETS };
+
+/* Return the time (ns) of an SLO; -1: it has none. The names are made once. */
+static i64 target_of(PyObject *slo, int which)
 {
-    PyObject *value = get(slo, name);
+    static const char *const TEXTS[TARGETS] = {"ttft_ns", "tpot_ns", "deadline_ns"};
+    static PyObject *names[TARGETS];
+    if (!names[which])
+        names[which] = PyUnicode_InternFromString(TEXTS[which]);
+    PyObject *value = names[which] && !PyErr_Occurred() ? PyObject_GetAttr(slo, names[which]) : NULL;
     i64 time = value && value != Py_None ? PyLong_AsLongLong(value) : -1;
     Py_XDECREF(value);
     return time;
@@ -39,8 +45,8 @@ static int verdict_of(const Job *job, i64 now)
 {
     if (!job->verdict)
         return -1;
-    i64 ttft = target_of(job->verdict, "ttft_ns"), tpot = target_of(job->verdict, "tpot_ns");
-    i64 deadline = target_of(job->verdict, "deadline_ns"), first = job->first_token;
+    i64 ttft = target_of(job->verdict, TTFT), tpot = target_of(job->verdict, TPOT);
+    i64 deadline = target_of(job->verdict, DEADLINE), first = job->first_token;
     if (now < 0)
         return ttft < 0 && tpot < 0 && deadline < 0 ? -1 : 0;
     int verdict = -1;

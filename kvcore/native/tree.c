@@ -457,7 +457,7 @@ static PyObject *next_victim(Tree *t, i64 *count)
 /* Evict blocks, victim by victim, each from its tail; they belong to the caller. */
 static int evict(Tree *t, i64 blocks, PyObject *requester, const i64 *times)
 {
-    if (PyObject_SetAttrString(t->policy, "requester", requester) < 0)
+    if (PyObject_SetAttr(t->policy, t->requester, requester) < 0)
         return -1;
     for (i64 missing = blocks; missing > 0;) {
         i64 count;
@@ -1043,6 +1043,7 @@ int tree_init(Tree *t, PyObject *cache, int walks)
     t->expected_key_tokens = expected ? PyLong_AsLongLong(expected) : -1;
     Py_XDECREF(expected);
     t->capacity = PyUnicode_InternFromString("capacity");
+    t->requester = PyUnicode_InternFromString("requester");
     t->default_priority = Py_XNewRef(SPAN(t->root, priority));
     return PyErr_Occurred() ? -1 : tree_at(t, int_attribute(cache, "now"));
 }
@@ -1085,7 +1086,7 @@ void tree_clear(Tree *t)
         Py_CLEAR(t->hooks[which]);
     PyObject **objects[] = {
         &t->tree, &t->root, &t->geometry, &t->policy, &t->index, &t->match, &t->victim,
-        &t->now_object, &t->capacity, &t->default_priority,
+        &t->now_object, &t->capacity, &t->requester, &t->default_priority,
     };
     for (size_t n = 0; n < sizeof objects / sizeof *objects; n++)
         Py_CLEAR(*objects[n]);

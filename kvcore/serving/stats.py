@@ -289,19 +289,18 @@ class Percentiles(NamedTuple):
                 once, so that an iterator will not do.
             second: how many of these units are a second.
         """
-        ordered = sorted(islice(samples, ROWS + 1))
-        count = len(ordered)
-        if not count:
+        parts = batches(samples)
+        first, more = next(parts, []), next(parts, [])
+        if not first:
             return None
-        if count <= ROWS:
-            total = sum(ordered)
+        if not more:
+            count, total, ordered = len(first), sum(first), sorted(first)
             ranked = [ordered[nearest_rank(percent, count) - 1] for percent in PERCENTS]
         else:
-            figures = [(len(b), sum(b), min(b), max(b)) for b in batches(samples)]
-            counts, sums, lows, highs = zip(*figures, strict=True)
-            count, total = sum(counts), sum(sums)
+            counts, shift, total = _counted(chain((first, more), parts))
+            count = counts.total()
             ranks = [nearest_rank(percent, count) for percent in PERCENTS]
-            ranked = _at_ranks(samples, ranks, min(lows), max(highs))
+            ranked = _at_ranks(samples, ranks, counts, shift)
         return cls(total / (count * second), *(value / second for value in ranked))
 
     def as_dict(self) -> dict[str, float]:
@@ -332,44 +331,43 @@ def batches(samples: Iterable[int]) -> Iterator[list[int]]:
 _BUCKETS = 1 << 14
 
 
-def _at_ranks(samples: Iterable[int], ranks: list[int], least: int, greatest: int) -> list[int]:
-    """Return the samples at `ranks`, counted from 1 and ascending, from `least` to `greatest`.
-
-    The samples are counted in buckets of equal width. The buckets with the ranks are sorted,
-    or counted again if they are too large.
-    """
-    width = (greatest - least) // _BUCKETS + 1
+def _counted(parts: Iterable[Sequence[int]]) -> tuple[Counter[int], int, int]:
+    """Return how many samples are in each bucket, `sample >> shift`; the shift; their sum."""
     counts: Counter[int] = Counter()
-    for batch in batches(samples):
-        counts.update(
-            [(sample - least) // width for sample in batch if least <= sample <= greatest]
-        )
+    shift = total = 0
+    for part in parts:
+        shift = shift if counts else ((max(part) - min(part)) // _BUCKETS).bit_length()
+        total += sum(part)
+        counts.update([sample >> shift for sample in part])
+        if len(counts) > 2 * _BUCKETS:
+            more = ((max(counts) - min(counts)) // _BUCKETS).bit_length()
+            shift, narrow, counts = shift + more, counts, Counter()
+            for bucket, count in narrow.items():
+                counts[bucket >> more] += count
+    return counts, shift, total
+
+
+def _at_ranks(
+    samples: Iterable[int], ranks: list[int], counts: Counter[int], shift: int
+) -> list[int]:
+    """Return the samples at `ranks`, counted from 1 and ascending, of `_counted` samples."""
     buckets = sorted(counts)
-    ends = list(accumulate([counts[bucket] for bucket in buckets]))
-    # By bucket, the ranks in it.
-    wanted: dict[int, list[int]] = {}
+    before = list(accumulate([counts[bucket] for bucket in buckets], initial=0))
+    wanted: dict[int, list[int]] = {}  # the ranks in each bucket
     for rank in ranks:
-        index = bisect_left(ends, rank)
-        wanted.setdefault(buckets[index], []).append(
-            rank - ends[index] + counts[buckets[index]]
-        )
-    # Buckets of few samples are sorted; others are divided again.
-    few = {bucket: list[int]() for bucket in wanted if width > 1 and counts[bucket] <= ROWS}
-    if few:
-        for sample in samples:
-            bucket = (sample - least) // width
-            if bucket in few and sample <= greatest:
-                few[bucket].append(sample)
+        index = bisect_left(before, rank) - 1
+        wanted.setdefault(buckets[index], []).append(rank - before[index])
+    if not shift:
+        return [bucket for bucket, inside in wanted.items() for _ in inside]
+    few = {bucket for bucket in wanted if counts[bucket] <= ROWS}  # others: counted again
+    near = sorted([sample for sample in samples if sample >> shift in few]) if few else []
     ranked = []
     for bucket, inside in wanted.items():
-        low = least + bucket * width
-        if width == 1:
-            ranked += [low] * len(inside)
-        elif bucket in few:
-            ordered = sorted(few[bucket])
-            ranked += [ordered[rank - 1] for rank in inside]
+        if bucket in few:
+            ranked += [near[bisect_left(near, bucket << shift) + rank - 1] for rank in inside]
         else:
-            ranked += _at_ranks(samples, inside, low, min(greatest, low + width - 1))
+            here = Times(lambda: (s for s in samples if s >> shift == bucket))  # noqa: B023
+            ranked += _at_ranks(here, inside, *_counted(batches(here))[:2])
     return ranked
 
 

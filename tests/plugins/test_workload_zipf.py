@@ -1,14 +1,17 @@
 """The workload `zipf`: popularity, prefixes, arrivals and the bounds of its options."""
 
+from bisect import bisect_right
 from collections import Counter
-from itertools import groupby, pairwise
+from decimal import Decimal, localcontext
+from itertools import accumulate, groupby, islice, pairwise
+from types import SimpleNamespace
 
 import pytest
 
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins
 from kvcore_plugins import hooks
-from kvcore_plugins.workload import Zipf
+from kvcore_plugins.workload import Zipf, _plain
 
 SECOND = 10**9
 
@@ -126,3 +129,26 @@ def test_options_given_as_text_are_converted():
     plugins = Plugins(extra=[hooks], entry_points=[])
     workload = plugins.build("workload", "zipf:requests=3,rate=2,key_tokens=32")
     assert workload.options() == Zipf(requests=3, rate=2.0, key_tokens=32).options()
+
+
+def test_requests_are_the_same_without_the_core_in_c(monkeypatch):
+    """A request that the core in C copies has the fields of one that Python makes."""
+    copied = list(Zipf(requests=50))
+    monkeypatch.setattr(_plain, "core", lambda: None)
+    assert list(Zipf(requests=50)) == copied
+
+
+@pytest.mark.parametrize("options", [{}, {"skew": 0, "prefixes": 7}, {"skew": 100, "seed": 5}])
+def test_a_prefix_is_the_exact_inverse_of_its_draw(monkeypatch, options):
+    """A draw gives the prefix that integers give, at the border of two prefixes too."""
+    workload = Zipf(levels=1, **options)
+    skew = Decimal(repr(workload.skew))
+    with localcontext(prec=24):
+        weights = [int(2**60 / Decimal(r) ** skew) for r in range(1, workload.prefixes + 1)]
+    ends = list(accumulate(weights))
+    borders = {-(-(end << 53) // ends[-1]) for end in ends} - {2**53}  # draws are below 1
+    numbers = [*borders, *(border - 1 for border in borders), 0, 2**53 - 1]
+    generator = SimpleNamespace(random=iter([number / 2**53 for number in numbers]).__next__)
+    monkeypatch.setattr(Zipf, "_generator", lambda *_: generator)
+    exact = [bisect_right(ends, number * ends[-1] >> 53) for number in numbers]
+    assert list(islice(workload._popular(), len(numbers))) == exact

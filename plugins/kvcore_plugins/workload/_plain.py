@@ -1,8 +1,8 @@
-"""The core in C beside the readers of files: it makes the requests of plain rows."""
+"""The core in C beside workloads: it makes their plain requests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -37,6 +37,28 @@ def csv_reader(order: tuple[int, int, int], key_tokens: int) -> Reader | None:
     """
     native = core()
     return native and partial(native.csv_request, order, _pattern(key_tokens))
+
+
+def request_maker(
+    prompt_tokens: int, output_tokens: int, key_tokens: int
+) -> Callable[[int, int, Sequence[int]], Request]:
+    """Return what makes requests of these lengths, of an id, a time of arrival and keys.
+
+    In C a request is a copy of the first one, whose lengths alone are checked.
+    """
+
+    def request(name: int, arrival: int, keys: Sequence[int]) -> Request:
+        return Request(
+            id=name,
+            arrival=arrival,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            keys=keys,
+            key_tokens=key_tokens,
+        )
+
+    native = core()
+    return request if native is None else partial(native.request_like, request(0, 0, ()))
 
 
 def _pattern(key_tokens: int) -> Request:

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from decimal import Decimal, localcontext
 from functools import lru_cache
-from itertools import accumulate, count, islice
+from itertools import accumulate, count, islice, repeat
 from random import Random
 from typing import ClassVar
 
@@ -16,6 +16,7 @@ from attrs.validators import ge, in_, le
 from kvcore import InputError, Request, Workload
 from kvcore.units import NS_PER_S, as_float
 from kvcore.workloads import poisson_arrivals
+from kvcore_plugins.workload._plain import request_maker
 
 ARRIVALS = ("poisson", "bursty", "uniform")
 _DRAW_BITS = 53
@@ -81,18 +82,11 @@ class Zipf(Workload):
         # Popular prefixes come again soon; their keys are the same objects in each request.
         kept = _KEPT_KEYS // max(1, self._shared_keys)
         prefix_keys = lru_cache(maxsize=kept)(self._prefix_keys)
+        request = request_maker(prompt, self.output_tokens, self.key_tokens)
         draws = zip(self._arrivals(), self._popular(), strict=False)
         for serial, (arrival, prefix) in enumerate(islice(draws, self.requests)):
-            keys = [*prefix_keys(prefix), *range(fresh, fresh + own)]
+            yield request(serial, arrival, [*prefix_keys(prefix), *range(fresh, fresh + own)])
             fresh += own
-            yield Request(
-                id=serial,
-                arrival=arrival,
-                prompt_tokens=prompt,
-                output_tokens=self.output_tokens,
-                keys=keys,
-                key_tokens=self.key_tokens,
-            )
 
     @property
     def size(self) -> int:
@@ -116,20 +110,20 @@ class Zipf(Workload):
         return keys
 
     def _popular(self) -> Iterator[int]:
-        draw = self._generator("prefixes").random
         with localcontext(prec=24):
             skew = Decimal(repr(self.skew))
             weights = [int(_WEIGHT / Decimal(r) ** skew) for r in range(1, self.prefixes + 1)]
-        bounds = list(accumulate(weights))
-        while True:
-            yield bisect_right(bounds, int(draw() * 2**_DRAW_BITS) * bounds[-1] >> _DRAW_BITS)
+        *ends, total = accumulate(weights)
+        # Draws are multiples of 2^-53. So are the bounds, and to compare them is exact.
+        bounds = [-(-(end << _DRAW_BITS) // total) / 2**_DRAW_BITS for end in ends]
+        draws = iter(self._generator("prefixes").random, None)
+        return map(bisect_right, repeat(bounds), draws)
 
     def _arrivals(self) -> Iterator[int]:
         if self.arrivals == "uniform":
-            yield from (round(serial * NS_PER_S / self.rate) for serial in count())
+            return (round(serial * NS_PER_S / self.rate) for serial in count())
         draw = self._generator("arrivals").random
-        burst = self.burst if self.arrivals == "bursty" else 1
-        yield from poisson_arrivals(draw, self.rate, burst)
+        return poisson_arrivals(draw, self.rate, self.burst if self.arrivals == "bursty" else 1)
 
     def _generator(self, purpose: str) -> Random:
         return Random(f"{self.seed}/{purpose}")  # noqa: S311 - a workload, not a secret
