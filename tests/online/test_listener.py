@@ -80,7 +80,7 @@ def test_a_request_is_answered_whatever_its_host(target):
 
 @pytest.mark.parametrize("turns", range(3))
 def test_a_connection_that_comes_as_a_listener_stops_is_closed_at_once(turns, monkeypatch):
-    """A client is not left with a connection that nobody reads, nor is a request waited for.
+    """A client is not left with a connection that is not read, nor is a request waited for.
 
     That holds in whichever turn of the loop after it was let in the listener stops.
     """
@@ -125,16 +125,16 @@ def test_connections_that_come_at_once_keep_to_the_limit():
 
 @pytest.mark.parametrize(
     ("waiting", "size", "timed"),
-    [(0, 1 << 15, False), (0, (1 << 15) + 1, True), (0, None, True), (1, 1, True)],
+    [(0, 1 << 14, False), (0, (1 << 14) + 1, True), (0, None, True), (1, 1, True)],
 )
 def test_an_answer_that_an_empty_buffer_takes_needs_no_timer(waiting, size, timed):
-    """32 KiB are taken at once; what may wait for its client has a time in which it does."""
+    """16 KiB are taken at once; what may wait for its client has a time in which it does."""
     address = {"host": "127.0.0.1", "port": 0, "client_timeout": 1, "shutdown_timeout": 1}
     listener = Listener({}, "a test", body=1, connections=1, **address)
     http = SimpleNamespace(transport=SimpleNamespace(get_write_buffer_size=lambda: waiting))
 
     async def timer():
-        return listener._time_to_take(http, SimpleNamespace(content_length=size))
+        return listener.time_to_take(http, size)
 
     assert isinstance(asyncio.run(timer()), asyncio.Timeout) is timed
 
