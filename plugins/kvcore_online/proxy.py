@@ -312,7 +312,8 @@ class Proxy:
         return answer
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
-        """Return the models of the first server that answers."""
+        """Return the models of the first server that tells."""
+        why = "no server is up"
         for replica in self.fleet.dispatcher.up:
             server = self.fleet.servers[replica.number]
             try:
@@ -325,13 +326,14 @@ class Proxy:
                     async with response:
                         headers = _passed_back(response)
                         data = await self._whole(response, b"")
-            except (self._aiohttp.ClientError, OSError, UnservedError):
+            except (self._aiohttp.ClientError, OSError, UnservedError) as error:
+                why = f"{server.options.name}: {str(error) or type(error).__name__}"
                 continue
             answer: web.Response = self._web.Response(
                 body=data, status=response.status, headers=headers | _named(server)
             )
             return answer
-        return self._refusal(NO_SERVER, "no server is up")
+        return self._refusal(NO_SERVER, why)
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         """Serve a completion; refuse it above the limit of requests in flight."""
@@ -461,11 +463,7 @@ class Proxy:
                     },
                     allow_redirects=False,
                 )
-                if response.status in ELSEWHERE:
-                    _refuse(f"status {response.status}")
                 headers = _passed_back(response)
-                if response.headers.get("Content-Encoding", "identity") != "identity":
-                    _refuse("its answer is compressed, unasked", failure=True)
                 data = await response.content.readany()
             attempt.deadline = None
             kind = media_type(response.headers.get("Content-Type"))
@@ -685,10 +683,13 @@ def _passed_back(response: ClientResponse) -> dict[str, str]:
     """Return the headers of an answer that the client gets.
 
     Raises:
-        UnservedError: the status or such a header cannot be sent to a client.
+        UnservedError: another server is to be asked, or the status, such a header or the body
+            cannot be sent to a client.
     """
-    if response.status not in STATUSES:
-        _refuse(f"status {response.status}", failure=True)
+    if response.status in ELSEWHERE or response.status not in STATUSES:
+        _refuse(f"status {response.status}", failure=response.status not in STATUSES)
+    if response.headers.get("Content-Encoding", "identity") != "identity":
+        _refuse("its answer is compressed, unasked", failure=True)
     headers = {}
     for name in PASSED_BACK:
         value = response.headers.get(name)

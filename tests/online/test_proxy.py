@@ -544,6 +544,26 @@ async def test_a_router_may_not_return_a_replica_that_refused_the_request(
     assert len(servers[0].calls) == 1
 
 
+@pytest.mark.parametrize(
+    ("status", "headers"), [(503, {}), (429, {}), (200, {"Content-Encoding": "gzip"})]
+)
+@played()
+async def test_models_are_those_of_the_first_server_that_tells(
+    proxy, servers, client, status, headers
+):
+    """A server that is busy, or whose answer cannot be passed on, has the next one asked."""
+
+    async def answer(_):
+        return web.Response(status=status, headers=headers)
+
+    await servers[0].stop()
+    servers[0]._models = answer
+    await servers[0].start()
+    async with client.get("/v1/models") as got:
+        assert (got.status, got.headers["x-kvcore-replica"]) == (200, servers[1].url[7:])
+        assert (await got.json())["data"] == [{"id": "tiny"}]
+
+
 @pytest.mark.parametrize(("usage", "share"), [("nan", 0), ("inf", 0), ("-1", 0), ("1", 1)])
 @played(count=1)
 async def test_a_cache_usage_that_is_no_share_counts_as_0(proxy, servers, client, usage, share):
