@@ -401,7 +401,7 @@ def test_pauses_grow_up_to_a_limit(caplog):
 
 
 def test_calls_that_fail_within_a_pause_are_no_further_outage(caplog):
-    """What was queued before a tier was left alone is counted; its pause gets no longer."""
+    """A call queued before a tier was left alone is counted; the pause gets no longer."""
     mover = moving(Faulty())
     (channel,) = mover._channels.values()
     for _ in range(5):

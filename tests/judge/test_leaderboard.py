@@ -264,7 +264,7 @@ def test_check_compares_all_that_a_run_gives(document):
 
 @pytest.mark.parametrize("schema", [2, 0, None, True, "1"])
 def test_a_leaderboard_of_another_schema_is_refused(document, schema):
-    """What another schema means is unknown here."""
+    """Values of a schema that is not known here may mean anything."""
     document |= {"panel": "quick", "schema": schema}
     with pytest.raises(InputError, match=f"has schema {schema!r}, and here is schema 1"):
         panel_of(document, None)
