@@ -346,7 +346,7 @@ class LiveTrace(Trace):
             self.discard()
             return
         self.keep()
-        if isinstance(error, StorageError):
+        if isinstance(error, StorageError) and part.exists():
             msg = f"{error}. {part} keeps what was written before"
             raise StorageError(msg) from error
 

@@ -62,7 +62,7 @@ QUEUED_BYTES = 64 << 20
 """Bytes of queued writes of a tier. The loop waits for the tier beyond that."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds in which a failed tier gets no calls; doubled by each failure in a row."""
+"""Seconds in which a failed tier gets no new calls; doubled by each later failure in a row."""
 
 MOST_FREE = 32
 """Buffers that are kept for reuse: new memory costs as much as a copy."""
@@ -261,8 +261,14 @@ class _Channel:
         self._changed.notify_all()
 
     def _fail(self, why: str) -> None:
-        """Count a failure, and pause the store. Called with the lock held."""
+        """Count a failure, and pause the store. Called with the lock held.
+
+        A call that was queued before a pause, and fails within it without having hung, tells
+        nothing new: a store may have a pause of its own, in which all calls fail at once.
+        """
         self.level.stats.errors += 1
+        if not self._stuck and monotonic() < self._again:
+            return
         text = "kvcore: tier %s is left alone for %g s: %s"
         getLogger("kvcore").warning(text, self.level.name, self._pause, why)
         self._again = monotonic() + self._pause

@@ -237,7 +237,7 @@ class RecordingWriter(SealedWriter):
             self.discard()
             return
         self.keep()
-        if isinstance(error, StorageError):
+        if isinstance(error, StorageError) and part.exists():
             msg = (
                 f"{error}. {part} keeps what was written before, {_count_batches(part):,} "
                 f"batches: 'kvcore replay {part}' shows them"

@@ -133,7 +133,7 @@ class BatchSequencer:
     def receive(self, sequence: int, payload: bytes) -> Iterator[StreamItem | None]:
         """Yield a live batch, after the gaps, replayed batches or restart that it shows.
 
-        Yields None now and then while it waits for a replay.
+        Yields None as `catch_up` does, while it waits for a replay.
         """
         if sequence < self._expected:
             if self._replayed.pop(sequence, None) == _digest(payload):
@@ -157,9 +157,11 @@ class BatchSequencer:
     def catch_up(self) -> Generator[StreamItem | None, None, str]:
         """Request the batches that the publisher keeps from here on; yield them.
 
-        Yields None now and then while it waits. Returns the reason for the batches that are
-        still missing. An answer with a hole, or one that breaks off, came faster than it could
-        be queued: the request is repeated as long as batches come.
+        Yields None now and then while it waits, and for each batch of an answer that yields
+        nothing else, of which there may be any number: who reads can end there. Returns the
+        reason for the batches that are still missing. An answer with a hole, or one that
+        breaks off, came faster than it could be queued: the request is repeated as long as
+        batches come.
         """
         if self._replay is None:
             return NO_REPLAY
@@ -189,6 +191,7 @@ class BatchSequencer:
                         yield self._restart(sequence)
                         return True
                     first = first and sequence != start
+                    yield None
                     continue
                 if sequence > self._expected:
                     if not first:
@@ -196,9 +199,11 @@ class BatchSequencer:
                     yield self._gap(sequence - 1, NOT_KEPT)
                 first = False
                 self._advance(sequence, digest)
-                if payload is not None and digest is not None:
-                    self._remember(sequence, digest)
-                    yield Delivery(self._rank, sequence, payload, replayed=True)
+                if payload is None or digest is None:
+                    yield None
+                    continue
+                self._remember(sequence, digest)
+                yield Delivery(self._rank, sequence, payload, replayed=True)
         return False
 
     def _remember(self, sequence: int, digest: bytes) -> None:

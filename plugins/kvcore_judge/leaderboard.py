@@ -197,14 +197,7 @@ def make_leaderboard(
     columns: list[Column] = []
     streams: dict[str, dict[str, Any]] = {}
     for stream in panel.streams:
-        read = read_stream(stream)
-        streams[stream.name] = {
-            "workload": stream.workload.partition(":path=")[0],
-            "digest": read.digest,
-            "requests": len(read.requests),
-            "key_tokens": read.key_tokens,
-            "footprint_blocks": read.blocks,
-        }
+        streams[stream.name] = _about(stream)
         columns += columns_of(stream, panel.shares)
     pairs = [(entry, column) for column in columns for entry in listed]
     digests = [
@@ -235,6 +228,18 @@ def make_leaderboard(
     return Leaderboard(panel, columns, listed, about, results, streams)
 
 
+def _about(stream: Stream) -> dict[str, Any]:
+    """Return the workload of a stream, its digest, and its lengths."""
+    read = read_stream(stream)
+    return {
+        "workload": stream.workload.partition(":path=")[0],
+        "digest": read.digest,
+        "requests": len(read.requests),
+        "key_tokens": read.key_tokens,
+        "footprint_blocks": read.blocks,
+    }
+
+
 def _call(entry: Entry, column: Column) -> Call[CellResult]:
     cell = Cell(entry, column.stream, column.share)
     return Call(
@@ -261,7 +266,8 @@ def panel_of(document: Any, given: str | None) -> Panel:
             not opened.
 
     Raises:
-        InputError: the panel is none of kvcore's, and none is given; or another one is given.
+        InputError: the panel is none of kvcore's, and none is given; or another one is given;
+            or the schema of the leaderboard is another one than here.
     """
     named = document.get("panel") if isinstance(document, dict) else None
     if not isinstance(named, str):
@@ -273,6 +279,13 @@ def panel_of(document: Any, given: str | None) -> Panel:
     # A file may have another path here; what it says is compared by its cells and digests.
     if given not in (None, named) and (given in BUILT_IN or named in BUILT_IN):
         msg = f"--panel {given}: this leaderboard is of panel {named!r:.200}; leave out --panel"
+        raise InputError(msg)
+    schema = document.get("schema")
+    if type(schema) is not int or schema != SCHEMA:
+        msg = (
+            f"this leaderboard has schema {schema!r:.80}, and here is schema {SCHEMA}: check "
+            "it with the version of kvcore that it names"
+        )
         raise InputError(msg)
     return find_panel(given or named)
 
@@ -339,17 +352,13 @@ def _of_cells(cells: Any, field: str, names: Sequence[tuple[str, int]]) -> list[
     return numbers
 
 
-COMPARED = ("name", "optimum", "hits", "lookups", "evicted", "evictions", "saved_s")
-"""Values of a cell that are compared: its replay, the name of its policy, and the optimum."""
-
-
 @attrs.frozen
 class Checked:
     """A cell of a leaderboard that was run again.
 
     Attributes:
         policy, cell: names of the policy and of the cell.
-        expected, found: values of `COMPARED`, there and here.
+        expected, found: its values, with those of its stream, there and here.
     """
 
     policy: str
@@ -359,8 +368,13 @@ class Checked:
 
     @property
     def same(self) -> bool:
-        """Whether the numbers are those of the leaderboard."""
-        return self.expected == self.found
+        """Whether the values are those of the leaderboard."""
+        return not self.differing
+
+    @property
+    def differing(self) -> list[str]:
+        """The names of the values that differ."""
+        return [name for name, value in self.found.items() if self.expected[name] != value]
 
 
 def check_leaderboard(
@@ -388,17 +402,16 @@ def check_leaderboard(
     own = [(entry.describe(), entry) for entry in entries]
     try:
         every = [(policy, cell) for policy in document["policies"] for cell in policy["cells"]]
-        digests = {stream["name"]: stream["digest"] for stream in document["streams"]}
-        optimum = {
-            (each["stream"], each["share"]): each["optimum"] for each in document["cells"]
-        }
+        abouts = {stream["name"]: stream for stream in document["streams"]}
+        beside = {(each["stream"], each["share"]): each for each in document["cells"]}
         drawn = Random(seed).sample(every, min(cells, len(every)))  # noqa: S311 - no secret
         if not drawn:
             msg = "the leaderboard has no cells that could be run again"
             raise InputError(msg)
         for policy, cell in drawn:
             stream, share = streams[cell["stream"]], shares[cell["share"]]
-            if read_stream(stream).digest != digests[stream.name]:
+            about = _about(stream)
+            if about["digest"] != abouts[stream.name]["digest"]:
                 msg = f"stream {stream.name!r} here is another one than in the leaderboard"
                 raise InputError(msg)
             # Files, and classes of one, may share a name: that which is alike is meant.
@@ -413,20 +426,37 @@ def check_leaderboard(
                     f"the leaderboard {policy['source']}: it is another version"
                 )
                 raise InputError(msg)
-            result = run_cell(Cell(entry, stream, share))
             (column,) = columns_of(stream, [share])
-            found = attrs.asdict(result) | {"hits": result.total}
-            found |= {"name": described["name"], "optimum": column.optimum}
-            said = cell | {"name": policy["name"], "optimum": optimum[stream.name, share]}
+            again = _again(panel, column, entry, described)
+            found = {"name": described["name"], **again, **about}
+            # Its text may name a file, which has another path here.
+            del found["workload"]
+            said = abouts[stream.name] | beside[stream.name, share] | cell
+            said["name"] = policy["name"]
             yield Checked(
-                policy["entry"],
-                cell_name(stream.name, share),
-                {name: said[name] for name in COMPARED},
-                {name: found[name] for name in COMPARED},
+                policy["entry"], column.name, {name: said[name] for name in found}, found
             )
     except (KeyError, TypeError) as error:
         msg = f"this is no leaderboard of panel {panel.name!r}: {error!r} is missing"
         raise InputError(msg) from error
+
+
+def _again(
+    panel: Panel, column: Column, entry: Entry, about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Run a policy in a cell; return its values as a document has them.
+
+    LRU is run as well, with whose hits the interval is computed.
+    """
+    results = {
+        (each.text, column.name): run_cell(
+            Cell(each, column.stream, column.share), timed=column.timed and each == entry
+        )
+        for each in dict.fromkeys([BASE, entry])
+    }
+    board = Leaderboard(panel, [column], [entry], {entry.text: about}, results, {})
+    document = orjson.loads(orjson.dumps(board.document()))
+    return {**document["cells"][0], **document["policies"][0]["cells"][0]}
 
 
 def _installed(text: str) -> Entry:

@@ -531,10 +531,10 @@ class Fleet:
             self.log = None
 
     async def stop(self) -> None:
-        """Close all clients and subscriptions."""
+        """Close the trace, whatever a follower still does, and all subscriptions."""
+        self._write(lambda log: log.close(self.now()))
         if isinstance(self._view, FollowedEvents):
             await self._view.stop()
-        self._write(lambda log: log.close(self.now()))
 
     async def _watch(self, server: LiveServer, session: ClientSession) -> None:
         while True:

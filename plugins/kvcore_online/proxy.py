@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from io import BytesIO
@@ -62,8 +62,11 @@ MOST_HINTS = 16
 """Most answers of status 1xx, as `103 Early Hints`, before that which ends a request."""
 
 LARGE = 1 << 20
-"""Bytes of a body from which on it is a file for aiohttp, which sends files in parts, and of an
-answer from which on nothing is decoded of it but its usage."""
+"""Bytes of a body from which on it is sent in parts, and of an answer from which on nothing is
+decoded of it but its usage."""
+
+PART = 1 << 16
+"""Bytes of a part of a large body."""
 
 LONGEST_USAGE = 1 << 16
 """Largest number of bytes of the usage in an answer of `LARGE` bytes and more."""
@@ -80,8 +83,9 @@ OK = 200
 class UnservedError(Exception):
     """Raised if a server does not answer, or with an answer that cannot be passed on.
 
-    How long an answer is, and how long a whole one takes, its client has asked for: it is no
-    failure, or one client could have all servers down.
+    How long an answer is, and how long a whole one takes, its client has asked for, and a
+    server may close at a large body that it has sent: it is no failure, or one client could
+    have all servers down. One that has died fails its health checks.
 
     Attributes:
         failure: whether it counts as a failure of the server.
@@ -308,7 +312,8 @@ class Proxy:
         return answer
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
-        """Return the models of the first server that answers."""
+        """Return the models of the first server that tells."""
+        why = "no server is up"
         for replica in self.fleet.dispatcher.up:
             server = self.fleet.servers[replica.number]
             try:
@@ -321,13 +326,14 @@ class Proxy:
                     async with response:
                         headers = _passed_back(response)
                         data = await self._whole(response, b"")
-            except (self._aiohttp.ClientError, OSError, UnservedError):
+            except (self._aiohttp.ClientError, OSError, UnservedError) as error:
+                why = f"{server.options.name}: {str(error) or type(error).__name__}"
                 continue
             answer: web.Response = self._web.Response(
                 body=data, status=response.status, headers=headers | _named(server)
             )
             return answer
-        return self._refusal(NO_SERVER, "no server is up")
+        return self._refusal(NO_SERVER, why)
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         """Serve a completion; refuse it above the limit of requests in flight."""
@@ -449,15 +455,15 @@ class Proxy:
             async with attempt.deadline:
                 response = await self._session.post(
                     f"{attempt.server.options.url}{call.path}",
-                    data=_body(call.body),
-                    headers={**self._headers(http), "Content-Type": "application/json"},
+                    data=call.body if len(call.body) < LARGE else _in_parts(call.body),
+                    headers={
+                        **self._headers(http),
+                        "Content-Type": "application/json",
+                        "Content-Length": str(len(call.body)),
+                    },
                     allow_redirects=False,
                 )
-                if response.status in ELSEWHERE:
-                    _refuse(f"status {response.status}")
                 headers = _passed_back(response)
-                if response.headers.get("Content-Encoding", "identity") != "identity":
-                    _refuse("its answer is compressed, unasked", failure=True)
                 data = await response.content.readany()
             attempt.deadline = None
             kind = media_type(response.headers.get("Content-Type"))
@@ -481,7 +487,10 @@ class Proxy:
                 whole = attempt.deadline is not None and not call.stream
                 raise UnservedError(msg, failure=attempt.open and not whole) from error
             if isinstance(error, (self._aiohttp.ClientError, OSError)):
-                raise UnservedError(str(error) or type(error).__name__) from error
+                unreached = isinstance(error, self._aiohttp.ClientConnectorError)
+                failure = unreached or len(call.body) < LARGE
+                why = str(error) or type(error).__name__
+                raise UnservedError(why, failure=failure) from error
             raise
         finally:
             attempt.deadline = None
@@ -674,10 +683,13 @@ def _passed_back(response: ClientResponse) -> dict[str, str]:
     """Return the headers of an answer that the client gets.
 
     Raises:
-        UnservedError: the status or such a header cannot be sent to a client.
+        UnservedError: another server is to be asked, or the status, such a header or the body
+            cannot be sent to a client.
     """
-    if response.status not in STATUSES:
-        _refuse(f"status {response.status}", failure=True)
+    if response.status in ELSEWHERE or response.status not in STATUSES:
+        _refuse(f"status {response.status}", failure=response.status not in STATUSES)
+    if response.headers.get("Content-Encoding", "identity") != "identity":
+        _refuse("its answer is compressed, unasked", failure=True)
     headers = {}
     for name in PASSED_BACK:
         value = response.headers.get(name)
@@ -688,8 +700,20 @@ def _passed_back(response: ClientResponse) -> dict[str, str]:
     return headers
 
 
+async def _in_parts(body: bytes) -> AsyncIterator[bytes]:
+    """Yield the parts of a body to send; before each, what has come meanwhile is read.
+
+    To send on to a server that has refused the body and closed would end the connection with
+    that answer unread.
+    """
+    for start in range(0, len(body), PART):
+        yield body[start : start + PART]
+        await asyncio.sleep(0)  # the loop finds what has come
+        await asyncio.sleep(0)  # and has read it
+
+
 def _body(data: bytes) -> bytes | BytesIO:
-    """Return the bytes of a body as aiohttp is to send them: many in parts."""
+    """Return the bytes of an answer as aiohttp is to send them: many in parts."""
     return data if len(data) < LARGE else BytesIO(data)
 
 

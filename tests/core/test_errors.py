@@ -20,7 +20,7 @@ from kvcore.errors import redact
     ],
 )
 def test_nothing_of_a_password_is_shown(url, shown):
-    """Whatever a password is, messages have none of it, and options of a spec stay."""
+    """Messages have nothing of a password, with whatever characters; options of a spec stay."""
     assert redact(url) == shown
     assert (
         redact(f"redis:memory=1GiB,url={url},ttl=9") == f"redis:memory=1GiB,url={shown},ttl=9"

@@ -380,20 +380,34 @@ def moving(faulty):
     return engine_tiers.TensorMover(tiers, backend, b"")
 
 
+def told_pauses(caplog):
+    """Return the seconds for which a tier is left alone, by its messages."""
+    messages = [record.getMessage() for record in caplog.records]
+    return [float(message.split(" for ")[1].split()[0]) for message in messages]
+
+
 def test_pauses_grow_up_to_a_limit(caplog):
     """The pause doubles with each failure up to 60 s; a call that succeeds resets it."""
     mover = moving(Faulty())
     (channel,) = mover._channels.values()
     for _ in range(8):
         channel._fail("test")
+        channel._again = 0.0  # its pause is over
     task = channel.submit(engine_tiers._Task("drop"))
     mover._wait(lambda: task.done and channel._running is None)
     channel._fail("test")
     mover.close(whole=True)
-    pauses = [
-        float(record.getMessage().split(" for ")[1].split()[0]) for record in caplog.records
-    ]
-    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 1]
+    assert told_pauses(caplog) == [1, 2, 4, 8, 16, 32, 60, 60, 1]
+
+
+def test_calls_that_fail_within_a_pause_are_no_further_outage(caplog):
+    """A call queued before a tier was left alone is counted; the pause gets no longer."""
+    mover = moving(Faulty())
+    (channel,) = mover._channels.values()
+    for _ in range(5):
+        channel._fail("test")
+    mover.close(whole=False)
+    assert (told_pauses(caplog), channel.level.stats.errors) == ([1], 5)
 
 
 def test_recovered_blocks_without_their_prefix_are_dropped():

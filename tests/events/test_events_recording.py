@@ -5,6 +5,8 @@ import pytest
 from helpers.kv_events import DYNAMO, TRTLLM, batch, record, removed, stored
 
 from kvcore import InputError, TraceError
+from kvcore.errors import StorageError
+from kvcore.files import AtomicFile
 from kvcore.untrusted import MOST_VALUES
 from kvcore_events.block_tracker import check_recording
 from kvcore_events.formats import decode
@@ -194,3 +196,18 @@ def test_an_empty_file_is_an_incomplete_recording(tmp_path):
         "the file is empty",
         0,
     )
+
+
+def test_a_recording_on_a_disk_full_from_the_start_names_no_file_that_is_gone(
+    tmp_path, monkeypatch
+):
+    """Nothing is kept, and the error of the disk is told as it is."""
+
+    def write(*_):
+        msg = "cannot write the recording: No space left on device"
+        raise StorageError(msg)
+
+    monkeypatch.setattr(AtomicFile, "write", write)
+    with pytest.raises(StorageError, match=r"No space left on device$"):
+        record(tmp_path / "day.jsonl", batch(stored(1)))
+    assert not list(tmp_path.iterdir())

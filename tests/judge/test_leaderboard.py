@@ -22,7 +22,12 @@ from kvcore_judge.cells import Cell, EvictionDigest, run_cell
 from kvcore_judge.cli.judge import judge
 from kvcore_judge.cli.leaderboard import leaderboard
 from kvcore_judge.entries import Entry, source_files
-from kvcore_judge.leaderboard import check_leaderboard, check_scores, make_leaderboard
+from kvcore_judge.leaderboard import (
+    check_leaderboard,
+    check_scores,
+    make_leaderboard,
+    panel_of,
+)
 from kvcore_judge.protocol import Panel, Stream, find_panel, read_stream
 from kvcore_judge.report import leaderboard_page
 from kvcore_judge.scores import Ratio, interval, ratio_of, score_of
@@ -237,20 +242,32 @@ def test_check_finds_a_cell_that_was_changed(document):
     assert found.count(False) == 1
 
 
-@pytest.mark.parametrize("field", ["lookups", "evicted", "saved_s", "evictions"])
-def test_check_compares_all_that_a_replay_gives(document, field):
-    """A number of a cell that the scores do not have is compared as its hits are."""
-    for cell in document["policies"][0]["cells"]:
-        cell[field] = 7
-    found = [each.same for each in check_leaderboard(document, PANEL, 12)]
-    assert found.count(False) == 4
+GIVEN_BY_A_RUN = {
+    "policies": ["lookups", "evicted", "saved_s", "evictions", "interval", "tuned", "timed"],
+    "cells": ["optimum", "blocks"],
+    "streams": ["requests", "key_tokens", "footprint_blocks"],
+}
 
 
-def test_check_compares_the_optimum(document):
-    """The optimum, which is beside all policies, is compared in each cell that is run."""
-    document["cells"][0]["optimum"] += 1
-    found = [each.same for each in check_leaderboard(document, PANEL, 12)]
-    assert found.count(False) == 3
+def test_check_compares_all_that_a_run_gives(document):
+    """Values that the scores do not have are compared, also those beside all policies."""
+    del document["policies"][1:]
+    for where, names in GIVEN_BY_A_RUN.items():
+        first = document[where][0]
+        row = first["cells"][0] if where == "policies" else first
+        row |= dict.fromkeys(names, 7)
+    found = {each.cell: set(each.differing) for each in check_leaderboard(document, PANEL, 4)}
+    assert found["tools 5%"] == {name for names in GIVEN_BY_A_RUN.values() for name in names}
+    assert found["tools 20%"] == {*GIVEN_BY_A_RUN["streams"]}
+    assert not found["recency 20%"]
+
+
+@pytest.mark.parametrize("schema", [2, 0, None, True, "1"])
+def test_a_leaderboard_of_another_schema_is_refused(document, schema):
+    """Values of a schema that is not known here may mean anything."""
+    document |= {"panel": "quick", "schema": schema}
+    with pytest.raises(InputError, match=f"has schema {schema!r}, and here is schema 1"):
+        panel_of(document, None)
 
 
 @pytest.mark.parametrize("name", ["headline", "all_cells", "worst", "of_optimum"])

@@ -20,6 +20,7 @@ from kvcore_events.publisher import Publisher
 from kvcore_events.sequencer import Delivery
 from kvcore_events.subscriber import Server
 from kvcore_online import fleet as fleets
+from kvcore_online.route_config import RouteConfig
 
 pytest.importorskip("zmq", reason="needs pyzmq")
 pytest.importorskip("aiohttp", reason="needs aiohttp")
@@ -266,6 +267,22 @@ def test_a_follower_that_is_stopped_leaves_the_rest_of_its_batch(view):
     """The end does not wait until a large batch is applied."""
     asyncio.run(view.stop())
     view._read(0, blocks(0, fleets.PART_KEYS), loop=None)
+
+
+def test_the_trace_is_complete_before_followers_have_ended(tmp_path, monkeypatch):
+    """A follower that does not end, as one that looks up a host, holds up no trace."""
+    path = tmp_path / "day.jsonl"
+    table = {"url": "http://127.0.0.1:9", "kv_events": "tcp://127.0.0.1:9", "block_size": 4}
+    options = {"view": "events", "key_tokens": 4, "trace": path}
+    fleet = fleets.Fleet(RouteConfig.from_options([table], **options), lambda: 0)
+    found = []
+
+    async def stop():
+        found.append(path.exists())
+
+    monkeypatch.setattr(fleet._view, "stop", stop)
+    asyncio.run(fleet.stop())
+    assert found == [True]
 
 
 def test_a_batch_looks_at_all_blocks_once_and_only_if_it_clears_some(view):

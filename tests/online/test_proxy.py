@@ -42,7 +42,16 @@ from kvcore_events.model import AllBlocksCleared, BlockRemoved, BlockStored, Eve
 from kvcore_events.publisher import Publisher
 from kvcore_online.fleet import Fleet
 from kvcore_online.prompts import Call
-from kvcore_online.proxy import EventStream, Proxy, _with_tokens, run, take_usage
+from kvcore_online.proxy import (
+    LARGE,
+    PART,
+    EventStream,
+    Proxy,
+    _in_parts,
+    _with_tokens,
+    run,
+    take_usage,
+)
 from kvcore_online.route_config import RouteConfig
 from kvcore_online.traffic import Flight, TrafficLog
 from kvcore_plugins.workload.recorded import TraceWorkload
@@ -535,6 +544,26 @@ async def test_a_router_may_not_return_a_replica_that_refused_the_request(
     assert len(servers[0].calls) == 1
 
 
+@pytest.mark.parametrize(
+    ("status", "headers"), [(503, {}), (429, {}), (200, {"Content-Encoding": "gzip"})]
+)
+@played()
+async def test_models_are_those_of_the_first_server_that_tells(
+    proxy, servers, client, status, headers
+):
+    """A server that is busy, or whose answer cannot be passed on, has the next one asked."""
+
+    async def answer(_):
+        return web.Response(status=status, headers=headers)
+
+    await servers[0].stop()
+    servers[0]._models = answer
+    await servers[0].start()
+    async with client.get("/v1/models") as got:
+        assert (got.status, got.headers["x-kvcore-replica"]) == (200, servers[1].url[7:])
+        assert (await got.json())["data"] == [{"id": "tiny"}]
+
+
 @pytest.mark.parametrize(("usage", "share"), [("nan", 0), ("inf", 0), ("-1", 0), ("1", 1)])
 @played(count=1)
 async def test_a_cache_usage_that_is_no_share_counts_as_0(proxy, servers, client, usage, share):
@@ -895,6 +924,37 @@ async def test_a_busy_server_is_no_failure_and_another_one_is_asked(
     assert got == (200 if again else status)
     assert headers["x-kvcore-replica"] == servers[again].url[7:]
     assert proxy.fleet.servers[0].failures == 0
+
+
+@pytest.mark.parametrize(("length", "failures"), [(1, 1), (LARGE, 0)])
+@played(count=1, failures=100, health_interval=60)
+async def test_a_connection_lost_at_a_large_body_is_no_failure(
+    proxy, servers, client, length, failures
+):
+    """A server that closes at what a client has sent it is not down for all others."""
+    servers[0].script = "die"
+    body = json.dumps(prompt("a" * length)).encode()
+    answer = await raw(proxy, http_request(body, "Connection: close"))
+    assert answer[9:12] == b"503"
+    assert proxy.fleet.servers[0].failures == failures
+
+
+def test_what_has_come_is_read_before_each_part_of_a_large_body():
+    """A server that refuses a body while it is sent has its answer read, though it closes."""
+
+    async def scene():
+        here, there = socket.socketpair()
+        with here, there:
+            came = []
+            asyncio.get_running_loop().add_reader(here, lambda: came.append(here.recv(1)))
+            async for part in _in_parts(b"a" * 3 * PART):
+                assert len(part) == PART
+                there.send(b"b")
+                sent = len(came)
+            assert sent == 2
+            asyncio.get_running_loop().remove_reader(here)
+
+    asyncio.run(scene())
 
 
 @played(answer=10, health_interval=60)

@@ -149,7 +149,7 @@ def _check(given: dict[str, Any]) -> None:
     named = map(Entry, given["policies"])
     for checked in check_leaderboard(document, panel, given["cells"], seed, named):
         wrong += not checked.same
-        how = "the same" if checked.same else "DIFFERS"
+        how = "the same" if checked.same else f"DIFFERS in {', '.join(checked.differing)}"
         hits, digest = checked.found["hits"], checked.found["evictions"]
         echo(f"{checked.policy} on {checked.cell}: {hits:,} hits, evictions {digest}: {how}")
     if wrong:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Callable
 from math import inf, isnan
@@ -166,11 +167,23 @@ class _Follower(ServerReader):
         self._idle = idle
 
     def _open(self) -> BinaryIO:
-        return _GrowingFile(self.file, self._idle)
+        self._growing = _GrowingFile(self.file, self._idle)
+        return self._growing
+
+    def require_complete(self) -> None:
+        """Raise TraceError unless END was reached; say so if the file was taken away."""
+        self.cut_reason = self._growing.lost or self.cut_reason
+        super().require_complete()
 
 
 class _GrowingFile(io.FileIO):
-    """A file that is read while it is written, and ends when its writer has ended."""
+    """A file that is read while it is written, and ends when its writer has ended.
+
+    Attributes:
+        lost: what another process has done to it, at which it ends as well.
+    """
+
+    lost: str | None = None
 
     def __init__(self, path: Path, idle: Callable[[], None]) -> None:
         super().__init__(path)
@@ -183,4 +196,11 @@ class _GrowingFile(io.FileIO):
             data = super().read(-1 if size is None else size)
             if data or not written:
                 return data or b""
+            found = os.fstat(self.fileno())
+            if found.st_size < self.tell():
+                self.lost = "the file was cut while it was written"
+            elif not found.st_nlink:
+                self.lost = "the file was removed or replaced while it was written"
+            if self.lost:
+                return b""
             self._idle()

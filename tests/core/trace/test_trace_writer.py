@@ -401,6 +401,17 @@ def test_a_disk_that_fills_with_the_last_bytes_leaves_the_lines_before(
     assert part.stat().st_size == size
 
 
+def test_an_error_of_a_full_disk_names_no_file_that_is_gone(tmp_path, monkeypatch):
+    """On a disk that is full from the start nothing is kept, and the error says no more."""
+    fill_disk_after(monkeypatch, 0)
+    trace = LiveTrace(tmp_path / "day.jsonl")
+    trace.begin(**CACHE)
+    trace.request(ask(0, "a"), 0)
+    with pytest.raises(StorageError, match=r"No space left on device$"):
+        trace.close()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_live_run_in_which_nothing_happened_leaves_no_file(tmp_path):
     """An error before the first line leaves no file."""
     trace = LiveTrace(tmp_path / "day.jsonl")

@@ -1,7 +1,8 @@
 """Batches of events are delivered in order, at most once, despite loss, replay and restart."""
 
-from itertools import pairwise
+from itertools import count, islice, pairwise, repeat
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,7 +60,7 @@ def items_of_listener(steps, publisher, *, replay=True):
             batch = publisher.publish()
             if step == "received":
                 items += sequencer.receive(*batch)
-    return items
+    return list(filter(None, items))
 
 
 def lives(items):
@@ -145,5 +146,19 @@ def test_a_batch_missing_in_a_replay_is_requested_again():
     _, last = publisher.publish(), publisher.publish()
     fates = iter(["sent", "dropped"])
     publisher.draw = lambda: next(fates, "sent")
-    rest = list(sequencer.receive(*last))
+    rest = list(filter(None, sequencer.receive(*last)))
     assert [item.sequence for item in first + rest] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(repeat((0, b"old")), id="before-the-last"),
+        pytest.param(zip(count(3), repeat(None)), id="other-topic"),
+    ],
+)
+def test_each_batch_of_a_replay_lets_its_reader_end(answer):
+    """A batch that yields nothing else yields None, so that a reader can end within them."""
+    sequencer = BatchSequencer(0, lambda _: (batch for batch in answer))
+    sequencer._advance(2, b"a digest")
+    assert list(islice(sequencer.catch_up(), 9)) == [None] * 9

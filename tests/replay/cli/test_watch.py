@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 from helpers import traces
@@ -104,6 +106,38 @@ def test_a_trace_that_is_written_is_followed(tmp_path, monkeypatch, ending):
     assert (done.returncode, done.stderr) == (0, "")
     assert times(done) == ["0:10.0", "0:20.0", "0:30.0", "0:40.0", "0:50.0", "0:50.0"]
     assert next(steps, "ended") == "ended"
+
+
+def replace(part):
+    """Put a copy of a file in its place."""
+    copy = shutil.copy(part, f"{part}-1")
+    Path(copy).replace(part)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no such locks")
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (partial(os.truncate, length=9), "cut"),
+        (Path.unlink, "removed or replaced"),
+        (replace, "removed or replaced"),
+    ],
+)
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_a_followed_trace_that_is_taken_away_is_an_error(
+    tmp_path, monkeypatch, ending, change, why
+):
+    """A trace that is taken from its writer is shown up to there, and the error tells it."""
+    part = tmp_path / f"run.jsonl{ending}.part"
+    trace = Trace(part.with_suffix(""))
+    KVCache(8, traces.BLOCK, trace=trace, accounting="keys").open(traces.ask("a", "a"), None, 0)
+    trace.flush()
+    steps = iter([change, lambda _: pytest.fail("it waits on")])
+    monkeypatch.setattr(Player, "idle", lambda _: next(steps)(part))
+    done = run_here("watch", part.with_suffix(""))
+    trace.discard()
+    assert done.returncode == 1
+    assert f"{part}: incomplete: the file was {why} while it was written" in done.stderr
 
 
 def test_live_prints_the_lines_of_watch(tmp_path, recorded):
