@@ -52,6 +52,11 @@ class TestTurns(SchedulerTests):
 
 
 Fickle = faulty("A scheduler with random priorities.", Mine, priority=lambda *_: random())
+Hashed = faulty(
+    "A scheduler whose priorities are hashes of text.",
+    Mine,
+    priority=lambda _, job, __: hash(f"{job.request.id}"),
+)
 Drifting = faulty(
     "A scheduler whose priorities depend on the clock.",
     Mine,
@@ -158,6 +163,7 @@ def test_a_fault_fails_its_conformance_test(scheduler, test, message):
 @pytest.mark.parametrize(
     ("scheduler", "test", "error", "message"),
     [
+        (Hashed, "decisions_are_repeatable", AssertionError, "it decided otherwise"),
         (Fickle, "decisions_are_repeatable", AssertionError, "it decided otherwise"),
         (AdmitsRunning, "serves_every_request_once", PolicyError, "which is not waiting"),
         (PausesWaiting, "serves_every_request_once", PolicyError, "which is not running"),
