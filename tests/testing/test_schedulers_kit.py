@@ -62,6 +62,16 @@ Drifting = faulty(
     Mine,
     priority=lambda _, job, now: abs(job.arrival + 10**8 - now),
 )
+Flipping = faulty(
+    "A scheduler whose order is turned round each microsecond.",
+    Mine,
+    priority=lambda _, job, now: (-1) ** (now // 1000) * job.request.prompt_tokens,
+)
+Blinking = faulty(
+    "A scheduler whose order is turned round each millisecond.",
+    Mine,
+    priority=lambda _, job, now: (-1) ** (now // 10**6) * job.request.prompt_tokens,
+)
 Silent = faulty(
     "A scheduler that does not report when jobs become hopeless.",
     LeastSlack,
@@ -138,6 +148,8 @@ class Mangled(Mine):
     [
         (Fickle, "serves_every_request_once", "another order"),
         (Drifting, "serves_every_request_once", "another order"),
+        (Flipping, "serves_every_request_once", "another order"),
+        (Blinking, "serves_every_request_once", "another order"),
         (Silent, "serves_every_request_once", "another order"),
         (Late, "serves_every_request_once", "must be later, or None"),
         (Vague, "serves_every_request_once", "no whole ns"),
