@@ -73,7 +73,7 @@ def test_the_run_stays_the_same(trace, tmp_path):
     ids=["draws", "as before", "another policy"],
 )
 def test_a_what_if_says_where_hashes_of_names_may_decide(tmp_path, eviction, options, said):
-    """A note tells where plugins may draw anew, from the hashes of ids of requests."""
+    """A note tells where plugins may draw otherwise, from the hashes of ids of requests."""
     run, out = tmp_path / "run.jsonl", tmp_path / "shared.jsonl"
     requests = [
         keyed(f"alice-{index}", [index % 7 * 10 + key for key in range(8)], arrival=index)
