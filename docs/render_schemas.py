@@ -41,6 +41,7 @@ from kvcore_lab.cli.sweep import sweep
 from kvcore_lab.sweep.grid import sweep_keys
 from kvcore_online.route_config import RouteConfig, Upstream
 from kvcore_plugins.traces.reader import json_schema
+from kvcore_replay.cli.trace_options import as_gpu_prices
 
 MODE = "Mode of all cells: simulate them under a clock, or compare: replay them without one."
 
@@ -75,6 +76,7 @@ _READ: Mapping[Callable[[object], Any], Any] = {
     as_failures: {
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     },
+    as_gpu_prices: {"type": ["string", "number"]},
     as_model: {"type": "string"},
     as_device: {"type": "string"},
     as_bytes: {"type": "string"},

@@ -61,7 +61,7 @@ Runs: TypeAlias = Annotated[
 """Block ids as runs `[first, count]`; a negative count descends."""
 
 SpanIds: TypeAlias = Annotated[list[Count], Meta(description="a list of integers from 0 on")]
-Again: TypeAlias = Annotated[bool, Meta(description="true or false")]
+Flag: TypeAlias = Annotated[bool, Meta(description="true or false")]
 RetentionHints: TypeAlias = Annotated[
     list[tuple[Count, Count | None, Count, Count | None]],
     Meta(description="a list of [start, end or null, priority, ns or null]"),
@@ -135,12 +135,11 @@ class TierRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class ReplicaRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Consecutive identical replicas of a cluster.
+    """Consecutive identical replicas of a cluster, and where they differ from HEADER.
 
     Attributes:
         count: number of these replicas.
-        blocks, plugins, batching, latency, model, device, recompute, tiers: fields of HEADER
-            that have other values for them.
+        blocks, plugins, batching, latency, model, device, recompute, tiers: fields that differ.
     """
 
     count: Size
@@ -303,6 +302,7 @@ class Header(Event, tag="HEADER", kw_only=True):
     latency: Object | UnsetType = UNSET
     rate_scale: Number | UnsetType = UNSET
     slo: SloTimes | UnsetType = UNSET
+    anonymised: Flag | UnsetType = UNSET
 
 
 class Request(Event, tag="REQUEST"):
@@ -371,7 +371,7 @@ class Hit(RequestEvent, tag="HIT"):
 
     blocks: Size
     span: Count
-    again: Again | UnsetType = UNSET
+    again: Flag | UnsetType = UNSET
 
 
 class Miss(RequestEvent, tag="MISS"):
@@ -379,7 +379,7 @@ class Miss(RequestEvent, tag="MISS"):
 
     block: Count
     why: Literal["absent", "partial", "expired", "no keys"]
-    again: Again | UnsetType = UNSET
+    again: Flag | UnsetType = UNSET
 
 
 class Prefetch(RequestEvent, tag="PREFETCH"):
@@ -413,7 +413,7 @@ class Commit(SequenceEvent, tag="COMMIT"):
     first: Count
     blocks: Size
     how: Literal["new", "grown", "same", "shared"]
-    generated: Again | UnsetType = UNSET
+    generated: Flag | UnsetType = UNSET
 
 
 class Keep(SequenceEvent, tag="KEEP"):
@@ -483,7 +483,7 @@ class GroupHit(RequestEvent, tag="HIT"):
     """A sequence opened, and all cache groups can go on after its first blocks."""
 
     blocks: Size
-    again: Again | UnsetType = UNSET
+    again: Flag | UnsetType = UNSET
 
 
 class GroupAlloc(SequenceEvent, tag="ALLOC"):
@@ -501,7 +501,7 @@ class GroupCommit(SequenceEvent, tag="COMMIT"):
     first: Count
     blocks: Size
     how: Literal["new", "copy"]
-    generated: Again | UnsetType = UNSET
+    generated: Flag | UnsetType = UNSET
 
 
 class GroupEvict(Event, tag="EVICT"):
@@ -588,7 +588,7 @@ class Offload(TierEvent, tag="OFFLOAD"):
     blocks: Size
     done: Count
     source: Text | UnsetType = msgspec.field(name="from", default=UNSET)
-    parked: Again | UnsetType = UNSET
+    parked: Flag | UnsetType = UNSET
     group: Count | UnsetType = UNSET
 
 

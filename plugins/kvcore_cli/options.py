@@ -77,6 +77,8 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in new rele
     """
 
     name = "list"
+    toml = list[int]
+    """The type of the value in a file."""
 
     def __init__(self, hint: str) -> None:
         self.hint = hint
@@ -401,8 +403,8 @@ def names_from_file(ctx: click.Context, given: dict[str, Any]) -> set[str]:
 
 def _type(param: click.Parameter) -> Any:
     """Return the type of an option's value in TOML."""
-    if isinstance(param.type, Numbers):
-        return list[int]
+    if (known := getattr(param.type, "toml", None)) is not None:
+        return known
     kind = {"integer": int, "float": float, "boolean": bool}.get(param.type.name, str)
     if isinstance(param.type, Time) or (param.name in CHOICES and kind is not bool):
         return Any

@@ -454,6 +454,7 @@ class PhaseCluster(Cluster):
                 [server for server in self.servers if self.split.pool(server.number) == phase],
                 slo,
                 phase,
+                self.first,
             )
             for phase in phases
         ]

@@ -349,6 +349,7 @@ class Autoscaler:
         servers: the replicas that may be up, by number.
         slo: the SLO of the requests.
         phase: the work of the replicas.
+        first: when (ns) the first request comes: replicas are paid for from then on.
 
     Attributes:
         interval: ns between two decisions.
@@ -363,6 +364,7 @@ class Autoscaler:
         servers: Sequence[Server],
         slo: SLO | None,
         phase: Phase = "both",
+        first: int = 0,
     ) -> None:
         planner.bind()
         self.planner = planner
@@ -376,7 +378,7 @@ class Autoscaler:
         self._slo = slo or SLO()
         self._phase: Phase = phase
         up = sorted(self._servers)[: planner.start or planner.least]
-        self._since = dict.fromkeys(up, 0)
+        self._since = dict.fromkeys(up, first)
         self._most = min(planner.most or len(servers), len(servers))
         self._calm_until = 0
         # Of this interval: requests, prompt tokens, hits and lookups before it, load.

@@ -170,7 +170,8 @@ def _rented(cluster: Cluster) -> int:
     """Return the total ns for which replicas were paid for; those without a planner always."""
     scaled = {number for scaler in cluster.scalers for number in scaler.numbers}
     always = sum(server.number not in scaled for server in cluster.servers)
-    return sum(scaler.rented for scaler in cluster.scalers) + always * cluster.end
+    run = cluster.end - cluster.first
+    return sum(scaler.rented for scaler in cluster.scalers) + always * run
 
 
 def check_block_sizes(caches: Iterable[ServedCache]) -> None:

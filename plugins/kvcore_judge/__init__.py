@@ -11,6 +11,7 @@ is measured, and why. To read, in this order::
     leaderboard.py  all cells of all policies; resumed, written, checked
     rules.py        what a policy must not do, and how that is found
     sandbox.py      a process without network, with limits and a read-only file system
+    elsewhere.py    a cell in an interpreter in which text has other hashes
     verdict.py      judge: the kit, the rules, the panel
     report.py       tables, and the page
     gate.py         a plugin of pytest: hits of an application must not fall

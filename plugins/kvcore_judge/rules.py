@@ -2,7 +2,7 @@
 
 contract        the kit of eviction policies fails, or a decision is none: a victim that is
 pinned, has children, or is of another cache; an exception
-deterministic   two runs decide differently
+deterministic   two runs decide differently, or one in which text has other hashes
 future          its decisions depend on requests that have not come: it is queued requests
 ahead, or decides otherwise if the stream goes on in another way
 time, memory    it takes more than the limits

@@ -11,6 +11,7 @@ import attrs
 
 from kvcore.lazy import import_extra
 from kvcore_judge.cells import Cell, CellResult, run_cell
+from kvcore_judge.elsewhere import run_elsewhere
 from kvcore_judge.entries import Entry
 from kvcore_judge.leaderboard import BASE, columns_of
 from kvcore_judge.protocol import Panel
@@ -125,6 +126,9 @@ class Judge:
                 "its hits are none that a policy can have: it changes the cache that it is in"
             )
             return Verdict(about.result, "contract", what, tests)
+        broken = self._decides_otherwise(entry, played.result)
+        if broken.rule:
+            return Verdict(about.result, broken.rule, broken.what, tests)
         ratios, cells = [], []
         tuned = entry.tuned(self.panel, about.result["name"])
         for (column, base), result in zip(self._columns, played.result, strict=True):
@@ -146,6 +150,20 @@ class Judge:
 
     def _sandboxed(self, function: Callable[[], Any], kind: Any) -> Ended:
         return run_in_sandbox(function, kind, self._limits, unsafe=self._unsafe)
+
+    def _decides_otherwise(self, entry: Entry, played: Sequence[CellResult]) -> Ended:
+        """Return the rule that it breaks in an interpreter in which text has other hashes."""
+        middle = len(self.panel.shares) // 2
+        cell = Cell(entry, self.panel.streams[0], self.panel.shares[middle])
+        again = run_elsewhere(cell, self._limits, unsafe=self._unsafe)
+        if again.rule or again.result == played[middle].evictions:
+            return again
+        what = (
+            f"on {cell.stream.name} in {played[middle].blocks:,} blocks it evicts in another "
+            "order in an interpreter with another PYTHONHASHSEED: nothing may depend on the "
+            "hashes of text, nor on the order of a set"
+        )
+        return Ended(None, "deterministic", what)
 
     def _play(self, entry: Entry) -> list[CellResult]:
         """Check the rules on the panel, and return the result of each cell."""

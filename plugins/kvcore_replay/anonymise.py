@@ -60,6 +60,7 @@ def anonymise(trace: Path, out: Path, names: KeyedNames, tick: Tick = unseen) ->
             line = event.as_dict()
             if event.event == "HEADER":
                 line["workload"] = None  # its digest tells a file of prompts
+                line["anonymised"] = True
             elif event.event != "END":
                 _hash_names(line, names)
             if event.event != "END":

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -27,6 +31,34 @@ def seeds(count: int) -> Any:
         return int(request.param)
 
     return seed
+
+
+@contextmanager
+def other_hashes() -> Iterator[None]:
+    """Let `hash` answer for text as in another interpreter, until the block ends.
+
+    Whatever calls it by its name gets the other answers; a set of text keeps its order, and
+    `__hash__` its answers, by which dicts that exist find their keys.
+    """
+    builtins.hash = _other_hash
+    try:
+        yield
+    finally:
+        builtins.hash = _own_hash
+
+
+_own_hash = hash
+
+
+def _other_hash(value: object, /) -> int:
+    own = sys._getframe(1).f_code.co_name == "__hash__"  # noqa: SLF001
+    return _own_hash((value,) if not own and _has_text(value) else value)
+
+
+def _has_text(value: object) -> bool:
+    if isinstance(value, (tuple, frozenset)):
+        return any(map(_has_text, value))
+    return isinstance(value, (str, bytes))
 
 
 P = TypeVar("P", bound=Plugin)

@@ -15,7 +15,7 @@ from kvcore.request import Request
 from kvcore.serving.router import Replica, Router
 from kvcore_cluster.dispatcher import Dispatcher
 from kvcore_cluster.views import parse_view
-from kvcore_testing.plugin import PluginTests, seeds
+from kvcore_testing.plugin import PluginTests, other_hashes, seeds
 
 _REPLICAS, _REQUESTS, _KEY_TOKENS, _LONGEST = 6, 120, 16, 200
 
@@ -76,7 +76,9 @@ class RouterTests(PluginTests[Router]):
 
     def test_equal_streams_are_routed_equally(self, seed: int) -> None:
         """Two routers with equal options make the same decisions."""
-        first, second = (list(drive(self.make(), _stream(seed), faults=seed)) for _ in "ab")
+        first = list(drive(self.make(), _stream(seed), faults=seed))
+        with other_hashes():
+            second = list(drive(self.make(), _stream(seed), faults=seed))
         assert first == second, "run again, it decided otherwise"
 
     def test_the_future_is_not_known(self, seed: int) -> None:

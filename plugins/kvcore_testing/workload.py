@@ -13,7 +13,7 @@ import pytest
 
 from kvcore.request import Request
 from kvcore.workloads import Workload, checked
-from kvcore_testing.plugin import NamedTests
+from kvcore_testing.plugin import NamedTests, other_hashes
 
 _FEW = 4
 
@@ -58,9 +58,11 @@ class WorkloadTests(NamedTests[Workload]):
     def test_equal_options_give_equal_requests(self) -> None:
         """A workload built from the `options()` of another has its requests and its digest."""
         workload = self.make()
-        again = type(workload)(**workload.options())
-        assert workload.digest == again.digest
-        _assert_equal(workload, again)
+        requests = list(workload)
+        with other_hashes():
+            again = type(workload)(**workload.options())
+            assert workload.digest == again.digest
+            _assert_equal(requests, again)
 
     def test_streams(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """At no time do more than half of the requests exist, if the reader keeps none."""

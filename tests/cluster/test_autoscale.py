@@ -22,18 +22,25 @@ BUSY = 160
 
 
 class Wave(kvcore.Workload):
-    """A workload of five minutes, the second of them busy; all prompts share 512 tokens."""
+    """A workload of five minutes, the second of them busy; all prompts share 512 tokens.
+
+    The first request comes at `start` seconds.
+    """
 
     name = "wave"
     digest = "wave"
     key_tokens = 16
+
+    def __init__(self, start=0):
+        """Take the time of the first request."""
+        self.start = start
 
     def __iter__(self):
         """Yield the requests."""
         number = 0
         for minute, count in enumerate((2, BUSY, 2, 2, 2)):
             for each in range(count):
-                at = minute * 60 * SECOND + each * 60 * SECOND // count
+                at = (self.start + minute * 60) * SECOND + each * 60 * SECOND // count
                 keys = [*range(32), *(1000 * (number + 1) + index for index in range(32))]
                 yield Request(
                     id=number,
@@ -52,14 +59,19 @@ class Wave(kvcore.Workload):
 
 def serve(trace=None, autoscale="throughput:interval=20,start_up=10,cool_down=0", **options):
     """Serve the wave with at most four replicas that prefill 1,000 tokens a second."""
+    given = {
+        "workload": Wave(),
+        "replicas": 4,
+        "latency": "token-rate:prefill=1,decode=0.1",
+        **options,
+    }
     config = RunConfig(
         "simulate",
-        workload=Wave(),
         router="least-requests",
         blocks=512,
         autoscale=autoscale,
         slo="ttft=3",
-        **{"replicas": 4, "latency": "token-rate:prefill=1,decode=0.1", **options},
+        **given,
     )
     parts = ClusterParts(config)
     if trace is None:
@@ -87,6 +99,33 @@ def test_only_running_replicas_are_paid_for():
     extra = sum(-change.at if change.up else change.at for change in result.changes) / SECOND
     assert extra == 2 * 60
     assert result.replica_s == pytest.approx(result.simulated_s + extra)
+
+
+SPLIT = {"replicas": 5, "disaggregate": "prefill=2,decode=2,mixed=1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "rate_scale"), [({}, 1), ({}, 2), (SPLIT, 1)], ids=["one", "faster", "pools"]
+)
+def test_a_run_that_begins_later_is_planned_and_paid_for_as_one_that_begins_at_once(
+    options, rate_scale
+):
+    """The first interval, and what is paid for, begin with the first request."""
+    planner = "throughput:interval=20,start_up=10,cool_down=0,start=2"
+    early, late = (
+        serve(
+            autoscale=planner,
+            workload=Wave(start * rate_scale),
+            rate_scale=rate_scale,
+            **options,
+        )
+        for start in (0, 600)
+    )
+    assert early.changes
+    assert late.replica_s == early.replica_s
+    assert [attrs.evolve(change, at=change.at - 600 * SECOND) for change in late.changes] == [
+        *early.changes
+    ]
 
 
 def test_a_restarted_replica_has_an_empty_cache():

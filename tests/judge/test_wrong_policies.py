@@ -117,6 +117,11 @@ CHOOSES = {
         "deterministic",
         "min(leaves, key=lambda span: (id(span) ^ os.getpid()) % 97)",
     ),
+    "by-hash": ("deterministic", "min(leaves, key=lambda span: hash(f'{span.id}'))"),
+    "by-the-order-of-a-set": (
+        "deterministic",
+        "leaves[int(next(iter({*map(str, range(len(leaves)))})))]",
+    ),
     "by-clock": ("deterministic", "leaves[time.perf_counter_ns() % len(leaves)]"),
     "looks-at-the-requests-to-come": ("future", "leaves[len(upcoming()) % len(leaves)]"),
 }

@@ -87,6 +87,29 @@ def test_a_simulation_ends_with_its_cost():
     assert "Cost: $6.00 an hour, $144.00 a day" in run_here(*flags).stdout
 
 
+@pytest.mark.parametrize(
+    ("value", "hour"), [("2.5", 2.5), ("2", 2), ('"2.5"', 2.5), ('"h100=2.5"', 2.5)]
+)
+def test_a_file_has_the_price_of_a_gpu_as_a_number_or_text(tmp_path, value, hour):
+    """`gpu_price` of a TOML file is what `--gpu-price` reads, or one number for all devices."""
+    config = tmp_path / "run.toml"
+    config.write_text(f'workload = "{ZIPF}"\ntensor_parallel = 1\ngpu_price = {value}\n')
+    cost = json.loads(run_here("simulate", "--config", config, "--json").stdout)["cost"]
+    assert cost["usd_per_hour"] == hour
+
+
+@pytest.mark.parametrize(("value", "kind"), [("true", "true"), ("[2.5]", "a list")])
+def test_a_price_in_a_file_that_is_none_is_refused(tmp_path, value, kind):
+    """The error names the key, what it takes, and what it has."""
+    config = tmp_path / "run.toml"
+    config.write_text(f"gpu_price = {value}\n")
+    done = run_here("simulate", ZIPF, "--config", config)
+    assert done.returncode == 2
+    assert (
+        f"gpu_price: expected text such as 'h100=2.5', or a number, not {kind}" in done.stderr
+    )
+
+
 def test_a_simulation_has_the_figures_of_benchmarks():
     """Rates are those of `vllm bench serve`, with the tokens of a GPU and running requests."""
     document = json.loads(run_here("simulate", ZIPF, "--json").stdout)

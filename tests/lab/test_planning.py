@@ -256,6 +256,16 @@ def test_the_limit_is_compute_if_only_more_gpus_help(served):
     assert found.limit.fleet.gpus < found.best.fleet.gpus
 
 
+def test_the_limit_of_a_part_is_found_at_another_rate(served):
+    """Prompts that are taken as seen have come when the first request of a window comes."""
+    options = {"slo": "ttft=0.001", "rate_scale": 2}
+    whole, part = (
+        served([[1, 2, 3]] * 9, **options),
+        served([[1, 2, 3]] * 69, **options, window="60:69"),
+    )
+    assert part.limit == whole.limit
+
+
 def test_host_memory_replaces_replicas(served):
     """Host memory for evicted blocks makes one replica suffice, and is sized to the data."""
     parts = [[100 * n + key for key in range(8)] for n in range(6)]

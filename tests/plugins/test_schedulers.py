@@ -86,7 +86,7 @@ def test_preemptive_priority_pauses_a_job_of_lower_priority():
 
 def test_ageing_outweighs_a_level_of_priority():
     """With `ageing=0.1`, an arrival 0.1 s earlier outweighs one level of priority."""
-    requests = [ask("a", output=99), ask("b", at=1), ask("c", at=11, priority=1)]
+    requests = [ask("a", output=99), ask("b", at=1), ask("c", at=12, priority=1)]
     assert serve(Priority(ageing=0.1), requests) == "abc"
     assert serve(Priority(ageing=0.11), requests) == "acb"
 

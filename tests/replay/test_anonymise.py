@@ -2,10 +2,12 @@
 
 import pytest
 from helpers.commands import run_here
+from helpers.requests import keyed
 from helpers.traces import lines, seal, serve_tiers
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvcore
 from kvcore import read_events
 from kvcore.errors import InputError
 from kvcore_plugins.traces.keyed import KeyedNames
@@ -53,12 +55,36 @@ def test_the_run_stays_the_same(trace, tmp_path):
     out = tmp_path / "shared.jsonl.gz"
     anonymise(trace, out, KeyedNames())
     assert check_trace(out).complete
-    gone = {*NAMES, *KEYS, "id", "request", "for", "after", "workload", "digest"}
+    gone = {*NAMES, *KEYS, "id", "request", "for", "after", "workload", "digest", "anonymised"}
     plain, shared = (
         [{name: value for name, value in line.items() if name not in gone} for line in found]
         for found in (lines(trace), lines(out))
     )
     assert plain == shared
+
+
+@pytest.mark.parametrize(
+    ("eviction", "options", "said"),
+    [
+        ("random", {}, "It differs all the same: its names are hashes"),
+        ("lru", {}, ""),
+        ("lru", {"eviction": "fifo"}, "run it again as recorded to see"),
+    ],
+    ids=["draws", "as before", "another policy"],
+)
+def test_a_what_if_says_where_hashes_of_names_may_decide(tmp_path, eviction, options, said):
+    """A note tells where plugins may draw otherwise, from the hashes of ids of requests."""
+    run, out = tmp_path / "run.jsonl", tmp_path / "shared.jsonl"
+    requests = [
+        keyed(f"alice-{index}", [index % 7 * 10 + key for key in range(8)], arrival=index)
+        for index in range(60)
+    ]
+    kvcore.simulate(requests, eviction=eviction, blocks=24, block_size=4, trace=run)
+    anonymise(run, out, KeyedNames(bytes(range(32))))
+    for trace, note in ((run, ""), (out, said)):
+        shown = " ".join(str(kvcore.whatif(trace, **options)).split())
+        assert note in shown
+        assert bool(note) == ("names are hashes" in shown)
 
 
 def test_equal_names_stay_equal(trace, tmp_path):

@@ -46,6 +46,11 @@ Careless = faulty(
     victim=lambda self, *_: next(reversed(self._order)),
 )
 Fickle = faulty("A policy with random scores.", Mine, score=lambda *_: random())
+Hashed = faulty(
+    "A policy whose scores are hashes of text.",
+    Mine,
+    score=lambda _, span, *__: hash(f"{span.id}"),
+)
 Sized = faulty(
     "A policy whose scores depend on the number of blocks, not of tokens.",
     Mine,
@@ -156,6 +161,7 @@ Sorted = faulty(
         (Numberless, "victims_are_unpinned_leaves", PolicyError),
         (Forgetful, "victims_are_unpinned_leaves", PolicyError),
         (Fickle, "decisions_are_repeatable", AssertionError),
+        (Hashed, "decisions_are_repeatable", AssertionError),
         (Fickle, "a_copy_makes_the_same_decisions", AssertionError),
         (Shared, "a_copy_makes_the_same_decisions", AssertionError),
         (Sized, "block_size_does_not_matter", AssertionError),

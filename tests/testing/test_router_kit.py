@@ -39,6 +39,12 @@ Named = faulty(
     route=lambda _, request, up, __: up[len(str(request.id)) % len(up)],
 )
 
+Hashed = faulty(
+    "A router that goes by the hash of a text.",
+    Fewest,
+    route=lambda _, request, up, __: up[hash(f"{request.arrival}") % len(up)],
+)
+
 
 @pytest.mark.parametrize(
     ("wrong", "test", "message"),
@@ -46,6 +52,7 @@ Named = faulty(
         (Foreseeing, "the_future_is_not_known", "for requests with other outputs"),
         (Counting, "replicas_are_left_as_they_are", "changed a replica"),
         (Refusing, "an_idle_cluster_refuses_nothing", "of an idle cluster"),
+        (Hashed, "equal_streams_are_routed_equally", "it decided otherwise"),
         (Named, "routes_do_not_depend_on_request_ids", "with other ids"),
     ],
 )

@@ -52,10 +52,25 @@ class TestTurns(SchedulerTests):
 
 
 Fickle = faulty("A scheduler with random priorities.", Mine, priority=lambda *_: random())
+Hashed = faulty(
+    "A scheduler whose priorities are hashes of text.",
+    Mine,
+    priority=lambda _, job, __: hash(f"{job.request.id}"),
+)
 Drifting = faulty(
     "A scheduler whose priorities depend on the clock.",
     Mine,
     priority=lambda _, job, now: abs(job.arrival + 10**8 - now),
+)
+Flipping = faulty(
+    "A scheduler whose order is turned round each microsecond.",
+    Mine,
+    priority=lambda _, job, now: (-1) ** (now // 1000) * job.request.prompt_tokens,
+)
+Blinking = faulty(
+    "A scheduler whose order is turned round each millisecond.",
+    Mine,
+    priority=lambda _, job, now: (-1) ** (now // 10**6) * job.request.prompt_tokens,
 )
 Silent = faulty(
     "A scheduler that does not report when jobs become hopeless.",
@@ -133,6 +148,8 @@ class Mangled(Mine):
     [
         (Fickle, "serves_every_request_once", "another order"),
         (Drifting, "serves_every_request_once", "another order"),
+        (Flipping, "serves_every_request_once", "another order"),
+        (Blinking, "serves_every_request_once", "another order"),
         (Silent, "serves_every_request_once", "another order"),
         (Late, "serves_every_request_once", "must be later, or None"),
         (Vague, "serves_every_request_once", "no whole ns"),
@@ -158,6 +175,7 @@ def test_a_fault_fails_its_conformance_test(scheduler, test, message):
 @pytest.mark.parametrize(
     ("scheduler", "test", "error", "message"),
     [
+        (Hashed, "decisions_are_repeatable", AssertionError, "it decided otherwise"),
         (Fickle, "decisions_are_repeatable", AssertionError, "it decided otherwise"),
         (AdmitsRunning, "serves_every_request_once", PolicyError, "which is not waiting"),
         (PausesWaiting, "serves_every_request_once", PolicyError, "which is not running"),

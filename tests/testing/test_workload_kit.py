@@ -65,6 +65,11 @@ def consumed():
     return lambda: (left.pop() for _ in range(len(left)))
 
 
+def hashed():
+    """Return requests whose prompts have a length by the hash of their names."""
+    return [request(name, prompt_tokens=16 + hash(name) % 999) for name in "abcdefgh"]
+
+
 def numbered():
     """Return a `make` that continues its numbers when it is called again."""
     serial = count()
@@ -86,6 +91,7 @@ BROKEN = {
     "test_iterators_do_not_disturb_each_other": [({"make": numbered()}, None)],
     "test_equal_options_give_equal_requests": [
         ({"make": numbered()}, None),
+        ({"make": hashed}, None),
         ({"digests": map("{:016x}".format, count())}, None),
     ],
     "test_streams": [

@@ -304,7 +304,7 @@ def _served(
     parts = RunParts(config, parts.plugins, workload=parts.workload)
     cache, latency = parts.served_cache(), parts.latency()
     if grant == "seen":
-        begin = requests[0].arrival
+        begin = int(requests[0].arrival / Fraction(str(config.rate_scale)))
         seen = (attrs.evolve(request, arrival=begin) for request in requests)
         if cache.grouped:
             replay_groups(seen, cast("GroupedCache", cache))

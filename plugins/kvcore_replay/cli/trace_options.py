@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import click
 
 from kvcore.config import RunParts
 from kvcore.config.options import option_named, option_names
+from kvcore.config.values import refuse
 from kvcore.errors import InputError
 from kvcore.hookspecs import OUTPUT, Ran
 from kvcore.units import format_dollars
@@ -101,6 +102,18 @@ price_option = click.option(
 """The option that bills a workload by the prices of an API."""
 
 
+def as_gpu_prices(value: object) -> str:
+    """Return prices of GPUs in a file as text; the one of all devices may be a number."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        refuse("text such as 'h100=2.5', or a number", value)
+    return str(value)
+
+
+class _GpuPrices(click.types.StringParamType):
+    toml = Annotated[str | float, as_gpu_prices]
+    """The type of the value in a file."""
+
+
 def _gpu_price(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
     """Return the prices that the text of `--gpu-price` names."""
     if value is None or ctx.resilient_parsing:
@@ -115,6 +128,7 @@ def _gpu_price(ctx: click.Context, param: click.Parameter, value: str | None) ->
 gpu_price_option = option(
     "--gpu-price",
     heading=OUTPUT,
+    type=_GpuPrices(),
     callback=_gpu_price,
     is_eager=True,
     metavar="PRICES",

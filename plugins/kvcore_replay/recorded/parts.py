@@ -198,7 +198,8 @@ class RecordedParts(RunParts):
     def header(self) -> dict[str, Any]:
         """Return the optional fields of the new header, in their order."""
         required = ("n", "t", "event", "schema", "kvcore", "mode", "count", "block_size")
-        known = (*required, "key_tokens", "blocks", "plugins", "workload", "seed")
+        # The new run decides by the hashes, so that it runs again as recorded.
+        known = (*required, "key_tokens", "blocks", "plugins", "workload", "seed", "anonymised")
         fields = {name: value for name, value in self._header.items() if name not in known}
         if self.slo is None:
             fields.pop("slo", None)

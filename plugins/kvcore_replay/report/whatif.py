@@ -106,6 +106,15 @@ class WhatIfReport:
                 f"Recorded by kvcore {whatif.kvcore}; this is {whatif.here}, which may decide "
                 "otherwise by itself: run it again as recorded (--export FILE) to see."
             )
+        if whatif.header.get("anonymised") and (names or whatif.changes):
+            lines.append(
+                "Its names are hashes (export --anonymise), by which plugins may decide "
+                "otherwise that draw from ids of requests, or hash sessions, tenants or keys: "
+                "run it again as recorded to see."
+                if names
+                else "It differs all the same: its names are hashes (export --anonymise), and "
+                "a plugin draws from ids of requests, or hashes sessions, tenants or keys."
+            )
         return "\n".join(lines)
 
     @property
