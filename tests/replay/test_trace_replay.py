@@ -118,6 +118,23 @@ def test_a_request_that_returns_hits_what_others_have_cached(tmp_path):
     assert check_trace(path).hit["self_hit_blocks"] == 1
 
 
+def test_a_copy_leaves_the_rest_of_a_leaf_free(tmp_path):
+    """Where whole leaves are evicted, a copy takes a block of one, and others get the rest."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        cache = KVCache(5, 4, eviction=LRU(), prefix=Radix(evict="leaf"), trace=trace)
+        old = cache.open(ask("old", "abc"), None, 1)
+        cache.commit(old, 12, 2)
+        cache.close(old, 3)
+        short = cache.open(ask("short", "xy", 6), None, 4)
+        for now in (5, 6):
+            cache.extend(cache.fork(short, now), 1, now)
+        cache.close(cache.open(ask("other", "z"), None, 7), 7)
+    report = check_trace(path)
+    assert report.evictions["blocks"] == 3
+    assert report.pool["free"] == cache.pool.free_blocks == 1
+
+
 def test_a_cut_trace_is_reported_up_to_the_cut(trace):
     """The report of a cut trace covers the lines up to the cut, without an error."""
     whole = trace.read_bytes()

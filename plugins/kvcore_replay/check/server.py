@@ -96,6 +96,7 @@ class TraceChecker(CacheChecker[CacheState]):
             if self._due is not None or self._unpinned or self._evicting is not None:
                 violated(f"it is of one call with the line before, which is at {self._now} ns")
             self._now = event.t
+            self._order.settle()
         if self._tiers is not None and self._tiers.check(event, begins=begins):
             if name.startswith("LOAD") and self._evicting is not None:
                 self._refuse_victims()
@@ -207,7 +208,7 @@ class TraceChecker(CacheChecker[CacheState]):
         if self._evicting not in (None, seq.prompt.id):
             self._refuse_victims()
         self._order.take(ids, seq.prompt.id, copy=copy)
-        if not self._order.victims:
+        if not self._order.owes:
             self._evicting = None
 
     def _copy(self, event: events.Copy) -> None:
