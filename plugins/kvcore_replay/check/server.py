@@ -456,7 +456,8 @@ class TraceChecker(CacheChecker[CacheState]):
         # Blocks that it does not share itself may have been cached by others meanwhile.
         untimed = self.state.header.mode == "untimed"
         partly = untimed or seq.has_forgotten or prompt.share is not None
-        greatest = max(greatest, end, prompt.cacheable if partly else end)
+        named = max(prompt.cacheable, len(prompt.generated) * self._ratio)
+        greatest = max(greatest, end, named if partly else end)
         if not (untimed or self._of_engine):
             least = max(least, end)
         self._returning[prompt.id] = least, greatest
