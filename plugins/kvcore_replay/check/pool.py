@@ -60,8 +60,8 @@ class AllocationOrder:
 
     The ALLOC and COPY lines of a call take all of its victims, after every free block. No block
     is evicted while enough are free, and no more than are missing; where whole leaves are
-    evicted, no leaf after the one that makes enough, of which the rest is free then. The victims
-    of a call that failed are free, as if it had allocated its blocks and freed them.
+    evicted, no leaf after the one that makes enough, whose other blocks are free then. The
+    victims of a call that failed are free, as if it had allocated its blocks and freed them.
     """
 
     def __init__(self, blocks: int, *, leaves: bool = False) -> None:
@@ -83,7 +83,7 @@ class AllocationOrder:
 
     @property
     def owes(self) -> bool:
-        """Whether the call takes more blocks: a COPY may leave no more than a part of a leaf."""
+        """Whether the call takes more blocks: a COPY may leave victims, but no whole leaf."""
         return len(self.victims) >= (self._last if self._copied else 1)
 
     def evict(self, ids: Ids, requester: int | str) -> None:

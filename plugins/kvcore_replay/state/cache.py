@@ -316,7 +316,7 @@ class CacheState(TracedState[TracedSequence]):
         return span or violated(f"no span {serial} is cached")
 
     def keys_of(self, event: events.Commit) -> list[Any]:
-        """Return the keys of the blocks of a COMMIT, and of those before, as names if generated.
+        """Return the keys of all blocks up to those of a COMMIT; generated ones get names.
 
         Raises:
             ViolationError: the sequence has fewer blocks, or there is no key for the last one.
