@@ -50,7 +50,7 @@ class GroupChecker(CacheChecker[GroupState]):
         self.pool = BlockPool(header.blocks)
         caps = header.batching or {}
         # It may keep what no interval does, and choose what leaves.
-        policy = (header.plugins or {}).get("checkpoint")
+        policy = header.plugins.get("checkpoint")
         self._checkpoint = None if policy is None else policy.name
         self._is_planned = caps.get("commit") == "scheduled"
         # A prompt that is neither cut nor waits for a step that has room may be of any length.
