@@ -56,14 +56,14 @@ class Refaults:
         self._old: dict[tuple[Key, int], EvictedRun] = {}
         self._turn = window
 
-    def record(self, stored: Iterable[Entry], gone: Sequence[Exit]) -> None:
-        """Record stored and evicted blocks, each in order."""
+    def record(self, stored: Iterable[Entry], gone: Sequence[Exit], expired: int = 0) -> None:
+        """Record stored and evicted blocks, each in order; `expired` others left before."""
         done = 0
         for evictions, keys, first, end, ratio in stored:
             if done < evictions:
                 self._evicted(gone[done:evictions])
                 done = evictions
-            self._stored(keys, first, end, ratio)
+            self._stored(keys, first, end, ratio, expired)
         self._evicted(gone[done:])
 
     def _evicted(self, gone: Iterable[Exit]) -> None:
@@ -89,14 +89,15 @@ class Refaults:
             self._turn = clock + self._window
         self._remember((start, end, keys, clock), ratio)
 
-    def _stored(self, keys: Sequence[Key], start: int, end: int, ratio: int) -> None:
+    def _stored(self, keys: Sequence[Key], start: int, end: int, ratio: int, gaps: int) -> None:
         """Record that the blocks `[start, end)` of the path with `keys` are stored."""
-        # The evicted runs of a path begin where its cached part ends, one after another.
+        # The evicted runs of a path begin where its cached part ends, without `gaps` of others.
         oldest = self._clock - self._window
         while start < end:
             run = self._taken(keys[start // ratio], start % ratio)
             if run is None:
-                return
+                start = start + 1 if gaps else end
+                continue
             _, last, path, clock = run
             stop = common_prefix(path, keys, start, min(last, end), ratio)
             if clock >= oldest:
@@ -113,8 +114,7 @@ class Refaults:
 
     def _taken(self, key: Key, offset: int) -> EvictedRun | None:
         """Remove and return the run that begins in the block of `key` at `offset`."""
-        run = self._young.pop((key, offset), None)
-        return self._old.pop((key, offset), None) if run is None else run
+        return self._young.pop((key, offset), None) or self._old.pop((key, offset), None)
 
 
 BlockStats: TypeAlias = tuple[int, int, int]
@@ -251,7 +251,7 @@ class Residency:
         self._count("expired", expired)
         self._count("capacity", gone)
         self.stored_blocks += sum([end - first for _, _, first, end, _ in stored])
-        self.refaults.record(stored, gone)
+        self.refaults.record(stored, gone, self.evicted_blocks["expired"])
 
     def _count(self, reason: str, gone: list[Exit]) -> None:
         """Count blocks that left, with their ages and hits."""

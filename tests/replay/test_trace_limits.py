@@ -17,6 +17,7 @@ from kvcore_events.recording import RecordingReader
 from kvcore_plugins.traces.sealed import SealedReader
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.misses.explain import explain
+from kvcore_replay.state.residency import rebuild_residency
 
 MIB = 1 << 20
 ZEROS = b"0" * MIB
@@ -219,6 +220,14 @@ def test_a_compaction_counts_its_whole_block_table_as_work(tmp_path, monkeypatch
     stay = {"event": "COMPACT", "seq": 1, "tokens": 1, "held": 2, "runs": []}
     with pytest.raises(TraceError, match=r"lines name [0-9,]+ blocks and spans: too many"):
         explain(begun(tmp_path, alloc, *[stay] * 99))
+
+
+def test_generated_blocks_get_no_names_before_they_are_there(tmp_path):
+    """A COMMIT of generated blocks that its sequence does not have is refused at once."""
+    names = {"event": "COMMIT", "seq": 1, "span": 1, "first": 0, "blocks": 2**50, "how": "new"}
+    for read in (check_trace, explain, rebuild_residency):
+        with pytest.raises(TraceError, match=r"sequence 1 (are 0 to|has) 0"):
+            read(begun(tmp_path, names | {"generated": True}))
 
 
 def test_the_blocks_of_open_forks_are_limited(tmp_path):

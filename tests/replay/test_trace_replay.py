@@ -118,6 +118,39 @@ def test_a_request_that_returns_hits_what_others_have_cached(tmp_path):
     assert check_trace(path).hit["self_hit_blocks"] == 1
 
 
+def test_a_request_that_returns_hits_what_it_generated_before_it_was_compacted(tmp_path):
+    """A compaction takes generated blocks from their sequence, and leaves them in the cache."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        trace.describe(batching={"generated": "cached"})
+        cache = KVCache(8, 4, eviction=LRU(), prefix=Radix(), trace=trace)
+        seq = cache.open(ask("one", "a", output_tokens=20))
+        cache.extend(seq, 5)
+        cache.commit(seq, 9)
+        cache.keep_generated(seq, 9, 0)
+        cache.compact(seq, 4)
+        cache.close(seq)
+        cache.open(ask("one", "a", output_tokens=20), resumed=True, target=13)
+    assert check_trace(path).hit["self_hit_blocks"] == 2
+
+
+def test_a_copy_leaves_the_rest_of_a_leaf_free(tmp_path):
+    """Where whole leaves are evicted, a copy takes a block of one, and others get the rest."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        cache = KVCache(5, 4, eviction=LRU(), prefix=Radix(evict="leaf"), trace=trace)
+        old = cache.open(ask("old", "abc"), None, 1)
+        cache.commit(old, 12, 2)
+        cache.close(old, 3)
+        short = cache.open(ask("short", "xy", 6), None, 4)
+        for now in (5, 6):
+            cache.extend(cache.fork(short, now), 1, now)
+        cache.close(cache.open(ask("other", "z"), None, 7), 7)
+    report = check_trace(path)
+    assert report.evictions["blocks"] == 3
+    assert report.pool["free"] == cache.pool.free_blocks == 1
+
+
 def test_a_cut_trace_is_reported_up_to_the_cut(trace):
     """The report of a cut trace covers the lines up to the cut, without an error."""
     whole = trace.read_bytes()

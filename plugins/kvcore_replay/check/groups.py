@@ -50,7 +50,7 @@ class GroupChecker(CacheChecker[GroupState]):
         self.pool = BlockPool(header.blocks)
         caps = header.batching or {}
         # It may keep what no interval does, and choose what leaves.
-        policy = (header.plugins or {}).get("checkpoint")
+        policy = header.plugins.get("checkpoint")
         self._checkpoint = None if policy is None else policy.name
         self._is_planned = caps.get("commit") == "scheduled"
         # A prompt that is neither cut nor waits for a step that has room may be of any length.
@@ -83,13 +83,14 @@ class GroupChecker(CacheChecker[GroupState]):
             self._must_be_taken()
         elif name not in ("EVICT", "ALLOC"):
             self._must_be_taken()
-        if self._tiers is not None:
-            self._tiers.check(event)
         check = self._checks.get(name)
         if check is not None:
             check(event)
         elif self._tiers is None or name not in TIERED:
             violated("a cache of groups has no such line")
+        # After the pool's check, which has bounded the blocks that a line names.
+        if self._tiers is not None:
+            self._tiers.check(event)
         state.apply(event)
         free, cached, private = self.pool.free_blocks, state.cached, state.private
         if free + len(self._victims) + cached + private != state.header.blocks:

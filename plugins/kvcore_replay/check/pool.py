@@ -60,8 +60,8 @@ class AllocationOrder:
 
     The ALLOC and COPY lines of a call take all of its victims, after every free block. No block
     is evicted while enough are free, and no more than are missing; where whole leaves are
-    evicted, no leaf after the one that makes enough. The victims of a call that failed are
-    free, as if it had allocated its blocks and freed them.
+    evicted, no leaf after the one that makes enough, whose other blocks are free then. The
+    victims of a call that failed are free, as if it had allocated its blocks and freed them.
     """
 
     def __init__(self, blocks: int, *, leaves: bool = False) -> None:
@@ -81,10 +81,17 @@ class AllocationOrder:
         """Number of free blocks, victims included."""
         return self.pool.free_blocks + len(self.victims)
 
+    @property
+    def owes(self) -> bool:
+        """Whether the call takes more blocks: a COPY may leave victims, but no whole leaf."""
+        return len(self.victims) >= (self._last if self._copied else 1)
+
     def evict(self, ids: Ids, requester: int | str) -> None:
         """Record victims, evicted because request `requester` needs blocks."""
         if requester != self._requester:
             self.serve(requester)
+        if self._copied:
+            self.settle()
         self.victims.extend(ids)
         self._last = len(ids) if self._leaves else 1
 
@@ -129,9 +136,9 @@ class AllocationOrder:
     def settle(self) -> None:
         """Free the victims of a call that failed before it took them."""
         if self.victims:
-            if self._copied:
+            if self._copied and self.owes:
                 violated(f"{len(self.victims)} more blocks were evicted than were missing")
             ids = self.pool.allocate(self.pool.free_blocks) + self.victims
-            self.pool.free(ids[::-1], len(ids))
+            self.pool.free(ids if self._copied else ids[::-1], len(ids))
             self.victims = array("i")
         self._copied = False

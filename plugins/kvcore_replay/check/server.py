@@ -96,6 +96,7 @@ class TraceChecker(CacheChecker[CacheState]):
             if due is not None or self._unpinned or self._evicting is not None:
                 violated(f"it is of one call with the line before, which is at {self._now} ns")
             self._now = event.t
+            self._order.settle()
         if self._tiers is not None and self._tiers.check(event, begins=begins):
             if name.startswith("LOAD") and self._evicting is not None:
                 self._refuse_victims()
@@ -208,7 +209,7 @@ class TraceChecker(CacheChecker[CacheState]):
         if self._evicting not in (None, seq.prompt.id):
             self._refuse_victims()
         self._order.take(ids, seq.prompt.id, copy=copy)
-        if not self._order.victims:
+        if not self._order.owes:
             self._evicting = None
 
     def _copy(self, event: events.Copy) -> None:
@@ -456,7 +457,8 @@ class TraceChecker(CacheChecker[CacheState]):
         # Blocks that it does not share itself may have been cached by others meanwhile.
         untimed = self.state.header.mode == "untimed"
         partly = untimed or seq.has_forgotten or prompt.share is not None
-        greatest = max(greatest, end, prompt.cacheable if partly else end)
+        named = max(prompt.cacheable, len(prompt.generated) * self._ratio)
+        greatest = max(greatest, end, named if partly else end)
         if not (untimed or self._of_engine):
             least = max(least, end)
         self._returning[prompt.id] = least, greatest

@@ -33,8 +33,8 @@ class Report:
         pool: blocks `free`, `cached` and `private`, and the number of `spans`.
         requests: number of REQUEST lines; `finished` and `rejected` of them have ended.
         preemptions: number of preemptions by kind: `pause`, `recompute` and `swap`.
-        evictions: number of blocks that were evicted for capacity, and the digest of their
-            keys (`EvictionDigest`); of a cluster, the digest of its replicas' digests.
+        evictions: number of blocks with keys that were evicted for capacity, and the digest of
+            these (`EvictionDigest`); of a cluster, the digest of its replicas' digests.
         hit: lookup, hit and self-hit blocks of the admissions, and the hit ratio by block
             and by request (null without lookups).
         tiers: for each tier, nearest first: its slots; the blocks in it and on their way from

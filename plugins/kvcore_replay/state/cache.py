@@ -316,6 +316,22 @@ class CacheState(TracedState[TracedSequence]):
         span = self.spans.get(serial)
         return span or violated(f"no span {serial} is cached")
 
+    def keys_of(self, event: events.Commit) -> list[Any]:
+        """Return the keys of all blocks up to those of a COMMIT; generated ones get names.
+
+        Raises:
+            ViolationError: the sequence has fewer blocks, or there is no key for the last one.
+        """
+        seq, end = self.sequence(event.seq), event.first + event.blocks
+        if end > seq.blocks:
+            violated(f"sequence {seq.id} has {seq.blocks} blocks, and none at {end - 1}")
+        keys = seq.prompt.keys
+        if event.generated is True:
+            self.layout.name_generated(seq.prompt, end)
+            keys = seq.prompt.generated
+        self._check_keys(keys, end)
+        return keys
+
     def fork_copies(self, seq: TracedSequence) -> int:
         """Return how many entries a fork of `seq` adds to the tables of open forks.
 
@@ -427,10 +443,7 @@ class CacheState(TracedState[TracedSequence]):
     def _commit(self, event: events.Commit) -> None:
         seq = self.sequence(event.seq)
         self._work += len(seq.private) >> 4
-        if event.generated is True:
-            self.layout.name_generated(seq.prompt, event.first + event.blocks)
-        keys = seq.prompt.generated if event.generated is True else seq.prompt.keys
-        self._check_keys(keys, event.first + event.blocks)
+        keys = self.keys_of(event)
         ids = seq.private[: event.blocks]
         del seq.private[: event.blocks]
         if event.how in ("same", "shared"):

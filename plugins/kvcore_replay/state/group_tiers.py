@@ -29,9 +29,9 @@ class TracedGroupTiers(TracedTiers):
             ValueError: a tier of HEADER cannot be.
         """
         super().__init__(header, 1)
-        record = header.cache_groups
-        groups = record.groups if record else []
-        most = max((group.layers for group in groups), default=1)
+        assert header.cache_groups
+        groups = header.cache_groups.groups
+        most = max(group.layers for group in groups)
         for tier in self.levels.values():
             slot = tier.record.slot_bytes
             tier.group_bytes = [

@@ -127,11 +127,12 @@ class TraceLayout:
 
     def name_generated(self, prompt: TracedPrompt, end: int) -> None:
         """Name the blocks from the end of `prompt` up to position `end`."""
-        first = prompt.tokens // self.block_size // self.ratio
-        names = [(GENERATED, prompt.id, index) for index in range(first, -(-end // self.ratio))]
-        if len(names) + first > len(prompt.generated):
-            # In place: spans that grow have this list.
-            prompt.generated[:] = [*prompt.keys[:first], *names]
+        # In place, and each name once: spans that grow have this list.
+        names, first = prompt.generated, prompt.tokens // self.block_size // self.ratio
+        known = prompt.keys[:first]
+        names += known[len(names) :]
+        start, stop = first + len(names) - len(known), -(-end // self.ratio)
+        names += [(GENERATED, prompt.id, index) for index in range(start, stop)]
 
     def tokens_of(self, prompt: TracedPrompt, output: int) -> int:
         """Return the number of tokens with K/V of a request with `output` generated tokens.

@@ -62,12 +62,8 @@ class _RebuiltResidency:
     def _commit(self, event: events.Commit) -> None:
         if event.how in ("new", "grown"):
             self._stored.setdefault(event.span, event.t)
-            layout, prompt = self._state.layout, self._state.sequence(event.seq).prompt
-            first, end = event.first, event.first + event.blocks
-            if event.generated is True:
-                layout.name_generated(prompt, end)
-            keys = prompt.generated if event.generated is True else prompt.keys
-            self.residency.record_store(keys, first, end, layout.ratio)
+            keys, end = self._state.keys_of(event), event.first + event.blocks
+            self.residency.record_store(keys, event.first, end, self._state.layout.ratio)
 
     def _evict(self, event: events.Evict | events.Drop) -> None:
         if event.scope == "sequence":

@@ -143,6 +143,15 @@ def test_an_expired_span_counts_as_evicted():
     assert (hits(seen), evictions(seen)) == ([], [(50, 50, 0, 2)])
 
 
+def test_blocks_below_expired_ones_are_refaults_too():
+    """Evicted blocks that are stored again count, though the blocks before them expired."""
+    seen = Residency(8)
+    seen.record_evict([1, 2, 3, 4], 2, 4, 1, (0, 0, 0), "capacity")
+    seen.record_evict([1, 2, 3, 4], 0, 2, 1, (0, 0, 0), "expired")
+    seen.record_store([1, 2, 3, 4], 0, 4, 1)
+    assert seen.restored_blocks == 2
+
+
 def test_a_prefix_cache_without_spans_has_no_hits_or_evictions():
     """A prefix cache without spans has no hits and no evictions."""
     cache, seen = watched(prefix=NoPrefix())
