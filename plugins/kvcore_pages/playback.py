@@ -33,14 +33,13 @@ from kvcore.trace.events import methods_by_event
 from kvcore.units import NS_PER_S, format_seconds
 from kvcore_cli.report.tables import setup
 from kvcore_replay.check.server import TraceChecker
-from kvcore_replay.check.trace import check_event
+from kvcore_replay.check.trace import CheckedReader
 from kvcore_replay.misses.classifier import MissClassifier
 from kvcore_replay.misses.explain import server_misses
 from kvcore_replay.misses.reasons import Explanation
 from kvcore_replay.report.misses import RequestReport
 from kvcore_replay.state.cache import TracedSpan, run_blocks
 from kvcore_replay.state.layout import TracedPrompt
-from kvcore_replay.state.replicas import ServerReader
 
 NONE = -1
 """In a column: no request, span or tier."""
@@ -286,7 +285,7 @@ class Playback:
             InputError: the file cannot be opened.
             TraceError: a line is damaged, contradicts what came before, or the file is cut.
         """
-        reader = ServerReader(file, replica)
+        reader = CheckedReader(file, replica)
         self.file = str(reader.file)
         self.first_line, self.lines, self.ended = 0, 0, 0
         self.opening: dict[str, Any] | None = None
@@ -303,17 +302,16 @@ class Playback:
         # Facts that the state of sequences and spans lacks: times, and requests that stored.
         self._opened: dict[int, int] = {}
         self._stored: dict[int, tuple[int, int]] = {}
-        checker: Any = None
         for event in ticked(reader, tick):
             self.lines += 1
-            if checker is None:
-                checker = check_event(reader, None, event)
-                self._start(event, checker)  # type: ignore[arg-type]  # the first is HEADER
+            if reader.checker is None:
+                reader.check(event)
+                self._start(event, reader.checker)  # type: ignore[arg-type]  # it is HEADER
                 continue
             if event.t != self.ended:
                 self._turn(event)
             victim = self._prepare(event)
-            check_event(reader, checker, event)
+            reader.check(event)
             self._inquest.after(event, victim)
             if type(event) is self._evict_type:
                 self._evict(event, victim)  # type: ignore[arg-type]  # of scope `cache`

@@ -24,9 +24,9 @@ from kvcore.untrusted import BYTES_OF_REQUEST, FREE_REQUESTS
 from kvcore_plugins.traces.reader import TraceReader, read_request
 from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.check.base import Caps
-from kvcore_replay.check.trace import Checker, check_event
+from kvcore_replay.check.trace import CheckedReader, Checker, check_event
 from kvcore_replay.pricing import PriceModel, find_price
-from kvcore_replay.state.replicas import Replicas, ServerReader
+from kvcore_replay.state.replicas import Replicas
 
 if TYPE_CHECKING:
     # Imported when there are prices.
@@ -295,7 +295,8 @@ class Recorded:
         self._by_hand()
 
     def _end(self, event: events.End) -> None:
-        if self._jobs:
+        # With a clock, jobs are left of requests that a replica was to decode and gave up.
+        if self._jobs and not self._timed:
             self._by_hand()
 
     def _by_hand(self) -> NoReturn:
@@ -402,7 +403,7 @@ def bill_trace(
 
     price = find_price(price) if isinstance(price, str) else price
     workload = TraceWorkload(file)
-    recorded = verified_log(workload.file, workload.header, None, tick)
+    recorded = verified_log(workload.file, None, tick)
     return bill(workload, price, log=recorded.log)
 
 
@@ -422,7 +423,7 @@ def recorded_run(
     workload = TraceWorkload(file)
     header = workload.header.as_dict()
     slo = slo_of(header["slo"]) if header.get("slo") else None
-    recorded = verified_log(workload.file, workload.header, slo, tick, replica)
+    recorded = verified_log(workload.file, slo, tick, replica)
     timed = header["mode"] != "untimed"
     return RunSummary.from_log(
         header, recorded.log, recorded.stats, recorded.evicted, timed=timed
@@ -431,27 +432,28 @@ def recorded_run(
 
 def verified_log(
     file: Path,
-    header: events.Header,
     slo: SLO | None,
     tick: Tick = unseen,
     replica: int | str | None = None,
 ) -> Recorded | RecordedLives:
-    """Check every line of a trace; return the log of its requests.
+    """Check every line of a trace; return the log of its requests, or of those of a replica.
 
     Raises:
         InputError, TraceError: as `whatif` does.
     """
-    is_cluster = replica is None
-    reader = TraceReader(file) if is_cluster else ServerReader(file, replica)
+    alone = None if replica is None else CheckedReader(file, replica)
+    reader = alone or TraceReader(file)
     checker: Checker | None = None
-    kind = RecordedLives if header.replicas and is_cluster else Recorded
     recorded: Recorded | RecordedLives | None = None
     for event in ticked(reader, tick):
-        checker = check_event(reader, checker, event)
-        if recorded is None:  # now that its header is checked
-            recorded = kind(reader, header, slo)
+        if alone is None:
+            checker = check_event(reader, checker, event)
         else:
+            alone.check(event)
+        if recorded is not None:
             recorded.take(event)
+        elif isinstance(event, events.Header):  # checked now
+            recorded = (RecordedLives if event.replicas else Recorded)(reader, event, slo)
     if not reader.complete:
         msg = (
             f"{file}: incomplete: {reader.cut_reason}. A run that was cut cannot be compared "
