@@ -148,6 +148,7 @@ class Recorded:
         log: the log to which requests are added; None: a new one.
 
     Attributes:
+        header: the first line.
         log, stats: those of the run. Without a clock a request ends when it is closed.
         evicted: blocks that left the cache, for room or because they expired.
     """
@@ -159,6 +160,7 @@ class Recorded:
         slo: SLO | None,
         log: RunLog | None = None,
     ) -> None:
+        self.header = header
         self.log = RunLog(header.blocks, slo) if log is None else log
         self.stats = CacheStats()
         self.evicted = 0
@@ -310,11 +312,12 @@ class RecordedLives:
     Args: those of `Recorded`.
 
     Attributes:
+        header: the first line.
         log: the log of all requests; of a request that was served again, its last time.
     """
 
     def __init__(self, reader: TraceReader, header: events.Header, slo: SLO | None) -> None:
-        self.log = RunLog(header.blocks, slo)
+        self.header, self.log = header, RunLog(header.blocks, slo)
         self._placed = Replicas(header)
         self._reader, self._slo = reader, slo
         self._lives = [[self._make(own)] for own in self._placed.headers]
@@ -413,7 +416,7 @@ def recorded_run(
     """Return the summary of a recorded run; its trace is checked line by line.
 
     The summary of a cluster is over all requests, or over those of a `replica`. Its
-    configuration and its SLO are those of the header. `tick` is called with the bytes of the
+    configuration and its SLO are those of its header. `tick` is called with the bytes of the
     file that have been read.
 
     Raises:
@@ -425,8 +428,9 @@ def recorded_run(
     slo = slo_of(header["slo"]) if header.get("slo") else None
     recorded = verified_log(workload.file, slo, tick, replica)
     timed = header["mode"] != "untimed"
+    config = recorded.header.as_dict()
     return RunSummary.from_log(
-        header, recorded.log, recorded.stats, recorded.evicted, timed=timed
+        config, recorded.log, recorded.stats, recorded.evicted, timed=timed
     )
 
 

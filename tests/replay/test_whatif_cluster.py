@@ -79,8 +79,10 @@ def test_lives_of_replicas_add_up_to_their_cluster(tmp_path, options):
     for each in replicas:
         for life in range(1, each["failures"] + each["up"] + 1):
             name = f"{each['replica']}:{life}"
-            assert Playback(path, replica=name).lines == len([*ServerReader(path, name)])
+            header, *others = ServerReader(path, name)
+            assert Playback(path, replica=name).lines == 1 + len(others)
             parts.append(recorded_run(path, replica=name))
+            assert parts[-1].config == header.as_dict()
     for field in ("lookup_blocks", "hit_blocks", "lookup_tokens"):
         assert sum(part.hit[field] for part in parts) == whole.hit[field]
     assert sum(part.evicted_blocks for part in parts) == whole.evicted_blocks
