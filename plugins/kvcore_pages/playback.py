@@ -35,14 +35,13 @@ from kvcore.trace.events import methods_by_event
 from kvcore.units import NS_PER_S, format_seconds
 from kvcore_cli.report.tables import setup
 from kvcore_replay.check.server import TraceChecker
-from kvcore_replay.check.trace import check_event, refuse
+from kvcore_replay.check.trace import CheckedReader, refuse
 from kvcore_replay.misses.classifier import MissClassifier
 from kvcore_replay.misses.explain import server_misses
 from kvcore_replay.misses.reasons import Explanation
 from kvcore_replay.report.misses import RequestReport
 from kvcore_replay.state.cache import TracedSpan, run_blocks
 from kvcore_replay.state.layout import TracedPrompt
-from kvcore_replay.state.replicas import ServerReader
 
 NONE = -1
 """In a column: no request, span or tier."""
@@ -307,7 +306,7 @@ class Playback:
             InputError: the file cannot be opened.
             TraceError: a line is damaged, contradicts what came before, or the file is cut.
         """
-        reader = ServerReader(file, replica)
+        reader = CheckedReader(file, replica)
         self.file = str(reader.file)
         self.first_line, self.lines, self.ended = 0, 0, 0
         self.opening: dict[str, Any] | None = None
@@ -341,21 +340,20 @@ class Playback:
         self._state.requests.clear()
         del self._record, self._inquest, self._checker, self._state
 
-    def _read(self, reader: ServerReader, tick: Tick) -> None:
+    def _read(self, reader: CheckedReader, tick: Tick) -> None:
         """Check the lines, and make rows of them."""
-        checker: Any = None
         for event in ticked(reader, tick):
             self.lines += 1
-            if checker is None:
-                checker = check_event(reader, None, event)
-                self._start(event, checker)  # type: ignore[arg-type]  # the first is HEADER
+            if reader.checker is None:
+                reader.check(event)
+                self._start(event, reader.checker)  # type: ignore[arg-type]  # it is HEADER
                 inquest = self._inquest
                 continue
             if event.t != self.ended:
                 self._turn(event)
             try:
                 victim = self._prepare(event) if event.event in self.PREPARED else None
-                checker.apply(event)
+                reader.check(event)
                 if victim is not None or event.event in inquest.takes:
                     inquest.after(event, victim)
             except (LookupError, ArithmeticError, ValueError) as error:
@@ -367,7 +365,7 @@ class Playback:
         reader.require_complete()
         self._to_columns()
 
-    def _must_be_shown(self, reader: ServerReader) -> None:
+    def _must_be_shown(self, reader: CheckedReader) -> None:
         """Check that there are rows, whose numbers a browser can hold."""
         if self._stage == "before" or not self.rows["kind"]:
             msg = (

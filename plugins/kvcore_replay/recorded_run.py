@@ -24,9 +24,9 @@ from kvcore.untrusted import BYTES_OF_REQUEST, FREE_REQUESTS
 from kvcore_plugins.traces.reader import TraceReader, read_request
 from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.check.base import Caps
-from kvcore_replay.check.trace import Checker, check_event
+from kvcore_replay.check.trace import CheckedReader, Checker, check_event
 from kvcore_replay.pricing import PriceModel, find_price
-from kvcore_replay.state.replicas import Replicas, ServerReader
+from kvcore_replay.state.replicas import Replicas
 
 if TYPE_CHECKING:
     # Imported when there are prices.
@@ -148,6 +148,7 @@ class Recorded:
         log: the log to which requests are added; None: a new one.
 
     Attributes:
+        header: the first line.
         log, stats: those of the run. Without a clock a request ends when it is closed.
         evicted: blocks that left the cache, for room or because they expired.
     """
@@ -159,6 +160,7 @@ class Recorded:
         slo: SLO | None,
         log: RunLog | None = None,
     ) -> None:
+        self.header = header
         self.log = RunLog(header.blocks, slo) if log is None else log
         self.stats = CacheStats()
         self.evicted = 0
@@ -295,7 +297,8 @@ class Recorded:
         self._by_hand()
 
     def _end(self, event: events.End) -> None:
-        if self._jobs:
+        # With a clock, jobs are left of requests that a replica was to decode and gave up.
+        if self._jobs and not self._timed:
             self._by_hand()
 
     def _by_hand(self) -> NoReturn:
@@ -309,11 +312,12 @@ class RecordedLives:
     Args: those of `Recorded`.
 
     Attributes:
+        header: the first line.
         log: the log of all requests; of a request that was served again, its last time.
     """
 
     def __init__(self, reader: TraceReader, header: events.Header, slo: SLO | None) -> None:
-        self.log = RunLog(header.blocks, slo)
+        self.header, self.log = header, RunLog(header.blocks, slo)
         self._placed = Replicas(header)
         self._reader, self._slo = reader, slo
         self._lives = [[self._make(own)] for own in self._placed.headers]
@@ -402,7 +406,7 @@ def bill_trace(
 
     price = find_price(price) if isinstance(price, str) else price
     workload = TraceWorkload(file)
-    recorded = verified_log(workload.file, workload.header, None, tick)
+    recorded = verified_log(workload.file, None, tick)
     return bill(workload, price, log=recorded.log)
 
 
@@ -412,7 +416,7 @@ def recorded_run(
     """Return the summary of a recorded run; its trace is checked line by line.
 
     The summary of a cluster is over all requests, or over those of a `replica`. Its
-    configuration and its SLO are those of the header. `tick` is called with the bytes of the
+    configuration and its SLO are those of its header. `tick` is called with the bytes of the
     file that have been read.
 
     Raises:
@@ -422,36 +426,38 @@ def recorded_run(
     workload = TraceWorkload(file)
     header = workload.header.as_dict()
     slo = slo_of(header["slo"]) if header.get("slo") else None
-    recorded = verified_log(workload.file, workload.header, slo, tick, replica)
+    recorded = verified_log(workload.file, slo, tick, replica)
     timed = header["mode"] != "untimed"
+    config = recorded.header.as_dict()
     return RunSummary.from_log(
-        header, recorded.log, recorded.stats, recorded.evicted, timed=timed
+        config, recorded.log, recorded.stats, recorded.evicted, timed=timed
     )
 
 
 def verified_log(
     file: Path,
-    header: events.Header,
     slo: SLO | None,
     tick: Tick = unseen,
     replica: int | str | None = None,
 ) -> Recorded | RecordedLives:
-    """Check every line of a trace; return the log of its requests.
+    """Check every line of a trace; return the log of its requests, or of those of a replica.
 
     Raises:
         InputError, TraceError: as `whatif` does.
     """
-    is_cluster = replica is None
-    reader = TraceReader(file) if is_cluster else ServerReader(file, replica)
+    alone = None if replica is None else CheckedReader(file, replica)
+    reader = alone or TraceReader(file)
     checker: Checker | None = None
-    kind = RecordedLives if header.replicas and is_cluster else Recorded
     recorded: Recorded | RecordedLives | None = None
     for event in ticked(reader, tick):
-        checker = check_event(reader, checker, event)
-        if recorded is None:  # now that its header is checked
-            recorded = kind(reader, header, slo)
+        if alone is None:
+            checker = check_event(reader, checker, event)
         else:
+            alone.check(event)
+        if recorded is not None:
             recorded.take(event)
+        elif isinstance(event, events.Header):  # checked now
+            recorded = (RecordedLives if event.replicas else Recorded)(reader, event, slo)
     if not reader.complete:
         msg = (
             f"{file}: incomplete: {reader.cut_reason}. A run that was cut cannot be compared "

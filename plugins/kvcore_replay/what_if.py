@@ -308,7 +308,7 @@ def whatif(
                 trace.describe(mode="wall")
         rerun = _rerun_of(parts, trace, workload)
         with progress(f"checking {workload.file}", file_bytes(workload.file)) as tick:
-            recorded = verified_log(workload.file, workload.header, parts.slo, tick)
+            recorded = verified_log(workload.file, parts.slo, tick)
         shown = f"running {workload.name} again", len(recorded.log.ids)
         log = rerun.run(stack.enter_context(progress(*shown)))
     before = after = None
@@ -471,7 +471,8 @@ class _ClusterRerun:
         """Return the summary of the second run."""
         result, parts = self._result, self._parts
         life = result.lives[0][0]
-        used = plugins_of(life.cache, parts.scheduler(), life.latency, result.router)
+        drafter = None if parts.config.drafter is None else parts.built("drafter")
+        used = plugins_of(life.cache, parts.scheduler(), life.latency, drafter, result.router)
         evicted = sum(
             cache_of_life.cache.evicted_blocks for cache_of_life in chain(*result.lives)
         )

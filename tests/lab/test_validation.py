@@ -189,6 +189,14 @@ def test_rows_are_told_apart_by_numbers_as_a_table_has_them(path):
         assert found.row.load["rate"] == 2
 
 
+def test_rows_are_told_apart_by_what_was_measured(path):
+    """Columns of measures are columns as well: rows are chosen and grouped by them."""
+    write_csv(path, ROW, ROW | {"tpot": 0.5})
+    (found,) = kvcore.validate(path, where={"tpot": "0.5"}).compared
+    assert found.row.line == 3
+    assert "0.5" in kvcore.validate(path).groups("tpot")
+
+
 def test_the_csv_has_each_column_once(path):
     """The CSV of a report is a table, also of rows that name the rules of an engine."""
     report = ValidationReport(kvcore.validate(write_csv(path, ROW | {"like": "vllm"})))

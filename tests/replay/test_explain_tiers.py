@@ -75,6 +75,16 @@ def test_the_rest_of_a_partial_load_is_recomputed(tmp_path):
     ]
 
 
+def test_a_load_of_what_a_tier_without_loads_has_too_is_one(tmp_path):
+    """Blocks of two tiers, of which the farther one loads all, are one load, counted once."""
+    tiers = (TIERS[0].replace("load=always", "load=never"), *TIERS[1:])
+    explanation = explain(path := serve_tiers(tmp_path / "trace.jsonl", tiers))
+    (load,) = (line for line in lines(path) if line["event"] == "LOAD_START")
+    took = load["done"] - load["t"]
+    assert losses(explanation, "again")[0] == ("loaded", 0, 16, "disk", took)
+    assert explanation.summary().load_s == took / 1e9
+
+
 def test_with_load_never_segments_are_recomputed(tmp_path):
     """With load=never a segment in a tier is `recomputed`, and the report gives the reason."""
     never = [tier.replace("load=always", "load=never") for tier in TIERS]

@@ -10,8 +10,10 @@ import kvcore
 from kvcore import InputError
 from kvcore_cluster.config import ClusterParts
 from kvcore_cluster.simulate import simulate_cluster
+from kvcore_pages.playback import Playback
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.recorded_run import recorded_run
+from kvcore_replay.state.replicas import ServerReader
 from kvcore_replay.what_if import whatif
 
 UNLIKE = [{"count": 2}, {"blocks": 40, "eviction": "fifo", "max_seqs": 4}, {"tier": "none"}]
@@ -45,6 +47,11 @@ RECORDED = {
     "answers cut short": {"max_model_len": 100, "fail": ()},
     "all too long": {"max_model_len": 80, "fail": ()},
     "split, failing": {"disaggregate": "prefill=2,decode=1,overlap=whole"},
+    "split, prefill lost": {
+        "disaggregate": "prefill=1,decode=2",
+        "fail": [f"replica=0,at={at},for=0.05" for at in (0.1, 0.2, 0.3)],
+    },
+    "drafts": {"drafter": "acceptance", "fail": ()},
 }
 
 
@@ -61,6 +68,24 @@ def test_a_rerun_without_changes_has_the_bytes_of_the_trace(tmp_path, options):
     assert again.read_bytes() == path.read_bytes()
     assert found.recorded == found.rerun
     assert not found.changes
+
+
+@pytest.mark.parametrize("options", RECORDED.values(), ids=RECORDED)
+def test_lives_of_replicas_add_up_to_their_cluster(tmp_path, options):
+    """Each life of a replica is read by itself, also one that decodes what others prefill."""
+    path = record(tmp_path / "trace.jsonl", **options)
+    whole, replicas = recorded_run(path), check_trace(path).replicas
+    parts = []
+    for each in replicas:
+        for life in range(1, each["failures"] + each["up"] + 1):
+            name = f"{each['replica']}:{life}"
+            header, *others = ServerReader(path, name)
+            assert Playback(path, replica=name).lines == 1 + len(others)
+            parts.append(recorded_run(path, replica=name))
+            assert parts[-1].config == header.as_dict()
+    for field in ("lookup_blocks", "hit_blocks", "lookup_tokens"):
+        assert sum(part.hit[field] for part in parts) == whole.hit[field]
+    assert sum(part.evicted_blocks for part in parts) == whole.evicted_blocks
 
 
 def test_a_cap_that_a_header_leaves_out_is_the_default(tmp_path):

@@ -33,7 +33,7 @@ class Measured:
 
         It is written as in a table, such as `2` and `true`; that which the row lacks is `-`.
         """
-        known = {**self.load, **self.options, **self.labels}
+        known = {**self.values, **self.load, **self.options, **self.labels}
         return " ".join(written(known.get(name, "-")) for name in names.split("+"))
 
 

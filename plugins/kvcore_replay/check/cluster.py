@@ -65,10 +65,12 @@ class CheckedReplica:
     @property
     def life(self) -> TraceChecker | GroupChecker:
         """The checker of the present life, made at its first line."""
-        if self._life is None:
-            self._life = server_checker(self.header)
-            self._life.evictions = self.evictions
-        return self._life
+        return self._life or self.begin(server_checker(self.header))
+
+    def begin(self, life: TraceChecker | GroupChecker) -> TraceChecker | GroupChecker:
+        """Begin a life with its checker, and return that."""
+        self._life, life.evictions = life, self.evictions
+        return life
 
     @property
     def all_hits(self) -> Hits:
@@ -137,6 +139,7 @@ class ClusterChecker:
         """
         self._header = header
         self._placed = Replicas(header)
+        self.lives = self._placed.lives
         self.replicas = [CheckedReplica(own) for own in self._placed.headers]
         self._up = self._placed.up[:]
         self._rejected = 0

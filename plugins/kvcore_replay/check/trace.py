@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any, NoReturn, Protocol
 
 import attrs
@@ -15,6 +16,7 @@ from kvcore_plugins.traces.reader import TraceReader
 from kvcore_replay.check.cluster import ClusterChecker, server_checker
 from kvcore_replay.state.cache import Hits
 from kvcore_replay.state.lifecycle import PREEMPTIONS
+from kvcore_replay.state.replicas import ServerReader
 
 SCHEMA = 1
 """The schema of a report as JSON."""
@@ -129,6 +131,62 @@ def refuse(reader: TraceReader, event: events.Event, error: Exception) -> NoRetu
     """Raise TraceError for the event that `reader` read last and a check found wrong."""
     reason = error if isinstance(error, ValueError) else unfit(error)
     reader.fail(f"{event.event}: {reason}")
+
+
+class CheckedReader(ServerReader):
+    """Reads the lines of one server, and checks them beside those of the other replicas.
+
+    A replica that decodes what others prefill cannot be checked alone: its requests were
+    admitted elsewhere, and may be given up when another replica fails.
+
+    Attributes:
+        checker: the checker of the server; None before HEADER.
+    """
+
+    def __init__(self, file: str | os.PathLike[str], replica: int | str | None = None) -> None:
+        super().__init__(file, replica)
+        self.checker: Any = None
+        self._cluster: Any = None
+        self._line: events.Event | None = None
+
+    def check(self, event: events.Event) -> None:
+        """Check the line that was yielded last, and apply it. HEADER makes the checker.
+
+        Raises:
+            TraceError: the event contradicts what came before: file, line, reason.
+        """
+        if self._line is not None:
+            self._check_line()
+            return
+        self.checker = check_event(self, self.checker, event)
+        if self._cluster is not None:
+            self._start_life()
+
+    def _of_replica(
+        self, header: events.Header, lines: Iterator[events.Event]
+    ) -> Iterator[events.Event]:
+        self._cluster = check_event(self, None, header)
+        yield from super()._of_replica(header, self._checked(lines))
+
+    def _checked(self, lines: Iterator[events.Event]) -> Iterator[events.Event]:
+        """Yield the lines of the cluster; check those that `check` is not called for."""
+        for event in lines:
+            self._line = event
+            yield event
+            if self._line is not None:
+                self._check_line()
+
+    def _check_line(self) -> None:
+        event, self._line = self._line, None
+        assert event is not None
+        check_event(self, self._cluster, event)
+        if event.event == "RETURN" and event.replica == self._replica:
+            self._start_life()
+
+    def _start_life(self) -> None:
+        """Let the cluster use `checker` from the beginning of the life that is read."""
+        if self._cluster.lives[self._replica] == (self._life or 1):
+            self._cluster.replicas[self._replica].begin(self.checker)
 
 
 replay = check_trace

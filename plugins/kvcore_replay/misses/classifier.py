@@ -294,16 +294,17 @@ class MissClassifier:
             return
         size = self._size
         first, end = event.first * size, (event.first + event.blocks) * size
+        took: int | None = event.done - event.t
+        if self.state.header.mode == "untimed":
+            took = tiers.tier(event.tier).load_ns(event.blocks, event.t)
         losses: list[MissSegment] = []
         for loss in reasons.losses:
             losses += loss.between(0, first)
-            for part in loss.between(first, end):
-                took: int | None = event.done - event.t
-                if self.state.header.mode == "untimed":
-                    took = part.load_ns
-                losses.append(
-                    attrs.evolve(part, category="loaded", tier=event.tier, load_ns=took)
-                )
+            if loss.first <= first < loss.end:
+                # One load, also of blocks that a tier has too of which nothing is loaded.
+                losses.append(self._missed(
+                    "loaded", event.first, end // size, tier=event.tier, load_ns=took
+                ))  # fmt: skip
             for part in loss.between(end, loss.end):
                 if part.tier == event.tier and part.first == end:
                     # Its load would have waited for the one that begins.

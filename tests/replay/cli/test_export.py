@@ -85,7 +85,7 @@ def test_lines_that_do_not_fit_are_an_error_with_their_place(trace, tmp_path, ca
     changed = seal(tmp_path / "u.jsonl", events)
     code, _, error = export(capfd, changed, "--to", "vllm", "--out", tmp_path / "e.out")
     assert code == 1
-    assert "u.jsonl:17: COMMIT: it does not fit the lines before it" in error
+    assert "u.jsonl:17: COMMIT: sequence 2 has 1 blocks, and none at 2" in error
 
 
 def test_requests_come_back_as_mooncake(tmp_path, capfd):
