@@ -438,9 +438,9 @@ def test_a_refused_run_leaves_generator_and_backend_unused():
     assert run([text("a")], **parts(**{k: given[k] for k in ("generator", "backend")})).outputs
 
 
-@pytest.mark.parametrize("wrong", [[], [None], [1, 2]])
+@pytest.mark.parametrize("wrong", [[], [None], [1, 2], None, 7, [-1], [10**9], [1.5], ["a"]])
 def test_invalid_tokens_of_a_generator_are_refused(wrong):
-    """A generator that returns a wrong number or type of tokens raises PolicyError."""
+    """A generator that returns too few or many tokens, or what is none, raises PolicyError."""
 
     class Wrong(Exact):
         def forward(self, step, attend):
