@@ -157,8 +157,9 @@ class EngineParts(RunParts):
     def _text(self, index: int, text: str, block_size: int) -> TextRequest:
         try:
             text.encode()
-        except UnicodeEncodeError as error:
-            msg = f"prompt {text!r} is not UTF-8: give a text"
+        except (AttributeError, UnicodeEncodeError) as error:
+            why = "not UTF-8" if isinstance(text, str) else "no text"
+            msg = f"prompt {text!r} is {why}: give a text"
             raise InputError(msg) from error
         tokens = self.generator.encode(text)
         if not tokens:

@@ -135,10 +135,14 @@ def test_a_comparison_has_no_options_of_servers():
         kvcore.compare("zipf:requests=3", "lru", 9, scheduler="fcfs")
 
 
-def test_no_prompts_at_all_are_refused():
-    """An empty list of prompts raises InputError; the bundled trace is not served instead."""
-    with pytest.raises(InputError, match="prompts: there is none"):
-        kvcore.run(prompts=[])
+@pytest.mark.parametrize(
+    ("prompts", "wrong"),
+    [([], "prompts: there is none"), ([b"a"], "prompt b'a' is no text"), ([3], "3 is no text")],
+)
+def test_no_prompts_at_all_are_refused(prompts, wrong):
+    """No prompt, or one that is no text, raises InputError; nothing is served instead."""
+    with pytest.raises(InputError, match=wrong):
+        kvcore.run(prompts=prompts)
 
 
 def test_listed_requests_are_served_like_their_workload():
