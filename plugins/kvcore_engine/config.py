@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 LIMIT, MAX_OUTPUT = 20, 16
 """Number of requests of a workload, and of tokens for a text, by default."""
 
+OF_WORKLOADS = ("limit", "window", "shrink")
+"""Options of workloads alone."""
+
 MEMORY = 256 << 20
 """Bytes of the pool by default."""
 
