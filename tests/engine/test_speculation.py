@@ -482,6 +482,15 @@ def test_incompatible_drafters_are_refused():
         torch_run("medusa", blocks=9)
 
 
+def test_a_draft_model_with_fewer_positions_than_a_text_is_refused(monkeypatch):
+    """A text beyond the draft model's positions is an error that tells what to do."""
+    monkeypatch.setattr(PLUGINS.get("generator", "sincos"), "positions", 16)
+    drafter = f"draft-model:generator=sincos,vocab_size=31,{SINCOS}"
+    with pytest.raises(InputError, match=r"sincos has 16 positions.*max_model_len=16"):
+        torch_run(drafter)
+    assert torch_run(drafter, max_model_len=16)[1].drafted
+
+
 def test_a_draft_model_accepts_the_options_that_are_given():
     """A draft model without a seed option is built, and a size of 0 raises InputError."""
     sizes = "layers=2,heads=4,kv_heads=2,head_dim=8"

@@ -49,8 +49,8 @@ class DraftModel(TokenDrafter):
         seed: seed of the generator, if it has one.
 
     Raises:
-        InputError: the generator is unknown, has other token ids, or is an instance beside
-            options of a generator.
+        InputError: the generator is unknown, has other token ids or too few positions, or is
+            an instance beside options of a generator.
 
     Source: Leviathan et al., "Fast inference from transformers via speculative decoding",
     2023; Chen et al., "Accelerating large language model decoding with speculative
@@ -230,6 +230,16 @@ class DraftModel(TokenDrafter):
         ]
 
     def _attend(self, batch: RaggedBatch) -> Attend:
-        """Return the function through which a pass reaches the pool of the draft model."""
-        pool = self._pool
+        """Return the function through which a pass reaches the pool of the draft model.
+
+        Raises:
+            InputError: the draft model has not so many positions.
+        """
+        pool, limit = self._pool, self._drafting.positions
+        if limit is not None and max(batch.positions) >= limit:
+            msg = (
+                f"draft-model: {self._drafting.name} has {limit} positions, and a text has "
+                f"more tokens: give max_model_len={limit}, or take a draft model with more"
+            )
+            raise InputError(msg)
         return attend_through(pool.plan(batch), pool.store_rotated, pool.attend)
