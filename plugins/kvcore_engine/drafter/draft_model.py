@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import and_, eq
+from itertools import takewhile
+from operator import eq
 from typing import TYPE_CHECKING, ClassVar
 
 import attrs
@@ -189,7 +189,7 @@ class DraftModel(TokenDrafter):
         known, drafted = self._known.get(sequence.request, (0, []))
         # Drafts that were rejected count for nothing, however many steps had none since.
         text = sequence.stream.token_ids(known, min(known + len(drafted), sequence.position))
-        known += sum(accumulate(map(eq, text, drafted), and_))
+        known += len([*takewhile(bool, map(eq, text, drafted))])
         before, _ = self._split(sequence.block_table, known)
         absent = (index for index, block in enumerate(before) if block in self._absent)
         return min(known, next(absent, len(before)) * self._pool.layout.block_size)
