@@ -19,7 +19,7 @@ from kvcore.cache import ServedCache
 from kvcore.config import RunConfig
 from kvcore.errors import InputError
 from kvcore.plugins import Plugins
-from kvcore_engine.config import EngineParts
+from kvcore_engine.config import OF_WORKLOADS, EngineParts
 from kvcore_engine.engine import RunResult
 from kvcore_engine.engine import run as run_engine
 from kvcore_engine.executor import Computing
@@ -64,11 +64,24 @@ def run(
         options: options of `RunConfig`, and `batching`, which gives several of them.
 
     Raises:
-        InputError: as for `simulate`, or a dtype or shape that backend or generator lack.
+        InputError: as for `simulate`, or a dtype or shape that backend or generator lack; or
+            options of a workload beside prompts, or of prompts without them.
         PluginError: a plugin that cannot work here.
         PolicyError: a plugin failed, or the scheduler lets nothing run.
         StorageError: the pool does not fit into the memory of the device.
     """
+    unused: dict[str, object] = {"max_output": max_output}
+    why = "is for prompts alone"
+    if cache is not None:
+        unused, why = unused | {"prompts": prompts}, "is for a cache that is built here"
+    elif prompts is not None:
+        unused = {name: options.get(name) for name in OF_WORKLOADS}
+        unused["workload"] = None if workload == "mooncake" else workload
+        why = "is not for prompts"
+    for name, value in unused.items():
+        if value is not None:
+            msg = f"{name}= {why}: leave it out"
+            raise InputError(msg)
     if cache is not None:
         kept: dict[str, Any] = {"generator": "transformer", "backend": "torch-cpu"}
         kept |= kept_options(options, (*WITH_CACHE, *COMPUTING), trace)

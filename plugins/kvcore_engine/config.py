@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 LIMIT, MAX_OUTPUT = 20, 16
 """Number of requests of a workload, and of tokens for a text, by default."""
 
+OF_WORKLOADS = ("limit", "window", "shrink")
+"""Options of workloads alone."""
+
 MEMORY = 256 << 20
 """Bytes of the pool by default."""
 
@@ -157,8 +160,9 @@ class EngineParts(RunParts):
     def _text(self, index: int, text: str, block_size: int) -> TextRequest:
         try:
             text.encode()
-        except UnicodeEncodeError as error:
-            msg = f"prompt {text!r} is not UTF-8: give a text"
+        except (AttributeError, UnicodeEncodeError) as error:
+            why = "not UTF-8" if isinstance(text, str) else "no text"
+            msg = f"prompt {text!r} is {why}: give a text"
             raise InputError(msg) from error
         tokens = self.generator.encode(text)
         if not tokens:

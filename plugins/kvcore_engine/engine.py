@@ -141,7 +141,7 @@ def run(
             workload = chain((first,), requests)
     threads = computing.pop("threads", None)
     with built_backend.limit_threads(threads, built_generator.spec):
-        parts = cache, built_generator, built_backend, latency
+        parts = cast("KVCache", cache), built_generator, built_backend, latency
         codec = resolve("codec", computing.get("codec"))
         options: dict[str, Any] = {**computing, "codec": codec, "texts": texts}
         built_drafter: Drafter | None = resolve("drafter", drafter)

@@ -264,8 +264,8 @@ class TensorExecutor:
         """Run the generator, or `forward` in its place, over the step; return its outcomes.
 
         Raises:
-            PolicyError: a plugin failed, or there is not one outcome for each sequence that
-                samples, and None for the others.
+            PolicyError: a plugin failed, or there is not a token id, or what `forward` returns,
+                for each sequence that samples, and None for the others.
         """
         generator, batch = self._generator, self._batch(sequences)
         run: Callable[[], list[Any]]
@@ -282,12 +282,17 @@ class TensorExecutor:
             raise
         except FAILURES as error:
             raise policy_error(generator, "forward", error) from error
-        wanted = [sequence.output_index is not None for sequence in sequences]
-        if [outcome is not None for outcome in outcomes] != wanted:
+        wanted = [sequence.output_index is not None or None for sequence in sequences]
+        known = range(generator.vocabulary)
+        given = [
+            None if outcome is None else forward is not None or outcome in known
+            for outcome in (outcomes if isinstance(outcomes, list | tuple) else ())
+        ]
+        if given != wanted:
             msg = (
                 f"generator plugin {generator.name!r}: forward() returned {outcomes!r} for "
-                f"{len(sequences)} sequences, of which {sum(wanted)} draw: a token id for each "
-                "of these, None for the others"
+                f"{len(sequences)} sequences, of which {wanted.count(True)} draw: a token id "
+                f"below {len(known)} for each of these, None for the others"
             )
             raise PolicyError(msg)
         return outcomes

@@ -21,12 +21,14 @@ from typing import Any
 
 import attrs
 
+from kvcore.cache import KVCache
+from kvcore.engine.backend import Backend
 from kvcore.engine.batch import RaggedBatch
-from kvcore.engine.generator import Attend
+from kvcore.engine.generator import Attend, Generator
 from kvcore.errors import InputError, shorten
 from kvcore.plugins import wrong_answer
 from kvcore.request import Key
-from kvcore.serving import Job, StepResult, StepWork
+from kvcore.serving import Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.drafter import Drafter
 from kvcore_engine.drafter.token_drafter import Draft, DraftSequence, TokenDrafter
 from kvcore_engine.executor import ScheduledSequence, TensorExecutor, call
@@ -53,7 +55,15 @@ class SpeculativeTensorExecutor(TensorExecutor):
     """
 
     def __init__(
-        self, *arguments: Any, drafter: Drafter, seed: int = 0, **options: Any
+        self,
+        cache: KVCache,
+        generator: Generator,
+        backend: Backend,
+        latency: LatencyModel,
+        *,
+        drafter: Drafter,
+        seed: int = 0,
+        **options: Any,
     ) -> None:
         if not isinstance(drafter, TokenDrafter):
             msg = (
@@ -61,12 +71,13 @@ class SpeculativeTensorExecutor(TensorExecutor):
                 "prompt-lookup, draft-model or medusa"
             )
             raise InputError(msg)
-        super().__init__(*arguments, seed=seed, **options)
+        drafter.check_unused()
+        drafter.attach(latency, seed)
+        super().__init__(cache, generator, backend, latency, seed=seed, **options)
         self.drafter: TokenDrafter = drafter
         self.plugins = (*self.plugins, drafter)
         try:
             drafter.bind()
-            drafter.attach(self.latency, seed)
             call(drafter, drafter.load, self._generator, self._backend, seed)
             if self._mover is not None:
                 self._mover.on_loaded = partial(call, drafter, drafter.on_loaded)

@@ -8,6 +8,7 @@ from pathlib import Path
 import attrs
 import orjson
 import pytest
+from helpers.drafters import NoisyOracle
 from helpers.engine import ENDS, VOCABULARY, Exact, Slots, compute, decided, digest
 from helpers.policies import build
 from helpers.schedulers import scheduler_of
@@ -430,17 +431,24 @@ def test_a_used_generator_or_backend_is_refused(kind):
         run([text("a")], **parts(**{kind: used[kind]}))
 
 
-def test_a_refused_run_leaves_generator_and_backend_unused():
+@pytest.mark.parametrize(
+    ("option", "wrong"),
+    [
+        ({"dtype": "fp9"}, "dtype 'fp9' is not known"),
+        ({"drafter": NoisyOracle(tokens=0)}, "knowing: tokens=0"),
+    ],
+)
+def test_a_refused_run_leaves_generator_and_backend_unused(option, wrong):
     """The call that mends a refused one takes the same generator and backend."""
     given = parts()
-    with pytest.raises(InputError, match="dtype 'fp9' is not known"):
-        run([text("a")], **given, dtype="fp9")
+    with pytest.raises(InputError, match=wrong):
+        run([text("a")], **given, **option)
     assert run([text("a")], **parts(**{k: given[k] for k in ("generator", "backend")})).outputs
 
 
-@pytest.mark.parametrize("wrong", [[], [None], [1, 2]])
+@pytest.mark.parametrize("wrong", [[], [None], [1, 2], None, 7, [-1], [10**9], [1.5], ["a"]])
 def test_invalid_tokens_of_a_generator_are_refused(wrong):
-    """A generator that returns a wrong number or type of tokens raises PolicyError."""
+    """A generator that returns too few or many tokens, or what is none, raises PolicyError."""
 
     class Wrong(Exact):
         def forward(self, step, attend):

@@ -429,6 +429,26 @@ def test_a_draft_model_computes_what_a_tier_has_loaded():
     assert stats.accepted == stats.drafted > 20
 
 
+class Forgetful(DraftModel):
+    """A draft model that computes each text anew."""
+
+    def drafts(self, sequences):
+        """Forget what is computed, and draft."""
+        self._known.clear()
+        return super().drafts(sequences)
+
+
+def test_a_draft_model_computes_what_steps_without_drafts_have_added():
+    """Rejected drafts are not taken for the tokens of later steps that had room for none."""
+    sizes = {name: int(value) for name, value in (s.split("=") for s in SIZE.split(","))}
+    asked = [ask(0, 0, 8, 60), *(ask(n, 30_000 * n, 60, 2) for n in range(1, 9))]
+    runs = [
+        torch_result(asked, drafter(**sizes | {"layers": 1}), max_tokens=100, max_seqs=4)
+        for drafter in (DraftModel, Forgetful)
+    ]
+    assert runs[0].drafted == runs[1].drafted
+
+
 @pytest.mark.parametrize("name", [DRAFTERS[3], DRAFTERS[4]])
 def test_drafters_forget_requests_that_have_ended(name):
     """After a run, a drafter keeps nothing of the requests."""
@@ -460,6 +480,15 @@ def test_incompatible_drafters_are_refused():
         torch_run("medusa:texts=2,length=9", "induction")
     with pytest.raises(InputError, match="give more, or a smaller length"):
         torch_run("medusa", blocks=9)
+
+
+def test_a_draft_model_with_fewer_positions_than_a_text_is_refused(monkeypatch):
+    """A text beyond the draft model's positions is an error that tells what to do."""
+    monkeypatch.setattr(PLUGINS.get("generator", "sincos"), "positions", 16)
+    drafter = f"draft-model:generator=sincos,vocab_size=31,{SINCOS}"
+    with pytest.raises(InputError, match=r"sincos has 16 positions.*max_model_len=16"):
+        torch_run(drafter)
+    assert torch_run(drafter, max_model_len=16)[1].drafted
 
 
 def test_a_draft_model_accepts_the_options_that_are_given():

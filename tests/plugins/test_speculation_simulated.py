@@ -331,6 +331,7 @@ def test_a_file_that_fits_no_request_gives_probabilities(tmp_path):
         ('{"acceptance": [2]}', 1),
         ('{"acceptance": []}\n{"request": 1}', 2),
         ('{"acceptance": []}\n{"request": 1, "output": 1, "drafts": 1, "accepted": 2}', 2),
+        ('{"acceptance": []}\n{"request": 1, "output": 1, "drafts": 2, "accepted": 1.5}', 2),
     ],
 )
 def test_malformed_acceptance_files_are_refused(tmp_path, text, line):

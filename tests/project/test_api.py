@@ -135,10 +135,22 @@ def test_a_comparison_has_no_options_of_servers():
         kvcore.compare("zipf:requests=3", "lru", 9, scheduler="fcfs")
 
 
-def test_no_prompts_at_all_are_refused():
-    """An empty list of prompts raises InputError; the bundled trace is not served instead."""
-    with pytest.raises(InputError, match="prompts: there is none"):
-        kvcore.run(prompts=[])
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"prompts": []}, "prompts: there is none"),
+        ({"prompts": [b"a"]}, "prompt b'a' is no text"),
+        ({"prompts": [3]}, "prompt 3 is no text"),
+        ({"prompts": "a", "limit": 1}, "limit= is not for prompts"),
+        ({"prompts": "a", "workload": "zipf"}, "workload= is not for prompts"),
+        ({"max_output": 3}, "max_output= is for prompts alone"),
+        ({"prompts": "a", "cache": KVCache(9, ids=True)}, "prompts= is for a cache that is"),
+    ],
+)
+def test_wrong_prompts_are_refused(options, wrong):
+    """Prompts that are none, or beside what says something else, raise InputError."""
+    with pytest.raises(InputError, match=wrong):
+        kvcore.run(**options)
 
 
 def test_listed_requests_are_served_like_their_workload():

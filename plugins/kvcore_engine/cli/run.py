@@ -29,15 +29,15 @@ from kvcore_cli.report.simulation import report_of
 from kvcore_cli.report.tables import counted
 from kvcore_cli.served import opened
 from kvcore_cli.verb import Count, echo, flag_of, option, verb
-from kvcore_engine.config import EngineParts
+from kvcore_engine.config import OF_WORKLOADS, EngineParts
 from kvcore_engine.engine import RunResult
 from kvcore_engine.reads import AttentionReads
 from kvcore_plugins.drafter.measured_acceptance import write_acceptance
 from kvcore_plugins.latency.measured_steps import write_steps
 
-OF_PROMPTS, OF_WORKLOADS = ("max_output",), ("limit", "window", "shrink")
+OF_PROMPTS = ("max_output",)
 OF_WALL = {"stop_at_eos": False, "step_times": None}
-"""Options of prompts, of workloads, and of `--clock wall` alone, these with their defaults."""
+"""Options of prompts, and of `--clock wall` alone, these with their defaults."""
 
 ANNOUNCED = 1 << 30
 """Size of weights in bytes from which on a notice is printed before they are drawn."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
+from operator import eq
 from typing import TYPE_CHECKING, ClassVar
 
 import attrs
@@ -47,8 +49,8 @@ class DraftModel(TokenDrafter):
         seed: seed of the generator, if it has one.
 
     Raises:
-        InputError: the generator is unknown, has other token ids, or is an instance beside
-            options of a generator.
+        InputError: the generator is unknown, has other token ids or too few positions, or is
+            an instance beside options of a generator.
 
     Source: Leviathan et al., "Fast inference from transformers via speculative decoding",
     2023; Chen et al., "Accelerating large language model decoding with speculative
@@ -72,8 +74,10 @@ class DraftModel(TokenDrafter):
     _drafting: Generator = attrs.field(init=False, repr=False)
     _pool: Backend = attrs.field(init=False, repr=False)
     _cost: ModelCost = attrs.field(init=False, repr=False)
-    # By request: tokens with K/V in this pool. The last ones may have been rejected.
-    _known: dict[int | str, int] = attrs.field(init=False, repr=False, factory=dict)
+    # By request: tokens with K/V in this pool, and the drafts after these that have some too.
+    _known: dict[int | str, tuple[int, list[int]]] = attrs.field(
+        init=False, repr=False, factory=dict
+    )
     # Blocks that are in the served model's pool alone, or were computed after such blocks.
     _absent: set[int] = attrs.field(init=False, repr=False, factory=set)
 
@@ -129,7 +133,7 @@ class DraftModel(TokenDrafter):
         for request, table, context, length in zip(
             requests, batch.block_tables, batch.contexts, batch.lengths, strict=True
         ):
-            self._known[request] = context + length
+            self._known[request] = context + length, []
             before, new = self._split(table, context)
             if self._absent.isdisjoint(before):
                 self._absent.difference_update(new)
@@ -167,8 +171,8 @@ class DraftModel(TokenDrafter):
                 weights[n].append(row)
                 starts[n] += len(news[n])
                 news[n] = [token]
-        for sequence in sequences:
-            self._known[sequence.request] = sequence.position + sequence.most
+        for sequence, text in zip(sequences, texts, strict=True):
+            self._known[sequence.request] = sequence.position + 1, text[:-1]
         self._absent.difference_update(*computed)
         if not self.temperature:
             return [Draft(text) for text in texts]
@@ -182,7 +186,10 @@ class DraftModel(TokenDrafter):
 
     def _first_unknown(self, sequence: DraftSequence) -> int:
         """Return the position of the first token that is to be computed."""
-        known = min(self._known.get(sequence.request, 0), sequence.position)
+        known, drafted = self._known.get(sequence.request, (0, []))
+        # Drafts that were rejected count for nothing, however many steps had none since.
+        text = sequence.stream.token_ids(known, min(known + len(drafted), sequence.position))
+        known += len([*takewhile(bool, map(eq, text, drafted))])
         before, _ = self._split(sequence.block_table, known)
         absent = (index for index, block in enumerate(before) if block in self._absent)
         return min(known, next(absent, len(before)) * self._pool.layout.block_size)
@@ -223,6 +230,16 @@ class DraftModel(TokenDrafter):
         ]
 
     def _attend(self, batch: RaggedBatch) -> Attend:
-        """Return the function through which a pass reaches the pool of the draft model."""
-        pool = self._pool
+        """Return the function through which a pass reaches the pool of the draft model.
+
+        Raises:
+            InputError: the draft model has not so many positions.
+        """
+        pool, limit = self._pool, self._drafting.positions
+        if limit is not None and max(batch.positions) >= limit:
+            msg = (
+                f"draft-model: {self._drafting.name} has {limit} positions, and a text has "
+                f"more tokens: give max_model_len={limit}, or take a draft model with more"
+            )
+            raise InputError(msg)
         return attend_through(pool.plan(batch), pool.store_rotated, pool.attend)

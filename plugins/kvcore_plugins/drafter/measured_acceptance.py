@@ -47,7 +47,7 @@ def read_acceptance(
         for row, line in enumerate(lines, 2):  # noqa: B007 - for the error
             step = orjson.loads(line)
             drafts, accepted = step["drafts"], step["accepted"]
-            sound = sound and type(drafts) is int and 0 <= accepted <= drafts
+            sound &= type(drafts) is type(accepted) is int and 0 <= accepted <= drafts
             steps[step["request"], step["output"]] = drafts, accepted
             if not sound:
                 break
