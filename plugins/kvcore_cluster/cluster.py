@@ -137,6 +137,8 @@ class Cluster:
         scalers: start and stop replicas, one for each pool.
         refused: requests that the router refused, with their time of arrival and the reason.
         retried: how often a request was served again because its replica had failed.
+        begin: when (ns) the first request arrives, from which on replicas are paid for; 0
+            without any.
         end: when (ns) the last request ended that has ended so far.
     """
 
@@ -160,7 +162,7 @@ class Cluster:
         self._held: list[tuple[int, Request]] = []
         self.refused: list[tuple[int, Request, str]] = []
         self.retried = 0
-        self.end = 0
+        self.begin = self.end = arrivals.next_at if arrivals.next_at < NEVER else 0
         self.servers = [self._server(index, start) for index, start in enumerate(starts)]
         replicas = [server.loop.replica(server.number) for server in self.servers]
         # Replicas report stores and evictions only to a router that uses hits.
@@ -178,7 +180,7 @@ class Cluster:
             if own is None or server.number in own.members:
                 self._join(server, 0)
         if planner is not None:
-            self._plan_at(self.scalers[0].interval)
+            self._plan_at(self.begin + self.scalers[0].interval)
         self._fail_at = NEVER
         if failures and planner is not None:
             msg = "fail= and autoscale= both start and stop replicas: give one of them"
@@ -234,7 +236,7 @@ class Cluster:
 
     def _scaled(self, planner: Planner, slo: SLO | None) -> list[Autoscaler]:
         """Return the autoscaler of each pool."""
-        return [Autoscaler(planner, self.servers, slo)]
+        return [Autoscaler(planner, self.servers, slo, self.begin)]
 
     def _seen(self, server: Server) -> tuple[Dispatcher, Replica]:
         """Return the dispatcher that routes to a replica, and the replica as that sees it."""

@@ -453,6 +453,7 @@ class PhaseCluster(Cluster):
                 type(planner)(**planner.options()),
                 [server for server in self.servers if self.split.pool(server.number) == phase],
                 slo,
+                self.begin,
                 phase,
             )
             for phase in phases

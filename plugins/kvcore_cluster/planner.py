@@ -348,13 +348,14 @@ class Autoscaler:
         planner: the planner, not in use.
         servers: the replicas that may be up, by number.
         slo: the SLO of the requests.
+        begin: when (ns) the first of them arrives, and the first interval begins.
         phase: the work of the replicas.
 
     Attributes:
         interval: ns between two decisions.
         start_up: ns until a replica that starts is up.
         changes: the changes so far, in order.
-        rented: ns for which replicas were paid for, start-up and drain included.
+        rented: ns for which each replica was paid for, start-up and drain included.
     """
 
     def __init__(
@@ -362,6 +363,7 @@ class Autoscaler:
         planner: Planner,
         servers: Sequence[Server],
         slo: SLO | None,
+        begin: int,
         phase: Phase = "both",
     ) -> None:
         planner.bind()
@@ -371,12 +373,12 @@ class Autoscaler:
             seconds_ns(planner.start_up),
         )
         self.changes: list[Change] = []
-        self.rented = 0
+        self.rented = {server.number: 0 for server in servers}
         self._servers = {server.number: server for server in servers}
         self._slo = slo or SLO()
         self._phase: Phase = phase
         up = sorted(self._servers)[: planner.start or planner.least]
-        self._since = dict.fromkeys(up, 0)
+        self._since = dict.fromkeys(up, begin)
         self._most = min(planner.most or len(servers), len(servers))
         self._calm_until = 0
         # Of this interval: requests, prompt tokens, hits and lookups before it, load.
@@ -441,11 +443,12 @@ class Autoscaler:
     def stopped(self, server: Server, now: int) -> None:
         """Called when a replica that was to stop has ended its requests."""
         assert server.draining is not None
-        self.rented += now - server.draining
+        self.rented[server.number] += now - server.draining
 
     def end(self, now: int) -> None:
         """Called at the end of the run: the replicas that are up were paid for until then."""
-        self.rented += sum(now - since for since in self._since.values())
+        for number, since in self._since.items():
+            self.rented[number] += now - since
 
     def _idle(self) -> list[int]:
         """Return the replicas that are off, by number."""

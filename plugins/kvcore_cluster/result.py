@@ -106,7 +106,7 @@ class ClusterResult(Reported):
         retried: how often a request was served again because its replica had failed.
         wall_s: seconds the run took on this machine; all else is the same on every one.
         changes: the decisions of a planner, in order.
-        rented_ns: total time for which replicas were starting up, up, or ending their last
+        rented_ns: by replica, the time for which it was starting up, up, or ending its last
             requests; None: without a planner all are up.
         phases: the pools of split phases, and the transfers between them.
     """
@@ -117,7 +117,7 @@ class ClusterResult(Reported):
     retried: int
     wall_s: float = 0.0
     changes: Sequence[Change] = attrs.field(default=(), repr=False)
-    rented_ns: int | None = None
+    rented_ns: Sequence[int] | None = None
     phases: Phases | None = None
 
     @cached_property
@@ -172,7 +172,7 @@ class ClusterResult(Reported):
     def replica_s(self) -> float:
         """Total seconds for which replicas were paid for."""
         if self.rented_ns is not None:
-            return self.rented_ns / NS_PER_S
+            return sum(self.rented_ns) / NS_PER_S
         return len(self.lives) * self.simulated_s
 
     @cached_property

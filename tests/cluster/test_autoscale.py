@@ -17,6 +17,7 @@ from kvcore_plugins.latency import TokenRate
 from kvcore_replay.check.trace import replay
 
 SECOND = 10**9
+HOUR = 3600 * SECOND
 BUSY = 160
 """Requests in the second minute; in each of the others there are two."""
 
@@ -50,16 +51,18 @@ class Wave(kvcore.Workload):
         return {}
 
 
+RATE = "token-rate:prefill=1,decode=0.1"
+
+
 def serve(trace=None, autoscale="throughput:interval=20,start_up=10,cool_down=0", **options):
     """Serve the wave with at most four replicas that prefill 1,000 tokens a second."""
     config = RunConfig(
         "simulate",
-        workload=Wave(),
         router="least-requests",
         blocks=512,
         autoscale=autoscale,
         slo="ttft=3",
-        **{"replicas": 4, "latency": "token-rate:prefill=1,decode=0.1", **options},
+        **{"workload": Wave(), "replicas": 4, "latency": RATE, **options},
     )
     parts = ClusterParts(config)
     if trace is None:
@@ -87,6 +90,17 @@ def test_only_running_replicas_are_paid_for():
     extra = sum(-change.at if change.up else change.at for change in result.changes) / SECOND
     assert extra == 2 * 60
     assert result.replica_s == pytest.approx(result.simulated_s + extra)
+
+
+def test_nothing_is_planned_or_paid_for_before_the_first_request():
+    """A workload that comes later is served by as many replicas, for as long as before."""
+    late = [attrs.evolve(request, arrival=request.arrival + HOUR) for request in Wave()]
+    two = "throughput:interval=20,start_up=10,cool_down=0,start=2"
+    first, second = (serve(autoscale=two, workload=given) for given in (Wave(), late))
+    assert [attrs.evolve(change, at=change.at + HOUR) for change in first.changes] == [
+        *second.changes
+    ]
+    assert second.replica_s == first.replica_s
 
 
 def test_a_restarted_replica_has_an_empty_cache():
