@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 
     from kvcore_plugins.cache_groups import GroupedCache
 
-HITS, CAME = "reuse_ratio_token", "came"
-"""The columns of hits and of the times at which requests came, in the result of a task."""
+HITS, CAME, GPUS = "reuse_ratio_token", "came", "gpus"
+"""The columns of hits, of the times at which requests came, and of the GPUs that were paid for,
+in the result of a task."""
 
 Came: TypeAlias = Mapping[int | str, int] | None
 
@@ -235,8 +236,8 @@ def compare_routers(
     rows, prices = [], dict[str, None]()
     for task, axes in pairs:
         result, text = results[task.digest], axes["replicas"]
-        gpus = gpus_of(shares.parts[text], result["simulated_s"], result["replica_s"])
-        cost = Cost.for_gpus(gpus, gpu_price or {}, result["throughput_tokens_s"])
+        tokens_s = result["throughput_tokens_s"]
+        cost = Cost.for_gpus(result[GPUS], gpu_price or {}, tokens_s)
         prices |= {} if cost is None else dict.fromkeys(cost.prices.split("; "))
         rows.append(_row(axes, result, shared[text], cost))
     return RouterComparison(
@@ -254,15 +255,15 @@ def compare_routers(
 
 
 class _RouterTask(Task):
-    """A cell whose result also has the times at which requests of sessions came."""
+    """A cell whose result also has the times at which requests of sessions came, and GPUs."""
 
     def columns(self, cell: CellRun) -> dict[str, Any]:
-        """Return the columns, and `CAME`: times (ns) by request, in order; None: recorded."""
+        """Return the columns, `GPUS`, and `CAME`: times (ns) by request; None: recorded."""
         result = cell.simulated()
         log, came = result.log, None
         if log.last_start is not None:
             came = dict(sorted(zip(log.ids, log.arrival, strict=True), key=itemgetter(1)))
-        return cell.columns(result) | {CAME: came}
+        return cell.columns(result) | {CAME: came, GPUS: gpus_of(cell.parts, result)}
 
 
 def _row(
