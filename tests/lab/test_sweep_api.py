@@ -35,7 +35,7 @@ def test_a_journal_keeps_finished_cells(tmp_path):
 
 
 def test_requests_of_one_id_are_replayed_without_a_clock():
-    """Two turns of a session may have one id in mode `compare`, where none is looked up by it."""
+    """Two turns of a session may have one id where no clock tells them apart."""
     names = [n % 40 for n in range(80)]
     turns = RequestList([
         Request(id=name, session=str(name), keys=[name], prompt_tokens=16, key_tokens=16)
