@@ -24,6 +24,7 @@ from kvcore.request import SLO
 from kvcore.serving.latency import LatencyModel, StepWork
 from kvcore.units import INT64_LIMIT, NS_PER_S, PS_PER_S
 from kvcore_cluster.replica import Server
+from kvcore_cluster.trace import MOST_REPLICAS
 
 Phase = Literal["both", "prefill", "decode"]
 """The work of the replicas of a pool."""
@@ -186,7 +187,7 @@ class ThroughputPlanner(Planner):
     does not hit, and at least prefill time / TTFT of the SLO; one that decodes needs rate /
     decode rate at a context of the prompt and half of the output. One that does both needs
     the sum: a replica then divides its time between both. No replica is removed that decodes
-    if no request has ended in the interval.
+    if requests came in the interval, and none has ended.
 
     Options:
         headroom: factor on the rate that is planned for.
@@ -228,7 +229,7 @@ class ThroughputPlanner(Planner):
             )
         elif phase != "prefill" and demand.latency is None:
             floor = max(floor, replicas)  # Nothing is known of outputs: none has ended.
-        return max(ceil(need - 1e-9), floor)
+        return max(ceil(min(need, MOST_REPLICAS) - 1e-9), floor)
 
 
 @attrs.define(eq=False, kw_only=True)
