@@ -201,7 +201,7 @@ def compare_routers(
         routers = parse(routers)
     elif not isinstance(routers, Iterable):
         routers = [routers]
-    alone = isinstance(replicas, int | Integral | str)
+    alone = isinstance(replicas, int | Integral | str | Mapping)
     clusters: list[Any] = [replicas] if alone else list(cast("Iterable[Any]", replicas))
     if all(isinstance(cluster, Mapping) for cluster in clusters):
         clusters = [clusters]

@@ -173,11 +173,14 @@ def test_different_replicas_form_one_cluster():
 
 
 def test_replicas_with_an_instance_of_a_policy_are_compared():
-    """An instance in a table of replicas serves each router as a new one, and has its name."""
+    """An instance in a table of replicas serves each router as a new one, and has its name.
+
+    A table alone is a cluster, as for `simulate_cluster`.
+    """
     fleet = [{"count": 2, "blocks": 50, "eviction": LRU()}]
     found = compare_routers(ZIPF, ["round-robin", "random"], fleet)
     assert {row.replicas for row in found.rows} == {"2 x blocks=50,eviction=lru"}
-    named = [{"count": 2, "blocks": 50, "eviction": "lru"}]
+    named = {"count": 2, "blocks": 50, "eviction": "lru"}
     assert found.rows == compare_routers(ZIPF, ["round-robin", "random"], named).rows
 
 
