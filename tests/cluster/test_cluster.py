@@ -402,6 +402,16 @@ def test_the_load_is_unknown_where_no_request_finishes():
     assert result.offered_load is None
 
 
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_the_load_of_replicas_counts_each_request(replicas):
+    """Equal requests are the load of one server, divided, even if each has a server alone."""
+    requests = [ask(each, 10 * each, 100, 3) for each in range(8)]
+    one, several = (
+        serve_cluster(requests, n, max_seqs=1).result.offered_load for n in (1, replicas)
+    )
+    assert several == pytest.approx(one / replicas)
+
+
 @attrs.define(eq=False)
 class Dropping(Longest):
     """A router that fails once it has routed a request."""
