@@ -28,12 +28,13 @@ import attrs
 from kvcore.errors import InputError, PolicyError
 from kvcore.request import SLO, Request
 from kvcore.serving.router import Replica, Router
-from kvcore.units import NS_PER_S, PS_PER_NS, parse_seconds
+from kvcore.units import PS_PER_NS, parse_seconds
 from kvcore.untrusted import parse_digits
 from kvcore.workloads.arrivals import NEVER, Arrivals
 from kvcore_cluster.dispatcher import Dispatcher, PrefixView
 from kvcore_cluster.planner import Autoscaler, Planner
 from kvcore_cluster.replica import ReplicaLoop, Server
+from kvcore_cluster.views import exact_seconds
 
 if TYPE_CHECKING:
     from kvcore_cluster.trace import ClusterTrace
@@ -106,12 +107,6 @@ def check_failures(failures: Iterable[Failure], replicas: int) -> None:
             raise InputError(msg)
         gone = failure.duration
         down[failure.replica] = None if gone is None else failure.at + gone
-
-
-def exact_seconds(ns: int) -> str:
-    """Return a time in seconds, exactly, as `parse_seconds` reads it."""
-    seconds, rest = divmod(ns, NS_PER_S)
-    return f"{seconds}.{rest:09d}".rstrip("0").rstrip(".")
 
 
 Start = Callable[[Callable[[Request, int], None], Callable[[Request, int], None]], ReplicaLoop]

@@ -319,6 +319,7 @@ def test_prefetch_hints_have_no_effect_in_a_cluster():
         ("index:ttl=120s", "index"),
         ("index:ttl=none,blocks=1M", "index:ttl=none,blocks=1000000"),
         ("index:ttl=500ms", "index:ttl=0.5"),
+        ("index:ttl=10000000.000000001", "index:ttl=10000000.000000001"),
         ("events", "events:delay=0"),
         ("events:delay=50ms", "events:delay=0.05"),
         ("exact", "exact"),
