@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from numbers import Integral
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import attrs
@@ -262,7 +261,7 @@ class _RouterTask(Task):
         result = cell.simulated()
         log, came = result.log, None
         if log.last_start is not None:
-            came = dict(sorted(zip(log.ids, log.arrival, strict=True), key=itemgetter(1)))
+            came = dict(zip(log.ids, log.arrival, strict=True))
         return cell.columns(result) | {CAME: came, GPUS: gpus_of(cell.parts, result)}
 
 
@@ -309,8 +308,8 @@ class _Shares:
     def of_one_cache(self, text: int | str, came: Came) -> SharedCache:
         """Return the hits of one cache for a cluster, named by its replicas.
 
-        `came` has the times (ns) of the requests, in the order in which the cache gets them;
-        None: the order of the workload.
+        `came` has the times (ns) of the requests, by which the cache gets them; None: those of
+        the workload.
         """
         parts = self.parts[text]
         blocks = sum(member.blocks + member.tier_blocks for member in parts.members)
@@ -380,8 +379,12 @@ class _Shares:
 
 
 def _ordered(workload: Workload, came: Came) -> Iterable[Request]:
-    """Return the requests of a workload as they came; None: as recorded."""
+    """Return the requests of a workload as they came; None: as recorded.
+
+    Those of one time come in the order of the workload.
+    """
     if came is None:
         return check_keys(workload)
     known = {request.id: request for request in check_keys(workload)}
-    return (attrs.evolve(known[name], arrival=at) for name, at in came.items())
+    order = sorted(known, key=came.__getitem__)
+    return (attrs.evolve(known[name], arrival=came[name]) for name in order)
