@@ -169,7 +169,7 @@ class Cluster:
         self._scaler_of: dict[int, Autoscaler] = {}
         self.scalers = [] if planner is None else self._scaled(planner, slo)
         for scaler in self.scalers:
-            self._scaler_of |= dict.fromkeys(scaler.numbers, scaler)
+            self._scaler_of |= dict.fromkeys(scaler.rented, scaler)
         for server in self.servers:
             own = self._scaler_of.get(server.number)
             if own is None or server.number in own.members:

@@ -356,7 +356,8 @@ class Autoscaler:
         interval: ns between two decisions.
         start_up: ns until a replica that starts is up.
         changes: the changes so far, in order.
-        rented: ns for which each replica was paid for, start-up and drain included.
+        rented: by replica of the pool, ns for which it was paid for, start-up and drain
+            included.
     """
 
     def __init__(
@@ -387,11 +388,6 @@ class Autoscaler:
         self._in_flight = self._load = 0
         self._looked_up = 0, 0
         self._rows = {number: (server.loop, 0) for number, server in self._servers.items()}
-
-    @property
-    def numbers(self) -> list[int]:
-        """The replicas of the pool."""
-        return list(self._servers)
 
     @property
     def members(self) -> list[int]:
