@@ -28,12 +28,13 @@ import attrs
 from kvcore.errors import InputError, PolicyError
 from kvcore.request import SLO, Request
 from kvcore.serving.router import Replica, Router
-from kvcore.units import NS_PER_S, PS_PER_NS, parse_seconds
+from kvcore.units import PS_PER_NS, parse_seconds
 from kvcore.untrusted import parse_digits
 from kvcore.workloads.arrivals import NEVER, Arrivals
 from kvcore_cluster.dispatcher import Dispatcher, PrefixView
 from kvcore_cluster.planner import Autoscaler, Planner
 from kvcore_cluster.replica import ReplicaLoop, Server
+from kvcore_cluster.views import exact_seconds
 
 if TYPE_CHECKING:
     from kvcore_cluster.trace import ClusterTrace
@@ -108,12 +109,6 @@ def check_failures(failures: Iterable[Failure], replicas: int) -> None:
         down[failure.replica] = None if gone is None else failure.at + gone
 
 
-def exact_seconds(ns: int) -> str:
-    """Return a time in seconds, exactly, as `parse_seconds` reads it."""
-    seconds, rest = divmod(ns, NS_PER_S)
-    return f"{seconds}.{rest:09d}".rstrip("0").rstrip(".")
-
-
 Start = Callable[[Callable[[Request, int], None], Callable[[Request, int], None]], ReplicaLoop]
 """Makes the loop of a replica, given the callbacks for first tokens and for ends."""
 
@@ -137,8 +132,9 @@ class Cluster:
         scalers: start and stop replicas, one for each pool.
         refused: requests that the router refused, with their time of arrival and the reason.
         retried: how often a request was served again because its replica had failed.
-        first, end: when (ns) the first request comes, and when the last one ended that has
-            ended so far.
+        begin: when (ns) the first request arrives, from which on replicas are paid for; 0
+            without any.
+        end: when (ns) the last request ended that has ended so far.
     """
 
     def __init__(
@@ -161,8 +157,7 @@ class Cluster:
         self._held: list[tuple[int, Request]] = []
         self.refused: list[tuple[int, Request, str]] = []
         self.retried = 0
-        # The run begins with its first request: a recording may be a part of a longer one.
-        self.first = self.end = arrivals.next_at if arrivals.next_at < NEVER else 0
+        self.begin = self.end = arrivals.next_at if arrivals.next_at < NEVER else 0
         self.servers = [self._server(index, start) for index, start in enumerate(starts)]
         replicas = [server.loop.replica(server.number) for server in self.servers]
         # Replicas report stores and evictions only to a router that uses hits.
@@ -174,13 +169,13 @@ class Cluster:
         self._scaler_of: dict[int, Autoscaler] = {}
         self.scalers = [] if planner is None else self._scaled(planner, slo)
         for scaler in self.scalers:
-            self._scaler_of |= dict.fromkeys(scaler.numbers, scaler)
+            self._scaler_of |= dict.fromkeys(scaler.rented, scaler)
         for server in self.servers:
             own = self._scaler_of.get(server.number)
             if own is None or server.number in own.members:
                 self._join(server, 0)
         if planner is not None:
-            self._plan_at(self.first + self.scalers[0].interval)
+            self._plan_at(self.begin + self.scalers[0].interval)
         self._fail_at = NEVER
         if failures and planner is not None:
             msg = "fail= and autoscale= both start and stop replicas: give one of them"
@@ -236,7 +231,7 @@ class Cluster:
 
     def _scaled(self, planner: Planner, slo: SLO | None) -> list[Autoscaler]:
         """Return the autoscaler of each pool."""
-        return [Autoscaler(planner, self.servers, slo, first=self.first)]
+        return [Autoscaler(planner, self.servers, slo, self.begin)]
 
     def _seen(self, server: Server) -> tuple[Dispatcher, Replica]:
         """Return the dispatcher that routes to a replica, and the replica as that sees it."""

@@ -29,12 +29,13 @@ from kvcore.request import SLO, Request
 from kvcore.serving.job import DECODE, Job
 from kvcore.serving.router import Replica, Router
 from kvcore.units import NS_PER_S, PS_PER_NS, parse_rate, parse_seconds, parse_whole
-from kvcore_cluster.cluster import MOVED, Cluster, exact_seconds
+from kvcore_cluster.cluster import MOVED, Cluster
 from kvcore_cluster.dispatcher import Dispatcher, PrefixView
 from kvcore_cluster.options import FirstOutput
 from kvcore_cluster.planner import Autoscaler, Phase, Planner
 from kvcore_cluster.replica import ReplicaLoop, Server
 from kvcore_cluster.result import Phases, Transfers
+from kvcore_cluster.views import exact_seconds
 from kvcore_tiers.link import Link
 
 POOLS = ("prefill", "decode", "mixed")
@@ -453,8 +454,8 @@ class PhaseCluster(Cluster):
                 type(planner)(**planner.options()),
                 [server for server in self.servers if self.split.pool(server.number) == phase],
                 slo,
+                self.begin,
                 phase,
-                self.first,
             )
             for phase in phases
         ]

@@ -24,6 +24,7 @@ from kvcore.request import SLO
 from kvcore.serving.latency import LatencyModel, StepWork
 from kvcore.units import INT64_LIMIT, NS_PER_S, PS_PER_S
 from kvcore_cluster.replica import Server
+from kvcore_cluster.trace import MOST_REPLICAS
 
 Phase = Literal["both", "prefill", "decode"]
 """The work of the replicas of a pool."""
@@ -186,7 +187,7 @@ class ThroughputPlanner(Planner):
     does not hit, and at least prefill time / TTFT of the SLO; one that decodes needs rate /
     decode rate at a context of the prompt and half of the output. One that does both needs
     the sum: a replica then divides its time between both. No replica is removed that decodes
-    if no request has ended in the interval.
+    if requests came in the interval, and none has ended.
 
     Options:
         headroom: factor on the rate that is planned for.
@@ -228,7 +229,7 @@ class ThroughputPlanner(Planner):
             )
         elif phase != "prefill" and demand.latency is None:
             floor = max(floor, replicas)  # Nothing is known of outputs: none has ended.
-        return max(ceil(need - 1e-9), floor)
+        return max(ceil(min(need, MOST_REPLICAS) - 1e-9), floor)
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -348,14 +349,15 @@ class Autoscaler:
         planner: the planner, not in use.
         servers: the replicas that may be up, by number.
         slo: the SLO of the requests.
+        begin: when (ns) the first of them arrives, and the first interval begins.
         phase: the work of the replicas.
-        first: when (ns) the first request comes: replicas are paid for from then on.
 
     Attributes:
         interval: ns between two decisions.
         start_up: ns until a replica that starts is up.
         changes: the changes so far, in order.
-        rented: ns for which replicas were paid for, start-up and drain included.
+        rented: by replica of the pool, ns for which it was paid for, start-up and drain
+            included.
     """
 
     def __init__(
@@ -363,8 +365,8 @@ class Autoscaler:
         planner: Planner,
         servers: Sequence[Server],
         slo: SLO | None,
+        begin: int,
         phase: Phase = "both",
-        first: int = 0,
     ) -> None:
         planner.bind()
         self.planner = planner
@@ -373,12 +375,12 @@ class Autoscaler:
             seconds_ns(planner.start_up),
         )
         self.changes: list[Change] = []
-        self.rented = 0
+        self.rented = {server.number: 0 for server in servers}
         self._servers = {server.number: server for server in servers}
         self._slo = slo or SLO()
         self._phase: Phase = phase
         up = sorted(self._servers)[: planner.start or planner.least]
-        self._since = dict.fromkeys(up, first)
+        self._since = dict.fromkeys(up, begin)
         self._most = min(planner.most or len(servers), len(servers))
         self._calm_until = 0
         # Of this interval: requests, prompt tokens, hits and lookups before it, load.
@@ -386,11 +388,6 @@ class Autoscaler:
         self._in_flight = self._load = 0
         self._looked_up = 0, 0
         self._rows = {number: (server.loop, 0) for number, server in self._servers.items()}
-
-    @property
-    def numbers(self) -> list[int]:
-        """The replicas of the pool."""
-        return list(self._servers)
 
     @property
     def members(self) -> list[int]:
@@ -443,11 +440,12 @@ class Autoscaler:
     def stopped(self, server: Server, now: int) -> None:
         """Called when a replica that was to stop has ended its requests."""
         assert server.draining is not None
-        self.rented += now - server.draining
+        self.rented[server.number] += now - server.draining
 
     def end(self, now: int) -> None:
         """Called at the end of the run: the replicas that are up were paid for until then."""
-        self.rented += sum(now - since for since in self._since.values())
+        for number, since in self._since.items():
+            self.rented[number] += now - since
 
     def _idle(self) -> list[int]:
         """Return the replicas that are off, by number."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate, chain, islice
 from typing import Any
@@ -20,7 +21,7 @@ from kvcore.serving.stats import RunLog
 from kvcore.units import NS_PER_S, PS_PER_S
 from kvcore_cluster.cluster import Cluster
 from kvcore_cluster.planner import Change
-from kvcore_plugins.load import Saturation, saturation_of
+from kvcore_plugins.load import Offered, Saturation, finished_work, offered_by, saturation_of
 
 __all__ = ["ClusterResult"]
 
@@ -106,7 +107,7 @@ class ClusterResult(Reported):
         retried: how often a request was served again because its replica had failed.
         wall_s: seconds the run took on this machine; all else is the same on every one.
         changes: the decisions of a planner, in order.
-        rented_ns: total time for which replicas were starting up, up, or ending their last
+        rented_ns: by replica, the time for which it was starting up, up, or ending its last
             requests; None: without a planner all are up.
         phases: the pools of split phases, and the transfers between them.
     """
@@ -117,7 +118,7 @@ class ClusterResult(Reported):
     retried: int
     wall_s: float = 0.0
     changes: Sequence[Change] = attrs.field(default=(), repr=False)
-    rented_ns: int | None = None
+    rented_ns: Sequence[int] | None = None
     phases: Phases | None = None
 
     @cached_property
@@ -140,17 +141,12 @@ class ClusterResult(Reported):
 
         For one replica this is `offered_load`; for several, the mean over replicas and time.
         """
-        spans = [
-            (loop.offered_load, max(loop.log.arrival) - min(loop.log.arrival))
-            for loop in chain.from_iterable(self.lives)
-            if loop.log.arrival
-        ]
-        came = self.log.arrival
-        span = max(came, default=0) - min(came, default=0)
-        work = [load * time for load, time in spans if load is not None]
-        if not work or not span or self.log.drafts is not None:
+        if self.log.drafts is not None:
             return None
-        return sum(work) / (span * len(self.lives))
+        work = sum(offered_by(loop).work for loop in chain.from_iterable(self.lives))
+        came = array("q", chain.from_iterable(part for part, *_ in finished_work(self.log)))
+        span = max(came, default=0) - min(came, default=0)
+        return Offered(Fraction(work), len(came), span).load(len(self.lives))
 
     @cached_property
     def saturation(self) -> Saturation | None:
@@ -172,7 +168,7 @@ class ClusterResult(Reported):
     def replica_s(self) -> float:
         """Total seconds for which replicas were paid for."""
         if self.rented_ns is not None:
-            return self.rented_ns / NS_PER_S
+            return sum(self.rented_ns) / NS_PER_S
         return len(self.lives) * self.simulated_s
 
     @cached_property

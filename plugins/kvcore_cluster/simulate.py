@@ -166,12 +166,11 @@ def simulate_cluster(
     )
 
 
-def _rented(cluster: Cluster) -> int:
-    """Return the total ns for which replicas were paid for; those without a planner always."""
-    scaled = {number for scaler in cluster.scalers for number in scaler.numbers}
-    always = sum(server.number not in scaled for server in cluster.servers)
-    run = cluster.end - cluster.first
-    return sum(scaler.rented for scaler in cluster.scalers) + always * run
+def _rented(cluster: Cluster) -> list[int]:
+    """Return the ns for which each replica was paid for; those without a planner always."""
+    scaled = dict(chain.from_iterable(scaler.rented.items() for scaler in cluster.scalers))
+    always = cluster.end - cluster.begin
+    return [scaled.get(server.number, always) for server in cluster.servers]
 
 
 def check_block_sizes(caches: Iterable[ServedCache]) -> None:

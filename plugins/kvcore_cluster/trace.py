@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from heapq import heappop, heappush
 from typing import Any
 
+from kvcore.errors import InputError
 from kvcore.request import Request
 from kvcore.trace.fields import encode_runs, plain
 from kvcore.trace.writer import JsonRecorder, Trace
@@ -16,6 +17,9 @@ _LINES = 4096
 
 MOST_REPLICAS = 10_000
 """Replicas of a cluster: more would be a mistake, since each has a cache of its own."""
+
+LAYERED = ("cache_groups", "layer_pools")
+"""Fields of the header on what layers keep, which it has once for all replicas."""
 
 COMMON = ("count", "block_size", "key_tokens", "mode", "executor", "rate_scale", "slo")
 """Fields of the header that are the same for all replicas."""
@@ -89,8 +93,18 @@ class ClusterTrace:
         Args:
             router: name and options of the router.
             header: more fields.
+
+        Raises:
+            InputError: replicas have other cache groups, or other pools of layers.
         """
         first, *_ = headers = [recorder.header for recorder in self._recorders]
+        for name in LAYERED:
+            if any(fields.get(name) != first.get(name) for fields in headers):
+                msg = (
+                    f"trace: replicas have different {name.replace('_', ' ')}, and a trace has "
+                    "those of one: give all the same model and pool, or leave the trace out"
+                )
+                raise InputError(msg)
         cache = ("count", "block_size", "key_tokens", "blocks")
         plugins = first["plugins"] | {"router": plain(router)}
         self._trace.begin(**{name: first[name] for name in cache}, plugins={})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import Decimal
 from heapq import heappop, heappush
 from typing import Any, TypeAlias
 
@@ -193,7 +194,7 @@ class SentIndex(PrefixView):
         default = attrs.fields(SentIndex)
         texts = []
         if self.ttl != default.ttl.default:
-            texts.append(f"ttl={_seconds(self.ttl)}")
+            texts.append(f"ttl={'none' if self.ttl is None else exact_seconds(self.ttl)}")
         if self.blocks is not None:
             texts.append(f"blocks={self.blocks}")
         options = ",".join(texts)
@@ -414,7 +415,7 @@ class EventsView(PrefixView):
 
     def __str__(self) -> str:
         """Return the view as `parse_view` reads it."""
-        return f"events:delay={_seconds(self.delay)}"
+        return f"events:delay={exact_seconds(self.delay)}"
 
 
 @attrs.define(eq=False)
@@ -446,9 +447,9 @@ class ExactView(PrefixView):
         return "exact"
 
 
-def _seconds(ns: int | None) -> str:
-    """Return a time in seconds, as it is read."""
-    return "none" if ns is None else f"{ns / NS_PER_S:.15g}"
+def exact_seconds(ns: int) -> str:
+    """Return a time in seconds, exactly, as `parse_seconds` reads it."""
+    return f"{Decimal(ns) / NS_PER_S:f}"
 
 
 def _or_none(read: Callable[[str], int]) -> Callable[[str], int | None]:

@@ -121,7 +121,8 @@ class Infinite:
     """Hits of a cache that never evicts: the upper bound for every pool size.
 
     Attributes:
-        distinct_blocks: blocks in the cache at the end; a pool of that size hits as much.
+        distinct_blocks: blocks in the cache at the end; in `keys` accounting, a pool of that
+            size hits as much.
         lookup_blocks, hit_blocks, hit_ratio: the same as in `Row`.
         prefill_s: seconds of prefill of all prompts without a cache, as `saved_s` of a row.
         answers_left_out: requests whose answers have keys, which `keys` accounting leaves out;

@@ -10,6 +10,7 @@ from typing import Any, TypedDict, Unpack
 import attrs
 
 from kvcore.cache import KVCache, RetentionPolicy
+from kvcore.config.options import check_names
 from kvcore.engine import (
     Backend,
     Generator,
@@ -219,6 +220,7 @@ def measure(
     """
     plugins = plugins or Plugins()
     shares = sorted(set(budgets), reverse=True)
+    check_names(options, SampleOptions.__annotations__)
     samples = _Samples(**options)
     _check(shares, block_size, samples)
     defaults = {"seed": samples.seed}

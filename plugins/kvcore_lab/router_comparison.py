@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from numbers import Integral
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import attrs
@@ -39,8 +38,9 @@ if TYPE_CHECKING:
 
     from kvcore_plugins.cache_groups import GroupedCache
 
-HITS, CAME = "reuse_ratio_token", "came"
-"""The columns of hits and of the times at which requests came, in the result of a task."""
+HITS, CAME, GPUS = "reuse_ratio_token", "came", "gpus"
+"""The columns of hits, of the times at which requests came, and of the GPUs that were paid for,
+in the result of a task."""
 
 Came: TypeAlias = Mapping[int | str, int] | None
 
@@ -200,7 +200,7 @@ def compare_routers(
         routers = parse(routers)
     elif not isinstance(routers, Iterable):
         routers = [routers]
-    alone = isinstance(replicas, int | Integral | str)
+    alone = isinstance(replicas, int | Integral | str | Mapping)
     clusters: list[Any] = [replicas] if alone else list(cast("Iterable[Any]", replicas))
     if all(isinstance(cluster, Mapping) for cluster in clusters):
         clusters = [clusters]
@@ -235,8 +235,8 @@ def compare_routers(
     rows, prices = [], dict[str, None]()
     for task, axes in pairs:
         result, text = results[task.digest], axes["replicas"]
-        gpus = gpus_of(shares.parts[text], result["simulated_s"], result["replica_s"])
-        cost = Cost.for_gpus(gpus, gpu_price or {}, result["throughput_tokens_s"])
+        tokens_s = result["throughput_tokens_s"]
+        cost = Cost.for_gpus(result[GPUS], gpu_price or {}, tokens_s)
         prices |= {} if cost is None else dict.fromkeys(cost.prices.split("; "))
         rows.append(_row(axes, result, shared[text], cost))
     return RouterComparison(
@@ -254,15 +254,15 @@ def compare_routers(
 
 
 class _RouterTask(Task):
-    """A cell whose result also has the times at which requests of sessions came."""
+    """A cell whose result also has the times at which requests of sessions came, and GPUs."""
 
     def columns(self, cell: CellRun) -> dict[str, Any]:
-        """Return the columns, and `CAME`: times (ns) by request, in order; None: recorded."""
+        """Return the columns, `GPUS`, and `CAME`: times (ns) by request; None: recorded."""
         result = cell.simulated()
         log, came = result.log, None
         if log.last_start is not None:
-            came = dict(sorted(zip(log.ids, log.arrival, strict=True), key=itemgetter(1)))
-        return cell.columns(result) | {CAME: came}
+            came = dict(zip(log.ids, log.arrival, strict=True))
+        return cell.columns(result) | {CAME: came, GPUS: gpus_of(cell.parts, result)}
 
 
 def _row(
@@ -308,8 +308,8 @@ class _Shares:
     def of_one_cache(self, text: int | str, came: Came) -> SharedCache:
         """Return the hits of one cache for a cluster, named by its replicas.
 
-        `came` has the times (ns) of the requests, in the order in which the cache gets them;
-        None: the order of the workload.
+        `came` has the times (ns) of the requests, by which the cache gets them; None: those of
+        the workload.
         """
         parts = self.parts[text]
         blocks = sum(member.blocks + member.tier_blocks for member in parts.members)
@@ -379,8 +379,12 @@ class _Shares:
 
 
 def _ordered(workload: Workload, came: Came) -> Iterable[Request]:
-    """Return the requests of a workload as they came; None: as recorded."""
+    """Return the requests of a workload as they came; None: as recorded.
+
+    Those of one time come in the order of the workload.
+    """
     if came is None:
         return check_keys(workload)
     known = {request.id: request for request in check_keys(workload)}
-    return (attrs.evolve(known[name], arrival=at) for name, at in came.items())
+    order = sorted(known, key=came.__getitem__)
+    return (attrs.evolve(known[name], arrival=came[name]) for name in order)

@@ -1,6 +1,6 @@
 """The load of a server: what requests offer of its time, and whether its queue grew.
 
-Both go by the requests of a run once it has ended: `offered_load` compares their work with the
+Both go by the requests of a run once it has ended: `load_of` compares their work with the
 time in which they came, before any queue; `saturation_of` looks at the queue that there was.
 Results call both through the front door, `kvcore.load_of` and `kvcore.saturation_of`.
 """
@@ -250,20 +250,44 @@ def _column_of_finished(log: RunLog, name: str) -> Times:
     return Times(lambda: chain.from_iterable(part for (part,) in _of_finished(log, name)))
 
 
-def offered_load(
+class Offered(NamedTuple):
+    """The work that requests offer, of those that finished.
+
+    Attributes:
+        work: the least time that it takes, ps.
+        requests: their number.
+        span: ns from the first arrival to the last.
+    """
+
+    work: Fraction
+    requests: int
+    span: int
+
+    def load(self, servers: int = 1) -> float | None:
+        """Return arrival rate times the least time a request needs; None without a rate.
+
+        The rate is that of the n requests: n - 1 over the time between the first and the last
+        arrival, divided among the servers.
+        """
+        if not self.span:
+            return None
+        rate = Fraction(self.requests - 1, self.span * PS_PER_NS)
+        return float(self.work / self.requests * rate / servers)
+
+
+def offered(
     finished: Iterable[Work],
     batching: Batching,
     latency: LatencyModel,
     pool_tokens: int,
     *,
     forgetting: bool,
-) -> float | None:
-    """Return arrival rate times the least time a request needs; None without a rate.
+) -> Offered:
+    """Return the work of requests that finished, and the time in which they came.
 
-    The rate is that of the n requests that finished: n - 1 over the time between the first
-    and the last arrival. The least time is a fluid bound: their work (without tokens that hit,
-    and without recomputation after preemptions), spread evenly over the fewest steps that
-    hold it, divided by n. Steps are at least
+    Its time is a fluid bound: that of the work (without tokens that hit, and without
+    recomputation after preemptions), spread evenly over the fewest steps that hold it. Steps
+    are at least
 
     - all tokens / `max_tokens`;
     - (decode tokens + prefills, each at least one step) / `max_seqs`;
@@ -276,7 +300,7 @@ def offered_load(
 
     Where prefill and decode do not share steps, each has steps of its own. One average step
     is no longer than the mean of the steps it averages, since a step's time is a maximum of
-    lines (Jensen). With `max_seqs` = 1 and one line this is the utilisation of queueing
+    lines (Jensen). With `max_seqs` = 1 and one line the load is the utilisation of queueing
     theory, arrival rate x mean service time. Above 1 the queue grows for as long as requests
     arrive. O(n), in memory that does not grow with n.
 
@@ -311,9 +335,6 @@ def offered_load(
                 pairs[index] += _attended(hits, misses, window)
                 context[index] += _attended(prompts, later, window)
             held_tokens += _attended(misses, later, None)
-    span = max(times, default=0) - min(times, default=0)
-    if not span:
-        return None
     # The fewest steps that hold the work, together or of each kind, and their time.
     seqs, by_memory = batching.max_seqs, Fraction(held_tokens, pool_tokens)
     if batching.steps == "mixed" and seqs > 1:
@@ -325,8 +346,7 @@ def offered_load(
         work = _time(latency, prefill, pairs, 0, none, steps)
         steps = max(Fraction(decode, seqs), by_memory)
         work += _time(latency, 0, none, decode, context, steps)
-    rate = Fraction(requests - 1, span * PS_PER_NS)
-    return float(work / requests * rate)
+    return Offered(work, requests, max(times, default=0) - min(times, default=0))
 
 
 def load_of(result: Result) -> float | None:
@@ -334,12 +354,14 @@ def load_of(result: Result) -> float | None:
 
     The least time of steps that verify drafts is unknown.
     """
-    if result.log.drafts is not None:
-        return None
-    cache = result.cache
+    return None if result.log.drafts is not None else offered_by(result).load()
+
+
+def offered_by(result: Result) -> Offered:
+    """Return the work of the requests that finished in a run without drafts."""
+    cache, work = result.cache, finished_work(result.log)
     tokens = cache.pool.blocks * cache.geometry.block_size
-    work = finished_work(result.log)
-    return offered_load(work, result.batching, result.latency, tokens, forgetting=cache.forgets)
+    return offered(work, result.batching, result.latency, tokens, forgetting=cache.forgets)
 
 
 def _attended(contexts: Sequence[int], tokens: Sequence[int], window: int | None) -> int:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from kvcore.errors import InputError
 from kvcore.models.catalogue import find_device
-from kvcore.units import format_dollars
+from kvcore.units import NS_PER_S, format_dollars
 from kvcore_plugins.load import finished_work
 
 if TYPE_CHECKING:
     from kvcore.config import RunParts
+    from kvcore.serving.result import Reported
     from kvcore.serving.stats import RunLog
 
 HOURS_OF_DAY, SECONDS_OF_HOUR = 24, 3600
@@ -181,22 +182,17 @@ class Cost(NamedTuple):
         return f"Cost: ${hour} an hour, ${day} a day ({self.prices}){ends}."
 
 
-def gpus_of(
-    parts: RunParts, simulated_s: float, replica_s: float | None = None
-) -> dict[str, float]:
+def gpus_of(parts: RunParts, result: Reported) -> dict[str, float]:
     """Return the mean number of GPUs of each device that a run paid for.
 
-    Args:
-        parts: the parts of the run.
-        simulated_s: seconds that it took.
-        replica_s: seconds for which its replicas were paid for, in all, which a planner may
-            have started and stopped; None: one server, or all were up.
+    A planner may have started and stopped some replicas, each with devices of its own.
     """
     members: list[RunParts] = parts.members if parts.many else [parts]  # type: ignore[attr-defined]  # of a cluster
-    up = 1.0 if not replica_s or not simulated_s else replica_s / simulated_s / len(members)
+    rented, span_ns = getattr(result, "rented_ns", None), result.simulated_s * NS_PER_S
+    up = [ns / span_ns for ns in rented] if rented and span_ns else [1.0] * len(members)
     gpus = dict.fromkeys((member.device.name for member in members), 0.0)
-    for member in members:
-        gpus[member.device.name] += up * member.deployment.devices
+    for member, share in zip(members, up, strict=True):
+        gpus[member.device.name] += share * member.deployment.devices
     return gpus
 
 

@@ -29,7 +29,7 @@ from kvcore.trace import Trace, events
 from kvcore.trace.events import methods_by_event
 from kvcore.trace.fields import version
 from kvcore.units import NS_PER_S
-from kvcore_plugins.load import finished_work, offered_load, saturation_of
+from kvcore_plugins.load import finished_work, offered, saturation_of
 from kvcore_plugins.traces.reader import TraceReader, read_keys, read_request
 from kvcore_plugins.workload.recorded import TraceWorkload
 from kvcore_replay.gpu_cost import Cost, gpus_of_config, read_gpu_prices
@@ -376,7 +376,7 @@ def _load_of_server(parts: RecordedParts, latency: LatencyModel, log: RunLog) ->
         tokens = parts.blocks * parts.geometry.block_size
         forgetting = parts.config.retention is not None
         work = finished_work(log)
-        load = offered_load(work, parts.batching, latency, tokens, forgetting=forgetting)
+        load = offered(work, parts.batching, latency, tokens, forgetting=forgetting).load()
     return _load_fields(load, log, parts.batching.max_seqs)
 
 

@@ -57,21 +57,18 @@ class Wave(kvcore.Workload):
         return {}
 
 
+RATE = "token-rate:prefill=1,decode=0.1"
+
+
 def serve(trace=None, autoscale="throughput:interval=20,start_up=10,cool_down=0", **options):
     """Serve the wave with at most four replicas that prefill 1,000 tokens a second."""
-    given = {
-        "workload": Wave(),
-        "replicas": 4,
-        "latency": "token-rate:prefill=1,decode=0.1",
-        **options,
-    }
     config = RunConfig(
         "simulate",
         router="least-requests",
         blocks=512,
         autoscale=autoscale,
         slo="ttft=3",
-        **given,
+        **{"workload": Wave(), "replicas": 4, "latency": RATE, **options},
     )
     parts = ClusterParts(config)
     if trace is None:

@@ -319,6 +319,7 @@ def test_prefetch_hints_have_no_effect_in_a_cluster():
         ("index:ttl=120s", "index"),
         ("index:ttl=none,blocks=1M", "index:ttl=none,blocks=1000000"),
         ("index:ttl=500ms", "index:ttl=0.5"),
+        ("index:ttl=10000000.000000001", "index:ttl=10000000.000000001"),
         ("events", "events:delay=0"),
         ("events:delay=50ms", "events:delay=0.05"),
         ("exact", "exact"),
@@ -400,6 +401,16 @@ def test_the_load_is_unknown_where_no_request_finishes():
     result = serve_cluster([ask(each, 10 * each, 100) for each in range(3)], blocks=10).result
     assert len(result.log.reasons) == 3
     assert result.offered_load is None
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_the_load_of_replicas_counts_each_request(replicas):
+    """Equal requests are the load of one server, divided, even if each has a server alone."""
+    requests = [ask(each, 10 * each, 100, 3) for each in range(8)]
+    one, several = (
+        serve_cluster(requests, n, max_seqs=1).result.offered_load for n in (1, replicas)
+    )
+    assert several == pytest.approx(one / replicas)
 
 
 @attrs.define(eq=False)

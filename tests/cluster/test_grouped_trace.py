@@ -4,7 +4,7 @@ import pytest
 from helpers.requests import keyed
 from helpers.traces import lines, seal
 
-from kvcore import Trace, TraceError, simulate, simulate_cluster
+from kvcore import InputError, Trace, TraceError, simulate, simulate_cluster
 from kvcore_cluster.trace import ClusterTrace
 from kvcore_plugins.cache_groups import GroupedCache, LayerGroup
 from kvcore_replay.check.trace import check_trace
@@ -92,6 +92,14 @@ def test_a_wrong_expectation_of_the_router_is_found(recorded):
     seal(recorded, found)
     with pytest.raises(TraceError, match="the router expects 12 cached tokens; 16 are"):
         check_trace(recorded)
+
+
+@pytest.mark.parametrize(("like", "what"), [(None, "cache groups"), ("sglang", "layer pools")])
+def test_layers_that_keep_different_things_have_no_trace_in_common(tmp_path, like, what):
+    """Replicas of models of different layers are refused a trace, which no reader took."""
+    replicas = [{"model": "gemma-3-12b"}, {"blocks": 300}]
+    with pytest.raises(InputError, match=f"different {what}, .* leave the trace out"):
+        simulate_cluster(WORKLOAD, replicas=replicas, like=like, trace=tmp_path / "trace.jsonl")
 
 
 def test_misses_are_explained_for_one_replica(recorded):

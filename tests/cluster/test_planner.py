@@ -46,10 +46,14 @@ def test_the_pool_bounds_the_batch():
 
 
 def test_prefill_replicas_follow_from_the_rate_of_tokens():
-    """Prefill replicas are the rate of uncached tokens over that of one replica."""
+    """Prefill replicas are the rate of uncached tokens over that of one replica.
+
+    They are at most as many as a cluster may have, also where the rate is infinite.
+    """
     demand = Demand(seconds=10, requests=30, prompt_tokens=2000, output_tokens=10, hit=0.5)
     assert wanted(ThroughputPlanner(), demand, phase="prefill") == 3
     assert wanted(ThroughputPlanner(headroom=1.2), demand, phase="prefill") == 4
+    assert wanted(ThroughputPlanner(headroom=1e308), demand, phase="prefill") == 10_000
 
 
 def test_decode_replicas_follow_from_the_rate_of_requests():

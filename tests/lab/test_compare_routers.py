@@ -108,6 +108,20 @@ def test_no_router_beats_one_cache_that_evicts_nothing():
     assert row.hit_ratio == shared.hit_ratio == shared.optimum == (2 + 4 + 6) / (1 + 3 + 5 + 7)
 
 
+def test_one_cache_gets_requests_of_one_time_in_their_order():
+    """Two chats begin at one time, the one that ends last first: the other finds no block.
+
+    Of its own block it computes the last token; the first one would hit it.
+    """
+    turns = [
+        keyed("long", "ab", 16, session="a", output_tokens=99),
+        keyed("short", "a", 16, session="b", output_tokens=1),
+        keyed("again", "z", 16, session="b", after="short", output_tokens=1),
+    ]
+    (shared,) = compare_routers(RequestList(turns), [First], 2, blocks=100).shared
+    assert shared.hit_ratio == shared.optimum == 0
+
+
 @pytest.mark.parametrize(("think_time", "hits"), [(0, 8 / 20), (10**10, 0)])
 def test_one_cache_gets_turns_as_they_came_under_the_clock(think_time, hits):
     """Turns of two chats that interleave in a run do so in the one cache and its optimum.
@@ -173,11 +187,14 @@ def test_different_replicas_form_one_cluster():
 
 
 def test_replicas_with_an_instance_of_a_policy_are_compared():
-    """An instance in a table of replicas serves each router as a new one, and has its name."""
+    """An instance in a table of replicas serves each router as a new one, and has its name.
+
+    A table alone is a cluster, as for `simulate_cluster`.
+    """
     fleet = [{"count": 2, "blocks": 50, "eviction": LRU()}]
     found = compare_routers(ZIPF, ["round-robin", "random"], fleet)
     assert {row.replicas for row in found.rows} == {"2 x blocks=50,eviction=lru"}
-    named = [{"count": 2, "blocks": 50, "eviction": "lru"}]
+    named = {"count": 2, "blocks": 50, "eviction": "lru"}
     assert found.rows == compare_routers(ZIPF, ["round-robin", "random"], named).rows
 
 

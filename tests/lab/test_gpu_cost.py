@@ -135,6 +135,14 @@ def test_servers_that_are_down_cost_nothing():
     assert cost["cost"]["usd_per_hour"] == pytest.approx(4 * up)
 
 
+def test_a_server_that_was_never_started_costs_nothing():
+    """Where servers differ, the cost is that of those which the planner had up."""
+    servers = [{"device": "h100"}, {"count": 3, "device": "h200"}]
+    given = {"gpu_price": {"h100": 1, "h200": 100}, "autoscale": "load"}
+    found = compare_routers(ZIPF, "round-robin", servers, tensor_parallel=1, **given)
+    assert [row.usd_per_day for row in found.rows] == [24]
+
+
 def test_the_list_of_prices_is_printed():
     """`--gpu-price list` prints the table with sources, and simulates nothing."""
     done = run_here("simulate", "--gpu-price", "list")

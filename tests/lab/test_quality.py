@@ -284,6 +284,7 @@ def test_a_frame_has_a_row_per_result(monkeypatch):
         ({"tokens": 0}, "must be 1 or more"),
         ({"needles": -1}, "needles=-1: give 0 or more"),
         ({"texts": 0}, "must be 1 or more"),
+        ({"needle": 3}, "no option 'needle' .did you mean 'needles'"),
         ({"generator": "transformr"}, "did you mean 'transformer'"),
         (
             {"retention": "window:sinks=few"},

@@ -3,6 +3,8 @@
 import pytest
 
 import kvcore
+from kvcore import Request
+from kvcore.workloads import RequestList
 
 GRID = {"workload": "zipf:requests=40,prefixes=4", "eviction": ["lru", "mru"], "blocks": 60}
 
@@ -30,3 +32,14 @@ def test_a_journal_keeps_finished_cells(tmp_path):
     assert kvcore.sweep(**options).ran == 2
     again = kvcore.sweep(**options)
     assert (again.found, again.ran) == (2, 0)
+
+
+def test_requests_of_one_id_are_replayed_without_a_clock():
+    """Two turns of a session may have one id where no clock tells them apart."""
+    names = [n % 40 for n in range(80)]
+    turns = RequestList([
+        Request(id=name, session=str(name), keys=[name], prompt_tokens=16, key_tokens=16)
+        for name in names
+    ])  # fmt: skip
+    (row,) = kvcore.sweep(mode="compare", workload=turns, blocks=60).rows
+    assert (row["error"], row["hit_blocks"]) == (None, 40)

@@ -62,7 +62,7 @@ def ran_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran:
     if not parts.traced:
         return ran._replace(fields=paged_fields(parts, residency=given["residency"]))
     seconds = result.simulated_s
-    gpus = gpus_of(parts, seconds, getattr(result, "replica_s", None))
+    gpus = gpus_of(parts, result)
     rates = Rates.from_result(result, sum(gpus.values()))
     cost = Cost.of_log(gpus, given["gpu_price"], result.log, seconds)
     sections = [str(rates)] if cost is None else [f"{rates}\n{cost}"]

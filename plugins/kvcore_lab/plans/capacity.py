@@ -26,7 +26,7 @@ from kvcore.units import PS_PER_NS
 from kvcore.workloads.arrivals import NEVER
 from kvcore_lab.contiguous.loop import ContiguousAllocator, contiguous_cache
 from kvcore_lab.plans.early_end import DecidedError, EarlyEnd, loop_of, run_until_decided
-from kvcore_plugins.load import LAST_MOMENTS, Queue, finished_work, moments, offered_load
+from kvcore_plugins.load import LAST_MOMENTS, Queue, finished_work, moments, offered
 
 if TYPE_CHECKING:
     from kvcore_cluster.config import ClusterParts
@@ -186,7 +186,7 @@ class _Search:
         latency = self.result.latency if devices is None else parts.latency(devices)
         forgetting = self.result.cache.forgets
         work = finished_work(self.result.log)
-        load = offered_load(work, parts.batching, latency, tokens, forgetting=forgetting)
+        load = offered(work, parts.batching, latency, tokens, forgetting=forgetting).load()
         return load is None or load <= 1
 
     def _holds(self, **changes: Any) -> bool:
@@ -234,9 +234,9 @@ class _Search:
         misses_alone = [(came, prompts, [0] * len(served), outputs)]
         tokens = parts.blocks * parts.geometry.block_size
         forgetting = parts.config.retention is not None
-        load = offered_load(
+        load = offered(
             misses_alone, parts.batching, latency, tokens, forgetting=forgetting
-        )
+        ).load()
         if load is None or load > 1:
             return []
         return moments(came[0], came[-1])[: -LAST_MOMENTS - 1 : -1]

@@ -150,8 +150,7 @@ class Traffic:
             attrs.evolve(request, keys=[known.setdefault(key, key) for key in request.keys])
             for request in check_keys(workload)
         ]
-        alone = [request for request in requests if request.session is None]
-        uses = Counter(key for request in alone for key in request.keys)
+        uses = Counter(key for request in requests for key in request.keys)
         limit = isqrt(len(requests))
 
         def group(request: Request) -> Any:

@@ -194,7 +194,7 @@ class WorkloadCache:
         self._workloads: dict[tuple[object, ...], KeptWorkload] = {}
         self._digests: dict[tuple[object, ...], str] = {}
         self._sessions: dict[str, Mapping[int | str, int]] = {}
-        self._lookups: dict[tuple[str, str, int], Sequence[int]] = {}
+        self._lookups: dict[tuple[str, str, int], tuple[Sequence[int], Sequence[int]]] = {}
         self.file = cache(file_digest)
         self._kept: tuple[object, Any] = None, None
 
@@ -241,13 +241,20 @@ class WorkloadCache:
             self._sessions[digest] = session_groups(parts.workload)
         return self._sessions[digest]
 
-    def lookups(self, parts: RunParts) -> Sequence[int]:
-        """Return the blocks that each request of a workload looks up, which are read once."""
+    def lookups(self, parts: RunParts) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the blocks that each request looks up, and its group of `sessions`, if any.
+
+        The workload is read once. Without a clock two of its requests may have one id.
+        """
         geometry = parts.geometry
         key = self.digest(parts), geometry.accounting, geometry.block_size
         if key not in self._lookups:
-            blocks = array("q", (geometry.lay_out(request)[4] for request in parts.workload))
-            self._lookups = {key: blocks}
+            blocks, groups, sessions = array("q"), array("q"), self.sessions(parts)
+            for request in parts.workload:
+                blocks.append(geometry.lay_out(request)[4])
+                if sessions:
+                    groups.append(sessions[request.id])
+            self._lookups = {key: (blocks, groups)}
         return self._lookups[key]
 
     def future(self, parts: RunParts) -> Future:
@@ -373,7 +380,6 @@ class CellRun:
             stats = self.cache.stats
             reused = stats if tiers is None else tiers.hit_stats()
             evicted = self.cache.evicted_blocks
-        groups = [*self._known.sessions(parts).values()]
         return {
             "requests": stats.requests,
             "lookup_blocks": stats.lookup_blocks,
@@ -382,7 +388,7 @@ class CellRun:
             "evicted_blocks": evicted,
             "reused_blocks": reused.hit_blocks,
             **{f"reuse_ratio_{unit}": ratio for unit, ratio in reused.ratios().items()},
-            HIDDEN: {"hit_ratio_block": sums(hits, self._known.lookups(parts), groups)},
+            HIDDEN: {"hit_ratio_block": sums(hits, *self._known.lookups(parts))},
         }
 
     def _description(self) -> dict[str, Any]:
