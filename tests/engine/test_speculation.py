@@ -430,7 +430,7 @@ def test_a_draft_model_computes_what_a_tier_has_loaded():
 
 
 class Forgetful(DraftModel):
-    """A draft model that computes each text anew."""
+    """A draft model that computes each text again at each step."""
 
     def drafts(self, sequences):
         """Forget what is computed, and draft."""
