@@ -56,11 +56,12 @@ def shorten(text: str, limit: int = 60) -> str:
 
 
 def redact(text: str) -> str:
-    """Return `text` without users, passwords and queries of the URLs in it; rather too little.
+    """Return `text` without users, passwords and queries of the URLs in it.
 
-    A password may have any character. Where none is, an option of a spec may follow a query.
+    A password may have any character, so more is left out where an `@` or a `?` can be read in
+    two ways.
     """
-    option = r"(?=,\w+=|\Z)"
+    option = r"(?=,\w+=|\Z)"  # where a query ends: another option of a spec, or nothing
     text = re.sub(rf"(?s)://[^?@]*\?.*@.*?{option}", "://***", text)
     text = re.sub(r"(?s)://.*@", "://***@", text)
     return re.sub(rf"(?s)(://[^?]*)\?.*?{option}", r"\1", text)
