@@ -618,6 +618,7 @@ class KVCache:
             self.settle(seq, length)
         if seq.family is not None:
             self.commit(seq, 0, now)  # what has waited for a fork that has left, or copied it
+        if seq.family is not None:  # none, if that has compacted it
             seq.family.remove(seq)
         seq.is_open = False
         del self.sequences[seq.id]

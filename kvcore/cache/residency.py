@@ -34,7 +34,7 @@ class Refaults:
 
     A run of evicted blocks left from its tail on, all at once or one by one. Runs are indexed
     by their first block, and refer to their keys. Evicting costs O(1), storing O(runs stored
-    again). Memory is that of the runs evicted in two windows.
+    again), or O(blocks) once some have expired. Memory: of the runs evicted in two windows.
 
     Attributes:
         blocks: number of blocks stored again.

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
+from numbers import Integral
 from typing import Any, ClassVar, Literal, get_args
 
 import attrs
@@ -113,7 +114,7 @@ class Split:
     def __attrs_post_init__(self) -> None:
         """Check the numbers."""
         numbers = (*attrs.astuple(self)[:5], self.queue)
-        if any(type(number) is not int for number in numbers):
+        if not all(isinstance(number, Integral) for number in numbers):
             msg = f"{self!r}: give whole numbers of replicas, bytes a second, ns and tokens"
             raise InputError(msg)
         if self.prefill < 1 or self.decode < 1 or self.bandwidth < 1:

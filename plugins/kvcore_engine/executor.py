@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from numbers import Integral
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
@@ -283,16 +284,19 @@ class TensorExecutor:
         except FAILURES as error:
             raise policy_error(generator, "forward", error) from error
         wanted = [sequence.output_index is not None or None for sequence in sequences]
-        known = range(generator.vocabulary)
+        known = generator.vocabulary
         given = [
-            None if outcome is None else forward is not None or outcome in known
+            None
+            if outcome is None
+            else forward is not None
+            or (isinstance(outcome, Integral) and 0 <= int(outcome) < known)
             for outcome in (outcomes if isinstance(outcomes, list | tuple) else ())
         ]
         if given != wanted:
             msg = (
                 f"generator plugin {generator.name!r}: forward() returned {outcomes!r} for "
                 f"{len(sequences)} sequences, of which {wanted.count(True)} draw: a token id "
-                f"below {len(known)} for each of these, None for the others"
+                f"below {known} for each of these, None for the others"
             )
             raise PolicyError(msg)
         return outcomes

@@ -178,11 +178,14 @@ class BatchSequencer:
 
     def _ask(self, replay: Replay, start: int) -> Generator[StreamItem | None, None, bool]:
         """Request a replay once; return True, for another request, only if a batch came."""
-        first = True
+        # `passed`: the batch before has yielded nothing, and has left its queue by now.
+        first, passed = True, False
         with closing(replay(start)) as answer:
             for answered in answer:
-                if answered is None:
+                if passed or answered is None:
+                    passed = False
                     yield None
+                if answered is None:
                     continue
                 sequence, payload = answered
                 digest = None if payload is None else _digest(payload)
@@ -191,7 +194,7 @@ class BatchSequencer:
                         yield self._restart(sequence)
                         return True
                     first = first and sequence != start
-                    yield None
+                    passed = True
                     continue
                 if sequence > self._expected:
                     if not first:
@@ -200,7 +203,7 @@ class BatchSequencer:
                 first = False
                 self._advance(sequence, digest)
                 if payload is None or digest is None:
-                    yield None
+                    passed = True
                     continue
                 self._remember(sequence, digest)
                 yield Delivery(self._rank, sequence, payload, replayed=True)

@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -38,11 +39,13 @@ def run_elsewhere(cell: Cell, limits: Limits, *, unsafe: bool = False) -> Ended:
         env={
             **os.environ,
             "PYTHONHASHSEED": next(seed for seed in _SEEDS if seed != own),
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
         },
     )
     form: Any = tuple[str | None, str, str, str | None]
-    result, rule, what, wrong = msgspec.json.decode(ran.stdout, type=form)
+    # Before the last line stands what packages print when they are imported.
+    answer = ran.stdout.rpartition(b"\n")[2]
+    result, rule, what, wrong = msgspec.json.decode(answer, type=form)
     if wrong is not None:
         raise InputError(wrong)
     return Ended(result, rule, what)
@@ -65,7 +68,8 @@ def _main() -> None:
         answer = ended.result, ended.rule, ended.what, None
     except InputError as error:
         answer = None, "", "", str(error)
-    sys.stdout.buffer.write(msgspec.json.encode(answer))
+    sys.stdout.flush()
+    sys.stdout.buffer.write(b"\n" + msgspec.json.encode(answer))
 
 
 if __name__ == "__main__":

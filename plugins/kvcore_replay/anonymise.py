@@ -29,24 +29,24 @@ class _TraceCopy(SealedWriter):
 
     def __init__(self, file: str | os.PathLike[str]) -> None:
         super().__init__(file, kind="trace")
-        self._counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self._time = 0
 
     def write(self, line: dict[str, Any]) -> None:
         """Write a line that is not END."""
-        self._counts[line["event"]] += 1
+        self.counts[line["event"]] += 1
         self._time = line["t"]
         self._buffer.write(orjson.dumps(line) + b"\n")
 
     def _write_end(self) -> None:
-        lines = self._counts.total()
+        lines = self.counts.total()
         end = {"n": lines, "t": self._time, "event": "END", "lines": lines}
-        end |= {"events": dict(self._counts), "digest": self._digest_so_far()}
+        end |= {"events": dict(self.counts), "digest": self._digest_so_far()}
         self._buffer.write(orjson.dumps(end) + b"\n")
 
 
 def anonymise(trace: Path, out: Path, names: KeyedNames, tick: Tick = unseen) -> int:
-    """Write a trace with hashed names, without its workload; return the number of its lines.
+    """Write a trace with hashed names, without its workload; return how many lines it has.
 
     Lengths, times and decisions stay, and the options of plugins in the header.
 
@@ -66,7 +66,7 @@ def anonymise(trace: Path, out: Path, names: KeyedNames, tick: Tick = unseen) ->
             if event.event != "END":
                 copy.write(line)
         reader.require_complete()
-    return reader.line
+    return copy.counts.total() + 1  # with END
 
 
 def _hash_names(line: dict[str, Any], names: KeyedNames) -> None:

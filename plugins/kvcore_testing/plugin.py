@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar, Generic, TypeVar
 
 import pytest
@@ -51,8 +52,19 @@ _own_hash = hash
 
 
 def _other_hash(value: object, /) -> int:
-    own = sys._getframe(1).f_code.co_name == "__hash__"  # noqa: SLF001
+    own = _is_of_object(sys._getframe(1))  # noqa: SLF001
     return _own_hash((value,) if not own and _has_text(value) else value)
+
+
+def _is_of_object(frame: FrameType | None) -> bool:
+    """Return True if a frame, or one of those that called it last, is a `__hash__`."""
+    for _ in range(8):
+        if frame is None:
+            return False
+        if frame.f_code.co_name in ("__hash__", "_hash"):  # the latter of collections.abc.Set
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _has_text(value: object) -> bool:

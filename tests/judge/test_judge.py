@@ -112,3 +112,24 @@ def test_the_quick_panel_says_that_it_is_a_first_look(policy):
     assert first.startswith("Quick panel: 6 cells, of short streams, where the public panel ")
     assert "has 35." in first
     assert "--panel public" in first.partition("used:")[0]
+
+
+@in_a_sandbox
+def test_an_interpreter_that_prints_and_imports_from_its_folder_judges(
+    tmp_path, panel, monkeypatch
+):
+    """The second interpreter finds what the first one finds; what packages print is dropped."""
+    (tmp_path / "own_helper.py").write_text("SCORE = 0")
+    (tmp_path / "sitecustomize.py").write_text("print('hello')")
+    (tmp_path / "judged.py").write_text(
+        "from own_helper import SCORE\n"
+        "from kvcore import ScoreEviction\n\n"
+        "class Mine(ScoreEviction):\n"
+        "    name = 'mine'\n\n"
+        "    def score(self, span, now):\n"
+        "        return SCORE\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", *sys.path])
+    verdict = Judge(find_panel(str(panel)), kit=False).judge(Entry(str(tmp_path / "judged.py")))
+    assert verdict.passed, verdict.what

@@ -151,6 +151,21 @@ def test_a_copy_leaves_the_rest_of_a_leaf_free(tmp_path):
     assert report.pool["free"] == cache.pool.free_blocks == 1
 
 
+def test_a_call_after_a_copy_takes_what_the_copy_left(tmp_path):
+    """The rest of a leaf that a copy has not taken is free for the next call, at once too."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path) as trace:
+        cache = KVCache(6, 4, eviction=LRU(), prefix=Radix(evict="leaf"), trace=trace)
+        old = cache.open(ask("old", "abcd"), None, 1)
+        cache.commit(old, 16, 2)
+        cache.close(old, 3)
+        short = cache.open(ask("short", "xy", 6), None, 4)
+        cache.fork(short, 5)
+        for tokens in (1, 2):
+            cache.extend(short, tokens, 6)
+    assert check_trace(path).evictions["blocks"] == 4
+
+
 def test_a_cut_trace_is_reported_up_to_the_cut(trace):
     """The report of a cut trace covers the lines up to the cut, without an error."""
     whole = trace.read_bytes()

@@ -115,10 +115,9 @@ class PagedBatch(AttentionCache):
 
     def reset(self) -> None:
         """Close the sequences: shared blocks stay cached, the others are freed."""
-        for sequence in self.sequences:
+        rows, self.sequences, self._columns = self.sequences, [], 0
+        for sequence in rows:
             self._cache.close(sequence)
-        self.sequences = []
-        self._columns = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i continue row `beam_idx[i]`, by forks that copy no block."""

@@ -150,7 +150,8 @@ class Traffic:
             attrs.evolve(request, keys=[known.setdefault(key, key) for key in request.keys])
             for request in check_keys(workload)
         ]
-        uses = Counter(key for request in requests for key in request.keys)
+        alone = {key for request in requests if request.session is None for key in request.keys}
+        uses = Counter(key for request in requests for key in request.keys if key in alone)
         limit = isqrt(len(requests))
 
         def group(request: Request) -> Any:

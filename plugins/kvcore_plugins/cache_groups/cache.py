@@ -229,6 +229,7 @@ class GroupedCache:
 
         `target` is that of `open`.
         """
+        self._check_policies()
         return self._look_up(request, self._names(request), target or request.prompt_tokens)
 
     def need(self, match: GroupMatch, tokens: int, *, whole: bool = False) -> int:
@@ -403,6 +404,7 @@ class GroupedCache:
     def grow(self, seq: GroupSequence, tokens: int) -> bool:
         """Allocate for the first `tokens` tokens of `seq`; return False if there is no room."""
         if tokens > seq.room:
+            self._check_policies()
             growth = self._growth(seq, tokens)
             blocks = self._blocks_of(growth)
             if blocks > self.available_blocks:

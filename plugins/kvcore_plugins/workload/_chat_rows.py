@@ -149,7 +149,7 @@ class Reading:
         self._rows = self._unanswered = self._hidden = self._answers = self._unfound = 0
         self._likely_answer = ""
         self._lacking = Counter[str]()
-        self._estimated = False
+        self._estimated = self._unlike = False
         self._other_prompts = self._other_outputs = 0
         self._reported = self._counted = self._cached = 0
         self._key_text = chat.key_tokens
@@ -247,8 +247,9 @@ class Reading:
                 )
             yield text
         if self._hidden:
+            form = ", or in another form than their prompts" if self._unlike else ""
             yield (
-                f"answers with tokens that are not in the file, such as reasoning: "
+                f"answers with tokens that are not in the file, such as reasoning{form}: "
                 f"{self._hidden:,}; what follows their prompts in the cache is unknown, and "
                 "nothing hits it"
             )
@@ -362,7 +363,7 @@ class Reading:
         else:
             tokens = self._chat_tokens(exchange, answer, usage, explicit=explicit)
         if unlike:
-            tokens.hidden, tokens.said = True, None
+            tokens.hidden, tokens.said, self._unlike = True, None, True
         return tokens
 
     def _text_tokens(self, body: Row) -> list[int]:

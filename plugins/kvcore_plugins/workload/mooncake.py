@@ -177,7 +177,7 @@ class _Reading:
         self._rows: Iterable[Row | Request] = joined(head, self._rest(source))
         self._bailian = bool(head) and all(row.fields.keys() >= set(_BAILIAN) for row in head)
         self._chained = options.chain or self._bailian
-        self._key_tokens = options.key_tokens
+        self._key_tokens, self._turns = options.key_tokens, options.turns
         self._found_key_tokens = options.found_key_tokens
         fraction = any(has_fraction(row.fields.get("timestamp")) for row in head)
         in_seconds = self._bailian or fraction
@@ -280,10 +280,8 @@ class _Reading:
                 f"{HEAD} is of one: {self._late_turns}"
             )
         if self._unmet:
-            notes.append(
-                "rows whose wait_for names none before them, each sent at its time: "
-                f"{self._unmet}"
-            )
+            sent = "what they continue may be found" if self._turns else "each sent at its time"
+            notes.append(f"rows whose wait_for names none before them, {sent}: {self._unmet}")
         if self._empty:
             notes.append(f"requests without lengths left out: {self._empty}")
         if self._short:

@@ -100,14 +100,16 @@ class Turns:
         for request in requests:
             if links is None:
                 links = applies()
-            if links and request.session is None and request.after is None:
-                quoted = self.quoted(request)
-                request.session = str(request.id) if quoted is None else quoted.session
+            if links and request.session is None:
+                quoted = self.quoted(request) if request.after is None else None
+                session = str(request.id) if quoted is None else quoted.session
+                if request.after is None:
+                    request.session = session
                 if quoted is not None:
                     request.after = quoted.request
                     request.think_time = request.arrival - quoted.arrival
                     self.linked += 1
-                self.add(request, request.session)
+                self.add(request, session)
             yield request
 
 

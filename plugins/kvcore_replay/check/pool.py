@@ -110,6 +110,8 @@ class AllocationOrder:
         """
         if requester != self._requester:
             self.serve(requester)
+        if self._copied and self.victims and not self.owes and ids[:1] != self.victims[:1]:
+            self.settle()  # the call of the copy was over
         victims, count, free = self.victims, len(ids), self.pool.free_blocks
         available = free + len(victims)
         if not 0 < count <= available:

@@ -428,3 +428,16 @@ def test_a_block_that_waited_for_a_fork_is_cached_in_the_end(cache):
         cache.close(compute(cache, member))
     assert cache.tree.cached_blocks == 2
     cache.check_integrity()
+
+
+def test_a_fork_that_is_compacted_as_it_closes_is_closed():
+    """A compaction that had no room comes when its sequence closes, which gives all back."""
+    cache = make(8, retention="h2o:budget=8")
+    parent = cache.open(ask("abcd", output_tokens=20))
+    cache.fork(parent)
+    other = cache.open(ask("efgh"))
+    cache.commit(parent, 16)
+    cache.close(other)
+    cache.close(parent)
+    assert not parent.is_open
+    cache.check_integrity()

@@ -132,9 +132,9 @@ def test_a_written_header_cannot_be_changed(tmp_path):
     ("about", "reason"),
     [
         ({"mode": "real"}, r"'real' is not known; there are: untimed, model, wall"),
-        ({"modle": 2}, r"'modle' is not known; there are: batching, cache_groups, "),
-        ({"replica": 3}, r"'replica' is not known; there are: batching, cache_groups, "),
-        ({"blocks": 3}, r"'blocks' is not known; there are: batching, cache_groups, "),
+        ({"modle": 2}, r"'modle' is not known; there are: anonymised, batching, cache"),
+        ({"replica": 3}, r"'replica' is not known; there are: anonymised, batching, cache"),
+        ({"blocks": 3}, r"'blocks' is not known; there are: anonymised, batching, cache"),
         ({"seed": "abc"}, r"header field 'seed' must be an integer or null, not 'abc'"),
         ({"workload": {"name": "x"}}, r"header field 'workload' must be null or an object "),
         ({"workload": "zipf"}, r"header field 'workload' must be null or an object "),
