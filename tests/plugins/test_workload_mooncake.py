@@ -250,9 +250,11 @@ def test_agents_of_dynamo_wait_for_requests(tmp_path):
 def test_a_row_that_waits_by_name_has_turns_after_it(tmp_path):
     """With `turns` a row continues the longest one before it, which may follow by its name."""
     keys = [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]
-    rows = [ROW | {"request_id": f"r{n}", "hash_ids": ids, "input_length": 512 * len(ids),
-                   "output_length": 512, "timestamp": n} for n, ids in enumerate(keys)]  # fmt: skip
-    rows[1]["wait_for"] = "r0"
+    rows = [
+        ROW | {"request_id": f"r{len(ids)}", "input_length": 512 * len(ids), "hash_ids": ids}
+        for ids in keys
+    ]
+    rows[1]["wait_for"] = "r2"
     first, second, third = Mooncake(write(tmp_path / "t.jsonl", *rows), turns=True)
     assert (first.after, second.after, third.after) == (None, first.id, second.id)
 
