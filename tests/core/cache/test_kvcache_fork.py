@@ -432,6 +432,7 @@ def test_a_block_that_waited_for_a_fork_is_cached_in_the_end(cache):
 
 def test_a_fork_that_is_compacted_as_it_closes_is_closed():
     """A compaction that had no room comes when its sequence closes, which gives all back."""
+    pytest.importorskip("kvcore_engine", reason="needs a policy that compacts")
     cache = make(8, retention="h2o:budget=8")
     parent = cache.open(ask("abcd", output_tokens=20))
     cache.fork(parent)
