@@ -394,7 +394,6 @@ class RouteSimulation(Simulation):
                 self.counts["broken"] += 1
                 parts.append(None)
                 continue
-            assert "usage" not in value or not asked.ask.stream, "a usage that nobody wants"
             for choice in value.get("choices", []):
                 *about, part, _ = choice["text"].split("|")
                 if self._answers_twice(where, call.time, call.number):
@@ -402,6 +401,7 @@ class RouteSimulation(Simulation):
                     return
                 assert about == [asked.name, str(call.server), str(call.number)], "of another"
                 parts.append(int(part))
+            assert "usage" not in value or not asked.ask.stream, "a usage that nobody wants"
         parts = [part for part in parts if part is not None]
         assert parts == list(range(len(parts))), "parts of a stream are missing"
 
