@@ -16,7 +16,6 @@ from msgspec import UNSET
 
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace import events
-from kvcore.trace.events import unfit
 from kvcore.trace.jsonl_file import BUFFER_BYTES, BackgroundFile
 from kvcore.units import NS_PER_S
 from kvcore.untrusted import MOST_VALUES
@@ -28,6 +27,7 @@ from kvcore_events.model import (
 )
 from kvcore_plugins.traces.reader import read_events
 from kvcore_plugins.workload.recorded import TraceWorkload
+from kvcore_replay.check.trace import refuse
 from kvcore_replay.state.cache import CacheState, TracedSpan
 from kvcore_replay.state.replicas import ServerReader
 
@@ -142,10 +142,8 @@ def event_batches(
                         values, pending = 0, []
                     pending.append(event)
                     values += added
-        except (LookupError, ArithmeticError) as error:
-            reader.fail(f"{line.event}: {unfit(error)}")
-        except ValueError as error:
-            reader.fail(f"{line.event}: {error}")
+        except (LookupError, ArithmeticError, ValueError) as error:
+            refuse(reader, line, error)
     if pending:
         yield _batch(now, pending)
     reader.require_complete()

@@ -1,5 +1,7 @@
 """The check of a trace against the rules of the cache, and its report."""
 
+from contextlib import contextmanager
+
 import pytest
 from helpers.traces import ask, drive, lines, record, seal
 
@@ -134,15 +136,21 @@ def test_a_request_that_returns_hits_what_it_generated_before_it_was_compacted(t
     assert check_trace(path).hit["self_hit_blocks"] == 2
 
 
+@contextmanager
+def leaf_and_short_prompt(path, blocks, keys):
+    """Yield a traced cache whose leaves leave whole, with a leaf of `keys`, and a sequence."""
+    with Trace(path) as trace:
+        cache = KVCache(blocks, 4, eviction=LRU(), prefix=Radix(evict="leaf"), trace=trace)
+        old = cache.open(ask("old", keys), None, 1)
+        cache.commit(old, 4 * len(keys), 2)
+        cache.close(old, 3)
+        yield cache, cache.open(ask("short", "xy", 6), None, 4)
+
+
 def test_a_copy_leaves_the_rest_of_a_leaf_free(tmp_path):
     """Where whole leaves are evicted, a copy takes a block of one, and others get the rest."""
     path = tmp_path / "trace.jsonl"
-    with Trace(path) as trace:
-        cache = KVCache(5, 4, eviction=LRU(), prefix=Radix(evict="leaf"), trace=trace)
-        old = cache.open(ask("old", "abc"), None, 1)
-        cache.commit(old, 12, 2)
-        cache.close(old, 3)
-        short = cache.open(ask("short", "xy", 6), None, 4)
+    with leaf_and_short_prompt(path, 5, "abc") as (cache, short):
         for now in (5, 6):
             cache.extend(cache.fork(short, now), 1, now)
         cache.close(cache.open(ask("other", "z"), None, 7), 7)
@@ -154,12 +162,7 @@ def test_a_copy_leaves_the_rest_of_a_leaf_free(tmp_path):
 def test_a_call_after_a_copy_takes_what_the_copy_left(tmp_path):
     """The rest of a leaf that a copy has not taken is free for the next call, at once too."""
     path = tmp_path / "trace.jsonl"
-    with Trace(path) as trace:
-        cache = KVCache(6, 4, eviction=LRU(), prefix=Radix(evict="leaf"), trace=trace)
-        old = cache.open(ask("old", "abcd"), None, 1)
-        cache.commit(old, 16, 2)
-        cache.close(old, 3)
-        short = cache.open(ask("short", "xy", 6), None, 4)
+    with leaf_and_short_prompt(path, 6, "abcd") as (cache, short):
         cache.fork(short, 5)
         for tokens in (1, 2):
             cache.extend(short, tokens, 6)

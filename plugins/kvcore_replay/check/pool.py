@@ -88,8 +88,7 @@ class AllocationOrder:
 
     def evict(self, ids: Ids, requester: int | str) -> None:
         """Record victims, evicted because request `requester` needs blocks."""
-        if requester != self._requester:
-            self.serve(requester)
+        self.serve(requester)
         if self._copied:
             self.settle()
         self.victims.extend(ids)
@@ -108,20 +107,18 @@ class AllocationOrder:
         Raises:
             ViolationError: too few are free, too many were evicted, or others are next.
         """
-        if requester != self._requester:
-            self.serve(requester)
+        self.serve(requester)
         if self._copied and self.victims and not self.owes and ids[:1] != self.victims[:1]:
             self.settle()  # the call of the copy was over
-        victims, count, free = self.victims, len(ids), self.pool.free_blocks
-        available = free + len(victims)
+        victims, count, available = self.victims, len(ids), self.free
         if not 0 < count <= available:
             violated(f"{count} blocks are taken; {available} are free")
         if victims and count <= available - self._last and not copy:
             violated(f"{available - count} more blocks were evicted than were missing")
-        order = self.pool.allocate(min(count, free)) if free else array("i")
-        if (rest := count - len(order)) > 0:
-            order.extend(victims[:rest])
-            del victims[:rest]
+        order = self.pool.allocate(min(count, self.pool.free_blocks))
+        rest = count - len(order)
+        order.extend(victims[:rest])
+        del victims[:rest]
         if ids != order:
             violated(f"the pool gives {encode_runs(order)}, not {encode_runs(ids)}")
         if self._leaves and victims and not copy:

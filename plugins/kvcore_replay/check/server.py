@@ -111,8 +111,7 @@ class TraceChecker(CacheChecker[CacheState]):
         self._next = None
         self._checks.get(name, self._lifecycle)(event)
         state.apply(event)
-        order = self._order
-        free = order.pool.free_blocks + len(order.victims)
+        free = self._order.free
         total = free + state.cached + state.private
         if total != self._blocks:
             violated(

@@ -201,6 +201,15 @@ class TracedState(Generic[Opened]):
         self._ids = array("i")
         self._apply: dict[str, Callable[[Any], None]] = {}
 
+    def _apply_line(self, event: events.Event) -> None:
+        """Apply an event, if one of its kind changes this state."""
+        apply = self._apply.get(event.event)
+        if apply is not None:
+            try:
+                apply(event)
+            except (LookupError, ArithmeticError) as error:
+                raise unfit(error) from error
+
     def sequence(self, serial: int) -> Opened:
         """Return the sequence of that id.
 
@@ -298,12 +307,7 @@ class CacheState(TracedState[TracedSequence]):
             self._most_work = WORK + WORK_OF_LINE * event.n
             if self._work > self._most_work:
                 violated(f"{event.n:,} lines name {self._work:,} blocks and spans: too many")
-        apply = self._apply.get(event.event)
-        if apply is not None:
-            try:
-                apply(event)
-            except (LookupError, ArithmeticError) as error:
-                raise unfit(error) from error
+        self._apply_line(event)
         if self.private < 0 or self.cached < 0:
             violated("more blocks become free than are in use")
 

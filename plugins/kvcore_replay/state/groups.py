@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from kvcore.cache.layout import GENERATED
 from kvcore.cache.pool import Ids
 from kvcore.trace import events
-from kvcore.trace.events import methods_by_event, unfit, violated
+from kvcore.trace.events import methods_by_event, violated
 from kvcore.untrusted import MOST_BLOCKS, WORK, WORK_OF_LINE
 from kvcore_replay.state.cache import CacheState, TracedState
 from kvcore_replay.state.group_tiers import Place, TracedGroupTiers
@@ -282,12 +282,7 @@ class GroupState(TracedState[GroupedSequence]):
                 trace is beyond a limit.
         """
         self._most_work = (WORK >> 4) + WORK_OF_LINE * event.n + _STEPS_OF_KEY * self._keys
-        apply = self._apply.get(event.event)
-        if apply is not None:
-            try:
-                apply(event)
-            except (LookupError, ArithmeticError) as error:
-                raise unfit(error) from error
+        self._apply_line(event)
 
     def prompt_in(self, group: TracedGroup, request: int | str) -> TracedPrompt:
         """Return the prompt of a request in blocks of `group`."""

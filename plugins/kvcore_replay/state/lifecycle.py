@@ -117,8 +117,7 @@ class Lifecycles:
         Raises:
             ViolationError: it is over, or paused.
         """
-        life = self._requests.get(request)
-        if life is not None and life.stage == ANNOUNCED:
+        if self.is_announced(request):
             return
         if self._running(request).stage == PAUSED:
             violated(f"request {request!r} is paused, and needs no blocks")
