@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
@@ -40,25 +41,30 @@ def csv_reader(order: tuple[int, int, int], key_tokens: int) -> Reader | None:
 
 
 def request_maker(
-    prompt_tokens: int, output_tokens: int, key_tokens: int
-) -> Callable[[int, int, Sequence[int]], Request]:
-    """Return what makes requests of these lengths, of an id, a time of arrival and keys.
+    prompt_tokens: int, output_tokens: int, key_tokens: int, own: int
+) -> Callable[[int, int, array[int], int], Request]:
+    """Return what makes requests of these lengths, each with `own` keys of its own.
 
-    In C a request is a copy of the first one, whose lengths alone are checked.
+    It takes an id, a time of arrival, the keys of a prefix and the first of its own keys, which
+    the others count on from. In C a request is a copy of the first one, whose lengths alone are
+    checked.
     """
 
-    def request(name: int, arrival: int, keys: Sequence[int]) -> Request:
+    def request(name: int, arrival: int, prefix: array[int], first: int) -> Request:
         return Request(
             id=name,
             arrival=arrival,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
-            keys=keys,
+            keys=[*prefix, *range(first, first + own)],
             key_tokens=key_tokens,
         )
 
     native = core()
-    return request if native is None else partial(native.request_like, request(0, 0, ()))
+    if native is None:
+        return request
+    none = array("q")
+    return partial(native.request_like, request(0, 0, none, 0), array("q", [0]) * own)
 
 
 def _pattern(key_tokens: int) -> Request:
