@@ -31,6 +31,9 @@ class EvictionPolicy(Plugin):
             neither on the time, nor on `requester`, nor on how many blocks a span has left. A
             simulation may then evict the blocks of the next steps of a batch at once. The
             cache reads it from the class itself: a subclass may decide otherwise.
+        by_release: whether a victim is always the unpinned span of lowest `released_order`. A
+            simulation then neither asks nor tells the policy, but at its end. The cache reads
+            it of policies whose class itself has it.
         blocks, block_size: size of the pool in blocks and of a block in tokens, set by
             `attach`.
         requester: id of the request that needs the blocks of the next victim.
@@ -41,6 +44,7 @@ class EvictionPolicy(Plugin):
     kind: ClassVar[str] = "eviction"
     expires_spans: ClassVar[bool] = False
     fixed_order: ClassVar[bool] = False
+    by_release: bool = False
 
     blocks: int = 0
     block_size: int = 0

@@ -62,6 +62,12 @@ def walks_tree(cache: KVCache) -> bool:
     return index.walks_tree and defines(index, "walks_tree", "match")
 
 
+def by_release(cache: KVCache) -> bool:
+    """Return True if the policy of `cache` says of itself that it evicts by `by_release`."""
+    policy = cache.eviction
+    return "by_release" in vars(type(policy)) and policy.by_release
+
+
 def replay(
     requests: Iterable[Request], cache: KVCache, *, keeps: bool
 ) -> tuple[array[int], Iterator[Request]]:
@@ -74,7 +80,7 @@ def replay(
     """
     hits, rest, native = array("q"), iter(requests), core()
     if native is not None and not why_not(cache):
-        counted, left = native.replay(cache, rest, walks_tree(cache), keeps)
+        counted, left = native.replay(cache, rest, walks_tree(cache), by_release(cache), keeps)
         hits.frombytes(counted)
         if left is not None:
             rest = chain((left,), rest)

@@ -228,13 +228,16 @@ enum { ON_INSERT, ON_ACCESS, ON_END, ON_EXTEND, ON_SPLIT, ON_PIN, ON_MISS, ON_RE
        ON_TRIM, ON_REMOVE, EVICTABLE_BLOCKS, INDEX_INSERT, INDEX_SPLIT, INDEX_REMOVE,
        WATCH_STORED, WATCH_HIT, WATCH_LEAVING, HOOKS };
 
+typedef struct { PyObject *span; i64 order; } Released; /* its `released_order` then */
+
 typedef struct {
     PyObject *tree, *root, *geometry, *policy, *index;
     PyObject *hooks[HOOKS];     /* NULL: not overridden */
     PyObject *match, *victim;   /* of the index, and of the policy */
     Residency residency;        /* without an object: nothing is counted */
     PyObject *now_object, *capacity, *requester, *default_priority;
-    int walks, shares, by_block, fixed_order, by_key;
+    Released *queue; i64 queue_first, queue_end, queue_room;
+    int walks, by_release, shares, by_block, fixed_order, by_key;
     int truncates;              /* whether a prompt may be longer than the pool */
     i64 size, ratio, stride, expected_key_tokens;
     i64 pool, free, unpinned, cached, evicted, last_id, created, released, admissions, now;
@@ -251,7 +254,8 @@ typedef struct {
     int fits_target; /* whether there must be room for all, even if fewer get blocks */
 } Admission;
 
-int tree_init(Tree *tree, PyObject *cache, int walks); /* whether its index walks the tree */
+/* Whether its index walks the tree, and its policy evicts what was released first. */
+int tree_init(Tree *tree, PyObject *cache, int walks, int by_release);
 int tree_store_back(Tree *tree, PyObject *cache);
 void tree_clear(Tree *tree);
 int tree_at(Tree *tree, i64 now);

@@ -93,7 +93,7 @@ static int init_time(Core *c, PyObject *terms)
     return 0;
 }
 
-static int init(Core *c, PyObject *limits, PyObject *terms, int walks)
+static int init(Core *c, PyObject *limits, PyObject *terms, int walks, int by_release)
 {
     i64 above, below;
     static char *names[] = {
@@ -130,8 +130,8 @@ static int init(Core *c, PyObject *limits, PyObject *terms, int walks)
         PyErr_NoMemory();
     if (PyErr_Occurred())
         return -1;
-    if (tree_init(&c->tree, c->cache, walks) < 0 || batch_init(&c->batch, &c->tree) < 0
-        || init_time(c, terms) < 0)
+    if (tree_init(&c->tree, c->cache, walks, by_release) < 0
+        || batch_init(&c->batch, &c->tree) < 0 || init_time(c, terms) < 0)
         return -1;
     c->batch.ahead = !c->has_lag;
     if (c->batch.commits && c->has_lag) {
@@ -173,24 +173,25 @@ static void clear(Core *c)
 }
 
 PyDoc_STRVAR(serve_doc,
-"serve(loop, requests, limits, priority, lines, duration, work, terms, walks, turns)\n"
+"serve(loop, requests, limits, priority, lines, duration, work, terms, walks,\n"
+"    by_release, turns)\n"
 "--\n\n"
 "Run a serving loop; return None, or the state of a run that Python continues.");
 
 static PyObject *serve(PyObject *module, PyObject *arguments)
 {
     PyObject *limits, *terms, *result = NULL;
-    int walks;
+    int walks, by_release;
     i64 turns;
     Core core = {0}, *c = &core;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "OOO!OOOOOiL", &c->loop, &c->iterator, &PyDict_Type,
+    if (!PyArg_ParseTuple(arguments, "OOO!OOOOOiiL", &c->loop, &c->iterator, &PyDict_Type,
                           &limits, &c->priority, &c->lines_of, &c->time.duration,
-                          &c->time.work_type, &terms, &walks, &turns))
+                          &c->time.work_type, &terms, &walks, &by_release, &turns))
         return NULL;
     if (c->priority == Py_None)
         c->priority = NULL;
-    int status = init(c, limits, terms, walks);
+    int status = init(c, limits, terms, walks, by_release);
     if (!status)
         status = run(c, turns);
     if (status >= 0 && store_back(c) == 0)
@@ -247,7 +248,7 @@ static PyObject *bind(PyObject *module, PyObject *arguments)
 #undef FIND
 
 PyDoc_STRVAR(replay_doc,
-"replay(cache, requests, walks, keeps)\n--\n\n"
+"replay(cache, requests, walks, by_release, keeps)\n--\n\n"
 "Open, commit and close requests in a new cache; return the hits of each as bytes of integers, if\n"
 "they are kept, and the first request that is left to Python, or None.");
 

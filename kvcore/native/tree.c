@@ -419,10 +419,51 @@ static int trim(Tree *t, PyObject *span, i64 count)
     return call_int(t, ON_TRIM, span, count);
 }
 
+/* A policy whose victims are the spans released first (`by_release`) is not asked or told: the
+ * releases are a queue, from which those that were in vain are dropped late. */
+
+static int is_unused(const Released *entry)
+{
+    PyObject *span = entry->span;
+    return !SPAN_INT(span, ref_count) && SPAN_INT(span, released_order) == entry->order
+        && SPAN(span, parent) != Py_None;
+}
+
+/* Return the span that was released first, and is unused since; NULL: there is none. */
+static PyObject *first_released(Tree *t)
+{
+    while (t->queue_first < t->queue_end && !is_unused(&t->queue[t->queue_first]))
+        Py_DECREF(t->queue[t->queue_first++].span);
+    return t->queue_first < t->queue_end ? Py_NewRef(t->queue[t->queue_first].span) : NULL;
+}
+
+/* Call `on_release`; or add the span to the queue, without those in vain if that is full. */
+static int release(Tree *t, PyObject *span)
+{
+    if (!t->by_release)
+        return call(t, ON_RELEASE, span, t->now_object, NULL);
+    if (t->queue_end == t->queue_room) {
+        i64 kept = 0;
+        for (i64 n = t->queue_first; n < t->queue_end; n++)
+            if (is_unused(&t->queue[n]))
+                t->queue[kept++] = t->queue[n];
+            else
+                Py_DECREF(t->queue[n].span);
+        t->queue_first = 0;
+        t->queue_end = kept;
+        if (2 * kept >= t->queue_room
+            && grow_items((void **)&t->queue, &t->queue_room, sizeof *t->queue) < 0)
+            return -1;
+    }
+    t->queue[t->queue_end++] = (Released){Py_NewRef(span), t->released};
+    return 0;
+}
+
 /* Return the victim of the policy, and how many of its blocks may be evicted. */
 static PyObject *next_victim(Tree *t, i64 *count)
 {
-    PyObject *span = PyErr_Occurred() ? NULL : PyObject_CallOneArg(t->victim, t->now_object);
+    PyObject *span = PyErr_Occurred() ? NULL
+        : t->by_release ? first_released(t) : PyObject_CallOneArg(t->victim, t->now_object);
     if (!span) {
         fail(t, t->policy, "victim");
         return NULL;
@@ -465,7 +506,7 @@ static PyObject *next_victim(Tree *t, i64 *count)
 /* Evict blocks, victim by victim, each from its tail; they belong to the caller. */
 static int evict(Tree *t, i64 blocks, PyObject *requester, const i64 *times)
 {
-    if (PyObject_SetAttr(t->policy, t->requester, requester) < 0)
+    if (!t->by_release && PyObject_SetAttr(t->policy, t->requester, requester) < 0)
         return -1;
     for (i64 missing = blocks; missing > 0;) {
         i64 count;
@@ -812,8 +853,7 @@ int tree_close(Tree *t, Job *job, i64 now, int ended)
         if (pins)
             continue;
         t->unpinned += SPAN_INT(span, end) - SPAN_INT(span, start);
-        if (SPAN_PUT_INT(span, released_order, ++t->released) < 0
-            || call(t, ON_RELEASE, span, t->now_object, NULL) < 0)
+        if (SPAN_PUT_INT(span, released_order, ++t->released) < 0 || release(t, span) < 0)
             return left(t, span);
     }
     if (left(t, span) < 0)
@@ -1005,7 +1045,7 @@ int tree_keep_generated(Tree *t, Job *job, i64 tokens, i64 now)
 
 /* The state of the cache, before and after. */
 
-int tree_init(Tree *t, PyObject *cache, int walks)
+int tree_init(Tree *t, PyObject *cache, int walks, int by_release)
 {
     t->tree = get(cache, "tree");
     if (!t->tree)
@@ -1041,6 +1081,11 @@ int tree_init(Tree *t, PyObject *cache, int walks)
     /* A watcher hears of each eviction at its time, so that none comes ahead of it. */
     t->fixed_order = !watched && int_attribute(t->tree, "fixed_order");
     t->walks = walks;
+    t->by_release = by_release;
+    if (by_release) {
+        Py_CLEAR(t->hooks[ON_PIN]);
+        Py_CLEAR(t->hooks[ON_REMOVE]);
+    }
     t->unpinned = int_attribute(t->tree, "unpinned_blocks");
     t->cached = int_attribute(t->tree, "cached_blocks");
     t->size = int_attribute(t->geometry, "block_size");
@@ -1056,9 +1101,13 @@ int tree_init(Tree *t, PyObject *cache, int walks)
     return PyErr_Occurred() ? -1 : tree_at(t, int_attribute(cache, "now"));
 }
 
-/* Write the counts of the run into the objects of Python. */
+/* Write the counts of the run into the objects of Python, and tell the policy its order. */
 int tree_store_back(Tree *t, PyObject *cache)
 {
+    t->by_release = 0;
+    for (i64 n = t->queue_first; n < t->queue_end; n++)
+        if (is_unused(&t->queue[n]) && release(t, t->queue[n].span) < 0)
+            return -1;
     PyObject *pool = get(cache, "pool");
     PyObject *stats = pool ? get(cache, "stats") : NULL;
     PyObject *sum = stats ? PyFloat_FromDouble(t->ratio_sum) : NULL;
@@ -1090,6 +1139,9 @@ int tree_store_back(Tree *t, PyObject *cache)
 void tree_clear(Tree *t)
 {
     residency_clear(&t->residency);
+    while (t->queue_first < t->queue_end)
+        Py_DECREF(t->queue[t->queue_first++].span);
+    PyMem_Free(t->queue);
     for (int which = 0; which < HOOKS; which++)
         Py_CLEAR(t->hooks[which]);
     PyObject **objects[] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
-from kvcore.cache.native import core, defines, walks_tree, why_not
+from kvcore.cache.native import by_release, core, defines, walks_tree, why_not
 from kvcore.cache.sequence import Sequence
 from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.job import DECODE, DONE, PREFILL, WAITING, Job
@@ -124,6 +124,7 @@ def run(loop: Loop, turns: int = -1) -> None:
         StepWork,
         terms,
         walks_tree(cache),
+        by_release(cache),
         turns,
     )
     if state is None:  # all have ended

@@ -22,12 +22,14 @@ class LRU(EvictionPolicy):
 
     name: ClassVar[str] = "lru"
     fixed_order: ClassVar[bool] = True
+    by_release = True
     later_options = ("renew_split",)
     renew_split = False
 
     def __init__(self, renew_split: bool = False) -> None:  # noqa: FBT001, FBT002
         """Store the option."""
         self.renew_split = renew_split
+        self.by_release = not renew_split
 
     def attach(self, blocks: int, block_size: int) -> None:
         """Store the size of the pool and create the empty order."""
