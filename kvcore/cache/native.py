@@ -56,16 +56,11 @@ def defines(plugin: object, name: str, method: str) -> bool:
     return False
 
 
-def walks_tree(cache: KVCache) -> bool:
-    """Return True if the prefix index of `cache` does nothing but walk down the tree."""
-    index = cache.prefix
-    return index.walks_tree and defines(index, "walks_tree", "match")
-
-
-def by_release(cache: KVCache) -> bool:
-    """Return True if the policy of `cache` says of itself that it evicts by `by_release`."""
-    policy = cache.eviction
-    return "by_release" in vars(type(policy)) and policy.by_release
+def known_plugins(cache: KVCache) -> int:
+    """Return whose work the core does: 1, the index, which walks the tree; 2, the policy."""
+    index, policy = cache.prefix, cache.eviction
+    walks = index.walks_tree and defines(index, "walks_tree", "match")
+    return walks + 2 * ("by_release" in vars(type(policy)) and policy.by_release)
 
 
 def replay(
@@ -80,7 +75,7 @@ def replay(
     """
     hits, rest, native = array("q"), iter(requests), core()
     if native is not None and not why_not(cache):
-        counted, left = native.replay(cache, rest, walks_tree(cache), by_release(cache), keeps)
+        counted, left = native.replay(cache, rest, known_plugins(cache), keeps)
         hits.frombytes(counted)
         if left is not None:
             rest = chain((left,), rest)

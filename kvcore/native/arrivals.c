@@ -123,10 +123,8 @@ static int reject(Core *c, Job *job, PyObject *why, i64 now)
 static int arrive(Core *c, PyObject *request, i64 now)
 {
     Job *job = PyMem_Calloc(1, sizeof *job);
-    if (!job) {
-        PyErr_NoMemory();
-        return -1;
-    }
+    if (!job)
+        return no_memory();
     job->request = Py_NewRef(request);
     job->serial = ++c->serial;
     job->arrival = now;

@@ -120,6 +120,12 @@ PyObject *big_int(i128 value);
 i128 read_int(PyObject *number, int *overflow);
 int set_int(PyObject *object, const char *name, i64 value);
 
+static inline int no_memory(void)
+{
+    PyErr_NoMemory();
+    return -1;
+}
+
 /* Room for one more item. */
 #define GROW(items, count, room)                                                                  \
     ((count) < (room) ? 0 : grow_items((void **)&(items), &(room), sizeof *(items)))
@@ -254,19 +260,20 @@ typedef struct {
     int fits_target; /* whether there must be room for all, even if fewer get blocks */
 } Admission;
 
-/* Whether its index walks the tree, and its policy evicts what was released first. */
-int tree_init(Tree *tree, PyObject *cache, int walks, int by_release);
+enum { WALKS = 1, BY_RELEASE = 2 }; /* what the core does for the index and for the policy */
+
+int tree_init(Tree *tree, PyObject *cache, int known);
 int tree_store_back(Tree *tree, PyObject *cache);
 void tree_clear(Tree *tree);
 int tree_at(Tree *tree, i64 now);
 int tree_open(Tree *tree, Job *job, const Admission *admission, i64 now); /* 1: no blocks */
 i64 tree_probe(Tree *tree, Job *job, i64 now);               /* blocks that would hit */
+int tree_take(Tree *tree, Job *job, i64 blocks, i64 now);
 int tree_extend(Tree *tree, Job *job, i64 tokens, i64 now);
 int tree_commit(Tree *tree, Job *job, i64 tokens, i64 now);
 int tree_publish(Tree *tree, Job *job, i64 tokens, i64 now);
 int tree_keep_generated(Tree *tree, Job *job, i64 tokens, i64 now);
 int tree_close(Tree *tree, Job *job, i64 now, int ended);
-int tree_take_one(Tree *tree, Job *job, i64 now);
 int tree_free_ahead(Tree *tree, i64 blocks, PyObject *requester, i64 now, const i64 *times);
 
 /* decode_batch.c */

@@ -282,7 +282,7 @@ static i64 growth_between(const Batch *b, i64 first, i64 end)
 /* Allocate a block for `job`, which grows at the next step. */
 static int grow_one(Batch *b, Job *job, i64 now)
 {
-    if (tree_take_one(b->tree, job, now) < 0)
+    if (tree_take(b->tree, job, 1, now) < 0)
         return -1;
     return b->grown ? b->grown(b->core, job, now) : 0;
 }
@@ -374,10 +374,8 @@ static int evict_ahead(Batch *b, i64 missing, i64 need, i64 steps, i128 clock, c
     i64 *moments = NULL; /* when each of them leaves */
     if (b->tree->residency.object) {
         moments = PyMem_New(i64, missing);
-        if (!moments) {
-            PyErr_NoMemory();
-            return -1;
-        }
+        if (!moments)
+            return no_memory();
         Growth growth = {0};
         i64 step, done = missing - need; /* below 0: for blocks that are free */
         while ((step = next_growth(b, &growth, b->steps + 1, b->steps + steps)) >= 0) {
@@ -418,7 +416,7 @@ static int allocate_ahead(Batch *b, i64 *steps, i128 clock, const Times *times)
         }
         i64 now = (i64)((clock + total_of(times, step - b->steps)) / 1000);
         for (i64 n = 0; n < growth.count; n++)
-            if (tree_take_one(t, b->growing[growth.place + n], now) < 0)
+            if (tree_take(t, b->growing[growth.place + n], 1, now) < 0)
                 return -1;
     }
     b->allocated_until = end;

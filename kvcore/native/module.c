@@ -6,23 +6,14 @@
  */
 #include "core.h"
 
-#define STATES(list, link)                                                                        \
-    PyObject *list = PyList_New(0);                                                               \
-    for (Job *job = c->list.first; list && job; job = job->link.after) {                          \
-        PyObject *state = job_state(job);                                                         \
-        if (!state || PyList_Append(list, state) < 0)                                             \
-            Py_CLEAR(list);                                                                       \
-        Py_XDECREF(state);                                                                        \
-    }
-
-/* The serial numbers of the jobs of a list, in its order. */
-#define SERIALS(name, list, link)                                                                 \
+/* A list with the `value` of each `job` of a list, in its order. */
+#define LISTED(name, list, link, value)                                                           \
     PyObject *name = PyList_New(0);                                                               \
-    for (Job *job = (list).first; name && job; job = job->link.after) {                           \
-        PyObject *serial = PyLong_FromLongLong(job->serial);                                      \
-        if (!serial || PyList_Append(name, serial) < 0)                                           \
+    for (Job *job = c->list.first; name && job; job = job->link.after) {                          \
+        PyObject *item = value;                                                                   \
+        if (!item || PyList_Append(name, item) < 0)                                               \
             Py_CLEAR(name);                                                                       \
-        Py_XDECREF(serial);                                                                       \
+        Py_XDECREF(item);                                                                         \
     }
 
 /* Return the state of a run that Python continues. */
@@ -30,9 +21,11 @@ static PyObject *handover(Core *c)
 {
     if (!c->in_python && give_back_arrivals(c, c->next_request, c->next_at) < 0)
         return NULL;
-    STATES(waiting, running)
-    STATES(running, running)
-    STATES(unseen, running)
+    LISTED(waiting, waiting, running, job_state(job))
+    LISTED(running, running, running, job_state(job))
+    LISTED(unseen, unseen, running, job_state(job))
+    LISTED(prefilling, prefilling, prefilling, PyLong_FromLongLong(job->serial))
+    LISTED(batch, batch.jobs, batch, PyLong_FromLongLong(job->serial))
     PyObject *filled = PyList_New(0);
     for (i64 n = 0; filled && n < c->filled_count; n++) {
         PyObject *entry = Py_BuildValue("(LL)", c->filled[n].job->serial, c->filled[n].length);
@@ -40,8 +33,6 @@ static PyObject *handover(Core *c)
             Py_CLEAR(filled);
         Py_XDECREF(entry);
     }
-    SERIALS(prefilling, c->prefilling, prefilling)
-    SERIALS(batch, c->batch.jobs, batch)
     if (waiting && running && unseen && filled && prefilling && batch)
         return Py_BuildValue("{sN sN sN sN sN sN sL sN sL sL sL si si sN}",
             "waiting", waiting, "running", running, "unseen", unseen, "filled", filled,
@@ -84,16 +75,14 @@ static int init_time(Core *c, PyObject *terms)
     Py_INCREF(time->by_tokens);
     time->known_count = 1 << 15;
     time->known = PyMem_New(i128, time->known_count);
-    if (!time->known) {
-        PyErr_NoMemory();
-        return -1;
-    }
+    if (!time->known)
+        return no_memory();
     for (i64 n = 0; n < time->known_count; n++)
         time->known[n] = -1;
     return 0;
 }
 
-static int init(Core *c, PyObject *limits, PyObject *terms, int walks, int by_release)
+static int init(Core *c, PyObject *limits, PyObject *terms, int known)
 {
     i64 above, below;
     static char *names[] = {
@@ -103,13 +92,13 @@ static int init(Core *c, PyObject *limits, PyObject *terms, int walks, int by_re
         "scale_above", "scale_below", NULL,
     };
     PyObject *nothing = PyTuple_New(0);
-    int known = nothing && PyArg_ParseTupleAndKeywords(
+    int sound = nothing && PyArg_ParseTupleAndKeywords(
         nothing, limits, "LLLLLLLpppppppppppLL", names, &c->max_tokens, &c->max_seqs, &c->reserve,
         &c->longest, &c->max_chunk, &c->in_one, &c->frontend, &c->mixed, &c->after_preemption,
         &c->last_of_ties, &c->chunked, &c->alone, &c->by_chunk, &c->fits_prompt, &c->publishes,
         &c->keeps, &c->batch.commits, &c->has_lag, &above, &below);
     Py_XDECREF(nothing);
-    if (!known)
+    if (!sound)
         return -1;
     c->scale_above = above;
     c->scale_below = below;
@@ -130,8 +119,8 @@ static int init(Core *c, PyObject *limits, PyObject *terms, int walks, int by_re
         PyErr_NoMemory();
     if (PyErr_Occurred())
         return -1;
-    if (tree_init(&c->tree, c->cache, walks, by_release) < 0
-        || batch_init(&c->batch, &c->tree) < 0 || init_time(c, terms) < 0)
+    if (tree_init(&c->tree, c->cache, known) < 0 || batch_init(&c->batch, &c->tree) < 0
+        || init_time(c, terms) < 0)
         return -1;
     c->batch.ahead = !c->has_lag;
     if (c->batch.commits && c->has_lag) {
@@ -173,25 +162,24 @@ static void clear(Core *c)
 }
 
 PyDoc_STRVAR(serve_doc,
-"serve(loop, requests, limits, priority, lines, duration, work, terms, walks,\n"
-"    by_release, turns)\n"
+"serve(loop, requests, limits, priority, lines, duration, work, terms, known, turns)\n"
 "--\n\n"
 "Run a serving loop; return None, or the state of a run that Python continues.");
 
 static PyObject *serve(PyObject *module, PyObject *arguments)
 {
     PyObject *limits, *terms, *result = NULL;
-    int walks, by_release;
+    int known;
     i64 turns;
     Core core = {0}, *c = &core;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "OOO!OOOOOiiL", &c->loop, &c->iterator, &PyDict_Type,
+    if (!PyArg_ParseTuple(arguments, "OOO!OOOOOiL", &c->loop, &c->iterator, &PyDict_Type,
                           &limits, &c->priority, &c->lines_of, &c->time.duration,
-                          &c->time.work_type, &terms, &walks, &by_release, &turns))
+                          &c->time.work_type, &terms, &known, &turns))
         return NULL;
     if (c->priority == Py_None)
         c->priority = NULL;
-    int status = init(c, limits, terms, walks, by_release);
+    int status = init(c, limits, terms, known);
     if (!status)
         status = run(c, turns);
     if (status >= 0 && store_back(c) == 0)
@@ -248,7 +236,7 @@ static PyObject *bind(PyObject *module, PyObject *arguments)
 #undef FIND
 
 PyDoc_STRVAR(replay_doc,
-"replay(cache, requests, walks, by_release, keeps)\n--\n\n"
+"replay(cache, requests, known, keeps)\n--\n\n"
 "Open, commit and close requests in a new cache; return the hits of each as bytes of integers, if\n"
 "they are kept, and the first request that is left to Python, or None.");
 

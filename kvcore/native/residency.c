@@ -10,10 +10,8 @@ static i64 *borders, border_count;
 int histogram_borders(PyObject *list)
 {
     i64 count = PyList_GET_SIZE(list), *values = PyMem_New(i64, count);
-    if (!values) {
-        PyErr_NoMemory();
-        return -1;
-    }
+    if (!values)
+        return no_memory();
     for (i64 n = 0; n < count; n++) {
         int overflow;
         values[n] = PyLong_AsLongLongAndOverflow(PyList_GET_ITEM(list, n), &overflow);
@@ -29,10 +27,7 @@ int histogram_borders(PyObject *list)
 int histogram_init(Histogram *histogram)
 {
     histogram->weights = PyMem_Calloc(border_count, sizeof(i64));
-    if (histogram->weights)
-        return 0;
-    PyErr_NoMemory();
-    return -1;
+    return histogram->weights ? 0 : no_memory();
 }
 
 /* Return the bucket of a value: most often that of the value before. */

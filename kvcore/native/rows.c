@@ -103,16 +103,15 @@ static PyObject *longer_path(PyObject *prefix, PyObject *own, i64 first)
     PyObject *path = PySequence_Concat(prefix, own);
     PyObject *view = path ? PyMemoryView_FromObject(path) : NULL;
     PyObject *keys = view ? prefix_slots.type->tp_alloc(prefix_slots.type, 0) : NULL;
-    if (!keys) {
-        Py_XDECREF(path), Py_XDECREF(view);
-        return NULL;
+    if (keys) {
+        *slot(keys, prefix_slots.path) = Py_NewRef(path);
+        *slot(keys, prefix_slots.view) = Py_NewRef(view);
+        Py_buffer *buffer = PyMemoryView_GET_BUFFER(view);
+        i64 *end = (i64 *)((char *)buffer->buf + buffer->len);
+        for (i64 n = PyObject_Size(own); n > 0; n--)
+            *(end - n) = first++;
     }
-    *slot(keys, prefix_slots.path) = path;
-    *slot(keys, prefix_slots.view) = view;
-    Py_buffer *buffer = PyMemoryView_GET_BUFFER(view);
-    i64 *end = (i64 *)((char *)buffer->buf + buffer->len);
-    for (i64 n = PyObject_Size(own); n > 0; n--)
-        *(end - n) = first++;
+    Py_XDECREF(path), Py_XDECREF(view);
     return keys;
 }
 

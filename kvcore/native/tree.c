@@ -47,10 +47,8 @@ int grow_items(void **items, i64 *room, size_t size)
 {
     i64 more = *room ? 2 * *room : 64;
     void *moved = PyMem_Realloc(*items, (size_t)more * size);
-    if (!moved) {
-        PyErr_NoMemory();
-        return -1;
-    }
+    if (!moved)
+        return no_memory();
     *items = moved;
     *room = more;
     return 0;
@@ -429,14 +427,6 @@ static int is_unused(const Released *entry)
         && SPAN(span, parent) != Py_None;
 }
 
-/* Return the span that was released first, and is unused since; NULL: there is none. */
-static PyObject *first_released(Tree *t)
-{
-    while (t->queue_first < t->queue_end && !is_unused(&t->queue[t->queue_first]))
-        Py_DECREF(t->queue[t->queue_first++].span);
-    return t->queue_first < t->queue_end ? Py_NewRef(t->queue[t->queue_first].span) : NULL;
-}
-
 /* Call `on_release`; or add the span to the queue, without those in vain if that is full. */
 static int release(Tree *t, PyObject *span)
 {
@@ -462,8 +452,11 @@ static int release(Tree *t, PyObject *span)
 /* Return the victim of the policy, and how many of its blocks may be evicted. */
 static PyObject *next_victim(Tree *t, i64 *count)
 {
+    while (t->queue_first < t->queue_end && !is_unused(&t->queue[t->queue_first]))
+        Py_DECREF(t->queue[t->queue_first++].span);
     PyObject *span = PyErr_Occurred() ? NULL
-        : t->by_release ? first_released(t) : PyObject_CallOneArg(t->victim, t->now_object);
+        : !t->by_release ? PyObject_CallOneArg(t->victim, t->now_object)
+        : t->queue_first < t->queue_end ? Py_NewRef(t->queue[t->queue_first].span) : NULL;
     if (!span) {
         fail(t, t->policy, "victim");
         return NULL;
@@ -544,11 +537,11 @@ static int allocate(Tree *t, i64 need, PyObject *requester)
     return 0;
 }
 
-/* Allocate a block for `job`, which grows; one is free or evictable. */
-int tree_take_one(Tree *t, Job *job, i64 now)
+/* Allocate blocks for `job`, which grows; they are free or evictable. */
+int tree_take(Tree *t, Job *job, i64 blocks, i64 now)
 {
     PyObject *id = FIELD(job->request, id);
-    int failed = !id || tree_at(t, now) < 0 || allocate(t, 1, id) < 0;
+    int failed = !id || tree_at(t, now) < 0 || allocate(t, blocks, id) < 0;
     Py_XDECREF(id);
     return failed ? -1 : 0;
 }
@@ -626,14 +619,10 @@ static int lay_out(Tree *t, Job *job)
 static int record_hit(Tree *t, Job *job, PyObject *id, int resumed)
 {
     PyObject *span;
-    if (!resumed && t->residency.object) {
-        UPWARDS(t, span, job->span)
+    UPWARDS(t, span, job->span) {
+        if (!resumed && t->residency.object)
             histogram_add(&t->residency.age_at_hit, t->now - SPAN_INT(span, last_access), 0, 1,
                           SPAN_INT(span, end) - SPAN_INT(span, start));
-        if (left(t, span) < 0)
-            return -1;
-    }
-    UPWARDS(t, span, job->span) {
         if (SPAN_PUT(span, creator, Py_NewRef(Py_None)) < 0)
             return left(t, span);
         if (!resumed && (SPAN_PUT_INT(span, hit_count, SPAN_INT(span, hit_count) + 1) < 0
@@ -826,13 +815,10 @@ int tree_open(Tree *t, Job *job, const Admission *admission, i64 now)
 int tree_extend(Tree *t, Job *job, i64 tokens, i64 now)
 {
     i64 blocks = ceil_div(job->tokens + tokens, t->size);
-    PyObject *id = FIELD(job->request, id);
-    int failed = !id || tree_at(t, now) < 0
-        || (blocks > job->blocks && allocate(t, blocks - job->blocks, id) < 0);
-    Py_XDECREF(id);
+    int failed = tree_take(t, job, blocks - job->blocks, now);
     job->tokens += tokens;
     job->blocks = blocks;
-    return failed ? -1 : 0;
+    return failed;
 }
 
 /* Unpin the path of `job`, leaf to root, and free its private blocks. */
@@ -1045,17 +1031,13 @@ int tree_keep_generated(Tree *t, Job *job, i64 tokens, i64 now)
 
 /* The state of the cache, before and after. */
 
-int tree_init(Tree *t, PyObject *cache, int walks, int by_release)
+int tree_init(Tree *t, PyObject *cache, int known)
 {
     t->tree = get(cache, "tree");
-    if (!t->tree)
-        return -1;
     PyObject *pool = get(cache, "pool");
-    if (!pool)
-        return -1;
     t->pool = int_attribute(pool, "blocks");
     t->free = int_attribute(pool, "free_blocks");
-    Py_DECREF(pool);
+    Py_XDECREF(pool);
     t->root = attribute(t->tree, "root");
     t->geometry = attribute(t->tree, "geometry");
     t->policy = attribute(t->tree, "eviction");
@@ -1072,17 +1054,16 @@ int tree_init(Tree *t, PyObject *cache, int walks, int by_release)
             t->hooks[which] = attribute(callbacks, HOOK[which].slot);
         else if (watcher)
             t->hooks[which] = attribute(watcher, HOOK[which].name);
-    int watched = watcher != NULL;
+    /* A watcher hears of each eviction at its time, so that none comes ahead of it. */
+    t->fixed_order = !watcher && int_attribute(t->tree, "fixed_order");
     Py_XDECREF(watcher), Py_XDECREF(callbacks);
     if (failed || PyErr_Occurred())
         return -1;
     t->shares = (int)int_attribute(t->tree, "_shares");
     t->by_block = (int)int_attribute(t->tree, "_block_spans");
-    /* A watcher hears of each eviction at its time, so that none comes ahead of it. */
-    t->fixed_order = !watched && int_attribute(t->tree, "fixed_order");
-    t->walks = walks;
-    t->by_release = by_release;
-    if (by_release) {
+    t->walks = known & WALKS;
+    t->by_release = known & BY_RELEASE;
+    if (t->by_release) {
         Py_CLEAR(t->hooks[ON_PIN]);
         Py_CLEAR(t->hooks[ON_REMOVE]);
     }

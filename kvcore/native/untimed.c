@@ -24,14 +24,13 @@ static int replay_one(Tree *t, PyObject *request, i64 *hit)
 PyObject *untimed_replay(PyObject *module, PyObject *arguments)
 {
     PyObject *cache, *requests, *request = NULL, *result = NULL;
-    int walks, by_release, keeps, status;
+    int known, keeps, status;
     i64 *hits = NULL, count = 0, room = 0;
     Tree tree = {0};
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "OOiii", &cache, &requests, &walks, &by_release,
-                          &keeps))
+    if (!PyArg_ParseTuple(arguments, "OOii", &cache, &requests, &known, &keeps))
         return NULL;
-    status = tree_init(&tree, cache, walks, by_release);
+    status = tree_init(&tree, cache, known);
     tree.truncates = 1;
     while (!status && (request = PyIter_Next(requests))) {
         i64 hit = 0;

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
-from kvcore.cache.native import by_release, core, defines, walks_tree, why_not
+from kvcore.cache.native import core, defines, known_plugins, why_not
 from kvcore.cache.sequence import Sequence
 from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.job import DECODE, DONE, PREFILL, WAITING, Job
@@ -51,8 +51,7 @@ def reason(loop: Loop) -> str:
     for name, holds in reasons:
         if holds:
             return name
-    scale = loop.arrivals.scale
-    if max(scale.as_integer_ratio()) >= INT64_LIMIT:
+    if max(loop.arrivals.scale.as_integer_ratio()) >= INT64_LIMIT:
         return "a scale of the rate with many digits"
     return ""
 
@@ -74,9 +73,8 @@ def run(loop: Loop, turns: int = -1) -> None:
         return
     # All that the core asks of the parts, once: numbers, and what it calls.
     batcher, batching, latency = loop.batcher, loop.batcher.batching, loop._executor.latency
-    cache, scale = loop._cache, loop.arrivals.scale
-    scheduler = batcher._scheduler
-    rules, above_below = batcher._rules, scale.as_integer_ratio()
+    cache, above_below = loop._cache, loop.arrivals.scale.as_integer_ratio()
+    scheduler, rules = batcher._scheduler, batcher._rules
     limits = {
         "max_tokens": batching.max_tokens,
         "max_seqs": batching.max_seqs,
@@ -123,8 +121,7 @@ def run(loop: Loop, turns: int = -1) -> None:
         latency.duration,
         StepWork,
         terms,
-        walks_tree(cache),
-        by_release(cache),
+        known_plugins(cache),
         turns,
     )
     if state is None:  # all have ended
@@ -149,16 +146,14 @@ def _continue(loop: Loop, state: Mapping[str, Any]) -> None:
         jobs[job.serial] = job
         if job.rank is None:
             job.rank = job.serial
-        seq = job.seq
-        if seq is not None:
+        if (seq := job.seq) is not None:
             ends[job.serial] = fields["end"], seq.admission, fields["residue"], job
             loop._cache.sequences[seq.id] = seq
             if seq.span.creator is fields["token"]:
                 seq.span.creator = seq
     # Where each of them is.
     for fields in state["waiting"]:
-        job = jobs[fields["serial"]]
-        batcher.waiting.push(job, 0)
+        batcher.waiting.push(jobs[fields["serial"]], 0)
     for fields in state["running"]:
         batcher.running[jobs[fields["serial"]]] = None
     for serial in state["prefilling"]:

@@ -12,6 +12,7 @@ from kvcore.cache import Residency, native
 from kvcore.cache.integrity import check_tree
 from kvcore.errors import KvcoreError
 from kvcore.request import Hints
+from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 from kvcore_replay.untimed import hits_of
 
@@ -132,7 +133,32 @@ def test_what_the_core_lacks_is_replayed_in_python(make, reason):
 )
 def test_an_index_walks_the_tree_if_the_class_of_its_lookup_says_so(index, walks):
     """A lookup that a subclass overrides is called, unless that says that it only walks."""
-    assert native.walks_tree(KVCache(9, prefix=index())) is walks
+    known = native.known_plugins(KVCache(9, prefix=index(), eviction="fifo"))
+    assert known == (1 if walks else 0)
+
+
+class OwnLRU(LRU):
+    """A policy that hears of releases, and does not say in what order it evicts."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "known"),
+    [(LRU(), 3), (LRU(renew_split=True), 1), (OwnLRU(), 1)],
+)
+def test_the_core_orders_the_spans_of_a_policy_whose_class_itself_says_how(policy, known):
+    """An LRU that renews splits, or a subclass, is asked for its victims."""
+    assert native.known_plugins(KVCache(9, eviction=policy)) == known
+
+
+def test_a_policy_is_told_the_order_of_releases_when_the_core_has_ended():
+    """After a replay in a full pool the policy names the victim that Python alone names."""
+    requests = random_requests(random.Random(7), 300)
+    victims = []
+    for policy in (LRU(), OwnLRU()):
+        cache = KVCache(40, eviction=policy)
+        list(native.replay(requests, cache, keeps=False)[1])
+        victims.append([(span.id, span.released_order) for span in policy._order])
+    assert victims[0] == victims[1] != []
 
 
 def test_time_that_runs_backwards_is_refused_in_the_same_words():
