@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias, overload
@@ -171,6 +172,9 @@ class KeyPrefix(Sequence[int]):
         """Show the keys."""
         return repr(self.view.tolist())
 
+
+# Spans and statistics of residency refer to views, and are pickled with the result of a run.
+copyreg.pickle(memoryview, lambda view: (memoryview, (array(view.format, view),)))
 
 DEFAULT_PRIORITY: Final = 35
 """Retention priority of a block without a hint (1 is evicted first, 100 last)."""

@@ -79,9 +79,9 @@ def run(loop: Loop, turns: int = -1) -> None:
         "max_tokens": batching.max_tokens,
         "max_seqs": batching.max_seqs,
         "reserve": batcher._reserve,
-        "max_model_len": _or_none(batching.max_model_len),
-        "max_chunk": _or_none(rules.max_chunk),
-        "in_one": _or_none(loop._in_one),
+        "max_model_len": -1 if batching.max_model_len is None else batching.max_model_len,
+        "max_chunk": -1 if rules.max_chunk is None else rules.max_chunk,
+        "in_one": -1 if loop._in_one is None else loop._in_one,
         "frontend": loop._frontend_ns,
         "mixed": batcher._mixed,
         "admit_after_preemption": rules.admit_after_preemption,
@@ -128,11 +128,6 @@ def run(loop: Loop, turns: int = -1) -> None:
         loop.arrivals.next_at, batcher.changed = INT64_LIMIT, False
     else:
         _continue(loop, state)
-
-
-def _or_none(limit: int | None) -> int:
-    """Return a limit as the core takes it, where -1 stands for none."""
-    return -1 if limit is None else limit
 
 
 def _continue(loop: Loop, state: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from array import array
 from fractions import Fraction
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 import kvcore
 from kvcore import SLO, InputError, KVCache
+from kvcore.request import KeyPrefix, Request
 from kvcore.serving import Batching, Result, simulate
 from kvcore.serving.stats import UNJUDGED, RunLog
 from kvcore_engine.engine import run as run_on_tensors
@@ -100,6 +102,18 @@ def test_results_can_be_pickled(options):
     result = call("zipf:requests=20", blocks=900, **options)
     copy = pickle.loads(pickle.dumps(result))  # noqa: S301 - of this process
     assert copy.summary() == result.summary()
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_results_of_shared_paths_of_keys_can_be_pickled(block_size):
+    """The spans of a copy have the keys of requests that share a path, whatever the blocks."""
+    keys = KeyPrefix(array("q", range(9)), 8)
+    request = Request(id=0, prompt_tokens=128, output_tokens=1, keys=keys, key_tokens=16)
+    cache = KVCache(99, block_size=block_size, accounting="tokens")
+    result = kvcore.simulate([request], cache=cache)
+    copy = pickle.loads(pickle.dumps(result))  # noqa: S301 - of this process
+    (span,) = copy.cache.tree.root.children.values()
+    assert span.keys() == list(keys)[block_size // 16 - 1 :: block_size // 16]
 
 
 def test_requests_are_in_the_order_of_their_ends():
