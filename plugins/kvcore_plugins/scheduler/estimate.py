@@ -8,10 +8,9 @@ from typing import Literal
 
 import attrs
 
-from kvcore import InputError, Job, Request, Scheduler
+from kvcore import InputError, Job, Scheduler
 
 LENGTHS = ("true", "predicted")
-
 
 LARGEST_ERROR = 10
 
@@ -57,7 +56,7 @@ class Estimating(Scheduler):
         It is 0 only for a request without output.
         """
         if job.data is None:
-            job.data = self._foresee(job.request)
+            job.data = self._foresee(job)
         tokens: int = job.data
         return tokens
 
@@ -85,8 +84,8 @@ class Estimating(Scheduler):
         decode = self.server.decode_ns(steps, context, self.concurrency)
         return self.remaining_prefill_ns(job) + decode
 
-    def _foresee(self, request: Request) -> int:
-        true = request.output_tokens
+    def _foresee(self, job: Job) -> int:
+        request, true = job.request, job.output_tokens
         if self.length == "true" or not true:
             return true
         if request.predicted_output_tokens is not None:
