@@ -328,7 +328,7 @@ def test_a_file_that_fits_no_request_gives_probabilities(tmp_path):
     [
         ("", 1),
         ("[]", 1),
-        ('{"acceptance": [2]}', 1),
+        ('{"acceptance": [2]}\n{"request": 1, "output": 1, "drafts": 1, "accepted": 1}', 1),
         ('{"acceptance": []}\n{"request": 1}', 2),
         ('{"acceptance": []}\n{"request": 1, "output": 1, "drafts": 1, "accepted": 2}', 2),
         ('{"acceptance": []}\n{"request": 1, "output": 1, "drafts": 2, "accepted": 1.5}', 2),
