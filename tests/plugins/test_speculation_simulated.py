@@ -194,6 +194,15 @@ def test_drafters_cost_their_passes_or_weights():
     assert heads.duration(work, [4] * 8) == pytest.approx(byte * 1e12, rel=0.01)
     assert heads.duration(prompt, []) == 0
 
+    latency, small = (
+        PLUGINS.build("latency", f"roofline:model={name},tensor_parallel=1")
+        for name in ("gpt-oss-120b", "gpt-oss-20b")  # all contexts are beyond its window
+    )
+    windowed = Acceptance(draft="gpt-oss-20b")
+    windowed.attach(latency)
+    passes = [StepWork(0, (0, 0), 8, (8000 + 8 * ahead, 8 * 128)) for ahead in range(3)]
+    assert windowed.duration(passes[0], [3] * 8) == sum(map(small.duration, passes))
+
 
 @pytest.mark.parametrize(
     ("drafter", "weights", "block"),
