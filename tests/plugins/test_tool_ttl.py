@@ -70,12 +70,12 @@ def test_requests_without_sessions_are_evicted_as_by_lru():
 def test_a_request_of_another_branch_does_not_end_a_wait():
     """A wait ends only with a prompt that extends the waiting prefix.
 
-    Other requests of the session do not end it.
+    Other requests of the session do not end it, nor those without one.
     """
-    for text, ended in (("abc", 1), ("xyz", 0), ("a", 0)):
+    for text, session, ended in (("abc", "", 1), ("xyz", "", 0), ("a", "", 0), ("abc", None, 0)):
         policy = ToolTTL()
         cache = make(16, policy)
-        replay([call("ab", 0, "grep"), call(text, 4, "grep")], cache)
+        replay([call("ab", 0, "grep", ""), call(text, 4, "grep", session)], cache)
         assert sum(sum(tool.ended) for tool in policy._tools.values()) == ended
 
 

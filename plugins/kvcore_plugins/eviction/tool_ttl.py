@@ -56,10 +56,10 @@ class ToolTTL(ScoreEviction):
     The times of tools are estimated online, by a histogram for each name: of the waits that
     reached an age, in powers of two, the share that ended there. With few waits the estimate
     is near that for all tools, and this near a heavy tail, for which older waits are less
-    likely to end soon, as in LRU. A wait ends when its session sends a prompt with the first
-    15/16 of the keys of the previous one. Prefixes without a session have the heavy tail alone.
-    O(log leaves) per event, and at intervals O(sessions); a score changes when the age enters
-    the next bucket.
+    likely to end soon, as in LRU. A wait ends when its session sends a prompt with more than the
+    first 15/16 of the keys of the previous one. Prefixes without a session have the heavy tail
+    alone. O(log leaves) per event, and at intervals O(sessions); a score changes when the age
+    enters the next bucket.
 
     `span.data` is (tool, ns of the release).
 
@@ -89,7 +89,7 @@ class ToolTTL(ScoreEviction):
     def attach(self, blocks: int, block_size: int) -> None:
         """Store the size of the pool and create empty histograms."""
         super().attach(blocks, block_size)
-        self._waits: OrderedDict[str, list[Wait]] = OrderedDict()
+        self._waits: OrderedDict[str | None, list[Wait]] = OrderedDict()
         self._tools: OrderedDict[str, _Tool] = OrderedDict()
         self._seen = self._due = 0
         # Values by age: of prefixes without a session, of all tools, and of each.
@@ -98,7 +98,7 @@ class ToolTTL(ScoreEviction):
 
     def on_queued(self, request: Request, now: int, *, front: bool = False) -> None:
         """End the waits of the session for prompts that begin as this one does."""
-        waits = self._waits.get(request.session or "")
+        waits = self._waits.get(request.session)
         if waits:
             keys, going = request.keys, []
             for wait in waits:
