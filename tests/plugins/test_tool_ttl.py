@@ -6,7 +6,7 @@ import pytest
 from helpers.caches import ask, make, serve, spans, start
 
 from kvcore import InputError, KVCache
-from kvcore_plugins.eviction import LRU, ToolTTL, tool_ttl
+from kvcore_plugins.eviction import LRU, ToolTTL, WorkloadAware, tool_ttl
 from kvcore_replay.untimed import replay
 from kvcore_tiers.hierarchy import Tiers
 
@@ -72,7 +72,8 @@ def test_a_request_of_another_branch_does_not_end_a_wait():
 
     Other requests of the session do not end it, nor those without one.
     """
-    for text, session, ended in (("abc", "", 1), ("xyz", "", 0), ("a", "", 0), ("abc", None, 0)):
+    cases = ("abc", "", 1), ("xyz", "", 0), ("a", "", 0), ("abc", None, 0)
+    for text, session, ended in cases:
         policy = ToolTTL()
         cache = make(16, policy)
         replay([call("ab", 0, "grep", ""), call(text, 4, "grep", session)], cache)
@@ -94,17 +95,24 @@ def test_a_tool_that_was_never_seen_is_like_all_tools():
     assert values(policy, "new", 90) == pytest.approx(values(policy, "build", 90), rel=0.1)
 
 
-def test_a_preemption_when_another_request_ends_waits_for_no_tool():
-    """Of two paths released at one time, the one whose request ended waits for its tool."""
-    policy = ToolTTL()
+@pytest.mark.parametrize(
+    ("policy", "waits"),
+    [
+        (ToolTTL(), {"|ab": "grep", "|cd": None}),
+        (WorkloadAware(type="tool"), {"|ab": ("grep", 1), "|cd": (None, 1)}),
+        (WorkloadAware(), {"|ab": ("of ab", 1), "|cd": ("of cd", 1)}),
+    ],
+)
+def test_a_preemption_when_another_request_ends_is_not_its_end(policy, waits):
+    """Of two paths released at one time, that of the request that ended waits for its tool."""
     cache = make(16, policy, accounting="keys")
-    sequences = [start(cache, text, now=0, session=text, tool="grep") for text in ("ab", "cd")]
+    sequences = [
+        start(cache, text, now=0, session=text, tool="grep", tenant=f"of {text}")
+        for text in ("ab", "cd")
+    ]
     cache.close(sequences[0], 1)
     cache.close(sequences[1], 1, preempted=True)
-    assert {name: span.data[0] for name, span in spans(cache).items()} == {
-        "|ab": "grep",
-        "|cd": None,
-    }
+    assert {name: span.data[0] for name, span in spans(cache).items()} == waits
 
 
 def test_a_tool_is_forgotten_with_all_of_its_waits(monkeypatch):
