@@ -54,8 +54,9 @@ class WorkloadAware(EvictionPolicy):
     exponential, and the life span, the mean time from the last use to an eviction. A wait of
     age t ends within a life span L with the chance `share * exp(-t / mean) * (1 - exp(-L /
     mean))`; the lowest goes first, of equals the deepest. Within a class that is the order of
-    LRU. Evicted spans are remembered, so that a reuse after an eviction counts. Types that come
-    when there are 1,000 classes have one for each turn.
+    LRU. Evicted spans are remembered, so that a reuse after an eviction counts: of several that
+    a prompt continues with, that of the first, whose turn goes on. Types that come when there
+    are 1,000 classes have one for each turn.
 
     Variant: the published estimates come from samples of the past in the background; here from
     the waits so far, of which older ones fade, and a class with few waits is near all of them.
