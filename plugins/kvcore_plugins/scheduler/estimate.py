@@ -10,8 +10,6 @@ import attrs
 
 from kvcore import InputError, Job, Scheduler
 
-LENGTHS = ("true", "predicted")
-
 LARGEST_ERROR = 10
 
 
@@ -40,8 +38,8 @@ class Estimating(Scheduler):
     def __attrs_post_init__(self) -> None:
         """Check the options."""
         msg = ""
-        if self.length not in LENGTHS:
-            msg = f"length={self.length!r} is not known; there are: {', '.join(LENGTHS)}"
+        if self.length not in ("true", "predicted"):
+            msg = f"length={self.length!r} is not known; there are: true, predicted"
         elif not 0 <= self.error <= LARGEST_ERROR:
             msg = f"error={self.error} must be from 0, always right, to {LARGEST_ERROR}"
         elif self.concurrency < 1:
