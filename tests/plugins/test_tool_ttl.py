@@ -67,17 +67,25 @@ def test_requests_without_sessions_are_evicted_as_by_lru():
         assert {span.keys()[0] for span in cache.tree.spans()} == {"a", "d", "e"}
 
 
-def test_a_request_of_another_branch_does_not_end_a_wait():
-    """A wait ends only with a prompt that extends the waiting prefix.
+@pytest.mark.parametrize(
+    ("text", "session", "front", "ended"),
+    [
+        ("abc", "", False, 1),
+        ("xyz", "", False, 0),
+        ("a", "", False, 0),
+        ("abc", None, False, 0),
+        ("abc", "", True, 0),
+    ],
+)
+def test_what_is_sent_in_another_branch_does_not_end_a_wait(text, session, front, ended):
+    """A wait ends only with a prompt that extends the waiting prefix, and is sent after it.
 
-    Other requests of the session do not end it, nor those without one.
+    Other requests of the session do not end it, nor those without one or preempted ones.
     """
-    cases = ("abc", "", 1), ("xyz", "", 0), ("a", "", 0), ("abc", None, 0)
-    for text, session, ended in cases:
-        policy = ToolTTL()
-        cache = make(16, policy)
-        replay([call("ab", 0, "grep", ""), call(text, 4, "grep", session)], cache)
-        assert sum(sum(tool.ended) for tool in policy._tools.values()) == ended
+    policy = ToolTTL()
+    replay([call("ab", 0, "grep", "")], make(16, policy))
+    policy.on_queued(call(text, 4, "grep", session), 4 * SECOND, front=front)
+    assert sum(sum(tool.ended) for tool in policy._tools.values()) == ended
 
 
 def values(policy, tool, age):

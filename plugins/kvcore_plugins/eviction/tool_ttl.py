@@ -94,8 +94,11 @@ class ToolTTL(ScoreEviction):
         self._values: dict[str, list[float]] = {}
 
     def on_queued(self, request: Request, now: int, *, front: bool = False) -> None:
-        """End the waits of the session for prompts that begin as this one does."""
-        waits = self._waits.get(request.session)
+        """End the waits of the session for prompts that begin as this one does.
+
+        A preempted request comes to the front: it was sent before, and ended waits then.
+        """
+        waits = None if front else self._waits.get(request.session)
         if waits:
             keys, going = request.keys, []
             for wait in waits:
