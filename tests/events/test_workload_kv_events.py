@@ -10,6 +10,7 @@ from helpers.kv_events import DYNAMO, batch, record, removed, stored, wire_paylo
 from kvcore import InputError
 from kvcore.request import block_keys
 from kvcore.workloads import checked, recognise
+from kvcore_events.block_tracker import check_recording
 from kvcore_events.formats import decode
 from kvcore_events.model import EventBatch, Page, PagesStored
 from kvcore_events.recording import RecordingWriter
@@ -152,17 +153,28 @@ def test_lost_batches_are_counted_in_a_note(tmp_path):
 
 @pytest.mark.parametrize("publisher", [0, None])
 def test_numbers_that_are_left_out_are_lost_batches(tmp_path, publisher):
-    """A batch whose number is too high shows lost batches; one that comes again shows none."""
+    """A batch whose number is too high shows lost batches, as in a check of the recording.
+
+    One that comes again is left out.
+    """
     path = tmp_path / "r.jsonl"
     with RecordingWriter(path) as recording:
         for number in (5, 6, 9, 6, 10):
             recording.batch(EventBatch(0.0, (stored(number),), 0), number, publisher)
         recording.gap(11, 3, publisher)
         recording.batch(EventBatch(0.0, (stored(14, parent=2),), 0), 14, publisher)
+        recording.restart(publisher)
+        recording.batch(EventBatch(0.0, (stored(2),), 0), 2, publisher)
+        recording.gap(3, 1, publisher)
+        for number, time in ((6, 5.0), (1, 9.0)):
+            recording.batch(EventBatch(time, (stored(number),), 0), number, publisher)
     workload = KvEvents(path, lookups="full")
-    assert len(list(workload)) == 5
+    assert [request.keys for request in workload] == [[0], [1], [2], [3], [4], [1], [5]]
     lost, runs = workload.notes
-    assert lost.startswith("lost batches: 5 (gaps: 2)")
+    assert lost.startswith("lost batches: 11 (gaps: 6)")
+    found = check_recording(path)
+    assert (found.missing, len(found.gaps), found.restarts, found.replayed) == (11, 6, 2, 1)
+    assert found.blocks["forgotten"] == 5 + 2
     assert runs.endswith("before the recording or in what is missing: 1")
 
 
