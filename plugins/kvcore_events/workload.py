@@ -176,11 +176,12 @@ class KvEvents(FromFiles):
         """Yield the runs stored in the first tier and the group; count in `losses` what lacks.
 
         With each come its time in ns, its stream (the publisher, the source and the rank), and
-        the number of gaps and restarts before it.
+        the number of gaps and restarts before it. Raises InputError if all are of other groups.
         """
         from kvcore_events.model import BlockStored, PagesStored  # noqa: PLC0415 - a slow import
         from kvcore_events.recording import Received  # noqa: PLC0415 - a slow import
 
+        groups: set[int] = set()
         for item, now in self._timed(losses):
             if not losses.take(item) or not isinstance(item, Received):
                 continue
@@ -188,9 +189,15 @@ class KvEvents(FromFiles):
             for event in item.batch.events:
                 if not isinstance(event, (BlockStored, PagesStored)):
                     continue
+                groups.add(self.group if event.group is None else event.group)
                 tiers = {block.medium for block in event.blocks()}
                 if event.group in (None, self.group) and tiers <= set(FIRST_TIER):
                     yield event, now, stream, losses.breaks[item.publisher]
+
+        if groups and self.group not in groups:
+            others = ", ".join(map(str, sorted(groups)))
+            msg = f"{self.path}: no blocks are of the 'group' {self.group}; there are: {others}"
+            raise InputError(msg)
 
     def _timed(
         self, losses: _Losses

@@ -361,3 +361,12 @@ def test_polled_events_of_tensorrt_llm_are_read(full):
         return decode(wire_payload(polled))
 
     assert [r.keys for r in full(run(0), run(1), block_size=1)] == [[0]]
+
+
+@pytest.mark.parametrize("options", [{}, {"group": 2}])
+def test_a_group_without_blocks_is_refused(full, options):
+    """A recording of other groups than the chosen one is refused, with those that it has."""
+    runs = [batch(stored(number, group=group)) for number, group in enumerate((4096, 1))]
+    with pytest.raises(InputError, match=r"of the 'group' \d; there are: 1, 4096"):
+        full(*runs, **options)
+    assert [request.keys for request in full(*runs, group=1)] == [[0]]
