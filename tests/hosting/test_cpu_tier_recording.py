@@ -10,7 +10,7 @@ import pytest
 from kvcore import read_events
 
 SOURCE = Path(__file__).parents[2] / "plugins/kvcore-vllm/kvcore_vllm"
-STORED = {"vllm.v1.kv_offload.base", "vllm.v1.kv_offload.cpu.policies.base"}
+MODULES = {"vllm.v1.kv_offload.base", "vllm.v1.kv_offload.cpu.policies.base"}
 
 
 class Chunk:
@@ -45,11 +45,11 @@ class Context:
 @pytest.fixture
 def tier(monkeypatch, tmp_path):
     """Return the policy of a tier of four chunks, whose keys end with their group."""
-    for name in ("vllm", "kvcore_vllm", *STORED):
+    for name in ("vllm", "kvcore_vllm", *MODULES):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["vllm"].__version__ = "0"
     sys.modules["kvcore_vllm"].__path__ = [str(SOURCE)]
-    base, policies = (sys.modules[name] for name in sorted(STORED))
+    base, policies = (sys.modules[name] for name in sorted(MODULES))
     base.OffloadKey, base.ReqContext = bytes, Context
     base.get_offload_group_idx = lambda key: key[-1]
     policies.ChunkStatus = Chunk

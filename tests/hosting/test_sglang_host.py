@@ -4,10 +4,14 @@ import gc
 import weakref
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kvcore import EvictionPolicy
+from kvcore import EvictionPolicy, read_events
+from kvcore.plugins import resolve
+from kvcore_hosting import EngineRecorder
+from kvcore_replay.check.trace import check_trace
 
 SOURCE = Path(__file__).parents[2] / "plugins/kvcore-sglang/kvcore_sglang/host.py"
 
@@ -34,8 +38,16 @@ class Tokens(tuple):  # noqa: SLOT001 - with salts of their own
 class Waiting:
     """A request of SGLang, or a node."""
 
-    def __init__(self, rid):
+    parent = None
+
+    def __init__(self, rid, prompt=()):
         self.rid = rid
+        self.origin_input_ids = prompt
+        self.output_ids = ()
+
+    def finished(self):
+        """Return True once there is output."""
+        return bool(self.output_ids)
 
 
 class Told(EvictionPolicy):
@@ -90,3 +102,46 @@ def test_a_request_that_is_aborted_while_it_waits_is_forgotten(host):
     del request
     gc.collect()
     assert gone() is None
+
+
+def test_output_is_recorded_once_after_a_retraction(host, tmp_path):
+    """A request that is retracted and comes again names each block of its output once."""
+    path = tmp_path / "r.jsonl"
+    host.recorder = EngineRecorder(
+        path, blocks=64, block_size=1, eviction=resolve("eviction", "lru"), engine="sglang"
+    )
+    request = Waiting("a", (1, 2))
+    request.sampling_params = SimpleNamespace(max_new_tokens=5)
+    top = host.root
+    nodes = []
+
+    def insert(node):
+        host.request = request
+        host.begin()
+        host.inserted(node)
+        host.request = None
+
+    def admit(node, prompt):
+        host.begin()
+        host.matched(node, Tokens(prompt), request)
+        host.locked(node)
+
+    admit(top, (1, 2))
+    for tokens in (1, 2), (11, 12), (13, 14):
+        nodes.append(Waiting(tokens))
+        nodes[-1].parent, nodes[-1].key = top, Tokens(tokens)
+        top = nodes[-1]
+    prompt, output, rest = nodes
+    insert(prompt)
+    insert(output)
+    host.ended(request)  # it is retracted
+    admit(output, (1, 2, 11, 12))
+    insert(output)
+    request.output_ids = (11, 12, 13, 14, 15)
+    insert(rest)
+    host.ended(request)
+    assert host.recorder.disagreements == {}
+    host.recorder.close()
+    named = [event.keys for event in read_events(path) if event.as_dict()["event"] == "KEYS"]
+    assert [key for keys in named for key in keys] == host.span(rest).path_keys[2:6]
+    check_trace(path)

@@ -180,6 +180,8 @@ class TreeHost:
         self._orders: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         # Number of blocks of each request in the recording.
         self._blocks: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        # Number of keys of each request in the recording, also after a retraction.
+        self._named: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._gone: list[Key] = []
         self._unlocked = False
         self._last_id = self._released = self._admissions = 0
@@ -459,9 +461,10 @@ class TreeHost:
             gone, self._gone = self._gone, []
             recorder.extended(request.rid, blocks=more, evicted=gone, now=now)
             self._blocks[request] = span.end
-        known = len(request.origin_input_ids) // self.page_size
+        named = self._named.get(request, len(request.origin_input_ids) // self.page_size)
+        self._named[request] = max(named, span.end)
         recorder.committed(
-            request.rid, blocks=span.end, now=now, keys=span.path_keys[known : span.end]
+            request.rid, blocks=span.end, now=now, keys=span.path_keys[named : span.end]
         )
 
     def _admit(self, now: int) -> None:
