@@ -357,6 +357,8 @@ class BlockTracker(BatchNumbers):
         elif None not in (content, block.content) and content != block.content:
             what = "other tokens than before"
         else:
+            if content is None:  # tokens that were unknown are those of this block
+                known[block.hash] = parent, block.content
             return
         self._note("collision", where, f"block {hash_text(block.hash)}: {what}")
 
