@@ -145,13 +145,14 @@ class BatchNumbers:
 
     Attributes:
         replayed: number of batches that came again.
-        restarts: number of restarts of publishers.
+        restarts: number of restarts of publishers; `starts`: how often each may have done so.
         gaps: publisher, first missing number, and number of batches, of each gap.
     """
 
     def __init__(self) -> None:
         """Expect any number of each publisher."""
         self.replayed = self.restarts = 0
+        self.starts: Counter[Publisher] = Counter()
         self.gaps: list[tuple[Publisher, int, int]] = []
         self._publishers: dict[Publisher, _Progress] = {}
 
@@ -192,6 +193,7 @@ class BatchNumbers:
         self.restarts += 1
         for name in self._expect(publisher, 0):
             self._publishers[name].time = None
+            self.starts[name] += 1
 
     def _expect(self, publisher: Publisher, number: int) -> Iterable[Publisher]:
         """Expect a number next, or any if it may be of one of several publishers."""

@@ -175,17 +175,18 @@ class KvEvents(FromFiles):
     ) -> Iterator[tuple[BlockStored | PagesStored, int, Any, int]]:
         """Yield the runs stored in the first tier and the group; count in `losses` what lacks.
 
-        With each come its time in ns, its stream (the publisher, the source and the rank), and
-        the number of gaps and restarts before it. Raises InputError if all are of other groups.
+        With each come its time in ns, its stream (the publisher, the source, the rank, and its
+        restarts), and the number of gaps and restarts before it. If all are of other groups,
+        that is an InputError.
         """
         from kvcore_events.model import BlockStored, PagesStored  # noqa: PLC0415 - a slow import
         from kvcore_events.recording import Received  # noqa: PLC0415 - a slow import
 
         groups: set[int] = set()
         for item, now in self._timed(losses):
-            if not losses.take(item) or not isinstance(item, Received):
+            stream = losses.take(item)
+            if stream is None or not isinstance(item, Received):
                 continue
-            stream = (item.publisher, item.batch.source, item.batch.dp_rank)
             for event in item.batch.events:
                 if not isinstance(event, (BlockStored, PagesStored)):
                     continue
@@ -295,8 +296,8 @@ class _Losses:
     runs: int = 0
     cut: tuple[str, ...] = ()
 
-    def take(self, item: Received | Lost | Restarted | Skipped) -> bool:
-        """Count what an item says or shows to be missing; return False if it comes again."""
+    def take(self, item: Received | Lost | Restarted | Skipped) -> tuple[Any, ...] | None:
+        """Count what an item says or shows to be missing; return the stream of a new batch."""
         from kvcore_events.recording import (  # noqa: PLC0415 - a slow import
             Lost,
             Received,
@@ -304,12 +305,14 @@ class _Losses:
             unparsed_reasons,
         )
 
-        numbers, new = self.numbers, True
+        numbers, stream = self.numbers, None
         before = numbers.restarts + len(numbers.gaps) + self.messages
         match item:
             case Received(batch, seq, publisher):
-                new, *_ = numbers.advance(batch, seq, publisher)
-                self.events += len(unparsed_reasons(batch)) if new else 0
+                new, _, name = numbers.advance(batch, seq, publisher)
+                if new:
+                    self.events += len(unparsed_reasons(batch))
+                    stream = publisher, batch.source, batch.dp_rank, numbers.starts[name]
             case Lost(publisher=publisher, first=first, count=count):
                 numbers.record_gap(publisher, first, count)
             case Restarted(publisher=publisher):
@@ -318,7 +321,7 @@ class _Losses:
                 self.messages += 1
         after = numbers.restarts + len(numbers.gaps) + self.messages
         self.breaks[item.publisher] += after - before
-        return new
+        return stream
 
     @property
     def notes(self) -> list[str]:
