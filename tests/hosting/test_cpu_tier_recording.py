@@ -71,7 +71,7 @@ def tier(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_evictions_of_the_first_group_are_recorded(tier, order):
-    """What leaves the first of two groups is recorded, whichever group is stored first."""
+    """Evictions of the first of two groups are recorded, whichever group is stored first."""
     for number in range(4):
         keys = [bytes((number, group)) for group in order]
         context = Context(f"r{number}", keys)
