@@ -488,6 +488,9 @@ record --zmq tcp://127.0.0.1:1 -o x.jsonl --for x | '--for': time 'x': expected 
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --batches 0 | '--batches': 0 is out of range
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --ranks 99999 | rank 65535 would have port 65536
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate x | '--rotate': size 'x': expected a number
+record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 5sm | size '5sm': expected
+record --zmq tcp://127.0.0.1:1 -o x.jsonl --reconnect 40000 | 'reconnect' must be <= 32767
+record --zmq tcp://127.0.0.1:1 -o x.jsonl --ranks 400m | give 400000000 or more
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 1h --rotate 90s | '90s' is a second age: give
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 0s | '--rotate': must be above 0
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate '1 GiX' | size '1 GiX': expected
