@@ -491,6 +491,17 @@ def test_a_server_that_is_aborted_closes_the_connections_of_its_clients():
                 assert client.recv(1) == b""
 
 
+def test_a_server_that_ends_waits_for_no_step_without_a_client():
+    """The last step of a slow simulation, whose client is cut off, has not come to its end."""
+    slow = attrs.evolve(FAST, speed_up=0.005, grace=0.1)
+    with serving(slow, simulated=True) as server, ExitStack() as stack:
+        host, port = server.url.removeprefix("http://").split(":")
+        client = stack.enter_context(socket.create_connection((host, int(port)), timeout=5))
+        client.sendall(http_request(b'{"prompt": "a"}'))
+        asyncio.run(until(lambda: server.engine.loop.open))
+    assert server.engine.loop.behind_ns < 0
+
+
 def test_a_conversation_hits_the_blocks_of_its_answers(client):
     """The text of an answer is read back as the tokens that were generated."""
     messages = [{"role": "user", "content": "hello " * 100}]
