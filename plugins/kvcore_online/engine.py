@@ -180,6 +180,7 @@ class LiveLoop(ServingLoop):
         open: requests that have arrived and not ended, by id.
         listeners: listeners of requests in the inbox, by id; set before the request is put.
         paced: whether steps are to take the time that the executor says.
+        idle: whether it waits for requests, or for what tiers load: no step is to run.
     """
 
     log: Tally
@@ -210,6 +211,7 @@ class LiveLoop(ServingLoop):
         self._clock, self._began_ns = clock, clock()
         self.paced, self._speed = speed is not None, speed or 1.0
         self._sleep = sleep or self.inbox.wait_closed
+        self.idle = True
         self.on_first_token = self._answered
         self._trace = cache.trace if isinstance(cache.trace, Trace) else None
         self._flush_at_ps = FLUSH_PS
@@ -290,7 +292,7 @@ class LiveLoop(ServingLoop):
 
     def _wait(self) -> bool:
         """Wait until a request arrives, or a load or timer is due; return False at the end."""
-        batcher, inbox = self.batcher, self.inbox
+        batcher, inbox, self.idle = self.batcher, self.inbox, True
         due = [heap[0][0] for heap in (batcher.timers, batcher.loads) if heap]
         now = self.elapsed_ns()
         seconds = max((min(due) - now) / NS_PER_S / self._speed, 0) if due else None
@@ -302,6 +304,7 @@ class LiveLoop(ServingLoop):
                     return False
                 inbox.changed.wait(seconds)
         self._keep_up()
+        self.idle = False
         return True
 
     def _keep_up(self) -> None:
