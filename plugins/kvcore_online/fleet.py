@@ -504,7 +504,8 @@ class Fleet:
         seconds = (now - flight.request.arrival) / NS_PER_S
         self.metrics.first_byte.labels(server.options.name).observe(seconds)
         if attempt.open:
-            self.dispatcher.first_token(flight.request, server.replica, now)
+            with _router_warnings():
+                self.dispatcher.first_token(flight.request, server.replica, now)
 
     def end(self, attempt: Attempt) -> None:
         """Count an attempt that has ended; a second call does nothing."""

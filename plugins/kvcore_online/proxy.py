@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import attrs
 import orjson
 
+from kvcore.errors import PolicyError
 from kvcore.lazy import import_extra
 from kvcore.request import Request
 from kvcore.untrusted import (
@@ -410,6 +411,9 @@ class Proxy:
         self.fleet.begin(flight)
         try:
             return await self._route(http, call, flight)
+        except PolicyError:
+            _record_refusal(flight, call, None)
+            raise
         finally:
             self.fleet.finish(flight)
 
@@ -417,7 +421,8 @@ class Proxy:
         self, http: web.Request, call: SentCall, flight: Flight
     ) -> web.StreamResponse:
         """Send a request to servers that the router picks, until one of them answers."""
-        why, tried = "no server is up", set[int]()
+        up, tried = self.fleet.dispatcher.up, set[int]()
+        why = "the router refuses the request" if up else "no server is up"
         while len(tried) <= self.config.retries:
             attempt = self.fleet.send(flight, tried)
             if attempt is None:
