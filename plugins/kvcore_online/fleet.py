@@ -421,8 +421,8 @@ class Fleet:
                 text += part
                 if len(text) >= LONGEST_METRICS:
                     break
-        match = _USAGE.search(text)
-        usage = float(match[1]) if match else 0.0
+        shares = list(map(float, _USAGE.findall(text)))  # of each engine
+        usage = sum(shares) / len(shares) if shares else 0.0
         return usage if 0 <= usage <= 1 else 0.0
 
     def failed(self, server: LiveServer) -> None:

@@ -564,6 +564,13 @@ async def test_models_are_those_of_the_first_server_that_tells(
         assert (await got.json())["data"] == [{"id": "tiny"}]
 
 
+@played(count=1)
+async def test_the_usage_of_a_server_of_several_engines_is_their_mean(proxy, servers, client):
+    """A server of data-parallel ranks, each with a pool, tells a share of each."""
+    servers[0].help, servers[0].usage = 'vllm:kv_cache_usage_perc{engine="1"} 0.75\n', 0.5
+    await until(lambda: proxy.fleet.servers[0].usage == 0.625)
+
+
 @pytest.mark.parametrize(("usage", "share"), [("nan", 0), ("inf", 0), ("-1", 0), ("1", 1)])
 @played(count=1)
 async def test_a_cache_usage_that_is_no_share_counts_as_0(proxy, servers, client, usage, share):
