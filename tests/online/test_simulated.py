@@ -319,6 +319,18 @@ def test_a_simulation_is_idle_while_it_waits_for_requests_and_loads():
     assert (waits, steps) == ({(True, True), (False, True)}, {False})
 
 
+def test_requests_that_come_during_a_step_wait():
+    """A request that the engine has not seen yet, and one that it has queued, are two."""
+    server = made()
+    loop = server.engine.loop
+    for number in range(2):
+        server.engine.submit(drawn()[number], print)
+    loop.inbox.take()
+    loop._arrive(drawn()[0], 0, 0)
+    text = server_metrics(loop, server.cache, "m", None)
+    assert 'vllm:num_requests_waiting{model_name="m"} 2\n' in text
+
+
 def test_usage_of_the_cache_is_the_share_of_its_blocks_in_use():
     """A sequence of 100 tokens has 7 of 50 blocks."""
     server = Server(simulated_parts(blocks=50), FAST)
