@@ -497,15 +497,15 @@ class Fleet:
         self.metrics.hit_tokens.labels(name).inc(hits)
         return attempt
 
-    def first_byte(self, attempt: Attempt) -> None:
-        """Count an attempt whose answer has begun."""
-        now, flight, server = self.now(), attempt.flight, attempt.server
+    def first_byte(self, attempt: Attempt, began: int) -> None:
+        """Count an attempt whose answer began at `began` (ns), and can be passed on."""
+        flight, server = attempt.flight, attempt.server
         server.failures = 0
-        seconds = (now - flight.request.arrival) / NS_PER_S
+        seconds = (began - flight.request.arrival) / NS_PER_S
         self.metrics.first_byte.labels(server.options.name).observe(seconds)
         if attempt.open:
             with _router_warnings():
-                self.dispatcher.first_token(flight.request, server.replica, now)
+                self.dispatcher.first_token(flight.request, server.replica, self.now())
 
     def end(self, attempt: Attempt) -> None:
         """Count an attempt that has ended; a second call does nothing."""

@@ -470,7 +470,7 @@ class Proxy:
                 )
                 headers = _passed_back(response)
                 data = await response.content.readany()
-            attempt.deadline = None
+            attempt.deadline, began = None, self.fleet.now()
             kind = media_type(response.headers.get("Content-Type"))
             streams = response.status == OK and kind == "text/event-stream"
             stream = EventStream(attempt.flight, counted=call.counted) if streams else None
@@ -482,7 +482,7 @@ class Proxy:
                     _record_refusal(attempt.flight, call, response.status)
             elif not data:
                 _refuse("an empty stream")
-            self.fleet.first_byte(attempt)
+            self.fleet.first_byte(attempt, began)
             return Answer(response, headers, data, stream)
         except BaseException as error:
             if response is not None:

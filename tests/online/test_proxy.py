@@ -1027,6 +1027,21 @@ def test_a_port_in_use_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@played(count=1)
+async def test_a_whole_answer_begins_with_its_first_byte(proxy, servers, client, monkeypatch):
+    """The time to the first byte of an answer that comes in two parts is that of the first."""
+    now = [0]
+    monkeypatch.setattr(proxy.fleet, "now", lambda: now[0])
+    servers[0].script = "pause"
+    servers[0].sent = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+    asked = asyncio.create_task(ask(client))
+    await until(lambda: [each for each in proxy.fleet.servers[0].attempts if not each.deadline])
+    now[0] = 5 * 10**9
+    servers[0].gate.set()
+    assert (await asked)[0] == 200
+    assert sample(proxy, "first_byte_seconds_sum") == 0
+
+
 def test_the_time_to_the_first_byte_counts_from_the_arrival():
     """A request that came at 5 s and whose answer begins at 7 s has waited for 2 s."""
     now = [0]
@@ -1034,8 +1049,7 @@ def test_the_time_to_the_first_byte_counts_from_the_arrival():
     fleet._join(fleet.servers[0])
     asked = Request(id=0, arrival=5 * 10**9, prompt_tokens=1, key_tokens=16)
     attempt = fleet.send(Flight(asked))
-    now[0] = 7 * 10**9
-    fleet.first_byte(attempt)
+    fleet.first_byte(attempt, 7 * 10**9)
     told = 'first_byte_seconds_sum{replica="127.0.0.1:9"} 2.0'
     assert told in fleet.metrics.text().decode()
 
