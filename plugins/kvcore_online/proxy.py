@@ -367,14 +367,13 @@ class Proxy:
         All that takes time with the length of a body is done here.
         """
         call, config = Call.read(path, body), self.config
-        tokens = call.tokens
         request = call.request(
             session,
-            tokens=tokens,
+            tokens=call.tokens,
             key_tokens=config.key_tokens,
             key_chars=config.key_chars,
         )
-        asked = tokens is None and config.by_tokens
+        asked = config.by_tokens and not isinstance(call.prompt, list)  # tokens, or several
         question = orjson.dumps(call.question) if asked else None
         sent = call.sent(count=config.trace is not None)
         if config.trace is not None:

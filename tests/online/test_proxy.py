@@ -909,12 +909,17 @@ async def test_an_abort_ends_the_requests_in_flight(proxy, servers, client):
 
 @played(prefixes="tokens")
 async def test_servers_make_tokens_by_turns(proxy, servers, client):
-    """The work of `/tokenize` is shared among the servers that are up."""
+    """The work of `/tokenize` is shared among the servers that are up.
+
+    They are asked for the tokens of one text: none has an answer to several.
+    """
     counts = Counter()
     for index, server in enumerate(servers):
         server.tokenize = lambda _, index=index: counts.update([index]) or {"tokens": [1]}
     for _ in range(4):
         await ask(client)
+        await ask(client, prompt=["a", "b"])
+        await ask(client, prompt=[1, 2])
     assert counts == {0: 2, 1: 2}
 
 
