@@ -16,6 +16,7 @@ from kvcore.cache.hints import (
     raise_expiry,
     raise_expiry_above,
     raise_priority_above,
+    reset_lapsed_priority,
 )
 from kvcore.cache.tree import root_span
 from kvcore.errors import InputError, PolicyError
@@ -609,9 +610,11 @@ class PolicyHost:
         for block in blocks:
             if block in self._orphans:
                 left, pins = self._orphans.pop(block)
+                reset_lapsed_priority(left, now)
                 self.stored_run(
                     (block,), parent, now, path=left.path_keys, start=left.start,
-                    request=request, tenant=left.tenant,
+                    request=request, priority=left.priority,
+                    priority_until=left.priority_until, tenant=left.tenant,
                 )  # fmt: skip
                 self._spans[block].ref_count = max(pins, 1)
                 if not pins:

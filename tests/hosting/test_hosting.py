@@ -333,11 +333,17 @@ def test_blocks_below_a_dropped_block_may_be_hit():
     assert host.victims(3, now=3) == ["c", "b", "a"]
 
 
-def test_a_block_that_is_hit_below_a_dropped_one_keeps_its_keys_and_its_tenant():
-    """A block that returns to the policy has its place in its text, also within a key."""
+def test_a_block_that_is_hit_below_a_dropped_one_keeps_its_keys_tenant_and_priority():
+    """A block that returns to the policy has its place in its text, also within a key.
+
+    Its priority goes on until it ends.
+    """
     host = make("lru", layout=BlockLayout("tokens", 16, 32))
     path = ["k0", "k1"]
-    host.stored_run("abcd", None, 0, path=path, tenant="one")
+    host.stored_run("abc", None, 0, path=path, tenant="one", priority=80)
+    host.stored_run(
+        "d", "c", 0, path=path, start=3, tenant="one", priority=70, priority_until=1
+    )
     release(host, "abcd")
     host.dropped("a", 0)
     host.stored_run("a", None, 0, path=path)
@@ -346,6 +352,7 @@ def test_a_block_that_is_hit_below_a_dropped_one_keeps_its_keys_and_its_tenant()
     host.hit("abcd", 1)
     assert [host.span(block).keys() for block in "abcd"] == [["k0"], ["k0"], ["k1"], ["k1"]]
     assert [host.span(block).tenant for block in "abcd"] == [None, "one", "one", "one"]
+    assert [host.span(block).priority for block in "abcd"] == [80, 80, 80, 35]
     release(host, "abcd")
     assert host.victims(4, now=2) == ["d", "c", "b", "a"]
     with pytest.raises(InputError, match="a key has 2 blocks: give the keys of the text"):
