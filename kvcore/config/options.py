@@ -42,7 +42,7 @@ from kvcore.errors import InputError, KvcoreError
 from kvcore.hookspecs import MODEL, POLICIES, POOL, REQUESTS, STEPS, Mode
 from kvcore.models.spec import WeightDtype
 from kvcore.plugins.base import FAILURES
-from kvcore.plugins.manager import KINDS, Plugins, imported_place, installed
+from kvcore.plugins.manager import KINDS, Plugins, imported_place, installed, resolve
 from kvcore.plugins.options import Spec, as_text, nearest
 from kvcore.request import SLO
 from kvcore.serving import Batching
@@ -534,7 +534,7 @@ def _chosen(like: Any, choices: Mapping[str, Any]) -> Any:
     if isinstance(like, Spec):
         texts = {name: as_text(value) for name, value in choices.items()}
         return Spec(like.name, like.options | texts)
-    return with_choices(like if isinstance(like, Rules) else like(), choices)
+    return with_choices(resolve("rules", like), choices)
 
 
 def check_names(
