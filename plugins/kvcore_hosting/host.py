@@ -437,15 +437,17 @@ class PolicyHost:
         self.eviction.requester = requester
         unusable: list[_BlockSpan] = []
         freed: Block | None = None
-        while freed is None and self._unpinned:
-            span = self._victim(now)
-            if usable(span.block):
-                freed = self._remove(span, "capacity")
-            else:
-                self._pin(span)
-                unusable.append(span)
-        for span in unusable:
-            self._unpin(span, now)
+        try:
+            while freed is None and self._unpinned:
+                span = self._victim(now)
+                if usable(span.block):
+                    freed = self._remove(span, "capacity")
+                else:
+                    self._pin(span)
+                    unusable.append(span)
+        finally:  # `usable` may raise
+            for span in unusable:
+                self._unpin(span, now)
         return freed
 
     def dropped(self, block: Block, now: int, reason: str = "gone") -> None:

@@ -164,7 +164,7 @@ def test_protected_blocks_are_no_victims():
 def test_victim_evicts_the_first_usable_choice():
     """`victim` evicts the first choice of the policy that is usable; others stay.
 
-    It returns None if no block is usable.
+    It returns None if no block is usable. All stay, unpinned, if `usable` raises.
     """
     host = make("lru")
     for block in "abc":
@@ -172,8 +172,10 @@ def test_victim_evicts_the_first_usable_choice():
     assert host.victim(lambda block: block != "a", now=0) == "b"
     assert ("b" in host, len(host), host.evictable) == (False, 2, 2)
     assert host.victim(lambda _block: False, now=0) is None
+    with pytest.raises(KeyError):
+        host.victim({"c": False}.__getitem__, now=0)
     assert (len(host), host.evictable) == (2, 2)
-    assert host.victims(2, now=0) == ["c", "a"]
+    assert host.victims(2, now=0) == ["a", "c"]
 
 
 def test_victim_first_evicts_below_a_dropped_block():
