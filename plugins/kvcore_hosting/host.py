@@ -93,7 +93,7 @@ class PolicyHost:
         layout: the layout of blocks and keys; None: a key for each block.
         recompute: seconds to compute n tokens after a context of c; None: Llama-3.1-8B, H100.
         fallback: what happens when the policy raises, or returns a span that is no victim.
-            False: that call, and every later one that changes blocks, raises PolicyError.
+            False: that call, and each that changes blocks until `clear`, raises PolicyError.
             True: `lru` replaces the policy, in the order of releases so far; a warning is
             logged once, and no error is raised.
 
@@ -126,7 +126,6 @@ class PolicyHost:
         self.released: int
         self.failure: PolicyError | None = None
         self.failures = 0
-        self._dead: PolicyError | None = None  # raised by later calls, without a fallback
         self._geometry = layout or BlockLayout("tokens", block_size, block_size, recompute)
         self._fallback = fallback
         policy = resolve("eviction", eviction, "lru")
@@ -518,6 +517,7 @@ class PolicyHost:
 
     def _begin(self, policy: EvictionPolicy) -> None:
         """Reset to an empty cache with a new policy."""
+        self._dead: PolicyError | None = None  # raised by later calls, without a fallback
         self._root = root_span(self._geometry)
         self._spans: dict[Block, _BlockSpan] = {}
         # Blocks cached below lost ones: their spans, and their numbers of pins.

@@ -455,7 +455,7 @@ for _method in CALLBACKS:
 
 
 def test_without_a_fallback_every_later_call_fails():
-    """Without a fallback the call, and every later one, raises the same PolicyError."""
+    """Without a fallback the call, and each until `clear`, raises the same PolicyError."""
     host = make(Failing())
     release(host, store(host, "ab"))
     with pytest.raises(
@@ -472,6 +472,8 @@ def test_without_a_fallback_every_later_call_fails():
         with pytest.raises(PolicyError) as later:
             call()
         assert later.value is first.value
+    host.clear()
+    assert store(host, "a")[0] in host
 
 
 @pytest.mark.parametrize("answer", ["text", EvictionPolicy, "pinned", "inner", "foreign"])
