@@ -577,6 +577,7 @@ simulate: block_size = 7 | block size 7 and the workload's keys of 16
 simulate: trace = "" | trace: empty path; name a file
 simulate: as_json = true | there is no option 'as_json' (did you mean 'json'?)
 simulate: json = 3 | json: expected true or false, not 3
+plan: markdown = "x" | markdown: expected true or false, not 'x'
 simulate: fail = "replica=0,at=-1" | c.toml: fail: time '-1'
 simulate: max_seqs = 3\n[batching]\nmax-seqs = 3 | 'max_seqs' is given twice
 simulate: [[replicas]]\ncount = 0 | c.toml: replicas: 0 is out of range
