@@ -11,12 +11,11 @@ const BARS = {
 
 /** The part of the run that timelines show: `start` and `width` in ns, or without a clock in rows. */
 class TimelineWindow {
-  constructor(side) {
-    const { playback } = side;
+  constructor(app, side) {
     const lives = Lives.of(side);
     this.timed = !lives.untimed;
-    this.least = this.timed ? playback.begin : 0;
-    this.most = Math.max(this.least + 1, this.timed ? playback.end : playback.length - 1);
+    this.least = this.timed ? app.begin : 0;
+    this.most = Math.max(this.least + 1, this.timed ? app.end : side.playback.length - 1);
     const whole = this.most - this.least;
     this.width = Math.min(whole, (whole * TimelineWindow.REQUESTS) / Math.max(1, lives.born.length));
     this.start = this.least;
@@ -63,8 +62,8 @@ class TimelinePanel {
     Object.assign(this, { app, side, shown: [], pointers: new Map() });
     this.lives = Lives.of(side);
     // Sides with a clock move together.
-    if (this.lives.untimed) this.window = new TimelineWindow(side);
-    else this.window = app.timelineWindow ??= new TimelineWindow(side);
+    if (this.lives.untimed) this.window = new TimelineWindow(app, side);
+    else this.window = app.timelineWindow ??= new TimelineWindow(app, side);
     const name = app.titled("Timeline", side);
     const button = (text, label, press) =>
       element("button", { type: "button", title: label, "aria-label": label, onclick: press }, text);

@@ -259,6 +259,23 @@ def test_keys_and_clicks_choose_requests_on_the_timeline(page):
     assert page.evaluate("kvcore.chosen.request") == shown["request"]
 
 
+def test_timelines_follow_the_clock_to_the_end_of_the_longer_run(
+    browser, overloaded, tmp_path
+):
+    """The timelines of two runs show the clock's time, also after the first run has ended."""
+    file = tmp_path / "page.html"
+    file.write_bytes(view_page([traces.serve(tmp_path / "short.jsonl"), overloaded[0]]))
+    with tab(browser) as found:
+        page = found.open(file)
+        page.evaluate("kvcore.seek(kvcore.end)")
+        drawn(page)
+        start, end, now = page.evaluate("""() => {
+          const { start, end } = kvcore.timelineWindow;
+          return [start, end, kvcore.time];
+        }""")
+    assert start <= now <= end
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "scheme"), [(WIDE, "dark"), (NARROW, "light")])
 def test_ids_that_look_like_markup_are_shown_as_text(browser, tmp_path, size, scheme):
