@@ -4,7 +4,7 @@ import json
 
 import pytest
 from helpers import traces
-from helpers.browser import NARROW, WIDE, tab
+from helpers.browser import NARROW, WIDE, drawn, tab
 from helpers.commands import run_here
 
 from kvcore import read_events
@@ -224,6 +224,20 @@ def test_the_outline_in_the_tree_is_that_of_the_bar_as_it_is_now(page, traced):
     outlines = page.evaluate(OUTLINES, [last * part / 200 for part in range(1, 200)])
     assert len({tuple(drawn) for drawn, _ in outlines}) > 5
     assert [drawn for drawn, _ in outlines] == [wanted for _, wanted in outlines]
+
+
+def test_the_card_of_the_tree_stays_while_its_bar_is_there(browser, html):
+    """A bar that was pointed at keeps its card: on lines not played yet, one on, one back."""
+    with tab(browser, WIDE) as shown:
+        page = shown.open(html)
+        page.evaluate("kvcore.visitPart(0.3)")
+        drawn(page)
+        page.locator("canvas.tree").hover(position={"x": 20, "y": 40})
+        for step in ("changed", "stepForward", "stepBack"):
+            page.evaluate(f"kvcore.{step}()")
+            drawn(page)
+            assert page.locator("#card").is_visible(), step
+        page.keyboard.press("Escape")
 
 
 @pytest.mark.slow
