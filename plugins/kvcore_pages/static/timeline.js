@@ -386,7 +386,8 @@ class TimelinePanel {
     };
     const { columns } = side.playback;
     const { made, took } = lives.evictionsOf(lit, side.contents);
-    for (const row of made) arrow(columns.d[row], lit, row);
+    const { cache_groups } = side.playback.header; // of which rows do not tell who lost blocks
+    if (!cache_groups) for (const row of made) arrow(columns.d[row], lit, row);
     for (const row of took) arrow(lit, columns.request[row], row);
     for (const phase of lives.preempted) {
       const [victim, whom] = [lives.phases.request[phase], lives.phases.whom[phase]];
@@ -471,7 +472,7 @@ class TimelinePanel {
       const more = some.length > 4 ? ` and ${format.count(some.length - 4)} more` : "";
       return `${some.length > 1 ? "requests" : "request"} ${some.slice(0, 4).map(name).join(", ")}${more}`;
     };
-    if (made.length) told.push(`For it ${names(made, "d")} lost ${blocks(made)}.`);
+    if (made.length) told.push(playback.header.cache_groups ? `Evicted for it: ${blocks(made)}.` : `For it ${names(made, "d")} lost ${blocks(made)}.`);
     if (took.length) told.push(`Blocks of its prompt were evicted for ${names(took, "request")}.`);
     return told.join(" ");
   }
