@@ -324,6 +324,9 @@ class Playback:
         # Facts that the state of sequences and spans lacks: times, and requests that stored.
         self._opened: dict[int, int] = {}
         self._stored: dict[int, tuple[int, int]] = {}
+        # Requests that had their first token, and those that were preempted and wait.
+        self._answered: set[int] = set()
+        self._preempted: set[int] = set()
         self._read(reader, tick)
         self._must_be_shown(reader)
         self._inquest.judge()
@@ -421,8 +424,8 @@ class Playback:
         """Start or stop keeping rows, before the first line of a moment."""
         self.ended, window = event.t, self._window
         if self._stage == "before" and event.t >= window.start:
-            self._stage, self.first_line, self.opening = "inside", event.n, self._snapshot()
-            self._before = 0
+            self._stage, self.first_line, self._before = "inside", event.n, 0
+            self.opening = self._snapshot() | self._lives()
         if self._stage != "inside":
             return
         rows = self._count
@@ -450,6 +453,15 @@ class Playback:
             column += more  # noqa: PLW2901
             self.rows[name] = column
         del self._flat[:]
+
+    def _lives(self) -> dict[str, Any]:
+        """Return how far requests are, of which the state of the cache does not tell."""
+        there = {*map(self._of_sequence.__getitem__, self._opened), *self._preempted}
+        return {
+            "numbers": len(self._numbers),
+            "answered": sorted(self._answered & there),
+            "preempted": sorted(self._preempted),
+        }
 
     def _snapshot(self) -> dict[str, Any]:
         """Return the state as a JSON value."""
@@ -546,6 +558,7 @@ class Playback:
         """Record that a sequence is opened for a request; return the number of the request."""
         request = self._numbers[event.request]
         self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
+        self._preempted.discard(request)
         if not event.again:
             self.prompts.admit(request, event.n, event.t)
         return request
@@ -627,19 +640,28 @@ class Playback:
         values = event.seq, event.block, event.source, event.to
         self._row(event, self._of_sequence[event.seq], *values)
 
-    def _first_token(self, event: events.FirstToken | events.Resume) -> None:
-        self._row(event, self._numbers[event.request], event.seq)
+    def _first_token(self, event: events.FirstToken) -> None:
+        request = self._numbers[event.request]
+        self._answered.add(request)
+        self._row(event, request, event.seq)
 
-    _resume = _first_token
+    def _resume(self, event: events.Resume) -> None:
+        request = self._numbers[event.request]
+        self._preempted.discard(request)
+        self._row(event, request, event.seq)
 
     def _preempt(self, event: events.Preempt) -> None:
         given = isinstance(event.requester, (int, str))
         requester = self._numbers.get(event.requester, NONE) if given else NONE  # type: ignore[arg-type]
         values = event.seq, PREEMPTED.index(event.how), requester
-        self._row(event, self._numbers[event.request], *values)
+        request = self._numbers[event.request]
+        self._preempted.add(request)
+        self._row(event, request, *values)
 
     def _finish(self, event: events.Finish) -> None:
-        self._row(event, self._numbers[event.request], event.seq, event.output)
+        request = self._numbers[event.request]
+        self._preempted.discard(request)
+        self._row(event, request, event.seq, event.output)
 
     def _keys(self, event: events.Keys) -> None:
         request, prompt = self._numbers[event.request], self._state.requests[event.request]

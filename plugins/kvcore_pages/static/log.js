@@ -27,7 +27,7 @@ class Teller {
     const lives = Lives.of(this.side);
     const since = (number) => {
       const arrived = lives.arrived[number];
-      return arrived > 0 ? `, ${format.duration(times[row] - times[arrived])} after it arrived` : "";
+      return arrived >= 0 ? `, ${format.duration(times[row] - times[arrived])} after it arrived` : "";
     };
     const who = () => this.request(request);
     const grouped = header.cache_groups;

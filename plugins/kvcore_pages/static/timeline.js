@@ -463,7 +463,7 @@ class TimelinePanel {
       `${whom[phase] >= 0 ? ` for request ${name(whom[phase])}` : ""}`);
     const told = [`Request ${name(request)}`];
     if (lives.begins[request] < 0) return `${told[0]} is not in this part of the run.`;
-    const edge = playback.about.begin && !lives.begins[request] ? "before the lines that are here; since " : "";
+    const edge = lives.earlier.has(request) ? "before the lines that are here; since " : "";
     told.push(`from ${edge}${format.moment(times[lives.begins[request]])}${phases.length ? `: ${phases.join(", ")}` : ", served at once"}.`);
     const { made, took } = lives.evictionsOf(request, side.contents);
     const blocks = (rows) => format.counted(rows.reduce((sum, row) => sum + playback.blocksOf(row), 0), "block");

@@ -129,6 +129,28 @@ def test_a_window_has_the_curves_of_the_whole_trace(browser, overloaded, tmp_pat
         assert all(expected[time] == pytest.approx(value) for time, value in curves[name]), name
 
 
+def test_the_card_in_a_window_tells_what_was_before_it(browser, overloaded, tmp_path):
+    """Of a request from before a window the card has the true time of its admission.
+
+    Of one that had left it does not say that it will come.
+    """
+    requests, file = Timeline.read(overloaded[0]).requests, tmp_path / "part.html"
+    begin = 4 * 10**9
+    file.write_bytes(view_page([overloaded[0]], window=Window(begin, 9 * 10**9)))
+    served = zip(requests.admitted, requests.finish, strict=True)
+    shown = [0, next(row for row, (since, end) in enumerate(served) if since < begin < end)]
+    with tab(browser) as found:
+        page = found.open(file)
+        for row in shown:
+            page.evaluate("(request) => kvcore.choose({ side: kvcore.sides[0], request })", row)
+            drawn(page)
+            card = page.locator("#request-panel .life").text_content()
+            assert "arrivedbefore the lines that are here" in card
+            assert f"admitted{requests.admitted[row] / 1e9:,.3f} s" in card
+            assert "has not arrived" not in card
+            assert "first token" not in card.partition("Why")[0]
+
+
 def test_hit_ratios_are_those_of_the_timeline(page, overloaded):
     """The curves of hit ratios, in all and of the last 60 s, are those of `Timeline`."""
     curves, series = page.evaluate(CURVES), Timeline.read(overloaded[0]).series
