@@ -281,9 +281,7 @@ def test_keys_and_clicks_choose_requests_on_the_timeline(page):
     assert page.evaluate("kvcore.chosen.request") == shown["request"]
 
 
-def test_timelines_follow_the_clock_to_the_end_of_the_longer_run(
-    browser, overloaded, tmp_path
-):
+def test_timelines_follow_the_clock_to_the_end_of_the_longer_run(browser, overloaded, tmp_path):
     """The timelines of two runs show the clock's time, also after the first run has ended."""
     file = tmp_path / "page.html"
     file.write_bytes(view_page([traces.serve(tmp_path / "short.jsonl"), overloaded[0]]))
