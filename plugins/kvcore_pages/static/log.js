@@ -166,7 +166,7 @@ class LogPanel {
     const { app, side } = this;
     if (app.keeps(this)) return;
     const row = Math.max(0, side.row);
-    const state = [row, this.filter, FILTERS[this.filter].chosen && app.chosen?.request].join();
+    const state = [row, this.filter, FILTERS[this.filter].chosen && app.requestOn(side, app.chosen)].join();
     if (state === this.drawn) return;
     this.drawn = state;
     const { noun, chosen } = FILTERS[this.filter];

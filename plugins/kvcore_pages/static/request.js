@@ -116,7 +116,8 @@ class RequestPanel {
       ? `${format.counted(seq.ids.length, "block")} of its own`
       : `${format.counted(seq.span?.end ?? 0, "cached block")} and ${format.count(seq.ids.length)} of its own`);
     const holds = held.length ? `; it holds ${held.join(", and ")}` : "";
-    const blocks = playback.requests.blocks[request];
+    // Without those that it generates, and what its last key covers beyond it.
+    const blocks = Math.min(playback.requests.blocks[request], Math.ceil(playback.requests.tokens[request] / playback.header.block_size));
     const cached = this._cached(side, request, blocks);
     return `Now it ${doing}${holds}. Of the ${format.counted(blocks, "block")} of its prompt ${format.count(cached)} ${cached === 1 ? "is" : "are"} cached.`;
   }

@@ -233,6 +233,39 @@ def test_the_log_has_a_sentence_for_each_kind_of_event(page, overloaded):
     assert f"by {evict['by']} for request {evict['for']}" in marked.text_content()
 
 
+def test_the_log_is_that_of_the_request_that_is_chosen(browser, tmp_path):
+    """Of two requests with one number, on two sides, the log shows the one that is chosen."""
+    events = traces.lines(traces.record(tmp_path / "trace.jsonl"))
+    name = next(event["id"] for event in events if event["event"] == "REQUEST")
+    renamed = [
+        event
+        | {field: "other" for field in ("id", "request", "for") if event.get(field) == name}
+        for event in events
+    ]
+    other, file = traces.seal(tmp_path / "other.jsonl", renamed), tmp_path / "page.html"
+    file.write_bytes(view_page([tmp_path / "trace.jsonl", other]))
+    with tab(browser) as found:
+        page = found.open(file)
+        page.locator(".log-panel select").first.select_option("chosen")
+        for side, shown in ((0, f"request {name} arrives"), (1, "There is no event of it.")):
+            page.evaluate("(n) => kvcore.choose({ side: kvcore.sides[n], request: 0 })", side)
+            drawn(page)
+            assert shown in page.locator("#log-0").text_content()
+
+
+def test_the_card_counts_the_blocks_of_the_prompt_alone(browser, tmp_path):
+    """Where a key stands for many blocks, the card counts those that the prompt has."""
+    trace, file = tmp_path / "trace.jsonl", tmp_path / "page.html"
+    assert frame.run(["simulate", "--limit", "1", "--trace", str(trace)]) == 0
+    (tokens,) = Timeline.read(trace).requests.prompt
+    file.write_bytes(view_page([trace]))
+    with tab(browser) as found:
+        page = found.open(file)
+        page.evaluate("kvcore.choose({ side: kvcore.sides[0], request: 0 })")
+        drawn(page)
+        assert f"Of the {-(-tokens // 16):,} blocks of its prompt" in page.inner_text("main")
+
+
 def test_buttons_go_to_the_next_and_previous_eviction(page, overloaded):
     """The buttons go to the next and the previous event that the filter shows."""
     rows = [line["n"] for line in traces.lines(overloaded[0]) if line["event"] == "EVICT"]
