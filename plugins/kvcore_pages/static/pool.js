@@ -140,7 +140,8 @@ class PoolPanel extends BlockPanel {
     this.legend.draw(view);
     for (const [number, bar] of this.tiers.entries()) bar.draw(side, number);
     this._say(view, only);
-    if (this.pointer) this._card();
+    if (this.pointer?.cell < this.grid.cells) this._card();
+    else this._leave(); // the window is smaller now
   }
 
   /** Return the grid's sizes, and where a cell is in it. */

@@ -195,6 +195,20 @@ def test_the_card_of_a_block_has_its_life_in_the_trace(page, traced):
             assert "stays to the end" in text
 
 
+def test_the_card_of_a_block_tells_that_it_will_expire(browser, tmp_path):
+    """Of a block that expires next the card does not say that it is evicted for a request."""
+    trace, path = tmp_path / "run.jsonl.gz", tmp_path / "page.html"
+    workload = "zipf:requests=100,rate=5,prefixes=10,prefix_tokens=128"
+    run_here("simulate", workload, "--eviction", "ttl:ttl=2", "--trace", trace)
+    line = next(each for each in lines(trace) if each.get("reason") == "expired")
+    path.write_bytes(view_page([trace]))
+    with tab(browser) as shown:
+        page = shown.open(path)
+        page.evaluate("row => kvcore.seekRow(kvcore.sides[0], row)", line["n"] - 1)
+        life = "id => kvcore.panels.find((panel) => panel.life).life(id).sentences().at(-1)"
+        assert page.evaluate(life, line["runs"][0][0]).startswith("Expired in ")
+
+
 def test_blocks_of_a_running_request_are_highlighted(page, traced):
     """The highlighted blocks of a running request are those of its spans and private ones."""
     page.evaluate(SEEK, lines(traced)[-1]["t"] / 2e9)
@@ -254,4 +268,12 @@ def test_a_large_pool_states_the_blocks_of_a_cell(browser, tmp_path):
         note = page.locator(".pool .note").text_content()
         assert f"A cell is {grid['each']} blocks" in note
         assert page.evaluate("document.documentElement.scrollWidth") <= NARROW[0]
+        # A cursor behind the last cell of the smaller map is gone.
+        for size, keys in ((WIDE, ("End",)), (NARROW, ())):
+            page.set_viewport_size(dict(zip(("width", "height"), size, strict=True)))
+            page.evaluate("kvcore.changed()")
+            drawn(page)
+            for key in keys:
+                page.locator("canvas.blocks").press(key)
+        assert not page.locator("#card").is_visible()
         assert not shown.complaints
