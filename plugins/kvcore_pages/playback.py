@@ -324,9 +324,9 @@ class Playback:
         # Facts that the state of sequences and spans lacks: times, and requests that stored.
         self._opened: dict[int, int] = {}
         self._stored: dict[int, tuple[int, int]] = {}
-        # Requests that had their first token, and those that were preempted and wait.
+        # Requests that had their first token, and those that wait, by whether preempted.
         self._answered: set[int] = set()
-        self._preempted: set[int] = set()
+        self._waits: dict[int, bool] = {}
         self._read(reader, tick)
         self._must_be_shown(reader)
         self._inquest.judge()
@@ -456,11 +456,11 @@ class Playback:
 
     def _lives(self) -> dict[str, Any]:
         """Return how far requests are, of which the state of the cache does not tell."""
-        there = {*map(self._of_sequence.__getitem__, self._opened), *self._preempted}
+        there = {*map(self._of_sequence.__getitem__, self._opened), *self._waits}
         return {
             "numbers": len(self._numbers),
             "answered": sorted(self._answered & there),
-            "preempted": sorted(self._preempted),
+            "waiting": list(self._waits.items()),
         }
 
     def _snapshot(self) -> dict[str, Any]:
@@ -545,6 +545,7 @@ class Playback:
             # Equal keys are one object: others would take most of the memory.
             leader = self._state.requests[self.prompts.ids[self.prompts.leader[request]]]
             prompt.keys[:shared] = leader.keys[:shared]
+        self._waits[request] = False
         self._row(event, request)
 
     def _prefetch(self, event: events.Prefetch) -> None:
@@ -558,7 +559,7 @@ class Playback:
         """Record that a sequence is opened for a request; return the number of the request."""
         request = self._numbers[event.request]
         self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
-        self._preempted.discard(request)
+        self._waits.pop(request, None)
         if not event.again:
             self.prompts.admit(request, event.n, event.t)
         return request
@@ -647,7 +648,7 @@ class Playback:
 
     def _resume(self, event: events.Resume) -> None:
         request = self._numbers[event.request]
-        self._preempted.discard(request)
+        self._waits.pop(request, None)
         self._row(event, request, event.seq)
 
     def _preempt(self, event: events.Preempt) -> None:
@@ -655,12 +656,12 @@ class Playback:
         requester = self._numbers.get(event.requester, NONE) if given else NONE  # type: ignore[arg-type]
         values = event.seq, PREEMPTED.index(event.how), requester
         request = self._numbers[event.request]
-        self._preempted.add(request)
+        self._waits[request] = True
         self._row(event, request, *values)
 
     def _finish(self, event: events.Finish) -> None:
         request = self._numbers[event.request]
-        self._preempted.discard(request)
+        self._waits.pop(request, None)
         self._row(event, request, event.seq, event.output)
 
     def _keys(self, event: events.Keys) -> None:
@@ -670,7 +671,9 @@ class Playback:
         self._row(event, request)
 
     def _reject(self, event: events.Reject) -> None:
-        self._row(event, self._numbers[event.request])
+        request = self._numbers[event.request]
+        self._waits.pop(request, None)
+        self._row(event, request)
 
     def _recover(self, event: events.Recover) -> None:
         request = self._numbers[event.request] = len(self._numbers)

@@ -118,7 +118,7 @@ class Lives {
     const { admitted: lines } = playback.requests;
     const { first } = playback.about;
     for (const each of begin.answered) answered.add(each);
-    for (const each of begin.preempted) this._begin(each, PHASE.preempted, 0);
+    for (const [each, preempted] of begin.waiting) this._begin(each, preempted ? PHASE.preempted : PHASE.queued, 0);
     begin.sequences.id.forEach((seq, at) => {
       const each = begin.sequences.request[at];
       if (lines[each] < 0 || lines[each] >= first) return; // opened ahead, to load
@@ -128,13 +128,8 @@ class Lives {
       admitted[each] = 0;
       if (this._under[each] < 0) this._begin(each, untimed || answered.has(each) ? PHASE.decode : PHASE.prefill, 0);
     });
-    const [came, refused] = ["REQUEST", "REJECT"].map((name) =>
-      new Set(request.filter((_, row) => kind[row] === playback.kinds[name])));
-    for (let each = 0; each < begin.numbers; each++) {
-      if (came.has(each)) continue; // was announced
-      earlier.add(each);
-      if (this._under[each] < 0 && (lines[each] >= first || refused.has(each))) this._begin(each, PHASE.queued, 0);
-    }
+    const came = new Set(request.filter((_, row) => kind[row] === playback.kinds.REQUEST)); // may have been announced
+    for (let each = 0; each < begin.numbers; each++) if (!came.has(each)) earlier.add(each);
   }
 
   /** Go through all rows. */
