@@ -71,7 +71,7 @@ class PoolPanel extends BlockPanel {
       return;
     }
     const life = this.life(this._block(cell));
-    this.app.point({ side: this.side, request: life.request, block: life.id, span: life.span });
+    this.app.point({ side: this.side, request: life.request, block: life.id });
     this._card();
   }
 

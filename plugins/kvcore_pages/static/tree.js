@@ -130,7 +130,7 @@ class TreePanel extends BlockPanel {
     this.cursor = found.bar.key;
     const block = found.bar.holder.ids[found.at];
     if (before?.bar.holder.ids[before.at] !== block) {
-      this.app.point({ side: this.side, request: found.bar.holder.request, block, span: found.bar.holder.span });
+      this.app.point({ side: this.side, request: found.bar.holder.request, block });
     }
     this._card();
   }
