@@ -232,6 +232,26 @@ class Prompts:
             self._first.setdefault(key, request)
 
 
+@attrs.define
+class Lives:
+    """How far requests are, by number, of which the state of the cache does not tell.
+
+    Attributes:
+        answered: those that had their first token.
+        waits: those that wait, and whether they were preempted.
+        opened: by open sequence, when that was (ns).
+    """
+
+    answered: set[int] = attrs.field(factory=set)
+    waits: dict[int, bool] = attrs.field(factory=dict)
+    opened: dict[int, int] = attrs.field(factory=dict)
+
+    def told(self, there: Iterable[int]) -> dict[str, Any]:
+        """Return it as a JSON value, of the requests `there` and of those that wait."""
+        answered = sorted(self.answered & {*there, *self.waits})
+        return {"answered": answered, "waiting": list(self.waits.items())}
+
+
 @attrs.frozen
 class EvictedContent:
     """The block keys that an EVICT line removed, to compare two traces.
@@ -321,12 +341,9 @@ class Playback:
         self._before = 0  # time (ns) of the last row
         self._numbers: dict[int | str, int] = {}
         self._of_sequence: dict[int, int] = {}
-        # Facts that the state of sequences and spans lacks: times, and requests that stored.
-        self._opened: dict[int, int] = {}
+        # Facts that the state of sequences and spans lacks: lives, and requests that stored.
         self._stored: dict[int, tuple[int, int]] = {}
-        # Requests that had their first token, and those that wait, by whether preempted.
-        self._answered: set[int] = set()
-        self._waits: dict[int, bool] = {}
+        self._lives = Lives()
         self._read(reader, tick)
         self._must_be_shown(reader)
         self._inquest.judge()
@@ -425,7 +442,9 @@ class Playback:
         self.ended, window = event.t, self._window
         if self._stage == "before" and event.t >= window.start:
             self._stage, self.first_line, self._before = "inside", event.n, 0
-            self.opening = self._snapshot() | self._lives()
+            there = map(self._of_sequence.__getitem__, self._lives.opened)
+            self.opening = self._snapshot() | self._lives.told(there)
+            self.opening["numbers"] = len(self._numbers)
         if self._stage != "inside":
             return
         rows = self._count
@@ -454,15 +473,6 @@ class Playback:
             self.rows[name] = column
         del self._flat[:]
 
-    def _lives(self) -> dict[str, Any]:
-        """Return how far requests are, of which the state of the cache does not tell."""
-        there = {*map(self._of_sequence.__getitem__, self._opened), *self._waits}
-        return {
-            "numbers": len(self._numbers),
-            "answered": sorted(self._answered & there),
-            "waiting": list(self._waits.items()),
-        }
-
     def _snapshot(self) -> dict[str, Any]:
         """Return the state as a JSON value."""
         state, hits, stored = self._state, self._state.hits, self._stored
@@ -484,7 +494,7 @@ class Playback:
             "request": [self._of_sequence[seq.id] for seq in open_ones],
             "span": [seq.span.id for seq in open_ones],
             "ids": [seq.private.tolist() for seq in open_ones],
-            "opened": [self._opened[seq.id] for seq in open_ones],
+            "opened": [self._lives.opened[seq.id] for seq in open_ones],
         }
         tiers = () if state.tiers is None else state.tiers.levels.values()
         return {
@@ -545,21 +555,21 @@ class Playback:
             # Equal keys are one object: others would take most of the memory.
             leader = self._state.requests[self.prompts.ids[self.prompts.leader[request]]]
             prompt.keys[:shared] = leader.keys[:shared]
-        self._waits[request] = False
+        self._lives.waits[request] = False
         self._row(event, request)
 
     def _prefetch(self, event: events.Prefetch) -> None:
         request = self._numbers[event.request] = len(self._numbers)
         self.prompts.announce(self._state.requests[event.request], self.ratio)
-        self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
+        self._of_sequence[event.seq], self._lives.opened[event.seq] = request, event.t
         span = event.span if isinstance(event.span, int) else NONE
         self._row(event, request, event.seq, event.blocks, span)
 
     def _admit(self, event: events.Hit | events.Miss) -> int:
         """Record that a sequence is opened for a request; return the number of the request."""
         request = self._numbers[event.request]
-        self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
-        self._waits.pop(request, None)
+        self._of_sequence[event.seq], self._lives.opened[event.seq] = request, event.t
+        self._lives.waits.pop(request, None)
         if not event.again:
             self.prompts.admit(request, event.n, event.t)
         return request
@@ -628,13 +638,13 @@ class Playback:
         if event.reason in ("rollback", "passed"):
             kept = len(self._state.sequences[event.seq].private)
         elif event.reason == "close":
-            del self._opened[event.seq]
+            del self._lives.opened[event.seq]
         values = event.seq, reason, kept, 0, 0, run_blocks(event.runs)
         self._row(event, self._of_sequence[event.seq], *values)
 
     def _fork(self, event: events.Fork) -> None:
         owner = self._of_sequence[event.child] = self._of_sequence[event.seq]
-        self._opened[event.child] = event.t
+        self._lives.opened[event.child] = event.t
         self._row(event, owner, event.seq, event.child)
 
     def _copy(self, event: events.Copy) -> None:
@@ -643,12 +653,12 @@ class Playback:
 
     def _first_token(self, event: events.FirstToken) -> None:
         request = self._numbers[event.request]
-        self._answered.add(request)
+        self._lives.answered.add(request)
         self._row(event, request, event.seq)
 
     def _resume(self, event: events.Resume) -> None:
         request = self._numbers[event.request]
-        self._waits.pop(request, None)
+        self._lives.waits.pop(request, None)
         self._row(event, request, event.seq)
 
     def _preempt(self, event: events.Preempt) -> None:
@@ -656,12 +666,12 @@ class Playback:
         requester = self._numbers.get(event.requester, NONE) if given else NONE  # type: ignore[arg-type]
         values = event.seq, PREEMPTED.index(event.how), requester
         request = self._numbers[event.request]
-        self._waits[request] = True
+        self._lives.waits[request] = True
         self._row(event, request, *values)
 
     def _finish(self, event: events.Finish) -> None:
         request = self._numbers[event.request]
-        self._waits.pop(request, None)
+        self._lives.waits.pop(request, None)
         self._row(event, request, event.seq, event.output)
 
     def _keys(self, event: events.Keys) -> None:
@@ -672,7 +682,7 @@ class Playback:
 
     def _reject(self, event: events.Reject) -> None:
         request = self._numbers[event.request]
-        self._waits.pop(request, None)
+        self._lives.waits.pop(request, None)
         self._row(event, request)
 
     def _recover(self, event: events.Recover) -> None:
