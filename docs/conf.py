@@ -21,7 +21,6 @@ from typing import Any
 from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
-from sphinx.environment.adapters.toctree import TocTree
 
 sys.path.insert(0, str(Path(__file__).parent))
 import render_schemas
@@ -76,8 +75,8 @@ autodoc_preserve_defaults = True
 autosummary_generate = False
 napoleon_custom_sections = [(name, "params_style") for name in ("Attributes", "Options")]
 
-NAVIGATION: dict[str, str] = {}
-"""The navigation of the pages of a folder, in which none is marked, by folder."""
+NAVIGATION: dict[tuple[Any, ...], str] = {}
+"""The navigation of pages that no list of pages has, by folder and options of the theme."""
 
 PAGE = re.compile(r"\]\(([^):#]+)\.md\)")
 
@@ -276,41 +275,21 @@ def skip_tests(_app: Sphinx, _what: str, name: str, *_: Any) -> bool | None:
 def share_navigation(
     app: Sphinx, page: str, _template: str, context: dict[str, Any], _: Any
 ) -> None:
-    """Called with each page, before the theme is: pages of a folder share their navigation.
+    """Called with each page, before the theme is: one that no list has shares its navigation.
 
-    It takes most of the time of a page. In it no page is marked: it is that of a page which no
-    list of pages has.
+    Nothing in it is marked as the current page: it is that of all such pages of a folder. The
+    navigation takes most of the time of a page.
     """
-    folder = page.rpartition("/")[0]
-    unlisted = f"{folder}/none" if folder else "none"
+    if not any(page in pages for pages in app.env.toctree_includes.values()):
+        toctree, folder = context["toctree"], page.rpartition("/")[0]
 
-    def shared(**options: Any) -> str:
-        if folder not in NAVIGATION:
-            tree = TocTree(app.env).get_toctree_for(unlisted, app.builder, **options)
-            NAVIGATION[folder] = app.builder.render_partial(tree)["fragment"]
-        return NAVIGATION[folder]
+        def shared(**options: Any) -> str:
+            key = folder, *options.items()
+            if key not in NAVIGATION:
+                NAVIGATION[key] = toctree(**options)
+            return NAVIGATION[key]
 
-    context["toctree"] = shared
-
-
-def mark_page(app: Sphinx, page: str, _template: str, context: dict[str, Any], _: Any) -> None:
-    """Called with each page, after the theme is: mark the page, and open what it is below."""
-    link = app.builder.get_target_uri(page).rpartition("/")[2]
-    before, found, after = context["furo_navigation_tree"].partition(
-        f'"><a class="reference internal" href="{link}">'
-    )
-    if not found:
-        return
-    after = f' current-page"><a class="current reference internal" href="#">{after}'
-    for level in range(int(before.rpartition("toctree-l")[2][0]), 0, -1):
-        item, box = f'<li class="toctree-l{level}', ' class="toctree-checkbox"'
-        before, _, own = before.rpartition(item)
-        after = own + after
-        if own.startswith(" has-children"):
-            after = after.replace(box, f' checked=""{box}', 1)
-        before, _, siblings = f"{before}{item}".rpartition(f"<ul>\n{item}")
-        after = f'<ul class="current">\n{item}{siblings} current{after}'
-    context["furo_navigation_tree"] = before + after
+        context["toctree"] = shared
 
 
 def add_front(app: Sphinx, error: Exception | None) -> None:
@@ -329,6 +308,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("autodoc-process-docstring", keep_lines)
     app.connect("autodoc-skip-member", skip_tests)
     app.connect("html-page-context", share_navigation, priority=400)
-    app.connect("html-page-context", mark_page, priority=600)
     app.connect("build-finished", add_front)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
