@@ -96,7 +96,7 @@ def test_long_streams_hit_as_in_the_plain_algorithm(name):
 @pytest.mark.parametrize("blocks", [100, 1000])
 def test_the_bundled_trace_hits_as_in_the_plain_algorithm(name, blocks):
     """The policy hits like the plain algorithm on the blocks of the bundled trace."""
-    keys = list(islice((key for request in Mooncake() for key in request.keys), 4_000))
+    keys = list(islice((key for request in Mooncake() for key in request.keys), 10_000))
     found, plain = hits(name, keys, blocks)
     assert any(plain)
     assert found == plain
