@@ -38,8 +38,8 @@ async ({ name, rows, stride }) => {
 }
 """
 
-SEEDS = [*range(12), *(seed for seed in range(30) if Random(seed).choice(range(6)) == 5)]
-"""Seeds of runs: of the last ones the groups have blocks of two sizes."""
+SEEDS = [*range(8), 19, 27]
+"""Seeds of runs, for each of `TIERS`: of the last two the groups have blocks of two sizes."""
 
 
 @pytest.fixture(scope="module")

@@ -239,22 +239,30 @@ def test_a_page_plays_every_kind_of_line(page, tmp_path, name):
     check_uses(playback, path, uses)
 
 
-@pytest.mark.parametrize("make", [driven, served, hosted, pooled])
-def test_a_page_plays_random_runs(page, tmp_path, make):
+RUNS = [(driven, 12), (served, 9), (hosted, 6), (pooled, 6)]
+"""Random runs, and how many of each: all mixes, servers, engines and kinds of pools."""
+
+each_kind = pytest.mark.parametrize(
+    ("make", "count"), RUNS, ids=[make.__name__ for make, _ in RUNS]
+)
+
+
+@each_kind
+def test_a_page_plays_random_runs(page, tmp_path, make, count):
     """Spans, pins, tables, counts and next uses on a page equal a replay of random runs."""
-    for seed in range(12):
+    for seed in range(count):
         path = make(tmp_path / f"{make.__name__}{seed}.jsonl", seed)
         playback, uses = check(page, path, seed)
         check_uses(playback, path, uses)
 
 
-@pytest.mark.parametrize("make", [driven, served, hosted, pooled])
-def test_a_window_has_the_states_of_the_whole_trace(page, tmp_path, make):
+@each_kind
+def test_a_window_has_the_states_of_the_whole_trace(page, tmp_path, make, count):
     """A page of a window has the states of a replay of the whole trace.
 
     No window ends between two lines of the same time.
     """
-    for seed in range(12):
+    for seed in range(count):
         path = make(tmp_path / f"{make.__name__}{seed}.jsonl", seed)
         times = [event.t for event in read_events(path)]
         draw = Random(seed)
