@@ -42,7 +42,7 @@ from kvcore.errors import InputError, KvcoreError
 from kvcore.hookspecs import MODEL, POLICIES, POOL, REQUESTS, STEPS, Mode
 from kvcore.models.spec import WeightDtype
 from kvcore.plugins.base import FAILURES
-from kvcore.plugins.manager import KINDS, Plugins, imported_place, installed
+from kvcore.plugins.manager import KINDS, Plugins, imported_place, installed, resolve
 from kvcore.plugins.options import Spec, as_text, nearest
 from kvcore.request import SLO
 from kvcore.serving import Batching
@@ -64,7 +64,7 @@ class Option(NamedTuple):
         metavar: the word for its value on help pages, if it is text that `read` reads; None: a
             number or one of several choices, which the command line reads.
         choices: the values that it may have, if they are few and its type does not say.
-        optional: whether the text `none` leaves it out, as None does.
+        optional: whether `none`, a text or a table, leaves it out, as None does.
         multiple: whether a command line may give it several times.
         earlier: its name in earlier releases.
         name, type: the key and the type of its entry.
@@ -88,13 +88,12 @@ class Option(NamedTuple):
         Raises:
             InputError: a value that the option cannot have; begins with its name.
         """
-        if self.optional and value in ("none", Spec("none")):
-            return None
         try:
-            return convert(value, Literal[self.choices] if self.choices else self.type)
+            read = convert(value, Literal[self.choices] if self.choices else self.type)
         except InputError as error:
             msg = f"{self.name}: {error}"
             raise InputError(msg) from error
+        return None if self.optional and read in ("none", Spec("none")) else read
 
 
 @cache
@@ -534,7 +533,7 @@ def _chosen(like: Any, choices: Mapping[str, Any]) -> Any:
     if isinstance(like, Spec):
         texts = {name: as_text(value) for name, value in choices.items()}
         return Spec(like.name, like.options | texts)
-    return with_choices(like if isinstance(like, Rules) else like(), choices)
+    return with_choices(resolve("rules", like), choices)
 
 
 def check_names(

@@ -339,8 +339,7 @@ class RunParts:
     def _build(self, kind: str, value: Any, defaults: Mapping[str, Any] | None = None) -> Any:
         if isinstance(value, Spec):
             return self.plugins.build(kind, value, {**self._defaults(), **(defaults or {})})
-        is_plugin = isinstance(value, Plugin | type)
-        return resolve(kind, value if is_plugin else value())
+        return resolve(kind, value)
 
     def header(self) -> dict[str, Any]:
         """Return the fields of a trace header that only the configuration knows."""

@@ -20,7 +20,6 @@ from kvcore.config.options import (
     renamed,
 )
 from kvcore.errors import InputError, PluginError
-from kvcore.plugins.base import Plugin
 from kvcore.plugins.manager import imported_place, installed, resolve
 from kvcore.plugins.options import Spec
 from kvcore.serving import Rules
@@ -189,4 +188,4 @@ def built_rules(like: Any, plugins: Plugins | None = None) -> Rules:
         return Rules()
     if isinstance(like, Spec):
         return cast("Rules", (plugins or installed()).build("rules", like))
-    return cast("Rules", resolve("rules", like if isinstance(like, Plugin | type) else like()))
+    return cast("Rules", resolve("rules", like))

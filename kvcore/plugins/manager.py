@@ -617,17 +617,19 @@ def resolve(
 ) -> Any:
     """Return the plugin of `kind` that `given` stands for.
 
-    `given` may be an instance, which is returned; a class, which is built without options; a
-    text such as `lfu:half_life=300` or a `Spec`, which is looked up in `plugins` (None: in
-    the installed ones); or None, which stands for the built-in plugin `default_name`, or for
-    None without a default.
+    `given` may be an instance, which is returned; a class, which is built without options, or
+    a function that builds one; a text such as `lfu:half_life=300` or a `Spec`, which is looked
+    up in `plugins` (None: in the installed ones); or None, which stands for the built-in plugin
+    `default_name`, or for None without a default.
 
     Raises:
-        InputError: `given` has another type or kind, or an unknown name or option.
+        InputError: `given`, or what it builds, has another type or kind, or an unknown name.
         PluginError: the plugin is broken, has no name, or cannot work here.
     """
     if given is None:
         return default_name and default(kind, default_name)()
+    if callable(given) and not isinstance(given, type | Plugin):
+        given = given()
     if isinstance(given, (str, Spec)):
         known = plugins or installed()
         return known.build(kind, given)

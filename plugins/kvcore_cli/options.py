@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import click
 from click.core import ParameterSource
@@ -25,7 +25,7 @@ from kvcore.config.options import (
     renamed,
 )
 from kvcore.config.parts import BLOCK_SIZE
-from kvcore.config.values import slo_text
+from kvcore.config.values import convert, slo_text
 from kvcore.errors import InputError
 from kvcore.hookspecs import OUTPUT, Mode
 from kvcore.plugins.base import FAILURES
@@ -401,11 +401,19 @@ def names_from_file(ctx: click.Context, given: dict[str, Any]) -> set[str]:
     return from_file
 
 
+def _flag_value(value: Any, given: object) -> Any:
+    """Return the value that a flag stands for, if it is given as true."""
+    return value if convert(given, bool) else None
+
+
 def _type(param: click.Parameter) -> Any:
     """Return the type of an option's value in TOML."""
     if (known := getattr(param.type, "toml", None)) is not None:
         return known
-    kind = {"integer": int, "float": float, "boolean": bool}.get(param.type.name, str)
+    kinds = {"integer": int, "float": float, "boolean": bool}
+    kind: Any = kinds.get(param.type.name, str)
+    if isinstance(param, click.Option) and param.is_flag and kind is not bool:
+        kind = Annotated[bool, partial(_flag_value, param.flag_value)]
     if isinstance(param.type, Time) or (param.name in CHOICES and kind is not bool):
         return Any
     if declaration := find_option(str(param.name)):

@@ -7,8 +7,8 @@ The way of `kvcore simulate WORKLOAD --out DIR` (`cli/simulate.py`) from hooks t
     RunConfig.build                                     parts of the mode: misfits are refused
     opened             kvcore_running                   files are open; packages set up theirs
     ServedRun.run                                       `RunParts.run` serves the requests
-    ServedRun.end      Running.ran, kvcore_ran          fields of packages; DIR is written
-    end of `opened`                                     files are whole, and have their names
+    ServedRun.end      Running.ran, kvcore_ran          fields of packages
+    end of `opened`                                     the trace, and then the rest of DIR
     ServedRun.report   Ran.later                        JSON; or report, sections of packages
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ class ServedRun(NamedTuple):
         recorder: what records it, if anything does.
         beside: what packages do beside it.
         added: what packages have to say of it, once it has ended.
-        written: files that it has written to `--out`, or has begun to write.
+        last: what writes its results to `--out`, once its trace is whole.
     """
 
     parts: RunParts
@@ -55,7 +56,7 @@ class ServedRun(NamedTuple):
     recorder: Recorder | None
     beside: Sequence[Running]
     added: list[Ran]
-    written: list[Path]
+    last: list[Callable[[], None]]
 
     def run(self, doing: str) -> Any:
         """Serve the workload, and show the progress of `doing` it; return the result."""
@@ -67,7 +68,7 @@ class ServedRun(NamedTuple):
             return self.parts.run(self.recorder, requests, residency=residency)
 
     def end(self, result: Reported, document: dict[str, Any], *fields: str) -> None:
-        """Call packages with the result, add their fields to its document, and write `--out`.
+        """Call packages with the result, and add their fields to its document and to `--out`.
 
         `fields` are names of fields of the document that are written, besides theirs. Notes
         on stderr tell of prompts for which the model has no positions, and the like.
@@ -91,8 +92,7 @@ class ServedRun(NamedTuple):
             parted = command_field() | {
                 name: document[name] for name in names if name in document
             }
-            self.written.extend(self.given["out"] / name for name in (SUMMARY, REQUESTS))
-            result.write(self.given["out"], **parted)
+            self.last.append(partial(result.write, self.given["out"], **parted))
 
     def report(
         self, document: dict[str, Any], sections: Callable[[bool], Sequence[Section]]
@@ -117,28 +117,34 @@ class ServedRun(NamedTuple):
 def opened(parts: RunParts, given: Mapping[str, Any]) -> Iterator[ServedRun]:
     """Open the files of a run, and start what packages do beside it.
 
-    If the body raises, no file is left, and no directory that was made for the files.
+    If the body raises, no file is left, and no directory that was made for the files. The
+    results of an earlier run stay until the trace of this one is whole.
     """
     path, out = trace_path(parts, given), given["out"]
     others = [] if out is None else [out / SUMMARY, out / REQUESTS]
     for file in filter(None, (path, *others)):
         refuse_overwrite(file, parts.workload.options().values())
-    with ExitStack() as stack:
-        written = stack.enter_context(_files(out))
-        started = parts.plugins.results("kvcore_running", parts=parts, given=given)
-        beside = [stack.enter_context(context) or Running() for context in started]
-        recorder = next((side.recorder for side in beside if side.recorder is not None), None)
-        if recorder is None and path is not None:
-            from kvcore.trace import Trace  # noqa: PLC0415 - most runs are not traced
+    last: list[Callable[[], None]] = []
+    with _files(out) as written:
+        with ExitStack() as stack:
+            started = parts.plugins.results("kvcore_running", parts=parts, given=given)
+            beside = [stack.enter_context(context) or Running() for context in started]
+            recorder = next((s.recorder for s in beside if s.recorder is not None), None)
+            if recorder is None and path is not None:
+                from kvcore.trace import Trace  # noqa: PLC0415 - most runs are not traced
 
-            stack.enter_context(_listed(path, written))
-            recorder = stack.enter_context(Trace(path, **parts.header()))
-        yield ServedRun(parts, given, recorder, beside, [], written)
+                stack.enter_context(_listed(path, written))
+                recorder = stack.enter_context(Trace(path, **parts.header()))
+            yield ServedRun(parts, given, recorder, beside, [], last)
+        written.extend(filter(None, [path]))  # by a package too
+        written.extend(file for file in others if not file.exists())
+        for write in last:
+            write()
 
 
 @contextmanager
 def _files(folder: Path | None) -> Iterator[list[Path]]:
-    """Make a directory, if one is given, and yield a list for files that are written.
+    """Make a directory, if one is given, and yield a list for files of this run.
 
     If the body raises, these are removed, and the directories that were not there before.
     """

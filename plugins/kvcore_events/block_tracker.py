@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import attrs
@@ -135,17 +136,88 @@ def _size(groups: _Groups) -> int:
     return sum(len(blocks) for group in groups.values() for blocks in group.counts.values())
 
 
-class BlockTracker:
+class BatchNumbers:
+    """The numbers of batches in a stream: which come again, and which are missing.
+
+    A batch with a number below the next one is a replay, also if it fills a gap, unless its
+    time is later than that of all batches before: then the publisher has restarted. A gap or
+    a restart with the publisher None may be that of any.
+
+    Attributes:
+        replayed: number of batches that came again.
+        restarts: number of restarts of publishers; `starts`: how often each may have done so.
+        gaps: publisher, first missing number, and number of batches, of each gap.
+    """
+
+    def __init__(self) -> None:
+        """Expect any number of each publisher."""
+        self.replayed = self.restarts = 0
+        self.starts: Counter[Publisher] = Counter()
+        self.gaps: list[tuple[Publisher, int, int]] = []
+        self._publishers: dict[Publisher, _Progress] = {}
+
+    def advance(
+        self, batch: EventBatch, seq: int | None, publisher: Publisher
+    ) -> tuple[bool, int | None, Publisher]:
+        """Take the next batch; return whether it is new, its number and its publisher.
+
+        `seq` and `publisher` are those of the transport; if they are None, those of the batch
+        (`seq`, and `source` or `dp_rank`) take their place.
+        """
+        seq, time = batch.seq if seq is None else seq, batch.time
+        if publisher is None:
+            publisher = batch.dp_rank if batch.source is None else batch.source
+        if seq is None:
+            return True, None, publisher
+        state = self._publishers.setdefault(publisher, _Progress())
+        if state.next is not None and seq < state.next:
+            if time is None or state.time is None or time <= state.time:
+                self.replayed += 1
+                return False, seq, publisher
+            self.restart(publisher)
+            state = self._publishers[publisher]
+        if state.next is not None and seq > state.next:
+            self.gaps.append((publisher, state.next, seq - state.next))
+        state.next = seq + 1
+        if time is not None:
+            state.time = time if state.time is None else max(time, state.time)
+        return True, seq, publisher
+
+    def record_gap(self, publisher: Publisher, first: int, count: int) -> None:
+        """Record that `count` batches from number `first` on are lost."""
+        self.gaps.append((publisher, first, count))
+        self._expect(publisher, first + count)
+
+    def restart(self, publisher: Publisher) -> None:
+        """Expect the first batch of a publisher that has restarted."""
+        self.restarts += 1
+        for name in self._expect(publisher, 0):
+            self._publishers[name].time = None
+            self.starts[name] += 1
+
+    def _expect(self, publisher: Publisher, number: int) -> Iterable[Publisher]:
+        """Expect a number next, or any if it may be of one of several publishers."""
+        names = list(self._publishers) if publisher is None else [publisher]
+        for name in names or [None]:
+            state = self._publishers.setdefault(name, _Progress())
+            state.next = number if len(names) <= 1 else None
+        return names
+
+    @property
+    def missing(self) -> int:
+        """Return the number of batches known to be lost."""
+        return sum(count for _, _, count in self.gaps)
+
+
+class BlockTracker(BatchNumbers):
     """The blocks that are resident after batches, applied in the order of their publication.
 
     A hash may be stored several times at one location: it is resident until it was removed as
     often. In full-report mode, in which an engine also reports reused blocks, a second store
     is a reuse; so it is in an event with the `origin` `REUSED`.
 
-    A batch with a number below the next one is a replay, and ignored, also if it fills a gap,
-    unless its time is later than that of all batches before: then the publisher has restarted,
-    and its blocks are dropped. Missing numbers are a gap, after which the tracker may differ
-    from the engine.
+    A replay is ignored, as `BatchNumbers` knows one. Blocks of a publisher that has restarted
+    are dropped. After a gap the tracker may differ from the engine.
 
     Memory grows with the resident blocks; an event costs O(its blocks), and one that drops all
     blocks of a rank or of a publisher costs O(those), however many others there are.
@@ -159,40 +231,30 @@ class BlockTracker:
             without and with full reports.
         moved: number of blocks that changed their tier.
         cleared, forgotten: number of blocks dropped by a clear, and by a restart.
-        replayed: number of ignored batches.
-        restarts: number of restarts of publishers.
-        gaps: publisher, first missing number, and number of batches, of each gap.
+        replayed, restarts, gaps: number of ignored batches, and others as in `BatchNumbers`.
         anomalies: number of anomalies by kind; `examples` has the first 20.
     """
 
     def __init__(self, *, full: bool = False) -> None:
         """Start without resident blocks."""
+        super().__init__()
         self.full = full
         self.batches = self.stored = self.removed = self.stored_again = self.reused = 0
-        self.moved = self.cleared = self.forgotten = self.replayed = self.restarts = 0
+        self.moved = self.cleared = self.forgotten = 0
         self.events: Counter[str] = Counter()
-        self.gaps: list[tuple[Publisher, int, int]] = []
         self.anomalies = dict.fromkeys(KINDS, 0)
         self.examples: list[Anomaly] = []
         # By publisher, rank and group of layers.
         self._groups: dict[Publisher, dict[int | None, _Groups]] = {}
         # In how many groups a hash is resident.
         self._held: dict[Hash, int] = {}
-        self._publishers: dict[Publisher, _Progress] = {}
 
     def apply(
         self, batch: EventBatch, seq: int | None = None, publisher: Publisher = None
     ) -> bool:
-        """Apply the next batch; return False if it is a replay.
-
-        `seq` and `publisher` are those of the transport; if they are None, those of the batch
-        (`seq`, and `source` or `dp_rank`) take their place.
-        """
-        seq = batch.seq if seq is None else seq
-        if publisher is None:
-            publisher = batch.dp_rank if batch.source is None else batch.source
-        if seq is not None and not self._advance(publisher, seq, batch.time):
-            self.replayed += 1
+        """Apply the next batch, as in `advance`; return False if it is a replay."""
+        new, seq, publisher = self.advance(batch, seq, publisher)
+        if not new:
             return False
         batch_number = self.batches if seq is None else seq
         self.batches += 1
@@ -202,17 +264,12 @@ class BlockTracker:
             self._apply_event(event, publisher, batch.dp_rank, where)
         return True
 
-    def record_gap(self, publisher: Publisher, first: int, count: int) -> None:
-        """Record that `count` batches from number `first` on are lost."""
-        self.gaps.append((publisher, first, count))
-        self._publishers.setdefault(publisher, _Progress()).next = first + count
-
     def restart(self, publisher: Publisher) -> None:
         """Drop the blocks of a publisher that has restarted, and expect its first batch."""
-        self.restarts += 1
-        for groups in self._groups.pop(publisher, {}).values():
-            self.forgotten += self._drop(groups)
-        self._publishers[publisher] = _Progress(next=0)
+        for name in list(self._groups) if publisher is None else [publisher]:
+            for groups in self._groups.pop(name, {}).values():
+                self.forgotten += self._drop(groups)
+        super().restart(publisher)
 
     def resident(self) -> dict[BlockLocation, dict[Hash, int]]:
         """Return how often each hash is resident, by location; a copy."""
@@ -228,26 +285,6 @@ class BlockTracker:
     def holds(self, value: Hash) -> bool:
         """Return True if a hash is resident anywhere. O(1)."""
         return value in self._held
-
-    @property
-    def missing(self) -> int:
-        """Return the number of batches known to be lost."""
-        return sum(count for _, _, count in self.gaps)
-
-    def _advance(self, publisher: Publisher, seq: int, time: int | None) -> bool:
-        """Record the number of a batch; return False if it is a replay."""
-        state = self._publishers.setdefault(publisher, _Progress())
-        if state.next is not None and seq < state.next:
-            if time is None or state.time is None or time <= state.time:
-                return False
-            self.restart(publisher)
-            state = self._publishers[publisher]
-        if state.next is not None and seq > state.next:
-            self.gaps.append((publisher, state.next, seq - state.next))
-        state.next = seq + 1
-        if time is not None:
-            state.time = time if state.time is None else max(time, state.time)
-        return True
 
     def _apply_event(
         self, event: Event, publisher: Publisher, rank: int | None, where: str
@@ -322,6 +359,8 @@ class BlockTracker:
         elif None not in (content, block.content) and content != block.content:
             what = "other tokens than before"
         else:
+            if content is None:  # tokens that were unknown are those of this block
+                known[block.hash] = parent, block.content
             return
         self._note("collision", where, f"block {hash_text(block.hash)}: {what}")
 

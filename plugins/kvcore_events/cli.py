@@ -45,7 +45,7 @@ def rotation(
     """Return the size and the age at which a piece ends, as arguments of `RecordingWriter`."""
     limits: dict[str, float] = {}
     for value in values:
-        by_age = bool(value[:-1]) and value[-1] in UNITS
+        by_age = value[-2:-1].isdigit() and value[-1] in UNITS  # `5ss` is no time
         name = "rotate_seconds" if by_age else "rotate_bytes"
         if name in limits:
             msg = f"{value!r} is a second {'age' if by_age else 'size'}: give one of each"
@@ -151,7 +151,10 @@ def record(
     from kvcore_events.recording import record as run  # noqa: PLC0415 - a slow room
     from kvcore_events.subscriber import Server, Subscriber  # noqa: PLC0415 - as above
 
-    server = Server(**given)
+    try:
+        server = Server(**given)
+    except ValueError as error:
+        raise InputError(str(error)) from None
     with (
         Subscriber(server) as subscriber,
         _ending(subscriber.stop),

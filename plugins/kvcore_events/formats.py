@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from math import isfinite
 from typing import Any
 
@@ -12,7 +13,7 @@ import orjson
 from kvcore.errors import InputError, TraceError
 from kvcore.untrusted import PAYLOAD_BYTES, PAYLOAD_LEVELS, PAYLOAD_OBJECTS, parse_json
 from kvcore_events import dynamo, mooncake, tensorrt_llm, vllm
-from kvcore_events.model import DecodeError, EventBatch, brief
+from kvcore_events.model import DecodeError, EventBatch, UnparsedEvent, brief
 
 __all__ = ["FORMATS", "decode", "encode"]
 
@@ -58,13 +59,9 @@ def encode(batch: EventBatch) -> bytes:
     Raises:
         InputError: the format cannot express what the batch holds.
     """
-    try:
-        value = write_value(batch)
-        packed = batch.format in _PACKED
+    value, packed = write_value(batch), batch.format in _PACKED
+    with _written_as(batch.format):
         return msgspec.msgpack.encode(value) if packed else orjson.dumps(value)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        msg = f"the batch cannot be written as {batch.format}: {error}"
-        raise InputError(msg) from error
 
 
 def unpack(payload: bytes) -> tuple[Any, str]:
@@ -136,7 +133,23 @@ def write_value(batch: EventBatch) -> Any:
             f"be written, as it was; give another format: {', '.join(WRITERS)}"
         )
         raise InputError(msg)
-    return WRITERS[name](batch)
+    with _written_as(name):
+        # Plain lists, as a reader has them: what it would refuse must not be written.
+        value = msgspec.msgpack.decode(msgspec.msgpack.encode(WRITERS[name](batch)))
+        for event, found in zip(batch.events, read_value(value, name).events, strict=True):
+            if isinstance(found, UnparsedEvent) and not isinstance(event, UnparsedEvent):
+                raise DecodeError(found.reason)
+    return value
+
+
+@contextmanager
+def _written_as(name: str) -> Iterator[None]:
+    """Raise an InputError for an error of writing a batch in a format."""
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        msg = f"the batch cannot be written as {name}: {error}"
+        raise InputError(msg) from error
 
 
 def _known(name: str) -> str:

@@ -204,9 +204,11 @@ class RecordingWriter(SealedWriter):
         )
 
     def rotate(self) -> None:
-        """Start a new piece if this one has a batch, and is large or old enough."""
+        """Start a new piece if this one is open, has a batch, and is large or old enough."""
+        if self._closed or "BATCH" not in self.lines:
+            return
         large = self._sink.size >= self._most_bytes
-        if "BATCH" in self.lines and (large or monotonic() - self._begun >= self._most_seconds):
+        if large or monotonic() - self._begun >= self._most_seconds:
             self.close()
             self._begin()
 

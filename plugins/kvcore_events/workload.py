@@ -23,6 +23,7 @@ from kvcore_plugins.workload.from_files import FromFiles
 from kvcore_plugins.workload.rows import Row, rows
 
 if TYPE_CHECKING:
+    from kvcore_events.block_tracker import BatchNumbers
     from kvcore_events.model import BlockStored, PagesStored
     from kvcore_events.recording import Lost, Received, Restarted, Skipped
 
@@ -174,23 +175,30 @@ class KvEvents(FromFiles):
     ) -> Iterator[tuple[BlockStored | PagesStored, int, Any, int]]:
         """Yield the runs stored in the first tier and the group; count in `losses` what lacks.
 
-        With each come its time in ns, its stream (the publisher, the source and the rank), and
-        the number of gaps and restarts before it.
+        With each come its time in ns, its stream (the publisher, the source, the rank, and its
+        restarts), and the number of gaps and restarts before it. If all are of other groups,
+        that is an InputError.
         """
         from kvcore_events.model import BlockStored, PagesStored  # noqa: PLC0415 - a slow import
         from kvcore_events.recording import Received  # noqa: PLC0415 - a slow import
 
+        groups: set[int] = set()
         for item, now in self._timed(losses):
-            losses.take(item)
-            if not isinstance(item, Received):
+            stream = losses.take(item)
+            if stream is None or not isinstance(item, Received):
                 continue
-            stream = (item.publisher, item.batch.source, item.batch.dp_rank)
             for event in item.batch.events:
                 if not isinstance(event, (BlockStored, PagesStored)):
                     continue
+                groups.add(self.group if event.group is None else event.group)
                 tiers = {block.medium for block in event.blocks()}
                 if event.group in (None, self.group) and tiers <= set(FIRST_TIER):
                     yield event, now, stream, losses.breaks[item.publisher]
+
+        if groups and self.group not in groups:
+            others = ", ".join(map(str, sorted(groups)))
+            msg = f"{self.path}: no blocks are of the 'group' {self.group}; there are: {others}"
+            raise InputError(msg)
 
     def _timed(
         self, losses: _Losses
@@ -262,14 +270,19 @@ class KvEvents(FromFiles):
             self._notes = (*losses.cut, outside)
 
 
+def _batch_numbers() -> BatchNumbers:
+    from kvcore_events.block_tracker import BatchNumbers  # noqa: PLC0415 - a slow import
+
+    return BatchNumbers()
+
+
 @attrs.define
 class _Losses:
     """The parts of a stream that one reading of its recording finds to be missing.
 
     Attributes:
         breaks: number of gaps, restarts and messages that were no batch, by publisher.
-        batches, gaps: number of lost batches, and of the gaps in which they were: those that
-            are recorded, and those that the numbers of batches show.
+        numbers: the numbers of the batches.
         messages: number of messages that were no batch.
         events: number of events that cannot be read.
         runs: number of runs that continue a request whose beginning is missing.
@@ -277,56 +290,46 @@ class _Losses:
     """
 
     breaks: Counter[int | None] = attrs.field(factory=Counter)
-    batches: int = 0
-    gaps: int = 0
+    numbers: BatchNumbers = attrs.field(factory=_batch_numbers)
     messages: int = 0
     events: int = 0
     runs: int = 0
     cut: tuple[str, ...] = ()
-    # The number of the next batch, by publisher; without one by the source or the rank.
-    _next: dict[int | None, int] = attrs.field(factory=dict)
 
-    def take(self, item: Received | Lost | Restarted | Skipped) -> None:
-        """Count what an item says to be missing, or its number shows to be."""
-        from kvcore_events.model import UnparsedEvent  # noqa: PLC0415 - a slow import
-        from kvcore_events.recording import Lost, Received, Skipped  # noqa: PLC0415 - likewise
+    def take(self, item: Received | Lost | Restarted | Skipped) -> tuple[Any, ...] | None:
+        """Count what an item says or shows to be missing; return the stream of a new batch."""
+        from kvcore_events.recording import (  # noqa: PLC0415 - a slow import
+            Lost,
+            Received,
+            Restarted,
+            unparsed_reasons,
+        )
 
-        if isinstance(item, Received):
-            self.events += sum(isinstance(event, UnparsedEvent) for event in item.batch.events)
-            self._number(item)
-            return
-        self.breaks[item.publisher] += 1
-        self.messages += isinstance(item, Skipped)
-        if isinstance(item, Lost):
-            self.gaps += 1
-            self.batches += item.count
-        # The next batch has a number that this one explains.
-        if item.publisher is None:
-            self._next.clear()
-        self._next.pop(item.publisher, None)
-
-    def _number(self, item: Received) -> None:
-        """Count the batches whose numbers are left out before a batch."""
-        batch = item.batch
-        number = batch.seq if item.seq is None else item.seq
-        if number is None:
-            return
-        names = (item.publisher, batch.source, batch.dp_rank)
-        publisher = next((name for name in names if name is not None), None)
-        expected = self._next.get(publisher, number)
-        if number > expected:
-            self.breaks[item.publisher] += 1
-            self.gaps += 1
-            self.batches += number - expected
-        # One that comes again has an earlier number.
-        self._next[publisher] = max(number + 1, expected)
+        numbers, stream = self.numbers, None
+        before = numbers.restarts + len(numbers.gaps) + self.messages
+        match item:
+            case Received(batch, seq, publisher):
+                new, _, name = numbers.advance(batch, seq, publisher)
+                if new:
+                    self.events += len(unparsed_reasons(batch))
+                    stream = publisher, batch.source, batch.dp_rank, numbers.starts[name]
+            case Lost(publisher=publisher, first=first, count=count):
+                numbers.record_gap(publisher, first, count)
+            case Restarted(publisher=publisher):
+                numbers.restart(publisher)
+            case _:
+                self.messages += 1
+        after = numbers.restarts + len(numbers.gaps) + self.messages
+        self.breaks[item.publisher] += after - before
+        return stream
 
     @property
     def notes(self) -> list[str]:
         """A note on each kind of what is missing."""
+        missing, gaps = self.numbers.missing, len(self.numbers.gaps)
         notes = {
-            f"lost batches: {self.batches:,} (gaps: {self.gaps:,}); requests in them are "
-            "missing": self.batches,
+            f"lost batches: {missing:,} (gaps: {gaps:,}); requests in them are "
+            "missing": missing,
             f"messages left out, which were no batch: {self.messages:,}": self.messages,
             f"events left out, which cannot be read: {self.events:,}": self.events,
             f"runs of blocks left out, whose request began before the recording or in what is "

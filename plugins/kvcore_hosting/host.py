@@ -16,6 +16,7 @@ from kvcore.cache.hints import (
     raise_expiry,
     raise_expiry_above,
     raise_priority_above,
+    reset_lapsed_priority,
 )
 from kvcore.cache.tree import root_span
 from kvcore.errors import InputError, PolicyError
@@ -92,7 +93,7 @@ class PolicyHost:
         layout: the layout of blocks and keys; None: a key for each block.
         recompute: seconds to compute n tokens after a context of c; None: Llama-3.1-8B, H100.
         fallback: what happens when the policy raises, or returns a span that is no victim.
-            False: that call, and every later one that changes blocks, raises PolicyError.
+            False: that call, and each that changes blocks until `clear`, raises PolicyError.
             True: `lru` replaces the policy, in the order of releases so far; a warning is
             logged once, and no error is raised.
 
@@ -125,7 +126,6 @@ class PolicyHost:
         self.released: int
         self.failure: PolicyError | None = None
         self.failures = 0
-        self._dead: PolicyError | None = None  # raised by later calls, without a fallback
         self._geometry = layout or BlockLayout("tokens", block_size, block_size, recompute)
         self._fallback = fallback
         policy = resolve("eviction", eviction, "lru")
@@ -436,15 +436,17 @@ class PolicyHost:
         self.eviction.requester = requester
         unusable: list[_BlockSpan] = []
         freed: Block | None = None
-        while freed is None and self._unpinned:
-            span = self._victim(now)
-            if usable(span.block):
-                freed = self._remove(span, "capacity")
-            else:
-                self._pin(span)
-                unusable.append(span)
-        for span in unusable:
-            self._unpin(span, now)
+        try:
+            while freed is None and self._unpinned:
+                span = self._victim(now)
+                if usable(span.block):
+                    freed = self._remove(span, "capacity")
+                else:
+                    self._pin(span)
+                    unusable.append(span)
+        finally:  # `usable` may raise
+            for span in unusable:
+                self._unpin(span, now)
         return freed
 
     def dropped(self, block: Block, now: int, reason: str = "gone") -> None:
@@ -515,6 +517,7 @@ class PolicyHost:
 
     def _begin(self, policy: EvictionPolicy) -> None:
         """Reset to an empty cache with a new policy."""
+        self._dead: PolicyError | None = None  # raised by later calls, without a fallback
         self._root = root_span(self._geometry)
         self._spans: dict[Block, _BlockSpan] = {}
         # Blocks cached below lost ones: their spans, and their numbers of pins.
@@ -609,9 +612,11 @@ class PolicyHost:
         for block in blocks:
             if block in self._orphans:
                 left, pins = self._orphans.pop(block)
+                reset_lapsed_priority(left, now)
                 self.stored_run(
                     (block,), parent, now, path=left.path_keys, start=left.start,
-                    request=request, tenant=left.tenant,
+                    request=request, priority=left.priority,
+                    priority_until=left.priority_until, tenant=left.tenant,
                 )  # fmt: skip
                 self._spans[block].ref_count = max(pins, 1)
                 if not pins:

@@ -41,6 +41,7 @@ class HostSettings:
 
         Raises:
             InputError: no such policy or option, or a file that cannot be read.
+            PluginError: the policy is broken.
         """
         environment = os.environ if environment is None else environment
         eviction = environment.get(EVICTION, "").strip()

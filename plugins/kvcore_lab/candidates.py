@@ -52,7 +52,7 @@ class Candidate:
             InputError: it builds something else than an eviction policy.
             PluginError: the policy that it builds has no name.
         """
-        policy = resolve("eviction", make if isinstance(make, type) else make())
+        policy = resolve("eviction", make)
         return cls(type(policy), plain(policy.options()), make=make)
 
     @classmethod

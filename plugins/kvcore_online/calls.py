@@ -17,6 +17,7 @@ from kvcore.request import block_keys
 from kvcore.untrusted import LONGEST_SALT, parse_json
 from kvcore_engine.tokens import SampledRequest, hashed
 from kvcore_online.listener import ApiError
+from kvcore_online.prompts import ASKED_OUTPUT, token_ids
 from kvcore_online.simulated import SimulatedModel
 
 MOST_STOPS = 4
@@ -25,8 +26,6 @@ MOST_NAMED = 64
 """Characters of the name of an option from which on an error has only its beginning."""
 
 MOST_URGENT = 1 << 31
-OUTPUT = 16
-"""Largest number of tokens of an answer if the client gives none."""
 
 READ = frozenset({
     *("model", "prompt", "messages", "tools", "tool_choice", "function_call", "cache_salt"),
@@ -199,7 +198,7 @@ class CallReader:
         if model is not None and model != self.name:
             named = shorten(repr(model))
             raise ApiError(404, f"there is no model {named}; this is {self.name!r}", "model")
-        output = OUTPUT
+        output = ASKED_OUTPUT
         for name in ("max_tokens", "max_completion_tokens"):
             output = _number(document, name, output, 1, whole=True)
         # Kept as long as the call waits and runs: a list takes 10 times the memory.
@@ -284,8 +283,8 @@ class CallReader:
         """Return the tokens of a prompt: a text, or token ids."""
         if isinstance(prompt, str) and prompt:
             return self._encoded(self.model.encode, prompt)
-        if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-            return prompt
+        if tokens := token_ids(prompt):
+            return tokens
         raise ApiError(400, "prompt must be a text, or token ids, or a list of these", "prompt")
 
     def _chat(self, messages: Any, tools: Any) -> Sequence[int]:

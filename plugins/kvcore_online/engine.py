@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from time import perf_counter_ns, sleep
+from time import perf_counter_ns
 from typing import Any, Protocol
 
 import attrs
@@ -110,6 +110,11 @@ class LiveInbox(Arrivals):
             self.closing = True
             self.changed.notify()
 
+    def wait_closed(self, seconds: float) -> None:
+        """Wait for some seconds, or until the inbox is closed."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.closing, seconds)
+
     def take(self) -> tuple[int, Request]:
         """Remove and return the next request, with its time of arrival (ns)."""
         with self.changed:
@@ -167,13 +172,15 @@ class LiveLoop(ServingLoop):
         clock: returns the time in ns.
         speed: times as fast as `clock` that a step is to pass, which the executor has only
             computed the time of; None: a step has taken the time that the executor says.
-        sleep: waits for some seconds of `clock`.
+        sleep: waits for some seconds of `clock`; None: at most until the inbox is closed, when
+            nobody waits for tokens any more.
 
     Attributes:
         inbox: the queue of new requests.
         open: requests that have arrived and not ended, by id.
         listeners: listeners of requests in the inbox, by id; set before the request is put.
         paced: whether steps are to take the time that the executor says.
+        idle: whether it waits for requests, or for what tiers load: no step is to run.
     """
 
     log: Tally
@@ -188,7 +195,7 @@ class LiveLoop(ServingLoop):
         clock: Callable[[], int] = perf_counter_ns,
         *,
         speed: float | None = None,
-        sleep: Callable[[float], None] = sleep,
+        sleep: Callable[[float], object] | None = None,
     ) -> None:
         if batching.rules.lag:
             msg = "lag=1: this engine plans a step once the one before has ended; give lag=0"
@@ -202,7 +209,9 @@ class LiveLoop(ServingLoop):
         self._stored = stored
         self._leaving: dict[int | str, str] = {}
         self._clock, self._began_ns = clock, clock()
-        self.paced, self._speed, self._sleep = speed is not None, speed or 1.0, sleep
+        self.paced, self._speed = speed is not None, speed or 1.0
+        self._sleep = sleep or self.inbox.wait_closed
+        self.idle = True
         self.on_first_token = self._answered
         self._trace = cache.trace if isinstance(cache.trace, Trace) else None
         self._flush_at_ps = FLUSH_PS
@@ -283,7 +292,7 @@ class LiveLoop(ServingLoop):
 
     def _wait(self) -> bool:
         """Wait until a request arrives, or a load or timer is due; return False at the end."""
-        batcher, inbox = self.batcher, self.inbox
+        batcher, inbox, self.idle = self.batcher, self.inbox, True
         due = [heap[0][0] for heap in (batcher.timers, batcher.loads) if heap]
         now = self.elapsed_ns()
         seconds = max((min(due) - now) / NS_PER_S / self._speed, 0) if due else None
@@ -295,6 +304,7 @@ class LiveLoop(ServingLoop):
                     return False
                 inbox.changed.wait(seconds)
         self._keep_up()
+        self.idle = False
         return True
 
     def _keep_up(self) -> None:

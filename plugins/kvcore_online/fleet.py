@@ -421,8 +421,8 @@ class Fleet:
                 text += part
                 if len(text) >= LONGEST_METRICS:
                     break
-        match = _USAGE.search(text)
-        usage = float(match[1]) if match else 0.0
+        shares = list(map(float, _USAGE.findall(text)))  # of each engine
+        usage = sum(shares) / len(shares) if shares else 0.0
         return usage if 0 <= usage <= 1 else 0.0
 
     def failed(self, server: LiveServer) -> None:
@@ -497,14 +497,15 @@ class Fleet:
         self.metrics.hit_tokens.labels(name).inc(hits)
         return attempt
 
-    def first_byte(self, attempt: Attempt) -> None:
-        """Count an attempt whose answer has begun."""
-        now, flight, server = self.now(), attempt.flight, attempt.server
+    def first_byte(self, attempt: Attempt, began: int) -> None:
+        """Count an attempt whose answer began at `began` (ns), and can be passed on."""
+        flight, server = attempt.flight, attempt.server
         server.failures = 0
-        seconds = (now - flight.request.arrival) / NS_PER_S
+        seconds = (began - flight.request.arrival) / NS_PER_S
         self.metrics.first_byte.labels(server.options.name).observe(seconds)
         if attempt.open:
-            self.dispatcher.first_token(flight.request, server.replica, now)
+            with _router_warnings():
+                self.dispatcher.first_token(flight.request, server.replica, self.now())
 
     def end(self, attempt: Attempt) -> None:
         """Count an attempt that has ended; a second call does nothing."""

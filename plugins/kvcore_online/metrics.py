@@ -43,10 +43,11 @@ def _counts(
     ends = {f'{{{name},end="{end}"}}': number for end, number in log.requests.items()}
     yield "kvcore:requests_total", COUNTER, "Requests by how they ended.", ends
     dropped = 0 if stored is None else stored.dropped
-    behind = max(loop.behind_ns, 0) / NS_PER_S if loop.paced and loop.open else 0.0
+    waiting = len(batcher.waiting) + len(loop.listeners)  # which come in during a step
+    behind = max(loop.behind_ns, 0) / NS_PER_S if loop.paced and not loop.idle else 0.0
     for family, kind, text, value in (
         ("vllm:num_requests_running", GAUGE, "Running requests.", len(batcher.running)),
-        ("vllm:num_requests_waiting", GAUGE, "Waiting requests.", len(batcher.waiting)),
+        ("vllm:num_requests_waiting", GAUGE, "Waiting requests.", waiting),
         ("vllm:kv_cache_usage_perc", GAUGE, "Share of the blocks in use.", used),
         (
             "vllm:prefix_cache_queries_total",

@@ -19,6 +19,12 @@ MOST_KEYS = 8_192
 MOST_ANSWERS = 128
 """Largest number of answers to a call that have a request each: more are told as one."""
 
+TOKENIZED = (
+    *("model", "messages", "prompt", "tools", "add_special_tokens", "add_generation_prompt"),
+    *("continue_final_message", "chat_template", "chat_template_kwargs"),
+)
+"""Fields of a body by which vLLM's `/tokenize` gives the tokens that its prompt has."""
+
 CHAT = "chat/completions"
 """End of the path of a chat."""
 
@@ -107,9 +113,8 @@ class Call:
     @property
     def question(self) -> dict[str, Any]:
         """The body of a request to a server's `/tokenize`."""
-        names = ("model", "messages", "prompt", "tools", "add_special_tokens")
         read = {**self.document, "prompt": self.prompt}
-        return {name: read[name] for name in names if read.get(name) is not None}
+        return {name: read[name] for name in TOKENIZED if read.get(name) is not None}
 
     @property
     def prompt(self) -> Any:

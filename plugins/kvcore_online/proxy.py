@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import attrs
 import orjson
 
+from kvcore.errors import PolicyError
 from kvcore.lazy import import_extra
 from kvcore.request import Request
 from kvcore.untrusted import (
@@ -366,14 +367,13 @@ class Proxy:
         All that takes time with the length of a body is done here.
         """
         call, config = Call.read(path, body), self.config
-        tokens = call.tokens
         request = call.request(
             session,
-            tokens=tokens,
+            tokens=call.tokens,
             key_tokens=config.key_tokens,
             key_chars=config.key_chars,
         )
-        asked = tokens is None and config.by_tokens
+        asked = config.by_tokens and not isinstance(call.prompt, list)  # tokens, or several
         question = orjson.dumps(call.question) if asked else None
         sent = call.sent(count=config.trace is not None)
         if config.trace is not None:
@@ -410,6 +410,9 @@ class Proxy:
         self.fleet.begin(flight)
         try:
             return await self._route(http, call, flight)
+        except PolicyError:
+            _record_refusal(flight, call, None)
+            raise
         finally:
             self.fleet.finish(flight)
 
@@ -417,7 +420,8 @@ class Proxy:
         self, http: web.Request, call: SentCall, flight: Flight
     ) -> web.StreamResponse:
         """Send a request to servers that the router picks, until one of them answers."""
-        why, tried = "no server is up", set[int]()
+        up, tried = self.fleet.dispatcher.up, set[int]()
+        why = "the router refuses the request" if up else "no server is up"
         while len(tried) <= self.config.retries:
             attempt = self.fleet.send(flight, tried)
             if attempt is None:
@@ -465,7 +469,7 @@ class Proxy:
                 )
                 headers = _passed_back(response)
                 data = await response.content.readany()
-            attempt.deadline = None
+            attempt.deadline, began = None, self.fleet.now()
             kind = media_type(response.headers.get("Content-Type"))
             streams = response.status == OK and kind == "text/event-stream"
             stream = EventStream(attempt.flight, counted=call.counted) if streams else None
@@ -477,7 +481,7 @@ class Proxy:
                     _record_refusal(attempt.flight, call, response.status)
             elif not data:
                 _refuse("an empty stream")
-            self.fleet.first_byte(attempt)
+            self.fleet.first_byte(attempt, began)
             return Answer(response, headers, data, stream)
         except BaseException as error:
             if response is not None:

@@ -208,11 +208,11 @@ class TrafficLog:
         except InputError as error:
             self._unlogged(error)
             return
-        prompt_tokens = len(request.keys) * request.key_tokens
+        prompt_tokens, now = len(request.keys) * request.key_tokens, request.arrival
         for now, replica, tokens in flight.routes:
             self._trace.route(now, request, replica, min(tokens, prompt_tokens))
         if flight.refused:
-            self._trace.refuse(request.arrival, request, flight.refused)
+            self._trace.refuse(now, request, flight.refused)
 
     def _flush(self, now: int) -> None:
         """Write the lines before `now`, and before the first request that has not ended."""

@@ -232,6 +232,26 @@ class Prompts:
             self._first.setdefault(key, request)
 
 
+@attrs.define
+class Lives:
+    """How far requests are, by number, of which the state of the cache does not tell.
+
+    Attributes:
+        answered: those that had their first token.
+        waits: those that wait, and whether they were preempted.
+        opened: by open sequence, when that was (ns).
+    """
+
+    answered: set[int] = attrs.field(factory=set)
+    waits: dict[int, bool] = attrs.field(factory=dict)
+    opened: dict[int, int] = attrs.field(factory=dict)
+
+    def told(self, there: Iterable[int]) -> dict[str, Any]:
+        """Return it as a JSON value, of the requests `there` and of those that wait."""
+        answered = sorted(self.answered & {*there, *self.waits})
+        return {"answered": answered, "waiting": list(self.waits.items())}
+
+
 @attrs.frozen
 class EvictedContent:
     """The block keys that an EVICT line removed, to compare two traces.
@@ -321,9 +341,9 @@ class Playback:
         self._before = 0  # time (ns) of the last row
         self._numbers: dict[int | str, int] = {}
         self._of_sequence: dict[int, int] = {}
-        # Facts that the state of sequences and spans lacks: times, and requests that stored.
-        self._opened: dict[int, int] = {}
+        # Facts that the state of sequences and spans lacks: lives, and requests that stored.
         self._stored: dict[int, tuple[int, int]] = {}
+        self._lives = Lives()
         self._read(reader, tick)
         self._must_be_shown(reader)
         self._inquest.judge()
@@ -421,8 +441,10 @@ class Playback:
         """Start or stop keeping rows, before the first line of a moment."""
         self.ended, window = event.t, self._window
         if self._stage == "before" and event.t >= window.start:
-            self._stage, self.first_line, self.opening = "inside", event.n, self._snapshot()
-            self._before = 0
+            self._stage, self.first_line, self._before = "inside", event.n, 0
+            there = map(self._of_sequence.__getitem__, self._lives.opened)
+            self.opening = self._snapshot() | self._lives.told(there)
+            self.opening["numbers"] = len(self._numbers)
         if self._stage != "inside":
             return
         rows = self._count
@@ -472,7 +494,7 @@ class Playback:
             "request": [self._of_sequence[seq.id] for seq in open_ones],
             "span": [seq.span.id for seq in open_ones],
             "ids": [seq.private.tolist() for seq in open_ones],
-            "opened": [self._opened[seq.id] for seq in open_ones],
+            "opened": [self._lives.opened[seq.id] for seq in open_ones],
         }
         tiers = () if state.tiers is None else state.tiers.levels.values()
         return {
@@ -533,19 +555,21 @@ class Playback:
             # Equal keys are one object: others would take most of the memory.
             leader = self._state.requests[self.prompts.ids[self.prompts.leader[request]]]
             prompt.keys[:shared] = leader.keys[:shared]
+        self._lives.waits[request] = False
         self._row(event, request)
 
     def _prefetch(self, event: events.Prefetch) -> None:
         request = self._numbers[event.request] = len(self._numbers)
         self.prompts.announce(self._state.requests[event.request], self.ratio)
-        self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
+        self._of_sequence[event.seq], self._lives.opened[event.seq] = request, event.t
         span = event.span if isinstance(event.span, int) else NONE
         self._row(event, request, event.seq, event.blocks, span)
 
     def _admit(self, event: events.Hit | events.Miss) -> int:
         """Record that a sequence is opened for a request; return the number of the request."""
         request = self._numbers[event.request]
-        self._of_sequence[event.seq], self._opened[event.seq] = request, event.t
+        self._of_sequence[event.seq], self._lives.opened[event.seq] = request, event.t
+        self._lives.waits.pop(request, None)
         if not event.again:
             self.prompts.admit(request, event.n, event.t)
         return request
@@ -614,32 +638,41 @@ class Playback:
         if event.reason in ("rollback", "passed"):
             kept = len(self._state.sequences[event.seq].private)
         elif event.reason == "close":
-            del self._opened[event.seq]
+            del self._lives.opened[event.seq]
         values = event.seq, reason, kept, 0, 0, run_blocks(event.runs)
         self._row(event, self._of_sequence[event.seq], *values)
 
     def _fork(self, event: events.Fork) -> None:
         owner = self._of_sequence[event.child] = self._of_sequence[event.seq]
-        self._opened[event.child] = event.t
+        self._lives.opened[event.child] = event.t
         self._row(event, owner, event.seq, event.child)
 
     def _copy(self, event: events.Copy) -> None:
         values = event.seq, event.block, event.source, event.to
         self._row(event, self._of_sequence[event.seq], *values)
 
-    def _first_token(self, event: events.FirstToken | events.Resume) -> None:
-        self._row(event, self._numbers[event.request], event.seq)
+    def _first_token(self, event: events.FirstToken) -> None:
+        request = self._numbers[event.request]
+        self._lives.answered.add(request)
+        self._row(event, request, event.seq)
 
-    _resume = _first_token
+    def _resume(self, event: events.Resume) -> None:
+        request = self._numbers[event.request]
+        self._lives.waits.pop(request, None)
+        self._row(event, request, event.seq)
 
     def _preempt(self, event: events.Preempt) -> None:
         given = isinstance(event.requester, (int, str))
         requester = self._numbers.get(event.requester, NONE) if given else NONE  # type: ignore[arg-type]
         values = event.seq, PREEMPTED.index(event.how), requester
-        self._row(event, self._numbers[event.request], *values)
+        request = self._numbers[event.request]
+        self._lives.waits[request] = True
+        self._row(event, request, *values)
 
     def _finish(self, event: events.Finish) -> None:
-        self._row(event, self._numbers[event.request], event.seq, event.output)
+        request = self._numbers[event.request]
+        self._lives.waits.pop(request, None)
+        self._row(event, request, event.seq, event.output)
 
     def _keys(self, event: events.Keys) -> None:
         request, prompt = self._numbers[event.request], self._state.requests[event.request]
@@ -648,7 +681,9 @@ class Playback:
         self._row(event, request)
 
     def _reject(self, event: events.Reject) -> None:
-        self._row(event, self._numbers[event.request])
+        request = self._numbers[event.request]
+        self._lives.waits.pop(request, None)
+        self._row(event, request)
 
     def _recover(self, event: events.Recover) -> None:
         request = self._numbers[event.request] = len(self._numbers)

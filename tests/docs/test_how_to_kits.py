@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from helpers.seeds import FirstSeeds
 
 DOCS = Path(__file__).parents[2] / "docs"
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -32,7 +33,7 @@ def test_the_conformance_kits_pass_on_the_how_tos(tmp_path, monkeypatch, capsys)
         (tmp_path / f"test_{name}.py").write_text(text, "utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "96")
-    code = pytest.main(["-q", "-p", "no:cacheprovider", "-rA", "."])
+    code = pytest.main(["-q", "-p", "no:cacheprovider", "-rA", "."], plugins=[FirstSeeds()])
     printed = capsys.readouterr().out
     assert code == 0, printed
     for name in PAGES:

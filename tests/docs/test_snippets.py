@@ -108,7 +108,7 @@ def shorten_the_trace(monkeypatch, words):
 
     A leaderboard takes 2,000 requests, and keeps them for others of the process.
     """
-    whole, limit = Mooncake.__iter__, 2000 if "leaderboard" in words else 500
+    whole, limit = Mooncake.__iter__, 2000 if "leaderboard" in words else 100
     monkeypatch.setattr(Mooncake, "__iter__", lambda trace: islice(whole(trace), limit))
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kvcore_events.block_tracker import BlockLocation, BlockTracker
 from kvcore_events.model import (
     AllBlocksCleared,
+    BlockStored,
     BlockUpdated,
     EventBatch,
     Page,
@@ -151,7 +152,7 @@ def test_removals_of_absent_blocks_are_anomalies():
 def test_collisions_are_anomalies():
     """A resident hash with another parent or other tokens is a collision.
 
-    After its removal the same hash is none.
+    After its removal the same hash is none. Tokens may be told by a later event than the first.
     """
     other = stored(1, size=2)
     tracker = follow(batch(stored(1, 2)), batch(stored(2)), batch(other))
@@ -162,6 +163,9 @@ def test_collisions_are_anomalies():
     ]
     fresh = follow(batch(stored(1), removed(1), other))
     assert fresh.anomalies["collision"] == 0
+    untold = BlockStored(hashes=(1,))
+    assert follow(batch(untold, stored(1), untold, stored(1))).anomalies["collision"] == 0
+    assert follow(batch(untold, stored(1), untold, other)).anomalies["collision"] == 1
 
 
 def test_a_clock_that_goes_back_is_no_restart():

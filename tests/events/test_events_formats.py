@@ -1,5 +1,6 @@
 """Formats of KV events: what each engine publishes is decoded and encoded to equal bytes."""
 
+import math
 import re
 
 import attrs
@@ -13,13 +14,15 @@ from helpers.kv_events import (
     VLLM,
     batch,
     pack,
+    removed,
     stored,
 )
 
 from kvcore import InputError, TraceError
 from kvcore_events.block_tracker import BlockTracker
 from kvcore_events.formats import decode, encode
-from kvcore_events.model import BlockStored, PagesStored, UnparsedEvent
+from kvcore_events.model import AllBlocksCleared, BlockStored, PagesStored, UnparsedEvent
+from kvcore_events.recording import RecordingWriter
 
 
 def read(*events):
@@ -290,6 +293,31 @@ def test_events_that_a_format_cannot_express_are_refused():
         InputError, match="no format of KV events is called 'x'; there are: msg"
     ):
         encode(batch(format="x"))
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (batch(BlockStored(hashes=(1,))), "token_ids: expected `array`, got `null`"),
+        (batch(BlockStored(hashes=(1,), tokens=(-1,), block_size=1)), "token ids from 0 on"),
+        (batch(removed("name")), "expected `int | bytes`, got `str`"),
+        (batch(removed(2**70)), "ints"),
+        (batch(AllBlocksCleared(more={"x": math.nan})), "finite number, not nan"),
+        (batch(ts=math.inf), "finite number, not inf"),
+        (batch(dp_rank=-1), "expected `int` >= 0"),
+        (batch(more={3: 1}), "texts as names, not 3"),
+        (batch(removed(b"h"), format="dynamo", seq=0, source=0), "expected `int`, got `bytes`"),
+        (batch(removed(1), format="dynamo", seq=0, source=0, more={"event": 5}), "iterable"),
+    ],
+)
+def test_what_a_reader_would_refuse_is_not_written(tmp_path, broken, reason):
+    """A batch that could not be read again is refused as a payload and in a recording."""
+    with pytest.raises(InputError, match=f"cannot be written as .*{re.escape(reason)}"):
+        encode(broken)
+    with RecordingWriter(tmp_path / "r.jsonl") as recording:
+        with pytest.raises(InputError, match="cannot be written as"):
+            recording.batch(broken)
+        assert recording.lines == {"RECORDING": 1}
 
 
 @pytest.mark.parametrize("name", ["map", "batch as a map", "array", "dynamo"])

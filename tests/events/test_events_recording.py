@@ -94,11 +94,13 @@ def test_an_exception_before_any_batch_leaves_no_file(tmp_path):
 
 
 def test_a_closed_recording_refuses_batches(tmp_path):
-    """A batch after the end of a recording is refused."""
-    with RecordingWriter(tmp_path / "r.jsonl") as recording:
-        pass
+    """A batch after the end of a recording is refused, and no piece begins there."""
+    with RecordingWriter(tmp_path / "r.jsonl", rotate_seconds=0) as recording:
+        recording.batch(RUN[0])
+    recording.rotate()
     with pytest.raises(InputError, match="BATCH after the end"):
         recording.batch(RUN[0])
+    assert [path.name for path in tmp_path.iterdir()] == ["r-000001.jsonl"]
 
 
 def damage(line, **fields):

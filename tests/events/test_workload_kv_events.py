@@ -10,6 +10,7 @@ from helpers.kv_events import DYNAMO, batch, record, removed, stored, wire_paylo
 from kvcore import InputError
 from kvcore.request import block_keys
 from kvcore.workloads import checked, recognise
+from kvcore_events.block_tracker import check_recording
 from kvcore_events.formats import decode
 from kvcore_events.model import EventBatch, Page, PagesStored
 from kvcore_events.recording import RecordingWriter
@@ -121,14 +122,17 @@ def test_incremental_reports_are_refused(full):
 
 @pytest.mark.parametrize("what", ["gap", "restart"])
 def test_a_run_after_a_gap_is_no_incremental_report(tmp_path, what):
-    """After a gap or a restart a run below a block in the middle of a request is ignored."""
+    """After a gap or a restart a run below a block in the middle of a request is ignored.
+
+    A request goes on after a gap, and not after a restart.
+    """
     path = tmp_path / "r.jsonl"
     with RecordingWriter(path) as recording:
         recording.batch(batch(stored(1, 2)), 0, 0)
         recording.gap(1, 1, 0) if what == "gap" else recording.restart(0)
         recording.batch(batch(stored(3, parent=1), stored(4, parent=2)), 2, 0)
     [only] = KvEvents(path, lookups="full")
-    assert only.keys == [0, 1, 2]
+    assert only.keys == ([0, 1, 2] if what == "gap" else [0, 1])
 
 
 def test_lost_batches_are_counted_in_a_note(tmp_path):
@@ -152,17 +156,28 @@ def test_lost_batches_are_counted_in_a_note(tmp_path):
 
 @pytest.mark.parametrize("publisher", [0, None])
 def test_numbers_that_are_left_out_are_lost_batches(tmp_path, publisher):
-    """A batch whose number is too high shows lost batches; one that comes again shows none."""
+    """A batch whose number is too high shows lost batches, as in a check of the recording.
+
+    One that comes again is left out.
+    """
     path = tmp_path / "r.jsonl"
     with RecordingWriter(path) as recording:
         for number in (5, 6, 9, 6, 10):
             recording.batch(EventBatch(0.0, (stored(number),), 0), number, publisher)
         recording.gap(11, 3, publisher)
         recording.batch(EventBatch(0.0, (stored(14, parent=2),), 0), 14, publisher)
+        recording.restart(publisher)
+        recording.batch(EventBatch(0.0, (stored(2),), 0), 2, publisher)
+        recording.gap(3, 1, publisher)
+        for number, time in ((6, 5.0), (1, 9.0)):
+            recording.batch(EventBatch(time, (stored(number),), 0), number, publisher)
     workload = KvEvents(path, lookups="full")
-    assert len(list(workload)) == 5
+    assert [request.keys for request in workload] == [[0], [1], [2], [3], [4], [1], [5]]
     lost, runs = workload.notes
-    assert lost.startswith("lost batches: 5 (gaps: 2)")
+    assert lost.startswith("lost batches: 11 (gaps: 6)")
+    found = check_recording(path)
+    assert (found.missing, len(found.gaps), found.restarts, found.replayed) == (11, 6, 2, 1)
+    assert found.blocks["forgotten"] == 5 + 2
     assert runs.endswith("before the recording or in what is missing: 1")
 
 
@@ -176,7 +191,8 @@ def test_runs_that_are_left_out_are_counted_in_a_note(tmp_path, lost):
             recording.gap(1, 1, 0)
         if lost == "a restart":
             recording.restart(0)
-        recording.batch(batch(stored(8, parent=7), stored(9, parent=6)), 2, 0)
+        last = 2 if lost == "a restart" else 6  # what a restart has ended does not go on
+        recording.batch(batch(stored(8, parent=7), stored(9, parent=last)), 2, 0)
     workload = KvEvents(path, lookups="full")
     assert len(list(workload)) == 1
     assert workload.notes[-1] == (
@@ -349,3 +365,12 @@ def test_polled_events_of_tensorrt_llm_are_read(full):
         return decode(wire_payload(polled))
 
     assert [r.keys for r in full(run(0), run(1), block_size=1)] == [[0]]
+
+
+@pytest.mark.parametrize("options", [{}, {"group": 2}])
+def test_a_group_without_blocks_is_refused(full, options):
+    """A recording of other groups than the chosen one is refused, with those that it has."""
+    runs = [batch(stored(number, group=group)) for number, group in enumerate((4096, 1))]
+    with pytest.raises(InputError, match=r"of the 'group' \d; there are: 1, 4096"):
+        full(*runs, **options)
+    assert [request.keys for request in full(*runs, group=1)] == [[0]]

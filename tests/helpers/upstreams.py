@@ -103,7 +103,10 @@ class Upstream:
         """Write an answer with the headers `sent`, and end the connection."""
         body = self._answer()
         length = b"Content-Length: %d\r\n" % len(body)
-        http.transport.write(self.sent + length + b"\r\n" + body)
+        http.transport.write(self.sent + length + b"\r\n" + body[:1])
+        if self.script == "pause":
+            await self.gate.wait()
+        http.transport.write(body[1:])
         await asyncio.Event().wait()
 
     async def _whole(self, body):

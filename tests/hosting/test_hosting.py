@@ -164,7 +164,7 @@ def test_protected_blocks_are_no_victims():
 def test_victim_evicts_the_first_usable_choice():
     """`victim` evicts the first choice of the policy that is usable; others stay.
 
-    It returns None if no block is usable.
+    It returns None if no block is usable. All stay, unpinned, if `usable` raises.
     """
     host = make("lru")
     for block in "abc":
@@ -172,8 +172,10 @@ def test_victim_evicts_the_first_usable_choice():
     assert host.victim(lambda block: block != "a", now=0) == "b"
     assert ("b" in host, len(host), host.evictable) == (False, 2, 2)
     assert host.victim(lambda _block: False, now=0) is None
+    with pytest.raises(KeyError):
+        host.victim({"c": False}.__getitem__, now=0)
     assert (len(host), host.evictable) == (2, 2)
-    assert host.victims(2, now=0) == ["c", "a"]
+    assert host.victims(2, now=0) == ["a", "c"]
 
 
 def test_victim_first_evicts_below_a_dropped_block():
@@ -333,11 +335,17 @@ def test_blocks_below_a_dropped_block_may_be_hit():
     assert host.victims(3, now=3) == ["c", "b", "a"]
 
 
-def test_a_block_that_is_hit_below_a_dropped_one_keeps_its_keys_and_its_tenant():
-    """A block that returns to the policy has its place in its text, also within a key."""
+def test_a_block_that_is_hit_below_a_dropped_one_keeps_its_keys_tenant_and_priority():
+    """A block that returns to the policy has its place in its text, also within a key.
+
+    Its priority goes on until it ends.
+    """
     host = make("lru", layout=BlockLayout("tokens", 16, 32))
     path = ["k0", "k1"]
-    host.stored_run("abcd", None, 0, path=path, tenant="one")
+    host.stored_run("abc", None, 0, path=path, tenant="one", priority=80)
+    host.stored_run(
+        "d", "c", 0, path=path, start=3, tenant="one", priority=70, priority_until=1
+    )
     release(host, "abcd")
     host.dropped("a", 0)
     host.stored_run("a", None, 0, path=path)
@@ -346,6 +354,7 @@ def test_a_block_that_is_hit_below_a_dropped_one_keeps_its_keys_and_its_tenant()
     host.hit("abcd", 1)
     assert [host.span(block).keys() for block in "abcd"] == [["k0"], ["k0"], ["k1"], ["k1"]]
     assert [host.span(block).tenant for block in "abcd"] == [None, "one", "one", "one"]
+    assert [host.span(block).priority for block in "abcd"] == [80, 80, 80, 35]
     release(host, "abcd")
     assert host.victims(4, now=2) == ["d", "c", "b", "a"]
     with pytest.raises(InputError, match="a key has 2 blocks: give the keys of the text"):
@@ -446,7 +455,7 @@ for _method in CALLBACKS:
 
 
 def test_without_a_fallback_every_later_call_fails():
-    """Without a fallback the call, and every later one, raises the same PolicyError."""
+    """Without a fallback the call, and each until `clear`, raises the same PolicyError."""
     host = make(Failing())
     release(host, store(host, "ab"))
     with pytest.raises(
@@ -463,6 +472,8 @@ def test_without_a_fallback_every_later_call_fails():
         with pytest.raises(PolicyError) as later:
             call()
         assert later.value is first.value
+    host.clear()
+    assert store(host, "a")[0] in host
 
 
 @pytest.mark.parametrize("answer", ["text", EvictionPolicy, "pinned", "inner", "foreign"])

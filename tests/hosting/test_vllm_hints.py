@@ -83,7 +83,15 @@ def test_names_that_policies_keep_are_short(read):
     short = {"session": "s", "tool": "x" * 128}
     assert read((SESSION, short)) == (short, [])
     hints, lines = read((SESSION, short | {"tool": "x" * 129}))
-    assert "tool" not in hints
+    assert not hints
     assert lines == ["request r: KV hint 0: tool must be text of at most 128 characters"]
     assert read.short_name("x" * 1024) == "x" * 1024
     assert read.short_name("x" * 1025) is None
+
+
+@pytest.mark.parametrize("session", [{}, {"session": None}])
+def test_a_hint_of_a_tool_leaves_the_session(read, session):
+    """A hint sets what it names: the session may be that of the request, or of another hint."""
+    assert read((SESSION, session | {"tool": "x"}))[0] == {"tool": "x"}
+    both = read((SESSION, {"session": "s"}), (SESSION, session | {"tool": "x"}))
+    assert both == ({"session": "s", "tool": "x"}, [])

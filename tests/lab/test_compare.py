@@ -92,6 +92,7 @@ def test_two_classes_of_one_name_are_refused():
     [
         *[(each, r"LRU\(\) cannot be compared: give a name") for each in (LRU(), [LRU()])],
         (lambda: 3, "eviction=3 is no eviction plugin"),
+        (lambda: None, "eviction=None is no eviction plugin"),
         (Zipf, "eviction=Zipf is no eviction plugin"),
     ],
 )

@@ -67,6 +67,15 @@ def test_verbs_print_their_report_so(command, flag, begin):
     assert any(line.startswith(begin) for line in done.stdout.splitlines())
 
 
+def test_a_file_may_ask_for_a_markup(tmp_path):
+    """In a file of `--config` the flag of a markup is true or false, as other flags are."""
+    (tmp_path / "c.toml").write_text("latex = true\n")
+    words = "routers", "zipf:requests=9", "--replicas", "2", "--jobs", "1"
+    done = run_here(*words, "--config", tmp_path / "c.toml")
+    assert done.returncode == 0
+    assert r"\begin{tabular}" in done.stdout
+
+
 @pytest.mark.parametrize("flag", ["--markdown", "--latex"])
 def test_paths_of_a_sweep_are_escaped(flag, tmp_path):
     """The line with the files of all rows is a part of the report, and is escaped with it."""

@@ -7,9 +7,10 @@ import pytest
 pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'kvcore[serve]'")
 
 from kvcore.engine import Sampling
-from kvcore_online.calls import OUTPUT, UNSUPPORTED, WITHOUT_EFFECT, CallReader
+from kvcore_online.calls import UNSUPPORTED, WITHOUT_EFFECT, CallReader
 from kvcore_online.engine import Tokens
 from kvcore_online.listener import ApiError
+from kvcore_online.prompts import ASKED_OUTPUT
 from kvcore_online.server import Answer, Text, _check, _deltas, _usage
 from kvcore_online.simulated import VOCABULARY, SimulatedModel
 from kvcore_online.tally import CANCELLED, FAILED, FINISHED, REJECTED
@@ -124,7 +125,7 @@ def test_options_that_change_nothing_are_taken():
         "top_k": -1,
         "n": 1,
         "stream": False,
-        "max_tokens": OUTPUT,
+        "max_tokens": ASKED_OUTPUT,
     }
     for fields in (neutral, dict.fromkeys(neutral), {"top_k": 0, "tool_choice": "auto"}):
         assert read(fields) == read({})
@@ -158,11 +159,11 @@ def test_the_lengths_and_answers_of_a_call_are_limited_to_the_last_one():
         with pytest.raises(ApiError) as caught:
             read(body, **limits)
         assert caught.value.param == param
-    assert read({"prompt": [1] * 4}, longest=4 + OUTPUT).output == OUTPUT
+    assert read({"prompt": [1] * 4}, longest=4 + ASKED_OUTPUT).output == ASKED_OUTPUT
     with pytest.raises(ApiError, match="do not fit into the 19 tokens of the cache"):
-        read({"prompt": [1] * 4}, longest=3 + OUTPUT)
+        read({"prompt": [1] * 4}, longest=3 + ASKED_OUTPUT)
     with pytest.raises(ApiError) as caught:
-        read({"messages": [user("a b c")]}, longest=OUTPUT)
+        read({"messages": [user("a b c")]}, longest=ASKED_OUTPUT)
     assert caught.value.param == "messages"
     assert read({"n": 128}, answers=129).choices == 128
     with pytest.raises(ApiError, match="n must be a whole number from 1 to 128"):
@@ -331,7 +332,7 @@ def test_a_chat_without_tokens_is_refused():
         {"truncate_prompt_tokens": -1},
         {"kv_transfer_params": {"do_remote_decode": True}},
         {"verbosity": "low"},
-        {"min_tokens": OUTPUT + 1},
+        {"min_tokens": ASKED_OUTPUT + 1},
         {"min_tokens": 1, "stop": "x"},
         {"min_tokens": 1, "stop_token_ids": [7]},
         *({"stop_token_ids": ids} for ids in (7, ["7"], [True])),
@@ -366,7 +367,7 @@ def test_options_without_an_effect_are_taken():
     """Options that change no answer are taken with any value, others with one of no effect."""
     neutral = {**UNSUPPORTED, **dict.fromkeys(WITHOUT_EFFECT, "x")}
     neutral |= {
-        "min_tokens": OUTPUT,
+        "min_tokens": ASKED_OUTPUT,
         "ignore_eos": True,
         "function_call": "none",
         "priority": 0,

@@ -92,6 +92,18 @@ def test_token_ids_of_a_client_are_those_of_the_prompt():
         assert question == {"prompt": "a", "model": "m", "tools": []}
 
 
+def test_a_server_is_asked_with_all_that_its_chat_template_reads():
+    """A chat that thinks or not, or goes on with its last message, has other tokens."""
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "chat_template": "b",
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    assert read(body | {"stream": True, "documents": None}).question == body
+
+
 def test_a_prompt_alone_in_a_list_is_that_prompt():
     """A list of one prompt has the keys and the length of it, as servers read it."""
     for prompt in ("a" * 16, [*range(9)]):

@@ -501,7 +501,7 @@ class Stubborn(Router):
 
 @pytest.mark.parametrize(
     ("method", "status"),
-    [("on_routed", 500), ("on_first_token", 500), ("on_ended", 200), ("on_joined", 200)],
+    [("on_routed", 500), ("on_first_token", 200), ("on_ended", 200), ("on_joined", 200)],
 )
 def test_a_callback_of_a_router_that_raises_leaves_the_counts_right(method, status, capsys):
     """After a callback of the router has raised, no answered request counts as in flight.
@@ -562,6 +562,13 @@ async def test_models_are_those_of_the_first_server_that_tells(
     async with client.get("/v1/models") as got:
         assert (got.status, got.headers["x-kvcore-replica"]) == (200, servers[1].url[7:])
         assert (await got.json())["data"] == [{"id": "tiny"}]
+
+
+@played(count=1)
+async def test_the_usage_of_a_server_of_several_engines_is_their_mean(proxy, servers, client):
+    """A server of data-parallel ranks, each with a pool, tells a share of each."""
+    servers[0].help, servers[0].usage = 'vllm:kv_cache_usage_perc{engine="1"} 0.75\n', 0.5
+    await until(lambda: proxy.fleet.servers[0].usage == 0.625)
 
 
 @pytest.mark.parametrize(("usage", "share"), [("nan", 0), ("inf", 0), ("-1", 0), ("1", 1)])
@@ -655,13 +662,16 @@ async def test_a_compressed_response_is_not_passed_on(proxy, servers, client):
     )
 
 
-@pytest.mark.parametrize(("router", "status"), [(Failing(), 500), (Refusing(), 503)])
-def test_a_router_may_fail_or_refuse(router, status):
+@pytest.mark.parametrize(
+    ("router", "status", "why"), [(Failing(), 500, "raised"), (Refusing(), 503, "refuses")]
+)
+def test_a_router_may_fail_or_refuse(router, status, why):
     """Requests get 500 if the router raises and 503 if it refuses; the proxy goes on."""
 
     async def scene(proxy, servers, client):
-        assert (await ask(client))[0] == status
-        assert (await ask(client))[0] == status
+        for _ in range(2):
+            found, _, text = await ask(client)
+            assert (found, why in text) == (status, True)
 
     play(scene, router=router)
 
@@ -714,14 +724,15 @@ def test_the_trace_has_a_request_for_each_answer(tmp_path):
     assert (keys[2], keys[2] != keys[3]) == (keys[0][: len(keys[2])], True)
 
 
-def test_a_request_refused_by_the_router_is_in_the_trace(tmp_path):
-    """A request that the router refuses is in the trace, with max_tokens as its output."""
+@pytest.mark.parametrize(("router", "status"), [(Refusing(), 503), (Failing(), 500)])
+def test_a_request_that_the_router_sends_nowhere_is_in_the_trace(router, status, tmp_path):
+    """A request at which the router refuses or raises has max_tokens as its output."""
     path = tmp_path / "day.jsonl"
 
     async def scene(proxy, servers, client):
-        assert (await ask(client, max_tokens=7))[0] == 503
+        assert (await ask(client, max_tokens=7))[0] == status
 
-    play(scene, router=Refusing(), trace=path)
+    play(scene, router=router, trace=path)
     assert [event.event for event in read_events(path)] == [
         "HEADER",
         "REQUEST",
@@ -898,12 +909,17 @@ async def test_an_abort_ends_the_requests_in_flight(proxy, servers, client):
 
 @played(prefixes="tokens")
 async def test_servers_make_tokens_by_turns(proxy, servers, client):
-    """The work of `/tokenize` is shared among the servers that are up."""
+    """The work of `/tokenize` is shared among the servers that are up.
+
+    They are asked for the tokens of one text: none has an answer to several.
+    """
     counts = Counter()
     for index, server in enumerate(servers):
         server.tokenize = lambda _, index=index: counts.update([index]) or {"tokens": [1]}
     for _ in range(4):
         await ask(client)
+        await ask(client, prompt=["a", "b"])
+        await ask(client, prompt=[1, 2])
     assert counts == {0: 2, 1: 2}
 
 
@@ -1016,6 +1032,21 @@ def test_a_port_in_use_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@played(count=1)
+async def test_a_whole_answer_begins_with_its_first_byte(proxy, servers, client, monkeypatch):
+    """The time to the first byte of an answer that comes in two parts is that of the first."""
+    now = [0]
+    monkeypatch.setattr(proxy.fleet, "now", lambda: now[0])
+    servers[0].script = "pause"
+    servers[0].sent = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+    asked = asyncio.create_task(ask(client))
+    await until(lambda: [each for each in proxy.fleet.servers[0].attempts if not each.deadline])
+    now[0] = 5 * 10**9
+    servers[0].gate.set()
+    assert (await asked)[0] == 200
+    assert sample(proxy, "first_byte_seconds_sum") == 0
+
+
 def test_the_time_to_the_first_byte_counts_from_the_arrival():
     """A request that came at 5 s and whose answer begins at 7 s has waited for 2 s."""
     now = [0]
@@ -1023,8 +1054,7 @@ def test_the_time_to_the_first_byte_counts_from_the_arrival():
     fleet._join(fleet.servers[0])
     asked = Request(id=0, arrival=5 * 10**9, prompt_tokens=1, key_tokens=16)
     attempt = fleet.send(Flight(asked))
-    now[0] = 7 * 10**9
-    fleet.first_byte(attempt)
+    fleet.first_byte(attempt, 7 * 10**9)
     told = 'first_byte_seconds_sum{replica="127.0.0.1:9"} 2.0'
     assert told in fleet.metrics.text().decode()
 

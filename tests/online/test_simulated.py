@@ -11,6 +11,7 @@ import subprocess
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -288,18 +289,46 @@ def test_a_server_that_ends_or_has_failed_is_not_healthy():
     assert health(server) == (503, "unavailable")
 
 
-def test_a_simulation_that_waits_for_requests_is_not_behind():
-    """A server is behind while it simulates steps of open requests by a clock, not else."""
+def test_a_simulation_that_waits_is_not_behind():
+    """A server is behind while it simulates steps by a clock, not else."""
     world = World([])
-    for speed_up, opened in ((None, True), (1.0, False), (1.0, True)):
+    for speed_up, idle in ((None, False), (1.0, True), (1.0, False)):
         config = ServeConfig(port=0, speed_up=speed_up)
         world.now = 0
         server = Server(simulated_parts(), config, world.clock)
-        server.engine.loop.open |= {"a": None} if opened else {}
+        assert server.engine.loop.idle
+        server.engine.loop.idle = idle
         world.now = 5 * NS_PER_S
-        behind = 5.0 if speed_up and opened else 0.0
+        behind = 5.0 if speed_up and not idle else 0.0
         text = server_metrics(server.engine.loop, server.cache, "m", None)
         assert f'kvcore:behind_seconds{{model_name="m"}} {behind}\n' in text
+
+
+def test_a_simulation_is_idle_while_it_waits_for_requests_and_loads():
+    """It is neither for a request nor for what a tier loads that it is late, but for steps."""
+    world, waits, steps = World(drawn(30, 0.6)), set(), set()
+    known = world.wait
+
+    def wait(seconds=None):
+        waits.add((seconds is None, world.loop.idle))
+        known(seconds)
+
+    world.wait = wait
+    world.parts = SimpleNamespace(append=lambda _: steps.add(world.loop.idle))
+    served(world, blocks=30, tier=[TIER])
+    assert (waits, steps) == ({(True, True), (False, True)}, {False})
+
+
+def test_requests_that_come_during_a_step_wait():
+    """A request that the engine has not seen yet, and one that it has queued, are two."""
+    server = made()
+    loop = server.engine.loop
+    for number in range(2):
+        server.engine.submit(drawn()[number], print)
+    loop.inbox.take()
+    loop._arrive(drawn()[0], 0, 0)
+    text = server_metrics(loop, server.cache, "m", None)
+    assert 'vllm:num_requests_waiting{model_name="m"} 2\n' in text
 
 
 def test_usage_of_the_cache_is_the_share_of_its_blocks_in_use():
@@ -489,6 +518,17 @@ def test_a_server_that_is_aborted_closes_the_connections_of_its_clients():
             server._loop.call_soon_threadsafe(server.abort)
             with suppress(ConnectionError):
                 assert client.recv(1) == b""
+
+
+def test_a_server_that_ends_waits_for_no_step_without_a_client():
+    """The last step of a slow simulation, whose client is cut off, has not come to its end."""
+    slow = attrs.evolve(FAST, speed_up=0.005, grace=0.1)
+    with serving(slow, simulated=True) as server, ExitStack() as stack:
+        host, port = server.url.removeprefix("http://").split(":")
+        client = stack.enter_context(socket.create_connection((host, int(port)), timeout=5))
+        client.sendall(http_request(b'{"prompt": "a"}'))
+        asyncio.run(until(lambda: server.engine.loop.open))
+    assert server.engine.loop.behind_ns < 0
 
 
 def test_a_conversation_hits_the_blocks_of_its_answers(client):

@@ -105,23 +105,33 @@ def test_at_most_a_million_keys_wait_for_an_open_request(tmp_path, monkeypatch):
 
 
 def test_a_request_has_its_routes_and_counted_lengths(tmp_path):
-    """Lengths are those that the server counted, and hits are at most the keys' tokens."""
+    """Lengths are those that the server counted, and hits are at most the keys' tokens.
+
+    One that was sent to servers in vain is rejected after that.
+    """
     path = tmp_path / "day.jsonl"
     log = make_log(path)
     counted = flown(1, prompt=5, routes=[(11, 0, 99), (12, 1, 2)])
     refused = flown(2, refused="no server", routes=[], output=3)
-    for flight in (counted, refused):
+    left = flown(3, refused="status 500", routes=[(31, 0, 0), (32, 1, 0)])
+    for flight in (counted, refused, left):
         log.begin(flight)
         log.end(flight)
     log.close(50)
-    request, left, right, other, rejected = list(read_events(path))[1:-1]
+    request, first, second, other, rejected, *last = list(read_events(path))[1:-1]
     assert (request.prompt, request.output, len(request.keys)) == (5, 1, 2)
-    assert [(line.t, line.replica, line.tokens) for line in (left, right)] == [
+    assert [(line.t, line.replica, line.tokens) for line in (first, second)] == [
         (11, 0, 4),
         (12, 1, 2),
     ]
     assert (other.prompt, other.output, len(other.keys)) == (9, 3, KEYS)
     assert (rejected.event, rejected.t) == ("REJECT", 20)
+    assert [(line.event, line.t) for line in last] == [
+        ("REQUEST", 30),
+        ("ROUTE", 31),
+        ("ROUTE", 32),
+        ("REJECT", 32),
+    ]
     assert request.session == other.session != "s"
 
 

@@ -86,6 +86,13 @@ def test_predictions_come_from_the_workload_first():
     assert scheduler.expected(job) == 1
 
 
+def test_a_text_that_ends_at_the_longest_sequence_is_no_longer():
+    """The true length is that of the text, which ends where the server takes no more tokens."""
+    scheduler, job = make(SRPT(), output_tokens=5000)
+    job.output_tokens = 7
+    assert scheduler.expected(job) == 7
+
+
 def expected(scheduler, ids=range(1000), output=10**6):
     """Return the length that `scheduler` expects of each request, by id; all are equal."""
     return {

@@ -176,16 +176,16 @@ def test_drafters_cost_their_passes_or_weights():
 
     Steps without drafts cost nothing; a run that was refused before costs nothing either.
     """
-    latency = PLUGINS.build("latency", "roofline:model=llama-3-70b,tensor_parallel=4")
-    small = PLUGINS.build("latency", "roofline:model=llama-3.1-8b,tensor_parallel=4")
-    work = StepWork(0, (0,), 8, (8000,))
-    drafter = Acceptance(tokens=3, draft="llama-3.1-8b")
+    latency = PLUGINS.build("latency", "roofline:model=gemma-3-27b,tensor_parallel=4")
+    small = PLUGINS.build("latency", "roofline:model=gemma-3-12b,tensor_parallel=4")
+    work = StepWork(0, (0, 0), 8, (16_000, 8 * 1024))  # its window is full
+    drafter = Acceptance(tokens=3, draft="gemma-3-12b")
     for _ in range(2):
         drafter.attach(latency)
-    passes = [StepWork(0, (0,), 8, (8000 + 8 * ahead,)) for ahead in range(3)]
+    passes = [StepWork(0, (0, 0), 8, (16_000 + 8 * ahead, 8 * 1024)) for ahead in range(3)]
     assert drafter.duration(work, [3] * 8) == sum(map(small.duration, passes))
     assert drafter.duration(work, [0] * 8) == 0
-    prompt = StepWork(100, (5050,), 0, (0,))
+    prompt = StepWork(100, (5050, 5050), 0, (0, 0))
     assert drafter.duration(prompt, []) == small.duration(prompt)
 
     heads = Acceptance(parameters=10**9)
@@ -328,7 +328,7 @@ def test_a_file_that_fits_no_request_gives_probabilities(tmp_path):
     [
         ("", 1),
         ("[]", 1),
-        ('{"acceptance": [2]}', 1),
+        ('{"acceptance": [2]}\n{"request": 1, "output": 1, "drafts": 1, "accepted": 1}', 1),
         ('{"acceptance": []}\n{"request": 1}', 2),
         ('{"acceptance": []}\n{"request": 1, "output": 1, "drafts": 1, "accepted": 2}', 2),
         ('{"acceptance": []}\n{"request": 1, "output": 1, "drafts": 2, "accepted": 1.5}', 2),

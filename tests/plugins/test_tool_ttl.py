@@ -6,7 +6,7 @@ import pytest
 from helpers.caches import ask, make, serve, spans, start
 
 from kvcore import InputError, KVCache
-from kvcore_plugins.eviction import LRU, ToolTTL, tool_ttl
+from kvcore_plugins.eviction import LRU, ToolTTL, WorkloadAware, tool_ttl
 from kvcore_replay.untimed import replay
 from kvcore_tiers.hierarchy import Tiers
 
@@ -67,16 +67,25 @@ def test_requests_without_sessions_are_evicted_as_by_lru():
         assert {span.keys()[0] for span in cache.tree.spans()} == {"a", "d", "e"}
 
 
-def test_a_request_of_another_branch_does_not_end_a_wait():
-    """A wait ends only with a prompt that extends the waiting prefix.
+@pytest.mark.parametrize(
+    ("text", "session", "front", "ended"),
+    [
+        ("abc", "", False, 1),
+        ("xyz", "", False, 0),
+        ("a", "", False, 0),
+        ("abc", None, False, 0),
+        ("abc", "", True, 0),
+    ],
+)
+def test_what_is_sent_in_another_branch_does_not_end_a_wait(text, session, front, ended):
+    """A wait ends only with a prompt that extends the waiting prefix, and is sent after it.
 
-    Other requests of the session do not end it.
+    Other requests of the session do not end it, nor those without one or preempted ones.
     """
-    for text, ended in (("abc", 1), ("xyz", 0), ("a", 0)):
-        policy = ToolTTL()
-        cache = make(16, policy)
-        replay([call("ab", 0, "grep"), call(text, 4, "grep")], cache)
-        assert sum(sum(tool.ended) for tool in policy._tools.values()) == ended
+    policy = ToolTTL()
+    replay([call("ab", 0, "grep", "")], make(16, policy))
+    policy.on_queued(call(text, 4, "grep", session), 4 * SECOND, front=front)
+    assert sum(sum(tool.ended) for tool in policy._tools.values()) == ended
 
 
 def values(policy, tool, age):
@@ -94,17 +103,24 @@ def test_a_tool_that_was_never_seen_is_like_all_tools():
     assert values(policy, "new", 90) == pytest.approx(values(policy, "build", 90), rel=0.1)
 
 
-def test_a_preemption_when_another_request_ends_waits_for_no_tool():
-    """Of two paths released at one time, the one whose request ended waits for its tool."""
-    policy = ToolTTL()
+@pytest.mark.parametrize(
+    ("policy", "waits"),
+    [
+        (ToolTTL(), {"|ab": "grep", "|cd": None}),
+        (WorkloadAware(type="tool"), {"|ab": ("grep", 1), "|cd": (None, 1)}),
+        (WorkloadAware(), {"|ab": ("of ab", 1), "|cd": ("of cd", 1)}),
+    ],
+)
+def test_a_preemption_when_another_request_ends_is_not_its_end(policy, waits):
+    """Of two paths released at one time, that of the request that ended waits for its tool."""
     cache = make(16, policy, accounting="keys")
-    sequences = [start(cache, text, now=0, session=text, tool="grep") for text in ("ab", "cd")]
+    sequences = [
+        start(cache, text, now=0, session=text, tool="grep", tenant=f"of {text}")
+        for text in ("ab", "cd")
+    ]
     cache.close(sequences[0], 1)
     cache.close(sequences[1], 1, preempted=True)
-    assert {name: span.data[0] for name, span in spans(cache).items()} == {
-        "|ab": "grep",
-        "|cd": None,
-    }
+    assert {name: span.data[0] for name, span in spans(cache).items()} == waits
 
 
 def test_a_tool_is_forgotten_with_all_of_its_waits(monkeypatch):

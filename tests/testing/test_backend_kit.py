@@ -3,6 +3,7 @@
 import attrs
 import pytest
 from helpers.faults import run_test
+from helpers.seeds import FewSeeds
 
 torch = pytest.importorskip("torch", reason="the backends here keep K/V in torch tensors")
 
@@ -27,7 +28,7 @@ class Narrow(TorchCPU):
         return super().tensor(data, dtype)
 
 
-class TestNarrow(BackendTests):
+class TestNarrow(FewSeeds, BackendTests):
     """The conformance tests skip dtypes that the backend does not declare."""
 
     backend = Narrow

@@ -74,9 +74,9 @@ class KvcorePolicy(BaseCachePolicy):
     used at that moment.
 
     The size of a back end in chunks is `KVCORE_LMCACHE_CHUNKS`, or else the number of its
-    chunks at its first eviction; the stores and hits before that are then passed to the policy
-    in their order. If LMCache stores the layers of a chunk one by one, the first layer stands
-    for the chunk.
+    chunks at its first eviction; the stores and hits of these before that are then passed to
+    the policy in their order. If LMCache stores the layers of a chunk one by one, the first
+    layer stands for the chunk.
 
     If the policy fails, the least recently used chunks are evicted (`PolicyHost`).
 
@@ -185,6 +185,8 @@ class KvcorePolicy(BaseCachePolicy):
         _log.info("kvcore's %s decides among %d chunks", self._policy.name, chunks)
         if self._trace is not None:
             self._recorder = _recorder(self._trace, chunks, self._policy)
+        # Chunks that have left need no room: there is as much as for those that are there.
+        self._forget(len(self._early))
         early, self._early = self._early, []
         for what, key, now in early:
             self._apply(what, key, now)
@@ -199,9 +201,9 @@ class KvcorePolicy(BaseCachePolicy):
             return
         self._early.append((what, key, now))
         if len(self._early) > self._most_early:
-            self._forget()
+            self._forget(EARLY // 2)
 
-    def _forget(self) -> None:
+    def _forget(self, most_hits: int) -> None:
         """Drop what came before a chunk left, and all but the latest hits. O(events)."""
         kept: list[tuple[str, Any, int]] = []
         left, hits = set(), 0
@@ -210,7 +212,7 @@ class KvcorePolicy(BaseCachePolicy):
             hits += what == "hit"
             if what == "gone":
                 left.add(key)
-            elif key not in left and (what == "stored" or hits <= EARLY // 2):
+            elif key not in left and (what == "stored" or hits <= most_hits):
                 kept.append(event)
         self._early, self._most_early = kept[::-1], len(kept) + EARLY // 2
 

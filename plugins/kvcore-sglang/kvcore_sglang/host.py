@@ -94,16 +94,16 @@ class _Admission:
     """A matched request, which SGLang may have admitted.
 
     Attributes:
-        request: the request of SGLang.
+        request: the request of SGLang; None while it waits: it may be aborted.
         node: the node at which its match ends.
         prompt: the key that was matched.
         locks: number of locks of `node` for the request.
         missed: whether its miss has been counted.
     """
 
-    request: Any
     node: Any
     prompt: Any
+    request: Any = None
     locks: int = 0
     missed: bool = False
 
@@ -180,6 +180,8 @@ class TreeHost:
         self._orders: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         # Number of blocks of each request in the recording.
         self._blocks: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        # Number of keys of each request in the recording, also after a retraction.
+        self._named: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._gone: list[Key] = []
         self._unlocked = False
         self._last_id = self._released = self._admissions = 0
@@ -198,7 +200,8 @@ class TreeHost:
     def matched(self, node: Any, prompt: Any, request: Any) -> None:
         """Store the node at which the match of a waiting request ends."""
         if request is not None:
-            self._matched[request] = _Admission(request, node, prompt)
+            self._matched.pop(request, None)  # the latest match is the last
+            self._matched[request] = _Admission(node, prompt)
 
     def locked(self, node: Any) -> None:
         """Pin the path to `node`. O(spans of the path, and waiting requests)."""
@@ -212,14 +215,14 @@ class TreeHost:
                 if span.ref_count == 1:
                     self.eviction.on_pin(span)
             span = span.parent  # type: ignore[assignment]
-        admission = next(
-            (admission for admission in self._matched.values() if admission.node is node), None
-        )
-        if admission is not None:
-            del self._matched[admission.request]
-            self._admitted.append(admission)
-        else:
-            admission = self._admission_at(node)
+        # SGLang locks for the request that it has matched last, of those that end here.
+        waiting = reversed(list(self._matched.items()))
+        request = next((request for request, each in waiting if each.node is node), None)
+        if request is not None:
+            self._admitted.append(self._matched.pop(request))
+            self._admitted[-1].request = request
+        # That admission, or one that has been locked here before.
+        admission = self._admission_at(node)
         if admission is not None:
             admission.locks += 1
 
@@ -233,6 +236,7 @@ class TreeHost:
             if not admission.locks:
                 self._admitted.remove(admission)
                 self._matched.setdefault(admission.request, admission)
+                admission.request = None
         span = self._spans.get(node, self._root)
         while span is not self._root:
             if span.ref_count == 1:
@@ -457,9 +461,10 @@ class TreeHost:
             gone, self._gone = self._gone, []
             recorder.extended(request.rid, blocks=more, evicted=gone, now=now)
             self._blocks[request] = span.end
-        known = len(request.origin_input_ids) // self.page_size
+        named = self._named.get(request, len(request.origin_input_ids) // self.page_size)
+        self._named[request] = max(named, span.end)
         recorder.committed(
-            request.rid, blocks=span.end, now=now, keys=span.path_keys[known : span.end]
+            request.rid, blocks=span.end, now=now, keys=span.path_keys[named : span.end]
         )
 
     def _admit(self, now: int) -> None:

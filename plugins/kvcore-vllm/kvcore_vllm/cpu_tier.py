@@ -347,6 +347,7 @@ class _Recording:
         )  # fmt: skip
         self._table: dict[Id, int] = {}
         self._left: list[bytes] = []
+        self._group: int | None = None
         self._writing: dict[OffloadKey, _Use] = {}
 
     def opened(self, use: _Use, now: int) -> None:
@@ -356,13 +357,15 @@ class _Recording:
             return
         hit = self._cached(use)
         keys = [_key(key) for key in request.keys]
+        if keys:
+            self._group = get_offload_group_idx(request.keys[0])
         self._recorder.request(attrs.evolve(request, keys=keys), now)
         self._recorder.opened(request.id, hit=hit, blocks=0, now=now)
         self._table[request.id] = hit
 
     def evicted(self, keys: Iterable[OffloadKey]) -> None:
         """Store the evicted keys until the chunk that needs their room is recorded."""
-        self._left += map(_key, keys)
+        self._left += [_key(key) for key in keys if self._records(key)]
 
     def inserted(self, use: _Use, key: OffloadKey, now: int) -> None:
         """Record room for a chunk, and the evictions for it."""
@@ -370,8 +373,8 @@ class _Recording:
         request = use.request
         index = request.keys.index(key) if key in request.keys else -1
         more = index + 1 - self._table[request.id]
-        left, self._left = self._left, []
         if more > 0:
+            left, self._left = self._left, []
             self._recorder.extended(request.id, blocks=more, evicted=left, now=now)
             self._table[request.id] += more
             self._writing[key] = use
@@ -386,7 +389,7 @@ class _Recording:
 
     def dropped(self, key: OffloadKey, now: int) -> None:
         """Record that a chunk was lost, unless it was never written."""
-        if self._writing.pop(key, None) is None:
+        if self._writing.pop(key, None) is None and self._records(key):
             self._recorder.dropped(_key(key), now)
 
     def closed(self, use: _Use, now: int) -> None:
@@ -397,6 +400,10 @@ class _Recording:
     def cleared(self, now: int) -> None:
         """Record that all chunks were dropped."""
         self._recorder.cleared(now)
+
+    def _records(self, key: OffloadKey) -> bool:
+        """Return True if a chunk is of the recorded group."""
+        return bool(get_offload_group_idx(key) == self._group)
 
     def _cached(self, use: _Use) -> int:
         """Return the number of cached chunks of a prompt, from its first on."""

@@ -83,9 +83,10 @@ def _read(kind: str, payload: dict[str, Any], hints: dict[str, Any]) -> None:
         hint = Retention(start, end, payload["priority"], duration)
         hints["retention"] = *hints.get("retention", ()), hint
     elif kind == SESSION:
-        for name in ("session", "tool"):
-            value = payload.get(name)
-            if value is not None and short_name(value, LONGEST_SESSION) is None:
+        names = {name: payload.get(name) for name in ("session", "tool")}
+        given = {name: value for name, value in names.items() if value is not None}
+        for name, value in given.items():
+            if short_name(value, LONGEST_SESSION) is None:
                 msg = f"{name} must be text of at most {LONGEST_SESSION} characters"
                 raise ValueError(msg)
-            hints[name] = value
+        hints |= given

@@ -620,10 +620,12 @@ class Life {
     const { contents, playback } = this.side;
     const row = this._next(["EVICT", "FREE", "FORGET", "COMPACT"]);
     if (row < 0) return "It stays to the end of the trace.";
-    const { kind, request } = playback.event(row);
+    const { kind, request, c } = playback.event(row);
     if (kind === "FREE") return `Freed ${this._in(row)}.`;
     if (kind !== "EVICT") return `Dropped by its sequence ${this._in(row)}.`;
-    const said = `Evicted ${this._in(row)}, by ${playback.header.plugins.eviction.name} for ${this._name(request)}`;
+    const by = c > 2 ? `for what ${playback.words.pools[c - 3]}s need` : `by ${playback.header.plugins.eviction.name}`;
+    const said = c === 1 ? `Expired ${this._in(row)}` : c === 2 ? `Lost by the engine ${this._in(row)}`
+      : `Evicted ${this._in(row)}, ${by} for ${this._name(request)}`;
     if (!contents.complete || this.position < 0) return `${said}.`;
     const owner = contents.owner(this.request, this.position);
     const next = contents.nextUser(owner, this.position, row);

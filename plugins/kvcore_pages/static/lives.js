@@ -23,6 +23,7 @@ class Lives {
     const { lookups = 0, hits = 0 } = playback.about.begin ?? {};
     this.before = { lookups, hits }; // before the first row
     this._under = rows(); // the phase under way
+    this.earlier = new Set(); // requests that arrived before the first row
     this._pass();
     this.phasesOf = groups(this.phases.request, count);
     this.chunksOf = groups(this.chunks.request, count);
@@ -109,41 +110,26 @@ class Lives {
   }
 
   /** Begin the phases that go on at the first row, if that is not the first of the trace. */
-  _begun(owners, open, depths) {
-    const { playback, arrived, admitted, first } = this;
+  _begun(owners, open, depths, answered) {
+    const { playback, untimed, admitted, earlier } = this;
     const { begin } = playback.about;
     if (!begin) return;
-    const { kind, request, d } = playback.columns;
-    const { REQUEST, HIT, MISS, FIRST_TOKEN } = playback.kinds;
-    const seen = new Map(); // what the first row of a request says that it did before
-    const computes = new Set();
-    let next = Infinity; // the first request that arrives after them
-    for (let row = 0; row < playback.length; row++) {
-      const each = request[row];
-      if (kind[row] === FIRST_TOKEN) computes.add(each);
-      if (kind[row] === REQUEST) {
-        seen.set(each, -1);
-        next = Math.min(next, each);
-      } else if ((kind[row] === HIT || kind[row] === MISS) && !seen.has(each)) {
-        seen.set(each, d[row] ? PHASE.preempted : PHASE.queued);
-      }
-    }
+    const { kind, request } = playback.columns;
+    const { admitted: lines } = playback.requests;
+    const { first } = playback.about;
+    for (const each of begin.answered) answered.add(each);
+    for (const [each, preempted] of begin.waiting) this._begin(each, preempted ? PHASE.preempted : PHASE.queued, 0);
     begin.sequences.id.forEach((seq, at) => {
       const each = begin.sequences.request[at];
+      if (lines[each] < 0 || lines[each] >= first) return; // opened ahead, to load
       owners.set(seq, each);
       depths.set(seq, Infinity);
       open[each] += 1;
-      if (admitted[each] < 0) this._begin(each, computes.has(each) ? PHASE.prefill : PHASE.decode, 0);
-      arrived[each] = admitted[each] = 0;
-      if (!computes.has(each)) first[each] = 0;
+      admitted[each] = 0;
+      if (this._under[each] < 0) this._begin(each, untimed || answered.has(each) ? PHASE.decode : PHASE.prefill, 0);
     });
-    // Requests have numbers in the order of their arrival: some are admitted after the last row.
-    const { admitted: lines } = playback.requests;
-    const last = playback.about.first + playback.length;
-    for (let each = 0; each < Math.min(next, lines.length); each++) {
-      if (lines[each] >= last && !seen.has(each)) seen.set(each, PHASE.queued);
-    }
-    for (const [each, phase] of seen) if (phase >= 0 && this._under[each] < 0) this._begin(each, phase, 0);
+    const came = new Set(request.filter((_, row) => kind[row] === playback.kinds.REQUEST)); // may have been announced
+    for (let each = 0; each < begin.numbers; each++) if (!came.has(each)) earlier.add(each);
   }
 
   /** Go through all rows. */
@@ -155,6 +141,7 @@ class Lives {
     const depths = new Map(); // blocks that these have committed, from the first on
     const open = new Int32Array(requests.id.length);
     const before = new Map(); // what a paused request did
+    const answered = new Set(); // requests that had their first token
     let returned = []; // requests that hit all they can share: computed when the next step ends
     let evicted = 0;
     let { lookups, hits } = this.before;
@@ -164,7 +151,7 @@ class Lives {
     const length = (each) => (header.count === "keys" ? requests.blocks[each] : tokenBlocks(each));
     const shareable = (each) => (requests.blocks[each] > tokenBlocks(each) ? requests.blocks : requests.lookup)[each];
     const computed = (each, row) => {
-      if (untimed || first[each] >= 0) this._begin(each, PHASE.decode, row);
+      if (untimed || answered.has(each)) this._begin(each, PHASE.decode, row);
     };
     const admit = (row) => {
       const each = request[row];
@@ -181,7 +168,7 @@ class Lives {
       if (admitted[each] < 0) admitted[each] = row;
       else if (doing(each) < 0) this._waited(each, finished[each], row); // without a clock it had been closed
       this._begin(each, PHASE.prefill, row);
-      if (first[each] >= 0 && blocks >= shareable(each)) returned.push(each);
+      if (answered.has(each) && blocks >= shareable(each)) returned.push(each);
     };
     const load = (from, to) => (row) => {
       const each = owners.get(d[row]);
@@ -220,6 +207,7 @@ class Lives {
       },
       FIRST_TOKEN: (row) => {
         first[request[row]] = row;
+        answered.add(request[row]);
         this._begin(request[row], PHASE.decode, row);
       },
       PREEMPT: (row) => {
@@ -257,7 +245,7 @@ class Lives {
     };
     const unstepped = new Set(["REQUEST", "REJECT", "PREFETCH", "OFFLOAD", "LOAD", "DROP", "END"].map((name) => kinds[name]));
     const byKind = words.kinds.map((name) => does[name] ?? null);
-    this._begun(owners, open, depths);
+    this._begun(owners, open, depths, answered);
     for (let row = 0; row < playback.length; row++) {
       if (returned.length && !unstepped.has(kind[row])) {
         returned = returned.filter((each) => {

@@ -27,7 +27,7 @@ class Teller {
     const lives = Lives.of(this.side);
     const since = (number) => {
       const arrived = lives.arrived[number];
-      return arrived > 0 ? `, ${format.duration(times[row] - times[arrived])} after it arrived` : "";
+      return arrived >= 0 ? `, ${format.duration(times[row] - times[arrived])} after it arrived` : "";
     };
     const who = () => this.request(request);
     const grouped = header.cache_groups;
@@ -166,7 +166,7 @@ class LogPanel {
     const { app, side } = this;
     if (app.keeps(this)) return;
     const row = Math.max(0, side.row);
-    const state = [row, this.filter, FILTERS[this.filter].chosen && app.chosen?.request].join();
+    const state = [row, this.filter, FILTERS[this.filter].chosen && app.requestOn(side, app.chosen)].join();
     if (state === this.drawn) return;
     this.drawn = state;
     const { noun, chosen } = FILTERS[this.filter];

@@ -306,7 +306,8 @@ class Playback {
   /** Return the ids of the blocks that a row moves; of a COMPACT, first those taken. Rows not yet seen are run. */
   ids(row) {
     if (row > this.seen) {
-      const [here, before] = [this.cache.clone(), this.row];
+      const [here, before] = [this.cache, this.row];
+      this.cache = here.clone(); // panels hold what is shown
       this.seek(row + Playback.AHEAD);
       [this.cache, this.row] = [here, before];
     }

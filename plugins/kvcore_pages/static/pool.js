@@ -71,7 +71,7 @@ class PoolPanel extends BlockPanel {
       return;
     }
     const life = this.life(this._block(cell));
-    this.app.point({ side: this.side, request: life.request, block: life.id, span: life.span });
+    this.app.point({ side: this.side, request: life.request, block: life.id });
     this._card();
   }
 
@@ -140,7 +140,8 @@ class PoolPanel extends BlockPanel {
     this.legend.draw(view);
     for (const [number, bar] of this.tiers.entries()) bar.draw(side, number);
     this._say(view, only);
-    if (this.pointer) this._card();
+    if (this.pointer?.cell < this.grid.cells) this._card();
+    else this._leave(); // the window is smaller now
   }
 
   /** Return the grid's sizes, and where a cell is in it. */

@@ -90,11 +90,13 @@ class RequestPanel {
     const go = (row) => rowButton(app, side, row, "ref");
     const [arrived, admitted, first, finished] = ["arrived", "admitted", "first", "finished"].map((name) => lives[name][request]);
     const after = (row, since) => (since >= 0 ? [go(row), ` after ${format.duration(times[row] - times[since])}`] : [go(row)]);
-    const found = [];
+    const found = lives.earlier.has(request) ? [["arrived", ["before the lines that are here"]]] : [];
     const output = format.counted(requests.output[request], "token");
     if (arrived >= 0) found.push(["arrived", [go(arrived)]]);
     if (lives.rejected[request] >= 0) found.push(["turned away", [go(lives.rejected[request])]]);
-    if (admitted >= 0) found.push(["admitted", after(admitted, arrived)]);
+    const before = requests.admitted[request] >= 0 && requests.admitted[request] < side.playback.about.first;
+    if (before) found.push(["admitted", [format.moment(requests.when[request])]]);
+    else if (admitted >= 0) found.push(["admitted", after(admitted, arrived)]);
     if (lives.untimed) return [...found, ["served", ["at once: this run has no clock"]]];
     if (first >= 0) found.push(["first token", after(first, arrived)]);
     found.push(["finished", finished >= 0 ? [...after(finished, arrived), `; ${output}`] : [`not in this trace; ${output} asked for`]]);
@@ -107,13 +109,15 @@ class RequestPanel {
     const lives = Lives.of(side);
     const phase = lives.phaseAt(request, Math.max(0, row));
     const open = [...cache.sequences.values()].filter((seq) => seq.request === request);
+    const coming = lives.begins[request] < 0 ? !lives.earlier.has(request) : lives.begins[request] > row;
     const doing = phase >= 0 ? `is ${{ queued: "queued", loading: "loading from a tier", prefill: "in prefill", decode: "decoding", preempted: "preempted" }[PHASES[phase]]}`
-      : lives.begins[request] < 0 || lives.begins[request] > row ? "has not arrived" : "is gone";
+      : coming ? "has not arrived" : "is gone";
     const held = open.map((seq) => playback.header.cache_groups
       ? `${format.counted(seq.ids.length, "block")} of its own`
       : `${format.counted(seq.span?.end ?? 0, "cached block")} and ${format.count(seq.ids.length)} of its own`);
     const holds = held.length ? `; it holds ${held.join(", and ")}` : "";
-    const blocks = playback.requests.blocks[request];
+    // Without those that it generates, and what its last key covers beyond it.
+    const blocks = Math.min(playback.requests.blocks[request], Math.ceil(playback.requests.tokens[request] / playback.header.block_size));
     const cached = this._cached(side, request, blocks);
     return `Now it ${doing}${holds}. Of the ${format.counted(blocks, "block")} of its prompt ${format.count(cached)} ${cached === 1 ? "is" : "are"} cached.`;
   }

@@ -231,7 +231,7 @@ class StoryPanel {
       ["faint", cache.free, "free"],
     ].filter(([, blocks]) => blocks);
     this.bar.replaceChildren(...parts.map(([colour, blocks]) =>
-      element("i", { style: null, class: `fill-${colour}`, "data-share": (100 * blocks) / cache.blocks })));
+      element("i", { class: `fill-${colour}`, "data-share": (100 * blocks) / cache.blocks })));
     for (const part of this.bar.children) part.style.width = `${part.dataset.share}%`;
     this.parts.replaceChildren(...parts.map(([colour, blocks, name]) =>
       element("li", {}, element("i", { class: `fill-${colour}` }), element("b", {}, format.count(blocks)), ` ${name}`)));

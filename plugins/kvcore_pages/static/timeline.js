@@ -11,12 +11,11 @@ const BARS = {
 
 /** The part of the run that timelines show: `start` and `width` in ns, or without a clock in rows. */
 class TimelineWindow {
-  constructor(side) {
-    const { playback } = side;
+  constructor(app, side) {
     const lives = Lives.of(side);
     this.timed = !lives.untimed;
-    this.least = this.timed ? playback.begin : 0;
-    this.most = Math.max(this.least + 1, this.timed ? playback.end : playback.length - 1);
+    this.least = this.timed ? app.begin : 0;
+    this.most = Math.max(this.least + 1, this.timed ? app.end : side.playback.length - 1);
     const whole = this.most - this.least;
     this.width = Math.min(whole, (whole * TimelineWindow.REQUESTS) / Math.max(1, lives.born.length));
     this.start = this.least;
@@ -63,8 +62,8 @@ class TimelinePanel {
     Object.assign(this, { app, side, shown: [], pointers: new Map() });
     this.lives = Lives.of(side);
     // Sides with a clock move together.
-    if (this.lives.untimed) this.window = new TimelineWindow(side);
-    else this.window = app.timelineWindow ??= new TimelineWindow(side);
+    if (this.lives.untimed) this.window = new TimelineWindow(app, side);
+    else this.window = app.timelineWindow ??= new TimelineWindow(app, side);
     const name = app.titled("Timeline", side);
     const button = (text, label, press) =>
       element("button", { type: "button", title: label, "aria-label": label, onclick: press }, text);
@@ -387,7 +386,8 @@ class TimelinePanel {
     };
     const { columns } = side.playback;
     const { made, took } = lives.evictionsOf(lit, side.contents);
-    for (const row of made) arrow(columns.d[row], lit, row);
+    const { cache_groups } = side.playback.header; // of which rows do not tell who lost blocks
+    if (!cache_groups) for (const row of made) arrow(columns.d[row], lit, row);
     for (const row of took) arrow(lit, columns.request[row], row);
     for (const phase of lives.preempted) {
       const [victim, whom] = [lives.phases.request[phase], lives.phases.whom[phase]];
@@ -463,7 +463,7 @@ class TimelinePanel {
       `${whom[phase] >= 0 ? ` for request ${name(whom[phase])}` : ""}`);
     const told = [`Request ${name(request)}`];
     if (lives.begins[request] < 0) return `${told[0]} is not in this part of the run.`;
-    const edge = playback.about.begin && !lives.begins[request] ? "before the lines that are here; since " : "";
+    const edge = lives.earlier.has(request) ? "before the lines that are here; since " : "";
     told.push(`from ${edge}${format.moment(times[lives.begins[request]])}${phases.length ? `: ${phases.join(", ")}` : ", served at once"}.`);
     const { made, took } = lives.evictionsOf(request, side.contents);
     const blocks = (rows) => format.counted(rows.reduce((sum, row) => sum + playback.blocksOf(row), 0), "block");
@@ -472,7 +472,7 @@ class TimelinePanel {
       const more = some.length > 4 ? ` and ${format.count(some.length - 4)} more` : "";
       return `${some.length > 1 ? "requests" : "request"} ${some.slice(0, 4).map(name).join(", ")}${more}`;
     };
-    if (made.length) told.push(`For it ${names(made, "d")} lost ${blocks(made)}.`);
+    if (made.length) told.push(playback.header.cache_groups ? `Evicted for it: ${blocks(made)}.` : `For it ${names(made, "d")} lost ${blocks(made)}.`);
     if (took.length) told.push(`Blocks of its prompt were evicted for ${names(took, "request")}.`);
     return told.join(" ");
   }

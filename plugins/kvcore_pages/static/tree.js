@@ -16,6 +16,12 @@ class Bar {
   get end() {
     return this.holder.start + this.holder.ids.length;
   }
+
+  /** Its name, which it keeps at other times. */
+  get key() {
+    const { span, owner } = this.holder;
+    return `${span ? "span" : "sequence"} ${owner.id}`;
+  }
 }
 
 /** Return the bars of a pool in rows, those with most blocks first; `first` are spans that come before all. */
@@ -97,7 +103,7 @@ class TreePanel extends BlockPanel {
   /** Move the cursor to the span above, the largest below, or the next beside it. */
   _step(key) {
     const { shown } = this.tree;
-    const bar = shown.find(({ holder }) => holder.owner === this.cursor) ?? shown[0];
+    const bar = shown.find(({ key }) => key === this.cursor) ?? shown[0];
     if (!bar) return;
     const beside = (row) =>
       shown.find((each) => each.row <= row && row < each.row + each.leaves && each.holder.start <= bar.holder.start && bar.holder.start < each.end);
@@ -105,7 +111,7 @@ class TreePanel extends BlockPanel {
       ArrowLeft: () => bar.above, ArrowRight: () => bar.below.find((each) => each.row === bar.row),
       ArrowUp: () => beside(bar.row - 1), ArrowDown: () => beside(bar.row + bar.leaves),
     }[key]?.() ?? bar;
-    this.cursor = next.holder.owner;
+    this.cursor = next.key;
     const above = next.row * this.high;
     if (above < this.box.scrollTop || above + this.high > this.box.scrollTop + this.box.clientHeight - TreePanel.AXIS) {
       this.box.scrollTop = above;
@@ -121,10 +127,10 @@ class TreePanel extends BlockPanel {
     }
     const before = this.pointer;
     this.pointer = { ...found, x, y, aloud };
-    this.cursor = found.bar.holder.owner;
+    this.cursor = found.bar.key;
     const block = found.bar.holder.ids[found.at];
     if (before?.bar.holder.ids[before.at] !== block) {
-      this.app.point({ side: this.side, request: found.bar.holder.request, block, span: found.bar.holder.span });
+      this.app.point({ side: this.side, request: found.bar.holder.request, block });
     }
     this._card();
   }
@@ -167,8 +173,7 @@ class TreePanel extends BlockPanel {
 
   /** Point to the bar that the one under the pointer is now, and to nothing if that is gone. */
   _follow() {
-    const { number, holder } = this.pointer.bar;
-    const still = this.tree.shown.find((bar) => bar.number === number && bar.holder.owner === holder.owner);
+    const still = this.tree.shown.find(({ key }) => key === this.pointer.bar.key);
     if (still && this.pointer.at < still.holder.ids.length) {
       this.pointer.bar = still;
       this._card();

@@ -60,8 +60,8 @@ class WeighedSegments(CheckpointPolicy):
     in their order leaves.
 
     Options:
-        cap: the most boundaries along a text; those nearest to its begin leave first. None: any
-            number.
+        cap: the most boundaries along a text: those with as many behind them leave first, the
+            least recent of them before others. None: any number.
     """
 
     cap: int | None = attrs.field(

@@ -10,7 +10,7 @@ from kvcore.serving import StepWork
 
 
 class ModelCost:
-    """Cost of a draft model: a pass over the step's tokens, and one more for each draft.
+    """Cost of a draft model: a pass over the step's tokens, and one for each later draft.
 
     The draft model runs on the devices of the target, and reads K/V of its own. All decoding
     sequences are in every pass.
@@ -50,7 +50,11 @@ class ModelCost:
                 StepWork(work.prefill, pairs, first, context if passes else none)
             )
         for ahead in range(1, passes):
-            grown = tuple(length + ahead * work.decode for length in context)
+            # A window stays as long as it is, once the sequences have filled it.
+            grown = tuple(
+                min(length + ahead * work.decode, work.decode * (window or length + ahead))
+                for length, window in zip(context, self._latency.windows, strict=True)
+            )
             took_ps += self._latency.duration(StepWork(0, none, work.decode, grown))
         return took_ps
 

@@ -44,7 +44,7 @@ def read_acceptance(
         shares = [float(share) for share in orjson.loads(head)["acceptance"]]
         sound = all(0 <= share <= 1 for share in shares)
         steps = {}
-        for row, line in enumerate(lines, 2):  # noqa: B007 - for the error
+        for row, line in enumerate(lines if sound else (), 2):  # noqa: B007 - for the error
             step = orjson.loads(line)
             drafts, accepted = step["drafts"], step["accepted"]
             sound &= type(drafts) is type(accepted) is int and 0 <= accepted <= drafts

@@ -11,6 +11,7 @@ import attrs
 from kvcore import InputError, Request, ScoreEviction, Span
 from kvcore.request import Key
 from kvcore.units import NS_PER_S
+from kvcore_plugins.eviction.last_end import LastEnd
 from kvcore_plugins.eviction.survival import hazards, indices
 
 _SHIFT = 27
@@ -56,10 +57,10 @@ class ToolTTL(ScoreEviction):
     The times of tools are estimated online, by a histogram for each name: of the waits that
     reached an age, in powers of two, the share that ended there. With few waits the estimate
     is near that for all tools, and this near a heavy tail, for which older waits are less
-    likely to end soon, as in LRU. A wait ends when its session sends a prompt with the first
-    15/16 of the keys of the previous one. Prefixes without a session have the heavy tail alone.
-    O(log leaves) per event, and at intervals O(sessions); a score changes when the age enters
-    the next bucket.
+    likely to end soon, as in LRU. A wait ends when its session sends a prompt with more than
+    the first 15/16 of the keys of the previous one. Prefixes without a session have the heavy
+    tail alone. O(log leaves) per event, and at intervals O(sessions); a score changes when the
+    age enters the next bucket.
 
     `span.data` is (tool, ns of the release).
 
@@ -74,11 +75,6 @@ class ToolTTL(ScoreEviction):
 
     name: ClassVar[str] = "tool-ttl"
 
-    # The latest request that ended, when, and the span whose release would be its next one.
-    _ended: Request | None = None
-    _ended_at = -1
-    _above: Span | None = None
-
     def __init__(self, prior: float = 8.0) -> None:
         """Store the option."""
         if not 0 < prior < float("inf"):
@@ -89,16 +85,20 @@ class ToolTTL(ScoreEviction):
     def attach(self, blocks: int, block_size: int) -> None:
         """Store the size of the pool and create empty histograms."""
         super().attach(blocks, block_size)
-        self._waits: OrderedDict[str, list[Wait]] = OrderedDict()
+        self._waits: OrderedDict[str | None, list[Wait]] = OrderedDict()
         self._tools: OrderedDict[str, _Tool] = OrderedDict()
+        self._ended = LastEnd()
         self._seen = self._due = 0
         # Values by age: of prefixes without a session, of all tools, and of each.
         self._unknown = self._all = indices([_TAIL] * _BUCKETS, _WIDTHS)
         self._values: dict[str, list[float]] = {}
 
     def on_queued(self, request: Request, now: int, *, front: bool = False) -> None:
-        """End the waits of the session for prompts that begin as this one does."""
-        waits = self._waits.get(request.session or "")
+        """End the waits of the session for prompts that begin as this one does.
+
+        A preempted request comes to the front: it was sent before, and ended waits then.
+        """
+        waits = None if front else self._waits.get(request.session)
         if waits:
             keys, going = request.keys, []
             for wait in waits:
@@ -112,7 +112,7 @@ class ToolTTL(ScoreEviction):
 
     def on_end(self, request: Request, now: int) -> None:
         """Start to wait for the next request of the session."""
-        self._ended, self._ended_at, self._above = request, now, None
+        self._ended.begin(request, now)
         if request.session is None or not request.keys:
             return
         tool = request.tool or ""
@@ -130,8 +130,8 @@ class ToolTTL(ScoreEviction):
 
     def on_release(self, span: Span, now: int) -> None:
         """Store the tool for which `span` waits from now on."""
-        request = self._ended
-        if request is None or not self._is_its_end(span, request, now):
+        request = self._ended.of(span, now)
+        if request is None:
             tool = None if span.data is None else span.data[0]
         elif request.session is None or not request.keys:
             tool = None
@@ -158,20 +158,6 @@ class ToolTTL(ScoreEviction):
         since: int = span.data[1]
         bucket = _bucket(now - since)
         return since + (1 << (_SHIFT + bucket)) if bucket < _BUCKETS - 1 else None
-
-    def _is_its_end(self, span: Span, request: Request, now: int) -> bool:
-        """Return True if `span` is released by the end of `request`, the latest that ended.
-
-        A preemption and the end of a client's pin may come at the same time. The spans that an
-        end releases are a path: the first is of the request, each other one above the last.
-        """
-        if now != self._ended_at:
-            return False
-        own = span is self._above or span.last_request == request.id
-        if own or span.keys()[-1] in request.keys:
-            self._above = span.parent
-            return True
-        return False
 
     def _give_up(self, wait: Wait, now: int) -> None:
         self._record(wait[2]).given_up[_bucket(now - wait[3])] += 1

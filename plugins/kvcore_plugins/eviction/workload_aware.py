@@ -11,6 +11,7 @@ import attrs
 from kvcore import EvictionPolicy, InputError, Request, Span
 from kvcore.cache import LazyHeap
 from kvcore.request import Key
+from kvcore_plugins.eviction.last_end import LastEnd
 from kvcore_plugins.eviction.survival import OTHER
 
 _PRIOR = 8.0
@@ -53,8 +54,9 @@ class WorkloadAware(EvictionPolicy):
     exponential, and the life span, the mean time from the last use to an eviction. A wait of
     age t ends within a life span L with the chance `share * exp(-t / mean) * (1 - exp(-L /
     mean))`; the lowest goes first, of equals the deepest. Within a class that is the order of
-    LRU. Evicted spans are remembered, so that a reuse after an eviction counts. Types that come
-    when there are 1,000 classes have one for each turn.
+    LRU. Evicted spans are remembered, so that a reuse after an eviction counts: of several that
+    a prompt continues with, that of the first, whose turn goes on. Types that come when there
+    are 1,000 classes have one for each turn.
 
     Variant: the published estimates come from samples of the past in the background; here from
     the waits so far, of which older ones fade, and a class with few waits is near all of them.
@@ -101,7 +103,7 @@ class WorkloadAware(EvictionPolicy):
         self._all = _Class()
         self._evicted: OrderedDict[Key, tuple[ClassKey, int, int]] = OrderedDict()
         self._returned: dict[int | str, int] = {}
-        self._ended: tuple[int, str | None] = -1, None
+        self._ended = LastEnd()
         self._now = 0
 
     def on_miss(self, request: Request, hit_blocks: int, now: int) -> None:
@@ -141,9 +143,8 @@ class WorkloadAware(EvictionPolicy):
             self._enter(lower)
 
     def on_end(self, request: Request, now: int) -> None:
-        """Keep the type of the spans that are released next."""
-        kind = None if self.type == "none" else getattr(request, self.type)
-        self._ended = now, kind
+        """Keep the request, of whose type the spans are that its end releases next."""
+        self._ended.begin(request, now)
         self._returned.pop(request.id, None)
 
     def on_pin(self, span: Span) -> None:
@@ -152,10 +153,12 @@ class WorkloadAware(EvictionPolicy):
 
     def on_release(self, span: Span, now: int) -> None:
         """Begin a wait."""
-        self._now, turn = now, span.data[1]
-        ended, type_ = self._ended
-        if ended != now:
-            type_ = span.tenant if self.type == "tenant" else None
+        self._now, turn, type_ = now, span.data[1], None
+        request = self._ended.of(span, now)
+        if request is not None and self.type != "none":
+            type_ = getattr(request, self.type)
+        elif self.type == "tenant":
+            type_ = span.tenant
         kind: ClassKey = type_, min(turn + span.hit_count, self.turns)
         if len(self._classes) >= _MOST_CLASSES and kind not in self._classes:
             kind = OTHER, kind[1]

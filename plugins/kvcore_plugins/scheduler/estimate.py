@@ -8,10 +8,7 @@ from typing import Literal
 
 import attrs
 
-from kvcore import InputError, Job, Request, Scheduler
-
-LENGTHS = ("true", "predicted")
-
+from kvcore import InputError, Job, Scheduler
 
 LARGEST_ERROR = 10
 
@@ -41,8 +38,8 @@ class Estimating(Scheduler):
     def __attrs_post_init__(self) -> None:
         """Check the options."""
         msg = ""
-        if self.length not in LENGTHS:
-            msg = f"length={self.length!r} is not known; there are: {', '.join(LENGTHS)}"
+        if self.length not in ("true", "predicted"):
+            msg = f"length={self.length!r} is not known; there are: true, predicted"
         elif not 0 <= self.error <= LARGEST_ERROR:
             msg = f"error={self.error} must be from 0, always right, to {LARGEST_ERROR}"
         elif self.concurrency < 1:
@@ -57,7 +54,7 @@ class Estimating(Scheduler):
         It is 0 only for a request without output.
         """
         if job.data is None:
-            job.data = self._foresee(job.request)
+            job.data = self._foresee(job)
         tokens: int = job.data
         return tokens
 
@@ -85,8 +82,8 @@ class Estimating(Scheduler):
         decode = self.server.decode_ns(steps, context, self.concurrency)
         return self.remaining_prefill_ns(job) + decode
 
-    def _foresee(self, request: Request) -> int:
-        true = request.output_tokens
+    def _foresee(self, job: Job) -> int:
+        request, true = job.request, job.output_tokens
         if self.length == "true" or not true:
             return true
         if request.predicted_output_tokens is not None:

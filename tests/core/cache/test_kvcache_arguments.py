@@ -102,6 +102,7 @@ def test_pools_are_checked(blocks):
     [
         ({"eviction": 8}, "eviction=8 is no eviction plugin: give a name such as 'lru'"),
         ({"eviction": Radix}, "eviction=Radix is no eviction plugin: give a name"),
+        ({"eviction": lambda: None}, "eviction=None is no eviction plugin: give a name"),
         ({"prefix": LRU()}, r"prefix=LRU\(\) is no prefix plugin: give a name such as 'radix'"),
         ({"eviction": "lur"}, r"no eviction plugin is named 'lur' \(did you mean 'lru'\?\)"),
         ({"eviction": "lfu:half=3"}, "eviction plugin 'lfu' has no option 'half'"),
@@ -114,7 +115,8 @@ def test_plugins_are_checked(plugins, says):
 
 
 def test_plugins_may_be_names_classes_or_instances():
-    """A plugin may be given as a name with options, as a class or as an instance."""
+    """A plugin may be given as a name with options, a class or function, or an instance."""
+    assert KVCache(8, eviction=lambda: "lfu:half_life=30").eviction.half_life == 30
     assert KVCache(8, eviction="lfu:half_life=30").eviction.half_life == 30
     assert type(KVCache(8, eviction=LRU, prefix=Radix).eviction) is LRU
     policy = LRU()

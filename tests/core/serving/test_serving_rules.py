@@ -396,6 +396,7 @@ class TestLike:
             ("vllm:lags=0", "like: rules plugin 'vllm' has no option 'lags'"),
             ("vllm:lag=2", "like: lag=2: a plan knows of the step before it"),
             (LRU, "is no rules plugin: give a name, or a class derived from Rules"),
+            (lambda: None, "like: rules=None is no rules plugin"),
         ],
     )
     def test_an_unknown_engine_is_refused(self, like, message):

@@ -95,7 +95,7 @@ def test_triton_kernels_pass_the_attention_tests(test, arguments):
     getattr(WithTriton(), f"test_{test}")(*arguments)
 
 
-class TestPage(BackendTests):
+class TestPage(FewSeeds, BackendTests):
     """The backend of the reference page: six methods, and the defaults of the others."""
 
     dtypes = ("fp64", "fp32")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from helpers import traces
-from helpers.browser import NARROW, WIDE, tab
+from helpers.browser import NARROW, WIDE, drawn, tab
 from helpers.commands import run_here
 
 from kvcore import read_events
@@ -195,6 +195,20 @@ def test_the_card_of_a_block_has_its_life_in_the_trace(page, traced):
             assert "stays to the end" in text
 
 
+def test_the_card_of_a_block_tells_that_it_will_expire(browser, tmp_path):
+    """Of a block that expires next the card does not say that it is evicted for a request."""
+    trace, path = tmp_path / "run.jsonl.gz", tmp_path / "page.html"
+    workload = "zipf:requests=100,rate=5,prefixes=10,prefix_tokens=128"
+    run_here("simulate", workload, "--eviction", "ttl:ttl=2", "--trace", trace)
+    line = next(each for each in lines(trace) if each.get("reason") == "expired")
+    path.write_bytes(view_page([trace]))
+    with tab(browser) as shown:
+        page = shown.open(path)
+        page.evaluate("row => kvcore.seekRow(kvcore.sides[0], row)", line["n"] - 1)
+        life = "id => kvcore.panels.find((panel) => panel.life).life(id).sentences().at(-1)"
+        assert page.evaluate(life, line["runs"][0][0]).startswith("Expired in ")
+
+
 def test_blocks_of_a_running_request_are_highlighted(page, traced):
     """The highlighted blocks of a running request are those of its spans and private ones."""
     page.evaluate(SEEK, lines(traced)[-1]["t"] / 2e9)
@@ -226,6 +240,20 @@ def test_the_outline_in_the_tree_is_that_of_the_bar_as_it_is_now(page, traced):
     assert [drawn for drawn, _ in outlines] == [wanted for _, wanted in outlines]
 
 
+def test_the_card_of_the_tree_stays_while_its_bar_is_there(browser, html):
+    """A bar that was pointed at keeps its card: on lines not played yet, one on, one back."""
+    with tab(browser, WIDE) as shown:
+        page = shown.open(html)
+        page.evaluate("kvcore.visitPart(0.3)")
+        drawn(page)
+        page.locator("canvas.tree").hover(position={"x": 20, "y": 40})
+        for step in ("changed", "stepForward", "stepBack"):
+            page.evaluate(f"kvcore.{step}()")
+            drawn(page)
+            assert page.locator("#card").is_visible(), step
+        page.keyboard.press("Escape")
+
+
 @pytest.mark.slow
 def test_a_large_pool_states_the_blocks_of_a_cell(browser, tmp_path):
     """In a large pool a cell of the map is several blocks, and the panel states how many."""
@@ -240,4 +268,12 @@ def test_a_large_pool_states_the_blocks_of_a_cell(browser, tmp_path):
         note = page.locator(".pool .note").text_content()
         assert f"A cell is {grid['each']} blocks" in note
         assert page.evaluate("document.documentElement.scrollWidth") <= NARROW[0]
+        # A cursor behind the last cell of the smaller map is gone.
+        for size, keys in ((WIDE, ("End",)), (NARROW, ())):
+            page.set_viewport_size(dict(zip(("width", "height"), size, strict=True)))
+            page.evaluate("kvcore.changed()")
+            drawn(page)
+            for key in keys:
+                page.locator("canvas.blocks").press(key)
+        assert not page.locator("#card").is_visible()
         assert not shown.complaints

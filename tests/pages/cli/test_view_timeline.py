@@ -129,6 +129,28 @@ def test_a_window_has_the_curves_of_the_whole_trace(browser, overloaded, tmp_pat
         assert all(expected[time] == pytest.approx(value) for time, value in curves[name]), name
 
 
+def test_the_card_in_a_window_tells_what_was_before_it(browser, overloaded, tmp_path):
+    """Of a request from before a window the card has the true time of its admission.
+
+    Of one that had left it does not say that it will come.
+    """
+    requests, file = Timeline.read(overloaded[0]).requests, tmp_path / "part.html"
+    begin = 4 * 10**9
+    file.write_bytes(view_page([overloaded[0]], window=Window(begin, 9 * 10**9)))
+    served = zip(requests.admitted, requests.finish, strict=True)
+    shown = [0, next(row for row, (since, end) in enumerate(served) if since < begin < end)]
+    with tab(browser) as found:
+        page = found.open(file)
+        for row in shown:
+            page.evaluate("(request) => kvcore.choose({ side: kvcore.sides[0], request })", row)
+            drawn(page)
+            card = page.locator("#request-panel .life").text_content()
+            assert "arrivedbefore the lines that are here" in card
+            assert f"admitted{requests.admitted[row] / 1e9:,.3f} s" in card
+            assert "has not arrived" not in card
+            assert "first token" not in card.partition("Why")[0]
+
+
 def test_hit_ratios_are_those_of_the_timeline(page, overloaded):
     """The curves of hit ratios, in all and of the last 60 s, are those of `Timeline`."""
     curves, series = page.evaluate(CURVES), Timeline.read(overloaded[0]).series
@@ -211,6 +233,39 @@ def test_the_log_has_a_sentence_for_each_kind_of_event(page, overloaded):
     assert f"by {evict['by']} for request {evict['for']}" in marked.text_content()
 
 
+def test_the_log_is_that_of_the_request_that_is_chosen(browser, tmp_path):
+    """Of two requests with one number, on two sides, the log shows the one that is chosen."""
+    events = traces.lines(traces.record(tmp_path / "trace.jsonl"))
+    name = next(event["id"] for event in events if event["event"] == "REQUEST")
+    renamed = [
+        event
+        | {field: "other" for field in ("id", "request", "for") if event.get(field) == name}
+        for event in events
+    ]
+    other, file = traces.seal(tmp_path / "other.jsonl", renamed), tmp_path / "page.html"
+    file.write_bytes(view_page([tmp_path / "trace.jsonl", other]))
+    with tab(browser) as found:
+        page = found.open(file)
+        page.locator(".log-panel select").first.select_option("chosen")
+        for side, shown in ((0, f"request {name} arrives"), (1, "There is no event of it.")):
+            page.evaluate("(n) => kvcore.choose({ side: kvcore.sides[n], request: 0 })", side)
+            drawn(page)
+            assert shown in page.locator("#log-0").text_content()
+
+
+def test_the_card_counts_the_blocks_of_the_prompt_alone(browser, tmp_path):
+    """Where a key stands for many blocks, the card counts those that the prompt has."""
+    trace, file = tmp_path / "trace.jsonl", tmp_path / "page.html"
+    assert frame.run(["simulate", "--limit", "1", "--trace", str(trace)]) == 0
+    (tokens,) = Timeline.read(trace).requests.prompt
+    file.write_bytes(view_page([trace]))
+    with tab(browser) as found:
+        page = found.open(file)
+        page.evaluate("kvcore.choose({ side: kvcore.sides[0], request: 0 })")
+        drawn(page)
+        assert f"Of the {-(-tokens // 16):,} blocks of its prompt" in page.inner_text("main")
+
+
 def test_buttons_go_to_the_next_and_previous_eviction(page, overloaded):
     """The buttons go to the next and the previous event that the filter shows."""
     rows = [line["n"] for line in traces.lines(overloaded[0]) if line["event"] == "EVICT"]
@@ -257,6 +312,21 @@ def test_keys_and_clicks_choose_requests_on_the_timeline(page):
     }""")
     canvas.click(position=shown["position"])
     assert page.evaluate("kvcore.chosen.request") == shown["request"]
+
+
+def test_timelines_follow_the_clock_to_the_end_of_the_longer_run(browser, overloaded, tmp_path):
+    """The timelines of two runs show the clock's time, also after the first run has ended."""
+    file = tmp_path / "page.html"
+    file.write_bytes(view_page([traces.serve(tmp_path / "short.jsonl"), overloaded[0]]))
+    with tab(browser) as found:
+        page = found.open(file)
+        page.evaluate("kvcore.seek(kvcore.end)")
+        drawn(page)
+        start, end, now = page.evaluate("""() => {
+          const { start, end } = kvcore.timelineWindow;
+          return [start, end, kvcore.time];
+        }""")
+    assert start <= now <= end
 
 
 @pytest.mark.slow

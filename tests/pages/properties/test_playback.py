@@ -23,6 +23,7 @@ from kvcore_engine.retention.window import Window as Recent
 from kvcore_pages.playback import Playback, Window, share_phrases
 from kvcore_pages.view import view_page
 from kvcore_replay.state.cache import CacheState
+from kvcore_replay.timeline import Timeline
 
 RUN = """
 async ({ name, rows, stride }) => {
@@ -57,6 +58,20 @@ async ({ name, rows, stride }) => {
     }
   }
   return { states, uses };
+}
+"""
+
+
+PHASES = """
+async () => {
+  const [side] = kvcore.sides;
+  const playback = await side.playback.constructor.read("test");
+  const lives = new side.lives.constructor(playback);
+  const { times, requests: { id } } = playback;
+  const rows = [...times.keys()].filter((row) => times[row + 1] !== times[row]);
+  const at = (row) => id.map((name, request) => [name, lives.phaseAt(request, row)]);
+  const phases = (row) => Object.fromEntries(at(row).filter(([, phase]) => phase >= 0));
+  return rows.map((row) => [times[row], phases(row)]);
 }
 """
 
@@ -224,22 +239,30 @@ def test_a_page_plays_every_kind_of_line(page, tmp_path, name):
     check_uses(playback, path, uses)
 
 
-@pytest.mark.parametrize("make", [driven, served, hosted, pooled])
-def test_a_page_plays_random_runs(page, tmp_path, make):
+RUNS = [(driven, 12), (served, 9), (hosted, 6), (pooled, 6)]
+"""Random runs, and how many of each: all mixes, servers, engines and kinds of pools."""
+
+each_kind = pytest.mark.parametrize(
+    ("make", "count"), RUNS, ids=[make.__name__ for make, _ in RUNS]
+)
+
+
+@each_kind
+def test_a_page_plays_random_runs(page, tmp_path, make, count):
     """Spans, pins, tables, counts and next uses on a page equal a replay of random runs."""
-    for seed in range(12):
+    for seed in range(count):
         path = make(tmp_path / f"{make.__name__}{seed}.jsonl", seed)
         playback, uses = check(page, path, seed)
         check_uses(playback, path, uses)
 
 
-@pytest.mark.parametrize("make", [driven, served, hosted, pooled])
-def test_a_window_has_the_states_of_the_whole_trace(page, tmp_path, make):
+@each_kind
+def test_a_window_has_the_states_of_the_whole_trace(page, tmp_path, make, count):
     """A page of a window has the states of a replay of the whole trace.
 
     No window ends between two lines of the same time.
     """
-    for seed in range(12):
+    for seed in range(count):
         path = make(tmp_path / f"{make.__name__}{seed}.jsonl", seed)
         times = [event.t for event in read_events(path)]
         draw = Random(seed)
@@ -253,6 +276,25 @@ def test_a_window_has_the_states_of_the_whole_trace(page, tmp_path, make):
         assert len(kept) == len(within) or len(kept) <= window.max_rows or len({*kept}) == 1
         # The window has all lines of its last time.
         assert within[len(kept) :][:1] != kept[-1:]
+
+
+def test_a_window_has_the_phases_of_the_whole_trace(page, tmp_path):
+    """At each time of a window requests are in the phases that `Timeline` finds.
+
+    Some were preempted before it, or wait until after it.
+    """
+    for seed in range(12):
+        path, draw = served(tmp_path / f"{seed}.jsonl", seed), Random(seed)
+        timeline = Timeline.read(path)
+        start, end = sorted(draw.choices(timeline.series.time, k=2))
+        put_playback(page, "test", Playback(path, window=Window(start, end + 1)))
+        *moments, _ = page.evaluate(PHASES)  # what goes on ends with the last row
+        for time, phases in moments:
+            assert phases == {
+                str(timeline.requests.ids[request]): kind
+                for request, kind, since, upto, _ in timeline.phases
+                if since <= time < upto
+            }, (seed, time)
 
 
 def test_a_window_without_a_line_is_refused(tmp_path):

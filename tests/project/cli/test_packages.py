@@ -213,17 +213,20 @@ def test_no_file_is_left_by_a_run_that_a_package_breaks(acme, tmp_path, hook, re
 
 
 def test_no_file_is_left_by_a_run_whose_last_steps_fail(acme, tmp_path):
-    """If what runs beside it fails to end, the files that were written are removed."""
+    """If what runs beside it fails to end, its files are removed, and earlier results stay."""
     late = "@contextmanager\ndef late():\n    yield\n    {}[0]\n"
     acme(f"kvcore_running(): return late()\n\n{late}")
     (tmp_path / "of").mkdir()
-    (tmp_path / "of" / "notes").write_text("mine")
+    mine = [tmp_path / "of" / name for name in ("notes", "requests.jsonl", "summary.json")]
+    for path in mine:
+        path.write_text("mine")
     for words in (("--out", "new"), ("--out", "of"), ("--trace", "run.jsonl")):
         done = run_here(*TINY, *words, cwd=tmp_path)
         assert (done.returncode, done.stdout) == (3, "")
         assert f"{ACME} raised KeyError(0)" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["of", "site"]
-    assert [path.name for path in (tmp_path / "of").iterdir()] == ["notes"]
+    assert sorted((tmp_path / "of").iterdir()) == mine
+    assert {path.read_text() for path in mine} == {"mine"}
 
 
 def test_what_a_package_does_beside_a_run_may_be_nothing(acme):

@@ -488,6 +488,9 @@ record --zmq tcp://127.0.0.1:1 -o x.jsonl --for x | '--for': time 'x': expected 
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --batches 0 | '--batches': 0 is out of range
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --ranks 99999 | rank 65535 would have port 65536
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate x | '--rotate': size 'x': expected a number
+record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 5sm | size '5sm': expected
+record --zmq tcp://127.0.0.1:1 -o x.jsonl --reconnect 40000 | 'reconnect' must be <= 32767
+record --zmq tcp://127.0.0.1:1 -o x.jsonl --ranks 400m | give 400000000 or more
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 1h --rotate 90s | '90s' is a second age: give
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 0s | '--rotate': must be above 0
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate '1 GiX' | size '1 GiX': expected
@@ -574,6 +577,7 @@ simulate: block_size = 7 | block size 7 and the workload's keys of 16
 simulate: trace = "" | trace: empty path; name a file
 simulate: as_json = true | there is no option 'as_json' (did you mean 'json'?)
 simulate: json = 3 | json: expected true or false, not 3
+plan: markdown = "x" | markdown: expected true or false, not 'x'
 simulate: fail = "replica=0,at=-1" | c.toml: fail: time '-1'
 simulate: max_seqs = 3\n[batching]\nmax-seqs = 3 | 'max_seqs' is given twice
 simulate: [[replicas]]\ncount = 0 | c.toml: replicas: 0 is out of range
