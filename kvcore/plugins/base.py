@@ -204,13 +204,13 @@ _DECORATED = {"__attrs_attrs__", "__dataclass_fields__"}
 
 
 def contract_and_above(cls: type[Plugin]) -> list[type]:
-    """Return `cls` and its base classes up to the base class of its kind, which is last."""
-    classes = []
-    for base in cls.__mro__:
-        classes.append(base)
-        if "kind" in vars(base) or base is Plugin:
-            break
-    return classes
+    """Return `cls` and its base classes up to the base class of its kind, which is last.
+
+    Classes above that one may repeat its `kind`.
+    """
+    classes = list(cls.__mro__[: cls.__mro__.index(Plugin) + 1])
+    last = next((base for base in reversed(classes) if "kind" in vars(base)), Plugin)
+    return classes[: classes.index(last) + 1]
 
 
 def uncalled(cls: type[Plugin]) -> str | None:
