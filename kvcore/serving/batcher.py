@@ -401,18 +401,30 @@ class Batcher:
         if self._step.unpublished:
             self._publish(now)
 
-    def _room_for(self, job: Job, now: int, preempted: Collection[Job]) -> int | None:
-        """Return the blocks that the rules leave beside `job`; None: it is not admitted."""
+    def _room_for(
+        self, job: Job, now: int, preempted: Collection[Job], last: Job | None = None
+    ) -> int | None:
+        """Return the blocks that the rules leave beside `job`; None: it is not admitted.
+
+        `last` is a running job that is paused for it.
+        """
         if not (self.running or self.paused):
             if self._ratio is not None:
                 self._ratio.restart(self._batch.steps.count)
             if not preempted:
                 return 0
-        if self._decisions.headroom is not None:
-            return self._decisions.headroom(job, self._state(now, preempted))
-        if self._ratio is not None:
-            return self._rules.headroom(job, self._state(now, preempted))
-        return self._reserve
+        if self._decisions.headroom is None and self._ratio is None:
+            return self._reserve
+        state = self._state(now, preempted)
+        if last is not None:
+            state = state._replace(
+                running=[other for other in self.running if other is not last],
+                paused=[*self.paused, last],
+                waiting=state.waiting + 1,
+                decoding=state.decoding - (last.stage == DECODE),
+                chunks=[chunk for chunk in self.chunks if chunk[0] is not last],
+            )
+        return (self._decisions.headroom or self._rules.headroom)(job, state)
 
     def _fill_output(self, now: int) -> None:
         """Note the generated blocks to be published: those that the planned step fills.
@@ -610,7 +622,7 @@ class Batcher:
         if last is None:
             return False
         # Checked first: without blocks for `job` the pause would be in vain.
-        if not self._fits(job, now):
+        if not self._fits(job, now, last):
             self.blocked_job = job
             return False
         self._pause(last, now, job)
@@ -646,11 +658,12 @@ class Batcher:
         last = max(ranks, key=ranks.__getitem__, default=None)
         return None if last is None or not job.rank < ranks[last][0] else last
 
-    def _fits(self, job: Job, now: int) -> bool:
-        """Return True if there are blocks for `job` beside those of all other jobs. Pure."""
+    def _fits(self, job: Job, now: int, last: Job) -> bool:
+        """Return True if `job` finds blocks once `last`, which keeps its own, is paused. Pure."""
         if job.seq is not None:
             return not self._missing_slots(job) or self._allocator.can_extend(job.seq)
-        return self._allocator.fits(job, now, self._reserve)
+        reserve = self._room_for(job, now, (), last)
+        return reserve is not None and self._allocator.fits(job, now, reserve)
 
     def _missing_slots(self, job: Job) -> int:
         """Return how many slots a paused job needs for the step that is allocated."""
