@@ -83,10 +83,8 @@ static const Times *lines_of(Core *c)
     PyObject *pieces = PyObject_CallFunction(c->lines_of, "L", size);
     PyObject *fast = pieces ? PySequence_Fast(pieces, "lines are a sequence") : NULL;
     i64 count = fast ? PySequence_Fast_GET_SIZE(fast) : 0;
-    if (fast && (count < 1 || count > MOST_LINES))
-        PyErr_Format(PyExc_ValueError, "%lld lines of decode steps; the core takes 1 to %d", count,
-                     MOST_LINES);
-    for (i64 n = 0; n < count && !PyErr_Occurred(); n++) {
+    c->leaves |= count > MOST_LINES;
+    for (i64 n = 0; n < count && !c->leaves && !PyErr_Occurred(); n++) {
         i64 first, slope;
         PyObject *line = PySequence_Fast_GET_ITEM(fast, n);
         if (PyArg_ParseTuple(line, "LL", &first, &slope)) {
