@@ -659,7 +659,7 @@ class Batcher:
         return None if last is None or not job.rank < ranks[last][0] else last
 
     def _fits(self, job: Job, now: int, last: Job) -> bool:
-        """Return True if `job` finds blocks once `last`, which keeps its own, is paused. Pure."""
+        """Return True if `job` finds blocks beside those of all others, `last` paused. Pure."""
         if job.seq is not None:
             return not self._missing_slots(job) or self._allocator.can_extend(job.seq)
         reserve = self._room_for(job, now, (), last)

@@ -300,7 +300,8 @@ def test_a_misspelled_hook_warns_when_the_plugin_is_used(name, meant):
 def test_what_a_class_overrides_is_called(fields):
     """A method that a class overrides is found, also if the class repeats its kind."""
     cls = type("Mine", (PlainNewest,), {"on_insert": lambda *_: None} | fields)
-    assert [bool(find_override(cls(), name)) for name in ("on_insert", "on_miss")] == [True, False]
+    assert find_override(cls(), "on_insert")
+    assert find_override(cls(), "on_miss") is None
 
 
 @pytest.mark.parametrize("names", [["helper"], ["_relased"], ["relased", "on_release"]])
