@@ -158,10 +158,7 @@ class Batcher:
         """Add `job` to the waiting ones."""
         if self._scheduler.ranks:
             self._rank(job, now)
-        try:
-            self.waiting.push(job, now, front)
-        except TypeError as error:
-            raise policy_error(self._scheduler.scheduler, "priority", error) from error
+        self._scheduler.call("priority", self.waiting.push, job, now, front)
         if self._scheduler.heard:
             self._scheduler.tell("queued", job, now)
         self.changed = True
@@ -350,7 +347,7 @@ class Batcher:
                 self._running_served(now)
             offered: Job | None = None
             if admits and (after_preemption or not step.preempted):
-                offered = self.waiting.head() if offers is None else next(offers, None)
+                offered = self._head() if offers is None else next(offers, None)
             if asks and offered is not None:
                 step.refuses = self._room_for(offered, now, step.preempted) is None
                 offered = None if step.refuses else offered
@@ -581,9 +578,14 @@ class Batcher:
                 raise PolicyError(msg)
             yield job
 
+    def _head(self) -> Job | None:
+        """Return the waiting job that is first in order; None if none waits."""
+        head: Job | None = self._scheduler.call("priority", self.waiting.head)
+        return head
+
     def _head_before(self, other: Job, now: int) -> bool:
         """Return True if the first waiting job goes before `other`."""
-        head = self.waiting.head() if self._scheduler.ranks else None
+        head = self._head() if self._scheduler.ranks else None
         if head is None:
             return False
         return bool(
@@ -972,7 +974,7 @@ class Batcher:
         """TIMER: rank `job` again, if it still waits."""
         if job in self.waiting and self._scheduler.ranks:
             self._rank(job, now)
-            self.waiting.push(job, now)
+            self._scheduler.call("priority", self.waiting.push, job, now)
             self.changed = True
 
 
