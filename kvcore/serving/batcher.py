@@ -110,7 +110,7 @@ class Batcher:
 
         Args:
             cache: the cache, for its trace and the blocks that are available.
-            scheduler: the scheduler, attached to `server`.
+            scheduler: the scheduler, which is attached to `server`.
             batching: the limits of a step.
             batch: the jobs that decode.
             allocator: the blocks of all jobs.
@@ -135,6 +135,7 @@ class Batcher:
         self._cache = cache
         self._tiers = cache.tiers
         self._scheduler = CheckedScheduler(scheduler)
+        self._scheduler.call("attach", scheduler.attach, server)
         self._batch = batch
         self._allocator = allocator
         allocator.waiting, allocator.prefilling = self.waiting.entries, self.prefilling
@@ -588,14 +589,8 @@ class Batcher:
         head = self._head() if self._scheduler.ranks else None
         if head is None:
             return False
-        return bool(
-            self._scheduler.call(
-                "priority",
-                lt,
-                head.rank,
-                self._scheduler.priority(other, now),
-            )
-        )
+        rank = self._scheduler.priority(other, now)
+        return bool(self._scheduler.call("priority", lt, head.rank, rank))
 
     def _schedule(self, job: Job, now: int) -> bool:
         """Make `job` run if a slot is or can be made free, and it finds its blocks."""

@@ -142,7 +142,6 @@ class ServingLoop:
         drafter = cast("Drafter | None", executor.drafter)
         _check_parts(drafter, cache, self.allocator, lag=rules.lag)
         scheduler.bind()
-        scheduler.attach(server)
         self.batcher = Batcher(cache, scheduler, batching, self.batch, self.allocator, server)
         self.batcher.publishes_output, self.batcher.names_output = publishes, names
         if names and rules.lag:

@@ -94,7 +94,7 @@ def _failing(method):
 
 
 @pytest.mark.parametrize(
-    "method", ["priority", "plan", "queued", "admitted", "finished", "changes_at"]
+    "method", ["attach", "priority", "plan", "queued", "admitted", "finished", "changes_at"]
 )
 def test_a_scheduler_that_raises_is_named(method):
     """The error names the plugin, the method and the exception."""
