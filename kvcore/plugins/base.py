@@ -7,6 +7,7 @@ import sys
 import warnings
 from abc import ABC
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from time import time_ns
 from types import CodeType
@@ -208,9 +209,9 @@ def contract_and_above(cls: type[Plugin]) -> list[type]:
 
     Classes above that one may repeat its `kind`.
     """
-    classes = list(cls.__mro__[: cls.__mro__.index(Plugin) + 1])
-    last = next((base for base in reversed(classes) if "kind" in vars(base)), Plugin)
-    return classes[: classes.index(last) + 1]
+    classes = list(takewhile(lambda base: base is not Plugin, cls.__mro__))
+    kinds = [base for base in classes if "kind" in vars(base)]
+    return classes[: classes.index(kinds[-1]) + 1] if kinds else [*classes, Plugin]
 
 
 def uncalled(cls: type[Plugin]) -> str | None:
