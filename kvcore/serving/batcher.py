@@ -325,6 +325,7 @@ class Batcher:
         step = self._step
         ongoing = list(self.prefilling)
         preemptive = self._scheduler.preemptive
+        call, head = self._scheduler.call, self.waiting.head
         if len(ongoing) > 1:
             if preemptive:
                 ranks = {
@@ -348,7 +349,7 @@ class Batcher:
                 self._running_served(now)
             offered: Job | None = None
             if admits and (after_preemption or not step.preempted):
-                offered = self._head() if offers is None else next(offers, None)
+                offered = call("priority", head) if offers is None else next(offers, None)
             if asks and offered is not None:
                 step.refuses = self._room_for(offered, now, step.preempted) is None
                 offered = None if step.refuses else offered
@@ -402,10 +403,7 @@ class Batcher:
     def _room_for(
         self, job: Job, now: int, preempted: Collection[Job], last: Job | None = None
     ) -> int | None:
-        """Return the blocks that the rules leave beside `job`; None: it is not admitted.
-
-        `last` is a running job that is paused for it.
-        """
+        """Return the blocks to leave beside `job`, with `last` paused; None: it may not run."""
         if not (self.running or self.paused):
             if self._ratio is not None:
                 self._ratio.restart(self._batch.steps.count)
@@ -579,18 +577,14 @@ class Batcher:
                 raise PolicyError(msg)
             yield job
 
-    def _head(self) -> Job | None:
-        """Return the waiting job that is first in order; None if none waits."""
-        head: Job | None = self._scheduler.call("priority", self.waiting.head)
-        return head
-
     def _head_before(self, other: Job, now: int) -> bool:
         """Return True if the first waiting job goes before `other`."""
-        head = self._head() if self._scheduler.ranks else None
+        scheduler = self._scheduler
+        head = scheduler.call("priority", self.waiting.head) if scheduler.ranks else None
         if head is None:
             return False
-        rank = self._scheduler.priority(other, now)
-        return bool(self._scheduler.call("priority", lt, head.rank, rank))
+        rank = scheduler.priority(other, now)
+        return bool(scheduler.call("priority", lt, head.rank, rank))
 
     def _schedule(self, job: Job, now: int) -> bool:
         """Make `job` run if a slot is or can be made free, and it finds its blocks."""
