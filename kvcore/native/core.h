@@ -308,8 +308,7 @@ void batch_clear(Batch *batch);
 int batch_add(Batch *batch, Job *job, i64 generated);
 void batch_remove(Batch *batch, Job *job);
 i128 batch_run(Batch *batch, i128 start, i128 first, i128 slope, i64 steps);
-int batch_jump(Batch *batch, const Times *lines, i128 clock, i64 event, i64 *steps, i128 *took,
-               i128 *last); /* of these, the last step took so long */
+int batch_jump(Batch *batch, const Times *lines, i128 clock, i64 event, i64 *steps, i128 *took);
 int batch_next_step(Batch *batch, i64 now);     /* 1: there is no room */
 Job **batch_committers(const Batch *batch, i64 *count); /* before the next step */
 int batch_serve_first(Batch *batch, i64 now);
@@ -401,7 +400,7 @@ typedef struct {
     Job *blocked, **done; i64 done_count, done_room, victims, without_progress;
     i64 budget;
     int changed;
-    /* `Lag`: the last step, and the jobs that it has finished. */
+    /* `Lag`: the last step or jump, and the jobs that it has finished. */
     i128 began;
     int stepped;
     Job **late; i64 late_count, late_room;

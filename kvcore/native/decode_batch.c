@@ -425,8 +425,7 @@ static int allocate_ahead(Batch *b, i64 *steps, i128 clock, const Times *times)
 }
 
 /* Run decode steps as long as nothing changes but lengths, up to `event` (ns). */
-int batch_jump(Batch *b, const Times *lines, i128 clock, i64 event, i64 *steps, i128 *took,
-               i128 *last)
+int batch_jump(Batch *b, const Times *lines, i128 clock, i64 event, i64 *steps, i128 *took)
 {
     i64 size = b->jobs.count, until;
     Times times = *lines; /* in the number of the step, of lines in the context */
@@ -446,7 +445,6 @@ int batch_jump(Batch *b, const Times *lines, i128 clock, i64 event, i64 *steps, 
         const Line *line = highest(&times, step, count, &until);
         i128 first = line->first + line->slope * step;
         *took += batch_run(b, clock + *took, first, line->slope, until - step);
-        *last = first + line->slope * (until - step - 1);
     }
     return 0;
 }

@@ -83,10 +83,8 @@ static const Times *lines_of(Core *c)
     PyObject *pieces = PyObject_CallFunction(c->lines_of, "L", size);
     PyObject *fast = pieces ? PySequence_Fast(pieces, "lines are a sequence") : NULL;
     i64 count = fast ? PySequence_Fast_GET_SIZE(fast) : 0;
-    if (fast && (count < 1 || count > MOST_LINES))
-        PyErr_Format(PyExc_ValueError, "%lld lines of decode steps; the core takes 1 to %d", count,
-                     MOST_LINES);
-    for (i64 n = 0; n < count && !PyErr_Occurred(); n++) {
+    c->leaves |= count > MOST_LINES;
+    for (i64 n = 0; n < count && !c->leaves && !PyErr_Occurred(); n++) {
         i64 first, slope;
         PyObject *line = PySequence_Fast_GET_ITEM(fast, n);
         if (PyArg_ParseTuple(line, "LL", &first, &slope)) {
@@ -103,11 +101,11 @@ static const Times *lines_of(Core *c)
     return times;
 }
 
-/* Advance the clock by steps that have run, the last of which took `last`; queue what came. */
-static int pass(Core *c, i64 steps, i128 took, i128 last, i64 *now)
+/* Advance the clock by steps that have run; queue what came. */
+static int pass(Core *c, i64 steps, i128 took, i64 *now)
 {
     c->stepped = 1;
-    c->began = c->clock + took - last;
+    c->began = c->clock; /* of a jump: nothing has come before its last step */
     c->clock += took;
     c->steps += steps;
     c->busy += took;
@@ -240,7 +238,7 @@ static int prefill_step(Core *c)
         return -1;
     if (decoding)
         batch_run(&c->batch, c->clock, took, 0, 1);
-    if (pass(c, 1, took, took, &now) < 0)
+    if (pass(c, 1, took, &now) < 0)
         return -1;
     for (i64 n = 0; n < c->chunk_count; n++) {
         Job *job = c->chunks[n].job;
@@ -276,11 +274,11 @@ static int decode_steps(Core *c)
 {
     const Times *lines = lines_of(c);
     i64 steps, now, event = c->changed ? 0 : next_event(c);
-    i128 took, last;
+    i128 took;
     if (!lines)
         return PyErr_Occurred() ? -1 : 0;
-    if (batch_jump(&c->batch, lines, c->clock, event, &steps, &took, &last) < 0
-        || pass(c, steps, took, last, &now) < 0)
+    if (batch_jump(&c->batch, lines, c->clock, event, &steps, &took) < 0
+        || pass(c, steps, took, &now) < 0)
         return -1;
     c->without_progress = 0;
     return note_filled(c) < 0 ? -1 : finish(c, now);

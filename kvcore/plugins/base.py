@@ -7,6 +7,7 @@ import sys
 import warnings
 from abc import ABC
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from time import time_ns
 from types import CodeType
@@ -204,13 +205,13 @@ _DECORATED = {"__attrs_attrs__", "__dataclass_fields__"}
 
 
 def contract_and_above(cls: type[Plugin]) -> list[type]:
-    """Return `cls` and its base classes up to the base class of its kind, which is last."""
-    classes = []
-    for base in cls.__mro__:
-        classes.append(base)
-        if "kind" in vars(base) or base is Plugin:
-            break
-    return classes
+    """Return `cls` and its base classes up to the base class of its kind, which is last.
+
+    Classes above that one may repeat its `kind`.
+    """
+    classes = list(takewhile(lambda base: base is not Plugin, cls.__mro__))
+    kinds = [base for base in classes if "kind" in vars(base)]
+    return classes[: classes.index(kinds[-1]) + 1] if kinds else [*classes, Plugin]
 
 
 def uncalled(cls: type[Plugin]) -> str | None:

@@ -110,7 +110,7 @@ class Batcher:
 
         Args:
             cache: the cache, for its trace and the blocks that are available.
-            scheduler: the scheduler, attached to `server`.
+            scheduler: the scheduler, which is attached to `server`.
             batching: the limits of a step.
             batch: the jobs that decode.
             allocator: the blocks of all jobs.
@@ -135,6 +135,7 @@ class Batcher:
         self._cache = cache
         self._tiers = cache.tiers
         self._scheduler = CheckedScheduler(scheduler)
+        self._scheduler.call("attach", scheduler.attach, server)
         self._batch = batch
         self._allocator = allocator
         allocator.waiting, allocator.prefilling = self.waiting.entries, self.prefilling
@@ -158,10 +159,7 @@ class Batcher:
         """Add `job` to the waiting ones."""
         if self._scheduler.ranks:
             self._rank(job, now)
-        try:
-            self.waiting.push(job, now, front)
-        except TypeError as error:
-            raise policy_error(self._scheduler.scheduler, "priority", error) from error
+        self._scheduler.call("priority", self.waiting.push, job, now, front)
         if self._scheduler.heard:
             self._scheduler.tell("queued", job, now)
         self.changed = True
@@ -327,6 +325,7 @@ class Batcher:
         step = self._step
         ongoing = list(self.prefilling)
         preemptive = self._scheduler.preemptive
+        call, head = self._scheduler.call, self.waiting.head
         if len(ongoing) > 1:
             if preemptive:
                 ranks = {
@@ -350,7 +349,7 @@ class Batcher:
                 self._running_served(now)
             offered: Job | None = None
             if admits and (after_preemption or not step.preempted):
-                offered = self.waiting.head() if offers is None else next(offers, None)
+                offered = call("priority", head) if offers is None else next(offers, None)
             if asks and offered is not None:
                 step.refuses = self._room_for(offered, now, step.preempted) is None
                 offered = None if step.refuses else offered
@@ -401,18 +400,27 @@ class Batcher:
         if self._step.unpublished:
             self._publish(now)
 
-    def _room_for(self, job: Job, now: int, preempted: Collection[Job]) -> int | None:
-        """Return the blocks that the rules leave beside `job`; None: it is not admitted."""
+    def _room_for(
+        self, job: Job, now: int, preempted: Collection[Job], last: Job | None = None
+    ) -> int | None:
+        """Return the blocks to leave beside `job`, with `last` paused; None: it may not run."""
         if not (self.running or self.paused):
             if self._ratio is not None:
                 self._ratio.restart(self._batch.steps.count)
             if not preempted:
                 return 0
-        if self._decisions.headroom is not None:
-            return self._decisions.headroom(job, self._state(now, preempted))
-        if self._ratio is not None:
-            return self._rules.headroom(job, self._state(now, preempted))
-        return self._reserve
+        if self._decisions.headroom is None and self._ratio is None:
+            return self._reserve
+        state = self._state(now, preempted)
+        if last is not None:
+            state = state._replace(
+                running=[other for other in self.running if other is not last],
+                paused=[*self.paused, last],
+                waiting=state.waiting + 1,
+                decoding=state.decoding - (last.stage == DECODE),
+                chunks=[chunk for chunk in self.chunks if chunk[0] is not last],
+            )
+        return (self._decisions.headroom or self._rules.headroom)(job, state)
 
     def _fill_output(self, now: int) -> None:
         """Note the generated blocks to be published: those that the planned step fills.
@@ -571,17 +579,12 @@ class Batcher:
 
     def _head_before(self, other: Job, now: int) -> bool:
         """Return True if the first waiting job goes before `other`."""
-        head = self.waiting.head() if self._scheduler.ranks else None
+        scheduler = self._scheduler
+        head = scheduler.call("priority", self.waiting.head) if scheduler.ranks else None
         if head is None:
             return False
-        return bool(
-            self._scheduler.call(
-                "priority",
-                lt,
-                head.rank,
-                self._scheduler.priority(other, now),
-            )
-        )
+        rank = scheduler.priority(other, now)
+        return bool(scheduler.call("priority", lt, head.rank, rank))
 
     def _schedule(self, job: Job, now: int) -> bool:
         """Make `job` run if a slot is or can be made free, and it finds its blocks."""
@@ -610,7 +613,7 @@ class Batcher:
         if last is None:
             return False
         # Checked first: without blocks for `job` the pause would be in vain.
-        if not self._fits(job, now):
+        if not self._fits(job, now, last):
             self.blocked_job = job
             return False
         self._pause(last, now, job)
@@ -646,11 +649,12 @@ class Batcher:
         last = max(ranks, key=ranks.__getitem__, default=None)
         return None if last is None or not job.rank < ranks[last][0] else last
 
-    def _fits(self, job: Job, now: int) -> bool:
-        """Return True if there are blocks for `job` beside those of all other jobs. Pure."""
+    def _fits(self, job: Job, now: int, last: Job) -> bool:
+        """Return True if `job` finds blocks beside those of all others, `last` paused. Pure."""
         if job.seq is not None:
             return not self._missing_slots(job) or self._allocator.can_extend(job.seq)
-        return self._allocator.fits(job, now, self._reserve)
+        reserve = self._room_for(job, now, (), last)
+        return reserve is not None and self._allocator.fits(job, now, reserve)
 
     def _missing_slots(self, job: Job) -> int:
         """Return how many slots a paused job needs for the step that is allocated."""
@@ -959,7 +963,7 @@ class Batcher:
         """TIMER: rank `job` again, if it still waits."""
         if job in self.waiting and self._scheduler.ranks:
             self._rank(job, now)
-            self.waiting.push(job, now)
+            self._scheduler.call("priority", self.waiting.push, job, now)
             self.changed = True
 
 

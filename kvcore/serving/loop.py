@@ -59,7 +59,6 @@ from kvcore.serving.latency import (
     LinearPiece,
     ServiceEstimates,
     StepResult,
-    StepTimes,
     StepWork,
     decode_lines,
 )
@@ -143,7 +142,6 @@ class ServingLoop:
         drafter = cast("Drafter | None", executor.drafter)
         _check_parts(drafter, cache, self.allocator, lag=rules.lag)
         scheduler.bind()
-        scheduler.attach(server)
         self.batcher = Batcher(cache, scheduler, batching, self.batch, self.allocator, server)
         self.batcher.publishes_output, self.batcher.names_output = publishes, names
         if names and rules.lag:
@@ -528,9 +526,8 @@ class ServingLoop:
         """
         log = self.log
         if self._lag is not None:
+            # Of a jump nothing has come before its last step, so that any of its steps will do.
             self._lag.began_ps = self.clock_ps
-            if steps > 1:
-                self._lag.began_ps += took_ps - self._last_step_ps()
         self.clock_ps = clock_ps = self.clock_ps + took_ps
         log.steps += steps
         log.busy_ps += took_ps
@@ -559,12 +556,6 @@ class ServingLoop:
             "ends within 2^63 ps (106 days), and the clock at 2^63 ns"
         )
         raise InputError(msg)
-
-    def _last_step_ps(self) -> int:
-        """Return how long (ps) the last step of a jump took, which has just been run."""
-        batch = self.batch
-        before = [now - more for now, more in zip(batch.context, batch.growth, strict=True)]
-        return StepTimes(self._lines[batch.size], before, batch.growth).total(1)
 
     def _name(self, named: Iterable[tuple[Job, Sequence[Key]]], now: int) -> None:
         """Assign known keys to generated blocks."""
@@ -671,7 +662,7 @@ class Lag:
     Under asynchronous scheduling a step is planned while the one before runs.
 
     Attributes:
-        began_ps: when the last step began; None: none has run since the last plan.
+        began_ps: when the last step, or jump, began; None: none has run since the last plan.
         late: the jobs that the step has finished.
         filled: the blocks that it has filled: job, sequence, and length in tokens.
     """

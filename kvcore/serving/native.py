@@ -148,7 +148,8 @@ def _continue(loop: Loop, state: Mapping[str, Any]) -> None:
                 seq.span.creator = seq
     # Where each of them is.
     for fields in state["waiting"]:
-        batcher.waiting.push(jobs[fields["serial"]], 0)
+        job = jobs[fields["serial"]]
+        batcher._scheduler.call("priority", batcher.waiting.push, job, 0)
     for fields in state["running"]:
         batcher.running[jobs[fields["serial"]]] = None
     for serial in state["prefilling"]:

@@ -244,7 +244,8 @@ class Scheduler(Plugin):
     def plan(self, state: LoopState) -> StepPlan:
         """Return which jobs to admit and to pause. The full tier: override it as a whole.
 
-        Unless overridden it is not called: the loop does the same, without sorting.
+        Unless overridden it is not called: the loop does the same, without sorting, but pauses
+        a job only if the one that takes its slot finds tokens of the step, and blocks.
         """
         now, priority = state.now, self.priority
         waiting = sorted(state.waiting, key=lambda job: (priority(job, now), job.serial))

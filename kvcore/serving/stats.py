@@ -497,12 +497,13 @@ class PoolTimeline:
     def summary(self, first: int, end: int) -> dict[str, Any]:
         """Return peak, samples, and means from `first` to `end` in ns (None if these equal).
 
-        Before `first` no block was active or cached; `end` is no earlier than the last event.
+        Before `first` no block was active or cached. An event after `end` is the end.
         """
         self.settle()
-        span, since = end - first, end - self._now
+        span, since = max(end, self._now) - first, max(end - self._now, 0)
         times, actives, cacheds = self._times[:], self._actives[:], self._cacheds[:]
-        if times and times[-1] < self._now:
+        last = self._now, self._active, self._cached
+        if times and (times[-1], actives[-1], cacheds[-1]) != last:
             times.append(self._now)
             actives.append(self._active)
             cacheds.append(self._cached)

@@ -124,13 +124,26 @@ class Steep(LatencyModel):
 
     name = "steep"
 
-    def __init__(self, line):
-        """Store the line of the picoseconds in the context."""
-        self.line = line
+    def __init__(self, *lines):
+        """Store the lines of the picoseconds in the context."""
+        self.lines = lines
 
     def pieces(self, *_):
-        """Return the line."""
-        return [self.line]
+        """Return the lines."""
+        return self.lines
+
+
+@pytest.mark.parametrize("count", [8, 9])
+def test_a_time_of_many_lines_is_what_python_computes(count):
+    """Steps whose time is the highest of many lines take as long as in Python."""
+    latency = partial(Steep, *((9000 - 20 * n * n, 99 * n) for n in range(count)))
+    request = Request(id=0, prompt_tokens=9, output_tokens=90, key_tokens=16)
+    ends = []
+    for used in (True, False):
+        with core(used=used):
+            run = simulate([request], cache=KVCache(9, 16), latency=latency())
+            ends.append(run.log.finish[0])
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize("line", [(1000, 1 << 63), (1 << 64, 1), (10**40, 0)])

@@ -12,7 +12,7 @@ import pytest
 from kvcore import KVCache, Plugins, Request, ScoreEviction, hookimpl
 from kvcore.errors import InputError, PluginError
 from kvcore.plugins import describe, options_of, resolve
-from kvcore.plugins.base import COMPUTED, REQUIRED, Plugin, uncalled
+from kvcore.plugins.base import COMPUTED, REQUIRED, Plugin, find_override, uncalled
 from kvcore.plugins.manager import KINDS, base_of
 from kvcore.plugins.options import instantiate, summary
 from kvcore.serving.rules import CHOICES
@@ -294,6 +294,14 @@ def test_a_misspelled_hook_warns_when_the_plugin_is_used(name, meant):
     cls = type("Mine", (PlainNewest,), {name: lambda *_: None})
     with pytest.warns(UserWarning, match=rf"has a method {name}\(\), which .*: {meant}\(\) is"):
         KVCache(blocks=8, eviction=cls)
+
+
+@pytest.mark.parametrize("fields", [{}, {"kind": "eviction"}])
+def test_what_a_class_overrides_is_called(fields):
+    """A method that a class overrides is found, also if the class repeats its kind."""
+    cls = type("Mine", (PlainNewest,), {"on_insert": lambda *_: None} | fields)
+    assert find_override(cls(), "on_insert")
+    assert find_override(cls(), "on_miss") is None
 
 
 @pytest.mark.parametrize("names", [["helper"], ["_relased"], ["relased", "on_release"]])

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from functools import partial
 from math import inf
 from typing import ClassVar
 
@@ -93,7 +94,7 @@ def _failing(method):
 
 
 @pytest.mark.parametrize(
-    "method", ["priority", "plan", "queued", "admitted", "finished", "changes_at"]
+    "method", ["attach", "priority", "plan", "queued", "admitted", "finished", "changes_at"]
 )
 def test_a_scheduler_that_raises_is_named(method):
     """The error names the plugin, the method and the exception."""
@@ -325,22 +326,42 @@ class Undecided(FCFS):
 
     name: ClassVar[str] = "undecided"
     preemptive: bool = False
+    nearly: bool = False
 
     def priority(self, job, now):
         """Return a priority whose type depends on the job, or on whether it runs."""
         if self.preemptive:
             return -job.serial if job.stage == "waiting" else (job.serial,)
+        if self.nearly:  # two are compared only once the first has left
+            return (job.serial + 1) // 2, None if job.serial == 3 else 0
         return "first" if job.serial % 2 else job.serial
 
 
+class Later(FCFS):
+    """A scheduler whose priorities cannot be compared with those of another time."""
+
+    name = "undecided"
+
+    def priority(self, job, now):
+        """Return a number, and from 20 ns on a text."""
+        return job.serial if now < 20 else "late"
+
+    def changes_at(self, job, now):
+        """Return when the type changes."""
+        return 20 if now < 20 else None
+
+
 @pytest.mark.parametrize("trace", [True, False])
-@pytest.mark.parametrize("preemptive", [False, True])
-def test_priorities_that_cannot_be_compared_are_refused(preemptive, trace):
+@pytest.mark.parametrize(
+    "make",
+    [Undecided, partial(Undecided, preemptive=True), partial(Undecided, nearly=True), Later],
+)
+def test_priorities_that_cannot_be_compared_are_refused(make, trace):
     """Priorities that cannot be compared raise PolicyError that names `priority`.
 
     Without a trace and pauses the core in C compares them.
     """
-    options = {"scheduler": Undecided(preemptive=preemptive), "max_seqs": 2, "trace": trace}
+    options = {"scheduler": make(), "max_seqs": 2, "trace": trace}
     with pytest.raises(PolicyError, match=r"'undecided' .* raised TypeError in priority\(\)"):
         serve([ask(n, n, output=9) for n in range(6)], **options)
 

@@ -113,7 +113,7 @@ def test_a_job_paused_in_its_prefill_fits_into_a_full_pool(prefill_left, fits):
     seq = loop._cache.open(ask("a", 0, 100 * BLOCK))
     loop.allocator.allocated_until = 1
     job = SimpleNamespace(seq=seq, prefill_left=prefill_left, length=100 * BLOCK)
-    assert loop.batcher._fits(job, 0) is fits
+    assert loop.batcher._fits(job, 0, None) is fits
 
 
 def test_free_blocks_are_never_in_holes_too_short_for_a_request():

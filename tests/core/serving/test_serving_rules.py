@@ -6,7 +6,7 @@ from typing import ClassVar
 import attrs
 import pytest
 from helpers.jobs import job
-from helpers.schedulers import scheduler_of
+from helpers.schedulers import Urgent, scheduler_of
 from helpers.serving import Even, ask, serve, servers
 from hypothesis import given
 
@@ -460,6 +460,18 @@ def test_an_admission_leaves_blocks_for_tokens_to_be_generated(blocks, ratio, ad
     requests = [ask("a", 0, 8, 12), ask("b", 5, 8, 12)]
     rows = serve(requests, blocks=blocks, watermark=0, new_token_ratio=ratio).rows
     assert rows["b"]["admitted"] == admitted
+
+
+@pytest.mark.parametrize(("blocks", "preempted"), [(32, []), (33, ["50 PREEMPT b"])])
+def test_no_job_is_paused_for_one_that_the_rules_do_not_admit(blocks, preempted):
+    """A job takes the slot of another one if it also finds the room that the ratio asks for.
+
+    When x arrives, a and b hold 4 blocks each. Its prompt needs 2; its output, a block and the
+    25 tokens that a, which goes on, has to generate need 23 more.
+    """
+    requests = [ask(name, 0, 8, 30, priority=1) for name in "ab"] + [ask("x", 50, 8, 60)]
+    options = {"blocks": blocks, "max_seqs": 2, "new_token_ratio": 1.0}
+    assert serve(requests, scheduler=Urgent(), **options).timeline("PREEMPT") == preempted
 
 
 def test_the_ratio_falls_and_is_set_by_a_preemption():
