@@ -329,3 +329,11 @@ def test_the_prices_are_those_of_the_devices_of_all_clusters():
     price = {"h100": 2.0, "h200": 3.0}
     found = compare_routers(ZIPF, "random", clusters, gpu_price=price)
     assert found.gpu_prices == "h100 at $2.00 an hour, given; h200 at $3.00 an hour, given"
+
+
+def test_clusters_that_are_no_numbers_are_named_below_a_chart():
+    """The axis of a chart has the texts of different replicas, where it had their places."""
+    fleets = [[{"count": 2, "blocks": 50}], [{"blocks": 90}, {"blocks": 50}]]
+    chart = RoutersReport(compare_routers(ZIPF, "round-robin", fleets)).chart()
+    places = [place for place, _ in chart.panels[0].lines["round-robin"]]
+    assert [*map(chart.axis_text, places)] == ["2 x blocks=50", "1 x blocks=90 + 1 x blocks=50"]

@@ -7,7 +7,7 @@ from kvcore.sections import Chart, Table
 from kvcore_lab.report.markup import latex, markdown
 
 SECTIONS = [
-    "Two policies.\nOne pool: 50 %, in _a_b_/*.csv.",
+    "Two policies.\nOne pool: 50 %, in _a_b_/*.csv.\n+ tiers: with --tier.",
     Table(["policy", "hits"], [["a_b|c", "1.5% ± 0.1%"], ["lru", "–"]]),
     Chart("", "", "", []),
     Table(["none"], []),
@@ -22,6 +22,8 @@ def test_markdown_has_tables_with_pipes():
         "",
         r"One pool: 50 %, in \_a_b\_/\*.csv.",
         "",
+        r"\+ tiers: with --tier.",
+        "",
         "| policy | hits |",
         "| --- | ---: |",
         r"| a_b\|c | 1.5% ± 0.1% |",
@@ -35,6 +37,8 @@ def test_latex_has_tables_of_booktabs():
         "Two policies.",
         "",
         r"One pool: 50 \%, in \_a\_b\_/*.csv.",
+        "",
+        "+ tiers: with -{}-tier.",
         "",
         r"\begin{tabular}{lr}",
         r"\toprule",

@@ -125,8 +125,9 @@ def test_a_figure_that_rests_on_a_session_has_a_wide_interval():
 def test_figures_by_parts_add_up_to_those_of_a_sweep(tmp_path, mode, workload, parts_of):
     """The shares of sessions, or stretches, add up to the columns of rows, in both modes."""
     grid = tmp_path / "grid.toml"
-    timed = 'tier = "host:memory=1GiB"\nslo = "ttft=0.05"\n' if mode == "simulate" else ""
-    grid.write_text(f'mode = "{mode}"\nworkload = "{workload}"\nblocks = 400\n{timed}')
+    timed = 'slo = "ttft=0.05"\n' if mode == "simulate" else ""
+    below = 'blocks = 200\ntier = "host:memory=1GiB"\n'
+    grid.write_text(f'mode = "{mode}"\nworkload = "{workload}"\n{below}{timed}')
     done = run_here("sweep", grid, "--out", tmp_path / "out", "--jobs", 1, "--json")
     (row,) = json.loads(done.stdout)["rows"]
     lines = (tmp_path / "out" / "journal.jsonl").read_text().splitlines()
@@ -148,12 +149,21 @@ def test_look_ups_of_parts_are_those_of_the_row(share):
     assert fsum(parts["hit_ratio_block"][1]) == row["lookup_blocks"]
 
 
-def test_a_sweep_prints_intervals(tmp_path):
-    """`sweep --intervals` prints each policy with its interval."""
+def test_a_rejected_request_is_in_no_share_of_hits():
+    """A request that no pool of this size holds looks nothing up, in shares as in the row."""
+    huge = Request(id="huge", prompt_tokens=8000, key_tokens=16, keys=range(-500, 0))
+    done = sweep(mode="simulate", workload=[[huge, *Zipf(requests=30)]], blocks=200)
+    (row,), (parts,) = done.rows, done.shares
+    assert (row["rejected"], ratio(parts["hit_ratio_token"])) == (1, row["hit_ratio_token"])
+
+
+@pytest.mark.parametrize("tier", ["none", "host:memory=1GiB"])
+def test_a_sweep_prints_intervals(tmp_path, tier):
+    """`sweep --intervals` prints each policy with its interval, with a tier too."""
     grid = tmp_path / "grid.toml"
     grid.write_text(
         'mode = "compare"\nworkload = "zipf:requests=90"\nblocks = 200\n'
-        'eviction = ["lru", "lfu"]\n'
+        f'eviction = ["lru", "lfu"]\ntier = "{tier}"\n'
     )
     done = run_here("sweep", grid, "--out", tmp_path / "out", "--jobs", 1, "--intervals")
     header = done.stdout.splitlines()[2].split("  ")

@@ -88,6 +88,21 @@ def test_an_untimed_cell_is_a_row_of_a_comparison(swept):
         assert row["hit_ratio_request"] == other.hit_ratio["request"]
 
 
+def test_with_tiers_the_share_of_the_optimum_is_of_what_both_reuse(swept):
+    """With a tier, the share of the optimum is that of what pool or tier had."""
+    axes = {
+        "eviction": ["optimum", "lru"],
+        "blocks": [20],
+        "tier": ["none", "host:memory=64MiB"],
+    }
+    rows = swept("compare", workload=ZIPF, **axes).rows
+    reused = {(row["tier"], row["eviction"]): row["reused_blocks"] for row in rows}
+    for row in rows:
+        most = reused[row["tier"], "optimum"]
+        assert row["share_of_optimum"] == row["reused_blocks"] / most
+    assert any(row["reused_blocks"] > row["hit_blocks"] for row in rows)
+
+
 def test_a_cell_that_lacks_a_column_is_run_again(swept, tmp_path):
     """A cell that lacks a column in the journal is run again, and no other cell is."""
     axes = {"workload": ZIPF, "blocks": [40, 160]}

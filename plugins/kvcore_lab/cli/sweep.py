@@ -92,6 +92,9 @@ def sweep(
     "compare"), in processes of this machine or on a Ray cluster. Finished cells are kept: after
     a crash the same command goes on with the rest.
     """
+    if plot_axis is not None and picture is None:
+        msg = f"--plot-axis {plot_axis} is the x-axis of a plot: give --plot FILE too"
+        raise InputError(msg)
     source = SweepFile.read(file)
     with _naming(None if executor or jobs else file):
         runner = executor_named(executor or source.executor or "local", jobs or source.jobs)

@@ -16,6 +16,7 @@ _LATEX = str.maketrans(
         "±": r"$\pm$",
         "≈": r"$\approx$",
         "–": "--",
+        "\0": "{}",
     }
 )
 
@@ -27,7 +28,7 @@ def markdown(sections: Sequence[Section]) -> str:
 
 def latex(sections: Sequence[Section]) -> str:
     r"""Return tables as LaTeX, with rules of `booktabs`, and sentences as paragraphs."""
-    return _text(sections, lambda text: text.translate(_LATEX), _latex_table)
+    return _text(sections, _latex, _latex_table)
 
 
 MARKUPS: Mapping[str, Callable[[Sequence[Section]], str]] = {
@@ -51,7 +52,7 @@ def _text(
 
 def _markdown(text: str) -> str:
     """Escape the signs that Markdown reads otherwise; an underscore in a word is none."""
-    return re.sub(r"[\\`*<|\[\]]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", text)
+    return re.sub(r"^[-+#](?= )|[\\`*<|\[\]]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", text)
 
 
 def _markdown_table(table: Table) -> str:
@@ -64,11 +65,16 @@ def _markdown_table(table: Table) -> str:
     return "\n".join([line(table.headers), line(rule), *map(line, table.rows)])
 
 
+def _latex(text: str) -> str:
+    """Escape the signs that LaTeX reads otherwise; the two hyphens of an option are no dash."""
+    return re.sub("-(?=-)", "-\0", text).translate(_LATEX)
+
+
 def _latex_table(table: Table) -> str:
     """Return a `tabular`."""
 
     def line(cells: Sequence[object]) -> str:
-        texts = (str(cell).strip().translate(_LATEX) for cell in cells)
+        texts = (_latex(str(cell).strip()) for cell in cells)
         return f"{' & '.join(texts)} \\\\"
 
     columns = "".join("r" if header in table.flush_right else "l" for header in table.headers)

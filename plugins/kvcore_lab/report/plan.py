@@ -119,17 +119,10 @@ class PlanReport:
     @property
     def closing(self) -> str:
         """Sentences about the search, and the options that all simulations share."""
-        setup = self.plan["setup"]
-        parts = [
-            f"{name} {as_text(value)}" for name, value in setup.items() if value is not None
-        ]
         prices = self.plan.get("gpu_prices")
-        costs = f" Cost: {prices}; $/M: dollars per million generated tokens." if prices else ""
-        return (
-            "Sessions are divided among replicas by hash; busiest: the share of the prompt "
-            f"tokens that one replica gets.{costs}\n"
-            f"Setup: kvcore {version()}; {'; '.join(parts)}."
-        )
+        costs = f" Cost: {prices}; {PER_MILLION}" if prices else ""
+        busiest = "busiest: the share of the prompt tokens that one replica gets"
+        return f"{BY_HASH}; {busiest}.{costs}\n{_shared(self.plan['setup'])}"
 
     def chart(self) -> Chart:
         """Return a chart of the GPUs, the memory and the requests in time of each fleet."""
@@ -238,8 +231,7 @@ class DevicePlansReport:
             lines.append(f"{cost}. {report.limit}")
         first = self.plans["plans"][0]
         alike = {name: value for name, value in first["setup"].items() if name != "device"}
-        closing = PlanReport({**first, "setup": alike, "gpu_prices": None}).closing
-        return "\n".join([*lines, closing])
+        return "\n".join([*lines, f"{BY_HASH}. {PER_MILLION}", _shared(alike)])
 
     def chart(self) -> Chart:
         """Return a chart of the cost, the first tokens and the throughput of each fleet."""
@@ -258,6 +250,16 @@ class DevicePlansReport:
 
 COSTS = {"usd_per_day": "$ a day", "usd_per_million_output_tokens": "$/M"}
 """Columns of costs, and their headers."""
+
+
+BY_HASH = "Sessions are divided among replicas by hash"
+PER_MILLION = "$/M: dollars per million generated tokens."
+
+
+def _shared(setup: Mapping[str, Any]) -> str:
+    """Return a sentence with the options that all simulations of a plan share."""
+    parts = [f"{name} {as_text(value)}" for name, value in setup.items() if value is not None]
+    return f"Setup: kvcore {version()}; {'; '.join(parts)}."
 
 
 def cost_cells(fleet: Mapping[str, Any], names: Iterable[str]) -> list[str]:

@@ -155,11 +155,14 @@ class RoutersReport:
     def chart(self) -> Chart:
         """Return a chart of hits, latency and balance over the number of replicas."""
         shared, rows = self.comparison.shared, self.comparison.rows
-        place_of = {fleet.replicas: index for index, fleet in enumerate(shared)}
-        numbers = all(isinstance(fleet.replicas, int) for fleet in shared)
+        fleets = [fleet.replicas for fleet in shared]
+        numbers = all(isinstance(fleet, int) for fleet in fleets)
 
         def at(replicas: int | str) -> float:
-            return float(replicas) if numbers else place_of[replicas]
+            return float(replicas) if numbers else fleets.index(replicas)
+
+        def text(place: float) -> str:
+            return format_number(place) if numbers else str(fleets[int(place)])
 
         def lines(name: str) -> dict[str, list[tuple[float, float]]]:
             lines: dict[str, list[tuple[float, float]]] = {}
@@ -178,9 +181,8 @@ class RoutersReport:
             Panel("TTFT, mean", lines("ttft_mean_s"), format_seconds),
             Panel("busiest replica, over the mean", lines("imbalance_busy"), format_number),
         ]
-        return Chart(
-            f"Routers on {self.comparison.workload.name}", self.headline, "replicas", panels
-        )
+        title = f"Routers on {self.comparison.workload.name}"
+        return Chart(title, self.headline, "replicas", panels, text)
 
     @cached_property
     def _several(self) -> bool:

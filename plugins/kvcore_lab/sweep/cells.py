@@ -370,13 +370,14 @@ class CellRun:
             optimum = cast("Belady", self.eviction)
             size = parts.geometry.block_size
             hits, evicted = optimum.hits(future, parts.blocks)
-            stats = reused = future.stats(hits, size)
+            stats, found = future.stats(hits, size), hits
             if parts.tier_blocks:
-                bound = Belady(bypass=True)
-                reused, _ = bound.replay(future, parts.blocks + parts.tier_blocks, size)
+                found, _ = Belady(bypass=True).hits(future, parts.blocks + parts.tier_blocks)
+            reused = future.stats(found, size)
         else:
-            tiers = self.cache.tiers
-            hits = hits_of(parts.workload, cast("KVCache", self.cache))
+            tiers, loaded = self.cache.tiers, array("q")
+            hits = hits_of(parts.workload, cast("KVCache", self.cache), loaded)
+            found = array("q", map(sum, zip(hits, loaded, strict=True))) if tiers else hits
             stats = self.cache.stats
             reused = stats if tiers is None else tiers.hit_stats()
             evicted = self.cache.evicted_blocks
@@ -388,7 +389,10 @@ class CellRun:
             "evicted_blocks": evicted,
             "reused_blocks": reused.hit_blocks,
             **{f"reuse_ratio_{unit}": ratio for unit, ratio in reused.ratios().items()},
-            HIDDEN: {"hit_ratio_block": sums(hits, *self._known.lookups(parts))},
+            HIDDEN: {
+                "hit_ratio_block": sums(hits, *self._known.lookups(parts)),
+                "reuse_ratio_block": sums(found, *self._known.lookups(parts)),
+            },
         }
 
     def _description(self) -> dict[str, Any]:
@@ -599,10 +603,12 @@ def _shares(result: Reported, sessions: Mapping[int | str, int]) -> dict[str, Pa
     """
     log = result.log
     order = sorted(range(len(log.ids)), key=list(log.arrival).__getitem__)
-    columns = (log.prompt, log.hit, log.loaded, log.arrival, log.first_token, log.verdict)
-    prompts, hits, loaded, arrival, first, verdict = (
-        [values[row] for row in order] for values in map(list, columns)
+    names = ("prompt", "admitted", "hit", "loaded", "arrival", "first_token", "verdict")
+    prompts, admitted, hits, loaded, arrival, first, verdict = (
+        [values[row] for row in order] for values in (list(getattr(log, n)) for n in names)
     )
+    # A request that is rejected before it is admitted looks nothing up.
+    prompts = [tokens * (at >= 0) for tokens, at in zip(prompts, admitted, strict=True)]
     ids = list(log.ids)
     groups = [sessions[ids[row]] for row in order] if sessions else []
     waits = [max(0, end - begin) / NS_PER_S for begin, end in zip(arrival, first, strict=True)]

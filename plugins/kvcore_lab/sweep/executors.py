@@ -404,13 +404,14 @@ def sweep(
 
 
 def _add_shares(rows: list[Row]) -> None:
-    """Add to each row its share of the optimum's hits in an otherwise equal cell."""
+    """Add to each row its share of what the optimum hits or reuses in an equal cell."""
     axes = [name for name in axes_of("compare") if name not in ("eviction", "memory")]
 
     def contest(row: Row) -> tuple[Any, ...]:
         return tuple(row.get(name) for name in axes)
 
-    best = {contest(row): row["hit_blocks"] for row in rows if row["eviction"] in Belady.names}
+    optima = [row for row in rows if row["eviction"] in Belady.names]
+    best = {contest(row): row["reused_blocks"] for row in optima}
     for row in rows:
-        optimum, hits = best.get(contest(row)), row["hit_blocks"]
+        optimum, hits = best.get(contest(row)), row["reused_blocks"]
         row["share_of_optimum"] = None if not optimum or hits is None else hits / optimum

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvcore.errors import TraceError
+from kvcore.errors import InputError, TraceError
 from kvcore.hookspecs import OUTPUT
 from kvcore.sections import Section
 from kvcore_cli.output import emit_json, json_option, print_sections, reading, trace_file
@@ -67,6 +67,9 @@ def replay(*, file: Path, at: int | None, price: Any, as_json: bool) -> None:
             refuse_recording(file)
         _show_recording(file, as_json=as_json)
         return
+    if price is not None and at is not None:
+        msg = "--at reports a state before the end, and --price bills the whole trace: give one"
+        raise InputError(msg)
     with reading("replaying", file) as tick:
         report = replay_trace(file, at, tick)
     document = report.as_dict()

@@ -197,10 +197,11 @@ def test_without_matplotlib_nothing_is_run(words, grid, monkeypatch):
 
 
 def test_a_sweep_of_two_numeric_axes_needs_plot_axis(grid):
-    """A sweep of two numeric axes needs `--plot-axis` to draw a plot."""
+    """A sweep of two numeric axes needs `--plot-axis` to draw a plot, for which alone it is."""
     (grid / "grid.toml").write_text(f"{SWEEP}block_size = [8, 16]\n")
     words = "sweep", "grid.toml", "--jobs", "1", "--plot", "x.svg"
     assert "choose one of them with --plot-axis" in refused(*words, cwd=grid)
+    assert "give --plot FILE too" in refused(*words[:4], "--plot-axis", "blocks", cwd=grid)
     drawn(*words, "--plot-axis", "blocks", cwd=grid)
 
 

@@ -60,6 +60,9 @@ def test_whatif_prints_the_bills_of_both_runs(tmp_path):
     replayed = run_here("replay", trace, "--price", "xai").stdout
     assert "with this cache" in replayed
     assert all("A trace has neither the usage" in text for text in (done.stdout, replayed))
+    refused = run_here("replay", trace, "--price", "xai", "--at", 1)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "--price bills the whole trace" in refused.stderr
 
 
 def test_explain_finds_the_miss_reasons_of_an_api_log():
