@@ -461,7 +461,8 @@ def test_layers_of_a_long_config_are_looked_up():
     ("fields", "fault"),
     [
         (
-            CONFIGS["kimi-linear-48b-a3b"] | {"linear_attn_config": {"head_dim": "128"}},
+            CONFIGS["kimi-linear-48b-a3b"]
+            | {"linear_attn_config": {"full_attn_layers": [27], "head_dim": "128"}},
             "field 'linear_attn_config.head_dim' must be an integer of at least 1, not '128'",
         ),
         (
