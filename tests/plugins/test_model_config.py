@@ -78,6 +78,11 @@ def test_a_given_dtype_replaces_that_of_the_file(read_model):
     assert (model.dtype, model.expert_dtype) == ("int8", "int8")
 
 
+def test_a_given_dtype_is_that_of_a_model_of_the_catalogue(read_model):
+    """The dtype that the caller gives means the same of a file and of the catalogue."""
+    assert read_model(GPT_OSS, dtype="nvfp4") == read_model(GPT_OSS).with_weights("nvfp4")
+
+
 @pytest.mark.parametrize(
     ("quantised", "dtype"),
     [

@@ -175,7 +175,7 @@ def model_of(
     if full is not None:
         heads = {"kv_heads": full.kv_heads, "head_dim": full.key_dim}
         shape |= {**heads, "value_dim": full.value_dim}
-    stored = {"dtype": dtype} if dtype else _stored(config, blocks, outside, experts)
+    stored = {} if dtype else _stored(config, blocks, outside, experts)
     positions = _positions(config)
     _check_known(config, family)
     try:
@@ -191,6 +191,7 @@ def model_of(
             positions=positions,
             **stored,
         )
+        model = model.with_weights(dtype) if dtype else model
         windows = [None if layer.shares else layer.window for layer in layers]
         plain = attrs.evolve(model, windows=tuple(windows))
         # Where heads, latent and windows say it, that is all there is to say.
