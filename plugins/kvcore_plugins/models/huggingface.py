@@ -76,7 +76,7 @@ def read_config(path: Path | str, dtype: str | None = None) -> ModelSpec:
     name = path.parent.resolve().name if path.stem == "config" else path.stem
     fields, beside = _json(path), path.with_name("hf_quant_config.json")
     # ModelOpt says in a file of its own how it has quantised.
-    if path.stem == "config" and "quantization_config" not in fields and beside.is_file():
+    if path.stem == "config" and fields.get("quantization_config") is None and beside.is_file():
         quantised = _json(beside).get("quantization")
         fields = {**fields, "quantization_config": quantised}
     return model_of(fields, name, path, dtype)
