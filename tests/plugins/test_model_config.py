@@ -102,6 +102,24 @@ def test_qwen_windows_hold_from_max_window_layers_on(read_model):
     assert read_model(QWEN | {"max_window_layers": 20}).windows == (None,) * 20 + (4096,) * 12
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(("scaling", "window"), [(None, None), (YARN, 4096)])
+def test_a_window_of_all_positions_bounds_nothing(read_model, scaling, window):
+    """A window is none if it has all positions, those to which YaRN extends them included."""
+    fields = {"max_position_embeddings": 4096, "rope_scaling": scaling}
+    assert set(read_model(QWEN | fields).windows) == {window}
+
+
+def test_a_layer_whose_window_bounds_nothing_has_the_heads_of_its_type(read_model):
+    """Layers of Gemma 4 with a window have heads of their own, however wide it is."""
+    fields = CONFIGS["gemma-4-26b-a4b"]["text_config"] | {"dtype": "bfloat16"}
+    model = read_model(fields | {"max_position_embeddings": 1024})
+    assert model.parameters == read_model(fields).parameters
+    assert [cache.kv_heads for cache in model.layer_caches] == [8, 2]
+
+
 def test_a_field_that_the_family_does_not_know_is_refused(read_model):
     """A field that may change what a layer keeps is refused, with ways to go on."""
     with pytest.raises(InputError) as caught:
@@ -254,6 +272,12 @@ def test_a_missing_field_is_named_with_its_file(read_model, tmp_path, name):
         (GPT_OSS, "layer_types", [[]] * 32, "has [], whose K/V cannot be sized"),
         (GPT_OSS, "layer_types", "full", "must be a list, not 'full'"),
         (DEEPSEEK, "v_head_dim", None, "is missing"),
+        (
+            LLAMA,
+            "rope_scaling",
+            YARN | {"original_max_position_embeddings": 10**400},
+            "has a factor of 4.0 for 1000000000",
+        ),
     ],
 )
 def test_a_wrong_field_is_named_with_value_and_remedy(read_model, model, field, value, problem):
@@ -592,11 +616,7 @@ def test_a_wrong_model_by_hand_is_refused(tmp_path, text, problem):
         (
             {
                 "max_position_embeddings": 32768,
-                "rope_scaling": {
-                    "rope_type": "yarn",
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 32768,
-                },
+                "rope_scaling": YARN | {"original_max_position_embeddings": 32768},
             },
             131072,
         ),

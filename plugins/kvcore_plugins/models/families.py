@@ -305,7 +305,7 @@ FAMILIES: Mapping[str, Family] = {
         **_GEMMA_3,
         window=Window(full_every=6, full_last=True),
         mixers={"full_attention": _global_heads, "sliding_attention": attention},
-        one_projection=True,
+        one_projection="full_attention",
         network=parts.gemma_4,
         outside=parts.per_layer_embeddings,
         defaults=_TIED | {"hidden_size_per_layer_input": 256, "sliding_window": 512},

@@ -251,6 +251,8 @@ def _layers(config: Config, family: Family) -> list[Layer]:
         if not isinstance(kind, str) or kind not in (family.mixers or _MIXERS):
             config.refuse("layer_types", f"has {kind!r}, whose K/V cannot be sized")
     window, sparse = _window(config, family), _sparse_layers(config, family, count)
+    # As wide as there are positions, it bounds nothing.
+    window = None if window and 0 < _positions(config) <= window else window
     shared = config.count("num_kv_shared_layers", 0, least=0) if family.shares else 0
     return [
         Layer(
@@ -265,14 +267,12 @@ def _layers(config: Config, family: Family) -> list[Layer]:
 
 
 def _window(config: Config, family: Family) -> int | None:
-    """Return the tokens that layers with a window attend to; None: all."""
+    """Return the tokens of the window, or chunk, that some layers may have; None: none has."""
     if family.window is None or config.get(family.window.field) is None:
         return None
-    longest = config.get("max_position_embeddings")
     if not config.flag("use_sliding_window", default=family.window.by_default):
         return None
-    window = config.count(family.window.field)
-    return None if isinstance(longest, int) and window >= longest else window
+    return config.count(family.window.field)
 
 
 def _by_window(config: Config, family: Family) -> list[str]:
@@ -400,8 +400,9 @@ def _positions(config: Config) -> int:
     original = scaling.get("original_max_position_embeddings")
     if kind != "yarn" or not isinstance(factor, int | float) or not isinstance(original, int):
         return positions
-    if not 0 < factor * original <= MAX_WIDTH:
-        config.refuse("rope_scaling", f"has a factor of {factor} for {original} positions")
+    if not (0 < original <= MAX_WIDTH and 0 < factor * original <= MAX_WIDTH):
+        given = f"{shorten(repr(factor))} for {shorten(repr(original))}"
+        config.refuse("rope_scaling", f"has a factor of {given} positions")
     return max(positions, int(factor * original))
 
 

@@ -47,7 +47,7 @@ def attention(config: Config, family: Family, layer: Layer) -> list[Part]:
     own_keys = 0 if layer.shares else 1
     if layer.shares:
         del matrices["k_proj"], matrices["v_proj"]
-    elif family.one_projection and layer.window is None and config.flag("attention_k_eq_v"):
+    elif layer.kind == family.one_projection and config.flag("attention_k_eq_v"):
         del matrices["v_proj"]
     if family.gate == "head":
         matrices["g_proj"] = hidden, heads
