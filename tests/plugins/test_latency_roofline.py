@@ -135,11 +135,15 @@ def test_more_devices_than_kv_heads_read_kv_no_faster():
     assert four["products"]["weights_ps"] == two["products"]["weights_ps"] / 2 == 10**9
 
 
-def test_weights_in_nvfp4_are_widened_on_a_device_without_fp4():
-    """Without units for fp4, weights in NVFP4 are read as such, and computed in 16 bits."""
-    device = attrs.evolve(DEVICE, fp8_flops=2 * 10**14)
-    wide, narrow = (parts(model=m, device=device) for m in (MODEL, MODEL.with_weights("nvfp4")))
-    products = {**wide["products"], "weights_ps": wide["products"]["weights_ps"] * 18 / 64}
+@pytest.mark.parametrize(
+    ("dtype", "rates", "share"),
+    [("nvfp4", {"fp8_flops": 2 * 10**14}, 18 / 64), ("fp8", {}, 1 / 2), ("int8", {}, 1 / 2)],
+)
+def test_weights_are_widened_on_a_device_without_units_for_them(dtype, rates, share):
+    """Without units for their format, weights are read as such, and computed in 16 bits."""
+    device = attrs.evolve(DEVICE, **rates)
+    wide, narrow = (parts(model=m, device=device) for m in (MODEL, MODEL.with_weights(dtype)))
+    products = {**wide["products"], "weights_ps": wide["products"]["weights_ps"] * share}
     assert narrow == {**wide, "products": products}
 
 

@@ -216,8 +216,9 @@ class Roofline(LatencyModel):
         self._names, self._layers = (model.name, device.name), model.layers
         devices = self.tensor_parallel
         fp4 = device.fp4_flops > 0
-        # Without units for fp4 weights alone are in it, and with MXFP4 those of experts.
-        quantised = model.dtype == "fp8" or (fp4 and model.expert_dtype == "nvfp4")
+        # Without units for a format weights alone are in it, and with MXFP4 those of experts.
+        narrow = _narrow(device, RATES.get(model.dtype, ()))
+        quantised = bool(narrow) or (fp4 and model.expert_dtype == "nvfp4")
         times = engine_times(
             self.engine, known_name(device.name), model.expert_dtype if fp4 else ""
         )
