@@ -357,11 +357,12 @@ def test_impossible_options_are_refused(option, value, problem):
     assert str(caught.value).startswith(problem)
 
 
-def test_an_engine_has_the_times_of_the_named_device_with_other_figures():
+@pytest.mark.parametrize("name", ["h100:memory=84.9GB", " H100 :memory=84.9GB"])
+def test_an_engine_has_the_times_of_the_named_device_with_other_figures(name):
     """A device with figures after its name takes the engine's times that are known of it."""
     options = {"tensor_parallel": 2, "engine": "vllm"}
     known, other = (
         Roofline("mixtral-8x7b", device, **options).coefficients()
-        for device in ("h100", "h100:memory=84.9GB")
+        for device in ("h100", name)
     )
-    assert other == known | {"device": "h100:memory=84.9GB"}
+    assert other == known | {"device": name}
