@@ -16,7 +16,7 @@ from kvcore.models.memory import KVLayout
 from kvcore_plugins.models.config import Config
 from kvcore_plugins.models.families import FAMILIES
 from kvcore_plugins.models.harmless import HARMLESS
-from kvcore_plugins.models.huggingface import read_config
+from kvcore_plugins.models.huggingface import model_of, read_config
 
 QWEN = LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4096}
 GPT_OSS = LLAMA | {
@@ -542,6 +542,31 @@ def test_a_long_value_of_another_type_is_shortened(read):
     with pytest.raises(InputError, match=r"not 'x+\.\.\.$") as caught:
         getattr(config, read)("field")
     assert len(str(caught.value)) < 200
+
+
+LONG = "x" * 10_000
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("qwen3-8b", {"model_type": LONG}),
+        ("qwen3-8b", {"torch_dtype": LONG}),
+        ("qwen3-8b", {"use_qk_norm": LONG}),
+        ("qwen3-8b", {"quantization_config": LONG}),
+        ("qwen3-8b", {"quantization_config": {"quant_method": LONG}}),
+        ("qwen3-8b", {"quantization_config": {"quant_method": "awq", "bits": LONG}}),
+        ("qwen3-8b", {"layer_types": [LONG] * 36}),
+        ("qwen3-next-80b-a3b", {"mamba_ssm_dtype": LONG}),
+        ("nemotron-h-56b", {"hybrid_override_pattern": LONG}),
+        ("kimi-linear-48b-a3b", {"linear_attn_config": {"full_attn_layers": [1], LONG: 1}}),
+    ],
+)
+def test_a_long_value_of_a_config_is_shortened(name, fields):
+    """The error about a value that is none has its beginning, whatever field it is of."""
+    with pytest.raises(InputError, match=r"x{50,}\.\.\.") as caught:
+        model_of(CONFIGS[name] | fields, name, "config.json")
+    assert len(str(caught.value)) < 2000
 
 
 BY_HAND = """

@@ -81,9 +81,7 @@ def _nemotron(config: Config, family: Family) -> list[str]:
     del family
     pattern = str(config.get("hybrid_override_pattern", ""))
     if not pattern or set(pattern) - _NEMOTRON.keys():
-        config.refuse(
-            "hybrid_override_pattern", f"is {pattern!r}, and must be of M, *, E and -"
-        )
+        config.refuse("hybrid_override_pattern", "is {}, not of M, *, E and -", pattern)
     return [_NEMOTRON[letter] for letter in pattern]
 
 

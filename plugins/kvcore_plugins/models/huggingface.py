@@ -213,7 +213,7 @@ def _opened(fields: Mapping[str, Any], path: Path) -> tuple[Config, Family]:
         config.refuse("model_type", "is missing")
     if str(kind) not in FAMILIES:
         known = ", ".join(FAMILIES)
-        config.refuse("model_type", f"is {kind!r}; known: {known}; {_REMEDY}")
+        config.refuse("model_type", f"is {{}}; known: {known}; {_REMEDY}", kind)
     family = FAMILIES[kind]
     return attrs.evolve(config, defaults=family.defaults, names=family.names), family
 
@@ -222,7 +222,7 @@ def _check_known(config: Config, family: Family) -> None:
     """Refuse a field that nothing here has asked for, and that is not known to be harmless."""
     for name, value in family.only.items():
         if config.get(name, value) != value:
-            config.refuse(name, f"is {config.get(name)!r}, not {value!r}; {_REMEDY}")
+            config.refuse(name, f"is {{}}, not {{}}; {_REMEDY}", config.get(name), value)
     kind = config.get("model_type")
     known = config.known | family.known | HARMLESS
     for name, value in config.fields.items():
@@ -231,9 +231,10 @@ def _check_known(config: Config, family: Family) -> None:
             continue
         config.refuse(
             name,
-            f"is {shorten(repr(value))}, which models of type {kind!r} are not known to have: "
-            "it may change what a layer keeps. If it changes neither that nor the parameters, "
-            f"leave it out; {_REMEDY}",
+            "is {}, which models of type {} are not known to have: it may change what a layer "
+            f"keeps. If it changes neither that nor the parameters, leave it out; {_REMEDY}",
+            value,
+            kind,
         )
 
 
@@ -249,7 +250,7 @@ def _layers(config: Config, family: Family) -> list[Layer]:
         kinds[-1] = "full_attention"
     for kind in kinds:
         if not isinstance(kind, str) or kind not in (family.mixers or _MIXERS):
-            config.refuse("layer_types", f"has {kind!r}, whose K/V cannot be sized")
+            config.refuse("layer_types", "has {}, whose K/V cannot be sized", kind)
     window, sparse = _window(config, family), _sparse_layers(config, family, count)
     # As wide as there are positions, it bounds nothing.
     window = None if window and 0 < _positions(config) <= window else window
@@ -401,8 +402,7 @@ def _positions(config: Config) -> int:
     if kind != "yarn" or not isinstance(factor, int | float) or not isinstance(original, int):
         return positions
     if not (0 < original <= MAX_WIDTH and 0 < factor * original <= MAX_WIDTH):
-        given = f"{shorten(repr(factor))} for {shorten(repr(original))}"
-        config.refuse("rope_scaling", f"has a factor of {given} positions")
+        config.refuse("rope_scaling", "has a factor of {} for {} positions", factor, original)
     return max(positions, int(factor * original))
 
 
@@ -418,13 +418,12 @@ def _stored(
     if quantisation is None:
         if dtype is None:
             written = config.fields.get("torch_dtype", config.fields.get("dtype"))
-            what = "is missing" if written is None else f"is {written!r}"
-            config.refuse(
-                "torch_dtype", f"{what}; give --weights-dtype, or use one of {_NAMES}"
-            )
+            what = "is missing" if written is None else "is {}"
+            remedy = f"; give --weights-dtype, or use one of {_NAMES}"
+            config.refuse("torch_dtype", what + remedy, written)
         return {"dtype": dtype}
     if not isinstance(quantisation, dict):
-        config.refuse("quantization_config", f"must be an object, not {quantisation!r}")
+        config.refuse("quantization_config", "must be an object, not {}", quantisation)
     formats = read_quantisation(quantisation, partial(config.refuse, "quantization_config"))
     shared = list(_modules(blocks, expert=False))
     if not config.flag("tie_word_embeddings"):
