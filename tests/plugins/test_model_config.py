@@ -137,10 +137,15 @@ def test_a_width_of_each_layer_is_refused_where_layers_are_alike(read_model):
 
 
 def test_layers_with_experts_may_be_listed(read_model):
-    """`moe_layers` lists the layers with experts, in place of every so many."""
+    """`moe_layers` lists the layers with experts, in place of every so many.
+
+    Where it lists none, no layer reads the number of experts that a token takes.
+    """
     every = read_model({"text_config": LLAMA_4 | {"interleave_moe_layer_step": 2}})
     listed = read_model({"text_config": LLAMA_4 | {"moe_layers": list(range(1, 48, 2))}})
     assert listed == every
+    with pytest.raises(InputError, match=r"num_experts_per_tok\' is 1, which models"):
+        read_model({"text_config": LLAMA_4 | {"moe_layers": []}})
 
 
 def test_a_type_of_layer_that_is_not_known_is_refused(read_model):

@@ -308,7 +308,8 @@ def _sparse_layers(config: Config, family: Family, count: int) -> list[bool]:
     if config.count(experts.count, fewest - 1, least=0) < fewest:
         return [False] * count
     kinds = config.of_layers("mlp_layer_types")
-    if indices := config.indices("moe_layers"):
+    if config.get("moe_layers") is not None:
+        indices = config.indices("moe_layers")
         kinds = ["sparse" if layer in indices else "dense" for layer in range(count)]
     frequencies = config.get("moe_layer_freq", 1)
     if isinstance(frequencies, list):
