@@ -230,7 +230,7 @@ FAMILIES: Mapping[str, Family] = {
         kinds=_listed("attn_layer_indices", "linear_attention", "linear_attention"),
         mlp="feed_forward",
         mlp_bias=None,
-        known=named("attn_rotary_emb mamba_chunk_size z_loss_coefficient"),
+        known=named("attn_rotary_emb z_loss_coefficient"),
     ),
     "deepseek_v2": Family(experts=Experts("n_routed_experts"), **_MLA),
     "deepseek_v3": _DEEPSEEK_V3,
@@ -249,8 +249,8 @@ FAMILIES: Mapping[str, Family] = {
             "compress_rates": dict(parts.RATIOS),
         },
         known=named(
-            "compress_ratios compress_rope_theta hc_eps hc_sinkhorn_iters",
-            "swiglu_limit sliding_window qk_rope_head_dim",
+            "compress_ratios compress_rope_theta hc_eps hc_sinkhorn_iters sliding_window",
+            "qk_rope_head_dim",
         ),
     ),
     "falcon_h1": Family(
@@ -261,10 +261,9 @@ FAMILIES: Mapping[str, Family] = {
         mamba_norm=None,
         defaults={"projectors_bias": False},
         known=named(
-            "mamba_use_mlp mlp_expansion_factor mamba_chunk_size mamba_norm_before_gate",
-            "lm_head_multiplier embedding_multiplier mlp_multipliers key_multiplier",
-            "attention_out_multiplier attention_in_multiplier ssm_multipliers",
-            "ssm_in_multiplier ssm_out_multiplier",
+            "mamba_use_mlp mlp_expansion_factor mamba_norm_before_gate lm_head_multiplier",
+            "mlp_multipliers key_multiplier attention_out_multiplier ssm_multipliers",
+            "attention_in_multiplier ssm_in_multiplier ssm_out_multiplier",
         ),
     ),
     "gemma": Family(defaults=_TIED),
@@ -332,7 +331,7 @@ FAMILIES: Mapping[str, Family] = {
         experts=Experts("num_local_experts", width="intermediate_size", router_bias=True),
         window=Window(full_every=2),
         defaults={"torch_dtype": "bfloat16"},
-        known=named("experts_per_token swiglu_limit initial_context_length"),
+        known=named("experts_per_token initial_context_length"),
         **_BIASED,
     ),
     "granitemoehybrid": Family(
@@ -341,7 +340,7 @@ FAMILIES: Mapping[str, Family] = {
         kinds=_all("linear_attention"),
         network=parts.beside,
         mlp="block_sparse_moe",
-        known=named("mamba_chunk_size normalization_function num_experts_per_tok"),
+        known=named("normalization_function num_experts_per_tok"),
     ),
     "hunyuan_v1_dense": Family(**_HUNYUAN),
     "hunyuan_v1_moe": Family(
@@ -430,7 +429,7 @@ FAMILIES: Mapping[str, Family] = {
         mixers={"full_attention": parts.nas_layer},
         network=parts.nothing,
         mlp_bias=None,
-        known=named("num_key_value_heads intermediate_size"),
+        known=named("num_key_value_heads"),
     ),
     "nemotron_h": Family(
         experts=Experts("n_routed_experts", optional=True, router_bias=True),
