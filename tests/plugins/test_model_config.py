@@ -540,15 +540,6 @@ def test_listed_layers_are_those_of_the_model(first, wrong):
         config.indices("moe_layers", first=first)
 
 
-@pytest.mark.parametrize("read", ["flag", "items", "table"])
-def test_a_long_value_of_another_type_is_shortened(read):
-    """The error of a field of another type has the beginning of its value."""
-    config = Config(Path("config.json"), {"field": "x" * 10_000})
-    with pytest.raises(InputError, match=r"not 'x+\.\.\.$") as caught:
-        getattr(config, read)("field")
-    assert len(str(caught.value)) < 200
-
-
 LONG = "x" * 10_000
 
 
@@ -557,6 +548,9 @@ LONG = "x" * 10_000
     [
         ("qwen3-8b", {"model_type": LONG}),
         ("qwen3-8b", {"torch_dtype": LONG}),
+        ("qwen3-8b", {"tie_word_embeddings": LONG}),
+        ("qwen3-8b", {"layer_types": LONG}),
+        ("kimi-linear-48b-a3b", {"linear_attn_config": LONG}),
         ("qwen3-8b", {"use_qk_norm": LONG}),
         ("qwen3-8b", {"quantization_config": LONG}),
         ("qwen3-8b", {"quantization_config": {"quant_method": LONG}}),
