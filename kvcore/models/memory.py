@@ -316,13 +316,13 @@ class KVLayout(Record):
             by_token = [self.codec.by_token(part) for part in parts]
         except FAILURES as error:
             raise policy_error(self.codec, "by_token", error) from error
-        numbers = 0
+        numbers: Fraction | int = 0
         for cache in self.model.layer_caches:
             if cache.grows:
                 widths = cache.key_dim, cache.value_dim
                 staged = sum(w for w, alone in zip(widths, by_token, strict=True) if not alone)
-                numbers += staged * cache.kv_heads * cache.layers
-        return numbers * self.block_size * PLANE_BYTES[dtype]
+                numbers += Fraction(staged * cache.kv_heads * cache.layers, cache.ratio)
+        return ceil(numbers * self.block_size * PLANE_BYTES[dtype])
 
     def blocks_for(self, tokens: int) -> int:
         """Return the blocks that `tokens` tokens occupy, the last perhaps in part."""

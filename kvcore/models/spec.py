@@ -155,8 +155,8 @@ class ModelSpec(Record):
 
     def _bytes_problem(self) -> str | None:
         """Return what contradicts other fields in bytes and `caches`; None if nothing does."""
-        if min(self.weight_bytes, self.expert_bytes) < 0:
-            return "weights of less than 0 bytes"
+        if not 0 <= self.expert_bytes <= self.weight_bytes <= MAX_COUNT:
+            return f"weights of less than 0 bytes, or of more than {MAX_COUNT:,}"
         if not self.caches:
             return None
         if any(cache.layers > self.layers for cache in self.caches):

@@ -10,6 +10,7 @@ from kvcore.models.catalogue import find_model
 from kvcore.models.layers import LayerCache
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.serving import StepWork
+from kvcore_engine.retention.quest import Quest
 from kvcore_plugins.latency import Roofline
 from kvcore_plugins.latency import roofline as module
 from kvcore_plugins.latency.engine_times import EngineTimes, ExpertTimes, engine_times
@@ -135,11 +136,15 @@ def test_more_devices_than_kv_heads_read_kv_no_faster():
     assert four["products"]["weights_ps"] == two["products"]["weights_ps"] / 2 == 10**9
 
 
-def test_weights_in_nvfp4_are_widened_on_a_device_without_fp4():
-    """Without units for fp4, weights in NVFP4 are read as such, and computed in 16 bits."""
-    device = attrs.evolve(DEVICE, fp8_flops=2 * 10**14)
-    wide, narrow = (parts(model=m, device=device) for m in (MODEL, MODEL.with_weights("nvfp4")))
-    products = {**wide["products"], "weights_ps": wide["products"]["weights_ps"] * 18 / 64}
+@pytest.mark.parametrize(
+    ("dtype", "rates", "share"),
+    [("nvfp4", {"fp8_flops": 2 * 10**14}, 18 / 64), ("fp8", {}, 1 / 2), ("int8", {}, 1 / 2)],
+)
+def test_weights_are_widened_on_a_device_without_units_for_them(dtype, rates, share):
+    """Without units for their format, weights are read as such, and computed in 16 bits."""
+    device = attrs.evolve(DEVICE, **rates)
+    wide, narrow = (parts(model=m, device=device) for m in (MODEL, MODEL.with_weights(dtype)))
+    products = {**wide["products"], "weights_ps": wide["products"]["weights_ps"] * share}
     assert narrow == {**wide, "products": products}
 
 
@@ -167,6 +172,16 @@ def test_a_draft_model_that_devices_cannot_share_lies_on_one():
     latency = Roofline(model="llama-3.1-8b", tensor_parallel=4)
     assert latency.for_model(find_model("qwen2.5-0.5b")).tensor_parallel == 1
     assert latency.for_model(find_model("llama-3.2-1b")).tensor_parallel == 4
+
+
+def test_a_draft_model_may_have_fewer_layers_than_attend_to_all():
+    """Of a draft model with fewer layers than `dense_layers`, all attend to all tokens."""
+    latency = Roofline(attended=2048, selection=1 / 16, dense_layers=20)
+    draft, plain = (
+        each.for_model(find_model("llama-3.2-1b")) for each in (latency, Roofline())
+    )
+    ((_, all_read, chosen),) = draft.pieces(StepWork(decode=1, context=(0, 0)))
+    assert (all_read, chosen) == (plain.pieces(DECODE)[0][1], 0)
 
 
 def test_a_latent_is_not_shared():
@@ -290,6 +305,20 @@ def test_the_first_layers_read_all_tokens():
     assert (all_read, reading) == (KV / 2 + KV / 2 / 16, KV / 2)
 
 
+WINDOW = LayerCache(kind="window", layers=10, kv_heads=1, key_dim=64, window=50)
+SELECTED = LayerCache(kind="mla", layers=10, kv_heads=1, key_dim=64, attended=50)
+KEYS = LayerCache(kind="index", layers=10, entry_bytes=132)
+
+
+@pytest.mark.parametrize("caches", [(WINDOW,), (SELECTED, KEYS)])
+def test_attention_that_reads_a_part_is_not_made_sparse(caches):
+    """Windows, and tokens that an indexer selects, leave nothing for `attended` to choose."""
+    model = attrs.evolve(MODEL, caches=caches)
+    with pytest.raises(InputError, match="attended=100: each layer of round attends to a part"):
+        roofline(model, attended=100)
+    assert Quest().timing(model) == {}
+
+
 def test_attended_tokens_on_the_host_are_moved():
     """Tokens that the device does not have are moved at the rate of the host link and read.
 
@@ -353,11 +382,11 @@ def test_impossible_options_are_refused(option, value, problem):
     assert str(caught.value).startswith(problem)
 
 
-def test_an_engine_has_the_times_of_the_named_device_with_other_figures():
+@pytest.mark.parametrize("name", ["h100:memory=84.9GB", " H100 :memory=84.9GB"])
+def test_an_engine_has_the_times_of_the_named_device_with_other_figures(name):
     """A device with figures after its name takes the engine's times that are known of it."""
     options = {"tensor_parallel": 2, "engine": "vllm"}
     known, other = (
-        Roofline("mixtral-8x7b", device, **options).coefficients()
-        for device in ("h100", "h100:memory=84.9GB")
+        Roofline("mixtral-8x7b", device, **options).coefficients() for device in ("h100", name)
     )
-    assert other == known | {"device": "h100:memory=84.9GB"}
+    assert other == known | {"device": name}

@@ -16,7 +16,7 @@ from kvcore.models.memory import KVLayout
 from kvcore_plugins.models.config import Config
 from kvcore_plugins.models.families import FAMILIES
 from kvcore_plugins.models.harmless import HARMLESS
-from kvcore_plugins.models.huggingface import read_config
+from kvcore_plugins.models.huggingface import model_of, read_config
 
 QWEN = LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4096}
 GPT_OSS = LLAMA | {
@@ -78,6 +78,11 @@ def test_a_given_dtype_replaces_that_of_the_file(read_model):
     assert (model.dtype, model.expert_dtype) == ("int8", "int8")
 
 
+def test_a_given_dtype_is_that_of_a_model_of_the_catalogue(read_model):
+    """The dtype that the caller gives means the same of a file and of the catalogue."""
+    assert read_model(GPT_OSS, dtype="nvfp4") == read_model(GPT_OSS).with_weights("nvfp4")
+
+
 @pytest.mark.parametrize(
     ("quantised", "dtype"),
     [
@@ -97,6 +102,24 @@ def test_qwen_windows_hold_from_max_window_layers_on(read_model):
     assert read_model(QWEN | {"max_window_layers": 20}).windows == (None,) * 20 + (4096,) * 12
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(("scaling", "window"), [(None, None), (YARN, 4096)])
+def test_a_window_of_all_positions_bounds_nothing(read_model, scaling, window):
+    """A window is none if it has all positions, those to which YaRN extends them included."""
+    fields = {"max_position_embeddings": 4096, "rope_scaling": scaling}
+    assert set(read_model(QWEN | fields).windows) == {window}
+
+
+def test_a_layer_whose_window_bounds_nothing_has_the_heads_of_its_type(read_model):
+    """Layers of Gemma 4 with a window have heads of their own, however wide it is."""
+    fields = CONFIGS["gemma-4-26b-a4b"]["text_config"] | {"dtype": "bfloat16"}
+    model = read_model(fields | {"max_position_embeddings": 1024})
+    assert model.parameters == read_model(fields).parameters
+    assert [cache.kv_heads for cache in model.layer_caches] == [8, 2]
+
+
 def test_a_field_that_the_family_does_not_know_is_refused(read_model):
     """A field that may change what a layer keeps is refused, with ways to go on."""
     with pytest.raises(InputError) as caught:
@@ -114,10 +137,15 @@ def test_a_width_of_each_layer_is_refused_where_layers_are_alike(read_model):
 
 
 def test_layers_with_experts_may_be_listed(read_model):
-    """`moe_layers` lists the layers with experts, in place of every so many."""
+    """`moe_layers` lists the layers with experts, in place of every so many.
+
+    Where it lists none, no layer reads the number of experts that a token takes.
+    """
     every = read_model({"text_config": LLAMA_4 | {"interleave_moe_layer_step": 2}})
     listed = read_model({"text_config": LLAMA_4 | {"moe_layers": list(range(1, 48, 2))}})
     assert listed == every
+    with pytest.raises(InputError, match=r"num_experts_per_tok\' is 1, which models"):
+        read_model({"text_config": LLAMA_4 | {"moe_layers": []}})
 
 
 def test_a_type_of_layer_that_is_not_known_is_refused(read_model):
@@ -249,6 +277,12 @@ def test_a_missing_field_is_named_with_its_file(read_model, tmp_path, name):
         (GPT_OSS, "layer_types", [[]] * 32, "has [], whose K/V cannot be sized"),
         (GPT_OSS, "layer_types", "full", "must be a list, not 'full'"),
         (DEEPSEEK, "v_head_dim", None, "is missing"),
+        (
+            LLAMA,
+            "rope_scaling",
+            YARN | {"original_max_position_embeddings": 10**400},
+            "has a factor of 4.0 for 1000000000",
+        ),
     ],
 )
 def test_a_wrong_field_is_named_with_value_and_remedy(read_model, model, field, value, problem):
@@ -461,7 +495,8 @@ def test_layers_of_a_long_config_are_looked_up():
     ("fields", "fault"),
     [
         (
-            CONFIGS["kimi-linear-48b-a3b"] | {"linear_attn_config": {"head_dim": "128"}},
+            CONFIGS["kimi-linear-48b-a3b"]
+            | {"linear_attn_config": {"full_attn_layers": [27], "head_dim": "128"}},
             "field 'linear_attn_config.head_dim' must be an integer of at least 1, not '128'",
         ),
         (
@@ -505,13 +540,32 @@ def test_listed_layers_are_those_of_the_model(first, wrong):
         config.indices("moe_layers", first=first)
 
 
-@pytest.mark.parametrize("read", ["flag", "items", "table"])
-def test_a_long_value_of_another_type_is_shortened(read):
-    """The error of a field of another type has the beginning of its value."""
-    config = Config(Path("config.json"), {"field": "x" * 10_000})
-    with pytest.raises(InputError, match=r"not 'x+\.\.\.$") as caught:
-        getattr(config, read)("field")
-    assert len(str(caught.value)) < 200
+LONG = "x" * 10_000
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("qwen3-8b", {"model_type": LONG}),
+        ("qwen3-8b", {"torch_dtype": LONG}),
+        ("qwen3-8b", {"tie_word_embeddings": LONG}),
+        ("qwen3-8b", {"layer_types": LONG}),
+        ("kimi-linear-48b-a3b", {"linear_attn_config": LONG}),
+        ("qwen3-8b", {"use_qk_norm": LONG}),
+        ("qwen3-8b", {"quantization_config": LONG}),
+        ("qwen3-8b", {"quantization_config": {"quant_method": LONG}}),
+        ("qwen3-8b", {"quantization_config": {"quant_method": "awq", "bits": LONG}}),
+        ("qwen3-8b", {"layer_types": [LONG] * 36}),
+        ("qwen3-next-80b-a3b", {"mamba_ssm_dtype": LONG}),
+        ("nemotron-h-56b", {"hybrid_override_pattern": LONG}),
+        ("kimi-linear-48b-a3b", {"linear_attn_config": {"full_attn_layers": [1], LONG: 1}}),
+    ],
+)
+def test_a_long_value_of_a_config_is_shortened(name, fields):
+    """The error about a value that is none has its beginning, whatever field it is of."""
+    with pytest.raises(InputError, match=r"x{50,}\.\.\.") as caught:
+        model_of(CONFIGS[name] | fields, name, "config.json")
+    assert len(str(caught.value)) < 2000
 
 
 BY_HAND = """
@@ -586,11 +640,7 @@ def test_a_wrong_model_by_hand_is_refused(tmp_path, text, problem):
         (
             {
                 "max_position_embeddings": 32768,
-                "rope_scaling": {
-                    "rope_type": "yarn",
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 32768,
-                },
+                "rope_scaling": YARN | {"original_max_position_embeddings": 32768},
             },
             131072,
         ),

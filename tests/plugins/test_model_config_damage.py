@@ -23,8 +23,8 @@ def kind_of(name):
 ONE_OF_EACH = sorted({kind_of(name): name for name in CONFIGS}.values())
 
 
-LAYERS = {"gemma3n_text": 24}
-"""Layers of types that need more than the others: 15 of these share what others cache."""
+LAYERS = {"gemma3n_text": 24, "kimi_linear": 27}
+"""Layers of types that need more: 15 of Gemma 3n share what others cache, Kimi numbers its."""
 
 
 def shortened(fields):

@@ -41,6 +41,7 @@ VARIANTS = [
     ("gemma4_text", {}),
     ("gemma4_text", {"num_kv_shared_layers": 10, "use_double_wide_mlp": True}),
     ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 2}),
+    ("gemma4_text", {"attention_k_eq_v": True, "max_position_embeddings": 512}),
     ("gemma4_text", {"attention_bias": True, "hidden_size_per_layer_input": 0}),
     ("glm4_moe", {"head_dim": 128, "use_qk_norm": True}),
     ("glm4_moe_lite", {}),

@@ -270,10 +270,11 @@ def test_experts_are_quantised_apart_from_all_else(read_model):
     assert model.shared_bytes == kept + shared + 4 * shared // 128**2
 
 
-def test_model_opt_may_say_in_a_file_of_its_own_how_it_quantised(tmp_path):
+@pytest.mark.parametrize("fields", [{}, {"quantization_config": None}])
+def test_model_opt_may_say_in_a_file_of_its_own_how_it_quantised(tmp_path, fields):
     """`hf_quant_config.json` beside the config is read if the config says nothing."""
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA))
+    path.write_text(json.dumps(LLAMA | fields))
     said = {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
     assert read_config(path).dtype == "fp8"

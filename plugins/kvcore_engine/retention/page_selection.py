@@ -77,7 +77,10 @@ class PageSelection(RetentionPolicy):
 
     def timing(self, model: ModelSpec) -> dict[str, Any]:
         """Return the options of sparse attention of `roofline`, for a budget in tokens."""
-        if not isinstance(self.budget, int) or None not in model.windows[self.dense_layers :]:
+        from kvcore_plugins.latency.roofline import attends_to_all  # noqa: PLC0415 - for times
+
+        is_all = None in model.windows[self.dense_layers :] and attends_to_all(model)
+        if not (isinstance(self.budget, int) and is_all):
             return {}
         return {
             "attended": self.budget,

@@ -85,7 +85,7 @@ _EXPERTS_IN_FP4 = {
 
 def known_name(device: str) -> str:
     """Return the name in the catalogue of a device with figures of its own after it."""
-    return device.partition(":")[0]
+    return device.partition(":")[0].strip().lower().replace("_", "-")
 
 
 def engine_times(engine: EngineName | None, device: str, fp4: str = "") -> EngineTimes:

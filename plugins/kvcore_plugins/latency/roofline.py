@@ -216,8 +216,9 @@ class Roofline(LatencyModel):
         self._names, self._layers = (model.name, device.name), model.layers
         devices = self.tensor_parallel
         fp4 = device.fp4_flops > 0
-        # Without units for fp4 weights alone are in it, and with MXFP4 those of experts.
-        quantised = model.dtype == "fp8" or (fp4 and model.expert_dtype == "nvfp4")
+        # Without units for a format weights alone are in it, and with MXFP4 those of experts.
+        narrow = _narrow(device, RATES.get(model.dtype, ()))
+        quantised = bool(narrow) or (fp4 and model.expert_dtype == "nvfp4")
         times = engine_times(
             self.engine, known_name(device.name), model.expert_dtype if fp4 else ""
         )
@@ -428,7 +429,8 @@ class Roofline(LatencyModel):
         if parameters:
             more, active = spec.parameters + parameters, spec.active_parameters + parameters
             spec = attrs.evolve(spec, parameters=more, active_parameters=active)
-        return attrs.evolve(self, model=spec, tensor_parallel=devices)
+        dense = min(self.dense_layers, spec.layers)
+        return attrs.evolve(self, model=spec, tensor_parallel=devices, dense_layers=dense)
 
     def _check(self, model: ModelSpec, device: DeviceSpec) -> None:
         """Raise InputError if no deployment can have these options."""
@@ -474,9 +476,14 @@ class Roofline(LatencyModel):
                 return f"{name}={value} must be from 0 to {greatest}"
             if value and not self.attended:
                 return f"{name}={value} needs attended=TOKENS, of sparse attention"
-        if self.attended and None not in model.windows:
-            return f"attended={self.attended}: each layer of {model.name} has a window"
+        if self.attended and not attends_to_all(model):
+            return f"attended={self.attended}: each layer of {model.name} attends to a part"
         return ""
+
+
+def attends_to_all(model: ModelSpec) -> bool:
+    """Return whether attention reads K/V of all tokens in some layers; keys to choose aside."""
+    return any(cache.reach is None and cache.kind != "index" for cache in model.layer_caches)
 
 
 def least_prefill(model: ModelSpec, device: DeviceSpec) -> PrefillCost:

@@ -65,8 +65,10 @@ class Config:
     names: Mapping[str, str] = attrs.field(factory=dict)
     known: set[str] = attrs.field(factory=set)
 
-    def refuse(self, name: str, problem: str) -> NoReturn:
-        """Raise InputError for a problem of the field `name`."""
+    def refuse(self, name: str, problem: str, *values: Any) -> NoReturn:
+        """Raise InputError for a problem of the field `name`; each `{}` in it is a value."""
+        if values:
+            problem = problem.format(*(shorten(repr(value)) for value in values))
         msg = f"{self.path}: field '{self.prefix}{name}' {problem}"
         raise InputError(msg)
 
@@ -85,26 +87,24 @@ class Config:
             others = "".join(f" (and so is '{other}')" for other in ALIASES.get(name, ())[:1])
             self.refuse(name, f"is missing{others}")
         if type(value) is not int or value < least:
-            self.refuse(
-                name, f"must be an integer of at least {least}, not {shorten(repr(value))}"
-            )
+            self.refuse(name, f"must be an integer of at least {least}, not {{}}", value)
         greatest = _MOST.get(name, MAX_WIDTH)
         if value > greatest:
-            self.refuse(name, f"must be at most {greatest:,}, not {shorten(repr(value))}")
+            self.refuse(name, f"must be at most {greatest:,}, not {{}}", value)
         return value
 
     def flag(self, name: str, *, default: bool = False) -> bool:
         """Return a field that is true or false."""
         value = self.get(name, default)
         if not isinstance(value, bool):
-            self.refuse(name, f"must be true or false, not {shorten(repr(value))}")
+            self.refuse(name, "must be true or false, not {}", value)
         return value
 
     def items(self, name: str) -> list[Any]:
         """Return a field that is a list; empty if left out."""
         value = self.get(name, [])
         if not isinstance(value, list):
-            self.refuse(name, f"must be a list, not {shorten(repr(value))}")
+            self.refuse(name, "must be a list, not {}", value)
         return value
 
     @property
@@ -123,14 +123,14 @@ class Config:
         """Return a field that is an object; empty if left out."""
         value = self.get(name, {})
         if not isinstance(value, dict):
-            self.refuse(name, f"must be an object, not {shorten(repr(value))}")
+            self.refuse(name, "must be an object, not {}", value)
         return value
 
     def indices(self, name: str, listed: Any = None, first: int = 0) -> frozenset[int]:
         """Return a field, or its part `listed`, that lists layers, which count from `first`."""
         values = self.items(name) if listed is None else listed
         if not all(type(value) is int for value in values):
-            self.refuse(name, f"must list numbers of layers, not {shorten(repr(values))}")
+            self.refuse(name, "must list numbers of layers, not {}", values)
         self._check_layers(name, values, first)
         return frozenset(values)
 
@@ -139,7 +139,7 @@ class Config:
         end = first + self.layers
         for index in indices:
             if not first <= index < end:
-                self.refuse(name, f"has layer {shorten(repr(index))} of {first} to {end - 1}")
+                self.refuse(name, f"has layer {{}} of {first} to {end - 1}", index)
 
     def having(self, fields: dict[str, Any]) -> Config:
         """Return the config with other values of `fields`. O(1): layers may have their own."""
@@ -149,7 +149,7 @@ class Config:
         """Return the config with the fields that `per_layer_config` has for a layer. O(1)."""
         own = self._by_index.get(index, {})
         if not isinstance(own, dict) or own.keys() - _BY_LAYER:
-            self.refuse("per_layer_config", f"has {shorten(repr(own))} for layer {index}")
+            self.refuse("per_layer_config", "has {} for layer {}", own, index)
         return self.having(own) if own else self
 
     @cached_property

@@ -81,9 +81,7 @@ def _nemotron(config: Config, family: Family) -> list[str]:
     del family
     pattern = str(config.get("hybrid_override_pattern", ""))
     if not pattern or set(pattern) - _NEMOTRON.keys():
-        config.refuse(
-            "hybrid_override_pattern", f"is {pattern!r}, and must be of M, *, E and -"
-        )
+        config.refuse("hybrid_override_pattern", "is {}, not of M, *, E and -", pattern)
     return [_NEMOTRON[letter] for letter in pattern]
 
 
@@ -232,7 +230,7 @@ FAMILIES: Mapping[str, Family] = {
         kinds=_listed("attn_layer_indices", "linear_attention", "linear_attention"),
         mlp="feed_forward",
         mlp_bias=None,
-        known=named("attn_rotary_emb mamba_chunk_size z_loss_coefficient"),
+        known=named("attn_rotary_emb z_loss_coefficient"),
     ),
     "deepseek_v2": Family(experts=Experts("n_routed_experts"), **_MLA),
     "deepseek_v3": _DEEPSEEK_V3,
@@ -251,8 +249,8 @@ FAMILIES: Mapping[str, Family] = {
             "compress_rates": dict(parts.RATIOS),
         },
         known=named(
-            "compress_ratios compress_rope_theta hc_eps hc_sinkhorn_iters",
-            "swiglu_limit sliding_window qk_rope_head_dim",
+            "compress_ratios compress_rope_theta hc_eps hc_sinkhorn_iters sliding_window",
+            "qk_rope_head_dim",
         ),
     ),
     "falcon_h1": Family(
@@ -263,10 +261,9 @@ FAMILIES: Mapping[str, Family] = {
         mamba_norm=None,
         defaults={"projectors_bias": False},
         known=named(
-            "mamba_use_mlp mlp_expansion_factor mamba_chunk_size mamba_norm_before_gate",
-            "lm_head_multiplier embedding_multiplier mlp_multipliers key_multiplier",
-            "attention_out_multiplier attention_in_multiplier ssm_multipliers",
-            "ssm_in_multiplier ssm_out_multiplier",
+            "mamba_use_mlp mlp_expansion_factor mamba_norm_before_gate lm_head_multiplier",
+            "mlp_multipliers key_multiplier attention_out_multiplier ssm_multipliers",
+            "attention_in_multiplier ssm_in_multiplier ssm_out_multiplier",
         ),
     ),
     "gemma": Family(defaults=_TIED),
@@ -305,7 +302,7 @@ FAMILIES: Mapping[str, Family] = {
         **_GEMMA_3,
         window=Window(full_every=6, full_last=True),
         mixers={"full_attention": _global_heads, "sliding_attention": attention},
-        one_projection=True,
+        one_projection="full_attention",
         network=parts.gemma_4,
         outside=parts.per_layer_embeddings,
         defaults=_TIED | {"hidden_size_per_layer_input": 256, "sliding_window": 512},
@@ -334,7 +331,7 @@ FAMILIES: Mapping[str, Family] = {
         experts=Experts("num_local_experts", width="intermediate_size", router_bias=True),
         window=Window(full_every=2),
         defaults={"torch_dtype": "bfloat16"},
-        known=named("experts_per_token swiglu_limit initial_context_length"),
+        known=named("experts_per_token initial_context_length"),
         **_BIASED,
     ),
     "granitemoehybrid": Family(
@@ -343,7 +340,7 @@ FAMILIES: Mapping[str, Family] = {
         kinds=_all("linear_attention"),
         network=parts.beside,
         mlp="block_sparse_moe",
-        known=named("mamba_chunk_size normalization_function num_experts_per_tok"),
+        known=named("normalization_function num_experts_per_tok"),
     ),
     "hunyuan_v1_dense": Family(**_HUNYUAN),
     "hunyuan_v1_moe": Family(
@@ -432,7 +429,7 @@ FAMILIES: Mapping[str, Family] = {
         mixers={"full_attention": parts.nas_layer},
         network=parts.nothing,
         mlp_bias=None,
-        known=named("num_key_value_heads intermediate_size"),
+        known=named("num_key_value_heads"),
     ),
     "nemotron_h": Family(
         experts=Experts("n_routed_experts", optional=True, router_bias=True),

@@ -121,7 +121,7 @@ class Family:
         sinks: whether each query head has a learned sink, or the types of layers where it has.
         gate: whether the output is gated, by a number for each `head` or for `each` number.
         value_width: whether `v_head_dim` is the width of a value.
-        one_projection: whether keys and values of full attention may be one projection.
+        one_projection: the type of layers whose keys and values may be one projection.
         mamba_norm: whether a Mamba 2 layer has a norm; None: a field of the config decides.
         gated: whether the MLP has a gate, hence three matrices rather than two.
         mlp: name of the feed-forward module of a layer.
@@ -152,7 +152,7 @@ class Family:
     sinks: bool | tuple[str, ...] = False
     gate: Literal["head", "each"] | None = None
     value_width: bool = False
-    one_projection: bool = False
+    one_projection: str = ""
     mamba_norm: bool | None = True
     gated: bool = True
     mlp: str = "mlp"

@@ -76,7 +76,7 @@ def read_config(path: Path | str, dtype: str | None = None) -> ModelSpec:
     name = path.parent.resolve().name if path.stem == "config" else path.stem
     fields, beside = _json(path), path.with_name("hf_quant_config.json")
     # ModelOpt says in a file of its own how it has quantised.
-    if path.stem == "config" and "quantization_config" not in fields and beside.is_file():
+    if path.stem == "config" and fields.get("quantization_config") is None and beside.is_file():
         quantised = _json(beside).get("quantization")
         fields = {**fields, "quantization_config": quantised}
     return model_of(fields, name, path, dtype)
@@ -175,7 +175,7 @@ def model_of(
     if full is not None:
         heads = {"kv_heads": full.kv_heads, "head_dim": full.key_dim}
         shape |= {**heads, "value_dim": full.value_dim}
-    stored = {"dtype": dtype} if dtype else _stored(config, blocks, outside, experts)
+    stored = {} if dtype else _stored(config, blocks, outside, experts)
     positions = _positions(config)
     _check_known(config, family)
     try:
@@ -191,6 +191,7 @@ def model_of(
             positions=positions,
             **stored,
         )
+        model = model.with_weights(dtype) if dtype else model
         windows = [None if layer.shares else layer.window for layer in layers]
         plain = attrs.evolve(model, windows=tuple(windows))
         # Where heads, latent and windows say it, that is all there is to say.
@@ -212,7 +213,7 @@ def _opened(fields: Mapping[str, Any], path: Path) -> tuple[Config, Family]:
         config.refuse("model_type", "is missing")
     if str(kind) not in FAMILIES:
         known = ", ".join(FAMILIES)
-        config.refuse("model_type", f"is {kind!r}; known: {known}; {_REMEDY}")
+        config.refuse("model_type", f"is {{}}; known: {known}; {_REMEDY}", kind)
     family = FAMILIES[kind]
     return attrs.evolve(config, defaults=family.defaults, names=family.names), family
 
@@ -221,7 +222,7 @@ def _check_known(config: Config, family: Family) -> None:
     """Refuse a field that nothing here has asked for, and that is not known to be harmless."""
     for name, value in family.only.items():
         if config.get(name, value) != value:
-            config.refuse(name, f"is {config.get(name)!r}, not {value!r}; {_REMEDY}")
+            config.refuse(name, f"is {{}}, not {{}}; {_REMEDY}", config.get(name), value)
     kind = config.get("model_type")
     known = config.known | family.known | HARMLESS
     for name, value in config.fields.items():
@@ -230,9 +231,10 @@ def _check_known(config: Config, family: Family) -> None:
             continue
         config.refuse(
             name,
-            f"is {shorten(repr(value))}, which models of type {kind!r} are not known to have: "
-            "it may change what a layer keeps. If it changes neither that nor the parameters, "
-            f"leave it out; {_REMEDY}",
+            "is {}, which models of type {} are not known to have: it may change what a layer "
+            f"keeps. If it changes neither that nor the parameters, leave it out; {_REMEDY}",
+            value,
+            kind,
         )
 
 
@@ -248,8 +250,10 @@ def _layers(config: Config, family: Family) -> list[Layer]:
         kinds[-1] = "full_attention"
     for kind in kinds:
         if not isinstance(kind, str) or kind not in (family.mixers or _MIXERS):
-            config.refuse("layer_types", f"has {kind!r}, whose K/V cannot be sized")
+            config.refuse("layer_types", "has {}, whose K/V cannot be sized", kind)
     window, sparse = _window(config, family), _sparse_layers(config, family, count)
+    # As wide as there are positions, it bounds nothing.
+    window = None if window and 0 < _positions(config) <= window else window
     shared = config.count("num_kv_shared_layers", 0, least=0) if family.shares else 0
     return [
         Layer(
@@ -264,14 +268,12 @@ def _layers(config: Config, family: Family) -> list[Layer]:
 
 
 def _window(config: Config, family: Family) -> int | None:
-    """Return the tokens that layers with a window attend to; None: all."""
+    """Return the tokens of the window, or chunk, that some layers may have; None: none has."""
     if family.window is None or config.get(family.window.field) is None:
         return None
-    longest = config.get("max_position_embeddings")
     if not config.flag("use_sliding_window", default=family.window.by_default):
         return None
-    window = config.count(family.window.field)
-    return None if isinstance(longest, int) and window >= longest else window
+    return config.count(family.window.field)
 
 
 def _by_window(config: Config, family: Family) -> list[str]:
@@ -306,7 +308,8 @@ def _sparse_layers(config: Config, family: Family, count: int) -> list[bool]:
     if config.count(experts.count, fewest - 1, least=0) < fewest:
         return [False] * count
     kinds = config.of_layers("mlp_layer_types")
-    if indices := config.indices("moe_layers"):
+    if config.get("moe_layers") is not None:
+        indices = config.indices("moe_layers")
         kinds = ["sparse" if layer in indices else "dense" for layer in range(count)]
     frequencies = config.get("moe_layer_freq", 1)
     if isinstance(frequencies, list):
@@ -399,8 +402,8 @@ def _positions(config: Config) -> int:
     original = scaling.get("original_max_position_embeddings")
     if kind != "yarn" or not isinstance(factor, int | float) or not isinstance(original, int):
         return positions
-    if not 0 < factor * original <= MAX_WIDTH:
-        config.refuse("rope_scaling", f"has a factor of {factor} for {original} positions")
+    if not (0 < original <= MAX_WIDTH and 0 < factor * original <= MAX_WIDTH):
+        config.refuse("rope_scaling", "has a factor of {} for {} positions", factor, original)
     return max(positions, int(factor * original))
 
 
@@ -416,13 +419,12 @@ def _stored(
     if quantisation is None:
         if dtype is None:
             written = config.fields.get("torch_dtype", config.fields.get("dtype"))
-            what = "is missing" if written is None else f"is {written!r}"
-            config.refuse(
-                "torch_dtype", f"{what}; give --weights-dtype, or use one of {_NAMES}"
-            )
+            what = "is missing" if written is None else "is {}"
+            remedy = f"; give --weights-dtype, or use one of {_NAMES}"
+            config.refuse("torch_dtype", what + remedy, written)
         return {"dtype": dtype}
     if not isinstance(quantisation, dict):
-        config.refuse("quantization_config", f"must be an object, not {quantisation!r}")
+        config.refuse("quantization_config", "must be an object, not {}", quantisation)
     formats = read_quantisation(quantisation, partial(config.refuse, "quantization_config"))
     shared = list(_modules(blocks, expert=False))
     if not config.flag("tie_word_embeddings"):

@@ -12,7 +12,6 @@ from typing import Any
 
 import attrs
 
-from kvcore.errors import shorten
 from kvcore.models.layers import MAX_WIDTH, CacheKind, LayerCache
 from kvcore_plugins.models.config import Config
 from kvcore_plugins.models.family import Build, Family, Layer, Matrices, Part
@@ -47,7 +46,7 @@ def attention(config: Config, family: Family, layer: Layer) -> list[Part]:
     own_keys = 0 if layer.shares else 1
     if layer.shares:
         del matrices["k_proj"], matrices["v_proj"]
-    elif family.one_projection and layer.window is None and config.flag("attention_k_eq_v"):
+    elif layer.kind == family.one_projection and config.flag("attention_k_eq_v"):
         del matrices["v_proj"]
     if family.gate == "head":
         matrices["g_proj"] = hidden, heads
@@ -125,7 +124,7 @@ def _has_indexer(config: Config, index: int) -> bool:
     kinds = config.of_layers("indexer_types")
     pattern = config.get("index_topk_pattern")
     if pattern and (not isinstance(pattern, str | list) or index >= len(pattern)):
-        config.refuse("index_topk_pattern", f"is {shorten(repr(pattern))}, not F or S a layer")
+        config.refuse("index_topk_pattern", "is {}, not F or S a layer", pattern)
     every, offset = (
         config.count("index_topk_freq", 1),
         config.count("index_skip_topk_offset", 2),
@@ -231,7 +230,7 @@ def _state(config: Config, conv: int, numbers: int) -> LayerCache:
     """
     dtype = str(config.get("mamba_ssm_dtype", config.get("mamba_ssm_cache_dtype", "float32")))
     if dtype not in STATE_BYTES:
-        config.refuse("mamba_ssm_dtype", f"is {dtype!r}; known: {', '.join(STATE_BYTES)}")
+        config.refuse("mamba_ssm_dtype", f"is {{}}; known: {', '.join(STATE_BYTES)}", dtype)
     size = conv * CONV_BYTES + numbers * STATE_BYTES[dtype]
     return LayerCache(kind="state", layers=1, state_bytes=size, pair_flop=4 * numbers)
 
@@ -268,7 +267,7 @@ def delta_attention(config: Config, family: Family, layer: Layer) -> list[Part]:
     hidden, table = config.count("hidden_size"), config.table("linear_attn_config")
     unknown = table.keys() - _KDA_FIELDS
     if unknown:
-        config.refuse("linear_attn_config", f"has {min(unknown)!r}, which is not known")
+        config.refuse("linear_attn_config", "has {}, which is not known", min(unknown))
     prefix = f"{config.prefix}linear_attn_config."
     own = attrs.evolve(config, fields=table, prefix=prefix, known=set())
     width = own.count("head_dim", config.count("linear_head_dim", 128))
@@ -484,10 +483,10 @@ def _nas_part(config: Config, block: Any, name: str, size: str) -> float | None:
     value = part.get(size)
     kinds = int if size == "n_heads_in_group" else int | float
     if not isinstance(value, kinds) or not 0 < value <= MAX_WIDTH:
-        config.refuse("block_configs", f"has {size} {shorten(repr(value))} in a layer")
+        config.refuse("block_configs", f"has {size} {{}} in a layer", value)
     odd = [key for key, other in part.items() if other and key not in (size, "no_op")]
     if odd:
-        config.refuse("block_configs", f"has {odd[0]!r} in a layer, which is not known")
+        config.refuse("block_configs", "has {} in a layer, which is not known", odd[0])
     return float(value)
 
 
@@ -575,7 +574,7 @@ def lfm_feed_forward(config: Config, family: Family, layer: Layer) -> list[Part]
     factor = config.get("block_ffn_dim_multiplier", 1.0)
     multiple = config.count("block_multiple_of", 256)
     if not isinstance(factor, int | float) or not 0 < factor <= MAX_WIDTH:
-        config.refuse("block_ffn_dim_multiplier", f"is {shorten(repr(factor))}, and no factor")
+        config.refuse("block_ffn_dim_multiplier", "is {}, and no factor", factor)
     if layer.sparse:
         return feed_forward(config, family, layer)
     if adjusts and not family.experts:

@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 import attrs
 
+from kvcore.errors import shorten
+
 _FORMATS = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8", ("float", 4): "nvfp4"}
 
 _SCALED = {"nvfp4": 16, "mxfp4": 32}
@@ -86,7 +88,7 @@ class Quantisation:
 
 
 def read_quantisation(
-    fields: Mapping[str, Any], refuse: Callable[[str], NoReturn]
+    fields: Mapping[str, Any], refuse: Callable[..., NoReturn]
 ) -> Quantisation:
     """Read the `quantization_config` of a Hugging Face config; `refuse` raises its errors."""
     # ModelOpt names its algorithm alone.
@@ -128,10 +130,12 @@ def read_quantisation(
                     schemes.insert(0, (_pattern([f"re:{name.removeprefix('+:')}"]), scheme))
         return Quantisation(schemes, _pattern(excluded or ["re:(?!)"]))
     except _UnknownSizeError:
-        bits = f" with {fields.get('bits')} bits" if method in _BY_BITS else ""
-        refuse(f"has weights by {method!r}{bits}, of unknown size; give --weights-dtype")
+        bits = " with {} bits" if method in _BY_BITS else ""
+        what = f"has weights by {{}}{bits}, of unknown size; give --weights-dtype"
+        refuse(what, method, fields.get("bits"))
     except (TypeError, ValueError, LookupError, AttributeError, re.error) as error:
-        refuse(f"cannot be read ({type(error).__name__}: {error}); give --weights-dtype")
+        reason = shorten(f"{type(error).__name__}: {error}", 200)
+        refuse(f"cannot be read ({reason}); give --weights-dtype")
 
 
 class _UnknownSizeError(Exception):

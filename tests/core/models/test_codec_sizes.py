@@ -123,6 +123,13 @@ def test_a_partial_block_is_staged_uncoded(codec, block_size, numbers):
     assert layout.staged_bytes("fp32") == HEADS * numbers * 4
 
 
+def test_a_staged_block_has_as_many_entries_as_a_block():
+    """Of what stands for several tokens, a block stages an entry for so many of its tokens."""
+    layout = KVLayout(find_model("deepseek-v4-flash"), "kivi", 256)
+    entries = 43 * 256 + 21 * 256 // 4 + 20 * 256 // 128
+    assert layout.staged_bytes() == entries * 512 * 2
+
+
 def test_a_request_needs_its_blocks_and_its_staged_block():
     """A request needs the bytes of its blocks and of its staged block, and fits in no less."""
     layout = KVLayout(tiny(), Thirds(), 16)

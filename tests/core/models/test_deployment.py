@@ -113,6 +113,7 @@ def test_remedies_hold_the_model(model):
 
 def test_no_server_of_eight_is_said():
     """The error for a model that no server of 8 holds says so, and names no larger number."""
-    model = attrs.evolve(DEEPSEEK, parameters=10**13, expert_dtype="bf16", dtype="bf16")
+    counts = {"parameters": 10**13, "active_parameters": 10**12}
+    model = attrs.evolve(DEEPSEEK.with_weights("bf16"), **counts)
     with pytest.raises(InputError, match=r"No 8 GPUs hold it\. Take a smaller model"):
         Deployment(KVLayout(model), H100, 4).blocks()

@@ -74,6 +74,8 @@ def test_importing_the_arithmetic_is_light():
         ({"expert_dtype": "fp12"}, "unknown dtype 'fp12'"),
         ({"extra_bytes": -3000}, "weights of less than 0 bytes"),
         ({"extra_expert_bytes": -1}, "weights of less than 0 bytes"),
+        ({"extra_bytes": -3000, "extra_expert_bytes": 5000}, "weights of less than 0 bytes"),
+        ({"extra_bytes": 10**400}, "or of more than 9,223,372,036,854,775,807"),
         ({"positions": -1}, "positions must be 0 to 9,223,372,036,854,775,807, not -1"),
     ],
 )

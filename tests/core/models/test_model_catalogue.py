@@ -57,6 +57,7 @@ def test_the_config_of_a_model_gives_its_row_of_the_catalogue(read_model, name):
         ("mixtral-8x7b", 46.7),
         ("deepseek-v3", 671.03),
         ("gpt-oss-120b", 116.83),
+        ("kimi-linear-48b-a3b", 49.12),
     ],
 )
 def test_parameters_are_the_published_number(read_model, name, billions):
